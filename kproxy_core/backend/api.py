@@ -1,0 +1,147 @@
+"""The values that cross the border between the core and a backend.
+
+`CONTRACT` is (major, minor): fields and optional hook arguments may be added
+with a new minor, meanings change only with a new major.
+"""
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kproxy_core.model.address import Family
+from kproxy_core.model.node import NodeView
+from kproxy_core.model.service import ServicePortKey
+from kproxy_core.plan.service_plan import ServicePlan
+
+CONTRACT = (1, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a backend says about itself without touching the kernel."""
+
+    mode: str
+    """The name an operator selects: lower case letters, digits and dashes."""
+    summary: str
+    contract: tuple[int, int]
+    """The CONTRACT it was written for, as a literal."""
+    preference: int = 0
+    """Without ``--mode`` the usable backend with the highest one is taken."""
+    default_node_port_addresses: tuple[str, ...] = ()
+    """What an empty nodePortAddresses means: () all addresses, ``("primary",)`` the node's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """One thing a backend needs, as found on this machine."""
+
+    what: str
+    met: bool
+    found: str
+    """What was looked at and seen, e.g. ``nft 1.0.6``."""
+    remedy: str = ""
+    """What an operator can do about it; "" when met."""
+
+
+@dataclass(frozen=True, slots=True)
+class Detection:
+    """Whether a mode works here, and why."""
+
+    mode: str
+    requirements: tuple[Requirement, ...]
+
+    @property
+    def usable(self) -> bool:
+        return all(requirement.met for requirement in self.requirements)
+
+    @property
+    def because(self) -> str:
+        """One line: what is missing, or what was found."""
+        missing = [r for r in self.requirements if not r.met]
+        if missing:
+            return "; ".join(f"{r.what}: {r.found}. {r.remedy}".rstrip() for r in missing)
+        return ", ".join(r.found for r in self.requirements)
+
+
+@dataclass(frozen=True, slots=True)
+class Leftovers:
+    """What a clean-up removed, or in a dry run would remove."""
+
+    mode: str
+    removed: tuple[str, ...] = ()
+    """One line per object, in the words of the field: ``table ip kproxy``."""
+    errors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BackendSettings:
+    """What a backend is made with. It may change only by making a new one."""
+
+    families: tuple[Family, ...]
+    masquerade_bit: int = 14
+    options: Mapping[str, object] = field(default_factory=dict)
+    """The backend's own section of the configuration file."""
+
+
+class Damage(Protocol):
+    """Called from any thread when somebody else changed what the backend programmed."""
+
+    def __call__(self, family: Family, what: str) -> None: ...
+
+
+class Scope(enum.Enum):
+    """How much an update covers."""
+
+    CHANGED = "partial"
+    """Only `Update.changed` is new."""
+    RESYNC = "full"
+    """Nothing that the backend remembers is to be believed: compare with the kernel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one family of the kernel must be brought to."""
+
+    family: Family
+    scope: Scope
+    node: NodeView
+    changed: Mapping[ServicePortKey, ServicePlan | None]
+    """The service ports that changed; None: gone. In a RESYNC: what changed since the last success."""
+    plans: Mapping[ServicePortKey, ServicePlan]
+    """Every service port there is, `changed` included. Only valid during the call."""
+    node_changed: bool = False
+    """`node` differs from that of the last successful update."""
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    """What a successful sync did."""
+
+    operations: int
+    """Kernel objects written or deleted; 0 when everything was as it should be."""
+    detail: Mapping[str, int] = field(default_factory=dict)
+    """Counts worth a log field, by name."""
+
+
+class Backend(Protocol):
+    """One kernel mechanism, programmed. Called from one thread; registered with the plugin manager.
+
+    An implementation marks these methods with `kproxy_core.backend.hookspecs.hookimpl`.
+    """
+
+    def kproxy_sync(self, update: Update) -> SyncReport:
+        """See `hookspecs.kproxy_sync`."""
+
+    def kproxy_render(self, update: Update) -> str:
+        """See `hookspecs.kproxy_render`."""
+
+    def kproxy_watch(self, damaged: Damage) -> bool:
+        """See `hookspecs.kproxy_watch`."""
+
+    def kproxy_close(self) -> None:
+        """See `hookspecs.kproxy_close`."""
+
+
+MakeBackend = Callable[[str, BackendSettings], Backend]
+Detections = Sequence[Detection]

@@ -1,0 +1,94 @@
+"""The hooks of a kproxy backend.
+
+Questions (`kproxy_describe`, `kproxy_detect`, `kproxy_cleanup`) go to every
+plugin. Work goes to one: `kproxy_make_backend` returns an instance, which is
+registered and alone implements the remaining hooks. Observers may wrap any of
+them (``@hookimpl(wrapper=True)``). An implementation may leave out arguments
+that it does not use.
+"""
+
+import pluggy
+
+from kproxy_core.backend.api import (
+    Backend,
+    BackendSettings,
+    Damage,
+    Description,
+    Detection,
+    Leftovers,
+    SyncReport,
+    Update,
+)
+
+PROJECT = "kproxy"
+ENTRY_POINTS = "kproxy.backends"
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec
+def kproxy_describe() -> Description:
+    """Say which mode this plugin provides. Must not import anything heavy or touch the kernel."""
+    raise NotImplementedError
+
+
+@hookspec
+def kproxy_detect(settings: BackendSettings) -> Detection:
+    """Say whether the mode works on this kernel; name each requirement and its remedy.
+
+    Changes nothing. Never raises for something that is missing.
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def kproxy_cleanup(dry_run: bool) -> Leftovers:
+    """Remove every trace that this mode leaves in the kernel, and nothing else.
+
+    Idempotent; covers what kube-proxy leaves in the same mode. What cannot be removed is
+    reported in `Leftovers.errors`, not raised.
+    """
+    raise NotImplementedError
+
+
+@hookspec(firstresult=True)
+def kproxy_make_backend(mode: str, settings: BackendSettings) -> Backend | None:
+    """Make the backend if *mode* is this plugin's, else return None. The kernel is left alone.
+
+    Raises Unsupported if it can't work here.
+    """
+
+
+@hookspec(firstresult=True)
+def kproxy_sync(update: Update) -> SyncReport:
+    """Make the kernel agree with *update*; on return it does.
+
+    Called from one thread, once per family and batch. A failed call has remembered nothing.
+    Raises SyncFailed, or TrustLost to be called again with `Scope.RESYNC`.
+    """
+    raise NotImplementedError
+
+
+@hookspec(firstresult=True)
+def kproxy_render(update: Update) -> str:
+    """The complete rules that *update* asks for, as text in the mechanism's own language.
+
+    Touches no kernel and needs no privileges.
+    """
+    raise NotImplementedError
+
+
+@hookspec(firstresult=True)
+def kproxy_watch(damaged: Damage) -> bool:
+    """Begin telling *damaged* about changes by others to what this backend programmed.
+
+    Called once, after the first successful sync. True if they will be noticed, False if this
+    backend can't tell, so that periodic full syncs have to do.
+    """
+    raise NotImplementedError
+
+
+@hookspec(firstresult=True)
+def kproxy_close() -> None:
+    """Release sockets and threads; leave the kernel as it is."""

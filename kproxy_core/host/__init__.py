@@ -1,0 +1,1 @@
+"""The kernel of the node, where all backends share it."""

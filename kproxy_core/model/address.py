@@ -1,0 +1,121 @@
+"""IP addresses, networks and transport protocols as small packed values.
+
+An address is its packed bytes (4 or 16 of them): the form in which it is
+compared, counted and sent to the kernel. Text exists only at the edges.
+"""
+
+import enum
+import ipaddress
+import socket
+from typing import NamedTuple, NewType
+
+Address = NewType("Address", bytes)
+"""A packed IP address: 4 bytes (IPv4) or 16 bytes (IPv6), network order."""
+
+_MAPPED_PREFIX = bytes(10) + b"\xff\xff"
+
+
+class Family(enum.Enum):
+    """An IP family; the value is how Kubernetes spells it."""
+
+    IPV4 = "IPv4"
+    IPV6 = "IPv6"
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.size = 4 if label == "IPv4" else 16
+        """Bytes of an address."""
+        self.bits = self.size * 8
+
+
+class Protocol(enum.IntEnum):
+    """A transport protocol; the value is its IP protocol number."""
+
+    TCP = socket.IPPROTO_TCP
+    UDP = socket.IPPROTO_UDP
+    SCTP = socket.IPPROTO_SCTP
+
+
+class Cidr(NamedTuple):
+    """An IP network: its (masked) network address and prefix length in bits."""
+
+    network: Address
+    prefix: int
+
+    @property
+    def family(self) -> Family:
+        return family_of(self.network)
+
+    def __contains__(self, address: object) -> bool:
+        if not isinstance(address, bytes) or len(address) != len(self.network):
+            return False
+        return _masked(address, self.prefix) == self.network
+
+    def __str__(self) -> str:
+        return f"{format_address(self.network)}/{self.prefix}"
+
+
+def family_of(address: Address) -> Family:
+    """The family of a packed *address*."""
+    return Family.IPV4 if len(address) == 4 else Family.IPV6
+
+
+def parse_address(text: str) -> Address:
+    """The packed form of *text*.
+
+    As kube-proxy reads addresses: leading zeros in IPv4 octets are decimal
+    (``172.30.0.041`` is ``172.30.0.41``), an IPv4-mapped IPv6 address is IPv4.
+
+    Raises ValueError if *text* is not an IP address; zones are not allowed.
+    """
+    try:
+        if ":" not in text:
+            return Address(socket.inet_pton(socket.AF_INET, text))
+        if "%" not in text:
+            packed = socket.inet_pton(socket.AF_INET6, text)
+            return Address(packed[12:] if packed.startswith(_MAPPED_PREFIX) else packed)
+    except (OSError, ValueError):
+        octets = text.split(".")
+        if len(octets) == 4 and all(o.isascii() and o.isdigit() for o in octets):
+            numbers = [int(octet[-4:]) if not octet[:-4].strip("0") else 256 for octet in octets]
+            if max(numbers) < 256:
+                return Address(bytes(numbers))
+    raise ValueError(f"{text!r} is not an IP address")
+
+
+def format_address(address: Address) -> str:
+    """The canonical text of a packed *address*."""
+    return socket.inet_ntop(socket.AF_INET if len(address) == 4 else socket.AF_INET6, address)
+
+
+def parse_cidr(text: str) -> Cidr:
+    """The network *text* names, host bits cleared.
+
+    Raises ValueError if *text* is not ``address/prefix``.
+    """
+    head, slash, tail = text.partition("/")
+    if slash and tail.isascii() and tail.isdigit() and len(tail) < 10:
+        address, prefix = parse_address(head), int(tail)
+        if prefix <= len(address) * 8 and (":" in head) == (len(address) == 16):
+            return Cidr(_masked(address, prefix), prefix)
+    raise ValueError(f"{text!r} is not a CIDR")
+
+
+def is_loopback(address: Address) -> bool:
+    """Whether *address* is in 127.0.0.0/8 or is ::1."""
+    return address[0] == 127 if len(address) == 4 else address == _LOOPBACK6
+
+
+def format_socket(address: Address, port: int) -> str:
+    """``address:port``, IPv6 in brackets."""
+    text = format_address(address)
+    return f"{text}:{port}" if len(address) == 4 else f"[{text}]:{port}"
+
+
+def _masked(address: bytes, prefix: int) -> Address:
+    spare = len(address) * 8 - prefix
+    value = int.from_bytes(address, "big") >> spare << spare
+    return Address(value.to_bytes(len(address), "big"))
+
+
+_LOOPBACK6 = ipaddress.IPv6Address("::1").packed

@@ -1,0 +1,60 @@
+"""Endpoints and the EndpointSlices that carry them."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kproxy_core.model.address import Address, Family, Protocol
+from kproxy_core.model.service import ServiceName
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One address of an EndpointSlice, with the conditions that count (absent ones filled in)."""
+
+    address: Address
+    node: str = ""
+    """Name of the node it is on; "" if unknown."""
+    ready: bool = True
+    serving: bool = True
+    terminating: bool = False
+    zone_hints: frozenset[str] = frozenset()
+    node_hints: frozenset[str] = frozenset()
+
+
+class SlicePort(NamedTuple):
+    """One port of an EndpointSlice that has a name (perhaps empty) and a number."""
+
+    name: str
+    protocol: Protocol
+    port: int
+
+
+class SliceName(NamedTuple):
+    """What identifies an EndpointSlice."""
+
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointSlice:
+    """One EndpointSlice of one family."""
+
+    name: SliceName
+    service: ServiceName
+    family: Family
+    ports: tuple[SlicePort, ...]
+    endpoints: tuple[Endpoint, ...]
+    trigger_time: float | None = field(default=None, compare=False)
+    """When the change that this slice reports happened (seconds since the epoch), from the
+    annotation ``endpoints.kubernetes.io/last-change-trigger-time``."""
+
+
+class Destination(NamedTuple):
+    """Where a connection ends up: an endpoint's address and port."""
+
+    address: Address
+    port: int

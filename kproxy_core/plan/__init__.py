@@ -1,0 +1,1 @@
+"""Pure decisions: from Services, endpoints and node facts to service plans."""

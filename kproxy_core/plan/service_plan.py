@@ -1,0 +1,223 @@
+"""The decision for one service port in one family: what backends are given."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kproxy_core.model.address import (
+    Address,
+    Cidr,
+    Family,
+    Protocol,
+    family_of,
+    format_socket,
+)
+from kproxy_core.model.endpoint import Destination, Endpoint, EndpointSlice
+from kproxy_core.model.node import NodeView
+from kproxy_core.model.service import PortSpec, Service, ServiceName, ServicePortKey
+from kproxy_core.plan.usable import categorize
+
+
+class Frontend(NamedTuple):
+    """What clients dial. ``address`` None: a node port, on whatever addresses serve those."""
+
+    address: Address | None
+    protocol: Protocol
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServicePlan:
+    """What must hold for one service port in one family.
+
+    Three kinds of frontend: the ClusterIP (internal), external addresses (external
+    IPs and load balancer IPs) and the node port. Which endpoints serve which, and
+    what happens without any, is in the properties; see kube-proxy 1.36,
+    pkg/proxy/topology.go and KEP-1669, KEP-2086, KEP-2433.
+    """
+
+    key: ServicePortKey
+    family: Family
+    created: str
+    port: int
+    """Port of the ClusterIP and of all external addresses."""
+    cluster_ip: Address | None
+    """None when an older Service owns this frontend (likewise for the next three)."""
+    external_ips: tuple[Address, ...] = ()
+    load_balancer_ips: tuple[Address, ...] = ()
+    node_port: int = 0
+    source_ranges: tuple[Cidr, ...] = ()
+    """Sources that may use the load balancer IPs; empty: all."""
+    affinity_seconds: int = 0
+    internal_policy_local: bool = False
+    external_policy_local: bool = False
+    health_check_node_port: int = 0
+
+    cluster: tuple[Destination, ...] = ()
+    """Usable endpoints anywhere, in string order of ``address:port``."""
+    local: tuple[Destination, ...] = ()
+    """Usable endpoints on this node; only computed when a policy is Local."""
+    hairpins: tuple[Address, ...] = ()
+    """Addresses of this node's endpoints among `cluster` and `local`."""
+    has_endpoints: bool = False
+    """Some endpoint anywhere is usable, whatever the policies."""
+    ready_local: int = 0
+    """Distinct addresses of ready endpoints on this node (for the health check node port)."""
+
+    @property
+    def external_addresses(self) -> tuple[Address, ...]:
+        return self.external_ips + self.load_balancer_ips
+
+    @property
+    def has_internal_endpoints(self) -> bool:
+        """Traffic to the ClusterIP can be forwarded; else it is dropped, or rejected without any endpoint."""
+        return self.has_endpoints and not (self.internal_policy_local and not self.local)
+
+    @property
+    def has_external_endpoints(self) -> bool:
+        """Traffic from outside to the other frontends can be forwarded; else as above."""
+        return self.has_endpoints and not (self.external_policy_local and not self.local)
+
+    @property
+    def reachable(self) -> tuple[Destination, ...]:
+        """Every endpoint that some traffic may reach."""
+        if not self.local:
+            return self.cluster
+        known = set(self.cluster)
+        return self.cluster + tuple(d for d in self.local if d not in known)
+
+    def frontends(self) -> Iterator[Frontend]:
+        """All frontends of this plan."""
+        protocol = self.key.protocol
+        if self.cluster_ip is not None:
+            yield Frontend(self.cluster_ip, protocol, self.port)
+        for address in self.external_addresses:
+            yield Frontend(address, protocol, self.port)
+        if self.node_port:
+            yield Frontend(None, protocol, self.node_port)
+
+
+def plan_service(
+    service: Service, slices: Mapping[str, EndpointSlice] | None, node: NodeView
+) -> tuple[ServicePlan, ...]:
+    """The plans of all ports of *service* in the family of *node*.
+
+    *slices* are the service's EndpointSlices of that family by name. Empty when the
+    Service has no ClusterIP in the family.
+    """
+    cluster_ip = service.cluster_ip(node.family)
+    if cluster_ip is None:
+        return ()
+    external_ips = of_family(service.external_ips, node.family)
+    load_balancer_ips = of_family(service.load_balancer_ips, node.family)
+    source_ranges = _source_ranges(service, load_balancer_ips, node)
+    return tuple(
+        _plan_port(service, port, _endpoints_of(port, slices), node, cluster_ip,
+                   external_ips, load_balancer_ips, source_ranges)
+        for port in service.ports
+    )
+
+
+def _plan_port(
+    service: Service,
+    port: PortSpec,
+    endpoints: Sequence[tuple[Destination, Endpoint]],
+    node: NodeView,
+    cluster_ip: Address,
+    external_ips: tuple[Address, ...],
+    load_balancer_ips: tuple[Address, ...],
+    source_ranges: tuple[Cidr, ...],
+) -> ServicePlan:
+    accessible = bool(port.node_port or external_ips or load_balancer_ips)
+    chosen = categorize(
+        endpoints,
+        node,
+        use_cluster=accessible or not service.internal_policy_local,
+        use_local=service.internal_policy_local or (accessible and service.external_policy_local),
+    )
+    name = service.name
+    return ServicePlan(
+        key=ServicePortKey(name.namespace, name.name, port.name, port.protocol),
+        family=node.family,
+        created=service.created,
+        port=port.port,
+        cluster_ip=cluster_ip,
+        external_ips=external_ips,
+        load_balancer_ips=load_balancer_ips,
+        node_port=port.node_port,
+        source_ranges=source_ranges,
+        affinity_seconds=service.affinity_seconds,
+        internal_policy_local=service.internal_policy_local,
+        external_policy_local=service.external_policy_local and accessible,
+        health_check_node_port=service.health_check_node_port,
+        cluster=chosen.cluster,
+        local=chosen.local,
+        hairpins=chosen.hairpins,
+        has_endpoints=chosen.any,
+        ready_local=chosen.ready_local,
+    )
+
+
+def _endpoints_of(
+    port: PortSpec, slices: Mapping[str, EndpointSlice] | None
+) -> Sequence[tuple[Destination, Endpoint]]:
+    """The endpoints of one service port, without duplicates, in string order of ``address:port``.
+
+    Of two entries with the same address and port one that does not terminate wins,
+    then the later slice by name (kube-proxy leaves that open).
+    """
+    if not slices:
+        return ()
+    found: dict[Destination, Endpoint] = {}
+    for name in sorted(slices) if len(slices) > 1 else slices:
+        piece = slices[name]
+        for slice_port in piece.ports:
+            if slice_port.name != port.name or slice_port.protocol is not port.protocol:
+                continue
+            for endpoint in piece.endpoints:
+                where = Destination(endpoint.address, slice_port.port)
+                if not (endpoint.terminating and where in found):
+                    found[where] = endpoint
+    return sorted(found.items(), key=_text_order)
+
+
+def _text_order(item: tuple[Destination, Endpoint]) -> str:
+    return sort_key(item[0])
+
+
+def sort_key(where: Destination) -> str:
+    """Endpoints are ordered by their text, as kube-proxy does: 10.0.0.10 before 10.0.0.2."""
+    return format_socket(where.address, where.port)
+
+
+def of_family(addresses: Iterable[Address], family: Family) -> tuple[Address, ...]:
+    """The *addresses* of one *family*, each once, in their order."""
+    return tuple(dict.fromkeys(a for a in addresses if family_of(a) is family))
+
+
+def _source_ranges(
+    service: Service, load_balancer_ips: tuple[Address, ...], node: NodeView
+) -> tuple[Cidr, ...]:
+    """Whom the load balancer IPs serve: () for everybody.
+
+    A range that covers the node lets the node in under the load balancer IP too:
+    where that address is local, it is the source of the node's own connections.
+    """
+    ranges = tuple(r for r in service.source_ranges if r.family is node.family)
+    if not ranges or not load_balancer_ips or any(r.prefix == 0 for r in ranges):
+        return ()
+    if node.node_ip is not None and any(node.node_ip in r for r in ranges):
+        ranges += tuple(Cidr(address, node.family.bits) for address in load_balancer_ips)
+    return ranges
+
+
+def serving_destinations(
+    service: Service, port: PortSpec, slices: Mapping[str, EndpointSlice] | None
+) -> frozenset[Destination]:
+    """Every serving endpoint of one service port, whatever the policies: where its UDP flows may go."""
+    return frozenset(where for where, endpoint in _endpoints_of(port, slices) if endpoint.serving)
+
+
+def service_names(plans: Iterable[ServicePlan]) -> set[ServiceName]:
+    """The Services that *plans* belong to."""
+    return {plan.key.service for plan in plans}

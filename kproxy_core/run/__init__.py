@@ -1,0 +1,1 @@
+"""The running process: loop, pacing, health, metrics."""

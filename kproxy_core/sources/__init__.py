@@ -1,0 +1,1 @@
+"""Where objects come from: the only places that know API JSON."""
