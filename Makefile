@@ -1,0 +1,62 @@
+# The verbs of this checkout. Everything runs in .venv, which `make env` builds.
+#
+# kproxy runs on the distribution's own python3: Debian's nftables and bcc bindings are visible to no other.
+
+PYTHON ?= /usr/bin/python3
+SHARED ?= ../shared
+VENV := .venv
+READY := $(VENV)/.ready
+PACKAGES := conntrack iproute2 ipset iptables libyaml-0-2 nftables python3-bpfcc python3-nftables python3-venv
+CHECKED := kproxy_core plugins tests examples
+
+.PHONY: env demo test lint bench clean packages
+
+env: packages $(READY)
+
+# Costs one dpkg-query when nothing is missing.
+packages:
+	@missing=; for package in $(PACKAGES); do \
+	    dpkg-query -W -f '$${Status}\n' $$package 2>/dev/null | grep -q '^install ok installed' \
+	        || missing="$$missing $$package"; \
+	done; \
+	test -z "$$missing" && exit 0; \
+	if ! command -v apt-get >/dev/null; then \
+	    echo "make env: this is not Debian; install what these packages hold, and see docs/quickstart.md:$$missing" >&2; \
+	    exit 1; \
+	elif [ "$$(id -u)" != 0 ]; then \
+	    echo "make env: Debian packages are missing. As root: apt-get install$$missing" >&2; \
+	    exit 1; \
+	fi; \
+	echo "installing$$missing"; \
+	export DEBIAN_FRONTEND=noninteractive; \
+	apt-get install -y -qq --no-install-recommends $$missing >/dev/null 2>&1 \
+	    || { apt-get update -qq && apt-get install -y -qq --no-install-recommends $$missing >/dev/null; }
+
+# Editable, as two plain lines in a .pth file: no import hook, so the console script starts as fast as an
+# installed one.
+$(READY): setup.cfg pyproject.toml Makefile kproxy_core/__init__.py | packages
+	@echo "building $(VENV)"
+	@$(VENV)/bin/python -c pass 2>/dev/null || $(PYTHON) -m venv --clear --system-site-packages $(VENV)
+	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation \
+	    --config-settings editable_mode=compat --editable '.[test]'
+	@echo '$(CURDIR)/plugins' > "$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kproxy-plugins.pth"
+	@touch $@
+
+demo: env
+	@$(VENV)/bin/python examples/demo.py
+
+test: env lint
+	@$(VENV)/bin/python -m pytest
+
+lint: env
+	@$(VENV)/bin/ruff check $(CHECKED)
+	@$(VENV)/bin/mypy $(CHECKED)
+
+# All measurements; `make bench ARGS='--services 1000'` for one.
+bench: env
+	@$(SHARED)/bench/bench.py --services 1000 --min-sync 1ms $(ARGS) \
+	    --proxy 'kproxy=$(CURDIR)/$(VENV)/bin/kproxy --mode={mode} --config {config} --master {master} --hostname-override {node}'
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
