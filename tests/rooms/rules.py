@@ -1,0 +1,138 @@
+"""The architecture's rules as functions: each yields what is wrong with a module, in a sentence.
+
+The drawing and the reasons are in ARCHITECTURE.md, "Who may import whom".
+"""
+
+import ast
+from collections.abc import Iterator
+
+from tests.rooms.modules import Module
+
+ROOMS: dict[str, frozenset[str]] = {
+    "model": frozenset(),
+    "plan": frozenset({"model"}),
+    "sources": frozenset({"plan", "model"}),
+    "host": frozenset({"plan", "model"}),
+    "backend": frozenset({"plan", "model"}),
+    "run": frozenset({"backend", "sources", "host", "plan", "model"}),
+    "config": frozenset({"model"}),
+    "testing": frozenset({"backend", "plan", "model"}),
+}
+"""Which rooms of the core each room may import, apart from itself. `cli` may import all."""
+
+THIRD_PARTY: dict[str, frozenset[str]] = {
+    "model": frozenset(),
+    "plan": frozenset(),
+    "sources": frozenset({"kubernetes", "msgspec", "yaml"}),
+    "host": frozenset({"pyroute2"}),
+    "backend": frozenset({"pluggy"}),
+    "run": frozenset({"pluggy", "prometheus_client"}),
+    "config": frozenset({"msgspec", "yaml"}),
+    "testing": frozenset({"hypothesis", "pytest"}),
+    "cli": frozenset({"click", "pluggy"}),
+}
+"""Which packages from outside each room may import."""
+
+PLUGINS_MAY_IMPORT = frozenset({"model", "plan", "backend", "host"})
+
+PURE_MODULES = frozenset({"render", "applied", "skeleton", "names", "batch", "owned_chains"})
+"""The modules of a plugin that only compute; each backend that has one has it under this name."""
+
+INPUT_AND_OUTPUT = frozenset({"socket", "subprocess", "os", "pyroute2", "kubernetes", "logging", "time"})
+
+ONLY_COMPUTES = frozenset({("kproxy_core.model.address", "socket")})
+"""Imports that look like input or output and are not: inet_pton and inet_ntop."""
+
+BACKENDS = ("nftables", "iptables", "ipvs", "userspace", "ebpf")
+
+NAMES_A_BACKEND = frozenset({"kproxy_core.config"})
+"""KubeProxyConfiguration has a section and flags for each of kube-proxy's modes."""
+
+LONGEST_MODULE = 400
+
+NAMES_THAT_SAY_NOTHING = frozenset({"common", "helper", "helpers", "misc", "tools", "util", "utils"})
+
+
+def rooms_of_the_core(module: Module) -> Iterator[str]:
+    """A module of the core imports what its room may, and never a plugin."""
+    for imported in module.imports():
+        where = f"{module.name}:{imported.line} imports {imported.module}"
+        if imported.top == "kproxy_core":
+            others = {*ROOMS, "cli"} - {module.room} - ROOMS.get(module.room, frozenset(ROOMS))
+            if imported.room in others:
+                yield f"{where}: not for {module.room or 'the package itself'}"
+        elif imported.top.startswith("kproxy_") or imported.top in ("plugins", "tests"):
+            yield f"{where}: the core knows no plugin"
+        elif not imported.from_standard_library and imported.top not in THIRD_PARTY.get(module.room, ()):
+            yield f"{where}: not for {module.room or 'the package itself'}"
+
+
+def plugins_know_the_contract(module: Module) -> Iterator[str]:
+    """A plugin imports the contract's side of the core, and no other plugin; ebpf may wrap nftables."""
+    for imported in module.imports():
+        where = f"{module.name}:{imported.line} imports {imported.module}"
+        if imported.top == "kproxy_core":
+            if imported.room not in PLUGINS_MAY_IMPORT:
+                yield f"{where}: a plugin may import {', '.join(sorted(PLUGINS_MAY_IMPORT))}"
+        elif imported.top.startswith("kproxy_") and (module.top, imported.top) not in {
+            (module.top, module.top),
+            ("kproxy_ebpf", "kproxy_nftables"),
+        }:
+            yield f"{where}: plugins do not know each other"
+
+
+def pure_modules_do_no_io(module: Module) -> Iterator[str]:
+    """model, plan and a plugin's pure modules import no input or output, nor a module that does."""
+    pure_plugin = module.top != "kproxy_core" and module.last in PURE_MODULES
+    if not pure_plugin and module.room not in ("model", "plan"):
+        return
+    for imported in module.imports():
+        where = f"{module.name}:{imported.line} imports {imported.module}"
+        if imported.top in INPUT_AND_OUTPUT and (module.name, imported.top) not in ONLY_COMPUTES:
+            yield f"{where}: this module only computes"
+        elif pure_plugin and imported.top == module.top and imported.room not in PURE_MODULES:
+            yield f"{where}: a pure module imports pure modules only"
+        elif pure_plugin and (imported.top, imported.room) == ("kproxy_core", "host"):
+            yield f"{where}: host is input and output"
+
+
+def core_names_no_backend(module: Module) -> Iterator[str]:
+    """No string or name of the core contains the name of a backend."""
+    if module.name in NAMES_A_BACKEND:
+        return
+    for word, line in module.words():
+        for backend in BACKENDS:
+            if backend in word.lower():
+                yield f"{module.name}:{line} says {word!r}: the core knows no backend by name"
+
+
+def readable_in_one_sitting(module: Module) -> Iterator[str]:
+    if module.lines > LONGEST_MODULE:
+        yield f"{module.name} has {module.lines} lines, more than {LONGEST_MODULE}"
+
+
+def has_one_purpose(module: Module) -> Iterator[str]:
+    if module.last in NAMES_THAT_SAY_NOTHING:
+        yield f"{module.name}: a module is named after its purpose"
+    if module.name != "kproxy_core" and not ast.get_docstring(module.tree):
+        yield f"{module.name} does not say what it is for: it has no docstring"
+
+
+def tests_can_fail(module: Module) -> Iterator[str]:
+    """Each test asserts something, and none is skipped."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and not _judges(node):
+            yield f"{module.name}:{node.lineno} {node.name} asserts nothing"
+        if isinstance(node, ast.Attribute) and node.attr in ("skip", "skipif", "importorskip", "xfail"):
+            yield f"{module.name}:{node.lineno} uses {node.attr}: a test that does not run proves nothing"
+
+
+def _judges(test: ast.FunctionDef) -> bool:
+    for node in ast.walk(test):
+        if isinstance(node, ast.Assert):
+            return True
+        if isinstance(node, ast.Call):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("raises", "fail") or called.startswith(("assert_", "check_", "expect_")):
+                return True
+    return False

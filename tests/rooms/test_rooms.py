@@ -1,0 +1,149 @@
+"""The architecture as a test: who may import whom, and what each module may know."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+
+import pytest
+
+from tests.rooms import rules
+from tests.rooms.modules import CHECKOUT, Module, modules_of_core, modules_of_plugins, modules_of_tests
+
+Rule = Callable[[Module], Iterator[str]]
+
+
+def offences(rule: Rule, modules: Iterable[Module]) -> list[str]:
+    return [offence for module in modules for offence in rule(module)]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        rules.rooms_of_the_core,
+        rules.core_names_no_backend,
+        rules.pure_modules_do_no_io,
+        rules.readable_in_one_sitting,
+        rules.has_one_purpose,
+    ],
+)
+def test_core(rule: Rule) -> None:
+    assert offences(rule, modules_of_core()) == []
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        rules.plugins_know_the_contract,
+        rules.pure_modules_do_no_io,
+        rules.readable_in_one_sitting,
+        rules.has_one_purpose,
+    ],
+)
+def test_plugins(rule: Rule) -> None:
+    assert offences(rule, modules_of_plugins()) == []
+
+
+def test_every_test_can_fail() -> None:
+    assert offences(rules.tests_can_fail, modules_of_tests()) == []
+
+
+def test_every_room_has_a_rule() -> None:
+    rooms = {module.room for module in modules_of_core()} - {""}
+    assert rooms <= {*rules.ROOMS, "cli"}
+    assert rooms <= set(rules.THIRD_PARTY)
+
+
+def test_every_module_is_shipped() -> None:
+    """setup.cfg names each package, so that an installed kproxy is complete."""
+    text = (CHECKOUT / "setup.cfg").read_text(encoding="utf-8")
+    shipped = {line.strip() for line in text.splitlines()}
+    packages = {module.name for module in [*modules_of_core(), *modules_of_plugins()] if module.is_package}
+    assert packages <= shipped
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["kproxy_core.cli", *sorted(module.name for module in modules_of_plugins() if module.last == "hooks")],
+)
+def test_start_up_imports_nothing_heavy(module: str) -> None:
+    """What every start pays for, `kproxy --help` included. Heavy modules are imported where they are used."""
+    heavy = {
+        "asyncio",
+        "bcc",
+        "hypothesis",
+        "kubernetes",
+        "nftables",
+        "pkg_resources",
+        "prometheus_client",
+        "pyroute2",
+        "pytest",
+        "yaml",
+    }
+    program = f"import sys, {module}; print(*sorted({heavy!r} & set(sys.modules)))"
+    imported = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert imported.stdout.split() == []
+
+
+OFFENCES: list[tuple[Rule, str, str]] = [
+    (rules.rooms_of_the_core, "kproxy_core.model.service", "import msgspec"),
+    (rules.rooms_of_the_core, "kproxy_core.model.service", "from kproxy_core.plan import usable"),
+    (rules.rooms_of_the_core, "kproxy_core.model.service", "from ..plan.usable import Usable"),
+    (rules.rooms_of_the_core, "kproxy_core.plan.usable", "def f():\n    from kproxy_core.run import loop"),
+    (rules.rooms_of_the_core, "kproxy_core.host.sysctl", "import kproxy_core.sources.events"),
+    (rules.rooms_of_the_core, "kproxy_core.host.sysctl", "from kproxy_core import backend"),
+    (rules.rooms_of_the_core, "kproxy_core.run.loop", "import kproxy_core.cli"),
+    (rules.rooms_of_the_core, "kproxy_core.run.loop", "import kproxy_core.config"),
+    (rules.rooms_of_the_core, "kproxy_core.run.loop", "from kproxy_nftables import backend"),
+    (rules.rooms_of_the_core, "kproxy_core.cli", "import importlib\nimportlib.import_module('kproxy_ipvs')"),
+    (rules.rooms_of_the_core, "kproxy_core.cli", "import requests"),
+    (rules.plugins_know_the_contract, "kproxy_nftables.backend", "from kproxy_core.run.loop import Loop"),
+    (rules.plugins_know_the_contract, "kproxy_nftables.backend", "import kproxy_core.sources"),
+    (rules.plugins_know_the_contract, "kproxy_nftables.backend", "from kproxy_core import config"),
+    (rules.plugins_know_the_contract, "kproxy_ipvs.kernel", "from kproxy_iptables import kernel"),
+    (rules.pure_modules_do_no_io, "kproxy_core.plan.usable", "import logging"),
+    (rules.pure_modules_do_no_io, "kproxy_core.model.node", "from os import environ"),
+    (rules.pure_modules_do_no_io, "kproxy_nftables.render", "import time"),
+    (rules.pure_modules_do_no_io, "kproxy_nftables.batch", "from socket import AF_INET"),
+    (rules.pure_modules_do_no_io, "kproxy_nftables.applied", "from kproxy_nftables import kernel"),
+    (rules.pure_modules_do_no_io, "kproxy_nftables.applied", "from .kernel import send"),
+    (rules.pure_modules_do_no_io, "kproxy_ipvs.names", "from kproxy_core.host import sysctl"),
+    (rules.core_names_no_backend, "kproxy_core.run.loop", "if mode == 'nftables': pass"),
+    (rules.core_names_no_backend, "kproxy_core.cli", "def start_ipvs(): pass"),
+    (rules.core_names_no_backend, "kproxy_core.cli", "start(IPTables=1)"),
+    (rules.readable_in_one_sitting, "kproxy_core.run.loop", "pass\n" * (rules.LONGEST_MODULE + 1)),
+    (rules.has_one_purpose, "kproxy_core.run.utils", "'''Doc.'''"),
+    (rules.has_one_purpose, "kproxy_core.run.loop", "pass"),
+    (rules.tests_can_fail, "tests.core.test_x", "def test_nothing():\n    print(1)"),
+    (rules.tests_can_fail, "tests.core.test_x", "@pytest.mark.skip\ndef test_it():\n    assert True"),
+]
+
+
+@pytest.mark.parametrize(("rule", "name", "source"), OFFENCES)
+def test_offence_is_noticed(rule: Rule, name: str, source: str) -> None:
+    assert offences(rule, [Module(name, source)])
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "source"),
+    [
+        (rules.rooms_of_the_core, "kproxy_core.run.loop", "import queue, kproxy_core.host.conntrack"),
+        (rules.rooms_of_the_core, "kproxy_core.cli", "import click, kproxy_core.run.loop"),
+        (rules.rooms_of_the_core, "kproxy_core.plan.usable", "from .verdict import x; from ..model import y"),
+        (rules.plugins_know_the_contract, "kproxy_ebpf.hooks", "import kproxy_nftables.render, bcc"),
+        (rules.pure_modules_do_no_io, "kproxy_nftables.kernel", "import os, socket"),
+        (rules.pure_modules_do_no_io, "kproxy_nftables.applied", "from kproxy_nftables.names import NAME"),
+        (rules.core_names_no_backend, "kproxy_core.run.loop", "'''As kube-proxy's ipvs mode does.'''"),
+        (rules.tests_can_fail, "tests.core.test_x", "def test_it():\n    with pytest.raises(OSError): f()"),
+    ],
+)
+def test_what_is_allowed_is_left_alone(rule: Rule, name: str, source: str) -> None:
+    assert offences(rule, [Module(name, source)]) == []
+
+
+def test_every_rule_has_an_offence() -> None:
+    every = {
+        rule
+        for name, rule in vars(rules).items()
+        if callable(rule) and not name.startswith("_") and getattr(rule, "__module__", "") == rules.__name__
+    }
+    assert every == {rule for rule, _, _ in OFFENCES}
