@@ -1,0 +1,153 @@
+"""The conformance harness, run once for each mode and address family.
+
+The harness (``shared/conformance``, see its README) plays scenarios against a kproxy process with
+real packets in namespaces of its own, so several runs go on side by side.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+CHECKOUT = Path(__file__).parents[2]
+SHARED = Path(os.environ.get("KPROXY_SHARED") or CHECKOUT.parent / "shared")
+HARNESS = SHARED / "conformance"
+KPROXY = Path(sys.executable).with_name("kproxy")
+
+FAMILIES = ("ipv4", "ipv6")
+
+LONGEST_RUN = 900
+"""Seconds. A run of everything takes a few minutes; one that hangs is ended and has failed."""
+
+PATIENCE = 20
+"""Seconds that a harness has to remove its namespaces once told to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One scenario file, as far as it says where it applies."""
+
+    path: Path
+    modes: tuple[str, ...] = ()
+    """Empty: every mode."""
+    families: tuple[str, ...] = FAMILIES
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    @classmethod
+    def read(cls, path: Path) -> "Scenario":
+        body: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return cls(path, tuple(body.get("modes") or ()), tuple(body.get("families") or FAMILIES))
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Case:
+    """One scenario in one mode and family."""
+
+    mode: str
+    family: str
+    scenario: str
+
+    def __str__(self) -> str:
+        return f"{self.mode}-{self.family}-{self.scenario}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the harness found for one case."""
+
+    status: str
+    """``passed``, ``failed`` or ``skipped``."""
+    detail: str
+
+
+def scenarios() -> list[Scenario]:
+    """Every scenario of the harness, by name; none if the harness is not there."""
+    return [Scenario.read(path) for path in sorted((HARNESS / "scenarios").glob("*.yaml"))]
+
+
+@dataclass
+class Run:
+    """One process of the harness: the scenarios of one mode and family."""
+
+    mode: str
+    family: str
+    names: list[str]
+    directory: Path
+    """Of this run alone: reports, proxy logs and rule sets of failures are kept here."""
+    _outcomes: dict[str, Outcome] | None = None
+    _process: "subprocess.Popen[bytes] | None" = field(default=None, repr=False)
+
+    @property
+    def _log(self) -> Path:
+        return self.directory / "harness.log"
+
+    @property
+    def _report(self) -> Path:
+        return self.directory / "report.json"
+
+    def start(self) -> None:
+        chosen = self.directory / "scenarios"
+        chosen.mkdir(parents=True)
+        for name in self.names:
+            (chosen / f"{name}.yaml").symlink_to(HARNESS / "scenarios" / f"{name}.yaml")
+        command: list[str | Path] = [
+            sys.executable,
+            HARNESS / "run",
+            "--command",
+            str(KPROXY),
+            "--keep-going",
+            "--verbose",
+        ]
+        command += ["--mode", self.mode, "--family", self.family, "--dir", chosen]
+        command += ["--report", self._report, "--workdir", self.directory / "work"]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def outcome(self, scenario: str) -> Outcome:
+        """What became of *scenario*; waits for the whole run."""
+        if self._outcomes is None:
+            self._outcomes = self._wait()
+        log = self._log.read_text(errors="replace")
+        return self._outcomes.get(scenario, Outcome("lost", f"the harness did not report it:\n{log[-4000:]}"))
+
+    def _wait(self) -> dict[str, Outcome]:
+        assert self._process is not None, "not started"
+        try:
+            self._process.wait(LONGEST_RUN)
+        except subprocess.TimeoutExpired:
+            self.end()
+        if not self._report.exists():
+            return {}
+        results = json.loads(self._report.read_text())["results"]
+        return {result["scenario"]: Outcome(result["status"], result["detail"]) for result in results}
+
+    def end(self) -> None:
+        """End the harness if it runs, with time to remove its namespaces."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def runs(cases: Iterable[Case], directory: Path) -> dict[tuple[str, str], Run]:
+    """The runs that *cases* need, by mode and family; not started."""
+    wanted: dict[tuple[str, str], Run] = {}
+    for case in cases:
+        key = (case.mode, case.family)
+        if key not in wanted:
+            wanted[key] = Run(*key, [], directory / "-".join(key))
+        wanted[key].names.append(case.scenario)
+    return wanted
