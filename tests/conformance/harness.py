@@ -101,6 +101,7 @@ class Run:
             (chosen / f"{name}.yaml").symlink_to(HARNESS / "scenarios" / f"{name}.yaml")
         command: list[str | Path] = [
             sys.executable,
+            "-B",
             HARNESS / "run",
             "--command",
             str(KPROXY),
