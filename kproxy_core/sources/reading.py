@@ -1,0 +1,115 @@
+"""What decoding one API object yields, and the checks that all kinds share."""
+
+import re
+from typing import Generic, NamedTuple, TypeVar
+
+from kproxy_core.model.address import Address, Cidr, Protocol, parse_address, parse_cidr
+from kproxy_core.sources.events import BadObject
+
+V = TypeVar("V")
+
+PROTOCOLS: dict[str | None, Protocol] = {None: Protocol.TCP, "": Protocol.TCP} | {
+    protocol.name: protocol for protocol in Protocol
+}
+"""A port's protocol as the API spells it; absent means TCP."""
+
+_LABEL = r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?"
+_is_label = re.compile(_LABEL).fullmatch
+_is_subdomain = re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(?:\.{_LABEL})*").fullmatch
+
+
+class Reading(NamedTuple, Generic[V]):
+    """One API object, read."""
+
+    name: tuple[str, str] | None
+    """Namespace ("" for kinds that have none) and name; None if even they are unusable."""
+    value: V | None
+    """What it means; None: refused as a whole, `bad` says why."""
+    bad: tuple[BadObject, ...] = ()
+    """What in it could not be used."""
+
+
+class Refused(Exception):
+    """An object is unusable as a whole because of one field."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(field, problem)
+        self.field = field
+        self.problem = problem
+
+
+class Findings:
+    """Collects what is wrong with one object."""
+
+    __slots__ = ("_kind", "_name", "bad")
+
+    def __init__(self, kind: str, namespace: str | None, name: str | None) -> None:
+        self._kind = kind
+        self._name = f"{namespace}/{name}" if namespace else name or ""
+        self.bad: tuple[BadObject, ...] = ()
+
+    def add(self, field: str, problem: str) -> None:
+        self.bad += (BadObject(self._kind, shown(self._name), field, problem),)
+
+    def refuse(self, refused: Refused) -> tuple[BadObject, ...]:
+        """Everything found, and why the whole object is of no use."""
+        self.add(refused.field, refused.problem)
+        return self.bad
+
+
+def shown(text: str, limit: int = 80) -> str:
+    """*text* fit for one line of a log: as it is if plain and short, else quoted and cut."""
+    plain = text.isascii() and text.isprintable() and len(text) <= limit
+    return text if plain else quoted(text, limit)
+
+
+def checked_label(text: str | None, field: str) -> str:
+    """*text*, a DNS label (RFC 1123: at most 63 of a-z, 0-9, "-"). Raises Refused."""
+    if text and _is_label(text):
+        return text
+    raise Refused(field, f"{quoted(text)} is not a DNS label" if text else "is missing")
+
+
+def checked_subdomain(text: str | None, field: str) -> str:
+    """*text*, DNS labels joined by dots, at most 253 characters. Raises Refused."""
+    if text and (_is_label(text) or _is_subdomain(text)):
+        return text
+    raise Refused(field, f"{quoted(text)} is not a DNS name" if text else "is missing")
+
+
+def is_label(text: str) -> bool:
+    """Whether *text* is a DNS label."""
+    return _is_label(text) is not None
+
+
+def checked_address(text: str | None, field: str) -> Address:
+    """The address *text* names, if one that traffic can be sent to. Raises Refused."""
+    try:
+        address = parse_address(text or "")
+    except ValueError:
+        raise Refused(field, f"{quoted(text)} is not an IP address") from None
+    if is_special(address):
+        raise Refused(field, f"{text} is an unspecified, loopback, multicast or broadcast address")
+    return address
+
+
+def checked_cidr(text: str | None, field: str) -> Cidr:
+    """The network *text* names. Raises Refused."""
+    try:
+        return parse_cidr(text or "")
+    except ValueError:
+        raise Refused(field, f"{quoted(text)} is not a CIDR") from None
+
+
+def is_special(address: Address) -> bool:
+    """Whether *address* can be neither a service's nor an endpoint's: 0.0.0.0/8, loopback, multicast, broadcast."""
+    if len(address) == 4:
+        return address[0] in (0, 127) or 224 <= address[0] <= 239 or address == b"\xff\xff\xff\xff"
+    return address[0] == 0xFF or not any(address[:15]) and address[15] < 2
+
+
+def quoted(text: str | None, limit: int = 60) -> str:
+    """A string from outside for the text of a problem: quoted, ASCII, cut."""
+    if text is None:
+        return "nothing"
+    return ascii(text if len(text) <= limit else text[:limit] + "...")

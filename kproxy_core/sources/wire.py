@@ -1,0 +1,216 @@
+"""The API objects as they travel: only the fields that a proxy reads.
+
+Types are what an API server guarantees; `null` is as good as absent, as in Go.
+Everything else in an object is skipped by the decoder. Labels and annotations
+are structs too, so that only those that count are ever built.
+"""
+
+from msgspec import UNSET, Struct, UnsetType, field
+
+Text = str | None
+Label = str | UnsetType | None
+"""A label's value; UNSET: the label is absent."""
+
+
+class ServiceLabels(Struct, frozen=True, gc=False):
+    proxy_name: Label = field(default=UNSET, name="service.kubernetes.io/service-proxy-name")
+
+
+class ServiceMeta(Struct, frozen=True, gc=False, rename="camel"):
+    name: Text = None
+    namespace: Text = None
+    creation_timestamp: Text = None
+    labels: ServiceLabels | None = None
+
+
+class ServicePort(Struct, frozen=True, gc=False, rename="camel"):
+    name: Text = None
+    protocol: Text = None
+    port: int | None = None
+    node_port: int | None = None
+
+
+class ClientIPConfig(Struct, frozen=True, gc=False, rename="camel"):
+    timeout_seconds: int | None = None
+
+
+class SessionAffinityConfig(Struct, frozen=True, gc=False):
+    client_ip: ClientIPConfig | None = field(default=None, name="clientIP")
+
+
+class ServiceSpec(Struct, frozen=True, gc=False, rename="camel"):
+    type: Text = None
+    cluster_ip: Text = field(default=None, name="clusterIP")
+    cluster_ips: list[Text] | None = field(default=None, name="clusterIPs")
+    ip_families: list[Text] | None = None
+    ports: list[ServicePort] | None = None
+    external_ips: list[Text] | None = field(default=None, name="externalIPs")
+    load_balancer_source_ranges: list[Text] | None = None
+    session_affinity: Text = None
+    session_affinity_config: SessionAffinityConfig | None = None
+    external_traffic_policy: Text = None
+    internal_traffic_policy: Text = None
+    health_check_node_port: int | None = None
+
+
+class Ingress(Struct, frozen=True, gc=False, rename="camel"):
+    ip: Text = None
+    ip_mode: Text = None
+
+
+class LoadBalancer(Struct, frozen=True, gc=False):
+    ingress: list[Ingress] | None = None
+
+
+class ServiceStatus(Struct, frozen=True, gc=False, rename="camel"):
+    load_balancer: LoadBalancer | None = None
+
+
+class Service(Struct, frozen=True, gc=False):
+    """core/v1 Service."""
+
+    metadata: ServiceMeta | None = None
+    spec: ServiceSpec | None = None
+    status: ServiceStatus | None = None
+
+
+class SliceLabels(Struct, frozen=True, gc=False):
+    service_name: Text = field(default=None, name="kubernetes.io/service-name")
+    headless: Label = field(default=UNSET, name="service.kubernetes.io/headless")
+
+
+class SliceAnnotations(Struct, frozen=True, gc=False):
+    trigger_time: Text = field(default=None, name="endpoints.kubernetes.io/last-change-trigger-time")
+
+
+class SliceMeta(Struct, frozen=True, gc=False):
+    name: Text = None
+    namespace: Text = None
+    labels: SliceLabels | None = None
+    annotations: SliceAnnotations | None = None
+
+
+class SlicePort(Struct, frozen=True, gc=False):
+    name: str | UnsetType | None = UNSET
+    """UNSET: an API server makes it ""; None: explicitly nothing."""
+    protocol: Text = None
+    port: int | None = None
+
+
+class Conditions(Struct, frozen=True, gc=False):
+    ready: bool | None = None
+    serving: bool | None = None
+    terminating: bool | None = None
+
+
+class Hint(Struct, frozen=True, gc=False):
+    name: Text = None
+
+
+class Hints(Struct, frozen=True, gc=False, rename="camel"):
+    for_zones: list[Hint] | None = None
+    for_nodes: list[Hint] | None = None
+
+
+class Endpoint(Struct, frozen=True, gc=False, rename="camel"):
+    addresses: list[str] | None = None
+    conditions: Conditions | None = None
+    node_name: Text = None
+    hints: Hints | None = None
+
+
+class EndpointSlice(Struct, frozen=True, gc=False, rename="camel"):
+    """discovery.k8s.io/v1 EndpointSlice."""
+
+    metadata: SliceMeta | None = None
+    address_type: Text = None
+    endpoints: list[Endpoint] | None = None
+    ports: list[SlicePort] | None = None
+
+
+class NodeLabels(Struct, frozen=True, gc=False):
+    zone: Text = field(default=None, name="topology.kubernetes.io/zone")
+
+
+class NodeMeta(Struct, frozen=True, gc=False, rename="camel"):
+    name: Text = None
+    labels: NodeLabels | None = None
+    deletion_timestamp: Text = None
+
+
+class Taint(Struct, frozen=True, gc=False):
+    key: Text = None
+
+
+class NodeSpec(Struct, frozen=True, gc=False):
+    pod_cidr: Text = field(default=None, name="podCIDR")
+    pod_cidrs: list[Text] | None = field(default=None, name="podCIDRs")
+    taints: list[Taint] | None = None
+
+
+class NodeAddress(Struct, frozen=True, gc=False):
+    type: Text = None
+    address: Text = None
+
+
+class NodeStatus(Struct, frozen=True, gc=False):
+    addresses: list[NodeAddress] | None = None
+
+
+class Node(Struct, frozen=True, gc=False):
+    """core/v1 Node."""
+
+    metadata: NodeMeta | None = None
+    spec: NodeSpec | None = None
+    status: NodeStatus | None = None
+
+
+class ObjectMeta(Struct, frozen=True, gc=False):
+    name: Text = None
+    namespace: Text = None
+
+
+class ServiceCIDRSpec(Struct, frozen=True, gc=False):
+    cidrs: list[Text] | None = None
+
+
+class ServiceCIDR(Struct, frozen=True, gc=False):
+    """networking.k8s.io/v1 ServiceCIDR."""
+
+    metadata: ObjectMeta | None = None
+    spec: ServiceCIDRSpec | None = None
+
+
+class EndpointsLabels(Struct, frozen=True, gc=False):
+    headless: Label = field(default=UNSET, name="service.kubernetes.io/headless")
+    skip_mirror: Text = field(default=None, name="endpointslice.kubernetes.io/skip-mirror")
+
+
+class EndpointsAnnotations(Struct, frozen=True, gc=False):
+    leader: Label = field(default=UNSET, name="control-plane.alpha.kubernetes.io/leader")
+    trigger_time: Text = field(default=None, name="endpoints.kubernetes.io/last-change-trigger-time")
+
+
+class EndpointsMeta(Struct, frozen=True, gc=False):
+    name: Text = None
+    namespace: Text = None
+    labels: EndpointsLabels | None = None
+    annotations: EndpointsAnnotations | None = None
+
+
+class EndpointAddress(Struct, frozen=True, gc=False, rename="camel"):
+    ip: Text = None
+    node_name: Text = None
+
+
+class EndpointSubset(Struct, frozen=True, gc=False, rename="camel"):
+    addresses: list[EndpointAddress] | None = None
+    not_ready_addresses: list[EndpointAddress] | None = None
+    ports: list[SlicePort] | None = None
+
+
+class Endpoints(Struct, frozen=True, gc=False):
+    """core/v1 Endpoints, the predecessor of EndpointSlice."""
+
+    metadata: EndpointsMeta | None = None
+    subsets: list[EndpointSubset] | None = None
