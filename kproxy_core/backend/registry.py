@@ -1,0 +1,189 @@
+"""Finds backend plugins, keeps out those that don't fit, and gives the work to one.
+
+A plugin is whatever an entry point in the group ``kproxy.backends`` names: a module or
+object with the hooks of `hookspecs`. The entry point's name is the mode. Each is
+loaded by itself and only when needed, so a broken one costs nobody else anything.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import pluggy
+
+from kproxy_core.backend import hookspecs
+from kproxy_core.backend.api import CONTRACT, Backend, BackendSettings, Description
+from kproxy_core.backend.errors import BackendError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+OBSERVERS = "kproxy.observers"
+"""Entry point group of plugins that provide no mode: they watch or wrap the hooks of those that do."""
+
+PLUGIN_HOOKS = ("kproxy_describe", "kproxy_detect", "kproxy_cleanup", "kproxy_make_backend")
+BACKEND_HOOKS = ("kproxy_sync", "kproxy_render", "kproxy_watch", "kproxy_close")
+
+_MODE = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
+
+
+class UnknownMode(BackendError):
+    """No plugin provides the mode that was asked for."""
+
+    def __init__(self, mode: str, known: Iterable[str]) -> None:
+        super().__init__(f"no backend provides mode {mode!r}; installed: {', '.join(known) or 'none'}")
+
+
+class PluginRefused(BackendError):
+    """A plugin, or the backend that it made, does not keep the contract."""
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenPlugin:
+    """A plugin that was kept out, and why."""
+
+    name: str
+    """Of its entry point."""
+    distribution: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"plugin {self.name!r} of {self.distribution} is not used: {self.problem}"
+
+
+class Registry:
+    """The plugins of one process."""
+
+    def __init__(self, entry_points: Iterable[EntryPoint] | None = None) -> None:
+        self.manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self.manager.add_hookspecs(hookspecs)
+        self.descriptions: dict[str, Description] = {}
+        """What the plugins loaded so far say about themselves, by mode."""
+        self.broken: list[BrokenPlugin] = []
+        self._offered: dict[str, EntryPoint] = {}
+        for entry in _installed() if entry_points is None else entry_points:
+            if entry.group == OBSERVERS:
+                self._load_observer(entry)
+            elif entry.group != hookspecs.ENTRY_POINTS:
+                continue
+            elif entry.name in self._offered:
+                first = _distribution(self._offered[entry.name])
+                self._refuse(entry, f"mode {entry.name!r} is already provided by {first}")
+            else:
+                self._offered[entry.name] = entry
+
+    @property
+    def modes(self) -> list[str]:
+        """All modes offered, loaded or not, sorted."""
+        return sorted(self._offered)
+
+    def load(self, mode: str) -> Description:
+        """Load the plugin that provides *mode*, unless it is loaded.
+
+        Raises UnknownMode or PluginRefused.
+        """
+        known = self.descriptions.get(mode)
+        if known is not None:
+            return known
+        entry = self._offered.get(mode)
+        if entry is None:
+            raise UnknownMode(mode, self.modes)
+        try:
+            plugin = entry.load()
+            description = _describe(plugin, mode)
+            self._register(plugin, mode, PLUGIN_HOOKS)
+        except (Exception, SystemExit) as error:  # a stranger's module may do anything at all
+            raise PluginRefused(str(self._refuse(entry, _reason(error)))) from error
+        self.descriptions[mode] = description
+        return description
+
+    def load_all(self) -> list[Description]:
+        """Load every plugin; those that can't be are in `broken`. Most preferred first."""
+        for mode in self.modes:
+            try:
+                self.load(mode)
+            except PluginRefused:
+                continue
+        return sorted(self.descriptions.values(), key=lambda d: (-d.preference, d.mode))
+
+    def make_backend(self, mode: str, settings: BackendSettings) -> Backend:
+        """Have the plugin for *mode* make its backend, and register that for the hooks of work.
+
+        Raises UnknownMode, PluginRefused, or Unsupported if it can't work on this machine.
+        """
+        self.load(mode)
+        made = self.manager.hook.kproxy_make_backend(mode=mode, settings=settings)
+        if made is None:
+            raise PluginRefused(f"the plugin for mode {mode!r} made no backend for it")
+        try:
+            self._register(made, f"{mode} backend", BACKEND_HOOKS)
+        except (PluginRefused, pluggy.PluginValidationError, ValueError) as error:
+            raise PluginRefused(f"the backend of mode {mode!r}: {_reason(error)}") from error
+        return cast(Backend, made)
+
+    def _load_observer(self, entry: EntryPoint) -> None:
+        try:
+            self._register(entry.load(), entry.name, ())
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - as in `load`
+            self._refuse(entry, _reason(error))
+
+    def _register(self, plugin: object, name: str, required: Iterable[str]) -> None:
+        """Register *plugin* if all its hooks are known and the *required* ones are there."""
+        try:
+            self.manager.register(plugin, name=name)
+            callers = {caller.name: caller for caller in self.manager.get_hookcallers(plugin) or ()}
+            problems = [f"it lacks the hook {hook}" for hook in required if hook not in callers]
+            problems += [
+                f"it has a hook {hook}, which this kproxy does not know"
+                for hook, caller in callers.items()
+                if not caller.has_spec()
+            ]
+            if problems:
+                raise PluginRefused("; ".join(problems))
+        except (pluggy.PluginValidationError, PluginRefused):
+            self.manager.unregister(plugin)
+            raise
+
+    def _refuse(self, entry: EntryPoint, problem: str) -> BrokenPlugin:
+        broken = BrokenPlugin(entry.name, _distribution(entry), problem)
+        if broken not in self.broken:
+            self.broken.append(broken)
+        return broken
+
+
+def _installed() -> Iterable[EntryPoint]:
+    from importlib.metadata import entry_points  # 25 ms, and tests bring their own
+
+    found = entry_points()
+    return [*found.select(group=OBSERVERS), *found.select(group=hookspecs.ENTRY_POINTS)]
+
+
+def _describe(plugin: object, mode: str) -> Description:
+    """What *plugin* says about itself, checked before any other of its hooks is looked at."""
+    describe = getattr(plugin, "kproxy_describe", None)
+    if describe is None:
+        raise PluginRefused("it lacks the hook kproxy_describe")
+    description = describe()
+    if not isinstance(description, Description):
+        raise PluginRefused(f"kproxy_describe returned {type(description).__name__}, not Description")
+    major, minor = description.contract
+    if major != CONTRACT[0] or minor > CONTRACT[1]:
+        raise PluginRefused(
+            f"it was written for contract {major}.{minor}, this kproxy offers {CONTRACT[0]}.{CONTRACT[1]}"
+        )
+    if description.mode != mode or not _MODE.fullmatch(mode):
+        raise PluginRefused(f"its entry point is named {mode!r}, it calls itself {description.mode!r}")
+    return description
+
+
+def _distribution(entry: EntryPoint) -> str:
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else "an unknown distribution"
+
+
+def _reason(error: BaseException) -> str:
+    """One line for a log."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, PluginRefused) else f"{type(error).__name__}: {text}"

@@ -1,0 +1,193 @@
+"""Who gets a frontend that several service ports want: the oldest Service.
+
+Kubernetes keeps ClusterIPs and node ports unique, but external IPs, load balancer
+IPs and objects from files may collide. kube-proxy lets whichever comes last
+through its maps win, which can flip at each sync. Here the owner depends only on
+what is wanted now, never on the order in which it came to be wanted.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Set
+from dataclasses import dataclass, replace
+
+from kproxy_core.model.address import Address, Protocol, format_socket
+from kproxy_core.model.service import ServiceName, ServicePortKey
+from kproxy_core.plan.service_plan import Frontend, ServicePlan
+
+Rank = tuple[str, ServicePortKey]
+"""Smaller wins: the older Service, then namespace, name, port name and protocol."""
+
+_AFTER_ANY_TIME = "~"
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """*loser* wants a frontend that is *winner*'s."""
+
+    frontend: Frontend
+    winner: ServicePortKey
+    loser: ServicePortKey
+
+    def __str__(self) -> str:
+        address, protocol, port = self.frontend
+        where = f"port {port} of the node" if address is None else format_socket(address, port)
+        return f"{self.loser} goes without {where}/{protocol.name}: it belongs to {self.winner}"
+
+
+class Claims:
+    """The frontends of one family and who holds them.
+
+    A change costs in proportion to its own frontends and, where they are contested,
+    to the logarithm of the number of rivals (moving a list apart).
+    """
+
+    def __init__(self) -> None:
+        self._wanted: dict[ServiceName, tuple[ServicePlan, ...]] = {}
+        self._holder: dict[Frontend, ServicePortKey] = {}
+        self._contested: dict[Frontend, list[Rank]] = {}
+        """All who want a frontend, best first, where there are at least two."""
+        self._lost: dict[ServicePortKey, set[Frontend]] = {}
+        self._unreported: dict[tuple[ServicePortKey, Frontend], None] = {}
+
+    def want(self, name: ServiceName, plans: tuple[ServicePlan, ...]) -> set[ServiceName]:
+        """Let the Service *name* want all that is in *plans*, and nothing else (empty: it is gone).
+
+        Returns the other Services whose granted plans changed by it.
+        """
+        before = self._wanted.get(name, ())
+        touched: set[ServiceName] = set()
+        if _claims(before) != _claims(plans):
+            for frontend, key in dict.fromkeys(_frontends(before)):
+                self._release(frontend, (_age(before[0]), key), touched)
+            for frontend, key in dict.fromkeys(_frontends(plans)):
+                self._claim(frontend, (_age(plans[0]), key), touched)
+            touched.discard(name)
+        if plans:
+            self._wanted[name] = plans
+        else:
+            self._wanted.pop(name, None)
+        return touched
+
+    def wanted(self, name: ServiceName) -> tuple[ServicePlan, ...]:
+        """What the Service *name* wants, as last told."""
+        return self._wanted.get(name, ())
+
+    def granted(self, name: ServiceName) -> tuple[ServicePlan, ...]:
+        """What the Service *name* gets: its plans without the frontends that are others'."""
+        plans = self._wanted.get(name, ())
+        if not self._lost:
+            return plans
+        nothing: frozenset[Frontend] = frozenset()
+        losses = [self._lost.get(plan.key, nothing) for plan in plans]
+        if not any(losses):
+            return plans
+        unchecked = _health_check(plans[0]) in losses[0]
+        return tuple(
+            _without(plan, lost, unchecked) if lost or unchecked else plan
+            for plan, lost in zip(plans, losses, strict=True)
+        )
+
+    def take_conflicts(self) -> list[Conflict]:
+        """The conflicts that arose since the last call and still exist."""
+        found = [
+            Conflict(frontend, self._holder[frontend], loser) for loser, frontend in self._unreported
+        ]
+        self._unreported.clear()
+        return found
+
+    def _claim(self, frontend: Frontend, rank: Rank, touched: set[ServiceName]) -> None:
+        holder = self._holder.get(frontend)
+        if holder is None:
+            self._holder[frontend] = rank[1]
+            return
+        rivals = self._contested.get(frontend)
+        if rivals is None:
+            rivals = self._contested[frontend] = [(self._age_of(holder, rank), holder)]
+        insort(rivals, rank)
+        if rivals[0] is rank:
+            self._holder[frontend] = rank[1]
+            self._lose(holder, frontend)
+            touched.add(holder.service)
+        else:
+            self._lose(rank[1], frontend)
+
+    def _release(self, frontend: Frontend, rank: Rank, touched: set[ServiceName]) -> None:
+        rivals = self._contested.get(frontend)
+        if rivals is None:
+            del self._holder[frontend]
+            return
+        place = bisect_left(rivals, rank)
+        del rivals[place]
+        heir = rivals[0][1]
+        if place == 0:
+            self._holder[frontend] = heir
+            self._win(heir, frontend)
+            touched.add(heir.service)
+        else:
+            self._win(rank[1], frontend)
+        if len(rivals) == 1:
+            del self._contested[frontend]
+
+    def _age_of(self, holder: ServicePortKey, rival: Rank) -> str:
+        """The age of a holder that had no rivals until now."""
+        if holder.service == rival[1].service:
+            return rival[0]
+        return _age(self._wanted[holder.service][0])
+
+    def _lose(self, key: ServicePortKey, frontend: Frontend) -> None:
+        self._lost.setdefault(key, set()).add(frontend)
+        self._unreported[key, frontend] = None
+
+    def _win(self, key: ServicePortKey, frontend: Frontend) -> None:
+        """*key* gets *frontend*, or no longer cares."""
+        lost = self._lost[key]
+        lost.discard(frontend)
+        if not lost:
+            del self._lost[key]
+        self._unreported.pop((key, frontend), None)
+
+
+def _age(plan: ServicePlan) -> str:
+    return plan.created or _AFTER_ANY_TIME
+
+
+def _claims(plans: tuple[ServicePlan, ...]) -> object:
+    """What of *plans* matters here, for comparing."""
+    return [
+        (p.key, p.created, p.cluster_ip, p.port, p.node_port, p.external_ips, p.load_balancer_ips,
+         p.health_check_node_port)
+        for p in plans
+    ]
+
+
+def _frontends(plans: tuple[ServicePlan, ...]) -> Iterator[tuple[Frontend, ServicePortKey]]:
+    """Every frontend of a Service's *plans*, with the one who wants it.
+
+    The health check node port is shared by all ports of a Service; the first claims it for them.
+    """
+    for plan in plans:
+        for frontend in plan.frontends():
+            yield frontend, plan.key
+    if plans and plans[0].health_check_node_port:
+        yield _health_check(plans[0]), plans[0].key
+
+
+def _health_check(plan: ServicePlan) -> Frontend:
+    return Frontend(None, Protocol.TCP, plan.health_check_node_port)
+
+
+def _without(plan: ServicePlan, lost: Set[Frontend], unchecked: bool) -> ServicePlan:
+    """*plan* less the frontends it *lost*, and the health check node port if that is gone as well."""
+    protocol, port = plan.key.protocol, plan.port
+
+    def kept(addresses: tuple[Address, ...]) -> tuple[Address, ...]:
+        return tuple(a for a in addresses if Frontend(a, protocol, port) not in lost)
+
+    return replace(
+        plan,
+        cluster_ip=None if Frontend(plan.cluster_ip, protocol, port) in lost else plan.cluster_ip,
+        external_ips=kept(plan.external_ips),
+        load_balancer_ips=kept(plan.load_balancer_ips),
+        node_port=0 if Frontend(None, protocol, plan.node_port) in lost else plan.node_port,
+        health_check_node_port=0 if unchecked else plan.health_check_node_port,
+    )
