@@ -1,19 +1,31 @@
-"""The configuration file: KubeProxyConfiguration ``kubeproxy.config.k8s.io/v1alpha1``."""
+"""The configuration file: KubeProxyConfiguration ``kubeproxy.config.k8s.io/v1alpha1``, decoded.
 
-from dataclasses import dataclass
-from typing import NamedTuple
+Field names, types and defaults are kube-proxy 1.36's. Whether values make sense together is
+judged in `kproxy_core.config`; here a value only has to be of its field's type.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
+
+import msgspec
+
+API_VERSION = "kubeproxy.config.k8s.io/v1alpha1"
+KIND = "KubeProxyConfiguration"
 
 
 class Problem(NamedTuple):
     """One thing that is wrong with the configuration."""
 
     option: str
-    """The flag (``--mode``) or the path of the field (``nftables.syncPeriod``)."""
+    """The flag (``--mode``) or the path of the field (``conntrack.min``)."""
     value: object
     problem: str
 
     def __str__(self) -> str:
-        return f"{self.option}: {self.value!r}: {self.problem}"
+        value = str(self.value) if isinstance(self.value, Duration) else repr(self.value)
+        return f"{self.option}: {value}: {self.problem}"
 
 
 class ConfigError(Exception):
@@ -24,13 +36,312 @@ class ConfigError(Exception):
         self.problems = problems
 
 
+class Duration(float):
+    """A length of time in seconds that is read and written as Go does: ``1m30s``, ``50ms``, ``0s``."""
+
+    __slots__ = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Raises ValueError if *text* is not a duration, or is beyond the 292 years that Go allows."""
+        match = _DURATION.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} is not a duration such as 30s or 1m30s")
+        total = 0
+        for whole, fraction, unit in _DURATION_PART.findall(match["parts"] or ""):
+            scale = _NANOSECONDS[unit]
+            total += int(whole or 0) * scale + int(fraction or 0) * scale // 10 ** len(fraction)
+        if total >= 1 << 63:
+            raise ValueError(f"{text!r} is too long for a duration")
+        return cls((-total if match["sign"] == "-" else total) / 1_000_000_000)
+
+    def __str__(self) -> str:
+        nanoseconds = abs(round(self * 1_000_000_000))
+        sign = "-" if self < 0 < nanoseconds else ""
+        if nanoseconds < 1_000_000_000:
+            unit = next((u for u in ("ms", "µs", "ns") if nanoseconds >= _NANOSECONDS[u]), "s")
+            return sign + _decimal(nanoseconds, _NANOSECONDS[unit]) + unit
+        minutes, rest = divmod(nanoseconds, _NANOSECONDS["m"])
+        text = _decimal(rest, _NANOSECONDS["s"]) + "s"
+        if minutes:
+            hours, minutes = divmod(minutes, 60)
+            text = (f"{hours}h" if hours else "") + f"{minutes}m" + text
+        return sign + text
+
+
+_NANOSECONDS = {"ns": 1, "us": 1_000, "µs": 1_000, "μs": 1_000, "ms": 1_000_000, "s": 1_000_000_000,
+                "m": 60_000_000_000, "h": 3_600_000_000_000}
+_PART = r"(\d{1,19}(?=[.a-zµμ])|(?=\.\d))(?:\.(\d*))?(ns|us|µs|μs|ms|s|m|h)"
+_DURATION_PART = re.compile(_PART, re.ASCII)
+_DURATION = re.compile(rf"(?P<sign>[-+]?)(?:0|(?P<parts>(?:{_PART})+))", re.ASCII)
+
+
+def _decimal(nanoseconds: int, unit: int) -> str:
+    whole, rest = divmod(nanoseconds, unit)
+    return f"{whole}.{rest:0{len(str(unit)) - 1}d}".rstrip("0") if rest else str(whole)
+
+
+Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    ZERO_IS_DEFAULT: ClassVar[frozenset[str]] = frozenset()
+    """Fields in which 0 or "" means the default, not zero."""
+
+
+class ClientConnection(_Section, frozen=True, kw_only=True, rename="camel"):
+    """How to talk to the API server; qps in requests per second."""
+
+    ZERO_IS_DEFAULT = frozenset({"content_type", "qps", "burst"})
+    kubeconfig: str = ""
+    accept_content_types: str = ""
+    content_type: str = "application/vnd.kubernetes.protobuf"
+    qps: float = 5.0
+    burst: Int32 = 10
+
+
+class LoggingStream(_Section, frozen=True, kw_only=True, rename="camel"):
+    """Options of one log format."""
+
+    split_stream: bool = False
+    info_buffer_size: str | int = "0"
+
+
+class LoggingOptions(_Section, frozen=True, kw_only=True, rename="camel"):
+    """Options by log format."""
+
+    text: LoggingStream = LoggingStream()
+    json: LoggingStream = LoggingStream()
+
+
+class VModule(_Section, frozen=True, kw_only=True, rename="camel"):
+    """The verbosity of some source files."""
+
+    file_pattern: str = ""
+    verbosity: int = 0
+
+
+class Logging(_Section, frozen=True, kw_only=True, rename="camel"):
+    """What is logged, and how."""
+
+    ZERO_IS_DEFAULT = frozenset({"format"})
+    format: str = "text"
+    flush_frequency: Duration = Duration(5)
+    verbosity: Int32 = 0
+    vmodule: tuple[VModule, ...] = ()
+    options: LoggingOptions = LoggingOptions()
+
+
+class Conntrack(_Section, frozen=True, kw_only=True, rename="camel"):
+    """Connection tracking limits. 0 leaves the kernel's setting; ``max_per_core`` 0 leaves the limits."""
+
+    max_per_core: Int32 = 32768
+    min: Int32 = 131072
+    tcp_established_timeout: Duration = Duration(86400)
+    tcp_close_wait_timeout: Duration = Duration(3600)
+    tcp_be_liberal: bool = False
+    udp_timeout: Duration = Duration(0)
+    udp_stream_timeout: Duration = Duration(0)
+
+
+class DetectLocal(_Section, frozen=True, kw_only=True, rename="camel"):
+    """How local traffic is recognised, where detectLocalMode needs a name."""
+
+    bridge_interface: str = ""
+    interface_name_prefix: str = ""
+
+
+class ModeSection(_Section, frozen=True, kw_only=True, rename="camel"):
+    """What one mode has for itself."""
+
+    ZERO_IS_DEFAULT = frozenset({"sync_period", "min_sync_period"})
+    sync_period: Duration = Duration(30)
+    min_sync_period: Duration = Duration(1)
+
+
+class Iptables(ModeSection, frozen=True, kw_only=True, rename="camel"):
+    """Also where modes look that have no such field of their own."""
+
+    masquerade_bit: Int32 = 14
+    masquerade_all: bool = False
+    localhost_node_ports: bool = True
+
+
+class Ipvs(ModeSection, frozen=True, kw_only=True, rename="camel"):
+    min_sync_period: Duration = Duration(0)
+    scheduler: str = ""
+    exclude_cidrs: tuple[str, ...] = msgspec.field(default=(), name="excludeCIDRs")
+    strict_arp: bool = msgspec.field(default=False, name="strictARP")
+    tcp_timeout: Duration = Duration(0)
+    tcp_fin_timeout: Duration = Duration(0)
+    udp_timeout: Duration = Duration(0)
+
+
+class Nftables(ModeSection, frozen=True, kw_only=True, rename="camel"):
+    masquerade_bit: Int32 = 14
+    masquerade_all: bool = False
+
+
+class KubeProxyConfiguration(_Section, frozen=True, kw_only=True, rename="camel"):
+    """The whole file. "" for an address or a mode means: not said."""
+
+    ZERO_IS_DEFAULT = frozenset({"bind_address", "config_sync_period"})
+    feature_gates: dict[str, bool] = {}
+    client_connection: ClientConnection = ClientConnection()
+    logging: Logging = Logging()
+    hostname_override: str = ""
+    bind_address: str = "0.0.0.0"
+    healthz_bind_address: str = ""
+    metrics_bind_address: str = ""
+    bind_address_hard_fail: bool = False
+    enable_profiling: bool = False
+    show_hidden_metrics_for_version: str = ""
+    mode: str = ""
+    iptables: Iptables = Iptables()
+    ipvs: Ipvs = Ipvs()
+    nftables: Nftables = Nftables()
+    detect_local_mode: str = ""
+    detect_local: DetectLocal = DetectLocal()
+    cluster_cidr: str = msgspec.field(default="", name="clusterCIDR")
+    node_port_addresses: tuple[str, ...] = ()
+    oom_score_adj: Int32 = -999
+    conntrack: Conntrack = Conntrack()
+    config_sync_period: Duration = Duration(900)
+    port_range: str = ""
+    winkernel: dict[str, Any] = {}
+    windows_run_as_service: bool = False
+
+    def section_of(self, mode: str) -> tuple[str, ModeSection]:
+        """Name and content of the section that *mode* goes by: its own, if it has one, else iptables."""
+        section = getattr(self, mode, None) if mode.isidentifier() else None
+        return (mode, section) if isinstance(section, ModeSection) else ("iptables", self.iptables)
+
+
 @dataclass(frozen=True, slots=True)
 class FileConfig:
-    """A decoded file, with what its author should be told (``notices``)."""
+    """A decoded file."""
 
-    notices: tuple[str, ...]
+    document: KubeProxyConfiguration
+    notices: tuple[str, ...] = ()
+    """What its author should know: fields that don't exist or are there twice."""
+    unknown: Mapping[str, object] = field(default_factory=dict)
+    """Top-level fields that KubeProxyConfiguration doesn't have: one may be a mode's section."""
 
 
 def load(path: str) -> FileConfig:
     """Read and decode the file *path*, YAML or JSON. Raises ConfigError naming every wrong field."""
-    raise NotImplementedError
+    try:
+        with open(path, encoding="utf-8") as file:
+            return decode(file.read())
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise ConfigError((Problem("--config", path, f"can't be read: {reason}"),)) from error
+
+
+def decode(text: str) -> FileConfig:
+    """Decode the *text* of a file. As kube-proxy does, unknown and duplicate fields are only noted.
+
+    Raises ConfigError naming every field of a wrong type.
+    """
+    found = _Found()
+    raw = found.parse(text)
+    if not isinstance(raw, dict):
+        raise ConfigError((Problem("--config", raw, f"is not a {KIND}"),))
+    rest = {name: value for name, value in raw.items() if name not in ("apiVersion", "kind")}
+    for name, wanted in (("apiVersion", API_VERSION), ("kind", KIND)):
+        if raw.get(name) != wanted:
+            found.problems.append(Problem(name, raw.get(name, ""), f"must be {wanted}"))
+    known = {f.encode_name for f in msgspec.structs.fields(KubeProxyConfiguration)}
+    document = found.section(KubeProxyConfiguration, {k: v for k, v in rest.items() if k in known}, "")
+    if found.problems:
+        raise ConfigError(tuple(found.problems))
+    return FileConfig(document, tuple(found.notices), {k: v for k, v in rest.items() if k not in known})
+
+
+def unknown_field(path: str, name: object, kind: type[msgspec.Struct] = KubeProxyConfiguration) -> str:
+    """The notice about field *name* at *path*, which *kind* does not have."""
+    import difflib  # not needed for a file without mistakes
+
+    known = [f.encode_name for f in msgspec.structs.fields(kind)]
+    nearest = difflib.get_close_matches(str(name), known, n=1)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    return f"{path}{name}: there is no such field, it has no effect{hint}"
+
+
+_S = TypeVar("_S", bound=_Section)
+
+
+class _Found:
+    """What decoding one file came across."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+        self.notices: list[str] = []
+
+    def section(self, kind: type[_S], raw: Mapping[object, object], path: str) -> _S:
+        """The section *raw* at *path* (ending in a dot), with whatever of it is right."""
+        fields = {f.encode_name: f for f in msgspec.structs.fields(kind)}
+        values: dict[str, object] = {}
+        for name, value in raw.items():
+            known = fields.get(name) if isinstance(name, str) else None
+            if known is None:
+                self.notices.append(unknown_field(path, name, kind))
+            elif value is None:
+                continue
+            elif isinstance(value, dict) and isinstance(known.default, _Section):
+                values[known.name] = self.section(type(known.default), value, f"{path}{name}.")
+            else:
+                try:
+                    converted = msgspec.convert(value, known.type, dec_hook=_duration)
+                    if converted or known.name not in kind.ZERO_IS_DEFAULT:
+                        values[known.name] = converted
+                except msgspec.ValidationError as error:
+                    self.problems.append(_mismatch(f"{path}{name}", value, error))
+        return kind(**values)
+
+    def parse(self, text: str) -> object:
+        """*text* as plain values; duplicate keys are noted and the last one counts."""
+        if text.lstrip().startswith("{"):
+            import json
+
+            try:
+                return json.loads(text, object_pairs_hook=self._pairs)
+            except ValueError:
+                self.notices.clear()  # YAML in braces, then
+        import yaml
+
+        found = self
+
+        class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+            def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
+                found._pairs([(key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode)])
+                mapping: dict[object, object] = super().construct_mapping(node, deep)
+                return mapping
+
+        try:
+            return yaml.load(text, Loader=Loader)
+        except yaml.YAMLError as error:
+            where = " ".join(str(error).split())
+            raise ConfigError((Problem("--config", "", f"is neither YAML nor JSON: {where}"),)) from error
+
+    def _pairs(self, pairs: list[tuple[object, object]]) -> dict[object, object]:
+        names = [name for name, _ in pairs]
+        self.notices += [f"{name}: is there twice, the last one counts"
+                         for name in dict.fromkeys(names) if names.count(name) > 1]
+        return dict(pairs)
+
+
+def _mismatch(path: str, value: object, error: msgspec.ValidationError) -> Problem:
+    text, _, where = str(error).replace("`", "").partition(" - at $")
+    index = re.fullmatch(r"\[(\d+)\]", where)
+    if index and isinstance(value, list):
+        value = value[int(index[1])]
+    return Problem(path + where, value, text.replace("Expected object", "Expected a mapping"))
+
+
+def _duration(kind: type, value: object) -> object:
+    if kind is not Duration:
+        raise NotImplementedError
+    if not isinstance(value, str):
+        raise ValueError(f"Expected a duration such as 30s, got {type(value).__name__}")
+    return Duration.parse(value)

@@ -15,7 +15,9 @@ ROOMS: dict[str, frozenset[str]] = {
     "host": frozenset({"plan", "model"}),
     "backend": frozenset({"plan", "model"}),
     "run": frozenset({"backend", "sources", "host", "plan", "model"}),
-    "config": frozenset({"model"}),
+    "config": frozenset({"configcheck", "configfile", "model"}),
+    "configcheck": frozenset({"configfile", "model"}),
+    "configfile": frozenset(),
     "testing": frozenset({"backend", "plan", "model"}),
 }
 """Which rooms of the core each room may import, apart from itself. `cli` may import all."""
@@ -27,7 +29,9 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
     "host": frozenset({"pyroute2"}),
     "backend": frozenset({"pluggy"}),
     "run": frozenset({"pluggy", "prometheus_client"}),
-    "config": frozenset({"msgspec", "yaml"}),
+    "config": frozenset({"msgspec"}),
+    "configcheck": frozenset({"msgspec"}),
+    "configfile": frozenset({"msgspec", "yaml"}),
     "testing": frozenset({"hypothesis", "pytest"}),
     "cli": frozenset({"click", "pluggy"}),
 }
@@ -45,7 +49,9 @@ ONLY_COMPUTES = frozenset({("kproxy_core.model.address", "socket")})
 
 BACKENDS = ("nftables", "iptables", "ipvs", "userspace", "ebpf")
 
-NAMES_A_BACKEND = frozenset({"kproxy_core.config"})
+NAMES_A_BACKEND = frozenset(
+    {"kproxy_core.config", "kproxy_core.configcheck", "kproxy_core.configfile"}
+)
 """KubeProxyConfiguration has a section and flags for each of kube-proxy's modes."""
 
 LONGEST_MODULE = 400
