@@ -43,7 +43,7 @@ $(READY): setup.cfg pyproject.toml Makefile kproxy_core/__init__.py | packages
 	@touch $@
 
 demo: env
-	@$(VENV)/bin/python examples/demo.py
+	@$(VENV)/bin/python -m examples.demo
 
 test: env lint
 	@$(VENV)/bin/python -m pytest

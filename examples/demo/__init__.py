@@ -1,0 +1,1 @@
+"""The demo: kproxy serves the shop of ``examples/shop`` in a sandbox of network namespaces."""

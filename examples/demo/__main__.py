@@ -1,0 +1,191 @@
+"""Show kproxy at work: real packets to real endpoints, through Services, on a node of its own.
+
+``make demo`` runs this. The exit status is 0 if everything was as it should be.
+"""
+
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from examples.demo import network, rows, terminal
+from examples.demo.network import NAMES
+from examples.demo.probes import Frontend, Traffic, ask, dial, hear
+from examples.demo.proxy import Proxy, ProxyFailed
+from examples.demo.sandbox import Host, SandboxError, enter
+from examples.demo.servers import Servers
+from examples.demo.terminal import Table, Verdict
+
+MODE = "nftables"
+LEAVING = "web-b"
+EFFECT_DEADLINE = 5.0
+"""Seconds that a change may take; far more than it should."""
+
+NEWS = Frontend("10.96.0.60", 80)
+NEWS_OBJECTS: list[dict[str, Any]] = [
+    {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": "news", "namespace": "shop"},
+        "spec": {"clusterIP": NEWS.address, "ports": [{"port": NEWS.port, "targetPort": 8080}]},
+    },
+    {
+        "apiVersion": "discovery.k8s.io/v1",
+        "kind": "EndpointSlice",
+        "metadata": {
+            "name": "news-1",
+            "namespace": "shop",
+            "labels": {"kubernetes.io/service-name": "news"},
+        },
+        "addressType": "IPv4",
+        "ports": [{"name": "", "port": 8080}],
+        "endpoints": [{"addresses": ["10.1.1.11"], "nodeName": "node1"}],
+    },
+]
+
+
+def who_answers(hosts: dict[str, Host], verdict: Verdict) -> None:
+    """The table: every kind of frontend, from a pod, the node and outside."""
+    terminal.title("Who answers, and which source address they see")
+    table = Table(
+        verdict,
+        [("service", 9), ("through", 12), ("", 20), ("from", 9), ("answered by", 22), ("source seen", 0)],
+    )
+    for row in rows.ROWS:
+        found = rows.judge(row, hosts)
+        answered = " ".join(sorted(found.answered_by)) or (
+            "refused, as it should be" if not found.trouble else "-"
+        )
+        seen = ", ".join(f"{NAMES.get(address, '?')} {address}" for address in sorted(found.seen))
+        trouble = f"  <- {found.trouble}" if found.trouble else ""
+        table.row(
+            not found.trouble,
+            [row.service, row.kind, str(row.frontend), row.source, answered, seen + trouble],
+        )
+
+
+def an_endpoint_leaves(hosts: dict[str, Host], proxy: Proxy, servers: Servers, verdict: Verdict) -> None:
+    """A live change, with connections coming in all the time from everywhere."""
+    terminal.title(f"{LEAVING} leaves, while connections keep coming from a pod, the node and outside")
+    shell, node, customer = hosts["shell"], hosts["node1"], hosts["customer"]
+    with (
+        Traffic(shell, rows.WEB) as from_pod,
+        Traffic(node, rows.WEB_NODE_PORT) as from_node,
+        Traffic(customer, rows.WEB_LOAD_BALANCER) as from_outside,
+    ):
+        kept = dial(shell, rows.WEB)
+        while hear(kept).by != LEAVING:
+            kept.close()
+            kept = dial(shell, rows.WEB)
+        time.sleep(0.5)
+        written = proxy.write("web-endpoints.yaml", proxy.without_endpoint("web-endpoints.yaml", LEAVING))
+        time.sleep(0.5)
+        servers.stop_accepting(LEAVING)
+        time.sleep(0.5)
+    everything = (from_pod, from_node, from_outside)
+    failures = [failure for traffic in everything for failure in traffic.failures]
+    total = sum(traffic.answered.total() for traffic in everything)
+    verdict.check(
+        not failures, f"{total} connections, {len(failures)} failed {' '.join(failures[:3])}".rstrip()
+    )
+    last = max(traffic.last.get(LEAVING, 0.0) for traffic in everything)
+    late = max(last - written, 0.0)
+    verdict.check(
+        all(traffic.answered[LEAVING] for traffic in everything) and late < EFFECT_DEADLINE,
+        f"the last one to {LEAVING} began {_milliseconds(late)} after its manifest was written",
+    )
+    with kept:
+        kept.send(b"still there?\n")
+        verdict.check(hear(kept).by == LEAVING, f"a connection that {LEAVING} had before goes on")
+
+
+def a_service_comes_and_goes(hosts: dict[str, Host], proxy: Proxy, verdict: Verdict) -> None:
+    terminal.title("A new Service comes and goes")
+    written = proxy.write("news.yaml", NEWS_OBJECTS)
+    verdict.check(
+        _until(hosts["shell"], answered=True),
+        f"answered {_milliseconds(time.monotonic() - written)} after its manifest was written",
+    )
+    removed = proxy.remove("news.yaml")
+    verdict.check(
+        _until(hosts["shell"], answered=False),
+        f"refused {_milliseconds(time.monotonic() - removed)} after its manifest was removed",
+    )
+
+
+def _until(host: Host, answered: bool) -> bool:
+    """Dial the new Service until it does or does not answer; False if the deadline passes first."""
+    deadline = time.monotonic() + EFFECT_DEADLINE
+    while time.monotonic() < deadline:
+        try:
+            ask(host, NEWS)
+        except OSError:
+            if not answered:
+                return True
+        else:
+            if answered:
+                return True
+    return False
+
+
+def how_long_it_took(proxy: Proxy, verdict: Verdict) -> None:
+    """What kproxy measured itself, by the metrics that kube-proxy has too."""
+    terminal.title("What kproxy says of itself")
+    for scope in ("full", "partial"):
+        name = f"kubeproxy_sync_{scope}_proxy_rules_duration_seconds"
+        count, seconds = proxy.metric(f"{name}_count"), proxy.metric(f"{name}_sum")
+        verdict.check(
+            count > 0, f"{count:.0f} {scope} syncs, {_milliseconds(seconds / (count or 1))} each on average"
+        )
+    terminal.note(f"healthz said 200 {_milliseconds(proxy.started_in)} after the process was started")
+    terminal.note(f"resident memory {proxy.resident_mebibytes():.0f} MiB")
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms"
+
+
+def demo() -> int:
+    """Play everything; the exit status."""
+    verdict = Verdict()
+    begun = time.monotonic()
+    hosts = network.build()
+    servers = Servers()
+    for pod in (*network.PODS, network.BANK):
+        servers.serve(hosts[pod.name], pod)
+    terminal.title("A sandbox")
+    terminal.note(f"{len(hosts)} hosts in network namespaces, in {time.monotonic() - begun:.1f} s:")
+    terminal.aside((network.__doc__ or "").partition("\n\n")[2].rpartition("\n\n")[0])
+    proxy = Proxy(hosts["node1"], MODE, Path("/run"))
+    terminal.note(f"on node1: {' '.join(proxy.command)}")
+    with proxy:
+        verdict.check(proxy.mode() == MODE, f"it runs, in mode {proxy.mode()}")
+        who_answers(hosts, verdict)
+        an_endpoint_leaves(hosts, proxy, servers, verdict)
+        a_service_comes_and_goes(hosts, proxy, verdict)
+        how_long_it_took(proxy, verdict)
+        if verdict.failed:
+            terminal.error(proxy.log_tail())
+    with Traffic(hosts["customer"], rows.WEB_LOAD_BALANCER) as traffic:
+        time.sleep(0.1)
+    terminal.title("kproxy has ended; its rules stay")
+    verdict.check(
+        not traffic.failures, f"{traffic.answered.total()} connections more, {len(traffic.failures)} failed"
+    )
+    terminal.title(f"{verdict.checked - verdict.failed} of {verdict.checked} checks are as they should be.")
+    return 1 if verdict.failed else 0
+
+
+def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        enter("examples.demo")
+        return demo()
+    except (SandboxError, ProxyFailed) as error:
+        terminal.error(f"demo: {error}")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

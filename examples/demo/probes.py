@@ -1,0 +1,99 @@
+"""Asking through a Service: who answers, and which source address it sees."""
+
+import json
+import socket
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Self
+
+from examples.demo.sandbox import Host
+
+PATIENCE = 2.0
+"""Seconds until an attempt without an answer has failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Who answered, and the source address that they saw."""
+
+    by: str
+    seen: str
+
+
+@dataclass(frozen=True, slots=True)
+class Frontend:
+    """What clients dial."""
+
+    address: str
+    port: int
+    protocol: str = "TCP"
+
+    def __str__(self) -> str:
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return f"{host}:{self.port}" + ("" if self.protocol == "TCP" else f"/{self.protocol.lower()}")
+
+
+def dial(host: Host, frontend: Frontend) -> socket.socket:
+    """A socket in *host*, connected to *frontend*. Raises OSError."""
+    family = socket.AF_INET6 if ":" in frontend.address else socket.AF_INET
+    kind = socket.SOCK_DGRAM if frontend.protocol == "UDP" else socket.SOCK_STREAM
+    caller = host.socket(family, kind)
+    try:
+        caller.settimeout(PATIENCE)
+        caller.connect((frontend.address, frontend.port))
+        if frontend.protocol == "UDP":
+            caller.send(b"who?\n")
+    except OSError:
+        caller.close()
+        raise
+    return caller
+
+
+def hear(caller: socket.socket) -> Answer:
+    """What the other end says. Raises OSError."""
+    data = caller.recv(2048)
+    if not data:
+        raise ConnectionResetError("closed without an answer")
+    words = json.loads(data)
+    return Answer(words["by"], words["seen"])
+
+
+def ask(host: Host, frontend: Frontend) -> Answer:
+    """One fresh connection or flow. Raises OSError."""
+    with dial(host, frontend) as caller:
+        return hear(caller)
+
+
+@dataclass
+class Traffic:
+    """Fresh connections, one after the other, until the end of the ``with`` block."""
+
+    host: Host
+    frontend: Frontend
+    answered: Counter[str] = field(default_factory=Counter)
+    last: dict[str, float] = field(default_factory=dict)
+    """When a connection that each endpoint answered was begun last, on the monotonic clock."""
+    failures: list[str] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._go, name="traffic")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _go(self) -> None:
+        while not self._ended.wait(0.001):
+            begun = time.monotonic()
+            try:
+                answer = ask(self.host, self.frontend)
+            except OSError as error:
+                self.failures.append(str(error))
+            else:
+                self.answered[answer.by] += 1
+                self.last[answer.by] = begun

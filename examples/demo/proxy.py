@@ -1,0 +1,129 @@
+"""The kproxy under show: its process, its manifests, and what it says of itself."""
+
+import http.client
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import yaml
+
+from examples.demo.sandbox import Host
+
+EXAMPLES = Path(__file__).parents[1]
+KPROXY = Path(sys.executable).with_name("kproxy")
+HEALTHZ_PORT, METRICS_PORT = 10256, 10249
+START_DEADLINE = 10.0
+STOP_DEADLINE = 5.0
+
+_SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? ([0-9.eE+-]+)$", re.MULTILINE)
+
+
+class ProxyFailed(Exception):
+    """kproxy did not start, or ended; the message holds the end of its log."""
+
+
+class Proxy:
+    """`kproxy --mode=nftables --manifests DIR --config FILE --hostname-override node1` on *node*."""
+
+    def __init__(self, node: Host, mode: str, directory: Path) -> None:
+        self._node = node
+        self._log = directory / "kproxy.log"
+        self.manifests = directory / "shop"
+        shutil.copytree(EXAMPLES / "shop", self.manifests)
+        self.command = [
+            str(KPROXY),
+            f"--mode={mode}",
+            f"--manifests={self.manifests}",
+            f"--config={EXAMPLES / 'kproxy.yaml'}",
+            "--hostname-override=node1",
+        ]
+        self.started_in = 0.0
+        """Seconds from process start until healthz said 200."""
+
+    def __enter__(self) -> Self:
+        begun = time.monotonic()
+        with self._log.open("wb") as log:
+            self._process = self._node.start(self.command, log)
+        while not self._healthy():
+            if self._process.poll() is not None:
+                raise ProxyFailed(f"kproxy ended with status {self._process.returncode}\n{self.log_tail()}")
+            if time.monotonic() - begun > START_DEADLINE:
+                self.stop()
+                raise ProxyFailed(f"healthz did not become 200\n{self.log_tail()}")
+            time.sleep(0.005)
+        self.started_in = time.monotonic() - begun
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """SIGTERM, and SIGKILL for a process that ignores it."""
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_DEADLINE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def log_tail(self) -> str:
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-20:])
+
+    def resident_mebibytes(self) -> float:
+        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        found = re.search(r"VmRSS:\s+(\d+) kB", status)
+        return int(found[1]) / 1024 if found else 0.0
+
+    def _healthy(self) -> bool:
+        try:
+            return self._get(HEALTHZ_PORT, "/healthz")[0] == 200
+        except OSError:
+            return False
+
+    def _get(self, port: int, path: str) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
+        try:
+            with self._node.entered():
+                connection.connect()
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.status, response.read().decode()
+        finally:
+            connection.close()
+
+    def mode(self) -> str:
+        """What the process says it runs as."""
+        return self._get(METRICS_PORT, "/proxyMode")[1]
+
+    def metric(self, name: str) -> float:
+        """The sum of the metric *name* over all its labels."""
+        text = self._get(METRICS_PORT, "/metrics")[1]
+        return sum(float(value) for found, _, value in _SAMPLE.findall(text) if found == name)
+
+    # changes of the manifests ------------------------------------------------------------
+
+    def write(self, name: str, documents: list[dict[str, Any]]) -> float:
+        """Put *documents* into the file *name* at once; when it was done, on the monotonic clock."""
+        scratch = self.manifests / f".{name}.new"
+        scratch.write_text(yaml.safe_dump_all(documents, sort_keys=False), encoding="utf-8")
+        os.replace(scratch, self.manifests / name)
+        return time.monotonic()
+
+    def remove(self, name: str) -> float:
+        (self.manifests / name).unlink()
+        return time.monotonic()
+
+    def without_endpoint(self, name: str, pod: str) -> list[dict[str, Any]]:
+        """The objects of the file *name*, with *pod* taken out of every EndpointSlice."""
+        documents = list(yaml.safe_load_all((self.manifests / name).read_text(encoding="utf-8")))
+        for document in documents:
+            document["endpoints"] = [e for e in document["endpoints"] if e["targetRef"]["name"] != pod]
+        return documents

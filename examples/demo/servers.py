@@ -1,0 +1,70 @@
+"""The shop's programs: servers that say who they are and whom they see."""
+
+import asyncio
+import json
+import socket
+import threading
+from typing import Any, cast
+
+from examples.demo.network import Pod
+from examples.demo.sandbox import Host
+
+BACKLOG = 512
+
+
+def _answer(name: str, peer: Any) -> bytes:
+    return json.dumps({"by": name, "seen": peer[0].removeprefix("::ffff:")}).encode() + b"\n"
+
+
+class _Stream(asyncio.Protocol):
+    """Answers a connection at once, and again for whatever it is sent."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)
+        self.data_received(b"")
+
+    def data_received(self, data: bytes) -> None:
+        self._transport.write(_answer(self._name, self._transport.get_extra_info("peername")))
+
+
+class _Datagrams(asyncio.DatagramProtocol):
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.DatagramTransport, transport)
+
+    def datagram_received(self, data: bytes, addr: tuple[str | Any, int]) -> None:
+        self._transport.sendto(_answer(self._name, addr), addr)
+
+
+class Servers:
+    """All servers of all pods, in one background thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._listening: dict[str, list[asyncio.Server]] = {}
+        threading.Thread(target=self._loop.run_forever, name="servers", daemon=True).start()
+
+    def serve(self, host: Host, pod: Pod) -> None:
+        """Listen on every port of *pod*, in both families."""
+        for port in pod.tcp:
+            listener = host.socket(socket.AF_INET6, socket.SOCK_STREAM)
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            listener.bind(("::", port))
+            starting = self._loop.create_server(lambda: _Stream(pod.name), sock=listener, backlog=BACKLOG)
+            server = asyncio.run_coroutine_threadsafe(starting, self._loop).result()
+            self._listening.setdefault(pod.name, []).append(server)
+        for port in pod.udp:
+            datagrams = host.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            datagrams.bind(("0.0.0.0", port))
+            opening = self._loop.create_datagram_endpoint(lambda: _Datagrams(pod.name), sock=datagrams)
+            asyncio.run_coroutine_threadsafe(opening, self._loop).result()
+
+    def stop_accepting(self, name: str) -> None:
+        """The pod *name* refuses new connections from now on; those it has go on."""
+        for server in self._listening.pop(name):
+            self._loop.call_soon_threadsafe(server.close)
