@@ -160,7 +160,7 @@ def resolve(flags: Flags, file: FileConfig | None) -> Config:
         if not backend_options or name != document.mode:
             notices.append(unknown_field("", name))
     gates = document.feature_gates
-    for gate in gates.keys() - FEATURE_GATES.keys():
+    for gate in sorted(gates.keys() - FEATURE_GATES.keys()):
         notices.append(f"featureGates.{gate}: there is no such gate here, it has no effect")
     local_mode = parse.detect_local_mode()
     bind_address = parse.bind_address()

@@ -7,7 +7,7 @@ class Pacing:
     """Bounds how often the sync loop runs, without making a lone change wait.
 
     A run needs a token. There are at most *burst* of them; one comes back every *min_interval*
-    seconds, counted from the end of the last run, as in kube-proxy's bounded-frequency runner. A
+    seconds, counted from the end of the last run (kube-proxy's bounded-frequency runner). A
     failed run is repeated after *retry_start* seconds, then twice as long, up to *retry_cap*; a
     new request meanwhile brings it forward to *retry_on_request* seconds after the failure,
     because the new change may be the cure. *full_period* after a successful full run the next
@@ -25,20 +25,68 @@ class Pacing:
         retry_on_request: float = 1.0,
     ) -> None:
         """All in seconds; *min_interval* may be 0, everything else is positive."""
-        raise NotImplementedError
+        self._min_interval = min_interval
+        self._retry_cap = retry_cap
+        self._full_period = full_period
+        self._burst = burst
+        self._retry_start = retry_start
+        self._retry_on_request = retry_on_request
+
+        self._wanted: Scope | None = None
+        self._requested_at = 0.0
+        self._tokens = float(burst)
+        self._ended_at = 0.0
+        self._failures = 0
+        self._retry_at = 0.0
+        self._full_at: float | None = None
 
     def request(self, now: float, scope: Scope = Scope.CHANGED) -> None:
         """Something is to be synced. RESYNC sticks until a full run succeeded."""
-        raise NotImplementedError
+        self._requested_at = now
+        if self._wanted is not Scope.RESYNC:
+            self._wanted = scope
+        if self._failures:
+            self._retry_at = min(self._retry_at, self._ended_at + self._retry_on_request)
 
     def due(self, now: float) -> Scope | None:
         """What to run now; None: nothing yet."""
-        raise NotImplementedError
+        if now < self._earliest():
+            return None
+        if self._full_at is not None and now >= self._full_at:
+            return Scope.RESYNC
+        return self._wanted
 
     def next_wakeup(self, now: float) -> float | None:
-        """When `due` will answer if nothing is requested meanwhile (<= *now*: it does); None: never."""
-        raise NotImplementedError
+        """When `due` will answer if nothing is requested meanwhile (never before *now*); None: never."""
+        if self._wanted is not None:
+            return max(now, self._earliest())
+        if self._full_at is not None:
+            return max(now, self._earliest(), self._full_at)
+        return None
 
     def ran(self, started: float, ended: float, scope: Scope, ok: bool) -> None:
-        """A run of *scope* took from *started* to *ended*. Requests made before *started* are settled if *ok*."""
-        raise NotImplementedError
+        """A run of *scope* took from *started* to *ended*.
+
+        If *ok* it settled what was requested up to *started*, but a RESYNC only if it was one.
+        """
+        if self._min_interval > 0:
+            regained = (started - self._ended_at) / self._min_interval
+            self._tokens = max(0.0, min(self._burst, self._tokens + regained) - 1)
+        self._ended_at = ended
+        if not ok:
+            self._failures += 1
+            delay = self._retry_start * 2 ** min(self._failures - 1, 32)
+            self._retry_at = ended + min(delay, self._retry_cap)
+            if self._wanted is not Scope.RESYNC:
+                self._wanted = scope
+            return
+        self._failures = 0
+        if scope is Scope.RESYNC:
+            self._full_at = ended + self._full_period
+        if scope is Scope.RESYNC or self._wanted is not Scope.RESYNC:
+            self._wanted = Scope.CHANGED if self._requested_at > started else None
+
+    def _earliest(self) -> float:
+        """When the next run may start, whatever is wanted."""
+        next_token = self._ended_at + max(0.0, 1 - self._tokens) * self._min_interval
+        return max(next_token, self._retry_at) if self._failures else next_token
