@@ -1,0 +1,1 @@
+"""The nftables backend: constant rules, and map elements that carry every service."""

@@ -1,0 +1,225 @@
+"""What the kernel has acknowledged for one family, and the difference to what is wanted.
+
+Nothing here moves before the kernel has said yes: `difference` makes a value, and
+`acknowledge` takes it over.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain, count
+from typing import NamedTuple
+
+from kproxy_core.model.endpoint import Destination
+from kproxy_core.model.service import ServicePortKey
+from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_nftables import names
+from kproxy_nftables.owned_chains import owned_objects
+from kproxy_nftables.render import (
+    Element,
+    Value,
+    elements,
+    index,
+    parse_destination,
+    port_key,
+    shared_elements,
+    vip_key,
+)
+
+Slots = tuple[Destination, ...]
+"""Endpoints in the order of their indices."""
+
+Contents = dict[str, dict[bytes, Value]]
+"""Elements by container, as read from the kernel."""
+
+
+class Held(NamedTuple):
+    """A service port as the kernel holds it."""
+
+    plan: ServicePlan
+    cluster: Slots
+    local: Slots
+
+
+@dataclass(slots=True)
+class Difference:
+    """What must change in the kernel, and what will then be true."""
+
+    deletes: list[Element] = field(default_factory=list)
+    adds: list[Element] = field(default_factory=list)
+    owned: dict[str, str] = field(default_factory=dict)
+    """Owned objects to define, by name; the text also redefines."""
+    disowned: list[str] = field(default_factory=list)
+    """Owned objects that nothing leads to afterwards."""
+    held: dict[ServicePortKey, Held | None] = field(default_factory=dict)
+    counts: dict[Element, int] = field(default_factory=dict)
+    """New owner counts of shared elements."""
+
+
+class Applied:
+    """The acknowledged state of one family."""
+
+    def __init__(self, held: dict[ServicePortKey, Held] | None = None) -> None:
+        """Start from what the kernel is about to hold."""
+        self.held = held or {}
+        self._counts: dict[Element, int] = {}
+        for one in self.held.values():
+            for element in shared_elements(one.plan):
+                self._counts[element] = self._counts.get(element, 0) + 1
+
+    def elements(self) -> Iterator[Element]:
+        """Every element that is held."""
+        for one in self.held.values():
+            yield from elements(*one)
+        yield from self._counts
+
+    def difference(self, changed: Mapping[ServicePortKey, ServicePlan | None]) -> Difference:
+        """What brings the kernel from here to the *changed* plans. O(changed)."""
+        result = Difference()
+        for key, plan in changed.items():
+            old = self.held.get(key)
+            new = None if plan is None else hold(plan, old)
+            result.held[key] = new
+            before = dict_of(elements(*old)) if old else {}
+            after = dict_of(elements(*new)) if new else {}
+            _compare(before, after, result)
+            self._count(old, new, result)
+            owned_before = owned_objects(old.plan) if old else {}
+            owned_after = owned_objects(new.plan) if new else {}
+            for name, text in owned_after.items():
+                if owned_before.get(name) != text:
+                    result.owned[name] = text
+            result.disowned += [name for name in owned_before if name not in owned_after]
+        self._settle(result)
+        return result
+
+    def _count(self, old: Held | None, new: Held | None, result: Difference) -> None:
+        before = shared_elements(old.plan) if old else []
+        after = shared_elements(new.plan) if new else []
+        if before == after:
+            return
+        for element, step in [(e, 1) for e in after] + [(e, -1) for e in before]:
+            have = result.counts.get(element)
+            if have is None:
+                have = self._counts.get(element, 0)
+            result.counts[element] = have + step
+
+    def _settle(self, result: Difference) -> None:
+        """Write the shared elements whose first owner came or last owner left."""
+        for element, owners in result.counts.items():
+            had = self._counts.get(element, 0)
+            if owners and not had:
+                result.adds.append(element)
+            elif had and not owners:
+                result.deletes.append(element)
+
+    def acknowledge(self, result: Difference) -> None:
+        """The kernel holds *result* now."""
+        for key, held in result.held.items():
+            if held is None:
+                self.held.pop(key, None)
+            else:
+                self.held[key] = held
+        for element, owners in result.counts.items():
+            if owners:
+                self._counts[element] = owners
+            else:
+                self._counts.pop(element, None)
+
+
+def hold(plan: ServicePlan, old: Held | None) -> Held:
+    """*plan* with its endpoints at the indices that need the fewest writes."""
+    if old is None:
+        return Held(plan, plan.cluster, plan.local)
+    return Held(plan, arrange(old.cluster, plan.cluster), arrange(old.local, plan.local))
+
+
+def arrange(old: Slots, wanted: Slots) -> Slots:
+    """*wanted* in an order that keeps as many endpoints of *old* as possible at their index.
+
+    A new endpoint takes the index of a gone one; where there are fewer than before, the
+    ones with the highest indices move into the gaps.
+    """
+    if old == wanted or not old:
+        return wanted
+    remaining = dict.fromkeys(wanted)
+    slots: list[Destination | None] = [None] * len(wanted)
+    for at, where in enumerate(old[: len(wanted)]):
+        if where in remaining:
+            slots[at] = where
+            del remaining[where]
+    rest = iter(remaining)
+    arranged = tuple([where if where is not None else next(rest) for where in slots])
+    return wanted if arranged == wanted else arranged
+
+
+def dict_of(items: Iterable[Element]) -> dict[tuple[str, bytes], Value]:
+    """Elements by container and key."""
+    return {(container, key): value for container, key, value in items}
+
+
+def _compare(
+    before: Mapping[tuple[str, bytes], Value], after: Mapping[tuple[str, bytes], Value], result: Difference
+) -> None:
+    for at, value in after.items():
+        if at not in before:
+            result.adds.append((*at, value))
+        elif before[at] != value:
+            result.deletes.append((*at, before[at]))
+            result.adds.append((*at, value))
+    result.deletes += [(*at, value) for at, value in before.items() if at not in after]
+
+
+def compare_all(actual: Contents, *wanted: Iterable[Element]) -> tuple[list[Element], list[Element]]:
+    """The (deletes, adds) that turn *actual* into *wanted*. Empties *actual* as it goes."""
+    deletes: list[Element] = []
+    adds: list[Element] = []
+    for element in chain.from_iterable(wanted):
+        container, key, value = element
+        have = actual[container].pop(key, _ABSENT)
+        if have is _ABSENT:
+            adds.append(element)
+        elif have != value:
+            deletes.append((container, key, value))
+            adds.append(element)
+    for container, rest in actual.items():
+        deletes += [(container, key, None) for key in rest]
+    return deletes, adds
+
+
+def recover(plan: ServicePlan, actual: Contents) -> Held:
+    """*plan* with its endpoints at the indices where the kernel has them already."""
+    cluster: Slots = ()
+    local: Slots = ()
+    for container, local_container, key, is_internal in _frontends(plan):
+        if not cluster and not (is_internal and plan.internal_policy_local):
+            cluster = _indexed(actual[container], key)
+        if not local and (plan.internal_policy_local if is_internal else plan.external_policy_local):
+            local = _indexed(actual[local_container], key)
+    return hold(plan, Held(plan, cluster, local))
+
+
+def _frontends(plan: ServicePlan) -> Iterator[tuple[str, str, bytes, bool]]:
+    """(map of endpoints, map of local endpoints, key, is it the ClusterIP) for each frontend."""
+    protocol = plan.key.protocol
+    if plan.cluster_ip is not None:
+        key = vip_key(plan.cluster_ip, protocol, plan.port)
+        yield names.VIP_ENDPOINTS, names.VIP_LOCAL_ENDPOINTS, key, True
+    for address in plan.external_addresses:
+        yield names.VIP_ENDPOINTS, names.VIP_LOCAL_ENDPOINTS, vip_key(address, protocol, plan.port), False
+    if plan.node_port:
+        key = port_key(protocol, plan.node_port)
+        yield names.NODE_PORT_ENDPOINTS, names.NODE_PORT_LOCAL_ENDPOINTS, key, False
+
+
+def _indexed(contents: Mapping[bytes, Value], frontend: bytes) -> Slots:
+    """The endpoints of *frontend* at indices 0, 1, ... as far as there are any."""
+    found: list[Destination] = []
+    for at in count():
+        value = contents.get(frontend + index(at))
+        if not isinstance(value, bytes):
+            return tuple(found)
+        found.append(parse_destination(value))
+    raise AssertionError("count() never ends")
+
+
+_ABSENT = object()

@@ -1,0 +1,59 @@
+"""The backend: render, compare, send, remember what was acknowledged."""
+
+import logging
+
+from kproxy_core.backend.api import BackendSettings, Damage, Scope, SyncReport, Update
+from kproxy_core.backend.hookspecs import hookimpl
+from kproxy_nftables.kernel import Kernel
+from kproxy_nftables.table import FamilyTable
+from kproxy_nftables.text import render_text
+from kproxy_nftables.watch import Watcher
+
+log = logging.getLogger("kproxy.nftables")
+
+
+class NftablesBackend:
+    """Programs one table per family; see `kproxy_core.backend.hookspecs` for the contract."""
+
+    def __init__(self, settings: BackendSettings) -> None:
+        self._kernel = Kernel()
+        self._tables = {family: FamilyTable(family, self._kernel) for family in settings.families}
+        self._watcher: Watcher | None = None
+        self._generation = 0
+
+    @hookimpl
+    def kproxy_sync(self, update: Update) -> SyncReport:
+        """Bring one family's table to *update*."""
+        table = self._tables[update.family]
+        if update.scope is Scope.RESYNC:
+            report = table.resync(update.node, update.plans)
+        else:
+            report = table.change(update.node, update.changed)
+        if self._watcher is None:
+            self._generation = self._kernel.generation()
+        return report
+
+    @hookimpl
+    def kproxy_render(self, update: Update) -> str:
+        """The whole table as nft text that `nft -f` takes."""
+        return render_text(update)
+
+    @hookimpl
+    def kproxy_watch(self, damaged: Damage) -> bool:
+        """Watch our tables; what happened between the last sync and now counts as damage."""
+        try:
+            self._watcher = Watcher(self._kernel.own_ports, damaged)
+        except OSError as error:
+            log.warning("rule changes by others cannot be watched", extra={"fields": {"error": str(error)}})
+            return False
+        if self._kernel.generation() != self._generation:
+            for family in self._tables:
+                damaged(family, "rules changed while the watch began")
+        return True
+
+    @hookimpl
+    def kproxy_close(self) -> None:
+        """Close sockets and end the watch; the tables stay."""
+        if self._watcher is not None:
+            self._watcher.close()
+        self._kernel.close()

@@ -1,0 +1,32 @@
+"""Removing every trace of the mode: our tables, and those of kube-proxy's nftables mode."""
+
+from kproxy_core.backend.api import Leftovers
+from kproxy_core.backend.errors import BackendError
+from kproxy_nftables.kernel import Kernel
+from kproxy_nftables.names import NFT_FAMILY, TABLE
+
+_KUBE_PROXY_TABLE = "kube-proxy"
+
+
+def cleanup(*, dry_run: bool) -> Leftovers:
+    """Delete the tables that are there. A machine without nf_tables has none."""
+    kernel = Kernel()
+    removed: list[str] = []
+    errors: list[str] = []
+    try:
+        present = kernel.tables()
+        for family in NFT_FAMILY.values():
+            for name in (TABLE, _KUBE_PROXY_TABLE):
+                if (family, name) not in present:
+                    continue
+                try:
+                    if not dry_run:
+                        kernel.apply_text(f"delete table {family} {name}\n")
+                    removed.append(f"table {family} {name}")
+                except BackendError as error:
+                    errors.append(f"table {family} {name}: {error}")
+    except BackendError as error:
+        errors.append(str(error))
+    finally:
+        kernel.close()
+    return Leftovers("nftables", tuple(removed), tuple(errors))

@@ -1,0 +1,44 @@
+"""The plugin: what kproxy asks of it, answered without importing anything heavy."""
+
+from kproxy_core.backend.api import Backend, BackendSettings, Description, Detection, Leftovers
+from kproxy_core.backend.hookspecs import hookimpl
+
+MODE = "nftables"
+
+
+@hookimpl
+def kproxy_describe() -> Description:
+    """The mode and its defaults; node ports on the node's own addresses only, as kube-proxy."""
+    return Description(
+        mode=MODE,
+        summary="constant nf_tables rules, services in map elements",
+        contract=(1, 0),
+        preference=100,
+        default_node_port_addresses=("primary",),
+    )
+
+
+@hookimpl
+def kproxy_detect(settings: BackendSettings) -> Detection:
+    """Whether nf_tables here can do what the rules need."""
+    from kproxy_nftables.detect import detect
+
+    return detect(settings)
+
+
+@hookimpl
+def kproxy_cleanup(dry_run: bool) -> Leftovers:
+    """Delete our tables and those of kube-proxy's nftables mode."""
+    from kproxy_nftables.cleanup import cleanup
+
+    return cleanup(dry_run=dry_run)
+
+
+@hookimpl
+def kproxy_make_backend(mode: str, settings: BackendSettings) -> Backend | None:
+    """The backend, if *mode* is ours."""
+    if mode != MODE:
+        return None
+    from kproxy_nftables.backend import NftablesBackend
+
+    return NftablesBackend(settings)

@@ -1,0 +1,107 @@
+"""Names of everything the backend owns in nf_tables, and of the chains that services share.
+
+A template chain is the constant rule set for one traffic policy and one number of
+endpoints. Its name says all about it, so names and templates convert into each other.
+"""
+
+import base64
+import hashlib
+import re
+from functools import cache
+from typing import NamedTuple
+
+from kproxy_core.model.address import Family
+from kproxy_core.model.service import ServicePortKey
+
+TABLE = "kproxy"
+NFT_FAMILY = {Family.IPV4: "ip", Family.IPV6: "ip6"}
+ADDRESS_TYPE = {Family.IPV4: "ipv4_addr", Family.IPV6: "ipv6_addr"}
+
+# Verdict maps: frontend -> chain. README.md says what an element of each means.
+VIPS = "vips"
+ADMITTED_VIPS = "admitted-vips"
+STICKY_VIPS = "sticky-vips"
+RECORDED_VIPS = "recorded-vips"
+NODE_PORTS = "nodeports"
+STICKY_NODE_PORTS = "sticky-nodeports"
+RECORDED_NODE_PORTS = "recorded-nodeports"
+# Data maps: frontend and index -> endpoint.
+VIP_ENDPOINTS = "vip-endpoints"
+VIP_LOCAL_ENDPOINTS = "vip-local-endpoints"
+NODE_PORT_ENDPOINTS = "nodeport-endpoints"
+NODE_PORT_LOCAL_ENDPOINTS = "nodeport-local-endpoints"
+# Sets.
+CLUSTER_IPS = "cluster-ips"
+NODE_IPS = "node-ips"
+HAIRPINS = "hairpins"
+SERVICE_CIDRS = "service-cidrs"
+
+ELEMENT_CONTAINERS = (
+    VIPS, ADMITTED_VIPS, STICKY_VIPS, RECORDED_VIPS,
+    NODE_PORTS, STICKY_NODE_PORTS, RECORDED_NODE_PORTS,
+    VIP_ENDPOINTS, VIP_LOCAL_ENDPOINTS, NODE_PORT_ENDPOINTS, NODE_PORT_LOCAL_ENDPOINTS,
+    CLUSTER_IPS, NODE_IPS, HAIRPINS,
+)  # fmt: skip
+"""The containers whose elements are compared and written one by one."""
+
+REJECT = "reject-traffic"
+ADMITTED = "admitted"
+
+# Verdicts, as values of verdict maps.
+GOTO_REJECT = f"goto {REJECT}"
+DROP = "drop"
+
+_TEMPLATE = re.compile(
+    r"(nodeport-)?(?:(cluster|local|external|short-circuit)-(\d+)|(external-local)-(\d+)-(\d+))(-sticky)?"
+)
+
+
+class Template(NamedTuple):
+    """What a template chain is for."""
+
+    policy: str
+    """``cluster``: ClusterIP. ``local``: ClusterIP, internal policy Local. ``external``: other
+    frontends. ``external-local``: those with external policy Local. ``short-circuit``: this
+    node's pods on the way to those."""
+    cluster: int
+    """Number of cluster-wide endpoints; 0 if the template does not use them."""
+    local: int
+    """Number of endpoints on this node; 0 likewise."""
+    sticky: bool
+    """With ClientIP session affinity."""
+    node_port: bool
+
+    @property
+    def name(self) -> str:
+        prefix = "nodeport-" if self.node_port else ""
+        suffix = "-sticky" if self.sticky else ""
+        if self.policy == "external-local":
+            return f"{prefix}{self.policy}-{self.cluster}-{self.local}{suffix}"
+        return f"{prefix}{self.policy}-{self.local or self.cluster}{suffix}"
+
+
+def parse_template(name: str) -> Template | None:
+    """The template that a chain *name* stands for; None if it is no template's name."""
+    match = _TEMPLATE.fullmatch(name)
+    if match is None:
+        return None
+    node_port, policy, count, both, cluster, local, sticky = match.groups()
+    if both:
+        return Template(both, int(cluster), int(local), bool(sticky), bool(node_port))
+    n = int(count)
+    if policy == "local":
+        return Template(policy, 0, n, bool(sticky), bool(node_port))
+    return Template(policy, n, 0, bool(sticky), bool(node_port))
+
+
+@cache
+def goto_template(policy: str, cluster: int, local: int, sticky: bool, node_port: bool) -> str:
+    """The verdict that leads to a template chain."""
+    return f"goto {Template(policy, cluster, local, sticky, node_port).name}"
+
+
+def owned_name(key: ServicePortKey) -> str:
+    """The part that names of a service port's own objects share: a hash, and what a reader looks for."""
+    readable = f"{key.namespace}/{key.name}/{key.protocol.name.lower()}/{key.port_name}"
+    digest = base64.b32encode(hashlib.sha256(readable.encode()).digest())[:8].decode()
+    return f"{digest}-{readable}"[:200]

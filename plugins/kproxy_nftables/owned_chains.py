@@ -1,0 +1,90 @@
+"""The chains and maps that a rare service port has for itself: affinity and source ranges.
+
+They are written as nft text in a transaction of their own, before the elements that
+lead to them, and deleted in another one after those elements are gone.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from kproxy_core.model.address import Family
+from kproxy_core.model.endpoint import Destination
+from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_nftables.names import ADDRESS_TYPE, ADMITTED, NFT_FAMILY, TABLE
+from kproxy_nftables.render import affinity_groups, ranges_chain
+
+AFFINITY_SIZE = 65536
+"""Clients remembered per affinity group; beyond it new clients are not pinned."""
+
+Owned = Mapping[str, str]
+"""Name of an object -> its definition in nft text. Insertion order is creation order."""
+
+
+def owned_objects(plan: ServicePlan) -> Owned:
+    """What *plan* needs for itself; mostly nothing."""
+    if not plan.affinity_seconds and not plan.source_ranges:
+        return {}
+    wanted: dict[str, str] = {}
+    family = NFT_FAMILY[plan.family]
+    protocol = plan.key.protocol.name.lower()
+    for group in affinity_groups(plan):
+        wanted[affinity_map(group)] = (
+            f"add map {family} {TABLE} {affinity_map(group)} {{ "
+            f"type {ADDRESS_TYPE[plan.family]} : {ADDRESS_TYPE[plan.family]} . inet_service; "
+            f"flags dynamic,timeout; size {AFFINITY_SIZE}; }}\n"
+        )
+        wanted[f"pin-{group}"] = _chain(
+            family,
+            f"pin-{group}",
+            f"meta l4proto {protocol} dnat {family} to {family} saddr map @{affinity_map(group)}",
+        )
+        # The endpoint was chosen by DNAT; ct original still knows the client.
+        wanted[f"record-{group}"] = _chain(
+            family,
+            f"record-{group}",
+            f"update @{affinity_map(group)} {{ ct original {family} saddr "
+            f"timeout {plan.affinity_seconds}s : {family} daddr . th dport }}",
+        )
+    if plan.source_ranges and plan.load_balancer_ips:
+        wanted[ranges_chain(plan)] = _chain(
+            family,
+            ranges_chain(plan),
+            *(f"{family} saddr {cidr} goto {ADMITTED}" for cidr in plan.source_ranges),
+            "drop",
+        )
+    return wanted
+
+
+def delete_objects(family: Family, owned: Iterable[str]) -> str:
+    """The commands that delete *owned* objects, in an order that the kernel accepts."""
+    table = f"{NFT_FAMILY[family]} {TABLE}"
+    maps = [name for name in owned if name.startswith(_AFFINITY)]
+    chains = [name for name in owned if not name.startswith(_AFFINITY)]
+    return "".join(
+        [f"delete chain {table} {name}\n" for name in chains]
+        + [f"delete map {table} {name}\n" for name in maps]
+    )
+
+
+def group_endpoints(plan: ServicePlan) -> dict[str, tuple[Destination, ...]]:
+    """The endpoints that clients of each affinity group may be pinned to."""
+    groups = affinity_groups(plan)
+    if not groups:
+        return {}
+    if len(groups) == 1:
+        return {groups[0]: plan.cluster}
+    internal = plan.local if plan.internal_policy_local else plan.cluster
+    return {groups[0]: internal, groups[1]: plan.reachable}
+
+
+def affinity_map(group: str) -> str:
+    """The map from client address to endpoint of an affinity *group*."""
+    return _AFFINITY + group
+
+
+def _chain(family: str, name: str, *rules: str) -> str:
+    lines = [f"add chain {family} {TABLE} {name}", f"flush chain {family} {TABLE} {name}"]
+    lines += [f"add rule {family} {TABLE} {name} {rule}" for rule in rules]
+    return "\n".join(lines) + "\n"
+
+
+_AFFINITY = "affinity-"

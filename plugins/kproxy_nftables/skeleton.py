@@ -1,0 +1,260 @@
+"""The constant rules: base chains, maps and template chains, as nft text.
+
+The text may be applied at any time over an existing table of the same layout:
+chains are flushed and filled again in one transaction, maps keep their elements.
+"""
+
+import re
+from collections.abc import Iterable
+
+from kproxy_core.model.address import Family, Protocol
+from kproxy_core.model.node import LocalSource, NodeView
+from kproxy_nftables import names
+from kproxy_nftables.names import ADDRESS_TYPE, NFT_FAMILY, TABLE, Template
+
+BASE_CHAINS = {
+    # name: (type, hook, priority)
+    "nat-prerouting": ("nat", "prerouting", -100),
+    "nat-output": ("nat", "output", -100),
+    "nat-postrouting": ("nat", "postrouting", 100),
+    "filter-forward": ("filter", "forward", 0),
+    "filter-output": ("filter", "output", 0),
+    "filter-input": ("filter", "input", 0),
+    "filter-postrouting": ("filter", "postrouting", 0),
+}
+_LOOPBACK = {Family.IPV4: "127.0.0.0/8", Family.IPV6: "::1"}
+
+
+def skeleton(node: NodeView) -> str:
+    """All constant objects of one family's table, template chains excepted."""
+    text = _Text(node.family)
+    text.line(f"add table {text.table} {{ comment \"rules for kproxy\"; }}")
+    _containers(text)
+    for name, (kind, hook, priority) in BASE_CHAINS.items():
+        text.line(f"add chain {text.table} {name} {{ type {kind} hook {hook} priority {priority}; }}")
+    for name, rules in _chains(node).items():
+        text.chain(name, rules)
+    return text.value()
+
+
+def templates(node: NodeView, wanted: Iterable[Template]) -> str:
+    """The chains of *wanted* templates, those that they lead to included."""
+    text = _Text(node.family)
+    order: dict[Template, None] = {}
+    for template in sorted(wanted):
+        for needed in (*_leads_to(template), template):
+            order[needed] = None
+    for template in order:
+        text.chain(template.name, _template_rules(node, template))
+    return text.value()
+
+
+def template_closure(wanted: Iterable[Template]) -> set[Template]:
+    """*wanted* and every template that they lead to."""
+    return {t for template in wanted for t in (template, *_leads_to(template))}
+
+
+def service_cidrs(node: NodeView) -> str:
+    """Text that sets which networks ClusterIPs come from."""
+    name = f"{NFT_FAMILY[node.family]} {TABLE} {names.SERVICE_CIDRS}"
+    text = f"flush set {name}\n"
+    if node.service_cidrs:
+        text += f"add element {name} {{ {', '.join(map(str, node.service_cidrs))} }}\n"
+    return text
+
+
+def rules_differ(one: NodeView, other: NodeView) -> bool:
+    """Whether the constant rules for two nodes are not the same."""
+    return (one.local_source, one.masquerade_all, one.masquerade_bit, one.node_ports_anywhere) != (
+        other.local_source, other.masquerade_all, other.masquerade_bit, other.node_ports_anywhere
+    )  # fmt: skip
+
+
+def delete_foreign(family: Family, chains: Iterable[str], containers: Iterable[str]) -> str:
+    """Text that deletes chains, which may lead to each other, and then maps and sets."""
+    table = f"{NFT_FAMILY[family]} {TABLE}"
+    chains = sorted(filter(_QUOTABLE, chains))
+    return "".join(
+        [f"flush chain {table} {name}\n" for name in chains]
+        + [f"delete chain {table} {name}\n" for name in chains]
+        + [f"delete set {table} {name}\n" for name in sorted(filter(_QUOTABLE, containers))]
+    )
+
+
+def delete_table(family: Family) -> str:
+    """Text that deletes the table of *family*, which may or may not exist."""
+    table = f"table {NFT_FAMILY[family]} {TABLE}"
+    return f"add {table}\ndelete {table}\n"
+
+
+def chain_names() -> set[str]:
+    """The names of all chains of the skeleton."""
+    return set(BASE_CHAINS) | _REGULAR_CHAINS
+
+
+_QUOTABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*").fullmatch
+"""Names that nft text can hold; we make no others."""
+
+_REGULAR_CHAINS = {"services", "masquerading", "cluster-ips-check", "record", names.REJECT, names.ADMITTED}
+
+
+def _containers(text: "_Text") -> None:
+    ip = text.ip
+    vip = f"{ip} daddr . meta l4proto . th dport"
+    # Only a type; "th dport" here keeps nft 1.0.6 from adding rules that use the map later on.
+    endpoint = f"{ip} daddr . tcp dport"
+    index = "numgen random mod 1"
+    for name in (names.VIPS, names.ADMITTED_VIPS, names.STICKY_VIPS):
+        text.map(name, f"{vip} : verdict")
+    # Not typeof: nft does not know the type of a conntrack port outside a rule.
+    text.line(
+        f"add map {text.table} {names.RECORDED_VIPS} "
+        f"{{ type {ADDRESS_TYPE[text.family]} . inet_proto . inet_service : verdict; }}"
+    )
+    text.line(
+        f"add map {text.table} {names.RECORDED_NODE_PORTS} {{ type inet_proto . inet_service : verdict; }}"
+    )
+    for name in (names.VIP_ENDPOINTS, names.VIP_LOCAL_ENDPOINTS):
+        text.map(name, f"{vip} . {index} : {endpoint}")
+    for name in (names.NODE_PORTS, names.STICKY_NODE_PORTS):
+        text.map(name, "meta l4proto . th dport : verdict")
+    for name in (names.NODE_PORT_ENDPOINTS, names.NODE_PORT_LOCAL_ENDPOINTS):
+        text.map(name, f"meta l4proto . th dport . {index} : {endpoint}")
+    for name in (names.CLUSTER_IPS, names.NODE_IPS):
+        text.line(f"add set {text.table} {name} {{ typeof {ip} daddr; }}")
+    text.line(f"add set {text.table} {names.HAIRPINS} {{ typeof {ip} saddr . {ip} daddr; }}")
+    text.line(f"add set {text.table} {names.SERVICE_CIDRS} {{ typeof {ip} daddr; flags interval; }}")
+
+
+def _chains(node: NodeView) -> dict[str, list[str]]:
+    """Every chain with its rules; a chain stands before those that lead to it."""
+    ip = NFT_FAMILY[node.family]
+    bit = 1 << node.masquerade_bit
+    to_node = (
+        f"fib daddr type local {ip} daddr != {_LOOPBACK[node.family]}"
+        if node.node_ports_anywhere
+        else f"{ip} daddr @{names.NODE_IPS}"
+    )
+    check = "ct state new jump cluster-ips-check"
+    record = "ct state new ct status dnat jump record"
+    return {
+        # ICMP answers are rate-limited by the kernel, resets are not.
+        names.REJECT: ["meta l4proto tcp reject with tcp reset", "reject"],
+        names.ADMITTED: [f"{ip} daddr . meta l4proto . th dport vmap @{names.ADMITTED_VIPS}"],
+        "services": [
+            f"{ip} daddr . meta l4proto . th dport vmap @{names.VIPS}",
+            f"{to_node} meta l4proto . th dport vmap @{names.NODE_PORTS}",
+        ],
+        "masquerading": [
+            f"meta mark and {bit:#010x} != 0 meta mark set meta mark xor {bit:#010x} masquerade fully-random",
+            f"ct status dnat {ip} saddr . {ip} daddr @{names.HAIRPINS} masquerade fully-random",
+        ],
+        "cluster-ips-check": [
+            f"{ip} daddr @{names.CLUSTER_IPS} goto {names.REJECT}",
+            f"{ip} daddr @{names.SERVICE_CIDRS} drop",
+        ],
+        "record": _record_rules(ip),
+        "nat-prerouting": ["jump services"],
+        "nat-output": ["jump services"],
+        "nat-postrouting": ["jump masquerading"],
+        "filter-forward": [check],
+        "filter-output": [check],
+        # The endpoint chosen by DNAT is first known here: input for the node's own, else postrouting.
+        "filter-input": [record],
+        "filter-postrouting": [record],
+    }
+
+
+def _record_rules(ip: str) -> list[str]:
+    """Rules that lead a connection to the map which remembers its client.
+
+    nft knows the type of a port in conntrack only after a match on one protocol.
+    """
+    rules: list[str] = []
+    for protocol in Protocol:
+        match = f"meta l4proto {protocol.name.lower()}"
+        recorded = "meta l4proto . ct original proto-dst vmap"
+        rules.append(f"{match} ct original {ip} daddr . {recorded} @{names.RECORDED_VIPS}")
+        rules.append(
+            f"{match} ct original {ip} daddr @{names.NODE_IPS} {recorded} @{names.RECORDED_NODE_PORTS}"
+        )
+    return rules
+
+
+def _leads_to(template: Template) -> list[Template]:
+    """The templates that *template* jumps to."""
+    if template.policy != "external-local":
+        return []
+    short = template._replace(policy="short-circuit", local=0)
+    return [short, short._replace(policy="external")]
+
+
+def _template_rules(node: NodeView, template: Template) -> list[str]:
+    ip = NFT_FAMILY[node.family]
+    mark = f"meta mark set meta mark or {1 << node.masquerade_bit:#010x}"
+    rules: list[str] = []
+    if template.policy in ("cluster", "local"):
+        if node.masquerade_all:
+            rules.append(mark)
+        elif node.local_source is not None:
+            rules.append(f"{_from_pods(node.local_source, ip, negate=True)} {mark}")
+    elif template.policy == "external":
+        rules.append(mark)
+    elif template.policy == "external-local":
+        short_circuit, external = _leads_to(template)
+        if node.local_source is not None:
+            rules.append(f"{_from_pods(node.local_source, ip)} goto {short_circuit.name}")
+        rules.append(f"fib saddr type local goto {external.name}")
+        if not template.local:
+            return [*rules, "drop"]
+    frontend = "meta l4proto . th dport" if template.node_port else f"{ip} daddr . meta l4proto . th dport"
+    if template.sticky:
+        sticky = names.STICKY_NODE_PORTS if template.node_port else names.STICKY_VIPS
+        rules.append(f"{frontend} vmap @{sticky}")
+    endpoints = _ENDPOINTS[template.node_port, bool(template.local)]
+    count = template.local or template.cluster
+    rules.append(f"dnat {ip} to {frontend} . numgen random mod {count} map @{endpoints}")
+    return rules
+
+
+_ENDPOINTS = {
+    # (node port, local): map
+    (False, False): names.VIP_ENDPOINTS,
+    (False, True): names.VIP_LOCAL_ENDPOINTS,
+    (True, False): names.NODE_PORT_ENDPOINTS,
+    (True, True): names.NODE_PORT_LOCAL_ENDPOINTS,
+}
+
+
+def _from_pods(source: LocalSource, ip: str, *, negate: bool = False) -> str:
+    """The match for traffic that starts at this node's pods."""
+    equals = "!= " if negate else ""
+    if source.cidr is not None:
+        return f"{ip} saddr {equals}{source.cidr}"
+    if source.interface:
+        return f'iifname {equals}"{source.interface}"'
+    return f'iifname {equals}"{source.interface_prefix}*"'
+
+
+class _Text:
+    """Collects nft commands for one table."""
+
+    def __init__(self, family: Family) -> None:
+        self.family = family
+        self.ip = NFT_FAMILY[family]
+        self.table = f"{self.ip} {TABLE}"
+        self._lines: list[str] = []
+
+    def line(self, text: str) -> None:
+        self._lines.append(text)
+
+    def map(self, name: str, typeof: str) -> None:
+        self.line(f"add map {self.table} {name} {{ typeof {typeof}; }}")
+
+    def chain(self, name: str, rules: list[str]) -> None:
+        self.line(f"add chain {self.table} {name}")
+        self.line(f"flush chain {self.table} {name}")
+        self._lines += [f"add rule {self.table} {name} {rule}" for rule in rules]
+
+    def value(self) -> str:
+        return "".join(f"{line}\n" for line in self._lines)
