@@ -1,0 +1,33 @@
+"""`make demo` works: it is the first thing that anybody runs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+CHECKOUT = Path(__file__).parents[2]
+
+
+def test_demo_finds_everything_as_it_should_be() -> None:
+    """Its exit status says so, and it leaves no namespace behind."""
+    before = set(_namespaces())
+    demo = subprocess.run(
+        [sys.executable, "-m", "examples.demo"],
+        cwd=CHECKOUT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert demo.returncode == 0, demo.stdout + demo.stderr
+    assert "✗" not in demo.stdout
+    for shown in (
+        "ClusterIP",
+        "NodePort",
+        "LoadBalancer",
+        "customer 198.51.100.7",
+        " 0 failed",
+        "partial syncs",
+    ):
+        assert shown in demo.stdout
+    assert not {name for name in set(_namespaces()) - before if name in ("router", "customer", "bank")}
+
+
+def _namespaces() -> list[str]:
+    names = Path("/run/netns")
+    return [path.name for path in names.iterdir()] if names.exists() else []
