@@ -1,56 +1,130 @@
-"""Every HTTP listener of the process on one thread that sleeps while nobody asks."""
+"""Every HTTP listener of the process on one thread that sleeps while nobody asks.
 
+Small on purpose: one request per connection, no TLS, no keep-alive. A slow client costs a file
+descriptor until its deadline and delays nobody.
+"""
+
+import errno
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
-from kproxy_core.model.address import Address
+from kproxy_core.model.address import Address, format_address, format_socket
+from kproxy_core.run.http_messages import Answer, Handler, Refused, parse, render
 
+log = logging.getLogger("kproxy.http")
 
-class Request(NamedTuple):
-    """One request, as far as handlers care."""
+RETRY_SECONDS = 5.0
+"""Between attempts to bind, as in kube-proxy."""
 
-    method: str
-    path: str
-    """Without the query."""
-    query: str
-
-
-class Answer(NamedTuple):
-    """What a handler answers."""
-
-    status: int
-    body: bytes
-    content_type: str = "text/plain; charset=utf-8"
-    headers: tuple[tuple[str, str], ...] = ()
-
-
-Handler = Callable[[Request], Answer]
-"""Answers one request, quickly: it runs on the server's thread, and all other clients wait."""
+_CONNECTION_SECONDS = 15.0
+_MOST_CONNECTIONS = 256
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_NO_SUCH_FAMILY = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 
 Binding = tuple[Address, int]
 """An address and TCP port to listen on."""
 
 
 class Listener:
-    """Sockets that share a handler; made by `HttpServer.listen`."""
+    """Sockets that share a handler; made by `HttpServer.listen`, whose thread owns all but `close`."""
 
-    def close(self) -> None:
-        """Stop listening; takes effect before anything asked of the server later."""
+    def __init__(
+        self,
+        server: "HttpServer",
+        name: str,
+        bindings: Sequence[Binding],
+        handler: Handler,
+        both_families: bool,
+        failed: Callable[[OSError], None] | None,
+    ) -> None:
+        self.name = name
+        self.handler = handler
+        self._server = server
+        self._bindings = bindings
+        self._both_families = both_families
+        self._failed = failed
+        self._problem = ""
+        self.sockets: Sequence[socket.socket] = ()
 
     @property
     def port(self) -> int:
         """The port that the first binding got, once bound (`HttpServer.settle`); 0: not bound."""
-        raise NotImplementedError
+        return int(self.sockets[0].getsockname()[1]) if self.sockets else 0
+
+    def close(self) -> None:
+        """Stop listening; takes effect before anything asked of the server later."""
+        self._server.close(self)
+
+    def open(self) -> Sequence[socket.socket] | None:
+        """Listen; None if not all sockets could be had: then there are none."""
+        sockets: list[socket.socket] = []
+        try:
+            for address, port in self._bindings:
+                sockets.append(_listening(address, port, self._both_families))
+        except OSError as error:
+            for opened in sockets:
+                opened.close()
+            self._report(error)
+            return None
+        if self._problem:
+            log.info("listening at last", extra={"fields": {"for": self.name}})
+            self._problem = ""
+        self.sockets = sockets
+        return sockets
+
+    def _report(self, error: OSError) -> None:
+        if self._failed is not None:
+            self._failed(error)
+        elif self._problem != str(error):
+            where = ",".join(format_socket(*binding) for binding in self._bindings)
+            log.error("can't listen, trying again",
+                      extra={"fields": {"for": self.name, "on": where, "every": "5s", "error": error}})
+        self._problem = str(error)
+
+
+class _Connection:
+    """One client's only request."""
+
+    __slots__ = ("deadline", "handler", "received", "socket", "unsent")
+
+    def __init__(self, connected: socket.socket, handler: Handler, deadline: float) -> None:
+        self.socket = connected
+        self.handler = handler
+        self.deadline = deadline
+        self.received = bytearray()
+        self.unsent = memoryview(b"")
 
 
 class HttpServer:
-    """Serves any number of listeners. All methods may be called from any thread and never block."""
+    """Serves any number of listeners. All methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._alarm = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._selector.register(self._alarm, selectors.EVENT_READ)
+        self._todo: deque[Callable[[], None]] = deque()
+        self._unbound: dict[Listener, float] = {}
+        """When to try again."""
+        self._connections: dict[_Connection, None] = {}
+        """The oldest, whose deadline is the next, first."""
+        self._running = True
+        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
     def start(self) -> None:
         """Start the thread (a daemon)."""
+        self._thread.start()
 
     def stop(self) -> None:
-        """Close everything and end the thread; returns when it has ended."""
+        """Close everything and end the thread, if it was started; returns when it has ended."""
+        self._do(self._finish)
+        if self._thread.is_alive():
+            self._thread.join()
 
     def listen(
         self,
@@ -65,9 +139,171 @@ class HttpServer:
 
         *both_families*: an unspecified address of either family listens on both (as Go's "tcp").
         *failed* is called on the server's thread for each failure; by default it is logged.
-        *name* is for the log.
+        *name* is for the log. Returns at once.
         """
-        raise NotImplementedError
+        listener = Listener(self, name, bindings, handler, both_families, failed)
+        self._do(lambda: self._bind(listener))
+        return listener
+
+    def close(self, listener: Listener) -> None:
+        """See `Listener.close`."""
+        self._do(lambda: self._unbind(listener))
 
     def settle(self, timeout: float = 5.0) -> None:
-        """Wait until everything asked so far has been done (each bind tried once)."""
+        """Wait until everything asked so far has been done (each bind tried once).
+
+        Raises TimeoutError after *timeout* seconds.
+        """
+        done = threading.Event()
+        self._do(done.set)
+        if not done.wait(timeout):
+            raise TimeoutError("the HTTP server does not respond")
+
+    def _do(self, action: Callable[[], None]) -> None:
+        self._todo.append(action)
+        os.eventfd_write(self._alarm, 1)
+
+    # Everything below runs on the server's thread.
+
+    def _run(self) -> None:
+        while self._running:
+            for key, _ in self._selector.select(self._patience()):
+                if isinstance(key.data, _Connection):
+                    self._serve(key.data)
+                elif isinstance(key.data, Listener):
+                    self._accept(key.fileobj, key.data)  # type: ignore[arg-type]
+                else:
+                    os.eventfd_read(self._alarm)
+            while self._todo and self._running:
+                self._todo.popleft()()
+            now = time.monotonic()
+            for listener in [listener for listener, at in self._unbound.items() if at <= now]:
+                self._bind(listener)
+            while self._connections and (oldest := next(iter(self._connections))).deadline <= now:
+                self._drop(oldest)
+
+    def _patience(self) -> float | None:
+        """Seconds until something is due; None: nothing is."""
+        times = list(self._unbound.values())
+        if self._connections:
+            times.append(next(iter(self._connections)).deadline)
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _finish(self) -> None:
+        self._running = False
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, Listener):
+                self._unbind(key.data)
+        for connection in list(self._connections):
+            self._drop(connection)
+        self._selector.close()
+
+    def _bind(self, listener: Listener) -> None:
+        self._unbound.pop(listener, None)
+        sockets = listener.open()
+        if sockets is None:
+            self._unbound[listener] = time.monotonic() + RETRY_SECONDS
+        for opened in sockets or ():
+            self._selector.register(opened, selectors.EVENT_READ, listener)
+
+    def _unbind(self, listener: Listener) -> None:
+        self._unbound.pop(listener, None)
+        for opened in listener.sockets:
+            self._selector.unregister(opened)
+            opened.close()
+        listener.sockets = ()
+
+    def _accept(self, listening: socket.socket, listener: Listener) -> None:
+        try:
+            connected, _ = listening.accept()
+        except OSError as error:
+            if error.errno in _OUT_OF_DESCRIPTORS:
+                if self._connections:
+                    self._drop(next(iter(self._connections)))
+                else:
+                    time.sleep(0.1)  # nobody is being served, and nobody can be
+            return
+        connected.setblocking(False)
+        if len(self._connections) >= _MOST_CONNECTIONS:
+            self._drop(next(iter(self._connections)))
+        connection = _Connection(connected, listener.handler, time.monotonic() + _CONNECTION_SECONDS)
+        self._connections[connection] = None
+        self._selector.register(connected, selectors.EVENT_READ, connection)
+
+    def _serve(self, connection: _Connection) -> None:
+        """Whatever *connection* is ready for."""
+        if connection not in self._connections:
+            return  # dropped for another one a moment ago
+        try:
+            if connection.unsent:
+                self._send(connection)
+            else:
+                self._receive(connection)
+        except OSError:
+            self._drop(connection)
+
+    def _receive(self, connection: _Connection) -> None:
+        try:
+            data = connection.socket.recv(16 * 1024)
+        except BlockingIOError:
+            return
+        if not data:
+            self._drop(connection)
+            return
+        connection.received += data
+        with_body = not connection.received.startswith(b"HEAD ")
+        try:
+            request = parse(bytes(connection.received))
+            if request is None:
+                return
+            answer = connection.handler(request)
+        except Refused as refused:
+            answer = refused.answer
+        except Exception:  # a handler's mistake must not end the server
+            log.exception("can't answer", extra={"fields": {"request": bytes(connection.received[:80])}})
+            answer = Answer(500, b"internal error\n")
+        date = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime())
+        connection.unsent = memoryview(render(answer, date, with_body))
+        self._send(connection)
+
+    def _send(self, connection: _Connection) -> None:
+        try:
+            sent = connection.socket.send(connection.unsent)
+        except BlockingIOError:
+            sent = 0
+        connection.unsent = connection.unsent[sent:]
+        if connection.unsent:
+            self._selector.modify(connection.socket, selectors.EVENT_WRITE, connection)
+        else:
+            self._drop(connection)
+
+    def _drop(self, connection: _Connection) -> None:
+        del self._connections[connection]
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+
+
+def _listening(address: Address, port: int, both_families: bool) -> socket.socket:
+    unspecified = not any(address)
+    if both_families and unspecified:
+        try:
+            return _socket(socket.AF_INET6, "::", port, v6_only=False)
+        except OSError as error:
+            if error.errno not in _NO_SUCH_FAMILY:
+                raise
+    family = socket.AF_INET if len(address) == 4 else socket.AF_INET6
+    return _socket(family, format_address(address), port, v6_only=True)
+
+
+def _socket(family: socket.AddressFamily, host: str, port: int, v6_only: bool) -> socket.socket:
+    listening = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, v6_only)
+        listening.bind((host, port))
+        listening.listen(128)
+    except OSError:
+        listening.close()
+        raise
+    return listening

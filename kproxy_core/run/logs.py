@@ -5,9 +5,78 @@ Rooms log with ``logging.getLogger("kproxy.<room>")`` and put values into
 as well, and n > 2 what is logged at level ``12 - n``.
 """
 
-from typing import TextIO
+import logging
+import re
+import time
+from typing import Literal, TextIO
+
+_ROOT = "kproxy"
+_LONGEST_VALUE = 4000
+_PLAIN = re.compile(r"""[^\s"'=\\]+""")
 
 
-def set_up(verbosity: int, form: str, stream: TextIO | None = None) -> None:
-    """Send all of kproxy's logs to *stream* (standard error) as ``text`` or ``json``."""
-    raise NotImplementedError
+def set_up(verbosity: int, form: Literal["text", "json"], stream: TextIO | None = None) -> None:
+    """Send all of kproxy's logs to *stream* (standard error) as ``text`` or ``json``.
+
+    Replaces what an earlier call set up.
+    """
+    logging.raiseExceptions = False  # a closed standard error is no reason to fail
+    logging.logMultiprocessing = False
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(_JsonFormatter() if form == "json" else _TextFormatter())
+    root = logging.getLogger(_ROOT)
+    root.handlers = [handler]
+    root.propagate = False
+    root.setLevel(logging.INFO if verbosity < 2 else max(1, 12 - verbosity))
+
+
+class _TextFormatter(logging.Formatter):
+    """``time level room: message key=value``"""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = f"{_time(record)} {record.levelname} {_room(record)}: {_escaped(record.getMessage())}"
+        return " ".join((line, *(f"{key}={_quoted(value)}" for key, value in _fields(record).items())))
+
+
+class _JsonFormatter(logging.Formatter):
+    """One object: ts, level, room, msg, then the fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        import json  # only for those who ask for it
+
+        head = {"ts": _time(record), "level": record.levelname, "room": _room(record),
+                "msg": record.getMessage()}
+        return json.dumps(head | {k: v for k, v in _fields(record).items() if k not in head}, default=str)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, object]:
+    fields = dict(getattr(record, "fields", {}))
+    if record.exc_info and record.exc_info[1]:
+        fields["traceback"] = logging.Formatter().formatException(record.exc_info)
+    return fields
+
+
+def _time(record: logging.LogRecord) -> str:
+    """RFC 3339 in UTC, to the millisecond."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+
+
+def _room(record: logging.LogRecord) -> str:
+    return record.name.removeprefix(f"{_ROOT}.")
+
+
+def _quoted(value: object) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    if len(text) > _LONGEST_VALUE:
+        text = text[:_LONGEST_VALUE] + "..."
+    if text.isprintable() and _PLAIN.fullmatch(text):
+        return text
+    text = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{_escaped(text)}"'
+
+
+def _escaped(text: str) -> str:
+    """*text* without anything that ends a line, moves a cursor or can't be encoded."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,0 +1,81 @@
+"""Counters, gauges and histograms: plain numbers by label values. Not locked; `Metrics` does that."""
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from itertools import accumulate
+
+Sample = tuple[str, dict[str, str], float]
+"""Suffix of the name (``_bucket`` ...), labels, value."""
+
+
+class Instrument:
+    """What all instruments have: a name, what it means, the names of its labels."""
+
+    __slots__ = ("about", "labels", "name")
+    kind = ""
+
+    def __init__(self, name: str, about: str, labels: tuple[str, ...]) -> None:
+        self.name = name
+        self.about = about
+        self.labels = labels
+
+    def samples(self) -> Iterator[Sample]:
+        raise NotImplementedError
+
+
+class Gauge(Instrument):
+    """A number that is set. Without labels it is there from the start, with 0."""
+
+    __slots__ = ("_values",)
+    kind = "gauge"
+
+    def __init__(self, name: str, about: str, labels: tuple[str, ...]) -> None:
+        super().__init__(name, about, labels)
+        self._values: dict[tuple[str, ...], float] = {} if labels else {(): 0.0}
+
+    def set(self, value: float, *labels: str) -> None:
+        self._values[labels] = value
+
+    def samples(self) -> Iterator[Sample]:
+        for labels, value in self._values.items():
+            yield "", dict(zip(self.labels, labels, strict=True)), value
+
+
+class Counter(Gauge):
+    """A number that only grows; its name ends in ``_total``."""
+
+    __slots__ = ()
+    kind = "counter"
+
+    def add(self, amount: float, *labels: str) -> None:
+        self._values[labels] = self._values.get(labels, 0.0) + amount
+
+
+class Histogram(Instrument):
+    """How many values were at most each of *buckets* (ascending), and their sum."""
+
+    __slots__ = ("_buckets", "_counts", "_sums")
+    kind = "histogram"
+
+    def __init__(self, name: str, about: str, labels: tuple[str, ...], buckets: tuple[float, ...]) -> None:
+        super().__init__(name, about, labels)
+        self._buckets = buckets
+        self._counts: dict[tuple[str, ...], list[int]] = {}
+        self._sums: dict[tuple[str, ...], float] = {}
+
+    def observe(self, value: float, *labels: str) -> None:
+        counts = self._counts.get(labels)
+        if counts is None:
+            counts = self._counts[labels] = [0] * (len(self._buckets) + 1)
+            self._sums[labels] = 0.0
+        counts[bisect_left(self._buckets, value)] += 1
+        self._sums[labels] += value
+
+    def samples(self) -> Iterator[Sample]:
+        bounds = [f"{bound:g}" for bound in self._buckets] + ["+Inf"]
+        for labels, counts in self._counts.items():
+            named = dict(zip(self.labels, labels, strict=True))
+            for bound, count in zip(bounds, accumulate(counts), strict=True):
+                yield "_bucket", {**named, "le": bound}, count
+            yield "_count", named, sum(counts)
+            yield "_sum", named, self._sums[labels]
