@@ -26,23 +26,32 @@ def owned_objects(plan: ServicePlan) -> Owned:
     wanted: dict[str, str] = {}
     family = NFT_FAMILY[plan.family]
     protocol = plan.key.protocol.name.lower()
-    for group in affinity_groups(plan):
-        wanted[affinity_map(group)] = (
-            f"add map {family} {TABLE} {affinity_map(group)} {{ "
-            f"type {ADDRESS_TYPE[plan.family]} : {ADDRESS_TYPE[plan.family]} . inet_service; "
-            f"flags dynamic,timeout; size {AFFINITY_SIZE}; }}\n"
-        )
+    for group, endpoints in _group_endpoints(plan).items():
+        ports = sorted({where.port for where in endpoints})
+        for port in ports:
+            name = _affinity_map(group, port)
+            wanted[name] = (
+                f"add map {family} {TABLE} {name} {{ type {ADDRESS_TYPE[plan.family]} : "
+                f"{ADDRESS_TYPE[plan.family]}; flags dynamic,timeout; size {AFFINITY_SIZE}; }}\n"
+            )
         wanted[f"pin-{group}"] = _chain(
             family,
             f"pin-{group}",
-            f"meta l4proto {protocol} dnat {family} to {family} saddr map @{affinity_map(group)}",
+            *(
+                f"meta l4proto {protocol} dnat {family} to {family} saddr "
+                f"map @{_affinity_map(group, port)} : {port}"
+                for port in ports
+            ),
         )
-        # The endpoint was chosen by DNAT; ct original still knows the client.
+        # DNAT has chosen the endpoint by now; ct original still knows the client.
         wanted[f"record-{group}"] = _chain(
             family,
             f"record-{group}",
-            f"update @{affinity_map(group)} {{ ct original {family} saddr "
-            f"timeout {plan.affinity_seconds}s : {family} daddr . th dport }}",
+            *(
+                f"th dport {port} update @{_affinity_map(group, port)} "
+                f"{{ ct original {family} saddr timeout {plan.affinity_seconds}s : {family} daddr }}"
+                for port in ports
+            ),
         )
     if plan.source_ranges and plan.load_balancer_ips:
         wanted[ranges_chain(plan)] = _chain(
@@ -65,7 +74,20 @@ def delete_objects(family: Family, owned: Iterable[str]) -> str:
     )
 
 
-def group_endpoints(plan: ServicePlan) -> dict[str, tuple[Destination, ...]]:
+def affinity_maps(plan: ServicePlan) -> dict[str, frozenset[bytes]]:
+    """The maps that remember clients of *plan*, and the endpoint addresses that each may hold.
+
+    A map is for one port of endpoints: nft 1.0.6 can record an IPv6 address, but not one with
+    a port. Nearly always there is just one.
+    """
+    return {
+        _affinity_map(group, port): frozenset(w.address for w in endpoints if w.port == port)
+        for group, endpoints in _group_endpoints(plan).items()
+        for port in {where.port for where in endpoints}
+    }
+
+
+def _group_endpoints(plan: ServicePlan) -> dict[str, tuple[Destination, ...]]:
     """The endpoints that clients of each affinity group may be pinned to."""
     groups = affinity_groups(plan)
     if not groups:
@@ -76,9 +98,8 @@ def group_endpoints(plan: ServicePlan) -> dict[str, tuple[Destination, ...]]:
     return {groups[0]: internal, groups[1]: plan.reachable}
 
 
-def affinity_map(group: str) -> str:
-    """The map from client address to endpoint of an affinity *group*."""
-    return _AFFINITY + group
+def _affinity_map(group: str, port: int) -> str:
+    return f"{_AFFINITY}{group}/{port}"
 
 
 def _chain(family: str, name: str, *rules: str) -> str:

@@ -151,9 +151,7 @@ def external_verdict(plan: ServicePlan, *, node_port: bool) -> str:
         return names.GOTO_REJECT
     sticky = plan.affinity_seconds > 0
     if plan.external_policy_local:
-        return names.goto_template(
-            "external-local", len(plan.cluster), len(plan.local), sticky, node_port
-        )
+        return names.goto_template("external-local", len(plan.cluster), len(plan.local), sticky, node_port)
     return names.goto_template("external", len(plan.cluster), 0, sticky, node_port)
 
 

@@ -28,7 +28,7 @@ _LOOPBACK = {Family.IPV4: "127.0.0.0/8", Family.IPV6: "::1"}
 def skeleton(node: NodeView) -> str:
     """All constant objects of one family's table, template chains excepted."""
     text = _Text(node.family)
-    text.line(f"add table {text.table} {{ comment \"rules for kproxy\"; }}")
+    text.line(f'add table {text.table} {{ comment "rules for kproxy"; }}')
     _containers(text)
     for name, (kind, hook, priority) in BASE_CHAINS.items():
         text.line(f"add chain {text.table} {name} {{ type {kind} hook {hook} priority {priority}; }}")

@@ -6,7 +6,6 @@ from contextlib import suppress
 from kproxy_core.backend.api import SyncReport
 from kproxy_core.backend.errors import SyncFailed, TrustLost
 from kproxy_core.model.address import Family
-from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
@@ -15,19 +14,18 @@ from kproxy_nftables.applied import Applied, Contents, Difference, compare_all, 
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.names import Template
 from kproxy_nftables.owned_chains import (
-    affinity_map,
+    affinity_maps,
     delete_objects,
-    group_endpoints,
     owned_objects,
 )
-from kproxy_nftables.render import Element, destination_value, node_elements, verdicts
+from kproxy_nftables.render import Element, node_elements, verdicts
 from kproxy_nftables.text import rules_text, used_templates
 
 _ATTEMPTS = 3
 """How often to look again for clients of gone endpoints because one of them expired meanwhile."""
 
 Pinned = Mapping[str, frozenset[bytes]]
-"""Affinity map -> the endpoints that its clients may be pinned to."""
+"""Affinity map -> the endpoint addresses that its clients may be pinned to."""
 
 
 class FamilyTable:
@@ -44,9 +42,7 @@ class FamilyTable:
         self._stale: list[str] = []
         """Owned objects that nothing leads to any more, still to be deleted."""
 
-    def change(
-        self, node: NodeView, changed: Mapping[ServicePortKey, ServicePlan | None]
-    ) -> SyncReport:
+    def change(self, node: NodeView, changed: Mapping[ServicePortKey, ServicePlan | None]) -> SyncReport:
         """Write what the changed plans and a changed node need. O(changed).
 
         Raises SyncFailed, TrustLost.
@@ -66,7 +62,7 @@ class FamilyTable:
             old, new = node_elements(before), node_elements(node)
             deletes = deletes + [element for element in old if element not in new]
             adds = adds + [element for element in new if element not in old]
-        self._write(deletes, adds, self._shrunken_groups(difference))
+        self._write(deletes, adds, self._shrunken_maps(difference))
         self._applied.acknowledge(difference)
         self._node = node
         self._delete_stale(difference)
@@ -89,12 +85,10 @@ class FamilyTable:
         applied = Applied({key: recover(plan, actual) for key, plan in plans.items()})
         deletes, adds = compare_all(actual, applied.elements(), node_elements(node))
         del actual
-        groups = {
-            affinity_map(group): _values(allowed)
-            for plan in plans.values() if plan.affinity_seconds
-            for group, allowed in group_endpoints(plan).items()
-        }  # fmt: skip
-        self._write(deletes, adds, groups)
+        pinned: dict[str, frozenset[bytes]] = {}
+        for plan in plans.values():
+            pinned |= affinity_maps(plan)
+        self._write(deletes, adds, pinned)
         self._applied, self._templates, self._node, self._stale = applied, templates, node, []
         self._sweep(plans)
         return SyncReport(len(deletes) + len(adds))
@@ -140,17 +134,19 @@ class FamilyTable:
             if where not in allowed
         ]
 
-    def _shrunken_groups(self, difference: Difference) -> Pinned:
-        """The affinity groups that lost endpoints and go on living."""
+    def _shrunken_maps(self, difference: Difference) -> Pinned:
+        """The affinity maps that lost endpoints and go on living."""
         found: dict[str, frozenset[bytes]] = {}
         for key, held in difference.held.items():
             old = self._applied.held.get(key)
             if held is None or old is None or not old.plan.affinity_seconds:
                 continue
-            before = group_endpoints(old.plan)
-            for group, allowed in group_endpoints(held.plan).items():
-                if not set(before.get(group, ())) <= set(allowed):
-                    found[affinity_map(group)] = _values(allowed)
+            before = affinity_maps(old.plan)
+            found |= {
+                name: allowed
+                for name, allowed in affinity_maps(held.plan).items()
+                if not before.get(name, allowed) <= allowed
+            }
         return found
 
     def _delete_stale(self, difference: Difference) -> None:
@@ -174,7 +170,3 @@ class FamilyTable:
         containers = self._kernel.containers(self._family) - wanted
         with suppress(SyncFailed):  # Busy for a moment (see above): the next resync finds it again.
             self._kernel.apply_text(skeleton.delete_foreign(self._family, chains, containers))
-
-
-def _values(allowed: Sequence[Destination]) -> frozenset[bytes]:
-    return frozenset(destination_value(where) for where in allowed)

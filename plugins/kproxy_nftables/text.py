@@ -54,7 +54,8 @@ def elements_text(family: Family, wanted: Iterable[Element]) -> str:
         by_container.setdefault(container, []).append(_element_text(family, container, key, value))
     return "".join(
         f"add element {NFT_FAMILY[family]} {TABLE} {container} {{\n    "
-        + ",\n    ".join(sorted(lines)) + "\n}\n"
+        + ",\n    ".join(sorted(lines))
+        + "\n}\n"
         for container, lines in by_container.items()
     )
 
@@ -74,5 +75,5 @@ def _element_text(family: Family, container: str, key: bytes, value: bytes | str
     text = " . ".join(parts)
     if isinstance(value, bytes):
         address = format_address(Address(value[:size]))
-        return f"{text} : {address} . {int.from_bytes(value[size:size + 2], 'big')}"
+        return f"{text} : {address} . {int.from_bytes(value[size : size + 2], 'big')}"
     return f"{text} : {value}" if value else text

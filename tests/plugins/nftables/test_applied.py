@@ -1,0 +1,139 @@
+"""The difference between what the kernel acknowledged and what is wanted."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kproxy_core.model.address import Address
+from kproxy_core.model.endpoint import Destination
+from kproxy_core.model.service import ServicePortKey
+from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_core.testing.builders import endpoint, endpoint_slice, node_view, plans, service
+from kproxy_nftables.applied import Applied, arrange, compare_all
+from kproxy_nftables.render import Element, node_elements
+
+NODE = node_view("node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1")
+
+SLOTS = st.lists(
+    st.integers(0, 12).map(lambda n: Destination(Address(bytes([10, 0, 0, n])), 80)), unique=True
+).map(tuple)
+
+
+@given(SLOTS, SLOTS)
+def test_indices_hold_exactly_the_wanted_endpoints(
+    old: tuple[Destination, ...], wanted: tuple[Destination, ...]
+) -> None:
+    assert sorted(arrange(old, wanted)) == sorted(wanted)
+
+
+@given(SLOTS, SLOTS)
+def test_an_endpoint_that_stays_keeps_its_index_if_that_exists(
+    old: tuple[Destination, ...], wanted: tuple[Destination, ...]
+) -> None:
+    arranged = arrange(old, wanted)
+    for at, where in enumerate(old[: len(wanted)]):
+        if where in wanted:
+            assert arranged[at] == where
+
+
+def plans_with(count: int, *, without: int = -1) -> dict[ServicePortKey, ServicePlan]:
+    endpoints = [f"10.244.2.{n}" for n in range(1, count + 1) if n != without]
+    return plans(NODE, service(), endpoint_slice("web", *endpoints))
+
+
+def test_one_endpoint_leaving_costs_at_most_five_elements() -> None:
+    applied = Applied()
+    applied.acknowledge(applied.difference(plans_with(200)))
+    for leaving in (1, 100, 200):
+        difference = applied.difference(plans_with(200, without=leaving))
+        assert len({element[:2] for element in difference.deletes + difference.adds}) <= 5
+
+
+def test_one_endpoint_replaced_costs_one_element() -> None:
+    applied = Applied()
+    applied.acknowledge(
+        applied.difference(plans(NODE, service(), endpoint_slice("web", "10.0.0.1", "10.0.0.2")))
+    )
+    difference = applied.difference(plans(NODE, service(), endpoint_slice("web", "10.0.0.9", "10.0.0.2")))
+    assert len(difference.adds) == len(difference.deletes) == 1
+
+
+def test_nothing_is_remembered_before_the_kernel_has_acknowledged() -> None:
+    applied = Applied()
+    first = applied.difference(plans_with(3))
+    assert applied.difference(plans_with(3)).adds == first.adds
+
+
+def test_a_shared_element_lives_as_long_as_its_last_owner() -> None:
+    two_ports = plans(NODE, service("web", "a:80", "b:81"), endpoint_slice("web", ports=("a:80", "b:81")))
+    applied = Applied()
+    applied.acknowledge(applied.difference(two_ports))
+    one, other = two_ports
+    first = applied.difference({one: None})
+    assert not [e for e in first.deletes if e[0] == "cluster-ips"]
+    applied.acknowledge(first)
+    assert [e for e in applied.difference({other: None}).deletes if e[0] == "cluster-ips"]
+
+
+# Any path ends where a restart would -------------------------------------------------
+
+
+@st.composite
+def some_plans(draw: st.DrawFn) -> dict[ServicePortKey, ServicePlan]:
+    """The plans of up to four Services of any shape, each with its own addresses."""
+    found: dict[ServicePortKey, ServicePlan] = {}
+    for number in draw(st.sets(st.integers(1, 4))):
+        svc = service(
+            f"web{number}",
+            f"80@3000{number}" if draw(st.booleans()) else "80",
+            ip=f"10.96.0.{number}",
+            external_ips=f"198.51.100.{number}" if draw(st.booleans()) else "",
+            load_balancer_ips=f"203.0.113.{number}" if draw(st.booleans()) else "",
+            source_ranges="192.0.2.0/24" if draw(st.booleans()) else "",
+            affinity=draw(st.sampled_from([0, 0, 10, 20])),
+            internal_local=draw(st.booleans()),
+            external_local=draw(st.booleans()),
+        )
+        hosts = draw(st.lists(st.integers(1, 9), max_size=6, unique=True))
+        where = [endpoint(f"10.244.{1 + n % 2}.{n}", f"node{1 + n % 2}") for n in hosts]
+        found.update(plans(NODE, svc, endpoint_slice(f"web{number}", *where)))
+    return found
+
+
+def without_index(elements: list[Element]) -> set[tuple[str, bytes, object]]:
+    """Elements with the index taken out of endpoint keys: which index an endpoint has is arbitrary."""
+    return {
+        (container, key[:-4] if container.endswith("-endpoints") else key, value)
+        for container, key, value in elements
+    }
+
+
+@given(st.lists(some_plans(), min_size=1, max_size=6))
+def test_any_path_ends_in_the_elements_of_a_full_sync(
+    states: list[dict[ServicePortKey, ServicePlan]],
+) -> None:
+    applied = Applied()
+    kernel: dict[tuple[str, bytes], object] = {}
+    for state in states:
+        changed = dict.fromkeys(applied.held) | state
+        difference = applied.difference(changed)
+        for container, key, _ in difference.deletes:
+            del kernel[container, key]
+        for container, key, value in difference.adds:
+            assert (container, key) not in kernel
+            kernel[container, key] = value
+        applied.acknowledge(difference)
+    fresh = Applied()
+    full = fresh.difference(states[-1])
+    final = [(container, key, value) for (container, key), value in kernel.items()]
+    assert without_index(final) == without_index(full.adds)  # type: ignore[arg-type]
+    assert len(final) == len(full.adds)
+
+
+def test_comparing_with_the_kernel_finds_every_kind_of_difference() -> None:
+    a, b, c = b"aaaa", b"bbbb", b"cccc"
+    actual = {"vips": {a: "drop", b: "goto cluster-1"}, "node-ips": {c: None}}
+    deletes, adds = compare_all(
+        actual, [("vips", a, "goto cluster-2"), ("vips", c, "drop")], node_elements(NODE)
+    )
+    assert {e[:2] for e in deletes} == {("vips", a), ("vips", b), ("node-ips", c)}
+    assert {e[:2] for e in adds} == {("vips", a), ("vips", c), ("node-ips", bytes([192, 0, 2, 1]))}

@@ -1,0 +1,353 @@
+"""The backend on the real nf_tables of an empty network namespace."""
+
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from kproxy_core.backend.api import BackendSettings, Scope, SyncReport, Update
+from kproxy_core.backend.errors import SyncFailed, TrustLost
+from kproxy_core.model.address import Family
+from kproxy_core.model.node import NodeView
+from kproxy_core.model.service import ServicePortKey
+from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_core.testing.builders import endpoint, endpoint_slice, node_view, plans, service
+from kproxy_nftables import batch, names
+from kproxy_nftables.backend import NftablesBackend
+from kproxy_nftables.cleanup import cleanup
+from kproxy_nftables.detect import detect
+from kproxy_nftables.kernel import Kernel
+from kproxy_nftables.render import Element, Value
+
+from .test_applied import some_plans, without_index
+
+pytestmark = pytest.mark.usefixtures("netns")
+
+BOTH = BackendSettings(families=tuple(Family))
+Plans = dict[ServicePortKey, ServicePlan]
+
+NODES = {
+    Family.IPV4: node_view("node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1"),
+    Family.IPV6: node_view(
+        "node1", family=Family.IPV6, pods="fd00:1::/64", node_port_addresses="2001:db8::1"
+    ),
+}
+
+
+@pytest.fixture
+def backend(netns: None) -> Iterator[NftablesBackend]:
+    made = NftablesBackend(BOTH)
+    yield made
+    made.kproxy_close()
+
+
+def resync(backend: NftablesBackend, wanted: Plans, node: NodeView = NODES[Family.IPV4]) -> SyncReport:
+    return backend.kproxy_sync(Update(node.family, Scope.RESYNC, node, dict(wanted), wanted))
+
+
+def change(
+    backend: NftablesBackend,
+    changed: dict[ServicePortKey, ServicePlan | None],
+    node: NodeView = NODES[Family.IPV4],
+) -> SyncReport:
+    return backend.kproxy_sync(Update(node.family, Scope.CHANGED, node, changed, {}))
+
+
+def nft(command: str) -> str:
+    return subprocess.run(["nft", *command.split()], check=True, capture_output=True, text=True).stdout
+
+
+def contents(family: Family = Family.IPV4) -> list[Element]:
+    kernel = Kernel()
+    try:
+        return [
+            (container, key, value)
+            for container in names.ELEMENT_CONTAINERS
+            for key, value in kernel.elements(family, container)
+        ]
+    finally:
+        kernel.close()
+
+
+def rich(family: Family = Family.IPV4) -> Plans:
+    """Services of every kind."""
+    six = family is Family.IPV6
+    net = (lambda n: f"fd00:96::{n}") if six else (lambda n: f"10.96.0.{n}")
+    pod = (lambda n: f"fd00:1::{n}") if six else (lambda n: f"10.244.1.{n}")
+    lb = (lambda n: f"2001:db8:1::{n}") if six else (lambda n: f"203.0.113.{n}")
+    ranges = "2001:db8::/32" if six else "192.0.2.0/24"
+    here = [endpoint(pod(n), "node1" if n % 2 else "node2") for n in range(1, 6)]
+    found: Plans = {}
+    for number, kwargs in enumerate(
+        (
+            {},
+            {"affinity": 600},
+            {"external_ips": lb(3), "internal_local": True},
+            {"load_balancer_ips": lb(4), "source_ranges": ranges, "affinity": 5},
+            {"load_balancer_ips": lb(5), "external_local": True, "affinity": 7},
+        ),
+        start=1,
+    ):
+        svc = service(
+            f"web{number}", f"80@3000{number}", f"sctp:90/SCTP@3000{number}", ip=net(number), **kwargs
+        )  # type: ignore[arg-type]
+        piece = endpoint_slice(f"web{number}", *here[: number + 1], ports=("8080", "sctp:9000/SCTP"))
+        found.update(plans(NODES[family], svc, piece))
+    return found
+
+
+@pytest.mark.parametrize("family", Family)
+def test_a_restart_over_a_right_table_writes_nothing(backend: NftablesBackend, family: Family) -> None:
+    assert resync(backend, rich(family), NODES[family]).operations > 50
+    again = NftablesBackend(BOTH)
+    assert resync(again, rich(family), NODES[family]).operations == 0
+    again.kproxy_close()
+
+
+@pytest.mark.parametrize("family", Family)
+def test_what_is_rendered_is_what_is_programmed(
+    backend: NftablesBackend, family: Family, tmp_path: Path
+) -> None:
+    wanted = rich(family)
+    text = backend.kproxy_render(Update(family, Scope.RESYNC, NODES[family], wanted, wanted))
+    resync(backend, wanted, NODES[family])
+    programmed = nft(f"list table {names.NFT_FAMILY[family]} kproxy")
+    nft(f"delete table {names.NFT_FAMILY[family]} kproxy")
+    (tmp_path / "rules.nft").write_text(text)
+    nft(f"-f {tmp_path}/rules.nft")
+    assert normal(nft(f"list table {names.NFT_FAMILY[family]} kproxy")) == normal(programmed)
+
+
+def normal(listing: str) -> list[str]:
+    """The lines of a listing in an order of their own: sets are listed in hash order."""
+    flat = listing.replace(",\n", "\n").replace("{ ", "{\n").replace(" }", "\n}").replace(", ", "\n")
+    return sorted(line.strip() for line in flat.splitlines())
+
+
+def test_incremental_changes_reach_the_kernel(backend: NftablesBackend) -> None:
+    resync(backend, {})
+    change(backend, dict(rich()))
+    full = NftablesBackend(BOTH)
+    assert resync(full, rich()).operations == 0
+    full.kproxy_close()
+    change(backend, dict.fromkeys(rich()))
+    assert [e for e in contents() if e[0] != names.NODE_IPS] == []
+    listing = nft("list table ip kproxy")
+    assert "affinity-" not in listing
+    assert "ranges-" not in listing
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(first=some_plans(), second=some_plans(), third=some_plans())
+def test_any_path_ends_in_the_kernel_of_a_full_sync(
+    netns: None, first: Plans, second: Plans, third: Plans
+) -> None:
+    cleanup(dry_run=False)
+    path, fresh = NftablesBackend(BOTH), NftablesBackend(BOTH)
+    try:
+        resync(path, first)
+        held = dict(first)
+        for state in (second, third):
+            change(path, dict.fromkeys(held) | state)
+            held = state
+        walked = contents()
+        owned = nft("-t list table ip kproxy").count("affinity-")
+        cleanup(dry_run=False)
+        resync(fresh, third)
+        assert without_index(walked) == without_index(contents())
+        assert owned == nft("-t list table ip kproxy").count("affinity-")
+    finally:
+        path.kproxy_close()
+        fresh.kproxy_close()
+
+
+DAMAGE = [
+    ("delete element ip kproxy vips { 10.96.0.1 . tcp . 80 }", "element deleted"),
+    ("flush map ip kproxy vip-endpoints", "element deleted"),
+    ("flush chain ip kproxy services", "rule deleted"),
+    ("flush table ip kproxy", "rule deleted"),
+    ("delete table ip kproxy", "table deleted"),
+    ("flush ruleset", "table deleted"),
+    ("add rule ip kproxy services drop", "rule added"),
+    ("add element ip kproxy cluster-ips { 192.0.2.77 }", "element added"),
+]
+
+
+@pytest.mark.parametrize(("command", "what"), DAMAGE, ids=[d[0] for d in DAMAGE])
+def test_foreign_damage_is_noticed_named_and_repaired(
+    backend: NftablesBackend, command: str, what: str
+) -> None:
+    resync(backend, rich())
+    healthy = normal(nft("list table ip kproxy"))
+    told: list[tuple[Family, str]] = []
+    noticed = threading.Event()
+
+    def damaged(family: Family, what: str) -> None:
+        told.append((family, what))
+        noticed.set()
+
+    assert backend.kproxy_watch(damaged)
+    nft(command)
+    assert noticed.wait(5)
+    assert told[0][0] is Family.IPV4
+    assert what in told[0][1]
+    assert " by nft[" in told[0][1]
+    resync(backend, rich())
+    assert normal(nft("list table ip kproxy")) == healthy
+
+
+def test_own_and_unrelated_changes_are_no_damage(backend: NftablesBackend) -> None:
+    resync(backend, rich())
+    told: list[str] = []
+    noticed = threading.Event()
+
+    def damaged(family: Family, what: str) -> None:
+        told.append(what)
+        noticed.set()
+
+    backend.kproxy_watch(damaged)
+    resync(backend, {})
+    change(backend, dict(rich()))
+    nft("add table ip other")
+    nft("add table inet kproxy")
+    nft("add table ip6 kproxy")  # ours in the other family: the one thing to be told
+    assert noticed.wait(5)
+    assert len(told) == 1
+    assert told[0].startswith("table added")
+
+
+def test_changes_before_the_watch_count_as_damage(backend: NftablesBackend) -> None:
+    resync(backend, rich())
+    nft("flush ruleset")
+    told: list[Family] = []
+    backend.kproxy_watch(lambda family, what: told.append(family))
+    assert told == list(Family)
+
+
+def test_an_unexpected_kernel_is_reported_and_nothing_is_remembered(backend: NftablesBackend) -> None:
+    resync(backend, rich())
+    nft("flush map ip kproxy vip-endpoints")
+    with pytest.raises(TrustLost):
+        change(backend, dict.fromkeys(rich()))
+    assert resync(backend, {}).operations > 0
+    assert [e for e in contents() if e[0] != names.NODE_IPS] == []
+
+
+def test_a_change_before_any_resync_is_refused(backend: NftablesBackend) -> None:
+    with pytest.raises(TrustLost):
+        change(backend, dict(rich()))
+
+
+def test_a_table_of_another_layout_is_replaced(backend: NftablesBackend) -> None:
+    nft("add table ip kproxy")
+    nft("add map ip kproxy vips { type ipv4_addr : verdict ; }")
+    resync(backend, rich())
+    assert (names.VIPS, b"\x0a\x60\x00\x01\x06\0\0\0\x00\x50\0\0", "goto cluster-2") in contents()
+
+
+def test_leftover_chains_and_sets_in_our_table_are_swept(backend: NftablesBackend) -> None:
+    resync(backend, rich())
+    for command in (
+        "add chain ip kproxy cluster-99",
+        "add chain ip kproxy old",
+        "add rule ip kproxy old jump cluster-99",
+        "add set ip kproxy older { type ipv4_addr ; }",
+    ):
+        nft(command)
+    resync(backend, rich())
+    listing = nft("list table ip kproxy")
+    assert "cluster-99" not in listing
+    assert "old" not in listing
+
+
+def test_node_facts_change_without_a_resync(backend: NftablesBackend) -> None:
+    resync(backend, rich())
+    moved = node_view(
+        "node1", pods="10.244.9.0/24", node_port_addresses="192.0.2.1 192.0.2.9", service_cidrs="10.96.0.0/16"
+    )
+    change(backend, {}, moved)
+    listing = nft("list table ip kproxy")
+    assert "10.244.9.0/24" in listing
+    assert "10.244.1.0/24" not in listing
+    assert "192.0.2.9" in nft("list set ip kproxy node-ips")
+    assert "10.96.0.0/16" in nft("list set ip kproxy service-cidrs")
+
+
+def test_what_does_not_fit_into_one_transaction_is_split() -> None:
+    kernel = Kernel()
+    kernel.apply_text("add table ip kproxy; add map ip kproxy vips { typeof ip daddr : verdict; }")
+    old: list[Element] = [(names.VIPS, n.to_bytes(4, "big"), "drop") for n in range(5000)]
+    new: list[Element] = [(names.VIPS, n.to_bytes(4, "big"), "accept") for n in range(2500, 7500)]
+    kernel.write(Family.IPV4, [], old)
+    transactions = list(batch.batches(Family.IPV4, old, new, limit=100_000))
+    assert len(transactions) > 1
+    assert all(len(data) <= 100_000 for data, _ in transactions)
+    kernel._limit = 100_000
+    kernel.write(Family.IPV4, old, new)
+    found: dict[bytes, Value] = dict(kernel.elements(Family.IPV4, names.VIPS))
+    assert found == {key: value for _, key, value in new}
+    kernel.close()
+
+
+def test_a_missing_table_has_no_elements() -> None:
+    kernel = Kernel()
+    assert contents() == []
+    assert kernel.chains(Family.IPV4) == set()
+    kernel.close()
+
+
+def test_nft_complaints_are_told_in_its_words() -> None:
+    with pytest.raises(SyncFailed, match=r"No such file or directory"):
+        Kernel().apply_text("add rule ip nowhere nothing drop")
+
+
+def test_cleanup_removes_our_tables_and_kube_proxys_and_nothing_else(backend: NftablesBackend) -> None:
+    resync(backend, rich())
+    for table in ("ip kube-proxy", "ip6 kube-proxy", "inet kproxy", "ip foreign"):
+        nft(f"add table {table}")
+    expected = ("table ip kproxy", "table ip kube-proxy", "table ip6 kube-proxy")
+    assert cleanup(dry_run=True).removed == expected
+    assert "kube-proxy" in nft("list tables")
+    assert cleanup(dry_run=False).removed == expected
+    assert nft("list tables").split("\n")[:-1] == ["table inet kproxy", "table ip foreign"]
+    assert cleanup(dry_run=False).removed == ()
+
+
+def test_detection_asks_the_kernel_and_leaves_no_trace() -> None:
+    found = detect(BOTH)
+    assert found.usable, found.because
+    assert "libnftables" in found.because
+    assert nft("list ruleset") == ""
+
+
+@pytest.mark.parametrize("count", [100, 3000])
+def test_one_change_costs_the_kernel_and_us_the_same_at_any_size(
+    backend: NftablesBackend, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted in bytes that are sent and received, not in seconds."""
+    wanted: Plans = {}
+    for number in range(count):
+        svc = service(f"web{number}", ip=f"10.96.{number >> 8}.{number & 255}")
+        wanted.update(
+            plans(NODES[Family.IPV4], svc, endpoint_slice(f"web{number}", "10.244.2.1", "10.244.2.2"))
+        )
+    resync(backend, wanted)
+    asked: list[tuple[int, int]] = []
+    real: Callable[..., None] = Kernel.write
+
+    def counted(self: Kernel, family: Family, deletes: list[Element], adds: list[Element]) -> None:
+        asked.append((len(deletes), len(adds)))
+        real(self, family, deletes, adds)
+
+    monkeypatch.setattr(Kernel, "write", counted)
+    monkeypatch.setattr(Kernel, "_dump", None)  # listing anything would fail
+    changed = plans(
+        NODES[Family.IPV4],
+        service("web7", ip="10.96.0.7"),
+        endpoint_slice("web7", "10.244.2.1", "10.244.2.9"),
+    )
+    change(backend, dict(changed))
+    assert asked[0] == (1, 1)
