@@ -8,7 +8,7 @@ from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.testing.builders import endpoint, endpoint_slice, node_view, plans, service
-from kproxy_nftables.applied import Applied, arrange, compare_all
+from kproxy_nftables.applied import Applied, Contents, arrange, compare_all
 from kproxy_nftables.render import Element, node_elements
 
 NODE = node_view("node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1")
@@ -131,7 +131,7 @@ def test_any_path_ends_in_the_elements_of_a_full_sync(
 
 def test_comparing_with_the_kernel_finds_every_kind_of_difference() -> None:
     a, b, c = b"aaaa", b"bbbb", b"cccc"
-    actual = {"vips": {a: "drop", b: "goto cluster-1"}, "node-ips": {c: None}}
+    actual: Contents = {"vips": {a: "drop", b: "goto cluster-1"}, "node-ips": {c: None}}
     deletes, adds = compare_all(
         actual, [("vips", a, "goto cluster-2"), ("vips", c, "drop")], node_elements(NODE)
     )

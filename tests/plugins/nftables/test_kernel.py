@@ -4,6 +4,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -74,26 +75,22 @@ def contents(family: Family = Family.IPV4) -> list[Element]:
 
 def rich(family: Family = Family.IPV4) -> Plans:
     """Services of every kind."""
-    six = family is Family.IPV6
-    net = (lambda n: f"fd00:96::{n}") if six else (lambda n: f"10.96.0.{n}")
-    pod = (lambda n: f"fd00:1::{n}") if six else (lambda n: f"10.244.1.{n}")
-    lb = (lambda n: f"2001:db8:1::{n}") if six else (lambda n: f"203.0.113.{n}")
-    ranges = "2001:db8::/32" if six else "192.0.2.0/24"
-    here = [endpoint(pod(n), "node1" if n % 2 else "node2") for n in range(1, 6)]
+    if family is Family.IPV6:
+        vip, pod, external, ranges = "fd00:96::", "fd00:1::", "2001:db8:1::", "2001:db8::/32"
+    else:
+        vip, pod, external, ranges = "10.96.0.", "10.244.1.", "203.0.113.", "192.0.2.0/24"
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"affinity": 600},
+        {"external_ips": f"{external}3", "internal_local": True},
+        {"load_balancer_ips": f"{external}4", "source_ranges": ranges, "affinity": 5},
+        {"load_balancer_ips": f"{external}5", "external_local": True, "affinity": 7},
+    ]
+    here = [endpoint(f"{pod}{n}", "node1" if n % 2 else "node2") for n in range(1, 6)]
     found: Plans = {}
-    for number, kwargs in enumerate(
-        (
-            {},
-            {"affinity": 600},
-            {"external_ips": lb(3), "internal_local": True},
-            {"load_balancer_ips": lb(4), "source_ranges": ranges, "affinity": 5},
-            {"load_balancer_ips": lb(5), "external_local": True, "affinity": 7},
-        ),
-        start=1,
-    ):
-        svc = service(
-            f"web{number}", f"80@3000{number}", f"sctp:90/SCTP@3000{number}", ip=net(number), **kwargs
-        )  # type: ignore[arg-type]
+    for number, kind in enumerate(kinds, start=1):
+        ports = (f"80@3000{number}", f"sctp:90/SCTP@3000{number}")
+        svc = service(f"web{number}", *ports, ip=f"{vip}{number}", **kind)
         piece = endpoint_slice(f"web{number}", *here[: number + 1], ports=("8080", "sctp:9000/SCTP"))
         found.update(plans(NODES[family], svc, piece))
     return found

@@ -1,6 +1,7 @@
 """What each kind of Service wants in the kernel, read as nft text."""
 
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -34,7 +35,7 @@ def rules_of(text: str, chain: str) -> list[str]:
     return [line.removeprefix(prefix) for line in text.splitlines() if line.startswith(prefix)]
 
 
-LB = {"external_ips": "198.51.100.1", "load_balancer_ips": "203.0.113.1"}
+LB: dict[str, Any] = {"external_ips": "198.51.100.1", "load_balancer_ips": "203.0.113.1"}
 
 VERDICTS = [
     # service, endpoints, container, key and verdict
@@ -54,9 +55,10 @@ VERDICTS = [
      "10.96.0.1 . tcp . 80 : goto cluster-1"),
     ("external, no endpoint", service(external_local=True, **LB), (), "vips",
      "203.0.113.1 . tcp . 80 : goto reject-traffic"),
-    ("node port", service("web", "80@30080"), (REMOTE,), "nodeports", "tcp . 30080 : goto nodeport-external-1"),
-    ("node port, external Local", service("web", "80@30080", external_local=True), (LOCAL, REMOTE), "nodeports",
-     "tcp . 30080 : goto nodeport-external-local-2-1"),
+    ("node port", service("web", "80@30080"), (REMOTE,), "nodeports",
+     "tcp . 30080 : goto nodeport-external-1"),
+    ("node port, external Local", service("web", "80@30080", external_local=True), (LOCAL, REMOTE),
+     "nodeports", "tcp . 30080 : goto nodeport-external-local-2-1"),
     ("node port, no endpoint", service("web", "80@30080"), (), "nodeports",
      "tcp . 30080 : goto reject-traffic"),
     ("UDP", service("dns", "53/UDP"), (endpoint("10.244.1.5"),), "vips",
