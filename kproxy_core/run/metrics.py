@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kproxy_core.backend.api import Scope
 from kproxy_core.model.address import Family
-from kproxy_core.run.instruments import Counter, Gauge, Histogram, Instrument
+from kproxy_core.run.instruments import Counter, Gauge, Histogram, Instrument, Sample
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -167,6 +167,14 @@ class Metrics:
         with self._lock:
             self._health_answers[check].add(1, str(status))
 
+    def values(self) -> dict[str, float]:
+        """What was recorded, by name and labels as `exposition` spells them; without buckets."""
+        return {
+            name + suffix + _spelled(labels): value
+            for name, _, _, samples in self._families()
+            for suffix, labels, value in samples if suffix != "_bucket"
+        }
+
     def exposition(self) -> bytes:
         """Everything, with what prometheus_client says of the process, in the text format 0.0.4."""
         from prometheus_client.exposition import generate_latest
@@ -174,6 +182,11 @@ class Metrics:
         if self._registry is None:
             self._registry = self._make_registry()
         return generate_latest(self._registry)
+
+    def _families(self) -> list[tuple[str, str, str, list[Sample]]]:
+        """Name, meaning, kind and samples of everything, from one moment."""
+        with self._lock:
+            return [(i.name, i.about, i.kind, list(i.samples())) for i in self._instruments]
 
     def _make_registry(self) -> "CollectorRegistry":
         from prometheus_client import (
@@ -187,9 +200,7 @@ class Metrics:
 
         class Recorded(Collector):
             def collect(recorded) -> Iterable[Metric]:  # noqa: N805, two selves
-                with self._lock:
-                    families = [(i.name, i.about, i.kind, list(i.samples())) for i in self._instruments]
-                for name, about, kind, samples in families:
+                for name, about, kind, samples in self._families():
                     metric = Metric(name.removesuffix("_total") if kind == "counter" else name, about, kind)
                     for suffix, labels, value in samples:
                         metric.add_sample(name + suffix, labels, value)
@@ -200,3 +211,7 @@ class Metrics:
         for collector in (GCCollector, PlatformCollector, ProcessCollector):
             collector(registry=registry)
         return registry
+
+
+def _spelled(labels: dict[str, str]) -> str:
+    return "{" + ",".join(f'{name}="{labels[name]}"' for name in sorted(labels)) + "}" if labels else ""
