@@ -108,8 +108,9 @@ def is_loopback(address: Address) -> bool:
 
 def format_socket(address: Address, port: int) -> str:
     """``address:port``, IPv6 in brackets."""
-    text = format_address(address)
-    return f"{text}:{port}" if len(address) == 4 else f"[{text}]:{port}"
+    if len(address) == 4:
+        return f"{socket.inet_ntop(socket.AF_INET, address)}:{port}"
+    return f"[{socket.inet_ntop(socket.AF_INET6, address)}]:{port}"
 
 
 def _masked(address: bytes, prefix: int) -> Address:

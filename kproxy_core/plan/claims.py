@@ -56,7 +56,7 @@ class Claims:
         """
         before = self._wanted.get(name, ())
         touched: set[ServiceName] = set()
-        if _claims(before) != _claims(plans):
+        if not before or _claims(before) != _claims(plans):
             for frontend, key in dict.fromkeys(_frontends(before)):
                 self._release(frontend, (_age(before[0]), key), touched)
             for frontend, key in dict.fromkeys(_frontends(plans)):

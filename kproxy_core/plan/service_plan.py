@@ -15,7 +15,7 @@ from kproxy_core.model.address import (
 from kproxy_core.model.endpoint import Destination, Endpoint, EndpointSlice
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import PortSpec, Service, ServiceName, ServicePortKey
-from kproxy_core.plan.usable import categorize
+from kproxy_core.plan.usable import Candidates, categorize, on_node
 
 
 class Frontend(NamedTuple):
@@ -62,7 +62,7 @@ class ServicePlan:
     has_endpoints: bool = False
     """Some endpoint anywhere is usable, whatever the policies."""
     ready_local: int = 0
-    """Distinct addresses of ready endpoints on this node (for the health check node port)."""
+    """Distinct addresses of ready endpoints on this node; only counted for a health check node port."""
 
     @property
     def external_addresses(self) -> tuple[Address, ...]:
@@ -121,7 +121,7 @@ def plan_service(
 def _plan_port(
     service: Service,
     port: PortSpec,
-    endpoints: Sequence[tuple[Destination, Endpoint]],
+    endpoints: Candidates,
     node: NodeView,
     cluster_ip: Address,
     external_ips: tuple[Address, ...],
@@ -154,13 +154,13 @@ def _plan_port(
         local=chosen.local,
         hairpins=chosen.hairpins,
         has_endpoints=chosen.any,
-        ready_local=chosen.ready_local,
+        ready_local=len(_ready_local(endpoints, node)) if service.health_check_node_port else 0,
     )
 
 
 def _endpoints_of(
     port: PortSpec, slices: Mapping[str, EndpointSlice] | None
-) -> Sequence[tuple[Destination, Endpoint]]:
+) -> Candidates:
     """The endpoints of one service port, without duplicates, in string order of ``address:port``.
 
     Of two entries with the same address and port one that does not terminate wins,
@@ -178,21 +178,18 @@ def _endpoints_of(
                 where = Destination(endpoint.address, slice_port.port)
                 if not (endpoint.terminating and where in found):
                     found[where] = endpoint
-    return sorted(found.items(), key=_text_order)
+    return sorted(found.items(), key=_text) if len(found) > 1 else tuple(found.items())
 
 
-def _text_order(item: tuple[Destination, Endpoint]) -> str:
-    return sort_key(item[0])
-
-
-def sort_key(where: Destination) -> str:
+def _text(item: tuple[Destination, Endpoint]) -> str:
     """Endpoints are ordered by their text, as kube-proxy does: 10.0.0.10 before 10.0.0.2."""
-    return format_socket(where.address, where.port)
+    address, port = item[0]
+    return format_socket(address, port)
 
 
-def of_family(addresses: Iterable[Address], family: Family) -> tuple[Address, ...]:
+def of_family(addresses: Sequence[Address], family: Family) -> tuple[Address, ...]:
     """The *addresses* of one *family*, each once, in their order."""
-    return tuple(dict.fromkeys(a for a in addresses if family_of(a) is family))
+    return tuple(dict.fromkeys([a for a in addresses if family_of(a) is family])) if addresses else ()
 
 
 def _source_ranges(
@@ -203,8 +200,10 @@ def _source_ranges(
     A range that covers the node lets the node in under the load balancer IP too:
     where that address is local, it is the source of the node's own connections.
     """
+    if not service.source_ranges or not load_balancer_ips:
+        return ()
     ranges = tuple(r for r in service.source_ranges if r.family is node.family)
-    if not ranges or not load_balancer_ips or any(r.prefix == 0 for r in ranges):
+    if any(r.prefix == 0 for r in ranges):
         return ()
     if node.node_ip is not None and any(node.node_ip in r for r in ranges):
         ranges += tuple(Cidr(address, node.family.bits) for address in load_balancer_ips)
@@ -212,10 +211,21 @@ def _source_ranges(
 
 
 def serving_destinations(
-    service: Service, port: PortSpec, slices: Mapping[str, EndpointSlice] | None
+    port: PortSpec, slices: Mapping[str, EndpointSlice] | None
 ) -> frozenset[Destination]:
     """Every serving endpoint of one service port, whatever the policies: where its UDP flows may go."""
     return frozenset(where for where, endpoint in _endpoints_of(port, slices) if endpoint.serving)
+
+
+def count_ready_local(
+    service: Service, slices: Mapping[str, EndpointSlice] | None, node: NodeView
+) -> int:
+    """Distinct addresses of ready endpoints on this node over all ports of *service*."""
+    return len(set().union(*(_ready_local(_endpoints_of(port, slices), node) for port in service.ports)))
+
+
+def _ready_local(endpoints: Candidates, node: NodeView) -> set[Address]:
+    return {where.address for where, endpoint in on_node(endpoints, node) if endpoint.ready}
 
 
 def service_names(plans: Iterable[ServicePlan]) -> set[ServiceName]:

@@ -5,7 +5,7 @@ KEP-2433 (topology hints), KEP-3015 (same-node hints).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kproxy_core.model.address import Address
 from kproxy_core.model.endpoint import Destination, Endpoint
@@ -14,15 +14,13 @@ from kproxy_core.model.node import NodeView
 Candidates = Sequence[tuple[Destination, Endpoint]]
 
 
-@dataclass(frozen=True, slots=True)
-class Usable:
+class Usable(NamedTuple):
     """The outcome for one service port; see the fields of ServicePlan."""
 
     cluster: tuple[Destination, ...] = ()
     local: tuple[Destination, ...] = ()
     hairpins: tuple[Address, ...] = ()
     any: bool = False
-    ready_local: int = 0
 
 
 _NONE = Usable()
@@ -40,7 +38,9 @@ def categorize(
     if not candidates:
         return _NONE
     ready = [item for item in candidates if item[1].ready]
-    fallback = [i for i in candidates if i[1].serving and i[1].terminating and not i[1].ready]
+    fallback: Candidates = ()
+    if len(ready) < len(candidates):
+        fallback = [i for i in candidates if i[1].serving and i[1].terminating and not i[1].ready]
     cluster: Candidates = ()
     local: Candidates = ()
     any_usable = False
@@ -50,19 +50,20 @@ def categorize(
         any_usable = bool(cluster)
     if use_local:
         any_usable = any_usable or bool(ready or fallback)
-        local = _on_node(ready, node) or _on_node(fallback, node)
-    reached = [*cluster, *local] if local else cluster
+        local = on_node(ready, node) or on_node(fallback, node)
+    hairpins = on_node([*cluster, *local] if local else cluster, node)
     return Usable(
-        cluster=tuple([where for where, _ in cluster]),
-        local=tuple([where for where, _ in local]),
-        hairpins=tuple(dict.fromkeys(w.address for w, _ in _on_node(reached, node))),
-        any=any_usable,
-        ready_local=len({where.address for where, _ in _on_node(ready, node)}),
+        tuple([where for where, _ in cluster]),
+        tuple([where for where, _ in local]),
+        tuple(dict.fromkeys([where.address for where, _ in hairpins])) if hairpins else (),
+        any_usable,
     )
 
 
-def _on_node(candidates: Candidates, node: NodeView) -> list[tuple[Destination, Endpoint]]:
-    return [item for item in candidates if item[1].node == node.name and node.name]
+def on_node(candidates: Candidates, node: NodeView) -> Candidates:
+    """Those of *candidates* that are on *node*; none if it does not know its name."""
+    name = node.name
+    return [item for item in candidates if item[1].node == name] if name else ()
 
 
 def _near(ready: list[tuple[Destination, Endpoint]], node: NodeView) -> Candidates:
@@ -72,11 +73,12 @@ def _near(ready: list[tuple[Destination, Endpoint]], node: NodeView) -> Candidat
     """
     if not ready:
         return ready
-    if all(endpoint.node_hints for _, endpoint in ready):
+    first = ready[0][1]  # mostly without hints, which settles it
+    if first.node_hints and all(endpoint.node_hints for _, endpoint in ready):
         near = [item for item in ready if node.name in item[1].node_hints]
         if near:
             return near
-    if all(endpoint.zone_hints for _, endpoint in ready):
+    if first.zone_hints and all(endpoint.zone_hints for _, endpoint in ready):
         near = [item for item in ready if node.zone in item[1].zone_hints]
         if near:
             return near

@@ -3,6 +3,7 @@
 The state depends only on the last event for each object, never on their order.
 """
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ from kproxy_core.sources.events import (
     SliceSet,
 )
 
+log = logging.getLogger("kproxy.sources")
+
 
 @dataclass(slots=True)
 class Counts:
@@ -35,15 +38,16 @@ class Counts:
     bad_objects: int = 0
 
 
-class _Slices:
-    """The EndpointSlices of one family, what changed, and when."""
+class _OfFamily:
+    """The EndpointSlices of one family, what changed in it, and when."""
 
-    __slots__ = ("by_service", "changed", "pending", "trigger_times")
+    __slots__ = ("changed", "pending_services", "pending_slices", "slices", "trigger_times")
 
     def __init__(self) -> None:
-        self.by_service: dict[ServiceName, dict[str, EndpointSlice]] = {}
+        self.slices: dict[ServiceName, dict[str, EndpointSlice]] = {}
         self.changed: set[ServiceName] = set()
-        self.pending = 0
+        self.pending_services = 0
+        self.pending_slices = 0
         self.trigger_times: dict[ServiceName, list[float]] = {}
 
 
@@ -65,7 +69,7 @@ class Store:
         """The sources that have not delivered everything yet."""
         self.counts = Counts()
         self._started = started
-        self._families = {family: _Slices() for family in families}
+        self._families = {family: _OfFamily() for family in families}
         self._slices: dict[SliceName, EndpointSlice] = {}
 
     @property
@@ -87,7 +91,7 @@ class Store:
             case NodeSet(node):
                 self.node = node
             case NodeGone():
-                pass
+                log.info("this node's Node object is gone; what it said last goes on to count")
             case ServiceCidrsSet(cidrs):
                 self.service_cidrs = cidrs
             case Complete(source):
@@ -97,12 +101,17 @@ class Store:
 
     def slices(self, family: Family, name: ServiceName) -> Mapping[str, EndpointSlice] | None:
         """The slices of the Service *name* in *family*, by name."""
-        return self._families[family].by_service.get(name)
+        return self._families[family].slices.get(name)
+
+    def changed(self, family: Family) -> bool:
+        """Whether `take_changed` has anything to tell."""
+        return bool(self._families[family].changed)
 
     def take_changed(self, family: Family) -> set[ServiceName]:
         """The Services that may look different in *family* since the last call."""
         state = self._families[family]
-        changed, state.changed, state.pending = state.changed, set(), 0
+        changed, state.changed = state.changed, set()
+        state.pending_services = state.pending_slices = 0
         return changed
 
     def take_trigger_times(self, family: Family) -> list[float]:
@@ -114,13 +123,13 @@ class Store:
 
     @property
     def pending_endpoint_changes(self) -> int:
-        """Slices changed in all families since `take_changed`."""
-        return sum(state.pending for state in self._families.values())
+        """Changes of slices, in all families, since `take_changed`."""
+        return sum(state.pending_slices for state in self._families.values())
 
     @property
     def pending_service_changes(self) -> int:
-        """Services that changed, or whose endpoints did, since `take_changed`."""
-        return max((len(state.changed) for state in self._families.values()), default=0)
+        """Changes of Services since `take_changed`."""
+        return max((state.pending_services for state in self._families.values()), default=0)
 
     def _set_service(self, name: ServiceName, service: Service | None) -> None:
         self.counts.service_changes += len(self._families)
@@ -132,6 +141,7 @@ class Store:
             self.services[name] = service
         for state in self._families.values():
             state.changed.add(name)
+            state.pending_services += 1
 
     def _set_slice(self, piece: EndpointSlice) -> None:
         known = self._slices.get(piece.name)
@@ -145,9 +155,9 @@ class Store:
         if state is None:
             return
         self._slices[piece.name] = piece
-        state.by_service.setdefault(piece.service, {})[piece.name.name] = piece
+        state.slices.setdefault(piece.service, {})[piece.name.name] = piece
         state.changed.add(piece.service)
-        state.pending += 1
+        state.pending_slices += 1
         if piece.trigger_time is not None and piece.trigger_time > self._started:
             state.trigger_times.setdefault(piece.service, []).append(piece.trigger_time)
 
@@ -161,10 +171,10 @@ class Store:
         """Forget *piece*; the times that its Service collected would mislead now (as in kube-proxy)."""
         del self._slices[piece.name]
         state = self._families[piece.family]
-        of_service = state.by_service[piece.service]
+        of_service = state.slices[piece.service]
         del of_service[piece.name.name]
         if not of_service:
-            del state.by_service[piece.service]
+            del state.slices[piece.service]
         state.changed.add(piece.service)
-        state.pending += 1
+        state.pending_slices += 1
         state.trigger_times.pop(piece.service, None)

@@ -1,0 +1,105 @@
+"""What this node is like, from the configuration, its Node object and its interfaces."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from kproxy_core.model.address import Address, Cidr, Family, family_of, is_loopback
+from kproxy_core.model.node import LocalSource, NodeObject, NodeView
+from kproxy_core.plan.node_ports import (
+    Everywhere,
+    NodePortChoice,
+    PrimaryOnly,
+    WithinNetworks,
+    select_node_port_addresses,
+)
+
+log = logging.getLogger("kproxy.run")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings:
+    """What the operator decided about the node."""
+
+    name: str
+    local: LocalSource | tuple[Cidr, ...] | None = ()
+    """Where local traffic comes from: an interface for both families; networks, of which the first of
+    each family counts; None: the pod networks of the Node object."""
+    node_ports: tuple[Cidr, ...] | Literal["primary"] = ()
+    """Networks whose addresses serve node ports; (): all addresses; primary: the node's own."""
+    bind_address: Address | None = None
+    """Takes the place of the Node object's address of its family."""
+    guess_address: Callable[[Family], Address | None] | None = None
+    """The node's address while there is no Node object; None: it is unknown then."""
+    masquerade_all: bool = False
+    masquerade_bit: int = 14
+
+
+class NodeFacts:
+    """What is known about the node at the moment; `view` gives it to one family."""
+
+    def __init__(self, settings: NodeSettings, addresses: frozenset[Address]) -> None:
+        self.node: NodeObject | None = None
+        self.service_cidrs: tuple[Cidr, ...] = ()
+        self.addresses = addresses
+        """Of all interfaces."""
+        self._settings = settings
+        self._reported: dict[Family, str] = {}
+
+    def view(self, family: Family) -> NodeView:
+        """The node as *family* sees it now. A reason not to serve node ports is logged when it comes up."""
+        settings = self._settings
+        own = self._own_address(family)
+        node_ports = select_node_port_addresses(_choice(settings.node_ports, own), self.addresses, family)
+        self._report(family, node_ports.problem)
+        return NodeView(
+            family=family,
+            name=settings.name,
+            zone=self.node.zone if self.node else "",
+            local_source=self._local_source(family),
+            node_port_addresses=node_ports.addresses,
+            node_ports_anywhere=node_ports.anywhere,
+            node_ip=own,
+            service_cidrs=tuple(cidr for cidr in self.service_cidrs if cidr.family is family),
+            masquerade_all=settings.masquerade_all,
+            masquerade_bit=settings.masquerade_bit,
+        )
+
+    def node_port_addresses(self, view: NodeView) -> frozenset[Address]:
+        """Every address that serves node ports in *view*."""
+        if not view.node_ports_anywhere:
+            return frozenset(view.node_port_addresses)
+        return frozenset(a for a in self.addresses if family_of(a) is view.family and not is_loopback(a))
+
+    def _own_address(self, family: Family) -> Address | None:
+        bound = self._settings.bind_address
+        if bound is not None and family_of(bound) is family:
+            return bound
+        if self.node is not None:
+            return self.node.address(family)
+        guess = self._settings.guess_address
+        return guess(family) if guess is not None else None
+
+    def _local_source(self, family: Family) -> LocalSource | None:
+        local = self._settings.local
+        if isinstance(local, LocalSource):
+            return local
+        if local is None:
+            local = self.node.pod_cidrs if self.node else ()
+        found = next((cidr for cidr in local if cidr.family is family), None)
+        return LocalSource(cidr=found) if found is not None else None
+
+    def _report(self, family: Family, problem: str) -> None:
+        if self._reported.get(family, "") != problem:
+            self._reported[family] = problem
+            if problem:
+                log.warning("node ports are not served", extra={
+                    "fields": {"ip_family": family.label, "because": problem}
+                })
+
+
+def _choice(node_ports: tuple[Cidr, ...] | Literal["primary"], own: Address | None) -> NodePortChoice:
+    if node_ports == "primary":
+        return PrimaryOnly(() if own is None else (own,))
+    return WithinNetworks(node_ports) if node_ports else Everywhere()

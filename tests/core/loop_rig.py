@@ -1,0 +1,195 @@
+"""A loop that runs by hand: an injected clock, a backend that remembers what it was told, nothing else real."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import pluggy
+
+from kproxy_core.backend import hookspecs
+from kproxy_core.backend.api import Damage, Scope, SyncReport, Update
+from kproxy_core.backend.hookspecs import hookimpl
+from kproxy_core.model.address import Address, Family
+from kproxy_core.model.node import NodeView
+from kproxy_core.model.service import ServiceName, ServicePortKey
+from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_core.plan.stale_flows import StaleFlows
+from kproxy_core.run.family_sync import Shared
+from kproxy_core.run.flows import Cleaned
+from kproxy_core.run.health import ProxyHealth
+from kproxy_core.run.http import HttpServer
+from kproxy_core.run.loop import Loop
+from kproxy_core.run.metrics import Metrics
+from kproxy_core.run.node_facts import NodeFacts, NodeSettings
+from kproxy_core.run.pacing import Pacing
+from kproxy_core.run.service_health import LocalEndpoints, ServiceHealth
+from kproxy_core.sources.events import Complete, Event
+from kproxy_core.sources.store import Store
+
+V4, V6 = Family.IPV4, Family.IPV6
+WALL = 1_000_000.0
+"""Wall clock time, in seconds, when the clock shows 0."""
+
+
+class Clock:
+    """Shows what it is set to, in seconds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class RecordingBackend:
+    """Holds plans as a kernel would, and fails on demand.
+
+    `problems` are raised by the next syncs, one each; a sync takes `seconds`.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.held: dict[Family, dict[ServicePortKey, ServicePlan]] = {V4: {}, V6: {}}
+        self.nodes: dict[Family, NodeView] = {}
+        self.updates: list[Update] = []
+        self.problems: list[Exception | None] = []
+        self.damaged: Damage | None = None
+        self.seconds = 0.0
+        self._clock = clock
+
+    @hookimpl
+    def kproxy_sync(self, update: Update) -> SyncReport:
+        self._clock.now += self.seconds
+        problem = self.problems.pop(0) if self.problems else None
+        copy = Update(
+            update.family, update.scope, update.node, dict(update.changed), dict(update.plans),
+            update.node_changed,
+        )  # fmt: skip
+        self.updates.append(copy)
+        if problem is not None:
+            raise problem
+        held = self.held[update.family]
+        if update.scope is Scope.RESYNC:
+            held.clear()
+            held.update(update.plans)
+        for key, plan in update.changed.items():
+            if plan is None:
+                held.pop(key, None)
+            else:
+                held[key] = plan
+        self.nodes[update.family] = update.node
+        return SyncReport(operations=len(update.changed))
+
+    @hookimpl
+    def kproxy_watch(self, damaged: Damage) -> bool:
+        assert self.damaged is None, "watched twice"
+        self.damaged = damaged
+        return True
+
+    def take(self) -> list[Update]:
+        """The updates since the last call."""
+        taken, self.updates = self.updates, []
+        return taken
+
+
+class RecordingServiceHealth(ServiceHealth):
+    """Remembers instead of listening."""
+
+    def __init__(self) -> None:
+        super().__init__(HttpServer(), lambda: True)
+        self.placed: list[NodeView] = []
+        self.told: dict[ServiceName, LocalEndpoints] = {}
+
+    def place(self, node: NodeView) -> None:
+        self.placed.append(node)
+
+    def apply(self, changes: Mapping[ServiceName, LocalEndpoints | None]) -> None:
+        for name, told in changes.items():
+            self.told.pop(name, None)
+            if told is not None:
+                self.told[name] = told
+
+
+class RecordingCleaner:
+    """Remembers which flows were to be deleted, and says they are when asked to."""
+
+    def __init__(self) -> None:
+        self.under_way: list[tuple[Family, StaleFlows]] = []
+
+    def clean(self, family: Family, stale: StaleFlows) -> None:
+        self.under_way.append((family, stale))
+
+
+class Rig:
+    """A loop with everything around it."""
+
+    def __init__(
+        self,
+        *,
+        families: Sequence[Family] = (V4, V6),
+        min_interval: float = 0.0,
+        full_period: float = 3600.0,
+        settings: NodeSettings | None = None,
+        addresses: Iterable[Address] = (),
+        all_synced: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.clock = Clock()
+        self.backend = RecordingBackend(self.clock)
+        manager = pluggy.PluginManager(hookspecs.PROJECT)
+        manager.add_hookspecs(hookspecs)
+        manager.register(self.backend)
+        self.metrics = Metrics("test", "0")
+        self.health = ProxyHealth(
+            families, timeout=60.0, node_required=False,
+            wall_ns=lambda: int((WALL + self.clock()) * 1e9), monotonic=self.clock,
+        )  # fmt: skip
+        self.cleaner = RecordingCleaner()
+        self.service_health: list[RecordingServiceHealth] = []
+        self.store = Store(families, kinds=["test"], started=WALL)
+        shared = Shared(
+            hook=manager.hook, health=self.health, metrics=self.metrics, cleaner=self.cleaner,
+            clock=self.clock, wall=lambda: WALL + self.clock(),
+        )  # fmt: skip
+        facts = NodeFacts(settings or NodeSettings(name="node1"), frozenset(addresses))
+        self.loop = Loop(
+            families, self.store, facts, shared,
+            pacing=lambda: Pacing(min_interval=min_interval, retry_cap=30.0, full_period=full_period),
+            service_health=self._service_health, all_synced=all_synced,
+        )  # fmt: skip
+
+    def start(self, *events: Event) -> list[Update]:
+        """Deliver *events* and say that this was all there is; returns the first updates."""
+        return self.say(*events, Complete("test"))
+
+    def say(self, *events: Event) -> list[Update]:
+        """Deliver *events* in one batch and let the loop have a turn; returns the updates made."""
+        self.loop.emit(list(events))
+        return self.turn()
+
+    def turn(self) -> list[Update]:
+        """Let the loop do what is due."""
+        self.loop.turn()
+        return self.backend.take()
+
+    def settle(self, limit: int = 50) -> list[Update]:
+        """Go on, forward in time where need be, until nothing is due within a minute."""
+        updates = self.turn()
+        for _ in range(limit):
+            at = self.loop.next_wakeup()
+            if at is None or at > self.clock.now + 60:
+                return updates
+            self.clock.now = max(self.clock.now, at)
+            updates += self.turn()
+        raise AssertionError("the loop does not come to rest")
+
+    def flows_deleted(self, deleted: int | None = 0) -> None:
+        """All flows that are being deleted are gone now; None: they could not be deleted."""
+        under_way, self.cleaner.under_way = self.cleaner.under_way, []
+        for family, stale in under_way:
+            self.loop.cleaned(Cleaned(family, stale, deleted, 0.01))
+        self.loop.turn()
+
+    def value(self, sample: str) -> float:
+        """One sample of the metrics, by name and labels."""
+        return self.metrics.values()[sample]
+
+    def _service_health(self) -> RecordingServiceHealth:
+        self.service_health.append(RecordingServiceHealth())
+        return self.service_health[-1]

@@ -1,0 +1,397 @@
+"""The loop: what reaches the backend, when, and what follows."""
+
+import threading
+
+import pytest
+
+from kproxy_core.backend.api import Scope, Update
+from kproxy_core.backend.errors import SyncFailed, TrustLost, Unsupported
+from kproxy_core.model.endpoint import SliceName
+from kproxy_core.model.node import NodeObject
+from kproxy_core.run.node_facts import NodeSettings
+from kproxy_core.run.service_health import LocalEndpoints
+from kproxy_core.sources.events import (
+    BadObject,
+    Complete,
+    Event,
+    NodeSet,
+    ServiceCidrsSet,
+    ServiceGone,
+    ServiceSet,
+    SliceGone,
+    SliceSet,
+)
+from kproxy_core.testing.builders import (
+    addresses,
+    cidrs,
+    destinations,
+    endpoint,
+    endpoint_slice,
+    service,
+    service_name,
+)
+from tests.core.loop_rig import V4, WALL, Rig
+
+WEB = ServiceSet(service("web"))
+WEB_SLICE = SliceSet(endpoint_slice("web", "10.0.0.1"))
+
+
+def kinds(updates: list[Update]) -> list[tuple[str, str]]:
+    return [(update.family.label, update.scope.value) for update in updates]
+
+
+# The first sync
+
+
+def test_nothing_is_programmed_before_every_source_is_complete() -> None:
+    rig = Rig()
+    assert rig.say(WEB, WEB_SLICE) == []
+    assert rig.loop.next_wakeup() is None
+    first = rig.say(Complete("test"))
+    assert kinds(first) == [("IPv4", "full"), ("IPv6", "full")]
+    assert [plan.cluster for plan in first[0].plans.values()] == [destinations("10.0.0.1:8080")]
+    assert first[0].changed == first[0].plans
+    assert first[0].node_changed
+
+
+def test_a_node_without_ipv6_runs_ipv4_only() -> None:
+    rig = Rig(families=[V4])
+    assert kinds(rig.start(WEB, SliceSet(endpoint_slice("web", "fd00::1")))) == [("IPv4", "full")]
+
+
+def test_an_empty_cluster_is_synced_too() -> None:
+    rig = Rig()
+    assert kinds(rig.start()) == [("IPv4", "full"), ("IPv6", "full")]
+    assert rig.health.healthy()
+
+
+def test_watching_begins_once_after_the_first_success() -> None:
+    rig = Rig()
+    rig.backend.problems = [SyncFailed("no"), SyncFailed("no")]
+    rig.start()
+    assert rig.backend.damaged is None
+    rig.settle()
+    assert rig.backend.damaged is not None
+
+
+def test_it_is_told_once_that_every_family_has_synced() -> None:
+    told: list[str] = []
+    rig = Rig(all_synced=lambda: told.append("synced"))
+    rig.backend.problems = [None, SyncFailed("no")]
+    rig.start()
+    assert told == []
+    rig.settle()
+    rig.say(WEB)
+    assert told == ["synced"]
+
+
+# One change
+
+
+def test_a_change_is_handed_over_by_itself_in_its_family() -> None:
+    rig = Rig()
+    rig.start(WEB, WEB_SLICE, ServiceSet(service("other", ip="10.96.0.2")))
+    (update,) = rig.say(SliceSet(endpoint_slice("web", "10.0.0.1", "10.0.0.2")))
+    assert kinds([update]) == [("IPv4", "partial")]
+    (plan,) = update.changed.values()
+    assert plan is not None
+    assert plan.cluster == destinations("10.0.0.1:8080 10.0.0.2:8080")
+    assert len(update.plans) == 2
+    assert not update.node_changed
+
+
+def test_a_port_and_a_service_that_go_are_told_as_gone() -> None:
+    rig = Rig(families=[V4])
+    rig.start(ServiceSet(service("web", "a:80", "b:81")))
+    (update,) = rig.say(ServiceSet(service("web", "a:80")))
+    assert [(key.port_name, plan) for key, plan in update.changed.items()] == [("b", None)]
+    (update,) = rig.say(ServiceGone(service_name("web")))
+    assert [(key.port_name, plan) for key, plan in update.changed.items()] == [("a", None)]
+    assert update.plans == {}
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [WEB],
+        [SliceSet(endpoint_slice("web", "10.0.0.1", trigger_time=WALL + 1))],
+        [SliceSet(endpoint_slice("web", "10.0.0.2")), WEB_SLICE],
+        [SliceSet(endpoint_slice("web", endpoint("10.0.0.1", node="elsewhere")))],
+        [SliceSet(endpoint_slice("nobody", "10.0.0.1", name="stray"))],
+        [ServiceGone(service_name("web")), WEB],
+    ],
+    ids=["same service", "same slice", "there and back", "irrelevant", "stray slice", "gone and back"],
+)
+def test_what_makes_no_difference_never_reaches_the_backend(events: list[Event]) -> None:
+    rig = Rig()
+    rig.start(WEB, WEB_SLICE)
+    assert rig.say(*events) == []
+    assert rig.health.healthy()
+
+
+def test_a_burst_waits_for_the_minimum_interval_and_becomes_one_update() -> None:
+    rig = Rig(families=[V4], min_interval=1.0)
+    rig.start(WEB, WEB_SLICE)
+    rig.clock.now = 10.0
+    for last in range(2, 9):
+        rig.say(SliceSet(endpoint_slice("web", f"10.0.0.{last}")))
+    rig.backend.take()
+    assert rig.say(SliceSet(endpoint_slice("web", "10.0.0.99"))) == []
+    at = rig.loop.next_wakeup()
+    assert at == 11.0
+    rig.clock.now = at
+    (update,) = rig.turn()
+    assert [plan.cluster for plan in update.changed.values() if plan] == [destinations("10.0.0.99:8080")]
+
+
+def test_an_older_service_that_comes_later_takes_its_frontend_from_the_younger() -> None:
+    rig = Rig(families=[V4])
+    rig.start(ServiceSet(service("young", created="2026-01-02T00:00:00Z")))
+    (update,) = rig.say(ServiceSet(service("old", created="2026-01-01T00:00:00Z")))
+    assert {key.name: plan and plan.cluster_ip for key, plan in update.changed.items()} == {
+        "old": addresses("10.96.0.1")[0],
+        "young": None,
+    }
+    (update,) = rig.say(ServiceGone(service_name("old")))
+    assert {key.name: bool(plan and plan.cluster_ip) for key, plan in update.changed.items()} == {
+        "old": False,
+        "young": True,
+    }
+
+
+def test_everything_is_synced_again_after_the_period() -> None:
+    rig = Rig(families=[V4], full_period=3600.0)
+    rig.start(WEB, WEB_SLICE)
+    assert rig.loop.next_wakeup() == 3600.0
+    rig.clock.now = 3600.0
+    (update,) = rig.turn()
+    assert (update.scope, update.changed, len(update.plans)) == (Scope.RESYNC, {}, 1)
+
+
+# The node
+
+
+def test_a_new_zone_plans_every_service_anew() -> None:
+    rig = Rig(families=[V4])
+    hinted = endpoint_slice("web", endpoint("10.0.0.1", zones="a"), endpoint("10.0.0.2", zones="b"))
+    rig.start(WEB, SliceSet(hinted), NodeSet(NodeObject("node1", zone="a")))
+    (update,) = rig.say(NodeSet(NodeObject("node1", zone="b")))
+    assert update.node_changed
+    assert update.node.zone == "b"
+    assert [plan.cluster for plan in update.changed.values() if plan] == [destinations("10.0.0.2:8080")]
+
+
+def test_service_cidrs_and_interface_addresses_reach_the_backend_with_the_node() -> None:
+    settings = NodeSettings(name="node1", node_ports=cidrs("192.0.2.0/24"))
+    rig = Rig(settings=settings, addresses=addresses("192.0.2.1 10.1.1.1"))
+    rig.start(WEB)
+    updates = rig.say(ServiceCidrsSet(cidrs("10.96.0.0/12 fd00::/108")))
+    assert [u.node.service_cidrs for u in updates] == [cidrs("10.96.0.0/12"), cidrs("fd00::/108")]
+    assert [(u.node_changed, u.changed) for u in updates] == [(True, {}), (True, {})]
+    rig.loop.addresses_are(frozenset(addresses("192.0.2.1 192.0.2.2")))
+    (update,) = rig.turn()
+    assert update.node.node_port_addresses == addresses("192.0.2.1 192.0.2.2")
+    rig.loop.addresses_are(frozenset(addresses("192.0.2.1 192.0.2.2 10.1.1.2")))
+    assert rig.turn() == [], "no address that serves node ports"
+
+
+# Failures
+
+
+def test_a_failed_update_is_tried_again_with_all_that_came_meanwhile() -> None:
+    rig = Rig(families=[V4])
+    rig.start(WEB, WEB_SLICE)
+    rig.backend.problems = [SyncFailed("EBUSY")]
+    rig.say(SliceSet(endpoint_slice("web", "10.0.0.2")))
+    assert rig.say(ServiceSet(service("other", ip="10.96.0.2"))) == [], "not before the delay is over"
+    (update,) = rig.settle()
+    assert sorted(key.name for key in update.changed) == ["other", "web"]
+    assert rig.backend.held[V4] == update.plans
+
+
+def test_the_delay_grows_and_nothing_the_backend_remembers_is_believed_any_more() -> None:
+    rig = Rig(families=[V4])
+    rig.start(WEB)
+    rig.backend.problems = [SyncFailed("EBUSY")] * 4
+    updates = rig.say(WEB_SLICE)
+    times = []
+    while rig.backend.problems:
+        at = rig.loop.next_wakeup()
+        assert at is not None
+        times.append(at - rig.clock.now)
+        rig.clock.now = at
+        updates += rig.turn()
+    assert times == pytest.approx([0.1, 0.2, 0.4])
+    assert [u.scope for u in updates] == [Scope.CHANGED, Scope.CHANGED, Scope.RESYNC, Scope.RESYNC]
+
+
+def test_one_family_that_fails_leaves_the_other_alone() -> None:
+    rig = Rig()
+    rig.backend.problems = [SyncFailed("no IPv4 today"), None]
+    assert kinds(rig.start(WEB)) == [("IPv4", "full"), ("IPv6", "full")]
+    rig.backend.problems = []
+    assert kinds(rig.say(SliceSet(endpoint_slice("web", "fd00::1")))) == [], "no IPv6 ClusterIP"
+    six = ServiceSet(service("six", ip="fd00:96::1"))
+    assert kinds(rig.say(six)) == [("IPv6", "partial")]
+    rig.clock.now += 1.0
+    assert kinds(rig.turn()) == [("IPv4", "full")]
+    assert rig.health.healthy()
+
+
+@pytest.mark.parametrize("problem", [TrustLost("ENOENT"), KeyError("a bug")], ids=["trust lost", "a bug"])
+def test_lost_trust_is_followed_by_a_full_update_at_once(problem: Exception) -> None:
+    rig = Rig(families=[V4])
+    rig.start(WEB)
+    rig.clock.now = 1.0
+    rig.backend.problems = [problem]
+    assert kinds(rig.say(WEB_SLICE)) == [("IPv4", "partial")]
+    (update,) = rig.turn()
+    assert (update.scope, len(update.changed)) == (Scope.RESYNC, 1)
+
+
+def test_a_backend_that_can_not_work_here_ends_the_loop() -> None:
+    rig = Rig(families=[V4])
+    rig.backend.problems = [Unsupported("no such kernel feature")]
+    with pytest.raises(Unsupported, match="no such kernel feature"):
+        rig.start(WEB)
+
+
+# Damage
+
+
+def test_damage_is_repaired_at_once_whatever_the_minimum_interval() -> None:
+    rig = Rig(min_interval=10.0)
+    rig.start(WEB, WEB_SLICE)
+    rig.clock.now = 0.5
+    assert rig.backend.damaged is not None
+    rig.backend.damaged(V4, "table ip kproxy was deleted")
+    assert kinds(rig.turn()) == [("IPv4", "full")]
+    assert rig.value('kproxy_foreign_changes_total{ip_family="IPv4"}') == 1
+
+
+def test_who_damages_all_the_time_gets_a_fifth_of_the_time_at_most() -> None:
+    rig = Rig(families=[V4])
+    rig.start(WEB)
+    rig.backend.seconds = 0.3
+    rig.clock.now = 100.0
+    assert rig.backend.damaged is not None
+    while rig.clock.now < 200.0:
+        rig.backend.damaged(V4, "flushed")
+        rig.loop.turn()
+        rig.clock.now += 0.01
+    assert 50 <= len(rig.backend.take()) <= 68
+
+
+def test_damage_during_a_repair_is_repaired_after_it() -> None:
+    rig = Rig(families=[V4])
+    rig.start(WEB)
+    rig.clock.now = 1.0
+    assert rig.backend.damaged is not None
+    rig.backend.damaged(V4, "flushed")
+    rig.backend.damaged(V4, "flushed again")
+    assert len(rig.turn()) == 1
+    rig.backend.damaged(V4, "and again")
+    assert rig.turn() == []
+    assert kinds(rig.settle()) == [("IPv4", "full")]
+
+
+# The readers
+
+
+def test_health_check_node_ports_follow_the_acknowledgement() -> None:
+    rig = Rig(families=[V4])
+    lb = service("lb", "a:80@30000", "b:81@30001", external_local=True, health_check_node_port=32000)
+    here = endpoint_slice(
+        "lb", endpoint("10.0.0.1", "node1"), endpoint("10.0.0.2", "node1"), endpoint("10.0.0.3", "node2"),
+        ports=["a:8080", "b:8081"],
+    )  # fmt: skip
+    rig.start(ServiceSet(lb), SliceSet(here))
+    (health,) = rig.service_health
+    name = service_name("lb")
+    assert health.told == {name: LocalEndpoints(32000, 2)}
+    rig.backend.problems = [SyncFailed("not yet")]
+    rig.say(SliceGone(SliceName("default", "lb-1")))
+    assert health.told == {name: LocalEndpoints(32000, 2)}
+    rig.settle()
+    assert health.told == {name: LocalEndpoints(32000, 0)}
+    rig.say(ServiceGone(name))
+    assert health.told == {}
+
+
+def test_stale_flows_of_a_changed_udp_port_are_deleted_once() -> None:
+    rig = Rig(families=[V4])
+    dns = ServiceSet(service("dns", "53/UDP"))
+    rig.start(WEB, dns, SliceSet(endpoint_slice("dns", "10.0.0.1", "10.0.0.2", ports=["53/UDP"])))
+    rig.flows_deleted()
+    rig.say(WEB_SLICE)
+    assert rig.cleaner.under_way == []
+    rig.say(SliceSet(endpoint_slice("dns", "10.0.0.1", ports=["53/UDP"])))
+    ((family, stale),) = rig.cleaner.under_way
+    assert family is V4
+    vip = (addresses("10.96.0.1")[0], 53)
+    assert stale.is_stale(vip, destinations("10.0.0.2:53")[0])
+    assert not stale.is_stale(vip, destinations("10.0.0.1:53")[0])
+
+
+def test_flows_that_could_not_be_deleted_are_due_again_after_the_next_sync() -> None:
+    rig = Rig(families=[V4])
+    rig.start(ServiceSet(service("dns", "53/UDP")))
+    rig.flows_deleted(None)
+    rig.say(ServiceSet(service("web", ip="10.96.0.2")))
+    assert len(rig.cleaner.under_way) == 1
+
+
+def test_a_change_of_serving_endpoints_counts_even_if_the_plan_stays_the_same() -> None:
+    rig = Rig(families=[V4])
+    dns = ServiceSet(service("dns", "53/UDP"))
+    ready, gone = endpoint("10.0.0.1"), endpoint("10.0.0.2", ready=False, serving=True, terminating=True)
+    rig.start(dns, SliceSet(endpoint_slice("dns", ready, gone, ports=["53/UDP"])))
+    rig.flows_deleted()
+    assert rig.say(SliceSet(endpoint_slice("dns", ready, ports=["53/UDP"]))) == []
+    assert len(rig.cleaner.under_way) == 1
+
+
+def test_metrics_tell_what_happened() -> None:
+    rig = Rig(families=[V4])
+    local = service("local", internal_local=True)
+    rig.start(ServiceSet(local), SliceSet(endpoint_slice("local", "10.0.0.1")))
+    gauge = 'kubeproxy_sync_proxy_rules_no_local_endpoints_total{ip_family="IPv4",traffic_policy="internal"}'
+    assert rig.value(gauge) == 1
+    rig.clock.now = 5.0
+    rig.say(SliceSet(endpoint_slice("local", endpoint("10.0.0.1", "node1"), trigger_time=WALL + 3)))
+    assert rig.value(gauge) == 0
+    assert rig.value('kubeproxy_network_programming_duration_seconds_sum{ip_family="IPv4"}') == 2.0
+    assert rig.value("kubeproxy_sync_proxy_rules_service_changes_total") == 1
+    assert rig.value("kubeproxy_sync_proxy_rules_endpoint_changes_total") == 2
+    assert rig.value("kubeproxy_sync_proxy_rules_endpoint_changes_pending") == 0
+
+
+def test_a_bad_object_is_logged_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(families=[V4])
+    first = rig.start(BadObject("Service", "a/b", "spec.ports[0].port", "0 is not a port"), WEB)
+    assert len(first[0].plans) == 1
+    assert "Service a/b: spec.ports[0].port: 0 is not a port" in caplog.text
+
+
+def test_a_conflict_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(families=[V4])
+    rig.start(WEB, ServiceSet(service("other")))
+    rig.say(WEB_SLICE)
+    assert [r.message for r in caplog.records].count("a frontend is wanted twice") == 1
+
+
+# Threads
+
+
+def test_it_hears_of_events_while_it_sleeps_and_stops_when_told_to() -> None:
+    synced = threading.Event()
+    rig = Rig(families=[V4], all_synced=synced.set)
+    thread = threading.Thread(target=rig.loop.run)
+    thread.start()
+    rig.loop.emit([WEB])
+    rig.loop.emit([Complete("test")])
+    assert synced.wait(10)
+    rig.loop.stop()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert [len(update.plans) for update in rig.backend.take()] == [1]

@@ -1,0 +1,212 @@
+"""Events fold into a state that does not depend on how they came."""
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kproxy_core.model.address import Family
+from kproxy_core.model.endpoint import EndpointSlice, SliceName
+from kproxy_core.model.node import NodeObject
+from kproxy_core.model.service import ServiceName
+from kproxy_core.sources.events import (
+    BadObject,
+    Complete,
+    Event,
+    NodeGone,
+    NodeSet,
+    ServiceCidrsSet,
+    ServiceGone,
+    ServiceSet,
+    SliceGone,
+    SliceSet,
+)
+from kproxy_core.sources.store import Store
+from kproxy_core.testing.builders import cidrs, endpoint_slice, service, service_name
+
+V4, V6 = Family.IPV4, Family.IPV6
+WEB, OTHER = service_name("web"), service_name("other")
+STARTED = 1000.0
+
+
+def store_with(*events: Event, families: Sequence[Family] = (V4, V6)) -> Store:
+    store = Store(families, kinds=("services", "slices"), started=STARTED)
+    for event in events:
+        store.fold(event)
+    return store
+
+
+def settled(*events: Event) -> Store:
+    """A store whose changes up to now were taken."""
+    store = store_with(*events)
+    for family in (V4, V6):
+        store.take_changed(family)
+    return store
+
+
+def changed(store: Store) -> dict[Family, set[ServiceName]]:
+    return {family: store.take_changed(family) for family in (V4, V6)}
+
+
+def test_it_is_complete_once_every_source_is() -> None:
+    store = store_with(Complete("slices"), Complete("somebody else's"))
+    assert (store.complete, store.missing) == (False, {"services"})
+    store.fold(Complete("services"))
+    assert store.complete
+
+
+def test_a_service_changes_both_families_and_a_slice_its_own() -> None:
+    assert changed(store_with(ServiceSet(service("web")))) == {V4: {WEB}, V6: {WEB}}
+    assert changed(store_with(SliceSet(endpoint_slice("web", "10.0.0.1")))) == {V4: {WEB}, V6: set()}
+    assert changed(store_with(SliceSet(endpoint_slice("web", "fd00::1")))) == {V4: set(), V6: {WEB}}
+
+
+def test_changes_are_told_once() -> None:
+    store = settled(ServiceSet(service("web")))
+    assert changed(store) == {V4: set(), V6: set()}
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        ServiceSet(service("web")),
+        SliceSet(endpoint_slice("web", "10.0.0.1", trigger_time=2000.0)),
+        ServiceGone(OTHER),
+        SliceGone(SliceName("default", "other-1")),
+    ],
+    ids=lambda event: type(event).__name__,
+)
+def test_what_is_already_so_changes_nothing(again: Event) -> None:
+    store = settled(ServiceSet(service("web")), SliceSet(endpoint_slice("web", "10.0.0.1")))
+    store.fold(again)
+    assert changed(store) == {V4: set(), V6: set()}
+
+
+def test_a_slice_that_moves_to_another_service_changes_both() -> None:
+    store = settled(SliceSet(endpoint_slice("web", "10.0.0.1", name="s")))
+    store.fold(SliceSet(endpoint_slice("other", "10.0.0.1", name="s")))
+    assert changed(store)[V4] == {WEB, OTHER}
+    assert not store.slices(V4, WEB)
+    assert list(store.slices(V4, OTHER) or ()) == ["s"]
+
+
+def test_a_slice_that_changes_its_family_changes_both() -> None:
+    store = settled(SliceSet(endpoint_slice("web", "10.0.0.1", name="s")))
+    store.fold(SliceSet(endpoint_slice("web", "fd00::1", name="s")))
+    assert changed(store) == {V4: {WEB}, V6: {WEB}}
+    assert (store.slices(V4, WEB), list(store.slices(V6, WEB) or ())) == (None, ["s"])
+
+
+def test_slices_of_a_family_that_the_node_lacks_are_not_kept() -> None:
+    store = store_with(
+        SliceSet(endpoint_slice("web", "10.0.0.1", name="s")),
+        SliceSet(endpoint_slice("web", "fd00::1", name="t")),
+        SliceSet(endpoint_slice("web", "fd00::1", name="s")),
+        SliceGone(SliceName("default", "t")),
+        families=[V4],
+    )
+    assert store.slices(V4, WEB) is None
+    assert store.take_changed(V4) == {WEB}
+
+
+def test_the_node_object_outlives_its_deletion() -> None:
+    node = NodeObject("node1", zone="a")
+    store = store_with(NodeSet(node), NodeGone())
+    assert store.node == node
+
+
+def test_service_cidrs_replace_each_other() -> None:
+    store = store_with(ServiceCidrsSet(cidrs("10.96.0.0/12")), ServiceCidrsSet(cidrs("10.96.0.0/16")))
+    assert store.service_cidrs == cidrs("10.96.0.0/16")
+
+
+def test_trigger_times_since_the_start_are_handed_over_once() -> None:
+    store = store_with(
+        SliceSet(endpoint_slice("web", "10.0.0.1", name="s", trigger_time=999.0)),
+        SliceSet(endpoint_slice("web", "10.0.0.2", name="s", trigger_time=1001.0)),
+        SliceSet(endpoint_slice("web", "10.0.0.3", name="s", trigger_time=1002.0)),
+        SliceSet(endpoint_slice("other", "10.0.0.3", name="t", trigger_time=1003.0)),
+    )
+    assert sorted(store.take_trigger_times(V4)) == [1001.0, 1002.0, 1003.0]
+    assert store.take_trigger_times(V4) == []
+
+
+def test_a_slice_that_goes_takes_the_trigger_times_of_its_service_along() -> None:
+    store = store_with(
+        SliceSet(endpoint_slice("web", "10.0.0.1", name="s", trigger_time=1001.0)),
+        SliceSet(endpoint_slice("web", "10.0.0.2", name="t")),
+        SliceGone(SliceName("default", "t")),
+    )
+    assert store.take_trigger_times(V4) == []
+
+
+def test_events_are_counted_as_kube_proxy_counts_them() -> None:
+    same = SliceSet(endpoint_slice("web", "10.0.0.1"))
+    store = store_with(ServiceSet(service("web")), same, same, BadObject("Service", "a/b", "", "bad"))
+    assert store.counts.service_changes == 2, "one for each family"
+    assert store.counts.endpoint_changes == 2, "whether or not it changed something"
+    assert store.counts.bad_objects == 1
+    assert (store.pending_service_changes, store.pending_endpoint_changes) == (1, 1)
+    changed(store)
+    assert (store.pending_service_changes, store.pending_endpoint_changes) == (0, 0)
+
+
+Snapshot = tuple[Mapping[ServiceName, object], list[Mapping[str, EndpointSlice] | None]]
+NAMES = [WEB, OTHER]
+
+
+def snapshot(store: Store) -> Snapshot:
+    return dict(store.services), [store.slices(family, name) for family in (V4, V6) for name in NAMES]
+
+
+events = st.one_of(
+    st.builds(lambda n, a: ServiceSet(service(n, affinity=a)), st.sampled_from(["web", "other"]),
+              st.integers(0, 1)),
+    st.builds(ServiceGone, st.sampled_from(NAMES)),
+    st.builds(
+        lambda n, s, a: SliceSet(endpoint_slice(n, a, name=s)),
+        st.sampled_from(["web", "other"]), st.sampled_from("st"),
+        st.sampled_from(["10.0.0.1", "10.0.0.2", "fd00::1"]),
+    ),
+    st.builds(lambda s: SliceGone(SliceName("default", s)), st.sampled_from("st")),
+)  # fmt: skip
+
+
+def identity(event: Event) -> object:
+    match event:
+        case ServiceSet(found):
+            return found.name
+        case ServiceGone(name):
+            return name
+        case SliceSet(piece):
+            return piece.name
+        case SliceGone(slice_name):
+            return slice_name
+    raise AssertionError(event)
+
+
+@given(st.lists(events, max_size=20), st.randoms(use_true_random=False))
+def test_only_the_last_event_for_each_object_counts(history: list[Event], random: object) -> None:
+    last = list({identity(event): event for event in history}.values())
+    random.shuffle(last)  # type: ignore[attr-defined]
+    assert snapshot(store_with(*history)) == snapshot(store_with(*last))
+
+
+@given(st.lists(events, max_size=20))
+def test_whatever_looks_different_was_named(history: list[Event]) -> None:
+    store = store_with()
+    before = snapshot(store)
+    for event in history:
+        store.fold(event)
+        after = snapshot(store)
+        named = changed(store)
+        for name in NAMES:
+            if before[0].get(name) != after[0].get(name):
+                assert name in named[V4]
+                assert name in named[V6]
+        for (family, name), old, new in zip(
+            [(family, name) for family in (V4, V6) for name in NAMES], before[1], after[1], strict=True
+        ):
+            assert old == new or name in named[family]
+        before = (after[0], [dict(s) if s is not None else None for s in after[1]])
