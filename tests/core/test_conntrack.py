@@ -1,0 +1,352 @@
+"""Stale UDP flows are deleted from the kernel's table, and nothing else is: with real packets."""
+
+import contextlib
+import re
+import select
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kproxy_core.host import conntrack
+from kproxy_core.host.conntrack import delete_stale_udp
+from kproxy_core.model.address import Family, Protocol, parse_address
+from kproxy_core.model.service import Service, ServicePortKey
+from kproxy_core.plan.service_plan import plan_service, serving_destinations
+from kproxy_core.plan.stale_flows import Socket, StaleFlows, StaleFlowTracker
+from kproxy_core.testing.builders import endpoint_slice, node_view, service
+from tests.core.namespaces import Namespace, namespace
+
+
+class Places(NamedTuple):
+    """Addresses of one family. Everything but the VIPs and `elsewhere` is an address of the namespace."""
+
+    client: str
+    a: str
+    b: str
+    vip: str
+    external: str
+    node: str
+    other_node: str
+    elsewhere: str
+
+
+PLACES = {
+    Family.IPV4: Places("10.0.0.1", "10.244.0.1", "10.244.0.2", "10.96.0.1", "192.0.2.1", "172.18.0.2",
+                        "172.19.0.2", "198.51.100.1"),
+    Family.IPV6: Places("fd00::1", "fd00:244::1", "fd00:244::2", "fd00:96::1", "2001:db8::1", "fd00:18::2",
+                        "fd00:19::2", "2001:db8:100::1"),
+}
+ECHO = {
+    Family.IPV4: ("icmp", socket.IPPROTO_ICMP, bytes.fromhex("0800 f7fe 0000 0001")),
+    Family.IPV6: ("icmpv6", socket.IPPROTO_ICMPV6, bytes.fromhex("8000 0000 0000 0001")),
+}
+CHECKOUT = Path(__file__).parents[2]
+NAT = {Family.IPV4: "ip", Family.IPV6: "ip6"}
+
+
+class Lab:
+    """A node with two UDP servers, translation rules and clients, all in one namespace."""
+
+    def __init__(self, family: Family, inside: Namespace, cleanup: contextlib.ExitStack) -> None:
+        self.family = family
+        self.at = PLACES[family]
+        self.inside = inside
+        self.tracker = StaleFlowTracker()
+        self._number = socket.AF_INET if family is Family.IPV4 else socket.AF_INET6
+        self._cleanup = cleanup
+        at = self.at
+        option = "-6" if family is Family.IPV6 else "-4"
+        inside.ip("link add out type veth peer name nobody", "link set nobody up", "link set out up")
+        inside.ip(*(
+            f"addr add {address}/{family.bits} dev lo"
+            for address in (at.client, at.a, at.b, at.node, at.other_node)
+        ))
+        inside.run("ip", option, "route", "add", "default", "dev", "out")
+        self.servers = {
+            self.bound(socket.SOCK_DGRAM, address, 9053): name for name, address in (("a", at.a), ("b", at.b))
+        }
+        self.nat({})
+
+    def bound(self, kind: int, address: str, port: int = 0) -> socket.socket:
+        """A bound socket, closed with the lab."""
+        sock = self.inside.inside(lambda: self.open(kind))
+        self._cleanup.callback(sock.close)
+        sock.bind((address, port))
+        return sock
+
+    def open(self, kind: int = socket.SOCK_DGRAM, protocol: int = 0) -> socket.socket:
+        return socket.socket(self._number, kind, protocol)
+
+    def client(self, to: str, port: int) -> socket.socket:
+        """A UDP client that only talks to one address."""
+        sock = self.bound(socket.SOCK_DGRAM, self.at.client)
+        sock.connect((to, port))
+        return sock
+
+    def nat(self, rules: dict[tuple[str, int], str], *, zone: str = "") -> None:
+        """Translate new connections to these addresses and ports to port 9053 of others."""
+        word = NAT[self.family]
+        lines = [zone and f"add rule {word} lab zones {zone}"]
+        for (to, port), where in rules.items():
+            target = f"[{where}]:9053" if self.family is Family.IPV6 else f"{where}:9053"
+            match = f"{word} daddr {to} meta l4proto {{ tcp, udp }} th dport {port}"
+            lines.append(f"add rule {word} lab nat {match} dnat to {target}")
+        self.inside.nft("\n".join([
+            f"add table {word} lab",
+            f"add chain {word} lab zones {{ type filter hook output priority -300; }}",
+            f"add chain {word} lab nat {{ type nat hook output priority -100; }}",
+            f"flush table {word} lab",
+            # Without a rule that needs it, the kernel tracks nothing.
+            f"add rule {word} lab nat ct state new counter",
+            *lines,
+            "",
+        ]))
+
+    def answer(self, client: socket.socket) -> str:
+        """Which server gets the next packet of *client*, and answers; "" if none does."""
+        client.send(b"?")
+        for server in select.select(list(self.servers), [], [], 0.2)[0]:
+            _, sender = server.recvfrom(64)
+            server.sendto(self.servers[server].encode(), sender)
+            client.settimeout(5)
+            return client.recv(64).decode()
+        return ""
+
+    def proxy(self, wanted: Service | None, *endpoints: str, name: str = "dns") -> int:
+        """The kernel now has *wanted* with these endpoints; None: it is gone. Returns what was deleted."""
+        return self.delete(self.decide(wanted, *endpoints, name=name))
+
+    def decide(self, wanted: Service | None, *endpoints: str, name: str = "dns") -> StaleFlows:
+        if wanted is None:
+            self.tracker.put(ServicePortKey("default", name, "", Protocol.UDP), None, frozenset())
+        else:
+            slices = {"": endpoint_slice(name, *endpoints, ports=["9053/UDP"], family=self.family)}
+            for plan in plan_service(wanted, slices, node_view(family=self.family)):
+                self.tracker.put(plan.key, plan, serving_destinations(wanted.ports[0], slices))
+        return self.take()
+
+    def take(self) -> StaleFlows:
+        return self.tracker.take(frozenset([parse_address(self.at.node)]))
+
+    def delete(self, stale: StaleFlows) -> int:
+        return self.inside.inside(lambda: delete_stale_udp(self.family, stale))
+
+    def dns(self, port: str = "53/UDP", *, external: bool = False) -> Service:
+        return service("dns", port, ip=self.at.vip, external_ips=self.at.external if external else "")
+
+    def flows(self, protocol: str = "udp") -> set[str]:
+        """What conntrack(8) lists, cut down to what does not change by itself."""
+        family = self.family.label.lower()
+        listed = self.inside.run("conntrack", "-L", "-f", family, "-p", protocol, "-o", "id")
+        return {
+            " ".join(re.findall(r"(?:src|dst|sport|dport|id|zone[a-z-]*)=\S+", line))
+            for line in listed.splitlines()
+        }
+
+
+@pytest.fixture(params=Family, ids=lambda family: family.label)
+def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
+    with namespace() as inside, contextlib.ExitStack() as cleanup:
+        yield Lab(request.param, inside, cleanup)
+
+
+def test_a_client_that_never_pauses_moves_on_when_its_endpoint_leaves(lab: Lab) -> None:
+    at = lab.at
+    lab.nat({(at.vip, 53): at.a})
+    leaving = lab.client(at.vip, 53)
+    assert lab.answer(leaving) == "a"
+    lab.nat({(at.vip, 53): at.b})
+    staying = lab.client(at.vip, 53)
+    assert lab.answer(staying) == "b"
+    assert lab.proxy(lab.dns(), at.a, at.b) == 0
+    assert lab.answer(leaving) == "a"
+    before = lab.flows()
+    assert lab.proxy(lab.dns(), at.b) == 1
+    assert len(before - lab.flows()) == 1
+    assert lab.answer(leaving) == "b"
+    assert lab.answer(staying) == "b"
+    assert lab.proxy(lab.dns(), at.b) == 0
+
+
+def test_other_flows_stay(lab: Lab) -> None:
+    """TCP to the same VIP and port, other ports, untranslated flows and those of others."""
+    at = lab.at
+    lab.nat({(at.vip, 53): at.a, (at.vip, 54): at.a, (at.elsewhere, 53): at.a, (at.elsewhere, 99): at.b})
+    for to, port in ((at.vip, 54), (at.elsewhere, 53), (at.elsewhere, 99)):
+        assert lab.answer(lab.client(to, port))
+    assert lab.answer(lab.client(at.external, 53)) == ""
+    listener = lab.bound(socket.SOCK_STREAM, at.a, 9053)
+    listener.listen()
+    connection = lab.bound(socket.SOCK_STREAM, at.client)
+    connection.connect((at.vip, 53))
+    others, tcp = lab.flows(), lab.flows("tcp")
+    assert len(others) == 4
+    assert len(tcp) == 1
+    assert lab.answer(lab.client(at.vip, 53)) == "a"
+    assert lab.proxy(lab.dns(), at.b) == 1
+    assert lab.flows() == others
+    assert lab.flows("tcp") == tcp
+
+
+def test_a_flow_older_than_its_service_is_picked_up(lab: Lab) -> None:
+    at = lab.at
+    older = lab.client(at.external, 53)
+    assert lab.answer(older) == ""
+    lab.nat({(at.external, 53): at.b})
+    assert lab.proxy(lab.dns(external=True)) == 0
+    assert lab.answer(older) == ""
+    assert lab.proxy(lab.dns(external=True), at.b) == 1
+    assert lab.answer(older) == "b"
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["without endpoints", "deleted"])
+def test_flows_do_not_outlive_the_last_endpoint(lab: Lab, gone: bool) -> None:
+    at = lab.at
+    lab.nat({(at.vip, 53): at.a})
+    client = lab.client(at.vip, 53)
+    assert lab.answer(client) == "a"
+    assert lab.proxy(lab.dns(), at.a) == 0
+    lab.nat({})
+    assert lab.answer(client) == "a"
+    assert lab.proxy(None if gone else lab.dns()) == 1
+    assert lab.answer(client) == ""
+
+
+def test_node_port_flows_to_addresses_that_serve_none_stay(lab: Lab) -> None:
+    at = lab.at
+    here, other, elsewhere = ((address, 30053) for address in (at.node, at.other_node, at.elsewhere))
+    lab.nat({here: at.a, other: at.a, elsewhere: at.a})
+    assert [lab.answer(lab.client(*to)) for to in (here, other, elsewhere)] == ["a", "a", "a"]
+    assert lab.proxy(lab.dns("53/UDP@30053"), at.b) == 1
+    left = " ".join(lab.flows())
+    assert f"dst={at.node} " not in left
+    assert left.count("dport=30053") == 2
+
+
+@pytest.mark.parametrize("zone", ["ct zone set 7", "ct original zone set 7"])
+def test_flows_in_zones_are_deleted_in_their_zone(lab: Lab, zone: str) -> None:
+    at = lab.at
+    rules = {(at.vip, 53): at.a}
+    lab.nat(rules)
+    clients = [lab.client(at.vip, 53)]
+    assert lab.answer(clients[0]) == "a"
+    lab.nat(rules, zone=zone)
+    clients[0].send(b"now in the zone too")
+    assert len(lab.flows()) == 2
+    assert lab.proxy(lab.dns(), at.b) == 2
+    assert lab.flows() == set()
+
+
+def test_many_flows(lab: Lab) -> None:
+    """More than fit into one message of the kernel, deleted while they are listed."""
+    at = lab.at
+    lab.nat({(at.vip, 53): at.a, (at.external, 53): at.b})
+
+    def send_from_many_ports() -> None:
+        for to in (at.vip, at.external):
+            for port in range(20000, 21500):
+                with lab.open() as client:
+                    client.bind((at.client, port))
+                    client.sendto(b"?", (to, 53))
+
+    lab.inside.inside(send_from_many_ports)
+    assert len(lab.flows()) == 3000
+    assert lab.proxy(lab.dns(external=True), at.b) == 1500
+    assert all(f"dst={at.external} " in line for line in lab.flows())
+    assert len(lab.flows()) == 1500
+
+
+def test_many_services_at_once(lab: Lab) -> None:
+    """More ports than are asked for one by one."""
+    at = lab.at
+    ports = range(53, 58)
+    lab.nat({(at.vip, port): at.a for port in ports})
+    assert [lab.answer(lab.client(at.vip, port)) for port in ports] == ["a"] * 5
+    stale = [lab.decide(lab.dns(f"{port}/UDP"), at.b, name=f"dns{port}") for port in ports[:4]]
+    for each in stale:
+        lab.tracker.give_back(each)
+    assert lab.delete(lab.take()) == 4
+    (left,) = lab.flows()
+    assert "dport=57" in left
+
+
+def test_a_kernel_that_lists_every_flow(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Linux 5.8 there was no filter: flows of all protocols come, and must be told apart here."""
+    monkeypatch.setattr(conntrack, "_filter", lambda port: b"")
+    at = lab.at
+    lab.nat({(at.vip, 53): at.a, (at.vip, 54): at.a})
+    listener = lab.bound(socket.SOCK_STREAM, at.a, 9053)
+    listener.listen()
+    lab.bound(socket.SOCK_STREAM, at.client).connect((at.vip, 53))
+    icmp, number, echo_request = ECHO[lab.family]
+    with lab.inside.inside(lambda: lab.open(socket.SOCK_RAW, number)) as echo:
+        echo.sendto(echo_request, (at.node, 0))
+    others = [lab.flows(protocol) for protocol in ("tcp", icmp)]
+    assert all(others)
+    assert [lab.answer(lab.client(at.vip, port)) for port in (53, 54)] == ["a", "a"]
+    assert lab.proxy(lab.dns(), at.b) == 1
+    assert [lab.flows(protocol) for protocol in ("tcp", icmp)] == others
+    (left,) = lab.flows()
+    assert "dport=54" in left
+
+
+class Meddling(StaleFlows):
+    """Something happens to a flow between being found stale and being deleted."""
+
+    meddle: Callable[[], object]
+
+    def is_stale(self, destination: Socket, answered_by: Socket) -> bool:
+        found = super().is_stale(destination, answered_by)
+        self.meddle()
+        return found
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["ends", "is replaced"])
+def test_a_flow_that_ends_meanwhile_is_no_problem(lab: Lab, replaced: bool) -> None:
+    at = lab.at
+    lab.nat({(at.vip, 53): at.a})
+    client = lab.client(at.vip, 53)
+    assert lab.answer(client) == "a"
+    lab.nat({(at.vip, 53): at.b})
+    decided = lab.decide(lab.dns(), at.b)
+    stale = Meddling(decided.frontends, decided.vips, decided.node_ports, decided.node_port_addresses)
+
+    def meddle() -> None:
+        lab.inside.run("conntrack", "-F")
+        if replaced:
+            assert lab.answer(client) == "b"
+
+    object.__setattr__(stale, "meddle", meddle)
+    assert lab.delete(stale) == 0
+    assert len(lab.flows()) == replaced
+    assert lab.answer(client) == "b"
+
+
+def test_nothing_to_look_at_costs_nothing() -> None:
+    assert delete_stale_udp(Family.IPV4, StaleFlowTracker().take(frozenset())) == 0
+
+
+def test_without_privileges_the_error_says_what_failed(lab: Lab) -> None:
+    """In a user namespace of its own a process may not look into this network namespace's table."""
+    program = """if True:
+        import sys
+        from kproxy_core.host.conntrack import delete_stale_udp
+        from kproxy_core.host.errors import HostError
+        from kproxy_core.model.address import Family, Protocol
+        from kproxy_core.plan.service_plan import Frontend
+        from kproxy_core.plan.stale_flows import StaleFlows
+        frontends = frozenset([Frontend(bytes(4), Protocol.UDP, 53)])
+        try:
+            delete_stale_udp(Family(sys.argv[1]), StaleFlows(frontends, {}, {}, frozenset()))
+        except HostError as error:
+            print(error.errno, error)
+    """
+    printed = lab.inside.run(
+        "unshare", "--user", sys.executable, "-c", program, lab.family.label,
+        cwd=CHECKOUT,
+    )
+    assert printed == f"1 can't delete stale {lab.family.label} UDP flows: Operation not permitted\n"
