@@ -62,7 +62,7 @@ def _periods(document: KubeProxyConfiguration) -> Iterator[Problem]:
         yield Problem(f"{name}.syncPeriod", section.sync_period, "must be greater than 0")
     if section.min_sync_period < 0:
         yield Problem(f"{name}.minSyncPeriod", section.min_sync_period, _NOT_NEGATIVE)
-    elif section.min_sync_period > section.sync_period:
+    elif section.min_sync_period > section.sync_period > 0:
         yield Problem(f"{name}.syncPeriod", section.sync_period,
                       f"must not be shorter than minSyncPeriod, {section.min_sync_period}")
 

@@ -1,0 +1,361 @@
+"""Flags and file become one Config, and every mistake is named by the option it was made in."""
+
+from dataclasses import fields
+
+import pytest
+
+from kproxy_core.config import (
+    BindAddress,
+    Config,
+    ConfigError,
+    DetectLocalMode,
+    Flags,
+    load,
+    parse_node_port_addresses,
+    resolve,
+)
+from kproxy_core.configfile import API_VERSION, decode
+from kproxy_core.model.address import parse_address, parse_cidr
+from tests.core.golden import golden
+
+HEAD = f"apiVersion: {API_VERSION}\nkind: KubeProxyConfiguration\n"
+
+
+def from_file(text: str, flags: Flags | None = None) -> Config:
+    return resolve(flags or Flags(), decode(HEAD + text))
+
+
+def problems_of_file(text: str, flags: Flags | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as raised:
+        from_file(text, flags)
+    return [str(problem) for problem in raised.value.problems]
+
+
+def problems_of_flags(flags: Flags) -> list[str]:
+    with pytest.raises(ConfigError) as raised:
+        resolve(flags, None)
+    return [str(problem) for problem in raised.value.problems]
+
+
+def bind(address: str, port: int) -> BindAddress:
+    return BindAddress(parse_address(address), port)
+
+
+def test_without_anything_it_is_kube_proxys_default() -> None:
+    """The file that kube-proxy writes for its defaults says what we take without a file."""
+    assert resolve(Flags(), load(str(golden("default-config.yaml")))) == resolve(Flags(mode="iptables"), None)
+    assert resolve(Flags(), None).mode == ""
+    assert resolve(Flags(), None).notices == ()
+
+
+@pytest.mark.parametrize(
+    ("mode", "sync", "minimum", "everything", "bit", "options"),
+    [
+        ("", 11, 1.5, True, 5, {}),
+        ("iptables", 11, 1.5, True, 5, {"localhostNodePorts": True, "masqueradeBit": 5}),
+        ("ipvs", 22, 0, True, 5, {"scheduler": "sh"}),
+        ("nftables", 33, 0.05, False, 7, {"minSyncPeriod": 0.05}),
+        ("ebpf", 11, 1.5, True, 5, {"maps": 3}),
+    ],
+)
+def test_a_mode_goes_by_its_own_section_else_by_that_of_iptables(
+    mode: str, sync: float, minimum: float, everything: bool, bit: int, options: dict[str, object]
+) -> None:
+    config = from_file(
+        f"mode: {mode}\n"
+        "iptables: {syncPeriod: 11s, minSyncPeriod: 1500ms, masqueradeAll: true, masqueradeBit: 5}\n"
+        "ipvs: {syncPeriod: 22s, scheduler: sh}\n"
+        "nftables: {syncPeriod: 33s, minSyncPeriod: 50ms, masqueradeBit: 7}\n"
+        + ("ebpf: {maps: 3}\n" if mode == "ebpf" else "")
+    )
+    assert (config.sync_period, config.min_sync_period) == (sync, minimum)
+    assert (config.masquerade_all, config.masquerade_bit) == (everything, bit)
+    assert options.items() <= config.backend_options.items()
+    assert config.notices == ()
+
+
+def test_the_section_of_another_mode_is_an_unknown_field() -> None:
+    config = from_file("mode: nftables\nebpf: {maps: 3}\n")
+    assert config.notices == ("ebpf: there is no such field, it has no effect",)
+
+
+def test_the_flag_for_the_mode_wins_and_takes_its_section() -> None:
+    config = from_file("mode: iptables\nnftables: {syncPeriod: 7s}\n", Flags(mode="nftables"))
+    assert (config.mode, config.sync_period) == ("nftables", 7)
+
+
+def test_a_file_replaces_the_flags_except_those_that_count_beside_it() -> None:
+    given = Flags(
+        mode="ipvs",
+        manifests="/objects",
+        master="http://10.0.0.1",
+        hostname_override="Node-1 ",
+        v=4,
+        logging_format="json",
+        kubeconfig="/k",
+        bind_address="10.0.0.9",
+        healthz_bind_address="10.0.0.9:1",
+        metrics_bind_address="10.0.0.9:2",
+        detect_local_mode="NodeCIDR",
+        cluster_cidr="10.0.0.0/8",
+        pod_bridge_interface="br0",
+        pod_interface_name_prefix="veth",
+        nodeport_addresses="primary",
+        masquerade_all=True,
+    )
+    assert all(getattr(given, flag.name) is not None for flag in fields(Flags))
+    alone, beside = resolve(given, None), from_file("hostnameOverride: other\n", given)
+    for config in (alone, beside):
+        assert (config.mode, config.manifests, config.master) == ("ipvs", "/objects", "http://10.0.0.1")
+        assert (config.hostname_override, config.verbosity, config.logging_format) == ("node-1", 4, "json")
+    assert alone.client.kubeconfig == "/k"
+    assert alone.bind_address == parse_address("10.0.0.9")
+    assert alone.healthz_bind_address == bind("10.0.0.9", 1)
+    assert alone.metrics_bind_address == bind("10.0.0.9", 2)
+    assert alone.detect_local_mode is DetectLocalMode.NODE_CIDR
+    assert (alone.bridge_interface, alone.interface_name_prefix) == ("br0", "veth")
+    assert alone.node_port_addresses == "primary"
+    assert alone.masquerade_all
+    assert alone.notices == ()
+    assert beside.healthz_bind_address == bind("0.0.0.0", 10256)
+    assert not beside.masquerade_all
+    assert beside.notices == tuple(
+        f"{flag} has no effect beside --config"
+        for flag in (
+            "--kubeconfig",
+            "--bind-address",
+            "--healthz-bind-address",
+            "--metrics-bind-address",
+            "--detect-local-mode",
+            "--cluster-cidr",
+            "--pod-bridge-interface",
+            "--pod-interface-name-prefix",
+            "--nodeport-addresses",
+            "--masquerade-all",
+        )
+    )
+
+
+def test_an_empty_flag_is_as_good_as_none() -> None:
+    empty = Flags(
+        bind_address="", healthz_bind_address="", metrics_bind_address="", hostname_override="", mode=""
+    )
+    assert resolve(empty, None) == resolve(Flags(), None)
+
+
+@pytest.mark.parametrize(
+    ("own", "healthz", "metrics", "wanted"),
+    [
+        ("", "", "", (("0.0.0.0", 10256), ("127.0.0.1", 10249))),
+        ("::", "", "", (("::", 10256), ("::1", 10249))),
+        ("fd00::1", "", "", (("::", 10256), ("::1", 10249))),
+        ("10.0.0.1", "", "", (("0.0.0.0", 10256), ("127.0.0.1", 10249))),
+        ("", "10.0.0.1", "fd00::1", (("10.0.0.1", 10256), ("fd00::1", 10249))),
+        ("", "10.0.0.1:80", "[fd00::1]:65535", (("10.0.0.1", 80), ("fd00::1", 65535))),
+        ("", "[::]:1", "::", (("::", 1), ("::", 10249))),
+    ],
+)
+def test_bind_addresses(own: str, healthz: str, metrics: str, wanted: tuple[tuple[str, int], ...]) -> None:
+    texts = f"bindAddress: '{own}'\nhealthzBindAddress: '{healthz}'\nmetricsBindAddress: '{metrics}'\n"
+    flags = Flags(bind_address=own, healthz_bind_address=healthz, metrics_bind_address=metrics)
+    for config in (from_file(texts), resolve(flags, None)):
+        assert (config.healthz_bind_address, config.metrics_bind_address) == tuple(bind(*w) for w in wanted)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "localhost:80",
+        "10.0.0.1:0",
+        "10.0.0.1:65536",
+        "10.0.0.1:",
+        ":80",
+        "10.0.0.1:x",
+        "fd00::1:99999",
+        "[10.0.0.1]:80",
+        "[fd00::1]",
+        "fd00::1]:80",
+        "10.0.0.1:80:80",
+        "10.0.0.1:8٣",
+        "10.0.0.1:+80",
+    ],
+)
+def test_what_is_no_bind_address_is_refused(text: str) -> None:
+    wanted = f"{text!r}: must be IP:port, with a port of 1 to 65535"
+    assert problems_of_file(f"healthzBindAddress: '{text}'\n") == [f"healthzBindAddress: {wanted}"]
+    assert problems_of_flags(Flags(metrics_bind_address=text)) == [f"--metrics-bind-address: {wanted}"]
+
+
+def test_cluster_cidrs() -> None:
+    assert from_file("clusterCIDR: '10.0.0.0/8, fd00::/8'\n").cluster_cidrs == (
+        parse_cidr("10.0.0.0/8"),
+        parse_cidr("fd00::/8"),
+    )
+    elsewhere = from_file("clusterCIDR: nonsense\ndetectLocalMode: NodeCIDR\n")
+    assert elsewhere.cluster_cidrs == ()
+
+
+def test_node_port_addresses() -> None:
+    assert from_file("").node_port_addresses == ()
+    assert from_file("nodePortAddresses: [primary]\n").node_port_addresses == "primary"
+    assert from_file("nodePortAddresses: [10.0.0.0/8, '::/0']\n").node_port_addresses == (
+        parse_cidr("10.0.0.0/8"),
+        parse_cidr("::/0"),
+    )
+    assert resolve(Flags(nodeport_addresses="10.0.0.0/8,::/0"), None).node_port_addresses == (
+        parse_cidr("10.0.0.0/8"),
+        parse_cidr("::/0"),
+    )
+    assert parse_node_port_addresses(("primary",)) == "primary"
+
+
+def test_feature_gates() -> None:
+    assert from_file("").feature_gates["AllowServiceExternalIPs"]
+    config = from_file("featureGates: {AllowServiceExternalIPs: false, SidecarContainers: true}\n")
+    assert not config.feature_gates["AllowServiceExternalIPs"]
+    assert config.notices == ("featureGates.SidecarContainers: there is no such gate here, it has no effect",)
+
+
+CIDR = "must be a CIDR, or only 'primary'"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("mode: NFTables", "mode: 'NFTables': must be lower case letters, digits and dashes"),
+        (
+            "featureGates: {PreferSameTrafficDistribution: false}",
+            "featureGates.PreferSameTrafficDistribution: False: is locked to true",
+        ),
+        ("iptables: {masqueradeBit: 32}", "iptables.masqueradeBit: 32: must be within 0 to 31"),
+        (
+            "mode: nftables\niptables: {masqueradeBit: -1}",
+            "iptables.masqueradeBit: -1: must be within 0 to 31",
+        ),
+        (
+            "mode: nftables\nnftables: {masqueradeBit: 32}",
+            "nftables.masqueradeBit: 32: must be within 0 to 31",
+        ),
+        ("mode: ipvs\nipvs: {tcpTimeout: -1s}", "ipvs.tcpTimeout: -1s: must not be negative"),
+        ("mode: ipvs\nipvs: {tcpFinTimeout: -1s}", "ipvs.tcpFinTimeout: -1s: must not be negative"),
+        ("mode: ipvs\nipvs: {udpTimeout: -1s}", "ipvs.udpTimeout: -1s: must not be negative"),
+        ("mode: ipvs\nipvs: {excludeCIDRs: [10.0.0.0/8, x]}", "ipvs.excludeCIDRs[1]: 'x': must be a CIDR"),
+        ("oomScoreAdj: 1001", "oomScoreAdj: 1001: must be within -1000 to 1000"),
+        ("oomScoreAdj: -1001", "oomScoreAdj: -1001: must be within -1000 to 1000"),
+        ("conntrack: {maxPerCore: -1}", "conntrack.maxPerCore: -1: must not be negative"),
+        ("conntrack: {min: -1}", "conntrack.min: -1: must not be negative"),
+        (
+            "conntrack: {tcpEstablishedTimeout: -1s}",
+            "conntrack.tcpEstablishedTimeout: -1s: must not be negative",
+        ),
+        ("conntrack: {tcpCloseWaitTimeout: -1s}", "conntrack.tcpCloseWaitTimeout: -1s: must not be negative"),
+        ("conntrack: {udpTimeout: -1s}", "conntrack.udpTimeout: -1s: must not be negative"),
+        ("conntrack: {udpStreamTimeout: -1s}", "conntrack.udpStreamTimeout: -1s: must not be negative"),
+        ("clientConnection: {burst: -1}", "clientConnection.burst: -1: must not be negative"),
+        ("configSyncPeriod: -1s", "configSyncPeriod: -1s: must be greater than 0"),
+        (
+            "iptables: {syncPeriod: -5s, minSyncPeriod: 1ns}",
+            "iptables.syncPeriod: -5s: must be greater than 0",
+        ),
+        (
+            "mode: nftables\nnftables: {minSyncPeriod: -1s}",
+            "nftables.minSyncPeriod: -1s: must not be negative",
+        ),
+        (
+            "mode: ipvs\nipvs: {minSyncPeriod: 31s}",
+            "ipvs.syncPeriod: 30s: must not be shorter than minSyncPeriod, 31s",
+        ),
+        ("bindAddress: 10.0.0.0/8", "bindAddress: '10.0.0.0/8': must be an IP address"),
+        ("nodePortAddresses: [x]", f"nodePortAddresses[0]: 'x': {CIDR}"),
+        ("nodePortAddresses: [10.0.0.0/8, primary]", f"nodePortAddresses[1]: 'primary': {CIDR}"),
+        (
+            "showHiddenMetricsForVersion: '1.34'",
+            "showHiddenMetricsForVersion: '1.34': must be the previous minor version, 1.35",
+        ),
+        (
+            "detectLocalMode: clustercidr",
+            "detectLocalMode: 'clustercidr': must be one of ClusterCIDR, NodeCIDR, "
+            "BridgeInterface, InterfaceNamePrefix",
+        ),
+        (
+            "detectLocalMode: BridgeInterface",
+            "detectLocal.bridgeInterface: '': must not be empty with detectLocalMode BridgeInterface",
+        ),
+        (
+            "detectLocalMode: InterfaceNamePrefix",
+            "detectLocal.interfaceNamePrefix: '': must not be empty with detectLocalMode InterfaceNamePrefix",
+        ),
+        ("clusterCIDR: 10.0.0.1", "clusterCIDR: '10.0.0.1': must be a CIDR"),
+        ("clusterCIDR: '10.0.0.0/8,'", "clusterCIDR: '': must be a CIDR"),
+        (
+            "clusterCIDR: '10.0.0.0/8,11.0.0.0/8'",
+            "clusterCIDR: '10.0.0.0/8,11.0.0.0/8': must be one CIDR, or one of each IP family",
+        ),
+        (
+            "clusterCIDR: '10.0.0.0/8,fd00::/8,11.0.0.0/8'",
+            "clusterCIDR: '10.0.0.0/8,fd00::/8,11.0.0.0/8': must be one CIDR, or one of each IP family",
+        ),
+        ("logging: {flushFrequency: 0s}", "logging.flushFrequency: 0s: must be greater than 0"),
+        ("logging: {verbosity: -1}", "logging.verbosity: -1: must not be negative"),
+        ("logging: {format: xml}", "logging.format: 'xml': must be text or json"),
+        (
+            "logging: {format: json, vmodule: [{filePattern: a, verbosity: 1}]}",
+            "logging.vmodule: 1: is for the text format only",
+        ),
+        (
+            "logging: {options: {text: {splitStream: true}}}",
+            "logging.options.text.splitStream: True: needs the feature gate LoggingAlphaOptions",
+        ),
+        (
+            "logging: {options: {json: {infoBufferSize: 4Ki}}}",
+            "logging.options.json.infoBufferSize: '4Ki': needs the feature gate LoggingAlphaOptions",
+        ),
+        ("hostnameOverride: '  '", "hostnameOverride: '  ': must not be blank"),
+    ],
+)
+def test_each_rule(text: str, problem: str) -> None:
+    assert problems_of_file(text + "\n") == [problem]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nftables: {masqueradeBit: 32}",
+        "ipvs: {tcpTimeout: -1s, excludeCIDRs: [x], minSyncPeriod: -1s}",
+        "mode: ipvs\niptables: {syncPeriod: -1s}",
+        "featureGates: {LoggingAlphaOptions: true}\nlogging: {options: {text: {splitStream: true}}}",
+        "mode: nftables\nnftables: {minSyncPeriod: 30s}",
+        "showHiddenMetricsForVersion: '1.35'",
+    ],
+)
+def test_what_does_not_matter_is_not_judged(text: str) -> None:
+    assert from_file(text + "\n").notices == ()
+
+
+def test_all_problems_are_told_at_once_by_the_option_they_were_made_in() -> None:
+    assert problems_of_file(
+        "conntrack: {min: -1}\nbindAddress: x\nclusterCIDR: y\n", Flags(mode="No Mode")
+    ) == [
+        "--mode: 'No Mode': must be lower case letters, digits and dashes",
+        "conntrack.min: -1: must not be negative",
+        "bindAddress: 'x': must be an IP address",
+        "clusterCIDR: 'y': must be a CIDR",
+    ]
+    assert problems_of_flags(
+        Flags(
+            v=-1,
+            logging_format="xml",
+            detect_local_mode="BridgeInterface",
+            nodeport_addresses="x,primary",
+            bind_address="y",
+            hostname_override="\t",
+        )
+    ) == [
+        "--v: -1: must not be negative",
+        "--logging-format: 'xml': must be text or json",
+        "--pod-bridge-interface: '': must not be empty with detectLocalMode BridgeInterface",
+        "--bind-address: 'y': must be an IP address",
+        "--hostname-override: '\\t': must not be blank",
+        f"--nodeport-addresses[0]: 'x': {CIDR}",
+        f"--nodeport-addresses[1]: 'primary': {CIDR}",
+    ]
