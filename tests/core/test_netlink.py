@@ -79,5 +79,6 @@ def test_attributes_are_read_as_they_are_written() -> None:
 
 @pytest.mark.parametrize("size", range(24))
 def test_mangled_input_ends(size: int) -> None:
-    list(netlink.messages(bytes(size)))
-    netlink.attributes(bytes(size), 0, size)
+    """Sizes of 0 don't keep a reader where it is."""
+    assert len(list(netlink.messages(bytes(size)))) == size // 16
+    assert netlink.attributes(bytes(size), 0, size) == ({0: b""} if size >= 4 else {})

@@ -33,7 +33,7 @@ def dns(*ports: str, ip: str = "10.96.0.1", external_ips: str = "") -> Service:
 
 
 def slice_of(text: str, of: str = "dns", *, port: str = "9053/UDP") -> EndpointSlice:
-    """Endpoints by address: ``!`` terminates and serves, ``?`` does neither, ``*`` is ready but doesn't serve."""
+    """Endpoints by address: ``!`` terminates and serves, ``?`` does neither, ``*`` is only ready."""
     kinds = {"!": (False, True, True), "?": (False, False, False), "*": (True, False, False)}
     return endpoint_slice(of, *(
         endpoint(each.rstrip("!?*"), ready=ready, serving=serving, terminating=terminating)
