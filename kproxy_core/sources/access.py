@@ -4,7 +4,6 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -12,7 +11,7 @@ from urllib.parse import urlsplit
 if TYPE_CHECKING:
     import ssl
 
-_SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+_SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 
 
 class AccessError(Exception):
@@ -96,7 +95,7 @@ def _in_cluster() -> Access:
     if not port.isdigit():
         raise AccessError(f"KUBERNETES_SERVICE_PORT: {port!r} is not a port")
     try:
-        tls = _tls(str(_SERVICE_ACCOUNT / "ca.crt"))
+        tls = _tls(f"{_SERVICE_ACCOUNT}/ca.crt")
     except OSError as error:
         raise AccessError(f"can't use the service account's CA: {error}") from error
     return Access(host=host, port=int(port), tls=tls, authorization=_service_account_token)
@@ -104,7 +103,8 @@ def _in_cluster() -> Access:
 
 def _service_account_token() -> str:
     # Read each time: the kubelet replaces it before it expires.
-    return f"Bearer {(_SERVICE_ACCOUNT / 'token').read_text('ascii').strip()}"
+    with open(f"{_SERVICE_ACCOUNT}/token", encoding="ascii") as token:
+        return f"Bearer {token.read().strip()}"
 
 
 def _from_kubeconfig(path: str, master: str | None) -> Access:
@@ -124,7 +124,8 @@ def _from_kubeconfig(path: str, master: str | None) -> Access:
             load_kube_config(path, client_configuration=settings, persist_config=False,
                              temp_file_path=directory)
         except Exception as error:  # a wrong type anywhere in the file may raise anything
-            raise AccessError(f"--kubeconfig: {path}: {error}") from error
+            problem = " ".join(str(error).split()) or type(error).__name__
+            raise AccessError(f"--kubeconfig: {path}: {problem}") from error
         if settings.proxy:
             raise AccessError(f"--kubeconfig: {path}: proxy-url is not supported")
         option = "--master" if master else f"--kubeconfig: {path}: server"

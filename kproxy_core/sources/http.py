@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT = 10.0
 """Seconds of silence that are too much while connecting."""
 
-_PIECE = 256 << 10
+_PIECE = 128 << 10
 """Bytes taken at once, so that what a burst left in the kernel is one batch."""
 
 _OPTIONS = (
@@ -123,6 +123,7 @@ class Connection:
 
     def close(self) -> None:
         """Close the connection; the next request makes a new one."""
+        self._response = None
         with self._lock:
             if self._socket is not None:
                 self._socket.close()

@@ -15,7 +15,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from kproxy_core.sources.access import AccessError, CurrentAccess
-from kproxy_core.sources.backoff import LONGEST_ASKED, STABLE, Backoff
+from kproxy_core.sources.backoff import STABLE, Backoff
 from kproxy_core.sources.decode import UNDECODABLE, Malformed, Resource, Status
 from kproxy_core.sources.events import BadObject, Complete, Emit, Event
 from kproxy_core.sources.framing import MAX_LINE, Lines, ProtocolError
@@ -159,9 +159,7 @@ class Reflector(Generic[W, V]):
         if refusal.code == 401:
             self._renew_access()
         elif refusal.code in (403, 404) and self._kind.optional:
-            self._unseen = self._known.copy()
-            self._deliver(self._all_seen())
-            return LONGEST_ASKED
+            self._deliver(self._completed())  # nobody waits for what may never come
         elif 400 <= refusal.code < 500 and refusal.code != 429:
             self._version = ""  # perhaps that is what it did not like
         return refusal.retry_after
@@ -179,6 +177,8 @@ class Reflector(Generic[W, V]):
             events: list[Event] = []
             for reading in page.readings:
                 self._present(reading, events)
+            if not page.resource_version:
+                raise Malformed("a list without metadata.resourceVersion")
             if not page.next_page:
                 events += self._all_seen()
                 self._version = page.resource_version
@@ -192,10 +192,14 @@ class Reflector(Generic[W, V]):
         for name in self._unseen or ():
             self._gone(name, events)
         self._unseen = None
-        if not self._complete:
-            self._complete = True
-            events.append(Complete(self._kind.resource.plural))
-        return events
+        return events + self._completed()
+
+    def _completed(self) -> list[Event]:
+        """What to announce, the first time that everything which exists was delivered."""
+        if self._complete:
+            return []
+        self._complete = True
+        return [Complete(self._kind.resource.plural)]
 
     # -- every change
 
@@ -235,10 +239,12 @@ class Reflector(Generic[W, V]):
             return
         if line.status is not None:
             raise _refusal(line.status)
+        if _is_older(line.resource_version, self._version):
+            raise HistoryLost(f"resource version {line.resource_version} after {self._version}")
         if line.reading is not None:
-            if line.type != "DELETED":
+            if line.type in ("ADDED", "MODIFIED"):
                 self._present(line.reading, events)
-            elif line.reading.name is not None:
+            elif line.type == "DELETED" and line.reading.name is not None:
                 self._gone(line.reading.name, events)
         if self._unseen is not None:
             # In no order: only the bookmark after the last one is a version to go on from.
@@ -246,8 +252,6 @@ class Reflector(Generic[W, V]):
                 events += self._all_seen()
                 self._version = line.resource_version
         elif line.resource_version:
-            if _is_older(line.resource_version, self._version):
-                raise HistoryLost(f"resource version {line.resource_version} after {self._version}")
             self._version = line.resource_version
 
     # -- what both have in common
@@ -301,6 +305,7 @@ class Reflector(Generic[W, V]):
             log.warning("can't renew the access to the API server", extra=self._fields(problem=str(error)))
             return
         self._access = self._current_access.now
+        self._connection.close()
         self._connection = Connection(self._access)
         if self._stopping.is_set():
             self._connection.abort()
@@ -340,8 +345,8 @@ def _lists_may_do_better(problem: Exception | None) -> bool:
 
 
 def _is_older(version: str, than: str) -> bool:
-    """Whether a resource version is older: possible only if the server's history was replaced (KEP-5504)."""
-    return version.isdigit() and than.isdigit() and int(version) < int(than)
+    """Whether a resource version is older: only if the server's history was replaced (KEP-5504)."""
+    return version.isdecimal() and than.isdecimal() and (len(version), version) < (len(than), than)
 
 
 def _is_about_tls(error: Exception) -> bool:

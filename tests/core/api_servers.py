@@ -1,0 +1,262 @@
+"""API servers for tests: the bench's real one, and one that does what a test tells it to."""
+
+import json
+import os
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+SHARED = Path(os.environ.get("KPROXY_SHARED") or CHECKOUT.parent / "shared")
+TLS = Path(__file__).parent / "tls"
+
+Json = dict[str, Any]
+
+
+class BenchServer:
+    """``shared/bench/apiserver.py`` as a process; `stop` and `start` again keep the address."""
+
+    def __init__(self, *options: str) -> None:
+        self._options = options
+        self.port = 0
+        self._process: subprocess.Popen[str] | None = None
+        self.start(*options)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self, *options: str) -> None:
+        """Start it, and return when it listens."""
+        program = SHARED / "bench" / "apiserver.py"
+        assert program.is_file(), f"no {program}: put shared beside the checkout, or name it in KPROXY_SHARED"
+        self._process = subprocess.Popen([sys.executable, str(program), "--port", str(self.port), *options],
+                                         stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self.port = int(self._process.stdout.readline().rsplit(":", 1)[1])
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def post(self, action: str, **body: object) -> None:
+        """One of the server's control endpoints, e.g. ``apply`` or ``delete``."""
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=10)
+        try:
+            connection.request("POST", f"/bench/{action}", json.dumps(body))
+            response = connection.getresponse()
+            answer = response.read()
+            assert response.status == 200, answer
+        finally:
+            connection.close()
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a client asked for."""
+
+    resource: str
+    query: Mapping[str, str]
+    headers: Mapping[str, str]
+    connection: int
+    """Number of the connection it came on."""
+
+
+@dataclass
+class Exchange:
+    """One request at a `ScriptedServer`, to be answered as a test likes."""
+
+    request: Request
+    socket: socket.socket
+    left: bool = False
+
+    def send(self, data: bytes) -> None:
+        self.socket.sendall(data)
+
+    def answer(self, status: int, body: Json | bytes, *headers: str) -> None:
+        """A whole response."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        head = [f"HTTP/1.1 {status} Whatever", f"Content-Length: {len(data)}", *headers]
+        self.send("\r\n".join([*head, "", ""]).encode() + data)
+
+    def begin_watch(self) -> None:
+        self.send(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+
+    def chunk(self, data: bytes) -> None:
+        self.send(b"%x\r\n%s\r\n" % (len(data), data))
+
+    def leave(self) -> None:
+        """Close the connection, whether or not the response was whole."""
+        self.left = True
+        _shut_down(self.socket)
+
+    def until_closed(self) -> None:
+        """Wait for the client to close the connection."""
+        while self.socket.recv(4096):
+            pass
+
+
+Step = Callable[[Exchange], None]
+
+
+def refuse(status: int, *headers: str, reason: str = "Refused") -> Step:
+    """Answer with an error."""
+    body = {"kind": "Status", "status": "Failure", "code": status, "reason": reason, "message": reason}
+    return lambda exchange: exchange.answer(status, body, *headers)
+
+
+def listed(*items: Json, version: int, rest: str = "") -> Step:
+    """Answer a LIST; *rest*: the token of the next page."""
+    meta = {"resourceVersion": str(version)} | ({"continue": rest} if rest else {})
+    return lambda exchange: exchange.answer(200, {"metadata": meta, "items": items})
+
+
+def watched(*lines: Json | bytes, hold: bool = True) -> Step:
+    """Answer a WATCH with *lines*; *hold*: then wait for the client, else cut the connection."""
+    def step(exchange: Exchange) -> None:
+        exchange.begin_watch()
+        if lines:
+            exchange.chunk(b"".join(map(line, lines)))
+        if hold:
+            exchange.until_closed()
+        exchange.leave()
+    return step
+
+
+def idle(exchange: Exchange) -> None:
+    """A server without objects: lists, watches and watch-lists are empty."""
+    query = exchange.request.query
+    if "watch" not in query:
+        listed(version=1)(exchange)
+    elif "sendInitialEvents" in query:
+        watched(initial_events_end(1))(exchange)
+    else:
+        watched()(exchange)
+
+
+def line(content: Json | bytes) -> bytes:
+    return (content if isinstance(content, bytes) else json.dumps(content).encode()) + b"\n"
+
+
+def event(kind: str, obj: Json, version: int) -> Json:
+    """ADDED, MODIFIED or DELETED."""
+    return {"type": kind, "object": obj | {"metadata": obj["metadata"] | {"resourceVersion": str(version)}}}
+
+
+def bookmark(version: int) -> Json:
+    return {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": str(version)}}}
+
+
+def initial_events_end(version: int) -> Json:
+    """The bookmark that ends the initial events of a watch-list."""
+    meta = {"resourceVersion": str(version), "annotations": {"k8s.io/initial-events-end": "true"}}
+    return {"type": "BOOKMARK", "object": {"metadata": meta}}
+
+
+def service(name: str, ip: str = "10.96.0.1") -> Json:
+    return {"metadata": {"namespace": "default", "name": name},
+            "spec": {"type": "ClusterIP", "clusterIP": ip, "clusterIPs": [ip], "ipFamilies": ["IPv4"],
+                     "ports": [{"port": 80, "protocol": "TCP"}]}}
+
+
+@dataclass
+class ScriptedServer:
+    """Answers the requests for each resource with the steps given, one after the other; then it is idle."""
+
+    scripts: Mapping[str, Sequence[Step]]
+    tls: ssl.SSLContext | None = None
+    port: int = 0
+    requests: list[Request] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._remaining = {resource: list(steps) for resource, steps in self.scripts.items()}
+        self._listener = socket.create_server(("127.0.0.1", self.port))
+        self.port = self._listener.getsockname()[1]
+        self._sockets: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    @property
+    def url(self) -> str:
+        return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
+
+    def asked(self, resource: str) -> list[Mapping[str, str]]:
+        """The queries of all requests for *resource*."""
+        return [request.query for request in self.requests if request.resource == resource]
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._threads[0].join()
+        self._listener.close()
+        with self._lock:
+            for connection in self._sockets:
+                _shut_down(connection)
+        for thread in self._threads:
+            thread.join()
+
+    def _accept(self) -> None:
+        for number in range(1 << 30):
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with self._lock:
+                self._sockets.append(connection)
+            thread = threading.Thread(target=self._serve, args=(connection, number))
+            self._threads.append(thread)
+            thread.start()
+
+    def _serve(self, connection: socket.socket, number: int) -> None:
+        # Whatever goes wrong here is the client's doing, or the end of the test.
+        with connection:
+            with suppress(OSError):
+                if self.tls is None:
+                    self._answer_all(connection, number)
+                    return
+                with self.tls.wrap_socket(connection, server_side=True) as secure:
+                    with self._lock:
+                        self._sockets.append(secure)
+                    self._answer_all(secure, number)
+
+    def _answer_all(self, connection: socket.socket, number: int) -> None:
+        while True:
+            head = b""
+            while not head.endswith(b"\r\n\r\n"):
+                data = connection.recv(65536)
+                if not data:
+                    return
+                head += data
+            request = _parse(head.decode(), number)
+            with self._lock:
+                self.requests.append(request)
+                steps = self._remaining.get(request.resource)
+                step = steps.pop(0) if steps else idle
+            exchange = Exchange(request, connection)
+            step(exchange)
+            if exchange.left:
+                return
+
+
+def _parse(head: str, connection: int) -> Request:
+    first, *lines = head.strip().split("\r\n")
+    target = urlsplit(first.split()[1])
+    headers = {name.lower(): value.strip() for name, _, value in (text.partition(":") for text in lines)}
+    return Request(target.path.rsplit("/", 1)[1], dict(parse_qsl(target.query)), headers, connection)
+
+
+def _shut_down(connection: socket.socket) -> None:
+    with suppress(OSError):
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)

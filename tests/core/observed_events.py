@@ -1,0 +1,98 @@
+"""What a source has told so far, for tests to wait on."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from kproxy_core.model.address import Cidr
+from kproxy_core.model.endpoint import EndpointSlice, SliceName
+from kproxy_core.model.node import NodeObject
+from kproxy_core.model.service import Service, ServiceName
+from kproxy_core.sources.events import (
+    BadObject,
+    Complete,
+    Event,
+    NodeGone,
+    NodeSet,
+    ServiceCidrsSet,
+    ServiceGone,
+    ServiceSet,
+    SliceGone,
+    SliceSet,
+    Source,
+)
+
+PATIENCE = 30.0
+"""Seconds after which a test gives up waiting; what it waits for takes milliseconds."""
+
+
+class Observed:
+    """The state that a source's events add up to; the `emit` of a test."""
+
+    def __init__(self) -> None:
+        self.services: dict[ServiceName, Service] = {}
+        self.slices: dict[SliceName, EndpointSlice] = {}
+        self.node: NodeObject | None = None
+        self.cidrs: tuple[Cidr, ...] = ()
+        self.complete: list[str] = []
+        self.bad: list[BadObject] = []
+        self.gone: list[ServiceName] = []
+        """Services that were announced gone, whether known or not."""
+        self.events = 0
+        self._changed = threading.Condition()
+
+    def __call__(self, events: list[Event]) -> None:
+        with self._changed:
+            assert events
+            for event in events:
+                self._fold(event)
+            self.events += len(events)
+            self._changed.notify_all()
+
+    @property
+    def names(self) -> set[str]:
+        """The names of the Services."""
+        return {name.name for name in self.services}
+
+    def wait_for(self, what: Callable[["Observed"], object]) -> None:
+        """Return as soon as *what* is true of the state."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: what(self), PATIENCE), f"never came true, with {vars(self)}"
+
+    def _fold(self, event: Event) -> None:
+        match event:
+            case ServiceSet(service):
+                self.services[service.name] = service
+            case ServiceGone(name):
+                self.gone.append(name)
+                self.services.pop(name, None)
+            case SliceSet(piece):
+                self.slices[piece.name] = piece
+            case SliceGone(slice_name):
+                self.slices.pop(slice_name, None)
+            case NodeSet(node):
+                self.node = node
+            case NodeGone():
+                self.node = None
+            case ServiceCidrsSet(cidrs):
+                self.cidrs = cidrs
+            case Complete(source):
+                self.complete.append(source)
+            case BadObject():
+                self.bad.append(event)
+
+
+@contextmanager
+def following(source: Source) -> Iterator[Observed]:
+    """Run *source*; gives what it tells."""
+    observed = Observed()
+    before = threading.enumerate()
+    source.start(observed)
+    threads = [thread for thread in threading.enumerate() if thread not in before]
+    try:
+        yield observed
+    finally:
+        source.stop()
+    told = observed.events
+    assert not any(thread.is_alive() for thread in threads if thread.name.startswith("watch "))
+    assert observed.events == told

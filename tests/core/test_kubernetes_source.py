@@ -1,0 +1,118 @@
+"""Following the bench's API server: a proxy knows what exists, and every change of it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kproxy_core.model.address import format_address, parse_address
+from kproxy_core.model.endpoint import SliceName
+from kproxy_core.model.service import ServiceName
+from kproxy_core.sources.kubernetes import KubernetesSource
+from tests.core.api_servers import BenchServer
+from tests.core.observed_events import Observed, following
+
+NODE = "kb-node-0"
+EVERYTHING = {"services", "endpointslices", "nodes", "servicecidrs"}
+SERVICE = ServiceName("bench-0000", "svc-000001")
+SLICE = SliceName("bench-0000", "svc-000001-000")
+
+
+@pytest.fixture(params=["on", "off"], ids=["watch-list", "list"])
+def server(request: pytest.FixtureRequest) -> Iterator[BenchServer]:
+    """30 Services with 3 endpoints each; a bookmark as soon as nothing happens for a moment."""
+    server = BenchServer("--gen", "services=30,endpoints=3", "--watch-list", request.param,
+                         "--bookmark-interval", "0.2")
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def observed(server: BenchServer) -> Iterator[Observed]:
+    """A source that follows the server and has delivered what was there."""
+    with following(KubernetesSource(server.url, None, NODE)) as observed:
+        observed.wait_for(lambda o: len(o.complete) == len(EVERYTHING))
+        yield observed
+
+
+def addresses(observed: Observed, name: SliceName) -> list[str]:
+    return [format_address(endpoint.address) for endpoint in observed.slices[name].endpoints]
+
+
+def a_service(name: str, **fields: Any) -> dict[str, Any]:
+    return {"kind": "Service", "metadata": {"namespace": "default", "name": name, **fields},
+            "spec": {"type": "ClusterIP", "clusterIP": "10.96.9.9", "clusterIPs": ["10.96.9.9"],
+                     "ipFamilies": ["IPv4"], "ports": [{"port": 80, "protocol": "TCP"}]}}
+
+
+def test_everything_that_exists_is_delivered_then_announced(observed: Observed) -> None:
+    assert sorted(observed.complete) == sorted(EVERYTHING)
+    assert len(observed.services) == len(observed.slices) == 30
+    assert observed.node is not None
+    assert observed.node.name == NODE
+    assert [str(cidr) for cidr in observed.cidrs] == ["10.96.0.0/12"]
+    assert not observed.bad
+
+
+def test_a_changed_slice_is_delivered(server: BenchServer, observed: Observed) -> None:
+    server.post("set", ops=[{"slice": str(SLICE), "index": 1, "address": "10.192.0.7"}])
+    observed.wait_for(lambda o: "10.192.0.7" in addresses(o, SLICE))
+    assert len(observed.slices) == 30
+
+
+def test_services_come_and_go(server: BenchServer, observed: Observed) -> None:
+    server.post("apply", **a_service("new"))
+    observed.wait_for(lambda o: "new" in o.names)
+    server.post("delete", resource="services", namespace="default", name="new")
+    server.post("delete", resource="services", namespace=SERVICE.namespace, name=SERVICE.name)
+    observed.wait_for(lambda o: not {"new", SERVICE.name} & o.names)
+    assert len(observed.services) == 29
+
+
+def test_a_service_given_to_another_proxy_is_gone(server: BenchServer, observed: Observed) -> None:
+    server.post("apply", **a_service("moved"))
+    observed.wait_for(lambda o: "moved" in o.names)
+    server.post("apply", **a_service("moved", labels={"service.kubernetes.io/service-proxy-name": "other"}))
+    observed.wait_for(lambda o: "moved" not in o.names)
+
+
+def test_the_node_and_the_service_networks_are_followed(server: BenchServer, observed: Observed) -> None:
+    server.post("apply", kind="Node", metadata={"name": NODE}, spec={},
+                status={"addresses": [{"type": "InternalIP", "address": "192.0.2.200"}]})
+    server.post("apply", kind="Node", metadata={"name": "another"}, spec={}, status={})
+    server.post("apply", kind="ServiceCIDR", metadata={"name": "more"}, spec={"cidrs": ["10.112.0.0/16"]})
+    observed.wait_for(lambda o: len(o.cidrs) == 2 and o.node
+                      and o.node.addresses == (parse_address("192.0.2.200"),))
+    server.post("delete", resource="servicecidrs", name="more")
+    server.post("delete", resource="nodes", name=NODE)
+    observed.wait_for(lambda o: len(o.cidrs) == 1 and o.node is None)
+
+
+def test_an_expired_history_is_made_up_for(server: BenchServer, observed: Observed) -> None:
+    def lose_history(left: int) -> None:
+        server.post("expire")
+        server.post("delete", resource="services", namespace="bench-0000", name=f"svc-{left:06d}")
+        server.post("set", ops=[{"slice": str(SLICE), "index": 0, "address": f"10.192.1.{left}"}])
+        observed.wait_for(lambda o: len(o.services) == left and f"10.192.1.{left}" in addresses(o, SLICE))
+
+    for left in (29, 28, 27):
+        lose_history(left)
+    assert sorted(observed.complete) == sorted(EVERYTHING), "said once"
+
+
+@pytest.mark.parametrize("count", [3, 40], ids=["less", "more"])
+def test_state_stays_while_the_server_is_away_and_follows_when_it_returns(
+    server: BenchServer, observed: Observed, count: int,
+) -> None:
+    # With fewer objects the new server's resource versions are behind what the proxy has seen.
+    before = dict(observed.services)
+    server.stop()
+    with following(KubernetesSource(server.url, None, NODE)) as late:
+        assert observed.services == before
+        server.start("--gen", f"services={count},endpoints=2", "--bookmark-interval", "0.2")
+        late.wait_for(lambda o: len(o.complete) == len(EVERYTHING))
+        for source in (observed, late):
+            source.wait_for(lambda o: len(o.services) == len(o.slices) == count
+                            and len(addresses(o, SLICE)) == 2)
+
+

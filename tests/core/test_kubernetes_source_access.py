@@ -1,0 +1,250 @@
+"""Reaching an API server by URL, kubeconfig and service account, with TLS and tokens."""
+
+import base64
+import json
+import logging
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kproxy_core.sources import access
+from kproxy_core.sources.access import AccessError, load_access
+from kproxy_core.sources.kubernetes import KubernetesSource
+from tests.core.api_servers import CHECKOUT, TLS, Exchange, ScriptedServer, refuse
+from tests.core.observed_events import PATIENCE, following
+
+Kubeconfig = Callable[..., str]
+CA, CERT, KEY = (str(TLS / name) for name in ("ca.crt", "client.crt", "client.key"))
+
+
+def inline(path: str) -> str:
+    return base64.b64encode(Path(path).read_bytes()).decode()
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    """An API server without objects that asks for a client certificate and takes connections without one."""
+    server = ScriptedServer({}, tls=_server_tls(ssl.CERT_OPTIONAL))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def picky_server() -> Iterator[ScriptedServer]:
+    """An API server that talks only to who has a certificate."""
+    server = ScriptedServer({}, tls=_server_tls(ssl.CERT_REQUIRED))
+    yield server
+    server.close()
+
+
+def _server_tls(verify: ssl.VerifyMode) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(TLS / "server.crt", TLS / "server.key")
+    context.load_verify_locations(CA)
+    context.verify_mode = verify
+    return context
+
+
+@pytest.fixture
+def kubeconfig(tmp_path: Path) -> Kubeconfig:
+    """Writes a kubeconfig; gives its path."""
+    def write(server: str, cluster: dict[str, Any] | None = None, user: dict[str, Any] | None = None) -> str:
+        path = tmp_path / "kubeconfig"
+        path.write_text(json.dumps({
+            "apiVersion": "v1", "kind": "Config", "current-context": "here",
+            "contexts": [{"name": "here", "context": {"cluster": "c", "user": "u"}}],
+            "clusters": [{"name": "c", "cluster": {"server": server} | (cluster or {})}],
+            "users": [{"name": "u", "user": user or {}}]}))
+        return str(path)
+    return write
+
+
+def completes(source: KubernetesSource) -> None:
+    with following(source) as observed:
+        observed.wait_for(lambda o: len(o.complete) == 4)
+
+
+def tokens(server: ScriptedServer) -> set[str | None]:
+    return {request.headers.get("authorization") for request in server.requests}
+
+
+# -- a URL
+
+@pytest.mark.parametrize(("url", "authority", "base_path", "secure"), [
+    ("http://10.0.0.1:8080", "10.0.0.1:8080", "", False),
+    ("10.0.0.1:8080/", "10.0.0.1:8080", "", False),
+    ("https://api.example", "api.example:443", "", True),
+    ("https://[fd00::1]:6443/k8s/clusters/c-1/", "[fd00::1]:6443", "/k8s/clusters/c-1", True),
+    ("localhost", "localhost:80", "", False),
+])
+def test_master_is_a_url(url: str, authority: str, base_path: str, secure: bool) -> None:
+    found = load_access(url, None)
+    assert (found.authority, found.base_path, found.tls is not None) == (authority, base_path, secure)
+
+
+@pytest.mark.parametrize("url", [
+    "ftp://api", "https://", "http://host:port", "http://h:99999", "http://user:secret@h", "http://h/?x=y",
+    "http://[::1", "http://h\r\nX: y", "http://h/a b",
+])
+def test_a_url_that_names_no_server_is_refused_with_the_option(url: str) -> None:
+    with pytest.raises(AccessError, match=r"^--master: "):
+        load_access(url, None)
+
+
+def test_a_plain_url_costs_neither_tls_nor_the_kubernetes_package() -> None:
+    program = ("import sys; from kproxy_core.sources.kubernetes import KubernetesSource; "
+               "KubernetesSource('http://127.0.0.1:1', None, 'n'); "
+               "print(*({'kubernetes', 'ssl', 'http', 'email', 'yaml'} & set(sys.modules)))")
+    run = subprocess.run([sys.executable, "-S", "-c", f"import sys; sys.path[:] = {sys.path!r}; {program}"],
+                         cwd=CHECKOUT, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == []
+
+
+# -- a kubeconfig
+
+@pytest.mark.parametrize("cluster", [
+    {"certificate-authority": CA}, {"certificate-authority-data": inline(CA)},
+    {"insecure-skip-tls-verify": True},
+], ids=["file", "inline", "unverified"])
+@pytest.mark.parametrize("user", [
+    {"client-certificate": CERT, "client-key": KEY},
+    {"client-certificate-data": inline(CERT), "client-key-data": inline(KEY)},
+], ids=["files", "inline"])
+def test_a_client_certificate_opens_the_door(
+    picky_server: ScriptedServer, kubeconfig: Kubeconfig, cluster: dict[str, Any], user: dict[str, Any],
+) -> None:
+    completes(KubernetesSource(None, kubeconfig(picky_server.url, cluster, user), "n"))
+
+
+def test_inline_keys_leave_no_files_behind(
+    picky_server: ScriptedServer, kubeconfig: Kubeconfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    load_access(None, kubeconfig(picky_server.url, {"certificate-authority-data": inline(CA)},
+                                 {"client-certificate-data": inline(CERT), "client-key-data": inline(KEY)}))
+    assert [path.name for path in tmp_path.iterdir()] == ["kubeconfig"]
+
+
+@pytest.mark.parametrize(("user", "header"), [
+    ({"token": "secret"}, "Bearer secret"),
+    ({"username": "me", "password": "pw"}, "Basic " + base64.b64encode(b"me:pw").decode()),
+    ({"exec": {"apiVersion": "client.authentication.k8s.io/v1", "command": "echo", "interactiveMode": "Never",
+               "args": ['{"kind": "ExecCredential", "apiVersion": "client.authentication.k8s.io/v1",'
+                        ' "status": {"token": "from-exec"}}']}}, "Bearer from-exec"),
+    ({}, None),
+], ids=["token", "password", "exec", "nobody"])
+def test_credentials_are_shown(
+    server: ScriptedServer, kubeconfig: Kubeconfig, user: dict[str, Any], header: str | None,
+) -> None:
+    completes(KubernetesSource(None, kubeconfig(server.url, {"certificate-authority": CA}, user), "n"))
+    assert tokens(server) == {header}
+
+
+def test_the_name_in_the_certificate_may_differ_from_the_host(
+    server: ScriptedServer, kubeconfig: Kubeconfig,
+) -> None:
+    completes(KubernetesSource(None, kubeconfig(
+        server.url, {"certificate-authority": CA, "tls-server-name": "api.test"}), "n"))
+
+
+def test_master_overrides_the_server_of_the_kubeconfig(
+    server: ScriptedServer, kubeconfig: Kubeconfig,
+) -> None:
+    config = kubeconfig("https://192.0.2.1:6443", {"certificate-authority": CA}, {"token": "t"})
+    completes(KubernetesSource(server.url, config, "n"))
+    assert tokens(server) == {"Bearer t"}
+
+
+def test_a_token_that_expired_is_read_again(kubeconfig: Kubeconfig, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("old\n")
+
+    def expire(exchange: Exchange) -> None:
+        token.write_text("new\n")
+        refuse(401)(exchange)
+
+    server = ScriptedServer({"services": [expire]}, tls=_server_tls(ssl.CERT_OPTIONAL))
+    try:
+        completes(KubernetesSource(None, kubeconfig(
+            server.url, {"certificate-authority": CA}, {"tokenFile": str(token)}), "n"))
+        shown = [r.headers["authorization"] for r in server.requests if r.resource == "services"]
+        assert shown == ["Bearer old", "Bearer new"]
+    finally:
+        server.close()
+
+
+def test_a_server_that_can_not_be_trusted_gets_no_request(
+    server: ScriptedServer, kubeconfig: Kubeconfig, caplog: pytest.LogCaptureFixture,
+) -> None:
+    failures = threading.Semaphore(0)
+
+    def count(_: logging.LogRecord) -> bool:
+        failures.release()
+        return True
+
+    caplog.handler.addFilter(count)
+    with following(KubernetesSource(None, kubeconfig(server.url, {}, {"token": "secret"}), "n")) as observed:
+        for _ in range(4):
+            assert failures.acquire(timeout=PATIENCE)
+    assert not observed.events
+    assert not server.requests
+    assert any("certificate verify failed" in record.fields["problem"]  # type: ignore[attr-defined]
+               for record in caplog.records)
+
+
+@pytest.mark.parametrize("content", [
+    "", "- 1\n- 2", "{", "current-context: nowhere", '{"current-context": "x", "contexts": 7}', "\x00",
+])
+def test_a_kubeconfig_of_no_use_is_refused_with_the_file(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "broken"
+    path.write_text(content)
+    with pytest.raises(AccessError, match=rf"^--kubeconfig: {path}: [^\n]+$"):
+        load_access(None, str(path))
+
+
+@pytest.mark.parametrize(("cluster", "user", "problem"), [
+    ({"certificate-authority": "/nowhere/ca.crt"}, {}, "/nowhere/ca.crt"),
+    ({"certificate-authority": KEY}, {}, "certificates"),
+    ({}, {"client-certificate": CA, "client-key": KEY}, "certificates"),
+    ({"proxy-url": "http://proxy:3128"}, {}, "proxy-url is not supported"),
+    ({}, {"token": "two\nlines"}, "token"),
+    ({"server": "ftp://x"}, {}, "not an http or https URL"),
+])
+def test_settings_of_no_use_are_refused_with_the_reason(
+    kubeconfig: Kubeconfig, cluster: dict[str, Any], user: dict[str, Any], problem: str,
+) -> None:
+    with pytest.raises(AccessError, match=problem):
+        load_access(None, kubeconfig("https://127.0.0.1:1", cluster, user))
+
+
+def test_a_missing_kubeconfig_is_named() -> None:
+    with pytest.raises(AccessError, match="there is no file '/nowhere/config'"):
+        load_access(None, "/nowhere/config")
+
+
+# -- a pod
+
+def test_a_pod_uses_its_service_account_and_each_new_token(
+    server: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(access, "_SERVICE_ACCOUNT", str(tmp_path))
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(server.port))
+    (tmp_path / "ca.crt").write_text(Path(CA).read_text())
+    for token in ("first", "second"):
+        (tmp_path / "token").write_text(token + "\n")
+        server.requests.clear()
+        completes(KubernetesSource(None, None, "n"))
+        assert tokens(server) == {f"Bearer {token}"}
+
+
+def test_outside_of_a_pod_something_has_to_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(AccessError, match="neither --master nor --kubeconfig"):
+        KubernetesSource(None, None, "n")

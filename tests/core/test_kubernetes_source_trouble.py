@@ -1,0 +1,322 @@
+"""A server that refuses, lies, stammers or vanishes: the state stays right, and is followed again."""
+
+import logging
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from kproxy_core.sources.events import BadObject, Event
+from kproxy_core.sources.framing import MAX_LINE
+from kproxy_core.sources.kubernetes import KubernetesSource
+from tests.core.api_servers import (
+    Exchange,
+    ScriptedServer,
+    Step,
+    bookmark,
+    event,
+    initial_events_end,
+    line,
+    listed,
+    refuse,
+    service,
+    watched,
+)
+from tests.core.observed_events import Observed, following
+
+ScriptedRun = Callable[..., tuple[ScriptedServer, Observed]]
+OLD_SERVER = refuse(422, reason="Invalid")
+"""How a server without watch-list answers its request."""
+
+
+@pytest.fixture
+def follow() -> Iterator[ScriptedRun]:
+    """A source that follows a server which answers requests for Services with the steps given."""
+    with ExitStack() as stack:
+        def follow(*steps: Step, **other: list[Step]) -> tuple[ScriptedServer, Observed]:
+            server = ScriptedServer({"services": steps, **other})
+            stack.callback(server.close)
+            source = KubernetesSource(server.url, None, "n", chance=lambda: 0.0)
+            return server, stack.enter_context(following(source))
+        yield follow
+
+
+def present(*names: str, version: int = 10) -> list[dict[str, object]]:
+    """The lines of a watch-list."""
+    return [*(event("ADDED", service(name), version) for name in names), initial_events_end(version)]
+
+
+def queries(server: ScriptedServer, key: str) -> list[str | None]:
+    return [query.get(key) for query in server.asked("services")]
+
+
+# -- where a watch goes on
+
+def test_a_watch_goes_on_after_the_last_event_when_the_connection_breaks(follow: ScriptedRun) -> None:
+    def breaks_inside_a_chunk(exchange: Exchange) -> None:
+        exchange.begin_watch()
+        exchange.send(b"5000\r\n" + b"".join(map(line, present("a"))) + line(event("ADDED", service("b"), 12))
+                      + b'{"type":"ADDED","obj')
+        exchange.leave()
+
+    server, observed = follow(breaks_inside_a_chunk, watched(event("ADDED", service("c"), 13)))
+    observed.wait_for(lambda o: o.names == {"a", "b", "c"})
+    assert queries(server, "resourceVersion") == [None, "12"]
+    assert not observed.gone
+    assert not observed.bad
+
+
+def test_a_bookmark_moves_the_place_where_a_watch_goes_on(follow: ScriptedRun) -> None:
+    server, observed = follow(watched(*present("a"), bookmark(77), hold=False),
+                              watched(event("DELETED", service("a"), 78)))
+    observed.wait_for(lambda o: "services" in o.complete and not o.names)
+    assert queries(server, "resourceVersion") == [None, "77"]
+
+
+@pytest.mark.parametrize("expired", [
+    refuse(410, reason="Expired"),
+    watched({"type": "ERROR", "object": {"code": 410, "reason": "Expired", "message": "too old"}}),
+    watched(event("ADDED", service("x"), 3)),
+], ids=["status", "event", "version went back"])
+@pytest.mark.parametrize("by_list", [False, True], ids=["watch-list", "list"])
+def test_what_vanished_while_history_expired_is_gone(
+    follow: ScriptedRun, expired: Step, by_list: bool,
+) -> None:
+    if by_list:
+        steps = [OLD_SERVER, listed(service("a"), service("b"), version=10), expired,
+                 listed(service("b"), service("c"), version=20), watched()]
+    else:
+        steps = [watched(*present("a", "b"), hold=False), expired,
+                 watched(*present("b", "c", version=20))]
+    _, observed = follow(*steps)
+    observed.wait_for(lambda o: o.names >= {"b", "c"} and "a" not in o.names)
+    assert [name.name for name in observed.gone] == ["a"]
+    assert observed.complete.count("services") == 1
+
+
+def test_a_broken_streaming_list_makes_nothing_gone(follow: ScriptedRun) -> None:
+    def broken(exchange: Exchange) -> None:
+        exchange.begin_watch()
+        exchange.send(b"fff\r\n" + line(event("ADDED", service("b"), 20)))
+        exchange.leave()
+
+    _, observed = follow(watched(*present("a", "b"), hold=False), refuse(410), broken,
+                         watched(*present("a", "b", "c", version=21)))
+    observed.wait_for(lambda o: "c" in o.names)
+    assert observed.names == {"a", "b", "c"}
+    assert not observed.gone
+
+
+# -- lists
+
+@pytest.mark.parametrize("status", [400, 422])
+def test_a_server_without_watch_list_is_listed_in_pages(follow: ScriptedRun, status: int) -> None:
+    server, observed = follow(refuse(status), listed(service("a"), version=10, rest="page 2&"),
+                              listed(service("b"), version=10), watched(event("ADDED", service("c"), 11)))
+    observed.wait_for(lambda o: o.names == {"a", "b", "c"})
+    assert queries(server, "watch") == ["1", None, None, "1"]
+    assert queries(server, "continue") == [None, None, "page 2&", None]
+    assert queries(server, "resourceVersion")[-1] == "10"
+    assert queries(server, "sendInitialEvents") == ["true", None, None, None]
+    assert {query["fieldSelector"] for query in server.asked("services")} == {"spec.clusterIP!=None"}
+
+
+def test_a_list_that_expires_between_pages_starts_anew(follow: ScriptedRun) -> None:
+    server, observed = follow(OLD_SERVER, listed(service("a"), version=10, rest="next"), refuse(410),
+                              listed(service("b"), version=20))
+    observed.wait_for(lambda o: "services" in o.complete)
+    assert observed.names == {"b"}, "what only the first page had is gone"
+    assert queries(server, "continue")[:4] == [None, None, "next", None]
+
+
+def test_a_watch_list_that_ends_without_its_bookmark_is_not_asked_for_again(follow: ScriptedRun) -> None:
+    def ends(exchange: Exchange) -> None:
+        exchange.begin_watch()
+        exchange.send(b"0\r\n\r\n")
+
+    server, observed = follow(ends, listed(service("a"), version=10))
+    observed.wait_for(lambda o: "services" in o.complete)
+    assert observed.names == {"a"}
+    assert queries(server, "watch")[:2] == ["1", None]
+
+
+# -- refusals
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_the_server_decides_how_long_to_wait(
+    follow: ScriptedRun, caplog: pytest.LogCaptureFixture, status: int,
+) -> None:
+    caplog.set_level(logging.INFO)
+    _, observed = follow(refuse(status, "Retry-After: 1"), watched(*present("a")))
+    observed.wait_for(lambda o: o.names == {"a"})
+    said, again = (record for record in caplog.records if record.name == "kproxy.sources")
+    assert said.fields == {  # type: ignore[attr-defined]
+        "resource": "services", "problem": f"{status} Refused: Refused", "retry_in": 1.0}
+    assert again.getMessage() == "following the API server again"
+
+
+@pytest.mark.parametrize("answer", [
+    refuse(500), refuse(401), refuse(403), refuse(302), refuse(404),
+    lambda e: e.send(b"SSH-2.0-OpenSSH\r\n\r\n"),
+    lambda e: e.send(b"HTTP/1.1 200 OK\r\nX: " + b"x" * 100_000),
+    lambda e: e.answer(200, b"<html>please log in</html>\n"),
+    lambda e: e.send(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{"),
+    lambda e: e.answer(200, {"metadata": {}, "items": []}),
+    lambda e: e.answer(200, b"[" * 100_000),
+], ids=["500", "401", "403", "302", "404", "not http", "endless head", "html", "cut", "no version", "deep"])
+def test_an_answer_of_no_use_is_survived(follow: ScriptedRun, answer: Step) -> None:
+    def answer_and_leave(exchange: Exchange) -> None:
+        answer(exchange)
+        exchange.leave()
+
+    _, observed = follow(OLD_SERVER, answer_and_leave, listed(service("a"), version=10))
+    observed.wait_for(lambda o: "services" in o.complete)
+    assert observed.names == {"a"}
+
+
+@pytest.mark.parametrize("status", [403, 404])
+def test_service_networks_that_can_not_be_read_stop_nobody(follow: ScriptedRun, status: int) -> None:
+    _, observed = follow(watched(*present("a")), servicecidrs=[refuse(status)] * 3)
+    observed.wait_for(lambda o: len(o.complete) == 4)
+    assert observed.names == {"a"}
+
+
+# -- what a watch may tell
+
+def test_a_line_that_is_no_json_is_reported_and_the_next_one_counts(follow: ScriptedRun) -> None:
+    _, observed = follow(watched(*present("a"), b"{garbage", b'{"type":"ADDED"}', b"\xff\xfe",
+                                 event("ADDED", service("b"), 11)))
+    observed.wait_for(lambda o: "b" in o.names)
+    assert observed.names == {"a", "b"}
+    assert [(bad.kind, bad.name) for bad in observed.bad] == [("Service", "(in a watch)")] * 3
+
+
+def test_an_object_that_does_not_decode_is_reported_and_no_longer_served(follow: ScriptedRun) -> None:
+    broken = service("a")
+    broken["spec"]["ports"][0]["port"] = "eighty"
+    _, observed = follow(watched(*present("a", "b"), event("MODIFIED", broken, 11),
+                                 event("ADDED", service("c"), 12)))
+    observed.wait_for(lambda o: "c" in o.names)
+    assert observed.names == {"b", "c"}
+    bad, = observed.bad
+    assert isinstance(bad, BadObject)
+    assert (bad.kind, bad.name, bad.field) == ("Service", "default/a", "spec.ports[0].port")
+
+
+def test_a_bad_object_in_a_list_harms_no_other(follow: ScriptedRun) -> None:
+    broken = service("a")
+    broken["spec"] = []
+    _, observed = follow(OLD_SERVER, listed(broken, service("b"), version=10))
+    observed.wait_for(lambda o: "services" in o.complete)
+    assert observed.names == {"b"}
+    assert [bad.name for bad in observed.bad] == ["default/a"]
+
+
+def test_an_endless_line_is_left_out(follow: ScriptedRun) -> None:
+    def step(exchange: Exchange) -> None:
+        exchange.begin_watch()
+        exchange.chunk(b"".join(map(line, present("a"))))
+        for _ in range(MAX_LINE // (1 << 20) + 1):
+            exchange.chunk(b"x" * (1 << 20))
+        exchange.chunk(b"\n" + line(event("ADDED", service("b"), 11)))
+        exchange.until_closed()
+
+    _, observed = follow(step)
+    observed.wait_for(lambda o: "b" in o.names)
+    assert [bad.problem for bad in observed.bad] == [f"longer than {MAX_LINE} bytes"]
+
+
+def test_bytes_may_come_one_by_one(follow: ScriptedRun) -> None:
+    def step(exchange: Exchange) -> None:
+        lines = b"".join(map(line, [*present("a", "b"), event("DELETED", service("a"), 11)]))
+        wire = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+        for start in range(0, len(lines), 7):
+            piece = lines[start:start + 7]
+            wire += b"%x;ext\r\n%s\r\n" % (len(piece), piece)
+        for byte in wire:
+            exchange.send(bytes([byte]))
+        exchange.until_closed()
+
+    _, observed = follow(step)
+    observed.wait_for(lambda o: o.gone and o.names == {"b"})
+    assert not observed.bad
+
+
+def test_what_arrived_together_is_one_batch(follow: ScriptedRun) -> None:
+    batches: list[int] = []
+    server = ScriptedServer({"services": [watched(*present(*(f"s{i}" for i in range(50))))]})
+    source = KubernetesSource(server.url, None, "n")
+    observed = Observed()
+
+    def emit(events: list[Event]) -> None:
+        batches.append(len(events))
+        observed(events)
+
+    source.start(emit)
+    try:
+        observed.wait_for(lambda o: len(o.complete) == 4)
+    finally:
+        source.stop()
+        server.close()
+    assert sorted(batches) == [1, 1, 1, 51]
+
+
+# -- connections
+
+def test_each_kind_keeps_one_connection(follow: ScriptedRun) -> None:
+    server, observed = follow(OLD_SERVER, listed(service("a"), version=10, rest="x"),
+                              listed(service("b"), version=10), watched(event("ADDED", service("c"), 11)))
+    observed.wait_for(lambda o: len(o.complete) == 4 and "c" in o.names)
+    assert len({request.connection for request in server.requests}) == 4
+
+
+def test_a_kept_connection_that_the_server_closed_is_no_trouble(
+    follow: ScriptedRun, caplog: pytest.LogCaptureFixture,
+) -> None:
+    def list_and_leave(exchange: Exchange) -> None:
+        listed(service("a"), version=10)(exchange)
+        exchange.leave()
+
+    _, observed = follow(OLD_SERVER, list_and_leave, watched(event("ADDED", service("b"), 11)))
+    observed.wait_for(lambda o: o.names == {"a", "b"})
+    assert not caplog.records
+
+
+def test_a_server_that_starts_late_is_found(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    with following(KubernetesSource(f"http://127.0.0.1:{port}", None, "n")) as observed:
+        server = ScriptedServer({"services": [watched(*present("a"))]}, port=port)
+        try:
+            observed.wait_for(lambda o: len(o.complete) == 4)
+        finally:
+            server.close()
+    assert observed.names == {"a"}
+
+
+@pytest.mark.parametrize("accepting", [True, False], ids=["silent", "unreachable"])
+def test_stopping_waits_for_no_server(accepting: bool) -> None:
+    with _deaf_server(accepting) as port:
+        with following(KubernetesSource(f"http://127.0.0.1:{port}", None, "n")) as observed:
+            pass
+        assert observed.events == 0
+
+
+@contextmanager
+def _deaf_server(accepting: bool) -> Iterator[int]:
+    """A port where connections are taken by the kernel and never answered, or not even taken."""
+    with ExitStack() as stack:
+        listener = socket.create_server(("127.0.0.1", 0), backlog=128 if accepting else 0)
+        stack.enter_context(listener)
+        port: int = listener.getsockname()[1]
+        while not accepting:
+            filler = stack.enter_context(socket.socket())
+            filler.settimeout(0.1)
+            try:
+                filler.connect(("127.0.0.1", port))
+            except TimeoutError:
+                break
+        yield port
+
+
