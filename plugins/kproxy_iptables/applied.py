@@ -1,0 +1,221 @@
+"""What the kernel has acknowledged for one family, and the difference to what is wanted.
+
+Nothing here moves before the kernel has said yes. A service port is remembered by its
+plan alone: what it wanted is rendered again when it changes.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kproxy_core.model.node import NodeView
+from kproxy_core.model.service import ServicePortKey
+from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_iptables import names
+from kproxy_iptables.batch import References
+from kproxy_iptables.names import FILTER, NAT
+from kproxy_iptables.render import Rule, Style, Wanted, wanted
+from kproxy_iptables.skeleton import BLOCK_LOCALNET, JUMPS, KUBELET_JUMPS, ChainKey, Facts, constant_rules
+
+Plans = Mapping[ServicePortKey, ServicePlan]
+_EMPTY = Wanted({}, [])
+
+
+@dataclass(slots=True)
+class Observed:
+    """What the kernel holds, as iptables-save tells it."""
+
+    chains: dict[ChainKey, list[str]] = field(default_factory=dict)
+    """Rules by table and chain, without ``-A CHAIN``: of the fixed chains and the canaries, and of the
+    built-in chains those that lead to a chain of Kubernetes."""
+    service_chains: dict[str, int] = field(default_factory=dict)
+    """Fingerprints of the chains of service ports."""
+
+
+def fingerprint(rules: str) -> int:
+    """Stands for the rules of one chain, complete lines, within this process."""
+    return hash(rules)
+
+
+@dataclass(slots=True)
+class Difference:
+    """What brings the kernel to some changed plans."""
+
+    chains: list[tuple[str, str]]
+    references: References
+    plans: Mapping[ServicePortKey, ServicePlan | None]
+    rules: Counter[str]
+    """By how many the rules of each table grow."""
+    endpoints: int
+    """By how many the endpoints grow."""
+
+
+class Applied:
+    """The acknowledged state of one family."""
+
+    def __init__(self) -> None:
+        self.plans: dict[ServicePortKey, ServicePlan] = {}
+        self.endpoints = 0
+        """See `count_endpoints`."""
+        self.rules: Counter[str] = Counter()
+        """Rules of service ports by table."""
+
+    def endpoints_after(self, changed: Mapping[ServicePortKey, ServicePlan | None]) -> int:
+        """How many endpoints there will be."""
+        return self.endpoints + self._growth(changed)
+
+    def _growth(self, changed: Mapping[ServicePortKey, ServicePlan | None]) -> int:
+        return sum(_reached(new) - _reached(self.plans.get(key)) for key, new in changed.items())
+
+    def difference(self, changed: Mapping[ServicePortKey, ServicePlan | None], style: Style) -> Difference:
+        """What brings the kernel from here to the *changed* plans. O(changed)."""
+        chains: dict[str, str] = {}
+        stale: dict[str, None] = {}
+        growth: Counter[str] = Counter()
+        removed: list[Rule] = []
+        added: list[Rule] = []
+        for key, plan in changed.items():
+            old = self.plans.get(key)
+            before = wanted(old, style) if old else _EMPTY
+            after = wanted(plan, style) if plan else _EMPTY
+            chains.update(
+                (name, body) for name, body in after.chains.items() if before.chains.get(name) != body
+            )
+            stale.update((name, None) for name in before.chains if name not in after.chains)
+            removed += [rule for rule in before.rules if rule not in after.rules]
+            added += [rule for rule in after.rules if rule not in before.rules]
+            growth.update(_count(after))
+            growth.subtract(_count(before))
+        references = References(stale=[name for name in stale if name not in chains])
+        for table, chain, spec in removed:
+            line = f"-D {chain} {spec}"
+            if table == FILTER:
+                references.filter_deletes.append(line)
+            else:
+                references.nat.lines.append(line)
+        # At the top, because the last rule of KUBE-SERVICES must stay the last; backwards, because
+        # the localhost rule of a node port comes before the general one.
+        for table, chain, spec in reversed(added):
+            references.section(table).lines.append(f"-I {chain} {spec}")
+        return Difference(list(chains.items()), references, changed, growth, self._growth(changed))
+
+    def acknowledge(self, difference: Difference) -> None:
+        """The kernel holds *difference* now."""
+        for key, plan in difference.plans.items():
+            if plan is None:
+                self.plans.pop(key, None)
+            else:
+                self.plans[key] = plan
+        self.rules.update(difference.rules)
+        self.endpoints += difference.endpoints
+
+
+class Comparison:
+    """Everything that is wanted against everything that the kernel holds.
+
+    `chains` must be exhausted before `references` and `stale` are asked for.
+    """
+
+    def __init__(self, observed: Observed, plans: Plans, node: NodeView, style: Style, facts: Facts) -> None:
+        self._observed = observed
+        self._plans = plans
+        self._node = node
+        self._style = style
+        self._facts = facts
+        self._rules: dict[ChainKey, list[str]] = {}
+        self._stale = dict.fromkeys(observed.service_chains)
+        self.operations = 0
+        """Chains and lines written, as far as `chains` and `references` have come."""
+        self._counts: Counter[str] = Counter()
+
+    def mark_masq(self) -> list[str]:
+        """The rules of KUBE-MARK-MASQ if it must be written before all else."""
+        rules = constant_rules(self._node, self._facts)[NAT, names.MARK_MASQ]
+        return [] if self._observed.chains.get((NAT, names.MARK_MASQ)) == rules else rules
+
+    def chains(self) -> Iterator[tuple[str, str]]:
+        """Name and rules of each chain of a service port that the kernel does not hold as wanted."""
+        held = self._observed.service_chains
+        for plan in self._plans.values():
+            want = wanted(plan, self._style)
+            for table, chain, spec in want.rules:
+                self._rules.setdefault((table, chain), []).append(spec)
+            self._counts.update(_count(want))
+            for name, body in want.chains.items():
+                self._stale.pop(name, None)
+                if held.get(name) != fingerprint(body):
+                    self.operations += 1
+                    yield name, body
+
+    def references(self) -> References:
+        """All that differs outside the chains of service ports."""
+        held = self._observed.chains
+        result = References()
+        for key, last in constant_rules(self._node, self._facts).items():
+            table, chain = key
+            if key != (NAT, names.MARK_MASQ):
+                rules = self._rules.get(key, [])
+                if not _is_as_wanted(held.get(key), rules, last):
+                    section = result.section(table)
+                    section.chains.append(chain)
+                    section.lines += [f"-A {chain} {spec}" for spec in (*rules, *last)]
+        self._kubelet_firewall(result)
+        for table, chain, spec, _ in (*JUMPS, *KUBELET_JUMPS):
+            if not holds(held.get((table, chain), ()), spec):
+                result.section(table).lines.append(f"-I {chain} {spec}")
+        for table in names.CANARY_TABLES:
+            if (table, names.CANARY) not in held:
+                result.section(table).chains.append(names.CANARY)
+        self.operations += result.operations
+        return result
+
+    @property
+    def stale(self) -> list[str]:
+        """Chains that look like a service port's and are nobody's."""
+        return list(self._stale)
+
+    def _kubelet_firewall(self, result: References) -> None:
+        held = self._observed.chains.get((FILTER, names.KUBELET_FIREWALL))
+        if held is None:
+            result.filter.chains.append(names.KUBELET_FIREWALL)
+        if self._facts.localhost_node_ports and not holds(held or (), BLOCK_LOCALNET):
+            result.filter.lines.append(f"-A {names.KUBELET_FIREWALL} {BLOCK_LOCALNET}")
+
+    def acknowledged(self) -> Applied:
+        """The state once the kernel has taken everything."""
+        applied = Applied()
+        applied.plans = dict(self._plans)
+        applied.endpoints = count_endpoints(self._plans)
+        applied.rules = self._counts
+        return applied
+
+
+def count_endpoints(plans: Plans) -> int:
+    """The endpoints that service ports can reach, those of several counted each time."""
+    return sum(map(_reached, plans.values()))
+
+
+def _reached(plan: ServicePlan | None) -> int:
+    return len(plan.reachable) if plan else 0
+
+
+def _count(want: Wanted) -> dict[str, int]:
+    """How many rules *want* has, by table."""
+    refusals = sum(rule.table == FILTER for rule in want.rules)
+    own = sum(body.count("\n") for body in want.chains.values())
+    return {NAT: own + len(want.rules) - refusals, FILTER: refusals}
+
+
+def _is_as_wanted(held: list[str] | None, rules: list[str], last: list[str]) -> bool:
+    """Whether a chain holds *rules* in whatever order, and then *last*."""
+    if held is None or len(held) != len(rules) + len(last):
+        return False
+    if held[len(rules) :] != last:
+        return False
+    return held[: len(rules)] == rules or Counter(held[: len(rules)]) == Counter(rules)
+
+
+def holds(held: Sequence[str], spec: str) -> bool:
+    """Whether *spec* is among *held*, in whatever order an iptables of another version prints it."""
+    return spec in held or sorted(spec.split()) in [sorted(rule.split()) for rule in held]
+

@@ -1,0 +1,28 @@
+"""Whether this machine can run the mode."""
+
+from kproxy_core.backend.api import BackendSettings, Detection, Requirement
+from kproxy_core.backend.errors import Unsupported
+from kproxy_iptables.kernel import Processes, Tables, find_variant
+
+_MODE = "iptables"
+
+
+def detect(settings: BackendSettings) -> Detection:
+    """Look for the programs, then for the nat table of each family."""
+    processes = Processes()
+    try:
+        variant = find_variant(processes)
+    except Unsupported as missing:
+        programs = Requirement("iptables", False, str(missing), "install iptables 1.8 or newer")
+        return Detection(_MODE, (programs,))
+    found = [Requirement("iptables", True, str(variant))]
+    for family in settings.families:
+        what = f"nat table for {family.label}"
+        problem = Tables(family, variant, processes).problem()
+        if "Permission denied" in problem:
+            found.append(Requirement(what, False, problem, "run as root or with CAP_NET_ADMIN"))
+        elif problem:
+            found.append(Requirement(what, False, problem, "needs a kernel with netfilter NAT for it"))
+        else:
+            found.append(Requirement(what, True, f"{what} present"))
+    return Detection(_MODE, tuple(found))

@@ -1,0 +1,43 @@
+"""The plugin: what kproxy asks of it, answered without importing anything heavy."""
+
+from kproxy_core.backend.api import Backend, BackendSettings, Description, Detection, Leftovers
+from kproxy_core.backend.hookspecs import hookimpl
+
+MODE = "iptables"
+
+
+@hookimpl
+def kproxy_describe() -> Description:
+    """The mode and its defaults."""
+    return Description(
+        mode=MODE,
+        summary="the chains and rules of kube-proxy's iptables mode",
+        contract=(1, 0),
+        preference=50,
+    )
+
+
+@hookimpl
+def kproxy_detect(settings: BackendSettings) -> Detection:
+    """Whether there is an iptables here that can do what the rules need."""
+    from kproxy_iptables.detect import detect
+
+    return detect(settings)
+
+
+@hookimpl
+def kproxy_cleanup(dry_run: bool) -> Leftovers:
+    """Delete the chains and rules of this mode, kube-proxy's as well."""
+    from kproxy_iptables.cleanup import cleanup
+
+    return cleanup(dry_run=dry_run)
+
+
+@hookimpl
+def kproxy_make_backend(mode: str, settings: BackendSettings) -> Backend | None:
+    """The backend, if *mode* is ours."""
+    if mode != MODE:
+        return None
+    from kproxy_iptables.backend import IptablesBackend
+
+    return IptablesBackend(settings)

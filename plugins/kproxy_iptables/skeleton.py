@@ -1,0 +1,132 @@
+"""The constant rules: the fixed chains of both tables, and the jumps to them from built-in chains."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kproxy_core.model.address import Family, format_address
+from kproxy_core.model.node import NodeView
+from kproxy_iptables import names
+from kproxy_iptables.names import FILTER, NAT
+
+ChainKey = tuple[str, str]
+"""Table and chain."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What the rules depend on besides the plans and the node: this kernel and its iptables."""
+
+    random_fully: bool = True
+    """MASQUERADE can choose ports at random (iptables 1.6.2)."""
+    liberal: bool = False
+    """Conntrack takes packets outside of the window (``nf_conntrack_tcp_be_liberal``): INVALID is no reason
+    to drop."""
+    counters: frozenset[str] = frozenset()
+    """The accounting objects that exist, of `names.COUNTERS`."""
+    localhost_node_ports: bool = False
+    """Node ports are served on 127.0.0.0/8 too."""
+
+
+class Jump(NamedTuple):
+    """A rule in a built-in chain that leads to one of the fixed chains."""
+
+    table: str
+    chain: str
+    spec: str
+    target: str
+
+
+def _jump(table: str, chain: str, target: str, comment: str, *, new_only: bool = False) -> Jump:
+    match = "-m conntrack --ctstate NEW " if new_only else ""
+    return Jump(table, chain, f'{match}-m comment --comment "{comment}" -j {target}', target)
+
+
+_EXTERNAL = "kubernetes externally-visible service portals"
+_PORTALS = "kubernetes service portals"
+_FIREWALL = "kubernetes load balancer firewall"
+
+JUMPS = (
+    _jump(FILTER, "INPUT", names.EXTERNAL_SERVICES, _EXTERNAL, new_only=True),
+    _jump(FILTER, "FORWARD", names.EXTERNAL_SERVICES, _EXTERNAL, new_only=True),
+    _jump(FILTER, "INPUT", names.NODE_PORTS, "kubernetes health check service ports"),
+    _jump(FILTER, "FORWARD", names.SERVICES, _PORTALS, new_only=True),
+    _jump(FILTER, "OUTPUT", names.SERVICES, _PORTALS, new_only=True),
+    _jump(FILTER, "FORWARD", names.FORWARD, "kubernetes forwarding rules"),
+    _jump(FILTER, "INPUT", names.PROXY_FIREWALL, _FIREWALL, new_only=True),
+    _jump(FILTER, "OUTPUT", names.PROXY_FIREWALL, _FIREWALL, new_only=True),
+    _jump(FILTER, "FORWARD", names.PROXY_FIREWALL, _FIREWALL, new_only=True),
+    _jump(NAT, "OUTPUT", names.SERVICES, _PORTALS),
+    _jump(NAT, "PREROUTING", names.SERVICES, _PORTALS),
+    _jump(NAT, "POSTROUTING", names.POSTROUTING, "kubernetes postrouting rules"),
+)
+"""Inserted at the top of their chains one after another, so that the last stands first."""
+
+KUBELET_JUMPS = (
+    Jump(FILTER, "INPUT", f"-j {names.KUBELET_FIREWALL}", names.KUBELET_FIREWALL),
+    Jump(FILTER, "OUTPUT", f"-j {names.KUBELET_FIREWALL}", names.KUBELET_FIREWALL),
+)
+"""Inserted after `JUMPS`, and never removed: kubelet wants them as well."""
+
+BUILT_IN_CHAINS = frozenset(jump.chain for jump in JUMPS)
+"""The chains of the kernel's own that have jumps."""
+
+BLOCK_LOCALNET = (
+    '! -s 127.0.0.0/8 -d 127.0.0.0/8 -m comment --comment "block incoming localnet connections"'
+    " -m conntrack ! --ctstate RELATED,ESTABLISHED,DNAT -j DROP"
+)
+"""Closes the hole that ``route_localnet`` opens: others on the link reaching loopback services."""
+
+_DISPATCH = (
+    '-m comment --comment "kubernetes service nodeports; NOTE: this must be the last rule in this chain"'
+)
+
+
+def constant_rules(node: NodeView, facts: Facts) -> dict[ChainKey, list[str]]:
+    """The rules of each fixed chain; in those that services add to, the ones that stand last."""
+    bit = f"{1 << node.masquerade_bit:#x}"
+    random_fully = " --random-fully" if facts.random_fully else ""
+    invalid: list[str] = []
+    if not facts.liberal:
+        counted = (
+            f" -m nfacct --nfacct-name {names.INVALID_COUNTER}"
+            if names.INVALID_COUNTER in facts.counters
+            else ""
+        )
+        # Else a reply that conntrack gave up on would leave with the endpoint's address, and the
+        # client would reset the connection.
+        invalid.append(f"-m conntrack --ctstate INVALID{counted} -j DROP")
+    return {
+        (FILTER, names.SERVICES): [],
+        (FILTER, names.EXTERNAL_SERVICES): [],
+        (FILTER, names.FORWARD): [
+            *invalid,
+            f'-m comment --comment "kubernetes forwarding rules" -m mark --mark {bit}/{bit} -j ACCEPT',
+            '-m comment --comment "kubernetes forwarding conntrack rule"'
+            " -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT",
+        ],
+        (FILTER, names.NODE_PORTS): [],
+        (FILTER, names.PROXY_FIREWALL): [],
+        (NAT, names.SERVICES): _node_port_dispatch(node, facts),
+        (NAT, names.NODE_PORTS): [],
+        (NAT, names.POSTROUTING): [
+            f"-m mark ! --mark {bit}/{bit} -j RETURN",
+            # Cleared, so that a packet which passes here again is not masqueraded twice.
+            f"-j MARK --set-xmark {bit}/0x0",
+            '-m comment --comment "kubernetes service traffic requiring SNAT"'
+            f" -j MASQUERADE{random_fully}",
+        ],
+        (NAT, names.MARK_MASQ): [f"-j MARK --set-xmark {bit}/{bit}"],
+    }
+
+
+def _node_port_dispatch(node: NodeView, facts: Facts) -> list[str]:
+    if node.node_ports_anywhere:
+        here = "-m addrtype --dst-type LOCAL"
+        if node.family is Family.IPV6 or not facts.localhost_node_ports:
+            return [f"! -d {names.LOOPBACK[node.family]} {_DISPATCH} {here} -j {names.NODE_PORTS}"]
+        return [f"{_DISPATCH} {here} -j {names.NODE_PORTS}"]
+    return [
+        f"-d {format_address(address)}/{node.family.bits} {_DISPATCH} -j {names.NODE_PORTS}"
+        for address in node.node_port_addresses
+    ]
+

@@ -1,0 +1,133 @@
+"""One family's tables: what they are known to hold, and how they get to what is wanted."""
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from kproxy_core.backend.api import SyncReport
+from kproxy_core.backend.errors import SyncFailed, TrustLost
+from kproxy_core.model.address import Family
+from kproxy_core.model.node import NodeView
+from kproxy_core.model.service import ServicePortKey
+from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_iptables import batch, kernel, names
+from kproxy_iptables.applied import Applied, Comparison, Plans, count_endpoints
+from kproxy_iptables.kernel import Busy, Tables
+from kproxy_iptables.render import LARGE_CLUSTER, Style, make_style
+from kproxy_iptables.skeleton import Facts
+
+log = logging.getLogger("kproxy.iptables")
+
+CHAINS_PER_CALL = 1000
+"""How many chains iptables-nft-restore takes best at once; README.md says what was measured."""
+
+
+class FamilyTables:
+    """The tables filter, nat and mangle of one family, as far as they are ours."""
+
+    def __init__(self, tables: Tables, *, localhost_node_ports: bool) -> None:
+        self._tables = tables
+        self._localhost_node_ports = localhost_node_ports
+        # The legacy interface replaces a whole table in each call: the fewer, the better.
+        self._chains_per_call = CHAINS_PER_CALL if tables.variant.nft else 1_000_000_000
+        self._applied = Applied()
+        self._node: NodeView | None = None
+        """The node that the rules were last made for; None: only a resync will do."""
+        self._facts: Facts | None = None
+
+    def must_resync(self, node: NodeView) -> bool:
+        """Whether more than the rules of changed Services has to be looked at."""
+        return self._node is None or _for_rules(node) != _for_rules(self._node)
+
+    def change(self, node: NodeView, changed: Mapping[ServicePortKey, ServicePlan | None]) -> SyncReport:
+        """Write what the *changed* plans need. O(changed).
+
+        Raises Busy, or TrustLost if the kernel does not hold what it should.
+        """
+        facts = self._facts_for(node)
+        style = _style(node, facts, self._applied.endpoints_after(changed))
+        difference = self._applied.difference(changed, style)
+        references, stale = difference.references, list[str]()
+        if len(references.stale) > self._chains_per_call:
+            references.stale, stale = stale, references.stale
+        try:
+            self._send(
+                batch.calls(
+                    difference.chains, lambda: references, chains_per_call=self._chains_per_call
+                )
+            )
+            self._send(batch.deletions(stale, self._chains_per_call))
+        except Busy:
+            raise
+        except SyncFailed as error:
+            self._node = None
+            raise TrustLost(str(error)) from error
+        self._applied.acknowledge(difference)
+        self._node = node
+        return SyncReport(len(difference.chains) + references.operations + len(stale))
+
+    def resync(self, node: NodeView, plans: Plans) -> SyncReport:
+        """Make the rules right whatever they are, and leave alone what is right already.
+
+        Raises SyncFailed.
+        """
+        self._node = None
+        facts = self._facts_for(node)
+        if facts.localhost_node_ports:
+            kernel.enable_route_localnet()
+        style = _style(node, facts, count_endpoints(plans))
+        comparison = Comparison(self._tables.observe(), plans, node, style, facts)
+        self._send(
+            batch.calls(
+                comparison.chains(),
+                comparison.references,
+                mark_masq=comparison.mark_masq(),
+                chains_per_call=self._chains_per_call,
+            )
+        )
+        self._delete(comparison.stale)
+        self._applied = comparison.acknowledged()
+        self._node = node
+        return SyncReport(comparison.operations)
+
+    def _delete(self, stale: list[str]) -> None:
+        """Delete chains that nothing of ours leads to. If somebody else's rule does, they stay."""
+        try:
+            self._send(batch.deletions(stale, self._chains_per_call))
+        except SyncFailed as error:
+            log.warning("stale chains were not deleted", extra={"fields": {"error": str(error)}})
+
+    def _send(self, inputs: Iterable[str]) -> None:
+        """Raises Busy if nothing has changed, else what `Tables.restore` raises."""
+        for sent, text in enumerate(inputs):
+            try:
+                self._tables.restore(text)
+            except Busy as busy:
+                if sent:
+                    raise SyncFailed(str(busy)) from busy
+                raise
+
+    def _facts_for(self, node: NodeView) -> Facts:
+        """What this kernel can do; asked once, as far as it is not the node's own doing."""
+        if self._facts is None:
+            self._facts = kernel.read_facts()
+        localhost = (
+            self._localhost_node_ports and node.family is Family.IPV4 and node.node_ports_anywhere
+        )
+        return replace(self._facts, localhost_node_ports=localhost)
+
+
+def _style(node: NodeView, facts: Facts, endpoints: int) -> Style:
+    counted = facts.localhost_node_ports and names.LOCALHOST_COUNTER in facts.counters
+    return make_style(node, localhost_counted=counted, comments=endpoints <= LARGE_CLUSTER)
+
+
+def _for_rules(node: NodeView) -> object:
+    """What of *node* rules depend on."""
+    return (
+        node.local_source,
+        node.node_port_addresses,
+        node.node_ports_anywhere,
+        node.masquerade_all,
+        node.masquerade_bit,
+    )

@@ -1,0 +1,45 @@
+"""Programming tables by hand, and looking at them with iptables-save."""
+
+import subprocess
+
+from kproxy_core.model.address import Family
+from kproxy_iptables.kernel import PROGRAM, Processes, Tables, find_variants
+from kproxy_iptables.table import FamilyTables
+from kproxy_iptables.variant import Variant
+
+V4, V6 = Family.IPV4, Family.IPV6
+
+NFT, LEGACY = "nf_tables", "legacy"
+INTERFACES = (NFT, LEGACY)
+
+
+def variant(interface: str) -> Variant:
+    """The programs for nf_tables, or the legacy ones."""
+    return next(found for found in find_variants(Processes()) if found.nft is (interface == NFT))
+
+
+def kernel(interface: str, family: Family = V4) -> Tables:
+    """One family's tables, in the current network namespace."""
+    return Tables(family, variant(interface), Processes())
+
+
+def family_tables(interface: str, family: Family = V4) -> FamilyTables:
+    """What a backend has for one family."""
+    return FamilyTables(kernel(interface, family), localhost_node_ports=True)
+
+
+def run(interface: str, *arguments: str, family: Family = V4, stdin: str = "") -> str:
+    """What iptables prints. The first of *arguments* may be ``save`` or ``restore``."""
+    action = arguments[0] if arguments[0] in ("save", "restore") else ""
+    program = variant(interface).program(PROGRAM[family], action)
+    done = subprocess.run(
+        [program, *arguments[1 if action else 0 :]], input=stdin, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{program} {' '.join(arguments)}: {done.stderr}"
+    return done.stdout
+
+
+def rules(interface: str, table: str, chain: str, family: Family = V4) -> list[str]:
+    """The rules in a chain, without ``-A CHAIN``."""
+    listed = run(interface, "-t", table, "-S", chain, family=family).splitlines()
+    return [line.removeprefix(f"-A {chain} ") for line in listed if line.startswith("-A ")]
