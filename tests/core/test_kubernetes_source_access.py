@@ -65,9 +65,11 @@ def kubeconfig(tmp_path: Path) -> Kubeconfig:
     return write
 
 
-def completes(source: KubernetesSource) -> None:
+def completes(source: KubernetesSource) -> bool:
+    """Whether *source* hears from its server about everything."""
     with following(source) as observed:
         observed.wait_for(lambda o: len(o.complete) == 4)
+        return not observed.bad
 
 
 def tokens(server: ScriptedServer) -> set[str | None]:
@@ -119,7 +121,7 @@ def test_a_plain_url_costs_neither_tls_nor_the_kubernetes_package() -> None:
 def test_a_client_certificate_opens_the_door(
     picky_server: ScriptedServer, kubeconfig: Kubeconfig, cluster: dict[str, Any], user: dict[str, Any],
 ) -> None:
-    completes(KubernetesSource(None, kubeconfig(picky_server.url, cluster, user), "n"))
+    assert completes(KubernetesSource(None, kubeconfig(picky_server.url, cluster, user), "n"))
 
 
 def test_inline_keys_leave_no_files_behind(
@@ -142,14 +144,14 @@ def test_inline_keys_leave_no_files_behind(
 def test_credentials_are_shown(
     server: ScriptedServer, kubeconfig: Kubeconfig, user: dict[str, Any], header: str | None,
 ) -> None:
-    completes(KubernetesSource(None, kubeconfig(server.url, {"certificate-authority": CA}, user), "n"))
+    assert completes(KubernetesSource(None, kubeconfig(server.url, {"certificate-authority": CA}, user), "n"))
     assert tokens(server) == {header}
 
 
 def test_the_name_in_the_certificate_may_differ_from_the_host(
     server: ScriptedServer, kubeconfig: Kubeconfig,
 ) -> None:
-    completes(KubernetesSource(None, kubeconfig(
+    assert completes(KubernetesSource(None, kubeconfig(
         server.url, {"certificate-authority": CA, "tls-server-name": "api.test"}), "n"))
 
 
@@ -157,7 +159,7 @@ def test_master_overrides_the_server_of_the_kubeconfig(
     server: ScriptedServer, kubeconfig: Kubeconfig,
 ) -> None:
     config = kubeconfig("https://192.0.2.1:6443", {"certificate-authority": CA}, {"token": "t"})
-    completes(KubernetesSource(server.url, config, "n"))
+    assert completes(KubernetesSource(server.url, config, "n"))
     assert tokens(server) == {"Bearer t"}
 
 
@@ -171,7 +173,7 @@ def test_a_token_that_expired_is_read_again(kubeconfig: Kubeconfig, tmp_path: Pa
 
     server = ScriptedServer({"services": [expire]}, tls=_server_tls(ssl.CERT_OPTIONAL))
     try:
-        completes(KubernetesSource(None, kubeconfig(
+        assert completes(KubernetesSource(None, kubeconfig(
             server.url, {"certificate-authority": CA}, {"tokenFile": str(token)}), "n"))
         shown = [r.headers["authorization"] for r in server.requests if r.resource == "services"]
         assert shown == ["Bearer old", "Bearer new"]
@@ -240,7 +242,7 @@ def test_a_pod_uses_its_service_account_and_each_new_token(
     for token in ("first", "second"):
         (tmp_path / "token").write_text(token + "\n")
         server.requests.clear()
-        completes(KubernetesSource(None, None, "n"))
+        assert completes(KubernetesSource(None, None, "n"))
         assert tokens(server) == {f"Bearer {token}"}
 
 
