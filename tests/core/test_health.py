@@ -1,0 +1,178 @@
+"""What ``/healthz`` and ``/livez`` say, told with clocks that only the tests move."""
+
+import json
+from datetime import UTC, datetime
+
+import pytest
+
+from kproxy_core.model.address import Family
+from kproxy_core.run.health import HealthAnswer, ProxyHealth
+
+V4, V6 = Family.IPV4, Family.IPV6
+START = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
+
+
+class Node:
+    """A proxy's health, and the time."""
+
+    def __init__(self, node_required: bool = False, families: tuple[Family, ...] = (V4, V6)) -> None:
+        self.nanoseconds = 0
+        self.health = ProxyHealth(
+            families,
+            timeout=60.0,
+            node_required=node_required,
+            wall_ns=lambda: int(START.timestamp()) * 10**9 + self.nanoseconds,
+            monotonic=lambda: 5000 + self.nanoseconds / 1e9,
+        )
+
+    def wait(self, seconds: float) -> None:
+        self.nanoseconds += round(seconds * 1e9)
+
+    def in_sync(self) -> "Node":
+        for family in (V4, V6):
+            self.health.queued(family)
+            self.health.synced(family)
+        return self
+
+    @property
+    def verdicts(self) -> tuple[bool, bool, bool]:
+        """Proxy healthy, ready, alive."""
+        return self.health.healthy(), self.health.healthz().ok, self.health.livez().ok
+
+
+GOOD, NOT_YET, OVERDUE = (True, True, True), (False, False, True), (False, False, False)
+
+
+def test_it_is_ready_once_every_family_has_synced() -> None:
+    node = Node()
+    assert node.verdicts == NOT_YET
+    node.health.synced(V4)
+    assert node.verdicts == NOT_YET
+    node.health.synced(V6)
+    assert node.verdicts == GOOD
+
+
+def test_waiting_for_the_sources_is_not_death() -> None:
+    node = Node()
+    node.wait(3600)
+    assert node.verdicts == NOT_YET
+
+
+def test_a_first_sync_that_never_succeeds_is() -> None:
+    node = Node()
+    node.health.queued(V4)
+    node.wait(60)
+    assert node.verdicts == OVERDUE
+
+
+def test_an_idle_proxy_stays_healthy() -> None:
+    node = Node().in_sync()
+    node.wait(30 * 86400)
+    assert node.verdicts == GOOD
+
+
+@pytest.mark.parametrize(("seconds", "verdicts"), [(59.999, GOOD), (60, OVERDUE), (600, OVERDUE)])
+def test_a_requested_sync_may_stay_undone_for_the_timeout(
+    seconds: float, verdicts: tuple[bool, bool, bool]
+) -> None:
+    node = Node().in_sync()
+    node.health.queued(V6)
+    node.wait(seconds)
+    assert node.verdicts == verdicts
+
+
+def test_the_oldest_request_counts() -> None:
+    node = Node().in_sync()
+    for _ in range(7):
+        node.health.queued(V4)
+        node.wait(10)
+    assert node.verdicts == OVERDUE
+    node.health.synced(V4)
+    assert node.verdicts == GOOD
+
+
+def test_a_failed_sync_is_no_success() -> None:
+    node = Node().in_sync()
+    node.health.queued(V4)
+    node.wait(30)
+    node.health.failed(V4, "kernel: no")
+    node.wait(30)
+    assert node.verdicts == OVERDUE
+
+
+@pytest.mark.parametrize(
+    ("required", "seen", "ready"),
+    [
+        (False, [], True),
+        (True, [], False),
+        (True, [True], True),
+        (True, [True, False], False),
+        (False, [False], False),
+    ],
+)
+def test_a_node_that_is_leaving_is_not_ready_but_alive_and_healthy(
+    required: bool, seen: list[bool], ready: bool
+) -> None:
+    node = Node(node_required=required).in_sync()
+    for eligible in seen:
+        node.health.node_seen(eligible)
+    assert node.verdicts == (True, ready, True)
+
+
+def test_the_body_is_kube_proxys() -> None:
+    node = Node().in_sync()
+    node.wait(1.5)
+    assert node.health.healthz() == HealthAnswer(
+        True,
+        b'{"lastUpdated":"2026-03-01T12:00:01.5Z","currentTime":"2026-03-01T12:00:01.5Z",'
+        b'"nodeEligible":true,"healthy":true,'
+        b'"status":{"IPv4":{"lastUpdated":"2026-03-01T12:00:00Z","healthy":true},'
+        b'"IPv6":{"lastUpdated":"2026-03-01T12:00:00Z","healthy":true}}}',
+    )
+    assert node.health.livez().body == (
+        b'{"lastUpdated":"2026-03-01T12:00:01.5Z","currentTime":"2026-03-01T12:00:01.5Z","healthy":true,'
+        b'"status":{"IPv4":{"lastUpdated":"2026-03-01T12:00:00Z","healthy":true},'
+        b'"IPv6":{"lastUpdated":"2026-03-01T12:00:00Z","healthy":true}}}'
+    )
+
+
+def test_a_bad_body_tells_when_it_was_last_good_and_why_it_is_not() -> None:
+    node = Node().in_sync()
+    node.nanoseconds = 1
+    node.health.synced(V6)
+    node.health.queued(V4)
+    node.health.failed(V4, 'table "gone"\nreally')
+    node.wait(61)
+    assert json.loads(node.health.healthz().body) == {
+        "lastUpdated": "2026-03-01T12:00:00.000000001Z",
+        "currentTime": "2026-03-01T12:01:01.000000001Z",
+        "nodeEligible": True,
+        "healthy": False,
+        "status": {
+            "IPv4": {"lastUpdated": "2026-03-01T12:00:00Z", "healthy": False},
+            "IPv6": {"lastUpdated": "2026-03-01T12:00:00.000000001Z", "healthy": True},
+        },
+        "problems": ['IPv4: table "gone"\nreally'],
+    }
+    assert b"\n" not in node.health.healthz().body
+    node.health.synced(V4)
+    assert "problems" not in json.loads(node.health.healthz().body)
+
+
+def test_before_the_first_sync_the_body_says_so() -> None:
+    assert json.loads(Node(families=(V4,)).health.healthz().body) == {
+        "lastUpdated": "0001-01-01T00:00:00Z",
+        "currentTime": "2026-03-01T12:00:00Z",
+        "nodeEligible": True,
+        "healthy": False,
+        "problems": ["IPv4: no sync has succeeded yet"],
+    }
+
+
+def test_a_leaving_node_has_a_healthy_proxy_that_was_updated_before() -> None:
+    node = Node().in_sync()
+    node.wait(5)
+    node.health.node_seen(False)
+    body = json.loads(node.health.healthz().body)
+    assert (body["healthy"], body["nodeEligible"]) == (True, False)
+    assert body["lastUpdated"] == "2026-03-01T12:00:00Z"
