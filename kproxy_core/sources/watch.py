@@ -142,7 +142,8 @@ class Reflector(Generic[W, V]):
             log.exception("bug: %s", error, extra=self._fields())
         if self._stopping.is_set():
             return 0.0
-        if by_watch and not self._version and _lists_may_do_better(problem):
+        short = self._watching_since is None or self._unseen is not None
+        if by_watch and short and _lists_may_do_better(problem):
             self._lists_by_watch = False
             return 0.0
         lasted = 0.0 if self._watching_since is None else self._clock() - self._watching_since

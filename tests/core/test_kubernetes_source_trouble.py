@@ -95,6 +95,13 @@ def test_what_vanished_while_history_expired_is_gone(
     assert observed.complete.count("services") == 1
 
 
+def test_history_may_expire_in_the_middle_of_a_watch(follow: ScriptedRun) -> None:
+    expired = {"type": "ERROR", "object": {"code": 410, "reason": "Expired"}}
+    server, observed = follow(watched(*present("a", "b"), expired), watched(*present("b", "c", version=20)))
+    observed.wait_for(lambda o: o.names == {"b", "c"})
+    assert queries(server, "sendInitialEvents") == ["true", "true"]
+
+
 def test_a_broken_streaming_list_makes_nothing_gone(follow: ScriptedRun) -> None:
     def broken(exchange: Exchange) -> None:
         exchange.begin_watch()
