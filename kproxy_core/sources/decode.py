@@ -12,11 +12,13 @@ import msgspec
 from msgspec import Raw, Struct, field
 
 from kproxy_core.model.address import Cidr
+from kproxy_core.model.endpoint import EndpointSlice
 from kproxy_core.sources import wire
 from kproxy_core.sources.decode_node import read_node, read_service_cidr
 from kproxy_core.sources.decode_service import read_service
 from kproxy_core.sources.decode_slice import read_slice
 from kproxy_core.sources.events import NodeSet, ServiceGone, ServiceSet, SliceGone, SliceSet
+from kproxy_core.sources.mirror import read_endpoints
 from kproxy_core.sources.reading import Findings, Reading, Refused, checked_label, checked_subdomain
 
 W = TypeVar("W", bound=Struct)
@@ -139,15 +141,7 @@ class Resource(Generic[W, V]):
         try:
             decoded = self._decode(data)
         except UNDECODABLE as error:
-            return self._refused(error, lambda: _decode_identified(data))
-        return self._read(decoded)
-
-    def from_builtins(self, value: object) -> Reading[V]:
-        """Read one object from plain dicts and lists, as a YAML document yields them."""
-        try:
-            decoded = msgspec.convert(value, self._struct)
-        except UNDECODABLE as error:
-            return self._refused(error, lambda: msgspec.convert(value, _Identified))
+            return self._refused(error, data)
         return self._read(decoded)
 
     def page(self, data: bytes) -> Page[V]:
@@ -180,10 +174,10 @@ class Resource(Generic[W, V]):
             return WatchLine(line.type, version, initial_events_end=end)
         return WatchLine(line.type, version, self.from_json(line.object))
 
-    def _refused(self, error: Exception, identify: Callable[[], _Identified]) -> Reading[V]:
+    def _refused(self, error: Exception, data: bytes | Raw) -> Reading[V]:
         """The refusal of an object that does not decode, with its name as far as it has one."""
         try:
-            meta = identify().metadata or _Identity()
+            meta = _decode_identified(data).metadata or _Identity()
         except UNDECODABLE:
             meta = _Identity()
         name = meta.name if isinstance(meta.name, str) else None
@@ -207,7 +201,7 @@ def _page(meta: _ListMeta | None, readings: list[Reading[V]]) -> Page[V]:
 
 
 def _explained(error: Exception) -> Refused:
-    """The field and problem in the words of msgspec: ``Expected `int`, got `str` - at `$.spec.ports[0]```."""
+    """The field and problem from msgspec's words: ``Expected `int`, got `str` - at `$.spec.type```."""
     if isinstance(error, RecursionError):
         return Refused("", "nested too deeply")
     problem, _, path = str(error).replace("`", "").partition(" - at ")
@@ -217,8 +211,12 @@ def _explained(error: Exception) -> Refused:
 SERVICES: Resource[wire.Service, ServiceSet | ServiceGone] = Resource(
     "Service", "v1", "services", wire.Service, read_service, namespaced=True)
 ENDPOINT_SLICES: Resource[wire.EndpointSlice, SliceSet | SliceGone] = Resource(
-    "EndpointSlice", "discovery.k8s.io/v1", "endpointslices", wire.EndpointSlice, read_slice, namespaced=True)
+    "EndpointSlice", "discovery.k8s.io/v1", "endpointslices", wire.EndpointSlice, read_slice,
+    namespaced=True)
+ENDPOINTS: Resource[wire.Endpoints, tuple[EndpointSlice, ...]] = Resource(
+    "Endpoints", "v1", "endpoints", wire.Endpoints, read_endpoints, namespaced=True)
 NODES: Resource[wire.Node, NodeSet] = Resource(
     "Node", "v1", "nodes", wire.Node, read_node, namespaced=False)
 SERVICE_CIDRS: Resource[wire.ServiceCIDR, tuple[Cidr, ...]] = Resource(
-    "ServiceCIDR", "networking.k8s.io/v1", "servicecidrs", wire.ServiceCIDR, read_service_cidr, namespaced=False)
+    "ServiceCIDR", "networking.k8s.io/v1", "servicecidrs", wire.ServiceCIDR, read_service_cidr,
+    namespaced=False)

@@ -7,6 +7,7 @@ the values that an API server would fill in.
 import sys
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import TypeVar
 
 from msgspec import UNSET
@@ -151,11 +152,17 @@ def _ports(ports: list[wire.ServicePort], found: Findings) -> tuple[PortSpec, ..
             kept[name, protocol] = PortSpec(name, protocol, number, node_port)
     if not kept:
         raise Refused("spec.ports", "none of them is usable")
-    return tuple(kept.values())
+    return _shared_ports(tuple(kept.values()))
+
+
+@lru_cache(maxsize=1024)
+def _shared_ports(ports: tuple[PortSpec, ...]) -> tuple[PortSpec, ...]:
+    """The one tuple that stands for all equal ones: many Services have the same ports."""
+    return ports
 
 
 def _load_balancer_ips(status: wire.ServiceStatus | None, found: Findings) -> tuple[Address, ...]:
-    """The addresses that this proxy is to serve: not host names, not those that ``ipMode`` leaves to others."""
+    """The addresses to serve: not host names, nor what ``ipMode: Proxy`` leaves to others (KEP-1860)."""
     if status is None or status.load_balancer is None or not status.load_balancer.ingress:
         return ()
     texts = [

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from msgspec import UNSET
 
-from kproxy_core.model.address import Family, parse_address
+from kproxy_core.model.address import Address, Family, parse_address
 from kproxy_core.model.endpoint import Endpoint, EndpointSlice, SliceName, SlicePort
 from kproxy_core.model.service import ServiceName
 from kproxy_core.sources import wire
@@ -29,7 +29,10 @@ from kproxy_core.sources.reading import (
 
 MAX_ENDPOINTS = 1000
 """What an API server accepts in one slice."""
-MAX_PORTS = 100
+MAX_PORTS = 20_000
+"""Likewise."""
+MAX_DESTINATIONS = 100_000
+"""Endpoints times ports. No real slice comes near; memory should not hang on one that does."""
 _FAMILIES = {family.label: family for family in Family}
 
 
@@ -67,6 +70,8 @@ def _value(
         raise Refused("endpoints", f"{len(endpoints)} of them; a slice holds at most {MAX_ENDPOINTS}")
     if len(ports) > MAX_PORTS:
         raise Refused("ports", f"{len(ports)} of them; a slice holds at most {MAX_PORTS}")
+    if len(endpoints) * len(ports) > MAX_DESTINATIONS:
+        raise Refused("ports", f"{len(ports)} of them with {len(endpoints)} endpoints each is too much")
     stamp = meta.annotations.trigger_time if meta.annotations else None
     return SliceSet(EndpointSlice(
         name,
@@ -111,12 +116,10 @@ def _endpoints(
         try:
             address = parse_address(text)
         except ValueError:
-            address = None
-        if address is None or len(address) != size or is_special(address):
-            what = "is an unspecified, loopback, multicast or broadcast address"
-            if address is None or len(address) != size:
-                what = f"is not an {family.label} address"
-            found.add(f"endpoints[{i}].addresses[0]", f"{quoted(text)} {what}")
+            address = _NOT_AN_ADDRESS
+        if len(address) != size or is_special(address):
+            problem = f"{quoted(text)} is not a usable {family.label} address"
+            found.add(f"endpoints[{i}].addresses[0]", problem)
             continue
         conditions = entry.conditions or _NO_CONDITIONS
         hints = entry.hints
@@ -132,6 +135,7 @@ def _endpoints(
     return tuple(kept)
 
 
+_NOT_AN_ADDRESS = Address(b"")
 _NO_CONDITIONS = wire.Conditions()
 _NOWHERE: frozenset[str] = frozenset()
 

@@ -13,6 +13,7 @@ PROTOCOLS: dict[str | None, Protocol] = {None: Protocol.TCP, "": Protocol.TCP} |
 }
 """A port's protocol as the API spells it; absent means TCP."""
 
+_SPECIAL_FIRST_OCTETS = frozenset({0, 127, *range(224, 240)})
 _LABEL = r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?"
 _is_label = re.compile(_LABEL).fullmatch
 _is_subdomain = re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(?:\.{_LABEL})*").fullmatch
@@ -45,7 +46,7 @@ class Findings:
 
     def __init__(self, kind: str, namespace: str | None, name: str | None) -> None:
         self._kind = kind
-        self._name = f"{namespace}/{name}" if namespace else name or ""
+        self._name = f"{namespace}/{name}" if namespace and name else name or ""
         self.bad: tuple[BadObject, ...] = ()
 
     def add(self, field: str, problem: str) -> None:
@@ -102,10 +103,13 @@ def checked_cidr(text: str | None, field: str) -> Cidr:
 
 
 def is_special(address: Address) -> bool:
-    """Whether *address* can be neither a service's nor an endpoint's: 0.0.0.0/8, loopback, multicast, broadcast."""
+    """Whether *address* is unspecified, loopback, multicast or broadcast.
+
+    An API server keeps those out of Services and endpoints; a directory of manifests has none.
+    """
     if len(address) == 4:
-        return address[0] in (0, 127) or 224 <= address[0] <= 239 or address == b"\xff\xff\xff\xff"
-    return address[0] == 0xFF or not any(address[:15]) and address[15] < 2
+        return address[0] in _SPECIAL_FIRST_OCTETS or address == b"\xff\xff\xff\xff"
+    return address[0] == 0xFF or (address[15] < 2 and not any(address[:15]))
 
 
 def quoted(text: str | None, limit: int = 60) -> str:

@@ -5,11 +5,15 @@ Everything else in an object is skipped by the decoder. Labels and annotations
 are structs too, so that only those that count are ever built.
 """
 
-from msgspec import UNSET, Struct, UnsetType, field
+from typing import Annotated
+
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 Text = str | None
 Label = str | UnsetType | None
 """A label's value; UNSET: the label is absent."""
+
+Int32 = Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 
 
 class ServiceLabels(Struct, frozen=True, gc=False):
@@ -26,12 +30,12 @@ class ServiceMeta(Struct, frozen=True, gc=False, rename="camel"):
 class ServicePort(Struct, frozen=True, gc=False, rename="camel"):
     name: Text = None
     protocol: Text = None
-    port: int | None = None
-    node_port: int | None = None
+    port: Int32 | None = None
+    node_port: Int32 | None = None
 
 
 class ClientIPConfig(Struct, frozen=True, gc=False, rename="camel"):
-    timeout_seconds: int | None = None
+    timeout_seconds: Int32 | None = None
 
 
 class SessionAffinityConfig(Struct, frozen=True, gc=False):
@@ -50,7 +54,7 @@ class ServiceSpec(Struct, frozen=True, gc=False, rename="camel"):
     session_affinity_config: SessionAffinityConfig | None = None
     external_traffic_policy: Text = None
     internal_traffic_policy: Text = None
-    health_check_node_port: int | None = None
+    health_check_node_port: Int32 | None = None
 
 
 class Ingress(Struct, frozen=True, gc=False, rename="camel"):
@@ -94,7 +98,7 @@ class SlicePort(Struct, frozen=True, gc=False):
     name: str | UnsetType | None = UNSET
     """UNSET: an API server makes it ""; None: explicitly nothing."""
     protocol: Text = None
-    port: int | None = None
+    port: Int32 | None = None
 
 
 class Conditions(Struct, frozen=True, gc=False):
