@@ -15,8 +15,16 @@ from typing import TYPE_CHECKING, cast
 import pluggy
 
 from kproxy_core.backend import hookspecs
-from kproxy_core.backend.api import CONTRACT, Backend, BackendSettings, Description
-from kproxy_core.backend.errors import BackendError
+from kproxy_core.backend.api import (
+    CONTRACT,
+    Backend,
+    BackendSettings,
+    Description,
+    Detection,
+    Leftovers,
+    Requirement,
+)
+from kproxy_core.backend.errors import BackendError, Unsupported
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -63,6 +71,7 @@ class Registry:
         self.descriptions: dict[str, Description] = {}
         """What the plugins loaded so far say about themselves, by mode."""
         self.broken: list[BrokenPlugin] = []
+        self._plugins: dict[str, object] = {}
         self._offered: dict[str, EntryPoint] = {}
         for entry in _installed() if entry_points is None else entry_points:
             if entry.group == OBSERVERS:
@@ -98,6 +107,7 @@ class Registry:
         except (Exception, SystemExit) as error:  # a stranger's module may do anything at all
             raise PluginRefused(str(self._refuse(entry, _reason(error)))) from error
         self.descriptions[mode] = description
+        self._plugins[mode] = plugin
         return description
 
     def load_all(self) -> list[Description]:
@@ -123,6 +133,49 @@ class Registry:
         except (PluginRefused, pluggy.PluginValidationError, ValueError) as error:
             raise PluginRefused(f"the backend of mode {mode!r}: {_reason(error)}") from error
         return cast(Backend, made)
+
+    def detect(self, mode: str, settings: BackendSettings) -> Detection:
+        """Whether *mode* works here, in the words of its plugin; a plugin that fails to say does not.
+
+        Raises UnknownMode or PluginRefused.
+        """
+        try:
+            answer = self._ask(mode, "kproxy_detect", settings=settings)
+            if isinstance(answer, Detection):
+                return answer
+            problem = f"answered {type(answer).__name__}, not Detection"
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - as in `load`
+            problem = _reason(error)
+        return Detection(mode, (Requirement("an answer of the plugin", False, problem),))
+
+    def cleanup(self, mode: str, *, dry_run: bool) -> Leftovers:
+        """Remove all that *mode* leaves in the kernel. Raises UnknownMode or PluginRefused."""
+        try:
+            answer = self._ask(mode, "kproxy_cleanup", dry_run=dry_run)
+            if isinstance(answer, Leftovers):
+                return answer
+            problem = f"answered {type(answer).__name__}, not Leftovers"
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - as in `load`
+            problem = _reason(error)
+        return Leftovers(mode, errors=(problem,))
+
+    def preferred(self, settings: BackendSettings) -> str:
+        """The usable mode with the highest preference. Raises Unsupported, saying why no mode is usable."""
+        detections = []
+        for description in self.load_all():
+            detection = self.detect(description.mode, settings)
+            if detection.usable:
+                return description.mode
+            detections.append(f"{detection.mode}: {detection.because}")
+        reasons = [*detections, *map(str, self.broken)]
+        raise Unsupported("; ".join(["no mode works on this machine", *reasons]))
+
+    def _ask(self, mode: str, hook: str, **arguments: object) -> object:
+        """Put a question to the plugin for *mode* alone, and to the observers."""
+        self.load(mode)
+        others = [plugin for other, plugin in self._plugins.items() if other != mode]
+        answers = self.manager.subset_hook_caller(hook, others)(**arguments)
+        return answers[-1] if answers else None
 
     def _load_observer(self, entry: EntryPoint) -> None:
         try:

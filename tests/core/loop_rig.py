@@ -1,4 +1,4 @@
-"""A loop that runs by hand: an injected clock, a backend that remembers what it was told, nothing else real."""
+"""A loop that runs by hand: an injected clock, and a backend that remembers what it was told."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 

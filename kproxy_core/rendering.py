@@ -1,0 +1,62 @@
+"""What ``kproxy render`` prints: the rules for a directory of manifests, without touching the kernel."""
+
+import logging
+import time
+from collections.abc import Iterator
+from queue import SimpleQueue
+
+from kproxy_core.backend.api import Scope
+from kproxy_core.backend.registry import Registry
+from kproxy_core.config import Config
+from kproxy_core.host.addresses import node_addresses
+from kproxy_core.model.address import Family
+from kproxy_core.process import StartFailed, backend_settings, make_source, node_settings
+from kproxy_core.run.family import FamilyPlans
+from kproxy_core.run.node_facts import NodeFacts
+from kproxy_core.sources.events import BadObject, Event
+from kproxy_core.sources.store import Store
+
+log = logging.getLogger("kproxy.run")
+
+
+def render_manifests(config: Config, registry: Registry, families: tuple[Family, ...]) -> Iterator[str]:
+    """The complete rules of each of *families*, as the backend of ``config.mode`` writes them.
+
+    The node's addresses are those of its Node object, else this machine's. What can't be
+    used is logged. Raises BackendError, HostError or StartFailed.
+    """
+    settings = node_settings(config, registry.load(config.mode))
+    registry.make_backend(config.mode, backend_settings(config, families))
+    hook = registry.manager.hook
+    store = _read(config, settings.name, families)
+    facts = NodeFacts(settings, frozenset(store.node.addresses) if store.node else node_addresses())
+    facts.node, facts.service_cidrs = store.node, store.service_cidrs
+    try:
+        for family in families:
+            plans = FamilyPlans(family, store)
+            plans.node_is(facts.view(family))
+            for conflict in plans.plan():
+                log.warning(str(conflict))
+            yield hook.kproxy_render(update=plans.update(Scope.RESYNC))
+    finally:
+        hook.kproxy_close()
+
+
+def _read(config: Config, node_name: str, families: tuple[Family, ...]) -> Store:
+    """Everything in the manifests as of now."""
+    source = make_source(config, node_name)
+    store = Store(families, source.kinds, time.time())
+    delivered: SimpleQueue[list[Event]] = SimpleQueue()
+    try:
+        source.start(delivered.put)
+    except OSError as error:
+        raise StartFailed(f"can't read {config.manifests}: {error}") from error
+    try:
+        while not store.complete:
+            for event in delivered.get():
+                store.fold(event)
+                if isinstance(event, BadObject):
+                    log.warning("not used: %s", event)
+    finally:
+        source.stop()
+    return store
