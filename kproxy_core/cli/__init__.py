@@ -100,7 +100,7 @@ def kproxy(context: click.Context, /, file: str | None, cleanup: bool, dry_run: 
 @click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
 def modes(probe: bool, output: str) -> None:
     """List the installed backends, the preferred one first."""
-    from kproxy_core.modes import describe_modes
+    from kproxy_core.cli.modes import describe_modes
 
     registry = _registry()
     described = describe_modes(registry, probe=probe)
@@ -127,7 +127,7 @@ def render(file: str | None, family: str | None, **flags: Any) -> None:
         if not config.manifests:
             raise click.UsageError("render needs --manifests")
         logs.set_up(0, "text")
-        from kproxy_core.rendering import render_manifests
+        from kproxy_core.cli.rendering import render_manifests
 
         families = tuple(f for f in Family if family in (None, f.label.lower()))
         for rules in render_manifests(config, registry, families):
@@ -140,7 +140,7 @@ def _run(file: str | None, flags: dict[str, Any]) -> None:
     with _errors():
         config, registry = _prepared(file, flags)
         logs.set_up(config.verbosity, config.logging_format)
-        from kproxy_core import process
+        from kproxy_core.cli import process
 
         for told in (*config.notices, *registry.broken):
             process.log.warning(str(told))
@@ -183,7 +183,7 @@ def _prepared(file: str | None, flags: dict[str, Any]) -> tuple[Config, Registry
     config = configuration.resolve(given, loaded)
     registry = _registry()
     if not config.mode:
-        from kproxy_core import process
+        from kproxy_core.cli import process
 
         probing = process.backend_settings(config, process.served_families())
         config = configuration.resolve(replace(given, mode=registry.preferred(probing)), loaded)
@@ -197,7 +197,7 @@ def _errors() -> Iterator[None]:
     from kproxy_core.backend.errors import BackendError
     from kproxy_core.config import ConfigError
     from kproxy_core.host.errors import HostError
-    from kproxy_core.process import StartFailed
+    from kproxy_core.cli.process import StartFailed
 
     try:
         yield
