@@ -19,10 +19,6 @@ from kproxy_core.run.http_messages import Answer, Handler, Refused, parse, rende
 
 log = logging.getLogger("kproxy.http")
 
-RETRY_SECONDS = 5.0
-"""Between attempts to bind, as in kube-proxy."""
-
-_CONNECTION_SECONDS = 15.0
 _MOST_CONNECTIONS = 256
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _NO_SUCH_FAMILY = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
@@ -84,7 +80,7 @@ class Listener:
         elif self._problem != str(error):
             where = ",".join(format_socket(*binding) for binding in self._bindings)
             log.error("can't listen, trying again",
-                      extra={"fields": {"for": self.name, "on": where, "every": "5s", "error": error}})
+                      extra={"fields": {"for": self.name, "on": where, "error": error}})
         self._problem = str(error)
 
 
@@ -104,7 +100,13 @@ class _Connection:
 class HttpServer:
     """Serves any number of listeners. All methods may be called from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, retry_seconds: float = 5.0, connection_seconds: float = 15.0) -> None:
+        """*retry_seconds*: between attempts to bind (as in kube-proxy, 5).
+
+        *connection_seconds*: for a client to send its request and receive the answer.
+        """
+        self._retry_seconds = retry_seconds
+        self._connection_seconds = connection_seconds
         self._selector = selectors.DefaultSelector()
         self._alarm = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(self._alarm, selectors.EVENT_READ)
@@ -135,7 +137,7 @@ class HttpServer:
         both_families: bool = False,
         failed: Callable[[OSError], None] | None = None,
     ) -> Listener:
-        """Serve *handler* on all *bindings*, or on none of them: it is then tried again every 5 s.
+        """Serve *handler* on all *bindings*, or on none of them: then it is tried again later.
 
         *both_families*: an unspecified address of either family listens on both (as Go's "tcp").
         *failed* is called on the server's thread for each failure; by default it is logged.
@@ -202,7 +204,7 @@ class HttpServer:
         self._unbound.pop(listener, None)
         sockets = listener.open()
         if sockets is None:
-            self._unbound[listener] = time.monotonic() + RETRY_SECONDS
+            self._unbound[listener] = time.monotonic() + self._retry_seconds
         for opened in sockets or ():
             self._selector.register(opened, selectors.EVENT_READ, listener)
 
@@ -226,7 +228,7 @@ class HttpServer:
         connected.setblocking(False)
         if len(self._connections) >= _MOST_CONNECTIONS:
             self._drop(next(iter(self._connections)))
-        connection = _Connection(connected, listener.handler, time.monotonic() + _CONNECTION_SECONDS)
+        connection = _Connection(connected, listener.handler, time.monotonic() + self._connection_seconds)
         self._connections[connection] = None
         self._selector.register(connected, selectors.EVENT_READ, connection)
 

@@ -1,0 +1,85 @@
+"""Clients and servers for HTTP tests: plain sockets on the loopback interface."""
+
+import http.client
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from kproxy_core.model.address import Address, parse_address
+from kproxy_core.run.http import HttpServer
+
+LOOPBACK = (parse_address("127.0.0.1"), parse_address("::1"))
+ANYWHERE = (Address(bytes(4)), Address(bytes(16)))
+
+PATIENCE = 10.0
+"""Seconds after which a peer that says nothing has failed the test."""
+
+
+class Reply(NamedTuple):
+    """What a client got."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+def get(
+    port: int, path: str = "/", host: str = "127.0.0.1", method: str = "GET", body: bytes | None = None
+) -> Reply:
+    connection = http.client.HTTPConnection(host, port, timeout=PATIENCE)
+    try:
+        connection.request(method, path, body)
+        response = connection.getresponse()
+        return Reply(response.status, dict(response.getheaders()), response.read())
+    finally:
+        connection.close()
+
+
+def connect(port: int, host: str = "127.0.0.1") -> socket.socket:
+    return socket.create_connection((host, port), timeout=PATIENCE)
+
+
+def is_refused(port: int, host: str = "127.0.0.1") -> bool:
+    try:
+        connect(port, host).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def received(client: socket.socket) -> bytes:
+    """Everything until the server closes."""
+    parts = []
+    while part := client.recv(65536):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def free_port() -> int:
+    """A port that nobody listens on, in either family."""
+    with socket.socket(socket.AF_INET6) as probe:
+        probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        probe.bind(("::", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def serving(**options: float) -> Iterator[HttpServer]:
+    server = HttpServer(**options)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    """Whether *holds* becomes true while a test has patience."""
+    end = time.monotonic() + PATIENCE
+    while not holds():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.005)
+    return True

@@ -1,0 +1,323 @@
+"""The HTTP server, over real sockets: it answers everybody, whatever some clients do."""
+
+import errno
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kproxy_core.model.address import Address, parse_address
+from kproxy_core.run.http import HttpServer
+from kproxy_core.run.http_messages import Answer, Request
+from tests.core.http_clients import (
+    ANYWHERE,
+    LOOPBACK,
+    connect,
+    eventually,
+    free_port,
+    get,
+    is_refused,
+    received,
+    serving,
+)
+
+V4, V6 = LOOPBACK
+
+
+def echo(request: Request) -> Answer:
+    return Answer(
+        200, f"{request.method} {request.path} {request.query}".encode(), headers=(("X-Extra", "1"),)
+    )
+
+
+@pytest.fixture
+def server() -> Iterator[HttpServer]:
+    with serving() as running:
+        yield running
+
+
+@pytest.fixture
+def port(server: HttpServer) -> int:
+    listener = server.listen("echo", [(V4, 0)], echo)
+    server.settle()
+    return listener.port
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
+def test_any_method_is_answered(port: int, method: str) -> None:
+    status, headers, body = get(port, "/a/b?c=d&e", method=method)
+    assert (status, body) == (200, f"{method} /a/b c=d&e".encode())
+    assert headers["Content-Length"] == str(len(body))
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert headers["Content-Type"] == "text/plain; charset=utf-8"
+    assert headers["X-Extra"] == "1"
+    assert headers["Date"].endswith(" GMT")
+
+
+def test_head_has_everything_but_the_body(port: int) -> None:
+    reply = get(port, method="HEAD")
+    assert (reply.status, reply.headers["Content-Length"], reply.body) == (200, "7", b"")
+
+
+def test_a_request_body_is_taken_and_ignored(port: int) -> None:
+    assert get(port, method="POST", body=b"x" * 60_000).body == b"POST / "
+
+
+def test_a_request_may_come_in_pieces(port: int) -> None:
+    with connect(port) as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for byte in b"GET /slow HTTP/1.0\r\nA: b\r\n\r\n":
+            client.send(bytes((byte,)))
+        assert received(client).endswith(b"\r\n\r\nGET /slow ")
+
+
+def test_a_large_answer_arrives_whole(server: HttpServer) -> None:
+    body = os.urandom(8 << 20)
+    listener = server.listen("large", [(V4, 0)], lambda _: Answer(200, body))
+    server.settle()
+    assert get(listener.port).body == body
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"nonsense\r\n\r\n", 400),
+        (b"GET /\r\n\r\n", 400),
+        (b"GET  / HTTP/1.1\r\n\r\n", 400),
+        (b"G(T / HTTP/1.1\r\n\r\n", 400),
+        (b"GET x HTTP/1.1\r\n\r\n", 400),
+        (b"GET * HTTP/1.1\r\n\r\n", 400),
+        (b"\r\n\r\n", 400),
+        (b"\x16\x03\x01\x02\x00\x01\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nno colon\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nContent-Length: -1\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nContent-Length: 1e3\r\n\r\n", 400),
+        (b"GET / HTTP/2.0\r\n\r\n", 505),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", 411),
+        (b"POST / HTTP/1.1\r\nContent-Length: 65537\r\n\r\n", 413),
+        (b"POST / HTTP/1.1\r\nContent-Length: 99999999999999999999\r\n\r\n", 413),
+        (b"GET /" + b"a" * 16380, 431),
+        (b"GET http://node:1/a HTTP/1.1\r\n\r\n", 200),
+        (b"GET / HTTP/1.1\r\nHost: a\r\n\r\nGET / HTTP/1.1\r\n\r\n", 200),
+    ],
+)
+def test_what_is_no_request_gets_an_answer_that_says_so(port: int, sent: bytes, status: int) -> None:
+    with connect(port) as client:
+        client.sendall(sent)
+        assert received(client).startswith(f"HTTP/1.1 {status} ".encode())
+    assert get(port).status == 200
+
+
+def test_a_failing_handler_harms_only_its_own_request(
+    server: HttpServer, port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(request: Request) -> Answer:
+        raise ZeroDivisionError
+
+    failing = server.listen("failing", [(V4, 0)], fail)
+    server.settle()
+    assert get(failing.port).status == 500
+    assert get(port).status == 200
+    assert [record.message for record in caplog.records] == ["can't answer"]
+
+
+def test_clients_that_say_nothing_delay_nobody(port: int) -> None:
+    idle = [connect(port) for _ in range(100)]
+    assert get(port).status == 200
+    for client in idle:
+        client.close()
+
+
+def test_a_client_that_does_not_read_delays_nobody(server: HttpServer, port: int) -> None:
+    listener = server.listen("large", [(V4, 0)], lambda _: Answer(200, bytes(32 << 20)))
+    server.settle()
+    with connect(listener.port) as client:
+        client.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert client.recv(4) == b"HTTP"
+        assert get(port).status == 200
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n"])
+def test_a_slow_client_is_dropped(sent: bytes) -> None:
+    with serving(connection_seconds=0.05) as server:
+        listener = server.listen("echo", [(V4, 0)], echo)
+        server.settle()
+        with connect(listener.port) as client:
+            client.sendall(sent)
+            assert received(client) == b""
+
+
+def test_the_oldest_of_too_many_clients_is_dropped(port: int) -> None:
+    clients = [connect(port) for _ in range(300)]
+    assert get(port).status == 200
+    assert received(clients[0]) == b""
+    clients[-1].sendall(b"GET /last HTTP/1.1\r\n\r\n")
+    assert b"GET /last" in received(clients[-1])
+    for client in clients:
+        client.close()
+
+
+def test_running_out_of_descriptors_is_survived() -> None:
+    program = (
+        "import resource, sys\n"
+        "from kproxy_core.run.http import HttpServer\n"
+        "from kproxy_core.run.http_messages import Answer\n"
+        "server = HttpServer()\n"
+        "server.start()\n"
+        "def handler(request): return Answer(200, b'still here')\n"
+        "listener = server.listen('x', [(bytes((127, 0, 0, 1)), 0)], handler)\n"
+        "server.settle()\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))\n"
+        "print(listener.port, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        port = int(process.stdout.readline())
+        clients = [connect(port) for _ in range(40)]
+        assert get(port).body == b"still here"
+        for client in clients:
+            client.close()
+        process.stdin.close()
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("unspecified", ANYWHERE)
+def test_an_unspecified_address_listens_on_both_families_if_asked(
+    server: HttpServer, unspecified: Address
+) -> None:
+    listener = server.listen("both", [(unspecified, 0)], echo, both_families=True)
+    server.settle()
+    assert get(listener.port, host="127.0.0.1").status == get(listener.port, host="::1").status == 200
+
+
+@pytest.mark.parametrize(
+    ("unspecified", "host", "other"), [(ANYWHERE[0], "127.0.0.1", "::1"), (ANYWHERE[1], "::1", "127.0.0.1")]
+)
+def test_else_only_on_its_own(server: HttpServer, unspecified: Address, host: str, other: str) -> None:
+    listener = server.listen("one", [(unspecified, 0)], echo)
+    server.settle()
+    assert get(listener.port, host=host).status == 200
+    assert is_refused(listener.port, other)
+
+
+def test_both_families_can_have_the_same_port_with_different_handlers(server: HttpServer) -> None:
+    port = free_port()
+    server.listen("four", [(ANYWHERE[0], port)], lambda _: Answer(200, b"4"))
+    server.listen("six", [(ANYWHERE[1], port)], lambda _: Answer(200, b"6"))
+    server.settle()
+    assert (get(port).body, get(port, host="::1").body) == (b"4", b"6")
+
+
+def test_a_taken_port_is_tried_again_until_it_is_free(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    with serving(retry_seconds=0.02) as server, socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        listener = server.listen("thing", [(V4, port), (V6, port)], echo)
+        server.settle()
+        assert listener.port == 0
+        assert is_refused(port, "::1")
+        taken.close()
+        assert eventually(lambda: listener.port == port)
+        assert get(port).status == get(port, host="::1").status == 200
+    assert [record.message for record in caplog.records] == [
+        "can't listen, trying again",
+        "listening at last",
+    ]
+
+
+def test_failures_are_told_to_who_wants_to_know() -> None:
+    errors: list[OSError] = []
+    told = threading.Event()
+
+    def failed(error: OSError) -> None:
+        errors.append(error)
+        if len(errors) == 3:
+            told.set()
+
+    with serving(retry_seconds=0.01) as server:
+        server.listen("elsewhere", [(parse_address("192.0.2.1"), 0)], echo, failed=failed)
+        assert told.wait(10)
+    assert {error.errno for error in errors} == {errno.EADDRNOTAVAIL}
+
+
+def test_a_closed_listener_refuses_and_its_port_can_be_had_again_at_once(server: HttpServer) -> None:
+    port = free_port()
+    first = server.listen("first", [(V4, port)], lambda _: Answer(200, b"first"))
+    server.settle()
+    assert get(port).body == b"first"
+    first.close()
+    second = server.listen("second", [(V4, port)], lambda _: Answer(200, b"second"))
+    server.settle()
+    assert get(port).body == b"second"
+    second.close()
+    first.close()
+    server.settle()
+    assert is_refused(port)
+
+
+def test_a_listener_that_never_could_bind_can_be_closed() -> None:
+    with serving(retry_seconds=0.01) as server, socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        listener = server.listen("thing", [(V4, port)], echo)
+        listener.close()
+        server.settle()
+        taken.close()
+        other = server.listen("other", [(V4, 0)], echo)
+        server.settle()
+        assert get(other.port).status == 200
+        assert is_refused(port)
+
+
+def test_stopping_closes_everything() -> None:
+    with serving() as server:
+        listener = server.listen("echo", [(V4, 0)], echo)
+        server.settle()
+        port, client = listener.port, connect(listener.port)
+        get(port)  # by now the client is accepted as well
+    assert received(client) == b""
+    client.close()
+    assert is_refused(port)
+    assert "http" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_hundreds_of_listeners_need_one_thread(server: HttpServer) -> None:
+    before = threading.active_count()
+    listeners = [
+        server.listen(str(n), [(V4, 0)], lambda _, n=n: Answer(200, str(n).encode()))  # type: ignore[misc]
+        for n in range(300)
+    ]
+    server.settle()
+    assert threading.active_count() == before
+    assert [get(listener.port).body for listener in listeners[::50]] == [
+        b"0",
+        b"50",
+        b"100",
+        b"150",
+        b"200",
+        b"250",
+    ]
+
+
+def test_an_idle_server_sleeps(server: HttpServer, port: int) -> None:
+    """Not even a timer is left once the last client is served."""
+    get(port)
+    server.settle()
+    thread = next(thread for thread in threading.enumerate() if thread.name == "http")
+    status = Path(f"/proc/self/task/{thread.native_id}/status")
+    assert eventually(lambda: status.read_text().splitlines()[2].split()[1] == "S")
+
+    def switches() -> str:
+        return "".join(line for line in status.read_text().splitlines() if "ctxt_switches" in line)
+
+    before = switches()
+    threading.Event().wait(0.3)
+    assert switches() == before

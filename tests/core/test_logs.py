@@ -1,0 +1,124 @@
+"""Log lines: one per event, readable by people and machines, whatever is in them."""
+
+import io
+import json
+import logging
+import re
+from collections.abc import Iterator
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kproxy_core.run.logs import set_up
+
+
+@pytest.fixture(autouse=True)
+def _logging_is_restored() -> Iterator[None]:
+    root = logging.getLogger("kproxy")
+    before = root.handlers, root.propagate, root.level, logging.raiseExceptions, logging.logMultiprocessing
+    yield
+    root.handlers, root.propagate, root.level, logging.raiseExceptions, logging.logMultiprocessing = before
+
+
+def logged(
+    message: str,
+    fields: dict[str, object],
+    *,
+    form: Literal["text", "json"] = "text",
+    level: int = logging.INFO,
+    verbosity: int = 0,
+) -> str:
+    stream = io.StringIO()
+    set_up(verbosity, form, stream)
+    logging.getLogger("kproxy.sources").log(level, message, extra={"fields": fields})
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, ""),
+        ({"took": 0.123456789, "count": 3, "ok": True}, " took=0.123457 count=3 ok=True"),
+        ({"service": "default/web:http", "empty": ""}, ' service=default/web:http empty=""'),
+        (
+            {"a": "two words", "b": 'q"uote', "c": "k=v", "d": "back\\slash", "e": "it's"},
+            r' a="two words" b="q\"uote" c="k=v" d="back\\slash" e="it' "'" r's"',
+        ),
+        (
+            {"a": "new\nline", "b": "\x1b[31m", "c": "\u2028", "d": "\u202e", "e": "\udc80", "f": "Zürich"},
+            r' a="new\nline" b="\x1b[31m" c="\u2028" d="\u202e" e="\udc80" f=Zürich',
+        ),
+    ],
+)
+def test_fields_are_quoted_when_needed(fields: dict[str, object], text: str) -> None:
+    line = logged("something happened", fields)
+    assert (
+        re.sub(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z ", "", line)
+        == f"INFO sources: something happened{text}\n"
+    )
+
+
+def test_a_very_long_value_is_cut() -> None:
+    assert len(logged("x", {"a": "b" * 1_000_000})) < 5_000
+
+
+def test_json() -> None:
+    line = logged("a\nb", {"n": 1, "s": "x y", "msg": "not mine", "o": b"x"}, form="json")
+    document = json.loads(line)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", document.pop("ts"))
+    assert document == {"level": "INFO", "room": "sources", "msg": "a\nb", "n": 1, "s": "x y", "o": "b'x'"}
+    assert line.count("\n") == 1
+
+
+@given(st.text(), st.text(), st.sampled_from(["text", "json"]))
+def test_an_event_is_one_line_of_encodable_text(
+    message: str, value: str, form: Literal["text", "json"]
+) -> None:
+    line = logged(message.replace("%", "%%"), {"value": value}, form=form)
+    assert line.encode().endswith(b"\n")
+    assert len(line.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("verbosity", "shown"),
+    [
+        (0, [20, 30, 40]),
+        (1, [20, 30, 40]),
+        (2, [10, 20, 30, 40]),
+        (4, [8, 10, 20, 30, 40]),
+        (99, [1, 8, 10, 20, 30, 40]),
+    ],
+)
+def test_verbosity(verbosity: int, shown: list[int]) -> None:
+    assert [
+        level for level in (1, 8, 10, 20, 30, 40) if logged("x", {}, level=level, verbosity=verbosity)
+    ] == shown
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_traceback_is_in_the_same_line(form: Literal["text", "json"]) -> None:
+    stream = io.StringIO()
+    set_up(0, form, stream)
+    try:
+        raise ValueError("why\nnot")
+    except ValueError:
+        logging.getLogger("kproxy.run").exception("it broke")
+    assert stream.getvalue().count("\n") == 1
+    assert "ValueError: why" in stream.getvalue()
+
+
+def test_setting_up_again_replaces() -> None:
+    old = io.StringIO()
+    set_up(0, "text", old)
+    logged("x", {})
+    assert old.getvalue() == ""
+
+
+def test_a_closed_stream_stops_nobody() -> None:
+    stream = io.StringIO()
+    set_up(0, "text", stream)
+    stream.close()
+    logging.getLogger("kproxy.run").info("into the void")
+    assert stream.closed

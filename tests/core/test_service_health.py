@@ -1,0 +1,187 @@
+"""Health check node ports, asked as a load balancer asks."""
+
+import json
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from kproxy_core.model.address import Address, Family, parse_address
+from kproxy_core.model.node import NodeView
+from kproxy_core.model.service import ServiceName
+from kproxy_core.run.http import HttpServer
+from kproxy_core.run.service_health import LocalEndpoints, ServiceHealth
+from tests.core.http_clients import eventually, free_port, get, is_refused, serving
+
+V4, V6 = Family.IPV4, Family.IPV6
+WEB, DNS = ServiceName("default", "web"), ServiceName("kube-system", "dns")
+
+
+class Proxy:
+    """The health check node ports of one family, and the health of the proxy itself."""
+
+    def __init__(
+        self, server: HttpServer, family: Family = V4, addresses: tuple[str, ...] | None = None
+    ) -> None:
+        self.server = server
+        self.family = family
+        self.healthy = True
+        self.ports = ServiceHealth(server, lambda: self.healthy)
+        self.place(addresses)
+
+    def place(self, addresses: tuple[str, ...] | None) -> None:
+        """Node ports on *addresses*; None: anywhere."""
+        self.ports.place(
+            NodeView(
+                family=self.family,
+                name="node",
+                node_ports_anywhere=addresses is None,
+                node_port_addresses=tuple(parse_address(address) for address in addresses or ()),
+            )
+        )
+        self.server.settle()
+
+    def apply(self, changes: dict[ServiceName, tuple[int, int] | None]) -> None:
+        self.ports.apply({name: told and LocalEndpoints(*told) for name, told in changes.items()})
+        self.server.settle()
+
+
+@pytest.fixture
+def server() -> Iterator[HttpServer]:
+    with serving(retry_seconds=0.02) as running:
+        yield running
+
+
+def test_the_answer_is_kube_proxys(server: HttpServer) -> None:
+    proxy, port = Proxy(server), free_port()
+    proxy.apply({WEB: (port, 2)})
+    status, headers, body = get(port, "/any/path?at=all")
+    assert status == 200
+    assert headers["Content-Type"] == "application/json"
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert headers["X-Load-Balancing-Endpoint-Weight"] == "2"
+    assert body == (
+        b'{\n\t"service": {\n\t\t"namespace": "default",\n\t\t"name": "web"\n\t},\n'
+        b'\t"localEndpoints": 2,\n\t"serviceProxyHealthy": true\n}'
+    )
+
+
+@pytest.mark.parametrize(
+    ("ready", "healthy", "status"), [(1, True, 200), (0, True, 503), (1, False, 503), (0, False, 503)]
+)
+def test_it_takes_an_endpoint_and_a_healthy_proxy(
+    server: HttpServer, ready: int, healthy: bool, status: int
+) -> None:
+    proxy, port = Proxy(server), free_port()
+    proxy.apply({WEB: (port, ready)})
+    proxy.healthy = healthy
+    reply = get(port)
+    assert reply.status == status
+    assert reply.headers["X-Load-Balancing-Endpoint-Weight"] == str(ready)
+    assert json.loads(reply.body)["serviceProxyHealthy"] is healthy
+
+
+def test_a_new_count_shows_on_the_same_socket(server: HttpServer) -> None:
+    proxy, port = Proxy(server), free_port()
+    proxy.apply({WEB: (port, 1), DNS: (free_port(), 1)})
+    early = socket.create_connection(
+        ("127.0.0.1", port), timeout=10
+    )  # in the queue of this socket, or served
+    proxy.apply({WEB: (port, 0)})
+    early.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    assert early.recv(12) == b"HTTP/1.1 503"
+    early.close()
+
+
+def test_ports_close_with_their_service(server: HttpServer) -> None:
+    proxy, port, other = Proxy(server), free_port(), free_port()
+    proxy.apply({WEB: (port, 1), DNS: (other, 1)})
+    proxy.apply({WEB: None})
+    assert is_refused(port)
+    assert get(other).status == 200
+    proxy.apply({WEB: None})
+    proxy.apply({WEB: (port, 3)})
+    assert json.loads(get(port).body)["localEndpoints"] == 3
+
+
+def test_services_may_swap_their_ports(server: HttpServer) -> None:
+    proxy, one, two = Proxy(server), free_port(), free_port()
+    proxy.apply({WEB: (one, 1), DNS: (two, 2)})
+    proxy.apply({WEB: (two, 1), DNS: (one, 2)})
+    assert json.loads(get(one).body)["service"]["name"] == "dns"
+    assert json.loads(get(two).body)["service"]["name"] == "web"
+
+
+def test_families_have_their_own_counts_on_one_port(server: HttpServer) -> None:
+    port = free_port()
+    for family, ready in ((V4, 4), (V6, 6)):
+        Proxy(server, family).apply({WEB: (port, ready)})
+    assert json.loads(get(port).body)["localEndpoints"] == 4
+    assert json.loads(get(port, host="::1").body)["localEndpoints"] == 6
+
+
+def test_only_the_addresses_of_node_ports_are_served(server: HttpServer) -> None:
+    proxy, port = Proxy(server, addresses=("127.0.0.1", "127.0.0.2")), free_port()
+    proxy.apply({WEB: (port, 1)})
+    assert get(port).status == get(port, host="127.0.0.2").status == 200
+    assert is_refused(port, "127.0.0.3")
+    assert is_refused(port, "::1")
+
+
+def test_no_address_means_no_port(server: HttpServer) -> None:
+    proxy, port = Proxy(server, addresses=()), free_port()
+    proxy.apply({WEB: (port, 1)})
+    assert is_refused(port)
+
+
+def test_listeners_follow_the_nodes_addresses(server: HttpServer) -> None:
+    proxy, port = Proxy(server, addresses=("127.0.0.2",)), free_port()
+    proxy.apply({WEB: (port, 1)})
+    proxy.place(("127.0.0.3",))
+    assert is_refused(port, "127.0.0.2")
+    assert get(port, host="127.0.0.3").status == 200
+    proxy.place(None)
+    assert get(port, host="127.0.0.2").status == 200
+
+
+def test_an_unchanged_place_leaves_connections_alone(server: HttpServer) -> None:
+    proxy, port = Proxy(server, addresses=("127.0.0.1",)), free_port()
+    proxy.apply({WEB: (port, 1)})
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as early:
+        proxy.place(("127.0.0.1",))
+        early.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert early.recv(12) == b"HTTP/1.1 200"
+
+
+def test_a_taken_port_is_reported_harms_no_other_and_is_had_when_free(
+    server: HttpServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    proxy, other = Proxy(server), free_port()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        proxy.apply({WEB: (port, 1), DNS: (other, 1)})
+        assert get(other).status == 200
+        (record,) = caplog.records
+        assert record.fields["for"] == "health check node port of default/web"  # type: ignore[attr-defined]
+        assert record.fields["on"] == f"0.0.0.0:{port}"  # type: ignore[attr-defined]
+    assert eventually(lambda: not is_refused(port))
+    assert get(port).status == 200
+
+
+def test_a_hostile_name_stays_text(server: HttpServer) -> None:
+    proxy, port = Proxy(server), free_port()
+    name = ServiceName('n"\r\nX: 1', "\u2028</script>\\")
+    proxy.apply({name: (port, 1)})
+    reply = get(port)
+    assert json.loads(reply.body)["service"] == {"namespace": name.namespace, "name": name.name}
+    assert "X" not in reply.headers
+
+
+def test_addresses_are_not_needed_before_the_first_place(server: HttpServer) -> None:
+    ports, port = ServiceHealth(server, lambda: True), free_port()
+    ports.apply({WEB: LocalEndpoints(port, 1)})
+    server.settle()
+    assert is_refused(port)
+    ports.place(NodeView(family=V4, name="node", node_port_addresses=(Address(bytes((127, 0, 0, 1))),)))
+    server.settle()
+    assert get(port).status == 200
