@@ -175,6 +175,7 @@ def test_running_out_of_descriptors_is_survived() -> None:
         "resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))\n"
         "print(listener.port, flush=True)\n"
         "sys.stdin.read()\n"
+        "server.stop()\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
