@@ -18,11 +18,10 @@ from kproxy_nftables.render import (
     Element,
     Value,
     elements,
+    endpoint_key,
     index,
     parse_destination,
-    port_key,
     shared_elements,
-    vip_key,
 )
 
 Slots = tuple[Destination, ...]
@@ -201,14 +200,14 @@ def recover(plan: ServicePlan, actual: Contents) -> Held:
 def _frontends(plan: ServicePlan) -> Iterator[tuple[str, str, bytes, bool]]:
     """(map of endpoints, map of local endpoints, key, is it the ClusterIP) for each frontend."""
     protocol = plan.key.protocol
+    of_vips = names.VIP_ENDPOINTS[protocol], names.VIP_LOCAL_ENDPOINTS[protocol]
     if plan.cluster_ip is not None:
-        key = vip_key(plan.cluster_ip, protocol, plan.port)
-        yield names.VIP_ENDPOINTS, names.VIP_LOCAL_ENDPOINTS, key, True
+        yield *of_vips, endpoint_key(plan.cluster_ip, plan.port), True
     for address in plan.external_addresses:
-        yield names.VIP_ENDPOINTS, names.VIP_LOCAL_ENDPOINTS, vip_key(address, protocol, plan.port), False
+        yield *of_vips, endpoint_key(address, plan.port), False
     if plan.node_port:
-        key = port_key(protocol, plan.node_port)
-        yield names.NODE_PORT_ENDPOINTS, names.NODE_PORT_LOCAL_ENDPOINTS, key, False
+        of_node_ports = names.NODE_PORT_ENDPOINTS[protocol], names.NODE_PORT_LOCAL_ENDPOINTS[protocol]
+        yield *of_node_ports, endpoint_key(b"", plan.node_port), False
 
 
 def _indexed(contents: Mapping[bytes, Value], frontend: bytes) -> Slots:

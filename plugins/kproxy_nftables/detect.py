@@ -4,7 +4,7 @@ import platform
 
 from kproxy_core.backend.api import BackendSettings, Detection, Requirement
 from kproxy_core.backend.errors import SyncFailed, Unsupported
-from kproxy_core.model.address import Cidr, Family, parse_cidr
+from kproxy_core.model.address import Cidr, Family, Protocol, parse_cidr
 from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_nftables import skeleton
 from kproxy_nftables.kernel import Kernel
@@ -16,7 +16,8 @@ _POD_CIDR: dict[Family, Cidr] = {
     Family.IPV6: parse_cidr("2001:db8::/32"),
 }
 _TEMPLATES = tuple(
-    Template(policy, cluster, local, sticky, node_port)
+    Template(protocol, policy, cluster, local, sticky, node_port)
+    for protocol in Protocol
     for policy, cluster, local in (("cluster", 1, 0), ("local", 0, 1), ("external-local", 1, 1))
     for sticky in (False, True)
     for node_port in (False, True)

@@ -10,7 +10,7 @@ import re
 from functools import cache
 from typing import NamedTuple
 
-from kproxy_core.model.address import Family
+from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.service import ServicePortKey
 
 TABLE = "kproxy"
@@ -25,11 +25,12 @@ RECORDED_VIPS = "recorded-vips"
 NODE_PORTS = "nodeports"
 STICKY_NODE_PORTS = "sticky-nodeports"
 RECORDED_NODE_PORTS = "recorded-nodeports"
-# Data maps: frontend and index -> endpoint.
-VIP_ENDPOINTS = "vip-endpoints"
-VIP_LOCAL_ENDPOINTS = "vip-local-endpoints"
-NODE_PORT_ENDPOINTS = "nodeport-endpoints"
-NODE_PORT_LOCAL_ENDPOINTS = "nodeport-local-endpoints"
+# Data maps: frontend and index -> endpoint; one of each for every protocol, because nft 1.0.6 knows
+# the type of a port only with its protocol.
+VIP_ENDPOINTS = {p: f"{p.name.lower()}-vip-endpoints" for p in Protocol}
+VIP_LOCAL_ENDPOINTS = {p: f"{p.name.lower()}-vip-local-endpoints" for p in Protocol}
+NODE_PORT_ENDPOINTS = {p: f"{p.name.lower()}-nodeport-endpoints" for p in Protocol}
+NODE_PORT_LOCAL_ENDPOINTS = {p: f"{p.name.lower()}-nodeport-local-endpoints" for p in Protocol}
 # Sets.
 CLUSTER_IPS = "cluster-ips"
 NODE_IPS = "node-ips"
@@ -39,7 +40,8 @@ SERVICE_CIDRS = "service-cidrs"
 ELEMENT_CONTAINERS = (
     VIPS, ADMITTED_VIPS, STICKY_VIPS, RECORDED_VIPS,
     NODE_PORTS, STICKY_NODE_PORTS, RECORDED_NODE_PORTS,
-    VIP_ENDPOINTS, VIP_LOCAL_ENDPOINTS, NODE_PORT_ENDPOINTS, NODE_PORT_LOCAL_ENDPOINTS,
+    *VIP_ENDPOINTS.values(), *VIP_LOCAL_ENDPOINTS.values(),
+    *NODE_PORT_ENDPOINTS.values(), *NODE_PORT_LOCAL_ENDPOINTS.values(),
     CLUSTER_IPS, NODE_IPS, HAIRPINS,
 )  # fmt: skip
 """The containers whose elements are compared and written one by one."""
@@ -52,13 +54,14 @@ GOTO_REJECT = f"goto {REJECT}"
 DROP = "drop"
 
 _TEMPLATE = re.compile(
-    r"(nodeport-)?(?:(cluster|local|external|short-circuit)-(\d+)|(external-local)-(\d+)-(\d+))(-sticky)?"
+    r"(tcp|udp|sctp)-(nodeport-)?(?:(cluster|local|external|short-circuit)-(\d+)|(external-local)-(\d+)-(\d+))(-sticky)?"
 )
 
 
 class Template(NamedTuple):
     """What a template chain is for."""
 
+    protocol: Protocol
     policy: str
     """``cluster``: ClusterIP. ``local``: ClusterIP, internal policy Local. ``external``: other
     frontends. ``external-local``: those with external policy Local. ``short-circuit``: this
@@ -73,31 +76,33 @@ class Template(NamedTuple):
 
     @property
     def name(self) -> str:
-        prefix = "nodeport-" if self.node_port else ""
+        prefix = f"{self.protocol.name.lower()}-{'nodeport-' if self.node_port else ''}"
         suffix = "-sticky" if self.sticky else ""
         if self.policy == "external-local":
             return f"{prefix}{self.policy}-{self.cluster}-{self.local}{suffix}"
         return f"{prefix}{self.policy}-{self.local or self.cluster}{suffix}"
 
 
-def parse_template(name: str) -> Template | None:
-    """The template that a chain *name* stands for; None if it is no template's name."""
-    match = _TEMPLATE.fullmatch(name)
+def parse_template(chain: str) -> Template | None:
+    """The template that the name of a *chain* stands for; None if it is no template's."""
+    match = _TEMPLATE.fullmatch(chain)
     if match is None:
         return None
-    node_port, policy, count, both, cluster, local, sticky = match.groups()
+    name, node_port, policy, count, both, cluster, local, sticky = match.groups()
+    protocol = Protocol[name.upper()]
     if both:
-        return Template(both, int(cluster), int(local), bool(sticky), bool(node_port))
+        return Template(protocol, both, int(cluster), int(local), bool(sticky), bool(node_port))
     n = int(count)
-    if policy == "local":
-        return Template(policy, 0, n, bool(sticky), bool(node_port))
-    return Template(policy, n, 0, bool(sticky), bool(node_port))
+    counts = (0, n) if policy == "local" else (n, 0)
+    return Template(protocol, policy, *counts, bool(sticky), bool(node_port))
 
 
 @cache
-def goto_template(policy: str, cluster: int, local: int, sticky: bool, node_port: bool) -> str:
+def goto_template(
+    protocol: Protocol, policy: str, cluster: int, local: int, sticky: bool, node_port: bool
+) -> str:
     """The verdict that leads to a template chain."""
-    return f"goto {Template(policy, cluster, local, sticky, node_port).name}"
+    return f"goto {Template(protocol, policy, cluster, local, sticky, node_port).name}"
 
 
 def owned_name(key: ServicePortKey) -> str:

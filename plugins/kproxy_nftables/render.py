@@ -33,6 +33,11 @@ def port_key(protocol: Protocol, port: int) -> bytes:
     return _PORT_KEY.pack(protocol, port)
 
 
+def endpoint_key(address: bytes, port: int) -> bytes:
+    """Key of a frontend in a map of endpoints, without the index: ``[daddr .] dport``."""
+    return address + _PORT.pack(port)
+
+
 def destination_value(where: Destination) -> bytes:
     """Data of an endpoint: ``address . port``."""
     return where.address + _PORT.pack(where.port)
@@ -60,18 +65,20 @@ def elements(
     *cluster* and *local* are the plan's endpoints in the order of their indices.
     """
     wanted: list[Element] = []
+    protocol = plan.key.protocol
     cluster_values = [destination_value(d) for d in cluster]
     local_values = [destination_value(d) for d in local]
     groups = affinity_groups(plan)
 
     if plan.cluster_ip is not None:
-        key = vip_key(plan.cluster_ip, plan.key.protocol, plan.port)
+        key = vip_key(plan.cluster_ip, protocol, plan.port)
+        frontend = endpoint_key(plan.cluster_ip, plan.port)
         verdict = internal_verdict(plan)
         wanted.append((names.VIPS, key, verdict))
         if plan.internal_policy_local:
-            _endpoints(wanted, names.VIP_LOCAL_ENDPOINTS, key, local_values)
+            _endpoints(wanted, names.VIP_LOCAL_ENDPOINTS[protocol], frontend, local_values)
         else:
-            _endpoints(wanted, names.VIP_ENDPOINTS, key, cluster_values)
+            _endpoints(wanted, names.VIP_ENDPOINTS[protocol], frontend, cluster_values)
         if groups:
             wanted.append((names.STICKY_VIPS, key, f"jump pin-{groups[0]}"))
             wanted.append((names.RECORDED_VIPS, key, f"goto record-{groups[0]}"))
@@ -80,25 +87,27 @@ def elements(
     if external:
         verdict = external_verdict(plan, node_port=False)
         for address in external:
-            key = vip_key(address, plan.key.protocol, plan.port)
+            key = vip_key(address, protocol, plan.port)
+            frontend = endpoint_key(address, plan.port)
             if plan.source_ranges and address in plan.load_balancer_ips:
                 wanted.append((names.VIPS, key, f"goto {ranges_chain(plan)}"))
                 wanted.append((names.ADMITTED_VIPS, key, verdict))
             else:
                 wanted.append((names.VIPS, key, verdict))
-            _endpoints(wanted, names.VIP_ENDPOINTS, key, cluster_values)
+            _endpoints(wanted, names.VIP_ENDPOINTS[protocol], frontend, cluster_values)
             if plan.external_policy_local:
-                _endpoints(wanted, names.VIP_LOCAL_ENDPOINTS, key, local_values)
+                _endpoints(wanted, names.VIP_LOCAL_ENDPOINTS[protocol], frontend, local_values)
             if groups:
                 wanted.append((names.STICKY_VIPS, key, f"jump pin-{groups[-1]}"))
                 wanted.append((names.RECORDED_VIPS, key, f"goto record-{groups[-1]}"))
 
     if plan.node_port:
-        key = port_key(plan.key.protocol, plan.node_port)
+        key = port_key(protocol, plan.node_port)
+        frontend = endpoint_key(b"", plan.node_port)
         wanted.append((names.NODE_PORTS, key, external_verdict(plan, node_port=True)))
-        _endpoints(wanted, names.NODE_PORT_ENDPOINTS, key, cluster_values)
+        _endpoints(wanted, names.NODE_PORT_ENDPOINTS[protocol], frontend, cluster_values)
         if plan.external_policy_local:
-            _endpoints(wanted, names.NODE_PORT_LOCAL_ENDPOINTS, key, local_values)
+            _endpoints(wanted, names.NODE_PORT_LOCAL_ENDPOINTS[protocol], frontend, local_values)
         if groups:
             wanted.append((names.STICKY_NODE_PORTS, key, f"jump pin-{groups[-1]}"))
             wanted.append((names.RECORDED_NODE_PORTS, key, f"goto record-{groups[-1]}"))
@@ -135,10 +144,10 @@ def internal_verdict(plan: ServicePlan) -> str:
         return names.GOTO_REJECT
     if not plan.has_internal_endpoints:
         return names.DROP
-    sticky = plan.affinity_seconds > 0
+    protocol, sticky = plan.key.protocol, plan.affinity_seconds > 0
     if plan.internal_policy_local:
-        return names.goto_template("local", 0, len(plan.local), sticky, False)
-    return names.goto_template("cluster", len(plan.cluster), 0, sticky, False)
+        return names.goto_template(protocol, "local", 0, len(plan.local), sticky, False)
+    return names.goto_template(protocol, "cluster", len(plan.cluster), 0, sticky, False)
 
 
 def external_verdict(plan: ServicePlan, *, node_port: bool) -> str:
@@ -149,10 +158,12 @@ def external_verdict(plan: ServicePlan, *, node_port: bool) -> str:
     """
     if not plan.has_endpoints:
         return names.GOTO_REJECT
-    sticky = plan.affinity_seconds > 0
+    protocol, sticky = plan.key.protocol, plan.affinity_seconds > 0
     if plan.external_policy_local:
-        return names.goto_template("external-local", len(plan.cluster), len(plan.local), sticky, node_port)
-    return names.goto_template("external", len(plan.cluster), 0, sticky, node_port)
+        return names.goto_template(
+            protocol, "external-local", len(plan.cluster), len(plan.local), sticky, node_port
+        )
+    return names.goto_template(protocol, "external", len(plan.cluster), 0, sticky, node_port)
 
 
 def affinity_groups(plan: ServicePlan) -> tuple[str, ...]:

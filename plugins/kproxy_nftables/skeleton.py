@@ -100,12 +100,11 @@ _REGULAR_CHAINS = {"services", "masquerading", "cluster-ips-check", "record", na
 
 def _containers(text: "_Text") -> None:
     ip = text.ip
-    vip = f"{ip} daddr . meta l4proto . th dport"
-    # Only a type; "th dport" here keeps nft 1.0.6 from adding rules that use the map later on.
-    endpoint = f"{ip} daddr . tcp dport"
     index = "numgen random mod 1"
     for name in (names.VIPS, names.ADMITTED_VIPS, names.STICKY_VIPS):
-        text.map(name, f"{vip} : verdict")
+        text.map(name, f"{ip} daddr . meta l4proto . th dport : verdict")
+    for name in (names.NODE_PORTS, names.STICKY_NODE_PORTS):
+        text.map(name, "meta l4proto . th dport : verdict")
     # Not typeof: nft does not know the type of a conntrack port outside a rule.
     text.line(
         f"add map {text.table} {names.RECORDED_VIPS} "
@@ -114,12 +113,12 @@ def _containers(text: "_Text") -> None:
     text.line(
         f"add map {text.table} {names.RECORDED_NODE_PORTS} {{ type inet_proto . inet_service : verdict; }}"
     )
-    for name in (names.VIP_ENDPOINTS, names.VIP_LOCAL_ENDPOINTS):
-        text.map(name, f"{vip} . {index} : {endpoint}")
-    for name in (names.NODE_PORTS, names.STICKY_NODE_PORTS):
-        text.map(name, "meta l4proto . th dport : verdict")
-    for name in (names.NODE_PORT_ENDPOINTS, names.NODE_PORT_LOCAL_ENDPOINTS):
-        text.map(name, f"meta l4proto . th dport . {index} : {endpoint}")
+    for protocol in Protocol:
+        port = f"{protocol.name.lower()} dport"
+        for name in (names.VIP_ENDPOINTS[protocol], names.VIP_LOCAL_ENDPOINTS[protocol]):
+            text.map(name, f"{ip} daddr . {port} . {index} : {ip} daddr . {port}")
+        for name in (names.NODE_PORT_ENDPOINTS[protocol], names.NODE_PORT_LOCAL_ENDPOINTS[protocol]):
+            text.map(name, f"{port} . {index} : {ip} daddr . {port}")
     for name in (names.CLUSTER_IPS, names.NODE_IPS):
         text.line(f"add set {text.table} {name} {{ typeof {ip} daddr; }}")
     text.line(f"add set {text.table} {names.HAIRPINS} {{ typeof {ip} saddr . {ip} daddr; }}")
@@ -207,18 +206,19 @@ def _template_rules(node: NodeView, template: Template) -> list[str]:
         rules.append(f"fib saddr type local goto {external.name}")
         if not template.local:
             return [*rules, "drop"]
-    frontend = "meta l4proto . th dport" if template.node_port else f"{ip} daddr . meta l4proto . th dport"
+    address = "" if template.node_port else f"{ip} daddr . "
     if template.sticky:
         sticky = names.STICKY_NODE_PORTS if template.node_port else names.STICKY_VIPS
-        rules.append(f"{frontend} vmap @{sticky}")
-    endpoints = _ENDPOINTS[template.node_port, bool(template.local)]
+        rules.append(f"{address}meta l4proto . th dport vmap @{sticky}")
+    port = f"{template.protocol.name.lower()} dport"
     count = template.local or template.cluster
-    rules.append(f"dnat {ip} to {frontend} . numgen random mod {count} map @{endpoints}")
+    endpoints = _ENDPOINTS[template.node_port, bool(template.local)][template.protocol]
+    rules.append(f"dnat {ip} to {address}{port} . numgen random mod {count} map @{endpoints}")
     return rules
 
 
 _ENDPOINTS = {
-    # (node port, local): map
+    # (node port, local): maps by protocol
     (False, False): names.VIP_ENDPOINTS,
     (False, True): names.VIP_LOCAL_ENDPOINTS,
     (True, False): names.NODE_PORT_ENDPOINTS,

@@ -12,10 +12,7 @@ from kproxy_nftables.names import NFT_FAMILY, TABLE, Template
 from kproxy_nftables.owned_chains import owned_objects
 from kproxy_nftables.render import Element, elements, node_elements, shared_elements, verdicts
 
-_ENDPOINT_MAPS = {
-    names.VIP_ENDPOINTS, names.VIP_LOCAL_ENDPOINTS,
-    names.NODE_PORT_ENDPOINTS, names.NODE_PORT_LOCAL_ENDPOINTS,
-}  # fmt: skip
+_ENDPOINT_MAPS = {name for name in names.ELEMENT_CONTAINERS if name.endswith("-endpoints")}
 _ADDRESS_SETS = {names.CLUSTER_IPS, names.NODE_IPS, names.HAIRPINS}
 _PROTOCOLS = {protocol.value: protocol.name.lower() for protocol in Protocol}
 
@@ -69,9 +66,10 @@ def _element_text(family: Family, container: str, key: bytes, value: bytes | str
         if "nodeport" not in container:
             parts.append(format_address(Address(key[:size])))
             key = key[size:]
-        parts += [_PROTOCOLS[key[0]], str(int.from_bytes(key[4:6], "big"))]
         if container in _ENDPOINT_MAPS:
-            parts.append(str(int.from_bytes(key[8:12], sys.byteorder)))
+            parts += [str(int.from_bytes(key[:2], "big")), str(int.from_bytes(key[4:8], sys.byteorder))]
+        else:
+            parts += [_PROTOCOLS[key[0]], str(int.from_bytes(key[4:6], "big"))]
     text = " . ".join(parts)
     if isinstance(value, bytes):
         address = format_address(Address(value[:size]))

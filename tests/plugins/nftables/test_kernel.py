@@ -163,7 +163,7 @@ def test_any_path_ends_in_the_kernel_of_a_full_sync(
 
 DAMAGE = [
     ("delete element ip kproxy vips { 10.96.0.1 . tcp . 80 }", "element deleted"),
-    ("flush map ip kproxy vip-endpoints", "element deleted"),
+    ("flush map ip kproxy tcp-vip-endpoints", "element deleted"),
     ("flush chain ip kproxy services", "rule deleted"),
     ("flush table ip kproxy", "rule deleted"),
     ("delete table ip kproxy", "table deleted"),
@@ -226,7 +226,7 @@ def test_changes_before_the_watch_count_as_damage(backend: NftablesBackend) -> N
 
 def test_an_unexpected_kernel_is_reported_and_nothing_is_remembered(backend: NftablesBackend) -> None:
     resync(backend, rich())
-    nft("flush map ip kproxy vip-endpoints")
+    nft("flush map ip kproxy tcp-vip-endpoints")
     with pytest.raises(TrustLost):
         change(backend, dict.fromkeys(rich()))
     assert resync(backend, {}).operations > 0
@@ -242,21 +242,21 @@ def test_a_table_of_another_layout_is_replaced(backend: NftablesBackend) -> None
     nft("add table ip kproxy")
     nft("add map ip kproxy vips { type ipv4_addr : verdict ; }")
     resync(backend, rich())
-    assert (names.VIPS, b"\x0a\x60\x00\x01\x06\0\0\0\x00\x50\0\0", "goto cluster-2") in contents()
+    assert (names.VIPS, b"\x0a\x60\x00\x01\x06\0\0\0\x00\x50\0\0", "goto tcp-cluster-2") in contents()
 
 
 def test_leftover_chains_and_sets_in_our_table_are_swept(backend: NftablesBackend) -> None:
     resync(backend, rich())
     for command in (
-        "add chain ip kproxy cluster-99",
+        "add chain ip kproxy tcp-cluster-99",
         "add chain ip kproxy old",
-        "add rule ip kproxy old jump cluster-99",
+        "add rule ip kproxy old jump tcp-cluster-99",
         "add set ip kproxy older { type ipv4_addr ; }",
     ):
         nft(command)
     resync(backend, rich())
     listing = nft("list table ip kproxy")
-    assert "cluster-99" not in listing
+    assert "tcp-cluster-99" not in listing
     assert "old" not in listing
 
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kproxy_core.model.address import Protocol
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import Service
 from kproxy_core.testing.builders import endpoint, endpoint_slice, full_update, node_view, plans, service
@@ -39,36 +40,38 @@ LB: dict[str, Any] = {"external_ips": "198.51.100.1", "load_balancer_ips": "203.
 
 VERDICTS = [
     # service, endpoints, container, key and verdict
-    ("ClusterIP", service(), (LOCAL, REMOTE), "vips", "10.96.0.1 . tcp . 80 : goto cluster-2"),
+    ("ClusterIP", service(), (LOCAL, REMOTE), "vips", "10.96.0.1 . tcp . 80 : goto tcp-cluster-2"),
     ("no endpoint", service(), (), "vips", "10.96.0.1 . tcp . 80 : goto reject-traffic"),
     ("internal Local", service(internal_local=True), (LOCAL, REMOTE), "vips",
-     "10.96.0.1 . tcp . 80 : goto local-1"),
+     "10.96.0.1 . tcp . 80 : goto tcp-local-1"),
     ("internal Local, none here", service(internal_local=True), (REMOTE,), "vips",
      "10.96.0.1 . tcp . 80 : drop"),
-    ("external IP", service(**LB), (LOCAL, REMOTE), "vips", "198.51.100.1 . tcp . 80 : goto external-2"),
-    ("load balancer IP", service(**LB), (LOCAL, REMOTE), "vips", "203.0.113.1 . tcp . 80 : goto external-2"),
+    ("external IP", service(**LB), (LOCAL, REMOTE), "vips", "198.51.100.1 . tcp . 80 : goto tcp-external-2"),
+    ("load balancer IP", service(**LB), (LOCAL, REMOTE), "vips",
+     "203.0.113.1 . tcp . 80 : goto tcp-external-2"),
     ("external Local", service(external_local=True, **LB), (LOCAL, REMOTE), "vips",
-     "203.0.113.1 . tcp . 80 : goto external-local-2-1"),
+     "203.0.113.1 . tcp . 80 : goto tcp-external-local-2-1"),
     ("external Local, none here", service(external_local=True, **LB), (REMOTE,), "vips",
-     "203.0.113.1 . tcp . 80 : goto external-local-1-0"),
+     "203.0.113.1 . tcp . 80 : goto tcp-external-local-1-0"),
     ("external Local leaves the ClusterIP alone", service(external_local=True, **LB), (REMOTE,), "vips",
-     "10.96.0.1 . tcp . 80 : goto cluster-1"),
+     "10.96.0.1 . tcp . 80 : goto tcp-cluster-1"),
     ("external, no endpoint", service(external_local=True, **LB), (), "vips",
      "203.0.113.1 . tcp . 80 : goto reject-traffic"),
     ("node port", service("web", "80@30080"), (REMOTE,), "nodeports",
-     "tcp . 30080 : goto nodeport-external-1"),
+     "tcp . 30080 : goto tcp-nodeport-external-1"),
     ("node port, external Local", service("web", "80@30080", external_local=True), (LOCAL, REMOTE),
-     "nodeports", "tcp . 30080 : goto nodeport-external-local-2-1"),
+     "nodeports", "tcp . 30080 : goto tcp-nodeport-external-local-2-1"),
     ("node port, no endpoint", service("web", "80@30080"), (), "nodeports",
      "tcp . 30080 : goto reject-traffic"),
     ("UDP", service("dns", "53/UDP"), (endpoint("10.244.1.5"),), "vips",
      "10.96.0.1 . udp . 53 : goto reject-traffic"),
-    ("affinity", service(affinity=10800), (REMOTE,), "vips", "10.96.0.1 . tcp . 80 : goto cluster-1-sticky"),
-    ("index 0", service(), (REMOTE,), "vip-endpoints", "10.96.0.1 . tcp . 80 . 0 : 10.244.2.5 . 8080"),
-    ("local endpoints", service(internal_local=True), (LOCAL, REMOTE), "vip-local-endpoints",
-     "10.96.0.1 . tcp . 80 . 0 : 10.244.1.5 . 8080"),
+    ("affinity", service(affinity=10800), (REMOTE,), "vips",
+     "10.96.0.1 . tcp . 80 : goto tcp-cluster-1-sticky"),
+    ("index 0", service(), (REMOTE,), "tcp-vip-endpoints", "10.96.0.1 . 80 . 0 : 10.244.2.5 . 8080"),
+    ("local endpoints", service(internal_local=True), (LOCAL, REMOTE), "tcp-vip-local-endpoints",
+     "10.96.0.1 . 80 . 0 : 10.244.1.5 . 8080"),
     ("local endpoints of a node port", service("web", "80@30080", external_local=True), (LOCAL, REMOTE),
-     "nodeport-local-endpoints", "tcp . 30080 . 0 : 10.244.1.5 . 8080"),
+     "tcp-nodeport-local-endpoints", "30080 . 0 : 10.244.1.5 . 8080"),
     ("hairpin", service(), (LOCAL, REMOTE), "hairpins", "10.244.1.5 . 10.244.1.5"),
     ("active ClusterIP", service(), (), "cluster-ips", "10.96.0.1"),
     ("node address", service(), (), "node-ips", "192.0.2.1"),
@@ -92,8 +95,8 @@ def test_source_ranges_stand_before_the_load_balancer_ip_only() -> None:
     (to_ranges,) = [e for e in found["vips"] if e.startswith("203.0.113.1")]
     chain = to_ranges.partition("goto ")[2]
     assert chain.startswith("ranges-")
-    assert found["admitted-vips"] == ["203.0.113.1 . tcp . 80 : goto external-1"]
-    assert "198.51.100.1 . tcp . 80 : goto external-1" in found["vips"]
+    assert found["admitted-vips"] == ["203.0.113.1 . tcp . 80 : goto tcp-external-1"]
+    assert "198.51.100.1 . tcp . 80 : goto tcp-external-1" in found["vips"]
     text = render_text(full_update(NODE, plans(NODE, svc, endpoint_slice("web", REMOTE))))
     assert rules_of(text, chain)[-1] == "drop"
     # 192.0.2.0/24 is not the node's (no node IP known), so nothing but the ranges gets in.
@@ -125,7 +128,7 @@ def test_affinity_is_shared_by_all_frontends_unless_a_policy_is_local() -> None:
 )
 def test_traffic_to_cluster_ips_is_masqueraded(node: NodeView, masquerade: list[str]) -> None:
     text = render_text(full_update(node, plans(node, service(), endpoint_slice("web", REMOTE))))
-    assert rules_of(text, "cluster-1")[:-1] == masquerade
+    assert rules_of(text, "tcp-cluster-1")[:-1] == masquerade
 
 
 def test_rules_do_not_know_how_many_services_there_are() -> None:
@@ -140,13 +143,15 @@ def test_rules_do_not_know_how_many_services_there_are() -> None:
 
 
 TEMPLATES = st.builds(
-    lambda policy, n, m, sticky, node_port: Template(
+    lambda protocol, policy, n, m, sticky, node_port: Template(
+        protocol,
         policy,
         0 if policy == "local" else n,
         m if policy == "external-local" else n if policy == "local" else 0,
         sticky,
         node_port,
     ),
+    st.sampled_from(Protocol),
     st.sampled_from(["cluster", "local", "external", "external-local", "short-circuit"]),
     st.integers(1, 5000), st.integers(0, 5000), st.booleans(), st.booleans(),
 )  # fmt: skip
@@ -157,6 +162,8 @@ def test_a_template_is_its_name(template: Template) -> None:
     assert parse_template(template.name) == template
 
 
-@pytest.mark.parametrize("name", ["services", "drop", "cluster-", "cluster-x", "pin-cluster-1", ""])
+@pytest.mark.parametrize(
+    "name", ["services", "drop", "cluster-", "cluster-x", "pin-tcp-cluster-1", "cluster-1", ""]
+)
 def test_other_names_are_no_templates(name: str) -> None:
     assert parse_template(name) is None
