@@ -11,7 +11,7 @@ from typing import Any
 
 from examples.demo import network, rows, terminal
 from examples.demo.network import NAMES
-from examples.demo.probes import Frontend, Traffic, ask, dial, hear
+from examples.demo.probes import Traffic, ask, dial, hear
 from examples.demo.proxy import Proxy, ProxyFailed
 from examples.demo.sandbox import Host, SandboxError, enter
 from examples.demo.servers import Servers
@@ -22,27 +22,21 @@ LEAVING = "web-b"
 EFFECT_DEADLINE = 5.0
 """Seconds that a change may take; far more than it should."""
 
-NEWS = Frontend("10.96.0.60", 80)
-NEWS_OBJECTS: list[dict[str, Any]] = [
-    {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": "news", "namespace": "shop"},
-        "spec": {"clusterIP": NEWS.address, "ports": [{"port": NEWS.port, "targetPort": 8080}]},
-    },
+SCALED_UP: list[dict[str, Any]] = [
     {
         "apiVersion": "discovery.k8s.io/v1",
         "kind": "EndpointSlice",
         "metadata": {
-            "name": "news-1",
+            "name": "search-1",
             "namespace": "shop",
-            "labels": {"kubernetes.io/service-name": "news"},
+            "labels": {"kubernetes.io/service-name": "search"},
         },
         "addressType": "IPv4",
         "ports": [{"name": "", "port": 8080}],
         "endpoints": [{"addresses": ["10.1.1.11"], "nodeName": "node1"}],
     },
 ]
+"""The first endpoint of the Service `search`; the pod web-a does its work."""
 
 
 def who_answers(hosts: dict[str, Host], verdict: Verdict) -> None:
@@ -57,12 +51,21 @@ def who_answers(hosts: dict[str, Host], verdict: Verdict) -> None:
         answered = " ".join(sorted(found.answered_by)) or (
             "refused, as it should be" if not found.trouble else "-"
         )
-        seen = ", ".join(f"{NAMES.get(address, '?')} {address}" for address in sorted(found.seen))
+        seen = ", ".join(_owned(found.seen))
         trouble = f"  <- {found.trouble}" if found.trouble else ""
         table.row(
             not found.trouble,
             [row.service, row.kind, str(row.frontend), row.source, answered, seen + trouble],
         )
+
+
+def _owned(addresses: frozenset[str]) -> list[str]:
+    """*addresses* behind the names of those whose they are."""
+    owners = sorted({NAMES.get(address, "a stranger") for address in addresses})
+    return [
+        f"{owner} {' '.join(sorted(a for a in addresses if NAMES.get(a, 'a stranger') == owner))}"
+        for owner in owners
+    ]
 
 
 def an_endpoint_leaves(hosts: dict[str, Host], proxy: Proxy, servers: Servers, verdict: Verdict) -> None:
@@ -93,34 +96,37 @@ def an_endpoint_leaves(hosts: dict[str, Host], proxy: Proxy, servers: Servers, v
     late = max(last - written, 0.0)
     verdict.check(
         all(traffic.answered[LEAVING] for traffic in everything) and late < EFFECT_DEADLINE,
-        f"the last one to {LEAVING} began {_milliseconds(late)} after its manifest was written",
+        f"the last one to {LEAVING} began {_milliseconds(late)} after its manifest was written"
+        if late
+        else f"none that began after the manifest was written went to {LEAVING}",
     )
     with kept:
         kept.send(b"still there?\n")
         verdict.check(hear(kept).by == LEAVING, f"a connection that {LEAVING} had before goes on")
 
 
-def a_service_comes_and_goes(hosts: dict[str, Host], proxy: Proxy, verdict: Verdict) -> None:
-    terminal.title("A new Service comes and goes")
-    written = proxy.write("news.yaml", NEWS_OBJECTS)
+def a_service_is_scaled_up_and_down(hosts: dict[str, Host], proxy: Proxy, verdict: Verdict) -> None:
+    """A Service without endpoints refuses at once, so that nothing hides how fast a change takes effect."""
+    terminal.title("search is scaled from nothing to one endpoint, and to nothing again")
+    written = proxy.write("search-endpoints.yaml", SCALED_UP)
     verdict.check(
         _until(hosts["shell"], answered=True),
-        f"answered {_milliseconds(time.monotonic() - written)} after its manifest was written",
+        f"answered {_milliseconds(time.monotonic() - written)} after its first manifest was written",
     )
-    removed = proxy.remove("news.yaml")
+    removed = proxy.remove("search-endpoints.yaml")
     verdict.check(
         _until(hosts["shell"], answered=False),
-        f"refused {_milliseconds(time.monotonic() - removed)} after its manifest was removed",
+        f"refused again {_milliseconds(time.monotonic() - removed)} after that was removed",
     )
 
 
 def _until(host: Host, answered: bool) -> bool:
-    """Dial the new Service until it does or does not answer; False if the deadline passes first."""
+    """Dial `search` until it answers, or refuses; False if the deadline passes first."""
     deadline = time.monotonic() + EFFECT_DEADLINE
     while time.monotonic() < deadline:
         try:
-            ask(host, NEWS)
-        except OSError:
+            ask(host, rows.SEARCH)
+        except ConnectionRefusedError:
             if not answered:
                 return True
         else:
@@ -163,7 +169,7 @@ def demo() -> int:
         verdict.check(proxy.mode() == MODE, f"it runs, in mode {proxy.mode()}")
         who_answers(hosts, verdict)
         an_endpoint_leaves(hosts, proxy, servers, verdict)
-        a_service_comes_and_goes(hosts, proxy, verdict)
+        a_service_is_scaled_up_and_down(hosts, proxy, verdict)
         how_long_it_took(proxy, verdict)
         if verdict.failed:
             terminal.error(proxy.log_tail())

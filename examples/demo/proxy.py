@@ -111,15 +111,17 @@ class Proxy:
     # changes of the manifests ------------------------------------------------------------
 
     def write(self, name: str, documents: list[dict[str, Any]]) -> float:
-        """Put *documents* into the file *name* at once; when it was done, on the monotonic clock."""
+        """Put *documents* into the file *name*, all at once; when that began, on the monotonic clock."""
         scratch = self.manifests / f".{name}.new"
         scratch.write_text(yaml.safe_dump_all(documents, sort_keys=False), encoding="utf-8")
+        begun = time.monotonic()
         os.replace(scratch, self.manifests / name)
-        return time.monotonic()
+        return begun
 
     def remove(self, name: str) -> float:
+        begun = time.monotonic()
         (self.manifests / name).unlink()
-        return time.monotonic()
+        return begun
 
     def without_endpoint(self, name: str, pod: str) -> list[dict[str, Any]]:
         """The objects of the file *name*, with *pod* taken out of every EndpointSlice."""
