@@ -204,7 +204,7 @@ def _explained(error: Exception) -> Refused:
     """The field and problem from msgspec's words: ``Expected `int`, got `str` - at `$.spec.type```."""
     if isinstance(error, RecursionError):
         return Refused("", "nested too deeply")
-    problem, _, path = str(error).replace("`", "").partition(" - at ")
+    problem, _, path = str(error).replace("`", "").replace(" | null", "").partition(" - at ")
     return Refused(path.removeprefix("$").removeprefix("."), problem[:1].lower() + problem[1:])
 
 

@@ -32,7 +32,7 @@ AFFINITY_SECONDS = 10800
 """What an API server makes of ClientIP affinity without a timeout."""
 _MAX_AFFINITY_SECONDS = 86400
 _TYPES = frozenset({None, "", "ClusterIP", "NodePort", "LoadBalancer"})
-_FAMILIES = {family.label: family for family in Family}
+_FAMILIES: dict[str | None, Family] = {family.label: family for family in Family}
 
 T = TypeVar("T")
 
@@ -99,34 +99,31 @@ def _value(
 
 
 def _cluster_ips(spec: wire.ServiceSpec) -> tuple[Address, ...]:
-    """The ClusterIPs, one a family; () for a Service without, such as a headless one."""
-    texts = spec.cluster_ips or [spec.cluster_ip]
-    first = spec.cluster_ip if spec.cluster_ip is not None else texts[0]
+    """The ClusterIPs, one a family; () for a Service without, such as a headless one. Raises Refused."""
+    texts, path = spec.cluster_ips, "spec.clusterIPs[{}]"
+    if not texts:
+        texts, path = [spec.cluster_ip], "spec.clusterIP"
+    first = texts[0] if spec.cluster_ip is None else spec.cluster_ip
     if not first or first == "None":
         return ()
-    if not spec.ip_families:
-        # An API server derives the families from the addresses.
-        if texts[0] != first:
-            texts = [first]
-        chosen = [checked_address(text, _cluster_ip_field(spec, i)) for i, text in enumerate(texts)]
-        return tuple({family_of(address): address for address in reversed(chosen)}.values())[::-1]
-    by_family: dict[Family, Address] = {}
-    for i, label in enumerate(spec.ip_families):
-        family = _FAMILIES.get(label or "")
-        if family is None:
+    if first != texts[0]:
+        raise Refused(path.format(0), f"{quoted(texts[0])} is not what spec.clusterIP says")
+    families = []
+    for i, label in enumerate(spec.ip_families or ()):
+        if label not in _FAMILIES:
             raise Refused(f"spec.ipFamilies[{i}]", f"{quoted(label)} is not an IP family")
-        if i >= len(texts) or family in by_family:
-            continue
-        field = _cluster_ip_field(spec, i)
-        address = checked_address(texts[i], field)
-        if family_of(address) is not family:
-            raise Refused(field, f"{texts[i]} is not an {family.label} address, as spec.ipFamilies[{i}] says")
-        by_family[family] = address
+        families.append(_FAMILIES[label])
+    by_family: dict[Family, Address] = {}
+    for i, text in enumerate(texts):
+        if families and i == len(families):
+            break
+        address = checked_address(text, path.format(i))
+        family = family_of(address)
+        if families and family is not families[i]:
+            problem = f"{text} is not an {families[i].label} address, as spec.ipFamilies says"
+            raise Refused(path.format(i), problem)
+        by_family.setdefault(family, address)
     return tuple(by_family.values())
-
-
-def _cluster_ip_field(spec: wire.ServiceSpec, index: int) -> str:
-    return f"spec.clusterIPs[{index}]" if spec.cluster_ips else "spec.clusterIP"
 
 
 def _ports(ports: list[wire.ServicePort], found: Findings) -> tuple[PortSpec, ...]:
@@ -151,7 +148,7 @@ def _ports(ports: list[wire.ServicePort], found: Findings) -> tuple[PortSpec, ..
             name = sys.intern(name)
             kept[name, protocol] = PortSpec(name, protocol, number, node_port)
     if not kept:
-        raise Refused("spec.ports", "none of them is usable")
+        raise found.last_refuses()
     return _shared_ports(tuple(kept.values()))
 
 
@@ -234,7 +231,8 @@ def _created(stamp: str | None, found: Findings) -> str:
         moment = datetime.fromisoformat(stamp)
         if moment.tzinfo is None:
             raise ValueError(stamp)
-        return sys.intern(f"{moment.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}")
+        utc = moment.astimezone(UTC).replace(tzinfo=None)
+        return sys.intern(f"{utc.isoformat(timespec='seconds')}Z")
     except (ValueError, OverflowError):
         found.add("metadata.creationTimestamp", f"{quoted(stamp)} is not a time (RFC 3339)")
         return ""

@@ -52,6 +52,12 @@ class Findings:
     def add(self, field: str, problem: str) -> None:
         self.bad += (BadObject(self._kind, shown(self._name), field, problem),)
 
+    def last_refuses(self) -> Refused:
+        """The refusal of the whole object for what was added last."""
+        *others, last = self.bad
+        self.bad = tuple(others)
+        return Refused(last.field, last.problem)
+
     def refuse(self, refused: Refused) -> tuple[BadObject, ...]:
         """Everything found, and why the whole object is of no use."""
         self.add(refused.field, refused.problem)
