@@ -197,7 +197,8 @@ class Registry:
             if problems:
                 raise PluginRefused("; ".join(problems))
         except (pluggy.PluginValidationError, PluginRefused):
-            self.manager.unregister(plugin)
+            if self.manager.is_registered(plugin):
+                self.manager.unregister(plugin)
             raise
 
     def _refuse(self, entry: EntryPoint, problem: str) -> BrokenPlugin:

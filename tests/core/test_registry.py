@@ -1,0 +1,216 @@
+"""Plugins are found, checked and kept out one by one."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from kproxy_core.backend.api import BackendSettings, SyncReport
+from kproxy_core.backend.errors import Unsupported
+from kproxy_core.backend.registry import PluginRefused, Registry, UnknownMode
+from kproxy_core.model.address import Family
+from kproxy_core.testing.builders import full_update, node_view, plans, service
+from tests.core.installed_plugins import install, on_path
+
+SETTINGS = BackendSettings((Family.IPV4,))
+
+PLUGIN = '''
+from kproxy_core.backend.api import *
+from kproxy_core.backend.errors import *
+from kproxy_core.backend.hookspecs import hookimpl
+
+@hookimpl
+def kproxy_describe():
+    return Description(mode="{mode}", summary="a test", contract={contract}, preference={preference})
+
+@hookimpl
+def kproxy_detect(settings):
+    return Detection("{mode}", (Requirement("a kernel", {usable}, "one", "get one"),))
+
+@hookimpl
+def kproxy_cleanup(dry_run):
+    return Leftovers("{mode}", ("what was left",))
+
+@hookimpl
+def kproxy_make_backend(mode, settings):
+    return Backend() if mode == "{mode}" else None
+
+class Backend:
+    @hookimpl
+    def kproxy_sync(self, update):
+        return SyncReport(len(update.plans))
+    @hookimpl
+    def kproxy_render(self, update):
+        return "rules"
+    @hookimpl
+    def kproxy_watch(self, damaged):
+        return False
+    @hookimpl
+    def kproxy_close(self):
+        pass
+'''
+
+
+def plugin(mode: str, *, contract: str = "(1, 0)", preference: int = 0, usable: bool = True) -> str:
+    """The source of a plugin that keeps the contract, unless told otherwise."""
+    return PLUGIN.format(mode=mode, contract=contract, preference=preference, usable=usable)
+
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def put(tmp_path: Path) -> Iterator[Install]:
+    """Installs ``put(distribution, mode=source, ...)``: a module for each mode."""
+
+    def put(distribution: str, **sources: str) -> None:
+        modules = {f"{distribution}_{mode}": source for mode, source in sources.items()}
+        install(tmp_path, distribution, {m: f"{distribution}_{m}" for m in sources}, **modules)
+
+    with on_path(tmp_path):
+        yield put
+
+
+def refused(registry: Registry) -> Mapping[str, str]:
+    registry.load_all()
+    return {broken.name: str(broken) for broken in registry.broken}
+
+
+def test_the_mode_selected_makes_the_backend_that_gets_the_work(put: Install) -> None:
+    put("good", good=plugin("good"), other=plugin("other"))
+    registry = Registry()
+    registry.make_backend("good", SETTINGS)
+    node = node_view()
+    update = full_update(node, plans(node, service("web")))
+    assert registry.manager.hook.kproxy_sync(update=update) == SyncReport(1)
+    assert registry.manager.hook.kproxy_render(update=update) == "rules"
+
+
+def test_our_own_backends_come_through_the_same_door(put: Install) -> None:
+    put("good", good=plugin("good"))
+    assert set(Registry().modes) > {"good"}
+
+
+def test_only_the_plugin_for_the_mode_is_imported(put: Install) -> None:
+    put("good", good=plugin("good"), bad="raise SystemExit('never import this')")
+    registry = Registry()
+    registry.make_backend("good", SETTINGS)
+    assert registry.broken == []
+    assert list(registry.descriptions) == ["good"]
+
+
+def test_an_unknown_mode_is_answered_with_those_that_there_are(put: Install) -> None:
+    put("good", good=plugin("good"))
+    with pytest.raises(UnknownMode, match=r"no backend provides mode 'goood'; installed: .*\bgood\b"):
+        Registry().load("goood")
+
+
+MISFITS = {
+    "missing import": ("import no_such_module_anywhere", "No module named 'no_such_module_anywhere'"),
+    "error": ("raise RuntimeError('line one\\nline two')", "RuntimeError: line one line two"),
+    "exit": ("import sys; sys.exit(3)", "SystemExit: 3"),
+    "syntax": ("def broken(:", "SyntaxError"),
+    "no plugin": ("", "it lacks the hook kproxy_describe"),
+    "too new": (plugin("bad", contract="(2, 0)"), "written for contract 2.0, this kproxy offers 1.0"),
+    "too old": (plugin("bad", contract="(0, 9)"), "written for contract 0.9, this kproxy offers 1.0"),
+    "newer": (plugin("bad", contract="(1, 99)"), "written for contract 1.99, this kproxy offers 1.0"),
+    "no version": (plugin("bad", contract="'1.0'"), "ValueError"),
+    "no description": (plugin("bad").replace("return Description", "return dict"), "dict, not Description"),
+    "other name": (plugin("other"), "its entry point is named 'bad', it calls itself 'other'"),
+    "missing hook": (plugin("bad").replace("@hookimpl\ndef kproxy_cleanup", "def x"), "lacks the hook kproxy_"),
+    "unknown hook": (plugin("bad").replace("def kproxy_detect", "def detect"), "it has a hook detect, which"),
+    "unknown argument": (plugin("bad").replace("(dry_run)", "(wet_run)"), "wet_run"),
+}
+
+
+@pytest.mark.parametrize(("source", "problem"), MISFITS.values(), ids=MISFITS)
+def test_a_plugin_that_does_not_fit_is_one_line_and_harms_no_other(
+    put: Install, source: str, problem: str
+) -> None:
+    put("culprit", bad=source)
+    put("innocent", good=plugin("good"))
+    registry = Registry()
+    line = refused(registry)["bad"]
+    assert problem in line
+    assert line.startswith("plugin 'bad' of culprit 1.0 is not used: ")
+    assert "\n" not in line
+    assert "bad" not in registry.descriptions
+    assert registry.make_backend("good", SETTINGS) is not None
+    with pytest.raises(PluginRefused, match=r"culprit 1\.0"):
+        registry.load("bad")
+    assert [b.name for b in registry.broken].count("bad") == 1
+
+
+def test_the_second_distribution_that_offers_a_mode_is_kept_out_and_named(put: Install) -> None:
+    put("one", same=plugin("same"))
+    put("two", same=plugin("same"))
+    registry = Registry()
+    (broken,) = [broken for broken in registry.broken if broken.name == "same"]
+    others = {"one 1.0", "two 1.0"} - {broken.distribution}
+    assert broken.problem == f"mode 'same' is already provided by {others.pop()}"
+    assert registry.load("same").mode == "same"
+
+
+def test_a_backend_that_lacks_a_hook_is_refused(put: Install) -> None:
+    put("half", half=plugin("half").replace("def kproxy_watch", "def watch"))
+    with pytest.raises(PluginRefused, match=r"the backend of mode 'half': it lacks the hook kproxy_watch"):
+        Registry().make_backend("half", SETTINGS)
+
+
+def test_a_backend_that_can_not_work_here_says_so_itself(put: Install) -> None:
+    put("no", no=plugin("no").replace("return Backend()", "raise Unsupported('no such kernel')"))
+    with pytest.raises(Unsupported, match="no such kernel"):
+        Registry().make_backend("no", SETTINGS)
+
+
+def test_questions_go_to_one_plugin_and_a_failing_answer_is_an_answer(put: Install) -> None:
+    put("good", good=plugin("good"), bad=plugin("bad").replace('return Leftovers("bad"', "raise OSError(1"))
+    registry = Registry()
+    assert registry.cleanup("good", dry_run=True).removed == ("what was left",)
+    assert registry.cleanup("bad", dry_run=True).errors == ("PermissionError: [Errno 1] ('what was left',)",)
+    assert registry.detect("good", SETTINGS).usable
+    assert registry.detect("bad", SETTINGS).mode == "bad"
+
+
+def test_without_a_mode_the_usable_one_with_the_highest_preference_is_taken(put: Install) -> None:
+    put(
+        "some",
+        low=plugin("low", preference=1000),
+        high=plugin("high", preference=2000),
+        best=plugin("best", preference=3000, usable=False),
+    )
+    assert Registry().preferred(SETTINGS) == "high"
+
+
+def test_if_no_mode_works_every_reason_is_given(put: Install) -> None:
+    put("some", low=plugin("low", usable=False), broken="1/0")
+    registry = Registry()
+    registry._offered = {m: e for m, e in registry._offered.items() if m in ("low", "broken")}
+    with pytest.raises(Unsupported) as found:
+        registry.preferred(SETTINGS)
+    assert "low: a kernel: one. get one" in str(found.value)
+    assert "plugin 'broken' of some 1.0" in str(found.value)
+
+
+def test_an_observer_wraps_the_work_and_a_broken_one_is_left_out(put: Install, tmp_path: Path) -> None:
+    put("good", good=plugin("good"))
+    install(tmp_path, "watching", {}, watching_module='''
+from kproxy_core.backend.hookspecs import hookimpl
+seen = []
+@hookimpl(wrapper=True)
+def kproxy_sync(update):
+    report = yield
+    seen.append(report.operations)
+    return report
+''')
+    (tmp_path / "watching-1.0.dist-info" / "entry_points.txt").write_text(
+        "[kproxy.observers]\nwatching = watching_module\nbroken = no_such_module_anywhere\n"
+    )
+    registry = Registry()
+    registry.make_backend("good", SETTINGS)
+    node = node_view()
+    registry.manager.hook.kproxy_sync(update=full_update(node, plans(node, service("web"))))
+    import watching_module  # type: ignore[import-not-found]
+
+    assert watching_module.seen == [1]
+    assert [broken.name for broken in registry.broken] == ["broken"]
