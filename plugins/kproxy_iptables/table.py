@@ -18,7 +18,7 @@ from kproxy_iptables.skeleton import Facts
 
 log = logging.getLogger("kproxy.iptables")
 
-CHAINS_PER_CALL = 1000
+CHAINS_PER_CALL = 750
 """How many chains iptables-nft-restore takes best at once; README.md says what was measured."""
 
 

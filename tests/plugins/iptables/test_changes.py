@@ -1,0 +1,147 @@
+"""Changes one after another lead where a restart would, and cost what they touch."""
+
+import fcntl
+import os
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kproxy_core.backend.errors import TrustLost
+from kproxy_core.model.address import Family
+from kproxy_core.model.service import ServicePortKey
+from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_iptables import kernel
+from kproxy_iptables.kernel import Busy
+from tests.plugins.iptables.golden_cases import normalised
+from tests.plugins.iptables.rig import INTERFACES, LEGACY, NFT, V4, family_tables, rules, run
+from tests.plugins.iptables.scenes import NODES, Scene, all_plans, plain, scenes
+
+STEPS = st.lists(
+    st.lists(st.one_of(scenes(st.integers(0, 3)), st.integers(0, 3)), min_size=1, max_size=3),
+    min_size=1,
+    max_size=6,
+)
+"""Turns of the loop: in each some Services change, or go (just a number)."""
+
+
+def play(
+    steps: list[list[Scene | int]], family: Family
+) -> list[tuple[dict[ServicePortKey, ServicePlan | None], dict[ServicePortKey, ServicePlan]]]:
+    """For each turn: what changed, and all plans after it."""
+    held: dict[int, Scene] = {}
+    turns = []
+    before: dict[ServicePortKey, ServicePlan] = {}
+    for step in steps:
+        for change in step:
+            if isinstance(change, int):
+                held.pop(change, None)
+            else:
+                held[change.number] = change
+        after = all_plans(family, *held.values())
+        keys = {*before, *after}
+        changed = {key: after.get(key) for key in keys if before.get(key) != after.get(key)}
+        turns.append((changed, after))
+        before = after
+    return turns
+
+
+@pytest.mark.parametrize("family", Family)
+@pytest.mark.parametrize("interface", INTERFACES)
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=STEPS)
+def test_any_path_ends_where_a_restart_would(
+    netns: None, interface: str, family: Family, steps: list[list[Scene | int]]
+) -> None:
+    node = NODES[family]
+    live = family_tables(interface, family)
+    live.resync(node, {})
+    for changed, plans in play(steps, family):
+        live.change(node, changed)
+        assert family_tables(interface, family).resync(node, plans).operations == 0
+    final = normalised(run(interface, "save", family=family).splitlines())
+    for table in ("filter", "nat"):
+        for action in ("-F", "-X"):
+            run(interface, "-t", table, action, family=family)
+    family_tables(interface, family).resync(node, plans)
+    assert normalised(run(interface, "save", family=family).splitlines()) == final
+
+
+@pytest.mark.parametrize("interface", INTERFACES)
+def test_an_endpoint_that_is_replaced_touches_only_its_service(netns: None, interface: str) -> None:
+    tables = family_tables(interface)
+    node = NODES[V4]
+    tables.resync(node, all_plans(V4, *(plain(number, 1, 2, 3) for number in range(20))))
+    before = run(interface, "save")
+    report = tables.change(node, all_plans(V4, plain(7, 1, 2, 4)))
+    # The new endpoint's chain, the Service's chain, the old endpoint's chain.
+    assert report.operations == 3
+    differing = set(before.splitlines()) ^ set(run(interface, "save").splitlines())
+    assert all("web7" in line or line.startswith((":KUBE-SEP-", "#")) for line in differing)
+
+
+def test_what_a_change_costs_does_not_depend_on_how_many_services_there_are(netns: None) -> None:
+    costs = set()
+    for count in (3, 200):
+        tables = family_tables(NFT)
+        tables.resync(NODES[V4], all_plans(V4, *(plain(number, 1, 2) for number in range(count))))
+        costs.add(tables.change(NODES[V4], all_plans(V4, plain(1, 5))).operations)
+    assert len(costs) == 1
+
+
+@pytest.mark.parametrize("interface", INTERFACES)
+def test_the_dispatch_to_node_ports_stays_the_last_rule(netns: None, interface: str) -> None:
+    tables = family_tables(interface)
+    tables.resync(NODES[V4], all_plans(V4, plain(1, 1)))
+    tables.change(NODES[V4], all_plans(V4, plain(2, 1)))
+    held = rules(interface, "nat", "KUBE-SERVICES")
+    assert [rule.endswith("-j KUBE-NODEPORTS") for rule in held] == [False, False, True]
+
+
+@pytest.mark.parametrize("interface", INTERFACES)
+def test_rules_that_are_not_as_they_should_be_are_made_anew(netns: None, interface: str) -> None:
+    tables = family_tables(interface)
+    node = NODES[V4]
+    plans = all_plans(V4, plain(1, 1), plain(2, 2))
+    tables.resync(node, plans)
+    wanted = normalised(run(interface, "save").splitlines())
+    run(interface, "-t", "nat", "-D", "KUBE-SERVICES", "1")
+    gone: dict[ServicePortKey, ServicePlan | None] = dict.fromkeys(plans)
+    with pytest.raises(TrustLost, match="restore: exit"):
+        tables.change(node, gone)
+    assert tables.must_resync(node)
+    tables.resync(node, plans)
+    assert normalised(run(interface, "save").splitlines()) == wanted
+
+
+def test_who_waits_for_the_lock_in_vain_has_changed_nothing(
+    netns: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = family_tables(LEGACY)
+    node = NODES[V4]
+    tables.resync(node, all_plans(V4, plain(1, 1)))
+    monkeypatch.setattr(kernel, "LOCK_PATIENCE", 1)
+    with open(os.environ["XTABLES_LOCKFILE"], "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(Busy):
+            tables.change(node, all_plans(V4, plain(2, 1)))
+    assert not tables.must_resync(node)
+    tables.change(node, all_plans(V4, plain(2, 1)))
+    assert family_tables(LEGACY).resync(node, all_plans(V4, plain(1, 1), plain(2, 1))).operations == 0
+
+
+@pytest.mark.parametrize("interface", INTERFACES)
+def test_stale_chains_that_others_lead_to_do_not_stop_the_rest(netns: None, interface: str) -> None:
+    foreign = """*nat
+:KUBE-SEP-AAAAAAAAAAAAAAAA - [0:0]
+:KUBE-SVC-AAAAAAAAAAAAAAAA - [0:0]
+-A KUBE-SVC-AAAAAAAAAAAAAAAA -j KUBE-SEP-AAAAAAAAAAAAAAAA
+-A PREROUTING -d 192.0.2.9/32 -j KUBE-SVC-AAAAAAAAAAAAAAAA
+COMMIT
+"""
+    run(interface, "restore", "--noflush", stdin=foreign)
+    family_tables(interface).resync(NODES[V4], all_plans(V4, plain(1, 1)))
+    assert any("web1:http cluster IP" in rule for rule in rules(interface, "nat", "KUBE-SERVICES"))
+    run(interface, "-t", "nat", "-D", "PREROUTING", "-d", "192.0.2.9/32", "-j", "KUBE-SVC-AAAAAAAAAAAAAAAA")
+    family_tables(interface).resync(NODES[V4], all_plans(V4, plain(1, 1)))
+    assert "AAAAAAAAAAAAAAAA" not in run(interface, "save")

@@ -1,0 +1,163 @@
+"""Changes by others are noticed, our own are not."""
+
+import os
+import queue
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+
+import pytest
+
+from kproxy_core.backend.api import BackendSettings, Damage
+from kproxy_core.model.address import Family
+from kproxy_core.testing.builders import changed_update, full_update
+from kproxy_iptables.backend import IptablesBackend
+from tests.plugins.iptables.rig import LEGACY, NFT, V4, V6, run
+from tests.plugins.iptables.scenes import NODES, all_plans, plain
+
+PATIENCE = 10.0
+"""Seconds after which something that should be noticed at once is not going to be."""
+
+PLANS = all_plans(V4, plain(1, 1, 2))
+
+
+class Reports:
+    """Takes what a watch has to tell."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[Family, str]] = SimpleQueue()
+
+    def __call__(self, family: Family, what: str) -> None:
+        self._queue.put((family, what))
+
+    def wait(self) -> tuple[Family, str]:
+        """The next report."""
+        return self._queue.get(timeout=PATIENCE)
+
+    def all_until(self, marker: Callable[[], None], sign: str) -> list[tuple[Family, str]]:
+        """The reports that came before that of *marker*, an action whose report contains *sign*."""
+        marker()
+        found = []
+        while sign not in (report := self.wait())[1]:
+            found.append(report)
+        return found
+
+
+@contextmanager
+def watched(interface: str, monkeypatch: pytest.MonkeyPatch, damaged: Damage) -> Iterator[IptablesBackend]:
+    """A backend that has synced both families and is watching."""
+    use(interface, monkeypatch)
+    backend = IptablesBackend(BackendSettings((V4, V6), options={"syncPeriod": 0.05}))
+    try:
+        backend.kproxy_sync(full_update(NODES[V4], PLANS))
+        backend.kproxy_sync(full_update(NODES[V6], all_plans(V6, plain(1, 1))))
+        assert backend.kproxy_watch(damaged)
+        yield backend
+    finally:
+        backend.kproxy_close()
+
+
+def use(interface: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make an *interface* the only one that is installed."""
+    kind = "nft" if interface == NFT else "legacy"
+    directory = os.environ["KPROXY_TEST_PROGRAMS"]
+    for base in ("iptables", "ip6tables"):
+        for action in ("", "-save", "-restore"):
+            os.symlink(f"/usr/sbin/{base}-{kind}{action}", f"{directory}/{base}{action}")
+    monkeypatch.setattr("kproxy_iptables.kernel._PATH", directory)
+
+
+@pytest.fixture(autouse=True)
+def _programs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KPROXY_TEST_PROGRAMS", str(tmp_path_factory.mktemp("programs")))
+
+
+DAMAGE = {
+    "flush of everything": ["nft", "flush", "ruleset"],
+    "flush of a table's rules": ["iptables-nft", "-t", "nat", "-F"],
+    "deleted rule": ["iptables-nft", "-t", "nat", "-D", "KUBE-SERVICES", "1"],
+    "deleted jump": ["iptables-nft", "-t", "filter", "-D", "FORWARD", "1"],
+    "added rule": ["iptables-nft", "-t", "nat", "-I", "KUBE-SERVICES", "-j", "ACCEPT"],
+    "emptied chain": ["iptables-nft", "-t", "filter", "-F", "KUBE-FORWARD"],
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_damage_is_noticed_at_once_and_repaired(
+    netns: None, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    reports = Reports()
+    with watched(NFT, monkeypatch, reports) as backend:
+        before = run(NFT, "save")
+        subprocess.run(DAMAGE[what], check=True)
+        assert V4 in {reports.wait()[0] for _ in range(2 if what == "flush of everything" else 1)}
+        backend.kproxy_sync(full_update(NODES[V4], PLANS))
+        assert sorted(_rules(run(NFT, "save"))) == sorted(_rules(before))
+
+
+def _rules(saved: str) -> list[str]:
+    return [line for line in saved.splitlines() if line.startswith("-A")]
+
+
+def test_our_own_changes_are_not_damage(netns: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    reports = Reports()
+    with watched(NFT, monkeypatch, reports) as backend:
+        for endpoint in range(2, 8):
+            plans = all_plans(V4, plain(1, endpoint))
+            backend.kproxy_sync(changed_update(NODES[V4], plans, plans))
+        assert reports.all_until(_delete_a_rule, "rule deleted") == []
+
+
+def test_what_others_do_to_their_rules_is_not_damage(netns: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    reports = Reports()
+    with watched(NFT, monkeypatch, reports):
+        for arguments in (
+            "-t nat -N FOREIGN", "-t nat -A FOREIGN -d 192.0.2.1 -j RETURN",
+            "-t nat -I POSTROUTING -j FOREIGN", "-t nat -D POSTROUTING -j FOREIGN",
+            "-t nat -F FOREIGN", "-t nat -X FOREIGN",
+            "-t filter -N KUBE-KUBELET-CANARY", "-t filter -X KUBE-KUBELET-CANARY",
+        ):  # fmt: skip
+            subprocess.run(["iptables-nft", *arguments.split()], check=True)
+        subprocess.run(["nft", "add table ip other; delete table ip other"], check=True)
+        assert reports.all_until(_delete_a_rule, "rule deleted") == []
+
+
+def _delete_a_rule() -> None:
+    subprocess.run(["iptables-nft", "-t", "nat", "-D", "KUBE-SERVICES", "1"], check=True)
+
+
+def test_what_happens_before_the_watch_begins_is_damage(netns: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(NFT, monkeypatch)
+    reports = Reports()
+    backend = IptablesBackend(BackendSettings((V4,)))
+    backend.kproxy_sync(full_update(NODES[V4], PLANS))
+    _delete_a_rule()
+    try:
+        assert backend.kproxy_watch(reports)
+        assert reports.wait()[0] is V4
+    finally:
+        backend.kproxy_close()
+
+
+def test_a_legacy_flush_is_noticed_when_all_canaries_are_gone(
+    netns: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports = Reports()
+    with watched(LEGACY, monkeypatch, reports) as backend:
+        before = run(LEGACY, "save")
+        for table in ("mangle", "nat", "filter"):
+            for action in ("-F", "-X"):
+                subprocess.run(["iptables-legacy", "-w", "5", "-t", table, action], check=True)
+        assert reports.wait() == (V4, "flushed: mangle, nat, filter")
+        backend.kproxy_sync(full_update(NODES[V4], PLANS))
+        assert sorted(_rules(run(LEGACY, "save"))) == sorted(_rules(before))
+
+
+def test_a_closed_watch_is_silent(netns: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    reports = Reports()
+    with watched(NFT, monkeypatch, reports):
+        pass
+    _delete_a_rule()
+    with pytest.raises(queue.Empty):
+        reports._queue.get(timeout=0.3)
