@@ -41,7 +41,7 @@ _SETTINGS = (
     click.option("--nodeport-addresses", metavar="CIDRS", help="Networks of node ports, or `primary`."),
     click.option("--masquerade-all/--no-masquerade-all", default=None,
                  help="Masquerade all traffic to Services."),
-)  # fmt: skip
+)
 """What decides about the rules."""
 
 _PROCESS = (
@@ -195,9 +195,9 @@ def _prepared(file: str | None, flags: dict[str, Any]) -> tuple[Config, Registry
 def _errors() -> Iterator[None]:
     """What is known to go wrong becomes one line and status 1; anything else is a bug and shows as one."""
     from kproxy_core.backend.errors import BackendError
+    from kproxy_core.cli.process import StartFailed
     from kproxy_core.config import ConfigError
     from kproxy_core.host.errors import HostError
-    from kproxy_core.cli.process import StartFailed
 
     try:
         yield

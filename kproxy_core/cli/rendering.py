@@ -7,10 +7,10 @@ from queue import SimpleQueue
 
 from kproxy_core.backend.api import Scope
 from kproxy_core.backend.registry import Registry
+from kproxy_core.cli.process import StartFailed, backend_settings, make_source, node_settings
 from kproxy_core.config import Config
 from kproxy_core.host.addresses import node_addresses
 from kproxy_core.model.address import Family
-from kproxy_core.cli.process import StartFailed, backend_settings, make_source, node_settings
 from kproxy_core.run.family import FamilyPlans
 from kproxy_core.run.node_facts import NodeFacts
 from kproxy_core.sources.events import BadObject, Event

@@ -61,7 +61,7 @@ class RecordingBackend:
         copy = Update(
             update.family, update.scope, update.node, dict(update.changed), dict(update.plans),
             update.node_changed,
-        )  # fmt: skip
+        )
         self.updates.append(copy)
         if problem is not None:
             raise problem
@@ -139,20 +139,20 @@ class Rig:
         self.health = ProxyHealth(
             families, timeout=60.0, node_required=False,
             wall_ns=lambda: int((WALL + self.clock()) * 1e9), monotonic=self.clock,
-        )  # fmt: skip
+        )
         self.cleaner = RecordingCleaner()
         self.service_health: list[RecordingServiceHealth] = []
         self.store = Store(families, kinds=["test"], started=WALL)
         shared = Shared(
             hook=manager.hook, health=self.health, metrics=self.metrics, cleaner=self.cleaner,
             clock=self.clock, wall=lambda: WALL + self.clock(),
-        )  # fmt: skip
+        )
         facts = NodeFacts(settings or NodeSettings(name="node1"), frozenset(addresses))
         self.loop = Loop(
             families, self.store, facts, shared,
             pacing=lambda: Pacing(min_interval=min_interval, retry_cap=30.0, full_period=full_period),
             service_health=self._service_health, all_synced=all_synced,
-        )  # fmt: skip
+        )
 
     def start(self, *events: Event) -> list[Update]:
         """Deliver *events* and say that this was all there is; returns the first updates."""

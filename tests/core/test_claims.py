@@ -147,7 +147,7 @@ services = st.builds(
         min_size=1, max_size=3, unique=True,
     ),
     st.sampled_from([0, 30000, 32000]),
-)  # fmt: skip
+)
 
 
 @given(st.lists(st.tuples(services, st.booleans()), max_size=20))

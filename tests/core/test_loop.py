@@ -304,7 +304,7 @@ def test_health_check_node_ports_follow_the_acknowledgement() -> None:
     here = endpoint_slice(
         "lb", endpoint("10.0.0.1", "node1"), endpoint("10.0.0.2", "node1"), endpoint("10.0.0.3", "node2"),
         ports=["a:8080", "b:8081"],
-    )  # fmt: skip
+    )
     rig.start(ServiceSet(lb), SliceSet(here))
     (health,) = rig.service_health
     name = service_name("lb")

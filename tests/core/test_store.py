@@ -170,7 +170,7 @@ events = st.one_of(
         st.sampled_from(["10.0.0.1", "10.0.0.2", "fd00::1"]),
     ),
     st.builds(lambda s: SliceGone(SliceName("default", s)), st.sampled_from("st")),
-)  # fmt: skip
+)
 
 
 def identity(event: Event) -> object:
