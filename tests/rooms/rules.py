@@ -140,7 +140,7 @@ def _judges(test: ast.FunctionDef) -> bool:
             return True
         if isinstance(node, ast.Call):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if called in ("raises", "fail", "suppress", "wait_for"):
+            if called in ("raises", "fail", "suppress", "wait", "wait_for"):
                 return True
             if called.startswith(("assert_", "check_", "expect_")):
                 return True
