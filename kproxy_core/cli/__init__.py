@@ -142,9 +142,14 @@ def _run(file: str | None, flags: dict[str, Any]) -> None:
         logs.set_up(config.verbosity, config.logging_format)
         from kproxy_core.cli import process
 
-        for told in (*config.notices, *registry.broken):
-            process.log.warning(str(told))
-        process.run(config, registry)
+    for told in (*config.notices, *registry.broken):
+        process.log.warning(str(told))
+    try:
+        with _errors():
+            process.run(config, registry)
+    except click.ClickException as error:
+        process.log.error(error.message)
+        sys.exit(1)
 
 
 def _clean(dry_run: bool) -> None:

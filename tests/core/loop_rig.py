@@ -143,13 +143,13 @@ class Rig:
         self.cleaner = RecordingCleaner()
         self.service_health: list[RecordingServiceHealth] = []
         self.store = Store(families, kinds=["test"], started=WALL)
-        shared = Shared(
+        self.shared = Shared(
             hook=manager.hook, health=self.health, metrics=self.metrics, cleaner=self.cleaner,
             clock=self.clock, wall=lambda: WALL + self.clock(),
         )
         facts = NodeFacts(settings or NodeSettings(name="node1"), frozenset(addresses))
         self.loop = Loop(
-            families, self.store, facts, shared,
+            families, self.store, facts, self.shared,
             pacing=lambda: Pacing(min_interval=min_interval, retry_cap=30.0, full_period=full_period),
             service_health=self._service_health, all_synced=all_synced,
         )

@@ -1,0 +1,236 @@
+"""The command line, as an operator meets it: real processes, in a network namespace where they act."""
+
+import http.client
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kproxy_core import __version__
+from tests.core.namespaces import Namespace, namespace
+
+KPROXY = str(Path(sys.executable).with_name("kproxy"))
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+WEB = """
+apiVersion: v1
+kind: Service
+metadata: {name: web, namespace: shop}
+spec: {clusterIP: 10.96.0.10, ports: [{port: 80}]}
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {name: web-1, namespace: shop, labels: {kubernetes.io/service-name: web}}
+addressType: IPv4
+endpoints: [{addresses: [10.1.2.3]}]
+ports: [{name: "", port: 8080}]
+"""
+
+
+def kproxy(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([KPROXY, *arguments], capture_output=True, text=True, check=False, timeout=60)
+
+
+@pytest.fixture
+def node() -> Iterator[Namespace]:
+    with namespace() as made:
+        yield made
+
+
+@pytest.fixture
+def manifests(tmp_path: Path) -> Path:
+    directory = tmp_path / "manifests"
+    directory.mkdir()
+    (directory / "web.yaml").write_text(WEB)
+    return directory
+
+
+class Proxy:
+    """A running kproxy."""
+
+    def __init__(self, node: Namespace, process: "subprocess.Popen[str]") -> None:
+        self._node = node
+        self._process = process
+
+    def get(self, port: int, path: str) -> tuple[int, str]:
+        """Status and body."""
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        connection.sock = self._node.inside(lambda: socket.create_connection(("127.0.0.1", port), 5))
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+
+    def await_health(self) -> None:
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                if self.get(10256, "/healthz")[0] == 200:
+                    return
+            except OSError:
+                pass
+            assert self._process.poll() is None, self.end()
+            assert time.monotonic() < deadline, "not healthy after 20 s"
+            time.sleep(0.01)
+
+    def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
+        """Send signal *number*; then as `ended`."""
+        self._process.send_signal(number)
+        return self.ended()
+
+    def ended(self) -> tuple[int, str]:
+        """Exit status and log, once it has ended."""
+        _, log = self._process.communicate(timeout=20)
+        return self._process.returncode, log
+
+
+@contextmanager
+def running(node: Namespace, *arguments: str) -> Iterator[Proxy]:
+    process = subprocess.Popen(
+        ["ip", "netns", "exec", node.name, KPROXY, *arguments], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        yield Proxy(node, process)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+# Answers without a kernel
+
+
+def test_the_version_is_told_without_importing_anything_heavy() -> None:
+    asked = (
+        "import sys, kproxy_core.cli; sys.argv[1:] = ['--version']\n"
+        "try: kproxy_core.cli.main()\nexcept SystemExit: print(*sys.modules)"
+    )
+    told = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout
+    version, modules = told.splitlines()
+    assert version == f"kproxy {__version__}"
+    heavy = {"msgspec", "yaml", "pluggy", "nftables", "pyroute2", "kubernetes", "socket", "kproxy_core.model"}
+    assert not heavy & set(modules.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["nonsense"], "No such command 'nonsense'"),
+        (["--no-such-flag"], "No such option '--no-such-flag'"),
+        (["--v=loud"], "'loud' is not a valid integer"),
+        (["--dry-run"], "--dry-run goes with --cleanup"),
+        (["--mode=nftable", "--manifests=/tmp"], "no backend provides mode 'nftable'; installed: "),
+        (["--cluster-cidr=10.0.0.0/33"], "--cluster-cidr: '10.0.0.0/33': must be a CIDR"),
+        (["--cluster_cidr=10.0.0.0/33"], "--cluster-cidr: '10.0.0.0/33': must be a CIDR"),
+        (["--config=/no/such/file"], "--config: '/no/such/file': can't be read: No such file"),
+        (["--mode=nftables"], "neither --master nor --kubeconfig is given"),
+        (["render", "--mode=nftables"], "render needs --manifests"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_can_not_be_done_is_said_in_a_line_and_ends_with_status_1(
+    arguments: list[str], problem: str
+) -> None:
+    done = kproxy(*arguments)
+    assert done.returncode == 1
+    assert problem in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_modes_are_listed_as_text_and_as_json() -> None:
+    (listed,) = [line for line in kproxy("modes").stdout.splitlines() if line.startswith("nftables ")]
+    documents = json.loads(kproxy("modes", "-o", "json").stdout)
+    (found,) = [document for document in documents if document["mode"] == "nftables"]
+    assert found["summary"] in listed
+    assert "usable" not in found
+
+
+def test_a_probe_says_what_was_found(node: Namespace) -> None:
+    documents = json.loads(node.run(KPROXY, "modes", "--probe", "-o", "json"))
+    (found,) = [document for document in documents if document["mode"] == "nftables"]
+    assert found["usable"]
+    assert all(requirement["met"] and requirement["found"] for requirement in found["requirements"])
+    assert "usable" in node.run(KPROXY, "modes", "--probe")
+    assert node.run("nft", "list", "ruleset") == ""
+
+
+def test_rules_are_rendered_without_touching_the_kernel(node: Namespace, manifests: Path) -> None:
+    rules = node.run(KPROXY, "render", "--mode=nftables", f"--manifests={manifests}", "--family=ipv4")
+    assert "10.96.0.10" in rules
+    assert "10.1.2.3" in rules
+    assert "ip6" not in rules
+    assert node.run("nft", "list", "ruleset") == ""
+    node.nft(rules)
+
+
+def test_what_can_not_be_rendered_is_said(manifests: Path) -> None:
+    (manifests / "bad.yaml").write_text(WEB.replace("port: 80}", "port: 0}").replace("web", "bad"))
+    (manifests / "twin.yaml").write_text(WEB.replace("name: web", "name: twin"))
+    done = kproxy("render", "--mode=nftables", f"--manifests={manifests}", "--family=ipv4")
+    assert done.returncode == 0
+    assert "Service shop/bad: spec.ports[0].port" in done.stderr
+    assert "shop/web goes without 10.96.0.10:80/TCP: it belongs to shop/twin" in done.stderr
+
+
+# The process
+
+
+def test_it_serves_until_told_to_end_and_leaves_the_rules(node: Namespace, manifests: Path) -> None:
+    with running(node, "--mode=nftables", f"--manifests={manifests}", "--hostname-override=node1") as proxy:
+        proxy.await_health()
+        assert "10.1.2.3" in node.run("nft", "list", "table", "ip", "kproxy")
+        assert proxy.get(10249, "/proxyMode") == (200, "nftables")
+        assert "kubeproxy_sync_full_proxy_rules_duration_seconds_count" in proxy.get(10249, "/metrics")[1]
+        status, log = proxy.end()
+    assert status == 0
+    assert "first sync" in log
+    assert "10.1.2.3" in node.run("nft", "list", "table", "ip", "kproxy")
+
+
+def test_control_c_ends_it_without_a_traceback(node: Namespace, manifests: Path) -> None:
+    with running(node, "--mode=nftables", f"--manifests={manifests}", "--logging-format=json") as proxy:
+        proxy.await_health()
+        status, log = proxy.end(signal.SIGINT)
+    assert status == 0
+    assert {json.loads(line)["level"] for line in log.splitlines()} <= {"INFO", "WARNING"}
+
+
+def test_it_takes_the_preferred_mode_without_being_told(node: Namespace, manifests: Path) -> None:
+    with running(node, f"--manifests={manifests}") as proxy:
+        proxy.await_health()
+        assert proxy.get(10249, "/proxyMode") == (200, "nftables")
+
+
+def test_a_health_port_that_must_be_had_and_is_not_ends_it(
+    node: Namespace, manifests: Path, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"
+        "mode: nftables\nbindAddressHardFail: true\nhealthzBindAddress: 192.0.2.1:10256\n"
+    )
+    with running(node, f"--config={config}", f"--manifests={manifests}") as proxy:
+        status, log = proxy.ended()
+    assert status == 1
+    assert "the health server can't listen on 192.0.2.1:10256" in log
+
+
+# Clean-up
+
+
+def test_cleanup_removes_every_trace_and_nothing_else_and_can_be_repeated(
+    node: Namespace, manifests: Path
+) -> None:
+    node.nft("add table ip theirs")
+    with running(node, "--mode=nftables", f"--manifests={manifests}") as proxy:
+        proxy.await_health()
+        proxy.end()
+    assert "nftables: table ip kproxy would be removed" in node.run(KPROXY, "--cleanup", "--dry-run")
+    assert "nftables: table ip kproxy removed" in node.run(KPROXY, "--cleanup")
+    assert node.run("nft", "list", "tables").strip() == "table ip theirs"
+    assert node.run(KPROXY, "--cleanup") == ""

@@ -1,0 +1,105 @@
+"""One change costs what it touches: counted in function calls, which do not flicker as seconds do."""
+
+import sys
+from collections.abc import Callable
+
+import pluggy
+import pytest
+
+from kproxy_core.backend import hookspecs
+from kproxy_core.backend.api import Scope, SyncReport, Update
+from kproxy_core.backend.hookspecs import hookimpl
+from kproxy_core.sources.events import Event, ServiceGone, ServiceSet, SliceSet
+from kproxy_core.testing.builders import endpoint, endpoint_slice, service, service_name
+from tests.core.loop_rig import Rig
+
+OLD, NEW = "2026-01-01T00:00:00Z", "2026-01-02T00:00:00Z"
+
+FIRST_TIME = 10
+"""Calls that only the first change of a process needs."""
+
+
+class Reader:
+    """A backend that looks at what changed only."""
+
+    changed = 0
+
+    @hookimpl
+    def kproxy_sync(self, update: Update) -> SyncReport:
+        if update.scope is Scope.CHANGED:
+            self.changed += len(update.changed)
+        return SyncReport(len(update.changed))
+
+    @hookimpl
+    def kproxy_watch(self) -> bool:
+        return False
+
+
+def address(number: int) -> str:
+    return f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}"
+
+
+def vip(number: int) -> str:
+    return address((96 << 16) + number)
+
+
+def cluster(services: int) -> list[Event]:
+    """That many Services with three endpoints each; every tenth is UDP, every 50th has a Local policy."""
+    events: list[Event] = []
+    for number in range(services):
+        name, port = f"ns/svc-{number}", "53/UDP" if number % 10 == 0 else "80"
+        found = [endpoint(address((128 << 16) + 3 * number + n), f"node{n}") for n in range(3)]
+        events += [
+            ServiceSet(service(name, port, ip=vip(number), internal_local=number % 50 == 0, created=NEW)),
+            SliceSet(endpoint_slice(name, *found, ports=[port])),
+        ]
+    return events
+
+
+def calls(action: Callable[[], object]) -> int:
+    """How many functions *action* calls, of Python and of C."""
+    count = 0
+
+    def called(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(called)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+CHANGES: dict[str, tuple[Event, int]] = {
+    "an endpoint leaves": (
+        SliceSet(endpoint_slice("ns/svc-7", "10.128.0.21", "10.128.0.22")), 1),
+    "a UDP endpoint leaves": (
+        SliceSet(endpoint_slice("ns/svc-10", "10.128.0.30", ports=["53/UDP"])), 1),
+    "an endpoint comes to this node": (
+        SliceSet(endpoint_slice("ns/svc-50", endpoint("10.128.0.150", "node1"), ports=["53/UDP"])), 1),
+    "a Service comes": (ServiceSet(service("ns/new", ip="10.111.0.1")), 1),
+    "a Service goes": (ServiceGone(service_name("ns/svc-7")), 1),
+    "an older Service takes a frontend": (ServiceSet(service("ns/old", ip=vip(7), created=OLD)), 2),
+    "nothing new": (SliceSet(endpoint_slice("ns/stray", "10.128.0.21")), 0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_costs_the_same_among_a_hundred_a_thousand_and_ten_thousand_services(change: str) -> None:
+    event, touched = CHANGES[change]
+    costs = []
+    for services in (100, 1_000, 10_000):
+        rig = Rig()
+        reader = Reader()
+        manager = pluggy.PluginManager(hookspecs.PROJECT)
+        manager.add_hookspecs(hookspecs)
+        manager.register(reader)
+        object.__setattr__(rig.shared, "hook", manager.hook)
+        rig.start(*cluster(services))
+        rig.flows_deleted()
+        rig.loop.emit([event])
+        costs.append(calls(rig.loop.turn))
+        assert reader.changed == touched
+    assert max(costs) - min(costs) <= FIRST_TIME, costs

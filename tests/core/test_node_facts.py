@@ -1,0 +1,101 @@
+"""What the node is like, from configuration, Node object and interfaces."""
+
+import logging
+
+import pytest
+
+from kproxy_core.model.address import Address, Family
+from kproxy_core.model.node import LocalSource, NodeObject
+from kproxy_core.run.node_facts import NodeFacts, NodeSettings
+from kproxy_core.testing.builders import addresses, cidrs
+
+V4, V6 = Family.IPV4, Family.IPV6
+INTERFACES = frozenset(addresses("127.0.0.1 ::1 192.0.2.1 192.0.2.2 10.1.0.1 2001:db8::1"))
+NODE = NodeObject(
+    "node1", zone="a", addresses=addresses("192.0.2.2 192.0.2.1 2001:db8::1"),
+    pod_cidrs=cidrs("10.1.0.0/24 10.9.0.0/24 fd00::/64"),
+)
+
+
+def facts(node: NodeObject | None = NODE, **settings: object) -> NodeFacts:
+    made = NodeFacts(NodeSettings(name="node1", **settings), INTERFACES)  # type: ignore[arg-type]
+    made.node = node
+    return made
+
+
+def only(text: str) -> Address:
+    (address,) = addresses(text)
+    return address
+
+
+def test_zone_and_addresses_are_those_of_the_node_object() -> None:
+    four, six = facts().view(V4), facts().view(V6)
+    assert (four.zone, four.node_ip, six.node_ip) == ("a", only("192.0.2.2"), only("2001:db8::1"))
+
+
+def test_a_bind_address_takes_the_place_of_the_address_of_its_family() -> None:
+    bound = facts(bind_address=only("192.0.2.1"))
+    assert (bound.view(V4).node_ip, bound.view(V6).node_ip) == (only("192.0.2.1"), only("2001:db8::1"))
+
+
+def test_without_a_node_object_the_address_is_guessed_if_that_is_allowed() -> None:
+    def guess(family: Family) -> Address | None:
+        return only("10.1.0.1") if family is V4 else None
+
+    assert facts(None).view(V4).node_ip is None
+    assert facts(None, guess_address=guess).view(V4).node_ip == only("10.1.0.1")
+    assert facts(None, guess_address=guess).view(V6).node_ip is None
+    assert facts(NodeObject("node1"), guess_address=guess).view(V4).node_ip is None
+
+
+@pytest.mark.parametrize(
+    ("local", "four", "six"),
+    [
+        ((), None, None),
+        (cidrs("10.1.0.0/16"), LocalSource(cidr=cidrs("10.1.0.0/16")[0]), None),
+        (None, LocalSource(cidr=cidrs("10.1.0.0/24")[0]), LocalSource(cidr=cidrs("fd00::/64")[0])),
+        (LocalSource(interface="br0"), LocalSource(interface="br0"), LocalSource(interface="br0")),
+    ],
+    ids=["nothing configured", "cluster CIDR", "the node's CIDRs", "interface"],
+)
+def test_where_local_traffic_comes_from(local: object, four: object, six: object) -> None:
+    known = facts(local=local)
+    assert (known.view(V4).local_source, known.view(V6).local_source) == (four, six)
+
+
+def test_the_pod_networks_of_a_node_that_is_not_known_are_not_known() -> None:
+    assert facts(None, local=None).view(V4).local_source is None
+
+
+def test_node_ports_are_served_on_all_addresses_unless_something_else_is_said() -> None:
+    known = facts()
+    view = known.view(V4)
+    assert (view.node_ports_anywhere, view.node_port_addresses) == (True, ())
+    assert known.node_port_addresses(view) == set(addresses("192.0.2.1 192.0.2.2 10.1.0.1"))
+
+
+def test_node_ports_are_served_on_the_addresses_within_the_networks() -> None:
+    known = facts(node_ports=cidrs("192.0.2.0/30"))
+    view = known.view(V4)
+    assert (view.node_ports_anywhere, view.node_port_addresses) == (False, addresses("192.0.2.1 192.0.2.2"))
+    assert known.node_port_addresses(view) == set(addresses("192.0.2.1 192.0.2.2"))
+
+
+def test_primary_is_the_nodes_own_address_and_nothing_while_that_is_unknown(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    known = facts(None, node_ports="primary")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            view = known.view(V4)
+            assert (view.node_ports_anywhere, view.node_port_addresses) == (False, ())
+    assert [record.getMessage() for record in caplog.records] == ["node ports are not served"]
+    known.node = NODE
+    assert known.view(V4).node_port_addresses == addresses("192.0.2.2")
+
+
+def test_each_family_gets_its_own_service_cidrs() -> None:
+    known = facts()
+    known.service_cidrs = cidrs("10.96.0.0/12 fd00:96::/108 10.112.0.0/12")
+    assert known.view(V4).service_cidrs == cidrs("10.96.0.0/12 10.112.0.0/12")
+    assert known.view(V6).service_cidrs == cidrs("fd00:96::/108")
