@@ -186,7 +186,7 @@ class Resource(Generic[W, V]):
             namespace = "default" if meta.namespace in (None, "") else meta.namespace
             namespace = namespace if isinstance(namespace, str) else "?"
         found = Findings(self.kind, namespace, name)
-        bad = found.refuse(_explained(error))
+        bad = found.refuse(explained(error))
         try:
             if self.namespaced:
                 checked_label(namespace, "metadata.namespace")
@@ -200,12 +200,17 @@ def _page(meta: _ListMeta | None, readings: list[Reading[V]]) -> Page[V]:
     return Page(meta.resource_version or "", meta.next_page or "", readings)
 
 
-def _explained(error: Exception) -> Refused:
-    """The field and problem from msgspec's words: ``Expected `int`, got `str` - at `$.spec.type```."""
+def explained(error: Exception) -> Refused:
+    """The field and problem of one of UNDECODABLE.
+
+    In the words of msgspec, like "Expected `int | null`, got `str` - at `$.spec.ports[0].port`".
+    """
     if isinstance(error, RecursionError):
         return Refused("", "nested too deeply")
     problem, _, path = str(error).replace("`", "").replace(" | null", "").partition(" - at ")
-    return Refused(path.removeprefix("$").removeprefix("."), problem[:1].lower() + problem[1:])
+    if not problem.startswith("JSON"):
+        problem = problem[:1].lower() + problem[1:]
+    return Refused(path.removeprefix("$").removeprefix("."), problem)
 
 
 SERVICES: Resource[wire.Service, ServiceSet | ServiceGone] = Resource(

@@ -88,12 +88,18 @@ class DirectorySource:
         poll.register(self._watch, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
         self._renew()
+        changes: dict[str, Content] = {}
         while not self._stopping:
-            poll.poll(self._milliseconds_to_next())
-            changes: dict[str, Content] = {}
-            self._follow(self._watch.read(), changes)
-            self._look_at_due(changes)
+            poll.poll(0 if changes else self._milliseconds_to_next())
+            hints = self._watch.read()
+            for name, notice in hints.manifests:
+                if notice.mask & inotify.MODIFY:
+                    # Perhaps read while the next writer was at work, who will close it.
+                    changes.pop(name, None)
             self._apply(changes)
+            changes = {}
+            self._follow(hints, changes)
+            self._look_at_due(changes)
 
     def _milliseconds_to_next(self) -> int | None:
         if not self._due:
@@ -249,7 +255,7 @@ class DirectorySource:
             if status.st_size > MAX_BYTES:
                 return Malformed(f"is larger than {MAX_BYTES >> 20} MiB")
             with open(path, "rb", buffering=0, opener=_open) as file:
-                return read_manifest(name, file.read(status.st_size + 1) or b"")
+                return read_manifest(name, file.readall() or b"")
         except FileNotFoundError:
             if not os.path.islink(path):
                 return None

@@ -16,6 +16,7 @@ from kproxy_core.sources.decode import (
     UNDECODABLE,
     Malformed,
     Resource,
+    explained,
 )
 from kproxy_core.sources.events import BadObject
 from kproxy_core.sources.reading import quoted, shown
@@ -79,7 +80,7 @@ def read_manifest(name: str, data: bytes) -> Manifest:
             return manifest
         except UNDECODABLE as error:
             if is_json:
-                raise Malformed(f"is not a JSON object: {_reason(error)}") from error
+                raise Malformed(f"is not a JSON object: {explained(error).problem}") from error
             # YAML may start with a brace, too.
     try:
         values = documents(data)
@@ -93,7 +94,7 @@ def read_manifest(name: str, data: bytes) -> Manifest:
         try:
             _collect(manifest, place, msgspec.json.encode(value))
         except UNDECODABLE as error:
-            manifest._complain("object", place, "", _reason(error))
+            manifest._complain("object", place, "", explained(error).problem)
     return manifest
 
 
@@ -136,13 +137,9 @@ def _collect_items(
             else:
                 manifest._add(place, resource, item)
         except UNDECODABLE as error:
-            manifest._complain("object", place, "", _reason(error))
+            manifest._complain("object", place, "", explained(error).problem)
     return None
 
 
 def _group(version: str) -> str:
     return version.rpartition("/")[0]
-
-
-def _reason(error: Exception) -> str:
-    return "nested too deeply" if isinstance(error, RecursionError) else str(error).replace("`", "")

@@ -1,0 +1,318 @@
+"""Files that appear, change and vanish in every way that editors and tools have."""
+
+import itertools
+import json
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kproxy_core.sources.directory import DirectorySource
+from kproxy_core.sources.events import Complete, ServiceGone
+from kproxy_core.testing.builders import service_name
+from tests.core.directory_rig import State, followed, service, serving, text
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Iterator[State]:
+    """Follows a directory in which one Service is known already."""
+    (tmp_path / "web.yaml").write_text(text(service("web")))
+    with followed(tmp_path) as state:
+        state.wait(lambda s: s.store.complete)
+        assert state.services == {"web": 80}
+        yield state
+
+
+def wait_past_everything(state: State, directory: Path) -> None:
+    """Return once all that was done to the directory before has had its effect, if any.
+
+    A removal is the change that takes longest, so one more of them is the last to be seen.
+    """
+    last = directory / "zz-last.yaml"
+    last.write_text(text(service("zz-last", ip="10.96.255.1")))
+    state.wait(lambda s: "zz-last" in s.services)
+    last.unlink()
+    state.wait(lambda s: "zz-last" not in s.services)
+
+
+def ever_gone(state: State, name: str) -> bool:
+    """Whether the Service was announced as gone at any moment."""
+    return ServiceGone(service_name(name)) in itertools.chain.from_iterable(state.batches)
+
+
+def test_everything_there_comes_before_complete(tmp_path: Path) -> None:
+    for i in range(600):
+        content = service(f"s{i}", ip=f"10.96.{i // 250}.{i % 250 + 1}")
+        (tmp_path / f"{i}.json").write_text(json.dumps(content))
+    with followed(tmp_path) as state:
+        state.wait(lambda s: s.store.complete)
+        assert len(state.services) == 600
+        last = [event for event in state.batches[-1] if isinstance(event, Complete)]
+        assert {event.source for event in last} == set(DirectorySource.kinds)
+
+
+def test_an_empty_directory_is_complete(tmp_path: Path) -> None:
+    with followed(tmp_path) as state:
+        state.wait(lambda s: s.store.complete)
+        assert state.services == {}
+
+
+def test_a_new_file(state: State, tmp_path: Path) -> None:
+    (tmp_path / "other.yml").write_text(text(service("other")))
+    state.wait(lambda s: "other" in s.services)
+
+
+def test_a_file_written_again(state: State, tmp_path: Path) -> None:
+    for port in range(81, 101):
+        (tmp_path / "web.yaml").write_text(text(service("web", port=port)))
+        state.wait(serving(web=port))
+    assert not ever_gone(state, "web")
+
+
+def test_a_file_renamed_over_another(state: State, tmp_path: Path) -> None:
+    for port in range(81, 101):
+        (tmp_path / ".web.yaml.tmp").write_text(text(service("web", port=port)))
+        os.rename(tmp_path / ".web.yaml.tmp", tmp_path / "web.yaml")
+        state.wait(serving(web=port))
+    assert not ever_gone(state, "web")
+
+
+def test_a_file_removed(state: State, tmp_path: Path) -> None:
+    (tmp_path / "web.yaml").unlink()
+    state.wait(serving())
+
+
+def test_a_file_moved_away_and_back(
+    state: State, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "web.yaml"
+    (tmp_path / "web.yaml").rename(elsewhere)
+    state.wait(serving())
+    elsewhere.rename(tmp_path / "web.yaml")
+    state.wait(serving(web=80))
+
+
+def test_a_file_renamed_in_place_is_no_change(state: State, tmp_path: Path) -> None:
+    (tmp_path / "web.yaml").rename(tmp_path / "shop.yaml")
+    wait_past_everything(state, tmp_path)
+    assert state.services == {"web": 80}
+    assert not ever_gone(state, "web")
+    assert state.bad == []
+
+
+def test_a_file_renamed_to_something_that_is_no_manifest(state: State, tmp_path: Path) -> None:
+    (tmp_path / "web.yaml").rename(tmp_path / "web.yaml.disabled")
+    state.wait(serving())
+
+
+def test_a_hard_link(state: State, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "other"
+    elsewhere.write_text(text(service("other")))
+    os.link(elsewhere, tmp_path / "other.yaml")
+    state.wait(lambda s: "other" in s.services)
+
+
+def test_a_nameless_file_linked_into_place(state: State, tmp_path: Path) -> None:
+    folder = os.open(tmp_path, os.O_PATH)
+    file = os.open(tmp_path, os.O_TMPFILE | os.O_WRONLY, 0o644)
+    try:
+        os.write(file, text(service("other")).encode())
+        os.link(f"/proc/self/fd/{file}", "other.yaml", dst_dir_fd=folder)
+        state.wait(lambda s: "other" in s.services)
+    finally:
+        os.close(file)
+        os.close(folder)
+
+
+# --- editors and half-written files
+
+
+def test_a_half_written_file_does_not_count_until_it_is_closed(state: State, tmp_path: Path) -> None:
+    """Half of it is valid YAML, too: without the second object."""
+    (tmp_path / "both.yaml").write_text(text(service("one"), service("two", ip="10.96.0.2")))
+    state.wait(lambda s: len(s.services) == 3)
+    with open(tmp_path / "both.yaml", "w") as file:
+        wait_past_everything(state, tmp_path)
+        file.write(text(service("one", port=81)))
+        file.flush()
+        wait_past_everything(state, tmp_path)
+        assert state.services == {"web": 80, "one": 80, "two": 80}
+        file.write(text(service("two", ip="10.96.0.2", port=82)))
+    state.wait(serving(web=80, one=81, two=82))
+    assert not ever_gone(state, "one")
+    assert not ever_gone(state, "two")
+    assert state.bad == []
+
+
+def test_a_new_file_does_not_count_until_it_is_closed(state: State, tmp_path: Path) -> None:
+    with open(tmp_path / "new.yaml", "w") as file:
+        file.write(text(service("one")))
+        file.flush()
+        wait_past_everything(state, tmp_path)
+        assert "one" not in state.services
+    state.wait(lambda s: "one" in s.services)
+
+
+def test_a_json_file_counts_once_it_is_complete_though_never_closed(state: State, tmp_path: Path) -> None:
+    content = json.dumps(service("one"))
+    with open(tmp_path / "one.json", "w") as file:
+        file.write(content[:-1])
+        file.flush()
+        wait_past_everything(state, tmp_path)
+        assert "one" not in state.services
+        file.write(content[-1])
+        file.flush()
+        state.wait(lambda s: "one" in s.services)
+    assert state.bad == []
+
+
+def test_a_file_closed_half_written_is_reported_and_changes_nothing(state: State, tmp_path: Path) -> None:
+    (tmp_path / "web.yaml").write_text("apiVersion: v1\nkind: Service\nmetadata: {name: web")
+    state.wait(lambda s: s.bad)
+    assert state.services == {"web": 80}
+    assert state.complaints[0].startswith("file web.yaml: is not YAML")
+    (tmp_path / "web.yaml").write_text(text(service("web", port=81)))
+    state.wait(serving(web=81))
+
+
+def test_a_file_emptied_changes_nothing(state: State, tmp_path: Path) -> None:
+    (tmp_path / "web.yaml").write_text("")
+    state.wait(lambda s: s.complaints == ["file web.yaml: is empty"])
+    assert state.services == {"web": 80}
+
+
+def test_an_editor_that_moves_the_old_file_aside_first(state: State, tmp_path: Path) -> None:
+    """As vim does, with ``backupcopy=no``."""
+    for port in range(81, 91):
+        (tmp_path / "web.yaml").rename(tmp_path / "web.yaml~")
+        with open(tmp_path / "web.yaml", "w") as file:
+            file.write(text(service("web", port=port)))
+            wait_past_everything(state, tmp_path)
+        (tmp_path / "web.yaml~").unlink()
+        state.wait(serving(web=port))
+    assert not ever_gone(state, "web")
+
+
+def test_a_tool_that_removes_the_file_first(state: State, tmp_path: Path) -> None:
+    """As git does."""
+    for port in range(81, 101):
+        (tmp_path / "web.yaml").unlink()
+        (tmp_path / "web.yaml").write_text(text(service("web", port=port)))
+        state.wait(serving(web=port))
+    assert not ever_gone(state, "web")
+
+
+@pytest.mark.parametrize("name", [
+    ".web.yaml", ".web.yaml.swp", "web.yaml~", "#web.yaml#", ".#web.yaml", "4913", "web.yaml.tmp",
+    "web.yaml.bak", "web.txt", "yaml", "web.YAML.swp", "kustomization",
+])
+def test_files_that_are_no_manifests(state: State, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text(text(service("other")))
+    wait_past_everything(state, tmp_path)
+    assert state.services == {"web": 80}
+    assert state.bad == []
+
+
+def test_directories_below_do_not_count(state: State, tmp_path: Path) -> None:
+    (tmp_path / "more.yaml").mkdir()
+    (tmp_path / "more.yaml" / "other.yaml").write_text(text(service("other")))
+    wait_past_everything(state, tmp_path)
+    assert state.services == {"web": 80}
+    assert state.bad == []
+
+
+def test_a_pipe_is_not_waited_for(state: State, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    state.wait(lambda s: s.complaints == ["file pipe.yaml: is not a regular file"])
+    wait_past_everything(state, tmp_path)
+
+
+def test_a_file_too_large(state: State, tmp_path: Path) -> None:
+    with open(tmp_path / "huge.yaml", "w") as file:
+        file.truncate((16 << 20) + 1)
+    state.wait(lambda s: s.complaints == ["file huge.yaml: is larger than 16 MiB"])
+
+
+def test_names_that_would_break_a_log_line(state: State, tmp_path: Path) -> None:
+    strange = os.fsencode(tmp_path) + b"/a\n\"\xff.yaml"
+    with open(strange, "w") as file:
+        file.write("{")
+    state.wait(lambda s: s.bad)
+    assert state.complaints[0].isprintable()
+    assert state.complaints[0].isascii()
+    with open(strange, "w") as file:
+        file.write(text(service("other")))
+    state.wait(lambda s: "other" in s.services)
+
+
+# --- bursts
+
+
+def test_a_burst_on_one_file_ends_with_its_last_content(state: State, tmp_path: Path) -> None:
+    for port in range(1, 501):
+        (tmp_path / "web.yaml").write_text(text(service("web", port=port)))
+    state.wait(serving(web=500))
+    assert not ever_gone(state, "web")
+
+
+def test_more_changes_than_the_kernel_remembers(state: State, tmp_path: Path) -> None:
+    limit = int(Path("/proc/sys/fs/inotify/max_queued_events").read_text())
+    count = limit // 3 + 500  # each file makes three notices
+    before = len(state.batches)
+    (tmp_path / "web.yaml").write_text(text(service("web", port=81)))
+    with state.holding_up():
+        for i in range(count):
+            content = service(f"s{i}", ip=f"10.97.{i // 250}.{i % 250 + 1}")
+            (tmp_path / f"{i}.json").write_text(json.dumps(content))
+        (tmp_path / "web.yaml").unlink()
+    state.wait(lambda s: len(s.services) == count)
+    assert "web" not in state.services
+    assert len(state.batches) > before
+
+
+def test_create_and_remove_in_one_breath(state: State, tmp_path: Path) -> None:
+    for _ in range(500):
+        (tmp_path / "brief.yaml").write_text(text(service("brief")))
+        (tmp_path / "brief.yaml").unlink()
+    wait_past_everything(state, tmp_path)
+    assert state.services == {"web": 80}
+
+
+def test_a_change_makes_nobody_read_other_files(tmp_path: Path) -> None:
+    for i in range(50):
+        (tmp_path / f"{i}.yaml").write_text(text(service(f"s{i}", ip=f"10.96.0.{i + 1}", port=80)))
+    with ExitStack() as mapped:
+        memories = [
+            mapped.enter_context(mmap.mmap(mapped.enter_context(open(path, "r+b")).fileno(), 0))
+            for path in tmp_path.iterdir()
+        ]
+        with followed(tmp_path) as state:
+            state.wait(lambda s: s.store.complete)
+            for memory in memories:
+                # Nobody is told of what is written through memory; whoever reads again, sees it.
+                at = memory.find(b'"port": 80')
+                memory[at:at + 10] = b'"port": 99'
+            (tmp_path / "0.yaml").write_text(text(service("s0", ip="10.96.0.1", port=81)))
+            wait_past_everything(state, tmp_path)
+            assert state.services == {"s0": 81} | {f"s{i}": 80 for i in range(1, 50)}
+
+
+def test_nothing_comes_after_the_end(tmp_path: Path) -> None:
+    with followed(tmp_path) as state:
+        state.wait(lambda s: s.store.complete)
+    before = len(state.batches)
+    (tmp_path / "web.yaml").write_text(text(service("web")))
+    with followed(tmp_path) as second:
+        second.wait(serving(web=80))
+    assert len(state.batches) == before
+
+
+def test_stopping_gives_back_what_the_kernel_gave(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with followed(tmp_path) as state:
+            state.wait(lambda s: s.store.complete)
+    assert len(os.listdir("/proc/self/fd")) == before
