@@ -168,23 +168,18 @@ def _endpoints_of(
     """
     if not slices:
         return ()
-    found: dict[Destination, Endpoint] = {}
+    found: dict[str, tuple[Destination, Endpoint]] = {}
     for name in sorted(slices) if len(slices) > 1 else slices:
         piece = slices[name]
         for slice_port in piece.ports:
             if slice_port.name != port.name or slice_port.protocol is not port.protocol:
                 continue
+            number = slice_port.port
             for endpoint in piece.endpoints:
-                where = Destination(endpoint.address, slice_port.port)
-                if not (endpoint.terminating and where in found):
-                    found[where] = endpoint
-    return sorted(found.items(), key=_text) if len(found) > 1 else tuple(found.items())
-
-
-def _text(item: tuple[Destination, Endpoint]) -> str:
-    """Endpoints are ordered by their text, as kube-proxy does: 10.0.0.10 before 10.0.0.2."""
-    address, port = item[0]
-    return format_socket(address, port)
+                text = format_socket(endpoint.address, number)
+                if not (endpoint.terminating and text in found):
+                    found[text] = Destination(endpoint.address, number), endpoint
+    return [found[text] for text in sorted(found)]
 
 
 def of_family(addresses: Sequence[Address], family: Family) -> tuple[Address, ...]:

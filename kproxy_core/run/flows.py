@@ -55,7 +55,7 @@ class FlowCleaner:
             deleted: int | None = None
             try:
                 deleted = delete_stale_udp(family, stale)
-            except HostError as error:
+            except (HostError, OSError) as error:
                 log.warning("stale UDP flows are left", extra={
                     "fields": {"ip_family": family.label, "error": str(error)}
                 })
