@@ -47,7 +47,7 @@ class NodeView:
     node_port_addresses: tuple[Address, ...] = ()
     """Addresses that serve node ports, sorted; loopback never among them."""
     node_ports_anywhere: bool = False
-    """Node ports are served on every local address that is not loopback."""
+    """Node ports are served on every local address that is not loopback, also one that no interface has."""
     node_ip: Address | None = None
     service_cidrs: tuple[Cidr, ...] = ()
     masquerade_all: bool = False

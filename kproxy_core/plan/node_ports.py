@@ -42,7 +42,7 @@ class NodePortSelection(NamedTuple):
     addresses: tuple[Address, ...]
     """Sorted, without loopback."""
     anywhere: bool = False
-    """On every local address that is not loopback; `addresses` is empty then."""
+    """On every local address that is not loopback, also one that no interface has."""
     problem: str = ""
     """Why node ports are served nowhere, for the operator; "" if they are served."""
 
@@ -51,13 +51,14 @@ def select_node_port_addresses(
     choice: NodePortChoice, addresses: Collection[Address], family: Family
 ) -> NodePortSelection:
     """Apply *choice* to all *addresses* of the node's interfaces."""
+    everywhere = (Cidr(Address(bytes(family.size)), 0),)
     match choice:
         case Everywhere():
-            return NodePortSelection((), anywhere=True)
+            return NodePortSelection(_within(everywhere, addresses), anywhere=True)
         case WithinNetworks(networks):
             networks = tuple(network for network in networks if network.family is family)
             if any(network.prefix == 0 for network in networks):
-                return NodePortSelection((), anywhere=True)
+                return NodePortSelection(_within(everywhere, addresses), anywhere=True)
             if not networks:
                 return NodePortSelection((), problem=f"nodePortAddresses has no {family.label} network")
         case PrimaryOnly(own):

@@ -8,7 +8,6 @@ import pluggy
 
 from kproxy_core.backend.api import Scope, SyncReport
 from kproxy_core.backend.errors import SyncFailed, TrustLost, Unsupported
-from kproxy_core.model.address import Address
 from kproxy_core.model.node import NodeView
 from kproxy_core.plan.stale_flows import StaleFlowTracker
 from kproxy_core.run.family import FamilyPlans, NoLocalEndpoints, Step
@@ -61,7 +60,6 @@ class FamilySync:
         self._no_local = NoLocalEndpoints()
         self._flows = StaleFlowTracker()
         self._flows_busy = False
-        self._node_port_addresses: frozenset[Address] = frozenset()
         self._trigger_times: list[float] = []
         self._failures = 0
         self._damage = ""
@@ -75,9 +73,8 @@ class FamilySync:
         self._shared.health.queued(self.family)
         self._shared.metrics.sync_requested(self.family, self._shared.wall())
 
-    def node_is(self, node: NodeView, node_port_addresses: frozenset[Address]) -> None:
-        """The node looks like this now; *node_port_addresses* are all that serve node ports."""
-        self._node_port_addresses = node_port_addresses
+    def node_is(self, node: NodeView) -> None:
+        """The node looks like this now."""
         self._service_health.place(node)
         if self.plans.node_is(node):
             self.request()
@@ -216,7 +213,7 @@ class FamilySync:
         """Have the stale flows deleted, unless that is under way: then the rest waits for its end."""
         if self._flows_busy:
             return
-        stale = self._flows.take(self._node_port_addresses)
+        stale = self._flows.take(frozenset(self.plans.node.node_port_addresses))
         if stale:
             self._flows_busy = True
             self._shared.cleaner.clean(self.family, stale)

@@ -109,8 +109,7 @@ class Loop:
         if self._node_differs:
             self._node_differs = False
             for family, sync in self._syncs.items():
-                view = self._facts.view(family)
-                sync.node_is(view, self._facts.node_port_addresses(view))
+                sync.node_is(self._facts.view(family))
         for sync in self._syncs.values():
             sync.turn()
         if not self._settled:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from kproxy_core.model.address import Address, Cidr, Family, family_of, is_loopback
+from kproxy_core.model.address import Address, Cidr, Family, family_of
 from kproxy_core.model.node import LocalSource, NodeObject, NodeView
 from kproxy_core.plan.node_ports import (
     Everywhere,
@@ -65,12 +65,6 @@ class NodeFacts:
             masquerade_all=settings.masquerade_all,
             masquerade_bit=settings.masquerade_bit,
         )
-
-    def node_port_addresses(self, view: NodeView) -> frozenset[Address]:
-        """Every address that serves node ports in *view*."""
-        if not view.node_ports_anywhere:
-            return frozenset(view.node_port_addresses)
-        return frozenset(a for a in self.addresses if family_of(a) is view.family and not is_loopback(a))
 
     def _own_address(self, family: Family) -> Address | None:
         bound = self._settings.bind_address
