@@ -29,7 +29,7 @@ def owned_objects(plan: ServicePlan) -> Owned:
     for group, endpoints in _group_endpoints(plan).items():
         ports = sorted({where.port for where in endpoints})
         for port in ports:
-            name = _affinity_map(group, port)
+            name = _affinity_map(plan, group, port)
             wanted[name] = (
                 f"add map {family} {TABLE} {name} {{ type {ADDRESS_TYPE[plan.family]} : "
                 f"{ADDRESS_TYPE[plan.family]}; flags dynamic,timeout; size {AFFINITY_SIZE}; }}\n"
@@ -39,7 +39,7 @@ def owned_objects(plan: ServicePlan) -> Owned:
             f"pin-{group}",
             *(
                 f"meta l4proto {protocol} dnat {family} to {family} saddr "
-                f"map @{_affinity_map(group, port)} : {port}"
+                f"map @{_affinity_map(plan, group, port)} : {port}"
                 for port in ports
             ),
         )
@@ -48,7 +48,7 @@ def owned_objects(plan: ServicePlan) -> Owned:
             family,
             f"record-{group}",
             *(
-                f"th dport {port} update @{_affinity_map(group, port)} "
+                f"th dport {port} update @{_affinity_map(plan, group, port)} "
                 f"{{ ct original {family} saddr timeout {plan.affinity_seconds}s : {family} daddr }}"
                 for port in ports
             ),
@@ -81,7 +81,7 @@ def affinity_maps(plan: ServicePlan) -> dict[str, frozenset[bytes]]:
     a port. Nearly always there is just one.
     """
     return {
-        _affinity_map(group, port): frozenset(w.address for w in endpoints if w.port == port)
+        _affinity_map(plan, group, port): frozenset(w.address for w in endpoints if w.port == port)
         for group, endpoints in _group_endpoints(plan).items()
         for port in {where.port for where in endpoints}
     }
@@ -98,8 +98,9 @@ def _group_endpoints(plan: ServicePlan) -> dict[str, tuple[Destination, ...]]:
     return {groups[0]: internal, groups[1]: plan.reachable}
 
 
-def _affinity_map(group: str, port: int) -> str:
-    return f"{_AFFINITY}{group}/{port}"
+def _affinity_map(plan: ServicePlan, group: str, port: int) -> str:
+    """The timeout is part of the name: with a new one nobody stays pinned for the old time."""
+    return f"{_AFFINITY}{group}/{port}/{plan.affinity_seconds}s"
 
 
 def _chain(family: str, name: str, *rules: str) -> str:
