@@ -6,6 +6,7 @@ real packets in namespaces of its own, so several runs go on side by side.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -22,8 +23,18 @@ KPROXY = Path(sys.executable).with_name("kproxy")
 
 FAMILIES = ("ipv4", "ipv6")
 
+LEGACY = "-legacy"
+"""At the end of a mode's name: with the iptables programs for the kernel's legacy interface."""
+
 LONGEST_RUN = 900
 """Seconds. A run of everything takes a few minutes; one that hangs is ended and has failed."""
+
+APART = ("affinity-timeout",)
+"""Scenarios that need a harness of their own.
+
+Before this one comes ``affinity-client-ip`` with the same Service, clients and endpoints. When a busy machine
+lets a proxy see its deletion and the next creation as one change, the clients stay pinned to two endpoints.
+"""
 
 PATIENCE = 20
 """Seconds that a harness has to remove its namespaces once told to end."""
@@ -56,6 +67,11 @@ class Case:
     family: str
     scenario: str
 
+    @property
+    def run(self) -> str:
+        """The name of the run that it belongs to."""
+        return str(self) if self.scenario in APART else f"{self.mode}-{self.family}"
+
     def __str__(self) -> str:
         return f"{self.mode}-{self.family}-{self.scenario}"
 
@@ -76,7 +92,7 @@ def scenarios() -> list[Scenario]:
 
 @dataclass
 class Run:
-    """One process of the harness: the scenarios of one mode and family."""
+    """One process of the harness: scenarios of one mode and family."""
 
     mode: str
     family: str
@@ -108,10 +124,25 @@ class Run:
             "--keep-going",
             "--verbose",
         ]
-        command += ["--mode", self.mode, "--family", self.family, "--dir", chosen]
+        command += ["--mode", self.mode.removesuffix(LEGACY), "--family", self.family, "--dir", chosen]
         command += ["--report", self._report, "--workdir", self.directory / "work"]
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment()
+            )
+
+    def _environment(self) -> dict[str, str]:
+        """That of the tests; which iptables is the default is decided by who comes first in PATH."""
+        if not self.mode.endswith(LEGACY):
+            return dict(os.environ)
+        programs = self.directory / "programs"
+        programs.mkdir()
+        for base in ("iptables", "ip6tables"):
+            for action in ("", "-save", "-restore"):
+                program = shutil.which(f"{base}{LEGACY}{action}")
+                assert program, f"{base}{LEGACY}{action} is not installed"
+                (programs / f"{base}{action}").symlink_to(program)
+        return {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
 
     def outcome(self, scenario: str) -> Outcome:
         """What became of *scenario*; waits for the whole run."""
@@ -143,12 +174,11 @@ class Run:
             self._process.wait()
 
 
-def runs(cases: Iterable[Case], directory: Path) -> dict[tuple[str, str], Run]:
-    """The runs that *cases* need, by mode and family; not started."""
-    wanted: dict[tuple[str, str], Run] = {}
+def runs(cases: Iterable[Case], directory: Path) -> dict[str, Run]:
+    """The runs that *cases* need, by name; not started."""
+    wanted: dict[str, Run] = {}
     for case in cases:
-        key = (case.mode, case.family)
-        if key not in wanted:
-            wanted[key] = Run(*key, [], directory / "-".join(key))
-        wanted[key].names.append(case.scenario)
+        if case.run not in wanted:
+            wanted[case.run] = Run(case.mode, case.family, [], directory / case.run)
+        wanted[case.run].names.append(case.scenario)
     return wanted

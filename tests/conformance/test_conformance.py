@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.conformance.harness import FAMILIES, HARNESS, Case, Run, Scenario, runs, scenarios
+from tests.conformance.harness import FAMILIES, HARNESS, LEGACY, Case, Run, Scenario, runs, scenarios
 
-MODES = ("nftables",)
+MODES = ("nftables", "iptables", "iptables" + LEGACY)
 
 LEFT_OUT = {
     "mode-switch": "needs a second backend to switch to",
@@ -19,7 +19,8 @@ LEFT_OUT = {
 
 def applies(scenario: Scenario, mode: str, family: str) -> bool:
     """Whether the scenario itself says that it is meant for *mode* and *family*."""
-    return mode in (scenario.modes or MODES) and family in scenario.families
+    of = mode.removesuffix(LEGACY)
+    return of in (scenario.modes or MODES) and family in scenario.families
 
 
 def cases() -> list[Case]:
@@ -35,7 +36,7 @@ def cases() -> list[Case]:
 @pytest.fixture(scope="module")
 def started(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[tuple[str, str], Run]]:
+) -> Iterator[dict[str, Run]]:
     """The runs for the cases of this session, all under way."""
     chosen = [
         case
@@ -69,6 +70,6 @@ def test_only_documented_cases_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
-def test_scenario(case: Case, started: dict[tuple[str, str], Run]) -> None:
-    outcome = started[case.mode, case.family].outcome(case.scenario)
+def test_scenario(case: Case, started: dict[str, Run]) -> None:
+    outcome = started[case.run].outcome(case.scenario)
     assert outcome.status == "passed", outcome.detail
