@@ -85,6 +85,12 @@ def make_source(config: Config, node_name: str) -> Source:
         raise StartFailed(str(error)) from error
 
 
+def make_store(config: Config, families: tuple[Family, ...], source: Source) -> Store:
+    """Where all that *source* delivers is kept."""
+    external_ips = config.feature_gates.get("AllowServiceExternalIPs", True)
+    return Store(families, source.kinds, time.time(), external_ips=external_ips)
+
+
 def run(config: Config, registry: Registry) -> None:
     """Be the proxy until SIGTERM or SIGINT; the rules stay.
 
@@ -107,7 +113,7 @@ def run(config: Config, registry: Registry) -> None:
     server = HttpServer()
     loop = Loop(
         families,
-        Store(families, source.kinds, time.time()),
+        make_store(config, families, source),
         NodeFacts(settings, frozenset()),
         Shared(
             hook=hook, health=health, metrics=metrics, cleaner=FlowCleaner(lambda done: loop.cleaned(done)),

@@ -1,13 +1,12 @@
 """What ``kproxy render`` prints: the rules for a directory of manifests, without touching the kernel."""
 
 import logging
-import time
 from collections.abc import Iterator
 from queue import SimpleQueue
 
 from kproxy_core.backend.api import Scope
 from kproxy_core.backend.registry import Registry
-from kproxy_core.cli.process import StartFailed, backend_settings, make_source, node_settings
+from kproxy_core.cli.process import StartFailed, backend_settings, make_source, make_store, node_settings
 from kproxy_core.config import Config
 from kproxy_core.host.addresses import node_addresses
 from kproxy_core.model.address import Family
@@ -45,7 +44,7 @@ def render_manifests(config: Config, registry: Registry, families: tuple[Family,
 def _read(config: Config, node_name: str, families: tuple[Family, ...]) -> Store:
     """Everything in the manifests as of now."""
     source = make_source(config, node_name)
-    store = Store(families, source.kinds, time.time())
+    store = make_store(config, families, source)
     delivered: SimpleQueue[list[Event]] = SimpleQueue()
     try:
         source.start(delivered.put)

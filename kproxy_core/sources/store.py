@@ -5,7 +5,7 @@ The state depends only on the last event for each object, never on their order.
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kproxy_core.model.address import Cidr, Family
 from kproxy_core.model.endpoint import EndpointSlice, SliceName
@@ -57,9 +57,12 @@ class Store:
     *families*: those this node serves; slices of others are forgotten at once.
     *kinds*: the sources to wait for. *started*: trigger times before it (seconds since the
     epoch) are ignored, as they would measure how long this process was not running.
+    *external_ips*: whether Services may have any (feature gate AllowServiceExternalIPs; CVE-2020-8554).
     """
 
-    def __init__(self, families: Iterable[Family], kinds: Iterable[str], started: float) -> None:
+    def __init__(
+        self, families: Iterable[Family], kinds: Iterable[str], started: float, *, external_ips: bool = True
+    ) -> None:
         self.services: dict[ServiceName, Service] = {}
         self.node: NodeObject | None = None
         """The Node object. It outlives its deletion, as in kube-proxy: a node that is
@@ -69,6 +72,7 @@ class Store:
         """The sources that have not delivered everything yet."""
         self.counts = Counts()
         self._started = started
+        self._external_ips = external_ips
         self._families = {family: _OfFamily() for family in families}
         self._slices: dict[SliceName, EndpointSlice] = {}
 
@@ -133,6 +137,8 @@ class Store:
 
     def _set_service(self, name: ServiceName, service: Service | None) -> None:
         self.counts.service_changes += len(self._families)
+        if service is not None and service.external_ips and not self._external_ips:
+            service = replace(service, external_ips=())
         if self.services.get(name) == service:
             return
         if service is None:

@@ -1,12 +1,14 @@
 """Plugins are found, checked and kept out one by one."""
 
 from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
 from kproxy_core.backend.api import BackendSettings, SyncReport
 from kproxy_core.backend.errors import Unsupported
+from kproxy_core.backend.hookspecs import ENTRY_POINTS
 from kproxy_core.backend.registry import PluginRefused, Registry, UnknownMode
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import full_update, node_view, plans, service
@@ -184,8 +186,7 @@ def test_without_a_mode_the_usable_one_with_the_highest_preference_is_taken(put:
 
 def test_if_no_mode_works_every_reason_is_given(put: Install) -> None:
     put("some", low=plugin("low", usable=False), broken="1/0")
-    registry = Registry()
-    registry._offered = {m: e for m, e in registry._offered.items() if m in ("low", "broken")}
+    registry = Registry(e for e in entry_points(group=ENTRY_POINTS) if e.name in ("low", "broken"))
     with pytest.raises(Unsupported) as found:
         registry.preferred(SETTINGS)
     assert "low: a kernel: one. get one" in str(found.value)

@@ -116,6 +116,12 @@ def test_the_node_object_outlives_its_deletion() -> None:
     assert store.node == node
 
 
+def test_external_ips_that_are_not_allowed_are_not_there() -> None:
+    store = Store([V4], kinds=[], started=STARTED, external_ips=False)
+    store.fold(ServiceSet(service("web", external_ips="192.0.2.1")))
+    assert store.services[WEB] == service("web")
+
+
 def test_service_cidrs_replace_each_other() -> None:
     store = store_with(ServiceCidrsSet(cidrs("10.96.0.0/12")), ServiceCidrsSet(cidrs("10.96.0.0/16")))
     assert store.service_cidrs == cidrs("10.96.0.0/16")
