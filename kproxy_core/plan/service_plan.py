@@ -1,6 +1,6 @@
 """The decision for one service port in one family: what backends are given."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from kproxy_core.model.address import (
 )
 from kproxy_core.model.endpoint import Destination, Endpoint, EndpointSlice
 from kproxy_core.model.node import NodeView
-from kproxy_core.model.service import PortSpec, Service, ServiceName, ServicePortKey
+from kproxy_core.model.service import PortSpec, Service, ServicePortKey
 from kproxy_core.plan.usable import Candidates, categorize, on_node
 
 
@@ -221,8 +221,3 @@ def count_ready_local(
 
 def _ready_local(endpoints: Candidates, node: NodeView) -> set[Address]:
     return {where.address for where, endpoint in on_node(endpoints, node) if endpoint.ready}
-
-
-def service_names(plans: Iterable[ServicePlan]) -> set[ServiceName]:
-    """The Services that *plans* belong to."""
-    return {plan.key.service for plan in plans}

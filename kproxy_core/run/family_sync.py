@@ -22,6 +22,9 @@ log = logging.getLogger("kproxy.run")
 _ESCALATE_AFTER = 2
 """Failures in a row after which nothing that the backend remembers is believed any more."""
 
+_REMEMBERED_TRIGGERS = 10_000
+"""Changes whose latency is told after the first success in a long row of failures: the latest."""
+
 _REPAIR_SHARE = 4
 """After a repair as many times as long passes before the next: who flushes our rules in a loop gets a fifth
 of one processor, not all of it."""
@@ -125,6 +128,7 @@ class FamilySync:
         shared.metrics.changes_taken()
         if scope is Scope.CHANGED and not self.plans.differs:
             self._pacing.ran(started, shared.clock(), scope, True)
+            self._failures = 0
             self._follow([])
             return
         try:
@@ -150,6 +154,7 @@ class FamilySync:
         ended = shared.clock()
         expected = isinstance(error, SyncFailed)
         self._failures += 1
+        del self._trigger_times[:-_REMEMBERED_TRIGGERS]
         self._pacing.ran(started, ended, scope, False)
         if scope is Scope.RESYNC:
             self._rest(started, ended)
