@@ -28,6 +28,9 @@ UNDECODABLE = (msgspec.MsgspecError, RecursionError, ValueError)
 """What msgspec raises for bytes or values that it can't use: ValueError for text that is not
 UTF-8 and for huge numbers, RecursionError for deep nesting."""
 
+MAX_OBJECT_BYTES = 3 << 20
+"""The largest object that an API server takes; decoding a larger one might cost any amount of memory."""
+
 
 class Malformed(ValueError):
     """Not JSON, or not of the shape that the API promises for a list or a watch line."""
@@ -138,10 +141,12 @@ class Resource(Generic[W, V]):
 
     def from_json(self, data: bytes | Raw) -> Reading[V]:
         """Read one object from its JSON."""
+        if len(data) > MAX_OBJECT_BYTES:
+            return self._refused(Refused("", f"is larger than {MAX_OBJECT_BYTES >> 20} MiB"), data)
         try:
             decoded = self._decode(data)
         except UNDECODABLE as error:
-            return self._refused(error, data)
+            return self._refused(explained(error), data)
         return self._read(decoded)
 
     def page(self, data: bytes) -> Page[V]:
@@ -174,8 +179,8 @@ class Resource(Generic[W, V]):
             return WatchLine(line.type, version, initial_events_end=end)
         return WatchLine(line.type, version, self.from_json(line.object))
 
-    def _refused(self, error: Exception, data: bytes | Raw) -> Reading[V]:
-        """The refusal of an object that does not decode, with its name as far as it has one."""
+    def _refused(self, refused: Refused, data: bytes | Raw) -> Reading[V]:
+        """The refusal of an object that is not decoded, with its name as far as it has one."""
         try:
             meta = _decode_identified(data).metadata or _Identity()
         except UNDECODABLE:
@@ -186,7 +191,7 @@ class Resource(Generic[W, V]):
             namespace = "default" if meta.namespace in (None, "") else meta.namespace
             namespace = namespace if isinstance(namespace, str) else "?"
         found = Findings(self.kind, namespace, name)
-        bad = found.refuse(explained(error))
+        bad = found.refuse(refused)
         try:
             if self.namespaced:
                 checked_label(namespace, "metadata.namespace")

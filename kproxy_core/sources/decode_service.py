@@ -137,7 +137,8 @@ def _ports(ports: list[wire.ServicePort], found: Findings) -> tuple[PortSpec, ..
         if protocol is None:
             found.add(f"spec.ports[{i}].protocol", f"{quoted(port.protocol)} is not TCP, UDP or SCTP")
         elif not 0 < number < 65536:
-            found.add(f"spec.ports[{i}].port", f"{port.port} is not a port (1 to 65535)")
+            problem = "is missing" if port.port is None else f"{number} is not a port (1 to 65535)"
+            found.add(f"spec.ports[{i}].port", problem)
         elif not 0 <= node_port < 65536:
             found.add(f"spec.ports[{i}].nodePort", f"{node_port} is not a port (1 to 65535)")
         elif name and not is_label(name):

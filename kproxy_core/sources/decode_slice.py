@@ -61,7 +61,9 @@ def _value(
         return SliceGone(name)
     if obj.address_type == "FQDN":
         return SliceGone(name)
-    family = _FAMILIES.get(obj.address_type or "")
+    if not obj.address_type:
+        raise Refused("addressType", "is missing")
+    family = _FAMILIES.get(obj.address_type)
     if family is None:
         raise Refused("addressType", f"{quoted(obj.address_type)} is not IPv4, IPv6 or FQDN")
     service = checked_label(labels.service_name, "metadata.labels[kubernetes.io/service-name]")

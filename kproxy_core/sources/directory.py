@@ -177,11 +177,10 @@ class DirectorySource:
                 settled[name] = None
         self._note_links(settled)
         for name in settled:
-            content = self._read(name)
-            if content is None:
-                self._look_later(name, _Why.VANISHED)
+            if os.path.exists(self._path_of(name)):
+                changes[name] = self._read(name)
             else:
-                changes[name] = content
+                self._look_later(name, _Why.VANISHED)
 
     def _is_settled(self, name: str, mask: int) -> bool:
         """Whether a manifest can be read right after *mask* happened to it; if not, it may be due later."""
@@ -204,7 +203,7 @@ class DirectorySource:
     def _is_linked(self, name: str) -> bool:
         """Whether a manifest that has just appeared is a link, not a file whose writer is at work."""
         try:
-            status = os.stat(os.path.join(self._path, name))
+            status = os.stat(self._path_of(name))
         except OSError:
             return True
         if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
@@ -222,7 +221,7 @@ class DirectorySource:
         self._note_links(name for name, _ in due)
         for name, why in due:
             del self._due[name]
-            if why is _Why.VANISHED and name not in self._links and self._exists(name):
+            if why is _Why.VANISHED and name not in self._links and os.path.exists(self._path_of(name)):
                 continue  # it is back, and its writer will close it
             content = self._read(name)
             if why is _Why.WRITTEN and not isinstance(content, Manifest):
@@ -233,18 +232,18 @@ class DirectorySource:
 
     def _note_links(self, names: Iterable[str]) -> None:
         """Before *names* are read: watch what is behind those that are new links."""
-        paths = {name: os.path.join(self._path, name) for name in names}
+        paths = {name: self._path_of(name) for name in names}
         links = {name for name, path in paths.items() if os.path.islink(path)}
         if links - self._links or (paths.keys() - links) & self._links:
             self._links = self._links - paths.keys() | links
             self._watch.renew(self._links)
 
-    def _exists(self, name: str) -> bool:
-        return os.path.lexists(os.path.join(self._path, name))
+    def _path_of(self, name: str) -> str:
+        return os.path.join(self._path, name)
 
     def _read(self, name: str) -> Content:
         """What the manifest *name* holds now; None: there is none."""
-        path = os.path.join(self._path, name)
+        path = self._path_of(name)
         try:
             status = os.stat(path)
             if stat.S_ISDIR(status.st_mode):

@@ -82,20 +82,22 @@ def read_manifest(name: str, data: bytes) -> Manifest:
             if is_json:
                 raise Malformed(f"is not a JSON object: {explained(error).problem}") from error
             # YAML may start with a brace, too.
+    manifest = Manifest()
     try:
-        values = documents(data)
+        for i, value in enumerate(documents(data), 1):
+            if value is not None:
+                _collect_value(manifest, f"{where} document {i}" if i > 1 else where, value)
     except NotYaml as error:
         raise Malformed(f"is not YAML: {error}") from error
-    manifest = Manifest()
-    for i, value in enumerate(values, 1):
-        if value is None:
-            continue
-        place = f"{where} document {i}" if len(values) > 1 else where
-        try:
-            _collect(manifest, place, msgspec.json.encode(value))
-        except UNDECODABLE as error:
-            manifest._complain("object", place, "", explained(error).problem)
     return manifest
+
+
+def _collect_value(manifest: Manifest, where: str, value: object) -> None:
+    """Add what one YAML document is or contains."""
+    try:
+        _collect(manifest, where, msgspec.json.encode(value))
+    except UNDECODABLE as error:
+        manifest._complain("object", where, "", explained(error).problem)
 
 
 def _collect(manifest: Manifest, where: str, value: bytes | Raw, lists: int = 0) -> None:

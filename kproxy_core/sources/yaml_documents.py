@@ -7,12 +7,14 @@ only as far as they stay small. Scalars follow YAML 1.2, so that `on` and
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 MAX_DEPTH = 100
 """Nesting that no API object comes near."""
+MAX_NODES = 1_000_000
+"""Values and collections in one document: about 100 MB of memory, for a moment."""
 MAX_ALIASED = 100_000
 """Nodes that all aliases of one file together may stand for."""
 
@@ -43,27 +45,28 @@ class _Key:
     """Stands where a mapping waits for its next key."""
 
 
-def documents(data: bytes) -> list[Any]:
-    """The documents in *data*, one value each. Raises NotYaml."""
+def documents(data: bytes) -> Iterator[Any]:
+    """The documents in *data*, one value each. Raises NotYaml, perhaps after some of them."""
     import yaml  # takes longer to import than many a directory to read
 
     loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
     try:
-        return _build(loader(data).get_event, yaml)
+        yield from _build(loader(data).get_event, yaml)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f" (line {mark.line + 1})" if mark else ""
         raise NotYaml(f"{error.problem or error.context}{where}") from error
     except (yaml.YAMLError, UnicodeError) as error:
-        raise NotYaml(" ".join(str(error).split())) from error
+        problem = " ".join(str(error).split()).replace(' in "<byte string>",', " at")
+        raise NotYaml(problem) from error
 
 
-def _build(next_event: Callable[[], Any], yaml: ModuleType) -> list[Any]:
+def _build(next_event: Callable[[], Any], yaml: ModuleType) -> Iterator[Any]:
     scalar_event, alias_event, stream_end = yaml.ScalarEvent, yaml.AliasEvent, yaml.StreamEndEvent
     starts = {yaml.SequenceStartEvent: list, yaml.MappingStartEvent: dict}
     ends = (yaml.SequenceEndEvent, yaml.MappingEndEvent)
-    found: list[Any] = []
-    here: Any = found  # the collection that the next value goes into
+    document: list[Any] = []
+    here: Any = document  # the collection that the next value goes into
     key: Any = None  # if that is a dict: the value's key, or _Key if a key comes next
     outer: list[tuple[Any, Any, str | None, int]] = []
     anchors: dict[str, tuple[Any, int]] = {}
@@ -101,10 +104,15 @@ def _build(next_event: Callable[[], Any], yaml: ModuleType) -> list[Any]:
             if aliased > MAX_ALIASED:
                 raise _unusable(event, f"aliases stand for more than {MAX_ALIASED} nodes")
         elif kind is stream_end:
-            return found
-        else:
-            anchors.clear()  # the start or end of a document
+            return
+        else:  # the start or end of a document
+            yield from document
+            document.clear()
+            anchors.clear()
+            nodes = aliased = 0
             continue
+        if nodes > MAX_NODES:
+            raise _unusable(event, f"a document of more than {MAX_NODES} nodes")
         if key is None:
             here.append(value)
         elif key is _Key:

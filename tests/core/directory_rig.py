@@ -118,3 +118,15 @@ def followed(directory: Path) -> Iterator[State]:
         yield state
     finally:
         source.stop()
+
+
+def wait_past_everything(state: State, directory: Path) -> None:
+    """Return once all that was done to the directory before has had its effect, if any.
+
+    A removal is the change that takes longest, so one more of them is the last to be seen.
+    """
+    last = directory / "zz-last.yaml"
+    last.write_text(text(service("zz-last", ip="10.96.255.1")))
+    state.wait(lambda s: "zz-last" in s.services)
+    last.unlink()
+    state.wait(lambda s: "zz-last" not in s.services)

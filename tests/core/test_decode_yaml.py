@@ -4,6 +4,7 @@ import itertools
 import math
 import string
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,7 +12,12 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy_core.sources.yaml_documents import MAX_ALIASED, MAX_DEPTH, NotYaml, documents
+from kproxy_core.sources import yaml_documents
+from kproxy_core.sources.yaml_documents import MAX_ALIASED, MAX_DEPTH, MAX_NODES, NotYaml
+
+
+def documents(data: bytes) -> list[Any]:
+    return list(yaml_documents.documents(data))
 
 
 @pytest.mark.parametrize(("text", "value"), [
@@ -99,6 +105,13 @@ def test_a_bomb_of_merge_keys_does_not_go_off() -> None:
 def test_aliases_up_to_the_limit_are_fine() -> None:
     (found,) = documents(f"- &x [{', '.join('1' * 98)}]\n".encode() + b"- *x\n" * (MAX_ALIASED // 100))
     assert len(found) == MAX_ALIASED // 100 + 1
+
+
+def test_a_document_has_an_end() -> None:
+    with pytest.raises(NotYaml, match="more than"):
+        documents(b"[" + b"1," * MAX_NODES + b"]")
+    half = b"[" + b"1," * (MAX_NODES * 3 // 4) + b"]\n"
+    assert len(documents(half + b"---\n" + half)) == 2
 
 
 def test_anchors_end_with_their_document() -> None:

@@ -13,7 +13,14 @@ import pytest
 from kproxy_core.sources.directory import DirectorySource
 from kproxy_core.sources.events import Complete, ServiceGone
 from kproxy_core.testing.builders import service_name
-from tests.core.directory_rig import State, followed, service, serving, text
+from tests.core.directory_rig import (
+    State,
+    followed,
+    service,
+    serving,
+    text,
+    wait_past_everything,
+)
 
 
 @pytest.fixture
@@ -24,18 +31,6 @@ def state(tmp_path: Path) -> Iterator[State]:
         state.wait(lambda s: s.store.complete)
         assert state.services == {"web": 80}
         yield state
-
-
-def wait_past_everything(state: State, directory: Path) -> None:
-    """Return once all that was done to the directory before has had its effect, if any.
-
-    A removal is the change that takes longest, so one more of them is the last to be seen.
-    """
-    last = directory / "zz-last.yaml"
-    last.write_text(text(service("zz-last", ip="10.96.255.1")))
-    state.wait(lambda s: "zz-last" in s.services)
-    last.unlink()
-    state.wait(lambda s: "zz-last" not in s.services)
 
 
 def ever_gone(state: State, name: str) -> bool:

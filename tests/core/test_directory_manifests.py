@@ -107,8 +107,8 @@ def test_what_is_not_for_a_proxy_is_passed_over(data: Json) -> None:
     ("apiVersion: v1\nkind: List\nitems: 5", "List web.yaml: items: is not a list"),
     ("apiVersion: v1\nkind: List\nitems: [5]", "object web.yaml items[0]: expected object, got int"),
     ("apiVersion: v1\nkind: ServiceList\nitems: [5]", "Service web.yaml items[0]: expected object, got int"),
-    ("# one\n---\napiVersion: v1\nkind: Service\n---\n---\nx: y",
-     "Service web.yaml document 1: metadata.name: is missing"),
+    ("# one\n---\n---\napiVersion: v1\nkind: Service\n---\n---\nx: y",
+     "Service web.yaml document 2: metadata.name: is missing"),
 ])
 def test_what_is_said(data: str, complaint: str) -> None:
     assert complaints(data)[0] == complaint

@@ -1,0 +1,50 @@
+"""Malformed and hostile manifests among good ones: the good ones work, each bad one is reported once."""
+
+from pathlib import Path
+
+from tests.core.directory_rig import State, followed, wait_past_everything
+from tests.core.hostile_objects import GOOD_ENDPOINTS, write
+
+
+def unexpected(said: list[str], expected: list[str]) -> tuple[list[str], list[str]]:
+    """What was said though it should not, and what was not said though it should."""
+    said, missing = sorted(said), []
+    for wanted in sorted(expected, key=len, reverse=True):
+        found = next((line for line in said if line.startswith(wanted)), None)
+        if found is None:
+            missing.append(wanted)
+        else:
+            said.remove(found)
+    return said, missing
+
+
+def good_ones_work(state: State) -> bool:
+    return state.services == dict.fromkeys(GOOD_ENDPOINTS, 80) and all(
+        state.endpoints(name) == addresses for name, addresses in GOOD_ENDPOINTS.items())
+
+
+def test_the_good_ones_work_and_each_bad_one_is_reported_once(tmp_path: Path) -> None:
+    expected = write(tmp_path)
+    assert len(expected) >= 100
+    with followed(tmp_path) as state:
+        state.wait(lambda s: s.store.complete)
+        assert unexpected(state.complaints, expected) == ([], [])
+        assert good_ones_work(state)
+        assert all(line.isascii() and line.isprintable() and len(line) < 400 for line in state.complaints)
+
+        # Written again, they are as bad as before: there is nothing new to say.
+        for path in tmp_path.iterdir():
+            if path.is_file():
+                path.write_bytes(path.read_bytes())
+        wait_past_everything(state, tmp_path)
+        assert len(state.complaints) == len(expected)
+        assert good_ones_work(state)
+
+
+def test_they_may_come_while_it_runs(tmp_path: Path) -> None:
+    with followed(tmp_path) as state:
+        state.wait(lambda s: s.store.complete)
+        expected = write(tmp_path)
+        state.wait(good_ones_work)
+        wait_past_everything(state, tmp_path)
+        assert unexpected(state.complaints, expected) == ([], [])
