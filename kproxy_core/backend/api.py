@@ -7,7 +7,7 @@ with a new minor, meanings change only with a new major.
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeView
@@ -122,6 +122,17 @@ class SyncReport:
     """Kernel objects written or deleted; 0 when everything was as it should be."""
     detail: Mapping[str, int] = field(default_factory=dict)
     """Counts worth a log field, by name."""
+
+
+class Measurement(NamedTuple):
+    """One value that a backend counts by itself, for the metrics endpoint."""
+
+    name: str
+    """As in Prometheus; that of a counter ends in ``_total``."""
+    about: str
+    kind: Literal["counter", "gauge"]
+    value: float
+    labels: Mapping[str, str] = {}
 
 
 class Backend(Protocol):

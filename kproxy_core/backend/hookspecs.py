@@ -7,6 +7,8 @@ them (``@hookimpl(wrapper=True)``). An implementation may leave out arguments
 that it does not use.
 """
 
+from collections.abc import Sequence
+
 import pluggy
 
 from kproxy_core.backend.api import (
@@ -16,6 +18,7 @@ from kproxy_core.backend.api import (
     Description,
     Detection,
     Leftovers,
+    Measurement,
     SyncReport,
     Update,
 )
@@ -85,6 +88,15 @@ def kproxy_watch(damaged: Damage) -> bool:
 
     Called once, after the first successful sync. True if they will be noticed, False if this
     backend can't tell, so that periodic full syncs have to do.
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def kproxy_measure() -> Sequence[Measurement]:
+    """What is worth a metric besides what the core counts. Optional.
+
+    Called at each scrape, from another thread than the rest. Must not raise.
     """
     raise NotImplementedError
 

@@ -5,10 +5,11 @@ costs more memory and start-up time than everything that is counted here.
 """
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
-from kproxy_core.backend.api import Scope
+from kproxy_core.backend.api import Measurement, Scope
 from kproxy_core.model.address import Family
 from kproxy_core.run.instruments import Counter, Gauge, Histogram, Instrument, Sample
 
@@ -31,6 +32,7 @@ class Metrics:
         self._lock = threading.Lock()
         self._instruments: list[Instrument] = []
         self._registry: CollectorRegistry | None = None
+        self._measure: Callable[[], Iterable[Sequence[Measurement]]] = tuple
 
         def counter(name: str, about: str, labels: tuple[str, ...] = ()) -> Counter:
             self._instruments.append(made := Counter(name, about, labels))
@@ -167,6 +169,10 @@ class Metrics:
         with self._lock:
             self._health_answers[check].add(1, str(status))
 
+    def also(self, measure: Callable[[], Iterable[Sequence[Measurement]]]) -> None:
+        """Tell what *measure* returns, too, each time it is asked for."""
+        self._measure = measure
+
     def values(self) -> dict[str, float]:
         """What was recorded, by name and labels as `exposition` spells them; without buckets."""
         return {
@@ -184,9 +190,14 @@ class Metrics:
         return generate_latest(self._registry)
 
     def _families(self) -> list[tuple[str, str, str, list[Sample]]]:
-        """Name, meaning, kind and samples of everything, from one moment."""
+        """Name, meaning, kind and samples of everything."""
+        measured: dict[str, tuple[str, str, str, list[Sample]]] = {}
+        for measurement in chain.from_iterable(self._measure()):
+            name, about, kind, value, labels = measurement
+            measured.setdefault(name, (name, about, kind, []))[3].append(("", dict(labels), value))
         with self._lock:
-            return [(i.name, i.about, i.kind, list(i.samples())) for i in self._instruments]
+            recorded = [(i.name, i.about, i.kind, list(i.samples())) for i in self._instruments]
+        return recorded + list(measured.values())
 
     def _make_registry(self) -> "CollectorRegistry":
         from prometheus_client import (

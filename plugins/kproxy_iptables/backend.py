@@ -2,9 +2,10 @@
 
 import logging
 
-from kproxy_core.backend.api import BackendSettings, Damage, Scope, SyncReport, Update
+from kproxy_core.backend.api import BackendSettings, Damage, Measurement, Scope, SyncReport, Update
 from kproxy_core.backend.errors import Unsupported
 from kproxy_core.backend.hookspecs import hookimpl
+from kproxy_iptables.counts import measurements
 from kproxy_iptables.kernel import Processes, Tables, find_variant
 from kproxy_iptables.settings import read_settings
 from kproxy_iptables.table import FamilyTables
@@ -68,6 +69,11 @@ class IptablesBackend:
             for family in self._tables:
                 damaged(family, "rules changed while the watch began")
         return True
+
+    @hookimpl
+    def kproxy_measure(self) -> list[Measurement]:
+        """Rules, failures, lock contention, and packets that the kernel counted for us."""
+        return list(measurements(tables.counts for tables in self._tables.values()))
 
     @hookimpl
     def kproxy_close(self) -> None:

@@ -4,17 +4,17 @@ import logging
 import os
 import re
 import shutil
-import struct
 import subprocess
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from kproxy_core.backend.errors import SyncFailed, Unsupported
-from kproxy_core.host import netlink, sysctl
+from kproxy_core.host import sysctl
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family
 from kproxy_iptables import names, saved
+from kproxy_iptables.accounting import ensure_counters
 from kproxy_iptables.applied import Observed, holds
 from kproxy_iptables.skeleton import JUMPS, Facts
 from kproxy_iptables.variant import OLDEST, Variant, Version, prefers_nft
@@ -228,7 +228,7 @@ def read_facts() -> Facts:
         liberal = sysctl.read("net/netfilter/nf_conntrack_tcp_be_liberal") != "0"
     except HostError:
         liberal = False
-    return Facts(liberal=liberal, counters=_ensure_counters())
+    return Facts(liberal=liberal, counters=ensure_counters())
 
 
 def enable_route_localnet() -> None:
@@ -238,32 +238,3 @@ def enable_route_localnet() -> None:
             log.info("node ports are served on localhost: route_localnet is now 1")
     except HostError as error:
         raise SyncFailed(f"{error}; iptables.localhostNodePorts needs it") from error
-
-
-_NFNL_MSG_ACCT_NEW = 7 << 8
-_NFACCT_NAME = 1
-_CREATE = 0x400
-_PRESENT = (0, 16, 17)
-"""Made, or there: EBUSY, EEXIST."""
-
-
-def _ensure_counters() -> frozenset[str]:
-    """Create the accounting objects that are missing; returns those that exist now.
-
-    linux/netfilter/nfnetlink_acct.h. With a kernel that has none the rules count nothing.
-    """
-    present: set[str] = set()
-    try:
-        with netlink.open_socket(netlink.NETLINK_NETFILTER) as connection:
-            connection.settimeout(2)
-            for name in names.COUNTERS:
-                payload = struct.pack(">BBH", 0, 0, 0)
-                payload += netlink.attribute(_NFACCT_NAME, name.encode() + b"\0")
-                connection.send(netlink.message(_NFNL_MSG_ACCT_NEW, netlink.NLM_F_ACK | _CREATE, payload))
-                answer = connection.recv(netlink.RECEIVE_SIZE)
-                for kind, _, _, start, _ in netlink.messages(answer):
-                    if kind == netlink.NLMSG_ERROR and netlink.error_code(answer, start) in _PRESENT:
-                        present.add(name)
-    except OSError as error:
-        log.info("this kernel does not count with nfacct", extra={"fields": {"error": str(error)}})
-    return frozenset(present)

@@ -1,6 +1,7 @@
 """One family's tables: what they are known to hold, and how they get to what is wanted."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -12,9 +13,10 @@ from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_iptables import batch, kernel, names
 from kproxy_iptables.applied import Applied, Comparison, Plans, count_endpoints
-from kproxy_iptables.kernel import Busy, Tables
+from kproxy_iptables.counts import Counts
+from kproxy_iptables.kernel import Busy, Refused, Tables
 from kproxy_iptables.render import LARGE_CLUSTER, Style, make_style
-from kproxy_iptables.skeleton import Facts
+from kproxy_iptables.skeleton import ChainKey, Facts, constant_rules
 
 log = logging.getLogger("kproxy.iptables")
 
@@ -34,6 +36,11 @@ class FamilyTables:
         self._node: NodeView | None = None
         """The node that the rules were last made for; None: only a resync will do."""
         self._facts: Facts | None = None
+        self._constant: Counter[str] = Counter()
+        """Rules that are there without any Service, by table."""
+        self._written: Counter[str] = Counter()
+        """Rules written by the sync that is under way, by table."""
+        self.counts = Counts(tables.family)
 
     def must_resync(self, node: NodeView) -> bool:
         """Whether more than the rules of changed Services has to be looked at."""
@@ -44,6 +51,7 @@ class FamilyTables:
 
         Raises Busy, or TrustLost if the kernel does not hold what it should.
         """
+        self._written = Counter[str]()
         facts = self._facts_for(node)
         style = _style(node, facts, self._applied.endpoints_after(changed))
         difference = self._applied.difference(changed, style)
@@ -61,9 +69,10 @@ class FamilyTables:
             raise
         except SyncFailed as error:
             self._node = None
+            self.counts.partial_failures += 1
             raise TrustLost(str(error)) from error
         self._applied.acknowledge(difference)
-        self._node = node
+        self._acknowledge(node)
         return SyncReport(len(difference.chains) + references.operations + len(stale))
 
     def resync(self, node: NodeView, plans: Plans) -> SyncReport:
@@ -72,6 +81,7 @@ class FamilyTables:
         Raises SyncFailed.
         """
         self._node = None
+        self._written = Counter[str]()
         facts = self._facts_for(node)
         if facts.localhost_node_ports:
             kernel.enable_route_localnet()
@@ -87,7 +97,8 @@ class FamilyTables:
         )
         self._delete(comparison.stale)
         self._applied = comparison.acknowledged()
-        self._node = node
+        self._constant = _count(constant_rules(node, facts))
+        self._acknowledge(node)
         return SyncReport(comparison.operations)
 
     def _delete(self, stale: list[str]) -> None:
@@ -103,9 +114,20 @@ class FamilyTables:
             try:
                 self._tables.restore(text)
             except Busy as busy:
+                self.counts.busy += 1
                 if sent:
                     raise SyncFailed(str(busy)) from busy
                 raise
+            except Refused:
+                self.counts.failures += 1
+                raise
+            self._written.update(batch.rules_in(text))
+
+    def _acknowledge(self, node: NodeView) -> None:
+        self._node = node
+        for table in (names.FILTER, names.NAT):
+            self.counts.rules[table] = self._applied.rules[table] + self._constant[table]
+            self.counts.written[table] = self._written[table]
 
     def _facts_for(self, node: NodeView) -> Facts:
         """What this kernel can do; asked once, as far as it is not the node's own doing."""
@@ -131,3 +153,11 @@ def _for_rules(node: NodeView) -> object:
         node.masquerade_all,
         node.masquerade_bit,
     )
+
+
+def _count(rules: Mapping[ChainKey, list[str]]) -> Counter[str]:
+    """How many *rules* there are in each table."""
+    counted: Counter[str] = Counter()
+    for (table, _), of_chain in rules.items():
+        counted[table] += len(of_chain)
+    return counted
