@@ -21,6 +21,7 @@ from kproxy_core.run.flows import FlowCleaner
 from kproxy_core.run.health import ProxyHealth
 from kproxy_core.run.http import HttpServer
 from kproxy_core.run.http_messages import Handler
+from kproxy_core.run.leftovers import clean_up_in_background
 from kproxy_core.run.loop import Loop
 from kproxy_core.run.metrics import Metrics
 from kproxy_core.run.node_facts import NodeFacts, NodeSettings
@@ -108,9 +109,16 @@ def run(config: Config, registry: Registry) -> None:
     hook = registry.manager.hook
 
     metrics = Metrics(config.mode, __version__)
+    metrics.also(hook.kproxy_measure)
     health = ProxyHealth(families, timeout=2 * config.sync_period, node_required=not config.manifests)
+    health.hold("what other modes left has not been removed yet")
     source = make_source(config, settings.name)
     server = HttpServer()
+
+    def all_synced() -> None:
+        _settle_memory()
+        clean_up_in_background(registry, config.mode, health)
+
     loop = Loop(
         families,
         make_store(config, families, source),
@@ -121,7 +129,7 @@ def run(config: Config, registry: Registry) -> None:
         ),
         pacing=lambda: Pacing(min_interval=config.min_sync_period, retry_cap=config.sync_period),
         service_health=lambda: ServiceHealth(server, health.healthy),
-        all_synced=_settle_memory,
+        all_synced=all_synced,
     )
     failures: list[str] = []
 

@@ -55,6 +55,16 @@ class ProxyHealth:
         self._monotonic = monotonic
         self._lock = threading.Lock()
         self._states = {family: _FamilyState() for family in families}
+        self._held = ""
+
+    def hold(self, reason: str) -> None:
+        """Not ready, because of *reason*, until `release`; alive and serving all the same."""
+        with self._lock:
+            self._held = reason
+
+    def release(self) -> None:
+        """The reason given to `hold` is gone."""
+        self.hold("")
 
     def queued(self, family: Family) -> None:
         """A sync is requested; call it for each request once the sources are complete."""
@@ -87,9 +97,9 @@ class ProxyHealth:
             return self._in_sync() and self._alive(self._monotonic())
 
     def healthz(self) -> HealthAnswer:
-        """Ready: healthy, and the node is eligible."""
+        """Ready: healthy, not held, and the node is eligible."""
         with self._lock:
-            healthy = self._in_sync() and self._alive(self._monotonic())
+            healthy = self._in_sync() and self._alive(self._monotonic()) and not self._held
             return self._answer(healthy and self._node_eligible, healthy, with_node=True)
 
     def livez(self) -> HealthAnswer:
@@ -129,6 +139,8 @@ class ProxyHealth:
             f"{family.label}: {state.problem or 'no sync has succeeded yet'}"
             for family, state in self._states.items() if state.problem or state.updated_ns is None
         ]
+        if self._held:
+            problems.append(self._held)
         if problems:
             document["problems"] = problems
         return HealthAnswer(ok, json.dumps(document, separators=(",", ":")).encode())

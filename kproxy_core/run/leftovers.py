@@ -1,0 +1,47 @@
+"""What other modes left in the kernel goes once this one serves: never before, so there is no gap.
+
+kube-proxy cleans up at its start, before its own rules exist (1.36, cmd/kube-proxy/app/server_linux.go).
+"""
+
+import logging
+import threading
+
+from kproxy_core.backend.errors import BackendError
+from kproxy_core.backend.registry import Registry
+from kproxy_core.run.health import ProxyHealth
+
+log = logging.getLogger("kproxy.run")
+
+
+def clean_up_in_background(registry: Registry, mode: str, health: ProxyHealth) -> None:
+    """Have every other mode than *mode* remove its traces; then release *health*. Returns at once."""
+
+    def run() -> None:
+        try:
+            clean_up(registry, mode)
+        finally:
+            health.release()
+
+    threading.Thread(target=run, name="kproxy-leftovers", daemon=True).start()
+
+
+def clean_up(registry: Registry, mode: str) -> None:
+    """Have every other mode than *mode* remove its traces, and log what there was."""
+    for other in registry.modes:
+        if other == mode:
+            continue
+        try:
+            found = registry.cleanup(other, dry_run=False)
+        except BackendError as error:
+            log.warning("leftovers are not looked for", extra={
+                "fields": {"mode": other, "error": str(error)}
+            })
+            continue
+        if found.removed:
+            log.info("removed what another mode left", extra={
+                "fields": {"mode": other, "objects": len(found.removed), "first": found.removed[0]}
+            })
+        for problem in found.errors:
+            log.warning("something another mode left stays", extra={
+                "fields": {"mode": other, "error": problem}
+            })
