@@ -148,8 +148,7 @@ def _for_rules(node: NodeView) -> object:
     """What of *node* rules depend on."""
     return (
         node.local_source,
-        node.node_port_addresses,
-        node.node_ports_anywhere,
+        node.node_ports_anywhere or node.node_port_addresses,
         node.masquerade_all,
         node.masquerade_bit,
     )
