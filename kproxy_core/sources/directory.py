@@ -116,10 +116,10 @@ class DirectorySource:
                     "fields": {"directory": self._path, "objects_kept": len(self._inventory)}})
             self._missing = True
         elif self._watch.directory != before:
-            if self._missing:
-                log.info("the directory of manifests is there", extra={"fields": {"directory": self._path}})
             self._missing = False
             self._scan()
+            log.info("read the directory of manifests", extra={"fields": {
+                "directory": self._path, "files": len(self._known), "objects": len(self._inventory)}})
 
     def _scan(self) -> None:
         """Read every manifest that does not look as it did when it was read last."""

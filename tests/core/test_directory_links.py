@@ -215,7 +215,7 @@ def test_a_directory_that_does_not_exist_yet(tmp_path: Path, said: Said) -> None
         write(tmp_path / "a" / "b" / "manifests" / "web.yaml", service("web"))
         state.wait(serving(web=80))
         state.wait(lambda s: s.store.complete)
-        assert said.messages.get(timeout=PATIENCE) == "the directory of manifests is there"
+        assert said.messages.get(timeout=PATIENCE) == "read the directory of manifests"
     assert said.messages.empty()
 
 
