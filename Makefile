@@ -54,7 +54,7 @@ lint: env
 
 # All measurements; `make bench ARGS='--services 1000'` for one.
 bench: env
-	@$(SHARED)/bench/bench.py --services 1000 --min-sync 1ms $(ARGS) \
+	@$(VENV)/bin/python -B $(SHARED)/bench/bench.py --services 1000 --min-sync 1ms $(ARGS) \
 	    --proxy 'kproxy=$(CURDIR)/$(VENV)/bin/kproxy --mode={mode} --config {config} --master {master} --hostname-override {node}'
 
 clean:
