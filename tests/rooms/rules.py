@@ -49,9 +49,7 @@ ONLY_COMPUTES = frozenset({("kproxy_core.model.address", "socket")})
 
 BACKENDS = ("nftables", "iptables", "ipvs", "userspace", "ebpf")
 
-NAMES_A_BACKEND = frozenset(
-    {"kproxy_core.config", "kproxy_core.configcheck", "kproxy_core.configfile"}
-)
+NAMES_A_BACKEND = frozenset({"kproxy_core.config", "kproxy_core.configcheck", "kproxy_core.configfile"})
 """KubeProxyConfiguration has a section and flags for each of kube-proxy's modes."""
 
 LONGEST_MODULE = 400

@@ -3,9 +3,11 @@
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import entry_points
 
 import pytest
 
+from kproxy_core.backend.hookspecs import ENTRY_POINTS
 from tests.rooms import rules
 from tests.rooms.modules import CHECKOUT, Module, modules_of_core, modules_of_plugins, modules_of_tests
 
@@ -59,6 +61,12 @@ def test_every_module_is_shipped() -> None:
     shipped = {line.strip() for line in text.splitlines()}
     packages = {module.name for module in [*modules_of_core(), *modules_of_plugins()] if module.is_package}
     assert packages <= shipped
+
+
+def test_every_backend_is_announced() -> None:
+    """Ours come through the same door as everybody's: the entry points of the installed distribution."""
+    announced = {entry.module for entry in entry_points(group=ENTRY_POINTS)}
+    assert {module.name for module in modules_of_plugins() if module.last == "hooks"} <= announced
 
 
 @pytest.mark.parametrize(
