@@ -48,6 +48,8 @@ class NodeView:
     """Addresses that serve node ports, sorted; loopback never among them."""
     node_ports_anywhere: bool = False
     """Node ports are served on every local address that is not loopback, also one that no interface has."""
+    node_ports_on_loopback: bool = False
+    """Loopback was asked for too, by name or with all addresses, if the mode can serve node ports there."""
     node_ip: Address | None = None
     service_cidrs: tuple[Cidr, ...] = ()
     masquerade_all: bool = False

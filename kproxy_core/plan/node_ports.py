@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kproxy_core.model.address import Address, Cidr, Family, family_of, is_loopback
+from kproxy_core.model.address import Address, Cidr, Family, family_of, is_loopback, parse_address
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,21 @@ def select_node_port_addresses(
         wanted = ", ".join(map(str, networks))
         return NodePortSelection((), problem=f"no address of this node is in {wanted}")
     return NodePortSelection(chosen)
+
+
+def includes_loopback(choice: NodePortChoice, family: Family) -> bool:
+    """Whether *choice* asks for loopback addresses of *family* too."""
+    match choice:
+        case Everywhere():
+            return True
+        case WithinNetworks(networks):
+            first = _LOOPBACK[family]
+            return any(n.family is family and (first in n or is_loopback(n.network)) for n in networks)
+        case PrimaryOnly():
+            return False
+
+
+_LOOPBACK = {Family.IPV4: parse_address("127.0.0.0"), Family.IPV6: parse_address("::1")}
 
 
 def _within(networks: Iterable[Cidr], addresses: Iterable[Address]) -> tuple[Address, ...]:

@@ -12,6 +12,7 @@ from kproxy_core.plan.node_ports import (
     NodePortChoice,
     PrimaryOnly,
     WithinNetworks,
+    includes_loopback,
     select_node_port_addresses,
 )
 
@@ -51,7 +52,8 @@ class NodeFacts:
         """The node as *family* sees it now. A reason not to serve node ports is logged when it comes up."""
         settings = self._settings
         own = self._own_address(family)
-        node_ports = select_node_port_addresses(_choice(settings.node_ports, own), self.addresses, family)
+        choice = _choice(settings.node_ports, own)
+        node_ports = select_node_port_addresses(choice, self.addresses, family)
         self._report(family, node_ports.problem)
         return NodeView(
             family=family,
@@ -60,6 +62,7 @@ class NodeFacts:
             local_source=self._local_source(family),
             node_port_addresses=node_ports.addresses,
             node_ports_anywhere=node_ports.anywhere,
+            node_ports_on_loopback=includes_loopback(choice, family),
             node_ip=own,
             service_cidrs=tuple(cidr for cidr in self.service_cidrs if cidr.family is family),
             masquerade_all=settings.masquerade_all,

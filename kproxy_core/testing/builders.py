@@ -150,6 +150,7 @@ def node_view(
         local_source=LocalSource(cidr=parse_cidr(pods)) if pods else None,
         node_port_addresses=tuple(sorted(addresses(node_port_addresses))),
         node_ports_anywhere=anywhere,
+        node_ports_on_loopback=anywhere,
         node_ip=parse_address(ip) if ip else None,
         service_cidrs=cidrs(service_cidrs),
         masquerade_all=masquerade_all,

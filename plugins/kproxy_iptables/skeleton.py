@@ -125,8 +125,8 @@ def _node_port_dispatch(node: NodeView, facts: Facts) -> list[str]:
         if node.family is Family.IPV6 or not facts.localhost_node_ports:
             return [f"! -d {names.LOOPBACK[node.family]} {_DISPATCH} {here} -j {names.NODE_PORTS}"]
         return [f"{_DISPATCH} {here} -j {names.NODE_PORTS}"]
-    return [
-        f"-d {format_address(address)}/{node.family.bits} {_DISPATCH} -j {names.NODE_PORTS}"
-        for address in node.node_port_addresses
-    ]
+    addresses = [format_address(address) for address in node.node_port_addresses]
+    if facts.localhost_node_ports:
+        addresses.append("127.0.0.1")
+    return [f"-d {address}/{node.family.bits} {_DISPATCH} -j {names.NODE_PORTS}" for address in addresses]
 

@@ -134,7 +134,7 @@ class FamilyTables:
         if self._facts is None:
             self._facts = kernel.read_facts()
         localhost = (
-            self._localhost_node_ports and node.family is Family.IPV4 and node.node_ports_anywhere
+            self._localhost_node_ports and node.family is Family.IPV4 and node.node_ports_on_loopback
         )
         return replace(self._facts, localhost_node_ports=localhost)
 
@@ -149,6 +149,7 @@ def _for_rules(node: NodeView) -> object:
     return (
         node.local_source,
         node.node_ports_anywhere or node.node_port_addresses,
+        node.node_ports_on_loopback,
         node.masquerade_all,
         node.masquerade_bit,
     )

@@ -13,7 +13,7 @@ def render_text(update: Update, *, localhost: bool) -> str:
     facts = Facts(
         localhost_node_ports=localhost
         and update.family is Family.IPV4
-        and update.node.node_ports_anywhere
+        and update.node.node_ports_on_loopback
     )
     comments = count_endpoints(update.plans) <= LARGE_CLUSTER
     style = make_style(update.node, localhost_counted=False, comments=comments)

@@ -10,6 +10,7 @@ from kproxy_core.plan.node_ports import (
     NodePortChoice,
     PrimaryOnly,
     WithinNetworks,
+    includes_loopback,
     select_node_port_addresses,
 )
 from kproxy_core.testing.builders import addresses, cidrs
@@ -46,6 +47,24 @@ def test_chosen_addresses(choice: NodePortChoice, family: Family, served: str) -
 def test_anywhere(choice: NodePortChoice, family: Family) -> None:
     all_here = tuple(sorted(a for a in HERE if family_of(a) is family and not is_loopback(a)))
     assert select_node_port_addresses(choice, HERE, family) == (all_here, True, "")
+
+
+@pytest.mark.parametrize(("choice", "family", "included"), [
+    (Everywhere(), Family.IPV4, True),
+    (Everywhere(), Family.IPV6, True),
+    (within("0.0.0.0/0"), Family.IPV4, True),
+    (within("0.0.0.0/0"), Family.IPV6, False),
+    (within("172.18.0.0/24 127.0.0.0/8"), Family.IPV4, True),
+    (within("127.0.0.1/32"), Family.IPV4, True),
+    (within("172.18.0.0/24 ::1/128"), Family.IPV4, False),
+    (within("172.18.0.0/24 ::1/128"), Family.IPV6, True),
+    (within("fd00::/64"), Family.IPV6, False),
+    (primary("172.18.0.2"), Family.IPV4, False),
+])
+def test_loopback_is_for_modes_that_can_serve_it(
+    choice: NodePortChoice, family: Family, included: bool
+) -> None:
+    assert includes_loopback(choice, family) is included
 
 
 @pytest.mark.parametrize(("choice", "family", "problem"), [

@@ -2,15 +2,18 @@
 
 import fcntl
 import os
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kproxy_core.backend.errors import TrustLost
+from kproxy_core.host import sysctl
 from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_core.testing.builders import node_view
 from kproxy_iptables import kernel
 from kproxy_iptables.kernel import Busy
 from tests.plugins.iptables.golden_cases import normalised
@@ -145,3 +148,11 @@ COMMIT
     run(interface, "-t", "nat", "-D", "PREROUTING", "-d", "192.0.2.9/32", "-j", "KUBE-SVC-AAAAAAAAAAAAAAAA")
     family_tables(interface).resync(NODES[V4], all_plans(V4, plain(1, 1)))
     assert "AAAAAAAAAAAAAAAA" not in run(interface, "save")
+
+
+def test_node_ports_on_localhost_can_be_asked_for_by_network(netns: None) -> None:
+    node = replace(node_view(node_port_addresses="192.0.2.1"), node_ports_on_loopback=True)
+    family_tables(NFT).resync(node, {})
+    dispatch = [rule.partition(" -m")[0] for rule in rules(NFT, "nat", "KUBE-SERVICES")]
+    assert dispatch == ["-d 192.0.2.1/32", "-d 127.0.0.1/32"]
+    assert sysctl.read("net/ipv4/conf/all/route_localnet") == "1"
