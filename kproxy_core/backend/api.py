@@ -119,7 +119,8 @@ class SyncReport:
     """What a successful sync did."""
 
     operations: int
-    """Kernel objects written or deleted; 0 when everything was as it should be."""
+    """Kernel objects written or deleted for service ports and the node, constant rules not counted;
+    0 when everything was as it should be."""
     detail: Mapping[str, int] = field(default_factory=dict)
     """Counts worth a log field, by name."""
 
