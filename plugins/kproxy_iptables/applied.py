@@ -190,6 +190,17 @@ class Comparison:
         return applied
 
 
+def owner_of(line: str, plans: Plans, style: Style) -> ServicePortKey | None:
+    """The service port that wants the rule in *line*, an ``-A`` command; None if it is a constant one."""
+    for key, plan in plans.items():
+        want = wanted(plan, style)
+        if any(f"{line}\n" in body for body in want.chains.values()):
+            return key
+        if any(line == f"-A {rule.chain} {rule.spec}" for rule in want.rules):
+            return key
+    return None
+
+
 def count_endpoints(plans: Plans) -> int:
     """The endpoints that service ports can reach, those of several counted each time."""
     return sum(map(_reached, plans.values()))

@@ -40,6 +40,11 @@ class Busy(SyncFailed):
 class Refused(SyncFailed):
     """iptables-restore failed; each table is either as it was or as it should be."""
 
+    def __init__(self, problem: str, line: str = "") -> None:
+        """*problem* in the program's words; *line* of its input is the one to blame, as far as it said so."""
+        super().__init__(f"{problem}: {line}" if line else problem)
+        self.line = line
+
 
 class Processes:
     """Runs programs, and knows which changes in the kernel were theirs."""
@@ -125,8 +130,7 @@ class Tables:
         problem = " ".join(done.stderr.split())
         if done.returncode == _RESOURCE_PROBLEM and not self.variant.nft:
             raise Busy(f"{self._restore}: {problem}")
-        found = _FAILED_LINE.search(problem)
-        raise Refused(f"{self._restore}: exit {done.returncode}: {problem}{_context(text, found)}")
+        raise Refused(f"{self._restore}: exit {done.returncode}: {problem}", _blamed(text, problem))
 
     def has_canary(self, table: str) -> bool:
         """Whether the canary chain is in *table*. Raises SyncFailed if that can't be told."""
@@ -155,13 +159,12 @@ class Tables:
         return self._processes.run(self._program, "-w", str(LOCK_PATIENCE), "-t", table, "-S", chain)
 
 
-def _context(text: str, found: "re.Match[str] | None") -> str:
-    """The line that was refused, and its neighbours."""
-    if found is None:
-        return ""
-    number = int(found[1])
-    lines = text.splitlines()[max(0, number - 2) : number + 1]
-    return "; around it: " + " | ".join(lines)
+def _blamed(text: str, problem: str) -> str:
+    """The rule that was refused. The legacy program only says which table, by the line of its COMMIT."""
+    found = _FAILED_LINE.search(problem)
+    lines = text.splitlines()
+    number = int(found[1]) - 1 if found else -1
+    return lines[number] if 0 <= number < len(lines) and lines[number].startswith("-") else ""
 
 
 def find_program(name: str) -> str | None:

@@ -12,13 +12,16 @@ from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_iptables import batch, kernel, names
-from kproxy_iptables.applied import Applied, Comparison, Plans, count_endpoints
+from kproxy_iptables.applied import Applied, Comparison, Plans, count_endpoints, owner_of
 from kproxy_iptables.counts import Counts
 from kproxy_iptables.kernel import Busy, Refused, Tables
 from kproxy_iptables.render import LARGE_CLUSTER, Style, make_style
 from kproxy_iptables.skeleton import ChainKey, Facts, constant_rules
 
 log = logging.getLogger("kproxy.iptables")
+
+_MOST_REFUSED = 20
+"""Service ports that one full sync goes without before it fails as a whole."""
 
 CHAINS_PER_CALL = 750
 """How many chains iptables-nft-restore takes best at once; README.md says what was measured."""
@@ -78,13 +81,29 @@ class FamilyTables:
     def resync(self, node: NodeView, plans: Plans) -> SyncReport:
         """Make the rules right whatever they are, and leave alone what is right already.
 
-        Raises SyncFailed.
+        A service port with a rule that this kernel does not take goes without rules, the others
+        do not suffer; the next resync tries again. Raises SyncFailed.
         """
         self._node = None
         self._written = Counter[str]()
         facts = self._facts_for(node)
         if facts.localhost_node_ports:
             kernel.enable_route_localnet()
+        for _ in range(_MOST_REFUSED):
+            try:
+                return self._compare_and_send(node, plans, facts)
+            except Refused as refused:
+                style = _style(node, facts, count_endpoints(plans))
+                key = owner_of(refused.line, plans, style) if refused.line else None
+                if key is None:
+                    raise
+                log.error("a service port gets no rules, because one was refused", extra={
+                    "fields": {"service_port": str(key), "protocol": key.protocol.name, "error": str(refused)}
+                })
+                plans = {other: plan for other, plan in plans.items() if other != key}
+        return self._compare_and_send(node, plans, facts)
+
+    def _compare_and_send(self, node: NodeView, plans: Plans, facts: Facts) -> SyncReport:
         style = _style(node, facts, count_endpoints(plans))
         comparison = Comparison(self._tables.observe(), plans, node, style, facts)
         self._send(

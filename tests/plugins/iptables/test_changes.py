@@ -156,3 +156,21 @@ def test_node_ports_on_localhost_can_be_asked_for_by_network(netns: None) -> Non
     dispatch = [rule.partition(" -m")[0] for rule in rules(NFT, "nat", "KUBE-SERVICES")]
     assert dispatch == ["-d 192.0.2.1/32", "-d 127.0.0.1/32"]
     assert sysctl.read("net/ipv4/conf/all/route_localnet") == "1"
+
+
+def test_a_rule_that_the_kernel_refuses_costs_only_its_service(
+    netns: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = NODES[V4]
+    good = all_plans(V4, plain(1, 1))
+    (key, plan), *_ = all_plans(V4, plain(2, 1)).items()
+    bad = {key: replace(plan, affinity_seconds=10**12)}
+    tables = family_tables(NFT)
+    tables.resync(node, good | bad)
+    assert [record.__dict__["fields"]["service_port"] for record in caplog.records] == ["default/web2:http"]
+    assert "web2" not in run(NFT, "save")
+    assert any("web1:http cluster IP" in rule for rule in rules(NFT, "nat", "KUBE-SERVICES"))
+    tables.change(node, all_plans(V4, plain(3, 1)))
+    tables.change(node, {key: plan})
+    everything = all_plans(V4, plain(1, 1), plain(2, 1), plain(3, 1))
+    assert family_tables(NFT).resync(node, everything).operations == 0
