@@ -27,6 +27,8 @@ log = logging.getLogger("kproxy.sources")
 
 GRACE = 0.02
 """Seconds that a file may be away, or be written to without being closed, before that counts."""
+_DOUBT = 1.0
+"""Seconds that a file which appeared with broken content may be quiet before its writer is done with it."""
 MAX_BYTES = 16 << 20
 """The largest manifest that is read."""
 _BATCH = 256
@@ -41,6 +43,8 @@ class _Why(enum.Enum):
     VANISHED = enum.auto()
     LINKED = enum.auto()
     """It appeared with content; its writer may be at work, or it was complete when linked here."""
+    DOUBTED = enum.auto()
+    """It appeared with content that was broken a moment later."""
     WRITTEN = enum.auto()
     """It is being written to, and tells by itself when it is complete (JSON)."""
 
@@ -196,7 +200,7 @@ class DirectorySource:
             if name.endswith(".json"):
                 if why is not _Why.WRITTEN:
                     self._look_later(name, _Why.WRITTEN)
-            elif why is _Why.LINKED:
+            elif why in (_Why.LINKED, _Why.DOUBTED):
                 del self._due[name]
         return bool(mask & inotify.ATTRIB) and self._inventory.has_failed(name)
 
@@ -224,7 +228,9 @@ class DirectorySource:
             if why is _Why.VANISHED and name not in self._links and os.path.exists(self._path_of(name)):
                 continue  # it is back, and its writer will close it
             content = self._read(name)
-            if why is _Why.WRITTEN and not isinstance(content, Manifest):
+            if why in (_Why.WRITTEN, _Why.LINKED) and not isinstance(content, Manifest):
+                if why is _Why.LINKED:
+                    self._due[name] = now + _DOUBT, _Why.DOUBTED
                 continue  # not complete yet
             if content is None and not os.path.isdir(self._path):
                 continue  # it went with the directory
