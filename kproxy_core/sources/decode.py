@@ -36,12 +36,19 @@ class Malformed(ValueError):
     """Not JSON, or not of the shape that the API promises for a list or a watch line."""
 
 
+class StatusDetails(Struct, frozen=True, gc=False, rename="camel"):
+    """What a Status says besides."""
+
+    retry_after_seconds: int | None = None
+
+
 class Status(Struct, frozen=True, gc=False):
     """meta/v1 Status: why a request failed."""
 
     code: int | None = None
     reason: str | None = None
     message: str | None = None
+    details: StatusDetails | None = None
 
 
 class Page(NamedTuple, Generic[V]):

@@ -9,13 +9,20 @@ from typing import Any
 from kproxy_core.model.endpoint import SliceName
 from kproxy_core.model.service import ServiceName
 from kproxy_core.sources.access import CurrentAccess
+from kproxy_core.sources.api_requests import ApiRequest, ApiRequests, Observe
+from kproxy_core.sources.backoff import RateLimit
 from kproxy_core.sources.decode import ENDPOINT_SLICES, NODES, SERVICE_CIDRS, SERVICES
 from kproxy_core.sources.decode_node import ServiceCidrs
 from kproxy_core.sources.events import Emit, NodeGone, ServiceGone, SliceGone
+from kproxy_core.sources.trouble import Trouble
 from kproxy_core.sources.watch import Kind, Reflector
 
 STOP_SECONDS = 2.0
 """A thread that is still looking up a name after this long is left behind; it emits nothing."""
+
+
+def _unobserved(_: ApiRequest) -> None:
+    pass
 
 
 class KubernetesSource:
@@ -25,7 +32,11 @@ class KubernetesSource:
     1.36 asks for (cmd/kube-proxy/app/server.go). Server, credentials and what
     happens without *master* and *kubeconfig*: see `load_access`.
 
-    *clock*: monotonic seconds; *chance*: uniform in [0, 1).
+    *qps* and *burst* limit requests as clientConnection's do (see `RateLimit`);
+    *observe* is told of each. *clock*: monotonic seconds; *chance*: uniform in [0, 1).
+
+    What does not change is not asked for again: kube-proxy's configSyncPeriod
+    replays what it has in memory, for which there is no need here.
 
     Raises AccessError.
     """
@@ -34,9 +45,13 @@ class KubernetesSource:
 
     def __init__(
         self, master: str | None, kubeconfig: str | None, node_name: str, *,
+        qps: float = 5.0, burst: int = 10, observe: Observe = _unobserved,
         clock: Callable[[], float] = time.monotonic, chance: Callable[[], float] = random.random,
     ) -> None:
         self._access = CurrentAccess(master, kubeconfig)
+        self._rate = RateLimit(qps, burst, clock)
+        self._observe = observe
+        self._trouble = Trouble()
         self._node_name = node_name
         self._clock = clock
         self._chance = chance
@@ -46,7 +61,8 @@ class KubernetesSource:
     def start(self, emit: Emit) -> None:
         """Begin delivering to *emit*; returns at once."""
         for kind in _kinds(self._node_name):
-            reflector = Reflector(kind, self._access, emit, self._clock, self._chance)
+            requests = ApiRequests(self._access, self._rate, self._observe, self._clock)
+            reflector = Reflector(kind, requests, emit, self._trouble, self._clock, self._chance)
             thread = threading.Thread(target=reflector.run, name=f"watch {kind.resource.plural}", daemon=True)
             self._reflectors.append(reflector)
             self._threads.append(thread)

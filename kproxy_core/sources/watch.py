@@ -9,18 +9,20 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 from urllib.parse import urlencode
 
 import msgspec
 
-from kproxy_core.sources.access import AccessError, CurrentAccess
+from kproxy_core.sources.access import AccessError
+from kproxy_core.sources.api_requests import SILENCE, ApiRequests, HistoryLost, Refusal, refusal
 from kproxy_core.sources.backoff import STABLE, Backoff
-from kproxy_core.sources.decode import UNDECODABLE, Malformed, Resource, Status
+from kproxy_core.sources.decode import Malformed, Resource
 from kproxy_core.sources.events import BadObject, Complete, Emit, Event
 from kproxy_core.sources.framing import MAX_LINE, Lines, ProtocolError
-from kproxy_core.sources.http import Connection, Response
-from kproxy_core.sources.reading import Reading, shown
+from kproxy_core.sources.reading import Reading
+from kproxy_core.sources.trouble import Trouble
 
 log = logging.getLogger("kproxy.sources")
 
@@ -28,9 +30,6 @@ W = TypeVar("W", bound=msgspec.Struct)
 V = TypeVar("V")
 Name = tuple[str, str]
 """Namespace ("" for kinds that have none) and name."""
-
-SILENCE = 60.0
-"""Seconds without a byte that are too much, except in a watch that only waits for changes."""
 
 WATCH_SECONDS = 300
 """A watch is asked to last this long, up to twice as long by chance (as client-go's)."""
@@ -62,39 +61,24 @@ class Kind(Generic[W, V]):
         return f"/{'apis' if '/' in version else 'api'}/{version}/{self.resource.plural}"
 
 
-class Refusal(Exception):
-    """The server said no: with an HTTP status, or in the middle of a watch."""
-
-    def __init__(self, status: Status, retry_after: float = 0.0) -> None:
-        super().__init__(f"{status.code} {shown(status.reason or '')}: {shown(status.message or '', 200)}")
-        self.code = status.code or 0
-        self.retry_after = retry_after
-        """Seconds that the server asks us to wait; 0: it does not say."""
-
-
-class HistoryLost(Exception):
-    """The watch can't go on from where it was; everything has to be asked for again."""
-
-
 class Reflector(Generic[W, V]):
     """One thread's work: follows one kind and hands its events to *emit* until it is stopped.
 
-    *clock*: monotonic seconds. *chance*: uniform in [0, 1).
+    *trouble* is shared by all kinds. *clock*: monotonic seconds. *chance*: uniform in [0, 1).
     """
 
     def __init__(
-        self, kind: Kind[W, V], access: CurrentAccess, emit: Emit,
+        self, kind: Kind[W, V], requests: ApiRequests, emit: Emit, trouble: Trouble,
         clock: Callable[[], float], chance: Callable[[], float],
     ) -> None:
         self._kind = kind
-        self._current_access = access
+        self._requests = requests
         self._emit = emit
+        self._trouble = trouble
         self._clock = clock
         self._chance = chance
         self._backoff = Backoff(chance)
         self._stopping = threading.Event()
-        self._access = access.now
-        self._connection = Connection(self._access)
         self._lists_by_watch = True
         """Until the server refuses: watch-list (KEP-3157) is the quickest for it and for us."""
         self._complete = False
@@ -104,7 +88,6 @@ class Reflector(Generic[W, V]):
         self._version = ""
         """Where the watch goes on; "": everything has to be asked for."""
         self._watching_since: float | None = None
-        self._trouble = ""
 
     def run(self) -> None:
         """Follow until `stop` is called."""
@@ -113,17 +96,18 @@ class Reflector(Generic[W, V]):
             delay = self._attempt()
             if delay:
                 self._stopping.wait(delay)
-        self._connection.close()
+        self._requests.disconnect()
 
     def stop(self) -> None:
         """Make `run` return soon, without another event. For another thread."""
         self._stopping.set()
-        self._connection.abort()
+        self._requests.abort()
 
     def _attempt(self) -> float:
         """Follow as long as it goes well. Seconds to wait before the next attempt."""
         by_watch, asked = self._lists_by_watch and not self._version, 0.0
         problem: Exception | None = None
+        self._renew_access(self._requests.keep_up)
         try:
             if not self._version and not by_watch:
                 self._list()
@@ -131,12 +115,11 @@ class Reflector(Generic[W, V]):
         except HistoryLost as lost:
             self._version = ""
             log.info("listing again", extra=self._fields(reason=str(lost)))
-        except Refusal as refusal:
-            problem, asked = refusal, self._answer(refusal)
+        except Refusal as refused:
+            problem, asked = refused, self._answer(refused)
         except (OSError, ProtocolError, Malformed) as error:
             problem = error
-            if self._access.tls is not None and _is_about_tls(error):
-                self._renew_access()
+            self._renew_access(partial(self._requests.renew, error))
         except Exception as error:  # a thread that dies would leave the state stale for ever
             problem, self._version = error, ""
             log.exception("bug: %s", error, extra=self._fields())
@@ -151,19 +134,33 @@ class Reflector(Generic[W, V]):
             return 0.0  # every watch ends some time
         delay = self._backoff.delay(lasted, asked)
         if problem is not None:
-            self._connection.close()
-            self._report(problem, delay)
+            self._requests.disconnect()
+            text = str(problem) or type(problem).__name__
+            if self._is_missing(problem):
+                self._trouble.missing(self._kind.resource.plural, text)
+            elif lasted < STABLE:  # a watch that breaks later goes on at once; what hinders it is said then
+                self._trouble.met(self._kind.resource.plural, text, delay)
         return delay
 
-    def _answer(self, refusal: Refusal) -> float:
-        """What follows from a *refusal*; the seconds to wait at least."""
-        if refusal.code == 401:
-            self._renew_access()
-        elif refusal.code in (403, 404) and self._kind.optional:
+    def _is_missing(self, problem: Exception) -> bool:
+        """Whether this server, or our role there, has no such thing, which is fine."""
+        return self._kind.optional and isinstance(problem, Refusal) and problem.code in (403, 404)
+
+    def _answer(self, refused: Refusal) -> float:
+        """What follows from being *refused*; the seconds to wait at least."""
+        if refused.code == 401:
+            self._renew_access(partial(self._requests.renew, refused))
+        elif self._is_missing(refused):
             self._deliver(self._completed())  # nobody waits for what may never come
-        elif 400 <= refusal.code < 500 and refusal.code != 429:
+        elif 400 <= refused.code < 500 and refused.code != 429:
             self._version = ""  # perhaps that is what it did not like
-        return refusal.retry_after
+        return refused.retry_after
+
+    def _renew_access(self, renew: Callable[[], None]) -> None:
+        try:
+            renew()
+        except AccessError as error:
+            self._trouble.met(self._kind.resource.plural, str(error), 0.0)
 
     # -- everything that exists
 
@@ -173,7 +170,7 @@ class Reflector(Generic[W, V]):
         query: dict[str, str] = {}
         limit = FIRST_PAGE
         while self._unseen is not None:
-            data = self._get({"limit": str(limit)} | query).read_all()
+            data = self._requests.list(self._target({"limit": str(limit)} | query), first=not query)
             page = self._kind.resource.page(data)
             events: list[Event] = []
             for reading in page.readings:
@@ -209,15 +206,16 @@ class Reflector(Generic[W, V]):
         seconds = int(WATCH_SECONDS * (1 + self._chance()))
         query = {"watch": "1", "allowWatchBookmarks": "true", "timeoutSeconds": str(seconds)}
         if self._version:
-            response = self._get(query | {"resourceVersion": self._version})
+            query |= {"resourceVersion": self._version}
+            response = self._requests.watch(self._target(query))
         else:
             query |= {"sendInitialEvents": "true", "resourceVersionMatch": "NotOlderThan"}
-            response = self._get(query)
+            response = self._requests.watch(self._target(query))
             self._unseen = self._known.copy()
         self._watching_since = self._clock()
-        self._report_success()
+        self._trouble.over(self._kind.resource.plural)
         if self._version:
-            self._connection.set_timeout(seconds + SILENCE)
+            self._requests.allow_silence(seconds + SILENCE)
         lines = Lines()
         while data := response.read():
             events: list[Event] = []
@@ -229,7 +227,7 @@ class Reflector(Generic[W, V]):
             finally:
                 self._deliver(events)
             if listing and self._unseen is None:
-                self._connection.set_timeout(seconds + SILENCE)
+                self._requests.allow_silence(seconds + SILENCE)
 
     def _take(self, data: bytes, events: list[Event]) -> None:
         """Add to *events* what one line of a watch means. Raises HistoryLost, Refusal."""
@@ -239,7 +237,7 @@ class Reflector(Generic[W, V]):
             events.append(self._bad_line(str(error)))
             return
         if line.status is not None:
-            raise _refusal(line.status)
+            raise refusal(line.status)
         if _is_older(line.resource_version, self._version):
             raise HistoryLost(f"resource version {line.resource_version} after {self._version}")
         if line.reading is not None:
@@ -257,19 +255,8 @@ class Reflector(Generic[W, V]):
 
     # -- what both have in common
 
-    def _get(self, query: dict[str, str]) -> Response:
-        """The response to a request that was granted. Raises Refusal, HistoryLost, OSError, ProtocolError."""
-        target = f"{self._kind.path}?{urlencode(self._kind.selectors | query)}"
-        response = self._connection.get(target, SILENCE)
-        if response.status == 200:
-            return response
-        try:
-            status = _decode_status(response.read_all())
-        except UNDECODABLE:
-            status = Status()
-        after = response.headers.get("retry-after", "")
-        raise _refusal(Status(response.status, status.reason, status.message),
-                       float(after) if after.isascii() and after.isdigit() else 0.0)
+    def _target(self, query: dict[str, str]) -> str:
+        return f"{self._kind.path}?{urlencode(self._kind.selectors | query)}"
 
     def _present(self, reading: Reading[V], events: list[Event]) -> None:
         """An object was added or changed."""
@@ -298,44 +285,8 @@ class Reflector(Generic[W, V]):
         if events and not self._stopping.is_set():
             self._emit(events)
 
-    def _renew_access(self) -> None:
-        """Go on with the credentials that are in the files now."""
-        try:
-            self._current_access.renew(self._access)
-        except AccessError as error:
-            log.warning("can't renew the access to the API server", extra=self._fields(problem=str(error)))
-            return
-        self._access = self._current_access.now
-        self._connection.close()
-        self._connection = Connection(self._access)
-        if self._stopping.is_set():
-            self._connection.abort()
-
-    def _report(self, problem: Exception, delay: float) -> None:
-        """Say once that something is wrong, until it changes or is over."""
-        text = str(problem) or type(problem).__name__
-        if text != self._trouble:
-            self._trouble = text
-            log.warning("can't follow the API server",
-                        extra=self._fields(problem=text, retry_in=round(delay, 1)))
-
-    def _report_success(self) -> None:
-        if self._trouble:
-            self._trouble = ""
-            log.info("following the API server again", extra=self._fields())
-
     def _fields(self, **fields: object) -> dict[str, object]:
         return {"fields": {"resource": self._kind.resource.plural} | fields}
-
-
-_decode_status = msgspec.json.Decoder(Status).decode
-
-
-def _refusal(status: Status, retry_after: float = 0.0) -> Exception:
-    """The exception that a failure is: 410 stands for a version, or a list, that is too old."""
-    if status.code == 410:
-        return HistoryLost(shown(status.message or status.reason or "410 Gone", 200))
-    return Refusal(status, retry_after)
 
 
 def _lists_may_do_better(problem: Exception | None) -> bool:
@@ -348,8 +299,3 @@ def _lists_may_do_better(problem: Exception | None) -> bool:
 def _is_older(version: str, than: str) -> bool:
     """Whether a resource version is older: only if the server's history was replaced (KEP-5504)."""
     return version.isdecimal() and than.isdecimal() and (len(version), version) < (len(than), than)
-
-
-def _is_about_tls(error: Exception) -> bool:
-    from ssl import SSLError
-    return isinstance(error, SSLError) or isinstance(error.__cause__, SSLError)

@@ -2,19 +2,19 @@
 
 import base64
 import json
-import logging
 import ssl
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
 
 from kproxy_core.sources import access
 from kproxy_core.sources.access import AccessError, load_access
+from kproxy_core.sources.api_requests import ApiRequest
 from kproxy_core.sources.kubernetes import KubernetesSource
 from tests.core.api_servers import CHECKOUT, TLS, Exchange, ScriptedServer, refuse
 from tests.core.observed_events import PATIENCE, following
@@ -184,20 +184,16 @@ def test_a_token_that_expired_is_read_again(kubeconfig: Kubeconfig, tmp_path: Pa
 def test_a_server_that_can_not_be_trusted_gets_no_request(
     server: ScriptedServer, kubeconfig: Kubeconfig, caplog: pytest.LogCaptureFixture,
 ) -> None:
-    failures = threading.Semaphore(0)
-
-    def count(_: logging.LogRecord) -> bool:
-        failures.release()
-        return True
-
-    caplog.handler.addFilter(count)
-    with following(KubernetesSource(None, kubeconfig(server.url, {}, {"token": "secret"}), "n")) as observed:
-        for _ in range(4):
-            assert failures.acquire(timeout=PATIENCE)
+    attempts: Queue[ApiRequest] = Queue()
+    config = kubeconfig(server.url, {}, {"token": "secret"})
+    source = KubernetesSource(None, config, "n", observe=attempts.put)
+    with following(source) as observed:
+        for _ in range(8):
+            assert attempts.get(timeout=PATIENCE).code == "<error>"
     assert not observed.events
     assert not server.requests
-    assert any("certificate verify failed" in record.fields["problem"]  # type: ignore[attr-defined]
-               for record in caplog.records)
+    said, = caplog.records
+    assert "certificate verify failed" in said.fields["problem"]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("content", [
@@ -214,7 +210,18 @@ def test_a_kubeconfig_of_no_use_is_refused_with_the_file(tmp_path: Path, content
     ({"certificate-authority": "/nowhere/ca.crt"}, {}, "/nowhere/ca.crt"),
     ({"certificate-authority": KEY}, {}, "certificates"),
     ({}, {"client-certificate": CA, "client-key": KEY}, "certificates"),
-    ({"proxy-url": "http://proxy:3128"}, {}, "proxy-url is not supported"),
+    ({"proxy-url": "socks5://me:hidden@proxy:1080"}, {}, "proxy-url: a proxy is reached by http:// here"),
+    ({"proxy-url": "http://"}, {}, "proxy-url: a URL without a host"),
+    ({"certificate-authority-data": "%%%"}, {}, "certificate-authority-data is not base64"),
+    ({}, {"client-certificate-data": "eA==", "client-key-data": "eA=="}, "certificates"),
+    ({}, {"tokenFile": "/nowhere/token"}, "there is no file '/nowhere/token'"),
+    ({}, {"auth-provider": {"name": "oidc"}}, "auth-provider is not supported"),
+    ({}, {"as": "somebody"}, "acting as another user"),
+    ({}, {"token": 17}, r"got `int` - at `\$.users\[0\].user.token`"),
+    ({}, {"exec": {"command": "false", "apiVersion": "x"}}, "exec: process returned 1"),
+    ({}, {"exec": {"command": "/nowhere/plugin", "apiVersion": "x"}}, "exec: .*'/nowhere/plugin'"),
+    ({}, {"exec": {"command": "echo", "apiVersion": "x",
+                   "args": ['{"apiVersion": "x", "kind": "", "status": {}}']}}, "neither a token nor a certificate"),
     ({}, {"token": "two\nlines"}, "token"),
     ({"server": "ftp://x"}, {}, "not an http or https URL"),
 ])
