@@ -16,6 +16,8 @@ from kproxy_core.config import BindAddress, Config, DetectLocalMode, parse_node_
 from kproxy_core.host.addresses import default_source_address, watch_addresses
 from kproxy_core.model.address import Cidr, Family
 from kproxy_core.model.node import LocalSource
+from kproxy_core.run import logs
+from kproxy_core.run.debug import Debug
 from kproxy_core.run.family_sync import Shared
 from kproxy_core.run.flows import FlowCleaner
 from kproxy_core.run.health import ProxyHealth
@@ -26,7 +28,7 @@ from kproxy_core.run.loop import Loop
 from kproxy_core.run.metrics import Metrics
 from kproxy_core.run.node_facts import NodeFacts, NodeSettings
 from kproxy_core.run.pacing import Pacing
-from kproxy_core.run.routes import health_routes, metrics_routes
+from kproxy_core.run.routes import About, health_routes, metrics_routes
 from kproxy_core.run.service_health import ServiceHealth
 from kproxy_core.sources.events import Source
 from kproxy_core.sources.store import Store
@@ -92,6 +94,17 @@ def make_store(config: Config, families: tuple[Family, ...], source: Source) -> 
     return Store(families, source.kinds, time.time(), external_ips=external_ips)
 
 
+def about(config: Config) -> About:
+    """What the metrics server tells besides metrics."""
+    return About(
+        mode=config.mode,
+        version=__version__,
+        statusz=config.feature_gates.get("ComponentStatusz", True),
+        flagz=config.feature_gates.get("ComponentFlagz", True),
+        debug=Debug(logs.set_verbosity) if config.enable_profiling else None,
+    )
+
+
 def run(config: Config, registry: Registry) -> None:
     """Be the proxy until SIGTERM or SIGINT; the rules stay.
 
@@ -143,7 +156,7 @@ def run(config: Config, registry: Registry) -> None:
 
     server.start()
     listen("the health server", config.healthz_bind_address, health_routes(health, metrics))
-    listen("the metrics server", config.metrics_bind_address, metrics_routes(metrics, config.mode))
+    listen("the metrics server", config.metrics_bind_address, metrics_routes(metrics, about(config)))
     watcher = watch_addresses(loop.addresses_are)
     loop.addresses_are(watcher.addresses)
     _stop_on_signals(loop.stop)

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kproxy_core.model.address import Address, format_address, format_socket
-from kproxy_core.run.http_messages import Answer, Handler, Refused, parse, render
+from kproxy_core.run.http_messages import Answer, Handler, Refused, Request, Slow, parse, render
 
 log = logging.getLogger("kproxy.http")
 
@@ -87,13 +87,16 @@ class Listener:
 class _Connection:
     """One client's only request."""
 
-    __slots__ = ("deadline", "handler", "received", "socket", "unsent")
+    __slots__ = ("answering", "deadline", "handler", "received", "socket", "unsent", "with_body")
 
     def __init__(self, connected: socket.socket, handler: Handler, deadline: float) -> None:
         self.socket = connected
         self.handler = handler
         self.deadline = deadline
         self.received = bytearray()
+        self.answering = False
+        """A slow answer is being made."""
+        self.with_body = True
         self.unsent = memoryview(b"")
 
 
@@ -114,7 +117,7 @@ class HttpServer:
         self._unbound: dict[Listener, float] = {}
         """When to try again."""
         self._connections: dict[_Connection, None] = {}
-        """The oldest, whose deadline is the next, first."""
+        """The oldest first."""
         self._running = True
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
@@ -181,14 +184,12 @@ class HttpServer:
             now = time.monotonic()
             for listener in [listener for listener, at in self._unbound.items() if at <= now]:
                 self._bind(listener)
-            while self._connections and (oldest := next(iter(self._connections))).deadline <= now:
-                self._drop(oldest)
+            for connection in [c for c in self._connections if c.deadline <= now]:
+                self._drop(connection)
 
     def _patience(self) -> float | None:
         """Seconds until something is due; None: nothing is."""
-        times = list(self._unbound.values())
-        if self._connections:
-            times.append(next(iter(self._connections)).deadline)
+        times = [*self._unbound.values(), *(connection.deadline for connection in self._connections)]
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _finish(self) -> None:
@@ -252,20 +253,52 @@ class HttpServer:
         if not data:
             self._drop(connection)
             return
+        if connection.answering:
+            return  # whatever follows the request
         connection.received += data
-        with_body = not connection.received.startswith(b"HEAD ")
+        connection.with_body = not connection.received.startswith(b"HEAD ")
         try:
             request = parse(bytes(connection.received))
-            if request is None:
-                return
-            answer = connection.handler(request)
         except Refused as refused:
-            answer = refused.answer
+            self._answer(connection, refused.answer)
+            return
+        if request is not None:
+            answer = self._made(lambda: connection.handler(request), request)
+            if isinstance(answer, Slow):
+                self._make_slowly(connection, request, answer)
+            else:
+                self._answer(connection, answer)
+
+    @staticmethod
+    def _made(make: Callable[[], Answer | Slow], request: Request) -> Answer | Slow:
+        try:
+            return make()
         except Exception:  # a handler's mistake must not end the server
-            log.exception("can't answer", extra={"fields": {"request": bytes(connection.received[:80])}})
-            answer = Answer(500, b"internal error\n")
+            asked = f"{request.method} {request.path}"[:80]
+            log.exception("can't answer", extra={"fields": {"request": asked}})
+            return Answer(500, b"internal error\n")
+
+    def _make_slowly(self, connection: _Connection, request: Request, slow: Slow) -> None:
+        connection.answering = True
+        connection.deadline = time.monotonic() + slow.seconds + self._connection_seconds
+
+        def make() -> None:
+            answer = self._made(slow.make, request)
+            assert isinstance(answer, Answer)
+            self._do(lambda: self._answer_if_waiting(connection, answer))
+
+        threading.Thread(target=make, name="http-slow", daemon=True).start()
+
+    def _answer_if_waiting(self, connection: _Connection, answer: Answer) -> None:
+        if connection in self._connections:
+            try:
+                self._answer(connection, answer)
+            except OSError:
+                self._drop(connection)
+
+    def _answer(self, connection: _Connection, answer: Answer) -> None:
         date = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime())
-        connection.unsent = memoryview(render(answer, date, with_body))
+        connection.unsent = memoryview(render(answer, date, connection.with_body))
         self._send(connection)
 
     def _send(self, connection: _Connection) -> None:

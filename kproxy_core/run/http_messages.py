@@ -7,7 +7,8 @@ LONGEST_HEAD = 16 * 1024
 LONGEST_BODY = 64 * 1024
 
 _REASONS = {
-    200: "OK", 400: "Bad Request", 404: "Not Found", 411: "Length Required", 413: "Content Too Large",
+    200: "OK", 302: "Found", 400: "Bad Request", 404: "Not Found", 406: "Not Acceptable", 409: "Conflict",
+    411: "Length Required", 413: "Content Too Large",
     431: "Request Header Fields Too Large", 500: "Internal Server Error", 503: "Service Unavailable",
     505: "HTTP Version Not Supported",
 }  # fmt: skip
@@ -20,6 +21,9 @@ class Request(NamedTuple):
     path: str
     """Without the query."""
     query: str
+    accept: str = ""
+    """The media types that the client takes; "": any."""
+    body: bytes = b""
 
 
 class Answer(NamedTuple):
@@ -31,7 +35,15 @@ class Answer(NamedTuple):
     headers: tuple[tuple[str, str], ...] = ()
 
 
-Handler = Callable[[Request], Answer]
+class Slow(NamedTuple):
+    """An answer that takes its time: it is made on a thread of its own."""
+
+    make: Callable[[], Answer]
+    seconds: float
+    """How long that takes, at most."""
+
+
+Handler = Callable[[Request], Answer | Slow]
 """Answers one request, quickly: it runs on the server's thread, and all other clients wait."""
 
 
@@ -46,7 +58,7 @@ class Refused(Exception):
 def parse(received: bytes) -> Request | None:
     """The request that *received* holds; None: it is not complete yet. Raises Refused.
 
-    A body is waited for, so that closing the connection doesn't reset it, and ignored.
+    A body is waited for, also so that closing the connection doesn't reset it.
     """
     head, end, body = received.partition(b"\r\n\r\n")
     if len(head) > LONGEST_HEAD:
@@ -64,14 +76,16 @@ def parse(received: bytes) -> Request | None:
         target = "/" + target.removeprefix("http://").partition("/")[2]
     if not target.startswith("/"):
         raise Refused(400)
-    if len(body) < _body_length(lines):
+    length, accept = _length_and_accept(lines)
+    if len(body) < length:
         return None
     path, _, query = target.partition("?")
-    return Request(method, path, query)
+    return Request(method, path, query, accept, body[:length])
 
 
-def _body_length(lines: list[str]) -> int:
+def _length_and_accept(lines: list[str]) -> tuple[int, str]:
     length = 0
+    accepted = []
     for line in lines:
         name, colon, value = line.partition(":")
         if not colon:
@@ -86,7 +100,9 @@ def _body_length(lines: list[str]) -> int:
                 length = int(value)
             case "transfer-encoding":
                 raise Refused(411)
-    return length
+            case "accept":
+                accepted.append(value.strip())
+    return length, ",".join(accepted)
 
 
 def render(answer: Answer, date: str, with_body: bool = True) -> bytes:

@@ -1,4 +1,4 @@
-"""Counters, gauges and histograms: plain numbers by label values. Not locked; `Metrics` does that."""
+"""Counters, gauges and histograms: plain numbers by label values. Not locked; who owns them does that."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ class Gauge(Instrument):
     __slots__ = ("_values",)
     kind = "gauge"
 
-    def __init__(self, name: str, about: str, labels: tuple[str, ...]) -> None:
+    def __init__(self, name: str, about: str, labels: tuple[str, ...] = ()) -> None:
         super().__init__(name, about, labels)
         self._values: dict[tuple[str, ...], float] = {} if labels else {(): 0.0}
 
@@ -52,7 +52,10 @@ class Counter(Gauge):
 
 
 class Histogram(Instrument):
-    """How many values were at most each of *buckets* (ascending), and their sum."""
+    """How many values were at most each of *buckets* (ascending), and their sum.
+
+    Without labels it is there from the start, empty.
+    """
 
     __slots__ = ("_buckets", "_counts", "_sums")
     kind = "histogram"
@@ -62,20 +65,34 @@ class Histogram(Instrument):
         self._buckets = buckets
         self._counts: dict[tuple[str, ...], list[int]] = {}
         self._sums: dict[tuple[str, ...], float] = {}
+        if not labels:
+            self._begin(())
 
     def observe(self, value: float, *labels: str) -> None:
         counts = self._counts.get(labels)
         if counts is None:
-            counts = self._counts[labels] = [0] * (len(self._buckets) + 1)
-            self._sums[labels] = 0.0
+            counts = self._begin(labels)
         counts[bisect_left(self._buckets, value)] += 1
         self._sums[labels] += value
 
     def samples(self) -> Iterator[Sample]:
-        bounds = [f"{bound:g}" for bound in self._buckets] + ["+Inf"]
+        bounds = [*map(_bound, self._buckets), "+Inf"]
         for labels, counts in self._counts.items():
             named = dict(zip(self.labels, labels, strict=True))
             for bound, count in zip(bounds, accumulate(counts), strict=True):
                 yield "_bucket", {**named, "le": bound}, count
             yield "_count", named, sum(counts)
             yield "_sum", named, self._sums[labels]
+
+    def _begin(self, labels: tuple[str, ...]) -> list[int]:
+        counts = self._counts[labels] = [0] * (len(self._buckets) + 1)
+        self._sums[labels] = 0.0
+        return counts
+
+
+def _bound(bound: float) -> str:
+    """As Go writes it, so that series continue where kube-proxy's end: with an exponent from a million on."""
+    if bound < 1_000_000:
+        return f"{bound:g}"
+    digits = next(digits for digits in range(17) if float(f"{bound:.{digits}e}") == bound)
+    return f"{bound:.{digits}e}"

@@ -27,7 +27,12 @@ def set_up(verbosity: int, form: Literal["text", "json"], stream: TextIO | None 
     root = logging.getLogger(_ROOT)
     root.handlers = [handler]
     root.propagate = False
-    root.setLevel(logging.INFO if verbosity < 2 else max(1, 12 - verbosity))
+    set_verbosity(verbosity)
+
+
+def set_verbosity(verbosity: int) -> None:
+    """Log as much as *verbosity* asks for from now on."""
+    logging.getLogger(_ROOT).setLevel(logging.INFO if verbosity < 2 else max(1, 12 - verbosity))
 
 
 class _TextFormatter(logging.Formatter):

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 
 from kproxy_core.backend.api import Measurement, Scope
 from kproxy_core.model.address import Family
+from kproxy_core.run.client_metrics import ClientMetrics
 from kproxy_core.run.instruments import Counter, Gauge, Histogram, Instrument, Sample
+from kproxy_core.run.process_metrics import build_info, measure_process
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -29,6 +31,8 @@ class Metrics:
     """
 
     def __init__(self, mode: str, version: str) -> None:
+        self.client = ClientMetrics()
+        """For who talks to the API server."""
         self._lock = threading.Lock()
         self._instruments: list[Instrument] = []
         self._registry: CollectorRegistry | None = None
@@ -88,6 +92,16 @@ class Metrics:
         self._bad_objects = counter(
             "kproxy_bad_objects_total", "Objects, or parts of one, that could not be used", ("kind",))
         gauge("kproxy_build_info", "Always 1", ("version", "mode")).set(1, version, mode)
+
+        build = build_info(version)
+        gauge(build.name, build.about, tuple(build.labels)).set(1, *build.labels.values())
+        self._gates = gauge(
+            "kubernetes_feature_enabled", "Whether a feature gate is on", ("name", "stage"))
+        counter("disabled_metrics_total", "Always 0: no metric can be disabled")
+        counter("hidden_metrics_total", "Always 0: no metric is hidden")
+        registered = counter(
+            "registered_metrics_total", "Metrics there are", ("stability_level", "deprecated_version"))
+        registered.add(sum(i.name.startswith("kubeproxy_") for i in self._instruments), "ALPHA", "")
 
     # What the sync loop tells.
 
@@ -169,6 +183,11 @@ class Metrics:
         with self._lock:
             self._health_answers[check].add(1, str(status))
 
+    def gate(self, name: str, stage: str, enabled: bool) -> None:
+        """The feature gate *name* is on or off; *stage*: ALPHA, BETA, or "" once it is for all."""
+        with self._lock:
+            self._gates.set(enabled, name, stage)
+
     def also(self, measure: Callable[[], Iterable[Sequence[Measurement]]]) -> None:
         """Tell what *measure* returns, too, each time it is asked for."""
         self._measure = measure
@@ -192,12 +211,12 @@ class Metrics:
     def _families(self) -> list[tuple[str, str, str, list[Sample]]]:
         """Name, meaning, kind and samples of everything."""
         measured: dict[str, tuple[str, str, str, list[Sample]]] = {}
-        for measurement in chain.from_iterable(self._measure()):
+        for measurement in chain(measure_process(), *self._measure()):
             name, about, kind, value, labels = measurement
             measured.setdefault(name, (name, about, kind, []))[3].append(("", dict(labels), value))
         with self._lock:
             recorded = [(i.name, i.about, i.kind, list(i.samples())) for i in self._instruments]
-        return recorded + list(measured.values())
+        return [*recorded, *self.client.families(), *measured.values()]
 
     def _make_registry(self) -> "CollectorRegistry":
         from prometheus_client import (

@@ -1,10 +1,19 @@
 """What the health and the metrics server answer to which path (kube-proxy 1.36, cmd/kube-proxy/app)."""
 
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kproxy_core.run.debug import Debug
 from kproxy_core.run.health import ProxyHealth
-from kproxy_core.run.http_messages import Answer, Handler, Request
+from kproxy_core.run.http_messages import Answer, Handler, Request, Slow
 from kproxy_core.run.metrics import Metrics
+from kproxy_core.run.slis import HealthcheckSlis
+from kproxy_core.run.zpages import flagz, statusz
 
 _NOT_FOUND = Answer(404, b"404 page not found\n")
+_EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def health_routes(health: ProxyHealth, metrics: Metrics) -> Handler:
@@ -25,28 +34,77 @@ def health_routes(health: ProxyHealth, metrics: Metrics) -> Handler:
     return answer
 
 
-def metrics_routes(metrics: Metrics, mode: str) -> Handler:
-    """``/metrics``, ``/proxyMode`` and ``/healthz`` (port 10249)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """What the metrics server tells of the process besides metrics."""
 
-    def answer(request: Request) -> Answer:
-        match request.path:
-            case "/metrics":
-                return Answer(200, metrics.exposition(), "text/plain; version=0.0.4; charset=utf-8")
-            case "/proxyMode":
-                return Answer(200, mode.encode())
-            case "/healthz":
-                return Answer(200, _ping(request.query.split("&")))
-            case "/healthz/ping":
-                return Answer(200, b"ok")
-            case _:
-                return _NOT_FOUND
+    mode: str
+    version: str = ""
+    started: float = field(default_factory=time.time)
+    """Seconds since the epoch."""
+    configuration: Mapping[str, object] = field(default_factory=dict)
+    """The KubeProxyConfiguration in effect, as JSON has it, with apiVersion and kind."""
+    flags: Mapping[str, str] = field(default_factory=dict)
+    """By name without dashes, as they are in effect."""
+    statusz: bool = True
+    """Serve ``/statusz`` (gate ComponentStatusz)."""
+    flagz: bool = True
+    """Serve ``/flagz`` (gate ComponentFlagz)."""
+    debug: Debug | None = None
+    """Serve ``/debug/`` (enableProfiling)."""
+
+
+def metrics_routes(metrics: Metrics, about: About) -> Handler:
+    """``/metrics``, ``/proxyMode``, ``/healthz``, ``/configz`` ... (port 10249)."""
+    slis = HealthcheckSlis(about.started)
+    handlers: dict[str, Handler] = {
+        "/configz": lambda _: _configz(about.configuration),
+        "/healthz": lambda request: Answer(200, _healthz(request.query, slis)),
+        "/healthz/ping": lambda _: Answer(200, b"ok"),
+        "/metrics": lambda _: Answer(200, metrics.exposition(), _EXPOSITION),
+        "/metrics/slis": lambda request: _slis(request.method, slis),
+        "/proxyMode": lambda _: Answer(200, about.mode.encode()),
+    }
+    if about.flagz:
+        handlers["/flagz"] = flagz(about.flags)
+    if about.debug is not None:
+        handlers |= dict.fromkeys(about.debug.paths, about.debug)
+    if about.statusz:
+        handlers["/statusz"] = statusz(about.version, about.started, sorted([*handlers, "/statusz"]))
+
+    def answer(request: Request) -> Answer | Slow:
+        handler = handlers.get(request.path)
+        return handler(request) if handler else _NOT_FOUND
 
     return answer
 
 
-def _ping(options: list[str]) -> bytes:
+def _configz(configuration: Mapping[str, object]) -> Answer:
+    """The form that all of Kubernetes' components share: their configurations by API group."""
+    body = json.dumps({"kubeproxy.config.k8s.io": configuration}, separators=(",", ":"))
+    return Answer(200, body.encode(), "application/json")
+
+
+def _slis(method: str, slis: HealthcheckSlis) -> Answer:
+    if method == "DELETE":
+        slis.reset()
+        return Answer(200, b"metrics reset\n")
+    return Answer(200, slis.exposition(), _EXPOSITION)
+
+
+def _healthz(query: str, slis: HealthcheckSlis) -> bytes:
     """The only check of this server is that it answers; the forms are those of all Kubernetes' servers."""
-    if not any(option.partition("=")[0] == "verbose" for option in options):
+    options = [option.partition("=") for option in query.split("&") if option]
+    excluded = dict.fromkeys(value for name, _, value in options if name == "exclude")
+    lines = []
+    if "ping" in excluded:
+        lines.append("[+]ping excluded: ok\n")
+    else:
+        slis.checked()
+        lines.append("[+]ping ok\n")
+    if not any(name == "verbose" for name, _, _ in options):
         return b"ok"
-    line = b"[+]ping excluded: ok" if "exclude=ping" in options else b"[+]ping ok"
-    return line + b"\nhealthz check passed\n"
+    unknown = ",".join(f'"{name}"' for name in excluded if name != "ping")
+    if unknown:
+        lines.append(f"warn: some health checks cannot be excluded: no matches for {unknown}\n")
+    return ("".join(lines) + "healthz check passed\n").encode()

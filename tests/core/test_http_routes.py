@@ -1,17 +1,32 @@
 """What the health and the metrics server answer to which path."""
 
+import json
+import re
+
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from kproxy_core.model.address import Family
+from kproxy_core.run.debug import Debug
 from kproxy_core.run.health import ProxyHealth
-from kproxy_core.run.http_messages import Request
+from kproxy_core.run.http_messages import Answer, Handler, Request
 from kproxy_core.run.metrics import Metrics
-from kproxy_core.run.routes import health_routes, metrics_routes
+from kproxy_core.run.routes import About, health_routes, metrics_routes
+
+STATUSZ = "application/json;v=v1beta1;g=config.k8s.io;as=Statusz"
+FLAGZ = "application/json;v=v1beta1;g=config.k8s.io;as=Flagz"
 
 
-def request(target: str) -> Request:
+def ask(routes: Handler, target: str, method: str = "GET", accept: str = "", body: bytes = b"") -> Answer:
     path, _, query = target.partition("?")
-    return Request("GET", path, query)
+    answer = routes(Request(method, path, query, accept, body))
+    assert isinstance(answer, Answer)
+    return answer
+
+
+def server(**about: object) -> Handler:
+    """A metrics server that tells *about*."""
+    return metrics_routes(Metrics("some-mode", "0"), About(mode="some-mode", **about))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -23,20 +38,25 @@ def request(target: str) -> Request:
         ("/healthz?verbose=true", 200, "[+]ping ok\nhealthz check passed\n"),
         ("/healthz?exclude=ping", 200, "ok"),
         ("/healthz?verbose&exclude=ping", 200, "[+]ping excluded: ok\nhealthz check passed\n"),
+        ("/healthz?verbose&exclude=x", 200, "[+]ping ok\nwarn: some health checks cannot be excluded: "
+         'no matches for "x"\nhealthz check passed\n'),
         ("/proxyMode", 200, "some-mode"),
         ("/readyz", 404, "404 page not found\n"),
+        ("/livez", 404, "404 page not found\n"),
         ("/", 404, "404 page not found\n"),
         ("/metrics/", 404, "404 page not found\n"),
+        ("/debug/pprof/", 404, "404 page not found\n"),
+        ("/debug/flags/v", 404, "404 page not found\n"),
     ],
 )
 def test_the_metrics_server(target: str, status: int, body: str) -> None:
-    answer = metrics_routes(Metrics("some-mode", "0"), "some-mode")(request(target))
+    answer = ask(server(), target)
     assert (answer.status, answer.body.decode()) == (status, body)
     assert answer.content_type == "text/plain; charset=utf-8"
 
 
 def test_metrics_are_in_the_text_format() -> None:
-    answer = metrics_routes(Metrics("some-mode", "0"), "some-mode")(request("/metrics"))
+    answer = ask(server(), "/metrics")
     assert answer.content_type == "text/plain; version=0.0.4; charset=utf-8"
     assert b"# TYPE kubeproxy_sync_proxy_rules_duration_seconds histogram\n" in answer.body
     assert b'kproxy_build_info{mode="some-mode",version="0"} 1.0\n' in answer.body
@@ -46,13 +66,104 @@ def test_the_health_server_answers_and_counts() -> None:
     health = ProxyHealth((Family.IPV4,), timeout=60, node_required=False)
     metrics = Metrics("x", "0")
     routes = health_routes(health, metrics)
-    statuses = [routes(request(path)).status for path in ("/healthz", "/livez", "/readyz", "/", "/metrics")]
+    statuses = [ask(routes, path).status for path in ("/healthz", "/livez", "/readyz", "/", "/metrics")]
     assert statuses == [503, 200, 404, 404, 404]
     health.synced(Family.IPV4)
-    answer = routes(request("/healthz?verbose"))
+    answer = ask(routes, "/healthz?verbose", method="POST")
     assert (answer.status, answer.content_type) == (200, "application/json")
     assert answer.body.startswith(b'{"lastUpdated":"')
     values = metrics.values()
     assert values['kubeproxy_proxy_healthz_total{code="503"}'] == 1
     assert values['kubeproxy_proxy_healthz_total{code="200"}'] == 1
     assert values['kubeproxy_proxy_livez_total{code="200"}'] == 1
+
+
+def test_configz_has_the_configuration_under_its_group() -> None:
+    configuration = {"kind": "KubeProxyConfiguration", "conntrack": {"min": 131072}}
+    answer = ask(server(configuration=configuration), "/configz")
+    assert (answer.status, answer.content_type) == (200, "application/json")
+    assert json.loads(answer.body) == {"kubeproxy.config.k8s.io": configuration}
+
+
+def test_slis_count_the_checks_until_they_are_deleted() -> None:
+    routes = server(started=1000.5)
+    for target in ("/healthz", "/healthz?verbose", "/healthz?exclude=ping", "/healthz/ping"):
+        ask(routes, target)
+
+    def samples() -> dict[str, float]:
+        answer = ask(routes, "/metrics/slis")
+        assert answer.content_type == "text/plain; version=0.0.4; charset=utf-8"
+        families = text_string_to_metric_families(answer.body.decode())
+        return {
+            s.name + "".join(f" {k}={v}" for k, v in sorted(s.labels.items())): s.value
+            for f in families for s in f.samples
+        }  # fmt: skip
+
+    assert samples() == {
+        "kubernetes_healthcheck name=ping type=healthz": 1,
+        "kubernetes_healthchecks_total name=ping status=success type=healthz": 2,
+        "process_start_time_seconds": 1000.5,
+    }
+    assert ask(routes, "/metrics/slis", "DELETE").body == b"metrics reset\n"
+    assert samples() == {"process_start_time_seconds": 1000.5}
+
+
+def test_statusz_as_text() -> None:
+    answer = ask(server(version="1.2.3", started=0.0), "/statusz")
+    assert answer.content_type == "text/plain; charset=utf-8"
+    text = answer.body.decode()
+    assert text.startswith("kproxy statusz\nWarning: ")
+    assert "\nStarted: Thu Jan 01 00:00:00 UTC 1970\n" in text
+    assert "\nBinary version: 1.2.3\n" in text
+    assert re.search(r"\nUp: \d+ hr \d\d min \d\d sec\n", text)
+    assert "\nPaths: /configz /flagz /healthz /healthz/ping /metrics " in text
+
+
+def test_statusz_as_an_object() -> None:
+    answer = ask(server(version="1.2.3", started=0.0), "/statusz", accept=STATUSZ)
+    assert answer.content_type == "application/json"
+    document = json.loads(answer.body)
+    assert (document["kind"], document["apiVersion"]) == ("Statusz", "config.k8s.io/v1beta1")
+    assert document["startTime"] == "1970-01-01T00:00:00Z"
+    assert document["uptimeSeconds"] > 1_000_000_000
+    assert "/statusz" in document["paths"]
+
+
+def test_flagz() -> None:
+    routes = server(flags={"v": "2", "config": "/etc/config.conf"})
+    text = ask(routes, "/flagz").body.decode()
+    assert text.startswith("kproxy flags\nWarning: ")
+    assert text.endswith("\n\nconfig=/etc/config.conf\nv=2\n")
+    document = json.loads(ask(routes, "/flagz", accept=FLAGZ).body)
+    assert document["flags"] == {"v": "2", "config": "/etc/config.conf"}
+    assert document["kind"] == "Flagz"
+
+
+@pytest.mark.parametrize(
+    ("accept", "content_type"),
+    [
+        ("", "text/plain"), ("*/*", "text/plain"), ("text/plain", "text/plain"),
+        ("text/html, */*;q=0.8", "text/plain"),
+        (FLAGZ, "application/json"), (f"{FLAGZ},text/plain", "application/json"),
+        ("text/plain; charset=utf-8", "text/plain"),
+        ("application/json", None), (STATUSZ, None), ("image/png", None),
+        ("application/json;v=v9;g=config.k8s.io;as=Flagz", None),
+    ],
+)  # fmt: skip
+def test_pages_come_in_a_form_that_the_client_accepts(accept: str, content_type: str | None) -> None:
+    answer = ask(server(), "/flagz", accept=accept)
+    if content_type is None:
+        assert answer.status == 406
+    else:
+        assert (answer.status, answer.content_type.partition(";")[0]) == (200, content_type)
+
+
+def test_gates_close_the_pages() -> None:
+    routes = server(statusz=False, flagz=False)
+    assert ask(routes, "/statusz").status == ask(routes, "/flagz").status == 404
+
+
+@pytest.mark.parametrize("path", ["/debug/pprof", "/debug/pprof/", "/debug/flags", "/debug/flags/"])
+def test_profiling_opens_the_debug_pages(path: str) -> None:
+    assert ask(server(), path).status == 404
+    assert ask(server(debug=Debug(lambda _: None)), path).status in (200, 302)

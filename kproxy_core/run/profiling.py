@@ -1,0 +1,150 @@
+"""Where this process spends its processor time, in the format that ``go tool pprof`` and others read.
+
+The format is github.com/google/pprof's profile.proto, gzipped.
+"""
+
+import gzip
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from types import FrameType
+from typing import NamedTuple
+
+_PERIOD = 0.01
+"""Seconds between two looks."""
+
+_DEEPEST = 100
+
+
+class Place(NamedTuple):
+    """One level of a call stack."""
+
+    function: str
+    file: str
+    line: int
+
+
+class Stack(NamedTuple):
+    """What a thread was doing."""
+
+    thread: str
+    places: tuple[Place, ...]
+    """The innermost first."""
+
+
+class Profile(NamedTuple):
+    """What was seen."""
+
+    began_ns: int
+    """Wall clock."""
+    lasted_ns: int
+    looks: Counter[Stack]
+    """How often each stack was found to have run."""
+    cpu_ns: Counter[Stack]
+    """Processor time that went there."""
+
+
+def sample(seconds: float) -> Profile:
+    """Look at all other threads 100 times a second, for *seconds*.
+
+    A look is charged what the thread has used since the look before; threads that wait cost nothing.
+    """
+    began, end = time.time_ns(), time.monotonic() + seconds
+    started = time.monotonic_ns()
+    looks: Counter[Stack] = Counter()
+    cpu: Counter[Stack] = Counter()
+    used: dict[int, int] = {}
+    own = threading.get_ident()
+    while time.monotonic() < end:
+        frames = sys._current_frames()
+        for thread in threading.enumerate():
+            frame = frames.get(thread.ident or 0)
+            if frame is None or thread.ident == own or thread.native_id is None:
+                continue
+            now = _cpu_ns(thread.native_id)
+            before = used.get(thread.native_id, now)
+            used[thread.native_id] = now
+            if now > before:
+                stack = Stack(thread.name, tuple(_places(frame)))
+                looks[stack] += 1
+                cpu[stack] += now - before
+        del frames
+        time.sleep(_PERIOD)
+    return Profile(began, time.monotonic_ns() - started, looks, cpu)
+
+
+def encode(profile: Profile) -> bytes:
+    """*profile* as a gzipped message ``perftools.profiles.Profile``."""
+    strings: dict[str, int] = {"": 0}
+    functions: dict[tuple[str, str], int] = {}
+    locations: dict[Place, int] = {}
+
+    def text(of: str) -> int:
+        return strings.setdefault(of, len(strings))
+
+    def value_type(kind: str, unit: str) -> bytes:
+        return _number(1, text(kind)) + _number(2, text(unit))
+
+    def location(place: Place) -> int:
+        functions.setdefault((place.function, place.file), len(functions) + 1)
+        return locations.setdefault(place, len(locations) + 1)
+
+    body = [_bytes(1, value_type("samples", "count")), _bytes(1, value_type("cpu", "nanoseconds"))]
+    for stack, looks in profile.looks.items():
+        label = _number(1, text("thread")) + _number(2, text(stack.thread))
+        body.append(_bytes(2, b"".join((
+            *(_number(1, location(place)) for place in stack.places),
+            _number(2, looks), _number(2, profile.cpu_ns[stack]), _bytes(3, label),
+        ))))
+    for place, number in locations.items():
+        line = _number(1, functions[place.function, place.file]) + _number(2, place.line)
+        body.append(_bytes(4, _number(1, number) + _bytes(4, line)))
+    for (function, file), number in functions.items():
+        named = _number(2, text(function)) + _number(3, text(function)) + _number(4, text(file))
+        body.append(_bytes(5, _number(1, number) + named))
+    body.append(_number(9, profile.began_ns) + _number(10, profile.lasted_ns))
+    body.append(_bytes(11, value_type("cpu", "nanoseconds")) + _number(12, round(_PERIOD * 1e9)))
+    body += [_bytes(6, string.encode()) for string in strings]
+    return gzip.compress(b"".join(body))
+
+
+def folded(profile: Profile) -> Iterator[str]:
+    """A line for each stack, outermost first, and its microseconds: what flame graphs are drawn from."""
+    for stack, nanoseconds in profile.cpu_ns.most_common():
+        places = (f"{place.function} ({place.file}:{place.line})" for place in reversed(stack.places))
+        yield ";".join((stack.thread, *places)) + f" {nanoseconds // 1000}"
+
+
+def _places(frame: FrameType | None) -> Iterator[Place]:
+    for _ in range(_DEEPEST):
+        if frame is None:
+            return
+        code = frame.f_code
+        yield Place(code.co_qualname, code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+
+
+def _cpu_ns(native_id: int) -> int:
+    """Processor time that a thread of this process has used; 0 if it has ended."""
+    try:
+        with open(f"/proc/self/task/{native_id}/schedstat", "rb") as file:
+            return int(file.read().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _varint(value: int) -> Iterable[int]:
+    while value > 0x7F:
+        yield value & 0x7F | 0x80
+        value >>= 7
+    yield value
+
+
+def _number(field: int, value: int) -> bytes:
+    return bytes((*_varint(field << 3), *_varint(value)))
+
+
+def _bytes(field: int, value: bytes) -> bytes:
+    return bytes((*_varint(field << 3 | 2), *_varint(len(value)))) + value
