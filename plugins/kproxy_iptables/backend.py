@@ -58,13 +58,8 @@ class IptablesBackend:
 
         What happened between the last sync and now counts as damage.
         """
-        try:
-            self._watcher = Watcher(
-                self._kernels.values(), self._processes, damaged, self._settings.canary_period
-            )
-        except OSError as error:
-            log.warning("rule changes by others cannot be watched", extra={"fields": {"error": str(error)}})
-            return False
+        period = self._settings.canary_period
+        self._watcher = Watcher(self._kernels.values(), self._processes, damaged, period)
         if generation() != self._generation:
             for family in self._tables:
                 damaged(family, "rules changed while the watch began")

@@ -12,7 +12,6 @@ from kproxy_iptables.batch import Section
 from kproxy_iptables.kernel import PROGRAM, Processes, Tables, find_variants
 from kproxy_iptables.names import FILTER, MANGLE, NAT
 from kproxy_iptables.skeleton import JUMPS, ChainKey
-from kproxy_iptables.table import CHAINS_PER_CALL
 
 _SHARED_WITH_IPVS = {
     (NAT, names.SERVICES), (NAT, names.POSTROUTING), (NAT, names.MARK_MASQ),
@@ -39,16 +38,20 @@ def cleanup(*, dry_run: bool) -> Leftovers:
     for variant in find_variants(processes):
         for family in Family:
             tables = Tables(family, variant, processes)
+            program = variant.program(PROGRAM[family])
             try:
                 removal = what_to_remove(tables.observe())
+            except SyncFailed as error:
+                if not tables.missing():
+                    errors.append(f"{program}: {error}")
+                continue
+            try:
                 if not dry_run:
-                    limit = CHAINS_PER_CALL if variant.nft else 1_000_000_000
-                    for text in inputs(removal, limit):
+                    for text in inputs(removal, tables.chains_per_call):
                         tables.restore(text)
             except SyncFailed as error:
-                errors.append(f"{variant.program(PROGRAM[family])}: {error}")
+                errors.append(f"{program}: {error}")
                 continue
-            program = variant.program(PROGRAM[family])
             removed += [f"{program}: {line}" for line in described(removal)]
             errors += [f"{program}: {reason}" for reason in removal.kept]
     return Leftovers("iptables", tuple(removed), tuple(errors))

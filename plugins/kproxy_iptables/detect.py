@@ -18,8 +18,9 @@ def detect(settings: BackendSettings) -> Detection:
     found = [Requirement("iptables", True, str(variant))]
     for family in settings.families:
         what = f"nat table for {family.label}"
-        problem = Tables(family, variant, processes).problem()
-        if "Permission denied" in problem:
+        tables = Tables(family, variant, processes)
+        problem = tables.problem()
+        if problem and not tables.missing():
             found.append(Requirement(what, False, problem, "run as root or with CAP_NET_ADMIN"))
         elif problem:
             found.append(Requirement(what, False, problem, "needs a kernel with netfilter NAT for it"))

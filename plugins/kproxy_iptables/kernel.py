@@ -24,6 +24,8 @@ log = logging.getLogger("kproxy.iptables")
 PROGRAM = {Family.IPV4: "iptables", Family.IPV6: "ip6tables"}
 LOCK_PATIENCE = 5
 """Seconds that a program waits for the xtables lock."""
+CHAINS_PER_CALL = 750
+"""How many chains iptables-nft-restore takes best at once; README.md says what was measured."""
 LONGEST_RUN = 300
 """Seconds after which a program that hangs is ended."""
 
@@ -31,6 +33,7 @@ _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 _VERSION = re.compile(r"v(\d+(?:\.\d+)+)(.*)")
 _FAILED_LINE = re.compile(r"line:? (\d+)")
 _RESOURCE_PROBLEM = 4
+_NOT_ALLOWED = "Permission denied"
 
 
 class Busy(SyncFailed):
@@ -112,6 +115,9 @@ class Tables:
         self._program = variant.program(PROGRAM[family])
         self._save = variant.program(PROGRAM[family], "save")
         self._restore = variant.program(PROGRAM[family], "restore")
+        # The legacy interface replaces a whole table in each call: the fewer, the better.
+        self.chains_per_call = CHAINS_PER_CALL if variant.nft else 1_000_000_000
+        """How many chains are best given to `restore` at once."""
 
     def observe(self) -> Observed:
         """Read what is there. Raises SyncFailed."""
@@ -146,6 +152,11 @@ class Tables:
             raise SyncFailed(f"{self._program}: {' '.join(done.stderr.split())}")
         held = [line.removeprefix(f"-A {chain} ") for line in done.stdout.splitlines()]
         return all(holds(held, jump.spec) for jump in JUMPS if (jump.table, jump.chain) == (table, chain))
+
+    def missing(self) -> bool:
+        """Whether this kernel lacks the interface or the family; then there can be no rules either."""
+        problem = self.problem()
+        return bool(problem) and _NOT_ALLOWED not in problem
 
     def problem(self) -> str:
         """Why the nat table of this family can't be used; "" if it can."""

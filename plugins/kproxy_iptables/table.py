@@ -23,9 +23,6 @@ log = logging.getLogger("kproxy.iptables")
 _MOST_REFUSED = 20
 """Service ports that one full sync goes without before it fails as a whole."""
 
-CHAINS_PER_CALL = 750
-"""How many chains iptables-nft-restore takes best at once; README.md says what was measured."""
-
 
 class FamilyTables:
     """The tables filter, nat and mangle of one family, as far as they are ours."""
@@ -33,8 +30,6 @@ class FamilyTables:
     def __init__(self, tables: Tables, *, localhost_node_ports: bool) -> None:
         self._tables = tables
         self._localhost_node_ports = localhost_node_ports
-        # The legacy interface replaces a whole table in each call: the fewer, the better.
-        self._chains_per_call = CHAINS_PER_CALL if tables.variant.nft else 1_000_000_000
         self._applied = Applied()
         self._node: NodeView | None = None
         """The node that the rules were last made for; None: only a resync will do."""
@@ -59,15 +54,15 @@ class FamilyTables:
         style = _style(node, facts, self._applied.endpoints_after(changed))
         difference = self._applied.difference(changed, style)
         references, stale = difference.references, list[str]()
-        if len(references.stale) > self._chains_per_call:
+        if len(references.stale) > self._tables.chains_per_call:
             references.stale, stale = stale, references.stale
         try:
             self._send(
                 batch.calls(
-                    difference.chains, lambda: references, chains_per_call=self._chains_per_call
+                    difference.chains, lambda: references, chains_per_call=self._tables.chains_per_call
                 )
             )
-            self._send(batch.deletions(stale, self._chains_per_call))
+            self._send(batch.deletions(stale, self._tables.chains_per_call))
         except Busy:
             raise
         except SyncFailed as error:
@@ -111,7 +106,7 @@ class FamilyTables:
                 comparison.chains(),
                 comparison.references,
                 mark_masq=comparison.mark_masq(),
-                chains_per_call=self._chains_per_call,
+                chains_per_call=self._tables.chains_per_call,
             )
         )
         self._delete(comparison.stale)
@@ -123,7 +118,7 @@ class FamilyTables:
     def _delete(self, stale: list[str]) -> None:
         """Delete chains that nothing of ours leads to. If somebody else's rule does, they stay."""
         try:
-            self._send(batch.deletions(stale, self._chains_per_call))
+            self._send(batch.deletions(stale, self._tables.chains_per_call))
         except SyncFailed as error:
             log.warning("stale chains were not deleted", extra={"fields": {"error": str(error)}})
 

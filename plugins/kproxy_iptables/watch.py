@@ -57,7 +57,7 @@ class Watcher:
     def __init__(
         self, tables: Collection[Tables], processes: Processes, damaged: Damage, canary_period: float
     ) -> None:
-        """Begin watching. Raises OSError if the kernel does not let us listen."""
+        """Begin watching."""
         self._tables = {each.family: each for each in tables}
         self._processes = processes
         self._damaged = damaged
@@ -67,12 +67,16 @@ class Watcher:
         self._events: socket.socket | None = None
         self._threads = [threading.Thread(target=self._watch_canaries, name="iptables-canary", daemon=True)]
         if any(each.variant.nft for each in tables):
-            self._events = _listen()
-            self._threads.append(
-                threading.Thread(
-                    target=self._watch_commits, args=[self._events], name="iptables-watch", daemon=True
+            try:
+                self._events = _listen()
+            except OSError as error:
+                log.warning("commits to nf_tables can't be watched", extra={"fields": {"error": str(error)}})
+            else:
+                self._threads.append(
+                    threading.Thread(
+                        target=self._watch_commits, args=[self._events], name="iptables-watch", daemon=True
+                    )
                 )
-            )
         for thread in self._threads:
             thread.start()
 
@@ -159,7 +163,14 @@ def _listen() -> socket.socket:
 
 
 def generation() -> int:
-    """The number of the last commit to nf_tables. Raises OSError."""
+    """The number of the last commit to nf_tables; 0 if the kernel does not tell."""
+    try:
+        return _ask_generation()
+    except OSError:
+        return 0
+
+
+def _ask_generation() -> int:
     request = netlink.message(_NFTABLES | _GETGEN, 0, struct.pack(">BBH", 0, 0, 0))
     with netlink.open_socket(netlink.NETLINK_NETFILTER) as connection:
         connection.send(request)

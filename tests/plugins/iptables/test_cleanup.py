@@ -1,6 +1,7 @@
 """A clean-up takes away what is ours and nothing else."""
 
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -106,6 +107,30 @@ def test_where_nothing_is_nothing_is_removed(netns: None) -> None:
     left = cleanup(dry_run=False)
     assert (left.removed, left.errors) == ((), ())
     assert run(NFT, "save") == ""
+
+
+@pytest.mark.parametrize(
+    ("complaint", "errors"),
+    [
+        ("can't initialize table: Table does not exist (do you need to insmod?)", 0),
+        ("Could not fetch rule set generation id: Permission denied (you must be root)", 2),
+    ],
+)
+def test_what_a_kernel_lacks_holds_no_rules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, complaint: str, errors: int
+) -> None:
+    for name in ("iptables", "ip6tables"):
+        for action in ("", "-save", "-restore"):
+            program = tmp_path / f"{name}{action}"
+            program.write_text(
+                "#!/bin/sh\n"
+                f"test \"$1\" = --version && echo '{name} v1.8.9 (nf_tables)' && exit\n"
+                f'echo "{complaint}" >&2; exit 3\n'
+            )
+            program.chmod(0o755)
+    monkeypatch.setattr("kproxy_iptables.kernel._PATH", str(tmp_path))
+    left = cleanup(dry_run=False)
+    assert (left.removed, len(left.errors)) == ((), errors)
 
 
 @pytest.mark.parametrize("interface", INTERFACES)
