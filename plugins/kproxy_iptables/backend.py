@@ -5,6 +5,7 @@ import logging
 from kproxy_core.backend.api import BackendSettings, Damage, Measurement, Scope, SyncReport, Update
 from kproxy_core.backend.errors import Unsupported
 from kproxy_core.backend.hookspecs import hookimpl
+from kproxy_core.model.address import Family
 from kproxy_iptables.counts import measurements
 from kproxy_iptables.kernel import Processes, Tables, find_variant
 from kproxy_iptables.settings import read_settings
@@ -19,25 +20,19 @@ class IptablesBackend:
     """Programs kube-proxy's chains and rules; see `kproxy_core.backend.hookspecs` for the contract."""
 
     def __init__(self, settings: BackendSettings) -> None:
-        """Choose between nf_tables and legacy. Raises Unsupported without a working iptables."""
-        self._processes = Processes()
-        variant = find_variant(self._processes)
+        self._families = settings.families
         self._settings = read_settings(settings)
-        self._kernels = {family: Tables(family, variant, self._processes) for family in settings.families}
-        for kernel in self._kernels.values():
-            if problem := kernel.problem():
-                raise Unsupported(f"{variant} has no nat table for {kernel.family.label}: {problem}")
-        self._tables = {
-            family: FamilyTables(kernel, localhost_node_ports=self._settings.localhost_node_ports)
-            for family, kernel in self._kernels.items()
-        }
+        self._processes = Processes()
+        self._tables: dict[Family, FamilyTables] = {}
+        """Empty until the first sync, which chooses between nf_tables and legacy."""
         self._watcher: Watcher | None = None
         self._generation = 0
-        log.info("rules are written by %s", variant)
 
     @hookimpl
     def kproxy_sync(self, update: Update) -> SyncReport:
-        """Bring one family's tables to *update*."""
+        """Bring one family's tables to *update*. Raises Unsupported without a working iptables."""
+        if not self._tables:
+            self._tables = self._choose()
         tables = self._tables[update.family]
         if update.scope is Scope.RESYNC or tables.must_resync(update.node):
             report = tables.resync(update.node, update.plans)
@@ -58,8 +53,8 @@ class IptablesBackend:
 
         What happened between the last sync and now counts as damage.
         """
-        period = self._settings.canary_period
-        self._watcher = Watcher(self._kernels.values(), self._processes, damaged, period)
+        kernels = [tables.kernel for tables in self._tables.values()]
+        self._watcher = Watcher(kernels, self._processes, damaged, self._settings.canary_period)
         if generation() != self._generation:
             for family in self._tables:
                 damaged(family, "rules changed while the watch began")
@@ -75,3 +70,13 @@ class IptablesBackend:
         """End the watch; the rules stay."""
         if self._watcher is not None:
             self._watcher.close()
+
+    def _choose(self) -> dict[Family, FamilyTables]:
+        variant = find_variant(self._processes)
+        kernels = [Tables(family, variant, self._processes) for family in self._families]
+        for kernel in kernels:
+            if problem := kernel.problem():
+                raise Unsupported(f"{variant} has no nat table for {kernel.family.label}: {problem}")
+        log.info("rules are written by %s", variant)
+        localhost = self._settings.localhost_node_ports
+        return {k.family: FamilyTables(k, localhost_node_ports=localhost) for k in kernels}

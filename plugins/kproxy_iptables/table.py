@@ -11,10 +11,10 @@ from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_iptables import batch, kernel, names
+from kproxy_iptables import batch, names
 from kproxy_iptables.applied import Applied, Comparison, Plans, count_endpoints, owner_of
 from kproxy_iptables.counts import Counts
-from kproxy_iptables.kernel import Busy, Refused, Tables
+from kproxy_iptables.kernel import Busy, Refused, Tables, enable_route_localnet, read_facts
 from kproxy_iptables.render import LARGE_CLUSTER, Style, make_style
 from kproxy_iptables.skeleton import ChainKey, Facts, constant_rules
 
@@ -27,8 +27,8 @@ _MOST_REFUSED = 20
 class FamilyTables:
     """The tables filter, nat and mangle of one family, as far as they are ours."""
 
-    def __init__(self, tables: Tables, *, localhost_node_ports: bool) -> None:
-        self._tables = tables
+    def __init__(self, kernel: Tables, *, localhost_node_ports: bool) -> None:
+        self.kernel = kernel
         self._localhost_node_ports = localhost_node_ports
         self._applied = Applied()
         self._node: NodeView | None = None
@@ -38,7 +38,7 @@ class FamilyTables:
         """Rules that are there without any Service, by table."""
         self._written: Counter[str] = Counter()
         """Rules written by the sync that is under way, by table."""
-        self.counts = Counts(tables.family)
+        self.counts = Counts(kernel.family)
 
     def must_resync(self, node: NodeView) -> bool:
         """Whether more than the rules of changed Services has to be looked at."""
@@ -54,15 +54,15 @@ class FamilyTables:
         style = _style(node, facts, self._applied.endpoints_after(changed))
         difference = self._applied.difference(changed, style)
         references, stale = difference.references, list[str]()
-        if len(references.stale) > self._tables.chains_per_call:
+        if len(references.stale) > self.kernel.chains_per_call:
             references.stale, stale = stale, references.stale
         try:
             self._send(
                 batch.calls(
-                    difference.chains, lambda: references, chains_per_call=self._tables.chains_per_call
+                    difference.chains, lambda: references, chains_per_call=self.kernel.chains_per_call
                 )
             )
-            self._send(batch.deletions(stale, self._tables.chains_per_call))
+            self._send(batch.deletions(stale, self.kernel.chains_per_call))
         except Busy:
             raise
         except SyncFailed as error:
@@ -83,7 +83,7 @@ class FamilyTables:
         self._written = Counter[str]()
         facts = self._facts_for(node)
         if facts.localhost_node_ports:
-            kernel.enable_route_localnet()
+            enable_route_localnet()
         for _ in range(_MOST_REFUSED):
             try:
                 return self._compare_and_send(node, plans, facts)
@@ -100,13 +100,13 @@ class FamilyTables:
 
     def _compare_and_send(self, node: NodeView, plans: Plans, facts: Facts) -> SyncReport:
         style = _style(node, facts, count_endpoints(plans))
-        comparison = Comparison(self._tables.observe(), plans, node, style, facts)
+        comparison = Comparison(self.kernel.observe(), plans, node, style, facts)
         self._send(
             batch.calls(
                 comparison.chains(),
                 comparison.references,
                 mark_masq=comparison.mark_masq(),
-                chains_per_call=self._tables.chains_per_call,
+                chains_per_call=self.kernel.chains_per_call,
             )
         )
         self._delete(comparison.stale)
@@ -118,7 +118,7 @@ class FamilyTables:
     def _delete(self, stale: list[str]) -> None:
         """Delete chains that nothing of ours leads to. If somebody else's rule does, they stay."""
         try:
-            self._send(batch.deletions(stale, self._tables.chains_per_call))
+            self._send(batch.deletions(stale, self.kernel.chains_per_call))
         except SyncFailed as error:
             log.warning("stale chains were not deleted", extra={"fields": {"error": str(error)}})
 
@@ -126,7 +126,7 @@ class FamilyTables:
         """Raises Busy if nothing has changed, else what `Tables.restore` raises."""
         for sent, text in enumerate(inputs):
             try:
-                self._tables.restore(text)
+                self.kernel.restore(text)
             except Busy as busy:
                 self.counts.busy += 1
                 if sent:
@@ -146,7 +146,7 @@ class FamilyTables:
     def _facts_for(self, node: NodeView) -> Facts:
         """What this kernel can do; asked once, as far as it is not the node's own doing."""
         if self._facts is None:
-            self._facts = kernel.read_facts()
+            self._facts = read_facts()
         localhost = (
             self._localhost_node_ports and node.family is Family.IPV4 and node.node_ports_on_loopback
         )
