@@ -13,10 +13,12 @@ from kproxy_core import __version__
 from kproxy_core.backend.api import BackendSettings, Description
 from kproxy_core.backend.registry import Registry
 from kproxy_core.config import BindAddress, Config, DetectLocalMode, parse_node_port_addresses
+from kproxy_core.configfile import ClientConnection
 from kproxy_core.host.addresses import default_source_address, watch_addresses
 from kproxy_core.model.address import Cidr, Family
 from kproxy_core.model.node import LocalSource
 from kproxy_core.run import logs
+from kproxy_core.run.client_metrics import ClientMetrics
 from kproxy_core.run.debug import Debug
 from kproxy_core.run.family_sync import Shared
 from kproxy_core.run.flows import FlowCleaner
@@ -73,17 +75,31 @@ def node_settings(config: Config, description: Description) -> NodeSettings:
     )
 
 
-def make_source(config: Config, node_name: str) -> Source:
-    """Where Services come from. Raises StartFailed if that can't be."""
+def make_source(config: Config, node_name: str, counted: ClientMetrics) -> Source:
+    """Where Services come from; requests to an API server are *counted*.
+
+    Raises StartFailed if that can't be.
+    """
     if config.manifests:
         from kproxy_core.sources.directory import DirectorySource
 
         return DirectorySource(Path(config.manifests), node_name)
     from kproxy_core.sources.access import AccessError
+    from kproxy_core.sources.api_requests import ApiRequest
+    from kproxy_core.sources.http import CONTENT_TYPE
     from kproxy_core.sources.kubernetes import KubernetesSource
 
+    def observe(request: ApiRequest) -> None:
+        counted.requested("GET", request.host, request.code, waited=request.waited,
+                          seconds=request.seconds, received=request.received)
+
+    client, usual = config.client, ClientConnection()
+    for wanted in {client.content_type, client.accept_content_types} - {CONTENT_TYPE, usual.content_type, ""}:
+        log.info("the API server is asked for JSON, whatever clientConnection says",
+                 extra={"fields": {"configured": wanted}})
     try:
-        return KubernetesSource(config.master, config.client.kubeconfig, node_name)
+        return KubernetesSource(config.master, client.kubeconfig, node_name,
+                                qps=client.qps, burst=client.burst, observe=observe)
     except AccessError as error:
         raise StartFailed(str(error)) from error
 
@@ -125,7 +141,7 @@ def run(config: Config, registry: Registry) -> None:
     metrics.also(hook.kproxy_measure)
     health = ProxyHealth(families, timeout=2 * config.sync_period, node_required=not config.manifests)
     health.hold("what other modes left has not been removed yet")
-    source = make_source(config, settings.name)
+    source = make_source(config, settings.name, metrics.client)
     server = HttpServer()
 
     def all_synced() -> None:

@@ -10,6 +10,7 @@ from kproxy_core.cli.process import StartFailed, backend_settings, make_source, 
 from kproxy_core.config import Config
 from kproxy_core.host.addresses import node_addresses
 from kproxy_core.model.address import Family
+from kproxy_core.run.client_metrics import ClientMetrics
 from kproxy_core.run.family import FamilyPlans
 from kproxy_core.run.node_facts import NodeFacts
 from kproxy_core.sources.events import BadObject, Event
@@ -43,7 +44,7 @@ def render_manifests(config: Config, registry: Registry, families: tuple[Family,
 
 def _read(config: Config, node_name: str, families: tuple[Family, ...]) -> Store:
     """Everything in the manifests as of now."""
-    source = make_source(config, node_name)
+    source = make_source(config, node_name, ClientMetrics())
     store = make_store(config, families, source)
     delivered: SimpleQueue[list[Event]] = SimpleQueue()
     try:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT = 10.0
 """Seconds of silence that are too much while connecting."""
 
+CONTENT_TYPE = "application/json"
+"""What is asked for."""
+
 _USER_AGENT = f"kproxy/{kproxy_core.__version__}"
 
 _PIECE = 128 << 10
@@ -196,7 +199,7 @@ class Connection:
         return (f"GET {origin}{access.base_path}{target} HTTP/1.1\r\n"
                 f"Host: {access.authority}\r\n"
                 f"User-Agent: {_USER_AGENT}\r\n"
-                "Accept: application/json\r\n"
+                f"Accept: {CONTENT_TYPE}\r\n"
                 + ("Accept-Encoding: gzip\r\n" if compressed and access.compression else "")
                 + (f"Authorization: {authorization}\r\n" if authorization else "")
                 + (f"Proxy-Authorization: {proxy.authorization}\r\n" if proxy and proxy.authorization else "")

@@ -221,7 +221,8 @@ def test_a_kubeconfig_of_no_use_is_refused_with_the_file(tmp_path: Path, content
     ({}, {"exec": {"command": "false", "apiVersion": "x"}}, "exec: process returned 1"),
     ({}, {"exec": {"command": "/nowhere/plugin", "apiVersion": "x"}}, "exec: .*'/nowhere/plugin'"),
     ({}, {"exec": {"command": "echo", "apiVersion": "x",
-                   "args": ['{"apiVersion": "x", "kind": "", "status": {}}']}}, "neither a token nor a certificate"),
+                   "args": ['{"apiVersion": "x", "kind": "", "status": {}}']}},
+     "neither a token nor a certificate"),
     ({}, {"token": "two\nlines"}, "token"),
     ({"server": "ftp://x"}, {}, "not an http or https URL"),
 ])
