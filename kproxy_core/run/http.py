@@ -75,13 +75,13 @@ class Listener:
         return sockets
 
     def _report(self, error: OSError) -> None:
+        if self._problem == str(error):
+            return
+        self._problem = str(error)
+        where = ",".join(format_socket(*binding) for binding in self._bindings)
+        log.error("can't listen", extra={"fields": {"for": self.name, "on": where, "error": error}})
         if self._failed is not None:
             self._failed(error)
-        elif self._problem != str(error):
-            where = ",".join(format_socket(*binding) for binding in self._bindings)
-            log.error("can't listen, trying again",
-                      extra={"fields": {"for": self.name, "on": where, "error": error}})
-        self._problem = str(error)
 
 
 class _Connection:
@@ -143,7 +143,7 @@ class HttpServer:
         """Serve *handler* on all *bindings*, or on none of them: then it is tried again later.
 
         *both_families*: an unspecified address of either family listens on both (as Go's "tcp").
-        *failed* is called on the server's thread for each failure; by default it is logged.
+        *failed* is called on the server's thread for each new problem, which is logged as well.
         *name* is for the log. Returns at once.
         """
         listener = Listener(self, name, bindings, handler, both_families, failed)

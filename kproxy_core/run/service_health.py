@@ -7,11 +7,13 @@ import json
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from kproxy_core.model.address import Address
+from kproxy_core.model.address import Address, Family, parse_address
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServiceName
 from kproxy_core.run.http import HttpServer, Listener
 from kproxy_core.run.http_messages import Answer
+
+_LOOPBACK = {Family.IPV4: parse_address("127.0.0.1"), Family.IPV6: parse_address("::1")}
 
 
 class LocalEndpoints(NamedTuple):
@@ -25,10 +27,17 @@ class LocalEndpoints(NamedTuple):
 class ServiceHealth:
     """The health check node ports of one family. Called from one thread; the server's thread reads."""
 
-    def __init__(self, server: HttpServer, healthy: Callable[[], bool]) -> None:
-        """*healthy*: the proxy's own health (`ProxyHealth.healthy`)."""
+    def __init__(
+        self, server: HttpServer, healthy: Callable[[], bool],
+        failed: Callable[[ServiceName, str], None] = lambda service, problem: None,
+    ) -> None:
+        """*healthy*: the proxy's own health (`ProxyHealth.healthy`).
+
+        *failed* is told when a Service's port can't be opened, on the server's thread; it is tried again.
+        """
         self._server = server
         self._healthy = healthy
+        self._failed = failed
         self._addresses: tuple[Address, ...] = ()
         self._services: dict[ServiceName, LocalEndpoints] = {}
         self._listeners: dict[ServiceName, Listener] = {}
@@ -37,6 +46,8 @@ class ServiceHealth:
         """Listen where *node* (of this family) serves node ports. Cheap when that has not changed."""
         anywhere = (Address(bytes(node.family.size)),)
         addresses = anywhere if node.node_ports_anywhere else node.node_port_addresses
+        if node.node_ports_on_loopback and not node.node_ports_anywhere:
+            addresses = (*addresses, _LOOPBACK[node.family])
         if addresses == self._addresses:
             return
         self._addresses = addresses
@@ -68,6 +79,7 @@ class ServiceHealth:
             f"health check node port of {service}",
             [(address, port) for address in self._addresses],
             lambda _: self._answer(service),
+            failed=lambda error: self._failed(service, f"port {port} can't be opened: {error}"),
         )
 
     def _close(self, service: ServiceName) -> None:

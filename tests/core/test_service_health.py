@@ -2,6 +2,7 @@
 
 import json
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -26,7 +27,9 @@ class Proxy:
         self.server = server
         self.family = family
         self.healthy = True
-        self.ports = ServiceHealth(server, lambda: self.healthy)
+        self.failures: list[tuple[ServiceName, str]] = []
+        self.ports = ServiceHealth(
+            server, lambda: self.healthy, lambda service, problem: self.failures.append((service, problem)))
         self.place(addresses)
 
     def place(self, addresses: tuple[str, ...] | None) -> None:
@@ -128,6 +131,44 @@ def test_only_the_addresses_of_node_ports_are_served(server: HttpServer) -> None
     assert is_refused(port, "::1")
 
 
+def test_loopback_is_served_too_where_it_was_asked_for(server: HttpServer) -> None:
+    proxy, port = Proxy(server), free_port()
+    node = NodeView(family=V4, name="node", node_port_addresses=(parse_address("127.0.0.2"),),
+                    node_ports_on_loopback=True)
+    proxy.ports.place(node)
+    proxy.apply({WEB: (port, 1)})
+    assert get(port).status == get(port, host="127.0.0.2").status == 200
+    assert is_refused(port, "127.0.0.3")
+
+
+def test_hundreds_of_ports_take_no_thread_each(server: HttpServer) -> None:
+    proxies = [Proxy(server, family) for family in (V4, V6)]
+    ports = {ServiceName("shop", f"web-{number}"): free_port() for number in range(300)}
+    ports = {service: port for port, service in {port: service for service, port in ports.items()}.items()}
+    threads = threading.active_count()
+    for proxy in proxies:
+        proxy.apply({service: (port, number) for number, (service, port) in enumerate(ports.items())})
+    for number, (service, port) in enumerate(ports.items()):
+        for host in ("127.0.0.1", "::1"):
+            reply = get(port, host=host)
+            assert json.loads(reply.body)["service"]["name"] == service.name
+            assert reply.headers["X-Load-Balancing-Endpoint-Weight"] == str(number)
+    assert threading.active_count() == threads
+    for proxy in proxies:
+        proxy.apply(dict.fromkeys(ports))
+    assert all(is_refused(port) for port in ports.values())
+
+
+def test_every_method_is_answered_and_only_in_full(server: HttpServer) -> None:
+    proxy, port = Proxy(server), free_port()
+    proxy.apply({WEB: (port, 1)})
+    for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS"):
+        assert json.loads(get(port, method=method).body)["localEndpoints"] == 1
+    head = get(port, method="HEAD")
+    assert (head.status, head.body) == (200, b"")
+    assert int(head.headers["Content-Length"]) > 0
+
+
 def test_no_address_means_no_port(server: HttpServer) -> None:
     proxy, port = Proxy(server, addresses=()), free_port()
     proxy.apply({WEB: (port, 1)})
@@ -161,6 +202,9 @@ def test_a_taken_port_is_reported_harms_no_other_and_is_had_when_free(
         port = taken.getsockname()[1]
         proxy.apply({WEB: (port, 1), DNS: (other, 1)})
         assert get(other).status == 200
+        ((service, problem),) = proxy.failures
+        assert service == WEB
+        assert problem.startswith(f"port {port} can't be opened: ")
         (record,) = caplog.records
         assert record.fields["for"] == "health check node port of default/web"  # type: ignore[attr-defined]
         assert record.fields["on"] == f"0.0.0.0:{port}"  # type: ignore[attr-defined]
