@@ -10,7 +10,7 @@ from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_nftables import names, skeleton
-from kproxy_nftables.applied import Applied, Contents, Difference, compare_all, recover
+from kproxy_nftables.applied import Applied, Contents, Difference, compare_all, recover_all
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.names import Template
 from kproxy_nftables.owned_chains import (
@@ -82,7 +82,7 @@ class FamilyTable:
             container: dict(self._kernel.elements(self._family, container))
             for container in names.ELEMENT_CONTAINERS
         }
-        applied = Applied({key: recover(plan, actual) for key, plan in plans.items()})
+        applied = Applied(recover_all(plans, actual))
         deletes, adds = compare_all(actual, applied.elements(), node_elements(node))
         del actual
         pinned: dict[str, frozenset[bytes]] = {}
