@@ -2,23 +2,23 @@
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Literal, NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import msgspec
 
-from kproxy_core.configcheck import FEATURE_GATES, problems_of
+from kproxy_core.configcheck import gates_in_effect, notices_about, problems_of
 from kproxy_core.configfile import (
     ClientConnection,
     ConfigError,
     Conntrack,
     FileConfig,
     KubeProxyConfiguration,
-    ModeSection,
     Problem,
     load,
-    unknown_field,
 )
+from kproxy_core.configflags import Flags
+from kproxy_core.configmerge import merge
 from kproxy_core.model.address import (
     Address,
     Cidr,
@@ -69,7 +69,8 @@ class Config:
     master: str
     bind_address: Address
     """Overrides the detected node address unless unspecified; nothing listens on it."""
-    healthz_bind_address: BindAddress
+    healthz_bind_address: BindAddress | None
+    """None: no health server."""
     metrics_bind_address: BindAddress
     bind_address_hard_fail: bool
     enable_profiling: bool
@@ -92,89 +93,42 @@ class Config:
     verbosity: int
     logging_format: Literal["text", "json"]
     backend_options: Mapping[str, object]
-    """The mode's own section of the file, names as in the file; durations are floats in seconds."""
+    """What the file has for the mode alone, names as in the file; durations are floats in seconds."""
+    reported_version: str = ""
+    """What to say instead of our own version; "": nothing else."""
+    document: KubeProxyConfiguration = field(default=KubeProxyConfiguration(), compare=False)
+    """What flags and file say together, as a file would."""
     notices: tuple[str, ...] = ()
     """What an operator should be told although nothing is wrong enough to stop."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flags:
-    """The command line, each flag under its own name; None: not given."""
-
-    mode: str | None = None
-    manifests: str | None = None
-    master: str | None = None
-    kubeconfig: str | None = None
-    hostname_override: str | None = None
-    v: int | None = None
-    logging_format: str | None = None
-    bind_address: str | None = None
-    healthz_bind_address: str | None = None
-    metrics_bind_address: str | None = None
-    detect_local_mode: str | None = None
-    cluster_cidr: str | None = None
-    pod_bridge_interface: str | None = None
-    pod_interface_name_prefix: str | None = None
-    nodeport_addresses: str | None = None
-    """Separated by commas."""
-    masquerade_all: bool | None = None
-
-
-_FIELDS: dict[str, tuple[str, ...]] = {
-    "mode": ("mode",),
-    "kubeconfig": ("clientConnection.kubeconfig",),
-    "hostname_override": ("hostnameOverride",),
-    "v": ("logging.verbosity",),
-    "logging_format": ("logging.format",),
-    "bind_address": ("bindAddress",),
-    "healthz_bind_address": ("healthzBindAddress",),
-    "metrics_bind_address": ("metricsBindAddress",),
-    "detect_local_mode": ("detectLocalMode",),
-    "cluster_cidr": ("clusterCIDR",),
-    "pod_bridge_interface": ("detectLocal.bridgeInterface",),
-    "pod_interface_name_prefix": ("detectLocal.interfaceNamePrefix",),
-    "nodeport_addresses": ("nodePortAddresses",),
-    "masquerade_all": ("iptables.masqueradeAll", "nftables.masqueradeAll"),
-}
-"""The fields of the file that each flag stands for."""
-
-_BESIDE_A_FILE = ("mode", "manifests", "master", "hostname_override", "v", "logging_format")
-
 def resolve(flags: Flags, file: FileConfig | None) -> Config:
     """The configuration in effect.
 
-    A file replaces the flags, as in kube-proxy, except ``--mode``, ``--manifests``, ``--master``,
-    ``--hostname-override``, ``--v`` and ``--logging-format``; others that were given get a notice.
+    A file replaces the flags, as in kube-proxy, except those that count beside it (see
+    `kproxy_core.configflags`); others that were given get a notice. Unlike there, ``--mode`` wins.
     Without a mode in either, the settings are those for no mode in particular: once one is
-    chosen, resolve again with `Flags.mode` set to it.
+    chosen, resolve again with ``--mode`` set to it.
 
     Raises ConfigError with every problem found.
     """
-    document, origins, notices = _merged(flags, file)
+    merged = merge(flags, file)
+    document = merged.document
     parse = _Parser(document)
-    section_name, section = document.section_of(document.mode)
-    unknown = file.unknown if file else {}
-    options = _options(section) if section_name == document.mode else unknown.get(document.mode)
-    backend_options = options if isinstance(options, Mapping) else {}
-    for name in unknown:
-        if not backend_options or name != document.mode:
-            notices.append(unknown_field("", name))
-    gates = document.feature_gates
-    for gate in sorted(gates.keys() - FEATURE_GATES.keys()):
-        notices.append(f"featureGates.{gate}: there is no such gate here, it has no effect")
+    _, section = document.section_of(document.mode)
     local_mode = parse.detect_local_mode()
     bind_address = parse.bind_address()
     anywhere, loopback = ("0.0.0.0", "127.0.0.1") if len(bind_address) == 4 else ("::", "::1")
     config = Config(
         mode=document.mode,
         hostname_override=parse.hostname(),
-        manifests=flags.manifests or "",
-        master=flags.master or "",
+        manifests=document.kproxy.manifests,
+        master=flags.get("master", ""),
         bind_address=bind_address,
-        healthz_bind_address=parse.server(
-            "healthzBindAddress", document.healthz_bind_address, anywhere, 10256),
+        healthz_bind_address=None if merged.no_health_server else parse.server(
+            "healthzBindAddress", document.healthz_bind_address, anywhere, merged.healthz_port),
         metrics_bind_address=parse.server(
-            "metricsBindAddress", document.metrics_bind_address, loopback, 10249),
+            "metricsBindAddress", document.metrics_bind_address, loopback, merged.metrics_port),
         bind_address_hard_fail=document.bind_address_hard_fail,
         enable_profiling=document.enable_profiling,
         detect_local_mode=local_mode,
@@ -190,15 +144,17 @@ def resolve(flags: Flags, file: FileConfig | None) -> Config:
         client=document.client_connection,
         conntrack=document.conntrack,
         oom_score_adj=document.oom_score_adj,
-        feature_gates={gate: gates.get(gate, default) for gate, default in FEATURE_GATES.items()},
+        feature_gates=gates_in_effect(document.feature_gates),
         verbosity=document.logging.verbosity,
         logging_format="json" if document.logging.format == "json" else "text",
-        backend_options=backend_options,
-        notices=tuple(notices),
+        backend_options=_options(document),
+        document=document,
+        reported_version=given if (given := flags.get("version", "")).startswith("v") else "",
+        notices=(*merged.notices, *(str(merged.as_given(told)) for told in notices_about(document))),
     )
     problems = [*problems_of(document), *parse.problems]
-    if problems:
-        raise ConfigError(tuple(_as_given(problem, origins) for problem in problems))
+    if merged.problems or problems:
+        raise ConfigError((*merged.problems, *(merged.as_given(problem) for problem in problems)))
     return config
 
 
@@ -293,46 +249,8 @@ class _Parser:
         self.problems.append(Problem(path, value, problem))
 
 
-def _merged(
-    flags: Flags, file: FileConfig | None
-) -> tuple[KubeProxyConfiguration, dict[str, str], list[str]]:
-    """The document in effect, the flag behind each field that one stands for, and notices."""
-    document = file.document if file else KubeProxyConfiguration()
-    notices = list(file.notices) if file else []
-    origins: dict[str, str] = {}
-    for flag in fields(Flags):
-        value = getattr(flags, flag.name)
-        given = value is not None and value != ""
-        option = "--" + flag.name.replace("_", "-")
-        if given and file and flag.name not in _BESIDE_A_FILE:
-            notices.append(f"{option} has no effect beside --config")
-        elif given or not file:
-            for path in _FIELDS.get(flag.name, ()):
-                origins[path] = option
-                if given:
-                    document = _with(document, path, value)
-    return document, origins, notices
-
-
-_Struct = TypeVar("_Struct", bound=msgspec.Struct)
-
-
-def _with(section: _Struct, path: str, value: object) -> _Struct:
-    """*section* with the field at *path*, as the file spells it, set to *value*."""
-    head, _, rest = path.partition(".")
-    name = next(f.name for f in msgspec.structs.fields(section) if f.encode_name == head)
-    if rest:
-        value = _with(getattr(section, name), rest, value)
-    elif name == "node_port_addresses":
-        value = tuple(str(value).split(","))
-    return msgspec.structs.replace(section, **{name: value})
-
-
-def _options(section: ModeSection) -> dict[str, object]:
-    return {field.encode_name: getattr(section, field.name) for field in msgspec.structs.fields(section)}
-
-
-def _as_given(problem: Problem, origins: Mapping[str, str]) -> Problem:
-    """*problem* under the name of the flag that set the field, if one did."""
-    path, bracket, index = problem.option.partition("[")
-    return problem._replace(option=origins.get(path, path) + bracket + index)
+def _options(document: KubeProxyConfiguration) -> dict[str, object]:
+    """The mode's own section, if kube-proxy has one for it, and what kproxy's section adds."""
+    name, section = document.section_of(document.mode)
+    own = {f.encode_name: getattr(section, f.name) for f in msgspec.structs.fields(section)}
+    return (own if name == document.mode else {}) | document.kproxy.backend_options.get(document.mode, {})

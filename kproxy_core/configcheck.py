@@ -5,43 +5,95 @@ judged where they are parsed, in `kproxy_core.config`.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 
 from kproxy_core.configfile import Duration, KubeProxyConfiguration, Logging, Problem
 from kproxy_core.model.address import parse_cidr
 
-FEATURE_GATES = {
-    "AllowServiceExternalIPs": True,
-    "ComponentFlagz": True,
-    "ComponentStatusz": True,
-    "ContextualLogging": True,
-    "LoggingAlphaOptions": False,
-    "LoggingBetaOptions": True,
-    "MultiCIDRServiceAllocator": True,
-    "NativeHistograms": False,
-    "PreferSameTrafficDistribution": True,
-}
-"""The gates that mean something to a service proxy, with their defaults. Others are no mistake:
-a cluster gives the same gates to all its components."""
 
-_LOCKED_GATES = ("MultiCIDRServiceAllocator", "PreferSameTrafficDistribution")
+class Gate(NamedTuple):
+    """A feature gate of Kubernetes 1.36."""
+
+    default: bool
+    stage: str
+    locked: bool = False
+    no_effect: str = ""
+    """Why it has none."""
+
+
+FEATURE_GATES = {
+    "AllowServiceExternalIPs": Gate(True, "GA"),
+    "ComponentFlagz": Gate(True, "beta"),
+    "ComponentStatusz": Gate(True, "beta"),
+    "ContextualLogging": Gate(True, "beta", no_effect="log lines always have fields"),
+    "LoggingAlphaOptions": Gate(False, "alpha"),
+    "LoggingBetaOptions": Gate(True, "beta", no_effect="the log has no beta options"),
+    "MultiCIDRServiceAllocator": Gate(True, "GA", locked=True),
+    "NativeHistograms": Gate(False, "alpha", no_effect="histograms have buckets"),
+    "PreferSameTrafficDistribution": Gate(True, "GA", locked=True),
+}
+"""The gates that mean something to a service proxy. Others are no mistake: a cluster gives the same
+gates to all its components."""
+
+_STAGES = {"AllAlpha": "alpha", "AllBeta": "beta"}
+"""Gates that stand for all of a stage, except those that are named."""
+
+NO_EFFECT = {
+    "logging.flushFrequency": "each line is written at once",
+    "logging.vmodule": "its patterns name kube-proxy's source files",
+    "logging.options": "the log is standard error, a line at a time",
+    "showHiddenMetricsForVersion": "no metric is hidden",
+    "configSyncPeriod": "watches need no resync",
+    "portRange": "it was for a userspace proxy",
+    "winkernel": "it is for Windows",
+    "windowsRunAsService": "it is for Windows",
+}
+"""The fields that are taken and judged, and change nothing."""
+
 _PREVIOUS_MINOR = "1.35"
+
+
+def gates_in_effect(given: Mapping[str, bool]) -> dict[str, bool]:
+    """Every gate we know, as *given*, else as its whole stage was given, else its default."""
+    stages = {stage: given[name] for name, stage in _STAGES.items() if name in given}
+    return {name: given.get(name, stages.get(gate.stage, gate.default))
+            for name, gate in FEATURE_GATES.items()}
+
+
+def notices_about(document: KubeProxyConfiguration) -> Iterator[Problem]:
+    """What was said and changes nothing."""
+    for path, reason in NO_EFFECT.items():
+        value = field_at(document, path)
+        if value != field_at(_DEFAULT, path):
+            told = "" if isinstance(value, msgspec.Struct | tuple) else value
+            yield Problem(path, told, f"has no effect: {reason}")
+    for name, value in sorted(document.feature_gates.items()):
+        gate = FEATURE_GATES.get(name)
+        if gate is None and name not in _STAGES:
+            yield Problem(f"featureGates.{name}", value, "has no effect: there is no such gate here")
+        elif gate is not None and gate.no_effect and value is not gate.default:
+            yield Problem(f"featureGates.{name}", value, f"has no effect: {gate.no_effect}")
+
+
+_DEFAULT = KubeProxyConfiguration()
 
 
 def problems_of(document: KubeProxyConfiguration) -> Iterator[Problem]:
     """Everything that is wrong with *document*."""
     if not re.fullmatch(r"[a-z0-9-]*", document.mode, re.ASCII):
         yield Problem("mode", document.mode, "must be lower case letters, digits and dashes")
-    for gate in _LOCKED_GATES:
-        if not document.feature_gates.get(gate, True):
-            yield Problem(f"featureGates.{gate}", False, "is locked to true")
+    for name, gate in FEATURE_GATES.items():
+        if gate.locked and document.feature_gates.get(name, gate.default) is not gate.default:
+            locked_to = "true" if gate.default else "false"
+            yield Problem(f"featureGates.{name}", not gate.default, f"is locked to {locked_to}")
     yield from _periods(document)
     yield from _masquerade_bits(document)
     yield from _ipvs(document)
     yield from _negative("conntrack", document.conntrack)
-    yield from _logging(document.logging, document.feature_gates.get("LoggingAlphaOptions", False))
+    yield from _logging(document.logging, gates_in_effect(document.feature_gates)["LoggingAlphaOptions"])
     if document.client_connection.burst < 0:
         yield Problem("clientConnection.burst", document.client_connection.burst, _NOT_NEGATIVE)
     if not -1000 <= document.oom_score_adj <= 1000:
@@ -102,6 +154,14 @@ def _logging(logging: Logging, alpha: bool) -> Iterator[Problem]:
             if value not in (0, "0"):
                 yield Problem(f"logging.options.{name}.{field.encode_name}", value,
                               "needs the feature gate LoggingAlphaOptions")
+
+
+def field_at(document: msgspec.Struct, path: str) -> Any:
+    """The value at *path*, as the file spells it."""
+    found: Any = document
+    for name in path.split("."):
+        found = getattr(found, next(f.name for f in msgspec.structs.fields(found) if f.encode_name == name))
+    return found
 
 
 def _negative(path: str, section: msgspec.Struct, *only: str) -> Iterator[Problem]:

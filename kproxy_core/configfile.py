@@ -6,7 +6,7 @@ judged in `kproxy_core.config`; here a value only has to be of its field's type.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
 
 import msgspec
@@ -182,6 +182,25 @@ class Nftables(ModeSection, frozen=True, kw_only=True, rename="camel"):
     masquerade_all: bool = False
 
 
+class Winkernel(_Section, frozen=True, kw_only=True, rename="camel"):
+    """What kube-proxy has for Windows."""
+
+    enable_dsr: bool = msgspec.field(default=False, name="enableDSR")
+    forward_health_check_vip: bool = False
+    network_name: str = ""
+    root_hns_endpoint_name: str = ""
+    source_vip: str = ""
+
+
+class Kproxy(_Section, frozen=True, kw_only=True, rename="camel"):
+    """What kube-proxy does not have."""
+
+    manifests: str = ""
+    """Directory to read objects from; "": an API server."""
+    backend_options: dict[str, dict[str, Any]] = {}
+    """For backends that have no section among kube-proxy's, by mode."""
+
+
 class KubeProxyConfiguration(_Section, frozen=True, kw_only=True, rename="camel"):
     """The whole file. "" for an address or a mode means: not said."""
 
@@ -208,8 +227,9 @@ class KubeProxyConfiguration(_Section, frozen=True, kw_only=True, rename="camel"
     conntrack: Conntrack = Conntrack()
     config_sync_period: Duration = Duration(900)
     port_range: str = ""
-    winkernel: dict[str, Any] = {}
+    winkernel: Winkernel = Winkernel()
     windows_run_as_service: bool = False
+    kproxy: Kproxy = Kproxy()
 
     def section_of(self, mode: str) -> tuple[str, ModeSection]:
         """Name and content of the section that *mode* goes by: its own, if it has one, else iptables."""
@@ -224,15 +244,17 @@ class FileConfig:
     document: KubeProxyConfiguration
     notices: tuple[str, ...] = ()
     """What its author should know: fields that don't exist or are there twice."""
-    unknown: Mapping[str, object] = field(default_factory=dict)
-    """Top-level fields that KubeProxyConfiguration doesn't have: one may be a mode's section."""
+    path: str = field(default="", compare=False)
+    content: bytes = field(default=b"", compare=False)
+    """What stood in it."""
 
 
 def load(path: str) -> FileConfig:
     """Read and decode the file *path*, YAML or JSON. Raises ConfigError naming every wrong field."""
     try:
-        with open(path, encoding="utf-8") as file:
-            return decode(file.read())
+        with open(path, "rb") as file:
+            content = file.read()
+        return replace(decode(content.decode()), path=path, content=content)
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
         raise ConfigError((Problem("--config", path, f"can't be read: {reason}"),)) from error
@@ -251,14 +273,13 @@ def decode(text: str) -> FileConfig:
     for name, wanted in (("apiVersion", API_VERSION), ("kind", KIND)):
         if raw.get(name) != wanted:
             found.problems.append(Problem(name, raw.get(name, ""), f"must be {wanted}"))
-    known = {f.encode_name for f in msgspec.structs.fields(KubeProxyConfiguration)}
-    document = found.section(KubeProxyConfiguration, {k: v for k, v in rest.items() if k in known}, "")
+    document = found.section(KubeProxyConfiguration, rest, "")
     if found.problems:
         raise ConfigError(tuple(found.problems))
-    return FileConfig(document, tuple(found.notices), {k: v for k, v in rest.items() if k not in known})
+    return FileConfig(document, tuple(found.notices))
 
 
-def unknown_field(path: str, name: object, kind: type[msgspec.Struct] = KubeProxyConfiguration) -> str:
+def _unknown_field(path: str, name: object, kind: type[msgspec.Struct]) -> str:
     """The notice about field *name* at *path*, which *kind* does not have."""
     import difflib  # not needed for a file without mistakes
 
@@ -285,14 +306,14 @@ class _Found:
         for name, value in raw.items():
             known = fields.get(name) if isinstance(name, str) else None
             if known is None:
-                self.notices.append(unknown_field(path, name, kind))
+                self.notices.append(_unknown_field(path, name, kind))
             elif value is None:
                 continue
             elif isinstance(value, dict) and isinstance(known.default, _Section):
                 values[known.name] = self.section(type(known.default), value, f"{path}{name}.")
             else:
                 try:
-                    converted = msgspec.convert(value, known.type, dec_hook=_duration)
+                    converted = msgspec.convert(value, known.type, dec_hook=duration_from)
                     if converted or known.name not in kind.ZERO_IS_DEFAULT:
                         values[known.name] = converted
                 except msgspec.ValidationError as error:
@@ -339,7 +360,8 @@ def _mismatch(path: str, value: object, error: msgspec.ValidationError) -> Probl
     return Problem(path + where, value, text.replace("Expected object", "Expected a mapping"))
 
 
-def _duration(kind: type, value: object) -> object:
+def duration_from(kind: type, value: object) -> object:
+    """A `Duration` of *value*; the rest is left to msgspec. Raises ValueError."""
     if kind is not Duration:
         raise NotImplementedError
     if not isinstance(value, str):

@@ -55,6 +55,15 @@ def kproxy_cleanup(dry_run: bool) -> Leftovers:
     raise NotImplementedError
 
 
+@hookspec
+def kproxy_prepare(settings: BackendSettings) -> None:
+    """Set what the mode needs of the whole machine, such as sysctls, and serving must not need to set again.
+
+    Optional. Called for ``--init-only``, with all privileges; the rules are left alone.
+    Raises SyncFailed.
+    """
+
+
 @hookspec(firstresult=True)
 def kproxy_make_backend(mode: str, settings: BackendSettings) -> Backend | None:
     """Make the backend if *mode* is this plugin's, else return None. The kernel is left alone.

@@ -134,6 +134,13 @@ class Registry:
             raise PluginRefused(f"the backend of mode {mode!r}: {_reason(error)}") from error
         return cast(Backend, made)
 
+    def prepare(self, mode: str, settings: BackendSettings) -> None:
+        """Have the plugin for *mode* set what it needs of the whole machine, if it needs anything.
+
+        Raises UnknownMode, PluginRefused, or what the plugin raises.
+        """
+        self._ask(mode, "kproxy_prepare", settings=settings)
+
     def detect(self, mode: str, settings: BackendSettings) -> Detection:
         """Whether *mode* works here, in the words of its plugin; a plugin that fails to say does not.
 

@@ -9,60 +9,27 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from kproxy_core import __version__
+from kproxy_core.cli.options import NORMAL, FlagCommand, FlagGroup, with_flags
+from kproxy_core.configflags import (
+    FLAGS,
+    OLDER,
+    PROCESS,
+    RULES,
+    Flags,
+    spared_by_cleanup,
+    switch,
+    version_told,
+)
 
 if TYPE_CHECKING:
     from kproxy_core.backend.registry import Registry
-    from kproxy_core.config import Config
+    from kproxy_core.config import Config, FileConfig
 
-_NAMES = {
-    "help_option_names": ["-h", "--help"],
-    # kube-proxy takes _ for - in the names of flags.
-    "token_normalize_func": lambda name: name.replace("_", "-"),
-    "max_content_width": 110,
-}
-
-_SETTINGS = (
-    click.option("--config", "file", metavar="FILE", help="A KubeProxyConfiguration; replaces the flags."),
-    click.option("--mode", "--proxy-mode", metavar="MODE", help="The backend: see `kproxy modes`."),
-    click.option("--manifests", metavar="DIR", help="Read Services and endpoints from the files in DIR."),
-    click.option("--hostname-override", metavar="NAME", help="This node's name, if not the machine's."),
-    click.option("--bind-address", metavar="IP", help="The node's own address, if not its Node object's."),
-    click.option("--detect-local-mode", metavar="HOW",
-                 help="ClusterCIDR, NodeCIDR, BridgeInterface or InterfaceNamePrefix."),
-    click.option("--cluster-cidr", metavar="CIDRS", help="Networks of the pods, one of each IP family."),
-    click.option("--pod-bridge-interface", metavar="NAME", help="For BridgeInterface."),
-    click.option("--pod-interface-name-prefix", metavar="PREFIX", help="For InterfaceNamePrefix."),
-    click.option("--nodeport-addresses", metavar="CIDRS", help="Networks of node ports, or `primary`."),
-    click.option("--masquerade-all/--no-masquerade-all", default=None,
-                 help="Masquerade all traffic to Services."),
-)
-"""What decides about the rules."""
-
-_PROCESS = (
-    click.option("--master", metavar="URL", help="The API server."),
-    click.option("--kubeconfig", metavar="FILE", help="Where the API server is, and the credentials for it."),
-    click.option("--healthz-bind-address", metavar="IP:PORT", help="For health checks."),
-    click.option("--metrics-bind-address", metavar="IP:PORT", help="For metrics."),
-    click.option("-v", "--v", type=int, metavar="N", help="Log more: 2 shows each sync."),
-    click.option("--logging-format", type=click.Choice(["text", "json"]), help="Of the log lines."),
-)
-"""What decides about the process."""
-
-
-def _with(options: tuple[Callable[[Any], Any], ...]) -> Callable[[Any], Any]:
-    def add(command: Any) -> Any:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return add
-
+_T = TypeVar("_T")
 
 def main() -> None:
     """The console script. Ends with status 0, or 1 whatever went wrong."""
@@ -76,23 +43,31 @@ def main() -> None:
     sys.exit(status if isinstance(status, int) else 0)
 
 
-@click.group(invoke_without_command=True, context_settings=_NAMES)
-@_with(_SETTINGS)
-@_with(_PROCESS)
-@click.option("--cleanup", is_flag=True, help="Remove all rules of all modes, and exit.")
-@click.option("--dry-run", is_flag=True, help="With --cleanup: only say what would be removed.")
-@click.version_option(__version__, prog_name="kproxy", message="%(prog)s %(version)s")
+@click.group(cls=FlagGroup, invoke_without_command=True, context_settings=NORMAL)
+@with_flags(RULES, PROCESS, OLDER)
 @click.pass_context
-def kproxy(context: click.Context, /, file: str | None, cleanup: bool, dry_run: bool, **flags: Any) -> None:
+def kproxy(context: click.Context, /, **options: Any) -> None:
     """A Kubernetes service proxy. Without a command, runs it."""
+    flags = _given(options)
+    told = _judged("version", flags, version_told, "")
+    if told:
+        click.echo(told)
+        context.exit()
     if context.invoked_subcommand is not None:
         return
-    if dry_run and not cleanup:
+    dry_run = _judged("dry_run", flags, switch, False)
+    if dry_run and not _judged("cleanup", flags, switch, False):
         raise click.UsageError("--dry-run goes with --cleanup")
-    if cleanup:
-        _clean(dry_run)
+    if "write_config_to" in flags:
+        _write_config(flags)
+    elif _judged("cleanup", flags, switch, False):
+        try:
+            spared = spared_by_cleanup(flags)
+        except ValueError as error:
+            raise click.UsageError(f"--cleanup of some modes: {error}") from error
+        _clean(dry_run, spared)
     else:
-        _run(file, flags)
+        _run(flags, _judged("init_only", flags, switch, False))
 
 
 @kproxy.command()
@@ -114,16 +89,16 @@ def modes(probe: bool, output: str) -> None:
     _tell_broken(registry)
 
 
-@kproxy.command()
-@_with(_SETTINGS)
+@kproxy.command(cls=FlagCommand)
+@with_flags(RULES)
 @click.option("--family", type=click.Choice(["ipv4", "ipv6"]), help="Only this one.")
-def render(file: str | None, family: str | None, **flags: Any) -> None:
+def render(family: str | None, **options: Any) -> None:
     """Print the rules that the manifests ask for. The kernel is left alone, and no privileges are needed."""
     from kproxy_core.model.address import Family
     from kproxy_core.run import logs
 
     with _errors():
-        config, registry = _prepared(file, flags)
+        config, registry, _ = _prepared(_given(options))
         if not config.manifests:
             raise click.UsageError("render needs --manifests")
         logs.set_up(0, "text")
@@ -134,11 +109,25 @@ def render(file: str | None, family: str | None, **flags: Any) -> None:
             click.echo(rules)
 
 
-def _run(file: str | None, flags: dict[str, Any]) -> None:
+def _given(options: dict[str, Any]) -> Flags:
+    """The flags that were given, each as one text."""
+    texts = {name: ",".join(value) if isinstance(value, tuple) else value for name, value in options.items()}
+    return Flags({name: text for name, text in texts.items() if text is not None and options[name] != ()})
+
+
+def _judged(parameter: str, flags: Flags, judge: Callable[[str], _T], default: _T) -> _T:
+    """What the flag means that isn't part of the configuration."""
+    try:
+        return judge(flags[parameter]) if parameter in flags else default
+    except ValueError as error:
+        raise click.UsageError(f"--{FLAGS[parameter].name}: {flags[parameter]!r}: {error}") from error
+
+
+def _run(flags: Flags, init_only: bool) -> None:
     from kproxy_core.run import logs
 
     with _errors():
-        config, registry = _prepared(file, flags)
+        config, registry, file = _prepared(flags)
         logs.set_up(config.verbosity, config.logging_format)
         from kproxy_core.cli import process
 
@@ -146,17 +135,42 @@ def _run(file: str | None, flags: dict[str, Any]) -> None:
         process.log.warning(str(told))
     try:
         with _errors():
-            process.run(config, registry)
+            if init_only:
+                process.set_up(config, registry)
+            else:
+                process.run(config, registry, flags, file)
     except click.ClickException as error:
         process.log.error(error.message)
         sys.exit(1)
 
 
-def _clean(dry_run: bool) -> None:
-    """Every mode cleans up after itself; what one can't do keeps no other from it."""
+def _write_config(flags: Flags) -> None:
+    """The configuration in effect goes into the file that ``--write-config-to`` names."""
+    from kproxy_core import config as configuration
+    from kproxy_core.configwrite import written
+
+    path = flags["write_config_to"]
+    with _errors():
+        file = configuration.load(flags["config"]) if flags.get("config") else None
+        config = configuration.resolve(flags, file)
+        text = written(config)
+        try:
+            with open(path, "w", encoding="utf-8") as output:
+                output.write(text)
+        except OSError as error:
+            raise click.ClickException(f"--write-config-to: {path!r}: {error.strerror}") from error
+    for notice in config.notices:
+        click.echo(f"Warning: {notice}", err=True)
+    click.echo(f"the configuration was written to {path}", err=True)
+
+
+def _clean(dry_run: bool, spared: tuple[str, ...]) -> None:
+    """Every mode but those *spared* cleans up after itself; what one can't do keeps no other from it."""
     registry = _registry()
     failed = False
     for description in registry.load_all():
+        if description.mode in spared:
+            continue
         left = registry.cleanup(description.mode, dry_run=dry_run)
         for removed in left.removed:
             click.echo(f"{left.mode}: {removed}{' would be' if dry_run else ''} removed")
@@ -179,21 +193,20 @@ def _tell_broken(registry: Registry) -> None:
         click.echo(f"Warning: {broken}", err=True)
 
 
-def _prepared(file: str | None, flags: dict[str, Any]) -> tuple[Config, Registry]:
-    """The configuration in effect, with a mode in any case, and the plugins."""
+def _prepared(flags: Flags) -> tuple[Config, Registry, FileConfig | None]:
+    """The configuration in effect, with a mode in any case; the plugins; the file, if there is one."""
     from kproxy_core import config as configuration
 
-    given = configuration.Flags(**flags)
-    loaded = configuration.load(file) if file else None
-    config = configuration.resolve(given, loaded)
+    loaded = configuration.load(flags["config"]) if flags.get("config") else None
+    config = configuration.resolve(flags, loaded)
     registry = _registry()
     if not config.mode:
         from kproxy_core.cli import process
 
         probing = process.backend_settings(config, process.served_families())
-        config = configuration.resolve(replace(given, mode=registry.preferred(probing)), loaded)
+        config = configuration.resolve(Flags(flags, mode=registry.preferred(probing)), loaded)
     registry.load(config.mode)
-    return config, registry
+    return config, registry, loaded
 
 
 @contextmanager

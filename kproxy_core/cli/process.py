@@ -1,25 +1,31 @@
 """The running proxy, put together: configuration in, threads and loop out."""
 
-import gc
 import logging
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from kproxy_core import __version__
 from kproxy_core.backend.api import BackendSettings, Description
 from kproxy_core.backend.registry import Registry
-from kproxy_core.config import BindAddress, Config, DetectLocalMode, parse_node_port_addresses
+from kproxy_core.cli import preparation
+from kproxy_core.cli.family_checks import doubts, unservable
+from kproxy_core.config import BindAddress, Config, DetectLocalMode, FileConfig, parse_node_port_addresses
+from kproxy_core.configcheck import FEATURE_GATES
 from kproxy_core.configfile import ClientConnection
+from kproxy_core.configflags import Flags
+from kproxy_core.configwrite import effective, effective_flags
 from kproxy_core.host.addresses import default_source_address, watch_addresses
 from kproxy_core.model.address import Cidr, Family
 from kproxy_core.model.node import LocalSource
+from kproxy_core.model.service import ServiceName
 from kproxy_core.run import logs
 from kproxy_core.run.client_metrics import ClientMetrics
 from kproxy_core.run.debug import Debug
+from kproxy_core.run.events import Events
 from kproxy_core.run.family_sync import Shared
 from kproxy_core.run.flows import FlowCleaner
 from kproxy_core.run.health import ProxyHealth
@@ -33,9 +39,14 @@ from kproxy_core.run.pacing import Pacing
 from kproxy_core.run.routes import About, health_routes, metrics_routes
 from kproxy_core.run.service_health import ServiceHealth
 from kproxy_core.sources.events import Source
+from kproxy_core.sources.file_watch import FileWatch
 from kproxy_core.sources.store import Store
 
 log = logging.getLogger("kproxy.run")
+
+
+FILE_CHANGED = "the content of the configuration file has changed: a restart is needed"
+"""Why the process ends then; whoever runs it starts it again."""
 
 
 class StartFailed(Exception):
@@ -60,12 +71,15 @@ def backend_settings(config: Config, families: tuple[Family, ...]) -> BackendSet
 
 
 def node_settings(config: Config, description: Description) -> NodeSettings:
-    """What the operator, or else the mode, decides about the node."""
+    """What the operator, or else the mode, decides about the node. Raises StartFailed if it has no name."""
     node_ports = config.node_port_addresses
     if node_ports == ():
         node_ports = parse_node_port_addresses(description.default_node_port_addresses)
+    name = config.hostname_override or socket.gethostname().strip().lower()
+    if not name:
+        raise StartFailed("this machine has no host name; give the node's with --hostname-override")
     return NodeSettings(
-        name=config.hostname_override or socket.gethostname().strip().lower(),
+        name=name,
         local=_local(config),
         node_ports=node_ports,
         bind_address=config.bind_address if any(config.bind_address) else None,
@@ -110,25 +124,56 @@ def make_store(config: Config, families: tuple[Family, ...], source: Source) -> 
     return Store(families, source.kinds, time.time(), external_ips=external_ips)
 
 
-def about(config: Config) -> About:
+def make_events(config: Config, node_name: str) -> Events:
+    """Who tells the cluster's operators; without an API server, nobody is told."""
+    if config.manifests:
+        return Events(node_name, None)
+    from kproxy_core.sources.event_writer import EventWriter
+
+    writer = EventWriter(config.master, config.client.kubeconfig, socket.gethostname().strip().lower())
+    return Events(node_name, writer.write)
+
+
+def about(config: Config, flags: Flags) -> About:
     """What the metrics server tells besides metrics."""
     return About(
         mode=config.mode,
-        version=__version__,
+        version=config.reported_version or __version__,
+        configuration=effective(config),
+        flags=effective_flags(flags),
         statusz=config.feature_gates.get("ComponentStatusz", True),
         flagz=config.feature_gates.get("ComponentFlagz", True),
         debug=Debug(logs.set_verbosity) if config.enable_profiling else None,
     )
 
 
-def run(config: Config, registry: Registry) -> None:
-    """Be the proxy until SIGTERM or SIGINT; the rules stay.
+def set_up(config: Config, registry: Registry) -> None:
+    """What needs all privileges: afterwards, `run` does with fewer.
 
     Raises BackendError, HostError or StartFailed.
     """
-    _tune_interpreter()
-    _protect_from_oom_killer(config.oom_score_adj)
     families = served_families()
+    settings = node_settings(config, registry.load(config.mode))
+    events = make_events(config, settings.name)
+    if not preparation.tune_conntrack(preparation.limits(config), events):
+        log.warning("the kernel does not track connections yet; their limits and timeouts are not set")
+    registry.prepare(config.mode, backend_settings(config, families))
+    events.close()
+    log.info("what needs all privileges is done", extra={"fields": {"mode": config.mode}})
+
+
+def run(config: Config, registry: Registry, flags: Flags, file: FileConfig | None) -> None:
+    """Be the proxy until SIGTERM or SIGINT, or until *file*, which *config* is from, changes.
+
+    The rules stay. Raises BackendError, HostError or StartFailed.
+    """
+    preparation.tune_interpreter()
+    preparation.protect_from_oom_killer(config.oom_score_adj)
+    preparation.raise_file_limit()
+    families = served_families()
+    problem = unservable(config, families)
+    if problem:
+        raise StartFailed(problem)
     settings = node_settings(config, registry.load(config.mode))
     log.info("starting", extra={"fields": {
         "version": __version__, "mode": config.mode, "node": settings.name,
@@ -139,48 +184,77 @@ def run(config: Config, registry: Registry) -> None:
 
     metrics = Metrics(config.mode, __version__)
     metrics.also(hook.kproxy_measure)
+    for name, enabled in config.feature_gates.items():
+        metrics.gate(name, FEATURE_GATES[name].stage, enabled)
     health = ProxyHealth(families, timeout=2 * config.sync_period, node_required=not config.manifests)
     health.hold("what other modes left has not been removed yet")
     source = make_source(config, settings.name, metrics.client)
     server = HttpServer()
+    store = make_store(config, families, source)
+    events = make_events(config, settings.name)
+    events.node("Normal", "Starting")
+    limits = preparation.limits(config)
+    tuned = preparation.tune_conntrack(limits, events)
 
     def all_synced() -> None:
-        _settle_memory()
+        preparation.settle_memory()
+        if not tuned and not preparation.tune_conntrack(limits, events):
+            log.warning("the kernel does not track connections; their limits and timeouts are not set")
+        for doubt in doubts(config, settings, families, store.node):
+            log.warning("the configuration may not be what is meant", extra={"fields": {"because": doubt}})
         clean_up_in_background(registry, config.mode, health)
+        events.start()
+
+    def health_port_failed(service: ServiceName, problem: str) -> None:
+        events.service(service.namespace, service.name, "FailedToStartServiceHealthcheck", problem)
 
     loop = Loop(
         families,
-        make_store(config, families, source),
+        store,
         NodeFacts(settings, frozenset()),
         Shared(
             hook=hook, health=health, metrics=metrics, cleaner=FlowCleaner(lambda done: loop.cleaned(done)),
             clock=time.monotonic, wall=time.time,
         ),
         pacing=lambda: Pacing(min_interval=config.min_sync_period, retry_cap=config.sync_period),
-        service_health=lambda: ServiceHealth(server, health.healthy),
+        service_health=lambda: ServiceHealth(server, health.healthy, health_port_failed),
         all_synced=all_synced,
     )
     failures: list[str] = []
 
-    def listen(name: str, where: BindAddress, handler: Handler) -> None:
+    def end(because: str) -> None:
+        failures.append(because)
+        loop.stop()
+
+    def listen(name: str, reason: str, where: BindAddress, handler: Handler) -> None:
         def failed(error: OSError) -> None:
-            failures.append(f"{name} can't listen on {where}: {error}")
-            loop.stop()
+            problem = f"{name} can't listen on {where}: {error}"
+            events.node("Warning", reason, problem)
+            end(problem)
 
         give_up = failed if config.bind_address_hard_fail else None
         server.listen(name, [where], handler, both_families=True, failed=give_up)
 
     server.start()
-    listen("the health server", config.healthz_bind_address, health_routes(health, metrics))
-    listen("the metrics server", config.metrics_bind_address, metrics_routes(metrics, about(config)))
+    if config.healthz_bind_address is not None:
+        listen("the health server", "FailedToStartProxierHealthcheck", config.healthz_bind_address,
+               health_routes(health, metrics))
+    listen("the metrics server", "FailedToStartMetricServer", config.metrics_bind_address,
+           metrics_routes(metrics, about(config, flags)))
     watcher = watch_addresses(loop.addresses_are)
     loop.addresses_are(watcher.addresses)
     _stop_on_signals(loop.stop)
+    file_watch = FileWatch(file.path, file.content, partial(end, FILE_CHANGED)) if file else None
+    if file_watch:
+        file_watch.start()
     source.start(loop.emit)
     try:
         loop.run()
     finally:
+        if file_watch:
+            file_watch.close()
         source.stop()
+        events.close()
         watcher.close()
         server.stop()
         hook.kproxy_close()
@@ -199,32 +273,6 @@ def _local(config: Config) -> LocalSource | tuple[Cidr, ...] | None:
             return LocalSource(interface=config.bridge_interface)
         case DetectLocalMode.INTERFACE_NAME_PREFIX:
             return LocalSource(interface_prefix=config.interface_name_prefix)
-
-
-def _tune_interpreter() -> None:
-    """Let a change get from its watch to the loop at once, and memory alone until the first sync is done."""
-    # A thread that wants to run asks for the interpreter's lock only after this long. The default is
-    # 5 ms, longer than everything else between a change and its rules together.
-    sys.setswitchinterval(0.0005)
-    # What comes in at the start stays. Looking through it again and again for cycles would find none
-    # and takes longer than the first sync itself.
-    gc.disable()
-
-
-def _settle_memory() -> None:
-    """What lives after the first sync mostly lives on: take it out of the collector's sight."""
-    gc.collect()
-    gc.freeze()
-    # Values are freed by their reference counts; cycles come from rare exceptions only.
-    gc.set_threshold(10_000, 20, 20)
-    gc.enable()
-
-
-def _protect_from_oom_killer(score: int) -> None:
-    try:
-        Path("/proc/self/oom_score_adj").write_text(str(score), encoding="ascii")
-    except OSError as error:
-        log.info("oom_score_adj stays as it is", extra={"fields": {"wanted": score, "error": str(error)}})
 
 
 def _stop_on_signals(stop: Callable[[], None]) -> None:

@@ -96,6 +96,16 @@ class NodeFacts:
                 })
 
 
+def primary_family(bind_address: Address | None, node: NodeObject | None) -> Family:
+    """The family that the cluster's single-stack Services have: that of the node's first address.
+
+    *bind_address*: what the operator says it is, if anything.
+    """
+    if bind_address is not None:
+        return family_of(bind_address)
+    return family_of(node.addresses[0]) if node is not None and node.addresses else Family.IPV4
+
+
 def _choice(node_ports: tuple[Cidr, ...] | Literal["primary"], own: Address | None) -> NodePortChoice:
     if node_ports == "primary":
         return PrimaryOnly(() if own is None else (own,))

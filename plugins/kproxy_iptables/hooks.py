@@ -2,6 +2,7 @@
 
 from kproxy_core.backend.api import Backend, BackendSettings, Description, Detection, Leftovers
 from kproxy_core.backend.hookspecs import hookimpl
+from kproxy_core.model.address import Family
 
 MODE = "iptables"
 
@@ -31,6 +32,16 @@ def kproxy_cleanup(dry_run: bool) -> Leftovers:
     from kproxy_iptables.cleanup import cleanup
 
     return cleanup(dry_run=dry_run)
+
+
+@hookimpl
+def kproxy_prepare(settings: BackendSettings) -> None:
+    """What node ports on localhost need."""
+    from kproxy_iptables.kernel import enable_route_localnet
+    from kproxy_iptables.settings import read_settings
+
+    if Family.IPV4 in settings.families and read_settings(settings).localhost_node_ports:
+        enable_route_localnet()
 
 
 @hookimpl

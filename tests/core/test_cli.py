@@ -122,7 +122,7 @@ def test_the_version_is_told_without_importing_anything_heavy() -> None:
     [
         (["nonsense"], "No such command 'nonsense'"),
         (["--no-such-flag"], "No such option '--no-such-flag'"),
-        (["--v=loud"], "'loud' is not a valid integer"),
+        (["--v=loud"], "--v: 'loud': must be a whole number"),
         (["--dry-run"], "--dry-run goes with --cleanup"),
         (["--mode=nftable", "--manifests=/tmp"], "no backend provides mode 'nftable'; installed: "),
         (["--cluster-cidr=10.0.0.0/33"], "--cluster-cidr: '10.0.0.0/33': must be a CIDR"),

@@ -15,9 +15,12 @@ ROOMS: dict[str, frozenset[str]] = {
     "host": frozenset({"plan", "model"}),
     "backend": frozenset({"plan", "model"}),
     "run": frozenset({"backend", "sources", "host", "plan", "model"}),
-    "config": frozenset({"configcheck", "configfile", "model"}),
+    "config": frozenset({"configcheck", "configfile", "configflags", "configmerge", "model"}),
     "configcheck": frozenset({"configfile", "model"}),
     "configfile": frozenset(),
+    "configflags": frozenset(),
+    "configmerge": frozenset({"configfile", "configflags"}),
+    "configwrite": frozenset({"config", "configfile", "configflags"}),
     "testing": frozenset({"backend", "plan", "model"}),
 }
 """Which rooms of the core each room may import, apart from itself. `cli` may import all."""
@@ -32,6 +35,9 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
     "config": frozenset({"msgspec"}),
     "configcheck": frozenset({"msgspec"}),
     "configfile": frozenset({"msgspec", "yaml"}),
+    "configflags": frozenset(),
+    "configmerge": frozenset({"msgspec"}),
+    "configwrite": frozenset({"msgspec", "yaml"}),
     "testing": frozenset({"hypothesis", "pytest"}),
     "cli": frozenset({"click", "pluggy"}),
 }
@@ -49,7 +55,9 @@ ONLY_COMPUTES = frozenset({("kproxy_core.model.address", "socket")})
 
 BACKENDS = ("nftables", "iptables", "ipvs", "userspace", "ebpf")
 
-NAMES_A_BACKEND = frozenset({"kproxy_core.config", "kproxy_core.configcheck", "kproxy_core.configfile"})
+NAMES_A_BACKEND = frozenset(
+    f"kproxy_core.config{part}" for part in ("", "check", "file", "flags", "merge", "write")
+)
 """KubeProxyConfiguration has a section and flags for each of kube-proxy's modes."""
 
 LONGEST_MODULE = 400

@@ -1,0 +1,53 @@
+"""The flags of `kproxy_core.configflags` as options of a command, in the forms that kube-proxy takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+from kproxy_core.configflags import ALIASES, FLAGS, OLDER, Flag
+
+NORMAL = {
+    "help_option_names": ["-h", "--help"],
+    # kube-proxy takes _ for - in the names of flags.
+    "token_normalize_func": lambda name: name.replace("_", "-"),
+    "max_content_width": 110,
+}
+"""Settings of every command's context."""
+
+_SWITCHES = frozenset(flag.name for flag in FLAGS.values() if not flag.metavar)
+
+
+def with_flags(*groups: Sequence[Flag]) -> Callable[[Any], Any]:
+    """Give a command an option for each flag of *groups*; values arrive as text, None: not given."""
+
+    def add(command: Any) -> Any:
+        for flag in reversed([flag for group in groups for flag in group]):
+            command = click.option(
+                f"--{flag.name}", *ALIASES.get(flag.name, ()), flag.parameter,
+                metavar=flag.metavar or "", help=flag.help, multiple=flag.repeats, hidden=flag in OLDER,
+            )(command)
+        return command
+
+    return add
+
+
+class FlagCommand(click.Command):
+    """Takes switches with and without a value, and a value after ``=`` behind a short name."""
+
+    def parse_args(self, context: click.Context, arguments: list[str]) -> list[str]:
+        return super().parse_args(context, [_with_value(argument) for argument in arguments])
+
+
+class FlagGroup(FlagCommand, click.Group):
+    """A `FlagCommand` that has commands of its own."""
+
+
+def _with_value(argument: str) -> str:
+    if argument.startswith("-v="):
+        return "-" + argument
+    if argument.startswith("--") and argument[2:].replace("_", "-") in _SWITCHES:
+        return argument + "=true"
+    return argument

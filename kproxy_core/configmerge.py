@@ -1,0 +1,143 @@
+"""Flags and file, merged into one document; which flag set which field is remembered for messages."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+
+from kproxy_core.configfile import (
+    Duration,
+    FileConfig,
+    Ipvs,
+    KubeProxyConfiguration,
+    Problem,
+    VModule,
+    duration_from,
+)
+from kproxy_core.configflags import FLAGS, Flag, Flags, switch
+
+
+@dataclass(slots=True)
+class Merged:
+    """What flags and file say together; nothing of it is judged yet."""
+
+    document: KubeProxyConfiguration
+    notices: list[str]
+    problems: list[Problem] = field(default_factory=list)
+    """Flags whose values are not of their type."""
+    origins: dict[str, str] = field(default_factory=dict)
+    """The flag behind each field that one stands for."""
+    healthz_port: int = 10256
+    metrics_port: int = 10249
+    no_health_server: bool = False
+
+    def as_given(self, problem: Problem) -> Problem:
+        """*problem* under the name of the flag that set the field, if one did."""
+        path, bracket, index = problem.option.partition("[")
+        return problem._replace(option=self.origins.get(path, path) + bracket + index)
+
+
+def merge(flags: Flags, file: FileConfig | None) -> Merged:
+    """The document in effect. An empty text flag is as good as none, as in kube-proxy."""
+    if file:
+        merged = Merged(file.document, list(file.notices))
+    else:
+        # The default of the flags, for every mode; that of the file differs for this one.
+        merged = Merged(KubeProxyConfiguration(ipvs=Ipvs(min_sync_period=Duration(1))), [])
+        merged.origins = {path: f"--{flag.name}" for flag in FLAGS.values() for path in flag.fields}
+    for parameter, flag in FLAGS.items():
+        if flags.get(parameter):
+            _take(merged, flag, flags[parameter], file is not None)
+    if not file and not flags.get("write_config_to"):
+        _take_ports(merged, flags)
+    return merged
+
+
+def _take(merged: Merged, flag: Flag, text: str, has_file: bool) -> None:
+    option = f"--{flag.name}"
+    if has_file and not flag.beside_a_file:
+        merged.notices.append(f"{option} has no effect beside --config")
+        return
+    if flag.no_effect:
+        merged.notices.append(f"{option} has no effect: {flag.no_effect}")
+    for path in flag.fields:
+        merged.origins[path] = option
+        try:
+            merged.document = _with(merged.document, path.split("."), text)
+        except ValueError as error:
+            merged.problems.append(Problem(option, text, str(error)))
+            return
+
+
+def _take_ports(merged: Merged, flags: Flags) -> None:
+    """The ports of kube-proxy's first releases: they complete an address that is without one."""
+    for parameter in ("healthz_port", "metrics_port"):
+        text = flags.get(parameter)
+        if text is None:
+            continue
+        option = f"--{FLAGS[parameter].name}"
+        if not (text.isascii() and text.isdigit() and int(text) < 65536):
+            merged.problems.append(Problem(option, text, "must be a port"))
+        elif int(text):
+            setattr(merged, parameter, int(text) if flags.get(f"{parameter[:-4]}bind_address") else
+                    getattr(merged, parameter))
+        elif parameter == "healthz_port":
+            merged.no_health_server = True
+        else:
+            merged.problems.append(Problem(option, text, "there is always a metrics server"))
+
+
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
+
+
+def _with(section: _Struct, path: list[str], text: str) -> _Struct:
+    """*section* with the field at *path*, as the file spells it, set to what *text* says.
+
+    Raises ValueError.
+    """
+    found = next(f for f in msgspec.structs.fields(section) if f.encode_name == path[0])
+    before = getattr(section, found.name)
+    value = _with(before, path[1:], text) if path[1:] else _value(found, text, before)
+    return msgspec.structs.replace(section, **{found.name: value})
+
+
+def _value(found: msgspec.structs.FieldInfo, text: str, before: object) -> object:
+    if isinstance(before, bool):
+        return switch(text)
+    if isinstance(before, str):
+        return text
+    if isinstance(before, dict):
+        return before | dict(_gates(text.split(",")))
+    if found.name == "vmodule" and isinstance(before, tuple):
+        return (*_vmodule(text.split(",")), *before)
+    if isinstance(before, tuple):
+        return tuple(text.split(","))
+    try:
+        value: object = msgspec.convert(text, found.type, strict=False, dec_hook=duration_from)
+    except msgspec.ValidationError as error:
+        raise ValueError(_wanted(str(error))) from error
+    return value
+
+
+def _wanted(refusal: str) -> str:
+    """What should have been given, in place of msgspec's *refusal*."""
+    if refusal.startswith(("Expected `int`", "Expected `float`")):
+        return "must be a whole number" if "`int`" in refusal else "must be a number"
+    return refusal.replace("`", "")
+
+
+def _gates(pairs: Iterable[str]) -> Iterable[tuple[str, bool]]:
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.strip():
+            raise ValueError("must be GATE=true or GATE=false, separated by commas")
+        yield name.strip(), switch(value.strip())
+
+
+def _vmodule(pairs: Iterable[str]) -> Iterable[VModule]:
+    for pair in pairs:
+        pattern, _, level = pair.partition("=")
+        if not pattern or not (level.isascii() and level.isdigit()):
+            raise ValueError("must be PATTERN=N, separated by commas")
+        yield VModule(file_pattern=pattern, verbosity=int(level))

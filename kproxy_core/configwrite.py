@@ -1,0 +1,92 @@
+"""The configuration in effect, written as kube-proxy's ``--write-config-to`` writes it.
+
+Byte for byte what kube-proxy 1.36 writes for the same settings, plus our own section where it says
+something.
+"""
+
+from typing import Any
+
+import msgspec
+
+from kproxy_core.config import Config
+from kproxy_core.configfile import API_VERSION, KIND, Duration, Kproxy, KubeProxyConfiguration
+from kproxy_core.configflags import FLAGS, Flags
+
+_LEFT_OUT_IF_EMPTY = frozenset({"featureGates", "splitStream", "vmodule", "windowsRunAsService"})
+_SECTIONS = ("iptables", "ipvs", "nftables")
+_STRING = "tag:yaml.org,2002:str"
+
+
+def effective(config: Config) -> dict[str, Any]:
+    """The object that a file for *config* holds, in plain values.
+
+    Without a mode it names the one that kube-proxy takes then. As there, only the section that
+    counts in the mode has its periods; a file without a period means the default again.
+    """
+    plain = _plain(config.document)
+    mode = config.mode or "iptables"
+    active, _ = config.document.section_of(mode)
+    for name in _SECTIONS:
+        if name != active:
+            plain[name] |= {"syncPeriod": "0s", "minSyncPeriod": "0s"}
+    everything = "nftables" if mode == "nftables" else "iptables"
+    for name in ("iptables", "nftables"):
+        plain[name]["masqueradeAll"] = name == everything and config.masquerade_all
+    if config.document.kproxy == Kproxy():
+        del plain["kproxy"]
+    return plain | {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "mode": mode,
+        "hostnameOverride": config.hostname_override,
+        "detectLocalMode": config.detect_local_mode.value,
+        "healthzBindAddress": str(config.healthz_bind_address or ""),
+        "metricsBindAddress": str(config.metrics_bind_address),
+    }
+
+
+def written(config: Config) -> str:
+    """The file for *config*."""
+    import yaml  # what only shows the configuration does without
+
+    class Dumper(yaml.SafeDumper):
+        """Quotes as Go's encoder does: double where a plain text would be read as something else."""
+
+    def represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+        ambiguous = not text or dumper.resolve(yaml.ScalarNode, text, (True, False)) != _STRING  # type: ignore[no-untyped-call]
+        return dumper.represent_scalar(_STRING, text, '"' if ambiguous else None)
+
+    Dumper.add_representer(str, represent_text)
+    return yaml.dump(effective(config), Dumper=Dumper, allow_unicode=True, width=1 << 16)
+
+
+def effective_flags(flags: Flags) -> dict[str, str]:
+    """Every flag of kube-proxy 1.36 and ours with the value given, else its default; names without dashes."""
+    default = _plain(KubeProxyConfiguration())
+    values = {}
+    for parameter, flag in FLAGS.items():
+        value: Any = default if flag.fields else ""
+        for name in flag.fields[0].split(".") if flag.fields else ():
+            value = value.get(name) if isinstance(value, dict) else None
+        text = flags.get(parameter, "" if value is None or value == [] else value)
+        if not flag.metavar and not isinstance(text, str):
+            text = "true" if text else "false"
+        values[flag.name] = ("" if isinstance(text, dict) else str(text)) or ("" if flag.metavar else "false")
+    return dict(sorted(values.items()))
+
+
+def _plain(section: msgspec.Struct) -> dict[str, Any]:
+    values = {f.encode_name: _value(getattr(section, f.name)) for f in msgspec.structs.fields(section)}
+    return {name: value for name, value in values.items() if value or name not in _LEFT_OUT_IF_EMPTY}
+
+
+def _value(value: object) -> object:
+    if isinstance(value, msgspec.Struct):
+        return _plain(value)
+    if isinstance(value, Duration):
+        return str(value)
+    if isinstance(value, tuple):
+        return [_value(item) for item in value] or None
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value

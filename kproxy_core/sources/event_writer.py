@@ -1,0 +1,110 @@
+"""Events for the cluster's operators: events.k8s.io/v1, written to the API server."""
+
+import json
+import time
+from dataclasses import dataclass
+
+from kproxy_core.sources.access import AccessError, load_access
+from kproxy_core.sources.framing import ProtocolError
+from kproxy_core.sources.http import Connection, Response
+
+_CONTROLLER = "kube-proxy"
+"""Under this name operators look for the events of a node's service proxy."""
+
+_SILENCE = 10.0
+"""Seconds that the server may take to answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Regarding:
+    """The object that an event is about. As in kube-proxy, `uid` is its name."""
+
+    kind: str
+    name: str
+    namespace: str = ""
+
+    @property
+    def uid(self) -> str:
+        return f"{self.namespace}/{self.name}" if self.namespace else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happened, in the words of events.k8s.io/v1."""
+
+    type: str
+    """``Normal`` or ``Warning``."""
+    reason: str
+    action: str
+    regarding: Regarding
+    note: str = ""
+
+
+class NotWritten(Exception):
+    """The server did not take the event. `again`: it may do so later."""
+
+    def __init__(self, problem: str, again: bool) -> None:
+        super().__init__(problem)
+        self.again = again
+
+
+class EventWriter:
+    """Writes events to the API server that *master* and *kubeconfig* name (see `load_access`).
+
+    Credentials and connection are taken anew for each event, and kept for none: events are rare.
+    """
+
+    def __init__(self, master: str, kubeconfig: str, host: str) -> None:
+        """*host*: the name of this machine, which the events come from."""
+        self._master = master
+        self._kubeconfig = kubeconfig
+        self._host = host
+
+    def write(self, event: Event, happened: int) -> None:
+        """Deliver *event* of the time *happened*, in nanoseconds since the epoch. Raises NotWritten."""
+        namespace = event.regarding.namespace or "default"
+        body = json.dumps(_document(event, namespace, happened, self._host)).encode()
+        try:
+            connection = _Posting(load_access(self._master, self._kubeconfig))
+            try:
+                response = connection.post(f"/apis/events.k8s.io/v1/namespaces/{namespace}/events", body)
+                answer = response.read_all()
+            finally:
+                connection.close()
+        except (OSError, AccessError, ProtocolError) as error:
+            raise NotWritten(str(error), again=True) from error
+        if response.status >= 300:
+            again = response.status >= 500 or response.status == 429
+            raise NotWritten(f"{response.status} {answer[:200].decode(errors='replace')}", again)
+
+
+def _document(event: Event, namespace: str, happened: int, host: str) -> dict[str, object]:
+    regarding = {"kind": event.regarding.kind, "name": event.regarding.name, "uid": event.regarding.uid}
+    if event.regarding.namespace:
+        regarding["namespace"] = event.regarding.namespace
+    seconds, rest = divmod(happened, 1_000_000_000)
+    return {
+        "apiVersion": "events.k8s.io/v1",
+        "kind": "Event",
+        "metadata": {"name": f"{event.regarding.name}.{happened:x}", "namespace": namespace},
+        "eventTime": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{rest // 1000:06d}Z",
+        "reportingController": _CONTROLLER,
+        "reportingInstance": f"{_CONTROLLER}-{host}",
+        "type": event.type,
+        "reason": event.reason,
+        "action": event.action,
+        "regarding": regarding,
+        "note": event.note,
+    }
+
+
+class _Posting(Connection):
+    """A connection for one request that brings something."""
+
+    def post(self, target: str, body: bytes) -> Response:
+        """Raises OSError, ProtocolError."""
+        head, end = self._request(target, False)[:-2], b"\r\n"
+        head = b"POST" + head.removeprefix(b"GET")
+        about = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n".encode()
+        self._connect()
+        return self._exchange(head + about + end + body, _SILENCE)
