@@ -75,14 +75,12 @@ def _excepted(exceptions: str, host: str, port: int) -> bool:
         pattern = exception.strip()
         if pattern == "*":
             return True
-        try:
+        if _is_network(pattern):
             if address is not None and address in ip_network(pattern, strict=False):
                 return True
             continue
-        except ValueError:
-            pass
-        parts = urlsplit(f"//{pattern}")
         try:
+            parts = urlsplit(f"//{pattern}")
             name, only_port = parts.hostname or "", parts.port
         except ValueError:
             continue
@@ -93,3 +91,11 @@ def _excepted(exceptions: str, host: str, port: int) -> bool:
         if host == name or (address is None and host.endswith(name if name[0] == "." else f".{name}")):
             return True
     return False
+
+
+def _is_network(pattern: str) -> bool:
+    try:
+        ip_network(pattern, strict=False)
+    except ValueError:
+        return False
+    return True

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import ssl
 import subprocess
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+from tests.core.namespaces import Namespace
+
 CHECKOUT = Path(__file__).resolve().parents[2]
 SHARED = Path(os.environ.get("KPROXY_SHARED") or CHECKOUT.parent / "shared")
 TLS = Path(__file__).parent / "tls"
@@ -25,8 +28,9 @@ Json = dict[str, Any]
 class BenchServer:
     """``shared/bench/apiserver.py`` as a process; `stop` and `start` again keep the address."""
 
-    def __init__(self, *options: str) -> None:
-        self._options = options
+    def __init__(self, *options: str, node: Namespace | None = None) -> None:
+        """*node*: where it runs, if not here."""
+        self._node = node
         self.port = 0
         self._process: subprocess.Popen[str] | None = None
         self.start(*options)
@@ -39,8 +43,10 @@ class BenchServer:
         """Start it, and return when it listens."""
         program = SHARED / "bench" / "apiserver.py"
         assert program.is_file(), f"no {program}: put shared beside the checkout, or name it in KPROXY_SHARED"
-        self._process = subprocess.Popen([sys.executable, str(program), "--port", str(self.port), *options],
-                                         stdout=subprocess.PIPE, text=True)
+        there = ["ip", "netns", "exec", self._node.name] if self._node else []
+        self._process = subprocess.Popen(
+            [*there, sys.executable, str(program), "--port", str(self.port), *options],
+            stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         self.port = int(self._process.stdout.readline().rsplit(":", 1)[1])
 
@@ -50,10 +56,21 @@ class BenchServer:
             self._process.communicate()
             self._process = None
 
+    def freeze(self) -> None:
+        """Let it do nothing, while the kernel keeps up its connections."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
     def post(self, action: str, **body: object) -> None:
         """One of the server's control endpoints, e.g. ``apply`` or ``delete``."""
         connection = HTTPConnection("127.0.0.1", self.port, timeout=10)
         try:
+            if self._node is not None:
+                self._node.inside(connection.connect)
             connection.request("POST", f"/bench/{action}", json.dumps(body))
             response = connection.getresponse()
             answer = response.read()
@@ -88,10 +105,13 @@ class Exchange:
         """A whole response."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         head = [f"HTTP/1.1 {status} Whatever", f"Content-Length: {len(data)}", *headers]
-        self.send("\r\n".join([*head, "", ""]).encode() + data)
+        self.send("\r\n".join([*head, "", ""]).encode("latin-1") + data)
 
     def begin_watch(self) -> None:
         self.send(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+
+    def end_watch(self) -> None:
+        self.send(b"0\r\n\r\n")
 
     def chunk(self, data: bytes) -> None:
         self.send(b"%x\r\n%s\r\n" % (len(data), data))
@@ -110,9 +130,10 @@ class Exchange:
 Step = Callable[[Exchange], None]
 
 
-def refuse(status: int, *headers: str, reason: str = "Refused") -> Step:
+def refuse(status: int, *headers: str, reason: str = "Refused", details: Json | None = None) -> Step:
     """Answer with an error."""
-    body = {"kind": "Status", "status": "Failure", "code": status, "reason": reason, "message": reason}
+    body = {"kind": "Status", "status": "Failure", "code": status, "reason": reason, "message": reason,
+            "details": details}
     return lambda exchange: exchange.answer(status, body, *headers)
 
 
@@ -248,6 +269,26 @@ class ScriptedServer:
             step(exchange)
             if exchange.left:
                 return
+
+
+def server_tls(verify: ssl.VerifyMode = ssl.CERT_OPTIONAL, *clients: Path) -> ssl.SSLContext:
+    """TLS of a server that trusts our test CA, and the certificates of *clients*."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(TLS / "server.crt", TLS / "server.key")
+    for trusted in (TLS / "ca.crt", *clients):
+        context.load_verify_locations(trusted)
+    context.verify_mode = verify
+    return context
+
+
+def write_kubeconfig(path: Path, server: str, cluster: Json | None = None, user: Json | None = None) -> str:
+    """A kubeconfig for *server* at *path*, which is returned."""
+    path.write_text(json.dumps({
+        "apiVersion": "v1", "kind": "Config", "current-context": "here",
+        "contexts": [{"name": "here", "context": {"cluster": "c", "user": "u"}}],
+        "clusters": [{"name": "c", "cluster": {"server": server} | (cluster or {})}],
+        "users": [{"name": "u", "user": user or {}}]}))
+    return str(path)
 
 
 def _parse(head: str, connection: int) -> Request:

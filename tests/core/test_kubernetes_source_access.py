@@ -1,14 +1,12 @@
 """Reaching an API server by URL, kubeconfig and service account, with TLS and tokens."""
 
 import base64
-import json
 import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import Queue
-from typing import Any
 
 import pytest
 
@@ -16,7 +14,14 @@ from kproxy_core.sources import access
 from kproxy_core.sources.access import AccessError, load_access
 from kproxy_core.sources.api_requests import ApiRequest
 from kproxy_core.sources.kubernetes import KubernetesSource
-from tests.core.api_servers import CHECKOUT, TLS, Exchange, ScriptedServer, refuse
+from tests.core.api_servers import (
+    CHECKOUT,
+    TLS,
+    Json,
+    ScriptedServer,
+    server_tls,
+    write_kubeconfig,
+)
 from tests.core.observed_events import PATIENCE, following
 
 Kubeconfig = Callable[..., str]
@@ -30,7 +35,7 @@ def inline(path: str) -> str:
 @pytest.fixture
 def server() -> Iterator[ScriptedServer]:
     """An API server without objects that asks for a client certificate and takes connections without one."""
-    server = ScriptedServer({}, tls=_server_tls(ssl.CERT_OPTIONAL))
+    server = ScriptedServer({}, tls=server_tls(ssl.CERT_OPTIONAL))
     yield server
     server.close()
 
@@ -38,30 +43,16 @@ def server() -> Iterator[ScriptedServer]:
 @pytest.fixture
 def picky_server() -> Iterator[ScriptedServer]:
     """An API server that talks only to who has a certificate."""
-    server = ScriptedServer({}, tls=_server_tls(ssl.CERT_REQUIRED))
+    server = ScriptedServer({}, tls=server_tls(ssl.CERT_REQUIRED))
     yield server
     server.close()
-
-
-def _server_tls(verify: ssl.VerifyMode) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(TLS / "server.crt", TLS / "server.key")
-    context.load_verify_locations(CA)
-    context.verify_mode = verify
-    return context
 
 
 @pytest.fixture
 def kubeconfig(tmp_path: Path) -> Kubeconfig:
     """Writes a kubeconfig; gives its path."""
-    def write(server: str, cluster: dict[str, Any] | None = None, user: dict[str, Any] | None = None) -> str:
-        path = tmp_path / "kubeconfig"
-        path.write_text(json.dumps({
-            "apiVersion": "v1", "kind": "Config", "current-context": "here",
-            "contexts": [{"name": "here", "context": {"cluster": "c", "user": "u"}}],
-            "clusters": [{"name": "c", "cluster": {"server": server} | (cluster or {})}],
-            "users": [{"name": "u", "user": user or {}}]}))
-        return str(path)
+    def write(server: str, cluster: Json | None = None, user: Json | None = None) -> str:
+        return write_kubeconfig(tmp_path / "kubeconfig", server, cluster, user)
     return write
 
 
@@ -119,7 +110,7 @@ def test_a_plain_url_costs_neither_tls_nor_the_kubernetes_package() -> None:
     {"client-certificate-data": inline(CERT), "client-key-data": inline(KEY)},
 ], ids=["files", "inline"])
 def test_a_client_certificate_opens_the_door(
-    picky_server: ScriptedServer, kubeconfig: Kubeconfig, cluster: dict[str, Any], user: dict[str, Any],
+    picky_server: ScriptedServer, kubeconfig: Kubeconfig, cluster: Json, user: Json,
 ) -> None:
     assert completes(KubernetesSource(None, kubeconfig(picky_server.url, cluster, user), "n"))
 
@@ -142,7 +133,7 @@ def test_inline_keys_leave_no_files_behind(
     ({}, None),
 ], ids=["token", "password", "exec", "nobody"])
 def test_credentials_are_shown(
-    server: ScriptedServer, kubeconfig: Kubeconfig, user: dict[str, Any], header: str | None,
+    server: ScriptedServer, kubeconfig: Kubeconfig, user: Json, header: str | None,
 ) -> None:
     assert completes(KubernetesSource(None, kubeconfig(server.url, {"certificate-authority": CA}, user), "n"))
     assert tokens(server) == {header}
@@ -161,24 +152,6 @@ def test_master_overrides_the_server_of_the_kubeconfig(
     config = kubeconfig("https://192.0.2.1:6443", {"certificate-authority": CA}, {"token": "t"})
     assert completes(KubernetesSource(server.url, config, "n"))
     assert tokens(server) == {"Bearer t"}
-
-
-def test_a_token_that_expired_is_read_again(kubeconfig: Kubeconfig, tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.write_text("old\n")
-
-    def expire(exchange: Exchange) -> None:
-        token.write_text("new\n")
-        refuse(401)(exchange)
-
-    server = ScriptedServer({"services": [expire]}, tls=_server_tls(ssl.CERT_OPTIONAL))
-    try:
-        assert completes(KubernetesSource(None, kubeconfig(
-            server.url, {"certificate-authority": CA}, {"tokenFile": str(token)}), "n"))
-        shown = [r.headers["authorization"] for r in server.requests if r.resource == "services"]
-        assert shown == ["Bearer old", "Bearer new"]
-    finally:
-        server.close()
 
 
 def test_a_server_that_can_not_be_trusted_gets_no_request(
@@ -227,7 +200,7 @@ def test_a_kubeconfig_of_no_use_is_refused_with_the_file(tmp_path: Path, content
     ({"server": "ftp://x"}, {}, "not an http or https URL"),
 ])
 def test_settings_of_no_use_are_refused_with_the_reason(
-    kubeconfig: Kubeconfig, cluster: dict[str, Any], user: dict[str, Any], problem: str,
+    kubeconfig: Kubeconfig, cluster: Json, user: Json, problem: str,
 ) -> None:
     with pytest.raises(AccessError, match=problem):
         load_access(None, kubeconfig("https://127.0.0.1:1", cluster, user))
