@@ -1,0 +1,1 @@
+"""The ipvs backend: the kernel's load balancer, with ipsets and a few constant iptables rules around it."""

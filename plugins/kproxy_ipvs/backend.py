@@ -1,0 +1,74 @@
+"""The backend: render, compare, send, remember what was acknowledged."""
+
+import logging
+
+from kproxy_core.backend.api import BackendSettings, Damage, Scope, SyncReport, Update
+from kproxy_core.backend.errors import SyncFailed
+from kproxy_core.backend.hookspecs import hookimpl
+from kproxy_ipvs import kernel, rules
+from kproxy_ipvs.family import FamilyState
+from kproxy_ipvs.rules import Tables
+from kproxy_ipvs.settings import read_settings
+from kproxy_ipvs.text import render_text
+from kproxy_ipvs.virtual_servers import VirtualServers
+
+log = logging.getLogger("kproxy.ipvs")
+
+
+class IpvsBackend:
+    """Programs virtual servers and what goes with them; see `kproxy_core.backend.hookspecs`."""
+
+    def __init__(self, settings: BackendSettings) -> None:
+        """Raises Unsupported for settings that mean nothing here."""
+        self._settings = read_settings(settings)
+        self._kernel_families = settings.families
+        self._servers: VirtualServers | None = None
+        self._families: dict[str, FamilyState] = {}
+
+    @hookimpl
+    def kproxy_sync(self, update: Update) -> SyncReport:
+        """Bring one family to *update*."""
+        if self._servers is None:
+            self._servers = self._begin()
+        state = self._families[update.family.label]
+        if update.scope is Scope.RESYNC:
+            kernel.ensure_settings(self._settings)
+        if update.scope is Scope.RESYNC or state.must_resync(update.node):
+            return state.resync(update.node, update.plans)
+        return state.change(update.node, update.changed)
+
+    @hookimpl
+    def kproxy_render(self, update: Update) -> str:
+        """Everything as input for ipvsadm, ipset and iptables-restore, and the addresses."""
+        return render_text(update, self._settings)
+
+    @hookimpl
+    def kproxy_watch(self, damaged: Damage) -> bool:
+        """IPVS tells nobody about changes: full syncs have to find them."""
+        del damaged
+        return False
+
+    @hookimpl
+    def kproxy_close(self) -> None:
+        """Close sockets and end threads; the kernel keeps all it has."""
+        for state in self._families.values():
+            state.close()
+        if self._servers is not None:
+            self._servers.close()
+
+    def _begin(self) -> VirtualServers:
+        """Open IPVS, which loads its modules, and set what the whole mode depends on."""
+        kernel.load_modules(self._settings.scheduler)
+        servers = VirtualServers()
+        kernel.ensure_settings(self._settings)
+        if any(self._settings.timeouts):
+            try:
+                servers.set_timeouts(*self._settings.timeouts)
+            except SyncFailed as error:
+                log.warning("timeouts of connections stay", extra={"fields": {"error": str(error)}})
+        infix = rules.find_infix()
+        self._families = {
+            family.label: FamilyState(family, self._settings, servers, Tables(family, infix))
+            for family in self._kernel_families
+        }
+        return servers

@@ -1,0 +1,128 @@
+"""Removing every trace of the mode: ours, which is kube-proxy's as well."""
+
+from pathlib import Path
+
+from kproxy_core.backend.api import Leftovers
+from kproxy_core.backend.errors import SyncFailed
+from kproxy_core.model.address import Family, Protocol, format_address
+from kproxy_ipvs import device, names, programs, rules, sets
+from kproxy_ipvs.applied import Entries
+from kproxy_ipvs.batch import DeleteServer
+from kproxy_ipvs.names import FILTER, MANGLE, NAT
+from kproxy_ipvs.render import ServerKey
+from kproxy_ipvs.rules import Tables
+from kproxy_ipvs.skeleton import JUMPS, KUBE_PROXY_JUMPS, ChainKey
+from kproxy_ipvs.virtual_servers import VirtualServers
+
+_IPVS = Path("/proc/thread-self/net/ip_vs")
+"""There if the kernel has IPVS at the moment. Asking for it in another way would load it."""
+
+_OWN = frozenset({
+    (FILTER, names.NODE_PORT), (FILTER, names.IPVS_FILTER),
+    (NAT, names.NODE_PORT), (NAT, names.LOAD_BALANCER),
+    (MANGLE, names.IPVS_ACCESS), (MANGLE, names.SOURCE_RANGES), (MANGLE, names.SHORT_CIRCUITS),
+})  # fmt: skip
+_SHARED = frozenset({
+    (NAT, names.SERVICES), (NAT, names.POSTROUTING), (NAT, names.MARK_MASQ), (FILTER, names.FORWARD),
+})  # fmt: skip
+"""Chains that the iptables mode has under the same names."""
+
+_KNOWN_BY_SETS = (FILTER, "KUBE-PROXY-FIREWALL")
+"""kube-proxy's in both modes; the comment of a jump to it tells them apart."""
+
+
+def cleanup(*, dry_run: bool) -> Leftovers:
+    """Remove what is there, of both families. Virtual servers of others stay."""
+    removed: list[str] = []
+    errors: list[str] = []
+    entries: dict[Family, Entries] = {}
+    if programs.find("ipset"):
+        try:
+            entries = {family: sets.read(family) for family in Family}
+        except SyncFailed as error:
+            if "Operation not permitted" in str(error):
+                return Leftovers("ipvs", (), (str(error),))
+    for step in (_servers, _rules, _device_and_sets):
+        try:
+            removed += step(entries, dry_run)
+        except SyncFailed as error:
+            errors.append(str(error))
+    return Leftovers("ipvs", tuple(removed), tuple(errors))
+
+
+def _servers(entries: dict[Family, Entries], dry_run: bool) -> list[str]:
+    if not _IPVS.exists():
+        return []
+    servers = VirtualServers()
+    try:
+        gone: list[DeleteServer] = []
+        for family in Family:
+            on_device = device.read(family)[0]
+            gone += [
+                DeleteServer(key)
+                for key in servers.read(family)
+                if key.address in on_device or is_left(key, entries.get(family, {}))
+            ]
+        if not dry_run:
+            servers.write(gone)
+    finally:
+        servers.close()
+    return [f"virtual server {operation.key}" for operation in gone]
+
+
+def is_left(key: ServerKey, entries: Entries) -> bool:
+    """Whether our sets speak of a virtual server."""
+    if key.address is None:
+        return key.mark in entries.get(names.SHORT_CIRCUIT, {}).values()
+    text = format_address(key.address)
+    every, _ = names.NODE_PORT_SETS[Protocol(key.protocol)]
+    entry = str(key.port) if every.type == "bitmap:port" else f"{text},sctp:{key.port}"
+    return text in entries.get(names.IPVS_IPS, ()) or entry in entries.get(every, ())
+
+
+def _rules(entries: dict[Family, Entries], dry_run: bool) -> list[str]:
+    del entries
+    removed: list[str] = []
+    for infix in ("-nft", "-legacy"):
+        if not programs.find(f"iptables{infix}-save"):
+            continue
+        for family in Family:
+            tables = Tables(family, infix)
+            held = tables.read()
+            jumps, chains = what_to_remove(held)
+            if not dry_run:
+                tables.write(rules.removal(jumps, chains))
+            removed += [f"{tables.program}: rule in {chain}: {spec}"
+                        for (_, chain), specs in jumps.items() for spec in specs]  # fmt: skip
+            removed += [f"{tables.program}: chain {chain} of table {table}" for table, chain in chains]
+    return removed
+
+
+def what_to_remove(held: rules.Chains) -> tuple[dict[ChainKey, list[str]], list[ChainKey]]:
+    """Jumps by built-in chain, and chains. What the iptables mode has taken over is left to it."""
+    services = held.get((NAT, names.SERVICES), ())
+    shared = _SHARED if any("--match-set KUBE-" in rule for rule in services) else frozenset()
+    ours = _OWN | shared | names.KUBE_PROXY_CHAINS
+    firewall = held.get(_KNOWN_BY_SETS, ())
+    if firewall and not any("--match-set" in rule for rule in firewall):
+        ours -= {_KNOWN_BY_SETS}
+    jumps: dict[ChainKey, list[str]] = {}
+    for jump in (*JUMPS, *KUBE_PROXY_JUMPS):
+        if (jump.table, jump.target) in ours:
+            found = [rule for rule in held.get((jump.table, jump.chain), ()) if rule == jump.spec]
+            if found:
+                jumps.setdefault((jump.table, jump.chain), []).extend(found)
+    return jumps, sorted(key for key in ours if key in held)
+
+
+def _device_and_sets(entries: dict[Family, Entries], dry_run: bool) -> list[str]:
+    removed: list[str] = []
+    if device.exists():
+        removed.append(f"interface {names.DEVICE}")
+        if not dry_run:
+            device.delete()
+    found = [kind.full_name(family) for family, held in entries.items() for kind in held]
+    removed += [f"ipset {name}" for name in found]
+    if not dry_run:
+        sets.destroy(found)
+    return removed

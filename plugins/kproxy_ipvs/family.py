@@ -1,0 +1,133 @@
+"""One IP family: what it is known to hold, and how it gets to what is wanted."""
+
+from collections.abc import Iterable, Mapping
+
+from kproxy_core.backend.api import SyncReport
+from kproxy_core.backend.errors import TrustLost
+from kproxy_core.model.address import Address, Family, Protocol, format_address
+from kproxy_core.model.node import NodeView
+from kproxy_core.model.service import ServicePortKey
+from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_ipvs import device, names, rules, sets, skeleton
+from kproxy_ipvs.applied import Applied, Difference, Entries, compare_all, described
+from kproxy_ipvs.batch import Operation, PutDestination
+from kproxy_ipvs.draining import Draining
+from kproxy_ipvs.names import SETS
+from kproxy_ipvs.render import ServerKey, Style
+from kproxy_ipvs.rules import Tables
+from kproxy_ipvs.settings import Settings
+from kproxy_ipvs.virtual_servers import VirtualServers
+
+
+class FamilyState:
+    """Virtual servers, sets, addresses and rules of one family."""
+
+    def __init__(self, family: Family, settings: Settings, servers: VirtualServers, tables: Tables) -> None:
+        self._family = family
+        self._settings = settings
+        self._servers = servers
+        self._tables = tables
+        self._draining = Draining(servers.delete_drained)
+        self._applied: Applied | None = None
+        """None: only a resync will do."""
+        self._node: NodeView | None = None
+        self._style: Style | None = None
+
+    def must_resync(self, node: NodeView) -> bool:
+        """Whether *node* changes what no single service port answers for."""
+        if self._applied is None or self._node is None or self._style is None:
+            return True
+        if node == self._node:
+            return False
+        return skeleton.rules_differ(self._node, node) or self._style != self._make_style(
+            node, self._applied.addresses, self._style.elsewhere
+        )
+
+    def change(self, node: NodeView, changed: Mapping[ServicePortKey, ServicePlan | None]) -> SyncReport:
+        """Write what the changed plans need. O(changed). Raises SyncFailed."""
+        applied, self._applied = self._applied, None
+        if applied is None or self._style is None:
+            raise TrustLost("the kernel has not been read yet")
+        difference = applied.change(changed, self._style)
+        self._write(difference)
+        self._applied, self._node = applied, node
+        return SyncReport(difference.operations, dict(described(difference)))
+
+    def resync(self, node: NodeView, plans: Mapping[ServicePortKey, ServicePlan]) -> SyncReport:
+        """Make everything right whatever is there, and write only what differs. Raises SyncFailed."""
+        marks = self._applied.marks if self._applied is not None else None
+        self._applied = None
+        made = device.ensure()
+        entries = sets.read(self._family)
+        missing = [kind for kind in SETS if kind not in entries]
+        sets.write(self._family, missing, (), ())
+        ours, elsewhere = device.read(self._family)
+        style = self._make_style(node, ours, elsewhere)
+        applied = Applied(node.masquerade_bit)
+        if marks is not None and self._node is not None and self._node.masquerade_bit == node.masquerade_bit:
+            applied.marks = marks
+        applied.change(plans, style)
+        with self._draining.lock:
+            held = self._servers.read(self._family)
+            foreign = [key for key in held if self._is_foreign(key, ours, entries, node.masquerade_bit)]
+            difference = compare_all(applied, held, entries, ours, foreign)
+            self._draining.clear()
+            text = rules.difference(self._tables.read(), skeleton.skeleton(node))
+            self._write(difference, text)
+        self._applied, self._node, self._style = applied, node, style
+        operations = difference.operations + len(missing) + made + text.count("\n-") + text.count("\n:")
+        return SyncReport(operations, dict(described(difference)))
+
+    def close(self) -> None:
+        self._draining.close()
+
+    def _make_style(
+        self, node: NodeView, on_device: Iterable[Address], elsewhere: frozenset[Address]
+    ) -> Style:
+        """The device's addresses are the node's too, but serve no node ports."""
+        vips = set(on_device)
+        return Style(
+            family=self._family,
+            scheduler=self._settings.scheduler,
+            node_ip=node.node_ip,
+            node_port_addresses=tuple(
+                a for a in node.node_port_addresses
+                if a not in vips and not (self._family is Family.IPV6 and a[:2] == b"\xfe\x80")
+            ),
+            elsewhere=elsewhere,
+        )  # fmt: skip
+
+    def _is_foreign(
+        self, key: ServerKey, on_device: frozenset[Address], entries: Entries, masquerade_bit: int
+    ) -> bool:
+        """Whether somebody else made this virtual server: nothing that this mode leaves speaks of it."""
+        if key.address is None:
+            return not names.is_own_mark(key.mark, masquerade_bit)
+        if any(key.address in cidr for cidr in self._settings.exclude_cidrs):
+            return True
+        text = format_address(key.address)
+        if key.address in on_device or text in entries.get(names.IPVS_IPS, ()):
+            return False
+        every, _ = names.NODE_PORT_SETS[Protocol(key.protocol)]
+        entry = str(key.port) if every.type == "bitmap:port" else f"{text},sctp:{key.port}"
+        return entry not in entries.get(every, ())
+
+    def _write(self, difference: Difference, rules_text: str = "") -> None:
+        """Bring what is new first, and what leads to it last; take away in the other order."""
+        with self._draining.lock:
+            sets.write(self._family, (), difference.adds, ())
+            self._tables.write(rules_text)
+            self._servers.write([self._revived(operation) for operation in difference.servers])
+            device.bind(difference.bind, self._family)
+            self._servers.write(difference.gone)
+            for operation in difference.gone:
+                self._draining.forget_server(operation.key)
+            device.unbind(difference.unbind, self._family)
+            sets.write(self._family, (), (), difference.deletes)
+            self._draining.add(difference.leaving)
+
+    def _revived(self, operation: Operation) -> Operation:
+        """A real server that comes back before it has drained is there already."""
+        if not isinstance(operation, PutDestination) or not operation.new:
+            return operation
+        return operation._replace(new=not self._draining.forget(operation.key, operation.where))

@@ -1,0 +1,43 @@
+"""The plugin: what kproxy asks of it, answered without importing anything heavy."""
+
+from kproxy_core.backend.api import Backend, BackendSettings, Description, Detection, Leftovers
+from kproxy_core.backend.hookspecs import hookimpl
+
+MODE = "ipvs"
+
+
+@hookimpl
+def kproxy_describe() -> Description:
+    """The mode and its defaults."""
+    return Description(
+        mode=MODE,
+        summary="virtual servers of the kernel's IPVS, with ipsets and constant iptables rules",
+        contract=(1, 0),
+        preference=10,
+    )
+
+
+@hookimpl
+def kproxy_detect(settings: BackendSettings) -> Detection:
+    """Whether this kernel has IPVS and what goes with it."""
+    from kproxy_ipvs.detect import detect
+
+    return detect(settings)
+
+
+@hookimpl
+def kproxy_cleanup(dry_run: bool) -> Leftovers:
+    """Delete virtual servers, device, rules and sets of this mode, kube-proxy's as well."""
+    from kproxy_ipvs.cleanup import cleanup
+
+    return cleanup(dry_run=dry_run)
+
+
+@hookimpl
+def kproxy_make_backend(mode: str, settings: BackendSettings) -> Backend | None:
+    """The backend, if *mode* is ours."""
+    if mode != MODE:
+        return None
+    from kproxy_ipvs.backend import IpvsBackend
+
+    return IpvsBackend(settings)

@@ -1,0 +1,49 @@
+"""What the mode needs of this kernel besides its objects: modules and settings."""
+
+import logging
+import platform
+
+from kproxy_core.backend.errors import SyncFailed
+from kproxy_core.host import sysctl
+from kproxy_core.host.errors import HostError
+from kproxy_ipvs import programs
+from kproxy_ipvs.settings import Settings
+
+log = logging.getLogger("kproxy.ipvs")
+
+_REUSE_MODE_MATTERS = ((4, 1), (5, 9))
+"""From and before which Linux conn_reuse_mode 1 delays connections (kubernetes issue 81775)."""
+
+
+def release() -> tuple[int, int]:
+    """The version of the running kernel."""
+    numbers = platform.release().split(".")
+    minor = "".join(c for c in numbers[1] if c.isdigit()) if len(numbers) > 1 else ""
+    return int(numbers[0]), int(minor or 0)
+
+
+def load_modules(scheduler: str) -> None:
+    """Ask for the modules of IPVS; a kernel that has them built in needs none."""
+    if programs.find("modprobe"):
+        programs.run("modprobe", "-qa", "ip_vs", f"ip_vs_{scheduler}")
+
+
+def ensure_settings(settings: Settings) -> None:
+    """The sysctls of kube-proxy's ipvs mode (1.36, pkg/proxy/ipvs/proxier.go). Raises SyncFailed."""
+    wanted = {
+        "net/ipv4/vs/conntrack": 1,
+        "net/ipv4/vs/expire_nodest_conn": 1,
+        "net/ipv4/vs/expire_quiescent_template": 1,
+        "net/ipv4/ip_forward": 1,
+    }
+    first, fixed = _REUSE_MODE_MATTERS
+    if first <= release() < fixed:
+        wanted["net/ipv4/vs/conn_reuse_mode"] = 0
+    if settings.strict_arp:
+        wanted |= {"net/ipv4/conf/all/arp_ignore": 1, "net/ipv4/conf/all/arp_announce": 2}
+    for name, value in wanted.items():
+        try:
+            if sysctl.ensure(name, value):
+                log.info("sysctl changed", extra={"fields": {"name": name, "value": value}})
+        except HostError as error:
+            raise SyncFailed(f"ipvs mode needs {name} = {value}: {error}") from error

@@ -1,0 +1,109 @@
+"""Names in the kernel: sets, chains, the device and the marks.
+
+Sets and chains are kube-proxy's where they mean the same (1.36, pkg/proxy/ipvs/ipset.go and proxier.go).
+"""
+
+from typing import NamedTuple
+
+from kproxy_core.model.address import Family, Protocol
+
+DEVICE = "kube-ipvs0"
+"""The dummy interface that holds the addresses of all Services, so that packets to them are local."""
+
+LONGEST_SET_NAME = 31
+"""linux/netfilter/ipset/ip_set.h, IPSET_MAXNAMELEN, without the final zero."""
+
+NAT, FILTER, MANGLE = "nat", "filter", "mangle"
+
+SERVICES = "KUBE-SERVICES"
+POSTROUTING = "KUBE-POSTROUTING"
+NODE_PORT = "KUBE-NODE-PORT"
+LOAD_BALANCER = "KUBE-LOAD-BALANCER"
+MARK_MASQ = "KUBE-MARK-MASQ"
+FORWARD = "KUBE-FORWARD"
+IPVS_FILTER = "KUBE-IPVS-FILTER"
+IPVS_ACCESS = "KUBE-IPVS-ACCESS"
+SOURCE_RANGES = "KUBE-SOURCE-RANGES-FIREWALL"
+SHORT_CIRCUITS = "KUBE-IPVS-SHORT-CIRCUIT"
+
+KUBE_PROXY_CHAINS = frozenset({
+    (FILTER, "KUBE-PROXY-FIREWALL"),
+    (FILTER, SOURCE_RANGES),
+    (FILTER, "KUBE-IPVS-OUT-FILTER"),
+})  # fmt: skip
+"""Chains that only kube-proxy has."""
+
+
+class SetKind(NamedTuple):
+    """One ipset of each family."""
+
+    name: str
+    """Without the prefix of the family."""
+    type: str
+    marks: bool = False
+    """Its entries carry a mark."""
+
+    def full_name(self, family: Family) -> str:
+        prefix = "KUBE-" if family is Family.IPV4 else "KUBE-6-"
+        return (prefix + self.name)[:LONGEST_SET_NAME]
+
+    def create(self, family: Family) -> str:
+        """The arguments of ``ipset create``."""
+        if self.type == "bitmap:port":
+            return f"{self.full_name(family)} {self.type} range 0-65535"
+        inet = "inet" if family is Family.IPV4 else "inet6"
+        marks = " skbinfo" if self.marks else ""
+        return f"{self.full_name(family)} {self.type} family {inet} hashsize 1024 maxelem 65536{marks}"
+
+
+_IP_PORT = "hash:ip,port"
+
+LOOP_BACK = SetKind("LOOP-BACK", "hash:ip,port,ip")
+CLUSTER_IP = SetKind("CLUSTER-IP", _IP_PORT)
+EXTERNAL_IP = SetKind("EXTERNAL-IP", _IP_PORT)
+EXTERNAL_IP_LOCAL = SetKind("EXTERNAL-IP-LOCAL", _IP_PORT)
+LOAD_BALANCER_SET = SetKind("LOAD-BALANCER", _IP_PORT)
+LOAD_BALANCER_LOCAL = SetKind("LOAD-BALANCER-LOCAL", _IP_PORT)
+LOAD_BALANCER_FW = SetKind("LOAD-BALANCER-FW", _IP_PORT)
+SOURCE_CIDR = SetKind("LOAD-BALANCER-SOURCE-CIDR", "hash:ip,port,net")
+SOURCE_IP = SetKind("LOAD-BALANCER-SOURCE-IP", "hash:ip,port,ip")
+NODE_PORT_TCP = SetKind("NODE-PORT-TCP", "bitmap:port")
+NODE_PORT_UDP = SetKind("NODE-PORT-UDP", "bitmap:port")
+NODE_PORT_SCTP = SetKind("NODE-PORT-SCTP-HASH", _IP_PORT)
+NODE_PORT_LOCAL_TCP = SetKind("NODE-PORT-LOCAL-TCP", "bitmap:port")
+NODE_PORT_LOCAL_UDP = SetKind("NODE-PORT-LOCAL-UDP", "bitmap:port")
+NODE_PORT_LOCAL_SCTP = SetKind("NODE-PORT-LOCAL-SCTP-HASH", _IP_PORT)
+HEALTH_CHECK = SetKind("HEALTH-CHECK-NODE-PORT", "bitmap:port")
+IPVS_IPS = SetKind("IPVS-IPS", "hash:ip")
+SHORT_CIRCUIT = SetKind("SHORT-CIRCUIT", _IP_PORT, marks=True)
+NO_LOCAL = SetKind("NO-LOCAL-ENDPOINT", _IP_PORT)
+
+SETS = (
+    LOOP_BACK, CLUSTER_IP, EXTERNAL_IP, EXTERNAL_IP_LOCAL, LOAD_BALANCER_SET, LOAD_BALANCER_LOCAL,
+    LOAD_BALANCER_FW, SOURCE_CIDR, SOURCE_IP, NODE_PORT_TCP, NODE_PORT_UDP, NODE_PORT_SCTP,
+    NODE_PORT_LOCAL_TCP, NODE_PORT_LOCAL_UDP, NODE_PORT_LOCAL_SCTP, HEALTH_CHECK, IPVS_IPS,
+    SHORT_CIRCUIT, NO_LOCAL,
+)  # fmt: skip
+
+NODE_PORT_SETS = {
+    # protocol: (every node port, those with policy Local)
+    Protocol.TCP: (NODE_PORT_TCP, NODE_PORT_LOCAL_TCP),
+    Protocol.UDP: (NODE_PORT_UDP, NODE_PORT_LOCAL_UDP),
+    Protocol.SCTP: (NODE_PORT_SCTP, NODE_PORT_LOCAL_SCTP),
+}
+
+_MARK_PREFIX = 0x6B000000
+_MARK_BITS = 0x00FFFFFF
+
+
+def mark(number: int, masquerade_bit: int) -> int:
+    """The mark that *number* stands for: one of ours, and without the bit that asks for masquerading."""
+    low = number & _MARK_BITS
+    if masquerade_bit < 24:
+        low &= ~(1 << masquerade_bit)
+    return (_MARK_PREFIX & ~(1 << masquerade_bit)) | low
+
+
+def is_own_mark(value: int, masquerade_bit: int) -> bool:
+    """Whether the virtual server of this mark is ours."""
+    return mark(value, masquerade_bit) == value

@@ -1,0 +1,52 @@
+"""What the ``ipvs`` section of the configuration file says."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from kproxy_core.backend.api import BackendSettings
+from kproxy_core.backend.errors import Unsupported
+from kproxy_core.model.address import Cidr, parse_cidr
+
+SCHEDULERS = ("rr", "wrr", "lc", "wlc", "lblc", "lblcr", "sh", "dh", "sed", "nq", "mh")
+"""Those of the kernel that can serve a Service."""
+
+
+class Timeouts(NamedTuple):
+    """Of IPVS connections, in whole seconds; 0: as they are."""
+
+    tcp: int = 0
+    tcp_fin: int = 0
+    udp: int = 0
+
+
+class Settings(NamedTuple):
+    """The settings of this mode that are not the core's business."""
+
+    scheduler: str = "rr"
+    exclude_cidrs: tuple[Cidr, ...] = ()
+    """Virtual servers in here are somebody else's."""
+    strict_arp: bool = False
+    timeouts: Timeouts = Timeouts()
+
+
+def read_settings(settings: BackendSettings) -> Settings:
+    """kube-proxy's fields and defaults. Raises Unsupported for a scheduler that the kernel does not have."""
+    options = settings.options
+    scheduler = str(options.get("scheduler") or "rr")
+    if scheduler not in SCHEDULERS:
+        raise Unsupported(f"ipvs.scheduler: {scheduler!r} is none of {', '.join(SCHEDULERS)}")
+    excluded = options.get("excludeCIDRs") or ()
+    return Settings(
+        scheduler,
+        tuple(parse_cidr(str(text)) for text in excluded) if isinstance(excluded, Iterable) else (),
+        options.get("strictARP") is True,
+        Timeouts(
+            _seconds(options.get("tcpTimeout")),
+            _seconds(options.get("tcpFinTimeout")),
+            _seconds(options.get("udpTimeout")),
+        ),
+    )
+
+
+def _seconds(value: object) -> int:
+    return int(value) if isinstance(value, int | float) and value > 0 else 0

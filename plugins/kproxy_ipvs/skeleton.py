@@ -1,0 +1,157 @@
+"""The constant iptables rules, written as iptables-save prints them. They do not depend on Services."""
+
+from typing import NamedTuple
+
+from kproxy_core.model.address import Family
+from kproxy_core.model.node import LocalSource, NodeView
+from kproxy_ipvs import names
+from kproxy_ipvs.names import FILTER, MANGLE, NAT, SetKind
+
+ChainKey = tuple[str, str]
+"""Table and chain."""
+
+
+class Jump(NamedTuple):
+    """A rule in a built-in chain that leads to one of our chains."""
+
+    table: str
+    chain: str
+    spec: str
+    target: str
+
+
+def _jump(table: str, chain: str, target: str, comment: str) -> Jump:
+    return Jump(table, chain, f'-m comment --comment "{comment}" -j {target}', target)
+
+
+JUMPS = (
+    # mangle: before nat changes anything, and before IPVS in both directions.
+    _jump(MANGLE, "PREROUTING", names.IPVS_ACCESS, "kubernetes ipvs policies"),
+    _jump(MANGLE, "OUTPUT", names.IPVS_ACCESS, "kubernetes ipvs policies"),
+    _jump(NAT, "OUTPUT", names.SERVICES, "kubernetes service portals"),
+    _jump(NAT, "PREROUTING", names.SERVICES, "kubernetes service portals"),
+    _jump(NAT, "POSTROUTING", names.POSTROUTING, "kubernetes postrouting rules"),
+    _jump(FILTER, "FORWARD", names.FORWARD, "kubernetes forwarding rules"),
+    _jump(FILTER, "INPUT", names.NODE_PORT, "kubernetes health check rules"),
+    _jump(FILTER, "INPUT", names.IPVS_FILTER, "kubernetes ipvs access filter"),
+)
+"""Inserted at the top of their chains."""
+
+KUBE_PROXY_JUMPS = (
+    _jump(FILTER, "INPUT", "KUBE-PROXY-FIREWALL", "kube-proxy firewall rules"),
+    _jump(FILTER, "FORWARD", "KUBE-PROXY-FIREWALL", "kube-proxy firewall rules"),
+    _jump(FILTER, "OUTPUT", "KUBE-IPVS-OUT-FILTER", "kubernetes ipvs access filter"),
+)
+"""Further ones that kube-proxy has in this mode."""
+
+_LOOPBACK = {Family.IPV4: "127.0.0.0/8", Family.IPV6: "::1/128"}
+_REJECT = {
+    Family.IPV4: "REJECT --reject-with icmp-port-unreachable",
+    Family.IPV6: "REJECT --reject-with icmp6-port-unreachable",
+}
+_NEW = "-m conntrack --ctstate NEW"
+
+
+def skeleton(node: NodeView) -> dict[ChainKey, list[str]]:
+    """Every chain of ours with its rules."""
+    family = node.family
+
+    def match(kind: SetKind, sides: str = "dst,dst") -> str:
+        return f"-m set --match-set {kind.full_name(family)} {sides}"
+
+    bit = f"{1 << node.masquerade_bit:#x}"
+    masquerade = f"-j {names.MARK_MASQ}"
+    return {
+        (MANGLE, names.IPVS_ACCESS): [
+            f"{_NEW} {match(names.LOAD_BALANCER_FW)} -j {names.SOURCE_RANGES}",
+            *(
+                f"{source}{match(names.SHORT_CIRCUIT)} -g {names.SHORT_CIRCUITS}"
+                for source in _this_node(node.local_source)
+            ),
+            f"{_NEW} {match(names.NO_LOCAL)} -j DROP",
+        ],
+        (MANGLE, names.SOURCE_RANGES): [
+            f"{match(names.SOURCE_CIDR, 'dst,dst,src')} -j RETURN",
+            f"{match(names.SOURCE_IP, 'dst,dst,src')} -j RETURN",
+            "-j DROP",
+        ],
+        (MANGLE, names.SHORT_CIRCUITS): [
+            f"-j SET --map-set {names.SHORT_CIRCUIT.full_name(family)} dst,dst --map-mark"
+        ],
+        (NAT, names.SERVICES): [
+            f"-s {_LOOPBACK[family]} -j RETURN",
+            f"{match(names.LOAD_BALANCER_SET)} -g {names.LOAD_BALANCER}",
+            *_masquerade_internal(node, match(names.CLUSTER_IP)),
+            f"{match(names.EXTERNAL_IP)} {masquerade}",
+            *(
+                f"{match(kind)} -j RETURN"
+                for kind in (names.CLUSTER_IP, names.EXTERNAL_IP, names.EXTERNAL_IP_LOCAL)
+            ),
+            f"-m addrtype --dst-type LOCAL -j {names.NODE_PORT}",
+        ],
+        (NAT, names.LOAD_BALANCER): [f"{match(names.LOAD_BALANCER_LOCAL)} -j RETURN", masquerade],
+        (NAT, names.NODE_PORT): [
+            f"-p {protocol.name.lower()} {match(kind, _sides(kind))} -j {target}"
+            for protocol, (every, local) in names.NODE_PORT_SETS.items()
+            for kind, target in ((local, "RETURN"), (every, names.MARK_MASQ))
+        ],
+        (NAT, names.POSTROUTING): [
+            f"{match(names.LOOP_BACK, 'dst,dst,src')} -j MASQUERADE",
+            # The node itself, when the kernel took the VIP that it dials for its source.
+            f"{match(names.IPVS_IPS, 'src')} -j MASQUERADE --random-fully",
+            f"-m mark ! --mark {bit}/{bit} -j RETURN",
+            f"-j MARK --set-xmark {bit}/0x0",
+            '-m comment --comment "kubernetes service traffic requiring SNAT" -j MASQUERADE --random-fully',
+        ],
+        (NAT, names.MARK_MASQ): [f"-j MARK --set-xmark {bit}/{bit}"],
+        (FILTER, names.FORWARD): [
+            f'-m comment --comment "kubernetes forwarding rules" -m mark --mark {bit}/{bit} -j ACCEPT',
+            '-m comment --comment "kubernetes forwarding conntrack rule"'
+            " -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT",
+        ],
+        (FILTER, names.NODE_PORT): [f"{match(names.HEALTH_CHECK, 'dst')} -j ACCEPT"],
+        # What is no frontend must not reach programs of the node that listen on every address.
+        (FILTER, names.IPVS_FILTER): [
+            *(
+                f"{match(kind)} -j RETURN"
+                for kind in (
+                    names.LOAD_BALANCER_SET, names.CLUSTER_IP, names.EXTERNAL_IP, names.EXTERNAL_IP_LOCAL
+                )
+            ),
+            f"{match(names.HEALTH_CHECK, 'dst')} -j RETURN",
+            f"{_NEW} {match(names.IPVS_IPS, 'dst')} -j {_REJECT[family]}",
+        ],
+    }  # fmt: skip
+
+
+def rules_differ(one: NodeView, other: NodeView) -> bool:
+    """Whether the constant rules for two nodes are not the same."""
+    return (one.local_source, one.masquerade_all, one.masquerade_bit) != (
+        other.local_source, other.masquerade_all, other.masquerade_bit
+    )  # fmt: skip
+
+
+def _masquerade_internal(node: NodeView, match: str) -> list[str]:
+    """What goes to a ClusterIP is masqueraded unless it comes from this node's pods."""
+    if node.masquerade_all:
+        return [f"{match} -j {names.MARK_MASQ}"]
+    if node.local_source is None:
+        return []
+    return [f"{_from_pods(node.local_source, negate=True)}{match} -j {names.MARK_MASQ}"]
+
+
+def _this_node(source: LocalSource | None) -> list[str]:
+    """Matches for the node's pods, if they can be told, and for the node itself."""
+    pods = [] if source is None else [_from_pods(source)]
+    return [*pods, "-m addrtype --src-type LOCAL "]
+
+
+def _from_pods(source: LocalSource, *, negate: bool = False) -> str:
+    sign = "! " if negate else ""
+    if source.cidr is not None:
+        return f"{sign}-s {source.cidr} "
+    return f"{sign}-i {source.interface or source.interface_prefix + '+'} "
+
+
+def _sides(kind: SetKind) -> str:
+    return "dst" if kind.type == "bitmap:port" else "dst,dst"

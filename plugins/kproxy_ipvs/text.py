@@ -1,0 +1,47 @@
+"""All that one family wants, as text for people: input for ipvsadm, ipset, ip and iptables-restore."""
+
+from collections.abc import Iterator
+
+from kproxy_core.backend.api import Update
+from kproxy_core.model.address import Protocol, format_address, format_socket
+from kproxy_ipvs import names, rules, sets, skeleton
+from kproxy_ipvs.applied import Applied
+from kproxy_ipvs.render import PERSISTENT, SOURCE_HASH_PORT, Server, ServerKey, Style
+from kproxy_ipvs.settings import Settings
+
+_SERVICE_OPTION = {Protocol.TCP: "-t", Protocol.UDP: "-u", Protocol.SCTP: "--sctp-service"}
+
+
+def render_text(update: Update, settings: Settings) -> str:
+    """What a full update makes of an empty kernel."""
+    node = update.node
+    style = Style(
+        family=update.family,
+        scheduler=settings.scheduler,
+        node_ip=node.node_ip,
+        node_port_addresses=node.node_port_addresses,
+    )
+    applied = Applied(node.masquerade_bit)
+    applied.change(update.plans, style)
+    parts = ["# ipvsadm --restore\n", *_servers(applied.servers)]
+    parts += ["# ipset restore\n", sets.render(update.family, names.SETS, sorted(applied.elements), ())]
+    parts.append("# ip -batch\n")
+    parts.append(f"link add {names.DEVICE} type dummy\n")
+    for address in sorted(applied.addresses):
+        parts.append(f"address add {format_address(address)}/{update.family.bits} dev {names.DEVICE}\n")
+    parts.append(f"# {'iptables' if update.family.size == 4 else 'ip6tables'}-restore --noflush\n")
+    parts.append(rules.difference({}, skeleton.skeleton(node)))
+    return "".join(parts)
+
+
+def _servers(servers: dict[ServerKey, Server]) -> Iterator[str]:
+    for key, server in servers.items():
+        if key.address is None:
+            name = f"-f {key.mark:#x}{'' if key.family.size == 4 else ' -6'}"
+        else:
+            name = f"{_SERVICE_OPTION[Protocol(key.protocol)]} {format_socket(key.address, key.port)}"
+        flags = f" -p {server.scheduling.timeout}" if server.scheduling.flags & PERSISTENT else ""
+        flags += " -b mh-port" if server.scheduling.flags & SOURCE_HASH_PORT else ""
+        yield f"-A {name} -s {server.scheduling.scheduler}{flags}\n"
+        for where in server.destinations:
+            yield f"-a {name} -r {format_socket(*where)} -m -w 1\n"

@@ -1,0 +1,174 @@
+"""The kernel's virtual servers of one IP family, through generic netlink."""
+
+import errno
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+
+from kproxy_core.backend.errors import SyncFailed
+from kproxy_core.host import netlink
+from kproxy_core.model.address import Family, format_socket
+from kproxy_core.model.endpoint import Destination
+from kproxy_ipvs import batch
+from kproxy_ipvs.applied import HeldServer
+from kproxy_ipvs.batch import Body, DeleteDestination, DeleteServer, Listed, Operation, PutDestination
+from kproxy_ipvs.draining import Leaving
+from kproxy_ipvs.render import ServerKey
+
+NETLINK_GENERIC = 16
+_CONTROL = 0x10
+_GET_FAMILY = 3
+
+_PER_SEND = 200
+"""Messages in one batch; errors about all of them still fit into the socket's buffer."""
+
+_GONE = frozenset({errno.ESRCH, errno.ENOENT})
+
+class VirtualServers:
+    """Reads and writes. Also used by the thread that waits for connections to end; calls take turns."""
+
+    def __init__(self) -> None:
+        """Raises SyncFailed if the kernel has no IPVS."""
+        self._lock = threading.RLock()
+        self._socket: socket.socket | None = None
+        try:
+            self._socket = netlink.open_socket(NETLINK_GENERIC)
+            self._family = _family_number(self._socket)
+        except OSError as error:
+            self.close()
+            raise SyncFailed(f"IPVS does not answer, is ip_vs loaded? {error.strerror}") from error
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def read(self, family: Family) -> dict[ServerKey, HeldServer]:
+        """All virtual servers of *family*. Raises SyncFailed."""
+        with self._lock:
+            decoded = map(batch.decode_server, self._dump(batch.dump_servers(), 1))
+            found = [server for server in decoded if server is not None]
+            return {
+                key: HeldServer(scheduling, {item.where: item.weight for item in self.destinations(key)})
+                for key, scheduling in found
+                if key.family is family
+            }
+
+    def destinations(self, key: ServerKey) -> list[Listed]:
+        """The real servers of *key*; none if it is gone. Raises SyncFailed."""
+        with self._lock:
+            answers = self._dump(batch.dump_destinations(key), 2)
+            return [batch.decode_destination(key.family, attributes) for attributes in answers]
+
+    def write(self, operations: Sequence[Operation]) -> None:
+        """Do all *operations* in order. What is to be deleted may be gone. Raises SyncFailed at the first
+        that is refused; those before it are done, and some after it."""
+        with self._lock:
+            for start in range(0, len(operations), _PER_SEND):
+                self._write(operations[start : start + _PER_SEND])
+
+    def delete_drained(self, leaving: Leaving) -> Leaving:
+        """Delete those real servers that have no connections any more; returns the others.
+
+        Raises SyncFailed.
+        """
+        drained: list[Operation] = []
+        left: dict[ServerKey, set[Destination]] = {}
+        with self._lock:
+            for key, places in leaving.items():
+                for item in self.destinations(key):
+                    if item.where not in places or item.weight:
+                        continue
+                    if item.connections:
+                        left.setdefault(key, set()).add(item.where)
+                    else:
+                        drained.append(DeleteDestination(key, item.where))
+            self.write(drained)
+        return left
+
+    def set_timeouts(self, tcp: int, tcp_fin: int, udp: int) -> None:
+        """See `batch.set_timeouts`. Raises SyncFailed."""
+        with self._lock:
+            self._exchange([batch.set_timeouts(tcp, tcp_fin, udp)])
+
+    def _write(self, operations: Sequence[Operation]) -> None:
+        for at, error in self._exchange([batch.encode(operation) for operation in operations]):
+            operation = operations[at]
+            if isinstance(operation, DeleteServer | DeleteDestination) and error.errno in _GONE:
+                continue
+            raise SyncFailed(f"{_told(operation)}: {error.strerror}") from error
+
+    def _exchange(self, bodies: Sequence[Body]) -> list[tuple[int, OSError]]:
+        """Send *bodies*; returns what was refused: index and reason. Only the last is confirmed."""
+        if not bodies:
+            return []
+        last = len(bodies) - 1
+        data = b"".join([
+            netlink.message(self._family, netlink.NLM_F_ACK if at == last else 0, body.payload, at + 1)
+            for at, body in enumerate(bodies)
+        ])  # fmt: skip
+        refused: list[tuple[int, OSError]] = []
+        try:
+            sock = self._open()
+            sock.send(data)
+            while True:
+                answer = sock.recv(netlink.RECEIVE_SIZE)
+                for kind, _, sequence, start, _ in netlink.messages(answer):
+                    if kind != netlink.NLMSG_ERROR:
+                        continue
+                    if code := netlink.error_code(answer, start):
+                        refused.append((sequence - 1, OSError(code, os.strerror(code))))
+                    if sequence == last + 1:
+                        return refused
+        except OSError as error:
+            raise SyncFailed(f"IPVS: {error.strerror}") from error
+
+    def _dump(self, body: Body, attribute: int) -> list[dict[int, bytes]]:
+        """The attributes nested in *attribute* of every answer; none if what is asked about is gone."""
+        request = netlink.message(self._family, netlink.NLM_F_DUMP, body.payload)
+
+        def read() -> list[dict[int, bytes]]:
+            return [
+                netlink.attributes(found[attribute], 0, len(found[attribute]))
+                for data, start, end in netlink.dump(self._open(), request)
+                if attribute in (found := netlink.attributes(data, start + 4, end))
+            ]
+
+        try:
+            return netlink.uninterrupted(read)
+        except OSError as error:
+            if error.errno in _GONE:
+                return []
+            raise SyncFailed(f"IPVS can't be read: {error.strerror}") from error
+
+    def _open(self) -> socket.socket:
+        if self._socket is None:
+            raise OSError(errno.EBADF, "closed")
+        return self._socket
+
+
+def _told(operation: Operation) -> str:
+    text = f"virtual server {operation.key}"
+    if isinstance(operation, PutDestination | DeleteDestination):
+        text += f", real server {format_socket(*operation.where)}"
+    return text
+
+
+def _family_number(sock: socket.socket) -> int:
+    """The number of the generic netlink family IPVS. Raises OSError."""
+    payload = struct.pack("=BBH", _GET_FAMILY, 1, 0) + netlink.attribute(2, b"IPVS\0")
+    sock.send(netlink.message(_CONTROL, 0, payload))
+    for found in _answers(sock.recv(netlink.RECEIVE_SIZE)):
+        if 1 in found:
+            return int(struct.unpack("=H", found[1])[0])
+    raise OSError(errno.ENOENT, "no family IPVS")
+
+
+def _answers(data: bytes) -> Iterator[dict[int, bytes]]:
+    for kind, _, _, start, end in netlink.messages(data):
+        if kind == netlink.NLMSG_ERROR:
+            netlink.raise_for(netlink.error_code(data, start))
+        else:
+            yield netlink.attributes(data, start + 4, end)
