@@ -198,12 +198,13 @@ class ScriptedServer:
     scripts: Mapping[str, Sequence[Step]]
     tls: ssl.SSLContext | None = None
     port: int = 0
+    address: str = "127.0.0.1"
     requests: list[Request] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._remaining = {resource: list(steps) for resource, steps in self.scripts.items()}
-        self._listener = socket.create_server(("127.0.0.1", self.port))
+        self._listener = socket.create_server((self.address, self.port))
         self.port = self._listener.getsockname()[1]
         self._sockets: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept)]
@@ -211,11 +212,16 @@ class ScriptedServer:
 
     @property
     def url(self) -> str:
-        return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
+        return f"{'https' if self.tls else 'http'}://{self.address}:{self.port}"
 
     def asked(self, resource: str) -> list[Mapping[str, str]]:
         """The queries of all requests for *resource*."""
         return [request.query for request in self.requests if request.resource == resource]
+
+    def client_ports(self) -> list[int]:
+        """Where the connections that were made come from."""
+        with self._lock:
+            return [connection.getpeername()[1] for connection in self._sockets]
 
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
