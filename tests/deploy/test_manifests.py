@@ -1,0 +1,121 @@
+"""What is under ``deploy/`` fits together, and the program behind it."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kproxy_core import config as configuration
+from kproxy_core.sources.decode import ENDPOINT_SLICES, NODES, SERVICE_CIDRS, SERVICES
+from tests.deploy.objects import DEPLOY, Object, base, chart, containers
+
+
+def pod_of(objects: dict[str, Object]) -> Object:
+    pod: Object = objects["DaemonSet"]["spec"]["template"]["spec"]
+    return pod
+
+
+def test_the_chart_makes_the_same_objects_as_the_base() -> None:
+    ours, theirs = base(), chart()
+    for container in containers(theirs["DaemonSet"]):
+        assert container.pop("imagePullPolicy") == "IfNotPresent"
+    for objects in (ours, theirs):
+        data = objects["ConfigMap"]["data"]
+        objects["ConfigMap"]["data"] = {name: yaml.safe_load(text) for name, text in data.items()}
+    assert theirs == ours
+
+
+def test_the_charts_values_reach_the_objects() -> None:
+    objects = chart(
+        namespace="network", image={"repository": "mirror/kproxy", "tag": "9", "pullPolicy": "Always"},
+        config={"mode": "iptables", "conntrack": {"min": 1}}, apiServer="https://[fd00::1]:6443",
+        extraArgs=["--v=2"], nodeSelector={"proxy": "k"}, tolerations=[{"key": "x"}],
+        capabilities=["NET_ADMIN", "NET_RAW"], resources={"limits": {"memory": "1Gi"}}, maxUnavailable=3,
+    )  # fmt: skip
+    pod = pod_of(objects)
+    for container in containers(objects["DaemonSet"]):
+        assert container["image"] == "mirror/kproxy:9"
+        assert container["args"][-1] == "--v=2"
+    assert pod["nodeSelector"] == {"proxy": "k"}
+    assert pod["tolerations"] == [{"key": "x"}]
+    assert pod["containers"][0]["securityContext"]["capabilities"]["add"] == ["NET_ADMIN", "NET_RAW"]
+    assert pod["containers"][0]["resources"] == {"limits": {"memory": "1Gi"}}
+    assert objects["DaemonSet"]["spec"]["updateStrategy"]["rollingUpdate"] == {"maxUnavailable": 3}
+    assert objects["ClusterRoleBinding"]["subjects"][0]["namespace"] == "network"
+    data = objects["ConfigMap"]["data"]
+    assert yaml.safe_load(data["config.conf"])["conntrack"] == {"min": 1}
+    kubeconfig = yaml.safe_load(data["kubeconfig.conf"])
+    assert kubeconfig["clusters"][0]["cluster"]["server"] == "https://[fd00::1]:6443"
+
+
+def test_a_config_map_that_is_there_is_used() -> None:
+    objects = chart(existingConfigMap="kube-proxy")
+    assert "ConfigMap" not in objects
+    assert pod_of(objects)["volumes"][0]["configMap"] == {"name": "kube-proxy"}
+
+
+def test_the_overlay_for_kubeadm_uses_its_config_map_on_chosen_nodes() -> None:
+    kustomization = yaml.safe_load((DEPLOY / "kubeadm/kustomization.yaml").read_text())
+    daemon_set = copy.deepcopy(base()["DaemonSet"])
+    deleted = []
+    for patch in kustomization["patches"]:
+        content = yaml.safe_load(patch["patch"])
+        if isinstance(content, dict):
+            assert content["$patch"] == "delete"
+            deleted.append(content["kind"])
+            continue
+        for operation in content:
+            *path, last = operation["path"].removeprefix("/").split("/")
+            at: Any = daemon_set
+            for step in path:
+                at = at[int(step)] if isinstance(at, list) else at[step]
+            assert (last in at) == (operation["op"] == "replace")
+            at[last] = operation["value"]
+    pod = daemon_set["spec"]["template"]["spec"]
+    assert pod["volumes"][0] == {"name": "config", "configMap": {"name": "kube-proxy"}}
+    assert pod["nodeSelector"] == {"kubernetes.io/os": "linux", "service-proxy": "kproxy"}
+    assert deleted == ["ConfigMap"]
+
+
+def test_the_role_allows_what_is_asked_for_and_nothing_else() -> None:
+    allowed = {
+        (group, resource, verb)
+        for rule in base()["ClusterRole"]["rules"]
+        for group in rule["apiGroups"] for resource in rule["resources"] for verb in rule["verbs"]
+    }  # fmt: skip
+    kinds = (SERVICES, ENDPOINT_SLICES, NODES, SERVICE_CIDRS)
+    asked = {
+        (kind.api_version.rpartition("/")[0], kind.plural, verb)
+        for kind in kinds for verb in ("list", "watch")
+    }
+    assert allowed == asked | {("events.k8s.io", "events", "create")}
+
+
+def test_the_configuration_is_one(tmp_path: Path) -> None:
+    for objects in (base(), chart()):
+        path = tmp_path / "config.conf"
+        path.write_text(objects["ConfigMap"]["data"]["config.conf"])
+        loaded = configuration.load(str(path))
+        assert loaded.notices == ()
+        assert loaded.document.client_connection.kubeconfig == "/var/lib/kube-proxy/kubeconfig.conf"
+        kubeconfig = yaml.safe_load(objects["ConfigMap"]["data"]["kubeconfig.conf"])
+        assert kubeconfig["current-context"] == kubeconfig["contexts"][0]["name"]
+
+
+@pytest.mark.parametrize("objects", [base(), chart()], ids=["base", "chart"])
+def test_pods_have_what_a_node_agent_needs(objects: dict[str, Object]) -> None:
+    pod = pod_of(objects)
+    assert pod["hostNetwork"] is True
+    assert pod["priorityClassName"] == "system-node-critical"
+    assert pod["tolerations"] == [{"operator": "Exists"}]
+    (main,) = pod["containers"]
+    ports = {port["name"]: port["containerPort"] for port in main["ports"]}
+    assert ports == {"healthz": 10256, "metrics": 10249}
+    assert main["livenessProbe"]["httpGet"] == {"path": "/livez", "port": "healthz"}
+    assert main["readinessProbe"]["httpGet"] == {"path": "/healthz", "port": "healthz"}
+    assert "privileged" not in main["securityContext"]
+    for container in containers(objects["DaemonSet"]):
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        assert {mount["name"] for mount in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}

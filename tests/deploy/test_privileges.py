@@ -1,0 +1,189 @@
+"""What the pods may do is enough and needed: the real program with exactly that, on a read-only root."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.core.namespaces import Namespace, namespace
+from tests.deploy.objects import Object, base, containers
+
+KPROXY = str(Path(sys.executable).with_name("kproxy"))
+(INIT, MAIN) = containers(base()["DaemonSet"])
+
+CONFIG = {
+    "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
+    "kind": "KubeProxyConfiguration",
+    # The kernel's own are not this test's.
+    "conntrack": {"maxPerCore": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"},
+}
+WEB = """
+apiVersion: v1
+kind: Service
+metadata: {name: web, namespace: shop}
+spec: {clusterIP: 10.96.0.10, ports: [{port: 80}]}
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {name: web-1, namespace: shop, labels: {kubernetes.io/service-name: web}}
+addressType: IPv4
+endpoints: [{addresses: [10.1.2.3]}]
+ports: [{name: "", port: 8080}]
+"""
+
+# Everything is mounted once more, read-only as in a container; only the lock file stays as it is. The
+# program takes the place of all shells, so it has the id of the process that is started here.
+CONTAINER = """
+root=$1 lock=$2 privileged=$3 capabilities=$4; shift 4
+mount --rbind / "$root"
+mount -t tmpfs tmpfs "$root/run"
+touch "$root/run/xtables.lock"
+findmnt -rno TARGET -R "$root" | while read -r at; do
+    case $at in
+        "$root/run/"*) continue ;;  # hidden now
+        "$root/proc"* | "$root/sys"*) if test "$privileged" = true; then continue; fi ;;
+    esac
+    mount -o remount,ro,bind "$at"
+done
+mount --bind "$lock" "$root/run/xtables.lock"
+if chroot "$root" touch /probe 2>/dev/null; then echo "the root can be written to" >&2; exit 99; fi
+if test "$privileged" = true; then exec chroot "$root" "$@"; fi
+exec chroot "$root" setpriv --bounding-set="$capabilities" --inh-caps=-all --no-new-privs "$@"
+"""
+
+
+class Pod:
+    """A node with the files of a pod, in which its containers run one after the other."""
+
+    def __init__(self, node: Namespace, directory: Path, mode: str) -> None:
+        self.node = node
+        self._root = directory / "root"
+        self._root.mkdir()
+        self._lock = directory / "xtables.lock"
+        self._lock.touch()
+        self._config = directory / "config.conf"
+        self._config.write_text(yaml.safe_dump(CONFIG | {"mode": mode}))
+        self._manifests = directory / "manifests"
+        self._manifests.mkdir()
+        (self._manifests / "web.yaml").write_text(WEB)
+
+    def command(self, container: Object, capabilities: Sequence[str] | None = None) -> list[str]:
+        """What runs *container*, but with these *capabilities*."""
+        context = container["securityContext"]
+        assert context["readOnlyRootFilesystem"] is True
+        privileged = context.get("privileged", False)
+        if not privileged:
+            assert context["allowPrivilegeEscalation"] is False
+            assert context["capabilities"]["drop"] == ["ALL"]
+            if capabilities is None:
+                capabilities = context["capabilities"]["add"]
+        bounding = ",".join(["-all", *(f"+{name.lower()}" for name in capabilities or ())])
+        config, mounted = str(self._config), "/var/lib/kube-proxy/config.conf"
+        arguments = [
+            argument.replace(mounted, config).replace("$(NODE_NAME)", "n") for argument in container["args"]
+        ]
+        return [
+            "ip", "netns", "exec", self.node.name, "unshare", "--mount", "--propagation", "private",
+            "sh", "-euc", CONTAINER, "container", str(self._root), str(self._lock),
+            str(privileged).lower(), bounding, KPROXY, *arguments, "--manifests", str(self._manifests),
+        ]  # fmt: skip
+
+    def init(self) -> None:
+        done = subprocess.run(self.command(INIT), capture_output=True, text=True, check=False, timeout=60)
+        assert done.returncode == 0, done.stderr
+
+    @contextmanager
+    def main(self, capabilities: Sequence[str] | None = None) -> Iterator["subprocess.Popen[str]"]:
+        process = subprocess.Popen(self.command(MAIN, capabilities), stderr=subprocess.PIPE, text=True)
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=60)
+
+    def health(self) -> tuple[int, dict[str, object]]:
+        """What /healthz says; status 0: nothing yet."""
+        try:
+            connection = http.client.HTTPConnection("127.0.0.1", 10256, timeout=5)
+            connection.sock = self.node.inside(lambda: socket.create_connection(("127.0.0.1", 10256), 5))
+            connection.request("GET", MAIN["readinessProbe"]["httpGet"]["path"])
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read())
+        except OSError:
+            return 0, {}
+
+    def await_health(self, process: "subprocess.Popen[str]") -> None:
+        deadline = time.monotonic() + 60
+        while self.health()[0] != 200:
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline, self.health()
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def node() -> Iterator[Namespace]:
+    with namespace() as made:
+        yield made
+
+
+def test_what_the_pod_may_do_is_enough(node: Namespace, tmp_path: Path) -> None:
+    pod = Pod(node, tmp_path, "nftables")
+    pod.init()
+    with pod.main() as process:
+        pod.await_health(process)
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        (effective,) = (line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))
+        assert int(effective, 16) == 1 << 12  # CAP_NET_ADMIN
+    assert "10.96.0.10" in node.run("nft", "list", "table", "ip", "kproxy")
+
+
+def test_without_its_capability_nothing_is_programmed(node: Namespace, tmp_path: Path) -> None:
+    pod = Pod(node, tmp_path, "nftables")
+    with pod.main(capabilities=()) as process:
+        deadline = time.monotonic() + 60
+        while "Operation not permitted" not in str(pod.health()[1].get("problems")):
+            assert process.poll() is None
+            assert time.monotonic() < deadline, pod.health()
+            time.sleep(0.02)
+        assert pod.health()[0] == 503
+    assert node.run("nft", "list", "tables") == ""
+
+
+def test_the_first_container_does_what_iptables_needs_more_privileges_for(
+    node: Namespace, tmp_path: Path
+) -> None:
+    pod = Pod(node, tmp_path, "iptables")
+    route_localnet = ("sysctl", "-n", "net.ipv4.conf.all.route_localnet")
+    assert node.run(*route_localnet) == "0\n"
+    pod.init()
+    assert node.run(*route_localnet) == "1\n"
+    with pod.main() as process:
+        pod.await_health(process)
+    assert "-d 10.96.0.10/32" in node.run("iptables-nft-save", "-t", "nat")
+
+
+def test_iptables_of_the_legacy_kind_needs_raw_sockets(node: Namespace, tmp_path: Path) -> None:
+    """The kubelet's chain says which kind the node uses; without CAP_NET_RAW it can't be seen."""
+    for program in ("iptables-legacy", "ip6tables-legacy"):
+        node.run(program, "-t", "mangle", "-N", "KUBE-IPTABLES-HINT")
+    pod = Pod(node, tmp_path, "iptables")
+    pod.init()
+    with pod.main(capabilities=("NET_ADMIN", "NET_RAW")) as process:
+        pod.await_health(process)
+    assert "-d 10.96.0.10/32" in node.run("iptables-legacy-save", "-t", "nat")
+
+
+def test_nothing_is_left_of_the_containers() -> None:
+    mounts = Path("/proc/self/mounts").read_text()
+    assert f"pytest-of-{os.environ.get('USER', 'root')}" not in mounts
