@@ -150,7 +150,8 @@ def resolve(flags: Flags, file: FileConfig | None) -> Config:
         backend_options=_options(document),
         document=document,
         reported_version=given if (given := flags.get("version", "")).startswith("v") else "",
-        notices=(*merged.notices, *(str(merged.as_given(told)) for told in notices_about(document))),
+        notices=(*merged.notices, *(
+            f"{merged.option(path)} has no effect: {reason}" for path, reason in notices_about(document))),
     )
     problems = [*problems_of(document), *parse.problems]
     if merged.problems or problems:

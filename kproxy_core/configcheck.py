@@ -63,19 +63,17 @@ def gates_in_effect(given: Mapping[str, bool]) -> dict[str, bool]:
             for name, gate in FEATURE_GATES.items()}
 
 
-def notices_about(document: KubeProxyConfiguration) -> Iterator[Problem]:
-    """What was said and changes nothing."""
+def notices_about(document: KubeProxyConfiguration) -> Iterator[tuple[str, str]]:
+    """What was said and changes nothing: the path of the field, and why."""
     for path, reason in NO_EFFECT.items():
-        value = field_at(document, path)
-        if value != field_at(_DEFAULT, path):
-            told = "" if isinstance(value, msgspec.Struct | tuple) else value
-            yield Problem(path, told, f"has no effect: {reason}")
+        if field_at(document, path) != field_at(_DEFAULT, path):
+            yield path, reason
     for name, value in sorted(document.feature_gates.items()):
         gate = FEATURE_GATES.get(name)
         if gate is None and name not in _STAGES:
-            yield Problem(f"featureGates.{name}", value, "has no effect: there is no such gate here")
+            yield f"featureGates.{name}", "there is no such gate here"
         elif gate is not None and gate.no_effect and value is not gate.default:
-            yield Problem(f"featureGates.{name}", value, f"has no effect: {gate.no_effect}")
+            yield f"featureGates.{name}", gate.no_effect
 
 
 _DEFAULT = KubeProxyConfiguration()

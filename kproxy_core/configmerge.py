@@ -32,10 +32,14 @@ class Merged:
     metrics_port: int = 10249
     no_health_server: bool = False
 
+    def option(self, path: str) -> str:
+        """The field at *path*, under the name of the flag that set it, if one did."""
+        path, bracket, index = path.partition("[")
+        return self.origins.get(path, path) + bracket + index
+
     def as_given(self, problem: Problem) -> Problem:
         """*problem* under the name of the flag that set the field, if one did."""
-        path, bracket, index = problem.option.partition("[")
-        return problem._replace(option=self.origins.get(path, path) + bracket + index)
+        return problem._replace(option=self.option(problem.option))
 
 
 def merge(flags: Flags, file: FileConfig | None) -> Merged:

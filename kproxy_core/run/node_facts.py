@@ -47,6 +47,7 @@ class NodeFacts:
         """Of all interfaces."""
         self._settings = settings
         self._reported: dict[Family, str] = {}
+        self._pod_networks: dict[Family, Cidr] = {}
 
     def view(self, family: Family) -> NodeView:
         """The node as *family* sees it now. A reason not to serve node ports is logged when it comes up."""
@@ -83,9 +84,22 @@ class NodeFacts:
         if isinstance(local, LocalSource):
             return local
         if local is None:
-            local = self.node.pod_cidrs if self.node else ()
-        found = next((cidr for cidr in local if cidr.family is family), None)
+            found = self._pod_network(family)
+        else:
+            found = next((cidr for cidr in local if cidr.family is family), None)
         return LocalSource(cidr=found) if found is not None else None
+
+    def _pod_network(self, family: Family) -> Cidr | None:
+        """The network of this node's pods. kube-proxy exits when it changes; here the rules follow."""
+        pod_cidrs = self.node.pod_cidrs if self.node else ()
+        found = next((cidr for cidr in pod_cidrs if cidr.family is family), None)
+        before = self._pod_networks.get(family)
+        if found is not None and found != before:
+            self._pod_networks[family] = found
+            if before is not None:
+                log.info("this node's pods have another network, the rules follow", extra={
+                    "fields": {"ip_family": family.label, "before": before, "now": found}})
+        return found
 
     def _report(self, family: Family, problem: str) -> None:
         if self._reported.get(family, "") != problem:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kproxy_core import __version__
+from tests.core.golden import golden
 from tests.core.namespaces import Namespace, namespace
 
 KPROXY = str(Path(sys.executable).with_name("kproxy"))
@@ -122,6 +123,10 @@ def test_the_version_is_told_without_importing_anything_heavy() -> None:
     [
         (["nonsense"], "No such command 'nonsense'"),
         (["--no-such-flag"], "No such option '--no-such-flag'"),
+        (["--cluster-cdir=10.0.0.0/8"], "Did you mean one of: '--cluster-cidr'"),
+        (["--version=latest"], "--version: 'latest': must be true or false"),
+        (["--cleanup=perhaps"], "--cleanup: 'perhaps': must be true or false"),
+        (["--write-config-to=/no/such/file"], "--write-config-to: '/no/such/file': No such file"),
         (["--v=loud"], "--v: 'loud': must be a whole number"),
         (["--dry-run"], "--dry-run goes with --cleanup"),
         (["--mode=nftable", "--manifests=/tmp"], "no backend provides mode 'nftable'; installed: "),
@@ -218,6 +223,92 @@ def test_a_health_port_that_must_be_had_and_is_not_ends_it(
         status, log = proxy.ended()
     assert status == 1
     assert "the health server can't listen on 192.0.2.1:10256" in log
+
+
+NODE = """
+apiVersion: v1
+kind: Node
+metadata: {name: node1}
+spec: {podCIDRs: [10.1.2.0/24]}
+status: {addresses: [{type: InternalIP, address: 192.0.2.1}]}
+"""
+
+
+def test_other_pod_networks_of_the_node_change_the_rules_of_a_running_proxy(
+    node: Namespace, manifests: Path
+) -> None:
+    """kube-proxy has to be restarted for that."""
+    (manifests / "node.yaml").write_text(NODE)
+    with running(node, "--mode=nftables", f"--manifests={manifests}", "--hostname-override=node1",
+                 "--detect-local-mode=NodeCIDR") as proxy:
+        proxy.await_health()
+        assert "10.1.2.0/24" in node.run("nft", "list", "table", "ip", "kproxy")
+        (manifests / "node.yaml").write_text(NODE.replace("10.1.2.0/24", "10.7.0.0/24"))
+        deadline = time.monotonic() + 20
+        while "10.7.0.0/24" not in node.run("nft", "list", "table", "ip", "kproxy"):
+            assert time.monotonic() < deadline, "the rules did not follow within 20 s"
+            time.sleep(0.05)
+        assert "10.1.2.0/24" not in node.run("nft", "list", "table", "ip", "kproxy")
+        assert proxy.end()[0] == 0
+
+
+# Configuration
+
+
+def configuration(file: Path, text: str) -> Path:
+    file.write_text(f"apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n{text}\n")
+    return file
+
+
+def test_another_content_of_the_configuration_file_ends_it_for_a_restart(
+    node: Namespace, manifests: Path, tmp_path: Path
+) -> None:
+    text = f"mode: nftables\nkproxy: {{manifests: {manifests}}}"
+    file = configuration(tmp_path / "config.yaml", text)
+    with running(node, f"--config={file}") as proxy:
+        proxy.await_health()
+        configuration(file, text + "\noomScoreAdj: 0")
+        status, log = proxy.ended()
+    assert status == 1
+    assert "the content of the configuration file has changed" in log
+    assert "10.1.2.3" in node.run("nft", "list", "table", "ip", "kproxy")
+
+
+def test_the_configuration_is_written_and_nothing_else_is_done(node: Namespace, tmp_path: Path) -> None:
+    node.run(KPROXY, f"--write-config-to={tmp_path}/default.yaml")
+    assert (tmp_path / "default.yaml").read_bytes() == golden("default-config.yaml").read_bytes()
+    node.run(KPROXY, f"--config={tmp_path}/default.yaml", f"--write_config_to={tmp_path}/again.yaml")
+    assert (tmp_path / "again.yaml").read_bytes() == (tmp_path / "default.yaml").read_bytes()
+    assert node.run("nft", "list", "ruleset") == ""
+
+
+def test_what_needs_all_privileges_can_be_done_by_itself(node: Namespace, manifests: Path) -> None:
+    node.nft("table ip t { chain c { type filter hook input priority 0; ct state new accept; }; }")
+    before = node.run("nft", "list", "ruleset")
+    node.run(KPROXY, "--init-only", "--mode=iptables", f"--manifests={manifests}",
+             "--conntrack-tcp-timeout-close-wait=61s")
+    assert node.run("sysctl", "-n", "net.netfilter.nf_conntrack_tcp_timeout_close_wait").strip() == "61"
+    assert node.run("sysctl", "-n", "net.ipv4.conf.all.route_localnet").strip() == "1"
+    assert node.run("nft", "list", "ruleset") == before
+
+
+def test_there_may_be_no_health_server(node: Namespace, manifests: Path) -> None:
+    with running(node, "--mode=nftables", f"--manifests={manifests}", "--healthz-port=0") as proxy:
+        deadline = time.monotonic() + 20
+        while "10.1.2.3" not in node.run("nft", "list", "ruleset"):
+            assert time.monotonic() < deadline, "no rules after 20 s"
+            time.sleep(0.05)
+        assert proxy.get(10249, "/proxyMode") == (200, "nftables")
+        with pytest.raises(ConnectionRefusedError):
+            proxy.get(10256, "/healthz")
+
+
+def test_the_metrics_server_shows_the_configuration_and_the_flags(node: Namespace, manifests: Path) -> None:
+    with running(node, "--mode=nftables", f"--manifests={manifests}", "--conntrack-min=77") as proxy:
+        proxy.await_health()
+        configuration = json.loads(proxy.get(10249, "/configz")[1])["kubeproxy.config.k8s.io"]
+        assert (configuration["mode"], configuration["conntrack"]["min"]) == ("nftables", 77)
+        assert "conntrack-min=77" in proxy.get(10249, "/flagz")[1]
 
 
 # Clean-up

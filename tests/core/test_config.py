@@ -217,7 +217,7 @@ def test_feature_gates() -> None:
     config = from_file("featureGates: {AllowServiceExternalIPs: false, SidecarContainers: true}\n")
     assert not config.feature_gates["AllowServiceExternalIPs"]
     assert config.notices == (
-        "featureGates.SidecarContainers: True: has no effect: there is no such gate here",
+        "featureGates.SidecarContainers has no effect: there is no such gate here",
     )
 
 

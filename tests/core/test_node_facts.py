@@ -67,6 +67,17 @@ def test_the_pod_networks_of_a_node_that_is_not_known_are_not_known() -> None:
     assert facts(None, local=None).view(V4).local_source is None
 
 
+def test_other_pod_networks_of_the_node_are_followed_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    known = facts(local=None)
+    with caplog.at_level(logging.INFO):
+        known.view(V4)
+        known.node = NodeObject("node1", pod_cidrs=cidrs("10.2.0.0/24"))
+        views = [known.view(V4) for _ in range(2)]
+    assert [view.local_source for view in views] == [LocalSource(cidr=cidrs("10.2.0.0/24")[0])] * 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "this node's pods have another network, the rules follow"]
+
+
 def test_node_ports_are_served_on_all_addresses_unless_something_else_is_said() -> None:
     known = facts()
     view = known.view(V4)

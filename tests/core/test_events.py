@@ -1,0 +1,172 @@
+"""Events: what the API server is told, how often, and that nothing waits for it."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kproxy_core.cli.process import make_events
+from kproxy_core.config import Flags, resolve
+from kproxy_core.run.events import SAME_AGAIN, Events
+from kproxy_core.sources.event_writer import Event, NotWritten
+
+
+class Taker(ThreadingHTTPServer):
+    """An API server that keeps what is posted, and answers with `statuses`, then 201."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Taking)
+        self.posted: list[tuple[str, dict[str, str], Any]] = []
+        self.statuses: list[int] = []
+        self.taken = threading.Semaphore(0)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Taking(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        server = self.server
+        assert isinstance(server, Taker)
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server.posted.append((self.path, {k.lower(): v for k, v in self.headers.items()}, body))
+        self.send_response(server.statuses.pop(0) if server.statuses else 201)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+        server.taken.release()
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - its name there
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Taker]:
+    with Taker() as taker:
+        thread = threading.Thread(target=taker.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield taker
+        finally:
+            taker.shutdown()
+            thread.join()
+
+
+def events_to(server: Taker) -> Events:
+    return make_events(resolve(Flags(master=server.url), None), "node1")
+
+
+def test_a_birth_cry_is_an_event_of_the_node(server: Taker) -> None:
+    events = events_to(server)
+    events.node("Normal", "Starting")
+    events.start()
+    assert server.taken.acquire(timeout=10)
+    events.close()
+    ((path, headers, event),) = server.posted
+    assert path == "/apis/events.k8s.io/v1/namespaces/default/events"
+    assert headers["content-type"] == "application/json"
+    assert headers["user-agent"].startswith("kproxy/")
+    assert (event["apiVersion"], event["kind"]) == ("events.k8s.io/v1", "Event")
+    assert (event["type"], event["reason"], event["action"]) == ("Normal", "Starting", "StartKubeProxy")
+    assert event["regarding"] == {"kind": "Node", "name": "node1", "uid": "node1"}
+    assert event["reportingController"] == "kube-proxy"
+    assert event["reportingInstance"].startswith("kube-proxy-")
+    assert event["metadata"]["namespace"] == "default"
+    assert event["metadata"]["name"].startswith("node1.")
+    assert len(event["eventTime"]) == len("2026-01-02T03:04:05.678901Z")
+
+
+def test_an_event_about_a_service_is_in_its_namespace(server: Taker) -> None:
+    events = events_to(server)
+    events.service("shop", "web", "FailedToStartServiceHealthcheck", "port 30000 can't be opened: in use")
+    events.close()
+    ((path, _, event),) = server.posted
+    assert path == "/apis/events.k8s.io/v1/namespaces/shop/events"
+    assert event["regarding"] == {"kind": "Service", "namespace": "shop", "name": "web", "uid": "shop/web"}
+    assert (event["type"], event["action"], event["note"]) == (
+        "Warning", "Listen", "port 30000 can't be opened: in use")
+
+
+def test_a_server_in_trouble_is_asked_again_and_one_that_refuses_is_not(server: Taker) -> None:
+    server.statuses = [503, 201, 403]
+    events = events_to(server)
+    events.node("Normal", "Starting")
+    events.node("Warning", "Other")
+    events.start()
+    for _ in range(3):
+        assert server.taken.acquire(timeout=10)
+    events.close()
+    assert [body["reason"] for _, _, body in server.posted] == ["Starting", "Starting", "Other"]
+
+
+def test_without_a_server_the_end_is_not_delayed() -> None:
+    events = make_events(resolve(Flags(master="http://127.0.0.1:1"), None), "node1")
+    events.node("Normal", "Starting")
+    events.start()
+    closing = threading.Thread(target=events.close)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive()
+
+
+def test_manifests_have_nobody_to_tell(tmp_path: Path) -> None:
+    events = make_events(resolve(Flags(manifests=str(tmp_path)), None), "node1")
+    events.node("Normal", "Starting")
+    events.start()
+    events.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "events"]
+
+
+class Recorded:
+    """Events that are written into a list, with a clock to set."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.written: list[Event] = []
+        self.events = Events("node1", lambda event, _: self.written.append(event), clock=lambda: self.now)
+
+    def end(self) -> list[str]:
+        self.events.close()
+        return [event.reason for event in self.written]
+
+
+def test_the_same_again_is_told_after_a_while_only() -> None:
+    recorded = Recorded()
+    for recorded.now in (0.0, 1.0, SAME_AGAIN - 1, SAME_AGAIN + 1):
+        recorded.events.node("Warning", "Same")
+    assert recorded.end() == ["Same", "Same"]
+
+
+def test_a_flood_is_cut_off_and_there_is_room_again_later() -> None:
+    recorded = Recorded()
+    for number in range(100):
+        recorded.events.service("shop", f"web{number}", "Flood", "")
+    recorded.now = 60.0
+    for number in range(100):
+        recorded.events.service("shop", f"late{number}", "Later", "")
+    assert recorded.end() == ["Flood"] * 25 + ["Later"] * 5
+
+
+def test_what_can_not_be_written_costs_only_itself() -> None:
+    def write(event: Event, _: int) -> None:
+        if event.reason == "Bad":
+            raise ValueError("a mistake")
+        if event.reason == "Refused":
+            raise NotWritten("no", again=False)
+        written.append(event.reason)
+
+    written: list[str] = []
+    events = Events("node1", write)
+    for reason in ("Bad", "Refused", "Good"):
+        events.node("Normal", reason)
+    events.close()
+    assert written == ["Good"]

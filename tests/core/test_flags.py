@@ -1,0 +1,238 @@
+"""Every flag of kube-proxy is taken, in each of the forms that it takes, and means the same."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import pytest
+import yaml
+
+from kproxy_core.cli.options import FlagCommand, with_flags
+from kproxy_core.config import Config, ConfigError, Flags, load, resolve
+from kproxy_core.configcheck import field_at
+from kproxy_core.configfile import Duration
+from kproxy_core.configflags import FLAGS, OLDER, PROCESS, RULES, version_told
+from kproxy_core.configwrite import effective_flags, written
+from tests.core.golden import golden
+
+
+def golden_flags() -> dict[str, str]:
+    """Name and type ("" for a switch) of each flag that kube-proxy lists."""
+    lines = golden("flags.txt").read_text().splitlines()
+    found = [re.fullmatch(r"(?:-\w, )?--([\w-]+) ?(.*)", line.strip()) for line in lines]
+    return {match[1]: match[2] for match in found if match}
+
+
+def parsed(*arguments: str) -> Flags:
+    """The flags as the command line gives them to the configuration."""
+
+    @click.command(cls=FlagCommand, context_settings={
+        "token_normalize_func": lambda name: name.replace("_", "-")})
+    @with_flags(RULES, PROCESS, OLDER)
+    def command(**options: Any) -> dict[str, Any]:
+        return options
+
+    options = command.main(list(arguments), standalone_mode=False)
+    texts = {k: ",".join(v) if isinstance(v, tuple) else v for k, v in options.items()}
+    return Flags({name: text for name, text in texts.items() if text})
+
+
+def from_flags(*arguments: str) -> Config:
+    return resolve(parsed(*arguments), None)
+
+
+def problems(*arguments: str) -> list[str]:
+    with pytest.raises(ConfigError) as raised:
+        from_flags(*arguments)
+    return [str(problem) for problem in raised.value.problems]
+
+
+VALUES = {
+    "ip": "fd00::1", "ipport": "[fd00::1]:99", "duration": "7m0s", "int32": "9", "float32": "2.5",
+    "strings": "10.0.0.0/8", "mapStringBool": "AllowServiceExternalIPs=false", "pattern=N,": "loop=4",
+    "Level": "4", "LocalMode": "NodeCIDR", "ProxyMode": "ipvs", "string": "x", "quantity": "4Ki",
+    "version": "raw",
+}
+"""A value for each type of flag."""
+
+FITTING = {"logging-format": "json", "cluster-cidr": "10.0.0.0/8", "show-hidden-metrics-for-version": "1.35",
+           "iptables-min-sync-period": "7s", "ipvs-min-sync-period": "7s"}
+"""Values for flags that don't take any text."""
+
+
+@pytest.mark.parametrize(("name", "kind"), golden_flags().items())
+def test_each_flag_of_kube_proxy_is_taken_and_sets_its_fields(name: str, kind: str) -> None:
+    if name == "help":
+        return
+    value = FITTING.get(name, VALUES[kind] if kind else "false")
+    given = parsed(f"--{name}={value}")
+    parameter = "mode" if name == "proxy-mode" else name.replace("-", "_")
+    assert given == {parameter: value}
+    gates = Flags(given, feature_gates="LoggingAlphaOptions=true") if name.startswith("log-") else given
+    document = resolve(gates, None).document
+    for path in FLAGS[parameter].fields:
+        assert text(field_at(document, path)) == value
+
+
+def text(value: object) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case dict():
+            return ",".join(f"{k}={text(v)}" for k, v in value.items())
+        case tuple():
+            return ",".join(map(text, value))
+        case msgspec.Struct():
+            return "=".join(str(field) for field in msgspec.structs.astuple(value))
+        case _:
+            return str(value)
+
+
+def test_the_configuration_is_written_byte_for_byte_as_kube_proxy_does() -> None:
+    assert written(resolve(Flags(write_config_to="-"), None)) == golden("default-config.yaml").read_text()
+
+
+def test_what_was_written_means_the_same_when_it_is_read(tmp_path: Path) -> None:
+    given = ("--mode=nftables", "--masquerade-all", "--bind-address=::", "--hostname-override=Node1",
+             "--conntrack-tcp-timeout-established=90s", "--nodeport-addresses=primary",
+             "--manifests=/objects", "--feature-gates=ComponentFlagz=false",
+             "--iptables-min-sync-period=2s", "--vmodule=a=1,b=2")
+    config = from_flags(*given)
+    (tmp_path / "config.yaml").write_text(written(config))
+    assert resolve(Flags(), load(str(tmp_path / "config.yaml"))) == replace(
+        config, notices=tuple(told.replace("--vmodule", "logging.vmodule") for told in config.notices))
+
+
+def test_only_what_kproxy_adds_is_in_its_section() -> None:
+    wanted = yaml.safe_load(golden("default-config.yaml").read_text())
+    ours = yaml.safe_load(written(from_flags("--mode=iptables", "--manifests=/objects")))
+    assert ours.pop("kproxy") == {"manifests": "/objects", "backendOptions": {}}
+    assert ours == wanted
+
+
+@pytest.mark.parametrize(
+    ("argument", "wanted"),
+    [
+        ("--masquerade-all", {"masquerade_all": "true"}),
+        ("--masquerade_all=false", {"masquerade_all": "false"}),
+        ("--proxy_mode=ipvs", {"mode": "ipvs"}),
+        ("-v=4", {"v": "4"}),
+        ("-v4", {"v": "4"}),
+        ("--cleanup=true", {"cleanup": "true"}),
+        ("--version", {"version": "true"}),
+    ],
+)
+def test_forms_of_a_flag(argument: str, wanted: Mapping[str, str]) -> None:
+    assert parsed(argument) == wanted
+
+
+def test_lists_may_be_given_in_pieces_and_the_last_of_other_flags_counts() -> None:
+    assert parsed("--nodeport-addresses=10.0.0.0/8,fd00::/8", "--nodeport-addresses", "192.0.2.0/24") == {
+        "nodeport_addresses": "10.0.0.0/8,fd00::/8,192.0.2.0/24"}
+    assert parsed("--v=1", "--v=2") == {"v": "2"}
+
+
+@pytest.mark.parametrize("flag", [flag for flag in OLDER if flag.no_effect], ids=lambda flag: flag.name)
+def test_an_older_flag_without_an_effect_gets_a_notice(flag: Any) -> None:
+    given = f"--{flag.name}" if not flag.metavar else f"--{flag.name}=x"
+    assert from_flags(given).notices == (f"--{flag.name} has no effect: {flag.no_effect}",)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "notice"),
+    [
+        (["--proxy-port-range=1-9"], "--proxy-port-range has no effect: it was for a userspace proxy"),
+        (["--config-sync-period=1m"], "--config-sync-period has no effect: watches need no resync"),
+        (["--vmodule=a=1"], "--vmodule has no effect: its patterns name kube-proxy's source files"),
+        (["--feature-gates=NativeHistograms=true"],
+         "featureGates.NativeHistograms has no effect: histograms have buckets"),
+    ],
+)
+def test_what_has_no_effect_is_told(arguments: list[str], notice: str) -> None:
+    assert from_flags(*arguments).notices == (notice,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "health", "metrics"),
+    [
+        ([], "0.0.0.0:10256", "127.0.0.1:10249"),
+        (["--healthz-port=0"], "None", "127.0.0.1:10249"),
+        (["--healthz-port=1", "--metrics-port=2"], "0.0.0.0:10256", "127.0.0.1:10249"),
+        (["--healthz-port=1", "--healthz-bind-address=10.0.0.1"], "10.0.0.1:1", "127.0.0.1:10249"),
+        (["--metrics-port=2", "--metrics-bind-address=fd00::1"], "0.0.0.0:10256", "[fd00::1]:2"),
+        (["--metrics-port=2", "--metrics-bind-address=10.0.0.1:3"], "0.0.0.0:10256", "10.0.0.1:3"),
+        (["--metrics-port=0", "--healthz-port=0", "--write-config-to=x"], "0.0.0.0:10256", "127.0.0.1:10249"),
+    ],
+)
+def test_the_older_ports_complete_an_address_without_one(
+    arguments: list[str], health: str, metrics: str
+) -> None:
+    config = from_flags(*arguments)
+    assert (str(config.healthz_bind_address), str(config.metrics_bind_address)) == (health, metrics)
+
+
+@pytest.mark.parametrize(
+    ("argument", "problem"),
+    [
+        ("--metrics-port=0", "--metrics-port: '0': there is always a metrics server"),
+        ("--healthz-port=70000", "--healthz-port: '70000': must be a port"),
+        ("--conntrack-min=many", "--conntrack-min: 'many': must be a whole number"),
+        ("--kube-api-qps=fast", "--kube-api-qps: 'fast': must be a number"),
+        ("--oom-score-adj=1001", "--oom-score-adj: 1001: must be within -1000 to 1000"),
+        ("--profiling=maybe", "--profiling: 'maybe': must be true or false"),
+        ("--ipvs-sync-period=x", "--ipvs-sync-period: 'x': 'x' is not a duration such as 30s or 1m30s"),
+        ("--feature-gates=A", "--feature-gates: 'A': must be GATE=true or GATE=false, separated by commas"),
+        ("--vmodule=a", "--vmodule: 'a': must be PATTERN=N, separated by commas"),
+        ("--iptables-sync-period=0s", "--iptables-sync-period: 0s: must be greater than 0"),
+    ],
+)
+def test_a_wrong_value_is_told_by_its_flag(argument: str, problem: str) -> None:
+    assert problems(argument) == [problem]
+
+
+def test_the_periods_of_flags_are_for_their_mode() -> None:
+    given = ("--iptables-sync-period=11s", "--iptables-min-sync-period=2s", "--ipvs-sync-period=22s")
+    periods = {
+        mode: (config.sync_period, config.min_sync_period)
+        for mode in ("iptables", "nftables", "ebpf", "ipvs")
+        for config in [from_flags(*given, f"--mode={mode}")]
+    }
+    assert periods == {"iptables": (11, 2), "nftables": (11, 2), "ebpf": (11, 2), "ipvs": (22, 1)}
+
+
+def test_flags_win_over_the_file_only_where_kube_proxys_do(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"
+                    "logging: {vmodule: [{filePattern: b, verbosity: 2}]}\nconntrack: {min: 5}\n")
+    given = parsed("--vmodule=a=1", "--conntrack-min=7", "--log-flush-frequency=9s")
+    config = resolve(given, load(str(file)))
+    assert [module.file_pattern for module in config.document.logging.vmodule] == ["a", "b"]
+    assert config.document.logging.flush_frequency == Duration(9)
+    assert config.conntrack.min == 5
+    assert "--conntrack-min has no effect beside --config" in config.notices
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [("true", "kproxy "), ("raw", "v1alpha1"), ("false", ""), ("v1.36.2", ""), ("v1.36.2+abc", "")],
+)
+def test_the_version_is_told_or_replaced(given: str, told: str) -> None:
+    assert (told in version_told(given)) if told else version_told(given) == ""
+
+
+@pytest.mark.parametrize("given", ["v1", "1.36.2", "v1.36.2 x", "latest"])
+def test_what_is_no_version_is_refused(given: str) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        version_told(given)
+
+
+def test_every_flag_is_shown_with_the_value_in_effect() -> None:
+    shown = effective_flags(parsed("--cluster-cidr=10.0.0.0/8", "--masquerade-all"))
+    assert (shown["cluster-cidr"], shown["profiling"]) == ("10.0.0.0/8", "false")
+    assert shown["masquerade-all"] == "true"
+    assert (shown["conntrack-min"], shown["config-sync-period"]) == ("131072", "15m0s")
+    assert set(golden_flags()) - set(shown) == {"help", "proxy-mode"}
