@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kproxy_core import __version__
 from kproxy_core.backend.api import BackendSettings, Description
@@ -41,6 +42,9 @@ from kproxy_core.run.service_health import ServiceHealth
 from kproxy_core.sources.events import Source
 from kproxy_core.sources.file_watch import FileWatch
 from kproxy_core.sources.store import Store
+
+if TYPE_CHECKING:
+    from kproxy_core.sources.api_requests import ApiRequest, Observe
 
 log = logging.getLogger("kproxy.run")
 
@@ -99,13 +103,8 @@ def make_source(config: Config, node_name: str, counted: ClientMetrics) -> Sourc
 
         return DirectorySource(Path(config.manifests), node_name)
     from kproxy_core.sources.access import AccessError
-    from kproxy_core.sources.api_requests import ApiRequest
     from kproxy_core.sources.http import CONTENT_TYPE
     from kproxy_core.sources.kubernetes import KubernetesSource
-
-    def observe(request: ApiRequest) -> None:
-        counted.requested("GET", request.host, request.code, waited=request.waited,
-                          seconds=request.seconds, received=request.received)
 
     client, usual = config.client, ClientConnection()
     for wanted in {client.content_type, client.accept_content_types} - {CONTENT_TYPE, usual.content_type, ""}:
@@ -113,7 +112,7 @@ def make_source(config: Config, node_name: str, counted: ClientMetrics) -> Sourc
                  extra={"fields": {"configured": wanted}})
     try:
         return KubernetesSource(config.master, client.kubeconfig, node_name,
-                                qps=client.qps, burst=client.burst, observe=observe)
+                                qps=client.qps, burst=client.burst, observe=_counting(counted))
     except AccessError as error:
         raise StartFailed(str(error)) from error
 
@@ -124,13 +123,14 @@ def make_store(config: Config, families: tuple[Family, ...], source: Source) -> 
     return Store(families, source.kinds, time.time(), external_ips=external_ips)
 
 
-def make_events(config: Config, node_name: str) -> Events:
-    """Who tells the cluster's operators; without an API server, nobody is told."""
+def make_events(config: Config, node_name: str, counted: ClientMetrics) -> Events:
+    """Who tells the cluster's operators; without an API server, nobody is told. Requests are *counted*."""
     if config.manifests:
         return Events(node_name, None)
     from kproxy_core.sources.event_writer import EventWriter
 
-    writer = EventWriter(config.master, config.client.kubeconfig, socket.gethostname().strip().lower())
+    host = socket.gethostname().strip().lower()
+    writer = EventWriter(config.master, config.client.kubeconfig, host, _counting(counted))
     return Events(node_name, writer.write)
 
 
@@ -154,7 +154,7 @@ def set_up(config: Config, registry: Registry) -> None:
     """
     families = served_families()
     settings = node_settings(config, registry.load(config.mode))
-    events = make_events(config, settings.name)
+    events = make_events(config, settings.name, ClientMetrics())
     if not preparation.tune_conntrack(preparation.limits(config), events):
         log.warning("the kernel does not track connections yet; their limits and timeouts are not set")
     registry.prepare(config.mode, backend_settings(config, families))
@@ -191,7 +191,7 @@ def run(config: Config, registry: Registry, flags: Flags, file: FileConfig | Non
     source = make_source(config, settings.name, metrics.client)
     server = HttpServer()
     store = make_store(config, families, source)
-    events = make_events(config, settings.name)
+    events = make_events(config, settings.name, metrics.client)
     events.node("Normal", "Starting")
     limits = preparation.limits(config)
     tuned = preparation.tune_conntrack(limits, events)
@@ -261,6 +261,16 @@ def run(config: Config, registry: Registry, flags: Flags, file: FileConfig | Non
     if failures:
         raise StartFailed("; ".join(failures))
     log.info("stopped; the rules stay in place")
+
+
+def _counting(counted: ClientMetrics) -> "Observe":
+    def observe(request: "ApiRequest") -> None:
+        counted.requested(
+            request.method, request.host, request.code, waited=request.waited,
+            seconds=request.seconds, sent=request.sent, received=request.received,
+        )  # fmt: skip
+
+    return observe
 
 
 def _local(config: Config) -> LocalSource | tuple[Cidr, ...] | None:

@@ -45,19 +45,18 @@ class ClientMetrics:
 
     def requested(
         self, method: str, host: str, code: str, *,
-        waited: float = 0.0, seconds: float | None = None, sent: int = 0, received: int | None = None,
+        waited: float, seconds: float, sent: int = 0, received: int | None = None,
     ) -> None:
         """*host* (``host:port``) was asked, and answered with status *code*; ``<error>``: it did not.
 
-        The request was held back for *waited* seconds before; its body has *sent* bytes. The answer
-        took *seconds* and has *received* bytes; None: there is none, or no end of it (a watch).
+        The request was held back for *waited* seconds before; its body has *sent* bytes. The answer,
+        or a watch's beginning, took *seconds*. It has *received* bytes; None: there is none, or no end of it.
         """
         with self._lock:
             self._requests.add(1, code, method, host)
             self._waited.observe(waited, method, host)
             self._sent.observe(sent, method, host)
-            if seconds is not None:
-                self._seconds.observe(seconds, method, host)
+            self._seconds.observe(seconds, method, host)
             if received is not None:
                 self._received.observe(received, method, host)
 

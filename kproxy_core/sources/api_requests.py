@@ -41,10 +41,13 @@ class ApiRequest:
     """HTTP status, or ``<error>`` if there was no answer."""
     waited: float
     """Seconds that the rate limit held it back."""
-    seconds: float | None
-    """How long it took until the whole answer was there; None: a watch, which takes as long as it may."""
+    seconds: float
+    """How long it took until the whole answer was there, or a watch was granted or refused."""
     received: int | None
     """Bytes of the whole answer; None: a watch, or no answer."""
+    method: str = "GET"
+    sent: int = 0
+    """Bytes of the request's body."""
 
 
 Observe = Callable[[ApiRequest], None]
@@ -89,11 +92,12 @@ class ApiRequests:
     def watch(self, target: str) -> Response:
         """A watch that was granted. Raises as `list` does."""
         waited, code = self._wait_for_turn(), "<error>"
+        started = self._clock()
         try:
             response = self._connection.get(target, SILENCE)
             code = str(response.status)
         finally:
-            self._observe(ApiRequest(self._access.authority, code, waited, None, None))
+            self._observe(ApiRequest(self._access.authority, code, waited, self._clock() - started, None))
         if response.status != 200:
             raise _refused(response, response.read_all())
         return response

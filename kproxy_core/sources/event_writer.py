@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass
 
 from kproxy_core.sources.access import AccessError, load_access
+from kproxy_core.sources.api_requests import ApiRequest, Observe
 from kproxy_core.sources.framing import ProtocolError
 from kproxy_core.sources.http import Connection, Response
 
@@ -54,23 +55,29 @@ class EventWriter:
     Credentials and connection are taken anew for each event, and kept for none: events are rare.
     """
 
-    def __init__(self, master: str, kubeconfig: str, host: str) -> None:
-        """*host*: the name of this machine, which the events come from."""
+    def __init__(self, master: str, kubeconfig: str, host: str, observe: Observe) -> None:
+        """*host*: the name of this machine, which the events come from; *observe* is told of each request."""
         self._master = master
         self._kubeconfig = kubeconfig
         self._host = host
+        self._observe = observe
 
     def write(self, event: Event, happened: int) -> None:
         """Deliver *event* of the time *happened*, in nanoseconds since the epoch. Raises NotWritten."""
         namespace = event.regarding.namespace or "default"
         body = json.dumps(_document(event, namespace, happened, self._host)).encode()
         try:
-            connection = _Posting(load_access(self._master, self._kubeconfig))
+            access = load_access(self._master, self._kubeconfig)
+            connection = _Posting(access)
+            started, code, received = time.monotonic(), "<error>", None
             try:
                 response = connection.post(f"/apis/events.k8s.io/v1/namespaces/{namespace}/events", body)
                 answer = response.read_all()
+                code, received = str(response.status), len(answer)
             finally:
                 connection.close()
+                self._observe(ApiRequest(
+                    access.authority, code, 0.0, time.monotonic() - started, received, "POST", len(body)))
         except (OSError, AccessError, ProtocolError) as error:
             raise NotWritten(str(error), again=True) from error
         if response.status >= 300:

@@ -33,8 +33,8 @@ def exercised(mode: str) -> Metrics:
     metrics.bad_object("Service")
     metrics.gate("SomeGate", "BETA", True)
     metrics.client.requested("GET", "api:6443", "200", waited=0.1, seconds=0.2, received=700)
-    metrics.client.requested("GET", "api:6443", "<error>")
-    metrics.client.requested("POST", "api:6443", "201", seconds=3, sent=5_000_000, received=100)
+    metrics.client.requested("GET", "api:6443", "<error>", waited=0, seconds=1)
+    metrics.client.requested("POST", "api:6443", "201", waited=0, seconds=3, sent=5_000_000, received=100)
     for status in (200, 503):
         metrics.health_answered("healthz", status)
         metrics.health_answered("livez", status)
@@ -115,7 +115,7 @@ def test_the_programming_buckets_are_kube_proxys() -> None:
         ('kubernetes_feature_enabled{name="SomeGate",stage="BETA"}', 1),
         ('rest_client_requests_total{code="200",host="api:6443",method="GET"}', 1),
         ('rest_client_requests_total{code="<error>",host="api:6443",method="GET"}', 1),
-        ('rest_client_request_duration_seconds_count{host="api:6443",verb="GET"}', 1),
+        ('rest_client_request_duration_seconds_sum{host="api:6443",verb="GET"}', 1.2),
         ('rest_client_rate_limiter_duration_seconds_sum{host="api:6443",verb="GET"}', 0.1),
         ('rest_client_request_size_bytes_sum{host="api:6443",verb="POST"}', 5_000_000),
         ('rest_client_response_size_bytes_sum{host="api:6443",verb="GET"}', 700),
