@@ -88,6 +88,8 @@ class Reflector(Generic[W, V]):
         self._version = ""
         """Where the watch goes on; "": everything has to be asked for."""
         self._watching_since: float | None = None
+        self._breaks = 0
+        """Attempts that failed since one went well for a while."""
 
     def run(self) -> None:
         """Follow until `stop` is called."""
@@ -130,15 +132,18 @@ class Reflector(Generic[W, V]):
             self._lists_by_watch = False
             return 0.0
         lasted = 0.0 if self._watching_since is None else self._clock() - self._watching_since
-        if problem is None and lasted >= STABLE:
-            return 0.0  # every watch ends some time
+        if lasted >= STABLE:
+            self._breaks = 0
+            if problem is None:
+                return 0.0  # every watch ends some time
         delay = self._backoff.delay(lasted, asked)
         if problem is not None:
             self._requests.disconnect()
+            self._breaks += 1
             text = str(problem) or type(problem).__name__
             if self._is_missing(problem):
                 self._trouble.missing(self._kind.resource.plural, text)
-            elif lasted < STABLE:  # a watch that breaks later goes on at once; what hinders it is said then
+            elif short or self._breaks > 1:  # a watch that broke goes on at once; what hinders it is said then
                 self._trouble.met(self._kind.resource.plural, text, delay)
         return delay
 

@@ -45,6 +45,13 @@ def a_service(name: str, **fields: Any) -> dict[str, Any]:
                      "ipFamilies": ["IPv4"], "ports": [{"port": 80, "protocol": "TCP"}]}}
 
 
+def a_slice(service: str, address: str, port: int) -> dict[str, Any]:
+    return {"kind": "EndpointSlice", "addressType": "IPv4",
+            "metadata": {"namespace": "default", "name": f"{service}-1",
+                         "labels": {"kubernetes.io/service-name": service}},
+            "endpoints": [{"addresses": [address]}], "ports": [{"name": "", "port": port, "protocol": "TCP"}]}
+
+
 def test_everything_that_exists_is_delivered_then_announced(observed: Observed) -> None:
     assert sorted(observed.complete) == sorted(EVERYTHING)
     assert len(observed.services) == len(observed.slices) == 30
@@ -116,3 +123,48 @@ def test_state_stays_while_the_server_is_away_and_follows_when_it_returns(
                             and len(addresses(o, SLICE)) == 2)
 
 
+
+
+def test_a_frozen_server_takes_nothing_away(server: BenchServer, observed: Observed) -> None:
+    server.freeze()
+    with following(KubernetesSource(server.url, None, NODE)) as late:
+        server.thaw()
+        server.post("delete", resource="services", namespace=SERVICE.namespace, name=SERVICE.name)
+        for source in (observed, late):
+            source.wait_for(lambda o: len(o.complete) == len(EVERYTHING) and len(o.services) == 29)
+    assert [name for name in observed.gone if name != SERVICE] == []
+
+
+def test_a_server_that_is_killed_again_and_again_is_followed_to_the_end(
+    server: BenchServer, observed: Observed,
+) -> None:
+    for count in (25, 35, 20, 30, 10):
+        server.stop()
+        server.start("--gen", f"services={count},endpoints=1", "--bookmark-interval", "0.2")
+        server.post("apply", **a_service(f"mark-{count}"))
+    observed.wait_for(lambda o: "mark-10" in o.names and len(o.services) == 11 and len(o.slices) == 10)
+
+
+@pytest.mark.parametrize("watch_list", ["on", "off"])
+def test_what_is_huge_arrives_whole(watch_list: str) -> None:
+    # 60,000 endpoints, 16 MB: many pages, and objects of 27 kB.
+    server = BenchServer("--gen", "services=60,endpoints=1000", "--watch-list", watch_list)
+    try:
+        with following(KubernetesSource(server.url, None, NODE)) as observed:
+            observed.wait_for(lambda o: len(o.complete) == len(EVERYTHING))
+            assert sum(len(piece.endpoints) for piece in observed.slices.values()) == 60_000
+            assert not observed.bad
+    finally:
+        server.stop()
+
+
+def test_an_endpoint_port_that_no_packet_has_harms_its_own_slice_only(
+    server: BenchServer, observed: Observed,
+) -> None:
+    # A real API server takes this, too.
+    server.post("apply", **a_slice("bad", "10.128.9.9", 70000))
+    server.post("set", ops=[{"slice": str(SLICE), "index": 1, "address": "10.192.0.7"}])
+    observed.wait_for(lambda o: "10.192.0.7" in addresses(o, SLICE))
+    assert len(observed.slices) >= 30
+    bad, = observed.bad
+    assert (bad.kind, bad.name, bad.field) == ("EndpointSlice", "default/bad-1", "ports[0].port")
