@@ -44,7 +44,10 @@ _STAGES = {"AllAlpha": "alpha", "AllBeta": "beta"}
 NO_EFFECT = {
     "logging.flushFrequency": "each line is written at once",
     "logging.vmodule": "its patterns name kube-proxy's source files",
-    "logging.options": "the log is standard error, a line at a time",
+    "logging.options.text.splitStream": "the log is standard error",
+    "logging.options.text.infoBufferSize": "each line is written at once",
+    "logging.options.json.splitStream": "the log is standard error",
+    "logging.options.json.infoBufferSize": "each line is written at once",
     "showHiddenMetricsForVersion": "no metric is hidden",
     "configSyncPeriod": "watches need no resync",
     "portRange": "it was for a userspace proxy",

@@ -4,6 +4,7 @@ The rules are kube-proxy 1.36's, cmd/kube-proxy/app/conntrack.go, with one diffe
 may not write keeps nobody from being served.
 """
 
+import contextlib
 import errno
 import os
 from collections.abc import Sequence
@@ -11,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from kproxy_core.host import sysctl
+from kproxy_core.host import netlink, sysctl
 from kproxy_core.host.errors import HostError
 
 _MOST_FOR_ALL_CORES = 1 << 20
 _HASH_SIZE = Path("/sys/module/nf_conntrack/parameters/hashsize")
+_CT_GET_STATS = 0x105
 _MAX = "net/netfilter/nf_conntrack_max"
 _NOT_OURS_TO_WRITE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EOPNOTSUPP)
 
@@ -70,6 +72,10 @@ def apply(limits: ConntrackLimits, cores: int | None = None, hash_size: Path = _
     *cores*: those of this machine. Raises HostError for what goes wrong otherwise, with errno ENOENT
     while the kernel does not track connections.
     """
+    try:
+        sysctl.read(_MAX)
+    except HostError:
+        _load_tracking()
     refused: list[HostError] = []
     most = limits.most(cores or os.cpu_count() or 1)
     limited = most > 0 and _ensure(_MAX, most, refused)
@@ -77,6 +83,12 @@ def apply(limits: ConntrackLimits, cores: int | None = None, hash_size: Path = _
     for name, value in limits.sysctls():
         _ensure(name, value, refused)
     return Applied(tuple(refused), read_only_sys)
+
+
+def _load_tracking() -> None:
+    """Have the kernel load the module that tracks connections, if that is one: by asking it anything."""
+    with contextlib.suppress(OSError), netlink.open_socket(netlink.NETLINK_NETFILTER) as asking:
+        asking.send(netlink.message(_CT_GET_STATS, netlink.NLM_F_ACK, bytes(4)))
 
 
 def _ensure(name: str, value: int, refused: list[HostError]) -> bool:

@@ -60,6 +60,10 @@ class Proxy:
         self._node = node
         self._process = process
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def get(self, port: int, path: str) -> tuple[int, str]:
         """Status and body."""
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
@@ -209,6 +213,12 @@ def test_it_takes_the_preferred_mode_without_being_told(node: Namespace, manifes
     with running(node, f"--manifests={manifests}") as proxy:
         proxy.await_health()
         assert proxy.get(10249, "/proxyMode") == (200, "nftables")
+
+
+def test_its_score_for_the_oom_killer_is_the_one_given(node: Namespace, manifests: Path) -> None:
+    with running(node, "--mode=nftables", f"--manifests={manifests}", "--oom-score-adj=321") as proxy:
+        proxy.await_health()
+        assert Path(f"/proc/{proxy.pid}/oom_score_adj").read_text() == "321\n"
 
 
 def test_a_health_port_that_must_be_had_and_is_not_ends_it(

@@ -1,6 +1,8 @@
 """Events: what the API server is told, how often, and that nothing waits for it."""
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,8 +13,10 @@ import pytest
 
 from kproxy_core.cli.process import make_events
 from kproxy_core.config import Flags, resolve
+from kproxy_core.run.client_metrics import ClientMetrics
 from kproxy_core.run.events import SAME_AGAIN, Events
 from kproxy_core.sources.event_writer import Event, NotWritten
+from tests.core.namespaces import namespace
 
 
 class Taker(ThreadingHTTPServer):
@@ -62,7 +66,7 @@ def server() -> Iterator[Taker]:
 
 
 def events_to(server: Taker) -> Events:
-    return make_events(resolve(Flags(master=server.url), None), "node1")
+    return make_events(resolve(Flags(master=server.url), None), "node1", ClientMetrics())
 
 
 def test_a_birth_cry_is_an_event_of_the_node(server: Taker) -> None:
@@ -96,6 +100,34 @@ def test_an_event_about_a_service_is_in_its_namespace(server: Taker) -> None:
         "Warning", "Listen", "port 30000 can't be opened: in use")
 
 
+@pytest.mark.parametrize(
+    ("flag", "reason"),
+    [
+        ("--healthz-bind-address", "FailedToStartProxierHealthcheck"),
+        ("--metrics-bind-address", "FailedToStartMetricServer"),
+    ],
+)
+def test_a_server_that_must_be_had_and_is_not_is_told_at_the_end(flag: str, reason: str) -> None:
+    with namespace() as node, node.inside(Taker) as taker:
+        thread = threading.Thread(target=taker.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            done = subprocess.run(
+                ["ip", "netns", "exec", node.name, Path(sys.executable).with_name("kproxy"),
+                 "--mode=nftables", f"--master={taker.url}", "--hostname-override=node1",
+                 "--bind-address-hard-fail", f"{flag}=192.0.2.1:9999"],
+                capture_output=True, text=True, check=False, timeout=60,
+            )
+        finally:
+            taker.shutdown()
+            thread.join()
+    assert done.returncode == 1, done.stderr
+    told = {body["reason"]: (body["type"], body["note"]) for _, _, body in taker.posted}
+    assert set(told) == {"Starting", reason}
+    assert told[reason][0] == "Warning"
+    assert "can't listen on 192.0.2.1:9999" in told[reason][1]
+
+
 def test_a_server_in_trouble_is_asked_again_and_one_that_refuses_is_not(server: Taker) -> None:
     server.statuses = [503, 201, 403]
     events = events_to(server)
@@ -109,7 +141,7 @@ def test_a_server_in_trouble_is_asked_again_and_one_that_refuses_is_not(server: 
 
 
 def test_without_a_server_the_end_is_not_delayed() -> None:
-    events = make_events(resolve(Flags(master="http://127.0.0.1:1"), None), "node1")
+    events = make_events(resolve(Flags(master="http://127.0.0.1:1"), None), "node1", ClientMetrics())
     events.node("Normal", "Starting")
     events.start()
     closing = threading.Thread(target=events.close)
@@ -119,7 +151,7 @@ def test_without_a_server_the_end_is_not_delayed() -> None:
 
 
 def test_manifests_have_nobody_to_tell(tmp_path: Path) -> None:
-    events = make_events(resolve(Flags(manifests=str(tmp_path)), None), "node1")
+    events = make_events(resolve(Flags(manifests=str(tmp_path)), None), "node1", ClientMetrics())
     events.node("Normal", "Starting")
     events.start()
     events.close()

@@ -10,12 +10,14 @@ import click
 import msgspec
 import pytest
 import yaml
+from click.testing import CliRunner
 
+from kproxy_core.cli import kproxy
 from kproxy_core.cli.options import FlagCommand, with_flags
 from kproxy_core.config import Config, ConfigError, Flags, load, resolve
 from kproxy_core.configcheck import field_at
 from kproxy_core.configfile import Duration
-from kproxy_core.configflags import FLAGS, OLDER, PROCESS, RULES, version_told
+from kproxy_core.configflags import FLAGS, OLDER, PROCESS, RULES, spared_by_cleanup, version_told
 from kproxy_core.configwrite import effective_flags, written
 from tests.core.golden import golden
 
@@ -92,6 +94,29 @@ def text(value: object) -> str:
             return str(value)
 
 
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_streams_and_buffers_of_the_log_are_taken_without_an_effect(form: str) -> None:
+    gate = "--feature-gates=LoggingAlphaOptions=true"
+    assert from_flags(gate, f"--log-{form}-split-stream", f"--log-{form}-info-buffer-size=4Ki").notices == (
+        f"--log-{form}-split-stream has no effect: the log is standard error",
+        f"--log-{form}-info-buffer-size has no effect: each line is written at once",
+    )
+
+
+@pytest.mark.parametrize("text", ["winkernel: {sourceVip: x}", "windowsRunAsService: true", "portRange: 1-9"])
+def test_fields_that_mean_nothing_on_linux_are_taken_without_an_effect(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(f"apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n{text}\n")
+    (notice,) = resolve(Flags(), load(str(file))).notices
+    assert notice.startswith(f"{text.partition(':')[0]} has no effect: ")
+
+
+def test_help_shows_every_flag_of_kube_proxy() -> None:
+    shown = CliRunner().invoke(kproxy, ["-h"]).output
+    older = {flag.name for flag in OLDER}
+    assert {name for name in golden_flags() if f"--{name} " not in shown} <= older
+
+
 def test_the_configuration_is_written_byte_for_byte_as_kube_proxy_does() -> None:
     assert written(resolve(Flags(write_config_to="-"), None)) == golden("default-config.yaml").read_text()
 
@@ -147,6 +172,9 @@ def test_an_older_flag_without_an_effect_gets_a_notice(flag: Any) -> None:
     [
         (["--proxy-port-range=1-9"], "--proxy-port-range has no effect: it was for a userspace proxy"),
         (["--config-sync-period=1m"], "--config-sync-period has no effect: watches need no resync"),
+        (["--log-flush-frequency=1s"], "--log-flush-frequency has no effect: each line is written at once"),
+        (["--show-hidden-metrics-for-version=1.35"],
+         "--show-hidden-metrics-for-version has no effect: no metric is hidden"),
         (["--vmodule=a=1"], "--vmodule has no effect: its patterns name kube-proxy's source files"),
         (["--feature-gates=NativeHistograms=true"],
          "featureGates.NativeHistograms has no effect: histograms have buckets"),
@@ -214,6 +242,12 @@ def test_flags_win_over_the_file_only_where_kube_proxys_do(tmp_path: Path) -> No
     assert config.document.logging.flush_frequency == Duration(9)
     assert config.conntrack.min == 5
     assert "--conntrack-min has no effect beside --config" in config.notices
+
+
+def test_cleanup_may_spare_a_mode() -> None:
+    assert spared_by_cleanup(parsed("--cleanup")) == ()
+    assert spared_by_cleanup(parsed("--cleanup", "--cleanup-ipvs")) == ()
+    assert spared_by_cleanup(parsed("--cleanup", "--cleanup-ipvs=false")) == ("ipvs",)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,90 @@
+"""docs/compatibility.md leaves nothing of kube-proxy out, and names tests that exist."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import yaml
+
+from kproxy_core.configcheck import FEATURE_GATES, NO_EFFECT
+from kproxy_core.configflags import FLAGS, OLDER
+from tests.core.golden import golden
+
+CHECKOUT = Path(__file__).parents[2]
+PAGE = CHECKOUT / "docs" / "compatibility.md"
+STATES = {"works", "differs", "no effect", "not supported", "not sent"}
+
+
+class Row(NamedTuple):
+    """One line of a table."""
+
+    section: str
+    """The headline above."""
+    names: tuple[str, ...]
+    state: str
+    how: str
+    test: str
+
+
+def rows() -> list[Row]:
+    found = []
+    section = ""
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            section = line.lstrip("# ")
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")] if line.startswith("|") else []
+        if len(cells) == 4 and cells[1] != "state":
+            names = tuple(name.strip(" `") for name in cells[0].split(","))
+            found.append(Row(section, names, cells[1], cells[2], cells[3].strip("` |")))
+    return found
+
+
+def named(section: str) -> set[str]:
+    return {name for row in rows() if row.section == section for name in row.names}
+
+
+def test_every_flag_of_kube_proxy_has_a_row() -> None:
+    lines = golden("flags.txt").read_text().splitlines()
+    wanted = {flag for line in lines for flag in re.findall(r"(?<![\w-])--?[\w-]+", line)}
+    assert wanted - named("Flags") == set()
+
+
+def test_every_older_flag_has_a_row_and_there_are_no_others() -> None:
+    ours = {f"--{flag.name}" for flag in FLAGS.values()} - {"--mode", "--manifests", "--dry-run"}
+    assert {f"--{flag.name}" for flag in OLDER} <= named("Flags")
+    assert named("Flags") == ours | {"-h", "--help", "-v", "--proxy-mode"}
+
+
+def leaves(value: object, path: str = "") -> Iterator[str]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from leaves(inner, f"{path}.{key}" if path else key)
+    else:
+        yield path
+
+
+def test_every_field_of_kube_proxy_has_a_row() -> None:
+    wanted = set(leaves(yaml.safe_load(golden("default-config.yaml").read_text())))
+    assert wanted - named("Configuration") == set()
+
+
+def test_every_feature_gate_has_a_row() -> None:
+    assert set(FEATURE_GATES) <= named("Feature gates")
+
+
+def test_what_the_code_says_has_no_effect_is_what_the_page_says() -> None:
+    said = {name for row in rows() if row.state == "no effect" for name in row.names}
+    for path in NO_EFFECT:
+        assert any(name == path or name.startswith(f"{path}.") for name in said), path
+    assert {f"--{flag.name}" for flag in OLDER if flag.no_effect} <= said
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row.names[0])
+def test_a_row_has_a_known_state_a_reason_and_a_test_that_exists(row: Row) -> None:
+    assert row.state in STATES
+    assert row.how or row.state == "works", "a state other than works needs its reason"
+    if row.state != "not sent" or row.test:
+        path, _, test = row.test.partition("::")
+        assert re.search(rf"^def {re.escape(test)}\(", (CHECKOUT / path).read_text(), re.MULTILINE), row.test
