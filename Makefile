@@ -37,6 +37,7 @@ packages:
 $(READY): setup.cfg pyproject.toml Makefile kproxy_core/__init__.py | packages
 	@echo "building $(VENV)"
 	@$(VENV)/bin/python -c pass 2>/dev/null || $(PYTHON) -m venv --clear --system-site-packages $(VENV)
+	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check 'setuptools >= 66' wheel
 	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation \
 	    --config-settings editable_mode=compat --editable '.[test]'
 	@echo '$(CURDIR)/plugins' > "$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kproxy-plugins.pth"
