@@ -19,26 +19,27 @@ class Gate(NamedTuple):
 
     default: bool
     stage: str
+    """``ALPHA``, ``BETA``, or "" once it is for all."""
     locked: bool = False
     no_effect: str = ""
     """Why it has none."""
 
 
 FEATURE_GATES = {
-    "AllowServiceExternalIPs": Gate(True, "GA"),
-    "ComponentFlagz": Gate(True, "beta"),
-    "ComponentStatusz": Gate(True, "beta"),
-    "ContextualLogging": Gate(True, "beta", no_effect="log lines always have fields"),
-    "LoggingAlphaOptions": Gate(False, "alpha"),
-    "LoggingBetaOptions": Gate(True, "beta", no_effect="the log has no beta options"),
-    "MultiCIDRServiceAllocator": Gate(True, "GA", locked=True),
-    "NativeHistograms": Gate(False, "alpha", no_effect="histograms have buckets"),
-    "PreferSameTrafficDistribution": Gate(True, "GA", locked=True),
+    "AllowServiceExternalIPs": Gate(True, ""),
+    "ComponentFlagz": Gate(True, "BETA"),
+    "ComponentStatusz": Gate(True, "BETA"),
+    "ContextualLogging": Gate(True, "BETA", no_effect="log lines always have fields"),
+    "LoggingAlphaOptions": Gate(False, "ALPHA"),
+    "LoggingBetaOptions": Gate(True, "BETA", no_effect="the log has no beta options"),
+    "MultiCIDRServiceAllocator": Gate(True, "", locked=True),
+    "NativeHistograms": Gate(False, "ALPHA", no_effect="histograms have buckets"),
+    "PreferSameTrafficDistribution": Gate(True, "", locked=True),
 }
 """The gates that mean something to a service proxy. Others are no mistake: a cluster gives the same
 gates to all its components."""
 
-_STAGES = {"AllAlpha": "alpha", "AllBeta": "beta"}
+_STAGES = {"AllAlpha": "ALPHA", "AllBeta": "BETA"}
 """Gates that stand for all of a stage, except those that are named."""
 
 NO_EFFECT = {

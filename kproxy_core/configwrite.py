@@ -87,6 +87,11 @@ def _value(value: object) -> object:
         return str(value)
     if isinstance(value, tuple):
         return [_value(item) for item in value] or None
+    if isinstance(value, dict):
+        return {str(name): _value(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_value(item) for item in value]
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    return value
+    # YAML has dates, JSON has not.
+    return value if isinstance(value, str | int | float | None) else str(value)

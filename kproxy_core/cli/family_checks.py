@@ -29,6 +29,8 @@ def doubts(
     single = len(families) == 1
     kind = f"the cluster is {primary.label}-{'only' if single else 'primary'}"
     other = _other(primary).label
+    if primary not in families:
+        yield f"{kind}, but this machine does not have {primary.label}"
     if settings.node_ports == ():
         yield "nodePortAddresses is unset: node ports are served on all local addresses; consider `primary`"
     elif settings.node_ports != "primary":

@@ -179,6 +179,7 @@ def run(config: Config, registry: Registry, flags: Flags, file: FileConfig | Non
         "version": __version__, "mode": config.mode, "node": settings.name,
         "families": ",".join(family.label for family in families),
     }})
+    log.debug("flags", extra={"fields": flags})
     registry.make_backend(config.mode, backend_settings(config, families))
     hook = registry.manager.hook
 

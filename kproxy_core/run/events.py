@@ -10,7 +10,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from kproxy_core.sources.event_writer import Event, NotWritten, Regarding
+from kproxy_core.sources.api_event import Event, NotWritten, Regarding
 
 log = logging.getLogger("kproxy.run")
 

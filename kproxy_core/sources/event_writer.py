@@ -2,9 +2,9 @@
 
 import json
 import time
-from dataclasses import dataclass
 
 from kproxy_core.sources.access import AccessError, load_access
+from kproxy_core.sources.api_event import Event, NotWritten
 from kproxy_core.sources.api_requests import ApiRequest, Observe
 from kproxy_core.sources.framing import ProtocolError
 from kproxy_core.sources.http import Connection, Response
@@ -14,39 +14,6 @@ _CONTROLLER = "kube-proxy"
 
 _SILENCE = 10.0
 """Seconds that the server may take to answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Regarding:
-    """The object that an event is about. As in kube-proxy, `uid` is its name."""
-
-    kind: str
-    name: str
-    namespace: str = ""
-
-    @property
-    def uid(self) -> str:
-        return f"{self.namespace}/{self.name}" if self.namespace else self.name
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One thing that happened, in the words of events.k8s.io/v1."""
-
-    type: str
-    """``Normal`` or ``Warning``."""
-    reason: str
-    action: str
-    regarding: Regarding
-    note: str = ""
-
-
-class NotWritten(Exception):
-    """The server did not take the event. `again`: it may do so later."""
-
-    def __init__(self, problem: str, again: bool) -> None:
-        super().__init__(problem)
-        self.again = again
 
 
 class EventWriter:

@@ -15,7 +15,7 @@ from kproxy_core.cli.process import make_events
 from kproxy_core.config import Flags, resolve
 from kproxy_core.run.client_metrics import ClientMetrics
 from kproxy_core.run.events import SAME_AGAIN, Events
-from kproxy_core.sources.event_writer import Event, NotWritten
+from kproxy_core.sources.api_event import Event, NotWritten
 from tests.core.namespaces import namespace
 
 

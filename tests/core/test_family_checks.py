@@ -67,6 +67,8 @@ def test_what_can_not_be_served_ends_the_start(text: str, families: tuple[Family
          ["the cluster is IPv6-primary, but clusterCIDR has only IPv4"]),
         ("nodePortAddresses: [primary]", (V4, V6), NodeObject("n", pod_cidrs=cidrs("fd00::/64")),
          ["the cluster is IPv4-primary, but the pod networks of the Node are only IPv6"]),
+        ("nodePortAddresses: [primary], metricsBindAddress: '[::1]:1'", (V4,), SIX,
+         ["the cluster is IPv6-only, but this machine does not have IPv6"]),
         ("nodePortAddresses: [primary], detectLocalMode: NodeCIDR", (V4, V6), FOUR,
          ["detectLocalMode is NodeCIDR, but the Node has no pod networks yet"]),
         ("nodePortAddresses: [primary], mode: ipvs, ipvs: {excludeCIDRs: ['fd00::/8']}", (V4,), FOUR,

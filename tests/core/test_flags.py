@@ -18,7 +18,7 @@ from kproxy_core.config import Config, ConfigError, Flags, load, resolve
 from kproxy_core.configcheck import field_at
 from kproxy_core.configfile import Duration
 from kproxy_core.configflags import FLAGS, OLDER, PROCESS, RULES, spared_by_cleanup, version_told
-from kproxy_core.configwrite import effective_flags, written
+from kproxy_core.configwrite import effective, effective_flags, written
 from tests.core.golden import golden
 
 
@@ -130,6 +130,14 @@ def test_what_was_written_means_the_same_when_it_is_read(tmp_path: Path) -> None
     (tmp_path / "config.yaml").write_text(written(config))
     assert resolve(Flags(), load(str(tmp_path / "config.yaml"))) == replace(
         config, notices=tuple(told.replace("--vmodule", "logging.vmodule") for told in config.notices))
+
+
+def test_options_of_a_backend_can_always_be_shown(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\nmode: any\n"
+                    "kproxy: {backendOptions: {any: {day: 2026-01-02, sizes: [1.0, 2.5], deep: {7: null}}}}\n")
+    shown = effective(resolve(Flags(), load(str(file))))["kproxy"]
+    assert shown["backendOptions"] == {"any": {"day": "2026-01-02", "sizes": [1, 2.5], "deep": {"7": None}}}
 
 
 def test_only_what_kproxy_adds_is_in_its_section() -> None:
