@@ -56,6 +56,15 @@ def kproxy_cleanup(dry_run: bool) -> Leftovers:
 
 
 @hookspec
+def kproxy_supersede() -> Leftovers:
+    """Remove what kube-proxy left in the same mode, where it is nothing that this mode uses itself.
+
+    Optional. Called once, when this mode serves; may run beside syncs. Errors as in `kproxy_cleanup`.
+    """
+    raise NotImplementedError
+
+
+@hookspec
 def kproxy_prepare(settings: BackendSettings) -> None:
     """Set what the mode needs of the whole machine, such as sysctls, and serving must not need to set again.
 

@@ -157,8 +157,17 @@ class Registry:
 
     def cleanup(self, mode: str, *, dry_run: bool) -> Leftovers:
         """Remove all that *mode* leaves in the kernel. Raises UnknownMode or PluginRefused."""
+        return self._leftovers(mode, "kproxy_cleanup", dry_run=dry_run)
+
+    def supersede(self, mode: str) -> Leftovers:
+        """Remove what kube-proxy left in *mode*, which serves. Raises UnknownMode or PluginRefused."""
+        return self._leftovers(mode, "kproxy_supersede")
+
+    def _leftovers(self, mode: str, hook: str, **arguments: object) -> Leftovers:
         try:
-            answer = self._ask(mode, "kproxy_cleanup", dry_run=dry_run)
+            answer = self._ask(mode, hook, **arguments)
+            if answer is None and hook not in PLUGIN_HOOKS:  # an optional one, and not there
+                return Leftovers(mode)
             if isinstance(answer, Leftovers):
                 return answer
             problem = f"answered {type(answer).__name__}, not Leftovers"

@@ -1,4 +1,4 @@
-"""What other modes left in the kernel goes once this one serves: never before, so there is no gap.
+"""What others left in the kernel goes once this mode serves: never before, so there is no gap.
 
 kube-proxy cleans up at its start, before its own rules exist (1.36, cmd/kube-proxy/app/server_linux.go).
 """
@@ -26,22 +26,20 @@ def clean_up_in_background(registry: Registry, mode: str, health: ProxyHealth) -
 
 
 def clean_up(registry: Registry, mode: str) -> None:
-    """Have every other mode than *mode* remove its traces, and log what there was."""
+    """Have every other mode than *mode* remove its traces, and *mode* kube-proxy's; log what there was."""
     for other in registry.modes:
-        if other == mode:
-            continue
         try:
-            found = registry.cleanup(other, dry_run=False)
+            found = registry.supersede(mode) if other == mode else registry.cleanup(other, dry_run=False)
         except BackendError as error:
             log.warning("leftovers are not looked for", extra={
                 "fields": {"mode": other, "error": str(error)}
             })
             continue
         if found.removed:
-            log.info("removed what another mode left", extra={
+            log.info("removed what was left", extra={
                 "fields": {"mode": other, "objects": len(found.removed), "first": found.removed[0]}
             })
         for problem in found.errors:
-            log.warning("something another mode left stays", extra={
+            log.warning("something that was left stays", extra={
                 "fields": {"mode": other, "error": problem}
             })

@@ -5,7 +5,7 @@ an object (Kubernetes 1.36, KEP-4827 and KEP-4828).
 """
 
 import json
-import platform
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -30,7 +30,7 @@ def statusz(
         return (
             f"Started: {began}\n"
             f"Up: {up // 3600} hr {up // 60 % 60:02d} min {up % 60:02d} sec\n"
-            f"Python version: {platform.python_version()}\n"
+            f"Python version: {sys.version.split()[0]}\n"
             f"Binary version: {version}\n"
             f"Emulation version: {KUBERNETES}\n"
             f"Paths: {' '.join(paths)}\n"

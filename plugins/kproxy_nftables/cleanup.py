@@ -10,13 +10,22 @@ _KUBE_PROXY_TABLE = "kube-proxy"
 
 def cleanup(*, dry_run: bool) -> Leftovers:
     """Delete the tables that are there. A machine without nf_tables has none."""
+    return _deleted((TABLE, _KUBE_PROXY_TABLE), dry_run)
+
+
+def supersede() -> Leftovers:
+    """Delete kube-proxy's tables."""
+    return _deleted((_KUBE_PROXY_TABLE,), dry_run=False)
+
+
+def _deleted(names: tuple[str, ...], dry_run: bool) -> Leftovers:
     kernel = Kernel()
     removed: list[str] = []
     errors: list[str] = []
     try:
         present = kernel.tables()
         for family in NFT_FAMILY.values():
-            for name in (TABLE, _KUBE_PROXY_TABLE):
+            for name in names:
                 if (family, name) not in present:
                     continue
                 try:

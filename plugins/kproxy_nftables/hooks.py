@@ -35,6 +35,14 @@ def kproxy_cleanup(dry_run: bool) -> Leftovers:
 
 
 @hookimpl
+def kproxy_supersede() -> Leftovers:
+    """Delete the tables of kube-proxy's nftables mode."""
+    from kproxy_nftables.cleanup import supersede
+
+    return supersede()
+
+
+@hookimpl
 def kproxy_make_backend(mode: str, settings: BackendSettings) -> Backend | None:
     """The backend, if *mode* is ours."""
     if mode != MODE:

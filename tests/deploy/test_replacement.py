@@ -1,0 +1,198 @@
+"""kproxy takes kube-proxy's place on a running node, and gives it back, as docs/deploy.md has it.
+
+kube-proxy is here what it leaves in the kernel: rules of a real one (``shared/golden``), or a table of its
+nftables mode's name. Meanwhile a client keeps one connection and makes new ones all the time.
+"""
+
+import http.client
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.core.golden import golden
+from tests.core.namespaces import Namespace, namespace
+
+KPROXY = str(Path(sys.executable).with_name("kproxy"))
+SCENARIO = "iptables/clusterip-tcp-ipv4"
+SERVICE = ("10.96.10.1", 80)
+ENDPOINTS = ["10.244.1.11", "10.244.1.12", "10.244.2.13", "10.244.2.14"]
+PATIENCE = 30.0
+
+CONFIG = {
+    "apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration",
+    "clusterCIDR": "10.244.0.0/16", "conntrack": {"maxPerCore": 0},
+}  # fmt: skip
+
+NFTABLES = f"""
+table ip kube-proxy {{
+    chain nat-prerouting {{
+        type nat hook prerouting priority dstnat
+        ip daddr {SERVICE[0]} tcp dport {SERVICE[1]} dnat to {ENDPOINTS[0]}:8080
+    }}
+}}
+"""
+
+
+class Cluster:
+    """A client, a node, and all pods of the Service behind it."""
+
+    def __init__(self, client: Namespace, node: Namespace, pod: Namespace) -> None:
+        self.client, self.node, self.pod = client, node, pod
+        node.ip(
+            f"link add client type veth peer eth0 netns {client.name}", "addr add 203.0.113.1/24 dev client",
+            f"link add pod type veth peer eth0 netns {pod.name}", "addr add 10.244.1.1/24 dev pod",
+            "link set client up", "link set pod up", "route add 10.244.2.0/24 dev pod",
+        )  # fmt: skip
+        client.ip("addr add 203.0.113.2/24 dev eth0", "link set eth0 up", "route add default via 203.0.113.1")
+        addresses = [f"addr add {endpoint}/24 dev eth0" for endpoint in ENDPOINTS]
+        pod.ip(*addresses, "link set eth0 up", "route add default via 10.244.1.1")
+        node.run("sysctl", "-qw", "net.ipv4.ip_forward=1")
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """The pods send back whatever they get."""
+        listener = self.pod.inside(lambda: socket.create_server(("", 8080), backlog=128))
+
+        def echo(connected: socket.socket) -> None:
+            with connected:
+                while data := connected.recv(100):
+                    connected.sendall(data)
+
+        def accept() -> None:
+            while True:
+                try:
+                    connected, _ = listener.accept()
+                except OSError:
+                    return
+                threading.Thread(target=echo, args=(connected,), daemon=True).start()
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+        try:
+            yield
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+            thread.join()
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """Somebody uses the Service all the time: nothing may fail, and nothing be late."""
+        done = threading.Event()
+        problems: list[BaseException] = []
+        made = 0
+
+        def use() -> None:
+            nonlocal made
+            with closing(socket.create_connection(SERVICE, PATIENCE)) as kept:
+                while not done.is_set():
+                    # Less than the time after which a lost SYN is sent again.
+                    with closing(socket.create_connection(SERVICE, 0.9)) as fresh:
+                        said(fresh)
+                    said(kept)
+                    made += 1
+                    time.sleep(0.002)
+
+        def run() -> None:
+            try:
+                self.client.inside(use)
+            except BaseException as error:  # noqa: BLE001 - raised again below
+                problems.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+        assert not problems, problems
+        assert made > 10
+
+    @contextmanager
+    def kproxy(self, mode: str, directory: Path) -> Iterator[None]:
+        """Running; when it begins to be used it is ready, which includes that kube-proxy's rules are gone."""
+        config = directory / "config.conf"
+        config.write_text(json.dumps(CONFIG | {"mode": mode}))
+        process = subprocess.Popen([
+            "ip", "netns", "exec", self.node.name, KPROXY, "--config", str(config), "--manifests",
+            str(golden(f"{SCENARIO}/objects.yaml").parent), "--hostname-override", "kc-node",
+        ], stderr=subprocess.DEVNULL)  # fmt: skip
+        try:
+            deadline = time.monotonic() + PATIENCE
+            while self.health() != 200:
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            yield
+        finally:
+            process.terminate()
+            process.wait(PATIENCE)
+
+    def health(self) -> int:
+        try:
+            connection = http.client.HTTPConnection("127.0.0.1", 10256)
+            connection.sock = self.node.inside(lambda: socket.create_connection(("127.0.0.1", 10256), 5))
+            connection.request("GET", "/healthz")
+            return connection.getresponse().status
+        except OSError:
+            return 0
+
+    def kube_proxy(self, mode: str) -> None:
+        """What it has programmed once it has started."""
+        if mode == "nftables":
+            self.node.nft("table ip kube-proxy\ndelete table ip kube-proxy\n" + NFTABLES)
+        else:
+            rules = golden(f"{SCENARIO}/rules").read_text()
+            counting = "-m nfacct --nfacct-name  ct_state_invalid_dropped_pkts "
+            self.node.run("iptables-nft-restore", stdin=rules.replace(counting, ""))
+
+
+def said(connected: socket.socket) -> None:
+    connected.sendall(b"x")
+    assert connected.recv(1) == b"x"
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with ExitStack() as stack:
+        made = Cluster(*(stack.enter_context(namespace()) for _ in range(3)))
+        stack.enter_context(made.serving())
+        yield made
+
+
+@pytest.mark.parametrize("kube_proxys", ["iptables", "nftables"])
+def test_no_connection_is_dropped_on_the_way_there_and_back(
+    cluster: Cluster, tmp_path: Path, kube_proxys: str
+) -> None:
+    cluster.kube_proxy(kube_proxys)
+    with cluster.using():
+        with cluster.kproxy("nftables", tmp_path):
+            assert tables(cluster) == {"kproxy"}
+        cluster.kube_proxy(kube_proxys)
+        for family in ("ip", "ip6"):
+            cluster.node.run("nft", "delete", "table", family, "kproxy")
+        assert "kproxy" not in tables(cluster)
+
+
+def test_chains_of_the_same_names_change_hands(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.kube_proxy("iptables")
+    with cluster.using():
+        with cluster.kproxy("iptables", tmp_path):
+            pass
+        cluster.kube_proxy("iptables")
+
+
+def tables(cluster: Cluster) -> set[str]:
+    """Names of those that hold rules of a service proxy."""
+    listed = json.loads(cluster.node.run("nft", "--json", "list", "ruleset"))["nftables"]
+    chains = [found["chain"] for found in listed if "chain" in found]
+    return {of["table"] for of in chains if of["name"] == "KUBE-SERVICES" or "proxy" in of["table"]}
