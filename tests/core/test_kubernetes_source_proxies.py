@@ -62,7 +62,10 @@ class TestProxy:
         with suppress(OSError), client:
             head = b""
             while not head.endswith(b"\r\n\r\n"):
-                head += client.recv(65536)
+                data = client.recv(65536)
+                if not data:
+                    return
+                head += data
             self.heads.append(head.decode().strip())
             if self._refusing:
                 client.sendall(b"HTTP/1.1 407 Proxy Authentication Required\r\nContent-Length: 0\r\n\r\n")
