@@ -1,0 +1,53 @@
+"""The guest lane itself: a kernel with IPVS, live output, exit statuses, and a host that stays as it is."""
+
+import subprocess
+import uuid
+from pathlib import Path
+
+from tests.guest.guest import RUN, Guest
+
+
+def run(command: str, tmp_path: Path, seconds: int = 60) -> tuple[int, str]:
+    """Exit status and output of a shell command in a guest that may write to *tmp_path*."""
+    with Guest(["sh", "-c", command], tmp_path / "guest.log", share=tmp_path, seconds=seconds) as guest:
+        return guest.status(), guest.output
+
+
+def test_kernel_has_ipvs_and_ipsets(tmp_path: Path) -> None:
+    status, output = run(
+        "modprobe -a ip_vs ip_vs_rr dummy; cat /proc/net/ip_vs; ipset create s hash:ip && ipset list -name;"
+        " ip6tables -t nat -S; iptables --version",
+        tmp_path,
+    )
+    assert status == 0, output
+    assert "IP Virtual Server" in output
+    assert "\ns\n" in output
+    assert "(legacy)" in output
+
+
+def test_exit_status_is_carried_out(tmp_path: Path) -> None:
+    assert run("exit 7", tmp_path)[0] == 7
+    assert run("kill -9 $$", tmp_path)[0] == 128 + 9
+
+
+def test_guest_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    status, output = run("echo begun; sleep 600", tmp_path, seconds=6)
+    assert status == 124
+    assert "begun" in output
+
+
+def test_only_the_shared_directory_keeps_what_is_written(tmp_path: Path) -> None:
+    elsewhere = Path("/var/tmp") / f"kproxy-guest-{uuid.uuid4()}"
+    status, output = run(
+        f"echo kept > {tmp_path}/kept; echo lost > {elsewhere} && cat {elsewhere}", tmp_path
+    )
+    assert status == 0, output
+    assert "lost" in output
+    assert (tmp_path / "kept").read_text() == "kept\n"
+    assert not elsewhere.exists()
+
+
+def test_without_a_command_it_says_what_it_is() -> None:
+    done = subprocess.run([RUN], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "COMMAND" in done.stdout

@@ -1,0 +1,333 @@
+"""The backend on a real kernel with IPVS. `test_kernel` runs these in a guest, which is theirs alone."""
+
+import contextlib
+import socket
+import struct
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from kproxy_core.backend.api import BackendSettings
+from kproxy_core.model.address import Family, Protocol, parse_address
+from kproxy_core.model.endpoint import Destination
+from kproxy_core.model.service import ServicePortKey
+from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_core.testing.builders import (
+    changed_update,
+    endpoint,
+    endpoint_slice,
+    full_update,
+    node_view,
+    plans,
+    service,
+)
+from kproxy_ipvs import device, rules, sets, skeleton
+from kproxy_ipvs.applied import HeldServer
+from kproxy_ipvs.backend import IpvsBackend
+from kproxy_ipvs.batch import DeleteServer, PutDestination, PutServer
+from kproxy_ipvs.cleanup import cleanup
+from kproxy_ipvs.render import Scheduling, ServerKey
+from kproxy_ipvs.settings import SCHEDULERS
+from kproxy_ipvs.virtual_servers import VirtualServers
+
+Plans = dict[ServicePortKey, ServicePlan]
+
+NODES = {
+    Family.IPV4: node_view(
+        "node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1", ip="192.0.2.1", anywhere=True
+    ),
+    Family.IPV6: node_view(
+        "node1", family=Family.IPV6, pods="fd00:1::/64", node_port_addresses="2001:db8::1", ip="2001:db8::1"
+    ),
+}
+VIP = parse_address("10.96.0.1")
+WEB = ServerKey(Family.IPV4, 0, VIP, Protocol.TCP, 80)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    yield
+    cleanup(dry_run=False)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., IpvsBackend]]:
+    """Makes backends, and closes them at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def made(**options: object) -> IpvsBackend:
+            backend = IpvsBackend(BackendSettings((Family.IPV4, Family.IPV6), options=options))
+            stack.callback(backend.kproxy_close)
+            return backend
+
+        yield made
+
+
+@pytest.fixture
+def kernel() -> Iterator[VirtualServers]:
+    subprocess.run(["modprobe", "ip_vs"], check=True)
+    servers = VirtualServers()
+    yield servers
+    servers.close()
+
+
+def everything(family: Family) -> Plans:
+    """Service ports of every kind."""
+    v4 = family is Family.IPV4
+    node = NODES[family]
+    prefix, near, far = ("10.96.0.", "10.244.1.5", "10.244.2.5") if v4 else ("fd00::", "fd00:1::5", "fd00:2::5")
+    external, balancer = ("198.51.100.1", "203.0.113.1") if v4 else ("fd00:51::1", "fd00:113::1")
+    ranges = "192.0.2.0/24 198.18.0.1/32" if v4 else "2001:db8::/32 fd00:18::1/128"
+    local = endpoint(near, "node1")
+    remote = endpoint(far, "node2")
+    found: Plans = {}
+    for number, (ports, options) in enumerate([
+        (("a:80@30080", "b:53/UDP@30053", "c:9/SCTP@30009"), {}),
+        (("80@30081",), {"external_local": True, "health_check_node_port": 31000,
+                         "load_balancer_ips": balancer, "external_ips": external}),
+        (("81",), {"load_balancer_ips": balancer, "source_ranges": ranges, "affinity": 600}),
+        (("80",), {"internal_local": True}),
+    ], 1):  # fmt: skip
+        svc = service(f"web-{number}", *ports, ip=f"{prefix}{number}", **options)  # type: ignore[arg-type]
+        named = ports if len(ports) > 1 else ("8080",)
+        piece = endpoint_slice(str(svc.name), local, remote, ports=[p.partition("@")[0] for p in named])
+        found |= plans(node, svc, piece)
+    return found
+
+
+def web(*endpoints: str) -> Plans:
+    """One Service at `VIP`, with endpoints on port 8080."""
+    return plans(NODES[Family.IPV4], service(), endpoint_slice("web", *endpoints, family=Family.IPV4))
+
+
+def full(backend: IpvsBackend, wanted: Mapping[ServicePortKey, ServicePlan]) -> int:
+    family = next(iter(wanted.values())).family
+    return backend.kproxy_sync(full_update(NODES[family], wanted)).operations
+
+
+def change(backend: IpvsBackend, wanted: Plans) -> int:
+    return backend.kproxy_sync(changed_update(NODES[Family.IPV4], wanted, wanted)).operations
+
+
+@pytest.mark.parametrize("family", list(Family))
+def test_second_process_has_nothing_to_write(family: Family, make: Callable[..., IpvsBackend]) -> None:
+    wanted = everything(family)
+    assert full(make(), wanted) > 0
+    assert full(make(), wanted) == 0
+
+
+@pytest.mark.parametrize("family", list(Family))
+def test_damage_is_repaired(
+    family: Family, make: Callable[..., IpvsBackend], kernel: VirtualServers
+) -> None:
+    backend = make()
+    wanted = everything(family)
+    full(backend, wanted)
+    before = state(family, kernel)
+    program = "iptables" if family is Family.IPV4 else "ip6tables"
+    key = next(iter(kernel.read(family)))
+    kernel.write([DeleteServer(key)])
+    some_set = "KUBE-CLUSTER-IP" if family is Family.IPV4 else "KUBE-6-CLUSTER-IP"
+    for command in (
+        [program, "-t", "nat", "-F", "KUBE-SERVICES"], [program, "-t", "mangle", "-F", "PREROUTING"],
+        ["ipset", "flush", some_set], ["ip", "link", "delete", "kube-ipvs0"],
+    ):  # fmt: skip
+        subprocess.run(command, check=True)
+    assert state(family, kernel) != before
+    assert full(backend, wanted) > 0
+    assert state(family, kernel) == before
+    assert full(backend, wanted) == 0
+
+
+def state(family: Family, kernel: VirtualServers) -> tuple[object, ...]:
+    """All that the mode has in the kernel."""
+    held = rules.Tables(family).read()
+    ours = {key: held.get(key) for key in skeleton.skeleton(NODES[family])}
+    jumps = [jump.spec in held[jump.table, jump.chain] for jump in skeleton.JUMPS]
+    return kernel.read(family), sets.read(family), device.read(family)[0], ours, jumps
+
+
+def test_one_endpoint_costs_the_same_beside_many_services(make: Callable[..., IpvsBackend]) -> None:
+    backend = make()
+    node = NODES[Family.IPV4]
+    many: Plans = {}
+    for number in range(60):
+        svc = service(f"web-{number}", ip=f"10.96.1.{number}")
+        many |= plans(node, svc, endpoint_slice(str(svc.name), "10.244.2.1", "10.244.2.2"))
+    full(backend, many | web("10.244.2.1"))
+    assert change(backend, web("10.244.2.1", "10.244.2.2")) == 1
+    assert change(backend, web("10.244.2.2")) == 1
+
+
+def test_service_that_goes_takes_everything_along(
+    make: Callable[..., IpvsBackend], kernel: VirtualServers
+) -> None:
+    backend = make()
+    one = web("10.244.2.1")
+    full(backend, one)
+    empty = state(Family.IPV4, kernel)
+    other = everything(Family.IPV4)
+    both = one | {key: plan for key, plan in other.items() if key.name != "web-1"}
+    node = NODES[Family.IPV4]
+    backend.kproxy_sync(changed_update(node, both, both))
+    assert state(Family.IPV4, kernel) != empty
+    backend.kproxy_sync(changed_update(node, one, [key for key in both if key not in one]))
+    assert state(Family.IPV4, kernel) == empty
+
+
+def test_virtual_servers_of_others_stay(make: Callable[..., IpvsBackend], kernel: VirtualServers) -> None:
+    theirs = {
+        ServerKey(Family.IPV4, 0, parse_address("192.0.2.99"), Protocol.TCP, 80),
+        ServerKey(Family.IPV4, 77, None, 0, 0),
+    }
+    kernel.write([PutServer(key, Scheduling("rr"), new=True) for key in theirs])
+    full(make(), web("10.244.2.1"))
+    assert theirs < kernel.read(Family.IPV4).keys()
+    cleanup(dry_run=False)
+    assert kernel.read(Family.IPV4).keys() == theirs
+    kernel.write([DeleteServer(key) for key in theirs])
+
+
+def test_excluded_networks_are_not_touched(
+    make: Callable[..., IpvsBackend], kernel: VirtualServers
+) -> None:
+    full(make(), web("10.244.2.1"))
+    stray = WEB._replace(port=99)
+    kernel.write([PutServer(stray, Scheduling("rr"), new=True)])
+    full(make(excludeCIDRs=["10.96.0.0/16"]), web("10.244.2.1"))
+    assert stray in kernel.read(Family.IPV4)
+    full(make(), web("10.244.2.1"))
+    assert stray not in kernel.read(Family.IPV4)
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_scheduler(scheduler: str, make: Callable[..., IpvsBackend], kernel: VirtualServers) -> None:
+    full(make(), web("10.244.2.1"))
+    backend = make(scheduler=scheduler)
+    full(backend, web("10.244.2.1"))
+    assert kernel.read(Family.IPV4)[WEB].scheduling.scheduler == scheduler
+    assert full(backend, web("10.244.2.1")) == 0
+
+
+def test_settings_of_the_kernel(make: Callable[..., IpvsBackend]) -> None:
+    values = {
+        "net/ipv4/vs/conntrack": "1", "net/ipv4/vs/expire_nodest_conn": "1",
+        "net/ipv4/vs/expire_quiescent_template": "1", "net/ipv4/ip_forward": "1",
+        "net/ipv4/conf/all/arp_ignore": "1", "net/ipv4/conf/all/arp_announce": "2",
+    }  # fmt: skip
+    full(make(strictARP=True), web("10.244.2.1"))
+    assert {name: Path("/proc/sys", name).read_text().strip() for name in values} == values
+
+
+def test_cleanup_removes_all_and_a_dry_run_nothing(
+    make: Callable[..., IpvsBackend], kernel: VirtualServers
+) -> None:
+    for family in Family:
+        full(make(), everything(family))
+    before = [state(family, kernel) for family in Family]
+    listed = cleanup(dry_run=True)
+    assert [state(family, kernel) for family in Family] == before
+    theirs = ["-t", "nat", "-A", "PREROUTING", "-d", "192.0.2.3", "-j", "RETURN"]
+    subprocess.run(["iptables", *theirs], check=True)
+    removed = cleanup(dry_run=False)
+    assert removed == listed
+    assert not removed.errors
+    for family in Family:
+        assert not kernel.read(family)
+        assert not any(chain.startswith("KUBE-") for _, chain in rules.Tables(family).read())
+    assert not device.exists()
+    assert not sets.existing()
+    assert "192.0.2.3" in " ".join(rules.Tables(Family.IPV4).read()["nat", "PREROUTING"])
+    assert cleanup(dry_run=False).removed == ()
+
+
+# Connections ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pods() -> Iterator[tuple[str, str]]:
+    """Two addresses of this machine that echo on port 8080."""
+    addresses = ("192.0.2.71", "192.0.2.72")
+    listeners = []
+    for address in addresses:
+        subprocess.run(["ip", "address", "add", f"{address}/32", "dev", "lo"], check=True)
+        listener = socket.create_server((address, 8080))
+        listeners.append(listener)
+        threading.Thread(target=echo, args=[listener], daemon=True).start()
+    yield addresses
+    for listener, address in zip(listeners, addresses, strict=True):
+        listener.shutdown(socket.SHUT_RDWR)  # Wakes who waits in accept.
+        listener.close()
+        subprocess.run(["ip", "address", "del", f"{address}/32", "dev", "lo"], check=True)
+
+
+def echo(listener: socket.socket) -> None:
+    def serve(connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            while data := connection.recv(100):
+                connection.sendall(data)
+
+    with contextlib.suppress(OSError):
+        while True:
+            connection, _ = listener.accept()
+            threading.Thread(target=serve, args=[connection], daemon=True).start()
+
+
+def answers(connection: socket.socket) -> bool:
+    connection.sendall(b"hello")
+    return connection.recv(100) == b"hello"
+
+
+def weight(held: Mapping[ServerKey, HeldServer], address: str) -> int | None:
+    """The weight of a real server of `WEB`; None: it is not there."""
+    return held[WEB].weights.get(Destination(parse_address(address), 8080))
+
+
+def test_endpoint_that_leaves_keeps_its_connections(
+    make: Callable[..., IpvsBackend], kernel: VirtualServers, pods: tuple[str, str]
+) -> None:
+    leaving, other = pods
+    backend = make()
+    full(backend, web(leaving))
+    with socket.create_connection(("10.96.0.1", 80), timeout=10) as connection:
+        assert answers(connection)
+        change(backend, web(other))
+        assert weight(kernel.read(Family.IPV4), leaving) == 0
+        assert answers(connection), "the connection ended with its endpoint"
+        change(backend, web(leaving, other))
+        assert weight(kernel.read(Family.IPV4), leaving) == 1
+        change(backend, web(other))
+        backend = make()
+        full(backend, web(other))
+        assert weight(kernel.read(Family.IPV4), leaving) == 0, "a restart forgot the connection"
+        # A reset, so that nothing waits in TIME_WAIT.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    until = time.monotonic() + 60
+    while weight(kernel.read(Family.IPV4), leaving) is not None and time.monotonic() < until:
+        time.sleep(1)
+    assert weight(kernel.read(Family.IPV4), leaving) is None
+    assert weight(kernel.read(Family.IPV4), other) == 1
+
+
+def test_endpoint_without_connections_leaves_at_once(
+    make: Callable[..., IpvsBackend], kernel: VirtualServers, pods: tuple[str, str]
+) -> None:
+    backend = make()
+    full(backend, web(*pods))
+    change(backend, web(pods[0]))
+    assert weight(kernel.read(Family.IPV4), pods[1]) is None
+
+
+def test_weights_that_somebody_else_set_are_put_right(
+    make: Callable[..., IpvsBackend], kernel: VirtualServers
+) -> None:
+    backend = make()
+    full(backend, web("10.244.2.1"))
+    where = Destination(parse_address("10.244.2.1"), 8080)
+    kernel.write([PutDestination(WEB, where, 5, new=False)])
+    assert full(backend, web("10.244.2.1")) == 1
+    assert weight(kernel.read(Family.IPV4), "10.244.2.1") == 1

@@ -1,0 +1,80 @@
+"""The conformance scenarios in ipvs mode, with packets, in a guest kernel that has IPVS.
+
+A case is one pytest case; all of a session are played in one guest.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conformance.harness import FAMILIES, HARNESS, KPROXY, Case, Outcome, Scenario, scenarios
+from tests.guest.guest import Guest
+
+MODE = "ipvs"
+OWN = Path(__file__).with_name("scenarios")
+PLAY = Path(__file__).with_name("play_scenarios")
+LONGEST = 560
+"""Seconds; both families take five minutes."""
+
+LEFT_OUT = {
+    "affinity-timeout": (
+        "IPVS remembers a client as long as it has connections to the Service, those in TIME_WAIT included,"
+        " which it keeps for two minutes: no shorter timeout can be had"
+    ),
+    "cleanup": "needs nf_tables of family inet, which the guest lacks; ipvs-cleanup is played in its place",
+}
+"""Scenarios of the harness that are not played, and why."""
+
+FILES = {scenario.name: scenario for scenario in [*scenarios(), *map(Scenario.read, OWN.glob("*.yaml"))]}
+
+
+def cases() -> list[Case]:
+    return [
+        Case(MODE, family, scenario.name)
+        for family in FAMILIES
+        for scenario in FILES.values()
+        if MODE in (scenario.modes or (MODE,)) and family in scenario.families
+        if scenario.name not in LEFT_OUT
+    ]
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Case, Outcome]]:
+    """What became of every case of this session."""
+    chosen = {
+        case
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.originalname == "test_scenario"
+        if isinstance(case := item.callspec.params["case"], Case) and case.mode == MODE
+    }
+    directory = tmp_path_factory.mktemp("ipvs")
+    (directory / "scenarios").mkdir()
+    for name in {case.scenario for case in chosen}:
+        (directory / "scenarios" / f"{name}.yaml").symlink_to(FILES[name].path)
+    command = [PLAY, directory, sys.executable, "-B", HARNESS / "run", "--command", KPROXY]
+    with Guest(command, directory / "log", share=directory, seconds=LONGEST) as guest:
+        guest.status()
+        lost = Outcome("lost", f"the guest did not report it:\n{guest.output[-4000:]}")
+        yield dict.fromkeys(chosen, lost) | {
+            Case(MODE, result["family"], result["scenario"]): Outcome(result["status"], result["detail"])
+            for report in directory.glob("*.json")
+            for result in json.loads(report.read_text())["results"]
+        }
+
+
+def test_only_documented_scenarios_are_left_out() -> None:
+    assert set(LEFT_OUT) <= set(FILES), "LEFT_OUT names what does not exist"
+    played = {case.scenario for case in cases()}
+    for scenario in FILES.values():
+        meant_for_another_mode = scenario.modes and MODE not in scenario.modes
+        assert scenario.name in played | set(LEFT_OUT) or meant_for_another_mode, scenario.name
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_scenario(case: Case, outcomes: dict[Case, Outcome]) -> None:
+    assert outcomes[case].status == "passed", outcomes[case].detail

@@ -1,0 +1,44 @@
+"""What `kernel_checks` found, one case for each of its tests: they ran in a guest with IPVS."""
+
+import ast
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from tests.guest.guest import Guest
+
+CHECKS = Path(__file__).with_name("kernel_checks.py")
+CHECKOUT = Path(__file__).parents[3]
+LONGEST = 300
+"""Seconds."""
+
+
+def names() -> list[str]:
+    tree = ast.parse(CHECKS.read_text(encoding="utf-8"))
+    return [
+        node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """By test: for each of its cases what went wrong, or "". """
+    directory = tmp_path_factory.mktemp("guest")
+    report = directory / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}", str(CHECKS)]
+    with Guest(command, directory / "log", share=directory, seconds=LONGEST) as guest:
+        guest.status()
+        assert report.exists(), guest.output
+    found: dict[str, list[str]] = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        problems = [part.text or "" for part in case if part.tag in ("failure", "error", "skipped")]
+        found.setdefault(str(case.get("name")).partition("[")[0], []).append("\n".join(problems))
+    return found
+
+
+@pytest.mark.parametrize("name", names())
+def test_in_the_guest(name: str, results: dict[str, list[str]]) -> None:
+    assert name in results
+    assert not any(results[name]), "\n".join(results[name])
