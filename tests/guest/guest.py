@@ -16,7 +16,7 @@ class Guest:
     """A command in a guest, under way. Ends with the context, however that is left."""
 
     def __init__(self, command: Sequence[str | Path], log: Path, *, share: Path, seconds: int) -> None:
-        """*log* gets the output, *share* is what the guest may write to, *seconds* the longest it may take."""
+        """*log* gets the output, *share* is what the guest may write to, *seconds* its longest life."""
         self.log = log
         environment = {**os.environ, "GUEST_SHARE": str(share), "GUEST_SECONDS": str(seconds)}
         with log.open("wb") as output:

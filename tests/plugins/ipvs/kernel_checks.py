@@ -79,7 +79,8 @@ def everything(family: Family) -> Plans:
     """Service ports of every kind."""
     v4 = family is Family.IPV4
     node = NODES[family]
-    prefix, near, far = ("10.96.0.", "10.244.1.5", "10.244.2.5") if v4 else ("fd00::", "fd00:1::5", "fd00:2::5")
+    prefix = "10.96.0." if v4 else "fd00::"
+    near, far = ("10.244.1.5", "10.244.2.5") if v4 else ("fd00:1::5", "fd00:2::5")
     external, balancer = ("198.51.100.1", "203.0.113.1") if v4 else ("fd00:51::1", "fd00:113::1")
     ranges = "192.0.2.0/24 198.18.0.1/32" if v4 else "2001:db8::/32 fd00:18::1/128"
     local = endpoint(near, "node1")

@@ -56,7 +56,7 @@ def outcomes(
     (directory / "scenarios").mkdir()
     for name in {case.scenario for case in chosen}:
         (directory / "scenarios" / f"{name}.yaml").symlink_to(FILES[name].path)
-    command = [PLAY, directory, sys.executable, "-B", HARNESS / "run", "--command", KPROXY]
+    command: list[str | Path] = [PLAY, directory, sys.executable, "-B", HARNESS / "run", "--command", KPROXY]
     with Guest(command, directory / "log", share=directory, seconds=LONGEST) as guest:
         guest.status()
         lost = Outcome("lost", f"the guest did not report it:\n{guest.output[-4000:]}")
