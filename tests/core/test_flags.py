@@ -11,12 +11,14 @@ import msgspec
 import pytest
 import yaml
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kproxy_core.cli import kproxy
 from kproxy_core.cli.options import FlagCommand, with_flags
 from kproxy_core.config import Config, ConfigError, Flags, load, resolve
 from kproxy_core.configcheck import field_at
-from kproxy_core.configfile import Duration
+from kproxy_core.configfile import Duration, decode
 from kproxy_core.configflags import FLAGS, OLDER, PROCESS, RULES, spared_by_cleanup, version_told
 from kproxy_core.configwrite import effective, effective_flags, written
 from tests.core.golden import golden
@@ -122,14 +124,52 @@ def test_the_configuration_is_written_byte_for_byte_as_kube_proxy_does() -> None
 
 
 def test_what_was_written_means_the_same_when_it_is_read(tmp_path: Path) -> None:
-    given = ("--mode=nftables", "--masquerade-all", "--bind-address=::", "--hostname-override=Node1",
+    flags = ("--mode=nftables", "--masquerade-all", "--bind-address=::", "--hostname-override=Node1",
              "--conntrack-tcp-timeout-established=90s", "--nodeport-addresses=primary",
              "--manifests=/objects", "--feature-gates=ComponentFlagz=false",
              "--iptables-min-sync-period=2s", "--vmodule=a=1,b=2")
-    config = from_flags(*given)
+    config = from_flags(*flags)
     (tmp_path / "config.yaml").write_text(written(config))
     assert resolve(Flags(), load(str(tmp_path / "config.yaml"))) == replace(
         config, notices=tuple(told.replace("--vmodule", "logging.vmodule") for told in config.notices))
+
+
+CHOICES = {
+    "masquerade-all": ("true", "false"),
+    "cluster-cidr": ("10.0.0.0/8", "10.0.0.0/8,fd00::/8"),
+    "nodeport-addresses": ("primary", "10.0.0.0/8,fd00::/8"),
+    "conntrack-min": ("0", "5"),
+    "conntrack-tcp-timeout-established": ("0s", "90s"),
+    "iptables-sync-period": ("10s", "1h1.5s"),
+    "iptables-min-sync-period": ("3s", "50ms"),
+    "iptables-masquerade-bit": ("0", "31"),
+    "iptables-localhost-nodeports": ("true", "false"),
+    "ipvs-exclude-cidrs": ("10.0.0.0/8", "fd00::/8,10.0.0.0/8"),
+    "ipvs-min-sync-period": ("2s", "100ms"),
+    "ipvs-scheduler": ("rr", "null", "1"),
+    "bind-address": ("::", "10.0.0.1"),
+    "healthz-bind-address": ("10.0.0.1", "[fd00::1]:9"),
+    "detect-local-mode": ("NodeCIDR", "ClusterCIDR"),
+    "feature-gates": ("AllAlpha=true", "AllowServiceExternalIPs=false,ComponentFlagz=false"),
+    "logging-format": ("text", "json"),
+    "v": ("0", "4"),
+    "hostname-override": ("Node1", "true", "0x1", "~", "2026-01-02"),
+    "manifests": ("/objects", "a: b # c", "\N{SNOWMAN}"),
+    "kube-api-qps": ("0.5", "-1", "1e3"),
+    "oom-score-adj": ("-1000", "0"),
+}
+"""Values that the flags may have."""
+
+
+@given(
+    st.sampled_from(("iptables", "ipvs", "nftables", "ebpf")),
+    st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in CHOICES.items()}),
+)
+def test_whatever_the_flags_are_the_file_written_for_them_means_the_same(
+    mode: str, chosen: dict[str, str]
+) -> None:
+    config = from_flags(f"--mode={mode}", *(f"--{name}={value}" for name, value in chosen.items()))
+    assert resolve(Flags(), decode(written(config))) == config
 
 
 def test_options_of_a_backend_can_always_be_shown(tmp_path: Path) -> None:
