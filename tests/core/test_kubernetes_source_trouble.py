@@ -349,3 +349,22 @@ def _deaf_server(accepting: bool) -> Iterator[int]:
         yield port
 
 
+
+
+# -- what is asked for
+
+def test_only_what_this_proxy_serves_crosses_the_wire(follow: ScriptedRun) -> None:
+    # kube-proxy 1.36, cmd/kube-proxy/app/server.go: the same, of each kind.
+    server, observed = follow()
+    observed.wait_for(lambda o: len(o.complete) == 4)
+    selectors = {
+        request.resource: {name: value for name, value in request.query.items() if "Selector" in name}
+        for request in server.requests
+    }
+    assert selectors == {
+        "services": {"labelSelector": "!service.kubernetes.io/service-proxy-name",
+                     "fieldSelector": "spec.clusterIP!=None"},
+        "endpointslices": {"labelSelector": "!service.kubernetes.io/headless"},
+        "nodes": {"fieldSelector": "metadata.name=n"},
+        "servicecidrs": {},
+    }
