@@ -7,7 +7,7 @@ from kproxy_core.backend.errors import SyncFailed, Unsupported
 from kproxy_core.model.address import Cidr, Family, Protocol, parse_cidr
 from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_nftables import skeleton
-from kproxy_nftables.kernel import Kernel
+from kproxy_nftables.kernel import BINDING_REMEDY, Kernel
 from kproxy_nftables.names import NFT_FAMILY, Template
 
 _MODE = "nftables"
@@ -31,11 +31,8 @@ def detect(settings: BackendSettings) -> Detection:
         try:
             version = kernel.library_version()
         except Unsupported as missing:
-            binding = Requirement(
-                "nftables Python binding", False, str(missing),
-                "install python3-nftables and run kproxy on the distribution's python3",
-            )  # fmt: skip
-            return Detection(_MODE, (binding,))
+            found = str(missing.__cause__)
+            return Detection(_MODE, (Requirement("nftables Python binding", False, found, BINDING_REMEDY),))
         binding = Requirement("nftables Python binding", True, version)
         return Detection(_MODE, (binding, *(_rules(kernel, family) for family in settings.families)))
     finally:

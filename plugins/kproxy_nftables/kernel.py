@@ -51,6 +51,8 @@ _DUMP_ATTEMPTS = 5
 _HEADER = struct.Struct("=IHHII")
 _ERROR = struct.Struct("=i")
 
+BINDING_REMEDY = "install python3-nftables and run kproxy on the distribution's own python3"
+
 _STALE = {errno.ENOENT, errno.EEXIST, errno.EBUSY, errno.ENOBUFS, errno.EINTR, errno.EAGAIN}
 """Answers which mean that the kernel holds something else than we believe."""
 
@@ -244,8 +246,7 @@ class Kernel:
                 from nftables import Nftables
             except (ImportError, OSError) as error:
                 raise Unsupported(
-                    f"the nftables Python binding is missing ({error}); install python3-nftables and run"
-                    " with the distribution's python3"
+                    f"the nftables Python binding is missing ({error}); {BINDING_REMEDY}"
                 ) from error
             self._nft = Nftables()
             if self._check_only:
