@@ -69,6 +69,12 @@ class Duration(float):
         return sign + text
 
 
+class NumberOrDuration(Duration):
+    """A duration that a file may also have as a number of nanoseconds; kubeadm writes 0 so."""
+
+    __slots__ = ()
+
+
 _NANOSECONDS = {"ns": 1, "us": 1_000, "µs": 1_000, "μs": 1_000, "ms": 1_000_000, "s": 1_000_000_000,
                 "m": 60_000_000_000, "h": 3_600_000_000_000}
 _PART = r"(\d{1,19}(?=[.a-zµμ])|(?=\.\d))(?:\.(\d*))?(ns|us|µs|μs|ms|s|m|h)"
@@ -124,9 +130,9 @@ class VModule(_Section, frozen=True, kw_only=True, rename="camel"):
 class Logging(_Section, frozen=True, kw_only=True, rename="camel"):
     """What is logged, and how."""
 
-    ZERO_IS_DEFAULT = frozenset({"format"})
+    ZERO_IS_DEFAULT = frozenset({"format", "flush_frequency"})
     format: str = "text"
-    flush_frequency: Duration = Duration(5)
+    flush_frequency: NumberOrDuration = NumberOrDuration(5)
     verbosity: Int32 = 0
     vmodule: tuple[VModule, ...] = ()
     options: LoggingOptions = LoggingOptions()
@@ -362,8 +368,10 @@ def _mismatch(path: str, value: object, error: msgspec.ValidationError) -> Probl
 
 def duration_from(kind: type, value: object) -> object:
     """A `Duration` of *value*; the rest is left to msgspec. Raises ValueError."""
-    if kind is not Duration:
+    if not issubclass(kind, Duration):
         raise NotImplementedError
-    if not isinstance(value, str):
-        raise ValueError(f"Expected a duration such as 30s, got {type(value).__name__}")
-    return Duration.parse(value)
+    if isinstance(value, str):
+        return kind.parse(value)
+    if kind is NumberOrDuration and type(value) is int:
+        return kind(value / 1_000_000_000)
+    raise ValueError(f"Expected a duration such as 30s, got {type(value).__name__}")

@@ -307,7 +307,7 @@ CIDR = "must be a CIDR, or only 'primary'"
             "clusterCIDR: '10.0.0.0/8,fd00::/8,11.0.0.0/8'",
             "clusterCIDR: '10.0.0.0/8,fd00::/8,11.0.0.0/8': must be one CIDR, or one of each IP family",
         ),
-        ("logging: {flushFrequency: 0s}", "logging.flushFrequency: 0s: must be greater than 0"),
+        ("logging: {flushFrequency: -1s}", "logging.flushFrequency: -1s: must be greater than 0"),
         ("logging: {verbosity: -1}", "logging.verbosity: -1: must not be negative"),
         ("logging: {format: xml}", "logging.format: 'xml': must be text or json"),
         (

@@ -1,6 +1,8 @@
 """What is under ``deploy/`` fits together, and the program behind it."""
 
 import copy
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,10 @@ import pytest
 import yaml
 
 from kproxy_core import config as configuration
+from kproxy_core.configflags import Flags
+from kproxy_core.configwrite import written
 from kproxy_core.sources.decode import ENDPOINT_SLICES, NODES, SERVICE_CIDRS, SERVICES
+from tests.core.golden import golden
 from tests.deploy.objects import DEPLOY, Object, base, chart, containers
 
 
@@ -102,6 +107,30 @@ def test_the_configuration_is_one(tmp_path: Path) -> None:
         assert loaded.document.client_connection.kubeconfig == "/var/lib/kube-proxy/kubeconfig.conf"
         kubeconfig = yaml.safe_load(objects["ConfigMap"]["data"]["kubeconfig.conf"])
         assert kubeconfig["current-context"] == kubeconfig["contexts"][0]["name"]
+
+
+def test_the_file_that_kubeadm_writes_means_kube_proxys_defaults() -> None:
+    """Its zeros and nulls stand for the defaults, also where they are of another type."""
+    loaded = configuration.load(str(Path(__file__).with_name("kubeadm.conf")))
+    config = configuration.resolve(Flags({}), loaded)
+    assert config.notices == ()
+    default = yaml.safe_load(golden("default-config.yaml").read_text())
+    default["clientConnection"]["kubeconfig"] = "/var/lib/kube-proxy/kubeconfig.conf"
+    default["clusterCIDR"] = "10.244.0.0/16"
+    assert yaml.safe_load(written(config)) == default
+
+
+def test_the_page_names_what_is_there() -> None:
+    page = (DEPLOY.parent / "docs/deploy.md").read_text()
+    for name in re.findall(r"(?<!tests/)\bdeploy/\w+", page):
+        assert (DEPLOY.parent / name).exists(), name
+    for test in re.findall(r"tests/deploy/(\w+\.py)", page):
+        assert (Path(__file__).parent / test).exists()
+    (patch,) = re.findall(r"-p '(.*)'", page)
+    affinity = json.loads(patch)["spec"]["template"]["spec"]["affinity"]["nodeAffinity"]
+    (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    assert term["matchExpressions"] == [{"key": "service-proxy", "operator": "NotIn", "values": ["kproxy"]}]
+    assert "kubectl label node \"$NODE\" service-proxy=kproxy\n" in page
 
 
 @pytest.mark.parametrize("objects", [base(), chart()], ids=["base", "chart"])

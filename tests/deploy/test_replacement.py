@@ -6,6 +6,7 @@ nftables mode's name. Meanwhile a client keeps one connection and makes new ones
 
 import http.client
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import pytest
 
 from tests.core.golden import golden
 from tests.core.namespaces import Namespace, namespace
+from tests.deploy.objects import DEPLOY
 
 KPROXY = str(Path(sys.executable).with_name("kproxy"))
 SCENARIO = "iptables/clusterip-tcp-ipv4"
@@ -146,6 +148,23 @@ class Cluster:
         except OSError:
             return 0
 
+    @contextmanager
+    def healthy_kube_proxy(self) -> Iterator[None]:
+        """Its health server says that it has synced."""
+        script = (
+            "from http.server import *\n"
+            "class Health(BaseHTTPRequestHandler):\n"
+            "    def do_GET(self): self.send_response(200); self.end_headers()\n"
+            "HTTPServer(('127.0.0.1', 10256), Health).serve_forever()\n"
+        )
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", self.node.name, sys.executable, "-c", script], stderr=subprocess.DEVNULL)
+        try:
+            yield
+        finally:
+            process.kill()
+            process.wait()
+
     def kube_proxy(self, mode: str) -> None:
         """What it has programmed once it has started."""
         if mode == "nftables":
@@ -154,6 +173,14 @@ class Cluster:
             rules = golden(f"{SCENARIO}/rules").read_text()
             counting = "-m nfacct --nfacct-name  ct_state_invalid_dropped_pkts "
             self.node.run("iptables-nft-restore", stdin=rules.replace(counting, ""))
+
+
+def going_back() -> str:
+    """What docs/deploy.md has run on a node that kube-proxy is back on."""
+    page = (DEPLOY.parent / "docs/deploy.md").read_text()
+    found = re.search(r"-- sh -c '\n(.*?)'\n", page, re.DOTALL)
+    assert found
+    return found[1]
 
 
 def said(connected: socket.socket) -> None:
@@ -178,16 +205,16 @@ def test_no_connection_is_dropped_on_the_way_there_and_back(
         with cluster.kproxy("nftables", tmp_path):
             assert tables(cluster) == {"kproxy"}
         cluster.kube_proxy(kube_proxys)
-        for family in ("ip", "ip6"):
-            cluster.node.run("nft", "delete", "table", family, "kproxy")
-        assert "kproxy" not in tables(cluster)
+        with cluster.healthy_kube_proxy():
+            cluster.node.run("sh", "-c", going_back())
+        assert tables(cluster) == ({"kube-proxy"} if kube_proxys == "nftables" else {"filter", "nat"})
 
 
 def test_chains_of_the_same_names_change_hands(cluster: Cluster, tmp_path: Path) -> None:
     cluster.kube_proxy("iptables")
     with cluster.using():
         with cluster.kproxy("iptables", tmp_path):
-            pass
+            assert tables(cluster) == {"filter", "nat"}
         cluster.kube_proxy("iptables")
 
 
