@@ -13,7 +13,7 @@ from kproxy_core.sources.http import Aborted, Connection, Response
 from kproxy_core.sources.reading import shown
 
 SILENCE = 60.0
-"""Seconds without a byte that are too much, except in a watch that only waits for changes."""
+"""Seconds without a byte that are too much in an answer that is on its way."""
 
 
 class Refusal(Exception):

@@ -16,7 +16,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from kproxy_core.sources.access import AccessError
-from kproxy_core.sources.api_requests import SILENCE, ApiRequests, HistoryLost, Refusal, refusal
+from kproxy_core.sources.api_requests import ApiRequests, HistoryLost, Refusal, refusal
 from kproxy_core.sources.backoff import STABLE, Backoff
 from kproxy_core.sources.decode import Malformed, Resource
 from kproxy_core.sources.events import BadObject, Complete, Emit, Event
@@ -33,6 +33,12 @@ Name = tuple[str, str]
 
 WATCH_SECONDS = 300
 """A watch is asked to last this long, up to twice as long by chance (as client-go's)."""
+
+WATCH_SILENCE = 90.0
+"""Seconds without a byte that are too much in a watch: once a minute there is a bookmark at least.
+
+More is a server that hangs, or one that a load balancer in between lost sight of; another takes over.
+"""
 
 FIRST_PAGE = 500
 """Objects in the first page of a list."""
@@ -143,7 +149,8 @@ class Reflector(Generic[W, V]):
             text = str(problem) or type(problem).__name__
             if self._is_missing(problem):
                 self._trouble.missing(self._kind.resource.plural, text)
-            elif short or self._breaks > 1:  # a watch that broke goes on at once; what hinders it is said then
+            elif short or self._breaks > 1:
+                # A watch that breaks once goes on at once; if something hinders it, that is said.
                 self._trouble.met(self._kind.resource.plural, text, delay)
         return delay
 
@@ -220,7 +227,7 @@ class Reflector(Generic[W, V]):
         self._watching_since = self._clock()
         self._trouble.over(self._kind.resource.plural)
         if self._version:
-            self._requests.allow_silence(seconds + SILENCE)
+            self._requests.allow_silence(WATCH_SILENCE)
         lines = Lines()
         while data := response.read():
             events: list[Event] = []
@@ -232,7 +239,7 @@ class Reflector(Generic[W, V]):
             finally:
                 self._deliver(events)
             if listing and self._unseen is None:
-                self._requests.allow_silence(seconds + SILENCE)
+                self._requests.allow_silence(WATCH_SILENCE)
 
     def _take(self, data: bytes, events: list[Event]) -> None:
         """Add to *events* what one line of a watch means. Raises HistoryLost, Refusal."""

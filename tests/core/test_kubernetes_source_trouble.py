@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
+from kproxy_core.sources import watch
 from kproxy_core.sources.events import BadObject, Event
 from kproxy_core.sources.framing import MAX_LINE
 from kproxy_core.sources.kubernetes import KubernetesSource
@@ -310,6 +311,18 @@ def test_a_kept_connection_that_the_server_closed_is_no_trouble(
     _, observed = follow(OLD_SERVER, list_and_leave, watched(event("ADDED", service("b"), 11)))
     observed.wait_for(lambda o: o.names == {"a", "b"})
     assert not caplog.records
+
+
+def test_a_watch_without_bookmarks_is_begun_anew_where_it_was(
+    follow: ScriptedRun, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The server's kernel, or a load balancer, keeps up the connection; behind it, there is nobody.
+    monkeypatch.setattr(watch, "WATCH_SILENCE", 0.3)
+    server, observed = follow(watched(*present("a")), watched(event("ADDED", service("b"), 11)))
+    observed.wait_for(lambda o: "b" in o.names)
+    assert queries(server, "resourceVersion")[:2] == [None, "10"]
+    assert [query["watch"] for query in server.asked("services")][:2] == ["1", "1"]
+    assert not observed.gone
 
 
 def test_a_server_that_starts_late_is_found(caplog: pytest.LogCaptureFixture) -> None:
