@@ -81,7 +81,8 @@ class BackendSettings:
     families: tuple[Family, ...]
     masquerade_bit: int = 14
     options: Mapping[str, object] = field(default_factory=dict)
-    """The backend's own section of the configuration file."""
+    """What the configuration file has for this backend alone: its section among kube-proxy's, if it has
+    one, and what stands under ``kproxy.backendOptions`` for its mode."""
 
 
 class Damage(Protocol):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kproxy_core.backend.api import BackendSettings, SyncReport
-from kproxy_core.backend.errors import Unsupported
+from kproxy_core.backend.errors import SyncFailed, Unsupported
 from kproxy_core.backend.hookspecs import ENTRY_POINTS
 from kproxy_core.backend.registry import PluginRefused, Registry, UnknownMode
 from kproxy_core.model.address import Family
@@ -172,6 +172,17 @@ def test_questions_go_to_one_plugin_and_a_failing_answer_is_an_answer(put: Insta
     assert registry.cleanup("bad", dry_run=True).errors == ("PermissionError: [Errno 1] ('what was left',)",)
     assert registry.detect("good", SETTINGS).usable
     assert registry.detect("bad", SETTINGS).mode == "bad"
+
+
+def test_only_the_plugin_chosen_prepares_and_it_may_have_nothing_to_prepare(put: Install) -> None:
+    preparing = "\n@hookimpl\ndef kproxy_prepare(settings): raise SyncFailed('asked ' + settings.options['who'])\n"
+    put("some", good=plugin("good"), eager=plugin("eager") + preparing)
+    registry = Registry()
+    registry.load_all()
+    asked = BackendSettings((Family.IPV4,), options={"who": "eager"})
+    registry.prepare("good", asked)
+    with pytest.raises(SyncFailed, match="asked eager"):
+        registry.prepare("eager", asked)
 
 
 def test_without_a_mode_the_usable_one_with_the_highest_preference_is_taken(put: Install) -> None:
