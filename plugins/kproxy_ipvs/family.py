@@ -32,6 +32,8 @@ class FamilyState:
         """None: only a resync will do."""
         self._node: NodeView | None = None
         self._style: Style | None = None
+        self._released: set[Address] = set()
+        """Taken off the device, and perhaps still among the node's addresses as we are told them."""
 
     def must_resync(self, node: NodeView) -> bool:
         """Whether *node* changes what no single service port answers for."""
@@ -62,6 +64,7 @@ class FamilyState:
         missing = [kind for kind in SETS if kind not in entries]
         sets.write(self._family, missing, (), ())
         ours, elsewhere = device.read(self._family)
+        self._released = (self._released - elsewhere).intersection(node.node_port_addresses)
         style = self._make_style(node, ours, elsewhere)
         applied = Applied(node.masquerade_bit)
         if marks is not None and self._node is not None and self._node.masquerade_bit == node.masquerade_bit:
@@ -85,7 +88,7 @@ class FamilyState:
         self, node: NodeView, on_device: Iterable[Address], elsewhere: frozenset[Address]
     ) -> Style:
         """The device's addresses are the node's too, but serve no node ports."""
-        vips = set(on_device)
+        vips = self._released.union(on_device)
         return Style(
             family=self._family,
             scheduler=self._settings.scheduler,
@@ -123,6 +126,7 @@ class FamilyState:
             for operation in difference.gone:
                 self._draining.forget_server(operation.key)
             device.unbind(difference.unbind, self._family)
+            self._released = self._released.union(difference.unbind).difference(difference.bind)
             sets.write(self._family, (), (), difference.deletes)
             self._draining.add(difference.leaving)
 
