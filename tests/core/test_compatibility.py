@@ -74,6 +74,11 @@ def test_every_feature_gate_has_a_row() -> None:
     assert set(FEATURE_GATES) <= named("Feature gates")
 
 
+def test_every_metric_of_kube_proxy_has_a_row() -> None:
+    texts = [golden(f"metrics-{mode}.txt").read_text() for mode in ("iptables", "nftables")]
+    assert {line.split()[0] for text in texts for line in text.splitlines()} - named("Metrics") == set()
+
+
 def test_what_the_code_says_has_no_effect_is_what_the_page_says() -> None:
     said = {name for row in rows() if row.state == "no effect" for name in row.names}
     for path in NO_EFFECT:
