@@ -34,6 +34,17 @@ def kproxy_cleanup(dry_run: bool) -> Leftovers:
 
 
 @hookimpl
+def kproxy_prepare(settings: BackendSettings) -> None:
+    """The kernel's modules, and the sysctls that they bring."""
+    from kproxy_ipvs.kernel import ensure_settings, load_modules
+    from kproxy_ipvs.settings import read_settings
+
+    wanted = read_settings(settings)
+    load_modules(wanted.scheduler)
+    ensure_settings(wanted)
+
+
+@hookimpl
 def kproxy_make_backend(mode: str, settings: BackendSettings) -> Backend | None:
     """The backend, if *mode* is ours."""
     if mode != MODE:
