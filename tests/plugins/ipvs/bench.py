@@ -1,4 +1,4 @@
-"""What syncs cost, in a guest: ``tests/guest/run .venv/bin/python -m tests.plugins.ipvs.bench [SERVICES...]``.
+"""What syncs cost: ``tests/guest/run .venv/bin/python -m tests.plugins.ipvs.bench [SERVICES...]``.
 
 The guest's system calls are several times as dear as a machine's, so what counts is how figures grow.
 """
