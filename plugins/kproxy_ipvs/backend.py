@@ -3,9 +3,10 @@
 import logging
 
 from kproxy_core.backend.api import BackendSettings, Damage, Scope, SyncReport, Update
-from kproxy_core.backend.errors import SyncFailed
+from kproxy_core.backend.errors import SyncFailed, Unsupported
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_ipvs import kernel, rules
+from kproxy_ipvs.detect import detect, is_module
 from kproxy_ipvs.family import FamilyState
 from kproxy_ipvs.rules import Tables
 from kproxy_ipvs.settings import read_settings
@@ -20,14 +21,14 @@ class IpvsBackend:
 
     def __init__(self, settings: BackendSettings) -> None:
         """Raises Unsupported for settings that mean nothing here."""
+        self._given = settings
         self._settings = read_settings(settings)
-        self._kernel_families = settings.families
         self._servers: VirtualServers | None = None
         self._families: dict[str, FamilyState] = {}
 
     @hookimpl
     def kproxy_sync(self, update: Update) -> SyncReport:
-        """Bring one family to *update*."""
+        """Bring one family to *update*. The first call raises Unsupported if this kernel can't."""
         if self._servers is None:
             self._servers = self._begin()
         state = self._families[update.family.label]
@@ -58,6 +59,7 @@ class IpvsBackend:
 
     def _begin(self) -> VirtualServers:
         """Open IPVS, which loads its modules, and set what the whole mode depends on."""
+        _require(self._given)
         kernel.load_modules(self._settings.scheduler)
         servers = VirtualServers()
         kernel.ensure_settings(self._settings)
@@ -69,6 +71,25 @@ class IpvsBackend:
         infix = rules.find_infix()
         self._families = {
             family.label: FamilyState(family, self._settings, servers, Tables(family, infix))
-            for family in self._kernel_families
+            for family in self._given.families
         }
         return servers
+
+
+def _require(settings: BackendSettings) -> None:
+    """Raise Unsupported if the mode can't work, naming what is missing.
+
+    Modules can't always be seen, as from a container without the node's /lib/modules: a kernel whose IPVS
+    answers has the last word about them.
+    """
+    detection = detect(settings)
+    missing = [requirement for requirement in detection.requirements if not requirement.met]
+    if not missing:
+        return
+    try:
+        if not all(map(is_module, missing)):
+            raise Unsupported(detection.because)
+        VirtualServers().close()
+    except SyncFailed as error:
+        raise Unsupported(detection.because) from error
+    log.warning("not all modules can be seen", extra={"fields": {"missing": detection.because}})

@@ -83,9 +83,8 @@ def is_left(key: ServerKey, entries: Entries) -> bool:
 def _rules(entries: dict[Family, Entries], dry_run: bool) -> list[str]:
     del entries
     removed: list[str] = []
-    for infix in ("-nft", "-legacy"):
-        if not programs.find(f"iptables{infix}-save"):
-            continue
+    installed = [infix for infix in ("-nft", "-legacy") if programs.find(f"iptables{infix}-save")]
+    for infix in installed or [""] if programs.find("iptables-save") else ():
         for family in Family:
             tables = Tables(family, infix)
             held = tables.read()

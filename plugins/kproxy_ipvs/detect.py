@@ -20,6 +20,8 @@ _VERSION = re.compile(r"v(\d+)\.(\d+)")
 _CONNTRACK_IN_ONE = (4, 19)
 """Since when there is one module for both families."""
 
+_MODULE = "module "
+
 _CONFIG = {
     "ip_vs": "CONFIG_IP_VS", "ip_set": "CONFIG_IP_SET", "xt_set": "CONFIG_NETFILTER_XT_SET",
     "nf_conntrack": "CONFIG_NF_CONNTRACK", "nf_conntrack_ipv4": "CONFIG_NF_CONNTRACK_IPV4",
@@ -37,6 +39,11 @@ def detect(settings: BackendSettings) -> Detection:
     wanted = ("ip_vs", f"ip_vs_{scheduler}", conntrack, "ip_set", "xt_set", "dummy")
     search = ModuleSearch()
     return Detection(_MODE, (*(search.requirement(name) for name in wanted), _ipset(), _iptables()))
+
+
+def is_module(requirement: Requirement) -> bool:
+    """Whether *requirement* is about a module of the kernel."""
+    return requirement.what.startswith(_MODULE)
 
 
 class ModuleSearch:
@@ -66,12 +73,12 @@ class ModuleSearch:
         """*module* as found."""
         found = self.where(module)
         if found:
-            return Requirement(f"module {module}", True, f"{module} {found}")
+            return Requirement(f"{_MODULE}{module}", True, f"{module} {found}")
         option = _config_name(module)
         remedy = f"modprobe {module}, or use a kernel with {option}"
         if not (self._root / "lib/modules" / self._release).is_dir():
             remedy += f"; in a container mount the node's /lib/modules, {self._release} is not there"
-        return Requirement(f"module {module}", False, f"Linux {self._release} does not have it", remedy)
+        return Requirement(f"{_MODULE}{module}", False, f"Linux {self._release} does not have it", remedy)
 
     def _configuration(self) -> str:
         """The options that the kernel was built with, as far as it tells."""
