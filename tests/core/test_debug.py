@@ -1,7 +1,6 @@
 """What an operator who profiles gets, over real sockets."""
 
 import gzip
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,7 +8,6 @@ from contextlib import contextmanager
 
 import pytest
 
-from kproxy_core.run import logs
 from kproxy_core.run.debug import Debug
 from kproxy_core.run.http import HttpServer
 from tests.core.http_clients import LOOPBACK, connect, get, received, serving
@@ -162,17 +160,6 @@ def test_nothing_else_changes_the_verbosity(
 ) -> None:
     assert get(port, "/debug/flags/v", method=method, body=body).status == status
     assert verbosities == []
-
-
-def test_the_verbosity_takes_effect_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    logs.set_up(0, "text")
-    log = logging.getLogger("kproxy.run")
-    log.debug("unheard")
-    logs.set_verbosity(4)
-    log.debug("heard")
-    logs.set_verbosity(0)
-    log.debug("unheard again")
-    assert [line.split(": ")[1] for line in capsys.readouterr().err.splitlines()] == ["heard"]
 
 
 Fields = dict[int, list[int | bytes]]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy_core.run.logs import set_up
+from kproxy_core.run.logs import set_up, set_verbosity
 
 
 @pytest.fixture(autouse=True)
@@ -122,3 +122,15 @@ def test_a_closed_stream_stops_nobody() -> None:
     stream.close()
     logging.getLogger("kproxy.run").info("into the void")
     assert stream.closed
+
+
+def test_another_verbosity_takes_effect_at_once() -> None:
+    stream = io.StringIO()
+    set_up(0, "text", stream)
+    log = logging.getLogger("kproxy.run")
+    log.debug("unheard")
+    set_verbosity(4)
+    log.debug("heard")
+    set_verbosity(0)
+    log.debug("unheard again")
+    assert [line.split(": ")[1] for line in stream.getvalue().splitlines()] == ["heard"]
