@@ -1,4 +1,4 @@
-"""What syncs cost: ``tests/guest/run .venv/bin/python -m tests.plugins.ipvs.bench [SERVICES...]``.
+"""What syncs cost: ``tests/guest/run .venv/bin/python -m tests.plugins.ipvs.bench [SERVICES] [--profile]``.
 
 The guest's system calls are several times as dear as a machine's, so what counts is how figures grow.
 """
@@ -76,9 +76,9 @@ def bench(services: int, profile: bool) -> None:
 
 def main() -> None:
     subprocess.run(["modprobe", "ip_vs"], check=True)
-    sizes = [int(argument) for argument in sys.argv[1:]] or [100, 1000, 5000]
-    for size in sizes:
-        bench(size, profile=size == sizes[-1])
+    arguments = sys.argv[1:]
+    for size in [int(argument) for argument in arguments if argument.isdigit()] or [100, 1000, 5000]:
+        bench(size, profile="--profile" in arguments)
 
 
 if __name__ == "__main__":
