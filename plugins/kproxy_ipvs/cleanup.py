@@ -1,5 +1,6 @@
 """Removing every trace of the mode: ours, which is kube-proxy's as well."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from kproxy_core.backend.api import Leftovers
@@ -102,8 +103,7 @@ def what_to_remove(held: rules.Chains) -> tuple[dict[ChainKey, list[str]], list[
     services = held.get((NAT, names.SERVICES), ())
     shared = _SHARED if any("--match-set KUBE-" in rule for rule in services) else frozenset()
     ours = _OWN | shared | names.KUBE_PROXY_CHAINS
-    firewall = held.get(_KNOWN_BY_SETS, ())
-    if firewall and not any("--match-set" in rule for rule in firewall):
+    if not _is_ours(held.get(_KNOWN_BY_SETS, ()), held):
         ours -= {_KNOWN_BY_SETS}
     jumps: dict[ChainKey, list[str]] = {}
     for jump in (*JUMPS, *KUBE_PROXY_JUMPS):
@@ -112,6 +112,18 @@ def what_to_remove(held: rules.Chains) -> tuple[dict[ChainKey, list[str]], list[
             if found:
                 jumps.setdefault((jump.table, jump.chain), []).extend(found)
     return jumps, sorted(key for key in ours if key in held)
+
+
+def _is_ours(firewall: Sequence[str], held: rules.Chains) -> bool:
+    """Whether the *firewall* chain is this mode's; an empty one is, unless jumps of the iptables mode lead there."""
+    if firewall:
+        return any("--match-set" in rule for rule in firewall)
+    specs = {jump.spec for jump in KUBE_PROXY_JUMPS}
+    table, name = _KNOWN_BY_SETS
+    return not any(
+        rule.endswith(f"-j {name}") and rule not in specs
+        for (of, _), found in held.items() if of == table for rule in found
+    )  # fmt: skip
 
 
 def _device_and_sets(entries: dict[Family, Entries], dry_run: bool) -> list[str]:

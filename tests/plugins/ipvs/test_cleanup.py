@@ -51,5 +51,13 @@ def test_firewall_of_the_iptables_mode_stays() -> None:
     assert what_to_remove(held) == ({}, [])
 
 
+def test_an_empty_firewall_is_whose_jump_leads_to_it() -> None:
+    theirs = '-m conntrack --ctstate NEW -m comment --comment "..." -j KUBE-PROXY-FIREWALL'
+    key = (FILTER, "KUBE-PROXY-FIREWALL")
+    assert what_to_remove({key: [], (FILTER, "INPUT"): [theirs]}) == ({}, [])
+    spec = KUBE_PROXY_JUMPS[0].spec
+    assert what_to_remove({key: [], (FILTER, "INPUT"): [spec]}) == ({(FILTER, "INPUT"): [spec]}, [key])
+
+
 def test_there_is_nothing_to_do_in_an_empty_kernel() -> None:
     assert what_to_remove({}) == ({}, [])
