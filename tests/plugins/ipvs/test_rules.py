@@ -1,0 +1,82 @@
+"""Rules and sets as the kernel lists them: what is right is recognised, so that it is not written again."""
+
+from dataclasses import replace
+
+import pytest
+
+from kproxy_core.model.address import Family
+from kproxy_core.model.node import LocalSource, NodeView
+from kproxy_core.testing.builders import node_view
+from kproxy_ipvs import names, rules, sets, skeleton
+from kproxy_ipvs.render import Element
+from tests.core.namespaces import Namespace, namespace
+
+PODS = {Family.IPV4: "10.244.1.0/24", Family.IPV6: "fd00:1::/64"}
+STYLES = {
+    "network": {},
+    "interface": {"local_source": LocalSource(interface="br0")},
+    "prefix": {"local_source": LocalSource(interface_prefix="veth")},
+    "unknown": {"local_source": None},
+    "all": {"masquerade_all": True, "masquerade_bit": 20},
+}
+
+
+def node(family: Family, style: str) -> NodeView:
+    return replace(node_view(family=family, pods=PODS[family]), **STYLES[style])  # type: ignore[arg-type]
+
+
+def written(at: Namespace, tables: rules.Tables, view: NodeView) -> str:
+    """Bring *tables* to the skeleton for *view*; returns what then still seems to differ."""
+
+    def action() -> str:
+        sets.write(view.family, names.SETS, (), ())
+        tables.write(rules.difference(tables.read(), skeleton.skeleton(view)))
+        return rules.difference(tables.read(), skeleton.skeleton(view))
+
+    return at.inside(action)
+
+
+@pytest.mark.parametrize("infix", ["-nft", "-legacy"])
+@pytest.mark.parametrize("family", list(Family))
+def test_rules_are_listed_as_they_were_written(infix: str, family: Family) -> None:
+    with namespace() as here:
+        for style in STYLES:
+            assert written(here, rules.Tables(family, infix), node(family, style)) == "", style
+
+
+def test_only_the_chain_that_differs_is_written() -> None:
+    with namespace() as here:
+        tables = rules.Tables(Family.IPV4)
+        view = node(Family.IPV4, "network")
+        written(here, tables, view)
+        here.run("iptables", "-t", "nat", "-F", "KUBE-LOAD-BALANCER")
+        text = here.inside(lambda: rules.difference(tables.read(), skeleton.skeleton(view)))
+        assert [line for line in text.splitlines() if line.startswith((":", "*"))] == [
+            "*nat", ":KUBE-LOAD-BALANCER - [0:0]"
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", list(Family))
+def test_entries_are_listed_as_they_were_written(family: Family) -> None:
+    v4 = family is Family.IPV4
+    address, net = ("192.0.2.1", "198.18.0.0/15") if v4 else ("2001:db8::1", "fd00:18::/32")
+    elements = [
+        Element(names.CLUSTER_IP, f"{address},tcp:80"),
+        Element(names.EXTERNAL_IP, f"{address},sctp:80"),
+        Element(names.LOOP_BACK, f"{address},udp:53,{address}"),
+        Element(names.SOURCE_CIDR, f"{address},tcp:80,{net}"),
+        Element(names.SOURCE_CIDR, f"{address},tcp:80,{address}"),
+        Element(names.NODE_PORT_TCP, "30080"),
+        Element(names.IPVS_IPS, address),
+        Element(names.SHORT_CIRCUIT, f"{address},tcp:80", 0x6B123456),
+    ]
+    with namespace() as here:
+
+        def action() -> set[Element]:
+            sets.write(family, names.SETS, elements, ())
+            held = sets.read(family)
+            return {Element(kind, entry, mark) for kind in held for entry, mark in held[kind].items()}
+
+        assert here.inside(action) == set(elements)
+        here.inside(lambda: sets.write(family, (), (), elements))
+        assert here.inside(lambda: sets.read(family)) == {kind: {} for kind in names.SETS}
