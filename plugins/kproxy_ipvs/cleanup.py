@@ -115,7 +115,7 @@ def what_to_remove(held: rules.Chains) -> tuple[dict[ChainKey, list[str]], list[
 
 
 def _is_ours(firewall: Sequence[str], held: rules.Chains) -> bool:
-    """Whether the *firewall* chain is this mode's; an empty one is, unless other jumps than ours lead to it."""
+    """Whether the *firewall* chain is this mode's; an empty one is, unless jumps of others lead to it."""
     if firewall:
         return any("--match-set" in rule for rule in firewall)
     specs = {jump.spec for jump in KUBE_PROXY_JUMPS}
