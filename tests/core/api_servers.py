@@ -287,9 +287,16 @@ def server_tls(verify: ssl.VerifyMode = ssl.CERT_OPTIONAL, *clients: Path) -> ss
     return context
 
 
+def replace_file(path: Path, text: str) -> None:
+    """Give the file at *path* other content in one step: nobody finds half of it."""
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(text)
+    new.rename(path)
+
+
 def write_kubeconfig(path: Path, server: str, cluster: Json | None = None, user: Json | None = None) -> str:
     """A kubeconfig for *server* at *path*, which is returned."""
-    path.write_text(json.dumps({
+    replace_file(path, json.dumps({
         "apiVersion": "v1", "kind": "Config", "current-context": "here",
         "contexts": [{"name": "here", "context": {"cluster": "c", "user": "u"}}],
         "clusters": [{"name": "c", "cluster": {"server": server} | (cluster or {})}],
