@@ -6,6 +6,7 @@ real packets in namespaces of its own, so several runs go on side by side.
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,11 +21,18 @@ CHECKOUT = Path(__file__).parents[2]
 SHARED = Path(os.environ.get("KPROXY_SHARED") or CHECKOUT.parent / "shared")
 HARNESS = SHARED / "conformance"
 KPROXY = Path(sys.executable).with_name("kproxy")
+OWN = Path(__file__).with_name("scenarios")
 
 FAMILIES = ("ipv4", "ipv6")
 
 LEGACY = "-legacy"
 """At the end of a mode's name: with the iptables programs for the kernel's legacy interface."""
+
+THROUGH_API = "-through-api"
+"""At the end of a mode's name: with objects from an API server instead of manifests."""
+
+SIDE_BY_SIDE = 2
+"""Runs at a time: what they check has deadlines."""
 
 LONGEST_RUN = 900
 """Seconds. A run of everything takes a few minutes; one that hangs is ended and has failed."""
@@ -87,7 +95,17 @@ class Outcome:
 
 def scenarios() -> list[Scenario]:
     """Every scenario of the harness, by name; none if the harness is not there."""
-    return [Scenario.read(path) for path in sorted((HARNESS / "scenarios").glob("*.yaml"))]
+    return read_scenarios(HARNESS / "scenarios")
+
+
+def read_scenarios(directory: Path) -> list[Scenario]:
+    """The scenarios in *directory*, by name."""
+    return [Scenario.read(path) for path in sorted(directory.glob("*.yaml"))]
+
+
+def kernel_mode(mode: str) -> str:
+    """The mode that kproxy is started in for *mode*."""
+    return mode.removesuffix(LEGACY).removesuffix(THROUGH_API)
 
 
 @dataclass
@@ -96,11 +114,11 @@ class Run:
 
     mode: str
     family: str
-    names: list[str]
+    scenarios: list[Scenario]
     directory: Path
     """Of this run alone: reports, proxy logs and rule sets of failures are kept here."""
-    _outcomes: dict[str, Outcome] | None = None
     _process: "subprocess.Popen[bytes] | None" = field(default=None, repr=False)
+    _ended: bool = False
 
     @property
     def _log(self) -> Path:
@@ -110,26 +128,40 @@ class Run:
     def _report(self) -> Path:
         return self.directory / "report.json"
 
-    def start(self) -> None:
+    def play(self) -> dict[str, Outcome]:
+        """Play every scenario: what became of each that the harness reports, by name."""
         chosen = self.directory / "scenarios"
         chosen.mkdir(parents=True)
-        for name in self.names:
-            (chosen / f"{name}.yaml").symlink_to(HARNESS / "scenarios" / f"{name}.yaml")
-        command: list[str | Path] = [
-            sys.executable,
-            "-B",
-            HARNESS / "run",
-            "--command",
-            str(KPROXY),
-            "--keep-going",
-            "--verbose",
-        ]
-        command += ["--mode", self.mode.removesuffix(LEGACY), "--family", self.family, "--dir", chosen]
-        command += ["--report", self._report, "--workdir", self.directory / "work"]
+        for scenario in self.scenarios:
+            (chosen / scenario.path.name).symlink_to(scenario.path)
+        command: list[str | Path] = [sys.executable, "-B", HARNESS / "run", "--keep-going", "--verbose"]
+        command += ["--command", self._command(), "--mode", kernel_mode(self.mode), "--family", self.family]
+        command += ["--dir", chosen, "--report", self._report, "--workdir", self.directory / "work"]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment()
             )
+        if self._ended:
+            self.end()
+        try:
+            self._process.wait(LONGEST_RUN)
+        except subprocess.TimeoutExpired:
+            self.end()
+        if not self._report.exists():
+            return {}
+        results = json.loads(self._report.read_text())["results"]
+        return {result["scenario"]: Outcome(result["status"], result["detail"]) for result in results}
+
+    def lost(self) -> Outcome:
+        """The outcome of a scenario that the harness did not report."""
+        log = self._log.read_text(errors="replace")
+        return Outcome("lost", f"the harness did not report it:\n{log[-4000:]}")
+
+    def _command(self) -> str:
+        if not self.mode.endswith(THROUGH_API):
+            return str(KPROXY)
+        bridge = Path(__file__).with_name("through_api.py")
+        return shlex.join(map(str, [sys.executable, "-B", bridge, SHARED / "bench", KPROXY]))
 
     def _environment(self) -> dict[str, str]:
         """That of the tests; which iptables is the default is decided by who comes first in PATH."""
@@ -144,26 +176,9 @@ class Run:
                 (programs / f"{base}{action}").symlink_to(program)
         return {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
 
-    def outcome(self, scenario: str) -> Outcome:
-        """What became of *scenario*; waits for the whole run."""
-        if self._outcomes is None:
-            self._outcomes = self._wait()
-        log = self._log.read_text(errors="replace")
-        return self._outcomes.get(scenario, Outcome("lost", f"the harness did not report it:\n{log[-4000:]}"))
-
-    def _wait(self) -> dict[str, Outcome]:
-        assert self._process is not None, "not started"
-        try:
-            self._process.wait(LONGEST_RUN)
-        except subprocess.TimeoutExpired:
-            self.end()
-        if not self._report.exists():
-            return {}
-        results = json.loads(self._report.read_text())["results"]
-        return {result["scenario"]: Outcome(result["status"], result["detail"]) for result in results}
-
     def end(self) -> None:
-        """End the harness if it runs, with time to remove its namespaces."""
+        """End the harness if it runs, with time to remove its namespaces; it will not be started again."""
+        self._ended = True
         if self._process is None or self._process.poll() is not None:
             return
         self._process.terminate()
@@ -174,11 +189,11 @@ class Run:
             self._process.wait()
 
 
-def runs(cases: Iterable[Case], directory: Path) -> dict[str, Run]:
+def runs(cases: Iterable[tuple[Case, Scenario]], directory: Path) -> dict[str, Run]:
     """The runs that *cases* need, by name; not started."""
     wanted: dict[str, Run] = {}
-    for case in cases:
+    for case, scenario in cases:
         if case.run not in wanted:
             wanted[case.run] = Run(case.mode, case.family, [], directory / case.run)
-        wanted[case.run].names.append(case.scenario)
+        wanted[case.run].scenarios.append(scenario)
     return wanted

@@ -4,12 +4,29 @@ A case is one pytest case; ``pytest tests/conformance -k hairpin`` plays only wh
 """
 
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from tests.conformance.harness import FAMILIES, HARNESS, LEGACY, Case, Run, Scenario, runs, scenarios
+from tests.conformance.harness import (
+    FAMILIES,
+    HARNESS,
+    LEGACY,
+    OWN,
+    SIDE_BY_SIDE,
+    THROUGH_API,
+    Case,
+    Outcome,
+    Run,
+    Scenario,
+    kernel_mode,
+    read_scenarios,
+    runs,
+    scenarios,
+)
 
-MODES = ("nftables", "iptables", "iptables" + LEGACY)
+MODES = ("nftables", "nftables" + THROUGH_API, "iptables", "iptables" + LEGACY)
+SCENARIOS = {scenario.name: scenario for scenario in [*scenarios(), *read_scenarios(OWN)]}
 
 LEFT_OUT: dict[str, str] = {}
 """Scenarios that are not played yet, and why."""
@@ -17,8 +34,7 @@ LEFT_OUT: dict[str, str] = {}
 
 def applies(scenario: Scenario, mode: str, family: str) -> bool:
     """Whether the scenario itself says that it is meant for *mode* and *family*."""
-    of = mode.removesuffix(LEGACY)
-    return of in (scenario.modes or MODES) and family in scenario.families
+    return kernel_mode(mode) in (scenario.modes or MODES) and family in scenario.families
 
 
 def cases() -> list[Case]:
@@ -26,30 +42,32 @@ def cases() -> list[Case]:
         Case(mode, family, scenario.name)
         for mode in MODES
         for family in FAMILIES
-        for scenario in scenarios()
+        for scenario in SCENARIOS.values()
         if applies(scenario, mode, family) and scenario.name not in LEFT_OUT
     ]
 
 
+Started = dict[str, tuple[Run, Future[dict[str, Outcome]]]]
+
+
 @pytest.fixture(scope="module")
-def started(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Run]]:
-    """The runs for the cases of this session, all under way."""
+def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
+    """The runs for the cases of this session, under way or waiting for their turn."""
     chosen = [
-        case
+        (case, SCENARIOS[case.scenario])
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.originalname == "test_scenario"
         if isinstance(case := item.callspec.params["case"], Case)
+        if case.mode in MODES
     ]
     found = runs(chosen, tmp_path_factory.mktemp("conformance"))
-    try:
-        for run in found.values():
-            run.start()
-        yield found
-    finally:
-        for run in found.values():
-            run.end()
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as players:
+        try:
+            yield {name: (run, players.submit(run.play)) for name, run in found.items()}
+        finally:
+            players.shutdown(wait=False, cancel_futures=True)
+            for run in found.values():
+                run.end()
 
 
 def test_harness_is_there() -> None:
@@ -60,14 +78,16 @@ def test_harness_is_there() -> None:
 
 def test_only_documented_cases_are_left_out() -> None:
     """A scenario is not played only where it says so itself, or where LEFT_OUT does."""
-    assert set(LEFT_OUT) <= {scenario.name for scenario in scenarios()}, "LEFT_OUT names what does not exist"
+    assert set(LEFT_OUT) <= set(SCENARIOS), "LEFT_OUT names what does not exist"
     played = {case.scenario for case in cases()}
-    for scenario in scenarios():
-        meant_for_another_mode = scenario.modes and not set(scenario.modes) & set(MODES)
+    modes = set(map(kernel_mode, MODES))
+    for scenario in SCENARIOS.values():
+        meant_for_another_mode = scenario.modes and not set(scenario.modes) & modes
         assert scenario.name in played | set(LEFT_OUT) or meant_for_another_mode, scenario.name
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
-def test_scenario(case: Case, started: dict[str, Run]) -> None:
-    outcome = started[case.run].outcome(case.scenario)
+def test_scenario(case: Case, started: Started) -> None:
+    run, outcomes = started[case.run]
+    outcome = outcomes.result().get(case.scenario) or run.lost()
     assert outcome.status == "passed", outcome.detail
