@@ -1,0 +1,1 @@
+"""The userspace backend: portals redirect to relays, which move the bytes."""

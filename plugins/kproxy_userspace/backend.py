@@ -1,0 +1,99 @@
+"""The backend: relays in worker processes, portals in the kernel."""
+
+import logging
+import threading
+
+from kproxy_core.backend.api import BackendSettings, Damage, Scope, SyncReport, Update
+from kproxy_core.backend.errors import SyncFailed
+from kproxy_core.backend.hookspecs import hookimpl
+from kproxy_core.model.address import Family
+from kproxy_userspace.kernel import (
+    IptablesPortals,
+    NftPortals,
+    NoPortals,
+    Portals,
+    has_iptables,
+    open_portals,
+)
+from kproxy_userspace.ports import Allocator
+from kproxy_userspace.relays import FamilyRelays
+from kproxy_userspace.render import wanted_relays
+from kproxy_userspace.settings import read_settings
+from kproxy_userspace.workers import Workers
+
+log = logging.getLogger("kproxy.userspace")
+
+
+class UserspaceBackend:
+    """Relays everything itself; see `kproxy_core.backend.hookspecs` for the contract."""
+
+    def __init__(self, settings: BackendSettings) -> None:
+        self._settings = read_settings(settings)
+        self._workers = Workers(
+            self._settings.workers, self._settings.udp_idle_seconds, self._settings.drain_seconds
+        )
+        self._allocator = Allocator(self._settings.port_range)
+        self._families: dict[Family, FamilyRelays] = {}
+        self._watch: threading.Thread | None = None
+        self._stop = threading.Event()
+
+    @hookimpl
+    def kproxy_sync(self, update: Update) -> SyncReport:
+        """Bring one family's relays and portals to *update*."""
+        family = self._families.get(update.family)
+        if family is None:
+            listen = self._settings.listen
+            portals: Portals = NoPortals() if listen else open_portals(update.family)
+            family = FamilyRelays(update.family, portals, self._workers, self._allocator, listen)
+            self._families[update.family] = family
+        if update.scope is Scope.RESYNC or update.node_changed:
+            return family.resync(update.node, update.plans)
+        return family.change(update.node, update.changed)
+
+    @hookimpl
+    def kproxy_render(self, update: Update) -> str:
+        """The portals as iptables-restore or nft takes them; relays appear as port 0, not being open yet."""
+        if self._settings.listen:
+            return ""
+        portals: Portals = (IptablesPortals if has_iptables() else NftPortals)(update.family)
+        wanted = [
+            relay
+            for plan in update.plans.values()
+            for relay in wanted_relays(plan, update.node, None).values()
+        ]
+        return portals.text([(portal, 0) for relay in wanted for portal in relay.portals])
+
+    @hookimpl
+    def kproxy_watch(self, damaged: Damage) -> bool:
+        """Tell when a worker ends, and look after the portals now and then."""
+
+        def ended(what: str) -> None:
+            for family in self._families:
+                damaged(family, what)
+
+        self._workers.watch(ended)
+        if self._settings.listen is None:
+            self._watch = threading.Thread(
+                target=self._look_after_portals, args=[damaged], name="kproxy-portals", daemon=True
+            )
+            self._watch.start()
+        return True
+
+    @hookimpl
+    def kproxy_close(self) -> None:
+        """Close every portal, port and connection."""
+        self._stop.set()
+        if self._watch is not None:
+            self._watch.join()
+        for family in self._families.values():
+            family.close()
+        self._workers.close()
+
+    def _look_after_portals(self, damaged: Damage) -> None:
+        while not self._stop.wait(self._settings.check_seconds):
+            for name, family in self._families.items():
+                try:
+                    if not family.intact():
+                        damaged(name, "portals are missing")
+                except SyncFailed as error:
+                    log.warning("the portals can't be looked at", extra={"fields": {"error": str(error)}})

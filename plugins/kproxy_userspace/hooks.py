@@ -1,0 +1,43 @@
+"""The plugin: what kproxy asks of it, answered without importing anything heavy."""
+
+from kproxy_core.backend.api import Backend, BackendSettings, Description, Detection, Leftovers
+from kproxy_core.backend.hookspecs import hookimpl
+
+MODE = "userspace"
+
+
+@hookimpl
+def kproxy_describe() -> Description:
+    """The last resort: every other mode forwards in the kernel."""
+    return Description(
+        mode=MODE,
+        summary="redirects to relays of its own; also without any privileges",
+        contract=(1, 0),
+        preference=-100,
+    )
+
+
+@hookimpl
+def kproxy_detect(settings: BackendSettings) -> Detection:
+    """Whether traffic can be redirected here."""
+    from kproxy_userspace.detect import detect
+
+    return detect(settings)
+
+
+@hookimpl
+def kproxy_cleanup(dry_run: bool) -> Leftovers:
+    """Remove the portals, kube-proxy's as well."""
+    from kproxy_userspace.cleanup import cleanup
+
+    return cleanup(dry_run=dry_run)
+
+
+@hookimpl
+def kproxy_make_backend(mode: str, settings: BackendSettings) -> Backend | None:
+    """The backend, if *mode* is ours."""
+    if mode != MODE:
+        return None
+    from kproxy_userspace.backend import UserspaceBackend
+
+    return UserspaceBackend(settings)

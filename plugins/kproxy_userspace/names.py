@@ -1,0 +1,10 @@
+"""The names of what this mode puts into the packet filter (kube-proxy 1.25, pkg/proxy/userspace)."""
+
+PORTALS_CONTAINER = "KUBE-PORTALS-CONTAINER"
+PORTALS_HOST = "KUBE-PORTALS-HOST"
+NODE_PORT_CONTAINER = "KUBE-NODEPORT-CONTAINER"
+NODE_PORT_HOST = "KUBE-NODEPORT-HOST"
+NON_LOCAL = "KUBE-NODEPORT-NON-LOCAL"
+
+TABLE = "kproxy-userspace"
+"""The nftables table that holds the same where there is no iptables."""

@@ -1,0 +1,182 @@
+"""One family's relays and portals: what was acknowledged, and how to get from there to what is wanted."""
+
+import itertools
+import logging
+from collections.abc import Iterator, Mapping
+
+from kproxy_core.backend.api import SyncReport
+from kproxy_core.backend.errors import SyncFailed, TrustLost
+from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket
+from kproxy_core.model.node import NodeView
+from kproxy_core.model.service import ServicePortKey
+from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_userspace.batch import Redirect
+from kproxy_userspace.kernel import Portals
+from kproxy_userspace.ports import Allocator, Holder, NoPort, hold
+from kproxy_userspace.render import Portal, RelayName, WantedRelay, wanted_relays
+from kproxy_userspace.wire import Serve
+from kproxy_userspace.workers import Workers
+
+log = logging.getLogger("kproxy.userspace")
+
+_ANY = {Family.IPV4: "0.0.0.0", Family.IPV6: "::"}
+_numbers = itertools.count(1)
+
+Plans = Mapping[ServicePortKey, ServicePlan]
+Place = tuple[Protocol, Address | None, int]
+"""A port at an address, None: at every one."""
+
+
+class Relay:
+    """One relay that is open, with the port that it has."""
+
+    __slots__ = ("holder", "number", "wanted")
+
+    def __init__(self, holder: Holder, wanted: WantedRelay) -> None:
+        self.holder = holder
+        self.number = next(_numbers)
+        self.wanted = wanted
+
+
+class FamilyRelays:
+    """All relays of one family; workers and portals follow."""
+
+    def __init__(
+        self, family: Family, portals: Portals, workers: Workers, allocator: Allocator, listen: Address | None
+    ) -> None:
+        self.family = family
+        self._portals = portals
+        self._workers = workers
+        self._allocator = allocator
+        self._listen = listen
+        self._address = _ANY[family] if listen is None else format_address(listen)
+        self._relays: dict[ServicePortKey, dict[RelayName, Relay]] = {}
+        self._applied: dict[ServicePortKey, frozenset[Redirect]] = {}
+        """What the kernel holds."""
+        self._held: dict[ServicePortKey, dict[Place, Holder | None]] = {}
+        """Ports that nobody else on this node may take; None: the address is not this node's."""
+
+    def resync(self, node: NodeView, plans: Plans) -> SyncReport:
+        """Bring everything to *plans*, believing nothing."""
+        gone = dict.fromkeys(self._relays.keys() - plans.keys())
+        return self._bring(node, {**gone, **plans}, anew=True)
+
+    def change(self, node: NodeView, changed: Mapping[ServicePortKey, ServicePlan | None]) -> SyncReport:
+        """Bring only *changed* to what they are now."""
+        return self._bring(node, changed, anew=False)
+
+    def intact(self) -> bool:
+        """Whether the portals seem to be there. From any thread; raises SyncFailed."""
+        return self._portals.intact(sum(map(len, list(self._applied.values()))))
+
+    def close(self) -> None:
+        """Let go of all ports. The portals go too: they would lead to whoever has the ports next."""
+        try:
+            if self._applied:
+                self._portals.rewrite(())
+        except SyncFailed as error:
+            log.warning("portals stay", extra={"fields": {"error": str(error)}})
+        for relay in [relay for relays in self._relays.values() for relay in relays.values()]:
+            relay.holder.close()
+        for holder in [holder for held in self._held.values() for holder in held.values()]:
+            if holder is not None:
+                holder.close()
+
+    def _bring(
+        self, node: NodeView, changed: Mapping[ServicePortKey, ServicePlan | None], *, anew: bool
+    ) -> SyncReport:
+        orders: dict[int, Serve | None] = {}
+        closing: list[Relay] = []
+        redirects: dict[ServicePortKey, frozenset[Redirect]] = {}
+        for key, plan in changed.items():
+            wanted = {} if plan is None else wanted_relays(plan, node, self._listen)
+            if plan is not None and key.protocol is Protocol.SCTP and key not in self._applied:
+                log.warning("SCTP is not relayed", extra={"fields": {"service_port": str(key)}})
+            relays = self._relays.setdefault(key, {})
+            closing += [relays.pop(name) for name in list(relays) if name not in wanted]
+            for name, want in wanted.items():
+                relay = relays.get(name) or self._open(name, want)
+                if relay is not None:
+                    relay.wanted = want
+                    relays[name] = relay
+                    orders[relay.number] = self._serve(relay)
+            redirects[key] = frozenset(self._redirects(key, relays))
+            if not relays:
+                del self._relays[key]
+        for number, problem in self._workers.serve(orders).items():
+            log.error("a relay can't listen", extra={"fields": {"relay": number, "error": problem}})
+        operations = self._redirect(redirects, anew=anew)
+        self._workers.serve({relay.number: None for relay in closing})
+        for relay in closing:
+            self._allocator.release(self.family, relay.wanted.protocol, relay.holder)
+        return SyncReport(operations + len(closing))
+
+    def _redirect(self, redirects: dict[ServicePortKey, frozenset[Redirect]], *, anew: bool) -> int:
+        """Make the portals of these service ports so; returns how many that changes."""
+        deletes: list[Redirect] = []
+        adds: list[Redirect] = []
+        for key, wanted in redirects.items():
+            known = self._applied.get(key, frozenset())
+            deletes += known - wanted
+            adds += wanted - known
+        if anew:
+            everything = {**self._applied, **redirects}
+            self._portals.rewrite(sorted([r for found in everything.values() for r in found], key=str))
+        elif deletes or adds:
+            try:
+                self._portals.change(deletes, adds)
+            except SyncFailed as error:
+                raise TrustLost(str(error)) from error
+        for key, wanted in redirects.items():
+            if wanted:
+                self._applied[key] = wanted
+            else:
+                self._applied.pop(key, None)
+        return len(deletes) + len(adds)
+
+    def _open(self, name: RelayName, wanted: WantedRelay) -> Relay | None:
+        try:
+            holder = self._allocator.open(self.family, wanted.protocol, self._listen, name.port)
+        except NoPort as error:
+            log.error("a service port is not served", extra={
+                "fields": {"service_port": str(name.key), "error": str(error)}
+            })
+            return None
+        if self._listen is not None:
+            log.info("listening", extra={"fields": {
+                "service_port": str(name.key), "port": name.port,
+                "at": format_socket(self._listen, holder.port), "protocol": wanted.protocol.name,
+            }})
+        return Relay(holder, wanted)
+
+    def _serve(self, relay: Relay) -> Serve:
+        wanted = relay.wanted
+        return Serve(relay.number, wanted.protocol is Protocol.UDP, self._address, relay.holder.port,
+                     wanted.endpoints, wanted.affinity_seconds)
+
+    def _redirects(self, key: ServicePortKey, relays: Mapping[RelayName, Relay]) -> Iterator[Redirect]:
+        """The portals of one service port, but for those whose port on this node somebody else has."""
+        wanted = [(portal, relay.holder.port) for relay in relays.values() for portal in relay.wanted.portals]
+        held = self._held.pop(key, {})
+        places = {_place(portal) for portal, _ in wanted}
+        for place in held.keys() - places:
+            holder = held.pop(place)
+            if holder is not None:
+                holder.close()
+        if places:
+            self._held[key] = held
+        for portal, port in wanted:
+            place = _place(portal)
+            if place not in held:
+                try:
+                    held[place] = hold(self.family, *place)
+                except NoPort as error:
+                    log.error("a portal is not opened", extra={
+                        "fields": {"service_port": str(key), "error": str(error)}
+                    })
+                    continue
+            yield portal, port
+
+
+def _place(portal: Portal) -> Place:
+    return portal.protocol, portal.address, portal.port

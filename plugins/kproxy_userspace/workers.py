@@ -1,0 +1,161 @@
+"""The relay workers as the proxy sees them: started, told what to serve, started again when one ends."""
+
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+
+from kproxy_core.backend.errors import SyncFailed
+from kproxy_userspace import wire
+from kproxy_userspace.wire import Close, Command, Serve
+
+log = logging.getLogger("kproxy.userspace")
+
+_ANSWER_SECONDS = 30.0
+_END_SECONDS = 5.0
+
+
+class _Worker:
+    """One process, and what it serves."""
+
+    def __init__(self, udp_idle_seconds: float, drain_seconds: float) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            arguments = [str(theirs.fileno()), str(udp_idle_seconds), str(drain_seconds)]
+            path = os.pathsep.join(entry for entry in sys.path if entry)
+            self.process = subprocess.Popen(
+                [sys.executable, "-S", "-m", "kproxy_userspace.worker", *arguments],
+                stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "1"},
+            )  # fmt: skip
+        ours.settimeout(_ANSWER_SECONDS)
+        self.control = ours
+        self.served: dict[int, Serve] = {}
+
+    def end(self) -> None:
+        """It ends by itself once the socket is closed."""
+        self.control.close()
+        try:
+            self.process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class Workers:
+    """All workers of a backend. Used from one thread, but for the watch."""
+
+    def __init__(self, count: int, udp_idle_seconds: float, drain_seconds: float) -> None:
+        """*count*: 0 for one on each processor that this process may use."""
+        self._count = count or len(os.sched_getaffinity(0))
+        self._arguments = (udp_idle_seconds, drain_seconds)
+        self._workers: list[_Worker] = []
+        self._wanted: dict[int, Serve] = {}
+        self._watch: threading.Thread | None = None
+        self._ended: Callable[[str], None] | None = None
+        self._stop = -1
+
+    def serve(self, changes: Mapping[int, Serve | None]) -> dict[int, str]:
+        """Have relays served like this from now on, by number; None: no more. Returns what can't be, and why.
+
+        Relays with affinity are one worker's, who alone knows which client has which endpoint.
+        Workers that have ended are replaced first. Raises SyncFailed; then nothing of it is certain.
+        """
+        for relay, serve in changes.items():
+            if serve is None:
+                self._wanted.pop(relay, None)
+            else:
+                self._wanted[relay] = serve
+        told: list[tuple[_Worker, list[Command]]] = []
+        for number, fresh in self._replace_ended():
+            worker = self._workers[number]
+            commands = [
+                command
+                for relay in (self._wanted if fresh else changes)
+                if (command := self._command(number, worker, relay)) is not None
+            ]
+            if commands:
+                told.append((worker, commands))
+        failures: dict[int, str] = {}
+        try:
+            for worker, commands in told:
+                wire.send(worker.control, wire.as_values(commands))
+            for worker, commands in told:
+                answer = wire.receive(worker.control)
+                assert isinstance(answer, list)
+                failed = dict(answer)
+                for command in commands:
+                    if isinstance(command, Serve) and command.relay not in failed:
+                        worker.served[command.relay] = command
+                    else:
+                        worker.served.pop(command.relay, None)
+                failures |= failed
+        except (wire.PeerGone, TimeoutError) as error:
+            for worker, _ in told:
+                worker.end()  # Whoever has answered may be out of step with what we believe.
+            raise SyncFailed(f"a relay worker does not answer: {error}") from error
+        return failures
+
+    def _command(self, number: int, worker: _Worker, relay: int) -> Command | None:
+        """What worker *number* must be told about *relay*, if anything."""
+        serve = self._wanted.get(relay)
+        mine = serve is not None and serve.endpoints and (
+            not serve.affinity_seconds or relay % self._count == number
+        )
+        held = worker.served.get(relay)
+        if serve is None or not mine:
+            return None if held is None else Close(relay)
+        return None if held == serve else serve
+
+    def watch(self, ended: Callable[[str], None]) -> None:
+        """Call *ended* from a thread when a worker has ended by itself."""
+        self._ended = ended
+        self._stop = os.eventfd(0)
+        self._watch = threading.Thread(target=self._wait, name="kproxy-relays", daemon=True)
+        self._watch.start()
+
+    def close(self) -> None:
+        """End all workers, and with them every connection."""
+        if self._watch is not None:
+            os.eventfd_write(self._stop, 1)
+            self._watch.join()
+            os.close(self._stop)
+            self._watch = None
+        for worker in self._workers:
+            worker.end()
+        self._workers = []
+
+    def _replace_ended(self) -> list[tuple[int, bool]]:
+        """The numbers of all workers, and whether each was started just now."""
+        fresh = set(range(len(self._workers), self._count))
+        for number, worker in enumerate(self._workers):
+            if worker.process.poll() is not None or worker.control.fileno() < 0:
+                worker.end()
+                fresh.add(number)
+        started = {number: _Worker(*self._arguments) for number in fresh}
+        self._workers = [started.get(n) or self._workers[n] for n in range(self._count)]
+        return [(number, number in fresh) for number in range(self._count)]
+
+    def _wait(self) -> None:
+        """The watch's thread: sleeps until a worker's end of its socket is closed."""
+        reported: set[int] = set()
+        while True:
+            waiting = select.poll()
+            waiting.register(self._stop, select.POLLIN)
+            current = {}
+            for worker in list(self._workers):
+                if worker.process.pid not in reported and worker.control.fileno() >= 0:
+                    waiting.register(worker.control, 0)
+                    current[worker.control.fileno()] = worker
+            for fd, _ in waiting.poll(1000):
+                if fd == self._stop:
+                    return
+                worker = current[fd]
+                reported.add(worker.process.pid)
+                log.error("a relay worker has ended", extra={"fields": {"pid": worker.process.pid}})
+                if self._ended is not None:
+                    self._ended("a relay worker has ended")
