@@ -118,6 +118,10 @@ class Workers:
         self._watch = threading.Thread(target=self._wait, name="kproxy-relays", daemon=True)
         self._watch.start()
 
+    def pids(self) -> list[int]:
+        """Of the workers that run."""
+        return [worker.process.pid for worker in self._workers]
+
     def close(self) -> None:
         """End all workers, and with them every connection."""
         if self._watch is not None:

@@ -1,0 +1,1 @@
+"""Measurements of parts that stand by themselves."""
