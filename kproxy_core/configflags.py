@@ -67,6 +67,8 @@ RULES = (
     Flag("ipvs-tcp-timeout", "TIME", "Of idle TCP connections; 0: the kernel's.", ("ipvs.tcpTimeout",)),
     Flag("ipvs-tcpfin-timeout", "TIME", "After a FIN; 0: the kernel's.", ("ipvs.tcpFinTimeout",)),
     Flag("ipvs-udp-timeout", "TIME", "Of UDP flows; 0: the kernel's.", ("ipvs.udpTimeout",)),
+    Flag("userspace-listen", "IP", "Mode userspace: bind the Services' ports here; needs no privileges.",
+         ("kproxy.backendOptions.userspace.listen",), True),
     Flag("feature-gates", "GATE=BOOL", "Features on or off.", ("featureGates",), repeats=True),
 )
 """What decides about the rules."""

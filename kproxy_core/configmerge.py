@@ -1,8 +1,8 @@
 """Flags and file, merged into one document; which flag set which field is remembered for messages."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -102,8 +102,17 @@ def _with(section: _Struct, path: list[str], text: str) -> _Struct:
     """
     found = next(f for f in msgspec.structs.fields(section) if f.encode_name == path[0])
     before = getattr(section, found.name)
-    value = _with(before, path[1:], text) if path[1:] else _value(found, text, before)
+    if isinstance(before, dict) and path[1:]:
+        value: object = _with_key(before, path[1:], text)
+    else:
+        value = _with(before, path[1:], text) if path[1:] else _value(found, text, before)
     return msgspec.structs.replace(section, **{found.name: value})
+
+
+def _with_key(mapping: Mapping[str, Any], path: list[str], text: str) -> dict[str, Any]:
+    """*mapping*, which has no types of its own, with the value at *path* set to *text*."""
+    key, rest = path[0], path[1:]
+    return {**mapping, key: _with_key(mapping.get(key, {}), rest, text) if rest else text}
 
 
 def _value(found: msgspec.structs.FieldInfo, text: str, before: object) -> object:

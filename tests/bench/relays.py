@@ -2,8 +2,8 @@
 
     python -m tests.bench.relays [--seconds 2] [--rounds 3] [--only NAME]
 
-Each round measures all of them one after the other, in an order that turns, so that whatever else the machine does
-meets all alike. Medians over the rounds are printed. Everything runs in a network namespace of its own, so needs root.
+Each round measures all of them one after the other, in an order that turns, so that whatever else the
+machine does meets all alike. Medians over the rounds are printed. HAProxy comes from Debian's packages.
 """
 
 import argparse
@@ -19,9 +19,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.bench import load
 from kproxy_userspace.wire import Serve
 from kproxy_userspace.workers import Workers
+from tests.bench import load
 
 BULK, ECHO = 19001, 19002
 """Where the endpoint listens: one port takes everything, the other sends back what it gets."""
@@ -100,7 +100,8 @@ def haproxy(directory: Path, threads: int) -> Proxy:
     text = _HAPROXY.format(threads=threads, bulk=18011, echo=18012, to_bulk=BULK, to_echo=ECHO)
     file = directory / "haproxy.cfg"
     file.write_text(text)
-    return Started("haproxy", 18011, shutil.which("haproxy") or "/usr/sbin/haproxy", "-db", "-q", "-f", str(file))
+    program = shutil.which("haproxy") or "/usr/sbin/haproxy"
+    return Started("haproxy", 18011, program, "-db", "-q", "-f", str(file))
 
 
 def asyncio_relay() -> Proxy:
@@ -193,7 +194,7 @@ def main() -> None:
     arguments = parser.parse_args()
     load.allow_descriptors()
     with load.endpoint(BULK, ECHO), proxies(arguments.only, arguments.processes) as made:
-        found: dict[str, list[dict[str, float]]] = {"direct": []} | {proxy.name: [] for proxy in made}
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in ("direct", *(p.name for p in made))}
         for number in range(arguments.rounds):
             found["direct"].append(measure(None, arguments.seconds))
             turn = number % len(made)
