@@ -1,0 +1,303 @@
+"""Real clients and endpoints, with the backend between them."""
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kproxy_core.backend.api import BackendSettings
+from kproxy_core.model.address import Family
+from kproxy_core.model.endpoint import EndpointSlice
+from kproxy_core.model.service import Service
+from kproxy_core.testing.builders import (
+    changed_update,
+    endpoint_slice,
+    full_update,
+    node_view,
+    plans,
+    service,
+)
+from kproxy_userspace import backend as backend_module
+from kproxy_userspace.backend import UserspaceBackend
+from kproxy_userspace.cleanup import cleanup
+from kproxy_userspace.kernel import NftPortals
+
+from .endpoints import PATIENCE, connect, datagram, endpoints, name_of, reached
+
+pytestmark = pytest.mark.usefixtures("node")
+
+VIP = "10.96.0.1"
+NODE = {Family.IPV4: node_view(anywhere=True), Family.IPV6: node_view(family=Family.IPV6, anywhere=True)}
+ONE, TWO = ("127.0.0.1", 9001), ("127.0.0.2", 9001)
+A, B = "127.0.0.1:9001", "127.0.0.2:9001"
+
+
+class Proxy:
+    """A backend, and the Services that it was given."""
+
+    def __init__(self, **options: object) -> None:
+        self.backend = UserspaceBackend(BackendSettings(tuple(Family), options={"workers": 2, **options}))
+        self.damages: list[str] = []
+
+    def serve(self, of: Service, *hosts: str, ports: str = "9001", family: Family = Family.IPV4) -> None:
+        """Bring the only Service to these endpoints."""
+        slices: list[EndpointSlice] = [endpoint_slice(of.name.name, *hosts, ports=[ports])] if hosts else []
+        found = plans(NODE[family], of, *slices)
+        if self.damages or family not in self.backend._families:
+            self.backend.kproxy_sync(full_update(NODE[family], found))
+        else:
+            self.backend.kproxy_sync(changed_update(NODE[family], found, found))
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Proxy]]:
+    made: list[Proxy] = []
+
+    def make(**options: object) -> Proxy:
+        made.append(Proxy(**options))
+        return made[-1]
+
+    yield make
+    for proxy in made:
+        proxy.backend.kproxy_close()
+
+
+Start = Callable[..., Proxy]
+
+
+def test_cluster_ip_and_node_port_reach_every_endpoint(start: Start) -> None:
+    with endpoints(ONE, TWO):
+        start().serve(service("web", "80@30080"), "127.0.0.1", "127.0.0.2")
+        assert {reached(VIP, 80) for _ in range(20)} == {A, B}
+        assert {reached("192.0.2.1", 30080) for _ in range(20)} == {A, B}
+
+
+def test_the_same_through_nftables(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_module, "open_portals", NftPortals)
+    with endpoints(ONE):
+        proxy = start()
+        proxy.serve(service("web", "80@30080"), "127.0.0.1")
+        assert reached(VIP, 80) == reached("192.0.2.1", 30080) == A
+        proxy.serve(service("web", "81"), "127.0.0.1")
+        assert reached(VIP, 81) == A
+        assert [family.intact() for family in proxy.backend._families.values()] == [True]
+
+
+def test_ipv6(start: Start) -> None:
+    with endpoints(("fd00:1::1", 9001)):
+        start().serve(service(ip="fd00:96::1"), "fd00:1::1", family=Family.IPV6)
+        assert reached("fd00:96::1", 80) == "fd00:1::1:9001"
+        with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as client:
+            start().serve(service("dns", "53/UDP", ip="fd00:96::2"), "fd00:1::1", ports="9001/UDP",
+                          family=Family.IPV6)
+            assert datagram(client, b"?", "fd00:96::2", 53) == "fd00:1::1:9001"
+
+
+@pytest.mark.parametrize("size", [1, 16 << 10, 5_000_000])
+def test_everything_arrives_and_a_half_closed_connection_goes_on(start: Start, size: int) -> None:
+    with endpoints(ONE):
+        start().serve(service(), "127.0.0.1")
+        sent = os.urandom(size)
+        with connect(VIP, 80) as client:
+            assert name_of(client) == A
+
+            def send() -> None:
+                client.sendall(sent)
+                client.shutdown(socket.SHUT_WR)
+
+            sender = threading.Thread(target=send)
+            sender.start()
+            got = bytearray()
+            while part := client.recv(1 << 16):
+                got += part
+            sender.join()
+        assert bytes(got) == sent
+
+
+def test_a_client_that_reads_nothing_stalls_nobody(start: Start) -> None:
+    with endpoints(ONE):
+        start(workers=1).serve(service(), "127.0.0.1")
+        with connect(VIP, 80) as deaf:
+            deaf.settimeout(1)
+            with pytest.raises(TimeoutError):  # Everything comes back, until all buffers on the way are full.
+                deaf.sendall(bytes(1 << 28))
+            assert reached(VIP, 80) == A
+
+
+def test_without_endpoints_clients_are_refused(start: Start) -> None:
+    proxy = start()
+    proxy.serve(service())
+    with pytest.raises(ConnectionRefusedError):
+        connect(VIP, 80)
+    with endpoints(ONE):
+        proxy.serve(service(), "127.0.0.1")
+        assert reached(VIP, 80) == A
+        proxy.serve(service())
+        with pytest.raises(ConnectionRefusedError):
+            connect(VIP, 80)
+
+
+def test_an_endpoint_that_does_not_answer_costs_a_retry_only(start: Start) -> None:
+    with endpoints(ONE):
+        start().serve(service(affinity=60), "127.0.0.1", "127.0.0.2", "203.0.113.9")
+        assert {reached(VIP, 80) for _ in range(10)} == {A}
+
+
+def test_affinity_holds_over_connections_and_workers(start: Start) -> None:
+    with endpoints(ONE, TWO):
+        start().serve(service(affinity=60), "127.0.0.1", "127.0.0.2")
+        for source in ("192.0.2.1", "192.0.2.2", "192.0.2.3"):
+            assert len({reached(VIP, 80, source) for _ in range(10)}) == 1
+
+
+def test_udp_flows_stay_until_they_are_idle(start: Start) -> None:
+    with endpoints(ONE) as (one,), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
+        start(udpIdleTimeout="300ms").serve(service("dns", "53/UDP"), "127.0.0.1", ports="9001/UDP")
+        for size in (0, 1, 9000):
+            assert datagram(client, bytes(size), VIP, 53) == A
+        assert len(one.flows) == 1
+        time.sleep(1)
+        assert datagram(client, b"again", VIP, 53) == A
+        assert len(one.flows) == 2
+
+
+def test_udp_moves_to_another_endpoint_when_its_own_goes(start: Start) -> None:
+    of = service("dns", "53/UDP")
+    with endpoints(ONE, TWO), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
+        proxy = start(udpIdleTimeout="1h")
+        proxy.serve(of, "127.0.0.1", ports="9001/UDP")
+        assert datagram(client, b"1", VIP, 53) == A
+        proxy.serve(of, "127.0.0.2", ports="9001/UDP")
+        assert datagram(client, b"2", VIP, 53) == B
+
+
+@pytest.mark.parametrize(
+    ("options", "goes_on"),
+    [({}, True), ({"removedEndpoints": "close"}, False),
+     ({"removedEndpoints": "drain", "drainTimeout": "100ms"}, False)],
+)  # fmt: skip
+def test_connections_to_an_endpoint_that_goes(
+    start: Start, options: dict[str, object], goes_on: bool
+) -> None:
+    with endpoints(ONE, TWO):
+        proxy = start(**options)
+        proxy.serve(service(), "127.0.0.1")
+        with connect(VIP, 80) as client:
+            assert name_of(client) == A
+            proxy.serve(service(), "127.0.0.2")
+            assert {reached(VIP, 80) for _ in range(10)} == {B}
+            if goes_on:
+                client.sendall(b"still here;")
+                assert name_of(client) == "still here"
+            else:
+                with pytest.raises(ConnectionResetError):
+                    client.recv(1)
+
+
+def test_no_connection_fails_while_endpoints_come_and_go(start: Start) -> None:
+    with endpoints(ONE, TWO):
+        proxy = start()
+        proxy.serve(service(), "127.0.0.1", "127.0.0.2")
+        failures: list[str] = []
+        done = threading.Event()
+        count = [0]
+
+        def load() -> None:
+            while not done.is_set():
+                try:
+                    reached(VIP, 80)
+                    count[0] += 1
+                except OSError as error:
+                    failures.append(str(error))
+
+        threads = [threading.Thread(target=load) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for number in range(100):
+            proxy.serve(service(), *(["127.0.0.1"], ["127.0.0.1", "127.0.0.2"], ["127.0.0.2"])[number % 3])
+        done.set()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+        assert count[0] > 0
+
+
+def test_a_worker_that_dies_is_noticed_and_replaced(start: Start) -> None:
+    with endpoints(ONE):
+        proxy = start()
+        proxy.serve(service(), "127.0.0.1")
+        noticed = threading.Event()
+
+        def damaged(family: Family, what: str) -> None:
+            proxy.damages.append(what)
+            noticed.set()
+
+        assert proxy.backend.kproxy_watch(damaged)
+        for pid in proxy.backend._workers.pids():
+            os.kill(pid, signal.SIGKILL)
+        assert noticed.wait(PATIENCE)
+        proxy.serve(service(), "127.0.0.1")
+        assert reached(VIP, 80) == A
+
+
+def test_flushed_rules_are_noticed_and_come_back(start: Start) -> None:
+    with endpoints(ONE):
+        proxy = start(syncPeriod="100ms")
+        proxy.serve(service(), "127.0.0.1")
+        noticed = threading.Event()
+
+        def damaged(family: Family, what: str) -> None:
+            proxy.damages.append(what)
+            noticed.set()
+
+        assert proxy.backend.kproxy_watch(damaged)
+        subprocess.run(["iptables", "-t", "nat", "-F"], check=True)
+        assert noticed.wait(PATIENCE)
+        proxy.serve(service(), "127.0.0.1")
+        assert reached(VIP, 80) == A
+
+
+def test_relays_listen_in_the_range(start: Start) -> None:
+    with endpoints(ONE):
+        start(portRange="21000-21009").serve(service("web", "80@30080"), "127.0.0.1")
+        saved = subprocess.run(["iptables-save"], capture_output=True, text=True, check=True).stdout
+        ports = {int(line.rpartition(" ")[2]) for line in saved.splitlines() if "--to-ports" in line}
+        assert ports
+        assert ports <= set(range(21000, 21010))
+
+
+def test_with_listen_ports_are_bound_and_no_rule_is_written(start: Start) -> None:
+    with endpoints(ONE):
+        start(listen="127.0.0.9").serve(service("web", "8080@30080"), "127.0.0.1")
+        assert reached("127.0.0.9", 8080) == reached("127.0.0.9", 30080) == A
+        rules = subprocess.run(["nft", "list", "ruleset"], capture_output=True, text=True, check=True)
+        assert "redirect" not in rules.stdout
+
+
+def test_after_the_end_nothing_leads_anywhere(start: Start) -> None:
+    proxy = start()
+    proxy.serve(service(), "127.0.0.1")
+    pids = proxy.backend._workers.pids()
+    proxy.backend.kproxy_close()
+    rules = subprocess.run(["iptables-save"], capture_output=True, text=True, check=True)
+    assert "REDIRECT" not in rules.stdout
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_cleanup_removes_everything_once(start: Start) -> None:
+    before = subprocess.run(["iptables-save", "-t", "nat"], capture_output=True, text=True, check=True).stdout
+    start().serve(service("web", "80@30080"))
+    found = cleanup(dry_run=True)
+    assert len(found.removed) == 5
+    assert cleanup(dry_run=False) == found
+    assert cleanup(dry_run=False).removed == ()
+    after = subprocess.run(["iptables-save", "-t", "nat"], capture_output=True, text=True, check=True).stdout
+    rules = [line for line in after.splitlines() if line.startswith(("-A", ":KUBE"))]
+    assert rules == [line for line in before.splitlines() if line.startswith(("-A", ":KUBE"))]
