@@ -5,8 +5,7 @@ Pure: the caller brings the time and the chance. Unlike kube-proxy the affinity 
 
 from collections.abc import Callable, Sequence
 
-Endpoint = tuple[str, int]
-"""Address as text, and port."""
+from kproxy_userspace.names import Endpoint
 
 
 class Balancer:
@@ -48,6 +47,8 @@ class Balancer:
         self._next += 1
         if self._next == len(endpoints):
             self._next = 0
+            if self._affinity_seconds:  # Else clients that return in the order they came get what they had.
+                self._shuffle(endpoints)
         if self._affinity_seconds:
             self._clients[client] = (chosen, now)
         return chosen

@@ -72,6 +72,7 @@ class Events:
         """Work until `stopped`. Sleeps while nothing happens."""
         poll, watched, again = self.epoll.poll, self.watched, self.again
         while not self.stopped:
+            self._close_all()
             patience = self._patience()
             self._close_all()
             for fd, mask in poll(0.0 if again else patience, _MOST_EVENTS):

@@ -12,7 +12,7 @@ from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_ad
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_userspace.balancer import Endpoint
+from kproxy_userspace.names import Endpoint
 
 
 class Portal(NamedTuple):

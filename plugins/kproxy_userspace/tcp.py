@@ -11,8 +11,9 @@ import socket
 import struct
 import time
 
-from kproxy_userspace.balancer import Balancer, Endpoint
+from kproxy_userspace.balancer import Balancer
 from kproxy_userspace.events import BROKEN, EDGE, READ, WRITE, Events
+from kproxy_userspace.names import Endpoint
 from kproxy_userspace.pipes import PIPE_SIZE, Pipe, Pipes
 
 DIAL_SECONDS = (0.25, 0.5, 1.0, 2.0)

@@ -7,8 +7,9 @@ import struct
 import time
 from typing import NamedTuple
 
-from kproxy_userspace.balancer import Balancer, Endpoint
+from kproxy_userspace.balancer import Balancer
 from kproxy_userspace.events import READ, Events
+from kproxy_userspace.names import Endpoint
 
 LONGEST = 65535
 """Bytes of a datagram. kube-proxy cut them at 4096."""

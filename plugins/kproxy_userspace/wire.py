@@ -8,7 +8,7 @@ import socket
 import struct
 from typing import Any, NamedTuple
 
-from kproxy_userspace.balancer import Endpoint
+from kproxy_userspace.names import Endpoint
 
 _LENGTH = struct.Struct("=I")
 _AT_ONCE = 1 << 16

@@ -14,8 +14,9 @@ import time
 from typing import NamedTuple
 
 from kproxy_userspace import wire
-from kproxy_userspace.balancer import Balancer, Endpoint
+from kproxy_userspace.balancer import Balancer
 from kproxy_userspace.events import READ, Events
+from kproxy_userspace.names import Endpoint
 from kproxy_userspace.pipes import Pipes
 from kproxy_userspace.tcp import Listener
 from kproxy_userspace.udp import UdpRelay
@@ -61,9 +62,18 @@ class Worker:
                     self._obey(command)
                 except OSError as error:
                     failed.append((command.relay, str(error)))
-            wire.send(self._control, failed)
         except wire.PeerGone:
             self._events.stopped = True
+            return
+
+        def answer(_: int) -> None:
+            try:
+                wire.send(self._control, failed)
+            except wire.PeerGone:
+                self._events.stopped = True
+
+        # Only when what was closed is closed indeed, which is after the events of now.
+        self._events.timeouts(0.0).call(answer)
 
     def _obey(self, command: wire.Command) -> None:
         if isinstance(command, wire.Close):

@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy_userspace.balancer import Balancer, Endpoint
+from kproxy_userspace.balancer import Balancer
+from kproxy_userspace.names import Endpoint
 
 A, B, C = ("10.0.0.1", 80), ("10.0.0.2", 80), ("10.0.0.3", 80)
 
