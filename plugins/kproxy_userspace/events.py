@@ -75,7 +75,7 @@ class Events:
             self._close_all()
             patience = self._patience()
             self._close_all()
-            for fd, mask in poll(0.0 if again else patience, _MOST_EVENTS):
+            for fd, mask in poll(0.0 if again or self.stopped else patience, _MOST_EVENTS):
                 who = watched.get(fd)
                 if who is not None:
                     who.ready(fd, mask)
@@ -90,13 +90,11 @@ class Events:
     def _patience(self) -> float:
         """Makes the calls that are due; seconds until the next one, -1 for none."""
         now = time.monotonic()
-        soonest = -1.0
-        for timeouts in self._timeouts.values():
+        for timeouts in list(self._timeouts.values()):
             waiting = timeouts.waiting
             while waiting and waiting[0][0] <= now:
                 _, what, argument = waiting.popleft()
                 what(argument)
-            if waiting:
-                left = max(0.0, waiting[0][0] - now)
-                soonest = left if soonest < 0 else min(soonest, left)
-        return soonest
+        # Only now: those calls may have asked for others.
+        soonest = min((t.waiting[0][0] for t in self._timeouts.values() if t.waiting), default=None)
+        return -1.0 if soonest is None else max(0.0, soonest - now)

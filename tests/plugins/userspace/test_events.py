@@ -1,0 +1,39 @@
+"""Timers of the workers' loop."""
+
+import time
+
+from kproxy_userspace.events import Events
+
+
+def test_a_call_may_ask_for_another_after_a_time_of_its_own() -> None:
+    events = Events()
+    called: list[int] = []
+
+    def again(argument: int) -> None:
+        called.append(argument)
+        if argument == 3:
+            events.stopped = True
+        else:
+            events.timeouts(0.01 * (argument + 1)).call(again, argument + 1)
+
+    events.timeouts(0.0).call(again, 0)
+    events.run()
+    assert called == [0, 1, 2, 3]
+    events.epoll.close()
+
+
+def test_calls_come_in_order_and_not_too_early() -> None:
+    events = Events()
+    began = time.monotonic()
+    called: list[int] = []
+
+    def note(argument: int) -> None:
+        called.append(argument)
+        events.stopped = argument == 2
+
+    events.timeouts(0.05).call(note, 2)
+    events.timeouts(0.01).call(note, 1)
+    events.run()
+    assert called == [1, 2]
+    assert time.monotonic() - began >= 0.05
+    events.epoll.close()
