@@ -1,34 +1,11 @@
-"""A network namespace of its own for every test that writes rules."""
+"""Locks of the legacy programs that bind a test to nobody else."""
 
-import ctypes
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-_CLONE_NEWNET = 0x40000000
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
-
-def _check(result: int) -> None:
-    if result:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-@pytest.fixture
-def netns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """The test's thread, and what it starts, are in an empty network namespace.
-
-    Nor does the lock of the legacy programs, which is for the whole machine, bind them to others.
-    """
+@pytest.fixture(autouse=True)
+def own_lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The lock of the legacy programs is for the whole machine otherwise."""
     monkeypatch.setenv("XTABLES_LOCKFILE", str(tmp_path / "xtables.lock"))
-    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-    try:
-        _check(_LIBC.unshare(_CLONE_NEWNET))
-        try:
-            yield
-        finally:
-            _check(_LIBC.setns(home, _CLONE_NEWNET))
-    finally:
-        os.close(home)
