@@ -82,12 +82,14 @@ def is_left(key: ServerKey, entries: Entries) -> bool:
 
 
 def _rules(entries: dict[Family, Entries], dry_run: bool) -> list[str]:
-    del entries
     removed: list[str] = []
+    bare = not any(entries.values()) and not device.exists()
     installed = [infix for infix in ("-nft", "-legacy") if programs.find(f"iptables{infix}-save")]
     for infix in installed or [""] if programs.find("iptables-save") else ():
         for family in Family:
             tables = Tables(family, infix)
+            if bare and infix == "-nft" and not tables.has_chain(FILTER, names.IPVS_FILTER):
+                continue  # nothing of this mode is there, and the iptables mode's rules may be many
             held = tables.read()
             jumps, chains = what_to_remove(held)
             if not dry_run:

@@ -89,6 +89,8 @@ class IptablesPortals:
     def remove(self, *, dry_run: bool) -> list[str]:
         removed: list[str] = []
         for table, chains in (("nat", PORTAL_CHAINS), ("filter", (NON_LOCAL,))):
+            if not self._has_chain(table, chains[0]):
+                continue  # they come and go together; other modes' rules may be many
             listed = self._list(table).splitlines()
             present = [chain for chain in chains if f"-N {chain}" in listed]
             if not present:
@@ -112,6 +114,9 @@ class IptablesPortals:
                 for line in listed[jump.table]
             )
         ]
+
+    def _has_chain(self, table: str, chain: str) -> bool:
+        return run(self._program, "-w", LOCK_PATIENCE, "-t", table, "-S", chain).returncode == 0
 
     def _list(self, table: str) -> str:
         return _checked(self._program, "-w", LOCK_PATIENCE, "-t", table, "-S")
@@ -141,10 +146,13 @@ class NftPortals:
         return batch.nft_rewrite(self._family, redirects)
 
     def remove(self, *, dry_run: bool) -> list[str]:
-        if f"table {' '.join(self._table)}" not in _checked("nft", "list", "tables").splitlines():
+        # Listing tables would read every rule of all of them.
+        check = ["--check"] if dry_run else []
+        done = run("nft", *check, "delete", "table", *self._table)
+        if "No such file or directory" in done.stderr:
             return []
-        if not dry_run:
-            _checked("nft", "delete", "table", *self._table)
+        if done.returncode:
+            raise SyncFailed(f"nft: {' '.join(done.stderr.split())[:500]}")
         return [f"table {' '.join(self._table)}"]
 
 
