@@ -5,7 +5,7 @@ with a new minor, meanings change only with a new major.
 """
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -154,7 +154,3 @@ class Backend(Protocol):
 
     def kproxy_close(self) -> None:
         """See `hookspecs.kproxy_close`."""
-
-
-MakeBackend = Callable[[str, BackendSettings], Backend]
-Detections = Sequence[Detection]

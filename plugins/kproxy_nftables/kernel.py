@@ -283,11 +283,6 @@ def open_socket() -> socket.socket:
     return connection
 
 
-def table_name(family: Family) -> str:
-    """What an operator calls our table: ``ip kproxy``."""
-    return f"{NFT_FAMILY[family]} {TABLE}"
-
-
 def first_line(text: str | None) -> str:
     """The first line of nft's complaint that says something."""
     return next((line.strip() for line in (text or "").splitlines() if line.strip()), "no reason given")

@@ -25,7 +25,6 @@ _IN_PKTINFO = struct.Struct("=I4s4s")
 _IN6_PKTINFO = struct.Struct("=16sI")
 _LINK_LOCAL = b"\xfe\x80"
 
-Sender = tuple[str, int]
 Control = tuple[int, int, bytes]
 
 
