@@ -77,6 +77,7 @@ PROCESS = (
     Flag("write-config-to", "FILE", "Write the configuration in effect, and exit.", beside_a_file=True),
     Flag("cleanup", "", "Remove all rules of all modes, and exit.", beside_a_file=True),
     Flag("dry-run", "", "With --cleanup: only say what would be removed.", beside_a_file=True),
+    Flag("own-only", "", "With --cleanup: leave what a running kube-proxy may use.", beside_a_file=True),
     Flag("init-only", "", "Do what needs all privileges, and exit.", beside_a_file=True),
     Flag("version", "", "Print the version and exit; =raw: in detail; =vX.Y.Z: report that one.",
          beside_a_file=True),

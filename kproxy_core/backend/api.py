@@ -14,7 +14,7 @@ from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 
-CONTRACT = (1, 0)
+CONTRACT = (1, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,8 @@ class Requirement:
     """What was looked at and seen, e.g. ``nft 1.0.6``."""
     remedy: str = ""
     """What an operator can do about it; "" when met."""
+    guessed: bool = False
+    """Concluded from versions or files; the thing itself was not tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,19 @@ class Leftovers:
     removed: tuple[str, ...] = ()
     """One line per object, in the words of the field: ``table ip kproxy``."""
     errors: tuple[str, ...] = ()
+    waiting: int = 0
+    """Established connections for whose sake something stays (see `hookspecs.kproxy_retire`)."""
+
+
+class Caveat(NamedTuple):
+    """Something that a mode does not do as a Service asks, or not as other modes do."""
+
+    what: str
+    """In the words of the field: ``node port 30080 is not served on 127.0.0.1``."""
+    service_port: ServicePortKey | None = None
+    """Whom it concerns; None: the node."""
+    lost: bool = True
+    """Traffic that another mode serves is not served, or a promise is not kept; else it only differs."""
 
 
 @dataclass(frozen=True, slots=True)

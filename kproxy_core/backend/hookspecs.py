@@ -14,6 +14,7 @@ import pluggy
 from kproxy_core.backend.api import (
     Backend,
     BackendSettings,
+    Caveat,
     Damage,
     Description,
     Detection,
@@ -46,11 +47,32 @@ def kproxy_detect(settings: BackendSettings) -> Detection:
 
 
 @hookspec
-def kproxy_cleanup(dry_run: bool) -> Leftovers:
+def kproxy_cleanup(settings: BackendSettings, dry_run: bool, own_only: bool) -> Leftovers:
     """Remove every trace that this mode leaves in the kernel, and nothing else.
 
-    Idempotent; covers what kube-proxy leaves in the same mode. What cannot be removed is
-    reported in `Leftovers.errors`, not raised.
+    Idempotent; covers what kube-proxy leaves in the same mode, but with *own_only* leaves whatever a
+    running kube-proxy of any mode may be using. What cannot be removed is reported in
+    `Leftovers.errors`, not raised.
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def kproxy_retire(settings: BackendSettings) -> Leftovers:
+    """Another mode serves now: remove what no established connection needs, and take no new ones.
+
+    Optional, for plugins whose traces carry connections, and for backends that carry them in their own
+    process. Called every few seconds while anything is `Leftovers.waiting`; `kproxy_close` and
+    `kproxy_cleanup` follow. Errors as in `kproxy_cleanup`.
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat]:
+    """What of *update* this mode does differently from others, or not at all.
+
+    Optional. Pure: asks the values alone, never the kernel.
     """
     raise NotImplementedError
 

@@ -10,21 +10,24 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
 from kproxy_core.backend import hookspecs
 from kproxy_core.backend.api import (
     CONTRACT,
-    Backend,
     BackendSettings,
+    Caveat,
     Description,
     Detection,
     Leftovers,
     Requirement,
+    Update,
 )
 from kproxy_core.backend.errors import BackendError, Unsupported
+from kproxy_core.backend.worker import Worker
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -72,6 +75,7 @@ class Registry:
         """What the plugins loaded so far say about themselves, by mode."""
         self.broken: list[BrokenPlugin] = []
         self._plugins: dict[str, object] = {}
+        self._workers: list[Worker] = []
         self._offered: dict[str, EntryPoint] = {}
         for entry in _installed() if entry_points is None else entry_points:
             if entry.group == OBSERVERS:
@@ -119,20 +123,30 @@ class Registry:
                 continue
         return sorted(self.descriptions.values(), key=lambda d: (-d.preference, d.mode))
 
-    def make_backend(self, mode: str, settings: BackendSettings) -> Backend:
+    def make_backend(self, mode: str, settings: BackendSettings) -> Worker:
         """Have the plugin for *mode* make its backend, and register that for the hooks of work.
 
         Raises UnknownMode, PluginRefused, or Unsupported if it can't work on this machine.
         """
-        self.load(mode)
+        description = self.load(mode)
         made = self.manager.hook.kproxy_make_backend(mode=mode, settings=settings)
         if made is None:
             raise PluginRefused(f"the plugin for mode {mode!r} made no backend for it")
         try:
-            self._register(made, f"{mode} backend", BACKEND_HOOKS)
+            self._register(made, f"{mode} backend {id(made):x}", BACKEND_HOOKS)
         except (PluginRefused, pluggy.PluginValidationError, ValueError) as error:
             raise PluginRefused(f"the backend of mode {mode!r}: {_reason(error)}") from error
-        return cast(Backend, made)
+        worker = Worker(description, settings, made, partial(self._call, made))
+        self._workers.append(worker)
+        return worker
+
+    def close_backend(self, worker: Worker) -> None:
+        """Have a backend let go of everything, and forget it. The kernel stays as it is."""
+        try:
+            worker.close()
+        finally:
+            self._workers.remove(worker)
+            self.manager.unregister(worker.backend)
 
     def prepare(self, mode: str, settings: BackendSettings) -> None:
         """Have the plugin for *mode* set what it needs of the whole machine, if it needs anything.
@@ -140,6 +154,14 @@ class Registry:
         Raises UnknownMode, PluginRefused, or what the plugin raises.
         """
         self._ask(mode, "kproxy_prepare", settings=settings)
+
+    def caveats(self, mode: str, update: Update, settings: BackendSettings) -> tuple[Caveat, ...]:
+        """What of *update* the *mode* does differently or not at all, as far as its plugin says so.
+
+        Raises UnknownMode, PluginRefused, or what the plugin raises.
+        """
+        found = self._answers(mode, "kproxy_caveats", update=update, settings=settings)
+        return tuple(caveat for answer in found for caveat in answer)
 
     def detect(self, mode: str, settings: BackendSettings) -> Detection:
         """Whether *mode* works here, in the words of its plugin; a plugin that fails to say does not.
@@ -155,9 +177,20 @@ class Registry:
             problem = _reason(error)
         return Detection(mode, (Requirement("an answer of the plugin", False, problem),))
 
-    def cleanup(self, mode: str, *, dry_run: bool) -> Leftovers:
+    def cleanup(
+        self, mode: str, settings: BackendSettings, *, dry_run: bool, own_only: bool = False
+    ) -> Leftovers:
         """Remove all that *mode* leaves in the kernel. Raises UnknownMode or PluginRefused."""
-        return self._leftovers(mode, "kproxy_cleanup", dry_run=dry_run)
+        return self._leftovers(
+            mode, "kproxy_cleanup", settings=settings, dry_run=dry_run, own_only=own_only)
+
+    def retire(self, mode: str, settings: BackendSettings) -> Leftovers:
+        """Remove what *mode* leaves, except what established connections need: they are `waiting`.
+
+        To be called until none is; then `close_backend`, if there is one, and `cleanup` are due.
+        Raises UnknownMode or PluginRefused.
+        """
+        return self._leftovers(mode, "kproxy_retire", settings=settings)
 
     def supersede(self, mode: str) -> Leftovers:
         """Remove what kube-proxy left in *mode*, which serves. Raises UnknownMode or PluginRefused."""
@@ -165,12 +198,16 @@ class Registry:
 
     def _leftovers(self, mode: str, hook: str, **arguments: object) -> Leftovers:
         try:
-            answer = self._ask(mode, hook, **arguments)
-            if answer is None and hook not in PLUGIN_HOOKS:  # an optional one, and not there
-                return Leftovers(mode)
-            if isinstance(answer, Leftovers):
-                return answer
-            problem = f"answered {type(answer).__name__}, not Leftovers"
+            answers = self._answers(mode, hook, **arguments)
+            wrong = [answer for answer in answers if not isinstance(answer, Leftovers)]
+            if not wrong:
+                return Leftovers(
+                    mode,
+                    tuple(line for answer in answers for line in answer.removed),
+                    tuple(line for answer in answers for line in answer.errors),
+                    sum(answer.waiting for answer in answers),
+                )
+            problem = f"answered {type(wrong[0]).__name__}, not Leftovers"
         except (Exception, SystemExit) as error:  # noqa: BLE001 - as in `load`
             problem = _reason(error)
         return Leftovers(mode, errors=(problem,))
@@ -188,10 +225,21 @@ class Registry:
 
     def _ask(self, mode: str, hook: str, **arguments: object) -> object:
         """Put a question to the plugin for *mode* alone, and to the observers."""
+        answers = self._answers(mode, hook, **arguments)
+        return answers[-1] if answers else None
+
+    def _answers(self, mode: str, hook: str, **arguments: object) -> list[Any]:
+        """What the plugin for *mode* says, and its backends if the question is theirs as well."""
         self.load(mode)
         others = [plugin for other, plugin in self._plugins.items() if other != mode]
-        answers = self.manager.subset_hook_caller(hook, others)(**arguments)
-        return answers[-1] if answers else None
+        others += [worker.backend for worker in self._workers if worker.mode != mode]
+        answers: list[Any] = self.manager.subset_hook_caller(hook, others)(**arguments)
+        return answers
+
+    def _call(self, backend: object, hook: str, **arguments: object) -> Any:
+        """Have *backend*, and no other, do its work."""
+        others = [worker.backend for worker in self._workers if worker.backend is not backend]
+        return self.manager.subset_hook_caller(hook, others)(**arguments)
 
     def _load_observer(self, entry: EntryPoint) -> None:
         try:

@@ -56,8 +56,9 @@ def kproxy(context: click.Context, /, **options: Any) -> None:
     if context.invoked_subcommand is not None:
         return
     dry_run = _judged("dry_run", flags, switch, False)
-    if dry_run and not _judged("cleanup", flags, switch, False):
-        raise click.UsageError("--dry-run goes with --cleanup")
+    own_only = _judged("own_only", flags, switch, False)
+    if (dry_run or own_only) and not _judged("cleanup", flags, switch, False):
+        raise click.UsageError("--dry-run and --own-only go with --cleanup")
     if "write_config_to" in flags:
         _write_config(flags)
     elif _judged("cleanup", flags, switch, False):
@@ -65,7 +66,7 @@ def kproxy(context: click.Context, /, **options: Any) -> None:
             spared = spared_by_cleanup(flags)
         except ValueError as error:
             raise click.UsageError(f"--cleanup of some modes: {error}") from error
-        _clean(dry_run, spared)
+        _clean(flags, dry_run, own_only, spared)
     else:
         _run(flags, _judged("init_only", flags, switch, False))
 
@@ -164,14 +165,22 @@ def _write_config(flags: Flags) -> None:
     click.echo(f"the configuration was written to {path}", err=True)
 
 
-def _clean(dry_run: bool, spared: tuple[str, ...]) -> None:
+def _clean(flags: Flags, dry_run: bool, own_only: bool, spared: tuple[str, ...]) -> None:
     """Every mode but those *spared* cleans up after itself; what one can't do keeps no other from it."""
+    from kproxy_core import config as configuration
+    from kproxy_core.cli import process
+
     registry = _registry()
+    with _errors():
+        file = configuration.load(flags["config"]) if flags.get("config") else None
+        settings_of = process.settings_of_modes(flags, file, process.served_families())
     failed = False
     for description in registry.load_all():
         if description.mode in spared:
             continue
-        left = registry.cleanup(description.mode, dry_run=dry_run)
+        with _errors():
+            settings = settings_of(description.mode)
+        left = registry.cleanup(description.mode, settings, dry_run=dry_run, own_only=own_only)
         for removed in left.removed:
             click.echo(f"{left.mode}: {removed}{' would be' if dry_run else ''} removed")
         for error in left.errors:

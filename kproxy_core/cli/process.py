@@ -14,7 +14,14 @@ from kproxy_core.backend.api import BackendSettings, Description
 from kproxy_core.backend.registry import Registry
 from kproxy_core.cli import preparation
 from kproxy_core.cli.family_checks import doubts, unservable
-from kproxy_core.config import BindAddress, Config, DetectLocalMode, FileConfig, parse_node_port_addresses
+from kproxy_core.config import (
+    BindAddress,
+    Config,
+    DetectLocalMode,
+    FileConfig,
+    parse_node_port_addresses,
+    resolve,
+)
 from kproxy_core.configcheck import FEATURE_GATES
 from kproxy_core.configfile import ClientConnection
 from kproxy_core.configflags import Flags
@@ -162,6 +169,13 @@ def set_up(config: Config, registry: Registry) -> None:
     log.info("what needs all privileges is done", extra={"fields": {"mode": config.mode}})
 
 
+def settings_of_modes(
+    flags: Flags, file: FileConfig | None, families: tuple[Family, ...]
+) -> Callable[[str], BackendSettings]:
+    """What the backend of each mode is made with, if it is made."""
+    return lambda mode: backend_settings(resolve(Flags(flags, mode=mode), file), families)
+
+
 def run(config: Config, registry: Registry, flags: Flags, file: FileConfig | None) -> None:
     """Be the proxy until SIGTERM or SIGINT, or until *file*, which *config* is from, changes.
 
@@ -171,6 +185,7 @@ def run(config: Config, registry: Registry, flags: Flags, file: FileConfig | Non
     preparation.protect_from_oom_killer(config.oom_score_adj)
     preparation.raise_file_limit()
     families = served_families()
+    settings_of = settings_of_modes(flags, file, families)
     problem = unservable(config, families)
     if problem:
         raise StartFailed(problem)
@@ -180,11 +195,10 @@ def run(config: Config, registry: Registry, flags: Flags, file: FileConfig | Non
         "families": ",".join(family.label for family in families),
     }})
     log.debug("flags", extra={"fields": flags})
-    registry.make_backend(config.mode, backend_settings(config, families))
-    hook = registry.manager.hook
+    worker = registry.make_backend(config.mode, backend_settings(config, families))
 
     metrics = Metrics(config.mode, __version__)
-    metrics.also(hook.kproxy_measure)
+    metrics.also(worker.measure)
     for name, enabled in config.feature_gates.items():
         metrics.gate(name, FEATURE_GATES[name].stage, enabled)
     health = ProxyHealth(families, timeout=2 * config.sync_period, node_required=not config.manifests)
@@ -203,7 +217,7 @@ def run(config: Config, registry: Registry, flags: Flags, file: FileConfig | Non
             log.warning("the kernel does not track connections; their limits and timeouts are not set")
         for doubt in doubts(config, settings, families, store.node):
             log.warning("the configuration may not be what is meant", extra={"fields": {"because": doubt}})
-        clean_up_in_background(registry, config.mode, health)
+        clean_up_in_background(registry, config.mode, settings_of, health)
         events.start()
 
     def health_port_failed(service: ServiceName, problem: str) -> None:
@@ -213,8 +227,9 @@ def run(config: Config, registry: Registry, flags: Flags, file: FileConfig | Non
         families,
         store,
         NodeFacts(settings, frozenset()),
+        worker,
         Shared(
-            hook=hook, health=health, metrics=metrics, cleaner=FlowCleaner(lambda done: loop.cleaned(done)),
+            health=health, metrics=metrics, cleaner=FlowCleaner(lambda done: loop.cleaned(done)),
             clock=time.monotonic, wall=time.time,
         ),
         pacing=lambda: Pacing(min_interval=config.min_sync_period, retry_cap=config.sync_period),
@@ -258,7 +273,7 @@ def run(config: Config, registry: Registry, flags: Flags, file: FileConfig | Non
         events.close()
         watcher.close()
         server.stop()
-        hook.kproxy_close()
+        registry.close_backend(worker)
     if failures:
         raise StartFailed("; ".join(failures))
     log.info("stopped; the rules stay in place")

@@ -26,8 +26,7 @@ def render_manifests(config: Config, registry: Registry, families: tuple[Family,
     used is logged. Raises BackendError, HostError or StartFailed.
     """
     settings = node_settings(config, registry.load(config.mode))
-    registry.make_backend(config.mode, backend_settings(config, families))
-    hook = registry.manager.hook
+    worker = registry.make_backend(config.mode, backend_settings(config, families))
     store = _read(config, settings.name, families)
     facts = NodeFacts(settings, frozenset(store.node.addresses) if store.node else node_addresses())
     facts.node, facts.service_cidrs = store.node, store.service_cidrs
@@ -37,9 +36,9 @@ def render_manifests(config: Config, registry: Registry, families: tuple[Family,
             plans.node_is(facts.view(family))
             for conflict in plans.plan():
                 log.warning(str(conflict))
-            yield hook.kproxy_render(update=plans.update(Scope.RESYNC))
+            yield worker.render(plans.update(Scope.RESYNC))
     finally:
-        hook.kproxy_close()
+        registry.close_backend(worker)
 
 
 def _read(config: Config, node_name: str, families: tuple[Family, ...]) -> Store:

@@ -4,10 +4,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import pluggy
-
 from kproxy_core.backend.api import Scope, SyncReport
 from kproxy_core.backend.errors import SyncFailed, TrustLost, Unsupported
+from kproxy_core.backend.worker import Worker
 from kproxy_core.model.node import NodeView
 from kproxy_core.plan.stale_flows import StaleFlowTracker
 from kproxy_core.run.family import FamilyPlans, NoLocalEndpoints, Step
@@ -37,7 +36,6 @@ _REPAIR_REST = 0.02
 class Shared:
     """What the families of one process have in common."""
 
-    hook: pluggy.HookRelay
     health: ProxyHealth
     metrics: Metrics
     cleaner: Cleaner
@@ -51,9 +49,12 @@ class FamilySync:
     """One family's turns. Knows when the next is due; all methods belong to the loop's thread."""
 
     def __init__(
-        self, plans: FamilyPlans, pacing: Pacing, service_health: ServiceHealth, shared: Shared
+        self, plans: FamilyPlans, worker: Worker, pacing: Pacing, service_health: ServiceHealth,
+        shared: Shared,
     ) -> None:
         self.plans = plans
+        self.worker = worker
+        """Who programs the kernel."""
         self.family = plans.family
         self.synced = False
         """A sync has succeeded."""
@@ -132,7 +133,7 @@ class FamilySync:
             self._follow([])
             return
         try:
-            report: SyncReport = shared.hook.kproxy_sync(update=self.plans.update(scope))
+            report: SyncReport = self.worker.sync(self.plans.update(scope))
         except Unsupported:
             raise
         except Exception as error:  # noqa: BLE001 - a plugin's, and the other family must go on

@@ -5,7 +5,9 @@ kube-proxy cleans up at its start, before its own rules exist (1.36, cmd/kube-pr
 
 import logging
 import threading
+from collections.abc import Callable
 
+from kproxy_core.backend.api import BackendSettings
 from kproxy_core.backend.errors import BackendError
 from kproxy_core.backend.registry import Registry
 from kproxy_core.run.health import ProxyHealth
@@ -13,23 +15,28 @@ from kproxy_core.run.health import ProxyHealth
 log = logging.getLogger("kproxy.run")
 
 
-def clean_up_in_background(registry: Registry, mode: str, health: ProxyHealth) -> None:
+def clean_up_in_background(
+    registry: Registry, mode: str, settings_of: Callable[[str], BackendSettings], health: ProxyHealth
+) -> None:
     """Have every other mode than *mode* remove its traces; then release *health*. Returns at once."""
 
     def run() -> None:
         try:
-            clean_up(registry, mode)
+            clean_up(registry, mode, settings_of)
         finally:
             health.release()
 
     threading.Thread(target=run, name="kproxy-leftovers", daemon=True).start()
 
 
-def clean_up(registry: Registry, mode: str) -> None:
+def clean_up(registry: Registry, mode: str, settings_of: Callable[[str], BackendSettings]) -> None:
     """Have every other mode than *mode* remove its traces, and *mode* kube-proxy's; log what there was."""
     for other in registry.modes:
         try:
-            found = registry.supersede(mode) if other == mode else registry.cleanup(other, dry_run=False)
+            if other == mode:
+                found = registry.supersede(mode)
+            else:
+                found = registry.cleanup(other, settings_of(other), dry_run=False)
         except BackendError as error:
             log.warning("leftovers are not looked for", extra={
                 "fields": {"mode": other, "error": str(error)}

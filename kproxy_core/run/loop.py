@@ -11,6 +11,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from kproxy_core.backend.api import Scope
+from kproxy_core.backend.worker import Worker
 from kproxy_core.model.address import Address, Family
 from kproxy_core.run.family import FamilyPlans
 from kproxy_core.run.family_sync import FamilySync, Shared
@@ -36,6 +37,7 @@ class Loop:
         families: Sequence[Family],
         store: Store,
         facts: NodeFacts,
+        worker: Worker,
         shared: Shared,
         *,
         pacing: Callable[[], Pacing],
@@ -48,9 +50,10 @@ class Loop:
         """
         self._store = store
         self._facts = facts
+        self._worker = worker
         self._shared = shared
         self._syncs = {
-            family: FamilySync(FamilyPlans(family, store), pacing(), service_health(), shared)
+            family: FamilySync(FamilyPlans(family, store), worker, pacing(), service_health(), shared)
             for family in families
         }
         self._all_synced = all_synced
@@ -143,7 +146,7 @@ class Loop:
         synced = [sync.synced for sync in self._syncs.values()]
         if any(synced) and not self._watching:
             self._watching = True
-            if not self._shared.hook.kproxy_watch(damaged=self.damaged):
+            if not self._worker.watch(self.damaged):
                 log.info("foreign changes go unnoticed until the next full sync")
         if all(synced):
             self._settled = True

@@ -27,8 +27,10 @@ def kproxy_detect(settings: BackendSettings) -> Detection:
 
 
 @hookimpl
-def kproxy_cleanup(dry_run: bool) -> Leftovers:
+def kproxy_cleanup(dry_run: bool, own_only: bool) -> Leftovers:
     """Delete the chains and rules of this mode, kube-proxy's as well."""
+    if own_only:  # A kube-proxy has the same names, and whatever it does not need it removes at its start.
+        return Leftovers(MODE)
     from kproxy_iptables.cleanup import cleanup
 
     return cleanup(dry_run=dry_run)

@@ -8,9 +8,9 @@ from kproxy_nftables.names import NFT_FAMILY, TABLE
 _KUBE_PROXY_TABLE = "kube-proxy"
 
 
-def cleanup(*, dry_run: bool) -> Leftovers:
+def cleanup(*, dry_run: bool, own_only: bool = False) -> Leftovers:
     """Delete the tables that are there. A machine without nf_tables has none."""
-    return _deleted((TABLE, _KUBE_PROXY_TABLE), dry_run)
+    return _deleted((TABLE,) if own_only else (TABLE, _KUBE_PROXY_TABLE), dry_run)
 
 
 def supersede() -> Leftovers:

@@ -27,11 +27,11 @@ def kproxy_detect(settings: BackendSettings) -> Detection:
 
 
 @hookimpl
-def kproxy_cleanup(dry_run: bool) -> Leftovers:
+def kproxy_cleanup(dry_run: bool, own_only: bool) -> Leftovers:
     """Delete our tables and those of kube-proxy's nftables mode."""
     from kproxy_nftables.cleanup import cleanup
 
-    return cleanup(dry_run=dry_run)
+    return cleanup(dry_run=dry_run, own_only=own_only)
 
 
 @hookimpl

@@ -5,8 +5,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import pluggy
 
 from kproxy_core.backend import hookspecs
-from kproxy_core.backend.api import Damage, Scope, SyncReport, Update
+from kproxy_core.backend.api import (
+    CONTRACT,
+    BackendSettings,
+    Damage,
+    Description,
+    Scope,
+    SyncReport,
+    Update,
+)
 from kproxy_core.backend.hookspecs import hookimpl
+from kproxy_core.backend.worker import Worker
 from kproxy_core.model.address import Address, Family
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServiceName, ServicePortKey
@@ -135,6 +144,10 @@ class Rig:
         manager = pluggy.PluginManager(hookspecs.PROJECT)
         manager.add_hookspecs(hookspecs)
         manager.register(self.backend)
+        worker = Worker(
+            Description("test", "remembers", CONTRACT), BackendSettings(tuple(families)), self.backend,
+            lambda hook, **arguments: getattr(manager.hook, hook)(**arguments),
+        )
         self.metrics = Metrics("test", "0")
         self.health = ProxyHealth(
             families, timeout=60.0, node_required=False,
@@ -144,12 +157,12 @@ class Rig:
         self.service_health: list[RecordingServiceHealth] = []
         self.store = Store(families, kinds=["test"], started=WALL)
         self.shared = Shared(
-            hook=manager.hook, health=self.health, metrics=self.metrics, cleaner=self.cleaner,
+            health=self.health, metrics=self.metrics, cleaner=self.cleaner,
             clock=self.clock, wall=lambda: WALL + self.clock(),
         )
         facts = NodeFacts(settings or NodeSettings(name="node1"), frozenset(addresses))
         self.loop = Loop(
-            families, self.store, facts, self.shared,
+            families, self.store, facts, worker, self.shared,
             pacing=lambda: Pacing(min_interval=min_interval, retry_cap=30.0, full_period=full_period),
             service_health=self._service_health, all_synced=all_synced,
         )

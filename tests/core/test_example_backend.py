@@ -26,6 +26,7 @@ BOTH = (Family.IPV4, Family.IPV6)
 NODE = node_view()
 WEB = plans(NODE, service("web", "80@30080"), endpoint_slice("web", "10.0.0.2", "10.0.0.1"))
 RULES = "10.96.0.1 TCP 80 -> 10.0.0.1:8080 10.0.0.2:8080\n* TCP 30080 -> 10.0.0.1:8080 10.0.0.2:8080\n"
+SETTINGS = BackendSettings(BOTH)
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_it_follows_what_changes_and_starts_over_in_a_full_sync(kept: Path) -> None:
     registry = Registry()
-    registry.make_backend("textfile", BackendSettings(BOTH))
+    registry.make_backend("textfile", SETTINGS)
     hook = registry.manager.hook
     hook.kproxy_sync(update=full_update(NODE, WEB))
     six = node_view(family=Family.IPV6)
@@ -61,7 +62,7 @@ def test_it_follows_what_changes_and_starts_over_in_a_full_sync(kept: Path) -> N
 
 def test_a_failed_sync_has_remembered_nothing(kept: Path) -> None:
     registry = Registry()
-    registry.make_backend("textfile", BackendSettings(BOTH))
+    registry.make_backend("textfile", SETTINGS)
     kept.write_text("a file is in the way of the directory")
     with pytest.raises(SyncFailed, match="can't write"):
         registry.manager.hook.kproxy_sync(update=full_update(NODE, WEB))
@@ -73,10 +74,10 @@ def test_a_failed_sync_has_remembered_nothing(kept: Path) -> None:
 def test_it_answers_the_questions(kept: Path) -> None:
     registry = Registry()
     assert registry.load("textfile").summary == "a text file of endpoints"
-    assert registry.detect("textfile", BackendSettings(BOTH)).usable
+    assert registry.detect("textfile", SETTINGS).usable
     kept.mkdir()
     (kept / "IPv4.txt").touch()
-    assert registry.cleanup("textfile", dry_run=True).removed == (f"file {kept}/IPv4.txt",)
-    assert registry.cleanup("textfile", dry_run=False).removed == (f"file {kept}/IPv4.txt",)
-    assert registry.cleanup("textfile", dry_run=False).removed == ()
+    assert registry.cleanup("textfile", SETTINGS, dry_run=True).removed == (f"file {kept}/IPv4.txt",)
+    assert registry.cleanup("textfile", SETTINGS, dry_run=False).removed == (f"file {kept}/IPv4.txt",)
+    assert registry.cleanup("textfile", SETTINGS, dry_run=False).removed == ()
     assert os.listdir(kept) == []

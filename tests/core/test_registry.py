@@ -81,11 +81,11 @@ def refused(registry: Registry) -> Mapping[str, str]:
 def test_the_mode_selected_makes_the_backend_that_gets_the_work(put: Install) -> None:
     put("good", good=plugin("good"), other=plugin("other"))
     registry = Registry()
-    registry.make_backend("good", SETTINGS)
+    worker = registry.make_backend("good", SETTINGS)
     node = node_view()
     update = full_update(node, plans(node, service("web")))
-    assert registry.manager.hook.kproxy_sync(update=update) == SyncReport(1)
-    assert registry.manager.hook.kproxy_render(update=update) == "rules"
+    assert worker.sync(update) == SyncReport(1)
+    assert worker.render(update) == "rules"
 
 
 def test_our_own_backends_come_through_the_same_door(put: Install) -> None:
@@ -113,9 +113,9 @@ MISFITS = {
     "exit": ("import sys; sys.exit(3)", "SystemExit: 3"),
     "syntax": ("def broken(:", "SyntaxError"),
     "no plugin": ("", "it lacks the hook kproxy_describe"),
-    "too new": (plugin("bad", contract="(2, 0)"), "written for contract 2.0, this kproxy offers 1.0"),
-    "too old": (plugin("bad", contract="(0, 9)"), "written for contract 0.9, this kproxy offers 1.0"),
-    "newer": (plugin("bad", contract="(1, 99)"), "written for contract 1.99, this kproxy offers 1.0"),
+    "too new": (plugin("bad", contract="(2, 0)"), "written for contract 2.0, this kproxy offers 1.1"),
+    "too old": (plugin("bad", contract="(0, 9)"), "written for contract 0.9, this kproxy offers 1.1"),
+    "newer": (plugin("bad", contract="(1, 99)"), "written for contract 1.99, this kproxy offers 1.1"),
     "no version": (plugin("bad", contract="'1.0'"), "ValueError"),
     "no description": (plugin("bad").replace("return Description", "return dict"), "dict, not Description"),
     "other name": (plugin("other"), "its entry point is named 'bad', it calls itself 'other'"),
@@ -168,8 +168,9 @@ def test_a_backend_that_can_not_work_here_says_so_itself(put: Install) -> None:
 def test_questions_go_to_one_plugin_and_a_failing_answer_is_an_answer(put: Install) -> None:
     put("good", good=plugin("good"), bad=plugin("bad").replace('return Leftovers("bad"', "raise OSError(1"))
     registry = Registry()
-    assert registry.cleanup("good", dry_run=True).removed == ("what was left",)
-    assert registry.cleanup("bad", dry_run=True).errors == ("PermissionError: [Errno 1] ('what was left',)",)
+    assert registry.cleanup("good", SETTINGS, dry_run=True).removed == ("what was left",)
+    problem = "PermissionError: [Errno 1] ('what was left',)"
+    assert registry.cleanup("bad", SETTINGS, dry_run=True).errors == (problem,)
     assert registry.detect("good", SETTINGS).usable
     assert registry.detect("bad", SETTINGS).mode == "bad"
 

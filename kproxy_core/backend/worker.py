@@ -1,0 +1,56 @@
+"""One backend that was made, and how the core talks to it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kproxy_core.backend.api import (
+    BackendSettings,
+    Damage,
+    Description,
+    Measurement,
+    SyncReport,
+    Update,
+)
+
+
+class Worker:
+    """The hooks of work of one backend, with what observers wrap around them.
+
+    While the mode is being switched there are two; each call reaches one of them only.
+    """
+
+    def __init__(
+        self, description: Description, settings: BackendSettings, backend: object, call: Callable[..., Any]
+    ) -> None:
+        """*call* takes the name of a hook and its arguments, and returns the answer of *backend*."""
+        self.description = description
+        self.settings = settings
+        """What it was made with."""
+        self.backend = backend
+        self._call = call
+
+    @property
+    def mode(self) -> str:
+        return self.description.mode
+
+    def sync(self, update: Update) -> SyncReport:
+        """See `hookspecs.kproxy_sync`."""
+        report: SyncReport = self._call("kproxy_sync", update=update)
+        return report
+
+    def render(self, update: Update) -> str:
+        """See `hookspecs.kproxy_render`."""
+        return str(self._call("kproxy_render", update=update))
+
+    def watch(self, damaged: Damage) -> bool:
+        """See `hookspecs.kproxy_watch`."""
+        return bool(self._call("kproxy_watch", damaged=damaged))
+
+    def measure(self) -> Sequence[Sequence[Measurement]]:
+        """See `hookspecs.kproxy_measure`; of observers as well."""
+        answers: Sequence[Sequence[Measurement]] = self._call("kproxy_measure")
+        return answers
+
+    def close(self) -> None:
+        """See `hookspecs.kproxy_close`."""
+        self._call("kproxy_close")
