@@ -126,6 +126,17 @@ class RecordingCleaner:
         self.under_way.append((family, stale))
 
 
+def worker_of(backend: object, families: Sequence[Family]) -> Worker:
+    """What the core knows *backend* by."""
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    manager.register(backend)
+    return Worker(
+        Description("test", "remembers", CONTRACT), BackendSettings(tuple(families)), backend,
+        lambda hook, **arguments: getattr(manager.hook, hook)(**arguments),
+    )
+
+
 class Rig:
     """A loop with everything around it."""
 
@@ -138,16 +149,12 @@ class Rig:
         settings: NodeSettings | None = None,
         addresses: Iterable[Address] = (),
         all_synced: Callable[[], None] = lambda: None,
+        backend: object = None,
     ) -> None:
+        """*backend* takes the place of the recording one."""
         self.clock = Clock()
         self.backend = RecordingBackend(self.clock)
-        manager = pluggy.PluginManager(hookspecs.PROJECT)
-        manager.add_hookspecs(hookspecs)
-        manager.register(self.backend)
-        worker = Worker(
-            Description("test", "remembers", CONTRACT), BackendSettings(tuple(families)), self.backend,
-            lambda hook, **arguments: getattr(manager.hook, hook)(**arguments),
-        )
+        worker = worker_of(backend or self.backend, families)
         self.metrics = Metrics("test", "0")
         self.health = ProxyHealth(
             families, timeout=60.0, node_required=False,

@@ -3,10 +3,8 @@
 import sys
 from collections.abc import Callable
 
-import pluggy
 import pytest
 
-from kproxy_core.backend import hookspecs
 from kproxy_core.backend.api import Scope, SyncReport, Update
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.sources.events import Event, ServiceGone, ServiceSet, SliceSet
@@ -91,12 +89,8 @@ def test_a_change_costs_the_same_among_a_hundred_a_thousand_and_ten_thousand_ser
     event, touched = CHANGES[change]
     costs = []
     for services in (100, 1_000, 10_000):
-        rig = Rig()
         reader = Reader()
-        manager = pluggy.PluginManager(hookspecs.PROJECT)
-        manager.add_hookspecs(hookspecs)
-        manager.register(reader)
-        object.__setattr__(rig.shared, "hook", manager.hook)
+        rig = Rig(backend=reader)
         rig.start(*cluster(services))
         rig.flows_deleted()
         rig.loop.emit([event])
