@@ -92,6 +92,10 @@ class Config:
     """Every gate this proxy knows, as it is in effect (e.g. ``AllowServiceExternalIPs``)."""
     verbosity: int
     logging_format: Literal["text", "json"]
+    state_directory: str
+    """Where the journal of mode switches is."""
+    live_mode_switch: bool
+    """A changed mode in the file is followed without a restart."""
     backend_options: Mapping[str, object]
     """What the file has for the mode alone, names as in the file; durations are floats in seconds."""
     reported_version: str = ""
@@ -147,6 +151,8 @@ def resolve(flags: Flags, file: FileConfig | None) -> Config:
         feature_gates=gates_in_effect(document.feature_gates),
         verbosity=document.logging.verbosity,
         logging_format="json" if document.logging.format == "json" else "text",
+        state_directory=document.kproxy.state_directory,
+        live_mode_switch=document.kproxy.live_mode_switch,
         backend_options=_options(document),
         document=document,
         reported_version=given if (given := flags.get("version", "")).startswith("v") else "",

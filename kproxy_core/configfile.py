@@ -203,6 +203,10 @@ class Kproxy(_Section, frozen=True, kw_only=True, rename="camel"):
 
     manifests: str = ""
     """Directory to read objects from; "": an API server."""
+    state_directory: str = "/run/kproxy"
+    """What must be known after a restart of the process, and not after a reboot."""
+    live_mode_switch: bool = False
+    """Follow a changed `mode` in this file without a restart."""
     backend_options: dict[str, dict[str, Any]] = {}
     """For backends that have no section among kube-proxy's, by mode."""
 

@@ -156,7 +156,7 @@ FLAGS = {flag.parameter: flag for flag in (*RULES, *PROCESS, *OLDER)}
 """All of them by parameter name."""
 
 
-def switch(text: str) -> bool:
+def truth(text: str) -> bool:
     """The value of a switch, in the words that Go takes. Raises ValueError."""
     if text in ("1", "t", "T", "true", "TRUE", "True"):
         return True
@@ -167,7 +167,7 @@ def switch(text: str) -> bool:
 
 def spared_by_cleanup(flags: Flags) -> tuple[str, ...]:
     """The modes whose rules ``--cleanup`` leaves. Raises ValueError."""
-    return () if switch(flags.get("cleanup_ipvs") or "true") else ("ipvs",)
+    return () if truth(flags.get("cleanup_ipvs") or "true") else ("ipvs",)
 
 
 def version_told(given: str) -> str:
@@ -184,4 +184,4 @@ def version_told(given: str) -> str:
         if re.fullmatch(r"v\d+\.\d+\.\d+([-+][0-9A-Za-z.+-]+)?", given, re.ASCII):
             return ""
         raise ValueError("must be true, false, raw or a version such as v1.36.2")
-    return f"kproxy {__version__}" if switch(given) else ""
+    return f"kproxy {__version__}" if truth(given) else ""

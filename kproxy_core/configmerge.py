@@ -15,7 +15,7 @@ from kproxy_core.configfile import (
     VModule,
     duration_from,
 )
-from kproxy_core.configflags import FLAGS, Flag, Flags, switch
+from kproxy_core.configflags import FLAGS, Flag, Flags, truth
 
 
 @dataclass(slots=True)
@@ -117,7 +117,7 @@ def _with_key(mapping: Mapping[str, Any], path: list[str], text: str) -> dict[st
 
 def _value(found: msgspec.structs.FieldInfo, text: str, before: object) -> object:
     if isinstance(before, bool):
-        return switch(text)
+        return truth(text)
     if isinstance(before, str):
         return text
     if isinstance(before, dict):
@@ -145,7 +145,7 @@ def _gates(pairs: Iterable[str]) -> Iterable[tuple[str, bool]]:
         name, equals, value = pair.partition("=")
         if not equals or not name.strip():
             raise ValueError("must be GATE=true or GATE=false, separated by commas")
-        yield name.strip(), switch(value.strip())
+        yield name.strip(), truth(value.strip())
 
 
 def _vmodule(pairs: Iterable[str]) -> Iterable[VModule]:

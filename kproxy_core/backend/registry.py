@@ -8,9 +8,10 @@ loaded by itself and only when needed, so a broken one costs nobody else anythin
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -160,7 +161,7 @@ class Registry:
 
         Raises UnknownMode, PluginRefused, or what the plugin raises.
         """
-        found = self._answers(mode, "kproxy_caveats", update=update, settings=settings)
+        found = self._answers(mode, "kproxy_caveats", {"update": update, "settings": settings})
         return tuple(caveat for answer in found for caveat in answer)
 
     def detect(self, mode: str, settings: BackendSettings) -> Detection:
@@ -181,24 +182,31 @@ class Registry:
         self, mode: str, settings: BackendSettings, *, dry_run: bool, own_only: bool = False
     ) -> Leftovers:
         """Remove all that *mode* leaves in the kernel. Raises UnknownMode or PluginRefused."""
-        return self._leftovers(
-            mode, "kproxy_cleanup", settings=settings, dry_run=dry_run, own_only=own_only)
+        arguments = {"settings": settings, "dry_run": dry_run, "own_only": own_only}
+        return self._leftovers(mode, "kproxy_cleanup", arguments=arguments)
 
-    def retire(self, mode: str, settings: BackendSettings) -> Leftovers:
+    def retire(
+        self, mode: str, settings: BackendSettings, *, worker: Worker | None = None, traces: bool = True
+    ) -> Leftovers:
         """Remove what *mode* leaves, except what established connections need: they are `waiting`.
 
-        To be called until none is; then `close_backend`, if there is one, and `cleanup` are due.
+        *worker*: the backend that served in this process; *traces*: also what is not bound to it.
+        To be called until none waits; then `close_backend`, if there is one, and `cleanup` are due.
         Raises UnknownMode or PluginRefused.
         """
-        return self._leftovers(mode, "kproxy_retire", settings=settings)
+        return self._leftovers(
+            mode, "kproxy_retire", worker=worker, traces=traces, arguments={"settings": settings})
 
     def supersede(self, mode: str) -> Leftovers:
         """Remove what kube-proxy left in *mode*, which serves. Raises UnknownMode or PluginRefused."""
         return self._leftovers(mode, "kproxy_supersede")
 
-    def _leftovers(self, mode: str, hook: str, **arguments: object) -> Leftovers:
+    def _leftovers(
+        self, mode: str, hook: str, *, worker: Worker | None = None, traces: bool = True,
+        arguments: Mapping[str, object] = MappingProxyType({}),
+    ) -> Leftovers:
         try:
-            answers = self._answers(mode, hook, **arguments)
+            answers = self._answers(mode, hook, arguments, worker=worker, plugin=traces)
             wrong = [answer for answer in answers if not isinstance(answer, Leftovers)]
             if not wrong:
                 return Leftovers(
@@ -225,14 +233,17 @@ class Registry:
 
     def _ask(self, mode: str, hook: str, **arguments: object) -> object:
         """Put a question to the plugin for *mode* alone, and to the observers."""
-        answers = self._answers(mode, hook, **arguments)
+        answers = self._answers(mode, hook, arguments)
         return answers[-1] if answers else None
 
-    def _answers(self, mode: str, hook: str, **arguments: object) -> list[Any]:
-        """What the plugin for *mode* says, and its backends if the question is theirs as well."""
+    def _answers(
+        self, mode: str, hook: str, arguments: Mapping[str, object],
+        *, worker: Worker | None = None, plugin: bool = True,
+    ) -> list[Any]:
+        """What the *plugin* for *mode* says, the backend of *worker*, and observers."""
         self.load(mode)
-        others = [plugin for other, plugin in self._plugins.items() if other != mode]
-        others += [worker.backend for worker in self._workers if worker.mode != mode]
+        others = [found for other, found in self._plugins.items() if other != mode or not plugin]
+        others += [other.backend for other in self._workers if other is not worker]
         answers: list[Any] = self.manager.subset_hook_caller(hook, others)(**arguments)
         return answers
 

@@ -21,13 +21,14 @@ from kproxy_core.configflags import (
     RULES,
     Flags,
     spared_by_cleanup,
-    switch,
+    truth,
     version_told,
 )
 
 if TYPE_CHECKING:
     from kproxy_core.backend.registry import Registry
-    from kproxy_core.config import Config, FileConfig
+    from kproxy_core.cli.terms import Configuration
+    from kproxy_core.config import Config
 
 _T = TypeVar("_T")
 
@@ -55,20 +56,20 @@ def kproxy(context: click.Context, /, **options: Any) -> None:
         context.exit()
     if context.invoked_subcommand is not None:
         return
-    dry_run = _judged("dry_run", flags, switch, False)
-    own_only = _judged("own_only", flags, switch, False)
-    if (dry_run or own_only) and not _judged("cleanup", flags, switch, False):
+    dry_run = _judged("dry_run", flags, truth, False)
+    own_only = _judged("own_only", flags, truth, False)
+    if (dry_run or own_only) and not _judged("cleanup", flags, truth, False):
         raise click.UsageError("--dry-run and --own-only go with --cleanup")
     if "write_config_to" in flags:
         _write_config(flags)
-    elif _judged("cleanup", flags, switch, False):
+    elif _judged("cleanup", flags, truth, False):
         try:
             spared = spared_by_cleanup(flags)
         except ValueError as error:
             raise click.UsageError(f"--cleanup of some modes: {error}") from error
         _clean(flags, dry_run, own_only, spared)
     else:
-        _run(flags, _judged("init_only", flags, switch, False))
+        _run(flags, _judged("init_only", flags, truth, False))
 
 
 @kproxy.command()
@@ -88,6 +89,24 @@ def modes(probe: bool, output: str) -> None:
         for mode in described:
             click.echo(mode)
     _tell_broken(registry)
+
+
+@kproxy.command()
+@click.argument("mode")
+@click.option("--check", is_flag=True, help="Only say what would change for this node's Services.")
+def switch(mode: str, check: bool) -> None:
+    """Have the proxy that runs here serve in another MODE. Connections don't notice."""
+    from kproxy_core.cli import switching
+    from kproxy_core.run.control import NobodyThere, Refused
+
+    try:
+        if check:
+            if not switching.check(mode, click.echo):
+                raise click.ClickException(f"with {mode} something would be lost")
+        else:
+            switching.switch(mode, click.echo)
+    except (NobodyThere, Refused) as error:
+        raise click.ClickException(str(error)) from error
 
 
 @kproxy.command(cls=FlagCommand)
@@ -128,7 +147,7 @@ def _run(flags: Flags, init_only: bool) -> None:
     from kproxy_core.run import logs
 
     with _errors():
-        config, registry, file = _prepared(flags)
+        config, registry, configuration = _prepared(flags)
         logs.set_up(config.verbosity, config.logging_format)
         from kproxy_core.cli import process
 
@@ -139,7 +158,7 @@ def _run(flags: Flags, init_only: bool) -> None:
             if init_only:
                 process.set_up(config, registry)
             else:
-                process.run(config, registry, flags, file)
+                process.run(config, registry, configuration)
     except click.ClickException as error:
         process.log.error(error.message)
         sys.exit(1)
@@ -167,13 +186,13 @@ def _write_config(flags: Flags) -> None:
 
 def _clean(flags: Flags, dry_run: bool, own_only: bool, spared: tuple[str, ...]) -> None:
     """Every mode but those *spared* cleans up after itself; what one can't do keeps no other from it."""
-    from kproxy_core import config as configuration
-    from kproxy_core.cli import process
+    from kproxy_core import config
+    from kproxy_core.cli.terms import Configuration, served_families, settings_of_modes
 
     registry = _registry()
     with _errors():
-        file = configuration.load(flags["config"]) if flags.get("config") else None
-        settings_of = process.settings_of_modes(flags, file, process.served_families())
+        file = config.load(flags["config"]) if flags.get("config") else None
+        settings_of = settings_of_modes(Configuration(flags, file), served_families())
     failed = False
     for description in registry.load_all():
         if description.mode in spared:
@@ -202,27 +221,29 @@ def _tell_broken(registry: Registry) -> None:
         click.echo(f"Warning: {broken}", err=True)
 
 
-def _prepared(flags: Flags) -> tuple[Config, Registry, FileConfig | None]:
-    """The configuration in effect, with a mode in any case; the plugins; the file, if there is one."""
-    from kproxy_core import config as configuration
+def _prepared(flags: Flags) -> tuple[Config, Registry, Configuration]:
+    """What is in effect, with a mode in any case; the plugins; what was asked for."""
+    from kproxy_core.cli.terms import Configuration, backend_settings, served_families
+    from kproxy_core.config import load
+    from kproxy_core.run.journal import Journal
 
-    loaded = configuration.load(flags["config"]) if flags.get("config") else None
-    config = configuration.resolve(flags, loaded)
+    configuration = Configuration(flags, load(flags["config"]) if flags.get("config") else None)
+    config = configuration.of(configuration.mode)
     registry = _registry()
-    if not config.mode:
-        from kproxy_core.cli import process
-
-        probing = process.backend_settings(config, process.served_families())
-        config = configuration.resolve(Flags(flags, mode=registry.preferred(probing)), loaded)
-    registry.load(config.mode)
-    return config, registry, loaded
+    mode = Journal(config.state_directory).mode_to_start(config.mode) or config.mode
+    if not mode:
+        mode = registry.preferred(backend_settings(config, served_families()))
+    if mode != config.mode:
+        config = configuration.of(mode)
+    registry.load(mode)
+    return config, registry, configuration
 
 
 @contextmanager
 def _errors() -> Iterator[None]:
     """What is known to go wrong becomes one line and status 1; anything else is a bug and shows as one."""
     from kproxy_core.backend.errors import BackendError
-    from kproxy_core.cli.process import StartFailed
+    from kproxy_core.cli.terms import StartFailed
     from kproxy_core.config import ConfigError
     from kproxy_core.host.errors import HostError
 

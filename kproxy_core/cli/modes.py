@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kproxy_core.backend.api import BackendSettings, Description, Detection
 from kproxy_core.backend.registry import Registry
-from kproxy_core.cli.process import served_families
+from kproxy_core.cli.terms import served_families
 
 
 @dataclass(frozen=True, slots=True)

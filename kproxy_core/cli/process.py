@@ -10,28 +10,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kproxy_core import __version__
-from kproxy_core.backend.api import BackendSettings, Description
 from kproxy_core.backend.registry import Registry
+from kproxy_core.backend.worker import Worker
 from kproxy_core.cli import preparation
 from kproxy_core.cli.family_checks import doubts, unservable
-from kproxy_core.config import (
-    BindAddress,
-    Config,
-    DetectLocalMode,
-    FileConfig,
-    parse_node_port_addresses,
-    resolve,
+from kproxy_core.cli.steering import FollowedFile, answer_requests
+from kproxy_core.cli.terms import (
+    Configuration,
+    StartFailed,
+    backend_settings,
+    node_settings,
+    pacing,
+    served_families,
+    settings_of_modes,
+    terms_of_modes,
 )
+from kproxy_core.config import BindAddress, Config
 from kproxy_core.configcheck import FEATURE_GATES
 from kproxy_core.configfile import ClientConnection
 from kproxy_core.configflags import Flags
 from kproxy_core.configwrite import effective, effective_flags
-from kproxy_core.host.addresses import default_source_address, watch_addresses
-from kproxy_core.model.address import Cidr, Family
-from kproxy_core.model.node import LocalSource
+from kproxy_core.host.addresses import watch_addresses
+from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServiceName
 from kproxy_core.run import logs
 from kproxy_core.run.client_metrics import ClientMetrics
+from kproxy_core.run.control import ControlServer
 from kproxy_core.run.debug import Debug
 from kproxy_core.run.events import Events
 from kproxy_core.run.family_sync import Shared
@@ -39,15 +43,16 @@ from kproxy_core.run.flows import FlowCleaner
 from kproxy_core.run.health import ProxyHealth
 from kproxy_core.run.http import HttpServer
 from kproxy_core.run.http_messages import Handler
+from kproxy_core.run.journal import Journal
 from kproxy_core.run.leftovers import clean_up_in_background
 from kproxy_core.run.loop import Loop
 from kproxy_core.run.metrics import Metrics
-from kproxy_core.run.node_facts import NodeFacts, NodeSettings
-from kproxy_core.run.pacing import Pacing
+from kproxy_core.run.node_facts import NodeFacts
+from kproxy_core.run.retiring import Retiring
 from kproxy_core.run.routes import About, health_routes, metrics_routes
 from kproxy_core.run.service_health import ServiceHealth
+from kproxy_core.run.switch import Switch
 from kproxy_core.sources.events import Source
-from kproxy_core.sources.file_watch import FileWatch
 from kproxy_core.sources.store import Store
 
 if TYPE_CHECKING:
@@ -58,46 +63,6 @@ log = logging.getLogger("kproxy.run")
 
 FILE_CHANGED = "the content of the configuration file has changed: a restart is needed"
 """Why the process ends then; whoever runs it starts it again."""
-
-
-class StartFailed(Exception):
-    """What was asked for can't be had; one line for the operator."""
-
-
-def served_families() -> tuple[Family, ...]:
-    """The IP families of this machine, as kube-proxy judges them; IPv4 is always there."""
-    interfaces = Path("/proc/net/if_inet6")
-    disabled = Path("/proc/sys/net/ipv6/conf/all/disable_ipv6")
-    try:
-        if interfaces.exists() and disabled.read_text(encoding="ascii").strip() != "1":
-            return (Family.IPV4, Family.IPV6)
-    except OSError:
-        pass
-    return (Family.IPV4,)
-
-
-def backend_settings(config: Config, families: tuple[Family, ...]) -> BackendSettings:
-    """What a backend is made with."""
-    return BackendSettings(families, config.masquerade_bit, config.backend_options)
-
-
-def node_settings(config: Config, description: Description) -> NodeSettings:
-    """What the operator, or else the mode, decides about the node. Raises StartFailed if it has no name."""
-    node_ports = config.node_port_addresses
-    if node_ports == ():
-        node_ports = parse_node_port_addresses(description.default_node_port_addresses)
-    name = config.hostname_override or socket.gethostname().strip().lower()
-    if not name:
-        raise StartFailed("this machine has no host name; give the node's with --hostname-override")
-    return NodeSettings(
-        name=name,
-        local=_local(config),
-        node_ports=node_ports,
-        bind_address=config.bind_address if any(config.bind_address) else None,
-        guess_address=default_source_address if config.manifests else None,
-        masquerade_all=config.masquerade_all,
-        masquerade_bit=config.masquerade_bit,
-    )
 
 
 def make_source(config: Config, node_name: str, counted: ClientMetrics) -> Source:
@@ -169,15 +134,8 @@ def set_up(config: Config, registry: Registry) -> None:
     log.info("what needs all privileges is done", extra={"fields": {"mode": config.mode}})
 
 
-def settings_of_modes(
-    flags: Flags, file: FileConfig | None, families: tuple[Family, ...]
-) -> Callable[[str], BackendSettings]:
-    """What the backend of each mode is made with, if it is made."""
-    return lambda mode: backend_settings(resolve(Flags(flags, mode=mode), file), families)
-
-
-def run(config: Config, registry: Registry, flags: Flags, file: FileConfig | None) -> None:
-    """Be the proxy until SIGTERM or SIGINT, or until *file*, which *config* is from, changes.
+def run(config: Config, registry: Registry, configuration: Configuration) -> None:
+    """Be the proxy until SIGTERM or SIGINT, or until the file that *config* is from changes.
 
     The rules stay. Raises BackendError, HostError or StartFailed.
     """
@@ -185,7 +143,6 @@ def run(config: Config, registry: Registry, flags: Flags, file: FileConfig | Non
     preparation.protect_from_oom_killer(config.oom_score_adj)
     preparation.raise_file_limit()
     families = served_families()
-    settings_of = settings_of_modes(flags, file, families)
     problem = unservable(config, families)
     if problem:
         raise StartFailed(problem)
@@ -194,11 +151,12 @@ def run(config: Config, registry: Registry, flags: Flags, file: FileConfig | Non
         "version": __version__, "mode": config.mode, "node": settings.name,
         "families": ",".join(family.label for family in families),
     }})
-    log.debug("flags", extra={"fields": flags})
+    log.debug("flags", extra={"fields": configuration.flags})
     worker = registry.make_backend(config.mode, backend_settings(config, families))
 
     metrics = Metrics(config.mode, __version__)
-    metrics.also(worker.measure)
+    metrics.also(lambda: switch.worker.measure())
+    retiring = Retiring(registry, settings_of_modes(configuration, families))
     for name, enabled in config.feature_gates.items():
         metrics.gate(name, FEATURE_GATES[name].stage, enabled)
     health = ProxyHealth(families, timeout=2 * config.sync_period, node_required=not config.manifests)
@@ -217,7 +175,7 @@ def run(config: Config, registry: Registry, flags: Flags, file: FileConfig | Non
             log.warning("the kernel does not track connections; their limits and timeouts are not set")
         for doubt in doubts(config, settings, families, store.node):
             log.warning("the configuration may not be what is meant", extra={"fields": {"because": doubt}})
-        clean_up_in_background(registry, config.mode, settings_of, health)
+        clean_up_in_background(registry, config.mode, retiring, health)
         events.start()
 
     def health_port_failed(service: ServiceName, problem: str) -> None:
@@ -232,9 +190,21 @@ def run(config: Config, registry: Registry, flags: Flags, file: FileConfig | Non
             health=health, metrics=metrics, cleaner=FlowCleaner(lambda done: loop.cleaned(done)),
             clock=time.monotonic, wall=time.time,
         ),
-        pacing=lambda: Pacing(min_interval=config.min_sync_period, retry_cap=config.sync_period),
+        pacing=lambda: pacing(config),
         service_health=lambda: ServiceHealth(server, health.healthy, health_port_failed),
         all_synced=all_synced,
+    )
+    told = about(config, configuration.flags)
+
+    def serves(worker: Worker) -> None:
+        metrics.mode_is(worker.mode)
+        told.mode = worker.mode
+        told.configuration = effective(configuration.of(worker.mode))
+        events.node("Normal", "ModeSwitched", worker.mode)
+
+    switch = Switch(
+        loop, registry, retiring, Journal(config.state_directory), worker=worker,
+        configured=configuration.mode, terms=terms_of_modes(configuration, registry, families), serves=serves,
     )
     failures: list[str] = []
 
@@ -256,24 +226,26 @@ def run(config: Config, registry: Registry, flags: Flags, file: FileConfig | Non
         listen("the health server", "FailedToStartProxierHealthcheck", config.healthz_bind_address,
                health_routes(health, metrics))
     listen("the metrics server", "FailedToStartMetricServer", config.metrics_bind_address,
-           metrics_routes(metrics, about(config, flags)))
+           metrics_routes(metrics, told))
     watcher = watch_addresses(loop.addresses_are)
     loop.addresses_are(watcher.addresses)
     _stop_on_signals(loop.stop)
-    file_watch = FileWatch(file.path, file.content, partial(end, FILE_CHANGED)) if file else None
-    if file_watch:
-        file_watch.start()
+    followed = FollowedFile(configuration, switch, events, partial(end, FILE_CHANGED))
+    followed.start()
+    control = ControlServer(answer_requests(switch, retiring))
+    control.start()
     source.start(loop.emit)
     try:
         loop.run()
     finally:
-        if file_watch:
-            file_watch.close()
+        control.stop()
+        followed.close()
         source.stop()
         events.close()
         watcher.close()
         server.stop()
-        registry.close_backend(worker)
+        retiring.close()
+        registry.close_backend(switch.worker)
     if failures:
         raise StartFailed("; ".join(failures))
     log.info("stopped; the rules stay in place")
@@ -287,18 +259,6 @@ def _counting(counted: ClientMetrics) -> "Observe":
         )  # fmt: skip
 
     return observe
-
-
-def _local(config: Config) -> LocalSource | tuple[Cidr, ...] | None:
-    match config.detect_local_mode:
-        case DetectLocalMode.CLUSTER_CIDR:
-            return config.cluster_cidrs
-        case DetectLocalMode.NODE_CIDR:
-            return None
-        case DetectLocalMode.BRIDGE_INTERFACE:
-            return LocalSource(interface=config.bridge_interface)
-        case DetectLocalMode.INTERFACE_NAME_PREFIX:
-            return LocalSource(interface_prefix=config.interface_name_prefix)
 
 
 def _stop_on_signals(stop: Callable[[], None]) -> None:

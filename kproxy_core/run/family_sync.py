@@ -77,6 +77,14 @@ class FamilySync:
         self._shared.health.queued(self.family)
         self._shared.metrics.sync_requested(self.family, self._shared.wall())
 
+    def serve_with(self, worker: Worker, pacing: Pacing) -> None:
+        """From now on *worker* has the work."""
+        self.worker = worker
+        self._pacing = pacing
+        self._failures = 0
+        self._repair = False
+        self._damages = 0
+
     def node_is(self, node: NodeView) -> None:
         """The node looks like this now."""
         self._service_health.place(node)

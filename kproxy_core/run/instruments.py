@@ -36,6 +36,10 @@ class Gauge(Instrument):
     def set(self, value: float, *labels: str) -> None:
         self._values[labels] = value
 
+    def clear(self) -> None:
+        """Forget the values of all labels."""
+        self._values = {}
+
     def samples(self) -> Iterator[Sample]:
         for labels, value in self._values.items():
             yield "", dict(zip(self.labels, labels, strict=True)), value

@@ -7,16 +7,18 @@ of the plans follow: health check node ports, stale UDP flows, metrics.
 
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
+from typing import TypeVar
 
-from kproxy_core.backend.api import Scope
+from kproxy_core.backend.api import Scope, Update
 from kproxy_core.backend.worker import Worker
 from kproxy_core.model.address import Address, Family
 from kproxy_core.run.family import FamilyPlans
 from kproxy_core.run.family_sync import FamilySync, Shared
 from kproxy_core.run.flows import Cleaned
-from kproxy_core.run.node_facts import NodeFacts
+from kproxy_core.run.node_facts import NodeFacts, NodeSettings
 from kproxy_core.run.pacing import Pacing
 from kproxy_core.run.service_health import ServiceHealth
 from kproxy_core.sources.events import BadObject, Event
@@ -24,12 +26,14 @@ from kproxy_core.sources.store import Store
 
 log = logging.getLogger("kproxy.run")
 
+_T = TypeVar("_T")
+
 
 class Loop:
     """Folds events in, and syncs each family when it is its turn.
 
-    `emit`, `damaged`, `addresses_are`, `cleaned` and `stop` may be called from any thread and from signal
-    handlers; everything else belongs to the thread of `run`.
+    `emit`, `call`, `addresses_are`, `cleaned` and `stop` may be called from any thread, all but `call` also
+    from signal handlers; everything else belongs to the thread of `run`.
     """
 
     def __init__(
@@ -58,11 +62,14 @@ class Loop:
         }
         self._all_synced = all_synced
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._asked: set[Future[None]] = set()
+        self._held = False
         self._started = False
         self._watching = False
         self._settled = False
         self._node_differs = True
         self._stopped = False
+        self._ended = False
 
     # From any thread ----------------------------------------------------------------------
 
@@ -70,9 +77,28 @@ class Loop:
         """Take in what a source says."""
         self._inbox.put(partial(self._fold, events))
 
-    def damaged(self, family: Family, what: str) -> None:
-        """Somebody else changed what the backend programmed (see `kproxy_core.backend.api.Damage`)."""
-        self._inbox.put(partial(self._damaged, family, what))
+    def call(self, what: Callable[[], _T]) -> _T:
+        """Have *what* called in the loop's thread; returns, or raises, what it does.
+
+        Raises CancelledError if the loop ends before its turn comes. Not for the loop's own thread.
+        """
+        done: Future[None] = Future()
+        results: list[_T] = []
+
+        def run() -> None:
+            self._asked.discard(done)
+            try:
+                results.append(what())
+                done.set_result(None)
+            except Exception as error:  # noqa: BLE001 - it is raised where it was asked for
+                done.set_exception(error)
+
+        self._asked.add(done)
+        self._inbox.put(run)
+        if self._ended:
+            done.cancel()
+        done.result()
+        return results[0]
 
     def addresses_are(self, addresses: frozenset[Address]) -> None:
         """The addresses of the node's interfaces changed to these."""
@@ -93,8 +119,13 @@ class Loop:
 
         Raises Unsupported if the backend finds that it can't work here.
         """
-        while not self._stopped:
-            self.turn(self._patience())
+        try:
+            while not self._stopped:
+                self.turn(self._patience())
+        finally:
+            self._ended = True
+            for asked in list(self._asked):
+                asked.cancel()
 
     def turn(self, patience: float | None = 0.0) -> None:
         """Take in what is in the inbox, then do everything that is due.
@@ -107,7 +138,7 @@ class Loop:
                 self._inbox.get_nowait()()
         except Empty:
             pass
-        if self._stopped or not (self._started or self._start()):
+        if self._stopped or self._held or not (self._started or self._start()):
             return
         if self._node_differs:
             self._node_differs = False
@@ -120,11 +151,48 @@ class Loop:
 
     def next_wakeup(self) -> float | None:
         """When `turn` has something to do if nothing is heard until then, by the clock; None: never."""
-        if not self._started:
+        if self._held or not self._started:
             return None
         now = self._shared.clock()
         times = [sync.next_wakeup(now) for sync in self._syncs.values()]
         return min((at for at in times if at is not None), default=None)
+
+    @property
+    def addresses(self) -> frozenset[Address]:
+        """Of the node's interfaces."""
+        return self._facts.addresses
+
+    @property
+    def settled(self) -> bool:
+        """Every family has synced."""
+        return self._settled
+
+    def hold(self) -> None:
+        """Sync nothing until `serve_with`: two modes are at work in the kernel. What changes waits."""
+        self._held = True
+
+    def updates(self, settings: NodeSettings) -> list[Update]:
+        """All there is, as of the last turn, for each family of a node with these *settings*."""
+        facts = self._facts.with_settings(settings)
+        return [
+            Update(family, Scope.RESYNC, facts.view(family), {}, sync.plans.plans, node_changed=True)
+            for family, sync in self._syncs.items()
+        ]
+
+    def serve_with(
+        self, worker: Worker, settings: NodeSettings, pacing: Callable[[], Pacing], scope: Scope
+    ) -> None:
+        """From now on *worker* has the work, and has all that `updates` gave. *scope*: of its next sync."""
+        self._held = False
+        if worker is not self._worker:
+            self._worker = worker
+            self._facts = self._facts.with_settings(settings)
+            for sync in self._syncs.values():
+                sync.serve_with(worker, pacing())
+            self._watch()
+        self._node_differs = True
+        for sync in self._syncs.values():
+            sync.request(scope)
 
     def _patience(self) -> float | None:
         """Seconds until there is something to do."""
@@ -146,11 +214,19 @@ class Loop:
         synced = [sync.synced for sync in self._syncs.values()]
         if any(synced) and not self._watching:
             self._watching = True
-            if not self._worker.watch(self.damaged):
-                log.info("foreign changes go unnoticed until the next full sync")
+            self._watch()
         if all(synced):
             self._settled = True
             self._all_synced()
+
+    def _watch(self) -> None:
+        worker = self._worker
+
+        def damaged(family: Family, what: str) -> None:
+            self._inbox.put(partial(self._damaged, worker, family, what))
+
+        if not worker.watch(damaged):
+            log.info("foreign changes go unnoticed until the next full sync")
 
     def _fold(self, events: list[Event]) -> None:
         store, metrics = self._store, self._shared.metrics
@@ -182,9 +258,10 @@ class Loop:
         self._facts.addresses = addresses
         self._node_differs = True
 
-    def _damaged(self, family: Family, what: str) -> None:
+    def _damaged(self, worker: Worker, family: Family, what: str) -> None:
+        """Somebody else changed what *worker* programmed; while two modes are at work, the other one did."""
         sync = self._syncs.get(family)
-        if sync is not None:
+        if sync is not None and worker is self._worker and not self._held:
             sync.damaged(what)
 
     def _stop(self) -> None:

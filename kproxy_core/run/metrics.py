@@ -73,8 +73,7 @@ class Metrics:
             f"{sync}_no_local_endpoints_total",
             "Service ports with a Local policy and endpoints, but none on this node",
             ("traffic_policy", "ip_family"))
-        self._sync_failures = counter(
-            f"{sync}_{mode.replace('-', '_')}_sync_failures_total", "Syncs that failed", _IP_FAMILY)
+        self._sync_failures = counter(_failures_of(mode), "Syncs that failed", _IP_FAMILY)
         self._health_answers = {
             check: counter(f"kubeproxy_proxy_{check}_total", f"Answers to /{check} by status", ("code",))
             for check in ("healthz", "livez")
@@ -91,7 +90,9 @@ class Metrics:
             "kproxy_foreign_changes_total", "Changes by others to what was programmed", _IP_FAMILY)
         self._bad_objects = counter(
             "kproxy_bad_objects_total", "Objects, or parts of one, that could not be used", ("kind",))
-        gauge("kproxy_build_info", "Always 1", ("version", "mode")).set(1, version, mode)
+        self._build = gauge("kproxy_build_info", "Always 1", ("version", "mode"))
+        self._build.set(1, version, mode)
+        self._version = version
 
         build = build_info(version)
         gauge(build.name, build.about, tuple(build.labels)).set(1, *build.labels.values())
@@ -102,6 +103,17 @@ class Metrics:
         registered = counter(
             "registered_metrics_total", "Metrics there are", ("stability_level", "deprecated_version"))
         registered.add(sum(i.name.startswith("kubeproxy_") for i in self._instruments), "ALPHA", "")
+
+    def mode_is(self, mode: str) -> None:
+        """Another *mode* serves: its failures are counted by themselves, as kube-proxy's are."""
+        with self._lock:
+            self._build.clear()
+            self._build.set(1, self._version, mode)
+            known = next((i for i in self._instruments if i.name == _failures_of(mode)), None)
+            if not isinstance(known, Counter):
+                known = Counter(_failures_of(mode), "Syncs that failed", _IP_FAMILY)
+                self._instruments.append(known)
+            self._sync_failures = known
 
     # What the sync loop tells.
 
@@ -241,6 +253,10 @@ class Metrics:
         for collector in (GCCollector, PlatformCollector, ProcessCollector):
             collector(registry=registry)
         return registry
+
+
+def _failures_of(mode: str) -> str:
+    return f"kubeproxy_sync_proxy_rules_{mode.replace('-', '_')}_sync_failures_total"
 
 
 def _spelled(labels: dict[str, str]) -> str:

@@ -49,6 +49,14 @@ class NodeFacts:
         self._reported: dict[Family, str] = {}
         self._pod_networks: dict[Family, Cidr] = {}
 
+    def with_settings(self, settings: NodeSettings) -> "NodeFacts":
+        """The same node, if the operator had decided otherwise."""
+        facts = NodeFacts(settings, self.addresses)
+        facts.node, facts.service_cidrs = self.node, self.service_cidrs
+        facts._reported = dict(self._reported)
+        facts._pod_networks = dict(self._pod_networks)
+        return facts
+
     def view(self, family: Family) -> NodeView:
         """The node as *family* sees it now. A reason not to serve node ports is logged when it comes up."""
         settings = self._settings

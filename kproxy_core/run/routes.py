@@ -34,9 +34,9 @@ def health_routes(health: ProxyHealth, metrics: Metrics) -> Handler:
     return answer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class About:
-    """What the metrics server tells of the process besides metrics."""
+    """What the metrics server tells of the process besides metrics. Mode and configuration may change."""
 
     mode: str
     version: str = ""

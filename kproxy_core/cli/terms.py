@@ -1,0 +1,113 @@
+"""What a mode serves with on this machine, as the configuration has it."""
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from kproxy_core.backend.api import BackendSettings, Description
+from kproxy_core.backend.registry import Registry
+from kproxy_core.config import Config, DetectLocalMode, FileConfig, parse_node_port_addresses, resolve
+from kproxy_core.configflags import Flags
+from kproxy_core.host.addresses import default_source_address
+from kproxy_core.model.address import Cidr, Family
+from kproxy_core.model.node import LocalSource
+from kproxy_core.run.node_facts import NodeSettings
+from kproxy_core.run.pacing import Pacing
+from kproxy_core.run.switch import Terms
+
+
+class StartFailed(Exception):
+    """What was asked for can't be had; one line for the operator."""
+
+
+class Configuration:
+    """Flags and file together, for whichever mode is asked about."""
+
+    def __init__(self, flags: Flags, file: FileConfig | None) -> None:
+        self.flags = flags
+        self.file = file
+
+    @property
+    def mode(self) -> str:
+        """What is asked for; "": the best that works."""
+        return resolve(self.flags, self.file).mode
+
+    def of(self, mode: str) -> Config:
+        """What is in effect when *mode* serves. Raises ConfigError."""
+        return resolve(Flags(self.flags, mode=mode), self.file)
+
+
+def served_families() -> tuple[Family, ...]:
+    """The IP families of this machine, as kube-proxy judges them; IPv4 is always there."""
+    interfaces = Path("/proc/net/if_inet6")
+    disabled = Path("/proc/sys/net/ipv6/conf/all/disable_ipv6")
+    try:
+        if interfaces.exists() and disabled.read_text(encoding="ascii").strip() != "1":
+            return (Family.IPV4, Family.IPV6)
+    except OSError:
+        pass
+    return (Family.IPV4,)
+
+
+def backend_settings(config: Config, families: tuple[Family, ...]) -> BackendSettings:
+    """What a backend is made with."""
+    return BackendSettings(families, config.masquerade_bit, config.backend_options)
+
+
+def settings_of_modes(
+    configuration: Configuration, families: tuple[Family, ...]
+) -> Callable[[str], BackendSettings]:
+    """What the backend of each mode is made with, if it is made."""
+    return lambda mode: backend_settings(configuration.of(mode), families)
+
+
+def node_settings(config: Config, description: Description) -> NodeSettings:
+    """What the operator, or else the mode, decides about the node. Raises StartFailed if it has no name."""
+    node_ports = config.node_port_addresses
+    if node_ports == ():
+        node_ports = parse_node_port_addresses(description.default_node_port_addresses)
+    name = config.hostname_override or socket.gethostname().strip().lower()
+    if not name:
+        raise StartFailed("this machine has no host name; give the node's with --hostname-override")
+    return NodeSettings(
+        name=name,
+        local=_local(config),
+        node_ports=node_ports,
+        bind_address=config.bind_address if any(config.bind_address) else None,
+        guess_address=default_source_address if config.manifests else None,
+        masquerade_all=config.masquerade_all,
+        masquerade_bit=config.masquerade_bit,
+    )
+
+
+def pacing(config: Config) -> Pacing:
+    """How often a family is synced."""
+    return Pacing(min_interval=config.min_sync_period, retry_cap=config.sync_period)
+
+
+def terms_of_modes(
+    configuration: Configuration, registry: Registry, families: tuple[Family, ...]
+) -> Callable[[str], Terms]:
+    """What each mode would serve with."""
+
+    def terms(mode: str) -> Terms:
+        config = configuration.of(mode)
+        return Terms(
+            settings=backend_settings(config, families),
+            node=node_settings(config, registry.load(mode)),
+            pacing=lambda: pacing(config),
+        )
+
+    return terms
+
+
+def _local(config: Config) -> LocalSource | tuple[Cidr, ...] | None:
+    match config.detect_local_mode:
+        case DetectLocalMode.CLUSTER_CIDR:
+            return config.cluster_cidrs
+        case DetectLocalMode.NODE_CIDR:
+            return None
+        case DetectLocalMode.BRIDGE_INTERFACE:
+            return LocalSource(interface=config.bridge_interface)
+        case DetectLocalMode.INTERFACE_NAME_PREFIX:
+            return LocalSource(interface_prefix=config.interface_name_prefix)

@@ -1,0 +1,124 @@
+"""A connection through a service port that only a new backend has: proof that its rules are at work."""
+
+import secrets
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kproxy_core.backend.api import Scope, Update
+from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket
+from kproxy_core.model.endpoint import Destination
+from kproxy_core.model.service import ServicePortKey
+from kproxy_core.plan.service_plan import ServicePlan
+
+KEY = ServicePortKey("kproxy", "mode-switch", "probe", Protocol.TCP)
+
+_ATTEMPTS = 3
+_PATIENCE = 1.0
+"""Seconds for one."""
+
+_SOCKET_FAMILY = {Family.IPV4: socket.AF_INET, Family.IPV6: socket.AF_INET6}
+
+
+class ProbeFailed(Exception):
+    """The new rules did not bring the connection to its endpoint."""
+
+
+class CanNotProbe(Exception):
+    """There is nothing to connect to, or no way to get there."""
+
+
+class Probe:
+    """A ClusterIP of *full*, a port of it that nobody uses, and an endpoint of ours behind it."""
+
+    def __init__(self, full: Update, addresses: frozenset[Address]) -> None:
+        """*addresses*: of this machine. Raises CanNotProbe."""
+        self._full = full
+        self._word = secrets.token_bytes(16)
+        own = full.node.node_ip
+        if own is None or own not in addresses:
+            raise CanNotProbe("the node's address is not one of this machine")
+        vip = next((p.cluster_ip for p in full.plans.values() if p.cluster_ip is not None), None)
+        if vip is None:
+            raise CanNotProbe("there is no Service")
+        self._vip = vip
+        self._listener = socket.create_server((format_address(own), 0), family=_SOCKET_FAMILY[full.family])
+        self._port = self._listener.getsockname()[1]
+        self._endpoint = Destination(own, self._port)
+        if any(p.cluster_ip == vip and p.port == self._port for p in full.plans.values()):
+            self._listener.close()
+            raise CanNotProbe(f"{self} is taken")
+
+    def __str__(self) -> str:
+        return format_socket(self._vip, self._port)
+
+    @property
+    def come(self) -> Update:
+        """What gives the backend the probe."""
+        plan = ServicePlan(
+            key=KEY, family=self._full.family, created="", port=self._port, cluster_ip=self._vip,
+            cluster=(self._endpoint,), hairpins=(self._endpoint.address,), has_endpoints=True,
+        )  # fmt: skip
+        return self._update(plan)
+
+    @property
+    def go(self) -> Update:
+        """What takes it away again."""
+        return self._update(None)
+
+    def connect(self) -> None:
+        """Connect, and see who answers. Raises ProbeFailed, or CanNotProbe if there is no route."""
+        with self._answering():
+            problem = ""
+            for _ in range(_ATTEMPTS):
+                try:
+                    problem = self._attempt()
+                except OSError as error:
+                    problem = str(error)
+                if not problem:
+                    return
+            raise ProbeFailed(f"{self} did not lead to its endpoint: {problem}")
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _attempt(self) -> str:
+        """What went wrong; "": nothing."""
+        with socket.socket(_SOCKET_FAMILY[self._full.family]) as connection:
+            connection.settimeout(_PATIENCE)
+            try:
+                connection.connect((format_address(self._vip), self._port))
+            except OSError as error:
+                if "unreachable" in str(error):
+                    raise CanNotProbe(f"no route to {self}") from error
+                raise
+            found = connection.recv(len(self._word))
+        return "" if found == self._word else "somebody else answered"
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Have connections to our endpoint told the word."""
+        ended = threading.Event()
+
+        def answer() -> None:
+            self._listener.settimeout(0.1)
+            while not ended.is_set():
+                try:
+                    connection, _ = self._listener.accept()
+                except OSError:
+                    continue
+                with connection:
+                    connection.sendall(self._word)
+
+        thread = threading.Thread(target=answer, name="kproxy-probe", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def _update(self, plan: ServicePlan | None) -> Update:
+        plans = self._full.plans if plan is None else {**self._full.plans, KEY: plan}
+        return Update(self._full.family, Scope.CHANGED, self._full.node, {KEY: plan}, plans)

@@ -1,0 +1,111 @@
+"""Modes that serve no longer: what they left goes, and what established connections need goes after those."""
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kproxy_core.backend.api import BackendSettings, Leftovers
+from kproxy_core.backend.errors import BackendError
+from kproxy_core.backend.registry import Registry
+from kproxy_core.backend.worker import Worker
+
+log = logging.getLogger("kproxy.run")
+
+INTERVAL = 2.0
+"""Seconds between two looks at connections that are waited for."""
+
+
+@dataclass(slots=True)
+class _Leaving:
+    mode: str
+    worker: Worker | None
+    """The backend that served; None: an earlier process did."""
+    traces: bool = True
+    """What it left in the kernel is to be removed, too."""
+    waiting: int = 0
+
+
+class Retiring:
+    """All methods may be called from any thread; one of its own waits for connections."""
+
+    def __init__(self, registry: Registry, settings_of: Callable[[str], BackendSettings]) -> None:
+        self._registry = registry
+        self._settings_of = settings_of
+        self._changed = threading.Condition()
+        self._leaving: list[_Leaving] = []
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    @property
+    def waiting(self) -> dict[str, int]:
+        """Connections that are waited for, by mode."""
+        with self._changed:
+            return {leaving.mode: leaving.waiting for leaving in self._leaving}
+
+    def add(self, mode: str, worker: Worker | None = None) -> int:
+        """Begin to remove what *mode* left; returns for how many connections' sake something stays."""
+        leaving = _Leaving(mode, worker)
+        with self._changed:
+            if self._closed or self._step(leaving):
+                return 0
+            self._leaving.append(leaving)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kproxy-retiring", daemon=True)
+                self._thread.start()
+        return leaving.waiting
+
+    def call_off(self, mode: str) -> None:
+        """*mode* is to serve: leave in the kernel what is there. A backend of it still finishes its own."""
+        with self._changed:
+            for leaving in self._leaving:
+                if leaving.mode == mode:
+                    leaving.traces = False
+
+    def close(self) -> None:
+        """Let all backends go, with the connections that they carry; what is in the kernel stays."""
+        with self._changed:
+            self._closed = True
+            leaving, self._leaving = self._leaving, []
+            self._changed.notify_all()
+        for one in leaving:
+            if one.worker is not None:
+                self._registry.close_backend(one.worker)
+
+    def _run(self) -> None:
+        with self._changed:
+            while self._leaving:
+                self._changed.wait(INTERVAL)
+                self._leaving = [leaving for leaving in self._leaving if not self._step(leaving)]
+            self._thread = None
+
+    def _step(self, leaving: _Leaving) -> bool:
+        """One look. True: nothing of it is left."""
+        try:
+            settings = self._settings_of(leaving.mode)
+            found = self._registry.retire(
+                leaving.mode, settings, worker=leaving.worker, traces=leaving.traces)
+            report(leaving.mode, found)
+            leaving.waiting = found.waiting
+            if found.waiting:
+                return False
+            if leaving.worker is not None:
+                worker, leaving.worker = leaving.worker, None
+                self._registry.close_backend(worker)
+            if leaving.traces:
+                found = self._registry.cleanup(leaving.mode, settings, dry_run=False)
+                report(leaving.mode, found)
+        except Exception as error:  # noqa: BLE001 - a plugin's; the mode that serves must go on
+            problem = str(error) if isinstance(error, BackendError) else repr(error)
+            log.warning("leftovers are not looked for", extra={
+                "fields": {"mode": leaving.mode, "error": problem}})
+        return True
+
+
+def report(mode: str, found: Leftovers) -> None:
+    """A line in the log if something was removed, and one for each thing that could not be."""
+    if found.removed:
+        log.info("removed what was left", extra={
+            "fields": {"mode": mode, "objects": len(found.removed), "first": found.removed[0]}})
+    for problem in found.errors:
+        log.warning("something that was left stays", extra={"fields": {"mode": mode, "error": problem}})
