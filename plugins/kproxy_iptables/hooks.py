@@ -1,6 +1,16 @@
 """The plugin: what kproxy asks of it, answered without importing anything heavy."""
 
-from kproxy_core.backend.api import Backend, BackendSettings, Description, Detection, Leftovers
+from collections.abc import Sequence
+
+from kproxy_core.backend.api import (
+    Backend,
+    BackendSettings,
+    Caveat,
+    Description,
+    Detection,
+    Leftovers,
+    Update,
+)
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.model.address import Family
 
@@ -13,7 +23,7 @@ def kproxy_describe() -> Description:
     return Description(
         mode=MODE,
         summary="the chains and rules of kube-proxy's iptables mode",
-        contract=(1, 0),
+        contract=(1, 1),
         preference=50,
     )
 
@@ -44,6 +54,15 @@ def kproxy_prepare(settings: BackendSettings) -> None:
 
     if Family.IPV4 in settings.families and read_settings(settings).localhost_node_ports:
         enable_route_localnet()
+
+
+@hookimpl
+def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat]:
+    """Where node ports are not served, and how many clients affinity remembers."""
+    from kproxy_iptables.caveats import caveats
+    from kproxy_iptables.settings import read_settings
+
+    return caveats(update, localhost_node_ports=read_settings(settings).localhost_node_ports)
 
 
 @hookimpl

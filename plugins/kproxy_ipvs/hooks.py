@@ -1,6 +1,16 @@
 """The plugin: what kproxy asks of it, answered without importing anything heavy."""
 
-from kproxy_core.backend.api import Backend, BackendSettings, Description, Detection, Leftovers
+from collections.abc import Sequence
+
+from kproxy_core.backend.api import (
+    Backend,
+    BackendSettings,
+    Caveat,
+    Description,
+    Detection,
+    Leftovers,
+    Update,
+)
 from kproxy_core.backend.hookspecs import hookimpl
 
 MODE = "ipvs"
@@ -12,7 +22,7 @@ def kproxy_describe() -> Description:
     return Description(
         mode=MODE,
         summary="virtual servers of the kernel's IPVS, with ipsets and constant iptables rules",
-        contract=(1, 0),
+        contract=(1, 1),
         preference=10,
     )
 
@@ -44,6 +54,15 @@ def kproxy_prepare(settings: BackendSettings) -> None:
     wanted = read_settings(settings)
     load_modules(wanted.scheduler)
     ensure_settings(wanted)
+
+
+@hookimpl
+def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat]:
+    """What IPVS does otherwise: node ports, affinity, scheduling."""
+    from kproxy_ipvs.caveats import caveats
+    from kproxy_ipvs.settings import read_settings
+
+    return caveats(update, scheduler=read_settings(settings).scheduler)
 
 
 @hookimpl

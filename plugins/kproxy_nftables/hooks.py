@@ -1,6 +1,16 @@
 """The plugin: what kproxy asks of it, answered without importing anything heavy."""
 
-from kproxy_core.backend.api import Backend, BackendSettings, Description, Detection, Leftovers
+from collections.abc import Sequence
+
+from kproxy_core.backend.api import (
+    Backend,
+    BackendSettings,
+    Caveat,
+    Description,
+    Detection,
+    Leftovers,
+    Update,
+)
 from kproxy_core.backend.hookspecs import hookimpl
 
 MODE = "nftables"
@@ -12,7 +22,7 @@ def kproxy_describe() -> Description:
     return Description(
         mode=MODE,
         summary="constant nf_tables rules, services in map elements",
-        contract=(1, 0),
+        contract=(1, 1),
         preference=100,
         default_node_port_addresses=("primary",),
     )
@@ -40,6 +50,14 @@ def kproxy_supersede() -> Leftovers:
     from kproxy_nftables.cleanup import supersede
 
     return supersede()
+
+
+@hookimpl
+def kproxy_caveats(update: Update) -> Sequence[Caveat]:
+    """Where node ports are not served."""
+    from kproxy_nftables.caveats import caveats
+
+    return caveats(update)
 
 
 @hookimpl

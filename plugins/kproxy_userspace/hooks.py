@@ -1,6 +1,16 @@
 """The plugin: what kproxy asks of it, answered without importing anything heavy."""
 
-from kproxy_core.backend.api import Backend, BackendSettings, Description, Detection, Leftovers
+from collections.abc import Sequence
+
+from kproxy_core.backend.api import (
+    Backend,
+    BackendSettings,
+    Caveat,
+    Description,
+    Detection,
+    Leftovers,
+    Update,
+)
 from kproxy_core.backend.hookspecs import hookimpl
 
 MODE = "userspace"
@@ -12,7 +22,7 @@ def kproxy_describe() -> Description:
     return Description(
         mode=MODE,
         summary="redirects to relays of its own; also without any privileges",
-        contract=(1, 0),
+        contract=(1, 1),
         preference=-100,
     )
 
@@ -31,6 +41,16 @@ def kproxy_cleanup(dry_run: bool) -> Leftovers:
     from kproxy_userspace.cleanup import cleanup
 
     return cleanup(dry_run=dry_run)
+
+
+@hookimpl
+def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat]:
+    """What a relay can't do: clients' addresses, policies, SCTP, to outlive its process."""
+    from kproxy_userspace.caveats import caveats
+    from kproxy_userspace.settings import read_settings
+
+    wanted = read_settings(settings)
+    return caveats(update, listen=wanted.listen, udp_idle_seconds=wanted.udp_idle_seconds)
 
 
 @hookimpl

@@ -45,7 +45,9 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
 
 PLUGINS_MAY_IMPORT = frozenset({"model", "plan", "backend", "host"})
 
-PURE_MODULES = frozenset({"render", "applied", "skeleton", "names", "batch", "owned_chains"})
+PURE_MODULES = frozenset(
+    {"render", "applied", "skeleton", "names", "batch", "owned_chains", "caveats"}
+)  # fmt: skip
 """The modules of a plugin that only compute; each backend that has one has it under this name."""
 
 INPUT_AND_OUTPUT = frozenset({"socket", "subprocess", "os", "pyroute2", "kubernetes", "logging", "time"})
@@ -56,9 +58,14 @@ ONLY_COMPUTES = frozenset({("kproxy_core.model.address", "socket")})
 BACKENDS = ("nftables", "iptables", "ipvs", "userspace", "ebpf")
 
 NAMES_A_BACKEND = frozenset(
-    f"kproxy_core.config{part}" for part in ("", "check", "file", "flags", "merge", "write")
-)
-"""KubeProxyConfiguration has a section and flags for each of kube-proxy's modes."""
+    f"kproxy_core.{name}"
+    for name in (
+        "config", "configcheck", "configfile", "configflags", "configmerge", "configwrite",
+        "host.iptables", "host.iptables_variant",
+    )
+)  # fmt: skip
+"""KubeProxyConfiguration has a section and flags for each of kube-proxy's modes; and iptables is not only
+a mode, but programs that several modes run."""
 
 LONGEST_MODULE = 400
 

@@ -1,0 +1,48 @@
+"""What this mode does not do as a Service asks, or as other modes do. Pure.
+
+Local policies are no caveat: see `kproxy_ipvs.render`.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from kproxy_core.backend.api import Caveat, Update
+from kproxy_core.backend.caveats import of_node_ports, sorted_plans
+from kproxy_core.model.address import Protocol
+from kproxy_core.plan.service_plan import ServicePlan
+
+TIME_WAIT = 120
+"""Seconds that IPVS keeps a TCP connection in this state: net/netfilter/ipvs/ip_vs_proto_tcp.c."""
+
+
+def caveats(update: Update, *, scheduler: str) -> Sequence[Caveat]:
+    """Node ports are virtual servers at the addresses of interfaces; affinity is IPVS persistence."""
+    plans = sorted_plans(update)
+    return (
+        *of_node_ports(update, loopback=False, any_local_address=False),
+        *_of_all(plans, scheduler),
+        *(caveat for plan in plans for caveat in _of_service_port(plan)),
+    )
+
+
+def _of_all(plans: Sequence[ServicePlan], scheduler: str) -> Iterator[Caveat]:
+    if not plans:
+        return
+    yield Caveat(f"connections are scheduled by {scheduler}", lost=False)
+    if any(plan.cluster_ip is not None or plan.external_addresses for plan in plans):
+        yield Caveat(
+            "ClusterIPs and external addresses are addresses of this node and answer pings", lost=False)
+
+
+def _of_service_port(plan: ServicePlan) -> Iterator[Caveat]:
+    if plan.key.protocol is Protocol.SCTP:
+        yield Caveat("SCTP is served if the IPVS of this kernel has it", plan.key, lost=False)
+    if not plan.affinity_seconds:
+        return
+    if len(tuple(plan.frontends())) > 1:
+        yield Caveat("session affinity is kept for each frontend by itself", plan.key)
+    if plan.key.protocol is Protocol.TCP and plan.affinity_seconds < TIME_WAIT:
+        yield Caveat(
+            f"session affinity outlasts its {plan.affinity_seconds} s while connections of the client are"
+            " in TIME_WAIT",
+            plan.key, lost=False,
+        )  # fmt: skip

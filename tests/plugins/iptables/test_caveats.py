@@ -1,0 +1,49 @@
+"""What the iptables mode says that it does not do."""
+
+import pytest
+
+from kproxy_core.backend.api import BackendSettings, Caveat
+from kproxy_core.model.address import Family
+from kproxy_core.model.node import NodeView
+from kproxy_core.model.service import Service
+from kproxy_core.testing.builders import endpoint_slice, full_update, node_view, plans, service
+from kproxy_iptables.hooks import kproxy_caveats
+
+EVERYWHERE = node_view(anywhere=True, node_port_addresses="192.0.2.1")
+OTHER_PORTS = "connections to other ports of ClusterIPs are not refused"
+
+
+def found(node: NodeView, of: Service, *endpoints: str, **options: object) -> list[Caveat]:
+    update = full_update(node, plans(node, of, endpoint_slice("shop/web", *endpoints, family=node.family)))
+    return list(kproxy_caveats(update, BackendSettings((node.family,), options=options)))
+
+
+@pytest.mark.parametrize(("node", "ip", "localhost", "loopback"), [
+    (EVERYWHERE, "10.96.0.1", True, ""),
+    (EVERYWHERE, "10.96.0.1", False, "127.0.0.1"),
+    (node_view(node_port_addresses="192.0.2.1"), "10.96.0.1", True, "127.0.0.1"),
+    (node_view(family=Family.IPV6, anywhere=True), "fd00::1", True, "::1"),
+], ids=["served", "localhostNodePorts false", "not asked for", "IPv6"])  # fmt: skip
+def test_loopback_serves_ipv4_node_ports_if_asked_for(
+    node: NodeView, ip: str, localhost: bool, loopback: str
+) -> None:
+    caveats = found(node, service("shop/web", "80@30080", ip=ip), localhostNodePorts=localhost)
+    of_port = [(caveat.what, caveat.lost) for caveat in caveats if caveat.service_port is not None]
+    assert of_port == ([(f"node port 30080 is not served on {loopback}", True)] if loopback else [])
+
+
+def test_what_is_not_served_at_a_chosen_address_is_told_in_the_words_of_the_other_modes() -> None:
+    caveats = found(node_view(node_port_addresses="192.0.2.1"), service("shop/web", "80@30080"))
+    assert Caveat("IPv4 node ports are served on 192.0.2.1 only") in caveats
+
+
+def test_affinity_is_for_a_hundred_clients() -> None:
+    [_, caveat] = found(EVERYWHERE, service("shop/web", affinity=60), "10.244.0.5")
+    assert caveat.what.startswith("session affinity remembers 100 clients of each endpoint")
+    assert str(caveat.service_port) == "shop/web"
+    assert caveat.lost
+
+
+def test_a_plain_service_is_served_as_it_asks() -> None:
+    assert found(EVERYWHERE, service("shop/web")) == [Caveat(OTHER_PORTS, lost=False)]
+    assert list(kproxy_caveats(full_update(EVERYWHERE, {}), BackendSettings((Family.IPV4,)))) == []

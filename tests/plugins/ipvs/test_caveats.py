@@ -1,0 +1,51 @@
+"""What the ipvs mode says that it does not do, or otherwise."""
+
+import pytest
+
+from kproxy_core.backend.api import BackendSettings, Caveat
+from kproxy_core.model.address import Family
+from kproxy_core.model.node import NodeView
+from kproxy_core.model.service import Service
+from kproxy_core.testing.builders import full_update, node_view, plans, service
+from kproxy_ipvs.hooks import kproxy_caveats
+
+NODE = node_view(anywhere=True, node_port_addresses="192.0.2.1")
+OF_ALL = [
+    Caveat("connections are scheduled by rr", lost=False),
+    Caveat("ClusterIPs and external addresses are addresses of this node and answer pings", lost=False),
+]
+
+
+def found(node: NodeView, of: Service, **options: object) -> list[Caveat]:
+    update = full_update(node, plans(node, of))
+    return list(kproxy_caveats(update, BackendSettings((node.family,), options=options)))
+
+
+def test_the_scheduler_and_the_addresses_concern_all() -> None:
+    assert found(NODE, service()) == OF_ALL
+    assert Caveat("connections are scheduled by lc", lost=False) in found(NODE, service(), scheduler="lc")
+    assert list(kproxy_caveats(full_update(NODE, {}), BackendSettings((Family.IPV4,)))) == []
+
+
+def test_node_ports_are_at_addresses_of_interfaces() -> None:
+    caveats = found(NODE, service("shop/web", "80@30080"))
+    assert [(caveat.what, caveat.lost) for caveat in caveats if caveat not in OF_ALL] == [
+        ("IPv4 node ports are not served on local addresses that no interface has", True),
+        ("node port 30080 is not served on 127.0.0.1", True),
+    ]
+
+
+@pytest.mark.parametrize(("of", "expected"), [
+    (service("shop/web", affinity=10800), []),
+    (service("shop/web", affinity=60),
+     ["session affinity outlasts its 60 s while connections of the client are in TIME_WAIT"]),
+    (service("shop/web", "53/UDP", affinity=60), []),
+    (service("shop/web", affinity=10800, external_ips="203.0.113.1"),
+     ["session affinity is kept for each frontend by itself"]),
+    (service("shop/web", "9/SCTP"), ["SCTP is served if the IPVS of this kernel has it"]),
+    (service("shop/web", internal_local=True, external_local=True, external_ips="203.0.113.1"), []),
+], ids=["affinity", "short affinity", "UDP", "frontends", "SCTP", "Local policies"])  # fmt: skip
+def test_what_persistence_and_protocols_are_like(of: Service, expected: list[str]) -> None:
+    caveats = [caveat for caveat in found(NODE, of) if caveat not in OF_ALL]
+    assert [caveat.what for caveat in caveats] == expected
+    assert all(str(caveat.service_port) == "shop/web" for caveat in caveats)

@@ -1,0 +1,43 @@
+"""What the nftables mode says that it does not do."""
+
+import pytest
+
+from kproxy_core.model.address import Family
+from kproxy_core.model.node import NodeView
+from kproxy_core.testing.builders import full_update, node_view, plans, service
+from kproxy_nftables.hooks import kproxy_caveats
+
+NO_INTERFACE = "node ports are not served on local addresses that no interface has"
+
+
+@pytest.mark.parametrize(("node", "expected"), [
+    (node_view(anywhere=True, node_port_addresses="192.0.2.1"), []),
+    (node_view(node_port_addresses="192.0.2.1"), ["IPv4 node ports are served on 192.0.2.1 only"]),
+    (node_view(node_port_addresses="192.0.2.1 192.0.2.9"),
+     ["IPv4 node ports are served on 192.0.2.1, 192.0.2.9 only"]),
+    (node_view(), ["IPv4 node ports are not served"]),
+], ids=["anywhere", "primary", "networks", "nowhere"])  # fmt: skip
+def test_node_ports_are_served_on_chosen_addresses_and_never_on_loopback(
+    node: NodeView, expected: list[str]
+) -> None:
+    update = full_update(node, plans(node, service("shop/web", "http:80@30080")))
+    of_node = [caveat.what for caveat in kproxy_caveats(update) if caveat.service_port is None]
+    assert of_node == expected + ([f"IPv4 {NO_INTERFACE}"] if expected else [])
+    [of_port] = [caveat for caveat in kproxy_caveats(update) if caveat.service_port is not None]
+    assert of_port.what == "node port 30080 is not served on 127.0.0.1"
+    assert str(of_port.service_port) == "shop/web:http"
+    assert of_port.lost
+
+
+def test_ipv6_loopback_has_its_own_name() -> None:
+    node = node_view(family=Family.IPV6, anywhere=True)
+    update = full_update(node, plans(node, service("shop/web", "80@30080", ip="fd00::1")))
+    assert [caveat.what for caveat in kproxy_caveats(update)] == ["node port 30080 is not served on ::1"]
+
+
+def test_a_node_without_node_ports_has_no_caveats() -> None:
+    node = node_view(node_port_addresses="192.0.2.1")
+    everything = service("shop/web", "80", "dns:53/UDP", "81/SCTP", affinity=10, external_local=True,
+                         internal_local=True, load_balancer_ips="203.0.113.1", source_ranges="198.51.0.0/16")
+    assert list(kproxy_caveats(full_update(node, plans(node, everything)))) == []
+    assert list(kproxy_caveats(full_update(node, {}))) == []
