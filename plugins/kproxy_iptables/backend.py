@@ -3,11 +3,14 @@
 import logging
 
 from kproxy_core.backend.api import BackendSettings, Damage, Measurement, Scope, SyncReport, Update
-from kproxy_core.backend.errors import Unsupported
+from kproxy_core.backend.errors import SyncFailed, Unsupported
 from kproxy_core.backend.hookspecs import hookimpl
+from kproxy_core.host.errors import HostError
+from kproxy_core.host.iptables import Tables
+from kproxy_core.host.iptables_variant import NoVariant, find_variant
+from kproxy_core.host.programs import OwnProcesses
 from kproxy_core.model.address import Family
 from kproxy_iptables.counts import measurements
-from kproxy_iptables.kernel import Processes, Tables, find_variant
 from kproxy_iptables.settings import read_settings
 from kproxy_iptables.table import FamilyTables
 from kproxy_iptables.text import render_text
@@ -22,7 +25,7 @@ class IptablesBackend:
     def __init__(self, settings: BackendSettings) -> None:
         self._families = settings.families
         self._settings = read_settings(settings)
-        self._processes = Processes()
+        self._own = OwnProcesses()
         self._tables: dict[Family, FamilyTables] = {}
         """Empty until the first sync, which chooses between nf_tables and legacy."""
         self._watcher: Watcher | None = None
@@ -34,10 +37,13 @@ class IptablesBackend:
         if not self._tables:
             self._tables = self._choose()
         tables = self._tables[update.family]
-        if update.scope is Scope.RESYNC or tables.must_resync(update.node):
-            report = tables.resync(update.node, update.plans)
-        else:
-            report = tables.change(update.node, update.changed)
+        try:
+            if update.scope is Scope.RESYNC or tables.must_resync(update.node):
+                report = tables.resync(update.node, update.plans)
+            else:
+                report = tables.change(update.node, update.changed)
+        except HostError as error:
+            raise SyncFailed(str(error)) from error
         if self._watcher is None:
             self._generation = generation()
         return report
@@ -54,7 +60,7 @@ class IptablesBackend:
         What happened between the last sync and now counts as damage.
         """
         kernels = [tables.kernel for tables in self._tables.values()]
-        self._watcher = Watcher(kernels, self._processes, damaged, self._settings.canary_period)
+        self._watcher = Watcher(kernels, self._own, damaged, self._settings.canary_period)
         if generation() != self._generation:
             for family in self._tables:
                 damaged(family, "rules changed while the watch began")
@@ -72,8 +78,11 @@ class IptablesBackend:
             self._watcher.close()
 
     def _choose(self) -> dict[Family, FamilyTables]:
-        variant = find_variant(self._processes)
-        kernels = [Tables(family, variant, self._processes) for family in self._families]
+        try:
+            variant = find_variant()
+        except NoVariant as missing:
+            raise Unsupported(str(missing)) from missing
+        kernels = [Tables(family, variant, self._own) for family in self._families]
         for kernel in kernels:
             if problem := kernel.problem():
                 raise Unsupported(f"{variant} has no nat table for {kernel.family.label}: {problem}")

@@ -4,13 +4,15 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kproxy_core.backend.api import Leftovers
-from kproxy_core.backend.errors import SyncFailed
+from kproxy_core.host.errors import HostError
+from kproxy_core.host.iptables import Tables
+from kproxy_core.host.iptables_variant import find_variants
 from kproxy_core.model.address import Family
 from kproxy_iptables import batch, names
 from kproxy_iptables.applied import Observed
 from kproxy_iptables.batch import Section
-from kproxy_iptables.kernel import PROGRAM, Processes, Tables, find_variants
 from kproxy_iptables.names import FILTER, MANGLE, NAT
+from kproxy_iptables.saved import observe
 from kproxy_iptables.skeleton import JUMPS, ChainKey
 
 _SHARED_WITH_IPVS = {
@@ -32,28 +34,26 @@ class Removal(NamedTuple):
 
 def cleanup(*, dry_run: bool) -> Leftovers:
     """Remove what is there from both interfaces of the kernel, nf_tables and legacy, and both families."""
-    processes = Processes()
     removed: list[str] = []
     errors: list[str] = []
-    for variant in find_variants(processes):
+    for variant in find_variants():
         for family in Family:
-            tables = Tables(family, variant, processes)
-            program = variant.program(PROGRAM[family])
+            tables = Tables(family, variant)
             try:
-                removal = what_to_remove(tables.observe())
-            except SyncFailed as error:
+                removal = what_to_remove(observe(tables.save()))
+            except HostError as error:
                 if not tables.missing():
-                    errors.append(f"{program}: {error}")
+                    errors.append(f"{tables.program}: {error}")
                 continue
             try:
                 if not dry_run:
                     for text in inputs(removal, tables.chains_per_call):
                         tables.restore(text)
-            except SyncFailed as error:
-                errors.append(f"{program}: {error}")
+            except HostError as error:
+                errors.append(f"{tables.program}: {error}")
                 continue
-            removed += [f"{program}: {line}" for line in described(removal)]
-            errors += [f"{program}: {reason}" for reason in removal.kept]
+            removed += [f"{tables.program}: {line}" for line in described(removal)]
+            errors += [f"{tables.program}: {reason}" for reason in removal.kept]
     return Leftovers("iptables", tuple(removed), tuple(errors))
 
 

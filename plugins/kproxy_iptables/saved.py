@@ -1,46 +1,23 @@
-"""Reads what iptables-save prints."""
+"""What of the kernel's tables matters to this mode."""
 
 from collections.abc import Iterable
 
+from kproxy_core.host.iptables import SavedChain
 from kproxy_iptables import names
 from kproxy_iptables.applied import Observed, fingerprint
 
 
-def read(lines: Iterable[str]) -> Observed:
-    """The part of *lines* that matters to this mode.
-
-    Of chains that are not this mode's, only rules that jump to a chain of Kubernetes are kept.
-    """
+def observe(chains: Iterable[SavedChain]) -> Observed:
+    """Keep fingerprints of service ports' chains, and of foreign ones the rules that jump to Kubernetes'."""
     observed = Observed()
-    table = current = ""
-    body: list[str] = []
-    for line in lines:
-        if line.startswith("-A "):
-            chain = line[3 : line.index(" ", 3)]
-            if chain != current:
-                _finish(observed, current, body)
-                current, body = chain, []
-            if chain.startswith(names.SERVICE_PREFIXES):
-                body.append(line)
-            elif names.is_ours(table, chain) or chain == names.KUBELET_FIREWALL or "-j KUBE-" in line:
-                # libxt_nfacct prints one blank too many.
-                rule = line[len(chain) + 4 : -1].replace("--nfacct-name  ", "--nfacct-name ")
-                observed.chains.setdefault((table, chain), []).append(rule)
-        elif line.startswith(":"):
-            chain = line[1 : line.index(" ")]
-            if chain.startswith(names.SERVICE_PREFIXES):
-                if table == names.NAT:
-                    observed.service_chains[chain] = fingerprint("")
-            else:
-                observed.chains[table, chain] = []
-        elif line.startswith("*"):
-            table = line[1:].strip()
-        elif line.startswith("COMMIT"):
-            _finish(observed, current, body)
-            current, body = "", []
+    for saved in chains:
+        table, chain, lines = saved
+        if chain.startswith(names.SERVICE_PREFIXES):
+            if table == names.NAT:
+                observed.service_chains[chain] = fingerprint("".join(lines))
+        elif names.is_ours(table, chain) or chain == names.KUBELET_FIREWALL:
+            observed.chains[table, chain] = saved.rules
+        else:
+            jumps = [line for line in lines if "-j KUBE-" in line]
+            observed.chains[table, chain] = saved._replace(lines=jumps).rules
     return observed
-
-
-def _finish(observed: Observed, chain: str, body: list[str]) -> None:
-    if body and chain in observed.service_chains:
-        observed.service_chains[chain] = fingerprint("".join(body))

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from kproxy_core.backend.api import SyncReport
-from kproxy_core.backend.errors import SyncFailed, TrustLost
+from kproxy_core.backend.errors import TrustLost
+from kproxy_core.host.errors import HostError
+from kproxy_core.host.iptables import Busy, Refused, Tables
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
@@ -14,8 +16,9 @@ from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_iptables import batch, names
 from kproxy_iptables.applied import Applied, Comparison, Plans, count_endpoints, owner_of
 from kproxy_iptables.counts import Counts
-from kproxy_iptables.kernel import Busy, Refused, Tables, enable_route_localnet, read_facts
+from kproxy_iptables.kernel import enable_route_localnet, read_facts
 from kproxy_iptables.render import LARGE_CLUSTER, Style, make_style
+from kproxy_iptables.saved import observe
 from kproxy_iptables.skeleton import ChainKey, Facts, constant_rules
 
 log = logging.getLogger("kproxy.iptables")
@@ -65,7 +68,7 @@ class FamilyTables:
             self._send(batch.deletions(stale, self.kernel.chains_per_call))
         except Busy:
             raise
-        except SyncFailed as error:
+        except HostError as error:
             self._node = None
             self.counts.partial_failures += 1
             raise TrustLost(str(error)) from error
@@ -77,7 +80,7 @@ class FamilyTables:
         """Make the rules right whatever they are, and leave alone what is right already.
 
         A service port with a rule that this kernel does not take goes without rules, the others
-        do not suffer; the next resync tries again. Raises SyncFailed.
+        do not suffer; the next resync tries again. Raises HostError or SyncFailed.
         """
         self._node = None
         self._written = Counter[str]()
@@ -100,7 +103,7 @@ class FamilyTables:
 
     def _compare_and_send(self, node: NodeView, plans: Plans, facts: Facts) -> SyncReport:
         style = _style(node, facts, count_endpoints(plans))
-        comparison = Comparison(self.kernel.observe(), plans, node, style, facts)
+        comparison = Comparison(observe(self.kernel.save()), plans, node, style, facts)
         self._send(
             batch.calls(
                 comparison.chains(),
@@ -119,7 +122,7 @@ class FamilyTables:
         """Delete chains that nothing of ours leads to. If somebody else's rule does, they stay."""
         try:
             self._send(batch.deletions(stale, self.kernel.chains_per_call))
-        except SyncFailed as error:
+        except HostError as error:
             log.warning("stale chains were not deleted", extra={"fields": {"error": str(error)}})
 
     def _send(self, inputs: Iterable[str]) -> None:
@@ -130,7 +133,7 @@ class FamilyTables:
             except Busy as busy:
                 self.counts.busy += 1
                 if sent:
-                    raise SyncFailed(str(busy)) from busy
+                    raise HostError(str(busy)) from busy
                 raise
             except Refused:
                 self.counts.failures += 1

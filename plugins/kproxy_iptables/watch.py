@@ -18,12 +18,14 @@ from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from kproxy_core.backend.api import Damage
-from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.host import netlink
+from kproxy_core.host.errors import HostError
+from kproxy_core.host.iptables import Tables
+from kproxy_core.host.programs import OwnProcesses
 from kproxy_core.model.address import Family
 from kproxy_iptables import names
-from kproxy_iptables.kernel import Processes, Tables
-from kproxy_iptables.skeleton import BUILT_IN_CHAINS
+from kproxy_iptables.applied import holds
+from kproxy_iptables.skeleton import BUILT_IN_CHAINS, JUMPS
 
 log = logging.getLogger("kproxy.iptables")
 
@@ -55,11 +57,11 @@ class Watcher:
     """Reports foreign changes from threads of its own until it is closed."""
 
     def __init__(
-        self, tables: Collection[Tables], processes: Processes, damaged: Damage, canary_period: float
+        self, tables: Collection[Tables], own: OwnProcesses, damaged: Damage, canary_period: float
     ) -> None:
-        """Begin watching."""
+        """Begin watching for changes by others than the *own* processes."""
         self._tables = {each.family: each for each in tables}
-        self._processes = processes
+        self._own = own
         self._damaged = damaged
         self._canary_period = canary_period
         self._stop = os.eventfd(0)
@@ -108,7 +110,7 @@ class Watcher:
                 for family in self._tables:
                     self._damaged(family, "notifications were lost")
                 continue
-            if not self._processes.is_own(_sender(data)):
+            if _sender(data) not in self._own:
                 for change in commits.read(data):
                     self._judge(change)
 
@@ -138,17 +140,19 @@ class Watcher:
 def _lost_canaries(tables: Tables) -> list[str]:
     """The tables without a canary; none if that can't be told at the moment."""
     try:
-        return [table for table in names.CANARY_TABLES if not tables.has_canary(table)]
-    except SyncFailed as error:
+        return [table for table in names.CANARY_TABLES if not tables.has_chain(table, names.CANARY)]
+    except HostError as error:
         log.debug("canaries: %s", error)
         return []
 
 
 def _lacks_jump(tables: Tables, table: str, chain: str) -> bool:
+    """Whether a built-in chain is not known to have all our jumps."""
     try:
-        return not tables.has_jumps(table, chain)
-    except SyncFailed:
+        held = tables.rules(table, chain)
+    except HostError:
         return True
+    return not all(holds(held, jump.spec) for jump in JUMPS if (jump.table, jump.chain) == (table, chain))
 
 
 def _listen() -> socket.socket:

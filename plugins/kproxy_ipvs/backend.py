@@ -5,10 +5,12 @@ import logging
 from kproxy_core.backend.api import BackendSettings, Damage, Scope, SyncReport, Update
 from kproxy_core.backend.errors import SyncFailed, Unsupported
 from kproxy_core.backend.hookspecs import hookimpl
-from kproxy_ipvs import kernel, rules
+from kproxy_core.host.errors import HostError
+from kproxy_core.host.iptables import Tables
+from kproxy_core.host.iptables_variant import NoVariant, find_variant
+from kproxy_ipvs import kernel
 from kproxy_ipvs.detect import detect, is_module
 from kproxy_ipvs.family import FamilyState
-from kproxy_ipvs.rules import Tables
 from kproxy_ipvs.settings import read_settings
 from kproxy_ipvs.text import render_text
 from kproxy_ipvs.virtual_servers import VirtualServers
@@ -34,9 +36,12 @@ class IpvsBackend:
         state = self._families[update.family.label]
         if update.scope is Scope.RESYNC:
             kernel.ensure_settings(self._settings)
-        if update.scope is Scope.RESYNC or state.must_resync(update.node):
-            return state.resync(update.node, update.plans)
-        return state.change(update.node, update.changed)
+        try:
+            if update.scope is Scope.RESYNC or state.must_resync(update.node):
+                return state.resync(update.node, update.plans)
+            return state.change(update.node, update.changed)
+        except HostError as error:
+            raise SyncFailed(str(error)) from error
 
     @hookimpl
     def kproxy_render(self, update: Update) -> str:
@@ -60,6 +65,10 @@ class IpvsBackend:
     def _begin(self) -> VirtualServers:
         """Open IPVS, which loads its modules, and set what the whole mode depends on."""
         _require(self._given)
+        try:
+            variant = find_variant()
+        except NoVariant as missing:
+            raise Unsupported(str(missing)) from missing
         kernel.load_modules(self._settings.scheduler)
         servers = VirtualServers()
         kernel.ensure_settings(self._settings)
@@ -68,9 +77,8 @@ class IpvsBackend:
                 servers.set_timeouts(*self._settings.timeouts)
             except SyncFailed as error:
                 log.warning("timeouts of connections stay", extra={"fields": {"error": str(error)}})
-        infix = rules.find_infix()
         self._families = {
-            family.label: FamilyState(family, self._settings, servers, Tables(family, infix))
+            family.label: FamilyState(family, self._settings, servers, Tables(family, variant))
             for family in self._given.families
         }
         return servers

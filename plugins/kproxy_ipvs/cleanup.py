@@ -5,13 +5,16 @@ from pathlib import Path
 
 from kproxy_core.backend.api import Leftovers
 from kproxy_core.backend.errors import SyncFailed
+from kproxy_core.host import programs
+from kproxy_core.host.errors import HostError
+from kproxy_core.host.iptables import Tables
+from kproxy_core.host.iptables_variant import find_variants
 from kproxy_core.model.address import Family, Protocol, format_address
-from kproxy_ipvs import device, names, programs, rules, sets
+from kproxy_ipvs import device, names, rules, sets
 from kproxy_ipvs.applied import Entries
 from kproxy_ipvs.batch import DeleteServer
 from kproxy_ipvs.names import FILTER, MANGLE, NAT
 from kproxy_ipvs.render import ServerKey
-from kproxy_ipvs.rules import Tables
 from kproxy_ipvs.skeleton import JUMPS, KUBE_PROXY_JUMPS, ChainKey
 from kproxy_ipvs.virtual_servers import VirtualServers
 
@@ -40,13 +43,13 @@ def cleanup(*, dry_run: bool) -> Leftovers:
     if programs.find("ipset"):
         try:
             entries = {family: sets.read(family) for family in Family}
-        except SyncFailed as error:
+        except HostError as error:
             if "Operation not permitted" in str(error):
                 return Leftovers("ipvs", (), (str(error),))
     for step in (_servers, _rules, _device_and_sets):
         try:
             removed += step(entries, dry_run)
-        except SyncFailed as error:
+        except (HostError, SyncFailed) as error:
             errors.append(str(error))
     return Leftovers("ipvs", tuple(removed), tuple(errors))
 
@@ -84,16 +87,15 @@ def is_left(key: ServerKey, entries: Entries) -> bool:
 def _rules(entries: dict[Family, Entries], dry_run: bool) -> list[str]:
     removed: list[str] = []
     bare = not any(entries.values()) and not device.exists()
-    installed = [infix for infix in ("-nft", "-legacy") if programs.find(f"iptables{infix}-save")]
-    for infix in installed or [""] if programs.find("iptables-save") else ():
+    for variant in find_variants():
         for family in Family:
-            tables = Tables(family, infix)
-            if bare and infix == "-nft" and not tables.has_chain(FILTER, names.IPVS_FILTER):
+            tables = Tables(family, variant)
+            if bare and variant.nft and not tables.has_chain(FILTER, names.IPVS_FILTER):
                 continue  # nothing of this mode is there, and the iptables mode's rules may be many
-            held = tables.read()
+            held = rules.read(tables)
             jumps, chains = what_to_remove(held)
-            if not dry_run:
-                tables.write(rules.removal(jumps, chains))
+            if not dry_run and (text := rules.removal(jumps, chains)):
+                tables.restore(text)
             removed += [f"{tables.program}: rule in {chain}: {spec}"
                         for (_, chain), specs in jumps.items() for spec in specs]  # fmt: skip
             removed += [f"{tables.program}: chain {chain} of table {table}" for table, chain in chains]

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kproxy_core.backend.api import BackendSettings, Detection, Requirement
-from kproxy_core.backend.errors import SyncFailed, Unsupported
-from kproxy_ipvs import kernel, programs
+from kproxy_core.backend.errors import Unsupported
+from kproxy_core.host import programs
+from kproxy_core.host.programs import ProgramFailed
+from kproxy_ipvs import kernel
 from kproxy_ipvs.settings import read_settings
 
 _MODE = "ipvs"
@@ -118,7 +120,7 @@ def _loadable(module: str) -> bool:
     """Whether modprobe would know what to load; it does not."""
     try:
         return programs.run("modprobe", "-qn", module).returncode == 0
-    except SyncFailed:
+    except ProgramFailed:
         return False
 
 
@@ -128,7 +130,7 @@ def _ipset() -> Requirement:
         return Requirement(what, False, "not installed", "install ipset 6.0 or newer")
     try:
         said = programs.run("ipset", "--version").stdout
-    except SyncFailed as error:
+    except ProgramFailed as error:
         return Requirement(what, False, str(error), "install ipset 6.0 or newer")
     found = _VERSION.search(said)
     if found is None or (int(found[1]), int(found[2])) < _OLDEST_IPSET:

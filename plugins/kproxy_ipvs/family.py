@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from kproxy_core.backend.api import SyncReport
 from kproxy_core.backend.errors import TrustLost
+from kproxy_core.host.iptables import Tables
 from kproxy_core.model.address import Address, Family, Protocol, format_address
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
@@ -14,7 +15,6 @@ from kproxy_ipvs.batch import Operation, PutDestination
 from kproxy_ipvs.draining import Draining
 from kproxy_ipvs.names import SETS
 from kproxy_ipvs.render import ServerKey, Style
-from kproxy_ipvs.rules import Tables
 from kproxy_ipvs.settings import Settings
 from kproxy_ipvs.virtual_servers import VirtualServers
 
@@ -46,7 +46,7 @@ class FamilyState:
         )
 
     def change(self, node: NodeView, changed: Mapping[ServicePortKey, ServicePlan | None]) -> SyncReport:
-        """Write what the changed plans need. O(changed). Raises SyncFailed."""
+        """Write what the changed plans need. O(changed). Raises HostError or SyncFailed."""
         applied, self._applied = self._applied, None
         if applied is None or self._style is None:
             raise TrustLost("the kernel has not been read yet")
@@ -56,7 +56,10 @@ class FamilyState:
         return SyncReport(difference.operations, dict(described(difference)))
 
     def resync(self, node: NodeView, plans: Mapping[ServicePortKey, ServicePlan]) -> SyncReport:
-        """Make everything right whatever is there, and write only what differs. Raises SyncFailed."""
+        """Make everything right whatever is there, and write only what differs.
+
+        Raises HostError or SyncFailed.
+        """
         marks = self._applied.marks if self._applied is not None else None
         self._applied = None
         made = device.ensure()
@@ -75,7 +78,7 @@ class FamilyState:
             foreign = [key for key in held if self._is_foreign(key, ours, entries, node.masquerade_bit)]
             difference = compare_all(applied, held, entries, ours, foreign)
             self._draining.clear()
-            text = rules.difference(self._tables.read(), skeleton.skeleton(node))
+            text = rules.difference(rules.read(self._tables), skeleton.skeleton(node))
             self._write(difference, text)
         self._applied, self._node, self._style = applied, node, style
         operations = difference.operations + len(missing) + made + text.count("\n-") + text.count("\n:")
@@ -119,7 +122,8 @@ class FamilyState:
         """Bring what is new first, and what leads to it last; take away in the other order."""
         with self._draining.lock:
             sets.write(self._family, (), difference.adds, ())
-            self._tables.write(rules_text)
+            if rules_text:
+                self._tables.restore(rules_text)
             self._servers.write([self._revived(operation) for operation in difference.servers])
             device.bind(difference.bind, self._family)
             self._servers.write(difference.gone)

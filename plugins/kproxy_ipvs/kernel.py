@@ -4,9 +4,8 @@ import logging
 import platform
 
 from kproxy_core.backend.errors import SyncFailed
-from kproxy_core.host import sysctl
+from kproxy_core.host import programs, sysctl
 from kproxy_core.host.errors import HostError
-from kproxy_ipvs import programs
 from kproxy_ipvs.settings import Settings
 
 log = logging.getLogger("kproxy.ipvs")
@@ -23,9 +22,13 @@ def release() -> tuple[int, int]:
 
 
 def load_modules(scheduler: str) -> None:
-    """Ask for the modules of IPVS; a kernel that has them built in needs none."""
-    if programs.find("modprobe"):
+    """Ask for the modules of IPVS; a kernel that has them built in needs none. Raises SyncFailed."""
+    if not programs.find("modprobe"):
+        return
+    try:
         programs.run("modprobe", "-qa", "ip_vs", f"ip_vs_{scheduler}")
+    except HostError as error:
+        raise SyncFailed(str(error)) from error
 
 
 def ensure_settings(settings: Settings) -> None:

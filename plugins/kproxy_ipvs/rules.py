@@ -2,52 +2,18 @@
 
 from collections.abc import Iterable, Mapping
 
-from kproxy_core.backend.errors import SyncFailed
-from kproxy_core.model.address import Family
-from kproxy_ipvs import programs
+from kproxy_core.host.iptables import Tables
 from kproxy_ipvs.names import FILTER, MANGLE, NAT
 from kproxy_ipvs.skeleton import JUMPS, ChainKey
 
 TABLES = (MANGLE, NAT, FILTER)
-_PROGRAM = {Family.IPV4: "iptables", Family.IPV6: "ip6tables"}
-_KUBELET_CHAINS = ("KUBE-IPTABLES-HINT", "KUBE-KUBELET-CANARY")
-"""What kubelet creates in mangle, with the iptables that the node uses (KEP-3178)."""
-_LOCK_PATIENCE = "5"
-"""Seconds to wait for the xtables lock."""
 
 Chains = Mapping[ChainKey, list[str]]
 
 
-class Tables:
-    """The tables of one family as one set of iptables programs has them."""
-
-    def __init__(self, family: Family, infix: str = "") -> None:
-        """*infix*: ``-nft``, ``-legacy``, or "" for what plain iptables is."""
-        self.family = family
-        self.program = f"{_PROGRAM[family]}{infix}"
-
-    def read(self) -> dict[ChainKey, list[str]]:
-        """All chains with their rules, of the tables that we use. Raises SyncFailed."""
-        chains: dict[ChainKey, list[str]] = {}
-        table = ""
-        for line in programs.succeed(f"{self.program}-save").splitlines():
-            if line.startswith("*"):
-                table = line[1:]
-            elif line.startswith(":") and table in TABLES:
-                chains[table, line[1:].partition(" ")[0]] = []
-            elif line.startswith("-A ") and table in TABLES:
-                chain, _, spec = line[3:].partition(" ")
-                chains[table, chain].append(spec)
-        return chains
-
-    def has_chain(self, table: str, chain: str) -> bool:
-        """Whether *chain* exists, without reading any other. Not for legacy: asking makes the table."""
-        return programs.run(self.program, "-w", _LOCK_PATIENCE, "-t", table, "-S", chain).returncode == 0
-
-    def write(self, text: str) -> None:
-        """Give *text* to iptables-restore: each table changes as a whole or not at all. Raises SyncFailed."""
-        if text:
-            programs.succeed(f"{self.program}-restore", "-w", _LOCK_PATIENCE, "--noflush", stdin=text)
+def read(tables: Tables) -> dict[ChainKey, list[str]]:
+    """All chains with their rules, of the tables that we use. Raises HostError."""
+    return {(saved.table, saved.name): saved.rules for saved in tables.save() if saved.table in TABLES}
 
 
 def difference(held: Chains, want: Chains) -> str:
@@ -83,15 +49,3 @@ def removal(jumps: Mapping[ChainKey, Iterable[str]], chains: Iterable[ChainKey])
             declared = "".join(f":{chain} - [0:0]\n" for chain in gone)
             parts.append(f"*{table}\n{declared}{''.join(lines)}COMMIT\n")
     return "".join(parts)
-
-
-def find_infix() -> str:
-    """Which iptables this node uses: that in which kubelet has left its mark, else the default one."""
-    for infix in ("-nft", "-legacy"):
-        for chain in _KUBELET_CHAINS:
-            try:
-                if not programs.run(f"iptables{infix}", "-w", "1", "-t", MANGLE, "-S", chain).returncode:
-                    return infix
-            except SyncFailed:
-                break
-    return ""

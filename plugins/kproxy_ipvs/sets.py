@@ -2,17 +2,17 @@
 
 from collections.abc import Iterable, Sequence
 
+from kproxy_core.host import programs
 from kproxy_core.model.address import Family
-from kproxy_ipvs import programs
 from kproxy_ipvs.names import SETS, SetKind
 from kproxy_ipvs.render import Element
 
 
 def read(family: Family) -> dict[SetKind, dict[str, int]]:
-    """Every set that exists, with its entries and their marks. Raises SyncFailed."""
+    """Every set that exists, with its entries and their marks. Raises HostError."""
     kinds = {kind.full_name(family): kind for kind in SETS}
     found: dict[SetKind, dict[str, int]] = {}
-    for line in programs.succeed("ipset", "save").splitlines():
+    for line in programs.output("ipset", "save").splitlines():
         words = line.split()
         kind = kinds.get(words[1]) if len(words) > 2 else None
         if kind is None:
@@ -30,11 +30,11 @@ def write(
 ) -> None:
     """Create sets, then add entries, then delete others; what is as it should be is no problem.
 
-    Raises SyncFailed; what came before the line that failed is done.
+    Raises HostError; what came before the line that failed is done.
     """
     text = render(family, create, adds, deletes)
     if text:
-        programs.succeed("ipset", "restore", "-exist", stdin=text)
+        programs.output("ipset", "restore", "-exist", stdin=text)
 
 
 def render(
@@ -51,13 +51,13 @@ def render(
 
 
 def destroy(names: Iterable[str]) -> None:
-    """Delete sets by their full names. Raises SyncFailed if a rule uses one."""
+    """Delete sets by their full names. Raises HostError if a rule uses one."""
     text = "".join(f"destroy {name}\n" for name in names)
     if text:
-        programs.succeed("ipset", "restore", "-exist", stdin=text)
+        programs.output("ipset", "restore", "-exist", stdin=text)
 
 
 def existing() -> list[str]:
-    """The full names of our sets that exist, of both families. Raises SyncFailed."""
+    """The full names of our sets that exist, of both families. Raises HostError."""
     ours = {kind.full_name(family) for kind in SETS for family in Family}
-    return [name for name in programs.succeed("ipset", "list", "-name").splitlines() if name in ours]
+    return [name for name in programs.output("ipset", "list", "-name").splitlines() if name in ours]

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from kproxy_core.backend.api import Update
+from kproxy_core.host.iptables_variant import PROGRAM
 from kproxy_core.model.address import Protocol, format_address, format_socket
 from kproxy_ipvs import names, rules, sets, skeleton
 from kproxy_ipvs.applied import Applied
@@ -29,7 +30,7 @@ def render_text(update: Update, settings: Settings) -> str:
     parts.append(f"link add {names.DEVICE} type dummy\n")
     for address in sorted(applied.addresses):
         parts.append(f"address add {format_address(address)}/{update.family.bits} dev {names.DEVICE}\n")
-    parts.append(f"# {'iptables' if update.family.size == 4 else 'ip6tables'}-restore --noflush\n")
+    parts.append(f"# {PROGRAM[update.family]}-restore --noflush\n")
     parts.append(rules.difference({}, skeleton.skeleton(node)))
     return "".join(parts)
 

@@ -6,15 +6,10 @@ import threading
 from kproxy_core.backend.api import BackendSettings, Damage, Scope, SyncReport, Update
 from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.backend.hookspecs import hookimpl
+from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family
-from kproxy_userspace.kernel import (
-    IptablesPortals,
-    NftPortals,
-    NoPortals,
-    Portals,
-    has_iptables,
-    open_portals,
-)
+from kproxy_userspace.batch import JUMPS, iptables_rewrite, nft_rewrite
+from kproxy_userspace.kernel import NoPortals, Portals, find_tables, open_portals
 from kproxy_userspace.ports import Allocator
 from kproxy_userspace.relays import FamilyRelays
 from kproxy_userspace.render import wanted_relays
@@ -46,22 +41,27 @@ class UserspaceBackend:
             portals: Portals = NoPortals() if listen else open_portals(update.family)
             family = FamilyRelays(update.family, portals, self._workers, self._allocator, listen)
             self._families[update.family] = family
-        if update.scope is Scope.RESYNC or update.node_changed:
-            return family.resync(update.node, update.plans)
-        return family.change(update.node, update.changed)
+        try:
+            if update.scope is Scope.RESYNC or update.node_changed:
+                return family.resync(update.node, update.plans)
+            return family.change(update.node, update.changed)
+        except HostError as error:
+            raise SyncFailed(str(error)) from error
 
     @hookimpl
     def kproxy_render(self, update: Update) -> str:
         """The portals as iptables-restore or nft takes them; relays appear as port 0, not being open yet."""
         if self._settings.listen:
             return ""
-        portals: Portals = (IptablesPortals if has_iptables() else NftPortals)(update.family)
         wanted = [
             relay
             for plan in update.plans.values()
             for relay in wanted_relays(plan, update.node, None).values()
         ]
-        return portals.text([(portal, 0) for relay in wanted for portal in relay.portals])
+        redirects = [(portal, 0) for relay in wanted for portal in relay.portals]
+        if find_tables(update.family) is None:
+            return nft_rewrite(update.family, redirects)
+        return iptables_rewrite(redirects, JUMPS)
 
     @hookimpl
     def kproxy_watch(self, damaged: Damage) -> bool:
@@ -95,5 +95,5 @@ class UserspaceBackend:
                 try:
                     if not family.intact():
                         damaged(name, "portals are missing")
-                except SyncFailed as error:
+                except HostError as error:
                     log.warning("the portals can't be looked at", extra={"fields": {"error": str(error)}})

@@ -1,10 +1,12 @@
 """Whether this machine can run the mode."""
 
 from kproxy_core.backend.api import BackendSettings, Detection, Requirement
-from kproxy_core.backend.errors import SyncFailed, Unsupported
+from kproxy_core.backend.errors import Unsupported
+from kproxy_core.host import programs
+from kproxy_core.host.programs import ProgramFailed
 from kproxy_core.model.address import Family, format_address
 from kproxy_userspace.batch import nft_skeleton
-from kproxy_userspace.kernel import IPTABLES, LOCK_PATIENCE, find_program, has_iptables, run
+from kproxy_userspace.kernel import find_tables
 from kproxy_userspace.settings import read_settings
 
 _MODE = "userspace"
@@ -26,11 +28,11 @@ def detect(settings: BackendSettings) -> Detection:
 def _portals(family: Family) -> Requirement:
     what = f"redirection for {family.label}"
     attempts: list[tuple[str, str]] = []
-    if has_iptables():
-        program = IPTABLES[family]
-        attempts.append((program, _problem(program, "-w", LOCK_PATIENCE, "-t", "nat", "-S")))
-    if find_program("nft"):
-        attempts.append(("nft", _problem("nft", "-c", "-f", "-", stdin=nft_skeleton(family))))
+    tables = find_tables(family)
+    if tables is not None:
+        attempts.append((tables.program, tables.problem()))
+    if programs.find("nft"):
+        attempts.append(("nft", _nft_problem(family)))
     for program, problem in attempts:
         if not problem:
             return Requirement(what, True, f"{program} redirects {family.label}")
@@ -42,9 +44,9 @@ def _portals(family: Family) -> Requirement:
     return Requirement(what, False, found, f"{remedy}, {_ROOTLESS}")
 
 
-def _problem(*argv: str, stdin: str = "") -> str:
+def _nft_problem(family: Family) -> str:
     try:
-        done = run(*argv, stdin=stdin)
-    except SyncFailed as error:
+        programs.output("nft", "-c", "-f", "-", stdin=nft_skeleton(family))
+    except ProgramFailed as error:
         return str(error)
-    return (" ".join(done.stderr.split())[:200] or f"exit {done.returncode}") if done.returncode else ""
+    return ""

@@ -5,7 +5,8 @@ import logging
 from collections.abc import Iterator, Mapping
 
 from kproxy_core.backend.api import SyncReport
-from kproxy_core.backend.errors import SyncFailed, TrustLost
+from kproxy_core.backend.errors import TrustLost
+from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
@@ -66,7 +67,7 @@ class FamilyRelays:
         return self._bring(node, changed, anew=False)
 
     def intact(self) -> bool:
-        """Whether the portals seem to be there. From any thread; raises SyncFailed."""
+        """Whether the portals seem to be there. From any thread; raises HostError."""
         return self._portals.intact(sum(map(len, list(self._applied.values()))))
 
     def close(self) -> None:
@@ -74,7 +75,7 @@ class FamilyRelays:
         try:
             if self._applied:
                 self._portals.rewrite(())
-        except SyncFailed as error:
+        except HostError as error:
             log.warning("portals stay", extra={"fields": {"error": str(error)}})
         for relay in [relay for relays in self._relays.values() for relay in relays.values()]:
             relay.holder.close()
@@ -125,7 +126,7 @@ class FamilyRelays:
         elif deletes or adds:
             try:
                 self._portals.change(deletes, adds)
-            except SyncFailed as error:
+            except HostError as error:
                 raise TrustLost(str(error)) from error
         for key, wanted in redirects.items():
             if wanted:

@@ -2,10 +2,10 @@
 
 import subprocess
 
+from kproxy_core.host.iptables import Tables
+from kproxy_core.host.iptables_variant import Variant, find_variants
 from kproxy_core.model.address import Family
-from kproxy_iptables.kernel import PROGRAM, Processes, Tables, find_variants
 from kproxy_iptables.table import FamilyTables
-from kproxy_iptables.variant import Variant
 
 V4, V6 = Family.IPV4, Family.IPV6
 
@@ -15,12 +15,12 @@ INTERFACES = (NFT, LEGACY)
 
 def variant(interface: str) -> Variant:
     """The programs for nf_tables, or the legacy ones."""
-    return next(found for found in find_variants(Processes()) if found.nft is (interface == NFT))
+    return next(found for found in find_variants() if found.nft is (interface == NFT))
 
 
 def kernel(interface: str, family: Family = V4) -> Tables:
     """One family's tables, in the current network namespace."""
-    return Tables(family, variant(interface), Processes())
+    return Tables(family, variant(interface))
 
 
 def family_tables(interface: str, family: Family = V4) -> FamilyTables:
@@ -31,7 +31,7 @@ def family_tables(interface: str, family: Family = V4) -> FamilyTables:
 def run(interface: str, *arguments: str, family: Family = V4, stdin: str = "") -> str:
     """What iptables prints. The first of *arguments* may be ``save`` or ``restore``."""
     action = arguments[0] if arguments[0] in ("save", "restore") else ""
-    program = variant(interface).program(PROGRAM[family], action)
+    program = variant(interface).program(family, action)
     done = subprocess.run(
         [program, *arguments[1 if action else 0 :]], input=stdin, capture_output=True, text=True, check=False
     )

@@ -9,13 +9,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kproxy_core.backend.errors import TrustLost
-from kproxy_core.host import sysctl
+from kproxy_core.host import iptables, sysctl
+from kproxy_core.host.iptables import Busy
 from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.testing.builders import node_view
-from kproxy_iptables import kernel
-from kproxy_iptables.kernel import Busy
 from tests.plugins.iptables.golden_cases import normalised
 from tests.plugins.iptables.rig import INTERFACES, LEGACY, NFT, V4, family_tables, rules, run
 from tests.plugins.iptables.scenes import NODES, Scene, all_plans, plain, scenes
@@ -123,7 +122,7 @@ def test_who_waits_for_the_lock_in_vain_has_changed_nothing(
     tables = family_tables(LEGACY)
     node = NODES[V4]
     tables.resync(node, all_plans(V4, plain(1, 1)))
-    monkeypatch.setattr(kernel, "LOCK_PATIENCE", 1)
+    monkeypatch.setattr(iptables, "LOCK_PATIENCE", 1)
     with open(os.environ["XTABLES_LOCKFILE"], "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(Busy):

@@ -128,7 +128,7 @@ def test_what_a_kernel_lacks_holds_no_rules(
                 f'echo "{complaint}" >&2; exit 3\n'
             )
             program.chmod(0o755)
-    monkeypatch.setattr("kproxy_iptables.kernel._PATH", str(tmp_path))
+    monkeypatch.setattr("kproxy_core.host.programs._PATH", str(tmp_path))
     left = cleanup(dry_run=False)
     assert (left.removed, len(left.errors)) == ((), errors)
 

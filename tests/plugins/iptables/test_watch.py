@@ -65,7 +65,7 @@ def use(interface: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for base in ("iptables", "ip6tables"):
         for action in ("", "-save", "-restore"):
             os.symlink(f"/usr/sbin/{base}-{kind}{action}", f"{directory}/{base}{action}")
-    monkeypatch.setattr("kproxy_iptables.kernel._PATH", directory)
+    monkeypatch.setattr("kproxy_core.host.programs._PATH", directory)
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from kproxy_core.backend.api import BackendSettings
+from kproxy_core.host.iptables import Tables
+from kproxy_core.host.iptables_variant import find_variant
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.service import ServicePortKey
@@ -144,9 +146,14 @@ def test_damage_is_repaired(
     assert full(backend, wanted) == 0
 
 
+def rules_of(family: Family) -> dict[skeleton.ChainKey, list[str]]:
+    """All that iptables holds."""
+    return rules.read(Tables(family, find_variant()))
+
+
 def state(family: Family, kernel: VirtualServers) -> tuple[object, ...]:
     """All that the mode has in the kernel."""
-    held = rules.Tables(family).read()
+    held = rules_of(family)
     ours = {key: held.get(key) for key in skeleton.skeleton(NODES[family])}
     jumps = [jump.spec in held[jump.table, jump.chain] for jump in skeleton.JUMPS]
     return kernel.read(family), sets.read(family), device.read(family)[0], ours, jumps
@@ -239,10 +246,10 @@ def test_cleanup_removes_all_and_a_dry_run_nothing(
     assert not removed.errors
     for family in Family:
         assert not kernel.read(family)
-        assert not any(chain.startswith("KUBE-") for _, chain in rules.Tables(family).read())
+        assert not any(chain.startswith("KUBE-") for _, chain in rules_of(family))
     assert not device.exists()
     assert not sets.existing()
-    assert "192.0.2.3" in " ".join(rules.Tables(Family.IPV4).read()["nat", "PREROUTING"])
+    assert "192.0.2.3" in " ".join(rules_of(Family.IPV4)["nat", "PREROUTING"])
     assert cleanup(dry_run=False).removed == ()
 
 

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from kproxy_core.host.iptables import Tables
+from kproxy_core.host.iptables_variant import Variant, find_variants
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_core.testing.builders import node_view
@@ -25,32 +27,32 @@ def node(family: Family, style: str) -> NodeView:
     return replace(node_view(family=family, pods=PODS[family]), **STYLES[style])  # type: ignore[arg-type]
 
 
-def written(at: Namespace, tables: rules.Tables, view: NodeView) -> str:
+def written(at: Namespace, tables: Tables, view: NodeView) -> str:
     """Bring *tables* to the skeleton for *view*; returns what then still seems to differ."""
 
     def action() -> str:
         sets.write(view.family, names.SETS, (), ())
-        tables.write(rules.difference(tables.read(), skeleton.skeleton(view)))
-        return rules.difference(tables.read(), skeleton.skeleton(view))
+        tables.restore(rules.difference(rules.read(tables), skeleton.skeleton(view)))
+        return rules.difference(rules.read(tables), skeleton.skeleton(view))
 
     return at.inside(action)
 
 
-@pytest.mark.parametrize("infix", ["-nft", "-legacy"])
+@pytest.mark.parametrize("variant", find_variants(), ids=str)
 @pytest.mark.parametrize("family", list(Family))
-def test_rules_are_listed_as_they_were_written(infix: str, family: Family) -> None:
+def test_rules_are_listed_as_they_were_written(variant: Variant, family: Family) -> None:
     with namespace() as here:
         for style in STYLES:
-            assert written(here, rules.Tables(family, infix), node(family, style)) == "", style
+            assert written(here, Tables(family, variant), node(family, style)) == "", style
 
 
 def test_only_the_chain_that_differs_is_written() -> None:
     with namespace() as here:
-        tables = rules.Tables(Family.IPV4)
+        tables = Tables(Family.IPV4, find_variants()[0])
         view = node(Family.IPV4, "network")
         written(here, tables, view)
-        here.run("iptables", "-t", "nat", "-F", "KUBE-LOAD-BALANCER")
-        text = here.inside(lambda: rules.difference(tables.read(), skeleton.skeleton(view)))
+        here.run(tables.program, "-t", "nat", "-F", "KUBE-LOAD-BALANCER")
+        text = here.inside(lambda: rules.difference(rules.read(tables), skeleton.skeleton(view)))
         assert [line for line in text.splitlines() if line.startswith((":", "*"))] == [
             "*nat", ":KUBE-LOAD-BALANCER - [0:0]"
         ]  # fmt: skip

@@ -1,0 +1,126 @@
+"""Which iptables a node uses, and what its programs say and do, in a namespace made for it."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from kproxy_core.host.errors import HostError
+from kproxy_core.host.iptables import Refused, SavedChain, Tables, read_saved
+from kproxy_core.host.iptables_variant import Variant, find_variant, find_variants, prefers_nft
+from kproxy_core.model.address import Family
+from tests.core.namespaces import Namespace, namespace
+
+HINT = ":KUBE-IPTABLES-HINT - [0:0]\n"
+OLD_HINT = ":KUBE-KUBELET-CANARY - [0:0]\n"
+RULE = "-A INPUT -j ACCEPT\n"
+
+NOTHING: tuple[str, ...] = ()
+
+VARIANTS = pytest.mark.parametrize("variant", find_variants(), ids=str)
+
+
+@pytest.fixture
+def node() -> Iterator[Namespace]:
+    with namespace() as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("nft", "legacy", "default_is_nft", "expected"),
+    [
+        ((HINT,), NOTHING, False, True),
+        ((OLD_HINT,), NOTHING, False, True),
+        (NOTHING, (HINT,), True, False),
+        (NOTHING, (OLD_HINT,), True, False),
+        ((HINT,), (HINT,), False, True),
+        ((HINT,), (RULE, RULE), False, True),
+        ((RULE, RULE, RULE), (HINT,), True, False),
+        ((RULE,), (RULE, RULE), True, False),
+        ((RULE, RULE), (RULE,), False, True),
+        ((RULE,), (RULE,), False, True),
+        (NOTHING, NOTHING, True, True),
+        (NOTHING, NOTHING, False, False),
+    ],
+)
+def test_evidence(
+    nft: tuple[str, ...], legacy: tuple[str, ...], default_is_nft: bool, expected: bool
+) -> None:
+    def save(kind: str, table: str) -> Iterator[str]:
+        assert table == "" or kind == "nft", "naming a legacy table would create it"
+        yield from nft if kind == "nft" else legacy
+
+    assert prefers_nft(save, default_is_nft) is expected
+
+
+def test_both_variants_are_found() -> None:
+    assert sorted(variant.nft for variant in find_variants()) == [False, True]
+
+
+@VARIANTS
+def test_the_one_that_kubelet_uses_is_chosen(node: Namespace, variant: Variant) -> None:
+    other = next(each for each in find_variants() if each.nft is not variant.nft)
+    node.run(other.program(Family.IPV6), "-w", "-A", "INPUT", "-j", "ACCEPT")
+    node.run(variant.program(Family.IPV4), "-w", "-t", "mangle", "-N", "KUBE-IPTABLES-HINT")
+    assert node.inside(find_variant) == variant
+
+
+def test_choosing_creates_nothing(node: Namespace) -> None:
+    node.inside(find_variant)
+    assert node.run("nft", "list", "ruleset") == ""
+
+
+def test_chains_come_with_their_rules_and_those_without_rules_too() -> None:
+    lines = """# by somebody
+*nat
+:PREROUTING ACCEPT [1:60]
+:EMPTY - [0:0]
+:ONE - [0:0]
+-A PREROUTING -m comment --comment "a -A b" -j ONE
+-A ONE -m nfacct --nfacct-name  seen -j RETURN
+-A ONE -j DROP
+COMMIT
+*filter
+:ONE - [0:0]
+COMMIT
+""".splitlines(keepends=True)
+    found = {(saved.table, saved.name): saved.rules for saved in read_saved(lines)}
+    assert found == {
+        ("nat", "PREROUTING"): ['-m comment --comment "a -A b" -j ONE'],
+        ("nat", "ONE"): ["-m nfacct --nfacct-name seen -j RETURN", "-j DROP"],
+        ("nat", "EMPTY"): [],
+        ("filter", "ONE"): [],
+    }
+
+
+@VARIANTS
+@pytest.mark.parametrize("family", list(Family))
+def test_what_is_restored_is_saved_and_listed(node: Namespace, variant: Variant, family: Family) -> None:
+    tables = Tables(family, variant)
+
+    def act() -> list[SavedChain]:
+        tables.restore("*nat\n:MINE - [0:0]\n-A MINE -j RETURN\n-A POSTROUTING -j MINE\nCOMMIT\n")
+        assert tables.has_chain("nat", "MINE")
+        assert not tables.has_chain("nat", "YOURS")
+        assert tables.rules("nat", "POSTROUTING") == ["-j MINE"]
+        with pytest.raises(HostError):
+            tables.rules("nat", "YOURS")
+        return [saved for saved in tables.save() if saved.lines]
+
+    assert sorted(node.inside(act)) == [
+        SavedChain("nat", "MINE", ["-A MINE -j RETURN\n"]),
+        SavedChain("nat", "POSTROUTING", ["-A POSTROUTING -j MINE\n"]),
+    ]
+
+
+@VARIANTS
+def test_a_refusal_names_the_rule_and_leaves_the_table(node: Namespace, variant: Variant) -> None:
+    tables = Tables(Family.IPV4, variant)
+
+    def act() -> None:
+        tables.restore("*filter\n:MINE - [0:0]\n-A MINE -j NOWHERE\nCOMMIT\n")
+
+    with pytest.raises(Refused) as refused:
+        node.inside(act)
+    assert refused.value.line in ("-A MINE -j NOWHERE", "")  # the legacy program may only say which table
+    assert str(refused.value).startswith(f"{variant.program(Family.IPV4, 'restore')}: exit ")
+    assert not node.inside(lambda: tables.has_chain("filter", "MINE"))
