@@ -230,7 +230,7 @@ def _prepared(flags: Flags) -> tuple[Config, Registry, Configuration]:
     configuration = Configuration(flags, load(flags["config"]) if flags.get("config") else None)
     config = configuration.of(configuration.mode)
     registry = _registry()
-    mode = Journal(config.state_directory).mode_to_start(config.mode) or config.mode
+    mode = Journal(config.state_directory).mode_to_start(config.mode, registry.modes) or config.mode
     if not mode:
         mode = registry.preferred(backend_settings(config, served_families()))
     if mode != config.mode:

@@ -152,6 +152,10 @@ def run(config: Config, registry: Registry, configuration: Configuration) -> Non
         "families": ",".join(family.label for family in families),
     }})
     log.debug("flags", extra={"fields": configuration.flags})
+    journal = Journal(config.state_directory)
+    if (entry := journal.read()) is not None:
+        log.info("an earlier switch of modes counts", extra={
+            "fields": {"configured": entry.configured, "before": entry.before, "after": entry.after}})
     worker = registry.make_backend(config.mode, backend_settings(config, families))
 
     metrics = Metrics(config.mode, __version__)
@@ -203,7 +207,7 @@ def run(config: Config, registry: Registry, configuration: Configuration) -> Non
         events.node("Normal", "ModeSwitched", worker.mode)
 
     switch = Switch(
-        loop, registry, retiring, Journal(config.state_directory), worker=worker,
+        loop, registry, retiring, journal, worker=worker,
         configured=configuration.mode, terms=terms_of_modes(configuration, registry, families), serves=serves,
     )
     failures: list[str] = []

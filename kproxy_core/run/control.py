@@ -98,6 +98,8 @@ class ControlServer:
             _send(client, {"ok": False, "problem": "only root may do that"})
             return
         request = json.loads(_read_line(client))
+        if not isinstance(request, dict):
+            raise ValueError("not an object")
         gone = threading.Event()
 
         def tell(line: str) -> None:

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import socket
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -88,18 +89,20 @@ class Journal:
             log.warning("the journal of mode switches stays", extra={
                 "fields": {"file": str(self._path), "error": error.strerror}})
 
-    def mode_to_start(self, configured: str) -> str:
-        """Which mode is to serve although *configured* is what the configuration says; "": that one.
+    def mode_to_start(self, configured: str, modes: Collection[str]) -> str:
+        """Which of *modes* is to serve although *configured* is what the configuration says; "": that one.
 
-        An entry for another configuration counts no more.
+        A switch that was not finished is finished or rolled back by that, for a start removes what other
+        modes left. An entry for another configuration counts no more.
         """
         entry = self.read()
         if entry is None:
             return ""
-        if entry.configured != configured:
+        mode = entry.serving
+        if entry.configured != configured or mode == configured or mode not in modes:
             self.forget()
             return ""
-        return entry.serving
+        return mode
 
 
 def _namespace() -> str:

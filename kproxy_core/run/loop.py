@@ -175,7 +175,7 @@ class Loop:
         """All there is, as of the last turn, for each family of a node with these *settings*."""
         facts = self._facts.with_settings(settings)
         return [
-            Update(family, Scope.RESYNC, facts.view(family), {}, sync.plans.plans, node_changed=True)
+            Update(family, Scope.RESYNC, facts.look(family), {}, sync.plans.plans, node_changed=True)
             for family, sync in self._syncs.items()
         ]
 

@@ -59,12 +59,21 @@ class NodeFacts:
 
     def view(self, family: Family) -> NodeView:
         """The node as *family* sees it now. A reason not to serve node ports is logged when it comes up."""
+        view, problem = self._look(family)
+        self._report(family, problem)
+        return view
+
+    def look(self, family: Family) -> NodeView:
+        """The same, and nothing is logged."""
+        return self._look(family)[0]
+
+    def _look(self, family: Family) -> tuple[NodeView, str]:
+        """The node, and why it serves no node ports; "": it does."""
         settings = self._settings
         own = self._own_address(family)
         choice = _choice(settings.node_ports, own)
         node_ports = select_node_port_addresses(choice, self.addresses, family)
-        self._report(family, node_ports.problem)
-        return NodeView(
+        view = NodeView(
             family=family,
             name=settings.name,
             zone=self.node.zone if self.node else "",
@@ -77,6 +86,7 @@ class NodeFacts:
             masquerade_all=settings.masquerade_all,
             masquerade_bit=settings.masquerade_bit,
         )
+        return view, node_ports.problem
 
     def _own_address(self, family: Family) -> Address | None:
         bound = self._settings.bind_address

@@ -36,12 +36,12 @@ class Probe:
         """*addresses*: of this machine. Raises CanNotProbe."""
         self._full = full
         self._word = secrets.token_bytes(16)
-        own = full.node.node_ip
-        if own is None or own not in addresses:
-            raise CanNotProbe("the node's address is not one of this machine")
         vip = next((p.cluster_ip for p in full.plans.values() if p.cluster_ip is not None), None)
         if vip is None:
             raise CanNotProbe("there is no Service")
+        own = full.node.node_ip
+        if own is None or own not in addresses:
+            raise CanNotProbe("the node's address is not one of this machine")
         self._vip = vip
         self._listener = socket.create_server((format_address(own), 0), family=_SOCKET_FAMILY[full.family])
         self._port = self._listener.getsockname()[1]

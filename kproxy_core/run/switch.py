@@ -201,9 +201,13 @@ class Switch:
 
         try:
             self._loop.call(restore)
-        finally:
-            self._retiring.add(new.mode, new)
-            self._settle(old.mode)
+        except Exception as error:  # noqa: BLE001 - what the new mode has in the kernel may be all there is
+            log.error("the switch can't be rolled back now; what it left goes at the next start", extra={
+                "fields": {"mode": old.mode, "tried": new.mode, "error": repr(error)}})
+            self._registry.close_backend(new)
+            return
+        self._retiring.add(new.mode, new)
+        self._settle(old.mode)
         log.warning("the switch was rolled back", extra={"fields": {"mode": old.mode, "tried": new.mode}})
 
     def _settle(self, mode: str) -> None:
