@@ -83,6 +83,7 @@ class FamilySync:
         self._pacing = pacing
         self._failures = 0
         self._repair = False
+        self._repair_at = 0.0
         self._damages = 0
 
     def node_is(self, node: NodeView) -> None:

@@ -131,9 +131,13 @@ class Switch:
 
     def _go(self, mode: str, tell: Tell) -> None:
         terms, old = self._terms(mode), self.worker
-        self._journal.write(Entry(self.configured, old.mode, mode, Phase.TRYING))
-        self._retiring.call_off(mode)
         new = self._registry.make_backend(mode, terms.settings)
+        try:
+            self._journal.write(Entry(self.configured, old.mode, mode, Phase.TRYING))
+        except JournalFailed:
+            self._registry.close_backend(new)
+            raise
+        self._retiring.call_off(mode)
         log.info("the mode is being switched", extra={"fields": {"before": old.mode, "after": mode}})
         try:
             self._try_out(new, terms.node, tell)

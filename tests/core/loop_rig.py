@@ -150,11 +150,12 @@ class Rig:
         addresses: Iterable[Address] = (),
         all_synced: Callable[[], None] = lambda: None,
         backend: object = None,
+        worker: Worker | None = None,
     ) -> None:
-        """*backend* takes the place of the recording one."""
+        """*backend*, or the one of *worker*, takes the place of the recording one."""
         self.clock = Clock()
         self.backend = RecordingBackend(self.clock)
-        worker = worker_of(backend or self.backend, families)
+        worker = worker or worker_of(backend or self.backend, families)
         self.metrics = Metrics("test", "0")
         self.health = ProxyHealth(
             families, timeout=60.0, node_required=False,
