@@ -78,7 +78,7 @@ def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat
 
 
 @hookspec
-def kproxy_supersede() -> Leftovers:
+def kproxy_supersede(dry_run: bool) -> Leftovers:
     """Remove what kube-proxy left in the same mode, where it is nothing that this mode uses itself.
 
     Optional. Called once, when this mode serves; may run beside syncs. Errors as in `kproxy_cleanup`.

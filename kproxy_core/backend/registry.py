@@ -28,6 +28,7 @@ from kproxy_core.backend.api import (
     Update,
 )
 from kproxy_core.backend.errors import BackendError, Unsupported
+from kproxy_core.backend.named import PluginNotFound, import_named, read_names
 from kproxy_core.backend.worker import Worker
 
 if TYPE_CHECKING:
@@ -45,8 +46,10 @@ _MODE = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
 class UnknownMode(BackendError):
     """No plugin provides the mode that was asked for."""
 
-    def __init__(self, mode: str, known: Iterable[str]) -> None:
-        super().__init__(f"no backend provides mode {mode!r}; installed: {', '.join(known) or 'none'}")
+    def __init__(self, mode: str, known: Iterable[str], *, blocked: bool = False) -> None:
+        problem = f"the plugin of mode {mode!r} is kept out by -p no:{mode}" if blocked else (
+            f"no backend provides mode {mode!r}")
+        super().__init__(f"{problem}; {'others' if blocked else 'installed'}: {', '.join(known) or 'none'}")
 
 
 class PluginRefused(BackendError):
@@ -69,7 +72,13 @@ class BrokenPlugin:
 class Registry:
     """The plugins of one process."""
 
-    def __init__(self, entry_points: Iterable[EntryPoint] | None = None) -> None:
+    def __init__(
+        self, entry_points: Iterable[EntryPoint] | None = None, *, plugins: Iterable[str] = ()
+    ) -> None:
+        """*plugins* are what ``-p`` was given: see `named`.
+
+        Raises PluginNotFound or PluginRefused for one of those.
+        """
         self.manager = pluggy.PluginManager(hookspecs.PROJECT)
         self.manager.add_hookspecs(hookspecs)
         self.descriptions: dict[str, Description] = {}
@@ -78,7 +87,13 @@ class Registry:
         self._plugins: dict[str, object] = {}
         self._workers: list[Worker] = []
         self._offered: dict[str, EntryPoint] = {}
-        for entry in _installed() if entry_points is None else entry_points:
+        named = read_names(plugins)
+        for name in named.blocked:
+            self.manager.set_blocked(name)
+        installed = list(_installed() if entry_points is None else entry_points)
+        for entry in installed:
+            if self.manager.is_blocked(entry.name):
+                continue
             if entry.group == OBSERVERS:
                 self._load_observer(entry)
             elif entry.group != hookspecs.ENTRY_POINTS:
@@ -88,11 +103,13 @@ class Registry:
                 self._refuse(entry, f"mode {entry.name!r} is already provided by {first}")
             else:
                 self._offered[entry.name] = entry
+        for name in named.wanted:
+            self._load_named(name, installed)
 
     @property
     def modes(self) -> list[str]:
         """All modes offered, loaded or not, sorted."""
-        return sorted(self._offered)
+        return sorted({*self._offered, *self.descriptions})
 
     def load(self, mode: str) -> Description:
         """Load the plugin that provides *mode*, unless it is loaded.
@@ -104,7 +121,7 @@ class Registry:
             return known
         entry = self._offered.get(mode)
         if entry is None:
-            raise UnknownMode(mode, self.modes)
+            raise UnknownMode(mode, self.modes, blocked=self.manager.is_blocked(mode))
         try:
             plugin = entry.load()
             description = _describe(plugin, mode)
@@ -197,9 +214,9 @@ class Registry:
         return self._leftovers(
             mode, "kproxy_retire", worker=worker, traces=traces, arguments={"settings": settings})
 
-    def supersede(self, mode: str) -> Leftovers:
+    def supersede(self, mode: str, *, dry_run: bool) -> Leftovers:
         """Remove what kube-proxy left in *mode*, which serves. Raises UnknownMode or PluginRefused."""
-        return self._leftovers(mode, "kproxy_supersede")
+        return self._leftovers(mode, "kproxy_supersede", arguments={"dry_run": dry_run})
 
     def _leftovers(
         self, mode: str, hook: str, *, worker: Worker | None = None, traces: bool = True,
@@ -251,6 +268,35 @@ class Registry:
         """Have *backend*, and no other, do its work."""
         others = [worker.backend for worker in self._workers if worker.backend is not backend]
         return self.manager.subset_hook_caller(hook, others)(**arguments)
+
+    def _load_named(self, name: str, installed: Iterable[EntryPoint]) -> None:
+        """Load what is installed under *name*, or else the module: a backend, or an observer."""
+        if name in self._offered:
+            self.load(name)
+            return
+        for broken in self.broken:
+            if broken.name == name:
+                raise PluginRefused(str(broken))
+        if self.manager.has_plugin(name):
+            return
+        try:
+            plugin = import_named(name, installed)
+            if not hasattr(plugin, "kproxy_describe"):
+                self._register(plugin, name, ())
+                if not self.manager.get_hookcallers(plugin):
+                    raise PluginRefused("it has no hook of kproxy's")
+                return
+            mode = plugin.kproxy_describe().mode
+            if mode in self.modes:
+                raise PluginRefused(f"mode {mode!r} is provided by another plugin")
+            description = _describe(plugin, mode)
+            self._register(plugin, mode, PLUGIN_HOOKS)
+        except PluginNotFound:
+            raise
+        except (Exception, SystemExit) as error:  # as in `load`
+            raise PluginRefused(f"plugin {name!r} can't be used: {_reason(error)}") from error
+        self.descriptions[mode] = description
+        self._plugins[mode] = plugin
 
     def _load_observer(self, entry: EntryPoint) -> None:
         try:

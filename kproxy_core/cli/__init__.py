@@ -7,7 +7,7 @@ Whatever is heavy is imported by the command that needs it, so that ``--version`
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -73,13 +73,15 @@ def kproxy(context: click.Context, /, **options: Any) -> None:
 
 
 @kproxy.command()
+@click.option("-p", "--plugin", "plugins", metavar="PLUGIN", multiple=True, help=FLAGS["plugin"].help)
 @click.option("--probe", is_flag=True, help="Find out which work on this machine, and what is missing.")
 @click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
-def modes(probe: bool, output: str) -> None:
+def modes(plugins: tuple[str, ...], probe: bool, output: str) -> None:
     """List the installed backends, the preferred one first."""
     from kproxy_core.cli.modes import describe_modes
 
-    registry = _registry()
+    with _errors():
+        registry = _registry(",".join(plugins).split(","))
     described = describe_modes(registry, probe=probe)
     if output == "json":
         import json
@@ -189,9 +191,9 @@ def _clean(flags: Flags, dry_run: bool, own_only: bool, spared: tuple[str, ...])
     from kproxy_core import config
     from kproxy_core.cli.terms import Configuration, served_families, settings_of_modes
 
-    registry = _registry()
     with _errors():
         file = config.load(flags["config"]) if flags.get("config") else None
+        registry = _registry(config.resolve(flags, file).plugins)
         settings_of = settings_of_modes(Configuration(flags, file), served_families())
     failed = False
     for description in registry.load_all():
@@ -210,10 +212,10 @@ def _clean(flags: Flags, dry_run: bool, own_only: bool, spared: tuple[str, ...])
         raise click.ClickException("not everything could be removed")
 
 
-def _registry() -> Registry:
+def _registry(plugins: Iterable[str]) -> Registry:
     from kproxy_core.backend.registry import Registry
 
-    return Registry()
+    return Registry(plugins=plugins)
 
 
 def _tell_broken(registry: Registry) -> None:
@@ -229,7 +231,7 @@ def _prepared(flags: Flags) -> tuple[Config, Registry, Configuration]:
 
     configuration = Configuration(flags, load(flags["config"]) if flags.get("config") else None)
     config = configuration.of(configuration.mode)
-    registry = _registry()
+    registry = _registry(config.plugins)
     mode = Journal(config.state_directory).mode_to_start(config.mode, registry.modes) or config.mode
     if not mode:
         mode = registry.preferred(backend_settings(config, served_families()))

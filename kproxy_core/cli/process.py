@@ -44,7 +44,7 @@ from kproxy_core.run.health import ProxyHealth
 from kproxy_core.run.http import HttpServer
 from kproxy_core.run.http_messages import Handler
 from kproxy_core.run.journal import Journal
-from kproxy_core.run.leftovers import clean_up_in_background
+from kproxy_core.run.leftovers import Heir
 from kproxy_core.run.loop import Loop
 from kproxy_core.run.metrics import Metrics
 from kproxy_core.run.node_facts import NodeFacts
@@ -160,7 +160,8 @@ def run(config: Config, registry: Registry, configuration: Configuration) -> Non
 
     metrics = Metrics(config.mode, __version__)
     metrics.also(lambda: switch.worker.measure())
-    retiring = Retiring(registry, settings_of_modes(configuration, families))
+    settings_of = settings_of_modes(configuration, families)
+    retiring = Retiring(registry, settings_of, config.mode)
     for name, enabled in config.feature_gates.items():
         metrics.gate(name, FEATURE_GATES[name].stage, enabled)
     health = ProxyHealth(families, timeout=2 * config.sync_period, node_required=not config.manifests)
@@ -179,7 +180,7 @@ def run(config: Config, registry: Registry, configuration: Configuration) -> Non
             log.warning("the kernel does not track connections; their limits and timeouts are not set")
         for doubt in doubts(config, settings, families, store.node):
             log.warning("the configuration may not be what is meant", extra={"fields": {"because": doubt}})
-        clean_up_in_background(registry, config.mode, retiring, health)
+        heir.take_over_in_background()
         events.start()
 
     def health_port_failed(service: ServiceName, problem: str) -> None:
@@ -210,6 +211,7 @@ def run(config: Config, registry: Registry, configuration: Configuration) -> Non
         loop, registry, retiring, journal, worker=worker,
         configured=configuration.mode, terms=terms_of_modes(configuration, registry, families), serves=serves,
     )
+    heir = Heir(registry, settings_of, switch, retiring, health)
     failures: list[str] = []
 
     def end(because: str) -> None:
@@ -243,6 +245,7 @@ def run(config: Config, registry: Registry, configuration: Configuration) -> Non
         loop.run()
     finally:
         control.stop()
+        heir.stop()
         followed.close()
         source.stop()
         events.close()

@@ -29,9 +29,13 @@ class _Leaving:
 class Retiring:
     """All methods may be called from any thread; one of its own waits for connections."""
 
-    def __init__(self, registry: Registry, settings_of: Callable[[str], BackendSettings]) -> None:
+    def __init__(
+        self, registry: Registry, settings_of: Callable[[str], BackendSettings], serving: str
+    ) -> None:
         self._registry = registry
         self._settings_of = settings_of
+        self._serving = {serving}
+        """Modes that serve, or are being tried."""
         self._changed = threading.Condition()
         self._leaving: list[_Leaving] = []
         self._thread: threading.Thread | None = None
@@ -44,10 +48,15 @@ class Retiring:
             return {leaving.mode: leaving.waiting for leaving in self._leaving}
 
     def add(self, mode: str, worker: Worker | None = None) -> int:
-        """Begin to remove what *mode* left; returns for how many connections' sake something stays."""
+        """Begin to remove what *mode* left; returns for how many connections' sake something stays.
+
+        Without a *worker*, what was left by whom; not while the mode serves.
+        """
         leaving = _Leaving(mode, worker)
         with self._changed:
-            if self._closed or self._step(leaving):
+            if worker is not None:
+                self._serving.discard(mode)
+            if self._closed or mode in self._serving or self._step(leaving):
                 return 0
             self._leaving.append(leaving)
             if self._thread is None:
@@ -58,6 +67,7 @@ class Retiring:
     def call_off(self, mode: str) -> None:
         """*mode* is to serve: leave in the kernel what is there. A backend of it still finishes its own."""
         with self._changed:
+            self._serving.add(mode)
             for leaving in self._leaving:
                 if leaving.mode == mode:
                     leaving.traces = False

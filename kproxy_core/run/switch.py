@@ -12,18 +12,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 from kproxy_core.backend.api import BackendSettings, Caveat, Scope, Update
 from kproxy_core.backend.errors import BackendError, SyncFailed
 from kproxy_core.backend.registry import Registry
 from kproxy_core.backend.worker import Worker
-from kproxy_core.model.address import Address
 from kproxy_core.run.journal import Entry, Journal, JournalFailed, Phase
 from kproxy_core.run.loop import Loop
 from kproxy_core.run.node_facts import NodeSettings
 from kproxy_core.run.pacing import Pacing
-from kproxy_core.run.probe import CanNotProbe, Probe, ProbeFailed
+from kproxy_core.run.proof import NotProven, Tell, prove
 from kproxy_core.run.retiring import Retiring
 
 log = logging.getLogger("kproxy.run")
@@ -32,9 +30,6 @@ _TRIES = 3
 """Syncs of the new mode before it is given up."""
 _PAUSE = 0.5
 """Seconds between them."""
-
-Tell = Callable[[str], None]
-"""Takes a line about what was done."""
 
 
 class SwitchFailed(Exception):
@@ -129,6 +124,21 @@ class Switch:
         finally:
             self._busy.release()
 
+    def prove(self) -> None:
+        """See that what serves is in the kernel and at work. Raises SwitchFailed."""
+        with self._busy, _failures():
+            terms, worker = self._terms(self.worker.mode), self.worker
+
+            def begin() -> list[Update]:
+                self._loop.hold()
+                return self._loop.updates(terms.node)
+
+            try:
+                prove(self._loop, worker, self._loop.call(begin), lambda line: log.debug(line))
+            finally:
+                self._loop.call(
+                    lambda: self._loop.serve_with(worker, terms.node, terms.pacing, Scope.CHANGED))
+
     def _go(self, mode: str, tell: Tell) -> None:
         terms, old = self._terms(mode), self.worker
         new = self._registry.make_backend(mode, terms.settings)
@@ -168,28 +178,7 @@ class Switch:
 
         updates = loop.call(program)
         tell(f"programmed {max(len(update.plans) for update in updates)} service ports")
-        for _ in range(_TRIES):
-            if not sum(loop.call(partial(new.sync, update)).operations for update in updates):
-                break
-        else:
-            raise SwitchFailed(f"{new.mode}: what was programmed is not what is read back")
-        tell("read back: all is there")
-        addresses = loop.call(lambda: loop.addresses)
-        for update in updates:
-            try:
-                tell(f"{update.family.label}: {self._probe(new, update, addresses)} was answered")
-            except CanNotProbe as reason:
-                tell(f"{update.family.label}: not probed, {reason}")
-
-    def _probe(self, new: Worker, full: Update, addresses: frozenset[Address]) -> str:
-        probe = Probe(full, addresses)
-        try:
-            self._loop.call(lambda: new.sync(probe.come))
-            probe.connect()
-        finally:
-            self._loop.call(lambda: new.sync(probe.go))
-            probe.close()
-        return str(probe)
+        prove(loop, new, updates, tell)
 
     def _roll_back(self, new: Worker) -> None:
         """Have the old mode make everything right again; then what the new one made retires."""
@@ -256,7 +245,7 @@ def _failures() -> Iterator[None]:
         yield
     except SwitchFailed:
         raise
-    except (BackendError, JournalFailed, ProbeFailed) as error:
+    except (BackendError, JournalFailed, NotProven) as error:
         raise SwitchFailed(str(error)) from error
     except Exception as error:
         log.exception("a switch of modes went wrong")

@@ -13,9 +13,9 @@ def cleanup(*, dry_run: bool, own_only: bool = False) -> Leftovers:
     return _deleted((TABLE,) if own_only else (TABLE, _KUBE_PROXY_TABLE), dry_run)
 
 
-def supersede() -> Leftovers:
+def supersede(*, dry_run: bool) -> Leftovers:
     """Delete kube-proxy's tables."""
-    return _deleted((_KUBE_PROXY_TABLE,), dry_run=False)
+    return _deleted((_KUBE_PROXY_TABLE,), dry_run)
 
 
 def _deleted(names: tuple[str, ...], dry_run: bool) -> Leftovers:

@@ -45,11 +45,11 @@ def kproxy_cleanup(dry_run: bool, own_only: bool) -> Leftovers:
 
 
 @hookimpl
-def kproxy_supersede() -> Leftovers:
+def kproxy_supersede(dry_run: bool) -> Leftovers:
     """Delete the tables of kube-proxy's nftables mode."""
     from kproxy_nftables.cleanup import supersede
 
-    return supersede()
+    return supersede(dry_run=dry_run)
 
 
 @hookimpl

@@ -146,7 +146,7 @@ class Room:
         self.rig = Rig(families=[V4], worker=worker, settings=self.node, addresses=[SELF],
                        all_synced=self.synced.set)
         self.journal = Journal(str(directory))
-        self.retiring = Retiring(self.registry, lambda mode: SETTINGS)
+        self.retiring = Retiring(self.registry, lambda mode: SETTINGS, "old")
         self.told: list[str] = []
         self.serving: list[Worker] = []
         self.switch = Switch(
