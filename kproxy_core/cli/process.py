@@ -159,7 +159,7 @@ def run(config: Config, registry: Registry, configuration: Configuration) -> Non
     worker = registry.make_backend(config.mode, backend_settings(config, families))
 
     metrics = Metrics(config.mode, __version__)
-    metrics.also(lambda: switch.worker.measure())
+    metrics.also(lambda: [*switch.worker.measure(), retiring.measure()])
     settings_of = settings_of_modes(configuration, families)
     retiring = Retiring(registry, settings_of, config.mode)
     for name, enabled in config.feature_gates.items():

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kproxy_core.backend.api import BackendSettings, Leftovers
+from kproxy_core.backend.api import BackendSettings, Leftovers, Measurement
 from kproxy_core.backend.errors import BackendError
 from kproxy_core.backend.registry import Registry
 from kproxy_core.backend.worker import Worker
@@ -46,6 +46,14 @@ class Retiring:
         """Connections that are waited for, by mode."""
         with self._changed:
             return {leaving.mode: leaving.waiting for leaving in self._leaving}
+
+    def measure(self) -> list[Measurement]:
+        """For the metrics endpoint; never waits for who removes something."""
+        return [
+            Measurement("kproxy_retiring_connections", "Connections that still go through a mode that serves "
+                        "no longer", "gauge", leaving.waiting, {"mode": leaving.mode})
+            for leaving in list(self._leaving)
+        ]  # fmt: skip
 
     def add(self, mode: str, worker: Worker | None = None) -> int:
         """Begin to remove what *mode* left; returns for how many connections' sake something stays.

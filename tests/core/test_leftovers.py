@@ -1,0 +1,89 @@
+"""Taking a node over: what others left goes when ours is seen to be at work, and not before."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kproxy_core.run import leftovers
+from kproxy_core.run.leftovers import Heir
+from tests.core.switch_room import SETTINGS, Room, names
+
+
+@pytest.fixture
+def room(tmp_path: Path) -> Iterator[Room]:
+    room = Room(tmp_path)
+    room.rig.health.hold("what others left has not been removed yet")
+    room.start()
+    yield room
+    room.stop()
+
+
+def heir(room: Room) -> Heir:
+    return Heir(room.registry, lambda mode: SETTINGS, room.switch, room.retiring, room.rig.health)
+
+
+def await_that(holds: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if holds():
+            return
+        threading.Event().wait(0.01)
+    pytest.fail("not after 10 s")
+
+
+def ready(room: Room) -> bool:
+    return room.rig.health.healthz().ok
+
+
+def test_where_nothing_was_left_nothing_is_done(room: Room) -> None:
+    heir(room).take_over_in_background()
+    await_that(lambda: ready(room))
+    assert room.story == []
+
+
+def test_what_another_mode_left_goes_after_the_proof(room: Room) -> None:
+    room.new.rules = dict(room.old.rules)
+    heir(room).take_over_in_background()
+    await_that(lambda: ready(room))
+    assert room.story == ["old full", "retire new, 0 left", "clean up new"]
+    assert names(room.old) == {"web"}
+
+
+def test_what_kube_proxy_left_in_the_same_mode_goes_after_the_proof(room: Room) -> None:
+    room.old.strangers = True
+    heir(room).take_over_in_background()
+    await_that(lambda: ready(room))
+    assert room.story == ["old full", "supersede in old"]
+
+
+def test_without_a_proof_everything_stays_and_readiness_waits(
+    room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leftovers, "_RETRY", 0.01)
+    room.new.rules = dict(room.old.rules)
+    room.old.restless = True
+    heir(room).take_over_in_background()
+    await_that(lambda: b"what new left stays: old: what was programmed" in room.rig.health.healthz().body)
+    assert not ready(room)
+    assert names(room.new) == {"web"}
+    room.old.restless = False
+    await_that(lambda: ready(room))
+    assert names(room.new) == set()
+
+
+def test_connections_that_are_waited_for_do_not_hold_readiness_up(room: Room) -> None:
+    room.new.rules = dict(room.old.rules)
+    room.new.connections = 3
+    heir(room).take_over_in_background()
+    await_that(lambda: ready(room))
+    assert names(room.new) == {"web"}
+    (measured,) = room.retiring.measure()
+    assert (measured.value, measured.labels) == (3, {"mode": "new"})
+
+
+def test_a_mode_that_was_switched_to_meanwhile_is_spared(room: Room) -> None:
+    room.new.rules = dict(room.old.rules)
+    room.to("new")
+    room.retiring.add("new")
+    assert names(room.new) == {"web"}
