@@ -96,6 +96,8 @@ class Config:
     """Where the journal of mode switches is."""
     live_mode_switch: bool
     """A changed mode in the file is followed without a restart."""
+    plugins: tuple[str, ...]
+    """Plugins to load, and ``no:NAME`` for those to keep out; the last word about one counts."""
     backend_options: Mapping[str, object]
     """What the file has for the mode alone, names as in the file; durations are floats in seconds."""
     reported_version: str = ""
@@ -153,6 +155,7 @@ def resolve(flags: Flags, file: FileConfig | None) -> Config:
         logging_format="json" if document.logging.format == "json" else "text",
         state_directory=document.kproxy.state_directory,
         live_mode_switch=document.kproxy.live_mode_switch,
+        plugins=document.kproxy.plugins,
         backend_options=_options(document),
         document=document,
         reported_version=given if (given := flags.get("version", "")).startswith("v") else "",

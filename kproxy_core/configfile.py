@@ -207,6 +207,8 @@ class Kproxy(_Section, frozen=True, kw_only=True, rename="camel"):
     """What must be known after a restart of the process, and not after a reboot."""
     live_mode_switch: bool = False
     """Follow a changed `mode` in this file without a restart."""
+    plugins: tuple[str, ...] = ()
+    """Plugins to load, by name or module, and ``no:NAME`` for those to keep out."""
     backend_options: dict[str, dict[str, Any]] = {}
     """For backends that have no section among kube-proxy's, by mode."""
 

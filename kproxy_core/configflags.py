@@ -70,6 +70,8 @@ RULES = (
     Flag("userspace-listen", "IP", "Mode userspace: bind the Services' ports here; needs no privileges.",
          ("kproxy.backendOptions.userspace.listen",), True),
     Flag("feature-gates", "GATE=BOOL", "Features on or off.", ("featureGates",), repeats=True),
+    Flag("plugin", "PLUGIN", "Load a plugin, by name or module; no:NAME keeps one out.",
+         ("kproxy.plugins",), True, repeats=True),
 )
 """What decides about the rules."""
 
@@ -149,7 +151,7 @@ OLDER = (
 )
 """What is taken for the sake of old manifests; ``--help`` does not show it."""
 
-ALIASES = {"mode": ("--proxy-mode",), "v": ("-v",)}
+ALIASES = {"mode": ("--proxy-mode",), "plugin": ("-p",), "v": ("-v",)}
 """What else a flag is called."""
 
 FLAGS = {flag.parameter: flag for flag in (*RULES, *PROCESS, *OLDER)}

@@ -124,6 +124,8 @@ def _value(found: msgspec.structs.FieldInfo, text: str, before: object) -> objec
         return before | dict(_gates(text.split(",")))
     if found.name == "vmodule" and isinstance(before, tuple):
         return (*_vmodule(text.split(",")), *before)
+    if found.name == "plugins" and isinstance(before, tuple):
+        return (*before, *text.split(","))
     if isinstance(before, tuple):
         return tuple(text.split(","))
     try:
