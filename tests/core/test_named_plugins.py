@@ -63,7 +63,7 @@ def test_a_mode_that_is_kept_out_is_not_listed_chosen_or_loaded(here: Path) -> N
     assert "one" not in registry.modes
     assert "one" not in {description.mode for description in registry.load_all()}
     assert registry.preferred(SETTINGS) == "two"
-    with pytest.raises(UnknownMode, match=r"the plugin of mode 'one' is kept out by -p no:one; others: .*two"):
+    with pytest.raises(UnknownMode, match=r"mode 'one' is kept out by -p no:one; others: .*two"):
         registry.make_backend("one", SETTINGS)
 
 
