@@ -30,6 +30,8 @@ class Description:
     """Without ``--mode`` the usable backend with the highest one is taken."""
     default_node_port_addresses: tuple[str, ...] = ()
     """What an empty nodePortAddresses means: () all addresses, ``("primary",)`` the node's own."""
+    interfaces: tuple[str, ...] = ()
+    """Network interfaces that the mode makes for itself: their addresses are not the node's."""
 
 
 @dataclass(frozen=True, slots=True)

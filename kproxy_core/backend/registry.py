@@ -141,6 +141,10 @@ class Registry:
                 continue
         return sorted(self.descriptions.values(), key=lambda d: (-d.preference, d.mode))
 
+    def is_of_node(self, interface: str) -> bool:
+        """Whether *interface* is the node's own, and not one that a loaded backend makes for itself."""
+        return all(interface not in known.interfaces for known in tuple(self.descriptions.values()))
+
     def make_backend(self, mode: str, settings: BackendSettings) -> Worker:
         """Have the plugin for *mode* make its backend, and register that for the hooks of work.
 

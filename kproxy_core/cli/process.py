@@ -233,7 +233,7 @@ def run(config: Config, registry: Registry, configuration: Configuration) -> Non
                health_routes(health, metrics))
     listen("the metrics server", "FailedToStartMetricServer", config.metrics_bind_address,
            metrics_routes(metrics, told))
-    watcher = watch_addresses(loop.addresses_are)
+    watcher = watch_addresses(loop.addresses_are, registry.is_of_node)
     loop.addresses_are(watcher.addresses)
     _stop_on_signals(loop.stop)
     followed = FollowedFile(configuration, switch, events, partial(end, FILE_CHANGED))

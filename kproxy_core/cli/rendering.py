@@ -29,7 +29,8 @@ def render_manifests(config: Config, registry: Registry, families: tuple[Family,
     settings = node_settings(config, registry.load(config.mode))
     worker = registry.make_backend(config.mode, backend_settings(config, families))
     store = _read(config, settings.name, families)
-    facts = NodeFacts(settings, frozenset(store.node.addresses) if store.node else node_addresses())
+    own = frozenset(store.node.addresses) if store.node else node_addresses(registry.is_of_node)
+    facts = NodeFacts(settings, own)
     facts.node, facts.service_cidrs = store.node, store.service_cidrs
     try:
         for family in families:

@@ -41,20 +41,27 @@ _Key = tuple[int, int, bytes | None, bytes | None]
 """What tells two interface addresses apart: interface, prefix length, address or peer, local address."""
 
 
-def node_addresses() -> frozenset[Address]:
-    """The addresses of all interfaces in both families, loopback and link-local ones included.
+_Wanted = Callable[[str], bool]
+"""Whether an interface counts, by its name."""
+
+
+def node_addresses(wanted: _Wanted = lambda _: True) -> frozenset[Address]:
+    """The addresses of all *wanted* interfaces in both families, loopback and link-local ones included.
 
     Raises HostError.
     """
-    return frozenset(_read().values())
+    return frozenset(_read(wanted).values())
 
 
-def watch_addresses(callback: Callable[[frozenset[Address]], None]) -> "AddressWatcher":
+def watch_addresses(
+    callback: Callable[[frozenset[Address]], None], wanted: _Wanted = lambda _: True
+) -> "AddressWatcher":
     """Call *callback* with all addresses, as `node_addresses` has them, whenever they have changed.
 
-    It is called from a thread of its own, which sleeps until then. Raises HostError.
+    It is called from a thread of its own, which sleeps until then. *wanted* is asked about an interface
+    when an address comes, from that thread. Raises HostError.
     """
-    return AddressWatcher(callback)
+    return AddressWatcher(callback, wanted)
 
 
 def default_source_address(family: Family) -> Address | None:
@@ -75,8 +82,9 @@ def default_source_address(family: Family) -> Address | None:
 class AddressWatcher:
     """See `watch_addresses`."""
 
-    def __init__(self, callback: Callable[[frozenset[Address]], None]) -> None:
+    def __init__(self, callback: Callable[[frozenset[Address]], None], wanted: _Wanted) -> None:
         self._callback = callback
+        self._wanted = wanted
         try:
             self._events = netlink.open_socket(
                 netlink.NETLINK_ROUTE, _RTMGRP_IPV4_IFADDR | _RTMGRP_IPV6_IFADDR
@@ -85,7 +93,7 @@ class AddressWatcher:
             raise HostError("can't watch interface addresses", error) from error
         try:
             # Only now: what changes while it is read is in a notification too.
-            self._held = _read()
+            self._held = _read(self._wanted)
             self._stop: int | None = os.eventfd(0)
         except BaseException:
             self._events.close()
@@ -143,25 +151,35 @@ class AddressWatcher:
             for kind, _, _, start, end in netlink.messages(data):
                 if kind in (_RTM_NEWADDR, _RTM_DELADDR):
                     key, address = _entry(data, start, end)
-                    if kind == _RTM_NEWADDR:
-                        self._held[key] = address
-                    else:
+                    if kind == _RTM_DELADDR:
                         self._held.pop(key, None)
+                    elif self._wanted(_name(key)):
+                        self._held[key] = address
         if not self._complete:
             try:
-                self._held = _read()
+                self._held = _read(self._wanted)
                 self._complete = True
             except HostError as error:
                 log.warning("trying again in a second", extra={"fields": {"error": str(error)}})
 
 
-def _read() -> dict[_Key, Address]:
+def _read(wanted: _Wanted) -> dict[_Key, Address]:
     request = netlink.message(_RTM_GETADDR, netlink.NLM_F_DUMP, _IFADDRMSG.pack(0, 0, 0, 0, 0))
     try:
         with netlink.open_socket(netlink.NETLINK_ROUTE) as sock:
-            return netlink.uninterrupted(lambda: dict(_entry(*part) for part in netlink.dump(sock, request)))
+            found = netlink.uninterrupted(lambda: dict(_entry(*part) for part in netlink.dump(sock, request)))
     except OSError as error:
         raise HostError("can't read interface addresses", error) from error
+    counts = {key[0]: wanted(_name(key)) for key in {key[0]: key for key in found}.values()}
+    return {key: address for key, address in found.items() if counts[key[0]]}
+
+
+def _name(key: _Key) -> str:
+    """The name of the interface; "" if it is gone, as its addresses are then."""
+    try:
+        return socket.if_indextoname(key[0])
+    except OSError:
+        return ""
 
 
 def _entry(data: bytes, start: int, end: int) -> tuple[_Key, Address]:

@@ -110,15 +110,21 @@ class Listed(NamedTuple):
 
     where: Destination
     weight: int
-    connections: int
-    """Active and inactive ones."""
+    active: int
+    """Connections that are being opened or are open."""
+    inactive: int
+    """Connections that are being closed or were closed lately; with UDP, all."""
+
+    @property
+    def connections(self) -> int:
+        return self.active + self.inactive
 
 
 def decode_destination(family: Family, attributes: dict[int, bytes]) -> Listed:
     """A real server from the attributes within IPVS_CMD_ATTR_DEST."""
     address = Address(attributes[1][: family.size])
     weight, active, inactive = (struct.unpack("=I", attributes[kind])[0] for kind in (4, 7, 8))
-    return Listed(Destination(address, int.from_bytes(attributes[2], "big")), weight, active + inactive)
+    return Listed(Destination(address, int.from_bytes(attributes[2], "big")), weight, active, inactive)
 
 
 def _service(key: ServerKey, scheduling: Scheduling | None = None) -> bytes:

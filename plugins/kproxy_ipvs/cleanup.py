@@ -1,7 +1,7 @@
 """Removing every trace of the mode: ours, which is kube-proxy's as well."""
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 
 from kproxy_core.backend.api import Leftovers
 from kproxy_core.backend.errors import SyncFailed
@@ -9,8 +9,8 @@ from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.iptables import Tables
 from kproxy_core.host.iptables_variant import find_variants
-from kproxy_core.model.address import Family, Protocol, format_address
-from kproxy_ipvs import device, names, rules, sets
+from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_address
+from kproxy_ipvs import device, listing, names, rules, sets
 from kproxy_ipvs.applied import Entries
 from kproxy_ipvs.batch import DeleteServer
 from kproxy_ipvs.names import FILTER, MANGLE, NAT
@@ -18,12 +18,9 @@ from kproxy_ipvs.render import ServerKey
 from kproxy_ipvs.skeleton import JUMPS, KUBE_PROXY_JUMPS, ChainKey
 from kproxy_ipvs.virtual_servers import VirtualServers
 
-_IPVS = Path("/proc/thread-self/net/ip_vs")
-"""There if the kernel has IPVS at the moment. Asking for it in another way would load it."""
-
 _OWN = frozenset({
     (FILTER, names.NODE_PORT), (FILTER, names.IPVS_FILTER),
-    (NAT, names.NODE_PORT), (NAT, names.LOAD_BALANCER),
+    (NAT, names.NODE_PORT), (NAT, names.LOAD_BALANCER), (NAT, names.IPVS_POSTROUTING),
     (MANGLE, names.IPVS_ACCESS), (MANGLE, names.SOURCE_RANGES), (MANGLE, names.SHORT_CIRCUITS),
 })  # fmt: skip
 _SHARED = frozenset({
@@ -35,8 +32,8 @@ _KNOWN_BY_SETS = (FILTER, "KUBE-PROXY-FIREWALL")
 """kube-proxy's in both modes; the comment of a jump to it tells them apart."""
 
 
-def cleanup(*, dry_run: bool) -> Leftovers:
-    """Remove what is there, of both families. Virtual servers of others stay."""
+def cleanup(excluded: Sequence[Cidr] = (), *, dry_run: bool) -> Leftovers:
+    """Remove what is there, of both families. Virtual servers of others and in *excluded* networks stay."""
     removed: list[str] = []
     errors: list[str] = []
     entries: dict[Family, Entries] = {}
@@ -46,7 +43,7 @@ def cleanup(*, dry_run: bool) -> Leftovers:
         except HostError as error:
             if "Operation not permitted" in str(error):
                 return Leftovers("ipvs", (), (str(error),))
-    for step in (_servers, _rules, _device_and_sets):
+    for step in (partial(_servers, excluded), _rules, _device_and_sets):
         try:
             removed += step(entries, dry_run)
         except (HostError, SyncFailed) as error:
@@ -54,8 +51,8 @@ def cleanup(*, dry_run: bool) -> Leftovers:
     return Leftovers("ipvs", tuple(removed), tuple(errors))
 
 
-def _servers(entries: dict[Family, Entries], dry_run: bool) -> list[str]:
-    if not _IPVS.exists():
+def _servers(excluded: Sequence[Cidr], entries: Mapping[Family, Entries], dry_run: bool) -> list[str]:
+    if not listing.SERVERS.exists():
         return []
     servers = VirtualServers()
     try:
@@ -65,7 +62,7 @@ def _servers(entries: dict[Family, Entries], dry_run: bool) -> list[str]:
             gone += [
                 DeleteServer(key)
                 for key in servers.read(family)
-                if key.address in on_device or is_left(key, entries.get(family, {}))
+                if is_left(key, on_device, entries.get(family, {}), excluded)
             ]
         if not dry_run:
             servers.write(gone)
@@ -74,14 +71,22 @@ def _servers(entries: dict[Family, Entries], dry_run: bool) -> list[str]:
     return [f"virtual server {operation.key}" for operation in gone]
 
 
-def is_left(key: ServerKey, entries: Entries) -> bool:
-    """Whether our sets speak of a virtual server."""
+def is_left(
+    key: ServerKey, on_device: Collection[Address], entries: Entries, excluded: Iterable[Cidr]
+) -> bool:
+    """Whether a virtual server is this mode's: our device or our sets speak of it."""
     if key.address is None:
         return key.mark in entries.get(names.SHORT_CIRCUIT, {}).values()
+    if any(key.address in cidr for cidr in excluded):
+        return False
     text = format_address(key.address)
     every, _ = names.NODE_PORT_SETS[Protocol(key.protocol)]
     entry = str(key.port) if every.type == "bitmap:port" else f"{text},sctp:{key.port}"
-    return text in entries.get(names.IPVS_IPS, ()) or entry in entries.get(every, ())
+    return (
+        key.address in on_device
+        or text in entries.get(names.IPVS_IPS, ())
+        or entry in entries.get(every, ())
+    )
 
 
 def _rules(entries: dict[Family, Entries], dry_run: bool) -> list[str]:
@@ -104,11 +109,12 @@ def _rules(entries: dict[Family, Entries], dry_run: bool) -> list[str]:
 
 def what_to_remove(held: rules.Chains) -> tuple[dict[ChainKey, list[str]], list[ChainKey]]:
     """Jumps by built-in chain, and chains. What the iptables mode has taken over is left to it."""
-    services = held.get((NAT, names.SERVICES), ())
-    shared = _SHARED if any("--match-set KUBE-" in rule for rule in services) else frozenset()
-    ours = _OWN | shared | names.KUBE_PROXY_CHAINS
+    ours = _OWN | names.KUBE_PROXY_CHAINS
     if not _is_ours(held.get(_KNOWN_BY_SETS, ()), held):
         ours -= {_KNOWN_BY_SETS}
+    retired = (NAT, names.SERVICES) not in held and any(key in held for key in ours)
+    if retired or rules.are_of_this_mode(held):
+        ours |= _SHARED
     jumps: dict[ChainKey, list[str]] = {}
     for jump in (*JUMPS, *KUBE_PROXY_JUMPS):
         if (jump.table, jump.target) in ours:

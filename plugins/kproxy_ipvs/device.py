@@ -3,11 +3,12 @@
 import errno
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.host import netlink
 from kproxy_core.model.address import Address, Family
+from kproxy_ipvs.exchange import Request, exchange
 from kproxy_ipvs.names import DEVICE
 
 _RTM_NEWLINK, _RTM_DELLINK = 16, 17
@@ -20,7 +21,6 @@ _NO_DAD = 0x02
 _LINK_LOCAL_SCOPE = 253
 _AF = {Family.IPV4: socket.AF_INET, Family.IPV6: socket.AF_INET6}
 _IFADDRMSG = struct.Struct("=BBBBI")
-_PER_SEND = 200
 _PRESENT, _ABSENT = frozenset({errno.EEXIST}), frozenset({errno.EADDRNOTAVAIL, errno.ENODEV})
 
 
@@ -35,7 +35,7 @@ def ensure() -> bool:
         return False
     kind = netlink.nested(_IFLA_LINKINFO, netlink.attribute(_IFLA_INFO_KIND, b"dummy"))
     payload = bytes(16) + netlink.attribute(_IFLA_IFNAME, DEVICE.encode() + b"\0") + kind
-    _send([netlink.message(_RTM_NEWLINK, netlink.NLM_F_ACK | _CREATE, payload, 1)], _PRESENT)
+    _send([Request(_RTM_NEWLINK, _CREATE, payload)], _PRESENT)
     return True
 
 
@@ -44,7 +44,7 @@ def delete() -> None:
     index = _index()
     if index is not None:
         payload = struct.pack("=BxHiII", 0, 0, index, 0, 0)
-        _send([netlink.message(_RTM_DELLINK, netlink.NLM_F_ACK, payload, 1)], _ABSENT)
+        _send([Request(_RTM_DELLINK, 0, payload)], _ABSENT)
 
 
 def read(family: Family) -> tuple[frozenset[Address], frozenset[Address]]:
@@ -79,12 +79,12 @@ def read(family: Family) -> tuple[frozenset[Address], frozenset[Address]]:
 
 def bind(addresses: Iterable[Address], family: Family) -> None:
     """Put *addresses* on the device; some may be there. Raises SyncFailed."""
-    _change(_RTM_NEWADDR, netlink.NLM_F_ACK | _CREATE, addresses, family, _PRESENT)
+    _change(_RTM_NEWADDR, _CREATE, addresses, family, _PRESENT)
 
 
 def unbind(addresses: Iterable[Address], family: Family) -> None:
     """Take *addresses* off the device; some may be gone. Raises SyncFailed."""
-    _change(_RTM_DELADDR, netlink.NLM_F_ACK, addresses, family, _ABSENT)
+    _change(_RTM_DELADDR, 0, addresses, family, _ABSENT)
 
 
 def _change(
@@ -97,36 +97,20 @@ def _change(
     if index is None:
         raise SyncFailed(f"{DEVICE} is not there")
     header = _IFADDRMSG.pack(_AF[family], family.bits, _NO_DAD, 0, index)
-    for start in range(0, len(addresses), _PER_SEND):
-        _send(
-            [
-                netlink.message(kind, flags, header + _both(address), number)
-                for number, address in enumerate(addresses[start : start + _PER_SEND], 1)
-            ],
-            accepted,
-        )
+    _send([Request(kind, flags, header + _both(address)) for address in addresses], accepted)
 
 
 def _both(address: Address) -> bytes:
     return netlink.attribute(_IFA_LOCAL, address) + netlink.attribute(_IFA_ADDRESS, address)
 
 
-def _send(requests: list[bytes], accepted: frozenset[int]) -> None:
-    """Send *requests*, numbered from 1, and read all answers. Raises SyncFailed."""
-    problem = 0
+def _send(requests: Sequence[Request], accepted: frozenset[int]) -> None:
+    """Raises SyncFailed if one is refused for a reason that is not *accepted*."""
     try:
         with netlink.open_socket(netlink.NETLINK_ROUTE) as sock:
-            sock.send(b"".join(requests))
-            seen = 0
-            while seen < len(requests):
-                data = sock.recv(netlink.RECEIVE_SIZE)
-                for kind, _, sequence, start, _ in netlink.messages(data):
-                    if kind == netlink.NLMSG_ERROR:
-                        seen = sequence
-                        code = netlink.error_code(data, start)
-                        if code and code not in accepted:
-                            problem = problem or code
-        netlink.raise_for(problem)
+            for _, code in exchange(sock, requests):
+                if code not in accepted:
+                    netlink.raise_for(code)
     except OSError as error:
         raise SyncFailed(f"{DEVICE}: {error.strerror}") from error
 

@@ -1,6 +1,6 @@
 """One IP family: what it is known to hold, and how it gets to what is wanted."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from kproxy_core.backend.api import SyncReport
 from kproxy_core.backend.errors import TrustLost
@@ -32,8 +32,6 @@ class FamilyState:
         """None: only a resync will do."""
         self._node: NodeView | None = None
         self._style: Style | None = None
-        self._released: set[Address] = set()
-        """Taken off the device, and perhaps still among the node's addresses as we are told them."""
 
     def must_resync(self, node: NodeView) -> bool:
         """Whether *node* changes what no single service port answers for."""
@@ -42,7 +40,7 @@ class FamilyState:
         if node == self._node:
             return False
         return skeleton.rules_differ(self._node, node) or self._style != self._make_style(
-            node, self._applied.addresses, self._style.elsewhere
+            node, self._style.elsewhere
         )
 
     def change(self, node: NodeView, changed: Mapping[ServicePortKey, ServicePlan | None]) -> SyncReport:
@@ -65,10 +63,9 @@ class FamilyState:
         made = device.ensure()
         entries = sets.read(self._family)
         missing = [kind for kind in SETS if kind not in entries]
-        sets.write(self._family, missing, (), ())
+        sets.create(self._family, missing)
         ours, elsewhere = device.read(self._family)
-        self._released = (self._released - elsewhere).intersection(node.node_port_addresses)
-        style = self._make_style(node, ours, elsewhere)
+        style = self._make_style(node, elsewhere)
         applied = Applied(node.masquerade_bit)
         if marks is not None and self._node is not None and self._node.masquerade_bit == node.masquerade_bit:
             applied.marks = marks
@@ -78,8 +75,10 @@ class FamilyState:
             foreign = [key for key in held if self._is_foreign(key, ours, entries, node.masquerade_bit)]
             difference = compare_all(applied, held, entries, ours, foreign)
             self._draining.clear()
-            text = rules.difference(rules.read(self._tables), skeleton.skeleton(node))
-            self._write(difference, text)
+            chains = rules.read(self._tables)
+            text = rules.difference(chains, skeleton.skeleton(node))
+            takeover = (names.NAT, names.SERVICES) in chains and not rules.are_of_this_mode(chains)
+            self._write(difference, text, takeover=takeover)
         self._applied, self._node, self._style = applied, node, style
         operations = difference.operations + len(missing) + made + text.count("\n-") + text.count("\n:")
         return SyncReport(operations, dict(described(difference)))
@@ -87,18 +86,14 @@ class FamilyState:
     def close(self) -> None:
         self._draining.close()
 
-    def _make_style(
-        self, node: NodeView, on_device: Iterable[Address], elsewhere: frozenset[Address]
-    ) -> Style:
-        """The device's addresses are the node's too, but serve no node ports."""
-        vips = self._released.union(on_device)
+    def _make_style(self, node: NodeView, elsewhere: frozenset[Address]) -> Style:
         return Style(
             family=self._family,
             scheduler=self._settings.scheduler,
             node_ip=node.node_ip,
             node_port_addresses=tuple(
-                a for a in node.node_port_addresses
-                if a not in vips and not (self._family is Family.IPV6 and a[:2] == b"\xfe\x80")
+                address for address in node.node_port_addresses
+                if not (self._family is Family.IPV6 and address[:2] == b"\xfe\x80")
             ),
             elsewhere=elsewhere,
         )  # fmt: skip
@@ -118,20 +113,25 @@ class FamilyState:
         entry = str(key.port) if every.type == "bitmap:port" else f"{text},sctp:{key.port}"
         return entry not in entries.get(every, ())
 
-    def _write(self, difference: Difference, rules_text: str = "") -> None:
-        """Bring what is new first, and what leads to it last; take away in the other order."""
+    def _write(self, difference: Difference, rules_text: str = "", *, takeover: bool = False) -> None:
+        """Bring what is new first, and what leads to it last; take away in the other order.
+
+        The rules decide about masquerading, so they go before what is served here for the first time; but
+        in a *takeover* they end the other mode, so they go after.
+        """
         with self._draining.lock:
-            sets.write(self._family, (), difference.adds, ())
-            if rules_text:
+            sets.write(self._family, difference.adds)
+            if rules_text and not takeover:
                 self._tables.restore(rules_text)
             self._servers.write([self._revived(operation) for operation in difference.servers])
             device.bind(difference.bind, self._family)
+            if rules_text and takeover:
+                self._tables.restore(rules_text)
             self._servers.write(difference.gone)
             for operation in difference.gone:
                 self._draining.forget_server(operation.key)
             device.unbind(difference.unbind, self._family)
-            self._released = self._released.union(difference.unbind).difference(difference.bind)
-            sets.write(self._family, (), (), difference.deletes)
+            sets.write(self._family, (), difference.deletes)
             self._draining.add(difference.leaving)
 
     def _revived(self, operation: Operation) -> Operation:

@@ -24,6 +24,7 @@ def kproxy_describe() -> Description:
         summary="virtual servers of the kernel's IPVS, with ipsets and constant iptables rules",
         contract=(1, 1),
         preference=10,
+        interfaces=("kube-ipvs0",),
     )
 
 
@@ -36,13 +37,23 @@ def kproxy_detect(settings: BackendSettings) -> Detection:
 
 
 @hookimpl
-def kproxy_cleanup(dry_run: bool, own_only: bool) -> Leftovers:
+def kproxy_cleanup(settings: BackendSettings, dry_run: bool, own_only: bool) -> Leftovers:
     """Delete virtual servers, device, rules and sets of this mode, kube-proxy's as well."""
     if own_only:  # A kube-proxy has the same names, and whatever it does not need it removes at its start.
         return Leftovers(MODE)
     from kproxy_ipvs.cleanup import cleanup
+    from kproxy_ipvs.settings import read_excluded
 
-    return cleanup(dry_run=dry_run)
+    return cleanup(read_excluded(settings), dry_run=dry_run)
+
+
+@hookimpl
+def kproxy_retire(settings: BackendSettings) -> Leftovers:
+    """Delete what the connections that still go through IPVS do not need."""
+    from kproxy_ipvs.retirement import retire
+    from kproxy_ipvs.settings import read_excluded
+
+    return retire(read_excluded(settings))
 
 
 @hookimpl

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping
 
 from kproxy_core.host.iptables import Tables
-from kproxy_ipvs.names import FILTER, MANGLE, NAT
-from kproxy_ipvs.skeleton import JUMPS, ChainKey
+from kproxy_ipvs.names import FILTER, MANGLE, NAT, SERVICES
+from kproxy_ipvs.skeleton import JUMPS, ChainKey, Jump
 
 TABLES = (MANGLE, NAT, FILTER)
 
@@ -16,8 +16,13 @@ def read(tables: Tables) -> dict[ChainKey, list[str]]:
     return {(saved.table, saved.name): saved.rules for saved in tables.save() if saved.table in TABLES}
 
 
-def difference(held: Chains, want: Chains) -> str:
-    """The input of iptables-restore that makes our chains and jumps right; "" if they are.
+def are_of_this_mode(held: Chains) -> bool:
+    """Whether Services are found by sets; in the iptables mode the same chains have rules for each."""
+    return any("--match-set KUBE-" in rule for rule in held.get((NAT, SERVICES), ()))
+
+
+def difference(held: Chains, want: Chains, jumps: Iterable[Jump] = JUMPS) -> str:
+    """The input of iptables-restore that makes our chains and *jumps* right; "" if they are.
 
     A chain that differs is written anew.
     """
@@ -27,7 +32,7 @@ def difference(held: Chains, want: Chains) -> str:
         lines = [f"-A {key[1]} {rule}\n" for key in chains for rule in want[key]]
         lines += [
             f"-I {jump.chain} {jump.spec}\n"
-            for jump in JUMPS
+            for jump in jumps
             if jump.table == table and jump.spec not in held.get((table, jump.chain), ())
         ]
         if chains or lines:

@@ -1,9 +1,12 @@
-"""The ipsets of one IP family, through one ``ipset restore`` or ``ipset save`` at a time."""
+"""The ipsets of one IP family: sets by ``ipset``, their entries by netlink."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from kproxy_core.host import programs
+from kproxy_core.host import netlink, programs
+from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family
+from kproxy_ipvs import set_messages
+from kproxy_ipvs.exchange import exchange
 from kproxy_ipvs.names import SETS, SetKind
 from kproxy_ipvs.render import Element
 
@@ -25,28 +28,40 @@ def read(family: Family) -> dict[SetKind, dict[str, int]]:
     return found
 
 
-def write(
-    family: Family, create: Iterable[SetKind], adds: Sequence[Element], deletes: Sequence[Element]
-) -> None:
-    """Create sets, then add entries, then delete others; what is as it should be is no problem.
-
-    Raises HostError; what came before the line that failed is done.
-    """
-    text = render(family, create, adds, deletes)
+def create(family: Family, kinds: Iterable[SetKind]) -> None:
+    """Create sets; those that are there may stay. Raises HostError."""
+    text = render(family, kinds)
     if text:
         programs.output("ipset", "restore", "-exist", stdin=text)
 
 
-def render(
-    family: Family, create: Iterable[SetKind], adds: Sequence[Element], deletes: Sequence[Element]
-) -> str:
-    """The input of ``ipset restore``."""
-    lines = [f"create {kind.create(family)}\n" for kind in create]
-    for kind, entry, mark in adds:
-        # Without a mask the whole mark of the packet is replaced: IPVS compares all of it.
+def write(family: Family, adds: Iterable[Element] = (), deletes: Iterable[Element] = ()) -> None:
+    """Add entries, then delete others; what is as it should be is no problem.
+
+    Without a program: its start would take longer than all the rest of most changes.
+    Raises HostError if entries are refused; all others are written then.
+    """
+    batches = [
+        *set_messages.batches(family, sorted(adds)),
+        *set_messages.batches(family, sorted(deletes), delete=True),
+    ]
+    if not batches:
+        return
+    try:
+        with netlink.open_socket(netlink.NETLINK_NETFILTER) as sock:
+            refused = exchange(sock, [batch.request for batch in batches])
+    except OSError as error:
+        raise HostError("can't write ipsets", error) from error
+    for at, code in refused:
+        raise HostError(f"ipset {batches[at].name} refuses entries: {set_messages.problem(code)}")
+
+
+def render(family: Family, kinds: Iterable[SetKind], elements: Iterable[Element] = ()) -> str:
+    """The input of ``ipset restore`` that makes sets and their entries."""
+    lines = [f"create {kind.create(family)}\n" for kind in kinds]
+    for kind, entry, mark in elements:
         option = f" skbmark {mark:#x}" if mark else ""
         lines.append(f"add {kind.full_name(family)} {entry}{option}\n")
-    lines += [f"del {kind.full_name(family)} {entry}\n" for kind, entry, _ in deletes]
     return "".join(lines)
 
 

@@ -35,10 +35,9 @@ def read_settings(settings: BackendSettings) -> Settings:
     scheduler = str(options.get("scheduler") or "rr")
     if scheduler not in SCHEDULERS:
         raise Unsupported(f"ipvs.scheduler: {scheduler!r} is none of {', '.join(SCHEDULERS)}")
-    excluded = options.get("excludeCIDRs") or ()
     return Settings(
         scheduler,
-        tuple(parse_cidr(str(text)) for text in excluded) if isinstance(excluded, Iterable) else (),
+        read_excluded(settings),
         options.get("strictARP") is True,
         Timeouts(
             _seconds(options.get("tcpTimeout")),
@@ -46,6 +45,12 @@ def read_settings(settings: BackendSettings) -> Settings:
             _seconds(options.get("udpTimeout")),
         ),
     )
+
+
+def read_excluded(settings: BackendSettings) -> tuple[Cidr, ...]:
+    """The networks whose virtual servers are somebody else's."""
+    excluded = settings.options.get("excludeCIDRs") or ()
+    return tuple(parse_cidr(str(text)) for text in excluded) if isinstance(excluded, Iterable) else ()
 
 
 def _seconds(value: object) -> int:

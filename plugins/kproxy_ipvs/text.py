@@ -25,7 +25,7 @@ def render_text(update: Update, settings: Settings) -> str:
     applied = Applied(node.masquerade_bit)
     applied.change(update.plans, style)
     parts = ["# ipvsadm --restore\n", *_servers(applied.servers)]
-    parts += ["# ipset restore\n", sets.render(update.family, names.SETS, sorted(applied.elements), ())]
+    parts += ["# ipset restore\n", sets.render(update.family, names.SETS, sorted(applied.elements))]
     parts.append("# ip -batch\n")
     parts.append(f"link add {names.DEVICE} type dummy\n")
     for address in sorted(applied.addresses):

@@ -11,20 +11,19 @@ from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.host import netlink
 from kproxy_core.model.address import Family, format_socket
 from kproxy_core.model.endpoint import Destination
-from kproxy_ipvs import batch
+from kproxy_ipvs import batch, listing
 from kproxy_ipvs.applied import HeldServer
 from kproxy_ipvs.batch import Body, DeleteDestination, DeleteServer, Listed, Operation, PutDestination
 from kproxy_ipvs.draining import Leaving
-from kproxy_ipvs.render import ServerKey
+from kproxy_ipvs.exchange import Request, exchange
+from kproxy_ipvs.render import Scheduling, ServerKey
 
 NETLINK_GENERIC = 16
 _CONTROL = 0x10
 _GET_FAMILY = 3
 
-_PER_SEND = 200
-"""Messages in one batch; errors about all of them still fit into the socket's buffer."""
-
 _GONE = frozenset({errno.ESRCH, errno.ENOENT})
+
 
 class VirtualServers:
     """Reads and writes. Also used by the thread that waits for connections to end; calls take turns."""
@@ -47,13 +46,20 @@ class VirtualServers:
 
     def read(self, family: Family) -> dict[ServerKey, HeldServer]:
         """All virtual servers of *family*. Raises SyncFailed."""
+        return {
+            key: HeldServer(scheduling, {item.where: item.weight for item in items})
+            for key, (scheduling, items) in self.count(family).items()
+        }
+
+    def count(self, family: Family) -> dict[ServerKey, tuple[Scheduling, list[Listed]]]:
+        """All virtual servers of *family*, and their real servers with connections. Raises SyncFailed."""
         with self._lock:
+            listed = _listed()
             decoded = map(batch.decode_server, self._dump(batch.dump_servers(), 1))
-            found = [server for server in decoded if server is not None]
+            found = [server for server in decoded if server is not None and server[0].family is family]
             return {
-                key: HeldServer(scheduling, {item.where: item.weight for item in self.destinations(key)})
+                key: (scheduling, listed[key] if key in listed else self.destinations(key))
                 for key, scheduling in found
-                if key.family is family
             }
 
     def destinations(self, key: ServerKey) -> list[Listed]:
@@ -63,11 +69,16 @@ class VirtualServers:
             return [batch.decode_destination(key.family, attributes) for attributes in answers]
 
     def write(self, operations: Sequence[Operation]) -> None:
-        """Do all *operations* in order. What is to be deleted may be gone. Raises SyncFailed at the first
-        that is refused; those before it are done, and some after it."""
+        """Do all *operations* in order. What is to be deleted may be gone.
+
+        Raises SyncFailed about the first that is refused; all others are done.
+        """
         with self._lock:
-            for start in range(0, len(operations), _PER_SEND):
-                self._write(operations[start : start + _PER_SEND])
+            for at, error in self._exchange([batch.encode(operation) for operation in operations]):
+                operation = operations[at]
+                if isinstance(operation, DeleteServer | DeleteDestination) and error.errno in _GONE:
+                    continue
+                raise SyncFailed(f"{_told(operation)}: {error.strerror}") from error
 
     def delete_drained(self, leaving: Leaving) -> Leaving:
         """Delete those real servers that have no connections any more; returns the others.
@@ -93,37 +104,16 @@ class VirtualServers:
         with self._lock:
             self._exchange([batch.set_timeouts(tcp, tcp_fin, udp)])
 
-    def _write(self, operations: Sequence[Operation]) -> None:
-        for at, error in self._exchange([batch.encode(operation) for operation in operations]):
-            operation = operations[at]
-            if isinstance(operation, DeleteServer | DeleteDestination) and error.errno in _GONE:
-                continue
-            raise SyncFailed(f"{_told(operation)}: {error.strerror}") from error
-
     def _exchange(self, bodies: Sequence[Body]) -> list[tuple[int, OSError]]:
-        """Send *bodies*; returns what was refused: index and reason. Only the last is confirmed."""
+        """Send *bodies*; returns what was refused: index and reason."""
         if not bodies:
             return []
-        last = len(bodies) - 1
-        data = b"".join([
-            netlink.message(self._family, netlink.NLM_F_ACK if at == last else 0, body.payload, at + 1)
-            for at, body in enumerate(bodies)
-        ])  # fmt: skip
-        refused: list[tuple[int, OSError]] = []
+        requests = [Request(self._family, 0, body.payload) for body in bodies]
         try:
-            sock = self._open()
-            sock.send(data)
-            while True:
-                answer = sock.recv(netlink.RECEIVE_SIZE)
-                for kind, _, sequence, start, _ in netlink.messages(answer):
-                    if kind != netlink.NLMSG_ERROR:
-                        continue
-                    if code := netlink.error_code(answer, start):
-                        refused.append((sequence - 1, OSError(code, os.strerror(code))))
-                    if sequence == last + 1:
-                        return refused
+            refused = exchange(self._open(), requests)
         except OSError as error:
             raise SyncFailed(f"IPVS: {error.strerror}") from error
+        return [(at, OSError(code, os.strerror(code))) for at, code in refused]
 
     def _dump(self, body: Body, attribute: int) -> list[dict[int, bytes]]:
         """The attributes nested in *attribute* of every answer; none if what is asked about is gone."""
@@ -147,6 +137,15 @@ class VirtualServers:
         if self._socket is None:
             raise OSError(errno.EBADF, "closed")
         return self._socket
+
+
+def _listed() -> dict[ServerKey, list[Listed]]:
+    """The real servers of as many virtual servers as /proc tells of: one file instead of a dump for each."""
+    try:
+        with listing.SERVERS.open(encoding="ascii") as lines:
+            return listing.real_servers(lines)
+    except OSError:
+        return {}
 
 
 def _told(operation: Operation) -> str:

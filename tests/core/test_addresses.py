@@ -93,6 +93,29 @@ def test_a_watcher_reports_what_comes_and_goes(inside: Namespace, following: Fol
     assert following.quiet
 
 
+def test_interfaces_that_do_not_count(inside: Namespace) -> None:
+    """Neither when addresses are read nor when they come and go."""
+    (own,) = addresses("172.18.0.2")
+    inside.ip("link add kube-ipvs0 type veth peer name other", "addr add 10.96.0.1/32 dev kube-ipvs0")
+    inside.ip("addr add 172.18.0.2/24 dev one")
+
+    def wanted(name: str) -> bool:
+        return name != "kube-ipvs0"
+
+    assert inside.inside(lambda: node_addresses(wanted)) == LOOPBACK | {own}
+    reports: queue.Queue[frozenset[Address]] = queue.Queue()
+    watcher = inside.inside(lambda: watch_addresses(reports.put, wanted))
+    try:
+        inside.ip("addr add 10.96.0.2/32 dev kube-ipvs0", "addr del 10.96.0.1/32 dev kube-ipvs0")
+        inside.ip("addr add 10.96.0.2/32 dev two")
+        assert reports.get(timeout=10) == LOOPBACK | {own} | set(addresses("10.96.0.2"))
+        inside.ip("link del kube-ipvs0", "addr del 172.18.0.2/24 dev one")
+        assert reports.get(timeout=10) == LOOPBACK | set(addresses("10.96.0.2"))
+        assert reports.empty()
+    finally:
+        watcher.close()
+
+
 def test_a_watcher_sees_the_addresses_of_an_interface_go_with_it(
     inside: Namespace, following: Following
 ) -> None:

@@ -31,7 +31,7 @@ def written(at: Namespace, tables: Tables, view: NodeView) -> str:
     """Bring *tables* to the skeleton for *view*; returns what then still seems to differ."""
 
     def action() -> str:
-        sets.write(view.family, names.SETS, (), ())
+        sets.create(view.family, names.SETS)
         tables.restore(rules.difference(rules.read(tables), skeleton.skeleton(view)))
         return rules.difference(rules.read(tables), skeleton.skeleton(view))
 
@@ -75,10 +75,11 @@ def test_entries_are_listed_as_they_were_written(family: Family) -> None:
     with namespace() as here:
 
         def action() -> set[Element]:
-            sets.write(family, names.SETS, elements, ())
+            sets.create(family, names.SETS)
+            sets.write(family, elements)
             held = sets.read(family)
             return {Element(kind, entry, mark) for kind in held for entry, mark in held[kind].items()}
 
         assert here.inside(action) == set(elements)
-        here.inside(lambda: sets.write(family, (), (), elements))
+        here.inside(lambda: sets.write(family, (), elements))
         assert here.inside(lambda: sets.read(family)) == {kind: {} for kind in names.SETS}
