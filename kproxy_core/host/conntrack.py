@@ -12,13 +12,14 @@ import socket
 import struct
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Final
+from typing import Final, Protocol
 
 from kproxy_core.host import netlink
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.netlink import attribute, nested
-from kproxy_core.model.address import Family, Protocol
-from kproxy_core.plan.stale_flows import StaleFlows
+from kproxy_core.model.address import Family
+from kproxy_core.model.address import Protocol as IpProtocol
+from kproxy_core.plan.stale_flows import Socket
 
 _CT_GET: Final = 0x101
 _CT_DELETE: Final = 0x102
@@ -43,7 +44,18 @@ _BATCH: Final = 64
 """Flows deleted at once: the answers fit into a socket's buffer even if all fail."""
 
 
-def delete_stale_udp(family: Family, stale: StaleFlows) -> int:
+class Stale(Protocol):
+    """Says which flows must go; `StaleFlows` does."""
+
+    @property
+    def ports(self) -> frozenset[int]:
+        """The destination ports of all that may have to."""
+
+    def is_stale(self, destination: Socket, answered_by: Socket) -> bool:
+        """Whether the flow to *destination*, whose answers come from *answered_by*, must."""
+
+
+def delete_stale_udp(family: Family, stale: Stale) -> int:
     """Delete the UDP flows of *family* that are *stale*; returns how many there were.
 
     Acts on the network namespace of the calling thread. Takes as long as the kernel's walk through its
@@ -52,9 +64,9 @@ def delete_stale_udp(family: Family, stale: StaleFlows) -> int:
 
     Raises HostError if flows can't be listed, or some can't be deleted; all others are gone then.
     """
-    if not stale:
-        return 0
     ports: frozenset[int | None] = frozenset(stale.ports)
+    if not ports:
+        return 0
     if len(ports) > _MAX_PORT_DUMPS:
         ports = frozenset([None])
     try:
@@ -103,7 +115,7 @@ class _Deletion:
 
 
 def _sweep(
-    listing: socket.socket, deletion: _Deletion, family: Family, port: int | None, stale: StaleFlows
+    listing: socket.socket, deletion: _Deletion, family: Family, port: int | None, stale: Stale
 ) -> None:
     """Go through the table once; deleting on the way does not confuse the kernel's walk."""
     requests = _stale_flows(listing, family, port, stale)
@@ -112,7 +124,7 @@ def _sweep(
 
 
 def _stale_flows(
-    sock: socket.socket, family: Family, port: int | None, stale: StaleFlows
+    sock: socket.socket, family: Family, port: int | None, stale: Stale
 ) -> Iterator[bytes]:
     """What deletes each of the stale flows to *port*; None: to any."""
     ports = {number.to_bytes(2, "big") for number in stale.ports}
@@ -125,7 +137,7 @@ def _stale_flows(
         if head != _TUPLE_HEAD[family] or number_head != _NUMBER_HEAD:
             # A kernel that writes flows in another way: better no clean-up than a wrong one.
             raise OSError(errno.EPROTO, os.strerror(errno.EPROTO))
-        if protocol != Protocol.UDP or to_port not in ports:
+        if protocol != IpProtocol.UDP or to_port not in ports:
             continue
         original = data[start : start + size]
         _, _, by, _, _, _, by_port, _ = unpack(data, start + size)
@@ -139,7 +151,7 @@ def _stale_flows(
 
 def _filter(port: int | None) -> bytes:
     """Only UDP, and with a *port* only that destination port."""
-    fields = [attribute(_PROTO_NUM, bytes([Protocol.UDP]))]
+    fields = [attribute(_PROTO_NUM, bytes([IpProtocol.UDP]))]
     flags = _FILTER_PROTO_NUM
     if port is not None:
         fields.append(attribute(_PROTO_DST_PORT, port.to_bytes(2, "big")))

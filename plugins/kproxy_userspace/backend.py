@@ -2,14 +2,26 @@
 
 import logging
 import threading
+import time
+from collections.abc import Sequence
 
-from kproxy_core.backend.api import BackendSettings, Damage, Scope, SyncReport, Update
+from kproxy_core.backend.api import (
+    BackendSettings,
+    Damage,
+    Leftovers,
+    Measurement,
+    Scope,
+    SyncReport,
+    Update,
+)
 from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family
 from kproxy_userspace.batch import JUMPS, iptables_rewrite, nft_rewrite
+from kproxy_userspace.counters import Counter
 from kproxy_userspace.kernel import NoPortals, Portals, find_tables, open_portals
+from kproxy_userspace.measures import measurements
 from kproxy_userspace.ports import Allocator
 from kproxy_userspace.relays import FamilyRelays
 from kproxy_userspace.render import wanted_relays
@@ -17,6 +29,9 @@ from kproxy_userspace.settings import read_settings
 from kproxy_userspace.workers import Workers
 
 log = logging.getLogger("kproxy.userspace")
+
+GRACE_SECONDS = 5.0
+"""After the portals have gone a client may still be about to repeat a handshake that was redirected."""
 
 
 class UserspaceBackend:
@@ -31,6 +46,9 @@ class UserspaceBackend:
         self._families: dict[Family, FamilyRelays] = {}
         self._watch: threading.Thread | None = None
         self._stop = threading.Event()
+        self._retired_at = 0.0
+        """On the monotonic clock; 0: this mode serves."""
+        self._accepts_no_more = False
 
     @hookimpl
     def kproxy_sync(self, update: Update) -> SyncReport:
@@ -80,14 +98,63 @@ class UserspaceBackend:
         return True
 
     @hookimpl
+    def kproxy_retire(self) -> Leftovers:
+        """Let another mode have new connections; those that are open go on until they end.
+
+        What was redirected before the portals went is accepted for a grace period. Then UDP clients, too, are
+        led to the other mode.
+        """
+        removed: list[str] = []
+        errors: list[str] = []
+        self._unwatch()
+        self._retired_at = self._retired_at or time.monotonic()
+        for family in self._families.values():
+            try:
+                removed += family.withdraw()
+            except HostError as error:
+                errors.append(str(error))
+        over = self._settings.listen is not None or time.monotonic() - self._retired_at >= GRACE_SECONDS
+        if over and not self._accepts_no_more:
+            self._accepts_no_more = True
+            errors += self._accept_no_more()
+        waiting = self._workers.count(Counter.CONNECTIONS)
+        return Leftovers("userspace", tuple(removed), tuple(errors), waiting if over else max(1, waiting))
+
+    @hookimpl
+    def kproxy_measure(self) -> Sequence[Measurement]:
+        """What the workers count."""
+        return measurements(
+            self._workers, sum(family.unserved for family in list(self._families.values())))
+
+    @hookimpl
     def kproxy_close(self) -> None:
         """Close every portal, port and connection."""
-        self._stop.set()
-        if self._watch is not None:
-            self._watch.join()
+        self._unwatch()
         for family in self._families.values():
             family.close()
         self._workers.close()
+
+    def _accept_no_more(self) -> list[str]:
+        """Stop listening, and forget the flows of UDP clients; says what went wrong."""
+        errors: list[str] = []
+        try:
+            self._workers.stop_accepting()
+        except SyncFailed as error:
+            errors.append(str(error))
+        for family in self._families.values():
+            try:
+                family.forget_flows()
+            except HostError as error:
+                errors.append(str(error))
+        return errors
+
+    def _unwatch(self) -> None:
+        """Tell nobody any more about damage."""
+        self._stop.set()
+        if self._watch is not None:
+            self._watch.join()
+            self._watch = None
+        self._workers.unwatch()
 
     def _look_after_portals(self, damaged: Damage) -> None:
         while not self._stop.wait(self._settings.check_seconds):

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kproxy_core.model.address import Family, Protocol, format_address
+from kproxy_core.model.address import Cidr, Family, Protocol, format_address
 from kproxy_userspace import names
 from kproxy_userspace.names import TABLE
 from kproxy_userspace.render import Portal
@@ -158,7 +158,7 @@ def nft_change(family: Family, deletes: Iterable[Redirect], adds: Iterable[Redir
     for action, redirects in (("delete", deletes), ("add", adds)):
         elements: dict[str, dict[str, str]] = {}
         for portal, port in redirects:
-            container, key = _nft_key(portal)
+            container, key = nft_key(portal)
             elements.setdefault(container, {})[key] = f"{key} : {port}"
         for container, found in elements.items():
             text += f"{action} element {ip} {TABLE} {container} {{ {', '.join(found.values())} }}\n"
@@ -170,9 +170,15 @@ def nft_rewrite(family: Family, redirects: Iterable[Redirect]) -> str:
     return nft_skeleton(family) + nft_change(family, (), redirects)
 
 
-def _nft_key(portal: Portal) -> tuple[str, str]:
+def nft_key(portal: Portal) -> tuple[str, str]:
+    """The map that an element is in, and its key as nft writes it."""
     last = f"{Protocol(portal.protocol).name.lower()} . {portal.port}"
     if portal.address is None:
         return _NODE_PORTS, last
     last = f"{format_address(portal.address)} . {last}"
-    return (_VIPS, last) if portal.source is None else (_RANGED, f"{portal.source} . {last}")
+    return (_VIPS, last) if portal.source is None else (_RANGED, f"{_source(portal.source)} . {last}")
+
+
+def _source(cidr: Cidr) -> str:
+    """Without the length if that says nothing."""
+    return str(cidr).removesuffix(f"/{8 * len(cidr.network)}")

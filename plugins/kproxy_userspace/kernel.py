@@ -1,5 +1,7 @@
 """Portals in the kernel: through iptables, or nft where there is no iptables."""
 
+import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -11,11 +13,13 @@ from kproxy_core.host.programs import ProgramFailed
 from kproxy_core.model.address import Family
 from kproxy_userspace import batch
 from kproxy_userspace.batch import JUMPS, NFT_FAMILY, PORTAL_CHAINS, Jump, Redirect
-from kproxy_userspace.names import NODE_PORT_HOST, NON_LOCAL, PORTALS_HOST, TABLE
+from kproxy_userspace.names import NON_LOCAL, TABLE
 
-_HOSTS = (PORTALS_HOST, NODE_PORT_HOST)
-"""Every portal has a rule in one of these."""
-_NFT_RULES = 3
+_CHAINS = (*PORTAL_CHAINS, NON_LOCAL)
+_BUILT_IN = {jump.chain for jump in JUMPS}
+_COMMENT = re.compile(r' -m comment --comment (?:"[^"]*"|\S+)')
+_NFT_RULES = 5
+_ELEMENT = re.compile(r"([0-9a-z][0-9a-z.:/ ]*) : (\d+)")
 
 
 class Portals(Protocol):
@@ -27,8 +31,11 @@ class Portals(Protocol):
     def change(self, deletes: Sequence[Redirect], adds: Sequence[Redirect]) -> None:
         """Take some out and put others in. Raises HostError."""
 
-    def intact(self, count: int) -> bool:
-        """Whether what leads to *count* redirections seems to be there. Raises HostError."""
+    def differences(self, redirects: Sequence[Redirect]) -> int:
+        """How many rules or elements are missing, or are there beside those of *redirects*.
+
+        Raises HostError.
+        """
 
     def remove(self, *, dry_run: bool) -> list[str]:
         """Remove every trace; says what there was. Raises HostError."""
@@ -41,15 +48,25 @@ class IptablesPortals:
         self._tables = tables
 
     def rewrite(self, redirects: Sequence[Redirect]) -> None:
-        self._tables.restore(batch.iptables_rewrite(redirects, self._missing_jumps()))
+        self._tables.restore(batch.iptables_rewrite(redirects, _missing_jumps(self._saved())))
 
     def change(self, deletes: Sequence[Redirect], adds: Sequence[Redirect]) -> None:
         self._tables.restore(batch.iptables_change(deletes, adds))
 
-    def intact(self, count: int) -> bool:
-        if self._missing_jumps():
-            return False
-        return sum(len(saved.lines) for saved in self._tables.save("nat") if saved.name in _HOSTS) >= count
+    def differences(self, redirects: Sequence[Redirect]) -> int:
+        wanted = Counter(
+            _meaning(rule)
+            for redirect in redirects
+            for rules in batch.iptables_rules(redirect).values()
+            for rule in rules
+        )
+        saved = self._saved()
+        found = Counter(
+            _meaning(f"{chain.name} {rule}")
+            for chain in saved if chain.name in _CHAINS for rule in chain.rules
+        )  # fmt: skip
+        differing = (wanted - found).total() + (found - wanted).total()
+        return differing + len(_missing_jumps(saved))
 
     def remove(self, *, dry_run: bool) -> list[str]:
         if self._tables.variant.nft and not self._tables.has_chain("nat", PORTAL_CHAINS[0]):
@@ -70,12 +87,26 @@ class IptablesPortals:
             self._tables.restore(text)
         return removed
 
-    def _missing_jumps(self) -> list[Jump]:
-        held = {
-            (saved.table, saved.name): {rule.rpartition(" ")[2] for rule in saved.rules}
-            for table in ("nat", "filter") for saved in self._tables.save(table)
-        }  # fmt: skip
-        return [jump for jump in JUMPS if jump.target not in held.get((jump.table, jump.chain), ())]
+    def _saved(self) -> list[SavedChain]:
+        """Our chains, and those that lead to them."""
+        return [
+            saved for table in ("nat", "filter") for saved in self._tables.save(table)
+            if saved.name in _CHAINS or saved.name in _BUILT_IN
+        ]  # fmt: skip
+
+
+def _missing_jumps(saved: Sequence[SavedChain]) -> list[Jump]:
+    held = {(chain.table, chain.name): {rule.rpartition(" ")[2] for rule in chain.rules} for chain in saved}
+    return [jump for jump in JUMPS if jump.target not in held.get((jump.table, jump.chain), ())]
+
+
+def _meaning(rule: str) -> frozenset[str]:
+    """What *rule* says, whatever its order: without its comment, and networks with their length."""
+    words = _COMMENT.sub("", rule).split()
+    for number, word in enumerate(words[:-1]):
+        if word in ("-d", "-s") and "/" not in words[number + 1]:
+            words[number + 1] += "/128" if ":" in words[number + 1] else "/32"
+    return frozenset(words)
 
 
 def _removal(table: str, chains: Sequence[str], jumps: Sequence[str]) -> str:
@@ -99,9 +130,12 @@ class NftPortals:
     def change(self, deletes: Sequence[Redirect], adds: Sequence[Redirect]) -> None:
         programs.output("nft", "-f", "-", stdin=batch.nft_change(self._family, deletes, adds))
 
-    def intact(self, count: int) -> bool:
-        done = programs.run("nft", "list", "table", *self._table)
-        return done.stdout.count("redirect to") == _NFT_RULES and done.stdout.count(" : ") >= count
+    def differences(self, redirects: Sequence[Redirect]) -> int:
+        listed = programs.run("nft", "list", "table", *self._table).stdout
+        rules = listed.count("map @") + listed.count("jump portals")
+        found = {(element[1], element[2]) for element in _ELEMENT.finditer(listed)}
+        wanted = {(batch.nft_key(portal)[1], str(port)) for portal, port in redirects}
+        return len(wanted ^ found) + abs(_NFT_RULES - rules)
 
     def remove(self, *, dry_run: bool) -> list[str]:
         # Listing tables would read every rule of all of them.
@@ -123,8 +157,8 @@ class NoPortals:
     def change(self, deletes: Sequence[Redirect], adds: Sequence[Redirect]) -> None:
         """There are none."""
 
-    def intact(self, count: int) -> bool:
-        return True
+    def differences(self, redirects: Sequence[Redirect]) -> int:
+        return 0
 
     def remove(self, *, dry_run: bool) -> list[str]:
         return []

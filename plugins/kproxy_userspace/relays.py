@@ -2,16 +2,19 @@
 
 import itertools
 import logging
+import threading
 from collections.abc import Iterator, Mapping
 
 from kproxy_core.backend.api import SyncReport
-from kproxy_core.backend.errors import TrustLost
+from kproxy_core.backend.errors import SyncFailed, TrustLost
+from kproxy_core.host.conntrack import delete_stale_udp
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_userspace.batch import Redirect
+from kproxy_userspace.flows import RelayedFlows
 from kproxy_userspace.kernel import Portals
 from kproxy_userspace.ports import Allocator, Holder, NoPort, hold
 from kproxy_userspace.render import Portal, RelayName, WantedRelay, wanted_relays
@@ -56,6 +59,12 @@ class FamilyRelays:
         """What the kernel holds."""
         self._held: dict[ServicePortKey, dict[Place, Holder | None]] = {}
         """Ports that nobody else on this node may take; None: the address is not this node's."""
+        self._unserved: set[RelayName] = set()
+        self._closing: list[Relay] = []
+        """What goes as soon as no portal leads to it."""
+        self._writing = threading.Lock()
+        """The portals are what was applied, but while somebody has this."""
+        self._withdrawn = False
 
     def resync(self, node: NodeView, plans: Plans) -> SyncReport:
         """Bring everything to *plans*, believing nothing."""
@@ -66,15 +75,39 @@ class FamilyRelays:
         """Bring only *changed* to what they are now."""
         return self._bring(node, changed, anew=False)
 
+    @property
+    def unserved(self) -> int:
+        """Service ports that want a relay and have none."""
+        return len(self._unserved)
+
     def intact(self) -> bool:
-        """Whether the portals seem to be there. From any thread; raises HostError."""
-        return self._portals.intact(sum(map(len, list(self._applied.values()))))
+        """Whether the portals are there. From any thread; raises HostError."""
+        with self._writing:
+            return not self._portals.differences(_all(self._applied))
+
+    def withdraw(self) -> list[str]:
+        """Remove the portals, once: from then on they are somebody else's. Says what there was.
+
+        Raises HostError.
+        """
+        if self._withdrawn:
+            return []
+        with self._writing:
+            removed = self._portals.remove(dry_run=False)
+            self._withdrawn = True
+        return removed
+
+    def forget_flows(self) -> None:
+        """Have UDP clients of portals that were withdrawn begin anew with whoever serves now.
+
+        Raises HostError.
+        """
+        delete_stale_udp(self.family, RelayedFlows.of(_all(self._applied)))
 
     def close(self) -> None:
         """Let go of all ports. The portals go too: they would lead to whoever has the ports next."""
         try:
-            if self._applied:
-                self._portals.rewrite(())
+            self.withdraw()
         except HostError as error:
             log.warning("portals stay", extra={"fields": {"error": str(error)}})
         for relay in [relay for relays in self._relays.values() for relay in relays.values()]:
@@ -87,30 +120,43 @@ class FamilyRelays:
         self, node: NodeView, changed: Mapping[ServicePortKey, ServicePlan | None], *, anew: bool
     ) -> SyncReport:
         orders: dict[int, Serve | None] = {}
-        closing: list[Relay] = []
         redirects: dict[ServicePortKey, frozenset[Redirect]] = {}
         for key, plan in changed.items():
             wanted = {} if plan is None else wanted_relays(plan, node, self._listen)
             if plan is not None and key.protocol is Protocol.SCTP and key not in self._applied:
                 log.warning("SCTP is not relayed", extra={"fields": {"service_port": str(key)}})
             relays = self._relays.setdefault(key, {})
-            closing += [relays.pop(name) for name in list(relays) if name not in wanted]
+            self._closing += [relays.pop(name) for name in list(relays) if name not in wanted]
+            self._unserved = {name for name in self._unserved if name.key != key}
             for name, want in wanted.items():
                 relay = relays.get(name) or self._open(name, want)
-                if relay is not None:
+                if relay is None:
+                    self._unserved.add(name)
+                else:
                     relay.wanted = want
                     relays[name] = relay
                     orders[relay.number] = self._serve(relay)
             redirects[key] = frozenset(self._redirects(key, relays))
             if not relays:
                 del self._relays[key]
-        for number, problem in self._workers.serve(orders).items():
-            log.error("a relay can't listen", extra={"fields": {"relay": number, "error": problem}})
-        operations = self._redirect(redirects, anew=anew)
+        failures = self._workers.serve(orders)
+        with self._writing:
+            operations = self._redirect(redirects, anew=anew)
+        closing = self._closing
         self._workers.serve({relay.number: None for relay in closing})
         for relay in closing:
             self._allocator.release(self.family, relay.wanted.protocol, relay.holder)
+        self._closing = []
+        if failures:  # Everything else is as it should be; these are tried again.
+            raise SyncFailed(self._told(failures))
         return SyncReport(operations + len(closing))
+
+    def _told(self, failures: Mapping[int, str]) -> str:
+        """Which relays can't listen, and why, in one line."""
+        ports = {relay.number: str(key) for key, relays in self._relays.items() for relay in relays.values()}
+        number, problem = next(iter(failures.items()))
+        others = f", and {len(failures) - 1} more" if len(failures) > 1 else ""
+        return f"{ports[number]}: a relay can't listen: {problem}{others}"
 
     def _redirect(self, redirects: dict[ServicePortKey, frozenset[Redirect]], *, anew: bool) -> int:
         """Make the portals of these service ports so; returns how many that changes."""
@@ -120,9 +166,12 @@ class FamilyRelays:
             known = self._applied.get(key, frozenset())
             deletes += known - wanted
             adds += wanted - known
+        operations = len(deletes) + len(adds)
         if anew:
-            everything = {**self._applied, **redirects}
-            self._portals.rewrite(sorted([r for found in everything.values() for r in found], key=str))
+            everything = sorted(_all({**self._applied, **redirects}), key=str)
+            operations = self._portals.differences(everything)
+            if operations:
+                self._portals.rewrite(everything)
         elif deletes or adds:
             try:
                 self._portals.change(deletes, adds)
@@ -133,7 +182,7 @@ class FamilyRelays:
                 self._applied[key] = wanted
             else:
                 self._applied.pop(key, None)
-        return len(deletes) + len(adds)
+        return operations
 
     def _open(self, name: RelayName, wanted: WantedRelay) -> Relay | None:
         try:
@@ -177,6 +226,10 @@ class FamilyRelays:
                     })
                     continue
             yield portal, port
+
+
+def _all(applied: Mapping[ServicePortKey, frozenset[Redirect]]) -> list[Redirect]:
+    return [redirect for found in list(applied.values()) for redirect in found]
 
 
 def _place(portal: Portal) -> Place:

@@ -4,7 +4,7 @@ As in kube-proxy's userspace mode, but node port addresses and source ranges are
 without endpoints refuses clients instead of accepting and hanging up.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -71,13 +71,21 @@ def _portals(plan: ServicePlan, node: NodeView) -> Iterator[Portal]:
     if plan.cluster_ip is not None:
         yield Portal(protocol, plan.cluster_ip, plan.port, owner)
     for address in plan.load_balancer_ips:
-        for source in plan.source_ranges or (None,):
+        for source in _outermost(plan.source_ranges) or (None,):
             yield Portal(protocol, address, plan.port, owner, source=source)
     for address in plan.external_ips:
         yield Portal(protocol, address, plan.port, owner, external=True)
     if plan.node_port:
         for where in _node_port_addresses(node):
             yield Portal(protocol, where, plan.node_port, owner)
+
+
+def _outermost(ranges: Sequence[Cidr]) -> list[Cidr]:
+    """Those that are within no other: nftables takes none that overlap."""
+    return [
+        one for one in dict.fromkeys(ranges)
+        if not any(one.network in other and one.prefix > other.prefix for other in ranges)
+    ]  # fmt: skip
 
 
 def _node_port_addresses(node: NodeView) -> tuple[Address | None, ...]:

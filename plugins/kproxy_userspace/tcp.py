@@ -12,6 +12,7 @@ import struct
 import time
 
 from kproxy_userspace.balancer import Balancer
+from kproxy_userspace.counters import Counter, Counts
 from kproxy_userspace.events import BROKEN, EDGE, READ, WRITE, Events
 from kproxy_userspace.names import Endpoint
 from kproxy_userspace.pipes import PIPE_SIZE, Pipe, Pipes
@@ -33,12 +34,19 @@ _RESET = struct.pack("ii", 1, 0)
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _SPLICE = os.SPLICE_F_MOVE | os.SPLICE_F_NONBLOCK
 
+# Plain numbers: these are used for each message.
+_CONNECTIONS, _ACCEPTED = int(Counter.CONNECTIONS), int(Counter.ACCEPTED)
+_UP, _DOWN = int(Counter.BYTES_TO_ENDPOINTS), int(Counter.BYTES_TO_CLIENTS)
+
 
 class Listener:
     """The socket of one service port in one worker, and its connections."""
 
-    def __init__(self, sock: socket.socket, balancer: Balancer, events: Events, pipes: Pipes) -> None:
+    def __init__(
+        self, sock: socket.socket, balancer: Balancer, events: Events, pipes: Pipes, counts: Counts
+    ) -> None:
         self.balancer = balancer
+        self.counts = counts
         self.events = events
         self.pipes = pipes
         self.connections: dict[Endpoint, set[Connection]] = {}
@@ -55,29 +63,34 @@ class Listener:
 
     def ready(self, fd: int, mask: int) -> None:
         """Accept who is waiting."""
-        sock = self._sock
-        if sock is None:
-            return
+        if self._sock is not None:
+            self._accept(self._sock)
+
+    def _accept(self, sock: socket.socket) -> bool:
+        """Accept some of those who wait; whether there may be more."""
         for _ in range(_ACCEPTED_AT_ONCE):
             try:
                 client, address = sock.accept()
             except BlockingIOError:
-                return
+                return False
             except OSError as error:
                 if error.errno in _EXHAUSTED:
-                    self.events.epoll.modify(fd, 0)
-                    self.events.timeouts(_PAUSE).call(self._accept_again, fd)
-                    return
+                    self.events.epoll.modify(sock.fileno(), 0)
+                    self.events.timeouts(_PAUSE).call(self._accept_again, sock.fileno())
+                    return False
                 continue  # This client is gone already; accept(2) tells of many reasons.
             Connection(self, client, address[0]).dial()
+        return True
 
     def _accept_again(self, fd: int) -> None:
         if self._sock is not None and self._sock.fileno() == fd:
             self.events.epoll.modify(fd, READ)
 
     def close(self) -> None:
-        """No new connections; those that are established go on."""
+        """No new connections but those that wait to be accepted; what is established goes on."""
         if self._sock is not None:
+            while self._accept(self._sock):
+                continue
             self.events.close(self._sock)
             self._sock = None
 
@@ -85,10 +98,15 @@ class Listener:
 class Direction:
     """Bytes on their way from one socket to the other."""
 
-    __slots__ = ("_bulk", "_connection", "_data", "_filled", "_pipe", "_source", "_target", "ended")
+    __slots__ = (
+        "_bulk", "_connection", "_counter", "_data", "_filled", "_pipe", "_source", "_target", "ended",
+    )  # fmt: skip
 
-    def __init__(self, connection: "Connection", source: socket.socket, target: socket.socket) -> None:
+    def __init__(
+        self, connection: "Connection", source: socket.socket, target: socket.socket, counter: int
+    ) -> None:
         self._connection = connection
+        self._counter = counter
         self._source = source
         self._target = target
         self._data: bytes | memoryview = b""
@@ -105,6 +123,7 @@ class Direction:
     def pump(self) -> None:
         """Move all there is, until one side has to be waited for. Raises OSError if a side is broken."""
         source, target = self._source, self._target
+        counts = self._connection.listener.counts
         budget = _BUDGET
         while not self.ended:
             if self._data:
@@ -135,6 +154,7 @@ class Direction:
                 self.ended = True
                 self.release()
                 target.shutdown(socket.SHUT_WR)
+            counts[self._counter] += moved
             budget -= moved
 
     def _fill(self, source: int) -> int:
@@ -172,6 +192,8 @@ class Connection:
         self._attempt = 0
         self._up: Direction | None = None
         self._down: Direction | None = None
+        listener.counts[_CONNECTIONS] += 1
+        listener.counts[_ACCEPTED] += 1
         self._writable = False
         """The client's socket is watched for room too, which only bulk data needs."""
 
@@ -193,7 +215,9 @@ class Connection:
                 listener.events.watch(server.fileno(), self, READ | WRITE | EDGE)
                 return
             server.close()
+            listener.counts[Counter.DIAL_FAILURES] += 1
             self._attempt += 1
+        listener.counts[Counter.GIVEN_UP] += 1
         self.reset()
 
     def ready(self, fd: int, mask: int) -> None:
@@ -240,6 +264,7 @@ class Connection:
         client, self._client = self._client, None
         if client is not None:
             self.listener.events.close(client)
+            self.listener.counts[_CONNECTIONS] -= 1
         for direction in (self._up, self._down):
             if direction is not None:
                 direction.release()
@@ -268,8 +293,8 @@ class Connection:
         server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         server.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         client.setblocking(False)
-        self._up = Direction(self, client, server)
-        self._down = Direction(self, server, client)
+        self._up = Direction(self, client, server, _UP)
+        self._down = Direction(self, server, client, _DOWN)
         self.listener.connections.setdefault(endpoint, set()).add(self)
         self.pump(self._up)
         if self._client is not None:
@@ -284,6 +309,7 @@ class Connection:
 
     def _dial_next(self) -> None:
         self._hang_up()
+        self.listener.counts[Counter.DIAL_FAILURES] += 1
         self._attempt += 1
         self.dial()
 

@@ -8,6 +8,7 @@ import time
 from typing import NamedTuple
 
 from kproxy_userspace.balancer import Balancer
+from kproxy_userspace.counters import Counter, Counts
 from kproxy_userspace.events import READ, Events
 from kproxy_userspace.names import Endpoint
 
@@ -25,6 +26,8 @@ _IN_PKTINFO = struct.Struct("=I4s4s")
 _IN6_PKTINFO = struct.Struct("=16sI")
 _LINK_LOCAL = b"\xfe\x80"
 
+_UP, _DOWN = int(Counter.DATAGRAMS_TO_ENDPOINTS), int(Counter.DATAGRAMS_TO_CLIENTS)
+
 Control = tuple[int, int, bytes]
 
 
@@ -38,8 +41,11 @@ class FlowKey(NamedTuple):
 class UdpRelay:
     """The socket of one UDP service port in one worker, and its flows."""
 
-    def __init__(self, sock: socket.socket, balancer: Balancer, events: Events, idle_seconds: float) -> None:
+    def __init__(
+        self, sock: socket.socket, balancer: Balancer, events: Events, idle_seconds: float, counts: Counts
+    ) -> None:
         self.balancer = balancer
+        self.counts = counts
         self.events = events
         self.flows: dict[FlowKey, Flow] = {}
         self.timeouts = events.timeouts(idle_seconds)
@@ -82,6 +88,7 @@ class UdpRelay:
             control = [(socket.IPPROTO_IPV6, socket.IPV6_PKTINFO, _IN6_PKTINFO.pack(key.local, 0))]
         with contextlib.suppress(OSError):  # Lost, as a datagram may be.
             sock.sendmsg([data], control, 0, key.client)
+            self.counts[_DOWN] += 1
 
     def drop_flows(self, gone: list[Endpoint]) -> None:
         """End the flows to endpoints that are gone; their clients get another with the next datagram."""
@@ -130,6 +137,7 @@ class Flow:
         self._sock: socket.socket | None = sock
         self.endpoint = endpoint
         self._last = time.monotonic()
+        relay.counts[Counter.FLOWS] += 1
         relay.events.watch(sock.fileno(), self, READ)
         relay.timeouts.call(self._maybe_idle)
 
@@ -140,6 +148,7 @@ class Flow:
         self._last = time.monotonic()
         try:
             self._sock.send(data)
+            self._relay.counts[_UP] += 1
         except OSError as error:
             if error.errno == errno.ECONNREFUSED:
                 self.close()
@@ -165,6 +174,7 @@ class Flow:
             self._relay.events.close(self._sock)
             self._sock = None
             self._relay.flows.pop(self._key, None)
+            self._relay.counts[Counter.FLOWS] -= 1
 
     def _maybe_idle(self, _: int) -> None:
         if self._sock is None:

@@ -6,6 +6,7 @@ Both ends are one program on one interpreter, so messages are marshalled values 
 import marshal
 import socket
 import struct
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kproxy_userspace.names import Endpoint
@@ -31,6 +32,8 @@ class Close(NamedTuple):
     """Listen no more for a service port."""
 
     relay: int
+    gone: bool
+    """Its endpoints are; else somebody else accepts from now on."""
 
 
 Command = Serve | Close
@@ -76,7 +79,7 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
-def as_values(commands: list[Command]) -> Values:
+def as_values(commands: Sequence[Command]) -> Values:
     """*commands* as marshal takes them."""
     return [tuple(command) for command in commands]
 
@@ -84,4 +87,4 @@ def as_values(commands: list[Command]) -> Values:
 def as_commands(values: object) -> list[Command]:
     """The reverse of `as_values`."""
     assert isinstance(values, list)
-    return [Close(*value) if len(value) == 1 else Serve(*value) for value in values]
+    return [Close(*value) if len(value) == len(Close._fields) else Serve(*value) for value in values]

@@ -5,6 +5,7 @@ the same ports (SO_REUSEPORT), and the kernel spreads the clients.
 """
 
 import gc
+import os
 import random
 import resource
 import signal
@@ -15,10 +16,11 @@ from typing import NamedTuple
 
 from kproxy_userspace import wire
 from kproxy_userspace.balancer import Balancer
+from kproxy_userspace.counters import Counts, open_counts
 from kproxy_userspace.events import READ, Events
 from kproxy_userspace.names import Endpoint
 from kproxy_userspace.pipes import Pipes
-from kproxy_userspace.tcp import Listener
+from kproxy_userspace.tcp import Connection, Listener
 from kproxy_userspace.udp import UdpRelay
 
 _STALE_SECONDS = 30.0
@@ -39,8 +41,9 @@ class Settings(NamedTuple):
 class Worker:
     """The relays of one process."""
 
-    def __init__(self, control: socket.socket, settings: Settings) -> None:
+    def __init__(self, control: socket.socket, counts: Counts, settings: Settings) -> None:
         self._control = control
+        self._counts = counts
         self._settings = settings
         self._events = Events()
         self._pipes = Pipes()
@@ -51,6 +54,10 @@ class Worker:
         self._events.watch(self._control.fileno(), self, READ)
         self._events.timeouts(_STALE_SECONDS).call(self._forget_stale)
         self._events.run()
+        # Else whoever reads until the end would take what came so far for everything.
+        for who in set(self._events.watched.values()):
+            if isinstance(who, Connection):
+                who.reset()
 
     def ready(self, fd: int, mask: int) -> None:
         """Take in what the proxy says, and answer."""
@@ -79,8 +86,9 @@ class Worker:
         if isinstance(command, wire.Close):
             relay = self._relays.pop(command.relay, None)
             if relay is not None:
+                gone = relay.balancer.set((), 0) if command.gone else []
                 relay.close()
-                self._leave(relay, relay.balancer.endpoints)
+                self._leave(relay, gone)
             return
         known = self._relays.get(command.relay)
         if known is None:
@@ -94,8 +102,8 @@ class Worker:
         try:
             balancer = Balancer(random.shuffle)
             if command.udp:
-                return UdpRelay(sock, balancer, self._events, self._settings.udp_idle_seconds)
-            return Listener(sock, balancer, self._events, self._pipes)
+                return UdpRelay(sock, balancer, self._events, self._settings.udp_idle_seconds, self._counts)
+            return Listener(sock, balancer, self._events, self._pipes, self._counts)
         except OSError:
             sock.close()
             raise
@@ -153,13 +161,15 @@ def _allow_descriptors() -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """``worker FD UDP_IDLE_SECONDS DRAIN_SECONDS``: FD is the socket to the proxy."""
+    """``worker SOCKET COUNTS UDP_IDLE_SECONDS DRAIN_SECONDS``: descriptors of what the proxy shares."""
     _allow_descriptors()
     # Signals for the whole process group are for the proxy; it tells us by closing the socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     control = socket.socket(fileno=int(arguments[0]))
-    worker = Worker(control, Settings(float(arguments[1]), float(arguments[2])))
+    counts = open_counts(int(arguments[1]))
+    os.close(int(arguments[1]))
+    worker = Worker(control, counts, Settings(float(arguments[2]), float(arguments[3])))
     # Connections hold no cycles for long, and a collection over ten thousand of them would be felt.
     gc.freeze()
     gc.set_threshold(50_000, 50, 50)

@@ -7,10 +7,11 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from kproxy_core.backend.errors import SyncFailed
 from kproxy_userspace import wire
+from kproxy_userspace.counters import GAUGES, Counter, make_counts, open_counts
 from kproxy_userspace.wire import Close, Command, Serve
 
 log = logging.getLogger("kproxy.userspace")
@@ -23,27 +24,63 @@ class _Worker:
     """One process, and what it serves."""
 
     def __init__(self, udp_idle_seconds: float, drain_seconds: float) -> None:
+        """Raises OSError if it can't be started."""
+        counts = make_counts()
         ours, theirs = socket.socketpair()
-        with theirs:
-            arguments = [str(theirs.fileno()), str(udp_idle_seconds), str(drain_seconds)]
+        try:
+            self.counts = open_counts(counts)
+            arguments = [theirs.fileno(), counts, udp_idle_seconds, drain_seconds]
             path = os.pathsep.join(entry for entry in sys.path if entry)
             self.process = subprocess.Popen(
-                [sys.executable, "-S", "-m", "kproxy_userspace.worker", *arguments],
-                stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
+                [sys.executable, "-S", "-m", "kproxy_userspace.worker", *map(str, arguments)],
+                stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), counts],
                 env={**os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "1"},
             )  # fmt: skip
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            os.close(counts)
         ours.settimeout(_ANSWER_SECONDS)
         self.control = ours
         self.served: dict[int, Serve] = {}
 
+    @property
+    def runs(self) -> bool:
+        """It has not ended, nor been told to."""
+        return self.control.fileno() >= 0 and self.process.poll() is None
+
+    def hang_up(self) -> None:
+        """Have it end, and with it every connection."""
+        self.control.close()
+
     def end(self) -> None:
         """It ends by itself once the socket is closed."""
-        self.control.close()
+        self.hang_up()
         try:
             self.process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+
+def _send(worker: _Worker, commands: Sequence[Command]) -> dict[int, str]:
+    wire.send(worker.control, wire.as_values(commands))
+    return {}
+
+
+def _hear(worker: _Worker, commands: Sequence[Command]) -> dict[int, str]:
+    """What *worker* could not do of *commands*."""
+    answer = wire.receive(worker.control)
+    assert isinstance(answer, list)
+    failed = dict(answer)
+    for command in commands:
+        if isinstance(command, Serve) and command.relay not in failed:
+            worker.served[command.relay] = command
+        else:
+            worker.served.pop(command.relay, None)
+    return failed
 
 
 class Workers:
@@ -54,6 +91,8 @@ class Workers:
         self._count = count or len(os.sched_getaffinity(0))
         self._arguments = (udp_idle_seconds, drain_seconds)
         self._workers: list[_Worker] = []
+        self._ended_counts = [0] * len(Counter)
+        """What workers had counted that have ended."""
         self._wanted: dict[int, Serve] = {}
         self._watch: threading.Thread | None = None
         self._ended: Callable[[str], None] | None = None
@@ -80,24 +119,37 @@ class Workers:
             ]
             if commands:
                 told.append((worker, commands))
+        return self._tell(told)
+
+    def stop_accepting(self) -> None:
+        """Have no worker accept TCP connections any more; those that are open go on. Raises SyncFailed."""
+        closing = {number: None for number, serve in self._wanted.items() if not serve.udp}
+        for number in closing:
+            del self._wanted[number]
+        self._tell([
+            (worker, [Close(number, gone=False) for number in closing if number in worker.served])
+            for worker in self._workers if worker.runs
+        ])
+
+    def count(self, what: Counter) -> int:
+        """How many there are, or have been so far, in all workers. From any thread."""
+        workers = [worker for worker in list(self._workers) if what not in GAUGES or worker.runs]
+        return self._ended_counts[what] + sum(worker.counts[what] for worker in workers)
+
+    def _tell(self, told: Sequence[tuple[_Worker, Sequence[Command]]]) -> dict[int, str]:
+        """Have workers obey; which relays can't be served, and why. Raises SyncFailed."""
         failures: dict[int, str] = {}
-        try:
+        problem = ""
+        for act in (_send, _hear):  # All work at the same time.
             for worker, commands in told:
-                wire.send(worker.control, wire.as_values(commands))
-            for worker, commands in told:
-                answer = wire.receive(worker.control)
-                assert isinstance(answer, list)
-                failed = dict(answer)
-                for command in commands:
-                    if isinstance(command, Serve) and command.relay not in failed:
-                        worker.served[command.relay] = command
-                    else:
-                        worker.served.pop(command.relay, None)
-                failures |= failed
-        except (wire.PeerGone, TimeoutError) as error:
-            for worker, _ in told:
-                worker.end()  # Whoever has answered may be out of step with what we believe.
-            raise SyncFailed(f"a relay worker does not answer: {error}") from error
+                if worker.runs:
+                    try:
+                        failures |= act(worker, commands)
+                    except (wire.PeerGone, TimeoutError) as error:
+                        problem = f"a relay worker does not answer: {error}"
+                        worker.end()
+        if problem:
+            raise SyncFailed(problem)
         return failures
 
     def _command(self, number: int, worker: _Worker, relay: int) -> Command | None:
@@ -108,7 +160,7 @@ class Workers:
         )
         held = worker.served.get(relay)
         if serve is None or not mine:
-            return None if held is None else Close(relay)
+            return None if held is None else Close(relay, gone=serve is None or not serve.endpoints)
         return None if held == serve else serve
 
     def watch(self, ended: Callable[[str], None]) -> None:
@@ -122,27 +174,43 @@ class Workers:
         """Of the workers that run."""
         return [worker.process.pid for worker in self._workers]
 
-    def close(self) -> None:
-        """End all workers, and with them every connection."""
+    def unwatch(self) -> None:
+        """Tell nobody any more when a worker ends."""
         if self._watch is not None:
             os.eventfd_write(self._stop, 1)
             self._watch.join()
             os.close(self._stop)
             self._watch = None
+
+    def close(self) -> None:
+        """End all workers, and with them every connection."""
+        self.unwatch()
         for worker in self._workers:
-            worker.end()
+            worker.hang_up()
+        for worker in self._workers:
+            self._end(worker)
         self._workers = []
 
     def _replace_ended(self) -> list[tuple[int, bool]]:
         """The numbers of all workers, and whether each was started just now."""
         fresh = set(range(len(self._workers), self._count))
         for number, worker in enumerate(self._workers):
-            if worker.process.poll() is not None or worker.control.fileno() < 0:
-                worker.end()
+            if not worker.runs:
+                self._end(worker)
                 fresh.add(number)
-        started = {number: _Worker(*self._arguments) for number in fresh}
+        try:
+            started = {number: _Worker(*self._arguments) for number in fresh}
+        except OSError as error:
+            raise SyncFailed(f"a relay worker can't be started: {error}") from error
         self._workers = [started.get(n) or self._workers[n] for n in range(self._count)]
         return [(number, number in fresh) for number in range(self._count)]
+
+    def _end(self, worker: _Worker) -> None:
+        worker.end()
+        for counter in Counter:
+            if counter not in GAUGES:
+                self._ended_counts[counter] += worker.counts[counter]
+            worker.counts[counter] = 0
 
     def _wait(self) -> None:
         """The watch's thread: sleeps until a worker's end of its socket is closed."""
