@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from .proxies import Proxy, Start
+
 _CLONE_NEWNET = 0x40000000
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -45,3 +47,16 @@ def node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
             _check(_LIBC.setns(home, _CLONE_NEWNET))
     finally:
         os.close(home)
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    made: list[Proxy] = []
+
+    def make(**options: object) -> Proxy:
+        made.append(Proxy(**options))
+        return made[-1]
+
+    yield make
+    for proxy in made:
+        proxy.backend.kproxy_close()

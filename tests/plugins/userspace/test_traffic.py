@@ -6,69 +6,21 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
 
 import pytest
 
-from kproxy_core.backend.api import BackendSettings
 from kproxy_core.model.address import Family
-from kproxy_core.model.endpoint import EndpointSlice
-from kproxy_core.model.service import Service
 from kproxy_core.testing.builders import (
-    changed_update,
-    endpoint_slice,
-    full_update,
-    node_view,
-    plans,
     service,
 )
 from kproxy_userspace import backend as backend_module
-from kproxy_userspace.backend import UserspaceBackend
 from kproxy_userspace.cleanup import cleanup
 from kproxy_userspace.kernel import NftPortals
 
 from .endpoints import PATIENCE, connect, datagram, endpoints, name_of, reached
+from .proxies import ONE, TWO, VIP, A, B, Start
 
 pytestmark = pytest.mark.usefixtures("node")
-
-VIP = "10.96.0.1"
-NODE = {Family.IPV4: node_view(anywhere=True), Family.IPV6: node_view(family=Family.IPV6, anywhere=True)}
-ONE, TWO = ("127.0.0.1", 9001), ("127.0.0.2", 9001)
-A, B = "127.0.0.1:9001", "127.0.0.2:9001"
-
-
-class Proxy:
-    """A backend, and the Services that it was given."""
-
-    def __init__(self, **options: object) -> None:
-        self.backend = UserspaceBackend(BackendSettings(tuple(Family), options={"workers": 2, **options}))
-        self.damages: list[str] = []
-
-    def serve(self, of: Service, *hosts: str, ports: str = "9001", family: Family = Family.IPV4) -> None:
-        """Bring the only Service to these endpoints."""
-        slices: list[EndpointSlice] = [endpoint_slice(of.name.name, *hosts, ports=[ports])] if hosts else []
-        found = plans(NODE[family], of, *slices)
-        if self.damages or family not in self.backend._families:
-            self.backend.kproxy_sync(full_update(NODE[family], found))
-        else:
-            self.backend.kproxy_sync(changed_update(NODE[family], found, found))
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Proxy]]:
-    made: list[Proxy] = []
-
-    def make(**options: object) -> Proxy:
-        made.append(Proxy(**options))
-        return made[-1]
-
-    yield make
-    for proxy in made:
-        proxy.backend.kproxy_close()
-
-
-Start = Callable[..., Proxy]
-
 
 def test_cluster_ip_and_node_port_reach_every_endpoint(start: Start) -> None:
     with endpoints(ONE, TWO):

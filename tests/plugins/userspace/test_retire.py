@@ -1,0 +1,184 @@
+"""Another mode takes over from this one, or this one from another, with clients that never pause."""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kproxy_core.backend.api import Backend, BackendSettings
+from kproxy_core.model.address import Family
+from kproxy_core.model.service import Service, ServicePortKey
+from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_core.testing.builders import endpoint_slice, full_update, plans, service
+from kproxy_nftables.backend import NftablesBackend
+from kproxy_userspace import backend as backend_module
+from kproxy_userspace.cleanup import cleanup
+
+from .endpoints import PATIENCE, connect, datagram, endpoints, name_of, reached
+from .proxies import NODE, VIP, Proxy, Start
+
+pytestmark = pytest.mark.usefixtures("node")
+
+HOST = "192.0.2.2"
+WHERE = (HOST, 9001)
+NAME = f"{HOST}:9001"
+
+
+@pytest.fixture(autouse=True)
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_module, "GRACE_SECONDS", 0.5)
+
+
+@pytest.fixture
+def other() -> Iterator[NftablesBackend]:
+    """A backend of another mode."""
+    backend = NftablesBackend(BackendSettings((Family.IPV4,)))
+    yield backend
+    backend.kproxy_close()
+
+
+def program(backend: Backend, *services: Service, port: str = "9001") -> int:
+    """Give *backend* everything; returns what it wrote."""
+    found: dict[ServicePortKey, ServicePlan] = {}
+    for of in services:
+        found |= plans(NODE[Family.IPV4], of, endpoint_slice(of.name.name, HOST, ports=[port]))
+    return backend.kproxy_sync(full_update(NODE[Family.IPV4], found)).operations
+
+
+def retired(proxy: Proxy) -> int:
+    """Let *proxy* retire until nothing waits but open connections; how many those are."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        found = proxy.backend.kproxy_retire()
+        assert not found.errors
+        if proxy.backend._accepts_no_more:
+            return found.waiting
+        time.sleep(0.1)
+    raise TimeoutError
+
+
+def ends(proxy: Proxy) -> bool:
+    """Whether nothing waits any more, soon."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        if not proxy.backend.kproxy_retire().waiting:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@contextlib.contextmanager
+def clients(host: str, port: int, threads: int = 3) -> Iterator[list[str]]:
+    """Who never stop to make connections; what went wrong with theirs."""
+    failures: list[str] = []
+    answered = [0]
+    done = threading.Event()
+
+    def load() -> None:
+        while not done.is_set():
+            try:
+                assert reached(host, port) == NAME
+                answered[0] += 1
+            except OSError as error:
+                failures.append(str(error))
+
+    started = [threading.Thread(target=load) for _ in range(threads)]
+    for thread in started:
+        thread.start()
+    try:
+        yield failures
+    finally:
+        done.set()
+        for thread in started:
+            thread.join()
+        assert answered[0]
+
+
+def test_another_mode_takes_over_and_no_connection_notices(start: Start, other: NftablesBackend) -> None:
+    of = service("web", "80@30080")
+    with endpoints(WHERE):
+        proxy = start()
+        proxy.serve(of, HOST)
+        with connect(VIP, 80) as kept, clients(VIP, 80) as failures, clients("192.0.2.1", 30080) as more:
+            assert name_of(kept) == NAME
+            program(other, of)
+            assert program(other, of) == 0
+            assert retired(proxy) == 1  # the one that is kept; all others have the new mode
+            assert cleanup(dry_run=True).removed == ()
+            kept.sendall(b"still here;")
+            assert name_of(kept) == "still here"
+            kept.close()
+            assert ends(proxy)
+            proxy.backend.kproxy_close()
+            assert reached(VIP, 80) == NAME
+        assert failures == more == []
+
+
+def test_this_mode_takes_over_and_no_connection_notices(start: Start, other: NftablesBackend) -> None:
+    of = service("web", "80@30080")
+    with endpoints(WHERE):
+        program(other, of)
+        with connect(VIP, 80) as kept, clients(VIP, 80) as failures, clients("192.0.2.1", 30080) as more:
+            assert name_of(kept) == NAME
+            proxy = start()
+            assert program(proxy.backend, of)
+            assert program(proxy.backend, of) == 0
+            program(proxy.backend, of, service("probe", "81", ip="10.96.0.2"))
+            assert reached("10.96.0.2", 81) == NAME  # though the rules of both are there
+            program(proxy.backend, of)
+            kept.sendall(b"still here;")
+            assert name_of(kept) == "still here"
+        assert failures == more == []
+
+
+def test_udp_clients_that_never_pause_get_the_other_mode(start: Start, other: NftablesBackend) -> None:
+    of = service("dns", "53/UDP@30053")
+    places = ((VIP, 53), ("192.0.2.1", 30053))
+    with endpoints(WHERE) as (one,), contextlib.ExitStack() as stack:
+        asking = {place: stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+                  for place in places}
+        proxy = start(udpIdleTimeout="1h")
+        proxy.serve(of, HOST, ports="9001/UDP")
+        for place, client in asking.items():
+            assert datagram(client, b"1", *place) == NAME
+        relayed = set(one.flows)
+        program(other, of, port="9001/UDP")
+        assert proxy.backend.kproxy_retire().waiting
+        for place, client in asking.items():  # what is under way may end
+            assert datagram(client, b"2", *place) == NAME
+        assert one.flows == relayed
+        retired(proxy)
+        for place, client in asking.items():
+            assert datagram(client, b"3", *place) == NAME
+        assert len(one.flows) == len(relayed) + len(places)
+        assert proxy.backend.kproxy_retire().waiting == 0
+
+
+def test_a_worker_that_dies_is_waited_for_no_longer(start: Start) -> None:
+    with endpoints(WHERE):
+        proxy = start()
+        proxy.serve(service(), HOST)
+        with connect(VIP, 80) as kept:
+            assert name_of(kept) == NAME
+            assert retired(proxy) == 1
+            for worker in proxy.backend._workers._workers:
+                worker.process.kill()
+                worker.process.wait()
+            assert proxy.backend.kproxy_retire().waiting == 0
+
+
+def test_without_portals_there_is_nobody_to_hand_over_to(start: Start) -> None:
+    with endpoints(WHERE):
+        proxy = start(listen="127.0.0.9")
+        proxy.serve(service("web", "8080"), HOST)
+        with connect("127.0.0.9", 8080) as kept:
+            assert name_of(kept) == NAME
+            assert proxy.backend.kproxy_retire().waiting == 1
+            with pytest.raises(ConnectionRefusedError):
+                connect("127.0.0.9", 8080)
+            kept.sendall(b"still here;")
+            assert name_of(kept) == "still here"
+        assert ends(proxy)
