@@ -47,6 +47,14 @@ def kproxy_cleanup(dry_run: bool, own_only: bool) -> Leftovers:
 
 
 @hookimpl
+def kproxy_supersede(dry_run: bool) -> Leftovers:
+    """Delete the rules of this mode that are in the other of nf_tables and the legacy interface."""
+    from kproxy_iptables.cleanup import supersede
+
+    return supersede(dry_run=dry_run)
+
+
+@hookimpl
 def kproxy_prepare(settings: BackendSettings) -> None:
     """What node ports on localhost need."""
     from kproxy_iptables.kernel import enable_route_localnet

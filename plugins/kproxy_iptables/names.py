@@ -7,6 +7,7 @@ of what they belong to, so that a name stays the same on every node and in every
 
 import base64
 import hashlib
+import re
 from typing import NamedTuple
 
 from kproxy_core.model.address import Family
@@ -33,9 +34,11 @@ FIXED_CHAINS = {
 
 CANARY_TABLES = (MANGLE, NAT, FILTER)
 
-SERVICE_PREFIXES = ("KUBE-FW-", "KUBE-EXT-", "KUBE-SVC-", "KUBE-SVL-", "KUBE-SEP-")
+SERVICE_PREFIXES = ("KUBE-FW-", "KUBE-XLB-", "KUBE-EXT-", "KUBE-SVC-", "KUBE-SVL-", "KUBE-SEP-")
 """How the names of chains that belong to one service port begin; each kind leads to later ones only.
-All are in nat."""
+All are in nat. ``KUBE-XLB-`` is what kube-proxy up to 1.23 had instead of ``KUBE-EXT-``."""
+
+_SERVICE_CHAIN = re.compile(rf"(?:{'|'.join(SERVICE_PREFIXES)})[A-Z2-7]{{16}}")
 
 INVALID_COUNTER = "ct_state_invalid_dropped_pkts"
 LOCALHOST_COUNTER = "localhost_nps_accepted_pkts"
@@ -53,7 +56,12 @@ LOOPBACK = {Family.IPV4: "127.0.0.0/8", Family.IPV6: "::1/128"}
 
 def is_ours(table: str, chain: str) -> bool:
     """Whether a chain is this mode's; kubelet's is not."""
-    return (table, chain) in OUR_CHAINS or (table == NAT and chain.startswith(SERVICE_PREFIXES))
+    return (table, chain) in OUR_CHAINS or is_service_chain(table, chain)
+
+
+def is_service_chain(table: str, chain: str) -> bool:
+    """Whether a chain is a service port's: one of the prefixes, then a hash."""
+    return table == NAT and _SERVICE_CHAIN.fullmatch(chain) is not None
 
 
 class ServiceChains(NamedTuple):

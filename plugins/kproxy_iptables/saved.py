@@ -12,9 +12,8 @@ def observe(chains: Iterable[SavedChain]) -> Observed:
     observed = Observed()
     for saved in chains:
         table, chain, lines = saved
-        if chain.startswith(names.SERVICE_PREFIXES):
-            if table == names.NAT:
-                observed.service_chains[chain] = fingerprint("".join(lines))
+        if names.is_service_chain(table, chain):
+            observed.service_chains[chain] = fingerprint("".join(lines))
         elif names.is_ours(table, chain) or chain == names.KUBELET_FIREWALL:
             observed.chains[table, chain] = saved.rules
         else:

@@ -1,6 +1,7 @@
 """Removing every trace of the mode: ours, which is kube-proxy's as well."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
 from kproxy_core.backend.api import Leftovers
@@ -8,35 +9,45 @@ from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.iptables import Tables
+from kproxy_core.host.iptables_cleanup import Cleaned, clean, unused_variants
+from kproxy_core.host.iptables_removal import ChainKey, Held, Removal, jump, plan_removal
+from kproxy_core.host.iptables_shared import FIREWALL, is_ipset_jump, of_ipset_mode
 from kproxy_core.host.iptables_variant import find_variants
 from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_address
-from kproxy_ipvs import device, listing, names, rules, sets
+from kproxy_ipvs import device, listing, names, sets
 from kproxy_ipvs.applied import Entries
 from kproxy_ipvs.batch import DeleteServer
 from kproxy_ipvs.names import FILTER, MANGLE, NAT
 from kproxy_ipvs.render import ServerKey
-from kproxy_ipvs.skeleton import JUMPS, KUBE_PROXY_JUMPS, ChainKey
 from kproxy_ipvs.virtual_servers import VirtualServers
 
+EntriesByFamily = dict[Family, Entries]
+
 _OWN = frozenset({
-    (FILTER, names.NODE_PORT), (FILTER, names.IPVS_FILTER),
-    (NAT, names.NODE_PORT), (NAT, names.LOAD_BALANCER), (NAT, names.IPVS_POSTROUTING),
+    (FILTER, names.NODE_PORT), (FILTER, names.IPVS_FILTER), (FILTER, names.SOURCE_RANGES),
+    (FILTER, "KUBE-IPVS-OUT-FILTER"), (NAT, names.NODE_PORT), (NAT, names.LOAD_BALANCER),
+})  # fmt: skip
+_OLDER = frozenset({(NAT, "KUBE-FIRE-WALL"), (NAT, "KUBE-MARK-DROP")})
+"""Up to kube-proxy 1.24 and 1.27. The second is kubelet's, too, which makes it again."""
+
+_NEVER_KUBE_PROXYS = frozenset({
+    (NAT, names.IPVS_POSTROUTING),
     (MANGLE, names.IPVS_ACCESS), (MANGLE, names.SOURCE_RANGES), (MANGLE, names.SHORT_CIRCUITS),
 })  # fmt: skip
-_SHARED = frozenset({
-    (NAT, names.SERVICES), (NAT, names.POSTROUTING), (NAT, names.MARK_MASQ), (FILTER, names.FORWARD),
-})  # fmt: skip
-"""Chains that the iptables mode has under the same names."""
+_SETS_NEVER_KUBE_PROXYS = (names.SHORT_CIRCUIT, names.NO_LOCAL)
 
-_KNOWN_BY_SETS = (FILTER, "KUBE-PROXY-FIREWALL")
-"""kube-proxy's in both modes; the comment of a jump to it tells them apart."""
+_CHAIN_OF_IPTABLES = re.compile("KUBE-(?:NODEPORTS|(?:SVC|SVL|SEP|FW|EXT|XLB)-[A-Z2-7]{16})")
+"""Chains of the iptables mode that lead to shared ones."""
 
 
-def cleanup(excluded: Sequence[Cidr] = (), *, dry_run: bool) -> Leftovers:
-    """Remove what is there, of both families. Virtual servers of others and in *excluded* networks stay."""
+def cleanup(excluded: Sequence[Cidr] = (), *, dry_run: bool, own_only: bool = False) -> Leftovers:
+    """Remove what is there, of both families. Virtual servers of others and in *excluded* networks stay.
+
+    *own_only* leaves what kube-proxy in this mode has under the same names.
+    """
     removed: list[str] = []
     errors: list[str] = []
-    entries: dict[Family, Entries] = {}
+    entries: EntriesByFamily = {}
     if programs.find("ipset"):
         try:
             entries = {family: sets.read(family) for family in Family}
@@ -45,15 +56,26 @@ def cleanup(excluded: Sequence[Cidr] = (), *, dry_run: bool) -> Leftovers:
                 return Leftovers("ipvs", (), (str(error),))
     for step in (partial(_servers, excluded), _rules, _device_and_sets):
         try:
-            removed += step(entries, dry_run)
+            done = step(entries, dry_run, own_only)
         except (HostError, SyncFailed) as error:
             errors.append(str(error))
+        else:
+            removed += done.removed
+            errors += done.errors
     return Leftovers("ipvs", tuple(removed), tuple(errors))
 
 
-def _servers(excluded: Sequence[Cidr], entries: Mapping[Family, Entries], dry_run: bool) -> list[str]:
+def supersede(*, dry_run: bool) -> Leftovers:
+    """Remove rules from the interface of iptables that this node does not use."""
+    cleaned = clean(what_to_remove, unused_variants(), dry_run=dry_run)
+    return Leftovers("ipvs", tuple(cleaned.removed), tuple(cleaned.errors))
+
+
+def _servers(
+    excluded: Sequence[Cidr], entries: EntriesByFamily, dry_run: bool, own_only: bool
+) -> Cleaned:
     if not listing.SERVERS.exists():
-        return []
+        return Cleaned()
     servers = VirtualServers()
     try:
         gone: list[DeleteServer] = []
@@ -62,13 +84,14 @@ def _servers(excluded: Sequence[Cidr], entries: Mapping[Family, Entries], dry_ru
             gone += [
                 DeleteServer(key)
                 for key in servers.read(family)
-                if is_left(key, on_device, entries.get(family, {}), excluded)
+                if (key.address is None or not own_only)
+                and is_left(key, on_device, entries.get(family, {}), excluded)
             ]
         if not dry_run:
             servers.write(gone)
     finally:
         servers.close()
-    return [f"virtual server {operation.key}" for operation in gone]
+    return Cleaned([f"virtual server {operation.key}" for operation in gone])
 
 
 def is_left(
@@ -89,61 +112,60 @@ def is_left(
     )
 
 
-def _rules(entries: dict[Family, Entries], dry_run: bool) -> list[str]:
-    removed: list[str] = []
+def _rules(entries: EntriesByFamily, dry_run: bool, own_only: bool) -> Cleaned:
     bare = not any(entries.values()) and not device.exists()
-    for variant in find_variants():
-        for family in Family:
-            tables = Tables(family, variant)
-            if bare and variant.nft and not tables.has_chain(FILTER, names.IPVS_FILTER):
-                continue  # nothing of this mode is there, and the iptables mode's rules may be many
-            held = rules.read(tables)
-            jumps, chains = what_to_remove(held)
-            if not dry_run and (text := rules.removal(jumps, chains)):
-                tables.restore(text)
-            removed += [f"{tables.program}: rule in {chain}: {spec}"
-                        for (_, chain), specs in jumps.items() for spec in specs]  # fmt: skip
-            removed += [f"{tables.program}: chain {chain} of table {table}" for table, chain in chains]
-    return removed
+    marker = (MANGLE, names.IPVS_ACCESS) if own_only else (NAT, names.NODE_PORT)
+
+    def look_at(tables: Tables) -> bool:
+        """If nothing else of this mode is there, ask for one chain: the iptables mode's rules may be many."""
+        return not (bare and tables.variant.nft) or tables.has_chain(*marker)
+
+    decide = what_only_we_have if own_only else what_to_remove
+    return clean(decide, find_variants(), dry_run=dry_run, look_at=look_at)
 
 
-def what_to_remove(held: rules.Chains) -> tuple[dict[ChainKey, list[str]], list[ChainKey]]:
-    """Jumps by built-in chain, and chains. What the iptables mode has taken over is left to it."""
-    ours = _OWN | names.KUBE_PROXY_CHAINS
-    if not _is_ours(held.get(_KNOWN_BY_SETS, ()), held):
-        ours -= {_KNOWN_BY_SETS}
-    retired = (NAT, names.SERVICES) not in held and any(key in held for key in ours)
-    if retired or rules.are_of_this_mode(held):
-        ours |= _SHARED
-    jumps: dict[ChainKey, list[str]] = {}
-    for jump in (*JUMPS, *KUBE_PROXY_JUMPS):
-        if (jump.table, jump.target) in ours:
-            found = [rule for rule in held.get((jump.table, jump.chain), ()) if rule == jump.spec]
-            if found:
-                jumps.setdefault((jump.table, jump.chain), []).extend(found)
-    return jumps, sorted(key for key in ours if key in held)
+def what_to_remove(held: Held, kept: frozenset[ChainKey] = frozenset()) -> Removal:
+    """Decide what of *held* is this mode's, and goes unless it is to be *kept*.
+
+    What the iptables mode has taken over is left to it.
+    """
+    ours = (_OWN | _OLDER | _NEVER_KUBE_PROXYS | of_ipset_mode(held)) - kept
+
+    def is_own(key: ChainKey, rule: str) -> bool:
+        return _leads_to(ours, key, rule) or (key[0] == FIREWALL[0] and is_ipset_jump(rule))
+
+    return plan_removal(held, ours, is_own, _is_of_iptables)
 
 
-def _is_ours(firewall: Sequence[str], held: rules.Chains) -> bool:
-    """Whether the *firewall* chain is this mode's; an empty one is, unless jumps of others lead to it."""
-    if firewall:
-        return any("--match-set" in rule for rule in firewall)
-    specs = {jump.spec for jump in KUBE_PROXY_JUMPS}
-    table, name = _KNOWN_BY_SETS
-    return not any(
-        rule.endswith(f"-j {name}") and rule not in specs
-        for (of, _), found in held.items() if of == table for rule in found
-    )  # fmt: skip
+def what_only_we_have(held: Held) -> Removal:
+    """What of *held* can't be kube-proxy's."""
+    return plan_removal(
+        held, _NEVER_KUBE_PROXYS, partial(_leads_to, _NEVER_KUBE_PROXYS), _is_of_iptables
+    )
 
 
-def _device_and_sets(entries: dict[Family, Entries], dry_run: bool) -> list[str]:
-    removed: list[str] = []
-    if device.exists():
-        removed.append(f"interface {names.DEVICE}")
+def _leads_to(ours: Collection[ChainKey], key: ChainKey, rule: str) -> bool:
+    found = jump(rule)
+    return found is not None and (key[0], found.target) in ours and found.comment.startswith("kube")
+
+
+def _is_of_iptables(key: ChainKey) -> bool:
+    return key[0] == NAT and _CHAIN_OF_IPTABLES.fullmatch(key[1]) is not None
+
+
+def _device_and_sets(entries: EntriesByFamily, dry_run: bool, own_only: bool) -> Cleaned:
+    cleaned = Cleaned()
+    if not own_only and device.exists():
+        cleaned.removed.append(f"interface {names.DEVICE}")
         if not dry_run:
             device.delete()
-    found = [kind.full_name(family) for family, held in entries.items() for kind in held]
-    removed += [f"ipset {name}" for name in found]
-    if not dry_run:
-        sets.destroy(found)
-    return removed
+    wanted = _SETS_NEVER_KUBE_PROXYS if own_only else (*names.SETS, *names.OLDER_SETS)
+    for name in sets.existing(wanted) if entries else ():
+        try:
+            if not dry_run:
+                sets.destroy([name])
+        except HostError as error:
+            cleaned.errors.append(f"ipset {name}: {error}")
+        else:
+            cleaned.removed.append(f"ipset {name}")
+    return cleaned

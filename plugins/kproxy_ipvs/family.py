@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from kproxy_core.backend.api import SyncReport
 from kproxy_core.backend.errors import TrustLost
 from kproxy_core.host.iptables import Tables
+from kproxy_core.host.iptables_shared import SERVICES, of_ipset_mode
 from kproxy_core.model.address import Address, Family, Protocol, format_address
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
@@ -77,7 +78,7 @@ class FamilyState:
             self._draining.clear()
             chains = rules.read(self._tables)
             text = rules.difference(chains, skeleton.skeleton(node))
-            takeover = (names.NAT, names.SERVICES) in chains and not rules.are_of_this_mode(chains)
+            takeover = SERVICES in chains and SERVICES not in of_ipset_mode(chains)
             self._write(difference, text, takeover=takeover)
         self._applied, self._node, self._style = applied, node, style
         operations = difference.operations + len(missing) + made + text.count("\n-") + text.count("\n:")

@@ -39,12 +39,10 @@ def kproxy_detect(settings: BackendSettings) -> Detection:
 @hookimpl
 def kproxy_cleanup(settings: BackendSettings, dry_run: bool, own_only: bool) -> Leftovers:
     """Delete virtual servers, device, rules and sets of this mode, kube-proxy's as well."""
-    if own_only:  # A kube-proxy has the same names, and whatever it does not need it removes at its start.
-        return Leftovers(MODE)
     from kproxy_ipvs.cleanup import cleanup
     from kproxy_ipvs.settings import read_excluded
 
-    return cleanup(read_excluded(settings), dry_run=dry_run)
+    return cleanup(read_excluded(settings), dry_run=dry_run, own_only=own_only)
 
 
 @hookimpl
@@ -54,6 +52,14 @@ def kproxy_retire(settings: BackendSettings) -> Leftovers:
     from kproxy_ipvs.settings import read_excluded
 
     return retire(read_excluded(settings))
+
+
+@hookimpl
+def kproxy_supersede(dry_run: bool) -> Leftovers:
+    """Delete the rules of this mode that are in the other of nf_tables and the legacy interface."""
+    from kproxy_ipvs.cleanup import supersede
+
+    return supersede(dry_run=dry_run)
 
 
 @hookimpl

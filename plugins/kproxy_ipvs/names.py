@@ -27,13 +27,6 @@ SOURCE_RANGES = "KUBE-SOURCE-RANGES-FIREWALL"
 SHORT_CIRCUITS = "KUBE-IPVS-SHORT-CIRCUIT"
 IPVS_POSTROUTING = "KUBE-IPVS-POSTROUTING"
 
-KUBE_PROXY_CHAINS = frozenset({
-    (FILTER, "KUBE-PROXY-FIREWALL"),
-    (FILTER, SOURCE_RANGES),
-    (FILTER, "KUBE-IPVS-OUT-FILTER"),
-})  # fmt: skip
-"""Chains that only kube-proxy has."""
-
 
 class SetKind(NamedTuple):
     """One ipset of each family."""
@@ -85,6 +78,13 @@ SETS = (
     NODE_PORT_LOCAL_TCP, NODE_PORT_LOCAL_UDP, NODE_PORT_LOCAL_SCTP, HEALTH_CHECK, IPVS_IPS,
     SHORT_CIRCUIT, NO_LOCAL,
 )  # fmt: skip
+
+OLDER_SETS = (
+    SetKind("LOAD-BALANCER-MASQ", _IP_PORT),
+    SetKind("NODE-PORT-SCTP", "bitmap:port"),
+    SetKind("NODE-PORT-LOCAL-SCTP", "bitmap:port"),
+)
+"""What kube-proxy up to 1.9 and 1.14 had besides."""
 
 NODE_PORT_SETS = {
     # protocol: (every node port, those with policy Local)

@@ -13,6 +13,7 @@ from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.host import conntrack, programs
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.iptables import Tables
+from kproxy_core.host.iptables_removal import described, inputs
 from kproxy_core.host.iptables_variant import find_variants
 from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_address, parse_address
 from kproxy_core.model.endpoint import Destination
@@ -110,20 +111,13 @@ class _Retirement:
         for variant in find_variants():
             tables = Tables(self._family, variant)
             held = rules.read(tables)
-            jumps, chains = what_to_remove(held)
-            if not chains:
+            removal = what_to_remove(held, _KEPT_CHAINS)
+            if not removal.chains:
                 continue
-            gone = [key for key in chains if key not in _KEPT_CHAINS]
-            stay = [jump for jump in JUMPS if (jump.table, jump.target) in _KEPT_CHAINS]
-            jumps = {
-                (table, chain): [spec for spec in specs if spec not in {jump.spec for jump in stay}]
-                for (table, chain), specs in jumps.items()
-            }
-            text = rules.difference(
-                held, kept, [jump for jump in stay if (jump.table, jump.target) in kept])
-            if text := text + rules.removal(jumps, gone):
-                tables.restore(text)
-            removed += [f"{tables.program}: chain {chain} of table {table}" for table, chain in gone]
+            jumps = [jump for jump in JUMPS if (jump.table, jump.target) in kept]
+            text = rules.difference(held, kept, jumps)
+            tables.restore(text + "".join(inputs(removal, tables.chains_per_call)))
+            removed += [f"{tables.program}: {line}" for line in described(removal)]
         unread = [kind.full_name(self._family) for kind in self._entries if kind not in _KEPT_SETS]
         sets.destroy(unread)
         return removed + [f"ipset {name}" for name in unread]

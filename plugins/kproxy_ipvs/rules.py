@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from kproxy_core.host.iptables import Tables
-from kproxy_ipvs.names import FILTER, MANGLE, NAT, SERVICES
+from kproxy_ipvs.names import FILTER, MANGLE, NAT
 from kproxy_ipvs.skeleton import JUMPS, ChainKey, Jump
 
 TABLES = (MANGLE, NAT, FILTER)
@@ -14,11 +14,6 @@ Chains = Mapping[ChainKey, list[str]]
 def read(tables: Tables) -> dict[ChainKey, list[str]]:
     """All chains with their rules, of the tables that we use. Raises HostError."""
     return {(saved.table, saved.name): saved.rules for saved in tables.save() if saved.table in TABLES}
-
-
-def are_of_this_mode(held: Chains) -> bool:
-    """Whether Services are found by sets; in the iptables mode the same chains have rules for each."""
-    return any("--match-set KUBE-" in rule for rule in held.get((NAT, SERVICES), ()))
 
 
 def difference(held: Chains, want: Chains, jumps: Iterable[Jump] = JUMPS) -> str:
@@ -37,20 +32,5 @@ def difference(held: Chains, want: Chains, jumps: Iterable[Jump] = JUMPS) -> str
         ]
         if chains or lines:
             declared = "".join(f":{chain} - [0:0]\n" for _, chain in chains)
-            parts.append(f"*{table}\n{declared}{''.join(lines)}COMMIT\n")
-    return "".join(parts)
-
-
-def removal(jumps: Mapping[ChainKey, Iterable[str]], chains: Iterable[ChainKey]) -> str:
-    """The input of iptables-restore that deletes rules of built-in chains, and our chains."""
-    chains = list(chains)
-    parts: list[str] = []
-    for table in TABLES:
-        gone = [chain for of, chain in chains if of == table]
-        lines = [f"-D {c} {rule}\n" for (of, c), rules in jumps.items() if of == table for rule in rules]
-        lines += [f"-X {chain}\n" for chain in gone]
-        if lines:
-            # Declaring a chain empties it, so that none leads to another when they are deleted.
-            declared = "".join(f":{chain} - [0:0]\n" for chain in gone)
             parts.append(f"*{table}\n{declared}{''.join(lines)}COMMIT\n")
     return "".join(parts)

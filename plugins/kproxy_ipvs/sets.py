@@ -72,7 +72,7 @@ def destroy(names: Iterable[str]) -> None:
         programs.output("ipset", "restore", "-exist", stdin=text)
 
 
-def existing() -> list[str]:
-    """The full names of our sets that exist, of both families. Raises HostError."""
-    ours = {kind.full_name(family) for kind in SETS for family in Family}
+def existing(kinds: Iterable[SetKind]) -> list[str]:
+    """The full names of those sets that exist, of both families. Raises HostError."""
+    ours = {kind.full_name(family) for kind in kinds for family in Family}
     return [name for name in programs.output("ipset", "list", "-name").splitlines() if name in ours]

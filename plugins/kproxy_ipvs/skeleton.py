@@ -38,13 +38,6 @@ JUMPS = (
 )
 """Inserted at the top of their chains."""
 
-KUBE_PROXY_JUMPS = (
-    _jump(FILTER, "INPUT", "KUBE-PROXY-FIREWALL", "kube-proxy firewall rules"),
-    _jump(FILTER, "FORWARD", "KUBE-PROXY-FIREWALL", "kube-proxy firewall rules"),
-    _jump(FILTER, "OUTPUT", "KUBE-IPVS-OUT-FILTER", "kubernetes ipvs access filter"),
-)
-"""Further ones that kube-proxy has in this mode."""
-
 _LOOPBACK = {Family.IPV4: "127.0.0.0/8", Family.IPV6: "::1/128"}
 _REJECT = {
     Family.IPV4: "REJECT --reject-with icmp-port-unreachable",

@@ -27,24 +27,24 @@ class Jump(NamedTuple):
     target: str
     first: bool
     """It belongs at the top, not at the end."""
-    match: str
+    comment: str
+    local: bool = False
+    """Only for packets to this node's addresses."""
 
     @property
     def rule(self) -> str:
-        return f"{self.match} -j {self.target}"
+        match = "-m addrtype --dst-type LOCAL " if self.local else ""
+        return f'{match}-m comment --comment "{self.comment}" -j {self.target}'
 
 
-_FIRST = '-m comment --comment "handle ClusterIPs; NOTE: this must be before the NodePort rules"'
-_LAST = (
-    '-m addrtype --dst-type LOCAL -m comment '
-    '--comment "handle service NodePorts; NOTE: this must be the last rule in the chain"'
-)
-_FILTER = '-m comment --comment "Ensure that non-local NodePort traffic can flow"'
+_FIRST = "handle ClusterIPs; NOTE: this must be before the NodePort rules"
+_LAST = "handle service NodePorts; NOTE: this must be the last rule in the chain"
+_FILTER = "Ensure that non-local NodePort traffic can flow"
 JUMPS = (
     Jump("nat", "PREROUTING", names.PORTALS_CONTAINER, True, _FIRST),
     Jump("nat", "OUTPUT", names.PORTALS_HOST, True, _FIRST),
-    Jump("nat", "PREROUTING", names.NODE_PORT_CONTAINER, False, _LAST),
-    Jump("nat", "OUTPUT", names.NODE_PORT_HOST, False, _LAST),
+    Jump("nat", "PREROUTING", names.NODE_PORT_CONTAINER, False, _LAST, local=True),
+    Jump("nat", "OUTPUT", names.NODE_PORT_HOST, False, _LAST, local=True),
     Jump("filter", "INPUT", names.NON_LOCAL, True, _FILTER),
 )
 

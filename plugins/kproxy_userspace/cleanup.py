@@ -3,24 +3,20 @@
 from kproxy_core.backend.api import Leftovers
 from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.iptables import Tables
+from kproxy_core.host.iptables_cleanup import clean
 from kproxy_core.host.iptables_variant import find_variants
 from kproxy_core.model.address import Family
-from kproxy_userspace.kernel import IptablesPortals, NftPortals, Portals
+from kproxy_userspace.kernel import NftPortals, may_have_portals
+from kproxy_userspace.removal import what_is_not_kube_proxys, what_to_remove
 
 
-def cleanup(*, dry_run: bool) -> Leftovers:
-    """Remove what is there, in both families."""
-    removed: list[str] = []
-    errors: list[str] = []
-    variants = find_variants()
-    for family in Family:
-        places: list[Portals] = [IptablesPortals(Tables(family, variant)) for variant in variants]
-        if programs.find("nft"):
-            places.append(NftPortals(family))
-        for portals in places:
-            try:
-                removed += portals.remove(dry_run=dry_run)
-            except HostError as error:
-                errors.append(str(error))
-    return Leftovers("userspace", tuple(removed), tuple(errors))
+def cleanup(*, dry_run: bool, own_only: bool = False) -> Leftovers:
+    """Remove what is there, in both families; *own_only* leaves chains that kube-proxy has filled."""
+    decide = what_is_not_kube_proxys if own_only else what_to_remove
+    cleaned = clean(decide, find_variants(), dry_run=dry_run, look_at=may_have_portals)
+    for family in Family if programs.find("nft") else ():
+        try:
+            cleaned.removed += NftPortals(family).remove(dry_run=dry_run)
+        except HostError as error:
+            cleaned.errors.append(str(error))
+    return Leftovers("userspace", tuple(cleaned.removed), tuple(cleaned.errors))

@@ -36,11 +36,11 @@ def kproxy_detect(settings: BackendSettings) -> Detection:
 
 
 @hookimpl
-def kproxy_cleanup(dry_run: bool) -> Leftovers:
+def kproxy_cleanup(dry_run: bool, own_only: bool) -> Leftovers:
     """Remove the portals, kube-proxy's as well."""
     from kproxy_userspace.cleanup import cleanup
 
-    return cleanup(dry_run=dry_run)
+    return cleanup(dry_run=dry_run, own_only=own_only)
 
 
 @hookimpl

@@ -8,12 +8,15 @@ from typing import Protocol
 from kproxy_core.backend.errors import Unsupported
 from kproxy_core.host import programs
 from kproxy_core.host.iptables import SavedChain, Tables
+from kproxy_core.host.iptables_cleanup import carry_out
+from kproxy_core.host.iptables_removal import described, speaking_of_kubernetes
 from kproxy_core.host.iptables_variant import NoVariant, find_variant
 from kproxy_core.host.programs import ProgramFailed
 from kproxy_core.model.address import Family
 from kproxy_userspace import batch
 from kproxy_userspace.batch import JUMPS, NFT_FAMILY, PORTAL_CHAINS, Jump, Redirect
 from kproxy_userspace.names import NON_LOCAL, TABLE
+from kproxy_userspace.removal import what_to_remove
 
 _CHAINS = (*PORTAL_CHAINS, NON_LOCAL)
 _BUILT_IN = {jump.chain for jump in JUMPS}
@@ -69,23 +72,12 @@ class IptablesPortals:
         return differing + len(_missing_jumps(saved))
 
     def remove(self, *, dry_run: bool) -> list[str]:
-        if self._tables.variant.nft and not self._tables.has_chain("nat", PORTAL_CHAINS[0]):
-            return []  # all of them come and go together; other modes' rules may be many
-        removed: list[str] = []
-        text = ""
-        found: dict[str, list[SavedChain]] = {}
-        for saved in self._tables.save():
-            found.setdefault(saved.table, []).append(saved)
-        for table, chains in (("nat", PORTAL_CHAINS), ("filter", (NON_LOCAL,))):
-            held = found.get(table, [])
-            present = [saved.name for saved in held if saved.name in chains]
-            if present:
-                removed += [f"{self._tables.program}: chain {chain} of table {table}" for chain in present]
-                jumps = [line for saved in held for line in saved.lines if line.split()[-1] in present]
-                text += _removal(table, present, jumps)
-        if text and not dry_run:
-            self._tables.restore(text)
-        return removed
+        if not may_have_portals(self._tables):
+            return []
+        removal = what_to_remove(speaking_of_kubernetes(self._tables.save()))
+        if not dry_run:
+            carry_out(removal, self._tables)
+        return [f"{self._tables.program}: {line}" for line in described(removal)]
 
     def _saved(self) -> list[SavedChain]:
         """Our chains, and those that lead to them."""
@@ -93,6 +85,14 @@ class IptablesPortals:
             saved for table in ("nat", "filter") for saved in self._tables.save(table)
             if saved.name in _CHAINS or saved.name in _BUILT_IN
         ]  # fmt: skip
+
+
+def may_have_portals(tables: Tables) -> bool:
+    """All of the chains come and go together, and other modes' rules may be many. Raises HostError.
+
+    A legacy program makes a table when it is asked for one of its chains.
+    """
+    return not tables.variant.nft or tables.has_chain("nat", PORTAL_CHAINS[0])
 
 
 def _missing_jumps(saved: Sequence[SavedChain]) -> list[Jump]:
@@ -107,14 +107,6 @@ def _meaning(rule: str) -> frozenset[str]:
         if word in ("-d", "-s") and "/" not in words[number + 1]:
             words[number + 1] += "/128" if ":" in words[number + 1] else "/32"
     return frozenset(words)
-
-
-def _removal(table: str, chains: Sequence[str], jumps: Sequence[str]) -> str:
-    """The input of iptables-restore that deletes *chains* and the rules that lead there."""
-    lines = [f"*{table}", *(f":{chain} - [0:0]" for chain in chains)]
-    lines += [f"-D{line[2:-1]}" for line in jumps]
-    lines += [*(f"-X {chain}" for chain in chains), "COMMIT", ""]
-    return "\n".join(lines)
 
 
 class NftPortals:

@@ -61,7 +61,8 @@ NAMES_A_BACKEND = frozenset(
     f"kproxy_core.{name}"
     for name in (
         "config", "configcheck", "configfile", "configflags", "configmerge", "configwrite",
-        "host.iptables", "host.iptables_variant",
+        "host.iptables", "host.iptables_cleanup", "host.iptables_removal", "host.iptables_shared",
+        "host.iptables_variant",
     )
 )  # fmt: skip
 """KubeProxyConfiguration has a section and flags for each of kube-proxy's modes; and iptables is not only

@@ -27,7 +27,7 @@ from kproxy_core.testing.builders import (
     plans,
     service,
 )
-from kproxy_ipvs import device, rules, sets, skeleton
+from kproxy_ipvs import device, names, rules, sets, skeleton
 from kproxy_ipvs.applied import HeldServer
 from kproxy_ipvs.backend import IpvsBackend
 from kproxy_ipvs.batch import DeleteServer, PutDestination, PutServer
@@ -248,7 +248,7 @@ def test_cleanup_removes_all_and_a_dry_run_nothing(
         assert not kernel.read(family)
         assert not any(chain.startswith("KUBE-") for _, chain in rules_of(family))
     assert not device.exists()
-    assert not sets.existing()
+    assert not sets.existing(names.SETS)
     assert "192.0.2.3" in " ".join(rules_of(Family.IPV4)["nat", "PREROUTING"])
     assert cleanup(dry_run=False).removed == ()
 

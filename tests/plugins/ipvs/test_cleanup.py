@@ -1,13 +1,17 @@
 """Which rules clean-up takes for this mode's, where the iptables mode has chains of the same names."""
 
+from kproxy_core.host.iptables_removal import ChainKey
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import node_view
 from kproxy_ipvs import names
-from kproxy_ipvs.cleanup import what_to_remove
+from kproxy_ipvs.cleanup import what_only_we_have, what_to_remove
 from kproxy_ipvs.names import FILTER, MANGLE, NAT
-from kproxy_ipvs.skeleton import JUMPS, KUBE_PROXY_JUMPS, ChainKey, skeleton
+from kproxy_ipvs.skeleton import JUMPS, skeleton
 
 FOREIGN = "-d 192.0.2.3/32 -j DROP"
+FIREWALL = (FILTER, "KUBE-PROXY-FIREWALL")
+KUBE_PROXYS_JUMP = '-m comment --comment "kube-proxy firewall rules" -j KUBE-PROXY-FIREWALL'
+JUMP_OF_IPTABLES = '-m comment --comment "kubernetes load balancer firewall" -j KUBE-PROXY-FIREWALL'
 
 
 def held_by_us() -> dict[ChainKey, list[str]]:
@@ -19,45 +23,61 @@ def held_by_us() -> dict[ChainKey, list[str]]:
 
 
 def test_all_of_ours_goes_and_nothing_else() -> None:
-    jumps, chains = what_to_remove(held_by_us())
-    assert set(chains) == set(skeleton(node_view(family=Family.IPV4)))
-    removed = {(*key, spec) for key, specs in jumps.items() for spec in specs}
-    assert removed == {(jump.table, jump.chain, jump.spec) for jump in JUMPS}
+    removal = what_to_remove(held_by_us())
+    assert set(removal.chains) == set(skeleton(node_view(family=Family.IPV4)))
+    assert sorted(removal.rules) == sorted((jump.table, jump.chain, jump.spec) for jump in JUMPS)
+    assert (removal.emptied, removal.kept) == ([], [])
 
 
 def test_chains_that_the_iptables_mode_has_taken_over_stay() -> None:
     held = held_by_us()
-    held[NAT, names.SERVICES] = ["-d 10.96.0.1/32 -p tcp -j KUBE-SVC-X"]
-    jumps, chains = what_to_remove(held)
+    held[NAT, names.SERVICES] = ["-d 10.96.0.1/32 -p tcp -j KUBE-SVC-AAAAAAAAAAAAAAAA"]
+    removal = what_to_remove(held)
     for shared in (names.SERVICES, names.POSTROUTING, names.MARK_MASQ):
-        assert (NAT, shared) not in chains
-    assert (NAT, "PREROUTING") not in jumps
-    assert (FILTER, "FORWARD") not in jumps
-    assert (MANGLE, names.IPVS_ACCESS) in chains
+        assert (NAT, shared) not in removal.chains
+    assert not {(NAT, "PREROUTING"), (FILTER, "FORWARD")} & {rule[:2] for rule in removal.rules}
+    assert (MANGLE, names.IPVS_ACCESS) in removal.chains
+    assert removal.kept == []
 
 
 def test_what_only_kube_proxy_has_goes_too() -> None:
     held = held_by_us()
-    held[FILTER, "KUBE-PROXY-FIREWALL"] = ["-m set --match-set KUBE-LOAD-BALANCER-FW dst,dst -j DROP"]
-    for jump in KUBE_PROXY_JUMPS:
-        held.setdefault((jump.table, jump.chain), []).append(jump.spec)
-    jumps, chains = what_to_remove(held)
-    assert (FILTER, "KUBE-PROXY-FIREWALL") in chains
-    assert KUBE_PROXY_JUMPS[0].spec in jumps[FILTER, "INPUT"]
+    held[FIREWALL] = ["-m set --match-set KUBE-LOAD-BALANCER-FW dst,dst -j KUBE-SOURCE-RANGES-FIREWALL"]
+    held[FILTER, "KUBE-SOURCE-RANGES-FIREWALL"] = ["-j DROP"]
+    held[FILTER, "INPUT"].append(KUBE_PROXYS_JUMP)
+    removal = what_to_remove(held)
+    assert {FIREWALL, (FILTER, "KUBE-SOURCE-RANGES-FIREWALL")} <= set(removal.chains)
+    assert (FILTER, "INPUT", KUBE_PROXYS_JUMP) in removal.rules
 
 
-def test_firewall_of_the_iptables_mode_stays() -> None:
-    held = {(FILTER, "KUBE-PROXY-FIREWALL"): ["-d 203.0.113.1/32 -p tcp -j DROP"]}
-    assert what_to_remove(held) == ({}, [])
+def test_firewall_of_the_iptables_mode_stays_without_jumps_of_this_one() -> None:
+    held: dict[ChainKey, list[str]] = {
+        FIREWALL: ["-d 203.0.113.1/32 -p tcp -j DROP"],
+        (FILTER, "INPUT"): [JUMP_OF_IPTABLES, KUBE_PROXYS_JUMP],
+    }
+    removal = what_to_remove(held)
+    assert (removal.chains, removal.kept) == ([], [])
+    assert removal.rules == [(FILTER, "INPUT", KUBE_PROXYS_JUMP)]
 
 
 def test_an_empty_firewall_is_whose_jump_leads_to_it() -> None:
-    theirs = '-m conntrack --ctstate NEW -m comment --comment "..." -j KUBE-PROXY-FIREWALL'
-    key = (FILTER, "KUBE-PROXY-FIREWALL")
-    assert what_to_remove({key: [], (FILTER, "INPUT"): [theirs]}) == ({}, [])
-    spec = KUBE_PROXY_JUMPS[0].spec
-    assert what_to_remove({key: [], (FILTER, "INPUT"): [spec]}) == ({(FILTER, "INPUT"): [spec]}, [key])
+    held: dict[ChainKey, list[str]] = {FIREWALL: [], (FILTER, "INPUT"): [JUMP_OF_IPTABLES]}
+    assert what_to_remove(held) == ([], [], [], [])
+    held[FILTER, "INPUT"] = [KUBE_PROXYS_JUMP]
+    assert what_to_remove(held) == ([(FILTER, "INPUT", KUBE_PROXYS_JUMP)], [FIREWALL], [], [])
+
+
+def test_chains_that_kube_proxy_never_has_can_be_removed_beside_it() -> None:
+    held = held_by_us()
+    held[FILTER, "INPUT"].append(KUBE_PROXYS_JUMP)
+    held[FIREWALL] = []
+    removal = what_only_we_have(held)
+    own = {key for key in skeleton(node_view()) if key[0] == MANGLE} | {(NAT, "KUBE-IPVS-POSTROUTING")}
+    assert set(removal.chains) == own
+    assert {rule[:2] for rule in removal.rules} == {
+        (MANGLE, "PREROUTING"), (MANGLE, "OUTPUT"), (NAT, "POSTROUTING")
+    }  # fmt: skip
 
 
 def test_there_is_nothing_to_do_in_an_empty_kernel() -> None:
-    assert what_to_remove({}) == ({}, [])
+    assert what_to_remove({}) == ([], [], [], [])

@@ -1,0 +1,25 @@
+"""Which chains in a kernel are the mode's: those of kube-proxy's userspace mode, which are ours, too."""
+
+from kproxy_core.host.iptables_removal import ChainKey, Held, Removal, jump, plan_removal
+from kproxy_userspace import names
+from kproxy_userspace.batch import JUMPS, PORTAL_CHAINS
+
+_CHAINS = frozenset([*(("nat", chain) for chain in PORTAL_CHAINS), ("filter", names.NON_LOCAL)])
+_JUMPS = frozenset((jump.table, jump.chain, jump.target, jump.comment) for jump in JUMPS)
+_HOSTS = (("nat", names.PORTALS_HOST), ("nat", names.NODE_PORT_HOST))
+
+
+def what_to_remove(held: Held) -> Removal:
+    """Decide what of *held* is this mode's."""
+    return plan_removal(held, _CHAINS, _is_own, lambda key: False)
+
+
+def what_is_not_kube_proxys(held: Held) -> Removal:
+    """The same if our redirections are there: kube-proxy sends the node's own traffic to an address."""
+    ours = any("-j REDIRECT" in rule for key in _HOSTS for rule in held.get(key, ()))
+    return what_to_remove(held if ours else {})
+
+
+def _is_own(key: ChainKey, rule: str) -> bool:
+    found = jump(rule)
+    return found is not None and (*key, found.target, found.comment) in _JUMPS
