@@ -18,7 +18,7 @@ from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family
-from kproxy_userspace.batch import JUMPS, iptables_rewrite, nft_rewrite
+from kproxy_userspace.batch import JUMPS, Redirect, iptables_rewrite, nft_rewrite
 from kproxy_userspace.counters import Counter
 from kproxy_userspace.kernel import NoPortals, Portals, find_tables, open_portals
 from kproxy_userspace.measures import measurements
@@ -56,8 +56,9 @@ class UserspaceBackend:
         family = self._families.get(update.family)
         if family is None:
             listen = self._settings.listen
-            portals: Portals = NoPortals() if listen else open_portals(update.family)
-            family = FamilyRelays(update.family, portals, self._workers, self._allocator, listen)
+            bind = self._settings.bind_in(update.family)
+            portals: Portals = NoPortals() if listen else open_portals(update.family, bind)
+            family = FamilyRelays(update.family, portals, self._workers, self._allocator, listen, bind)
             self._families[update.family] = family
         try:
             if update.scope is Scope.RESYNC or update.node_changed:
@@ -76,9 +77,10 @@ class UserspaceBackend:
             for plan in update.plans.values()
             for relay in wanted_relays(plan, update.node, None).values()
         ]
-        redirects = [(portal, 0) for relay in wanted for portal in relay.portals]
+        at = self._settings.bind_in(update.family)
+        redirects = [Redirect(portal, 0, at) for relay in wanted for portal in relay.portals]
         if find_tables(update.family) is None:
-            return nft_rewrite(update.family, redirects)
+            return nft_rewrite(update.family, redirects, at)
         return iptables_rewrite(redirects, JUMPS)
 
     @hookimpl

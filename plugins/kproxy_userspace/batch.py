@@ -3,13 +3,21 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kproxy_core.model.address import Cidr, Family, Protocol, format_address
+from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_address, format_socket
 from kproxy_userspace import names
 from kproxy_userspace.names import TABLE
 from kproxy_userspace.render import Portal
 
-Redirect = tuple[Portal, int]
-"""A portal, and the port of the relay that it leads to."""
+
+class Redirect(NamedTuple):
+    """A portal, and where it leads to."""
+
+    portal: Portal
+    port: int
+    """Of the relay."""
+    at: Address | None = None
+    """Where that listens; None: at every address."""
+
 
 PORTAL_CHAINS = (
     names.PORTALS_CONTAINER, names.PORTALS_HOST, names.NODE_PORT_CONTAINER, names.NODE_PORT_HOST,
@@ -54,11 +62,13 @@ def iptables_rules(redirect: Redirect) -> dict[str, list[str]]:
 
     kube-proxy sent the node's own traffic to the node's address; REDIRECT does without one.
     """
-    portal, proxy_port = redirect
+    portal, proxy_port, at = redirect
     protocol = portal.protocol.name.lower()
     head = f'-m comment --comment "{portal.owner[:_LONGEST_COMMENT]}" -p {protocol} -m {protocol}'
     where = f"{head} --dport {portal.port}"
     target = f"-j REDIRECT --to-ports {proxy_port}"
+    if at is not None:
+        target = f"-j DNAT --to-destination {format_socket(at, proxy_port)}"
     if portal.address is None:
         accept = f"{head} --dport {proxy_port} -m conntrack --ctstate NEW -j ACCEPT"
         return {
@@ -114,10 +124,16 @@ NFT_FAMILY = {Family.IPV4: "ip", Family.IPV6: "ip6"}
 _VIPS, _RANGED, _NODE_PORTS = "vips", "ranged-vips", "node-ports"
 
 
-def nft_skeleton(family: Family) -> str:
-    """The empty table, whatever was in it."""
+def nft_target(at: Address | None) -> str:
+    """How nft writes where a portal leads to, without the port."""
+    return "redirect to :" if at is None else f"dnat to {format_socket(at, 0).removesuffix('0')}"
+
+
+def nft_skeleton(family: Family, at: Address | None = None) -> str:
+    """The empty table, whatever was in it, for relays that listen *at*; None: at every address."""
     ip = NFT_FAMILY[family]
     protocol = "meta l4proto { tcp, udp }"
+    to = nft_target(at)
     address = "ipv4_addr" if family is Family.IPV4 else "ipv6_addr"
     return f"""\
 add table {ip} {TABLE}
@@ -135,9 +151,9 @@ table {ip} {TABLE} {{
         type inet_proto . inet_service : inet_service
     }}
     chain portals {{
-        {protocol} redirect to :{ip} daddr . meta l4proto . th dport map @{_VIPS}
-        {protocol} redirect to :{ip} saddr . {ip} daddr . meta l4proto . th dport map @{_RANGED}
-        fib daddr type local {protocol} redirect to :meta l4proto . th dport map @{_NODE_PORTS}
+        {protocol} {to}{ip} daddr . meta l4proto . th dport map @{_VIPS}
+        {protocol} {to}{ip} saddr . {ip} daddr . meta l4proto . th dport map @{_RANGED}
+        fib daddr type local {protocol} {to}meta l4proto . th dport map @{_NODE_PORTS}
     }}
     chain nat-prerouting {{
         type nat hook prerouting priority dstnat
@@ -157,7 +173,7 @@ def nft_change(family: Family, deletes: Iterable[Redirect], adds: Iterable[Redir
     text = ""
     for action, redirects in (("delete", deletes), ("add", adds)):
         elements: dict[str, dict[str, str]] = {}
-        for portal, port in redirects:
+        for portal, port, _ in redirects:
             container, key = nft_key(portal)
             elements.setdefault(container, {})[key] = f"{key} : {port}"
         for container, found in elements.items():
@@ -165,9 +181,9 @@ def nft_change(family: Family, deletes: Iterable[Redirect], adds: Iterable[Redir
     return text
 
 
-def nft_rewrite(family: Family, redirects: Iterable[Redirect]) -> str:
+def nft_rewrite(family: Family, redirects: Iterable[Redirect], at: Address | None) -> str:
     """Commands that make the table anew with just these."""
-    return nft_skeleton(family) + nft_change(family, (), redirects)
+    return nft_skeleton(family, at) + nft_change(family, (), redirects)
 
 
 def nft_key(portal: Portal) -> tuple[str, str]:

@@ -16,7 +16,7 @@ def cleanup(*, dry_run: bool, own_only: bool = False) -> Leftovers:
     cleaned = clean(decide, find_variants(), dry_run=dry_run, look_at=may_have_portals)
     for family in Family if programs.find("nft") else ():
         try:
-            cleaned.removed += NftPortals(family).remove(dry_run=dry_run)
+            cleaned.removed += NftPortals(family, None).remove(dry_run=dry_run)
         except HostError as error:
             cleaned.errors.append(str(error))
     return Leftovers("userspace", tuple(cleaned.removed), tuple(cleaned.errors))

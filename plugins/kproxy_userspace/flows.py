@@ -20,7 +20,7 @@ class RelayedFlows:
     @classmethod
     def of(cls, redirects: Iterable[Redirect]) -> Self:
         """Those of the portals for UDP."""
-        udp = [(portal.port, relay) for portal, relay in redirects if portal.protocol is Protocol.UDP]
+        udp = [(portal.port, relay) for portal, relay, _ in redirects if portal.protocol is Protocol.UDP]
         return cls(frozenset(port for port, _ in udp), frozenset(relay for _, relay in udp))
 
     def is_stale(self, destination: Socket, answered_by: Socket) -> bool:

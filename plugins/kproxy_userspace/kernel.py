@@ -12,7 +12,7 @@ from kproxy_core.host.iptables_cleanup import carry_out
 from kproxy_core.host.iptables_removal import described, speaking_of_kubernetes
 from kproxy_core.host.iptables_variant import NoVariant, find_variant
 from kproxy_core.host.programs import ProgramFailed
-from kproxy_core.model.address import Family
+from kproxy_core.model.address import Address, Family
 from kproxy_userspace import batch
 from kproxy_userspace.batch import JUMPS, NFT_FAMILY, PORTAL_CHAINS, Jump, Redirect
 from kproxy_userspace.names import NON_LOCAL, TABLE
@@ -112,21 +112,23 @@ def _meaning(rule: str) -> frozenset[str]:
 class NftPortals:
     """A small table of our own."""
 
-    def __init__(self, family: Family) -> None:
+    def __init__(self, family: Family, at: Address | None) -> None:
+        """*at*: where relays listen; None: at every address."""
         self._family = family
+        self._at = at
         self._table = (NFT_FAMILY[family], TABLE)
 
     def rewrite(self, redirects: Sequence[Redirect]) -> None:
-        programs.output("nft", "-f", "-", stdin=batch.nft_rewrite(self._family, redirects))
+        programs.output("nft", "-f", "-", stdin=batch.nft_rewrite(self._family, redirects, self._at))
 
     def change(self, deletes: Sequence[Redirect], adds: Sequence[Redirect]) -> None:
         programs.output("nft", "-f", "-", stdin=batch.nft_change(self._family, deletes, adds))
 
     def differences(self, redirects: Sequence[Redirect]) -> int:
         listed = programs.run("nft", "list", "table", *self._table).stdout
-        rules = listed.count("map @") + listed.count("jump portals")
+        rules = listed.count(batch.nft_target(self._at)) + listed.count("jump portals")
         found = {(element[1], element[2]) for element in _ELEMENT.finditer(listed)}
-        wanted = {(batch.nft_key(portal)[1], str(port)) for portal, port in redirects}
+        wanted = {(batch.nft_key(portal)[1], str(port)) for portal, port, _ in redirects}
         return len(wanted ^ found) + abs(_NFT_RULES - rules)
 
     def remove(self, *, dry_run: bool) -> list[str]:
@@ -164,11 +166,14 @@ def find_tables(family: Family) -> Tables | None:
         return None
 
 
-def open_portals(family: Family) -> Portals:
-    """How this machine redirects. Raises Unsupported if it can't."""
+def open_portals(family: Family, at: Address | None) -> Portals:
+    """How this machine redirects to relays that listen *at*; None: at every address.
+
+    Raises Unsupported if it can't.
+    """
     tables = find_tables(family)
     if tables is not None and not tables.problem():
         return IptablesPortals(tables)
     if programs.find("nft"):
-        return NftPortals(family)
+        return NftPortals(family, at)
     raise Unsupported("neither iptables nor nft is installed; userspace.listen needs none of them")

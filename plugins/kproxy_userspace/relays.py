@@ -46,14 +46,18 @@ class FamilyRelays:
     """All relays of one family; workers and portals follow."""
 
     def __init__(
-        self, family: Family, portals: Portals, workers: Workers, allocator: Allocator, listen: Address | None
+        self, family: Family, portals: Portals, workers: Workers, allocator: Allocator,
+        listen: Address | None, bind: Address | None,
     ) -> None:
+        """*listen*: at the ports of Services, there; *bind*: at any port, there; both None: everywhere."""
         self.family = family
         self._portals = portals
         self._workers = workers
         self._allocator = allocator
         self._listen = listen
-        self._address = _ANY[family] if listen is None else format_address(listen)
+        self._bind = bind
+        address = listen or bind
+        self._address = _ANY[family] if address is None else format_address(address)
         self._relays: dict[ServicePortKey, dict[RelayName, Relay]] = {}
         self._applied: dict[ServicePortKey, frozenset[Redirect]] = {}
         """What the kernel holds."""
@@ -186,7 +190,8 @@ class FamilyRelays:
 
     def _open(self, name: RelayName, wanted: WantedRelay) -> Relay | None:
         try:
-            holder = self._allocator.open(self.family, wanted.protocol, self._listen, name.port)
+            holder = self._allocator.open(
+                self.family, wanted.protocol, self._listen or self._bind, name.port)
         except NoPort as error:
             log.error("a service port is not served", extra={
                 "fields": {"service_port": str(name.key), "error": str(error)}
@@ -225,7 +230,7 @@ class FamilyRelays:
                         "fields": {"service_port": str(key), "error": str(error)}
                     })
                     continue
-            yield portal, port
+            yield Redirect(portal, port, self._bind)
 
 
 def _all(applied: Mapping[ServicePortKey, frozenset[Redirect]]) -> list[Redirect]:

@@ -6,12 +6,13 @@ from typing import NamedTuple
 
 from kproxy_core.backend.api import BackendSettings
 from kproxy_core.backend.errors import Unsupported
-from kproxy_core.model.address import Address, parse_address
+from kproxy_core.model.address import Address, Family, is_loopback, parse_address
 from kproxy_userspace.ports import parse_port_range
 
 FOR_EVER = -1.0
 
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
+_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
+_DURATION = re.compile(f"({_PART.pattern})+")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -20,6 +21,8 @@ class Settings(NamedTuple):
 
     listen: Address | None = None
     """Serve the ports of Services at this local address, without portals; None: portals."""
+    bind: Address | None = None
+    """Where relays listen, and portals lead to; None: at every address."""
     port_range: range | None = None
     """Where relays listen; None: wherever the kernel says."""
     udp_idle_seconds: float = 0.25
@@ -30,6 +33,10 @@ class Settings(NamedTuple):
     check_seconds: float = 30.0
     """Between two looks at whether the portals are still there."""
 
+    def bind_in(self, family: Family) -> Address | None:
+        """`bind`, if it is an address of *family*."""
+        return self.bind if self.bind is not None and len(self.bind) == family.size else None
+
 
 def read_settings(settings: BackendSettings) -> Settings:
     """The options in effect. Raises Unsupported naming an option with a wrong value."""
@@ -39,7 +46,8 @@ def read_settings(settings: BackendSettings) -> Settings:
         raise _wrong("removedEndpoints", removed, "must be leave, close or drain")
     drain = _duration(options, "drainTimeout", 30.0)
     return Settings(
-        listen=_listen(options.get("listen")),
+        listen=_address(options, "listen"),
+        bind=_bind(options),
         port_range=_port_range(options.get("portRange")),
         udp_idle_seconds=_duration(options, "udpIdleTimeout", 0.25),
         drain_seconds={"leave": FOR_EVER, "close": 0.0}.get(str(removed), drain),
@@ -48,13 +56,24 @@ def read_settings(settings: BackendSettings) -> Settings:
     )
 
 
-def _listen(value: object) -> Address | None:
+def _address(options: Mapping[str, object], name: str) -> Address | None:
+    value = options.get(name)
     if not value:
         return None
     try:
         return parse_address(str(value))
     except ValueError:
-        raise _wrong("listen", value, "must be an IP address") from None
+        raise _wrong(name, value, "must be an IP address") from None
+
+
+def _bind(options: Mapping[str, object]) -> Address | None:
+    address = _address(options, "bindAddress")
+    if address is None or not any(address):
+        return None
+    if is_loopback(address) and not options.get("listen"):
+        raise _wrong("bindAddress", options["bindAddress"],
+                     "must not be a loopback address: no portal leads there")
+    return address
 
 
 def _port_range(value: object) -> range | None:
@@ -79,8 +98,8 @@ def _duration(options: Mapping[str, object], name: str, default: float) -> float
     if isinstance(value, int | float) and not isinstance(value, bool):
         seconds = float(value)
     else:
-        found = _DURATION.fullmatch(str(value))
-        seconds = float(found[1]) * _SECONDS[found[2]] if found else 0.0
+        parts = _PART.findall(str(value)) if _DURATION.fullmatch(str(value)) else ()
+        seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
     if seconds <= 0:
         raise _wrong(name, value, "must be a duration greater than 0, such as 250ms or 30s")
     return seconds

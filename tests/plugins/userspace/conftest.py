@@ -22,7 +22,7 @@ address add 192.0.2.1/24 dev node0
 address add 192.0.2.2/24 dev node0
 address add 192.0.2.3/24 dev node0
 address add 2001:db8::1/64 dev node0 nodad
-address add fd00:1::1/64 dev lo
+address add fd00:1::1/64 dev lo nodad
 route add default via 192.0.2.254
 route add ::/0 via 2001:db8::fe
 """

@@ -17,7 +17,7 @@ def relay(of: Service, *slices: str) -> WantedRelay:
 
 
 def redirects(of: Service) -> list[Redirect]:
-    return [(portal, 40000) for portal in relay(of).portals]
+    return [Redirect(portal, 40000) for portal in relay(of).portals]
 
 
 def test_a_relay_has_the_usable_endpoints() -> None:
@@ -66,6 +66,20 @@ def test_nft_elements() -> None:
         "add element ip kproxy-userspace vips { 10.96.0.1 . tcp . 80 : 40000 }",
         "add element ip kproxy-userspace node-ports { tcp . 30080 : 40000 }",
     ]
+
+
+def test_ranges_within_others_are_left_out() -> None:
+    ranges = "198.51.100.0/24 198.51.0.0/16 198.51.0.0/16 192.0.2.7/32"
+    of = service(load_balancer_ips="203.0.113.1", source_ranges=ranges)
+    found = [portal.source for portal in relay(of).portals if portal.source]
+    assert list(map(str, found)) == ["198.51.0.0/16", "192.0.2.7/32"]
+
+
+def test_relays_at_one_address_are_reached_by_dnat() -> None:
+    at = parse_address("192.0.2.1")
+    bound = [redirect._replace(at=at) for redirect in redirects(service("web", "80@30080"))]
+    assert batch.iptables_change([], bound).count("-j DNAT --to-destination 192.0.2.1:40000") == 4
+    assert batch.nft_rewrite(Family.IPV4, bound, at).count("dnat to 192.0.2.1:") == 3
 
 
 def test_with_listen_there_are_relays_at_the_ports_themselves() -> None:

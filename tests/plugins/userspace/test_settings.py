@@ -18,20 +18,33 @@ def settings(**options: object) -> Settings:
 
 
 def test_defaults_are_kube_proxys() -> None:
-    assert settings() == Settings(None, None, 0.25, FOR_EVER, 0, 30.0)
+    assert settings() == Settings(None, None, None, 0.25, FOR_EVER, 0, 30.0)
 
 
 def test_what_is_said_is_taken() -> None:
     assert settings(
         listen="127.0.0.1", portRange="30000+10", udpIdleTimeout="1.5s", removedEndpoints="drain",
         drainTimeout="1m", workers=3, syncPeriod="5s",
-    ) == Settings(parse_address("127.0.0.1"), range(30000, 30011), 1.5, 60.0, 3, 5.0)
+    ) == Settings(parse_address("127.0.0.1"), None, range(30000, 30011), 1.5, 60.0, 3, 5.0)
     assert settings(removedEndpoints="close").drain_seconds == 0
+
+
+def test_durations_are_gos() -> None:
+    assert settings(udpIdleTimeout="1m1.5s").udp_idle_seconds == 61.5
+
+
+def test_where_relays_listen() -> None:
+    assert settings(bindAddress="0.0.0.0").bind is None
+    bound = settings(bindAddress="192.0.2.1")
+    assert bound.bind_in(V4) == parse_address("192.0.2.1")
+    assert bound.bind_in(Family.IPV6) is None
+    assert settings(bindAddress="127.0.0.1", listen="127.0.0.1").listen  # without portals that works
 
 
 @pytest.mark.parametrize(
     ("option", "value"),
     [
+        ("bindAddress", "here"), ("bindAddress", "::1"), ("udpIdleTimeout", "1m1"),
         ("listen", "localhost"), ("portRange", "9-1"), ("udpIdleTimeout", "0s"), ("udpIdleTimeout", "soon"),
         ("removedEndpoints", "kill"), ("drainTimeout", -1), ("workers", "two"), ("workers", -1),
     ],

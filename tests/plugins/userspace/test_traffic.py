@@ -15,7 +15,7 @@ from kproxy_core.testing.builders import (
 )
 from kproxy_userspace import backend as backend_module
 from kproxy_userspace.cleanup import cleanup
-from kproxy_userspace.kernel import NftPortals
+from kproxy_userspace.kernel import NftPortals, open_portals
 
 from .endpoints import PATIENCE, connect, datagram, endpoints, name_of, reached
 from .proxies import ONE, TWO, VIP, A, B, Start
@@ -221,6 +221,25 @@ def test_relays_listen_in_the_range(start: Start) -> None:
         ports = {int(line.rpartition(" ")[2]) for line in saved.splitlines() if "--to-ports" in line}
         assert ports
         assert ports <= set(range(21000, 21010))
+
+
+@pytest.mark.parametrize("portals", [open_portals, NftPortals])
+@pytest.mark.parametrize("bind", ["192.0.2.2", "2001:db8::1"])
+def test_relays_listen_at_the_bind_address(
+    start: Start, monkeypatch: pytest.MonkeyPatch, portals: object, bind: str
+) -> None:
+    monkeypatch.setattr(backend_module, "open_portals", portals)
+    v6 = ":" in bind
+    vip, host = ("fd00:96::1", "fd00:1::1") if v6 else (VIP, "127.0.0.1")
+    with endpoints((host, 9001)):
+        proxy = start(bindAddress=bind)
+        proxy.serve(service("web", "80@30080", ip=vip), host, family=Family.IPV6 if v6 else Family.IPV4)
+        local, loopback = ("2001:db8::1", "::1") if v6 else ("192.0.2.1", "127.0.0.1")
+        for place in ((vip, 80), (local, 30080), (loopback, 30080)):
+            assert reached(*place) == f"{host}:9001"
+        assert [family.intact() for family in proxy.backend._families.values()] == [True]
+        listening = subprocess.run(["ss", "-Hltn"], capture_output=True, text=True, check=True).stdout
+        assert sum(line.split()[3].strip("[]").startswith(bind) for line in listening.splitlines()) == 2
 
 
 def test_with_listen_ports_are_bound_and_no_rule_is_written(start: Start) -> None:
