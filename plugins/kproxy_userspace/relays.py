@@ -99,6 +99,7 @@ class FamilyRelays:
         with self._writing:
             removed = self._portals.remove(dry_run=False)
             self._withdrawn = True
+        self._let_go()
         return removed
 
     def forget_flows(self) -> None:
@@ -116,7 +117,12 @@ class FamilyRelays:
             log.warning("portals stay", extra={"fields": {"error": str(error)}})
         for relay in [relay for relays in self._relays.values() for relay in relays.values()]:
             relay.holder.close()
-        for holder in [holder for held in self._held.values() for holder in held.values()]:
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """The node's ports are anybody's: perhaps the next backend's of this mode."""
+        held, self._held = self._held, {}
+        for holder in [holder for places in held.values() for holder in places.values()]:
             if holder is not None:
                 holder.close()
 
