@@ -1,14 +1,11 @@
 """The command line, as an operator meets it: real processes, in a network namespace where they act."""
 
-import http.client
 import json
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,8 +13,8 @@ import pytest
 from kproxy_core import __version__
 from tests.core.golden import golden
 from tests.core.namespaces import Namespace, namespace
+from tests.core.processes import KPROXY, kproxy, running
 
-KPROXY = str(Path(sys.executable).with_name("kproxy"))
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 WEB = """
@@ -35,10 +32,6 @@ ports: [{name: "", port: 8080}]
 """
 
 
-def kproxy(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([KPROXY, *arguments], capture_output=True, text=True, check=False, timeout=60)
-
-
 @pytest.fixture
 def node() -> Iterator[Namespace]:
     with namespace() as made:
@@ -51,60 +44,6 @@ def manifests(tmp_path: Path) -> Path:
     directory.mkdir()
     (directory / "web.yaml").write_text(WEB)
     return directory
-
-
-class Proxy:
-    """A running kproxy."""
-
-    def __init__(self, node: Namespace, process: "subprocess.Popen[str]") -> None:
-        self._node = node
-        self._process = process
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def get(self, port: int, path: str) -> tuple[int, str]:
-        """Status and body."""
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-        connection.sock = self._node.inside(lambda: socket.create_connection(("127.0.0.1", port), 5))
-        connection.request("GET", path)
-        answer = connection.getresponse()
-        return answer.status, answer.read().decode()
-
-    def await_health(self) -> None:
-        deadline = time.monotonic() + 20
-        while True:
-            try:
-                if self.get(10256, "/healthz")[0] == 200:
-                    return
-            except OSError:
-                pass
-            assert self._process.poll() is None, self.end()
-            assert time.monotonic() < deadline, "not healthy after 20 s"
-            time.sleep(0.01)
-
-    def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
-        """Send signal *number*; then as `ended`."""
-        self._process.send_signal(number)
-        return self.ended()
-
-    def ended(self) -> tuple[int, str]:
-        """Exit status and log, once it has ended."""
-        _, log = self._process.communicate(timeout=20)
-        return self._process.returncode, log
-
-
-@contextmanager
-def running(node: Namespace, *arguments: str) -> Iterator[Proxy]:
-    process = subprocess.Popen(
-        ["ip", "netns", "exec", node.name, KPROXY, *arguments], stderr=subprocess.PIPE, text=True
-    )
-    try:
-        yield Proxy(node, process)
-    finally:
-        process.kill()
-        process.communicate()
 
 
 # Answers without a kernel

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.core.namespaces import Namespace
-from tests.core.test_cli import KPROXY, Proxy, configuration, manifests, node, running
+from tests.core.processes import KPROXY, Proxy, running
+from tests.core.test_cli import configuration, manifests, node
 
 __all__ = ["manifests", "node"]
 

@@ -1,25 +1,21 @@
 """What the pods may do is enough and needed: the real program with exactly that, on a read-only root."""
 
-import http.client
-import json
 import os
-import signal
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.core.namespaces import Namespace, namespace
+from tests.core.processes import KPROXY, PATIENCE, Proxy, started
 from tests.deploy.objects import Object, base, containers
 
-KPROXY = str(Path(sys.executable).with_name("kproxy"))
 (INIT, MAIN) = containers(base()["DaemonSet"])
+READY = MAIN["readinessProbe"]["httpGet"]["path"]
 
 CONFIG = {
     "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
@@ -102,33 +98,8 @@ class Pod:
         done = subprocess.run(self.command(INIT), capture_output=True, text=True, check=False, timeout=60)
         assert done.returncode == 0, done.stderr
 
-    @contextmanager
-    def main(self, capabilities: Sequence[str] | None = None) -> Iterator["subprocess.Popen[str]"]:
-        process = subprocess.Popen(self.command(MAIN, capabilities), stderr=subprocess.PIPE, text=True)
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-            process.communicate(timeout=60)
-
-    def health(self) -> tuple[int, dict[str, object]]:
-        """What /healthz says; status 0: nothing yet."""
-        try:
-            connection = http.client.HTTPConnection("127.0.0.1", 10256, timeout=5)
-            connection.sock = self.node.inside(lambda: socket.create_connection(("127.0.0.1", 10256), 5))
-            connection.request("GET", MAIN["readinessProbe"]["httpGet"]["path"])
-            answer = connection.getresponse()
-            return answer.status, json.loads(answer.read())
-        except OSError:
-            return 0, {}
-
-    def await_health(self, process: "subprocess.Popen[str]") -> None:
-        deadline = time.monotonic() + 60
-        while self.health()[0] != 200:
-            assert process.poll() is None, process.communicate()[1]
-            assert time.monotonic() < deadline, self.health()
-            time.sleep(0.02)
+    def main(self, capabilities: Sequence[str] | None = None) -> AbstractContextManager[Proxy]:
+        return started(self.node, self.command(MAIN, capabilities))
 
 
 @pytest.fixture
@@ -140,9 +111,9 @@ def node() -> Iterator[Namespace]:
 def test_what_the_pod_may_do_is_enough(node: Namespace, tmp_path: Path) -> None:
     pod = Pod(node, tmp_path, "nftables")
     pod.init()
-    with pod.main() as process:
-        pod.await_health(process)
-        status = Path(f"/proc/{process.pid}/status").read_text()
+    with pod.main() as proxy:
+        proxy.await_health(READY)
+        status = Path(f"/proc/{proxy.pid}/status").read_text()
         (effective,) = (line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))
         assert int(effective, 16) == 1 << 12  # CAP_NET_ADMIN
     assert "10.96.0.10" in node.run("nft", "list", "table", "ip", "kproxy")
@@ -150,13 +121,12 @@ def test_what_the_pod_may_do_is_enough(node: Namespace, tmp_path: Path) -> None:
 
 def test_without_its_capability_nothing_is_programmed(node: Namespace, tmp_path: Path) -> None:
     pod = Pod(node, tmp_path, "nftables")
-    with pod.main(capabilities=()) as process:
-        deadline = time.monotonic() + 60
-        while "Operation not permitted" not in str(pod.health()[1].get("problems")):
-            assert process.poll() is None
-            assert time.monotonic() < deadline, pod.health()
+    with pod.main(capabilities=()) as proxy:
+        deadline = time.monotonic() + PATIENCE
+        while "Operation not permitted" not in proxy.health(READY)[1]:
+            assert time.monotonic() < deadline, proxy.health(READY)
             time.sleep(0.02)
-        assert pod.health()[0] == 503
+        assert proxy.health(READY)[0] == 503
     assert node.run("nft", "list", "tables") == ""
 
 
@@ -168,8 +138,8 @@ def test_the_first_container_does_what_iptables_needs_more_privileges_for(
     assert node.run(*route_localnet) == "0\n"
     pod.init()
     assert node.run(*route_localnet) == "1\n"
-    with pod.main() as process:
-        pod.await_health(process)
+    with pod.main() as proxy:
+        proxy.await_health(READY)
     assert "-d 10.96.0.10/32" in node.run("iptables-nft-save", "-t", "nat")
 
 
@@ -179,8 +149,8 @@ def test_iptables_of_the_legacy_kind_needs_raw_sockets(node: Namespace, tmp_path
         node.run(program, "-t", "mangle", "-N", "KUBE-IPTABLES-HINT")
     pod = Pod(node, tmp_path, "iptables")
     pod.init()
-    with pod.main(capabilities=("NET_ADMIN", "NET_RAW")) as process:
-        pod.await_health(process)
+    with pod.main(capabilities=("NET_ADMIN", "NET_RAW")) as proxy:
+        proxy.await_health(READY)
     assert "-d 10.96.0.10/32" in node.run("iptables-legacy-save", "-t", "nat")
 
 

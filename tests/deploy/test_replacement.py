@@ -4,7 +4,6 @@ kube-proxy is here what it leaves in the kernel: rules of a real one (``shared/g
 nftables mode's name. Meanwhile a client keeps one connection and makes new ones all the time.
 """
 
-import http.client
 import json
 import re
 import socket
@@ -20,9 +19,9 @@ import pytest
 
 from tests.core.golden import golden
 from tests.core.namespaces import Namespace, namespace
+from tests.core.processes import running
 from tests.deploy.objects import DEPLOY
 
-KPROXY = str(Path(sys.executable).with_name("kproxy"))
 SCENARIO = "iptables/clusterip-tcp-ipv4"
 SERVICE = ("10.96.10.1", 80)
 ENDPOINTS = ["10.244.1.11", "10.244.1.12", "10.244.2.13", "10.244.2.14"]
@@ -125,29 +124,12 @@ class Cluster:
         """Running; when it begins to be used it is ready, which includes that kube-proxy's rules are gone."""
         config = directory / "config.conf"
         config.write_text(json.dumps(CONFIG | {"mode": mode}))
-        process = subprocess.Popen([
-            "ip", "netns", "exec", self.node.name, KPROXY, "--config", str(config), "--manifests",
-            str(golden(f"{SCENARIO}/objects.yaml").parent), "--hostname-override", "kc-node",
-        ], stderr=subprocess.DEVNULL)  # fmt: skip
-        try:
-            deadline = time.monotonic() + PATIENCE
-            while self.health() != 200:
-                assert process.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+        with running(
+            self.node, "--config", str(config), "--manifests", str(golden(f"{SCENARIO}/objects.yaml").parent),
+            "--hostname-override", "kc-node",
+        ) as proxy:  # fmt: skip
+            proxy.await_health()
             yield
-        finally:
-            process.terminate()
-            process.wait(PATIENCE)
-
-    def health(self) -> int:
-        try:
-            connection = http.client.HTTPConnection("127.0.0.1", 10256)
-            connection.sock = self.node.inside(lambda: socket.create_connection(("127.0.0.1", 10256), 5))
-            connection.request("GET", "/healthz")
-            return connection.getresponse().status
-        except OSError:
-            return 0
 
     @contextmanager
     def healthy_kube_proxy(self) -> Iterator[None]:
