@@ -1,0 +1,392 @@
+"""A node with a client beside it, a pod of its own and one elsewhere, and a kproxy that changes its mode."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from tests.core.namespaces import Namespace, namespace
+from tests.switch import traffic
+from tests.switch.traffic import Target
+
+KPROXY = str(Path(sys.executable).with_name("kproxy"))
+PATIENCE = float(os.environ.get("SWITCH_PATIENCE", "60"))
+"""Seconds for anything; a guest kernel under emulation needs more."""
+
+NODE, NODE6 = "203.0.113.1", "fd00:203::1"
+CLIENT, CLIENT6 = "203.0.113.2", "fd00:203::2"
+PODS = {"here": ("10.244.1.11", "fd00:244:1::11"), "elsewhere": ("10.244.2.12", "fd00:244:2::12")}
+PORT = 8080
+
+HINT = "KUBE-IPTABLES-HINT"
+
+TRACES = {
+    "nftables": r"table ip6? kproxy\n",
+    "iptables": r"KUBE-(SVC|SEP)-",
+    "ipvs": r"KUBE-IPVS-FILTER",
+    "kube-ipvs0": r" kube-ipvs0:",
+    "userspace": r"KUBE-PORTALS-|table ip6? kproxy-userspace\n",
+}
+"""What a mode leaves, in what nft, iptables-save or ip print."""
+
+MANIFEST = f"""
+apiVersion: v1
+kind: Node
+metadata: {{name: here}}
+status: {{addresses: [{{type: InternalIP, address: {NODE}}}, {{type: InternalIP, address: "{NODE6}"}}]}}
+---
+apiVersion: v1
+kind: Service
+metadata: {{name: web, namespace: shop}}
+spec:
+  type: NodePort
+  clusterIP: 10.96.0.10
+  clusterIPs: [10.96.0.10, "fd00:96::10"]
+  externalIPs: [198.51.100.10]
+  ports: [{{name: http, port: 80, nodePort: 30080}}]
+---
+apiVersion: v1
+kind: Service
+metadata: {{name: dns, namespace: shop}}
+spec:
+  type: NodePort
+  clusterIP: 10.96.0.53
+  ports: [{{name: dns, port: 53, protocol: UDP, nodePort: 30053}}, {{name: dns-tcp, port: 53}}]
+---
+apiVersion: v1
+kind: Service
+metadata: {{name: cart, namespace: shop}}
+spec:
+  clusterIP: 10.96.0.20
+  sessionAffinity: ClientIP
+  ports: [{{name: http, port: 80}}]
+---
+apiVersion: v1
+kind: Service
+metadata: {{name: edge, namespace: shop}}
+spec:
+  type: LoadBalancer
+  clusterIP: 10.96.0.30
+  externalTrafficPolicy: Local
+  healthCheckNodePort: 30082
+  ports: [{{name: http, port: 80, nodePort: 30081}}]
+status: {{loadBalancer: {{ingress: [{{ip: 198.51.100.30}}]}}}}
+"""
+
+SLICE = """
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {{name: {service}-{at}, namespace: shop, labels: {{kubernetes.io/service-name: {service}}}}}
+addressType: {family}
+endpoints: [{{addresses: ["{here}"], nodeName: here}}, {{addresses: ["{elsewhere}"], nodeName: elsewhere}}]
+ports: {ports}
+"""
+
+SERVICES = {
+    "web": "[{name: http, port: 8080}]",
+    "dns": "[{name: dns, port: 8080, protocol: UDP}, {name: dns-tcp, port: 8080}]",
+    "cart": "[{name: http, port: 8080}]",
+    "edge": "[{name: http, port: 8080}]",
+}
+
+FROM_CLIENT = (
+    Target("tcp", "10.96.0.10", 80),
+    Target("tcp", "fd00:96::10", 80),
+    Target("tcp", "198.51.100.10", 80),
+    Target("tcp", NODE, 30080),
+    Target("udp", "10.96.0.53", 53),
+    Target("udp", NODE, 30053),
+    Target("tcp", "10.96.0.20", 80),
+    Target("tcp", "198.51.100.30", 80),
+    Target("tcp", NODE, 30081),
+)
+FROM_NODE = (
+    Target("tcp", "10.96.0.10", 80),
+    Target("tcp", "fd00:96::10", 80),
+    Target("tcp", NODE, 30080),
+    Target("udp", "10.96.0.53", 53),
+    Target("tcp", "10.96.0.20", 80),
+)
+
+
+class Load:
+    """A program of `traffic` that uses Services all the time."""
+
+    def __init__(self, where: Namespace, targets: Sequence[Target]) -> None:
+        self._where = where.name
+        self._process = subprocess.Popen(
+            ["ip", "netns", "exec", where.name, sys.executable, "-B", traffic.__file__, "client",
+             json.dumps(targets)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self.answered: dict[str, int] = {}
+        """New connections and flows, by target."""
+        self.failures: list[str] = []
+        self.exchanged = 0
+        """Answers to lasting ones."""
+        self._renewals = 0
+        self._changed = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def made(self) -> int:
+        return sum(self.answered.values())
+
+    def renew(self) -> None:
+        """Close all lasting connections and flows, and open others."""
+        assert self._process.stdin is not None
+        wanted = self._renewals + 1
+        self._process.stdin.write("renew\n")
+        self._process.stdin.flush()
+        self._wait(lambda: self._renewals >= wanted, "lasting connections renewed")
+
+    def wait_for(self, number: int) -> None:
+        """Until there were so many new ones."""
+        self._wait(lambda: self.made >= number, f"{number} connections")
+
+    def end(self) -> None:
+        """Finish what is under way."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(PATIENCE)
+        finally:
+            self._process.kill()
+            self._process.wait()
+            self._reader.join()
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            found = json.loads(line)
+            with self._changed:
+                self.answered = found["answered"]
+                self.exchanged = found["exchanged"]
+                self._renewals = found["renewals"]
+                self.failures += [f"from {self._where}: {failure}" for failure in found["failures"]]
+                self._changed.notify_all()
+
+    def _wait(self, done: Callable[[], bool], what: str) -> None:
+        with self._changed:
+            deadline = time.monotonic() + PATIENCE * 5
+            while not done():
+                assert self._process.poll() is None, "the load generator has ended"
+                assert time.monotonic() < deadline, f"not {what}: {self.answered}, {self.failures[:5]}"
+                self._changed.wait(1.0)
+
+
+class Loads:
+    """From the client and from the node at once."""
+
+    def __init__(self, loads: Sequence[Load]) -> None:
+        self._loads = loads
+
+    @property
+    def made(self) -> int:
+        return sum(load.made for load in self._loads)
+
+    @property
+    def failures(self) -> list[str]:
+        return [failure for load in self._loads for failure in load.failures]
+
+    @property
+    def exchanged(self) -> int:
+        return sum(load.exchanged for load in self._loads)
+
+    def renew(self) -> None:
+        for load in self._loads:
+            load.renew()
+
+    def more(self, number: int) -> None:
+        """Let them make so many more."""
+        wanted = self.made + number
+        deadline = time.monotonic() + PATIENCE * 5
+        while self.made < wanted:
+            assert time.monotonic() < deadline, f"{self.made} of {wanted}: {self.failures[:5]}"
+            time.sleep(0.05)
+
+
+class Proxy:
+    """A running kproxy."""
+
+    def __init__(self, node: Namespace, process: "subprocess.Popen[bytes]", log: Path) -> None:
+        self._node = node
+        self.process = process
+        self._log = log
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    @property
+    def healthy(self) -> bool:
+        try:
+            connection = http.client.HTTPConnection("127.0.0.1", 10256)
+            connection.sock = self._node.inside(lambda: socket.create_connection(("127.0.0.1", 10256), 5))
+            connection.request("GET", "/healthz")
+            return connection.getresponse().status == 200
+        except OSError:
+            return False
+
+    def kill(self) -> None:
+        """As the kernel does when memory is short."""
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+class Room:
+    """Namespaces, endpoints, and what runs in them."""
+
+    def __init__(self, stack: ExitStack, directory: Path) -> None:
+        self._stack = stack
+        self.directory = directory
+        self.client, self.node = stack.enter_context(namespace()), stack.enter_context(namespace())
+        pods = {name: stack.enter_context(namespace()) for name in PODS}
+        _connect(self.client, self.node, pods)
+        for name, addresses in PODS.items():
+            self._endpoint(pods[name], addresses)
+        self.manifests = directory / "manifests"
+        self.manifests.mkdir()
+        slices = [
+            SLICE.format(service=service, at=at, ports=ports, family=family, here=PODS["here"][at],
+                         elsewhere=PODS["elsewhere"][at])
+            for service, ports in SERVICES.items()
+            for at, family in enumerate(("IPv4", "IPv6") if service == "web" else ("IPv4",))
+        ]  # fmt: skip
+        (self.manifests / "all.yaml").write_text(MANIFEST + "".join(slices))
+        self._starts = 0
+
+    def _endpoint(self, pod: Namespace, addresses: Sequence[str]) -> None:
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", pod.name, sys.executable, "-B", traffic.__file__, "endpoint", str(PORT),
+             *addresses],
+            stdout=subprocess.PIPE,
+        )  # fmt: skip
+        self._stack.callback(_end, process)
+        assert process.stdout is not None
+        with process.stdout:
+            assert process.stdout.readline() == b"listening\n"
+
+    @contextmanager
+    def proxy(
+        self, mode: str, options: Mapping[str, object] = {}, *, environment: Mapping[str, str] = {}
+    ) -> Iterator[Proxy]:
+        """Running, ready, and alone: what other modes left is gone."""
+        config = self.directory / "config.conf"
+        config.write_text(json.dumps({
+            "apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration", "mode": mode,
+            "clusterCIDR": "10.244.0.0/16", "conntrack": {"maxPerCore": 0},
+            "kproxy": {"stateDirectory": str(self.directory / "state"), **options},
+        }))  # fmt: skip
+        self._starts += 1
+        path = self.directory / f"kproxy-{self._starts}.log"
+        with path.open("wb") as log:
+            process = subprocess.Popen([
+                "ip", "netns", "exec", self.node.name, KPROXY, "--config", str(config), "--manifests",
+                str(self.manifests), "--hostname-override", "here",
+            ], stderr=log, env={**os.environ, **environment})  # fmt: skip
+        proxy = Proxy(self.node, process, path)
+        try:
+            deadline = time.monotonic() + PATIENCE
+            while not proxy.healthy:
+                assert process.poll() is None, proxy.log
+                assert time.monotonic() < deadline, proxy.log
+                time.sleep(0.05)
+            yield proxy
+        finally:
+            _end(process)
+
+    def kproxy(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        """A command of an operator, on the node."""
+        return subprocess.run(
+            ["ip", "netns", "exec", self.node.name, KPROXY, *arguments],
+            capture_output=True, text=True, check=False, timeout=PATIENCE,
+        )  # fmt: skip
+
+    @contextmanager
+    def used(self) -> Iterator[Loads]:
+        """Somebody uses all Services all the time; nothing may fail."""
+        loads = [Load(self.client, FROM_CLIENT), Load(self.node, FROM_NODE)]
+        try:
+            for load, targets in zip(loads, (FROM_CLIENT, FROM_NODE), strict=True):
+                load.wait_for(2 * len(targets))
+            yield Loads(loads)
+        finally:
+            for load in loads:
+                load.end()
+
+    def choose_iptables(self, variant: str) -> None:
+        """Have the node use iptables for the kernel's ``nft`` or ``legacy`` interface, as kubelet would."""
+        for other in ("nft", "legacy"):
+            action = "-N" if other == variant else "-X"
+            subprocess.run(
+                ["ip", "netns", "exec", self.node.name, f"iptables-{other}", "-t", "mangle", action, HINT],
+                stderr=subprocess.DEVNULL, check=False,
+            )  # fmt: skip
+
+    def traces(self) -> set[str]:
+        """Keys of `TRACES` that apply to the node, each marked if it is in iptables' legacy interface."""
+        dumps = [["nft", "list", "tables"], ["ip", "-o", "link"]]
+        dumps += [[f"{base}-{of}-save"] for of in ("nft", "legacy") for base in ("iptables", "ip6tables")]
+        found = set()
+        for dump in dumps:
+            done = subprocess.run(
+                ["ip", "netns", "exec", self.node.name, *dump], capture_output=True, text=True, check=False)
+            interface = " (legacy)" if "legacy" in dump[0] else ""
+            found |= {f"{of}{interface}" for of, pattern in TRACES.items() if re.search(pattern, done.stdout)}
+        return found
+
+
+def _connect(client: Namespace, node: Namespace, pods: Mapping[str, Namespace]) -> None:
+    for host in (client, node, *pods.values()):  # addresses can be used at once
+        host.run("sysctl", "-qw", "net.ipv6.conf.default.accept_dad=0", "net.ipv6.conf.all.accept_dad=0")
+    node.run("sysctl", "-qw", "net.ipv4.ip_forward=1", "net.ipv6.conf.all.forwarding=1")
+    node.ip(
+        f"link add client type veth peer eth0 netns {client.name}", "link set client up",
+        f"addr add {NODE}/24 dev client", f"addr add {NODE6}/64 dev client",
+        # What a node has: somewhere to send what nobody here answers.
+        f"route add default via {CLIENT}", f"route add default via {CLIENT6}",
+    )  # fmt: skip
+    client.ip(
+        "link set eth0 up", f"addr add {CLIENT}/24 dev eth0", f"addr add {CLIENT6}/64 dev eth0",
+        f"route add default via {NODE}", f"route add default via {NODE6}",
+    )  # fmt: skip
+    for number, (name, (address, address6)) in enumerate(PODS.items(), 1):
+        pod = pods[name]
+        router, router6 = f"10.244.{number}.1", f"fd00:244:{number}::1"
+        node.ip(
+            f"link add {name} type veth peer eth0 netns {pod.name}", f"link set {name} up",
+            f"addr add {router}/24 dev {name}", f"addr add {router6}/64 dev {name}",
+        )  # fmt: skip
+        pod.ip(
+            "link set eth0 up", f"addr add {address}/24 dev eth0", f"addr add {address6}/64 dev eth0",
+            f"route add default via {router}", f"route add default via {router6}",
+        )  # fmt: skip
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.terminate()
+    try:
+        process.wait(PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def room(directory: Path) -> Iterator[Room]:
+    with ExitStack() as stack:
+        yield Room(stack, directory)

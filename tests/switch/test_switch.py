@@ -1,0 +1,84 @@
+"""``kproxy switch`` from every mode to every other, and no connection, datagram or byte is lost on the way.
+
+One tour goes every way once. Modes that this kernel lacks go theirs in guests.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise, permutations
+from pathlib import Path
+
+import pytest
+
+from tests.guest.guest import Guest
+from tests.switch.tour import LEGS, Leg, belongs
+
+CONNECTIONS = 10_000
+"""New ones for each way."""
+IN_A_GUEST = 2_000
+"""There, where a system call costs several times as much."""
+
+HERE = (
+    "nftables", "iptables-nft", "nftables", "iptables-legacy", "nftables", "userspace", "iptables-nft",
+    "userspace", "iptables-legacy", "userspace", "nftables",
+)  # fmt: skip
+GUEST = ("ipvs", "iptables-legacy", "ipvs", "userspace", "iptables-legacy", "userspace", "ipvs")
+
+LONGEST = 600
+"""Seconds for a tour."""
+
+CHECKOUT = Path(__file__).parents[2]
+TOUR = [sys.executable, "-B", "-m", "tests.switch.tour"]
+
+
+def read(directory: Path) -> dict[tuple[str, str], Leg]:
+    legs = [Leg(**leg) for leg in json.loads((directory / LEGS).read_text())]
+    return {(leg.before, leg.after): leg for leg in legs}
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Leg]:
+    directory = tmp_path_factory.mktemp("tour")
+    command = ["nice", "-n", "5", *TOUR, str(directory), str(CONNECTIONS), *HERE]
+    subprocess.run(command, cwd=CHECKOUT, check=False, timeout=LONGEST)
+    return read(directory)
+
+
+@pytest.fixture(scope="module")
+def guest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, str], Leg]]:
+    directory = tmp_path_factory.mktemp("guest")
+    command = ["env", "SWITCH_PATIENCE=240", *TOUR, str(directory), str(IN_A_GUEST), *GUEST]
+    with Guest(command, directory / "log", share=directory, seconds=LONGEST) as running:
+        running.status()
+        assert (directory / LEGS).exists(), running.output
+        yield read(directory)
+
+
+def test_tours_go_every_way_there_is() -> None:
+    iptables = {"iptables-nft", "iptables-legacy"}  # one mode: kproxy is started again for the other
+    assert set(pairwise(HERE)) == {way for way in permutations(set(HERE), 2) if set(way) != iptables}
+    assert set(pairwise(GUEST)) == set(permutations(set(GUEST), 2))
+
+
+@pytest.mark.parametrize(("before", "after"), pairwise(HERE))
+def test_no_connection_is_lost(here: dict[tuple[str, str], Leg], before: str, after: str) -> None:
+    check_leg(here, before, after, CONNECTIONS)
+
+
+@pytest.mark.parametrize(("before", "after"), pairwise(GUEST))
+def test_no_connection_is_lost_where_there_is_ipvs(
+    guest: dict[tuple[str, str], Leg], before: str, after: str
+) -> None:
+    check_leg(guest, before, after, IN_A_GUEST)
+
+
+def check_leg(legs: dict[tuple[str, str], Leg], before: str, after: str, connections: int) -> None:
+    assert (before, after) in legs, "the tour ended before"
+    leg = legs[before, after]
+    assert leg.status == 0, leg.said
+    assert leg.failures == []
+    assert leg.made >= connections
+    assert leg.exchanged > 0
+    assert belongs(leg.left, after), f"on the node: {leg.left}"

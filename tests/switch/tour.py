@@ -1,0 +1,110 @@
+"""A tour of modes in one running kproxy, while its Services are used all the time.
+
+    python -m tests.switch.tour DIRECTORY CONNECTIONS STOP...
+
+A stop is a mode; ``iptables-nft`` and ``iptables-legacy`` name an interface of the kernel as well. Each way
+from a stop to the next is a leg of at least CONNECTIONS new connections and flows. What became of the legs is
+written to DIRECTORY/legs.json.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from tests.switch.room import PATIENCE, Loads, Room, room
+
+LEGS = "legs.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """What was seen from before one switch until nothing of the old mode was left."""
+
+    before: str
+    after: str
+    status: int
+    """Of the command; 0: switched."""
+    said: str
+    """By the command."""
+    seconds: float
+    """That it took."""
+    made: int
+    """New connections and flows that were answered."""
+    exchanged: int
+    """Answers to lasting ones, which were there before the switch and went on for a while after it."""
+    failures: list[str]
+    left: list[str]
+    """What `Room.traces` found at the end."""
+
+
+def mode_of(stop: str) -> str:
+    return stop.partition("-")[0]
+
+
+def belongs(traces: Collection[str], stop: str) -> bool:
+    """Whether *traces*, as `Room.traces` has them, are those of *stop* and nobody else's."""
+    kinds = {trace.removesuffix(" (legacy)") for trace in traces}
+    if stop.startswith("iptables-") and len(traces) == 1:
+        return kinds == {"iptables"} and ("(legacy)" in "".join(traces)) == stop.endswith("-legacy")
+    return len(kinds) == len(traces) and kinds == ({"ipvs", "kube-ipvs0"} if stop == "ipvs" else {stop})
+
+
+def tour(directory: Path, connections: int, stops: Sequence[str]) -> Iterator[Leg]:
+    """Go from the first stop to the last; ends early where a switch fails."""
+    with room(directory) as where:
+        _choose_iptables(where, stops[0])
+        with where.proxy(mode_of(stops[0])), where.used() as loads:
+            for before, after in pairwise(stops):
+                leg = _leg(where, loads, before, after, connections)
+                yield leg
+                if leg.status:
+                    return
+
+
+def _leg(where: Room, loads: Loads, before: str, after: str, connections: int) -> Leg:
+    made, exchanged, failed = loads.made, loads.exchanged, len(loads.failures)
+    _choose_iptables(where, after)
+    loads.more(connections // 4)
+    begun = time.monotonic()
+    done = where.kproxy("switch", mode_of(after))
+    seconds = time.monotonic() - begun
+    loads.more(connections // 4)
+    loads.renew()  # what still holds on to the old mode is not waited for
+    loads.more(connections - (loads.made - made))
+    return Leg(
+        before, after, done.returncode, done.stdout + done.stderr, round(seconds, 3),
+        loads.made - made, loads.exchanged - exchanged, loads.failures[failed:],
+        sorted(_left(where, after)),
+    )  # fmt: skip
+
+
+def _left(where: Room, stop: str) -> set[str]:
+    """The traces, once they are those of *stop* or have had their time."""
+    deadline = time.monotonic() + PATIENCE
+    while not belongs(found := where.traces(), stop) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return found
+
+
+def _choose_iptables(where: Room, stop: str) -> None:
+    if stop.startswith("iptables-"):
+        where.choose_iptables(stop.rpartition("-")[2])
+
+
+def main(directory: str, connections: str, *stops: str) -> None:
+    legs = []
+    try:
+        for leg in tour(Path(directory), int(connections), stops):
+            way = f"{leg.before} -> {leg.after}"
+            print(f"{way}: {leg.made} made, {len(leg.failures)} failed, {leg.seconds} s", flush=True)
+            legs.append(asdict(leg))
+    finally:
+        Path(directory, LEGS).write_text(json.dumps(legs, indent=1))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
