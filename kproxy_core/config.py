@@ -7,7 +7,13 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from kproxy_core.configcheck import gates_in_effect, notices_about, problems_of
+from kproxy_core.configcheck import (
+    OUTSIDE_SECTIONS,
+    field_at,
+    gates_in_effect,
+    notices_about,
+    problems_of,
+)
 from kproxy_core.configfile import (
     ClientConnection,
     ConfigError,
@@ -260,7 +266,9 @@ class _Parser:
 
 
 def _options(document: KubeProxyConfiguration) -> dict[str, object]:
-    """The mode's own section, if kube-proxy has one for it, and what kproxy's section adds."""
+    """What kube-proxy has for the mode: its own section or fields beside those; and what ours adds."""
     name, section = document.section_of(document.mode)
     own = {f.encode_name: getattr(section, f.name) for f in msgspec.structs.fields(section)}
-    return (own if name == document.mode else {}) | document.kproxy.backend_options.get(document.mode, {})
+    if name != document.mode:
+        own = {path: field_at(document, path) for path in OUTSIDE_SECTIONS.get(document.mode, ())}
+    return own | document.kproxy.backend_options.get(document.mode, {})

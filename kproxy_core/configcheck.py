@@ -51,11 +51,15 @@ NO_EFFECT = {
     "logging.options.json.infoBufferSize": "each line is written at once",
     "showHiddenMetricsForVersion": "no metric is hidden",
     "configSyncPeriod": "watches need no resync",
-    "portRange": "it was for a userspace proxy",
     "winkernel": "it is for Windows",
     "windowsRunAsService": "it is for Windows",
 }
 """The fields that are taken and judged, and change nothing."""
+
+OUTSIDE_SECTIONS = {"userspace": ("bindAddress", "portRange")}
+"""By mode, the fields that were options of it alone, or mean more there (kube-proxy 1.25)."""
+
+_ONLY_FOR = {"portRange": "userspace"}
 
 _PREVIOUS_MINOR = "1.35"
 
@@ -72,6 +76,9 @@ def notices_about(document: KubeProxyConfiguration) -> Iterator[tuple[str, str]]
     for path, reason in NO_EFFECT.items():
         if field_at(document, path) != field_at(_DEFAULT, path):
             yield path, reason
+    for path, mode in _ONLY_FOR.items():
+        if document.mode != mode and field_at(document, path) != field_at(_DEFAULT, path):
+            yield path, f"it is for mode {mode}"
     for name, value in sorted(document.feature_gates.items()):
         gate = FEATURE_GATES.get(name)
         if gate is None and name not in _STAGES:

@@ -137,7 +137,7 @@ OLDER = (
     Flag("metrics-port", "N", "For a --metrics-bind-address without a port."),
     Flag("cleanup-ipvs", "", "=false with --cleanup: leave the rules of that mode.", beside_a_file=True),
     Flag("proxy-port-range", "RANGE", "", ("portRange",)),
-    Flag("udp-timeout", "TIME", "", no_effect="it was for a userspace proxy; see --conntrack-udp-timeout"),
+    Flag("udp-timeout", "TIME", "", ("kproxy.backendOptions.userspace.udpIdleTimeout",)),
     Flag("resource-container", "NAME", "", no_effect="whoever starts the process puts it into a cgroup"),
     Flag("machine-id-file", "FILES", "", no_effect="nothing reads it", repeats=True),
     Flag("boot-id-file", "FILES", "", no_effect="nothing reads it", repeats=True),

@@ -209,6 +209,19 @@ def test_lists_may_be_given_in_pieces_and_the_last_of_other_flags_counts() -> No
     assert parsed("--v=1", "--v=2") == {"v": "2"}
 
 
+def test_flags_of_the_userspace_mode_reach_its_backend(tmp_path: Path) -> None:
+    flags = ("--proxy-port-range=1000-1009", "--udp-timeout=1s", "--bind-address=192.0.2.1")
+    assert from_flags(*flags).backend_options == {}
+    in_mode = from_flags("--mode=userspace", *flags)
+    assert in_mode.notices == ()
+    assert in_mode.backend_options == {
+        "portRange": "1000-1009", "udpIdleTimeout": "1s", "bindAddress": "192.0.2.1"}
+    file = tmp_path / "config.yaml"
+    file.write_text("apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"
+                    "mode: userspace\nportRange: 1000+9\n")
+    assert resolve(Flags(), load(str(file))).backend_options["portRange"] == "1000+9"
+
+
 @pytest.mark.parametrize("flag", [flag for flag in OLDER if flag.no_effect], ids=lambda flag: flag.name)
 def test_an_older_flag_without_an_effect_gets_a_notice(flag: Any) -> None:
     given = f"--{flag.name}" if not flag.metavar else f"--{flag.name}=x"
@@ -218,7 +231,7 @@ def test_an_older_flag_without_an_effect_gets_a_notice(flag: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "notice"),
     [
-        (["--proxy-port-range=1-9"], "--proxy-port-range has no effect: it was for a userspace proxy"),
+        (["--proxy-port-range=1-9"], "--proxy-port-range has no effect: it is for mode userspace"),
         (["--config-sync-period=1m"], "--config-sync-period has no effect: watches need no resync"),
         (["--log-flush-frequency=1s"], "--log-flush-frequency has no effect: each line is written at once"),
         (["--show-hidden-metrics-for-version=1.35"],
