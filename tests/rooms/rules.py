@@ -62,11 +62,11 @@ NAMES_A_BACKEND = frozenset(
     for name in (
         "config", "configcheck", "configfile", "configflags", "configmerge", "configwrite",
         "host.iptables", "host.iptables_cleanup", "host.iptables_removal", "host.iptables_shared",
-        "host.iptables_variant",
+        "host.iptables_variant", "testing.conformance.kernel_state",
     )
 )  # fmt: skip
 """KubeProxyConfiguration has a section and flags for each of kube-proxy's modes; and iptables is not only
-a mode, but programs that several modes run."""
+a mode, but programs that several modes run, as the kit does that looks at what is in a kernel."""
 
 LONGEST_MODULE = 400
 

@@ -1,0 +1,77 @@
+"""The plugin: what kproxy asks every mode, answered without importing anything heavy."""
+
+from collections.abc import Sequence
+
+from kproxy_core.backend.api import (
+    Backend,
+    BackendSettings,
+    Caveat,
+    Description,
+    Detection,
+    Leftovers,
+    Requirement,
+    Update,
+)
+from kproxy_core.backend.hookspecs import hookimpl
+
+MODE = "plain"
+
+
+@hookimpl
+def kproxy_describe() -> Description:
+    """The mode; node ports on the node's own address only."""
+    return Description(
+        mode=MODE,
+        summary="plain nftables rules, a chain for each service port",
+        contract=(1, 1),
+        default_node_port_addresses=("primary",),
+    )
+
+
+@hookimpl
+def kproxy_detect(settings: BackendSettings) -> Detection:
+    """Have nft check the constant rules against this kernel, which keeps nothing of them."""
+    from kproxy_plain.table import try_rules
+
+    problem = try_rules(settings.families)
+    return Detection(
+        MODE,
+        (
+            Requirement(
+                what="an nft that may program this kernel",
+                met=not problem,
+                found=problem or "nft takes the rules",
+                remedy="run as root, and install nftables" if problem else "",
+            ),
+        ),
+    )
+
+
+@hookimpl
+def kproxy_caveats(update: Update) -> Sequence[Caveat]:
+    """What this mode leaves out."""
+    found = []
+    for key, plan in update.plans.items():
+        if plan.affinity_seconds:
+            found.append(Caveat("session affinity is not kept", key))
+        if plan.node_port and update.node.node_ports_on_loopback:
+            found.append(Caveat(f"node port {plan.node_port} is not served on localhost", key))
+    return found
+
+
+@hookimpl
+def kproxy_cleanup(dry_run: bool) -> Leftovers:
+    """Delete our tables. kube-proxy has nothing of this mode, so there is nothing to spare for it."""
+    from kproxy_plain.table import delete_tables
+
+    return delete_tables(dry_run)
+
+
+@hookimpl
+def kproxy_make_backend(mode: str, settings: BackendSettings) -> Backend | None:
+    """The backend, if *mode* is ours."""
+    if mode != MODE:
+        return None
+    from kproxy_plain.backend import PlainBackend
+
+    return PlainBackend(settings.families, settings.masquerade_bit)

@@ -1,0 +1,68 @@
+"""The backend: compare what is wanted with what is there, write the difference, remember it."""
+
+from collections.abc import Sequence
+
+from kproxy_core.backend.api import Damage, Scope, SyncReport, Update
+from kproxy_core.backend.errors import TrustLost
+from kproxy_core.backend.hookspecs import hookimpl
+from kproxy_core.model.address import Family
+from kproxy_core.model.service import ServicePortKey
+from kproxy_plain.rules import Rules, base_rules, count_changes, service_rules, table_text, together
+from kproxy_plain.table import read_table, write_table
+
+
+class PlainBackend:
+    """Holds what the kernel has acknowledged: the constant rules, and those of each service port."""
+
+    def __init__(self, families: Sequence[Family], masquerade_bit: int) -> None:
+        self._bit = masquerade_bit
+        self._base: dict[Family, Rules] = {}
+        self._held: dict[Family, dict[ServicePortKey, Rules]] = {family: {} for family in families}
+
+    @hookimpl
+    def kproxy_sync(self, update: Update) -> SyncReport:
+        """A full sync compares with the kernel, any other with what is held."""
+        family, held = update.family, self._held[update.family]
+        base = base_rules(update.node, self._bit)
+        if update.scope is Scope.RESYNC:
+            parts = self._rules(update)
+            old, new = read_table(family), together([base, *parts.values()])
+            write_table(family, old, new)
+            self._base[family], self._held[family] = base, parts
+            return SyncReport(count_changes(old or Rules(), new))
+        if family not in self._base:
+            raise TrustLost("nothing is known of the kernel yet")
+        # What a service port wants depends on the node as well: when that changes, all are looked at.
+        keys = {*update.changed, *update.plans} if update.node_changed else {*update.changed}
+        parts = {
+            key: service_rules(plan, update.node, self._bit)
+            for key in keys if (plan := update.plans.get(key)) is not None
+        }  # fmt: skip
+        before = together([self._base[family], *(held[key] for key in keys if key in held)])
+        after = together([base, *parts.values()])
+        write_table(family, before, after)
+        # Only now: a sync that failed has remembered nothing.
+        self._base[family] = base
+        for key in keys:
+            held.pop(key, None)
+        held.update(parts)
+        return SyncReport(count_changes(before, after))
+
+    @hookimpl
+    def kproxy_render(self, update: Update) -> str:
+        """The whole table, as ``nft -f`` takes it."""
+        return table_text(
+            update.family, together([base_rules(update.node, self._bit), *self._rules(update).values()])
+        )
+
+    @hookimpl
+    def kproxy_watch(self, damaged: Damage) -> bool:
+        """Nobody tells us about changes by others: the full sync that comes now and then has to do."""
+        return False
+
+    @hookimpl
+    def kproxy_close(self) -> None:
+        """Nothing is open, and the rules stay."""
+
+    def _rules(self, update: Update) -> dict[ServicePortKey, Rules]:
+        return {key: service_rules(plan, update.node, self._bit) for key, plan in update.plans.items()}

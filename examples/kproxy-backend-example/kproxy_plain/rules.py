@@ -1,0 +1,248 @@
+"""What a node and its service plans want in nftables. Pure: values in, text out.
+
+Every line is written just as ``nft list table`` prints it, so that what is in the kernel can be compared
+with what is wanted, chain by chain.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from ipaddress import collapse_addresses, ip_network
+
+from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket
+from kproxy_core.model.endpoint import Destination
+from kproxy_core.model.node import NodeView
+from kproxy_core.model.service import ServicePortKey
+from kproxy_core.plan.service_plan import ServicePlan
+
+TABLE = "kproxy-plain"
+NFT_FAMILY = {Family.IPV4: "ip", Family.IPV6: "ip6"}
+BASE_CHAINS = ("prerouting", "output", "postrouting")
+MAPS = {
+    "frontends": "type {address} . inet_proto . inet_service : verdict",
+    "node-ports": "type inet_proto . inet_service : verdict",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Some of a table: the lines of chains by name, and the verdicts of map elements by map and key."""
+
+    chains: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    elements: dict[tuple[str, str], str] = field(default_factory=dict)
+
+
+def together(parts: Iterable[Rules]) -> Rules:
+    """All of *parts*, which have no chain or element in common."""
+    whole = Rules()
+    for part in parts:
+        whole.chains.update(part.chains)
+        whole.elements.update(part.elements)
+    return whole
+
+
+def base_rules(node: NodeView, bit: int) -> Rules:
+    """What is there without any Service: how packets find their service port, and masquerading."""
+    ip = NFT_FAMILY[node.family]
+    dispatch = [f"{ip} daddr . meta l4proto . th dport vmap @frontends"]
+    if node.node_ports_anywhere:
+        loopback = "127.0.0.0/8" if node.family is Family.IPV4 else "::1"
+        dispatch.append(
+            f"{ip} daddr != {loopback} fib daddr type local meta l4proto . th dport vmap @node-ports"
+        )
+    elif node.node_port_addresses:
+        addresses = _among(map(format_address, node.node_port_addresses))
+        dispatch.append(f"{ip} daddr {addresses} meta l4proto . th dport vmap @node-ports")
+    mark = _mark(bit)
+    masquerade = f"meta mark & {mark} == {mark} meta mark set meta mark ^ {mark} masquerade fully-random"
+    return Rules({
+        "prerouting": ("type nat hook prerouting priority dstnat; policy accept;", *dispatch),
+        "output": ("type nat hook output priority -100; policy accept;", *dispatch),
+        "postrouting": ("type nat hook postrouting priority srcnat; policy accept;", masquerade),
+    })  # fmt: skip
+
+
+def service_rules(plan: ServicePlan, node: NodeView, bit: int) -> Rules:
+    """The chains of one service port, and the elements that lead to them."""
+    ip = NFT_FAMILY[plan.family]
+    name, protocol = _chain_name(plan.key), plan.key.protocol
+    rules = Rules()
+
+    def lead(map_name: str, key: str, chain: str) -> None:
+        rules.elements[map_name, key] = f"goto {chain}"
+
+    if plan.cluster_ip is not None:
+        rules.chains[f"cluster/{name}"] = tuple(_cluster_ip(plan, node, bit))
+        lead("frontends", _frontend(plan.cluster_ip, protocol, plan.port), f"cluster/{name}")
+    if plan.external_addresses or plan.node_port:
+        rules.chains[f"external/{name}"] = tuple(_external(plan, node, bit))
+    if plan.source_ranges:
+        ranges = collapse_addresses(ip_network(str(cidr)) for cidr in plan.source_ranges)  # type: ignore[type-var]
+        rules.chains[f"ranges/{name}"] = (
+            f"{ip} saddr != {_among(str(r).removesuffix(f'/{plan.family.bits}') for r in ranges)} drop",
+            f"goto external/{name}",
+        )
+    for address in plan.external_ips:
+        lead("frontends", _frontend(address, protocol, plan.port), f"external/{name}")
+    for address in plan.load_balancer_ips:
+        first = "ranges" if plan.source_ranges else "external"
+        lead("frontends", _frontend(address, protocol, plan.port), f"{first}/{name}")
+    if plan.node_port:
+        lead("node-ports", f"{protocol.name.lower()} . {plan.node_port}", f"external/{name}")
+    return rules
+
+
+def _cluster_ip(plan: ServicePlan, node: NodeView, bit: int) -> Iterator[str]:
+    """Clients outside the pod network are masqueraded: their replies must come back through this node."""
+    if node.masquerade_all:
+        yield _masquerade(bit)
+    elif node.local_source is not None:
+        yield f"{_source(node, '!= ')} {_masquerade(bit)}"
+    yield from _hairpin(plan, bit)
+    yield from _forward(plan, plan.local if plan.internal_policy_local else plan.cluster)
+
+
+def _external(plan: ServicePlan, node: NodeView, bit: int) -> Iterator[str]:
+    """Policy Cluster masquerades every client; Local keeps them, and gives pods and the node any endpoint."""
+    if not plan.external_policy_local:
+        yield _masquerade(bit)
+        yield from _forward(plan, plan.cluster)
+        return
+    if plan.cluster:
+        if node.local_source is not None:
+            yield from _hairpin(plan, bit)
+            yield f"{_source(node)} {_dnat(plan, plan.cluster)}"
+        yield f"fib saddr type local {_masquerade(bit)}"
+        yield f"fib saddr type local {_dnat(plan, plan.cluster)}"
+    yield from _forward(plan, plan.local)
+
+
+def _forward(plan: ServicePlan, endpoints: Sequence[Destination]) -> Iterator[str]:
+    """To one of *endpoints*; without any, refused if there are none anywhere, else dropped in silence."""
+    if endpoints:
+        yield _dnat(plan, endpoints)
+    elif plan.has_endpoints:
+        yield "drop"
+    else:
+        yield "reject with tcp reset" if plan.key.protocol is Protocol.TCP else "reject"
+
+
+def _dnat(plan: ServicePlan, endpoints: Sequence[Destination]) -> str:
+    ip, protocol = NFT_FAMILY[plan.family], plan.key.protocol.name.lower()
+    if len(endpoints) == 1:
+        return f"meta l4proto {protocol} dnat to {format_socket(*endpoints[0])}"
+    targets = ", ".join(f"{n} : {format_address(to.address)} . {to.port}" for n, to in enumerate(endpoints))
+    return f"meta l4proto {protocol} dnat {ip} to numgen random mod {len(endpoints)} map {{ {targets} }}"
+
+
+def _hairpin(plan: ServicePlan, bit: int) -> Iterator[str]:
+    """An endpoint that dials its own Service may reach itself, and must not see itself as the client."""
+    if plan.hairpins:
+        hairpins = _among(format_address(address) for address in sorted(plan.hairpins))
+        yield f"{NFT_FAMILY[plan.family]} saddr {hairpins} {_masquerade(bit)}"
+
+
+def _source(node: NodeView, negation: str = "") -> str:
+    """Matches what starts at a pod: of the cluster or of this node, as the operator says."""
+    source = node.local_source
+    assert source is not None
+    if source.cidr is not None:
+        return f"{NFT_FAMILY[node.family]} saddr {negation}{source.cidr}"
+    name = source.interface or f"{source.interface_prefix}*"
+    return f'iifname {negation}"{name}"'
+
+
+def _masquerade(bit: int) -> str:
+    return f"meta mark set meta mark | {_mark(bit)}"
+
+
+def _mark(bit: int) -> str:
+    return f"0x{1 << bit:08x}"
+
+
+def _frontend(address: Address, protocol: Protocol, port: int) -> str:
+    return f"{format_address(address)} . {protocol.name.lower()} . {port}"
+
+
+def _among(values: Iterable[str]) -> str:
+    listed = list(values)
+    return listed[0] if len(listed) == 1 else f"{{ {', '.join(listed)} }}"
+
+
+def _chain_name(key: ServicePortKey) -> str:
+    """Readable if its parts are what Kubernetes takes for names; else nft need not see them."""
+    parts = [key.namespace, key.name, key.port_name or "-"]
+    if not all(re.fullmatch(r"[a-z0-9.-]{1,63}", part) for part in parts):
+        parts = [sha256("/".join(parts).encode()).hexdigest()[:32]]
+    return "/".join([*parts, key.protocol.name.lower()])
+
+
+def table_text(family: Family, rules: Rules) -> str:
+    """A whole table, as ``nft -f`` takes it and ``nft list table`` prints it."""
+    blocks = []
+    for name, kind in MAPS.items():
+        lines = [f"\t\t{kind.format(address='ipv4_addr' if family is Family.IPV4 else 'ipv6_addr')}\n"]
+        elements = sorted(f"{key} : {to}" for (where, key), to in rules.elements.items() if where == name)
+        if elements:
+            lines.append("\t\telements = { " + ",\n\t\t\t     ".join(elements) + " }\n")
+        blocks.append(f"\tmap {name} {{\n{''.join(lines)}\t}}\n")
+    order = [*sorted(rules.chains.keys() - set(BASE_CHAINS)), *BASE_CHAINS]
+    for name in order:
+        if name in rules.chains:
+            lines = [f"\t\t{line}\n" for line in rules.chains[name]]
+            blocks.append(f"\tchain {name} {{\n{''.join(lines)}\t}}\n")
+    return f"table {NFT_FAMILY[family]} {TABLE} {{\n" + "\n".join(blocks) + "}\n"
+
+
+def parse_table(text: str) -> Rules:
+    """What ``nft -s list table`` printed; chains and elements of others' making come along."""
+    rules = Rules()
+    kind = name = ""
+    lines: list[str] = []
+    for line in map(str.strip, text.splitlines()[1:]):
+        if line.endswith("{") and not kind:
+            kind, name = line.split()[:2]
+            lines = []
+        elif line == "}" and kind:
+            if kind == "chain":
+                rules.chains[name] = tuple(lines)
+            elif kind == "map":
+                found = " ".join(lines).partition("elements = { ")[2].removesuffix(" }")
+                for element in filter(None, found.split(", ")):
+                    key, _, to = element.partition(" : ")
+                    rules.elements[name, key] = to
+            kind = ""
+        elif kind:
+            lines.append(line)
+    return rules
+
+
+def commands(family: Family, old: Rules, new: Rules) -> str:
+    """What turns *old* into *new*, for ``nft -f``: one transaction, so that no packet sees half of it."""
+    table = f"{NFT_FAMILY[family]} {TABLE}"
+    gone = [name for name in old.chains if name not in new.chains]
+    text = [
+        f"delete element {table} {where} {{ {key} }}"
+        for (where, key), to in old.elements.items() if new.elements.get((where, key)) != to
+    ]  # fmt: skip
+    changed = {name: lines for name, lines in new.chains.items() if old.chains.get(name) != lines}
+    # A chain that another one goes to must be there first.
+    text += [f"add chain {table} {name}" for name in changed if name not in BASE_CHAINS]
+    text += [f"flush chain {table} {name}" for name in [*changed, *gone] if name in old.chains]
+    if changed:
+        text.append(table_text(family, Rules(changed)))
+    text += [
+        f"add element {table} {where} {{ {key} : {to} }}"
+        for (where, key), to in new.elements.items() if old.elements.get((where, key)) != to
+    ]  # fmt: skip
+    text += [f"delete chain {table} {name}" for name in gone]
+    return "".join(f"{line.rstrip()}\n" for line in text)
+
+
+def count_changes(old: Rules, new: Rules) -> int:
+    """Chains and elements of service ports that differ."""
+    chains = (old.chains.keys() | new.chains.keys()) - set(BASE_CHAINS)
+    different = sum(old.chains.get(name) != new.chains.get(name) for name in chains)
+    elements = old.elements.keys() | new.elements.keys()
+    return different + sum(old.elements.get(key) != new.elements.get(key) for key in elements)

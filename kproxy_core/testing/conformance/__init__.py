@@ -1,0 +1,1 @@
+"""Checks for backends of any make: does it keep the contract, and do packets get through?"""

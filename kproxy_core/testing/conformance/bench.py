@@ -1,0 +1,120 @@
+"""Where a contract check is carried out: the backend, alone in an empty network namespace."""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+
+from kproxy_core.backend.worker import Worker
+from kproxy_core.model.address import Family
+from kproxy_core.model.node import NodeView
+from kproxy_core.testing.conformance import kernel_state
+from kproxy_core.testing.conformance.checks import Check, Failed, NotApplicable
+from kproxy_core.testing.conformance.features import Plans
+from kproxy_core.testing.conformance.kernel_state import KernelState, difference
+from kproxy_core.testing.conformance.namespaces import Namespace, run
+from kproxy_core.testing.conformance.network import node_only
+from kproxy_core.testing.conformance.subject import Subject, Wanted, full
+
+
+class Bench:
+    """One subject in the namespace that the calling thread is in."""
+
+    def __init__(self, subject: Subject, family: Family | None) -> None:
+        self.subject = subject
+        self._family = family
+        self.wanted = subject.wanted
+        self.untouched = self.state()
+        """The kernel's state before the backend did anything."""
+        self._links = kernel_state.links()
+
+    @property
+    def family(self) -> Family:
+        """The IP family to ask about."""
+        if self._family is None:
+            raise TypeError("this check is asked about both families")
+        return self._family
+
+    def state(self) -> KernelState:
+        return kernel_state.take(self.wanted.state)
+
+    def destroy(self) -> None:
+        """Damage all that was put into the kernel. Raises NotApplicable if the kit can't reach it."""
+        before = self.state()
+        new = sorted(kernel_state.links() - self._links)
+        kernel_state.destroy(new, self.wanted.damage)
+        if self.state() == before:
+            raise NotApplicable(
+                "the kit can't damage what this backend keeps; see kproxy_damage in its ini file"
+            )
+        prepare(self.wanted)
+
+    def started(self, plans: Plans, family: Family | None = None) -> Worker:
+        """A backend that has programmed *plans*."""
+        worker = self.subject.start()
+        full(worker, family or self.family, plans)
+        return worker
+
+    def same(self, before: KernelState, what: str) -> None:
+        """Fail unless the kernel holds what it held *before*."""
+        if changes := difference(before.lines, self.state().lines):
+            raise Failed(f"{what}:\n{changes}")
+
+    def as_much(self, before: KernelState, what: str) -> None:
+        """Fail unless there is as much in use as *before*, numbers and addresses aside."""
+        if changes := difference(before.shape, self.state().shape):
+            raise Failed(f"{what}:\n{changes}")
+
+    def settled(self, worker: Worker, plans: Plans, what: str, node: NodeView | None = None) -> None:
+        """Fail if a full sync with *plans* finds something to mend."""
+        before = self.state()
+        full(worker, self.family, plans, node)
+        if changes := difference(before.in_use, self.state().in_use):
+            raise Failed(
+                f"{what} did not end where a full sync with the same plans ends, which changed:\n{changes}"
+            )
+
+
+@contextlib.contextmanager
+def bench(
+    wanted: Wanted, family: Family | None, families: tuple[Family, ...] = tuple(Family)
+) -> Iterator[Bench]:
+    """A bench on a node of its own, where the calling thread is while the ``with`` block lasts."""
+    node = node_only()
+    try:
+        with inside(node, wanted):
+            subject = Subject(wanted, families)
+            try:
+                yield Bench(subject, family)
+            finally:
+                subject.end_all()
+    finally:
+        node.close()
+
+
+@contextlib.contextmanager
+def inside(node: Namespace, wanted: Wanted) -> Iterator[None]:
+    """The calling thread is on *node*, as others have left it; legacy programs have a lock of their own."""
+    before = os.environ.get("XTABLES_LOCKFILE")
+    with tempfile.TemporaryDirectory(prefix="kproxy-kit-") as directory, node.entered():
+        os.environ["XTABLES_LOCKFILE"] = f"{directory}/xtables.lock"
+        try:
+            prepare(wanted)
+            yield
+        finally:
+            if before is None:
+                del os.environ["XTABLES_LOCKFILE"]
+            else:
+                os.environ["XTABLES_LOCKFILE"] = before
+
+
+def prepare(wanted: Wanted) -> None:
+    """Have others put into the kernel what the backend finds there."""
+    for command in wanted.node:
+        run("sh", "-c", command)
+
+
+def run_check(check: Check, wanted: Wanted, family: Family | None) -> None:
+    """Ask one question of the contract."""
+    with bench(wanted, family) as prepared:
+        check.run(prepared)

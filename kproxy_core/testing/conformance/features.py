@@ -1,0 +1,165 @@
+"""Service ports of every kind, each by itself: what a backend must be able to take."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from kproxy_core.model.address import Family
+from kproxy_core.model.node import NodeView
+from kproxy_core.model.service import ServicePortKey
+from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_core.testing.builders import endpoint, endpoint_slice, node_view, plans, service
+
+Plans = dict[ServicePortKey, ServicePlan]
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """The numbers of a test network in one IP family; `network` builds it."""
+
+    family: Family
+    node: str
+    """The node's own address, which serves node ports."""
+    pods: str
+    """Network of all pods of the cluster."""
+    near: tuple[str, str]
+    """Pods on this node."""
+    far: str
+    """A pod on another node."""
+    clients: tuple[str, str]
+    """Two addresses of one client outside the cluster."""
+    cluster_ip: Callable[[int], str]
+    external_ip: Callable[[int], str]
+
+    @property
+    def bits(self) -> int:
+        return self.family.bits
+
+    def view(self) -> NodeView:
+        """What backends are told of the node."""
+        return node_view(
+            "node1", family=self.family, pods=self.pods, node_port_addresses=self.node, ip=self.node
+        )
+
+
+ADDRESSES: Mapping[Family, Addresses] = {
+    Family.IPV4: Addresses(
+        Family.IPV4, "172.30.0.1", "10.1.0.0/16", ("10.1.1.11", "10.1.1.12"), "10.1.2.11",
+        ("198.51.100.7", "198.51.100.8"), lambda n: f"10.96.0.{n}", lambda n: f"203.0.113.{n}",
+    ),
+    Family.IPV6: Addresses(
+        Family.IPV6, "fd00:172:30::1", "fd00:10:1::/48", ("fd00:10:1:1::11", "fd00:10:1:1::12"),
+        "fd00:10:1:2::11", ("2001:db8:51::7", "2001:db8:51::8"),
+        lambda n: f"fd00:10:96::{n:x}", lambda n: f"2001:db8:113::{n:x}",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """One Service that uses something of its own."""
+
+    name: str
+    number: int
+    """Gives it addresses and node ports that no other has."""
+    ports: tuple[str, ...] = ("80",)
+    endpoints: str = "near other far"
+    """Pods: ``near``, ``other`` (as near), ``far``; ``many``; "" for none."""
+    external_ip: bool = False
+    load_balancer: bool = False
+    ranges: bool = False
+    affinity: int = 0
+    internal_local: bool = False
+    external_local: bool = False
+    service_name: str = ""
+    claimed: bool = False
+    """An older Service owns its ClusterIP."""
+
+    def plans(self, family: Family, *, others: bool = False) -> Plans:
+        """Its plans; with *others*, after its endpoints have changed."""
+        at = ADDRESSES[family]
+        name = self.service_name or self.name
+        made = service(
+            name,
+            *self.ports,
+            ip=at.cluster_ip(self.number),
+            external_ips=at.external_ip(self.number) if self.external_ip else "",
+            load_balancer_ips=at.external_ip(self.number + 100) if self.load_balancer else "",
+            source_ranges=f"{at.clients[0]}/{at.bits} {at.pods}" if self.ranges else "",
+            affinity=self.affinity,
+            internal_local=self.internal_local,
+            external_local=self.external_local,
+            health_check_node_port=31000 + self.number if self.external_local and self.load_balancer else 0,
+        )
+        places = {
+            "near": endpoint(at.near[0], "node1"),
+            "other": endpoint(at.near[1], "node1"),
+            "far": endpoint(at.far, "node2"),
+        }
+        chosen = [places[word] for word in self.endpoints.split() if word in places]
+        if self.endpoints == "many":
+            base = at.far.rstrip("1")
+            chosen = [endpoint(f"{base}{n}", "node2") for n in range(1, 26)]
+        if others:
+            chosen = chosen[1:] if len(chosen) > 1 else list(places.values())[:2]
+        ports = [
+            f"{spec.partition(':')[0] + ':' if ':' in spec else ''}8080{_protocol(spec)}"
+            for spec in self.ports
+        ]
+        found = plans(at.view(), made, endpoint_slice(name, *chosen, ports=ports, family=family))
+        if self.claimed:
+            return {key: replace(plan, cluster_ip=None) for key, plan in found.items()}
+        return found
+
+
+def _protocol(spec: str) -> str:
+    return "".join(f"/{name}" for name in ("TCP", "UDP", "SCTP") if f"/{name}" in spec)
+
+
+_LONG = "namespace-" + "n" * 53 + "/service-" + "s" * 55
+
+FEATURES = tuple(
+    replace(feature, number=number)
+    for number, feature in enumerate(
+        [
+            Feature("cluster-ip", 0),
+            Feature("udp", 0, ("53/UDP@30102",)),
+            Feature("sctp", 0, ("9/SCTP@30103",)),
+            Feature("two-protocols-on-one-port", 0, ("tcp:53/TCP@30104", "udp:53/UDP@30104")),
+            Feature("several-ports", 0, ("http:80@30105", "https:443@30205", "metrics:9090")),
+            Feature("one-endpoint", 0, ("80@30106",), endpoints="near"),
+            Feature("many-endpoints", 0, endpoints="many"),
+            Feature("no-endpoints", 0, ("80@30108",), "", external_ip=True, load_balancer=True),
+            Feature("node-port", 0, ("80@30109",)),
+            Feature("external-ip", 0, external_ip=True),
+            Feature("load-balancer", 0, ("80@30111",), load_balancer=True),
+            Feature("source-ranges", 0, ("80@30112",), load_balancer=True, ranges=True),
+            Feature("affinity", 0, ("80@30113",), affinity=600),
+            Feature("internal-policy-local", 0, internal_local=True),
+            Feature("internal-policy-local-none-here", 0, endpoints="far", internal_local=True),
+            Feature("external-policy-local", 0, ("80@30116",), load_balancer=True, external_local=True),
+            Feature("external-policy-local-none-here", 0, ("80@30117",), "far", external_ip=True,
+                    load_balancer=True, external_local=True),
+            Feature("all-of-it", 0, ("a:80@30118", "b:80/UDP@30118"), external_ip=True, load_balancer=True,
+                    ranges=True, affinity=10, internal_local=True, external_local=True),
+            Feature("long-names", 0, ("a-port-of-names:80",), service_name=_LONG),
+            Feature("cluster-ip-of-another", 0, ("80@30120",), claimed=True),
+        ],
+        start=1,
+    )
+)  # fmt: skip
+
+
+def everything(family: Family) -> Plans:
+    """The plans of all features."""
+    return {key: plan for feature in FEATURES for key, plan in feature.plans(family).items()}
+
+
+def many(count: int, family: Family) -> Plans:
+    """*count* plain Services beside the others."""
+    found: Plans = {}
+    at = ADDRESSES[family]
+    for number in range(count):
+        ip = f"10.96.1.{number}" if family is Family.IPV4 else f"fd00:10:96::1:{number:x}"
+        made = service(f"beside-{number}", ip=ip)
+        found |= plans(at.view(), made, endpoint_slice(f"beside-{number}", at.near[0], at.far, family=family))
+    return found

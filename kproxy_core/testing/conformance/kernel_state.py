@@ -1,0 +1,195 @@
+"""What a network namespace's kernel holds, whoever put it there: taken, compared, and destroyed.
+
+The kit does not know the backend. It looks at everything that backends usually program, and at what the
+commands of ``kproxy_state`` print.
+"""
+
+import re
+import shutil
+import socket
+import subprocess
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kproxy_core.testing.conformance.namespaces import run
+
+_LEGACY = {
+    "iptables-legacy": Path("/proc/net/ip_tables_names"),
+    "ip6tables-legacy": Path("/proc/net/ip6_tables_names"),
+}
+_IPVS = Path("/proc/net/ip_vs")
+_LEFT_EMPTY = re.compile(r"table ip6? (filter|nat|mangle|raw|security)\b")
+_BASE_CHAIN = re.compile(r"type \S+ hook .* policy accept;")
+_COUNTS = re.compile(r"counter packets \d+ bytes \d+|\[\d+:\d+\] ?| expires \S+")
+_VARIABLE = re.compile(r"\b0x[0-9a-f]+\b|[0-9a-fA-F:.]*[0-9]+[0-9a-fA-F:.]*")
+_CHAIN = re.compile(r"(table \S+ \S+ chain (\S+))(.*)")
+_SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True)
+class KernelState:
+    """One line for each object, with where it is, sorted; what only counts or ages is left out."""
+
+    lines: tuple[str, ...]
+
+    @property
+    def in_use(self) -> tuple[str, ...]:
+        """Without chains that nothing leads to: a backend may keep some for later."""
+        lines = self.lines
+        while True:
+            chains = {found[2]: found[1] for line in lines if (found := _CHAIN.fullmatch(line))}
+            based = {found[2] for line in lines if (found := _CHAIN.fullmatch(line)) and " hook " in found[3]}
+            led = {word for line in lines for word in re.findall(r"(?:jump|goto) (\S+)", line)}
+            unused = tuple(f"{chains[name]} " for name in chains.keys() - based - led)
+            kept = tuple(line for line in lines if not f"{line} ".startswith(unused))
+            if len(kept) == len(lines):
+                return kept
+            lines = kept
+
+    @property
+    def shape(self) -> list[str]:
+        """Without any number or address: equal for as much of the same kind in use."""
+        return sorted(_VARIABLE.sub("#", line) for line in self.in_use)
+
+
+def difference(before: Sequence[str], after: Sequence[str]) -> str:
+    """What came (+) and went (-), a few lines of it; "" for nothing."""
+    left, right = Counter(before), Counter(after)
+    changes = [f"- {line}" for line in (left - right).elements()]
+    changes += [f"+ {line}" for line in (right - left).elements()]
+    if len(changes) > _SHOWN:
+        changes[_SHOWN:] = [f"... and {len(changes) - _SHOWN} more"]
+    return "\n".join(changes)
+
+
+def take(commands: Sequence[str] = ()) -> KernelState:
+    """The state of the calling thread's namespace; *commands* are for the shell."""
+    lines = [*_nft(), *_legacy(), *_ipsets(), *_virtual_servers(), *_links(), *_routes4(), *_routes6()]
+    for command in commands:
+        done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)  # noqa: S602
+        lines += [f"{command}: {line}" for line in done.stdout.splitlines()]
+    return KernelState(tuple(sorted(lines)))
+
+
+def destroy(links: Sequence[str], commands: Sequence[str] = ()) -> None:
+    """Remove all rules, sets and *links*, as somebody might who does not know better."""
+    if shutil.which("nft"):
+        run("nft", "flush", "ruleset")
+    for program, names in _LEGACY.items():
+        for table in _words(names):
+            run(program, "-t", table, "-F")
+            run(program, "-t", table, "-X")
+    if any(_ipsets()):
+        run("ipset", "destroy")
+    for link in links:
+        run("ip", "link", "delete", link)
+    for command in commands:
+        run("sh", "-c", command)
+
+
+def links() -> set[str]:
+    """Names of the network interfaces."""
+    return {line.partition(":")[0].strip() for line in _read(Path("/proc/net/dev")).splitlines()[2:]}
+
+
+def _nft() -> Iterator[str]:
+    """Tables of the iptables programs that hold nothing are left out: whoever looks at them makes them."""
+    if not shutil.which("nft"):
+        return
+    listing = [line for line in run("nft", "list", "ruleset").splitlines() if line.strip()]
+    for table, body in _blocks(listing, ""):
+        lines = []
+        for block, content in _blocks(body, "\t"):
+            inside = list(_objects(_COUNTS.sub(" ", line).strip() for line in content))
+            if not (len(inside) == 1 and _BASE_CHAIN.fullmatch(inside[0]) and _LEFT_EMPTY.match(table)):
+                lines += [block, *(f"{block} {line}" for line in inside)]
+        if lines or not _LEFT_EMPTY.match(table):
+            yield table
+            yield from (f"{table} {line}" for line in lines)
+
+
+def _blocks(lines: Sequence[str], indent: str) -> Iterator[tuple[str, list[str]]]:
+    """Headings without their brace, and what stands between the braces."""
+    heading, body = "", list[str]()
+    for line in lines:
+        if line == f"{indent}}}":
+            yield heading, body
+        elif line.startswith(indent) and line[len(indent)] not in "\t#":
+            heading, body = line.strip().replace(" {", "", 1), []
+        else:
+            body.append(line)
+
+
+def _objects(lines: Iterable[str]) -> Iterator[str]:
+    """Rules and properties as they are, elements one by one: sets are listed in any order."""
+    elements = ""
+    for line in lines:
+        if elements or line.startswith("elements = {"):
+            elements += f"{line} "
+            if line.endswith("}"):
+                yield from sorted(e.strip() for e in elements.partition("{ ")[2].rstrip(" }").split(","))
+                elements = ""
+        else:
+            yield line
+
+
+def _legacy() -> Iterator[str]:
+    for program, names in _LEGACY.items():
+        if not _words(names):
+            continue
+        table = ""
+        for line in run(f"{program}-save").splitlines():
+            if line.startswith("*"):
+                table = line[1:]
+            elif not re.match(r"#|COMMIT|:\w+ ACCEPT", line):
+                yield f"{program} {table} {_COUNTS.sub('', line).strip()}"
+
+
+def _ipsets() -> Iterator[str]:
+    if Path("/sys/module/ip_set").exists() and shutil.which("ipset"):
+        yield from (f"ipset {line}" for line in run("ipset", "save").splitlines())
+
+
+def _virtual_servers() -> Iterator[str]:
+    server = ""
+    for line in _read(_IPVS).splitlines()[3:]:
+        words = line.split()
+        if words[0] == "->":  # without the connections of the moment
+            yield f"{server} -> {' '.join(words[1:4])}"
+        else:
+            server = f"virtual server {' '.join(words)}"
+            yield server
+
+
+def _links() -> Iterator[str]:
+    yield from (f"link {name}" for name in links())
+
+
+def _routes4() -> Iterator[str]:
+    """Routes of all tables; an address of the machine is one in the table of local ones."""
+    table = prefix = ""
+    for line in _read(Path("/proc/net/fib_trie")).splitlines():
+        words = line.split()
+        if not line.startswith(" "):
+            table = line.rstrip(":").lower()
+        elif words[0] == "|--":
+            prefix = words[1]
+        elif words[0].startswith("/"):
+            yield f"route {table} {prefix}{' '.join(words)}"
+
+
+def _routes6() -> Iterator[str]:
+    for line in _read(Path("/proc/net/ipv6_route")).splitlines():
+        network, length, _, _, gateway, *_, link = line.split()
+        network, gateway = (socket.inet_ntop(socket.AF_INET6, bytes.fromhex(h)) for h in (network, gateway))
+        yield f"route {network}/{int(length, 16)} via {gateway} dev {link}"
+
+
+def _words(path: Path) -> list[str]:
+    return _read(path).split()
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="ascii") if path.exists() else ""

@@ -1,0 +1,274 @@
+"""What the contract asks besides syncs: questions, rendering, watching, ending, leaving nothing behind."""
+
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from kproxy_core.backend.api import CONTRACT, Caveat, Detection, Leftovers
+from kproxy_core.backend.worker import Worker
+from kproxy_core.model.address import Family
+from kproxy_core.testing.builders import full_update
+from kproxy_core.testing.conformance import namespaces, rendering
+from kproxy_core.testing.conformance.bench import Bench
+from kproxy_core.testing.conformance.checks import Checks, Failed, NotApplicable, expect
+from kproxy_core.testing.conformance.features import ADDRESSES, FEATURES, everything
+from kproxy_core.testing.conformance.subject import change, deaf, full, render
+
+CHECKS = Checks()
+
+PATIENCE = 5.0
+"""Seconds until a backend that watches has noticed damage."""
+
+_Seen = TypeVar("_Seen")
+_FOREIGN = "kproxy-kit-foreign"
+
+
+@CHECKS.once
+def describes_itself(bench: Bench) -> None:
+    """The description is of this mode, in one line, and names a contract of this kproxy as a literal."""
+    described = bench.subject.registry.load(bench.subject.mode)
+    summary = described.summary
+    expect(0 < len(summary) <= 80 and "\n" not in summary, f"the summary is no short line: {summary!r}")
+    expect(
+        described.contract <= CONTRACT,
+        f"the contract is {described.contract!r}, this kproxy's is {CONTRACT}",
+    )
+    made = bench.subject.registry.manager.hook.kproxy_make_backend(
+        mode=f"not-{bench.subject.mode}", settings=bench.subject.settings
+    )
+    expect(made is None, f"kproxy_make_backend made a backend for mode not-{bench.subject.mode}")
+
+
+@CHECKS.once
+def loads_quickly(bench: Bench) -> None:
+    """Asked to describe itself, the plugin imports nothing heavy: every start of kproxy would pay for it."""
+    imported = set(rendering.in_another_process(bench.wanted, "imports", {}).split())
+    heavy = sorted(imported & rendering.HEAVY)
+    expect(not heavy, f"loading the plugin and kproxy_describe import {', '.join(heavy)}")
+
+
+@CHECKS.once
+def detects_without_a_trace(bench: Bench) -> None:
+    """Whether the mode works here is answered, requirement by requirement; asking changes nothing."""
+    found = bench.subject.registry.detect(bench.subject.mode, bench.subject.settings)
+    expect(isinstance(found, Detection), f"kproxy_detect returned {type(found).__name__}, not Detection")
+    expect(found.mode == bench.subject.mode, f"kproxy_detect answered for mode {found.mode!r}")
+    for requirement in found.requirements:
+        expect(
+            requirement.what and requirement.found,
+            f"a requirement does not say what was found: {requirement}",
+        )
+        expect(
+            requirement.met or requirement.remedy, f"{requirement.what} is not met, and no remedy is given"
+        )
+    expect(found.usable, f"the mode can't work on this machine, so it can't be judged here: {found.because}")
+    bench.same(bench.untouched, "kproxy_detect changed the kernel")
+
+
+@CHECKS.each_family
+def caveats_are_about_the_plans(bench: Bench) -> None:
+    """Caveats are about service ports that were asked about, and nothing is changed by asking."""
+    update = full_update(ADDRESSES[bench.family].view(), everything(bench.family))
+    subject = bench.subject
+    for caveat in subject.registry.caveats(subject.mode, update, subject.settings):
+        expect(isinstance(caveat, Caveat), f"kproxy_caveats returned a {type(caveat).__name__}, not Caveat")
+        expect(caveat.what, "a caveat does not say what it is about")
+        if caveat.service_port is not None:
+            expect(
+                caveat.service_port in update.plans,
+                f"a caveat is about {caveat.service_port}, which does not exist",
+            )
+    bench.same(bench.untouched, "kproxy_caveats changed the kernel")
+
+
+@CHECKS.each_family
+def renders_without_a_trace(bench: Bench) -> None:
+    """Rules are rendered before any sync and after it, without changing the kernel or what is remembered."""
+    family, wanted = bench.family, everything(bench.family)
+    worker = bench.subject.start()
+    text = render(worker, family, wanted)
+    expect(text.strip(), "kproxy_render returned no text")
+    bench.same(bench.untouched, "making a backend and kproxy_render changed the kernel")
+    full(worker, family, wanted)
+    before = bench.state()
+    expect(render(worker, family, wanted) == text, "kproxy_render returns something else after a sync")
+    render(worker, family, {})
+    bench.same(before, "kproxy_render changed the kernel")
+    added = FEATURES[0].plans(family, others=True)
+    change(worker, family, wanted | added, added)
+    bench.settled(worker, wanted | added, "a change after kproxy_render")
+
+
+@CHECKS.each_family
+def renders_the_same_anywhere(bench: Bench) -> None:
+    """Another process, which has no privileges, renders the same text from the same plans."""
+    family, wanted = bench.family, everything(bench.family)
+    text = render(bench.subject.start(), family, wanted)
+    other = rendering.in_another_process(bench.wanted, family.label, {"PYTHONHASHSEED": "7"})
+    if other != text:
+        pairs = zip(text.splitlines(), other.splitlines(), strict=False)
+        first = next((f"{one!r} and {two!r}" for one, two in pairs if one != two), "their lengths")
+        raise Failed(f"kproxy_render is not the same in two processes; they differ first in {first}")
+
+
+@CHECKS.each_family
+def watches_or_says_so(bench: Bench) -> None:
+    """Changes by others are told, and only those; a backend that can't tell says False."""
+    family, wanted = bench.family, everything(bench.family)
+    worker = bench.started(wanted)
+    told: list[tuple[Family, str]] = []
+    noticed = threading.Event()
+
+    def damaged(family: Family, what: str) -> None:
+        told.append((family, what))
+        noticed.set()
+
+    if not worker.watch(damaged):
+        raise NotApplicable("kproxy_watch says that it can't tell")
+    less = dict(list(wanted.items())[5:])
+    change(worker, family, less, wanted)
+    change(worker, family, wanted, wanted)
+    full(worker, family, wanted)
+    noticed.wait(0.3)
+    expect(not told, f"the backend's own syncs were told as damage: {told[:1]}")
+    bench.destroy()
+    expect(noticed.wait(PATIENCE), f"all rules were flushed, and nobody was told within {PATIENCE:.0f} s")
+    expect(told[0][0] in Family and told[0][1], f"damage is told without family or words: {told[0]}")
+
+
+@CHECKS.once
+def close_leaves_the_kernel_alone(bench: Bench) -> None:
+    """When the process ends, the rules stay: connections go on while there is none."""
+    worker = _both(bench)
+    worker.watch(deaf)
+    before = bench.state()
+    bench.subject.end(worker)
+    bench.same(before, "kproxy_close changed the kernel")
+
+
+@CHECKS.once
+def close_lets_go_of_everything(bench: Bench) -> None:
+    """Threads, processes and open files of a backend end with it."""
+    bench.subject.end(_both(bench))  # What is only made once, such as a library's own, may stay.
+    before = _held()
+    worker = _both(bench)
+    worker.watch(deaf)
+    bench.subject.end(worker)
+    left = _until(lambda: [*(_held() - before)], lambda found: not found)
+    expect(not left, f"after kproxy_close there are still: {', '.join(sorted(left))}")
+
+
+@CHECKS.once
+def cleanup_leaves_nothing(bench: Bench) -> None:
+    """A dry run names what is there and changes nothing; clean-up removes just that, all of it, once."""
+    bench.subject.end(_both(bench))
+    before = bench.state()
+    listed = _cleaned(bench, dry_run=True)
+    bench.same(before, "kproxy_cleanup with dry_run changed the kernel")
+    expect(
+        listed.removed or before == bench.untouched,
+        "kproxy_cleanup with dry_run names nothing, though there are rules for every Service",
+    )
+    removed = _cleaned(bench)
+    bench.same(bench.untouched, "kproxy_cleanup left (+) or took along (-)")
+    expect(
+        removed.removed == listed.removed,
+        f"kproxy_cleanup removed {removed.removed}, with dry_run it had named {listed.removed}",
+    )
+    again = _cleaned(bench)
+    expect(not again.removed, f"a second kproxy_cleanup still removes {again.removed}")
+
+
+@CHECKS.once
+def cleanup_of_nothing_is_quiet(bench: Bench) -> None:
+    """Where the mode never ran, clean-up does nothing and reports no errors."""
+    for dry_run in (True, False):
+        found = _cleaned(bench, dry_run=dry_run)
+        expect(not found.removed, f"kproxy_cleanup names {found.removed} where nothing is")
+    bench.same(bench.untouched, "kproxy_cleanup where the mode never ran changed")
+
+
+@CHECKS.once
+def cleanup_spares_what_kube_proxy_uses(bench: Bench) -> None:
+    """With own_only, nothing is removed that a full clean-up would not remove."""
+    bench.subject.end(_both(bench))
+    before = bench.state()
+    everything_listed = set(_cleaned(bench, dry_run=True).removed)
+    own = set(bench.subject.cleanup(dry_run=True, own_only=True).removed)
+    bench.same(before, "kproxy_cleanup with dry_run and own_only changed the kernel")
+    expect(own <= everything_listed, f"only own_only names {own - everything_listed}")
+
+
+@CHECKS.once
+def rules_of_others_stay(bench: Bench) -> None:
+    """Neither a sync nor a clean-up touches what somebody else put into the kernel."""
+    namespaces.run("ip", "link", "add", "foreign", "type", "veth", "peer", "name", "foreign-peer")
+    namespaces.run("ip", "address", "add", "192.0.2.99/32", "dev", "foreign")
+    table = f"table ip {_FOREIGN}"
+    rules = f"{table} {{ chain c {{ type filter hook output priority 0; ip daddr 192.0.2.98 drop; }}; }}\n"
+    namespaces.run("nft", "-f", "-", stdin=rules)
+    before = bench.state()
+    bench.subject.end(_both(bench))
+    there = set(bench.state().lines)
+    gone = [line for line in before.lines if line not in there]
+    expect(not gone, "a sync removed what somebody else had made:\n" + "\n".join(gone[:10]))
+    _cleaned(bench)
+    bench.same(before, "kproxy_cleanup changed what somebody else had made")
+
+
+@CHECKS.once
+def retires_without_connections_at_once(bench: Bench) -> None:
+    """Once another mode serves, a backend without connections waits for nobody, and leaves nothing."""
+    worker = _both(bench)
+    subject = bench.subject
+    left = _until(
+        lambda: subject.registry.retire(subject.mode, subject.settings), lambda found: not found.waiting
+    )
+    expect(not left.errors, f"kproxy_retire: {'; '.join(left.errors)}")
+    expect(not left.waiting, f"kproxy_retire waits for {left.waiting} connections, and there was none")
+    subject.end(worker)
+    _cleaned(bench)
+    bench.same(bench.untouched, "kproxy_retire, kproxy_close and kproxy_cleanup left (+) or took along (-)")
+
+
+def _both(bench: Bench) -> Worker:
+    """A backend that has programmed everything in both families."""
+    worker = bench.started(everything(Family.IPV4), Family.IPV4)
+    full(worker, Family.IPV6, everything(Family.IPV6))
+    return worker
+
+
+def _cleaned(bench: Bench, *, dry_run: bool = False) -> Leftovers:
+    found = bench.subject.cleanup(dry_run=dry_run)
+    expect(not found.errors, f"kproxy_cleanup: {'; '.join(found.errors)}")
+    return found
+
+
+def _held() -> set[str]:
+    """Threads, child processes and open files of this process, in words."""
+    found = {f"thread {thread.name}" for thread in threading.enumerate()}
+    for task in Path("/proc/self/task").iterdir():
+        children = task / "children"
+        if children.exists():
+            found |= {f"process {pid}" for pid in children.read_text().split()}
+    files: dict[str, int] = {}
+    for handle in Path("/proc/self/fd").iterdir():
+        try:
+            kind = re.sub(r"\d+", "N", os.readlink(handle))
+        except OSError:  # the one that lists them
+            continue
+        files[kind] = files.get(kind, 0) + 1
+        found.add(f"file {kind} ({files[kind]})")
+    return found
+
+
+def _until(look: Callable[[], _Seen], enough: Callable[[_Seen], bool]) -> _Seen:
+    """What *look* sees as soon as that is *enough*, or after a while."""
+    until = time.monotonic() + PATIENCE
+    while not enough(seen := look()) and time.monotonic() < until:
+        time.sleep(0.05)
+    return seen

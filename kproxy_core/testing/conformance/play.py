@@ -1,0 +1,163 @@
+"""Where packets are sent: the backend on a node with pods, another node and a client around it."""
+
+import contextlib
+from collections.abc import Iterator
+
+from kproxy_core.backend.worker import Worker
+from kproxy_core.model.address import Family, Protocol
+from kproxy_core.testing.builders import endpoint, endpoint_slice, full_update, plans, service
+from kproxy_core.testing.conformance import dialing, namespaces
+from kproxy_core.testing.conformance.bench import inside
+from kproxy_core.testing.conformance.checks import Check, Failed, NotApplicable
+from kproxy_core.testing.conformance.dialing import Answer, Connection, Frontend
+from kproxy_core.testing.conformance.features import ADDRESSES, Plans
+from kproxy_core.testing.conformance.namespaces import CommandFailed
+from kproxy_core.testing.conformance.network import PORT, Network, network
+from kproxy_core.testing.conformance.subject import Subject, Wanted, change, full
+
+_TRIES, _MOST_TRIES = 12, 100
+"""New connections that are made to see who answers; and until each of several endpoints has."""
+
+
+class Play:
+    """One subject that runs on the node of a network."""
+
+    def __init__(self, subject: Subject, around: Network, family: Family) -> None:
+        self.subject = subject
+        self.family = family
+        self.at = ADDRESSES[family]
+        self._hosts = around.hosts
+        self._plans: Plans = {}
+        self._shown: Plans = {}
+        self.worker: Worker = subject.start()
+        full(self.worker, family, {})
+
+    def serve(
+        self, name: str, *ports: str, to: str = "near other far", number: int = 1, **options: object
+    ) -> None:
+        """Have the backend serve this Service from now on, by pods *to*; *number* gives it its addresses.
+
+        *options* are those of `builders.service`.
+        """
+        ports = ports or ("80",)
+        made = service(name, *ports, ip=self.at.cluster_ip(number), **options)  # type: ignore[arg-type]
+        places = {
+            "near": (self.at.near[0], "node1"),
+            "other": (self.at.near[1], "node1"),
+            "far": (self.at.far, "node2"),
+        }
+        chosen = [endpoint(*places[pod]) for pod in to.split()]
+        inner = [
+            f"{spec.rpartition(':')[0] + ':' if ':' in spec else ''}{PORT}{'/UDP' * ('UDP' in spec)}"
+            for spec in ports
+        ]
+        piece = endpoint_slice(name, *chosen, ports=inner, family=self.family)
+        self._bring(name, plans(self.at.view(), made, piece))
+
+    def remove(self, name: str) -> None:
+        """The Service is deleted."""
+        self._bring(name, {})
+
+    def have_successor(self) -> None:
+        """Another mode translates addresses from now on; kernels stop to once nobody is left who does."""
+        chains = "".join(
+            f"chain {hook} {{ type nat hook {hook} priority 0; ct status dnat accept; }}; "
+            for hook in ("prerouting", "input", "output", "postrouting")
+        )
+        try:
+            for family in ("ip", "ip6"):
+                namespaces.run(
+                    "nft", "-f", "-", stdin=f"table {family} kproxy-kit-successor {{ {chains} }}\n"
+                )
+        except CommandFailed:
+            for program in ("iptables", "ip6tables"):
+                namespaces.run(program, "-t", "nat", "-N", "KPROXY-KIT-SUCCESSOR")
+
+    def begin(self) -> None:
+        """A process begins over the rules that are there."""
+        self.worker = self.subject.start()
+        full(self.worker, self.family, self._plans)
+
+    def _bring(self, name: str, found: Plans) -> None:
+        before = {key: plan for key, plan in self._plans.items() if key.name == name}
+        for key in before:
+            del self._plans[key]
+        self._plans.update(found)
+        self._shown.update(found)
+        change(self.worker, self.family, self._plans, {**before, **found})
+
+    def announced(self) -> str:
+        """What the backend says it does not do of what the Services asked for; "" for nothing."""
+        subject, update = self.subject, full_update(self.at.view(), self._shown)
+        caveats = subject.registry.caveats(subject.mode, update, subject.settings)
+        return "; ".join(dict.fromkeys(caveat.what for caveat in caveats if caveat.lost))
+
+    # Frontends -------------------------------------------------------------------------------
+
+    def cluster_ip(self, port: int = 80, protocol: Protocol = Protocol.TCP, number: int = 1) -> Frontend:
+        return Frontend(self.at.cluster_ip(number), port, protocol)
+
+    def node_port(self, port: int, protocol: Protocol = Protocol.TCP) -> Frontend:
+        return Frontend(self.at.node, port, protocol)
+
+    def external(self, number: int, port: int = 80) -> Frontend:
+        return Frontend(self.at.external_ip(number), port)
+
+    # Clients ---------------------------------------------------------------------------------
+
+    def ask(self, host: str, frontend: Frontend, source: str = "") -> Answer:
+        """Who answers a new connection from *host* (see `network.Network`)."""
+        if host == "client":
+            source = source or self.at.clients[0]
+        return dialing.ask(self._hosts[host], frontend, source)
+
+    def ask_often(self, host: str, frontend: Frontend, source: str = "", tries: int = _TRIES) -> list[Answer]:
+        return [self.ask(host, frontend, source) for _ in range(tries)]
+
+    def reaches(self, host: str, frontend: Frontend, *pods: str) -> None:
+        """Fail unless new connections from *host* are spread over just these pods."""
+        found = {answer.by for answer in self.ask_often(host, frontend)}
+        for _ in range(_TRIES, _MOST_TRIES):
+            if not set(pods) - found:
+                break
+            found.add(self.ask(host, frontend).by)
+        if found != set(pods):
+            wanted = ", ".join(pods)
+            raise Failed(
+                f"from {host} to {frontend}: answered by {', '.join(sorted(found))}, not by {wanted}"
+            )
+
+    def connection(self, host: str, frontend: Frontend) -> "contextlib.AbstractContextManager[Connection]":
+        return dialing.connection(self._hosts[host], frontend)
+
+    def refused(self, host: str, frontend: Frontend) -> None:
+        dialing.refused(self._hosts[host], frontend)
+
+    def unanswered(self, host: str, frontend: Frontend, source: str = "", *, silent: bool = False) -> None:
+        dialing.unanswered(self._hosts[host], frontend, source, silent=silent)
+
+
+@contextlib.contextmanager
+def play(wanted: Wanted, family: Family) -> Iterator[Play]:
+    """A play in a network of its own; the calling thread is on the node while it lasts."""
+    with network() as around, inside(around.hosts["node"], wanted):
+        subject = Subject(wanted)
+        try:
+            yield Play(subject, around, family)
+        finally:
+            subject.end_all()
+
+
+def run_check(check: Check, wanted: Wanted, family: Family) -> None:
+    """Play a scenario. A failure that the author expects is NotApplicable if the backend announces why."""
+    with play(wanted, family) as made:
+        try:
+            check.run(made)
+        except Failed as failure:
+            announced = made.announced()
+            if not announced:
+                raise
+            if check.name in wanted.not_applicable:
+                raise NotApplicable(f"the backend announces: {announced}") from failure
+            hint = f"The backend announces: {announced}. If that is why, say so in kproxy_not_applicable."
+            raise Failed(f"{failure}\n{hint}") from failure.__cause__

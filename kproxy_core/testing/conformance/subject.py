@@ -1,0 +1,101 @@
+"""The backend that is judged: found as kproxy finds it, made, used and let go."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kproxy_core.backend.api import BackendSettings, Damage, Leftovers, SyncReport, Update
+from kproxy_core.backend.registry import Registry
+from kproxy_core.backend.worker import Worker
+from kproxy_core.model.address import Family
+from kproxy_core.model.node import NodeView
+from kproxy_core.model.service import ServicePortKey
+from kproxy_core.testing.builders import changed_update, full_update
+from kproxy_core.testing.conformance.features import ADDRESSES, Plans
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the author asked to have judged, and how."""
+
+    mode: str
+    plugins: tuple[str, ...] = ()
+    """As ``kproxy -p`` takes them."""
+    options: Mapping[str, object] = field(default_factory=dict)
+    """As ``kproxy.backendOptions`` has them for the mode."""
+    node: tuple[str, ...] = ()
+    """Commands that make the node what the backend finds, such as the rules of a kubelet."""
+    state: tuple[str, ...] = ()
+    """Commands that print what the backend keeps, where the kit would not look."""
+    damage: tuple[str, ...] = ()
+    """Commands that destroy what the backend keeps, where the kit would not know how."""
+    not_applicable: Mapping[str, str] = field(default_factory=dict)
+    """Checks that ask for what the backend does not do, and why; "": the backend announces that itself."""
+
+
+class Subject:
+    """The plugin of one mode in a registry of its own, and the backends that it made."""
+
+    def __init__(self, wanted: Wanted, families: Sequence[Family] = tuple(Family)) -> None:
+        self.wanted = wanted
+        self.mode = wanted.mode
+        self.registry = Registry(plugins=wanted.plugins)
+        self.settings = BackendSettings(tuple(families), options=dict(wanted.options))
+        self._workers: list[Worker] = []
+
+    def start(self) -> Worker:
+        """As a process that starts."""
+        worker = self.registry.make_backend(self.mode, self.settings)
+        self._workers.append(worker)
+        return worker
+
+    def end(self, worker: Worker) -> None:
+        """As a process that ends."""
+        self._workers.remove(worker)
+        self.registry.close_backend(worker)
+
+    def end_all(self) -> None:
+        """End what still runs."""
+        for worker in list(self._workers):
+            self.end(worker)
+
+    def cleanup(self, *, dry_run: bool = False, own_only: bool = False) -> Leftovers:
+        return self.registry.cleanup(self.mode, self.settings, dry_run=dry_run, own_only=own_only)
+
+
+def full(worker: Worker, family: Family, plans: Plans, node: NodeView | None = None) -> SyncReport:
+    """A full sync. What it is given does not outlive the call, as the contract says."""
+    given = dict(plans)
+    update = full_update(node or ADDRESSES[family].view(), given)
+    try:
+        return worker.sync(update)
+    finally:
+        given.clear()
+
+
+def change(
+    worker: Worker,
+    family: Family,
+    after: Plans,
+    changed: Iterable[ServicePortKey],
+    node: NodeView | None = None,
+) -> SyncReport:
+    """A sync of the service ports *changed*, to what *after* says; with *node*, the node has changed."""
+    given = dict(after)
+    update = changed_update(node or ADDRESSES[family].view(), given, changed)
+    if node is not None:
+        update = Update(update.family, update.scope, node, update.changed, given, node_changed=True)
+    try:
+        return worker.sync(update)
+    finally:
+        given.clear()
+
+
+def render(worker: Worker, family: Family, plans: Plans) -> str:
+    return worker.render(full_update(ADDRESSES[family].view(), plans))
+
+
+def deaf(family: Family, what: str) -> None:
+    """A `Damage` that nobody listens to."""
+
+
+_: Damage = deaf
