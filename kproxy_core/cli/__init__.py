@@ -195,6 +195,7 @@ def _clean(flags: Flags, dry_run: bool, own_only: bool, spared: tuple[str, ...])
         file = config.load(flags["config"]) if flags.get("config") else None
         registry = _registry(config.resolve(flags, file).plugins)
         settings_of = settings_of_modes(Configuration(flags, file), served_families())
+    told: set[str] = set()
     failed = False
     for description in registry.load_all():
         if description.mode in spared:
@@ -203,7 +204,9 @@ def _clean(flags: Flags, dry_run: bool, own_only: bool, spared: tuple[str, ...])
             settings = settings_of(description.mode)
         left = registry.cleanup(description.mode, settings, dry_run=dry_run, own_only=own_only)
         for removed in left.removed:
-            click.echo(f"{left.mode}: {removed}{' would be' if dry_run else ''} removed")
+            if removed not in told:  # Two modes would remove it; the first one does.
+                click.echo(f"{left.mode}: {removed}{' would be' if dry_run else ''} removed")
+        told.update(left.removed)
         for error in left.errors:
             click.echo(f"{left.mode}: {error}", err=True)
         failed = failed or bool(left.errors)

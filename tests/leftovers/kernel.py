@@ -1,0 +1,25 @@
+"""All that the modes could have in a node's kernel, as a value."""
+
+from kproxy_core.host.iptables_variant import find_variants
+from kproxy_core.model.address import Family
+from tests.core.namespaces import Namespace
+
+
+def held(node: Namespace) -> list[str]:
+    """Rules and chains of both interfaces, tables of nf_tables, ipsets, and interfaces; sorted.
+
+    Chains of the kernel's own are left out, and so is what counts as order.
+    """
+    found = [f"ipset {name}" for name in node.run("ipset", "list", "-name").split()]
+    found += [f"link {line.split()[1]}" for line in node.run("ip", "-o", "link").splitlines()]
+    tables = node.run("nft", "list", "tables").splitlines()
+    found += [table for table in tables if table.split()[2] not in ("filter", "nat", "mangle")]
+    for variant in find_variants():
+        for family in Family:
+            table = ""
+            for line in node.run(variant.program(family, "save")).splitlines():
+                if line.startswith("*"):
+                    table = line[1:]
+                elif line.startswith("-A") or (line.startswith(":") and " - " in line):
+                    found.append(f"{variant.program(family)} {table} {line.partition(' [')[0]}")
+    return sorted(found)
