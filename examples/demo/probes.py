@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Self
 
-from examples.demo.sandbox import Host
+from examples.demo.sandbox import Place
 
 PATIENCE = 2.0
 """Seconds until an attempt without an answer has failed."""
@@ -35,7 +35,7 @@ class Frontend:
         return f"{host}:{self.port}" + ("" if self.protocol == "TCP" else f"/{self.protocol.lower()}")
 
 
-def dial(host: Host, frontend: Frontend) -> socket.socket:
+def dial(host: Place, frontend: Frontend) -> socket.socket:
     """A socket in *host*, connected to *frontend*. Raises OSError."""
     family = socket.AF_INET6 if ":" in frontend.address else socket.AF_INET
     kind = socket.SOCK_DGRAM if frontend.protocol == "UDP" else socket.SOCK_STREAM
@@ -60,7 +60,7 @@ def hear(caller: socket.socket) -> Answer:
     return Answer(words["by"], words["seen"])
 
 
-def ask(host: Host, frontend: Frontend) -> Answer:
+def ask(host: Place, frontend: Frontend) -> Answer:
     """One fresh connection or flow. Raises OSError."""
     with dial(host, frontend) as caller:
         return hear(caller)
@@ -70,7 +70,7 @@ def ask(host: Host, frontend: Frontend) -> Answer:
 class Traffic:
     """Fresh connections, one after the other, until the end of the ``with`` block."""
 
-    host: Host
+    host: Place
     frontend: Frontend
     answered: Counter[str] = field(default_factory=Counter)
     last: dict[str, float] = field(default_factory=dict)

@@ -3,7 +3,6 @@
 import http.client
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -13,11 +12,10 @@ from typing import Any, Self
 
 import yaml
 
-from examples.demo.sandbox import Host
+from examples.demo.sandbox import Place
 
 EXAMPLES = Path(__file__).parents[1]
 KPROXY = Path(sys.executable).with_name("kproxy")
-HEALTHZ_PORT, METRICS_PORT = 10256, 10249
 START_DEADLINE = 10.0
 STOP_DEADLINE = 5.0
 
@@ -29,20 +27,18 @@ class ProxyFailed(Exception):
 
 
 class Proxy:
-    """`kproxy --mode=nftables --manifests DIR --config FILE --hostname-override node1` on *node*."""
+    """`kproxy --manifests DIR` with *options*, on *node*; its log goes to *directory*."""
 
-    def __init__(self, node: Host, mode: str, directory: Path) -> None:
+    def __init__(
+        self, node: Place, directory: Path, manifests: Path, options: list[str], *,
+        healthz_port: int = 10256, metrics_port: int = 10249,
+    ) -> None:
         self._node = node
         self._log = directory / "kproxy.log"
-        self.manifests = directory / "shop"
-        shutil.copytree(EXAMPLES / "shop", self.manifests)
-        self.command = [
-            str(KPROXY),
-            f"--mode={mode}",
-            f"--manifests={self.manifests}",
-            f"--config={EXAMPLES / 'kproxy.yaml'}",
-            "--hostname-override=node1",
-        ]
+        self.manifests = manifests
+        self.command = [str(KPROXY), f"--manifests={manifests}", *options]
+        self._healthz_port = healthz_port
+        self._metrics_port = metrics_port
         self.started_in = 0.0
         """Seconds from process start until healthz said 200."""
 
@@ -75,7 +71,10 @@ class Proxy:
             self._process.wait()
 
     def log_tail(self) -> str:
-        return "\n".join(self._log.read_text(errors="replace").splitlines()[-20:])
+        return "\n".join(self.log().splitlines()[-20:])
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
 
     def resident_mebibytes(self) -> float:
         status = Path(f"/proc/{self._process.pid}/status").read_text()
@@ -84,7 +83,7 @@ class Proxy:
 
     def _healthy(self) -> bool:
         try:
-            return self._get(HEALTHZ_PORT, "/healthz")[0] == 200
+            return self._get(self._healthz_port, "/healthz")[0] == 200
         except OSError:
             return False
 
@@ -101,11 +100,11 @@ class Proxy:
 
     def mode(self) -> str:
         """What the process says it runs as."""
-        return self._get(METRICS_PORT, "/proxyMode")[1]
+        return self._get(self._metrics_port, "/proxyMode")[1]
 
     def metric(self, name: str) -> float:
         """The sum of the metric *name* over all its labels."""
-        text = self._get(METRICS_PORT, "/metrics")[1]
+        text = self._get(self._metrics_port, "/metrics")[1]
         return sum(float(value) for found, _, value in _SAMPLE.findall(text) if found == name)
 
     # changes of the manifests ------------------------------------------------------------

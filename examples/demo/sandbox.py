@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 CLONE_NEWNET = 0x40000000
 NAMES = Path("/run/netns")
@@ -49,6 +49,19 @@ def run(command: Sequence[str], stdin: str = "") -> str:
     if done.returncode:
         raise SandboxError(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout
+
+
+class Place(Protocol):
+    """Where programs and sockets are."""
+
+    def entered(self) -> contextlib.AbstractContextManager[None]:
+        """The calling thread is there."""
+
+    def socket(self, family: socket.AddressFamily, kind: socket.SocketKind) -> socket.socket:
+        """A socket that belongs there for life."""
+
+    def start(self, command: Sequence[str], log: IO[bytes]) -> "subprocess.Popen[bytes]":
+        """A program that runs there, its output in *log*."""
 
 
 class Host:

@@ -55,14 +55,33 @@ class Servers:
             listener = host.socket(socket.AF_INET6, socket.SOCK_STREAM)
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             listener.bind(("::", port))
-            starting = self._loop.create_server(lambda: _Stream(pod.name), sock=listener, backlog=BACKLOG)
-            server = asyncio.run_coroutine_threadsafe(starting, self._loop).result()
-            self._listening.setdefault(pod.name, []).append(server)
+            self._stream(pod.name, listener)
         for port in pod.udp:
             datagrams = host.socket(socket.AF_INET, socket.SOCK_DGRAM)
             datagrams.bind(("0.0.0.0", port))
-            opening = self._loop.create_datagram_endpoint(lambda: _Datagrams(pod.name), sock=datagrams)
-            asyncio.run_coroutine_threadsafe(opening, self._loop).result()
+            self._datagrams(pod.name, datagrams)
+
+    def serve_at(self, address: str, pod: Pod) -> dict[int, int]:
+        """Do what *pod* does at *address* of this machine; the port there, by the pod's."""
+        found = {}
+        for kind, ports, serve in (
+            (socket.SOCK_STREAM, pod.tcp, self._stream), (socket.SOCK_DGRAM, pod.udp, self._datagrams),
+        ):  # fmt: skip
+            for port in ports:
+                sock = socket.socket(socket.AF_INET, kind)
+                sock.bind((address, 0))
+                found[port] = sock.getsockname()[1]
+                serve(pod.name, sock)
+        return found
+
+    def _stream(self, name: str, listener: socket.socket) -> None:
+        starting = self._loop.create_server(lambda: _Stream(name), sock=listener, backlog=BACKLOG)
+        server = asyncio.run_coroutine_threadsafe(starting, self._loop).result()
+        self._listening.setdefault(name, []).append(server)
+
+    def _datagrams(self, name: str, sock: socket.socket) -> None:
+        opening = self._loop.create_datagram_endpoint(lambda: _Datagrams(name), sock=sock)
+        asyncio.run_coroutine_threadsafe(opening, self._loop).result()
 
     def stop_accepting(self, name: str) -> None:
         """The pod *name* refuses new connections from now on; those it has go on."""

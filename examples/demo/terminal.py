@@ -42,6 +42,11 @@ class Verdict:
         mark = _styled("✓", _GREEN) if good else _styled("✗", _RED)
         print(f"  {mark} {text}", flush=True)
 
+    def summary(self) -> int:
+        """Say how it went; the exit status of the demo."""
+        title(f"{self.checked - self.failed} of {self.checked} checks are as they should be.")
+        return 1 if self.failed else 0
+
 
 class Table:
     """Columns of fixed width, so that each row can be printed as soon as it is known."""

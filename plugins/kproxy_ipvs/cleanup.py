@@ -31,7 +31,6 @@ _OLDER = frozenset({(NAT, "KUBE-FIRE-WALL"), (NAT, "KUBE-MARK-DROP")})
 """Up to kube-proxy 1.24 and 1.27. The second is kubelet's, too, which makes it again."""
 
 _NEVER_KUBE_PROXYS = frozenset({
-    (NAT, names.IPVS_POSTROUTING),
     (MANGLE, names.IPVS_ACCESS), (MANGLE, names.SOURCE_RANGES), (MANGLE, names.SHORT_CIRCUITS),
 })  # fmt: skip
 _SETS_NEVER_KUBE_PROXYS = (names.SHORT_CIRCUIT, names.NO_LOCAL)

@@ -3,7 +3,7 @@
 import errno
 import socket
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.host import netlink
@@ -13,15 +13,21 @@ from kproxy_ipvs.names import DEVICE
 
 _RTM_NEWLINK, _RTM_DELLINK = 16, 17
 _RTM_NEWADDR, _RTM_DELADDR, _RTM_GETADDR = 20, 21, 22
-_CREATE = 0x400 | 0x200
-"""NLM_F_CREATE and NLM_F_EXCL."""
+_RTM_NEWROUTE, _RTM_DELROUTE = 24, 25
+_NLM_F_REPLACE, _NLM_F_EXCL, _NLM_F_CREATE = 0x100, 0x200, 0x400
+_CREATE = _NLM_F_CREATE | _NLM_F_EXCL
+_RTMSG = struct.Struct("=BBBBBBBBI")
+_RTPROT_KERNEL, _RTPROT_STATIC = 2, 4
+_TABLE_LOCAL, _TYPE_LOCAL, _SCOPE_HOST = 255, 2, 254
+_RTA_DST, _RTA_OIF, _RTA_PREFSRC = 1, 4, 7
 _IFLA_IFNAME, _IFLA_LINKINFO, _IFLA_INFO_KIND = 3, 18, 1
 _IFA_ADDRESS, _IFA_LOCAL, _IFA_FLAGS = 1, 2, 8
 _NO_DAD = 0x02
 _LINK_LOCAL_SCOPE = 253
 _AF = {Family.IPV4: socket.AF_INET, Family.IPV6: socket.AF_INET6}
 _IFADDRMSG = struct.Struct("=BBBBI")
-_PRESENT, _ABSENT = frozenset({errno.EEXIST}), frozenset({errno.EADDRNOTAVAIL, errno.ENODEV})
+_PRESENT = frozenset({errno.EEXIST})
+_ABSENT = frozenset({errno.EADDRNOTAVAIL, errno.ENODEV, errno.ESRCH})
 
 
 def exists() -> bool:
@@ -43,6 +49,8 @@ def delete() -> None:
     """Delete the device with all its addresses, if it is there. Raises SyncFailed."""
     index = _index()
     if index is not None:
+        # Routes that `lend_source` has made in this family are not the device's.
+        unbind(read(Family.IPV6)[0], Family.IPV6)
         payload = struct.pack("=BxHiII", 0, 0, index, 0, 0)
         _send([Request(_RTM_DELLINK, 0, payload)], _ABSENT)
 
@@ -77,14 +85,32 @@ def read(family: Family) -> tuple[frozenset[Address], frozenset[Address]]:
     return frozenset(ours), frozenset(others)
 
 
+def lend_source(addresses: Iterable[Address], source: Address, family: Family) -> None:
+    """Have the node's own new connections to *addresses* come from *source*, not from the address itself.
+
+    Those that come from the address end when that is taken off the device. Raises SyncFailed.
+    """
+    preferred = netlink.attribute(_RTA_PREFSRC, source)
+    requests = []
+    for address in addresses:
+        if family is Family.IPV4:
+            requests.append(_route(_RTM_NEWROUTE, _NLM_F_CREATE | _NLM_F_REPLACE, address, family, preferred))
+        else:
+            # The kernel's own route has a metric that none of ours can have. Hence not in its place.
+            requests.append(_route(_RTM_NEWROUTE, _CREATE, address, family, preferred))
+            requests.append(_route(_RTM_DELROUTE, 0, address, family, protocol=_RTPROT_KERNEL))
+    _send(requests, _PRESENT | _ABSENT)
+
+
 def bind(addresses: Iterable[Address], family: Family) -> None:
     """Put *addresses* on the device; some may be there. Raises SyncFailed."""
     _change(_RTM_NEWADDR, _CREATE, addresses, family, _PRESENT)
 
 
-def unbind(addresses: Iterable[Address], family: Family) -> None:
+def unbind(addresses: Collection[Address], family: Family) -> None:
     """Take *addresses* off the device; some may be gone. Raises SyncFailed."""
     _change(_RTM_DELADDR, 0, addresses, family, _ABSENT)
+    _send([_route(_RTM_DELROUTE, 0, address, family) for address in addresses], _ABSENT)
 
 
 def _change(
@@ -98,6 +124,16 @@ def _change(
         raise SyncFailed(f"{DEVICE} is not there")
     header = _IFADDRMSG.pack(_AF[family], family.bits, _NO_DAD, 0, index)
     _send([Request(kind, flags, header + _both(address)) for address in addresses], accepted)
+
+
+def _route(
+    kind: int, flags: int, address: Address, family: Family, *more: bytes, protocol: int = _RTPROT_STATIC
+) -> Request:
+    """About a route that makes *address* a local one. IPv6 has none over a device that is down."""
+    device = "lo" if family is Family.IPV6 and protocol == _RTPROT_STATIC else DEVICE
+    header = _RTMSG.pack(_AF[family], family.bits, 0, 0, _TABLE_LOCAL, protocol, _SCOPE_HOST, _TYPE_LOCAL, 0)
+    out = netlink.attribute(_RTA_OIF, struct.pack("=I", socket.if_nametoindex(device)))
+    return Request(kind, flags, header + netlink.attribute(_RTA_DST, address) + out + b"".join(more))
 
 
 def _both(address: Address) -> bytes:

@@ -4,11 +4,14 @@ Netlink gives the real servers of one virtual server at a time; here one file ha
 change things while it is read, and a virtual server may then be missing.
 """
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from kproxy_core.model.address import Address, Family, Protocol, parse_address
 from kproxy_core.model.endpoint import Destination
+from kproxy_core.plan.service_plan import Frontend
 from kproxy_ipvs.batch import Listed
 from kproxy_ipvs.render import ServerKey
 
@@ -20,8 +23,17 @@ CONNECTIONS = _DIRECTORY / "ip_vs_conn"
 
 _PROTOCOLS = {protocol.name: protocol for protocol in Protocol}
 
+_OPEN = frozenset({"ESTABLISHED", "SYN_SENT", "SYN_RECV", "SYNACK"})
+"""States of TCP and SCTP connections that IPVS calls active."""
 _ENDED = frozenset({"TIME_WAIT", "CLOSE", "CLOSED", "REJECTED"})
-"""States of TCP and SCTP connections in which nobody has anything to say any more."""
+"""States in which nobody has anything to say any more."""
+
+
+class Closing(NamedTuple):
+    """Connections of which one side may still send data, though IPVS calls them inactive."""
+
+    frontend: Frontend
+    real_server: Destination
 
 
 def real_servers(lines: Iterable[str]) -> dict[ServerKey, list[Listed]]:
@@ -46,17 +58,20 @@ def real_servers(lines: Iterable[str]) -> dict[ServerKey, list[Listed]]:
     return found
 
 
-def unfinished(lines: Iterable[str]) -> Mapping[Destination, int]:
-    """How many connections each real server has that may still carry data, from the lines of `CONNECTIONS`.
+def closing(lines: Iterable[str]) -> Counter[Closing]:
+    """How many connections are being closed, from the lines of `CONNECTIONS`.
 
-    UDP is left out, and so is what persistence remembers of clients: they have port 0.
+    What persistence remembers of clients stands there as well, with port 0.
     """
-    found: dict[Destination, int] = {}
+    found: Counter[Closing] = Counter()
     for line in lines:
         words = line.split()
-        if words[0] in ("TCP", "SCTP") and words[2] != "0000" and words[7] not in _ENDED:
-            where = Destination(_address(words[5]), int(words[6], 16))
-            found[where] = found.get(where, 0) + 1
+        protocol = _PROTOCOLS.get(words[0])
+        if protocol is None or protocol is Protocol.UDP or words[2] == "0000":
+            continue
+        if words[7] not in _OPEN and words[7] not in _ENDED:
+            frontend = Frontend(_address(words[3]), protocol, int(words[4], 16))
+            found[Closing(frontend, Destination(_address(words[5]), int(words[6], 16)))] += 1
     return found
 
 

@@ -11,11 +11,12 @@ from typing import NamedTuple
 from kproxy_core.backend.api import Leftovers
 from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.host import conntrack, programs
+from kproxy_core.host.addresses import default_source_address
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.iptables import Tables
 from kproxy_core.host.iptables_removal import described, inputs
 from kproxy_core.host.iptables_variant import find_variants
-from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_address, parse_address
+from kproxy_core.model.address import Cidr, Family, Protocol, format_address, parse_address
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_core.plan.stale_flows import StaleFlows
@@ -23,14 +24,13 @@ from kproxy_ipvs import device, listing, names, rules, sets
 from kproxy_ipvs.applied import Entries
 from kproxy_ipvs.batch import DeleteDestination, DeleteServer, Listed, Operation, PutDestination
 from kproxy_ipvs.cleanup import is_left, what_to_remove
-from kproxy_ipvs.names import FILTER, NAT
+from kproxy_ipvs.listing import Closing
+from kproxy_ipvs.names import FILTER
 from kproxy_ipvs.render import Element, ServerKey
-from kproxy_ipvs.skeleton import JUMPS, device_chains
+from kproxy_ipvs.skeleton import JUMPS, no_frontend
 from kproxy_ipvs.virtual_servers import VirtualServers
 
-_KEPT_CHAINS = frozenset({
-    (FILTER, names.FORWARD), (FILTER, names.IPVS_FILTER), (NAT, names.IPVS_POSTROUTING)
-})  # fmt: skip
+_KEPT_CHAINS = frozenset({(FILTER, names.FORWARD), (FILTER, names.IPVS_FILTER)})
 """Answers are forwarded, and VIPs stay on the device."""
 
 _KEPT_SETS = frozenset({
@@ -77,8 +77,9 @@ class _Retirement:
             key: items for key, (_, items) in counted.items()
             if is_left(key, self._on_device, self._entries, excluded)
         }  # fmt: skip
-        self._verdict = judge(ours, _udp_marks(self._entries), _unfinished(ours))
-        self._staying = {key for key in counted if key not in self._verdict.gone}
+        self._short_circuits = short_circuits(self._entries)
+        self._verdict = judge(ours, self._short_circuits, _closing(ours))
+        self._staying = counted.keys() - set(self._verdict.gone)
 
     @property
     def waiting(self) -> int:
@@ -86,9 +87,16 @@ class _Retirement:
 
     def perform(self, removed: list[str]) -> None:
         """Do it; *removed* gets a line for each object. Raises HostError or SyncFailed."""
-        if names.CLUSTER_IP in self._entries:
-            removed += self._remove_rules()
         verdict = self._verdict
+        needed = {
+            frontend.address for key in self._staying for frontend in frontends(key, self._short_circuits)
+        }
+        unbound = [address for address in self._on_device if address not in needed]
+        if names.CLUSTER_IP in self._entries:
+            source = default_source_address(self._family)
+            if source is not None:
+                device.lend_source(self._on_device.difference(unbound), source, self._family)
+            removed += self._remove_rules()
         flows = _flows(verdict.datagrams)
         # A datagram that comes from now on begins a flow of the other mode, and one that comes before its
         # virtual server is gone does no harm: what it leaves is deleted as well.
@@ -96,8 +104,6 @@ class _Retirement:
         self._servers.write(verdict.operations)
         conntrack.delete_stale_udp(self._family, flows)
         removed += [f"virtual server {key}" for key in verdict.gone]
-        needed = needed_addresses(self._staying, self._entries)
-        unbound = [address for address in self._on_device if address not in needed]
         device.unbind(unbound, self._family)
         removed += [f"address {format_address(address)} on {names.DEVICE}" for address in unbound]
         listed = self._entries.get(names.IPVS_IPS, {})
@@ -107,7 +113,7 @@ class _Retirement:
     def _remove_rules(self) -> list[str]:
         """What decides about new connections, and the sets that only those rules read."""
         removed: list[str] = []
-        kept = device_chains(self._family)
+        kept = {(FILTER, names.IPVS_FILTER): [no_frontend(self._family)]}
         for variant in find_variants():
             tables = Tables(self._family, variant)
             held = rules.read(tables)
@@ -128,30 +134,35 @@ class Verdict(NamedTuple):
 
     operations: list[Operation]
     gone: list[ServerKey]
-    datagrams: list[ServerKey]
-    """Those among them whose flows are to begin anew."""
+    datagrams: list[Frontend]
+    """Flows to these are to begin anew."""
     waiting: int
     """Connections that the others have."""
 
 
+Frontends = Mapping[int, Collection[Frontend]]
+"""What leads to a virtual server with a mark."""
+
+
 def judge(
-    servers: Mapping[ServerKey, Sequence[Listed]],
-    udp_marks: Collection[int],
-    unfinished: Mapping[Destination, int],
+    servers: Mapping[ServerKey, Sequence[Listed]], marked: Frontends, closing: Mapping[Closing, int]
 ) -> Verdict:
     """Which of our *servers* stay for the sake of their connections, without taking new ones.
 
-    *unfinished*: the connections of real servers that may still carry data (see `listing.unfinished`).
+    *closing*: how many connections have one side that may still send (see `listing.closing`).
     """
     verdict = Verdict([], [], [], 0)
     waiting = 0
     for key, items in servers.items():
-        if key.protocol == Protocol.UDP:
-            verdict.datagrams.append(key)
-        udp = key.protocol == Protocol.UDP or key.mark in udp_marks
-        alive = {} if udp else {
-            item.where: count for item in items if (count := _connections(item, unfinished))
-        }  # fmt: skip
+        reached_by = frontends(key, marked)
+        alive: dict[Destination, int] = {}
+        if any(frontend.protocol is Protocol.UDP for frontend in reached_by):
+            verdict.datagrams.extend(reached_by)
+        else:
+            for item in items:
+                half = sum(closing.get(Closing(frontend, item.where), 0) for frontend in reached_by)
+                if count := item.active + min(item.inactive, half):
+                    alive[item.where] = count
         if not alive:
             verdict.operations.append(DeleteServer(key))
             verdict.gone.append(key)
@@ -165,37 +176,38 @@ def judge(
     return verdict._replace(waiting=waiting)
 
 
-def _connections(item: Listed, unfinished: Mapping[Destination, int]) -> int:
-    """Those that are open: also with one side that has nothing to say any more, which IPVS calls inactive."""
-    return max(item.active, min(item.connections, unfinished.get(item.where, 0)))
+def frontends(key: ServerKey, marked: Frontends) -> Collection[Frontend]:
+    """What leads to a virtual server."""
+    if key.address is None:
+        return marked.get(key.mark, ())
+    return (Frontend(key.address, Protocol(key.protocol), key.port),)
 
 
-def _unfinished(servers: Mapping[ServerKey, Sequence[Listed]]) -> Mapping[Destination, int]:
+def short_circuits(entries: Entries) -> Frontends:
+    """What the set of short circuits says."""
+    found: dict[int, list[Frontend]] = {}
+    for entry, mark in entries.get(names.SHORT_CIRCUIT, {}).items():
+        address, _, rest = entry.partition(",")
+        protocol, _, port = rest.partition(":")
+        frontend = Frontend(parse_address(address), Protocol[protocol.upper()], int(port))
+        found.setdefault(mark, []).append(frontend)
+    return found
+
+
+def _closing(servers: Mapping[ServerKey, Sequence[Listed]]) -> Mapping[Closing, int]:
     if not any(item.inactive for items in servers.values() for item in items):
         return {}
     try:
         with listing.CONNECTIONS.open(encoding="ascii") as lines:
-            return listing.unfinished(lines)
+            return listing.closing(lines)
     except OSError as error:
         raise HostError("connections of IPVS can't be read", error) from error
 
 
-def _udp_marks(entries: Entries) -> set[int]:
-    return {mark for entry, mark in entries.get(names.SHORT_CIRCUIT, {}).items() if ",udp:" in entry}
-
-
-def needed_addresses(staying: Collection[ServerKey], entries: Entries) -> set[Address]:
-    """The addresses of virtual servers, and of frontends that reach one by its mark."""
-    marks = {key.mark for key in staying if key.address is None}
-    needed = {key.address for key in staying if key.address is not None}
-    for entry, mark in entries.get(names.SHORT_CIRCUIT, {}).items():
-        if mark in marks:
-            needed.add(parse_address(entry.partition(",")[0]))
-    return needed
-
-
-def _flows(servers: Sequence[ServerKey]) -> StaleFlows:
-    """All flows to these: none of the other mode's, which serves them from the next datagram on."""
-    vips = {(key.address, key.port): frozenset[Destination]() for key in servers if key.address is not None}
-    frontends = frozenset(Frontend(address, Protocol.UDP, port) for address, port in vips)
-    return StaleFlows(frontends, vips, {}, frozenset())
+def _flows(datagrams: Collection[Frontend]) -> StaleFlows:
+    """All flows to *datagrams*."""
+    vips = {
+        (frontend.address, frontend.port): frozenset[Destination]()
+        for frontend in datagrams if frontend.address is not None
+    }  # fmt: skip
+    return StaleFlows(frozenset(datagrams), vips, {}, frozenset())

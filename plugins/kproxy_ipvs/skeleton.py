@@ -31,7 +31,6 @@ JUMPS = (
     _jump(NAT, "OUTPUT", names.SERVICES, "kubernetes service portals"),
     _jump(NAT, "PREROUTING", names.SERVICES, "kubernetes service portals"),
     _jump(NAT, "POSTROUTING", names.POSTROUTING, "kubernetes postrouting rules"),
-    _jump(NAT, "POSTROUTING", names.IPVS_POSTROUTING, "kubernetes ipvs postrouting rules"),
     _jump(FILTER, "FORWARD", names.FORWARD, "kubernetes forwarding rules"),
     _jump(FILTER, "INPUT", names.NODE_PORT, "kubernetes health check rules"),
     _jump(FILTER, "INPUT", names.IPVS_FILTER, "kubernetes ipvs access filter"),
@@ -91,6 +90,8 @@ def skeleton(node: NodeView) -> dict[ChainKey, list[str]]:
         ],
         (NAT, names.POSTROUTING): [
             f"{match(names.LOOP_BACK, 'dst,dst,src')} -j MASQUERADE",
+            # The node itself, when the kernel took the VIP that it dials for its source.
+            f"{match(names.IPVS_IPS, 'src')} -j MASQUERADE --random-fully",
             f"-m mark ! --mark {bit}/{bit} -j RETURN",
             f"-j MARK --set-xmark {bit}/0x0",
             '-m comment --comment "kubernetes service traffic requiring SNAT" -j MASQUERADE --random-fully',
@@ -111,20 +112,14 @@ def skeleton(node: NodeView) -> dict[ChainKey, list[str]]:
                 )
             ),
             f"{match(names.HEALTH_CHECK, 'dst')} -j RETURN",
-            *device_chains(family)[FILTER, names.IPVS_FILTER],
+            no_frontend(family),
         ],
-        (NAT, names.IPVS_POSTROUTING): device_chains(family)[NAT, names.IPVS_POSTROUTING],
     }  # fmt: skip
 
 
-def device_chains(family: Family) -> dict[ChainKey, list[str]]:
-    """The rules that are needed for as long as there are addresses on the device, whatever mode serves."""
-    vips = f"-m set --match-set {names.IPVS_IPS.full_name(family)}"
-    return {
-        (FILTER, names.IPVS_FILTER): [f"{_NEW} {vips} dst -j {_REJECT[family]}"],
-        # The node itself, when the kernel took the VIP that it dials for its source.
-        (NAT, names.IPVS_POSTROUTING): [f"{vips} src -j MASQUERADE --random-fully"],
-    }
+def no_frontend(family: Family) -> str:
+    """The rule that keeps packets to VIPs, which are addresses of the node, from its programs."""
+    return f"{_NEW} -m set --match-set {names.IPVS_IPS.full_name(family)} dst -j {_REJECT[family]}"
 
 
 def rules_differ(one: NodeView, other: NodeView) -> bool:

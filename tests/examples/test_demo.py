@@ -28,6 +28,19 @@ def test_demo_finds_everything_as_it_should_be() -> None:
     assert not {name for name in set(_namespaces()) - before if name in ("router", "customer", "bank")}
 
 
+def test_demo_shows_what_needs_no_privileges() -> None:
+    """Whoever is not root sees the userspace mode instead."""
+    nobody = 65534
+    demo = subprocess.run(
+        [sys.executable, "-m", "examples.demo"], user=nobody, group=nobody, extra_groups=[],
+        cwd=CHECKOUT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert demo.returncode == 0, demo.stdout + demo.stderr
+    assert "✗" not in demo.stdout
+    for shown in ("userspace-listen", "web-a web-b web-c", "names-a", " 0 failed", "connections relayed"):
+        assert shown in demo.stdout
+
+
 def _namespaces() -> list[str]:
     names = Path("/run/netns")
     return [path.name for path in names.iterdir()] if names.exists() else []

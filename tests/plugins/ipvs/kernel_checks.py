@@ -1,119 +1,27 @@
 """The backend on a real kernel with IPVS. `test_kernel` runs these in a guest, which is theirs alone."""
 
-import contextlib
 import socket
 import struct
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kproxy_core.backend.api import BackendSettings
 from kproxy_core.host.iptables import Tables
 from kproxy_core.host.iptables_variant import find_variant
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.model.endpoint import Destination
-from kproxy_core.model.service import ServicePortKey
-from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_core.testing.builders import (
-    changed_update,
-    endpoint,
-    endpoint_slice,
-    full_update,
-    node_view,
-    plans,
-    service,
-)
+from kproxy_core.testing.builders import changed_update, endpoint_slice, plans, service
 from kproxy_ipvs import device, names, rules, sets, skeleton
-from kproxy_ipvs.applied import HeldServer
 from kproxy_ipvs.backend import IpvsBackend
 from kproxy_ipvs.batch import DeleteServer, PutDestination, PutServer
 from kproxy_ipvs.cleanup import cleanup
 from kproxy_ipvs.render import Scheduling, ServerKey
 from kproxy_ipvs.settings import SCHEDULERS
 from kproxy_ipvs.virtual_servers import VirtualServers
-
-Plans = dict[ServicePortKey, ServicePlan]
-
-NODES = {
-    Family.IPV4: node_view(
-        "node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1", ip="192.0.2.1", anywhere=True
-    ),
-    Family.IPV6: node_view(
-        "node1", family=Family.IPV6, pods="fd00:1::/64", node_port_addresses="2001:db8::1", ip="2001:db8::1"
-    ),
-}
-VIP = parse_address("10.96.0.1")
-WEB = ServerKey(Family.IPV4, 0, VIP, Protocol.TCP, 80)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    yield
-    cleanup(dry_run=False)
-
-
-@pytest.fixture
-def make() -> Iterator[Callable[..., IpvsBackend]]:
-    """Makes backends, and closes them at the end."""
-    with contextlib.ExitStack() as stack:
-
-        def made(**options: object) -> IpvsBackend:
-            backend = IpvsBackend(BackendSettings((Family.IPV4, Family.IPV6), options=options))
-            stack.callback(backend.kproxy_close)
-            return backend
-
-        yield made
-
-
-@pytest.fixture
-def kernel() -> Iterator[VirtualServers]:
-    subprocess.run(["modprobe", "ip_vs"], check=True)
-    servers = VirtualServers()
-    yield servers
-    servers.close()
-
-
-def everything(family: Family) -> Plans:
-    """Service ports of every kind."""
-    v4 = family is Family.IPV4
-    node = NODES[family]
-    prefix = "10.96.0." if v4 else "fd00::"
-    near, far = ("10.244.1.5", "10.244.2.5") if v4 else ("fd00:1::5", "fd00:2::5")
-    external, balancer = ("198.51.100.1", "203.0.113.1") if v4 else ("fd00:51::1", "fd00:113::1")
-    ranges = "192.0.2.0/24 198.18.0.1/32" if v4 else "2001:db8::/32 fd00:18::1/128"
-    local = endpoint(near, "node1")
-    remote = endpoint(far, "node2")
-    found: Plans = {}
-    for number, (ports, options) in enumerate([
-        (("a:80@30080", "b:53/UDP@30053", "c:9/SCTP@30009"), {}),
-        (("80@30081",), {"external_local": True, "health_check_node_port": 31000,
-                         "load_balancer_ips": balancer, "external_ips": external}),
-        (("81",), {"load_balancer_ips": balancer, "source_ranges": ranges, "affinity": 600}),
-        (("80",), {"internal_local": True}),
-    ], 1):  # fmt: skip
-        svc = service(f"web-{number}", *ports, ip=f"{prefix}{number}", **options)  # type: ignore[arg-type]
-        named = ports if len(ports) > 1 else ("8080",)
-        piece = endpoint_slice(str(svc.name), local, remote, ports=[p.partition("@")[0] for p in named])
-        found |= plans(node, svc, piece)
-    return found
-
-
-def web(*endpoints: str) -> Plans:
-    """One Service at `VIP`, with endpoints on port 8080."""
-    return plans(NODES[Family.IPV4], service(), endpoint_slice("web", *endpoints, family=Family.IPV4))
-
-
-def full(backend: IpvsBackend, wanted: Mapping[ServicePortKey, ServicePlan]) -> int:
-    family = next(iter(wanted.values())).family
-    return backend.kproxy_sync(full_update(NODES[family], wanted)).operations
-
-
-def change(backend: IpvsBackend, wanted: Plans) -> int:
-    return backend.kproxy_sync(changed_update(NODES[Family.IPV4], wanted, wanted)).operations
+from tests.plugins.ipvs.rig import NODES, WEB, Plans, answers, change, everything, full, web, weight
 
 
 @pytest.mark.parametrize("family", list(Family))
@@ -253,46 +161,33 @@ def test_cleanup_removes_all_and_a_dry_run_nothing(
     assert cleanup(dry_run=False).removed == ()
 
 
-# Connections ----------------------------------------------------------------------------------
+@pytest.mark.parametrize(("family", "vip", "own"), [
+    (Family.IPV4, "10.96.0.1", "192.0.2.1"), (Family.IPV6, "fd00::1", "2001:db8::1"),
+])  # fmt: skip
+def test_another_source_for_what_the_node_sends_to_a_vip(family: Family, vip: str, own: str) -> None:
+    version = "-4" if family is Family.IPV4 else "-6"
+    number = socket.AF_INET if family is Family.IPV4 else socket.AF_INET6
 
+    def source() -> str:
+        with socket.socket(number, socket.SOCK_DGRAM) as sock:
+            sock.connect((vip, 9))
+            return str(sock.getsockname()[0])
 
-@pytest.fixture
-def pods() -> Iterator[tuple[str, str]]:
-    """Two addresses of this machine that echo on port 8080."""
-    addresses = ("192.0.2.71", "192.0.2.72")
-    listeners = []
-    for address in addresses:
-        subprocess.run(["ip", "address", "add", f"{address}/32", "dev", "lo"], check=True)
-        listener = socket.create_server((address, 8080))
-        listeners.append(listener)
-        threading.Thread(target=echo, args=[listener], daemon=True).start()
-    yield addresses
-    for listener, address in zip(listeners, addresses, strict=True):
-        listener.shutdown(socket.SHUT_RDWR)  # Wakes who waits in accept.
-        listener.close()
-        subprocess.run(["ip", "address", "del", f"{address}/32", "dev", "lo"], check=True)
-
-
-def echo(listener: socket.socket) -> None:
-    def serve(connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError):
-            while data := connection.recv(100):
-                connection.sendall(data)
-
-    with contextlib.suppress(OSError):
-        while True:
-            connection, _ = listener.accept()
-            threading.Thread(target=serve, args=[connection], daemon=True).start()
-
-
-def answers(connection: socket.socket) -> bool:
-    connection.sendall(b"hello")
-    return connection.recv(100) == b"hello"
-
-
-def weight(held: Mapping[ServerKey, HeldServer], address: str) -> int | None:
-    """The weight of a real server of `WEB`; None: it is not there."""
-    return held[WEB].weights.get(Destination(parse_address(address), 8080))
+    device.ensure()
+    device.bind([parse_address(vip)], family)
+    subprocess.run(["ip", version, "address", "add", own, "dev", "lo"], check=True)
+    try:
+        assert source() == vip
+        for _ in range(2):
+            device.lend_source([parse_address(vip)], parse_address(own), family)
+            assert source() == own
+        device.bind([parse_address(vip)], family)
+        device.unbind([parse_address(vip)], family)
+        device.unbind([parse_address(vip)], family)
+        routes = ["ip", version, "route", "show", "table", "local", vip]
+        assert subprocess.check_output(routes) == b""
+    finally:
+        subprocess.run(["ip", version, "address", "del", own, "dev", "lo"], check=True)
 
 
 def test_endpoint_that_leaves_keeps_its_connections(

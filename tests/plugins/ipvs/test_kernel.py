@@ -1,4 +1,8 @@
-"""What `kernel_checks` found, one case for each of its tests: they ran in a guest with IPVS."""
+"""What `kernel_checks` and `switch_checks` found, one case for each of their tests.
+
+They run in a guest with IPVS:
+``tests/guest/run .venv/bin/python -m pytest -p tests.plugins.ipvs.rig tests/plugins/ipvs/kernel_checks.py``
+"""
 
 import ast
 import sys
@@ -9,17 +13,18 @@ import pytest
 
 from tests.guest.guest import Guest
 
-CHECKS = Path(__file__).with_name("kernel_checks.py")
-CHECKOUT = Path(__file__).parents[3]
-LONGEST = 300
+CHECKS = [Path(__file__).with_name(f"{name}_checks.py") for name in ("kernel", "switch")]
+FIXTURES = "tests.plugins.ipvs.rig"
+LONGEST = 600
 """Seconds."""
 
 
 def names() -> list[str]:
-    tree = ast.parse(CHECKS.read_text(encoding="utf-8"))
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in CHECKS]
     return [
-        node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
-    ]
+        node.name for tree in trees for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +32,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """By test: for each of its cases what went wrong, or "". """
     directory = tmp_path_factory.mktemp("guest")
     report = directory / "report.xml"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}", str(CHECKS)]
+    options = ["-p", "no:cacheprovider", "-p", FIXTURES, f"--junitxml={report}"]
+    command = [sys.executable, "-m", "pytest", *options, *map(str, CHECKS)]
     with Guest(command, directory / "log", share=directory, seconds=LONGEST) as guest:
         guest.status()
         assert report.exists(), guest.output

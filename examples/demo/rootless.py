@@ -1,0 +1,254 @@
+"""The demo for anybody: the shop on this machine alone, served in userspace mode at one address.
+
+No namespaces, no rules, no privileges. Each pod is a server at this machine's own address, on ports
+that the kernel gave it.
+"""
+
+import contextlib
+import copy
+import re
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import IO, Any
+
+import yaml
+
+from examples.demo import network, terminal
+from examples.demo.probes import Frontend, Traffic, ask, dial, hear
+from examples.demo.proxy import EXAMPLES, Proxy
+from examples.demo.sandbox import SandboxError
+from examples.demo.servers import Servers
+from examples.demo.terminal import Table, Verdict
+
+LISTEN = "127.0.0.1"
+LEAVING = "web-b"
+EFFECT_DEADLINE = 5.0
+"""Seconds that a change may take; far more than it should."""
+ENOUGH = 12
+"""Connections to each service port."""
+
+_LISTENING = re.compile(r"listening service_port=(\S+) port=(\d+) at=(\S+):(\d+) protocol=(\S+)")
+
+WHO_ANSWERS = (
+    ("shop/web:http", 80, "web-a web-b web-c"),
+    ("shop/web:http", 30080, "web-a web-b web-c"),
+    ("shop/checkout:https", 443, "checkout-a checkout-b"),
+    ("shop/checkout:https", 30443, "checkout-a checkout-b"),
+    ("shop/cart", 80, "one of cart-a cart-b"),
+    ("shop/names:dns", 53, "names-a"),
+    ("shop/payments:api", 443, "bank"),
+    ("shop/search", 80, ""),
+)
+"""Service port, its number or that of its node port, and who must answer; "": nobody."""
+
+
+class ThisMachine:
+    """Where the demo runs, as the one host that there is."""
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        yield
+
+    def socket(self, family: socket.AddressFamily, kind: socket.SocketKind) -> socket.socket:
+        return socket.socket(family, kind)
+
+    def start(self, command: Sequence[str], log: IO[bytes]) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+
+def own_address() -> str:
+    """An address of this machine that other machines would use. Raises SandboxError."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            asking.connect(("192.0.2.1", 9))  # nothing is sent
+        except OSError as error:
+            raise SandboxError("this machine has no address but loopback, which no pod may have") from error
+        return str(asking.getsockname()[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Shop:
+    """The shop's manifests, with its pods at this machine's address."""
+
+    address: str
+    ports: dict[tuple[str, int], int]
+    """Where each pod serves: by its address and port in the shop."""
+
+    def write(self, directory: Path) -> None:
+        directory.mkdir()
+        for file in (EXAMPLES / "shop").iterdir():
+            documents = [
+                moved
+                for document in yaml.safe_load_all(file.read_text())
+                for item in (document["items"] if document["kind"] == "List" else [document])
+                if item.get("addressType") != "IPv6"
+                for moved in self._moved(item)
+            ]
+            (directory / f"{file.stem}.yaml").write_text(yaml.safe_dump_all(documents, sort_keys=False))
+
+    def scaled_up(self) -> list[dict[str, Any]]:
+        """The first endpoint of the Service `search`; the pod web-a does its work."""
+        return [{
+            "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
+            "metadata": {"name": "search-1", "namespace": "shop",
+                         "labels": {"kubernetes.io/service-name": "search"}},
+            "ports": [{"name": "", "port": self.ports["10.1.1.11", 8080]}],
+            "endpoints": [{"addresses": [self.address], "nodeName": "node1"}],
+        }]  # fmt: skip
+
+    def _moved(self, document: dict[str, Any]) -> list[dict[str, Any]]:
+        """*document*, or one slice for each endpoint: their ports differ."""
+        for subset in document.get("subsets", []):
+            for address in subset["addresses"]:
+                for port in subset["ports"]:
+                    port["port"] = self.ports[address["ip"], port["port"]]
+                address["ip"] = self.address
+        if document["kind"] != "EndpointSlice":
+            return [document]
+        slices = []
+        for number, endpoint in enumerate(document["endpoints"]):
+            moved = copy.deepcopy(document)
+            for port in moved["ports"]:
+                port["port"] = self.ports[endpoint["addresses"][0], port["port"]]
+            moved["metadata"]["name"] += f"-{number}"
+            moved["endpoints"] = [endpoint | {"addresses": [self.address]}]
+            slices.append(moved)
+        return slices
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on at the moment."""
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(socket.create_server((LISTEN, 0))) for _ in range(count)]
+        return [sock.getsockname()[1] for sock in socks]
+
+
+def frontends(proxy: Proxy) -> dict[tuple[str, int], Frontend]:
+    """Where kproxy says that it listens, by service port and the number that is meant."""
+    return {
+        (found[1], int(found[2])): Frontend(found[3], int(found[4]), found[5])
+        for found in _LISTENING.finditer(proxy.log())
+    }
+
+
+def who_answers(here: ThisMachine, where: dict[tuple[str, int], Frontend], verdict: Verdict) -> None:
+    """The table: every service port and node port."""
+    terminal.title("Who answers")
+    table = Table(verdict, [("service port", 20), ("port", 6), ("listens at", 16), ("answered by", 0)])
+    for key, port, wanted in WHO_ANSWERS:
+        frontend = where[key, port]
+        try:
+            found = " ".join(sorted({ask(here, frontend).by for _ in range(ENOUGH)}))
+            good = found in wanted.removeprefix("one of ").split() if "one of" in wanted else found == wanted
+        except ConnectionRefusedError:
+            found, good = "refused, as it should be" if not wanted else "refused", not wanted
+        except OSError as error:
+            found, good = str(error), False
+        table.row(good, [key, str(port), str(frontend), found])
+
+
+def an_endpoint_leaves(
+    here: ThisMachine, web: Frontend, proxy: Proxy, servers: Servers, verdict: Verdict
+) -> None:
+    """A live change, with connections coming in all the time."""
+    terminal.title(f"{LEAVING} leaves, while connections keep coming")
+    with Traffic(here, web) as traffic:
+        kept = dial(here, web)
+        while hear(kept).by != LEAVING:
+            kept.close()
+            kept = dial(here, web)
+        time.sleep(0.3)
+        written = proxy.write("web-endpoints.yaml", proxy.without_endpoint("web-endpoints.yaml", LEAVING))
+        time.sleep(0.5)
+        servers.stop_accepting(LEAVING)
+        time.sleep(0.3)
+    verdict.check(
+        not traffic.failures,
+        f"{traffic.answered.total()} connections, {len(traffic.failures)} failed "
+        f"{' '.join(traffic.failures[:3])}".rstrip(),
+    )
+    late = max(traffic.last.get(LEAVING, 0.0) - written, 0.0)
+    verdict.check(
+        late < EFFECT_DEADLINE,
+        f"the last one to {LEAVING} began {late * 1000:.1f} ms after its manifest was written",
+    )
+    with kept:
+        kept.send(b"still there?\n")
+        verdict.check(hear(kept).by == LEAVING, f"a connection that {LEAVING} had before goes on")
+
+
+def a_service_is_scaled_up_and_down(
+    here: ThisMachine, search: Frontend, proxy: Proxy, shop: Shop, verdict: Verdict
+) -> None:
+    terminal.title("search is scaled from nothing to one endpoint, and to nothing again")
+    begun = proxy.write("search-endpoints.yaml", shop.scaled_up())
+    verdict.check(_until(here, search, answered=True),
+                  f"answered {(time.monotonic() - begun) * 1000:.1f} ms after its first manifest was written")
+    begun = proxy.remove("search-endpoints.yaml")
+    verdict.check(_until(here, search, answered=False),
+                  f"refused again {(time.monotonic() - begun) * 1000:.1f} ms after that was removed")
+
+
+def _until(here: ThisMachine, frontend: Frontend, *, answered: bool) -> bool:
+    deadline = time.monotonic() + EFFECT_DEADLINE
+    while time.monotonic() < deadline:
+        try:
+            ask(here, frontend)
+            if answered:
+                return True
+        except ConnectionRefusedError:
+            if not answered:
+                return True
+    return False
+
+
+def what_it_says(proxy: Proxy, verdict: Verdict) -> None:
+    terminal.title("What kproxy says of itself")
+    relayed = proxy.metric("kproxy_userspace_accepted_connections_total")
+    verdict.check(relayed > 0, f"{relayed:.0f} connections relayed")
+    terminal.note(f"healthz said 200 {proxy.started_in * 1000:.0f} ms after the process was started")
+    terminal.note(f"resident memory {proxy.resident_mebibytes():.0f} MiB, the relays' processes not counted")
+
+
+def demo() -> int:
+    """Play everything; the exit status."""
+    verdict = Verdict()
+    here, servers = ThisMachine(), Servers()
+    shop = Shop(own_address(), {})
+    for pod in (*network.PODS, network.BANK):
+        for port, given in servers.serve_at(shop.address, pod).items():
+            shop.ports[pod.ipv4, port] = given
+    terminal.title("Without privileges")
+    terminal.aside("not root, so: no namespaces, no rules. The pods are servers on this machine, and kproxy\n"
+                   "relays to them from ports of its own. As root, this shows a node with real packets.")
+    with TemporaryDirectory(prefix="kproxy-demo-") as directory:
+        manifests = Path(directory, "shop")
+        shop.write(manifests)
+        healthz, metrics = free_ports(2)
+        proxy = Proxy(here, Path(directory), manifests, [
+            "--mode=userspace", f"--userspace-listen={LISTEN}", "--hostname-override=node1",
+            f"--healthz-bind-address={LISTEN}:{healthz}", f"--metrics-bind-address={LISTEN}:{metrics}",
+        ], healthz_port=healthz, metrics_port=metrics)  # fmt: skip
+        terminal.note(" ".join(proxy.command))
+        with proxy:
+            where = frontends(proxy)
+            verdict.check(proxy.mode() == "userspace", f"it runs, in mode {proxy.mode()}")
+            who_answers(here, where, verdict)
+            web = where["shop/web:http", 80]
+            an_endpoint_leaves(here, web, proxy, servers, verdict)
+            a_service_is_scaled_up_and_down(here, where["shop/search", 80], proxy, shop, verdict)
+            what_it_says(proxy, verdict)
+            if verdict.failed:
+                terminal.error(proxy.log_tail())
+        terminal.title("kproxy has ended, and its ports with it")
+        try:
+            ask(here, web)
+            verdict.check(False, "somebody still answers")
+        except ConnectionRefusedError:
+            verdict.check(True, "refused")
+    return verdict.summary()

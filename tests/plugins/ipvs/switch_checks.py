@@ -1,0 +1,281 @@
+"""From and to the iptables mode with connections under way. `test_kernel` runs these in a guest.
+
+A client outside, this node, and two pods, each in a namespace; rules of both modes are in the kernel at the
+same time, as they are during a switch.
+"""
+
+import contextlib
+import socket
+import struct
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kproxy_core.backend.api import BackendSettings
+from kproxy_core.host.iptables import Tables
+from kproxy_core.host.iptables_variant import find_variant
+from kproxy_core.model.address import Family, parse_address
+from kproxy_core.testing.builders import endpoint, endpoint_slice, full_update, node_view, plans, service
+from kproxy_iptables.backend import IptablesBackend
+from kproxy_iptables.cleanup import cleanup as clean_up_iptables
+from kproxy_ipvs import device, rules
+from kproxy_ipvs.backend import IpvsBackend
+from kproxy_ipvs.cleanup import cleanup
+from kproxy_ipvs.names import IPVS_ACCESS, LOAD_BALANCER, MANGLE, NAT
+from kproxy_ipvs.retirement import retire
+from kproxy_ipvs.virtual_servers import VirtualServers
+from tests.core.namespaces import Namespace, namespace
+from tests.plugins.ipvs.rig import WEB, Plans, answers
+
+NODE = node_view(
+    "node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1", ip="192.0.2.1", anywhere=True
+)
+CLIENT = "192.0.2.10"
+PODS = ("10.244.1.5", "10.244.1.6")
+VIP, IDLE, DNS, EXTERNAL = "10.96.0.1", "10.96.0.2", "10.96.0.3", "198.51.100.1"
+NODE_PORT = 30080
+
+
+def services() -> Plans:
+    """One with a node port and a short circuit, one that nobody uses, and one of UDP."""
+    found: Plans = {}
+    pods = [endpoint(address, node) for address, node in zip(PODS, ("node1", "node2"), strict=True)]
+    for svc, port in (
+        (service("web", f"80@{NODE_PORT}", ip=VIP, external_ips=EXTERNAL, external_local=True), "8080"),
+        (service("idle", ip=IDLE), "8080"),
+        (service("dns", "53/UDP", ip=DNS), "8080/UDP"),
+    ):
+        found |= plans(NODE, svc, endpoint_slice(str(svc.name), *pods, ports=[port]))
+    return found
+
+
+FULL = full_update(NODE, services())
+
+
+class Lab:
+    """The machines around this node."""
+
+    def __init__(self, client: Namespace, sockets: contextlib.ExitStack) -> None:
+        self.client = client
+        self._sockets = sockets
+        self.last_word = threading.Event()
+        """Servers that were asked to wait say goodbye."""
+
+    def dial(self, address: str, port: int = 80, *, inside: bool = False) -> socket.socket:
+        """A connection from outside, or from the node itself."""
+
+        def connect() -> socket.socket:
+            return socket.create_connection((address, port), timeout=20)
+
+        return self._sockets.enter_context(connect() if inside else self.client.inside(connect))
+
+    def datagrams(self, address: str, port: int) -> socket.socket:
+        """A socket for datagrams from outside."""
+        sock = self.client.inside(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+        sock.settimeout(20)
+        sock.connect((address, port))
+        return self._sockets.enter_context(sock)
+
+    @contextlib.contextmanager
+    def echoing(self, pod: Namespace, address: str) -> Iterator[None]:
+        """Servers in *pod*, TCP and UDP."""
+        listener = pod.inside(lambda: socket.create_server((address, 8080)))
+        datagrams = pod.inside(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+        datagrams.bind((address, 8080))
+
+        def serve(connection: socket.socket) -> None:
+            with connection, contextlib.suppress(OSError):
+                while data := connection.recv(100):
+                    connection.sendall(data)
+                    if data == b"wait":
+                        self.last_word.wait(120)
+                        connection.sendall(b"bye")
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    threading.Thread(target=serve, args=[connection], daemon=True).start()
+
+        def reply() -> None:
+            while (received := datagrams.recvfrom(100))[0]:
+                datagrams.sendto(*received)
+
+        threads = [threading.Thread(target=each, daemon=True) for each in (accept, reply)]
+        for thread in threads:
+            thread.start()
+        yield
+        self.last_word.set()
+        listener.shutdown(socket.SHUT_RDWR)
+        datagrams.sendto(b"", (address, 8080))
+        for thread in threads:
+            thread.join()
+        listener.close()
+        datagrams.close()
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    links = [(CLIENT, "192.0.2.1"), *((address, "10.244.1.1") for address in PODS)]
+    with contextlib.ExitStack() as stack:
+        spaces = [stack.enter_context(namespace()) for _ in links]
+        for number, (space, (there, here)) in enumerate(zip(spaces, links, strict=True)):
+            name = f"side{number}"
+            for command in (
+                f"link add {name} type veth peer name uplink netns {space.name}", f"link set {name} up",
+                f"address add {here}/32 dev {name}", f"route add {there}/32 dev {name} src {here}",
+            ):  # fmt: skip
+                subprocess.run(["ip", *command.split()], check=True)
+            stack.callback(subprocess.run, ["ip", "link", "del", name], check=True)
+            space.ip(
+                "link set uplink up", f"addr add {there}/32 dev uplink", f"route add {here} dev uplink",
+                f"route add default via {here}",
+            )  # fmt: skip
+        # Without it the node can't even begin to send to a VIP that rules would translate.
+        subprocess.run(["ip", "route", "add", "default", "via", CLIENT, "dev", "side0"], check=True)
+        made = Lab(spaces[0], stack.enter_context(contextlib.ExitStack()))
+        for space, address in zip(spaces[1:], PODS, strict=True):
+            stack.enter_context(made.echoing(space, address))
+        yield made
+
+
+@pytest.fixture
+def iptables() -> Iterator[IptablesBackend]:
+    """The iptables mode, and a kernel without its rules afterwards."""
+    backend = IptablesBackend(BackendSettings((Family.IPV4,)))
+    yield backend
+    backend.kproxy_close()
+    clean_up_iptables(dry_run=False)
+
+
+def chains() -> dict[tuple[str, str], list[str]]:
+    return rules.read(Tables(Family.IPV4, find_variant()))
+
+
+def test_connections_through_ipvs_outlive_the_mode(
+    lab: Lab, make: Callable[..., IpvsBackend], iptables: IptablesBackend, kernel: VirtualServers
+) -> None:
+    ipvs = make()
+    ipvs.kproxy_sync(FULL)
+    held = [
+        lab.dial(VIP), lab.dial("192.0.2.1", NODE_PORT), lab.dial(EXTERNAL),
+        lab.dial(VIP, inside=True), lab.dial(EXTERNAL, inside=True), lab.dial(EXTERNAL, inside=True),
+    ]  # fmt: skip
+    half_closed = lab.dial(VIP)
+    half_closed.sendall(b"wait")
+    assert half_closed.recv(100) == b"wait"
+    half_closed.shutdown(socket.SHUT_WR)
+    with lab.dial(VIP) as connection:  # It is in TIME_WAIT for two minutes, and nobody waits for that.
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(100) == b""
+    datagrams = lab.datagrams(DNS, 53)
+    assert answers(datagrams)
+    assert all(map(answers, held))
+
+    iptables.kproxy_sync(FULL)
+    left = retire(())
+    assert not left.errors
+    assert left.waiting == len([*held, half_closed])
+    assert answers(datagrams), "a datagram went astray"
+    assert all(map(answers, held))
+    assert device.read(Family.IPV4)[0] == {parse_address(VIP), parse_address(EXTERNAL)}
+    assert {key.address for key in kernel.read(Family.IPV4)} == {
+        parse_address(VIP), parse_address(EXTERNAL), parse_address("192.0.2.1"), None
+    }  # fmt: skip
+    assert not {(MANGLE, IPVS_ACCESS), (NAT, LOAD_BALANCER)} & chains().keys()
+
+    later = [
+        lab.dial(VIP), lab.dial("192.0.2.1", NODE_PORT),
+        lab.dial(VIP, inside=True), lab.dial(IDLE, inside=True),
+    ]  # fmt: skip
+    assert all(map(answers, later))
+    assert later[2].getsockname()[0] == "192.0.2.1", "it will end with the address that it comes from"
+    again = retire(())
+    assert again.waiting == left.waiting, "IPVS took a new connection"
+    assert not again.removed
+    assert not again.errors
+
+    lab.last_word.set()
+    assert half_closed.recv(100) == b"bye"
+    half_closed.close()
+    held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    for connection in held:
+        connection.close()
+    until = time.monotonic() + 60
+    while retire(()).waiting and time.monotonic() < until:
+        time.sleep(0.5)
+    assert retire(()).waiting == 0
+    assert not device.read(Family.IPV4)[0]
+    assert not kernel.read(Family.IPV4)
+
+    ipvs.kproxy_close()
+    assert not cleanup(dry_run=False).errors
+    assert not device.exists()
+    assert not any("--match-set" in rule for found in chains().values() for rule in found)
+    assert all(map(answers, later))
+    assert answers(lab.dial(VIP))
+    assert answers(datagrams)
+
+
+def test_ipvs_takes_over_without_a_gap(
+    lab: Lab, make: Callable[..., IpvsBackend], iptables: IptablesBackend, kernel: VirtualServers,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    iptables.kproxy_sync(FULL)
+    held = [lab.dial(VIP), lab.dial("192.0.2.1", NODE_PORT), lab.dial(VIP, inside=True)]
+    restore, restored = Tables.restore, []
+
+    def observed(tables: Tables, text: str) -> None:
+        """What new connections need is there before the rules of the other mode go."""
+        restored.append(text)
+        assert WEB in kernel.read(Family.IPV4)
+        assert parse_address(VIP) in device.read(Family.IPV4)[0]
+        assert answers(lab.dial(VIP))
+        restore(tables, text)
+
+    monkeypatch.setattr(Tables, "restore", observed)
+    ipvs = make()
+    with clients(lab) as failures:
+        ipvs.kproxy_sync(FULL)
+        assert ipvs.kproxy_sync(FULL).operations == 0
+        assert len(restored) == 1
+        monkeypatch.undo()
+        assert not clean_up_iptables(dry_run=False).errors
+    assert not failures
+    assert not any(chain.startswith(("KUBE-SVC-", "KUBE-SEP-")) for _, chain in chains())
+    assert ipvs.kproxy_sync(FULL).operations == 0, "what both modes have was removed"
+    assert all(map(answers, held))
+    fresh = lab.dial(VIP)
+    assert answers(fresh)
+    _, servers = kernel.count(Family.IPV4)[WEB]
+    assert sum(server.active for server in servers) == 1
+    fresh.close()
+
+
+@contextlib.contextmanager
+def clients(lab: Lab) -> Iterator[list[str]]:
+    """New connections all the time, from outside and from the node; yields what went wrong with them."""
+    failures: list[str] = []
+    over = threading.Event()
+
+    def keep_dialling(inside: bool) -> None:
+        while not over.is_set():
+            try:
+                with lab.dial(VIP, inside=inside) as connection:
+                    if not answers(connection):
+                        failures.append("cut")
+            except OSError as error:
+                failures.append(str(error))
+
+    threads = [threading.Thread(target=keep_dialling, args=[inside]) for inside in (False, True)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield failures
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
