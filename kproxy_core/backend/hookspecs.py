@@ -143,4 +143,7 @@ def kproxy_measure() -> Sequence[Measurement]:
 
 @hookspec(firstresult=True)
 def kproxy_close() -> None:
-    """Release sockets and threads; leave the kernel as it is."""
+    """Release sockets and threads; leave the kernel as it is.
+
+    Only rules that lead into this process go: what they lead to is nobody's then, or anybody's.
+    """

@@ -30,6 +30,7 @@ from kproxy_core.configcheck import FEATURE_GATES
 from kproxy_core.configfile import ClientConnection
 from kproxy_core.configflags import Flags
 from kproxy_core.configwrite import effective, effective_flags
+from kproxy_core.host import privileges
 from kproxy_core.host.addresses import watch_addresses
 from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServiceName
@@ -39,7 +40,7 @@ from kproxy_core.run.control import ControlServer
 from kproxy_core.run.debug import Debug
 from kproxy_core.run.events import Events
 from kproxy_core.run.family_sync import Shared
-from kproxy_core.run.flows import FlowCleaner
+from kproxy_core.run.flows import FlowCleaner, NoCleaner
 from kproxy_core.run.health import ProxyHealth
 from kproxy_core.run.http import HttpServer
 from kproxy_core.run.http_messages import Handler
@@ -137,7 +138,7 @@ def set_up(config: Config, registry: Registry) -> None:
 def run(config: Config, registry: Registry, configuration: Configuration) -> None:
     """Be the proxy until SIGTERM or SIGINT, or until the file that *config* is from changes.
 
-    The rules stay. Raises BackendError, HostError or StartFailed.
+    The rules stay, where they don't lead into this process. Raises BackendError, HostError or StartFailed.
     """
     preparation.tune_interpreter()
     preparation.protect_from_oom_killer(config.oom_score_adj)
@@ -172,15 +173,21 @@ def run(config: Config, registry: Registry, configuration: Configuration) -> Non
     events = make_events(config, settings.name, metrics.client)
     events.node("Normal", "Starting")
     limits = preparation.limits(config)
-    tuned = preparation.tune_conntrack(limits, events)
+    privileged = "CAP_NET_ADMIN" in privileges.held()
+    if not privileged:
+        log.info("without CAP_NET_ADMIN, what others left and tracked connections stay as they are")
+    tuned = not privileged or preparation.tune_conntrack(limits, events)
 
     def all_synced() -> None:
         preparation.settle_memory()
         if not tuned and not preparation.tune_conntrack(limits, events):
             log.warning("the kernel does not track connections; their limits and timeouts are not set")
-        for doubt in doubts(config, settings, families, store.node):
+        for doubt in doubts(config, settings, families, store.node) if privileged else ():
             log.warning("the configuration may not be what is meant", extra={"fields": {"because": doubt}})
-        heir.take_over_in_background()
+        if privileged:
+            heir.take_over_in_background()
+        else:
+            health.release()
         events.start()
 
     def health_port_failed(service: ServiceName, problem: str) -> None:
@@ -192,7 +199,8 @@ def run(config: Config, registry: Registry, configuration: Configuration) -> Non
         NodeFacts(settings, frozenset()),
         worker,
         Shared(
-            health=health, metrics=metrics, cleaner=FlowCleaner(lambda done: loop.cleaned(done)),
+            health=health, metrics=metrics,
+            cleaner=FlowCleaner(lambda done: loop.cleaned(done)) if privileged else NoCleaner(),
             clock=time.monotonic, wall=time.time,
         ),
         pacing=lambda: pacing(config),
@@ -255,7 +263,7 @@ def run(config: Config, registry: Registry, configuration: Configuration) -> Non
         registry.close_backend(switch.worker)
     if failures:
         raise StartFailed("; ".join(failures))
-    log.info("stopped; the rules stay in place")
+    log.info("stopped")
 
 
 def _counting(counted: ClientMetrics) -> "Observe":

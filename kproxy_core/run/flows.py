@@ -32,6 +32,13 @@ class Cleaner(Protocol):
         """Begin deleting the flows of *family* that are *stale*; returns at once."""
 
 
+class NoCleaner:
+    """For a process that may not delete any."""
+
+    def clean(self, family: Family, stale: StaleFlows) -> None:
+        """Leave them."""
+
+
 class FlowCleaner:
     """Deletes what it is given, one after the other. The thread starts with the first flows."""
 

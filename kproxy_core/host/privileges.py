@@ -1,0 +1,19 @@
+"""What this process may do (linux/capability.h)."""
+
+from pathlib import Path
+
+CAPABILITIES = {
+    "CAP_NET_ADMIN": 12, "CAP_NET_RAW": 13, "CAP_SYS_MODULE": 16, "CAP_SYS_ADMIN": 21, "CAP_PERFMON": 38,
+    "CAP_BPF": 39,
+}  # fmt: skip
+"""Those that a service proxy may need, and their numbers."""
+
+
+def held() -> frozenset[str]:
+    """Those of `CAPABILITIES` that are in effect."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return frozenset()
+    mask = next((int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")), 0)
+    return frozenset(name for name, number in CAPABILITIES.items() if mask >> number & 1)

@@ -1,0 +1,36 @@
+"""kproxy as a plain user: it serves, and is quiet about what it may not do."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from .endpoints import PATIENCE
+
+KPROXY = Path(sys.executable).with_name("kproxy")
+SHOP = Path(__file__).parents[3] / "examples" / "shop"
+_NOBODY = 65534
+
+
+def test_it_starts_without_a_warning(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    command = [
+        str(KPROXY), "--mode=userspace", "--userspace-listen=127.0.0.80", f"--manifests={SHOP}",
+        "--hostname-override=node1", "--healthz-bind-address=127.0.0.80:10256",
+        "--metrics-bind-address=127.0.0.80:10249",
+    ]  # fmt: skip
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, user=_NOBODY, group=_NOBODY, extra_groups=[], stdin=subprocess.DEVNULL, stderr=out)
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while log.read_text().count("first sync") < 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(1)  # for what threads have to say
+    finally:
+        process.terminate()
+        assert process.wait(PATIENCE) == 0
+    text = log.read_text()
+    assert "listening service_port=shop/web:http port=80 at=127.0.0.80:" in text
+    assert [line for line in text.splitlines() if " INFO " not in line] == []
+    assert text.count("CAP_NET_ADMIN") == 1
