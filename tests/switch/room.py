@@ -4,7 +4,6 @@ import http.client
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.core.namespaces import Namespace, namespace
 from tests.switch import traffic
@@ -99,6 +99,9 @@ SERVICES = {
     "edge": "[{name: http, port: 8080}]",
 }
 
+SLACK = 1.0
+"""Seconds: segments are sent again some time after they should have been answered."""
+
 FROM_CLIENT = (
     Target("tcp", "10.96.0.10", 80),
     Target("tcp", "fd00:96::10", 80),
@@ -117,6 +120,21 @@ FROM_NODE = (
     Target("udp", "10.96.0.53", 53),
     Target("tcp", "10.96.0.20", 80),
 )
+CONTROL = [Target("tcp", address, PORT) for addresses in PODS.values() for address in addresses]
+"""Endpoints themselves: whatever is wrong there is wrong with the machine."""
+
+
+class Failure(NamedTuple):
+    """One of the failures that `traffic` tells about."""
+
+    since: float
+    until: float
+    sent_again: bool
+    what: str
+
+    def overlaps(self, since: float, until: float) -> bool:
+        """Whether it may have to do with what happened then."""
+        return self.since <= until + SLACK and since - SLACK <= self.until
 
 
 class Load:
@@ -126,12 +144,14 @@ class Load:
         self._where = where.name
         self._process = subprocess.Popen(
             ["ip", "netns", "exec", where.name, sys.executable, "-B", traffic.__file__, "client",
-             json.dumps(targets)],
+             json.dumps(targets), json.dumps(CONTROL)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         self.answered: dict[str, int] = {}
         """New connections and flows, by target."""
-        self.failures: list[str] = []
+        self.failures: list[Failure] = []
+        self.stalls: list[tuple[float, float]] = []
+        """When the machine had no time for anybody."""
         self.exchanged = 0
         """Answers to lasting ones."""
         self._renewals = 0
@@ -176,7 +196,8 @@ class Load:
                 self.answered = found["answered"]
                 self.exchanged = found["exchanged"]
                 self._renewals = found["renewals"]
-                self.failures += [f"from {self._where}: {failure}" for failure in found["failures"]]
+                self.failures += [Failure(**failure) for failure in found["failures"]]
+                self.stalls += [(since, until) for since, until in found["stalls"]]
                 self._changed.notify_all()
 
     def _wait(self, done: Callable[[], bool], what: str) -> None:
@@ -200,7 +221,14 @@ class Loads:
 
     @property
     def failures(self) -> list[str]:
-        return [failure for load in self._loads for failure in load.failures]
+        """What failed and was not the machine's fault."""
+        stalls = [stall for load in self._loads for stall in load.stalls]
+        return [
+            f"{failure.until:.3f} {failure.what}"
+            for load in self._loads
+            for failure in load.failures
+            if not (failure.sent_again and any(failure.overlaps(*stall) for stall in stalls))
+        ]
 
     @property
     def exchanged(self) -> int:
@@ -233,18 +261,24 @@ class Proxy:
 
     @property
     def healthy(self) -> bool:
-        try:
-            connection = http.client.HTTPConnection("127.0.0.1", 10256)
-            connection.sock = self._node.inside(lambda: socket.create_connection(("127.0.0.1", 10256), 5))
-            connection.request("GET", "/healthz")
-            return connection.getresponse().status == 200
-        except OSError:
-            return False
+        return self._get(10256, "/healthz")[0] == 200
 
-    def kill(self) -> None:
-        """As the kernel does when memory is short."""
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
+    @property
+    def mode(self) -> str:
+        return self._get(10249, "/proxyMode")[1]
+
+    def _get(self, port: int, path: str) -> tuple[int, str]:
+        """Status and body; 0 if nobody listens."""
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        try:
+            connection.sock = self._node.inside(lambda: socket.create_connection(("127.0.0.1", port), 5))
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+        except OSError:
+            return 0, ""
+        finally:
+            connection.close()
 
 
 class Room:

@@ -1,12 +1,15 @@
 """Clients that open connections all the time, and the endpoints that answer them, as a program.
 
     traffic.py endpoint PORT ADDRESS...    send back what comes, over TCP and UDP
-    traffic.py client TARGETS              use the targets (JSON, see `Target`) until standard input ends
+    traffic.py client TARGETS CONTROL      use the targets (JSON, see `Target`) until standard input ends
 
 A client opens new connections and flows one after another to all targets, several at a time, and keeps
 lasting ones that exchange bytes every few milliseconds. Ten times a second it prints how many were answered,
 and what failed: refused, reset, without an answer, or answered only after a segment had been sent again. A
 line ``renew`` on its standard input has it close its lasting connections in good order and open others.
+
+Segments are also sent again when the machine has no time for anybody. That shows in the lasting connections
+to CONTROL, which are endpoints themselves: their stalls are told as well.
 """
 
 import contextlib
@@ -26,6 +29,8 @@ AT_ONCE = 6
 TICK = 0.02
 """Seconds between two exchanges of a lasting connection."""
 REPORT = 0.1
+STALL = 0.1
+"""Seconds that an exchange with an endpoint itself takes only if the machine is busy."""
 PATIENCE = 3.0
 """Seconds after which an answer does not count any more."""
 ORDERLY = 4
@@ -51,6 +56,10 @@ class Target(NamedTuple):
 
 class Failure(Exception):
     """What a user would complain about."""
+
+
+class SentAgain(Failure):
+    """It was answered, but late."""
 
 
 class Conversation:
@@ -102,7 +111,7 @@ class Conversation:
         if self.target.protocol == "tcp":
             info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
             if sent_again := int.from_bytes(info[_SENT_AGAIN], sys.byteorder):
-                raise Failure(f"{sent_again} segments were lost")
+                raise SentAgain(f"{sent_again} segments were sent again")
         self.waiting = False
         return True
 
@@ -115,15 +124,18 @@ class Conversation:
 class Client:
     """All conversations of one program."""
 
-    def __init__(self, targets: list[Target]) -> None:
+    def __init__(self, targets: list[Target], control: list[Target]) -> None:
         self._poll = select.epoll()
         self._poll.register(0, select.EPOLLIN)
         self._targets = targets
+        self._control = control
+        self._stalls: list[tuple[float, float]] = []
+        """Of the machine, from when to when."""
         self._numbers = itertools.count()
         self._conversations: dict[int, Conversation] = {}
         self._answered = dict.fromkeys(map(str, targets), 0)
         self._exchanged = self._renewals = 0
-        self._failures: list[str] = []
+        self._failures: list[dict[str, object]] = []
         self._again: list[tuple[Target, int, bool]] = []
         """What could not even begin, to be begun at the next tick."""
         self._ending = False
@@ -154,14 +166,14 @@ class Client:
         self._begin(self._targets[number % len(self._targets)], number, lasting=False)
 
     def _open_lasting(self) -> None:
-        for target in self._targets:
+        for target in [*self._targets, *self._control]:
             self._begin(target, 0, lasting=True)
 
     def _begin(self, target: Target, number: int, *, lasting: bool) -> None:
         try:
             conversation = Conversation(target, number, lasting=lasting)
         except OSError as error:
-            self._failed(target, lasting, error)
+            self._failed(target, lasting, error, time.monotonic())
             self._again.append((target, number, lasting))
             return
         self._conversations[conversation.socket.fileno()] = conversation
@@ -170,6 +182,8 @@ class Client:
     def _serve(self, conversation: Conversation) -> None:
         try:
             answered = conversation.go_on()
+            if answered and conversation.target in self._control:
+                self._note_stall(conversation)
         except BlockingIOError:
             return
         except (OSError, Failure) as error:
@@ -200,8 +214,16 @@ class Client:
                 except OSError as error:
                     self._give_up(conversation, error)
 
+    def _note_stall(self, conversation: Conversation) -> None:
+        now = time.monotonic()
+        if now - conversation.since > STALL:
+            self._stalls.append((conversation.since, now))
+
     def _give_up(self, conversation: Conversation, error: Exception) -> None:
-        self._failed(conversation.target, conversation.lasting, error)
+        if conversation.target in self._control:
+            self._stalls.append((conversation.since, time.monotonic()))
+        else:
+            self._failed(conversation.target, conversation.lasting, error, conversation.since)
         self._end(conversation)
         if self._ending:
             return
@@ -210,10 +232,12 @@ class Client:
         else:
             self._open()
 
-    def _failed(self, target: Target, lasting: bool, error: Exception) -> None:
+    def _failed(self, target: Target, lasting: bool, error: Exception, since: float) -> None:
         what = error.strerror if isinstance(error, OSError) else error
-        kind = "lasting" if lasting else "new"
-        self._failures.append(f"{time.time():.3f} {kind} {target}: {what}")
+        self._failures.append({
+            "since": since, "until": time.monotonic(), "sent_again": isinstance(error, SentAgain),
+            "what": f"{'lasting' if lasting else 'new'} {target}: {what}",
+        })  # fmt: skip
 
     def _end(self, conversation: Conversation) -> None:
         del self._conversations[conversation.socket.fileno()]
@@ -232,9 +256,10 @@ class Client:
 
     def _report(self) -> None:
         failures, self._failures = self._failures, []
+        stalls, self._stalls = self._stalls, []
         print(json.dumps({
             "answered": self._answered, "exchanged": self._exchanged, "renewals": self._renewals,
-            "failures": failures,
+            "failures": failures, "stalls": stalls,
         }), flush=True)  # fmt: skip
 
 
@@ -281,4 +306,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "endpoint":
         answer(int(sys.argv[2]), sys.argv[3:])
     else:
-        Client([Target(*found) for found in json.loads(sys.argv[2])]).run()
+        Client(*([Target(*found) for found in json.loads(argument)] for argument in sys.argv[2:4])).run()

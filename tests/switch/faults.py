@@ -1,0 +1,86 @@
+"""An observer plugin that makes a running kproxy fail, or kills it, at a certain call of a hook.
+
+The file that KPROXY_FAULT names says at which: ``HOOK NUMBER WHAT``, counted from when the file appears. WHAT
+is ``fail`` (that call and the next two), ``restless`` (that sync and all later ones say that they changed
+something) or ``kill``. The file is removed once it has happened.
+"""
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Generator
+from dataclasses import replace
+from pathlib import Path
+
+from kproxy_core.backend.api import Backend, BackendSettings, Leftovers, SyncReport, Update
+from kproxy_core.backend.errors import SyncFailed
+from kproxy_core.backend.hookspecs import hookimpl
+
+_TIMES = 3
+"""As often as a step is tried."""
+
+_file = Path(os.environ.get("KPROXY_FAULT", "/nonexistent"))
+_calls: Counter[str] = Counter()
+
+
+def _what(hook: str) -> str:
+    """What is to happen at this call; "": nothing."""
+    try:
+        at, number, what = _file.read_text().split()
+    except FileNotFoundError:
+        _calls.clear()
+        return ""
+    _calls[hook] += 1
+    since = _calls[hook] - int(number)
+    if at != hook or since < 0 or (what == "kill" and since):
+        return ""
+    if what == "fail" and since == _TIMES - 1:
+        _file.unlink()
+    return what
+
+
+def _happen(hook: str) -> str:
+    what = _what(hook)
+    if what == "kill":
+        _file.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "fail":
+        raise SyncFailed(f"{hook} failed on purpose")
+    return what
+
+
+@hookimpl(wrapper=True)
+def kproxy_make_backend(
+    mode: str, settings: BackendSettings
+) -> Generator[None, Backend | None, Backend | None]:
+    _happen("kproxy_make_backend")
+    return (yield)
+
+
+@hookimpl(wrapper=True)
+def kproxy_sync(update: Update) -> Generator[None, SyncReport, SyncReport]:
+    """Happens when the kernel has it all."""
+    report = yield
+    if _happen("kproxy_sync") == "restless":
+        return replace(report, operations=report.operations + 1)
+    return report
+
+
+@hookimpl(wrapper=True)
+def kproxy_retire(settings: BackendSettings) -> Generator[None, list[Leftovers], list[Leftovers]]:
+    _happen("kproxy_retire")
+    return (yield)
+
+
+@hookimpl(wrapper=True)
+def kproxy_close() -> Generator[None, None, None]:
+    _happen("kproxy_close")
+    return (yield)
+
+
+@hookimpl(wrapper=True)
+def kproxy_cleanup(
+    settings: BackendSettings, dry_run: bool, own_only: bool
+) -> Generator[None, list[Leftovers], list[Leftovers]]:
+    _happen("kproxy_cleanup")
+    return (yield)
