@@ -1,7 +1,7 @@
 """What the kernel has acknowledged, and the difference to what is wanted as operations."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -106,7 +106,7 @@ class Applied:
         return self._elements.keys()
 
     @property
-    def addresses(self) -> Iterable[Address]:
+    def addresses(self) -> Collection[Address]:
         return self._addresses.keys()
 
     def change(self, changed: Mapping[ServicePortKey, ServicePlan | None], style: Style) -> Difference:

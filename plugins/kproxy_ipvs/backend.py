@@ -14,6 +14,7 @@ from kproxy_ipvs.family import FamilyState
 from kproxy_ipvs.settings import read_settings
 from kproxy_ipvs.text import render_text
 from kproxy_ipvs.virtual_servers import VirtualServers
+from kproxy_ipvs.watch import DeviceWatch
 
 log = logging.getLogger("kproxy.ipvs")
 
@@ -27,6 +28,7 @@ class IpvsBackend:
         self._settings = read_settings(settings)
         self._servers: VirtualServers | None = None
         self._families: dict[str, FamilyState] = {}
+        self._watch: DeviceWatch | None = None
 
     @hookimpl
     def kproxy_sync(self, update: Update) -> SyncReport:
@@ -50,17 +52,27 @@ class IpvsBackend:
 
     @hookimpl
     def kproxy_watch(self, damaged: Damage) -> bool:
-        """IPVS tells nobody about changes: full syncs have to find them."""
-        del damaged
+        """Report what happens to the device. About the rest nobody is told: full syncs have to look."""
+        self._unwatch()
+        try:
+            self._watch = DeviceWatch(self._families.values(), damaged)
+        except SyncFailed as error:
+            log.warning(str(error))
         return False
 
     @hookimpl
     def kproxy_close(self) -> None:
         """Close sockets and end threads; the kernel keeps all it has."""
+        self._unwatch()
         for state in self._families.values():
             state.close()
         if self._servers is not None:
             self._servers.close()
+
+    def _unwatch(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
 
     def _begin(self) -> VirtualServers:
         """Open IPVS, which loads its modules, and set what the whole mode depends on."""

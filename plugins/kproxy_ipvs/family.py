@@ -1,6 +1,6 @@
 """One IP family: what it is known to hold, and how it gets to what is wanted."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from kproxy_core.backend.api import SyncReport
 from kproxy_core.backend.errors import TrustLost
@@ -24,7 +24,7 @@ class FamilyState:
     """Virtual servers, sets, addresses and rules of one family."""
 
     def __init__(self, family: Family, settings: Settings, servers: VirtualServers, tables: Tables) -> None:
-        self._family = family
+        self.family = family
         self._settings = settings
         self._servers = servers
         self._tables = tables
@@ -33,6 +33,12 @@ class FamilyState:
         """None: only a resync will do."""
         self._node: NodeView | None = None
         self._style: Style | None = None
+        self._wanted: Container[Address] = ()
+        """On the device."""
+
+    def wants(self, address: Address) -> bool:
+        """Whether *address* is to be on the device. May be asked from any thread."""
+        return address in self._wanted
 
     def must_resync(self, node: NodeView) -> bool:
         """Whether *node* changes what no single service port answers for."""
@@ -62,17 +68,18 @@ class FamilyState:
         marks = self._applied.marks if self._applied is not None else None
         self._applied = None
         made = device.ensure()
-        entries = sets.read(self._family)
+        entries = sets.read(self.family)
         missing = [kind for kind in SETS if kind not in entries]
-        sets.create(self._family, missing)
-        ours, elsewhere = device.read(self._family)
+        sets.create(self.family, missing)
+        ours, elsewhere = device.read(self.family)
         style = self._make_style(node, elsewhere)
         applied = Applied(node.masquerade_bit)
         if marks is not None and self._node is not None and self._node.masquerade_bit == node.masquerade_bit:
             applied.marks = marks
         applied.change(plans, style)
+        self._wanted = applied.addresses
         with self._draining.lock:
-            held = self._servers.read(self._family)
+            held = self._servers.read(self.family)
             foreign = [key for key in held if self._is_foreign(key, ours, entries, node.masquerade_bit)]
             difference = compare_all(applied, held, entries, ours, foreign)
             self._draining.clear()
@@ -89,12 +96,12 @@ class FamilyState:
 
     def _make_style(self, node: NodeView, elsewhere: frozenset[Address]) -> Style:
         return Style(
-            family=self._family,
+            family=self.family,
             scheduler=self._settings.scheduler,
             node_ip=node.node_ip,
             node_port_addresses=tuple(
                 address for address in node.node_port_addresses
-                if not (self._family is Family.IPV6 and address[:2] == b"\xfe\x80")
+                if not (self.family is Family.IPV6 and address[:2] == b"\xfe\x80")
             ),
             elsewhere=elsewhere,
         )  # fmt: skip
@@ -121,18 +128,18 @@ class FamilyState:
         in a *takeover* they end the other mode, so they go after.
         """
         with self._draining.lock:
-            sets.write(self._family, difference.adds)
+            sets.write(self.family, difference.adds)
             if rules_text and not takeover:
                 self._tables.restore(rules_text)
             self._servers.write([self._revived(operation) for operation in difference.servers])
-            device.bind(difference.bind, self._family)
+            device.bind(difference.bind, self.family)
             if rules_text and takeover:
                 self._tables.restore(rules_text)
             self._servers.write(difference.gone)
             for operation in difference.gone:
                 self._draining.forget_server(operation.key)
-            device.unbind(difference.unbind, self._family)
-            sets.write(self._family, (), difference.deletes)
+            device.unbind(difference.unbind, self.family)
+            sets.write(self.family, (), difference.deletes)
             self._draining.add(difference.leaving)
 
     def _revived(self, operation: Operation) -> Operation:

@@ -3,22 +3,25 @@
 import socket
 import struct
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from queue import Queue
 
 import pytest
 
 from kproxy_core.host.iptables import Tables
 from kproxy_core.host.iptables_variant import find_variant
-from kproxy_core.model.address import Family, Protocol, parse_address
+from kproxy_core.model.address import Family, Protocol, parse_address, parse_cidr
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.testing.builders import changed_update, endpoint_slice, plans, service
-from kproxy_ipvs import device, names, rules, sets, skeleton
+from kproxy_ipvs import device, listing, names, rules, sets, skeleton
 from kproxy_ipvs.backend import IpvsBackend
 from kproxy_ipvs.batch import DeleteServer, PutDestination, PutServer
 from kproxy_ipvs.cleanup import cleanup
 from kproxy_ipvs.render import Scheduling, ServerKey
+from kproxy_ipvs.retirement import retire
 from kproxy_ipvs.settings import SCHEDULERS
 from kproxy_ipvs.virtual_servers import VirtualServers
 from tests.plugins.ipvs.rig import NODES, WEB, Plans, answers, change, everything, full, web, weight
@@ -234,3 +237,91 @@ def test_weights_that_somebody_else_set_are_put_right(
     kernel.write([PutDestination(WEB, where, 5, new=False)])
     assert full(backend, web("10.244.2.1")) == 1
     assert weight(kernel.read(Family.IPV4), "10.244.2.1") == 1
+
+
+def test_excluded_networks_survive_clean_up_and_retirement(
+    make: Callable[..., IpvsBackend], kernel: VirtualServers
+) -> None:
+    full(make(), web("10.244.2.1"))
+    stray = WEB._replace(port=99)
+    kernel.write([PutServer(stray, Scheduling("rr"), new=True)])
+    excluded = [parse_cidr("10.96.0.0/16")]
+    assert not retire(excluded).errors
+    assert {WEB, stray} <= kernel.read(Family.IPV4).keys()
+    assert not cleanup(excluded, dry_run=False).errors
+    assert kernel.read(Family.IPV4).keys() == {WEB, stray}
+    assert not device.exists()
+    kernel.write([DeleteServer(WEB), DeleteServer(stray)])
+
+
+def test_clean_up_as_the_operator_has_it(make: Callable[..., IpvsBackend], kernel: VirtualServers) -> None:
+    full(make(), web("10.244.2.1"))
+    run("--cleanup", "--cleanup-ipvs=false")
+    assert WEB in kernel.read(Family.IPV4)
+    assert device.exists()
+    run("--cleanup", "--ipvs-exclude-cidrs=10.96.0.0/24")
+    assert WEB in kernel.read(Family.IPV4)
+    assert not device.exists()
+    full(make(), web("10.244.2.1"))
+    run("--cleanup")
+    assert not kernel.read(Family.IPV4)
+
+
+def test_what_needs_all_privileges_can_be_done_by_itself(tmp_path: Path) -> None:
+    """Modules and sysctls, and nothing else."""
+    subprocess.run(["modprobe", "-r", "ip_vs_sed"], check=True)
+    values = {"net/ipv4/vs/conntrack": "1", "net/ipv4/ip_forward": "1", "net/ipv4/conf/all/arp_announce": "2"}
+    for name in values:
+        Path("/proc/sys", name).write_text("0")
+    run("--init-only", "--mode=ipvs", "--ipvs-scheduler=sed", "--ipvs-strict-arp", f"--manifests={tmp_path}")
+    assert {name: Path("/proc/sys", name).read_text().strip() for name in values} == values
+    assert Path("/sys/module/ip_vs_sed").is_dir()
+    assert not device.exists()
+    assert not sets.existing(names.SETS)
+
+
+def run(*options: str) -> None:
+    """The program itself."""
+    program = Path(sys.executable).with_name("kproxy")
+    done = subprocess.run([program, *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_timeouts_of_connections(make: Callable[..., IpvsBackend], pods: tuple[str, str]) -> None:
+    dns = service("dns", "53/UDP", ip="10.96.0.2")
+    piece = endpoint_slice("dns", pods[0], ports=["53/UDP"])
+    wanted = web(pods[0]) | plans(NODES[Family.IPV4], dns, piece)
+    full(make(tcpTimeout=777.0, udpTimeout=555.0), wanted)
+    full(make(tcpFinTimeout=30.0), wanted)  # It leaves the others as they are.
+    with (
+        socket.create_connection(("10.96.0.1", 80), timeout=10) as connection,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams,
+    ):
+        assert answers(connection)
+        datagrams.sendto(b"hello", ("10.96.0.2", 53))
+        rows = [line.split() for line in listing.CONNECTIONS.read_text().splitlines()]
+    expires = {(row[0], row[7]): int(row[8]) for row in rows[1:] if row[3] in ("0A600001", "0A600002")}
+    assert 700 < expires["TCP", "ESTABLISHED"] <= 777
+    assert 500 < expires["UDP", "UDP"] <= 555
+
+
+def test_what_happens_to_the_device_is_noticed_and_repaired(
+    make: Callable[..., IpvsBackend], kernel: VirtualServers
+) -> None:
+    backend = make()
+    wanted = everything(Family.IPV4)
+    full(backend, wanted)
+    before = state(Family.IPV4, kernel)
+    seen: Queue[tuple[Family, str]] = Queue()
+    backend.kproxy_watch(lambda family, what: seen.put((family, what)))
+    change(backend, web("10.244.2.1"))
+    backend.kproxy_sync(changed_update(NODES[Family.IPV4], wanted, web("10.244.2.1")))
+    for damage, told in (
+        ("address del 10.96.0.2/32 dev kube-ipvs0", "10.96.0.2 taken off kube-ipvs0"),
+        ("link delete kube-ipvs0", "interface kube-ipvs0 deleted"),
+    ):
+        subprocess.run(["ip", *damage.split()], check=True)
+        while (report := seen.get(timeout=20)) != (Family.IPV4, told):
+            assert "kube-ipvs0" in report[1]
+        full(backend, wanted)
+        assert state(Family.IPV4, kernel) == before

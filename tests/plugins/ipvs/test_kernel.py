@@ -15,7 +15,7 @@ from tests.guest.guest import Guest
 
 CHECKS = [Path(__file__).with_name(f"{name}_checks.py") for name in ("kernel", "switch")]
 FIXTURES = "tests.plugins.ipvs.rig"
-LONGEST = 600
+LONGEST = 900
 """Seconds."""
 
 
