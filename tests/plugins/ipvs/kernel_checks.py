@@ -35,6 +35,18 @@ def test_second_process_has_nothing_to_write(family: Family, make: Callable[...,
 
 
 @pytest.mark.parametrize("family", list(Family))
+def test_proc_tells_what_netlink_tells(
+    family: Family, make: Callable[..., IpvsBackend], kernel: VirtualServers
+) -> None:
+    full(make(), everything(family))
+    listed = kernel.count(family)
+    assert len(listed) > 10
+    assert {key: items for key, (_, items) in listed.items()} == {
+        key: kernel.destinations(key) for key in listed
+    }
+
+
+@pytest.mark.parametrize("family", list(Family))
 def test_damage_is_repaired(
     family: Family, make: Callable[..., IpvsBackend], kernel: VirtualServers
 ) -> None:

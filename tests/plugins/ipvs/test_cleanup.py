@@ -72,7 +72,7 @@ def test_chains_that_kube_proxy_never_has_can_be_removed_beside_it() -> None:
     held[FILTER, "INPUT"].append(KUBE_PROXYS_JUMP)
     held[FIREWALL] = []
     removal = what_only_we_have(held)
-    own = {key for key in skeleton(node_view()) if key[0] == MANGLE} | {(NAT, "KUBE-IPVS-POSTROUTING")}
+    own = {key for key in skeleton(node_view()) if key[0] == MANGLE}
     assert set(removal.chains) == own
     assert {rule[:2] for rule in removal.rules} == {
         (MANGLE, "PREROUTING"), (MANGLE, "OUTPUT"), (NAT, "POSTROUTING")

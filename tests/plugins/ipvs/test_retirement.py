@@ -1,0 +1,96 @@
+"""What stays of the mode for the sake of connections, as far as it can be told without a kernel."""
+
+import pytest
+
+from kproxy_core.model.address import Family, Protocol, parse_address
+from kproxy_core.model.endpoint import Destination
+from kproxy_core.plan.service_plan import Frontend
+from kproxy_ipvs import listing, names
+from kproxy_ipvs.batch import DeleteDestination, DeleteServer, Listed, PutDestination
+from kproxy_ipvs.listing import Closing
+from kproxy_ipvs.render import ServerKey
+from kproxy_ipvs.retirement import judge, short_circuits
+
+VIP = parse_address("10.96.0.1")
+ONE, TWO = (Destination(parse_address(f"10.244.1.{number}"), 8080) for number in (1, 2))
+WEB = ServerKey(Family.IPV4, 0, VIP, Protocol.TCP, 80)
+TO_WEB = Frontend(VIP, Protocol.TCP, 80)
+MARKED = ServerKey(Family.IPV4, 0x6B000001, None, 0, 0)
+
+SERVERS = """\
+IP Virtual Server version 1.2.1 (size=4096)
+Prot LocalAddress:Port Scheduler Flags
+  -> RemoteAddress:Port Forward Weight ActiveConn InActConn
+TCP  0A600001:0050 rr persistent 600 FFFFFFFF
+  -> 0AF40101:1F90      Masq    1      2          3         
+  -> 0AF40102:1F90      Local   0      0          0         
+FWM  6B000001 rr
+  -> 0AF40101:1F90      Masq    1      0          0         
+UDP  [fd00:0000:0000:0000:0000:0000:0000:0001]:0035 wlc 
+  -> [fd00:0001:0000:0000:0000:0000:0000:0005]:0035      Masq    1      0          7         
+SCTP 0A600001:0009 rr 
+"""  # noqa: W291 - as the kernel writes it
+
+CONNECTIONS = """\
+Pro FromIP   FPrt ToIP     TPrt DestIP   DPrt State       Expires PEName PEData
+TCP C000020A 8F3C 0A600001 0050 0AF40101 1F90 ESTABLISHED     897
+TCP C000020A 8F3E 0A600001 0050 0AF40101 1F90 CLOSE_WAIT       55
+TCP C000020A 8F40 0A600001 0050 0AF40101 1F90 TIME_WAIT       110
+TCP C000020A 0000 0A600001 0050 0AF40101 1F90 NONE            110
+UDP C000020A 8F40 0A600001 0035 0AF40101 0035 UDP             110
+TCP fd00:0000:0000:0000:0000:0000:0000:0009 8F3C fd00:0000:0000:0000:0000:0000:0000:0001 0050 \
+fd00:0001:0000:0000:0000:0000:0000:0005 1F90 FIN_WAIT     115
+"""
+
+
+def test_real_servers_as_proc_lists_them() -> None:
+    v6 = Destination(parse_address("fd00:1::5"), 53)
+    assert listing.real_servers(SERVERS.splitlines(keepends=True)) == {
+        WEB: [Listed(ONE, 1, 2, 3), Listed(TWO, 0, 0, 0)],
+        ServerKey(Family.IPV6, 0, parse_address("fd00::1"), Protocol.UDP, 53): [Listed(v6, 1, 0, 7)],
+        ServerKey(Family.IPV4, 0, VIP, Protocol.SCTP, 9): [],
+    }
+
+
+def test_connections_with_a_side_that_may_still_send() -> None:
+    v6 = Closing(
+        Frontend(parse_address("fd00::1"), Protocol.TCP, 80), Destination(parse_address("fd00:1::5"), 8080)
+    )
+    assert listing.closing(CONNECTIONS.splitlines(keepends=True)) == {Closing(TO_WEB, ONE): 1, v6: 1}
+
+
+JUDGED = [
+    ("nobody", [Listed(ONE, 1, 0, 0)], 0, [DeleteServer(WEB)], 0),
+    ("only what has ended", [Listed(ONE, 1, 0, 9)], 0, [DeleteServer(WEB)], 0),
+    ("open", [Listed(ONE, 1, 2, 9)], 0, [PutDestination(WEB, ONE, 0, new=False)], 2),
+    ("open, seen before", [Listed(ONE, 0, 2, 9)], 0, [], 2),
+    ("half-closed", [Listed(ONE, 0, 0, 9)], 3, [], 3),
+    ("half-closed a moment ago", [Listed(ONE, 0, 0, 1)], 3, [], 1),
+    ("one of two", [Listed(ONE, 0, 1, 0), Listed(TWO, 1, 0, 4)], 0, [DeleteDestination(WEB, TWO)], 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("items", "half_closed", "operations", "waiting"), [row[1:] for row in JUDGED], ids=[r[0] for r in JUDGED]
+)
+def test_what_connections_need(
+    items: list[Listed], half_closed: int, operations: list[object], waiting: int
+) -> None:
+    verdict = judge({WEB: items}, {}, {Closing(TO_WEB, ONE): half_closed})
+    assert verdict.operations == operations
+    assert verdict.waiting == waiting
+    assert verdict.gone == ([] if waiting else [WEB])
+    assert verdict.datagrams == []
+
+
+def test_nobody_waits_for_datagrams() -> None:
+    dns = WEB._replace(protocol=Protocol.UDP, port=53)
+    verdict = judge({dns: [Listed(ONE, 1, 4, 5)]}, {}, {})
+    assert verdict.gone == [dns]
+    assert verdict.datagrams == [Frontend(VIP, Protocol.UDP, 53)]
+
+
+@pytest.mark.parametrize(("protocol", "waiting"), [("tcp", 4), ("udp", 0)])
+def test_a_short_circuit_is_of_the_protocol_of_what_leads_to_it(protocol: str, waiting: int) -> None:
+    entries = {names.SHORT_CIRCUIT: {f"10.96.0.1,{protocol}:80": MARKED.mark}}
+    assert judge({MARKED: [Listed(ONE, 1, 4, 0)]}, short_circuits(entries), {}).waiting == waiting
