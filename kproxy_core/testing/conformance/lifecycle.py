@@ -224,13 +224,10 @@ def rules_of_others_stay(bench: Bench) -> None:
 def retires_without_connections_at_once(bench: Bench) -> None:
     """Once another mode serves, a backend without connections waits for nobody, and leaves nothing."""
     worker = _both(bench)
-    subject = bench.subject
-    left = _until(
-        lambda: subject.registry.retire(subject.mode, subject.settings), lambda found: not found.waiting
-    )
+    left = _until(lambda: bench.subject.retire(worker), lambda found: not found.waiting)
     expect(not left.errors, f"kproxy_retire: {'; '.join(left.errors)}")
     expect(not left.waiting, f"kproxy_retire waits for {left.waiting} connections, and there was none")
-    subject.end(worker)
+    bench.subject.end(worker)
     _cleaned(bench)
     bench.same(bench.untouched, "kproxy_retire, kproxy_close and kproxy_cleanup left (+) or took along (-)")
 

@@ -11,7 +11,9 @@ import contextlib
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from kproxy_core.model.address import Family
 from kproxy_core.testing.conformance.features import ADDRESSES
@@ -40,7 +42,12 @@ NAMES = (
 def node_only() -> Namespace:
     """A node without anybody around it."""
     node = Namespace("node")
-    node.ip("link set lo up", f"address add {V4.node}/24 dev lo", f"address add {V6.node}/64 dev lo")
+    node.ip("link set lo up", f"address add {V4.node}/32 dev lo", f"address add {V6.node}/128 dev lo nodad")
+    routes, address = Path("/proc/net/ipv6_route"), socket.inet_pton(socket.AF_INET6, V6.node).hex()
+    with node.entered():
+        until = time.monotonic() + 1
+        while address not in routes.read_text(encoding="ascii") and time.monotonic() < until:
+            time.sleep(0.001)  # The kernel adds it a moment later.
     return node
 
 

@@ -3,6 +3,7 @@
 import time
 
 from kproxy_core.backend.api import Leftovers
+from kproxy_core.backend.worker import Worker
 from kproxy_core.model.address import Protocol
 from kproxy_core.testing.conformance.checks import Checks, Failed, expect
 from kproxy_core.testing.conformance.play import Play
@@ -192,19 +193,21 @@ def retiring_cuts_no_connection(play: Play) -> None:
     subject = play.subject
     with play.connection("near", play.cluster_ip()) as lasting:
         play.have_successor()
-        if not _retire(play).waiting:
+        worker: Worker | None = play.worker
+        if not _retire(play, worker).waiting:
             subject.end(play.worker)
             _cleaned(play)
+            worker = None
         expect(lasting.echoes(), "an established connection was cut")
     until = time.monotonic() + _PATIENCE
-    while (left := _retire(play)).waiting:
+    while (left := _retire(play, worker)).waiting:
         if time.monotonic() > until:
             raise Failed(f"{left.waiting} connections are still waited for, and the only one was reset")
         time.sleep(0.1)
 
 
-def _retire(play: Play) -> Leftovers:
-    left = play.subject.registry.retire(play.subject.mode, play.subject.settings)
+def _retire(play: Play, worker: Worker | None) -> Leftovers:
+    left = play.subject.retire(worker)
     expect(not left.errors, f"kproxy_retire: {'; '.join(left.errors)}")
     return left
 

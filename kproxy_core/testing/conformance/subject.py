@@ -58,6 +58,10 @@ class Subject:
         for worker in list(self._workers):
             self.end(worker)
 
+    def retire(self, worker: Worker | None) -> Leftovers:
+        """As when another mode serves; *worker*, if it still runs, is the one that served."""
+        return self.registry.retire(self.mode, self.settings, worker=worker)
+
     def cleanup(self, *, dry_run: bool = False, own_only: bool = False) -> Leftovers:
         return self.registry.cleanup(self.mode, self.settings, dry_run=dry_run, own_only=own_only)
 
