@@ -100,6 +100,8 @@ class Config:
     logging_format: Literal["text", "json"]
     state_directory: str
     """Where the journal of mode switches is."""
+    mode_fallback: Literal["auto", "never"]
+    """Whether another mode may serve where this one does not work."""
     live_mode_switch: bool
     """A changed mode in the file is followed without a restart."""
     plugins: tuple[str, ...]
@@ -160,6 +162,7 @@ def resolve(flags: Flags, file: FileConfig | None) -> Config:
         verbosity=document.logging.verbosity,
         logging_format="json" if document.logging.format == "json" else "text",
         state_directory=document.kproxy.state_directory,
+        mode_fallback="never" if document.kproxy.mode_fallback == "never" else "auto",
         live_mode_switch=document.kproxy.live_mode_switch,
         plugins=document.kproxy.plugins,
         backend_options=_options(document),

@@ -94,6 +94,8 @@ def problems_of(document: KubeProxyConfiguration) -> Iterator[Problem]:
     """Everything that is wrong with *document*."""
     if not re.fullmatch(r"[a-z0-9-]*", document.mode, re.ASCII):
         yield Problem("mode", document.mode, "must be lower case letters, digits and dashes")
+    if document.kproxy.mode_fallback not in ("auto", "never"):
+        yield Problem("kproxy.modeFallback", document.kproxy.mode_fallback, "must be auto or never")
     for name, gate in FEATURE_GATES.items():
         if gate.locked and document.feature_gates.get(name, gate.default) is not gate.default:
             locked_to = "true" if gate.default else "false"

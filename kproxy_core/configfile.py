@@ -205,6 +205,8 @@ class Kproxy(_Section, frozen=True, kw_only=True, rename="camel"):
     """Directory to read objects from; "": an API server."""
     state_directory: str = "/run/kproxy"
     """What must be known after a restart of the process, and not after a reboot."""
+    mode_fallback: str = "auto"
+    """``auto``: where the machine lacks what the mode needs, another may serve; ``never``: none may."""
     live_mode_switch: bool = False
     """Follow a changed `mode` in this file without a restart."""
     plugins: tuple[str, ...] = ()

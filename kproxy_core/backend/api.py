@@ -30,6 +30,8 @@ class Description:
     """Without ``--mode`` the usable backend with the highest one is taken."""
     default_node_port_addresses: tuple[str, ...] = ()
     """What an empty nodePortAddresses means: () all addresses, ``("primary",)`` the node's own."""
+    fallback: str = ""
+    """The mode to serve in where this one is asked for and the machine lacks what it needs; "": none."""
     interfaces: tuple[str, ...] = ()
     """Network interfaces that the mode makes for itself: their addresses are not the node's."""
 
@@ -60,12 +62,28 @@ class Detection:
         return all(requirement.met for requirement in self.requirements)
 
     @property
+    def refuted(self) -> bool:
+        """It certainly does not: something is missing, and that is not only a guess."""
+        return any(not requirement.met and not requirement.guessed for requirement in self.requirements)
+
+    @property
     def because(self) -> str:
         """One line: what is missing, or what was found."""
         missing = [r for r in self.requirements if not r.met]
         if missing:
             return "; ".join(f"{r.what}: {r.found}. {r.remedy}".rstrip() for r in missing)
         return ", ".join(r.found for r in self.requirements)
+
+
+class Trial(Protocol):
+    """Where a plugin may try what it needs, for real."""
+
+    def enter(self) -> str:
+        """Move this process into an empty network namespace that ends with it, there to change anything.
+
+        "" once there, with CAP_NET_ADMIN; else why it is impossible. What is to be found out about the
+        node's own namespace, privileges included, has to be found out before.
+        """
 
 
 @dataclass(frozen=True, slots=True)

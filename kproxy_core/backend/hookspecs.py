@@ -21,6 +21,7 @@ from kproxy_core.backend.api import (
     Leftovers,
     Measurement,
     SyncReport,
+    Trial,
     Update,
 )
 
@@ -38,10 +39,13 @@ def kproxy_describe() -> Description:
 
 
 @hookspec
-def kproxy_detect(settings: BackendSettings) -> Detection:
+def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: bool) -> Detection:
     """Say whether the mode works on this kernel; name each requirement and its remedy.
 
-    Changes nothing. Never raises for something that is missing.
+    Changes nothing. Never raises for something that is missing. With a *trial* this is a process made for
+    the question: what the mode needs is to be tried in `Trial.enter`'s namespace. Without one, what can't
+    be known by looking is concluded, and `Requirement.guessed`. Kernels load modules for whoever asks for
+    what they do: without *load_modules* nothing may be tried that would have that effect.
     """
     raise NotImplementedError
 
@@ -101,6 +105,17 @@ def kproxy_make_backend(mode: str, settings: BackendSettings) -> Backend | None:
 
     Raises Unsupported if it can't work here.
     """
+
+
+@hookspec(firstresult=True)
+def kproxy_begin() -> bool:
+    """Find out, before anything depends on it, whether the mode can work; what was found out may be kept.
+
+    Optional; without it `kproxy_detect` is asked. Called once when a process is to serve in this mode, and
+    to be answered in milliseconds. May set what serving needs of the machine. True if it can; raises
+    Unsupported if not, whereupon another mode may be taken, or SyncFailed for what may pass.
+    """
+    raise NotImplementedError
 
 
 @hookspec(firstresult=True)

@@ -25,6 +25,7 @@ from kproxy_core.backend.api import (
     Detection,
     Leftovers,
     Requirement,
+    Trial,
     Update,
 )
 from kproxy_core.backend.errors import BackendError, Unsupported
@@ -185,13 +186,16 @@ class Registry:
         found = self._answers(mode, "kproxy_caveats", {"update": update, "settings": settings})
         return tuple(caveat for answer in found for caveat in answer)
 
-    def detect(self, mode: str, settings: BackendSettings) -> Detection:
+    def detect(
+        self, mode: str, settings: BackendSettings, trial: Trial | None = None, *, load_modules: bool = False
+    ) -> Detection:
         """Whether *mode* works here, in the words of its plugin; a plugin that fails to say does not.
 
-        Raises UnknownMode or PluginRefused.
+        For *trial* and *load_modules* see `hookspecs.kproxy_detect`. Raises UnknownMode or PluginRefused.
         """
         try:
-            answer = self._ask(mode, "kproxy_detect", settings=settings)
+            answer = self._ask(
+                mode, "kproxy_detect", settings=settings, trial=trial, load_modules=load_modules)
             if isinstance(answer, Detection):
                 return answer
             problem = f"answered {type(answer).__name__}, not Detection"

@@ -33,6 +33,10 @@ class Worker:
     def mode(self) -> str:
         return self.description.mode
 
+    def begin(self) -> bool:
+        """See `hookspecs.kproxy_begin`. False: the backend has nothing to say."""
+        return bool(self._call("kproxy_begin"))
+
     def sync(self, update: Update) -> SyncReport:
         """See `hookspecs.kproxy_sync`."""
         report: SyncReport = self._call("kproxy_sync", update=update)

@@ -27,6 +27,7 @@ from kproxy_core.configflags import (
 
 if TYPE_CHECKING:
     from kproxy_core.backend.registry import Registry
+    from kproxy_core.cli.modes import Report
     from kproxy_core.cli.terms import Configuration
     from kproxy_core.config import Config
 
@@ -72,25 +73,53 @@ def kproxy(context: click.Context, /, **options: Any) -> None:
         _run(flags, _judged("init_only", flags, truth, False))
 
 
-@kproxy.command()
-@click.option("-p", "--plugin", "plugins", metavar="PLUGIN", multiple=True, help=FLAGS["plugin"].help)
+@kproxy.command(cls=FlagCommand)
+@click.argument("only", metavar="[MODE]", default="")
+@with_flags(RULES)
 @click.option("--probe", is_flag=True, help="Find out which work on this machine, and what is missing.")
-@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
-def modes(plugins: tuple[str, ...], probe: bool, output: str) -> None:
-    """List the installed backends, the preferred one first."""
-    from kproxy_core.cli.modes import describe_modes
+@click.option("--load-modules", is_flag=True, help="With --probe: load kernel modules for it.")
+@click.option("-o", "--output", type=click.Choice(["text", "json", "yaml"]), default="text",
+              show_default=True)
+@click.pass_context
+def modes(
+    context: click.Context, /, only: str, probe: bool, load_modules: bool, output: str, **options: Any
+) -> None:
+    """List the installed backends, the preferred one first, or only MODE.
 
+    With --probe the exit status is 0 if MODE works on this machine (without one: any), else 1.
+    """
+    from kproxy_core.cli.modes import describe, find_out
+    from kproxy_core.cli.terms import Configuration, served_families, settings_of_modes
+    from kproxy_core.config import load
+
+    if load_modules and not probe:
+        raise click.UsageError("--load-modules goes with --probe")
+    flags = _given(options)
     with _errors():
-        registry = _registry(",".join(plugins).split(","))
-    described = describe_modes(registry, probe=probe)
+        configuration = Configuration(flags, load(flags["config"]) if flags.get("config") else None)
+        registry = _registry(configuration.of("").plugins)
+        mode = only or flags.get("mode", "")
+        if probe:
+            settings_of = settings_of_modes(configuration, served_families())
+            report = find_out(registry, mode, settings_of, load_modules=load_modules)
+        else:
+            report = describe(registry, mode)
+    click.echo(_written(report, output))
+    _tell_broken(registry)
+    if not report.works(mode or configuration.mode):
+        context.exit(1)
+
+
+def _written(report: Report, output: str) -> str:
     if output == "json":
         import json
 
-        click.echo(json.dumps([mode.as_document() for mode in described], indent=2))
-    else:
-        for mode in described:
-            click.echo(mode)
-    _tell_broken(registry)
+        return json.dumps(report.as_document(), indent=2)
+    if output == "yaml":
+        import yaml
+
+        return str(yaml.safe_dump(report.as_document(), sort_keys=False, allow_unicode=True)).rstrip()
+    return str(report)
 
 
 @kproxy.command()
@@ -120,9 +149,14 @@ def render(family: str | None, **options: Any) -> None:
     from kproxy_core.run import logs
 
     with _errors():
-        config, registry, _ = _prepared(_given(options))
+        config, registry, configuration = _prepared(_given(options))
         if not config.manifests:
             raise click.UsageError("render needs --manifests")
+        if not config.mode:
+            from kproxy_core.cli.terms import backend_settings, served_families
+
+            probing = backend_settings(config, served_families())
+            config = configuration.of(registry.preferred(probing))
         logs.set_up(0, "text")
         from kproxy_core.cli.rendering import render_manifests
 
@@ -158,7 +192,7 @@ def _run(flags: Flags, init_only: bool) -> None:
     try:
         with _errors():
             if init_only:
-                process.set_up(config, registry)
+                process.set_up(config, registry, configuration)
             else:
                 process.run(config, registry, configuration)
     except click.ClickException as error:
@@ -227,8 +261,8 @@ def _tell_broken(registry: Registry) -> None:
 
 
 def _prepared(flags: Flags) -> tuple[Config, Registry, Configuration]:
-    """What is in effect, with a mode in any case; the plugins; what was asked for."""
-    from kproxy_core.cli.terms import Configuration, backend_settings, served_families
+    """What is in effect, as far as it was asked for; the plugins; what was asked for."""
+    from kproxy_core.cli.terms import Configuration
     from kproxy_core.config import load
     from kproxy_core.run.journal import Journal
 
@@ -236,11 +270,10 @@ def _prepared(flags: Flags) -> tuple[Config, Registry, Configuration]:
     config = configuration.of(configuration.mode)
     registry = _registry(config.plugins)
     mode = Journal(config.state_directory).mode_to_start(config.mode, registry.modes) or config.mode
-    if not mode:
-        mode = registry.preferred(backend_settings(config, served_families()))
     if mode != config.mode:
         config = configuration.of(mode)
-    registry.load(mode)
+    if mode:
+        registry.load(mode)
     return config, registry, configuration
 
 

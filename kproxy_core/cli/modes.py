@@ -1,11 +1,15 @@
-"""What ``kproxy modes`` has to say about each installed backend."""
+"""What ``kproxy modes`` has to say about this machine and each installed backend."""
 
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from kproxy_core.backend.api import BackendSettings, Description, Detection
+from kproxy_core.backend.api import BackendSettings, Description, Detection, Requirement
 from kproxy_core.backend.registry import Registry
+from kproxy_core.cli.machine import Fact, facts
 from kproxy_core.cli.terms import served_families
+from kproxy_core.host import trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,19 +19,20 @@ class DescribedMode:
     description: Description
     detection: Detection | None
 
-    def as_document(self) -> dict[str, object]:
-        """For JSON."""
+    def as_document(self) -> dict[str, Any]:
+        """For JSON and YAML."""
         major, minor = self.description.contract
-        document: dict[str, object] = {
+        document: dict[str, Any] = {
             "mode": self.description.mode,
             "summary": self.description.summary,
             "preference": self.description.preference,
+            "fallback": self.description.fallback,
             "contract": f"{major}.{minor}",
         }
         if self.detection is not None:
             document["usable"] = self.detection.usable
             document["requirements"] = [
-                {"what": r.what, "met": r.met, "found": r.found, "remedy": r.remedy}
+                {"what": r.what, "met": r.met, "found": r.found, "remedy": r.remedy, "guessed": r.guessed}
                 for r in self.detection.requirements
             ]
         return document
@@ -35,18 +40,76 @@ class DescribedMode:
     def __str__(self) -> str:
         lines = [f"{self.description.mode:<12} {self.description.summary}"]
         if self.detection is not None:
-            lines.append("  usable" if self.detection.usable else "  not usable here")
-            for needed in self.detection.requirements:
-                lines.append(f"  {'ok     ' if needed.met else 'missing'} {needed.what}: {needed.found}")
-                if needed.remedy:
-                    lines.append(textwrap.indent(needed.remedy, " " * 10))
+            guessed = any(requirement.guessed for requirement in self.detection.requirements)
+            usable = "usable" if self.detection.usable else "not usable here"
+            lines.append(f"  {usable}{', as far as can be told without trying' if guessed else ''}")
+            lines += map(_line, self.detection.requirements)
         return "\n".join(lines)
 
 
-def describe_modes(registry: Registry, *, probe: bool) -> list[DescribedMode]:
-    """Every mode that can be loaded, the preferred one first; with *probe*, whether it works here."""
-    settings = BackendSettings(served_families())
-    return [
-        DescribedMode(description, registry.detect(description.mode, settings) if probe else None)
-        for description in registry.load_all()
-    ]
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that is said."""
+
+    machine: tuple[Fact, ...]
+    """Nothing, unless the modes were probed."""
+    modes: tuple[DescribedMode, ...]
+
+    def works(self, mode: str) -> bool:
+        """Whether *mode* is usable, as far as that was asked; "": any."""
+        return any(
+            described.detection is None or described.detection.usable
+            for described in self.modes
+            if mode in ("", described.description.mode)
+        )
+
+    def as_document(self) -> dict[str, Any]:
+        """For JSON and YAML."""
+        document: dict[str, Any] = {"modes": [mode.as_document() for mode in self.modes]}
+        if self.machine:
+            document["machine"] = {fact.what: fact.found for fact in self.machine}
+        return document
+
+    def __str__(self) -> str:
+        machine = ["machine", *(f"  {fact.what}: {fact.found}" for fact in self.machine)]
+        return "\n".join([*(machine if self.machine else ()), *map(str, self.modes)])
+
+
+def describe(registry: Registry, mode: str) -> Report:
+    """Every mode that can be loaded, the preferred one first, or only *mode*.
+
+    Raises UnknownMode or PluginRefused.
+    """
+    descriptions = [registry.load(mode)] if mode else registry.load_all()
+    return Report((), tuple(DescribedMode(description, None) for description in descriptions))
+
+
+def find_out(
+    registry: Registry, mode: str, settings_of: Callable[[str], BackendSettings], *, load_modules: bool
+) -> Report:
+    """As `describe`, with whether each works here. Changes nothing but that *load_modules* may load modules.
+
+    Raises UnknownMode, PluginRefused or ConfigError.
+    """
+    described = tuple(
+        DescribedMode(known, _detection(registry, known.mode, settings_of(known.mode), load_modules))
+        for known in (mode.description for mode in describe(registry, mode).modes)
+    )
+    return Report(tuple(facts(served_families())), described)
+
+
+def _detection(registry: Registry, mode: str, settings: BackendSettings, load_modules: bool) -> Detection:
+    """Asked of a process of its own: a namespace is left only by ending, and a plugin may fail in any way."""
+    try:
+        return trial.ask(
+            lambda namespace: registry.detect(mode, settings, namespace, load_modules=load_modules))
+    except trial.NoAnswer as error:
+        return Detection(mode, (Requirement("an answer of the plugin", False, str(error)),))
+
+
+def _line(requirement: Requirement) -> str:
+    verdict = ("ok" if requirement.met else "missing") + ("?" if requirement.guessed else "")
+    line = f"  {verdict:<8} {requirement.what}: {requirement.found}"
+    if not requirement.remedy:
+        return line
+    return f"{line}\n{textwrap.indent(requirement.remedy, ' ' * 11)}"

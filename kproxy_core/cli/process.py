@@ -13,6 +13,7 @@ from kproxy_core import __version__
 from kproxy_core.backend.registry import Registry
 from kproxy_core.backend.worker import Worker
 from kproxy_core.cli import preparation
+from kproxy_core.cli.choice import choose
 from kproxy_core.cli.family_checks import doubts, unservable
 from kproxy_core.cli.steering import FollowedFile, answer_requests
 from kproxy_core.cli.terms import (
@@ -120,12 +121,14 @@ def about(config: Config, flags: Flags) -> About:
     )
 
 
-def set_up(config: Config, registry: Registry) -> None:
+def set_up(config: Config, registry: Registry, configuration: Configuration) -> None:
     """What needs all privileges: afterwards, `run` does with fewer.
 
     Raises BackendError, HostError or StartFailed.
     """
     families = served_families()
+    config, worker, _ = choose(configuration, registry, config.mode, families)
+    registry.close_backend(worker)
     settings = node_settings(config, registry.load(config.mode))
     events = make_events(config, settings.name, ClientMetrics())
     if not preparation.tune_conntrack(preparation.limits(config), events):
@@ -138,12 +141,14 @@ def set_up(config: Config, registry: Registry) -> None:
 def run(config: Config, registry: Registry, configuration: Configuration) -> None:
     """Be the proxy until SIGTERM or SIGINT, or until the file that *config* is from changes.
 
+    In the mode of *config*, else in what that falls back to, or without one in the best that works.
     The rules stay, where they don't lead into this process. Raises BackendError, HostError or StartFailed.
     """
     preparation.tune_interpreter()
     preparation.protect_from_oom_killer(config.oom_score_adj)
     preparation.raise_file_limit()
     families = served_families()
+    config, worker, fallback = choose(configuration, registry, config.mode, families)
     problem = unservable(config, families)
     if problem:
         raise StartFailed(problem)
@@ -157,8 +162,6 @@ def run(config: Config, registry: Registry, configuration: Configuration) -> Non
     if (entry := journal.read()) is not None:
         log.info("an earlier switch of modes counts", extra={
             "fields": {"configured": entry.configured, "before": entry.before, "after": entry.after}})
-    worker = registry.make_backend(config.mode, backend_settings(config, families))
-
     metrics = Metrics(config.mode, __version__)
     metrics.also(lambda: [*switch.worker.measure(), retiring.measure()])
     settings_of = settings_of_modes(configuration, families)
@@ -172,6 +175,11 @@ def run(config: Config, registry: Registry, configuration: Configuration) -> Non
     store = make_store(config, families, source)
     events = make_events(config, settings.name, metrics.client)
     events.node("Normal", "Starting")
+    told = about(config, configuration.flags)
+    if fallback is not None:
+        metrics.fell_back(fallback.wanted, fallback.serving)
+        events.node("Warning", "ModeFallback", str(fallback))
+        told.fallback = fallback
     limits = preparation.limits(config)
     privileged = "CAP_NET_ADMIN" in privileges.held()
     if not privileged:
@@ -207,7 +215,6 @@ def run(config: Config, registry: Registry, configuration: Configuration) -> Non
         service_health=lambda: ServiceHealth(server, health.healthy, health_port_failed),
         all_synced=all_synced,
     )
-    told = about(config, configuration.flags)
 
     def serves(worker: Worker) -> None:
         metrics.mode_is(worker.mode)

@@ -52,7 +52,7 @@ def find_variants() -> list[Variant]:
     """Every iptables that is installed, each once."""
     kinds: dict[bool, Variant] = {}
     for infix in ("-nft", "-legacy", ""):
-        variant = _probe(infix)
+        variant = probe(infix)
         if variant is not None:
             kinds.setdefault(variant.nft, variant)
     return list(kinds.values())
@@ -73,7 +73,7 @@ def find_variant() -> Variant:
                 except ProgramFailed:  # This kernel lacks the family or the interface.
                     continue
 
-        default = _probe("")
+        default = probe("")
         chosen = found[prefers_nft(save, default is None or default.nft)]
     else:
         (chosen,) = found.values()
@@ -108,7 +108,7 @@ def _count_rules(lines: Iterable[str]) -> int:
     return sum(line.startswith("-") for line in lines)
 
 
-def _probe(infix: str) -> Variant | None:
+def probe(infix: str) -> Variant | None:
     """The variant whose programs have *infix* in their names, if they are installed."""
     program = f"{PROGRAM[Family.IPV4]}{infix}"
     if not all(programs.find(name) for name in (program, f"{program}-save", f"{program}-restore")):

@@ -93,6 +93,8 @@ class Metrics:
         self._build = gauge("kproxy_build_info", "Always 1", ("version", "mode"))
         self._build.set(1, version, mode)
         self._version = version
+        self._fallback = gauge(
+            "kproxy_mode_fallback", "1: another mode serves than the one asked for", ("wanted", "serving"))
 
         build = build_info(version)
         gauge(build.name, build.about, tuple(build.labels)).set(1, *build.labels.values())
@@ -107,6 +109,7 @@ class Metrics:
     def mode_is(self, mode: str) -> None:
         """Another *mode* serves: its failures are counted by themselves, as kube-proxy's are."""
         with self._lock:
+            self._fallback.clear()
             self._build.clear()
             self._build.set(1, self._version, mode)
             known = next((i for i in self._instruments if i.name == _failures_of(mode)), None)
@@ -114,6 +117,11 @@ class Metrics:
                 known = Counter(_failures_of(mode), "Syncs that failed", _IP_FAMILY)
                 self._instruments.append(known)
             self._sync_failures = known
+
+    def fell_back(self, wanted: str, serving: str) -> None:
+        """The mode *wanted* does not work here; until another is switched to, *serving* serves."""
+        with self._lock:
+            self._fallback.set(1, wanted, serving)
 
     # What the sync loop tells.
 

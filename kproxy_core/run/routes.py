@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kproxy_core.run.debug import Debug
+from kproxy_core.run.fallback import Fallback
 from kproxy_core.run.health import ProxyHealth
 from kproxy_core.run.http_messages import Answer, Handler, Request, Slow
 from kproxy_core.run.metrics import Metrics
@@ -39,6 +40,8 @@ class About:
     """What the metrics server tells of the process besides metrics. Mode and configuration may change."""
 
     mode: str
+    fallback: Fallback | None = None
+    """Why that is not the mode which was asked for."""
     version: str = ""
     started: float = field(default_factory=time.time)
     """Seconds since the epoch."""
@@ -63,7 +66,7 @@ def metrics_routes(metrics: Metrics, about: About) -> Handler:
         "/healthz/ping": lambda _: Answer(200, b"ok"),
         "/metrics": lambda _: Answer(200, metrics.exposition(), _EXPOSITION),
         "/metrics/slis": lambda request: _slis(request.method, slis),
-        "/proxyMode": lambda _: Answer(200, about.mode.encode()),
+        "/proxyMode": lambda _: _proxy_mode(about),
     }
     if about.flagz:
         handlers["/flagz"] = flagz(about.flags)
@@ -77,6 +80,15 @@ def metrics_routes(metrics: Metrics, about: About) -> Handler:
         return handler(request) if handler else _NOT_FOUND
 
     return answer
+
+
+def _proxy_mode(about: About) -> Answer:
+    """The mode alone, for scripts that compare it; headers say what was asked for instead, and why."""
+    headers: tuple[tuple[str, str], ...] = ()
+    if about.fallback is not None and about.fallback.serving == about.mode:
+        reason = about.fallback.because.encode("ascii", "replace").decode()
+        headers = (("Kproxy-Mode-Wanted", about.fallback.wanted), ("Kproxy-Mode-Fallback-Reason", reason))
+    return Answer(200, about.mode.encode(), headers=headers)
 
 
 def _configz(configuration: Mapping[str, object]) -> Answer:

@@ -32,6 +32,13 @@ class IptablesBackend:
         self._generation = 0
 
     @hookimpl
+    def kproxy_begin(self) -> bool:
+        """Choose between nf_tables and legacy. Raises Unsupported without a working iptables, SyncFailed
+        while others hold its lock."""
+        self._tables = self._choose()
+        return True
+
+    @hookimpl
     def kproxy_sync(self, update: Update) -> SyncReport:
         """Bring one family's tables to *update*. Raises Unsupported without a working iptables."""
         if not self._tables:
@@ -85,6 +92,8 @@ class IptablesBackend:
         kernels = [Tables(family, variant, self._own) for family in self._families]
         for kernel in kernels:
             if problem := kernel.problem():
+                if "xtables lock" in problem:
+                    raise SyncFailed(f"{kernel.program}: {problem}")
                 raise Unsupported(f"{variant} has no nat table for {kernel.family.label}: {problem}")
         log.info("rules are written by %s", variant)
         localhost = self._settings.localhost_node_ports

@@ -1,28 +1,60 @@
-"""Whether this machine can run the mode."""
+"""Whether this machine can run the mode: tried with the programs that it would use."""
 
-from kproxy_core.backend.api import BackendSettings, Detection, Requirement
+from collections.abc import Iterator
+
+from kproxy_core.backend.api import BackendSettings, Detection, Requirement, Trial
+from kproxy_core.host import iptables_check
+from kproxy_core.host.attempts import Attempts, Finding, sysctl_finding
 from kproxy_core.host.iptables import Tables
-from kproxy_core.host.iptables_variant import NoVariant, find_variant
+from kproxy_core.host.iptables_check import Feature
+from kproxy_core.host.modules import Modules
+from kproxy_core.model.address import Family
+from kproxy_iptables.settings import read_settings
 
 _MODE = "iptables"
+_FEATURES = (
+    iptables_check.COMMENTS,
+    Feature("ports of TCP and UDP", ("xt_tcpudp",), "-p tcp -m tcp --dport 80 -j RETURN"),
+    Feature("ports of SCTP", ("xt_sctp",), "-p sctp -m sctp --dport 80 -j RETURN"),
+    iptables_check.CONNTRACK,
+    iptables_check.ADDRTYPE,
+    Feature("statistic match", ("xt_statistic",),
+            "-m statistic --mode random --probability 0.5 -j RETURN"),
+    Feature("recent match", ("xt_recent",),
+            "-m recent --name kproxy-check --rcheck --seconds 10800 --reap -j RETURN"),
+    iptables_check.MARKS,
+    Feature("DNAT", ("xt_nat",), "-p tcp -m tcp -j DNAT --to-destination {address}:80"),
+    iptables_check.MASQUERADE,
+    iptables_check.REJECT,
+)  # fmt: skip
 
 
-def detect(settings: BackendSettings) -> Detection:
-    """Look for the programs, then for the nat table of each family."""
-    try:
-        variant = find_variant()
-    except NoVariant as missing:
-        programs = Requirement("iptables", False, str(missing), "install iptables 1.8 or newer")
-        return Detection(_MODE, (programs,))
-    found = [Requirement("iptables", True, str(variant))]
-    for family in settings.families:
-        what = f"nat table for {family.label}"
-        tables = Tables(family, variant)
-        problem = tables.problem()
-        if problem and not tables.missing():
-            found.append(Requirement(what, False, problem, "run as root or with CAP_NET_ADMIN"))
-        elif problem:
-            found.append(Requirement(what, False, problem, "needs a kernel with netfilter NAT for it"))
-        else:
-            found.append(Requirement(what, True, f"{what} present"))
-    return Detection(_MODE, tuple(found))
+def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool) -> Detection:
+    """Look for privileges, programs and sysctls, then try each table, match and target.
+
+    Outside of a *trial* only the nat tables are looked at; the rest is concluded from modules.
+    """
+    modules = Modules(iptables_check.OPTIONS)
+    installed, variant = iptables_check.installed(modules, load_modules=load_modules)
+    found = [iptables_check.privilege(), installed]
+    if read_settings(settings).localhost_node_ports and Family.IPV4 in settings.families:
+        found.append(sysctl_finding("net/ipv4/conf/all/route_localnet", 1,
+                                    "set it, or iptables.localhostNodePorts to false"))  # fmt: skip
+    if variant is not None:
+        why_not = "only looked at" if trial is None else trial.enter()
+        for family in settings.families:
+            found += _family(Tables(family, variant), modules, why_not, load_modules)
+    return Detection(_MODE, tuple(Requirement(*finding) for finding in found))
+
+
+def _family(tables: Tables, modules: Modules, why_not: str, load_modules: bool) -> Iterator[Finding]:
+    looking = Attempts(modules, why_not="", load_modules=load_modules)
+    nat = iptables_check.nat_table(tables, looking)
+    yield nat
+    if not nat.met:
+        return
+    trying = Attempts(looking.modules, why_not=why_not, load_modules=load_modules)
+    for name in ("filter", "mangle"):
+        yield iptables_check.table(name, tables, trying)
+    for feature in _FEATURES:
+        yield iptables_check.usable(feature, tables, trying)

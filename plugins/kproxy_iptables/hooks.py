@@ -9,6 +9,7 @@ from kproxy_core.backend.api import (
     Description,
     Detection,
     Leftovers,
+    Trial,
     Update,
 )
 from kproxy_core.backend.hookspecs import hookimpl
@@ -25,15 +26,16 @@ def kproxy_describe() -> Description:
         summary="the chains and rules of kube-proxy's iptables mode",
         contract=(1, 1),
         preference=50,
+        fallback="userspace",
     )
 
 
 @hookimpl
-def kproxy_detect(settings: BackendSettings) -> Detection:
+def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: bool) -> Detection:
     """Whether there is an iptables here that can do what the rules need."""
     from kproxy_iptables.detect import detect
 
-    return detect(settings)
+    return detect(settings, trial, load_modules=load_modules)
 
 
 @hookimpl

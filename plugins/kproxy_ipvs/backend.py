@@ -8,12 +8,14 @@ from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.iptables import Tables
 from kproxy_core.host.iptables_variant import NoVariant, find_variant
-from kproxy_ipvs import kernel
-from kproxy_ipvs.detect import detect, is_module
+from kproxy_core.host.modules import Modules
+from kproxy_core.model.address import Family
+from kproxy_ipvs import device, kernel, sets
 from kproxy_ipvs.family import FamilyState
+from kproxy_ipvs.names import SETS
 from kproxy_ipvs.settings import read_settings
 from kproxy_ipvs.text import render_text
-from kproxy_ipvs.virtual_servers import VirtualServers
+from kproxy_ipvs.virtual_servers import VirtualServers, refusal
 from kproxy_ipvs.watch import DeviceWatch
 
 log = logging.getLogger("kproxy.ipvs")
@@ -29,6 +31,15 @@ class IpvsBackend:
         self._servers: VirtualServers | None = None
         self._families: dict[str, FamilyState] = {}
         self._watch: DeviceWatch | None = None
+
+    @hookimpl
+    def kproxy_begin(self) -> bool:
+        """Open IPVS, and set what the mode depends on.
+
+        Raises Unsupported if this kernel can't, SyncFailed if something can't be set.
+        """
+        self._servers = self._begin()
+        return True
 
     @hookimpl
     def kproxy_sync(self, update: Update) -> SyncReport:
@@ -76,12 +87,15 @@ class IpvsBackend:
 
     def _begin(self) -> VirtualServers:
         """Open IPVS, which loads its modules, and set what the whole mode depends on."""
-        _require(self._given)
         try:
             variant = find_variant()
         except NoVariant as missing:
             raise Unsupported(str(missing)) from missing
+        _require_sets()
         kernel.load_modules(self._settings.scheduler)
+        for family in self._given.families:
+            _require_servers(self._settings.scheduler, family)
+        _require_device()
         servers = VirtualServers()
         kernel.ensure_settings(self._settings)
         if any(self._settings.timeouts):
@@ -96,20 +110,26 @@ class IpvsBackend:
         return servers
 
 
-def _require(settings: BackendSettings) -> None:
-    """Raise Unsupported if the mode can't work, naming what is missing.
-
-    Modules can't always be seen, as from a container without the node's /lib/modules: a kernel whose IPVS
-    answers has the last word about them.
-    """
-    detection = detect(settings)
-    missing = [requirement for requirement in detection.requirements if not requirement.met]
-    if not missing:
-        return
+def _require_sets() -> None:
+    """Raise Unsupported if there can be no ipsets."""
     try:
-        if not all(map(is_module, missing)):
-            raise Unsupported(detection.because)
-        VirtualServers().close()
+        sets.existing(SETS)
+    except HostError as error:
+        remedy = "install ipset, and use a kernel with CONFIG_IP_SET"
+        raise Unsupported(f"no ipsets: {error}; {remedy}") from error
+
+
+def _require_servers(scheduler: str, family: Family) -> None:
+    """Raise Unsupported if the kernel refuses virtual servers."""
+    problem = refusal(scheduler, family)
+    if problem:
+        remedies = "; ".join(map(Modules().remedy, ("ip_vs", f"ip_vs_{scheduler}")))
+        raise Unsupported(f"no virtual servers for {family.label}: {problem}; {remedies}")
+
+
+def _require_device() -> None:
+    """Make the device; raise Unsupported if there can be none."""
+    try:
+        device.ensure()
     except SyncFailed as error:
-        raise Unsupported(detection.because) from error
-    log.warning("not all modules can be seen", extra={"fields": {"missing": detection.because}})
+        raise Unsupported(f"{error}; {Modules().remedy('dummy')}") from error

@@ -1,20 +1,21 @@
-"""Whether this machine can run the mode. Looks only; nothing is loaded or changed.
+"""Whether this machine can run the mode: tried with the programs and messages that it would use."""
 
-Where modules are looked for is what kube-proxy did up to 1.25 (pkg/proxy/ipvs/proxier.go, GetModules).
-"""
-
-import gzip
-import platform
 import re
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Iterator
+from functools import partial
 
-from kproxy_core.backend.api import BackendSettings, Detection, Requirement
-from kproxy_core.backend.errors import Unsupported
-from kproxy_core.host import programs
-from kproxy_core.host.programs import ProgramFailed
-from kproxy_ipvs import kernel
+from kproxy_core.backend.api import BackendSettings, Detection, Requirement, Trial
+from kproxy_core.backend.errors import SyncFailed, Unsupported
+from kproxy_core.host import iptables_check, programs
+from kproxy_core.host.attempts import Attempts, Finding, sysctl_finding
+from kproxy_core.host.errors import HostError
+from kproxy_core.host.iptables import Tables
+from kproxy_core.host.iptables_check import Feature
+from kproxy_core.host.modules import Modules, kernel_version
+from kproxy_core.model.address import Family
+from kproxy_ipvs import device, names, sets
 from kproxy_ipvs.settings import read_settings
+from kproxy_ipvs.virtual_servers import refusal
 
 _MODE = "ipvs"
 _OLDEST_IPSET = (6, 0)
@@ -22,125 +23,99 @@ _VERSION = re.compile(r"v(\d+)\.(\d+)")
 _CONNTRACK_IN_ONE = (4, 19)
 """Since when there is one module for both families."""
 
-_MODULE = "module "
-
-_CONFIG = {
-    "ip_vs": "CONFIG_IP_VS", "ip_set": "CONFIG_IP_SET", "xt_set": "CONFIG_NETFILTER_XT_SET",
-    "nf_conntrack": "CONFIG_NF_CONNTRACK", "nf_conntrack_ipv4": "CONFIG_NF_CONNTRACK_IPV4",
-    "dummy": "CONFIG_DUMMY",
+_SET_MODULES = {
+    "hash:ip": "ip_set_hash_ip", "hash:ip,port": "ip_set_hash_ipport",
+    "hash:ip,port,ip": "ip_set_hash_ipportip", "hash:ip,port,net": "ip_set_hash_ipportnet",
+    "bitmap:port": "ip_set_bitmap_port",
 }  # fmt: skip
 
 
-def detect(settings: BackendSettings) -> Detection:
-    """Look for modules, then for programs."""
+def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool) -> Detection:
+    """Look for privileges, programs and sysctls, then try virtual servers, the device, sets and rules.
+
+    Outside of a *trial* most is concluded from modules.
+    """
     try:
         scheduler = read_settings(settings).scheduler
     except Unsupported as error:
         return Detection(_MODE, (Requirement("scheduler", False, str(error), "choose another"),))
-    conntrack = "nf_conntrack" if kernel.release() >= _CONNTRACK_IN_ONE else "nf_conntrack_ipv4"
-    wanted = ("ip_vs", f"ip_vs_{scheduler}", conntrack, "ip_set", "xt_set", "dummy")
-    search = ModuleSearch()
-    return Detection(_MODE, (*(search.requirement(name) for name in wanted), _ipset(), _iptables()))
+    modules = Modules(iptables_check.OPTIONS)
+    installed, variant = iptables_check.installed(modules, load_modules=load_modules)
+    found = [
+        iptables_check.privilege(),
+        _ipset(modules, load_modules=load_modules),
+        installed,
+        sysctl_finding("net/ipv4/ip_forward", 1, "set it to 1"),
+    ]
+    has_programs = all(finding.met for finding in found[1:3])
+    why_not = "only looked at" if trial is None else trial.enter()
+    attempts = Attempts(modules, why_not=why_not, load_modules=load_modules)
+    found += _kernel(attempts, scheduler, settings.families)
+    if has_programs and variant is not None:
+        for family in settings.families:
+            found += _rules(Tables(family, variant), attempts)
+    return Detection(_MODE, tuple(Requirement(*finding) for finding in found))
 
 
-def is_module(requirement: Requirement) -> bool:
-    """Whether *requirement* is about a module of the kernel."""
-    return requirement.what.startswith(_MODULE)
+def _kernel(attempts: Attempts, scheduler: str, families: tuple[Family, ...]) -> Iterator[Finding]:
+    conntrack = "nf_conntrack" if kernel_version() >= _CONNTRACK_IN_ONE else "nf_conntrack_ipv4"
+    for family in families:
+        yield attempts.attempt(
+            f"{family.label}: virtual server with scheduler {scheduler}",
+            ("ip_vs", f"ip_vs_{scheduler}", conntrack), partial(refusal, scheduler, family))  # fmt: skip
+    yield attempts.attempt("dummy interface", ("dummy",), _device_refusal)
+    for family in families:
+        for kind in {kind.type: kind for kind in names.SETS}.values():
+            yield attempts.attempt(
+                f"{family.label}: set of type {kind.type}", (_SET_MODULES[kind.type],),
+                partial(_set_refusal, family, kind), rests_on=("nfnetlink", "ip_set"))  # fmt: skip
 
 
-class ModuleSearch:
-    """Finds modules of the running kernel. *root* and *loadable* are others in tests."""
-
-    def __init__(
-        self, root: Path = Path("/"), release: str = "", loadable: Callable[[str], bool] | None = None
-    ) -> None:
-        self._root = root
-        self._release = release or platform.release()
-        self._loadable = loadable or _loadable
-        self._loaded = _words(root / "proc/modules")
-        self._built_in = _built_in(root / "lib/modules" / self._release / "modules.builtin")
-        self._config: str | None = None
-
-    def where(self, module: str) -> str:
-        """How the kernel has *module*: loaded, built in or loadable; "" if it does not."""
-        if module in self._loaded or (self._root / "sys/module" / module).is_dir():
-            return "loaded"
-        if module in self._built_in:
-            return "built in"
-        if f"{_config_name(module)}=y\n" in self._configuration():
-            return "built in"
-        return "loadable" if self._loadable(module) else ""
-
-    def requirement(self, module: str) -> Requirement:
-        """*module* as found."""
-        found = self.where(module)
-        if found:
-            return Requirement(f"{_MODULE}{module}", True, f"{module} {found}")
-        option = _config_name(module)
-        remedy = f"modprobe {module}, or use a kernel with {option}"
-        if not (self._root / "lib/modules" / self._release).is_dir():
-            remedy += f"; in a container mount the node's /lib/modules, {self._release} is not there"
-        return Requirement(f"{_MODULE}{module}", False, f"Linux {self._release} does not have it", remedy)
-
-    def _configuration(self) -> str:
-        """The options that the kernel was built with, as far as it tells."""
-        if self._config is None:
-            self._config = ""
-            try:
-                self._config = (self._root / f"boot/config-{self._release}").read_text(errors="replace")
-            except OSError:
-                try:
-                    with gzip.open(self._root / "proc/config.gz", "rt", errors="replace") as file:
-                        self._config = file.read()
-                except OSError:
-                    pass
-        return self._config
+def _rules(tables: Tables, attempts: Attempts) -> Iterator[Finding]:
+    looking = Attempts(attempts.modules, why_not="", load_modules=attempts.load_modules)
+    nat = iptables_check.nat_table(tables, looking)
+    yield nat
+    if not nat.met:
+        return
+    for name in ("filter", "mangle"):
+        yield iptables_check.table(name, tables, attempts)
+    a_set = names.IPVS_IPS.full_name(tables.family)
+    for feature in (
+        Feature("set match", ("xt_set", "ip_set_hash_ip"), f"-m set --match-set {a_set} dst -j RETURN"),
+        iptables_check.COMMENTS, iptables_check.CONNTRACK, iptables_check.ADDRTYPE, iptables_check.MARKS,
+        iptables_check.MASQUERADE, iptables_check.REJECT,
+    ):  # fmt: skip
+        yield iptables_check.usable(feature, tables, attempts)
 
 
-def _config_name(module: str) -> str:
-    return _CONFIG.get(module, f"CONFIG_{module.upper()}")
-
-
-def _words(path: Path) -> frozenset[str]:
-    """The first word of each line."""
+def _set_refusal(family: Family, kind: names.SetKind) -> str:
     try:
-        return frozenset(line.split()[0] for line in path.read_text().splitlines() if line.split())
-    except OSError:
-        return frozenset()
+        sets.create(family, [kind])
+    except HostError as error:
+        return str(error)
+    return ""
 
 
-def _built_in(path: Path) -> frozenset[str]:
+def _device_refusal() -> str:
     try:
-        return frozenset(Path(line).name.removesuffix(".ko") for line in path.read_text().splitlines())
-    except OSError:
-        return frozenset()
+        device.ensure()
+    except SyncFailed as error:
+        return str(error)
+    return ""
 
 
-def _loadable(module: str) -> bool:
-    """Whether modprobe would know what to load; it does not."""
-    try:
-        return programs.run("modprobe", "-qn", module).returncode == 0
-    except ProgramFailed:
-        return False
-
-
-def _ipset() -> Requirement:
-    what = "ipset"
+def _ipset(modules: Modules, *, load_modules: bool) -> Finding:
+    oldest = ".".join(map(str, _OLDEST_IPSET))
+    what, remedy = f"ipset {oldest} or newer", f"install ipset {oldest} or newer"
     if not programs.find("ipset"):
-        return Requirement(what, False, "not installed", "install ipset 6.0 or newer")
+        return Finding(what, False, "not installed", remedy)
+    if not load_modules and modules.not_loaded(["nfnetlink", "ip_set"]):
+        return Finding(what, True, "installed; not run, that would load ip_set", guessed=True)
     try:
         said = programs.run("ipset", "--version").stdout
-    except ProgramFailed as error:
-        return Requirement(what, False, str(error), "install ipset 6.0 or newer")
+    except HostError as error:
+        return Finding(what, False, str(error), remedy)
     found = _VERSION.search(said)
     if found is None or (int(found[1]), int(found[2])) < _OLDEST_IPSET:
-        return Requirement(what, False, said.strip() or "says no version", "install ipset 6.0 or newer")
-    return Requirement(what, True, f"ipset {found[1]}.{found[2]}")
-
-
-def _iptables() -> Requirement:
-    missing = [n for n in ("iptables-save", "iptables-restore", "ip6tables-save", "ip6tables-restore")
-               if not programs.find(n)]  # fmt: skip
-    if missing:
-        return Requirement("iptables", False, f"no {', '.join(missing)}", "install iptables 1.8 or newer")
-    return Requirement("iptables", True, "iptables installed")
+        return Finding(what, False, said.strip() or "says no version", remedy)
+    return Finding(what, True, f"ipset {found[1]}.{found[2]}")

@@ -9,6 +9,7 @@ from kproxy_core.backend.api import (
     Description,
     Detection,
     Leftovers,
+    Trial,
     Update,
 )
 from kproxy_core.backend.hookspecs import hookimpl
@@ -24,16 +25,17 @@ def kproxy_describe() -> Description:
         summary="virtual servers of the kernel's IPVS, with ipsets and constant iptables rules",
         contract=(1, 1),
         preference=10,
+        fallback="iptables",
         interfaces=("kube-ipvs0",),
     )
 
 
 @hookimpl
-def kproxy_detect(settings: BackendSettings) -> Detection:
+def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: bool) -> Detection:
     """Whether this kernel has IPVS and what goes with it."""
     from kproxy_ipvs.detect import detect
 
-    return detect(settings)
+    return detect(settings, trial, load_modules=load_modules)
 
 
 @hookimpl

@@ -1,24 +1,17 @@
 """What the mode needs of this kernel besides its objects: modules and settings."""
 
 import logging
-import platform
 
 from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.host import programs, sysctl
 from kproxy_core.host.errors import HostError
+from kproxy_core.host.modules import kernel_version
 from kproxy_ipvs.settings import Settings
 
 log = logging.getLogger("kproxy.ipvs")
 
 _REUSE_MODE_MATTERS = ((4, 1), (5, 9))
 """From and before which Linux conn_reuse_mode 1 delays connections (kubernetes issue 81775)."""
-
-
-def release() -> tuple[int, int]:
-    """The version of the running kernel."""
-    numbers = platform.release().split(".")
-    minor = "".join(c for c in numbers[1] if c.isdigit()) if len(numbers) > 1 else ""
-    return int(numbers[0]), int(minor or 0)
 
 
 def load_modules(scheduler: str) -> None:
@@ -40,7 +33,7 @@ def ensure_settings(settings: Settings) -> None:
         "net/ipv4/ip_forward": 1,
     }
     first, fixed = _REUSE_MODE_MATTERS
-    if first <= release() < fixed:
+    if first <= kernel_version() < fixed:
         wanted["net/ipv4/vs/conn_reuse_mode"] = 0
     if settings.strict_arp:
         wanted |= {"net/ipv4/conf/all/arp_ignore": 1, "net/ipv4/conf/all/arp_announce": 2}

@@ -13,7 +13,15 @@ from kproxy_core.model.address import Family, format_socket
 from kproxy_core.model.endpoint import Destination
 from kproxy_ipvs import batch, listing
 from kproxy_ipvs.applied import HeldServer
-from kproxy_ipvs.batch import Body, DeleteDestination, DeleteServer, Listed, Operation, PutDestination
+from kproxy_ipvs.batch import (
+    Body,
+    DeleteDestination,
+    DeleteServer,
+    Listed,
+    Operation,
+    PutDestination,
+    PutServer,
+)
 from kproxy_ipvs.draining import Leaving
 from kproxy_ipvs.exchange import Request, exchange
 from kproxy_ipvs.render import Scheduling, ServerKey
@@ -21,6 +29,9 @@ from kproxy_ipvs.render import Scheduling, ServerKey
 NETLINK_GENERIC = 16
 _CONTROL = 0x10
 _GET_FAMILY = 3
+
+_CHECK_MARK = 0xFFFFFFFF
+"""Of a virtual server that lasts for a moment; none of ours has it."""
 
 _GONE = frozenset({errno.ESRCH, errno.ENOENT})
 
@@ -146,6 +157,25 @@ def _listed() -> dict[ServerKey, list[Listed]]:
             return listing.real_servers(lines)
     except OSError:
         return {}
+
+
+def refusal(scheduler: str, family: Family) -> str:
+    """What the kernel has against virtual servers of *family* with *scheduler*; "" if nothing.
+
+    Makes one that no packet gets to, and deletes it.
+    """
+    key = ServerKey(family, _CHECK_MARK, None, 0, 0)
+    try:
+        servers = VirtualServers()
+    except SyncFailed as error:
+        return str(error)
+    try:
+        servers.write([DeleteServer(key), PutServer(key, Scheduling(scheduler), new=True), DeleteServer(key)])
+    except SyncFailed as error:
+        return str(error)
+    finally:
+        servers.close()
+    return ""
 
 
 def _told(operation: Operation) -> str:

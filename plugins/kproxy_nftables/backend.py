@@ -3,7 +3,9 @@
 import logging
 
 from kproxy_core.backend.api import BackendSettings, Damage, Scope, SyncReport, Update
+from kproxy_core.backend.errors import Unsupported
 from kproxy_core.backend.hookspecs import hookimpl
+from kproxy_nftables.features import lacking
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.table import FamilyTable
 from kproxy_nftables.text import render_text
@@ -20,6 +22,14 @@ class NftablesBackend:
         self._tables = {family: FamilyTable(family, self._kernel) for family in settings.families}
         self._watcher: Watcher | None = None
         self._generation = 0
+
+    @hookimpl
+    def kproxy_begin(self) -> bool:
+        """Have the kernel take what the rules need, and give it up again. Raises Unsupported."""
+        missing = lacking(self._kernel, tuple(self._tables))
+        if missing:
+            raise Unsupported("; ".join(missing))
+        return True
 
     @hookimpl
     def kproxy_sync(self, update: Update) -> SyncReport:

@@ -1,16 +1,28 @@
-"""Whether this machine can run the mode: asked of the kernel, not guessed from versions."""
+"""Whether this machine can run the mode: asked of the kernel wherever that is harmless."""
 
-import platform
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from importlib.util import find_spec
 
-from kproxy_core.backend.api import BackendSettings, Detection, Requirement
+from kproxy_core.backend.api import BackendSettings, Detection, Requirement, Trial
 from kproxy_core.backend.errors import SyncFailed, Unsupported
+from kproxy_core.host import privileges
+from kproxy_core.host.attempts import Attempts, Finding
+from kproxy_core.host.modules import Modules, kernel_version
 from kproxy_core.model.address import Cidr, Family, Protocol, parse_cidr
 from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_nftables import skeleton
+from kproxy_nftables.features import FEATURES, PERMISSION, Feature, is_permission
 from kproxy_nftables.kernel import BINDING_REMEDY, Kernel
 from kproxy_nftables.names import NFT_FAMILY, Template
 
 _MODE = "nftables"
+_OLDEST_KERNEL = (5, 13)
+"""What kube-proxy demands (1.36, pkg/proxy/nftables/proxier.go); distributions add to older ones."""
+_BASE = ("nfnetlink", "nf_tables")
+_OPTIONS = {
+    "nfnetlink": "CONFIG_NETFILTER_NETLINK", "nft_chain_nat": "CONFIG_NFT_NAT",
+}  # fmt: skip
 _POD_CIDR: dict[Family, Cidr] = {
     Family.IPV4: parse_cidr("192.0.2.0/24"),
     Family.IPV6: parse_cidr("2001:db8::/32"),
@@ -24,36 +36,81 @@ _TEMPLATES = tuple(
 )
 
 
-def detect(settings: BackendSettings) -> Detection:
-    """Check the binding, then let the kernel check the whole rule set without keeping it."""
-    kernel = Kernel(check_only=True)
+def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool) -> Detection:
+    """Check the privileges and the binding, then try what the rules need, and the rules themselves.
+
+    Outside of a *trial* the kernel checks the rules without keeping them.
+    """
+    allowed = "CAP_NET_ADMIN" in privileges.held()
+    why_not = "permission denied" if trial is None else trial.enter()
+    inside = not why_not
+    kernel = Kernel(check_only=not inside)
+    attempts = Attempts(Modules(_OPTIONS), why_not="" if allowed else why_not, load_modules=load_modules)
     try:
-        try:
-            version = kernel.library_version()
-        except Unsupported as missing:
-            found = str(missing.__cause__)
-            return Detection(_MODE, (Requirement("nftables Python binding", False, found, BINDING_REMEDY),))
-        binding = Requirement("nftables Python binding", True, version)
-        return Detection(_MODE, (binding, *(_rules(kernel, family) for family in settings.families)))
+        binding = _binding(kernel, attempts)
+        if not binding.met:
+            return Detection(_MODE, (_version(()), _privilege(allowed), binding))
+        rules = [
+            Requirement(*finding)
+            for family in settings.families
+            for finding in _tried(kernel, attempts, family, FEATURES if inside else ())
+        ]
     finally:
         kernel.close()
+    return Detection(_MODE, (_version(rules), _privilege(allowed), binding, *rules))
 
 
-def _rules(kernel: Kernel, family: Family) -> Requirement:
-    what = f"nf_tables rules of family {NFT_FAMILY[family]}"
+def _tried(
+    kernel: Kernel, attempts: Attempts, family: Family, features: Iterable[Feature]
+) -> Iterator[Finding]:
+    """Each of *features*, then everything together."""
+    ip = NFT_FAMILY[family]
+    for feature in features:
+        text = feature.text(family)
+        yield attempts.attempt(
+            f"{ip}: {feature.what}", feature.modules_of(family), partial(_refusal, kernel, text),
+            rests_on=_BASE)  # fmt: skip
     node = NodeView(
-        family=family,
-        name="probe",
-        local_source=LocalSource(cidr=_POD_CIDR[family]),
+        family=family, name="check", local_source=LocalSource(cidr=_POD_CIDR[family]),
         node_ports_anywhere=True,
     )
+    rules = skeleton.skeleton(node) + skeleton.templates(node, _TEMPLATES)
+    needed = dict.fromkeys(module for feature in FEATURES for module in feature.modules_of(family))
+    yield attempts.attempt(
+        f"{ip}: all rules of the mode", _BASE, partial(_refusal, kernel, rules), rests_on=tuple(needed))
+
+
+def _privilege(held: bool) -> Requirement:
+    return Requirement("CAP_NET_ADMIN", held, "held" if held else "not held", "" if held else PERMISSION)
+
+
+def _binding(kernel: Kernel, attempts: Attempts) -> Requirement:
+    what = "nftables Python binding"
+    if attempts.modules.not_loaded(["nfnetlink"]) and not attempts.load_modules:
+        met = find_spec("nftables") is not None
+        told = "installed; its version not asked for, that would load nfnetlink"
+        return Requirement(what, met, told if met else "not installed", "" if met else BINDING_REMEDY, met)
     try:
-        kernel.apply_text(skeleton.skeleton(node) + skeleton.templates(node, _TEMPLATES))
+        return Requirement(what, True, kernel.library_version())
+    except Unsupported as missing:
+        return Requirement(what, False, str(missing.__cause__), BINDING_REMEDY)
+
+
+def _version(rules: Sequence[Requirement]) -> Requirement:
+    """The kernel's; what it takes counts more."""
+    needed = ".".join(map(str, _OLDEST_KERNEL))
+    version = kernel_version()
+    told = f"Linux {'.'.join(map(str, version))}"
+    if version >= _OLDEST_KERNEL:
+        return Requirement(f"Linux {needed} or newer", True, told)
+    if all(rule.met and not rule.guessed for rule in rules):
+        return Requirement(f"Linux {needed} or newer", True, f"{told}, which has what is needed")
+    return Requirement(f"Linux {needed} or newer", False, told, f"use Linux {needed} or newer", guessed=True)
+
+
+def _refusal(kernel: Kernel, text: str) -> str:
+    try:
+        kernel.apply_text(text)
     except SyncFailed as refused:
-        if "Operation not permitted" in str(refused):
-            return Requirement(what, False, "permission denied", "run as root or with CAP_NET_ADMIN")
-        return Requirement(
-            what, False, str(refused),
-            "needs Linux 5.13 or newer with nf_tables, numgen, fib, nat and reject",
-        )  # fmt: skip
-    return Requirement(what, True, f"accepted by Linux {platform.release()}")
+        return "permission denied" if is_permission(refused) else str(refused)
+    return ""

@@ -9,6 +9,7 @@ from kproxy_core.backend.api import (
     Description,
     Detection,
     Leftovers,
+    Trial,
     Update,
 )
 from kproxy_core.backend.hookspecs import hookimpl
@@ -25,15 +26,16 @@ def kproxy_describe() -> Description:
         contract=(1, 1),
         preference=100,
         default_node_port_addresses=("primary",),
+        fallback="iptables",
     )
 
 
 @hookimpl
-def kproxy_detect(settings: BackendSettings) -> Detection:
+def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: bool) -> Detection:
     """Whether nf_tables here can do what the rules need."""
     from kproxy_nftables.detect import detect
 
-    return detect(settings)
+    return detect(settings, trial, load_modules=load_modules)
 
 
 @hookimpl

@@ -1,20 +1,38 @@
-"""Whether this machine can run the mode."""
+"""Whether this machine can run the mode: tried with the programs that it would use."""
 
-from kproxy_core.backend.api import BackendSettings, Detection, Requirement
+from collections.abc import Iterator
+from functools import partial
+
+from kproxy_core.backend.api import BackendSettings, Detection, Requirement, Trial
 from kproxy_core.backend.errors import Unsupported
-from kproxy_core.host import programs
-from kproxy_core.host.programs import ProgramFailed
+from kproxy_core.host import iptables_check, programs
+from kproxy_core.host.attempts import Attempts, Finding
+from kproxy_core.host.errors import HostError
+from kproxy_core.host.iptables import Tables
+from kproxy_core.host.iptables_check import Feature
+from kproxy_core.host.modules import Modules
 from kproxy_core.model.address import Family, format_address
 from kproxy_userspace.batch import nft_skeleton
-from kproxy_userspace.kernel import find_tables
 from kproxy_userspace.settings import read_settings
 
 _MODE = "userspace"
 _ROOTLESS = "or serve without portals: --userspace-listen ADDRESS"
+_FEATURES = (
+    iptables_check.COMMENTS,
+    Feature("ports of TCP and UDP", ("xt_tcpudp",), "-p tcp -m tcp --dport 80 -j RETURN"),
+    iptables_check.CONNTRACK,
+    iptables_check.ADDRTYPE,
+    Feature("physdev match", ("xt_physdev",), "-m physdev ! --physdev-is-in -j RETURN"),
+    Feature("REDIRECT", ("xt_REDIRECT",), "-p tcp -m tcp -j REDIRECT --to-ports 80"),
+)
+_NFT_MODULES = ("nf_tables", "nft_chain_nat", "nft_redir", "nft_fib", "nft_fib_ipv4", "nft_fib_ipv6")
 
 
-def detect(settings: BackendSettings) -> Detection:
-    """Ask for the nat table of each family, or for nothing at all when there are no portals."""
+def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool) -> Detection:
+    """Try to redirect each family, with iptables, else nft; or nothing at all when there are no portals.
+
+    Outside of a *trial* most is concluded from modules.
+    """
     try:
         options = read_settings(settings)
     except Unsupported as wrong:
@@ -22,31 +40,50 @@ def detect(settings: BackendSettings) -> Detection:
     if options.listen is not None:
         where = format_address(options.listen)
         return Detection(_MODE, (Requirement("an address", True, f"ports at {where}, no portals"),))
-    return Detection(_MODE, tuple(_portals(family) for family in settings.families))
+    modules = Modules(iptables_check.OPTIONS)
+    installed, variant = iptables_check.installed(modules, load_modules=load_modules)
+    found = [_rootless(iptables_check.privilege())]
+    attempts = Attempts(modules, why_not="only looked at" if trial is None else trial.enter(),
+                        load_modules=load_modules)  # fmt: skip
+    by_iptables = [installed]
+    if variant is not None:
+        for family in settings.families:
+            by_iptables += _by_iptables(Tables(family, variant), attempts)
+    if all(finding.met for finding in by_iptables):
+        found += by_iptables
+    elif programs.find("nft"):
+        found += [_by_nft(family, attempts) for family in settings.families]
+    else:
+        found += map(_rootless, by_iptables)
+    return Detection(_MODE, tuple(Requirement(*finding) for finding in found))
 
 
-def _portals(family: Family) -> Requirement:
-    what = f"redirection for {family.label}"
-    attempts: list[tuple[str, str]] = []
-    tables = find_tables(family)
-    if tables is not None:
-        attempts.append((tables.program, tables.problem()))
-    if programs.find("nft"):
-        attempts.append(("nft", _nft_problem(family)))
-    for program, problem in attempts:
-        if not problem:
-            return Requirement(what, True, f"{program} redirects {family.label}")
-    if not attempts:
-        return Requirement(what, False, "no iptables, no nft", f"install iptables or nftables, {_ROOTLESS}")
-    found = "; ".join(f"{program}: {problem}" for program, problem in attempts)
-    denied = "ermission denied" in found or "not permitted" in found
-    remedy = "run as root or with CAP_NET_ADMIN" if denied else "needs a kernel with netfilter NAT"
-    return Requirement(what, False, found, f"{remedy}, {_ROOTLESS}")
+def _by_iptables(tables: Tables, attempts: Attempts) -> Iterator[Finding]:
+    looking = Attempts(attempts.modules, why_not="", load_modules=attempts.load_modules)
+    nat = iptables_check.nat_table(tables, looking)
+    yield nat
+    if nat.met:
+        for feature in _FEATURES:
+            yield iptables_check.usable(feature, tables, attempts)
+
+
+def _by_nft(family: Family, attempts: Attempts) -> Finding:
+    return _rootless(attempts.attempt(
+        f"{family.label}: redirection by nft", _NFT_MODULES, partial(_nft_problem, family),
+        "install iptables, or use a kernel with nf_tables and its NAT",
+    ))  # fmt: skip
+
+
+def _rootless(finding: Finding) -> Finding:
+    """With the way out that this mode has."""
+    if finding.met:
+        return finding
+    return finding._replace(remedy=f"{finding.remedy}, {_ROOTLESS}" if finding.remedy else _ROOTLESS)
 
 
 def _nft_problem(family: Family) -> str:
     try:
-        programs.output("nft", "-c", "-f", "-", stdin=nft_skeleton(family))
-    except ProgramFailed as error:
+        programs.output("nft", "-f", "-", stdin=nft_skeleton(family))
+    except HostError as error:
         return str(error)
     return ""

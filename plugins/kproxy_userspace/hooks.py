@@ -9,6 +9,7 @@ from kproxy_core.backend.api import (
     Description,
     Detection,
     Leftovers,
+    Trial,
     Update,
 )
 from kproxy_core.backend.hookspecs import hookimpl
@@ -28,11 +29,11 @@ def kproxy_describe() -> Description:
 
 
 @hookimpl
-def kproxy_detect(settings: BackendSettings) -> Detection:
+def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: bool) -> Detection:
     """Whether traffic can be redirected here."""
     from kproxy_userspace.detect import detect
 
-    return detect(settings)
+    return detect(settings, trial, load_modules=load_modules)
 
 
 @hookimpl

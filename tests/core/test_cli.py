@@ -90,23 +90,6 @@ def test_what_can_not_be_done_is_said_in_a_line_and_ends_with_status_1(
     assert "Traceback" not in done.stderr
 
 
-def test_modes_are_listed_as_text_and_as_json() -> None:
-    (listed,) = [line for line in kproxy("modes").stdout.splitlines() if line.startswith("nftables ")]
-    documents = json.loads(kproxy("modes", "-o", "json").stdout)
-    (found,) = [document for document in documents if document["mode"] == "nftables"]
-    assert found["summary"] in listed
-    assert "usable" not in found
-
-
-def test_a_probe_says_what_was_found(node: Namespace) -> None:
-    documents = json.loads(node.run(KPROXY, "modes", "--probe", "-o", "json"))
-    (found,) = [document for document in documents if document["mode"] == "nftables"]
-    assert found["usable"]
-    assert all(requirement["met"] and requirement["found"] for requirement in found["requirements"])
-    assert "usable" in node.run(KPROXY, "modes", "--probe")
-    assert node.run("nft", "list", "ruleset") == ""
-
-
 def test_rules_are_rendered_without_touching_the_kernel(node: Namespace, manifests: Path) -> None:
     rules = node.run(KPROXY, "render", "--mode=nftables", f"--manifests={manifests}", "--family=ipv4")
     assert "10.96.0.10" in rules

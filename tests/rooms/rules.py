@@ -39,7 +39,7 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
     "configmerge": frozenset({"msgspec"}),
     "configwrite": frozenset({"msgspec", "yaml"}),
     "testing": frozenset({"hypothesis", "pytest"}),
-    "cli": frozenset({"click", "pluggy"}),
+    "cli": frozenset({"click", "pluggy", "yaml"}),
 }
 """Which packages from outside each room may import."""
 
@@ -61,8 +61,8 @@ NAMES_A_BACKEND = frozenset(
     f"kproxy_core.{name}"
     for name in (
         "config", "configcheck", "configfile", "configflags", "configmerge", "configwrite",
-        "host.iptables", "host.iptables_cleanup", "host.iptables_removal", "host.iptables_shared",
-        "host.iptables_variant", "testing.conformance.kernel_state",
+        "host.iptables", "host.iptables_check", "host.iptables_cleanup", "host.iptables_removal",
+        "host.iptables_shared", "host.iptables_variant", "testing.conformance.kernel_state",
     )
 )  # fmt: skip
 """KubeProxyConfiguration has a section and flags for each of kube-proxy's modes; and iptables is not only

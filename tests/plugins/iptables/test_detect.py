@@ -1,30 +1,82 @@
-"""What the plugin says about this machine."""
+"""What the plugin finds out about this machine."""
 
 import subprocess
 
 import pytest
 
-from kproxy_core.backend.api import BackendSettings
-from kproxy_core.host import programs
-from kproxy_iptables.hooks import kproxy_detect
-from tests.plugins.iptables.rig import V4, V6
+from kproxy_core.backend.api import BackendSettings, Detection
+from kproxy_core.host import privileges, programs, trial
+from kproxy_iptables.detect import detect
+from tests.plugins.iptables.rig import LEGACY, NFT, V4, V6, run
+
+BOTH = BackendSettings((V4, V6))
+
+
+def tried(settings: BackendSettings) -> Detection:
+    """As ``kproxy modes --probe`` asks."""
+    return trial.ask(lambda namespace: detect(settings, namespace, load_modules=False))
+
+
+def what(detection: Detection) -> dict[str, bool]:
+    """What was found to be met, by what it is; guesses excepted."""
+    return {r.what: r.met for r in detection.requirements if not r.guessed}
+
+
+@pytest.mark.parametrize("interface", [NFT, LEGACY])
+def test_each_match_and_target_is_tried_with_the_programs_of_the_node(netns: None, interface: str) -> None:
+    run(interface, "-t", "mangle", "-N", "KUBE-IPTABLES-HINT")
+    detection = tried(BOTH)
+    assert detection.usable, detection.because
+    assert not [r for r in detection.requirements if r.guessed]
+    assert f"({interface})" in detection.because
+    assert {"IPv4: recent match", "IPv6: statistic match", "IPv6: MASQUERADE --random-fully"} <= set(
+        what(detection)
+    )
+    assert "KPROXY" not in run(interface, "save")
 
 
 def test_looking_creates_nothing(netns: None) -> None:
-    assert kproxy_detect(settings=BackendSettings((V4, V6))).usable
+    detection = detect(BOTH, None, load_modules=False)
+    assert detection.usable
+    assert {"IPv4: nat table", "IPv6: nat table"} <= set(what(detection))
+    assert [r.what for r in detection.requirements if r.what == "IPv4: recent match" and r.guessed]
     listed = subprocess.run(["nft", "list", "ruleset"], capture_output=True, text=True, check=True)
     assert listed.stdout == ""
 
 
-def test_detection_names_what_was_found(netns: None) -> None:
-    detection = kproxy_detect(settings=BackendSettings((V4,)))
-    assert detection.usable
-    assert detection.because.startswith("iptables 1.")
-    assert detection.because.endswith("nat table for IPv4 present")
+def test_node_ports_on_localhost_need_a_sysctl_and_only_they(netns: None) -> None:
+    wanted = [r.found for r in tried(BOTH).requirements if "route_localnet" in r.what]
+    assert wanted == ["is 0, and can be set"]
+    without = BackendSettings((V4, V6), options={"localhostNodePorts": False})
+    assert not [r for r in tried(without).requirements if "route_localnet" in r.what]
 
 
-def test_detection_without_iptables_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_kernel_refuses_is_missing_and_the_rest_is_not(
+    netns: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program between us and the real one has never heard of the recent match."""
+    real = programs.run
+
+    def run_without_recent(*argv: str, stdin: str = "", **rest: object) -> programs.Done:
+        if "-m recent" in stdin:
+            return programs.Done(argv, 2, "", "Couldn't load match `recent'")
+        return real(*argv, stdin=stdin, **rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(programs, "run", run_without_recent)
+    missing = [r for r in tried(BackendSettings((V4,))).requirements if not r.met]
+    assert [r.what for r in missing] == ["IPv4: recent match"]
+    assert "Couldn't load match" in missing[0].found
+
+
+def test_without_iptables_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "_PATH", "/nowhere")
-    detection = kproxy_detect(settings=BackendSettings((V4,)))
-    assert not detection.usable
-    assert detection.because == "iptables: iptables is not installed. install iptables 1.8 or newer"
+    detection = detect(BackendSettings((V4,)), None, load_modules=False)
+    assert detection.refuted
+    assert "iptables is not installed. install iptables 1.8 or newer" in detection.because
+
+
+def test_without_privileges_it_says_which_are_missing(netns: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(privileges, "held", lambda: frozenset({"CAP_NET_ADMIN"}))
+    assert tried(BOTH).because == (
+        "CAP_NET_ADMIN and CAP_NET_RAW: no CAP_NET_RAW. run as root or with CAP_NET_ADMIN and CAP_NET_RAW"
+    )

@@ -19,7 +19,6 @@ from kproxy_core.testing.builders import endpoint, endpoint_slice, node_view, pl
 from kproxy_nftables import batch, names
 from kproxy_nftables.backend import NftablesBackend
 from kproxy_nftables.cleanup import cleanup
-from kproxy_nftables.detect import detect
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.render import Element, Value
 
@@ -311,13 +310,6 @@ def test_cleanup_removes_our_tables_and_kube_proxys_and_nothing_else(backend: Nf
     assert cleanup(dry_run=False).removed == expected
     assert nft("list tables").split("\n")[:-1] == ["table inet kproxy", "table ip foreign"]
     assert cleanup(dry_run=False).removed == ()
-
-
-def test_detection_asks_the_kernel_and_leaves_no_trace() -> None:
-    found = detect(BOTH)
-    assert found.usable, found.because
-    assert "libnftables" in found.because
-    assert nft("list ruleset") == ""
 
 
 @pytest.mark.parametrize("count", [100, 3000])

@@ -1,0 +1,115 @@
+"""Which mode serves: the one asked for, what it falls back to, or the best that works.
+
+Older kube-proxy fell back from ipvs to iptables and from there to userspace when the kernel or a program
+was missing (1.23, cmd/kube-proxy/app/server_others.go).
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeVar
+
+from kproxy_core.backend.api import BackendSettings
+from kproxy_core.backend.errors import BackendError, SyncFailed, Unsupported
+from kproxy_core.backend.registry import PluginRefused, Registry
+from kproxy_core.backend.worker import Worker
+from kproxy_core.cli.terms import Configuration, settings_of_modes
+from kproxy_core.config import Config
+from kproxy_core.model.address import Family
+from kproxy_core.run.fallback import Fallback
+
+log = logging.getLogger("kproxy.run")
+
+_T = TypeVar("_T")
+
+
+class Choice(NamedTuple):
+    """What is going to serve."""
+
+    config: Config
+    """In effect for the mode that was chosen."""
+    worker: Worker
+    fallback: Fallback | None
+
+
+def choose(
+    configuration: Configuration, registry: Registry, wanted: str, families: tuple[Family, ...]
+) -> Choice:
+    """The first mode that works, of *wanted* and what it falls back to; or, without one, of all.
+
+    Raises ConfigError, UnknownMode or PluginRefused, or Unsupported if no such mode works.
+    """
+    settings_of = settings_of_modes(configuration, families)
+    fall_back = configuration.of(wanted).mode_fallback == "auto"
+    candidates = _and_fallbacks(registry, wanted, fall_back) if wanted else _by_preference(registry)
+    problems: dict[str, str] = {}
+    for mode in candidates:
+        try:
+            worker = begin(registry, mode, settings_of(mode))
+        except (Unsupported, PluginRefused) as error:
+            if mode == wanted and isinstance(error, PluginRefused):
+                raise
+            problems[mode] = str(error)
+            log.info("a mode does not work here", extra={"fields": {"mode": mode, "because": str(error)}})
+            continue
+        fallback = Fallback(wanted, mode, problems[wanted]) if wanted in problems else None
+        if fallback:
+            log.warning("another mode serves than the one asked for", extra={"fields": fallback._asdict()})
+        return Choice(configuration.of(mode), worker, fallback)
+    raise Unsupported(_nothing_works(registry, wanted, problems))
+
+
+def begin(registry: Registry, mode: str, settings: BackendSettings) -> Worker:
+    """The backend of *mode*, made and able to work as far as can be known without programming anything.
+
+    Raises UnknownMode, PluginRefused or Unsupported.
+    """
+    worker = _judged(lambda: registry.make_backend(mode, settings))
+    try:
+        if not _judged(worker.begin):
+            detection = registry.detect(mode, settings, load_modules=True)
+            if detection.refuted:
+                raise Unsupported(detection.because)
+    except SyncFailed as error:
+        # That may pass, and the sync loop tries again and again.
+        log.info("a mode begins with trouble", extra={"fields": {"mode": mode, "error": str(error)}})
+    except Unsupported:
+        registry.close_backend(worker)
+        raise
+    return worker
+
+
+def _judged(act: Callable[[], _T]) -> _T:
+    """The result of what a plugin does; what goes wrong there must not harm other modes."""
+    try:
+        return act()
+    except BackendError:
+        raise
+    except Exception as error:
+        log.exception("a plugin failed in a way of its own")
+        raise Unsupported(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
+def _and_fallbacks(registry: Registry, wanted: str, fall_back: bool) -> Iterator[str]:
+    """*wanted*, then as long as it may *fall_back* what each names, if that is installed."""
+    seen: set[str] = set()
+    mode = wanted
+    while mode not in seen:
+        seen.add(mode)
+        yield mode
+        known = registry.descriptions.get(mode)
+        if known is None or not fall_back or known.fallback not in registry.modes:
+            return
+        mode = known.fallback
+
+
+def _by_preference(registry: Registry) -> Iterator[str]:
+    return iter([description.mode for description in registry.load_all()])
+
+
+def _nothing_works(registry: Registry, wanted: str, problems: dict[str, str]) -> str:
+    if len(problems) == 1 and wanted:
+        return f"mode {wanted} does not work on this machine: {problems[wanted]}"
+    head = f"neither mode {wanted} nor what it falls back to works" if wanted else "no mode works"
+    broken = [] if wanted else map(str, registry.broken)
+    return "; ".join(
+        [f"{head} on this machine", *(f"{mode}: {problem}" for mode, problem in problems.items()), *broken])

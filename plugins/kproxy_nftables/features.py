@@ -1,0 +1,106 @@
+"""What the rules need of nf_tables, each as the smallest text that the kernel accepts only if it has it."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from kproxy_core.backend.errors import SyncFailed
+from kproxy_core.model.address import Family
+from kproxy_nftables.kernel import Kernel
+from kproxy_nftables.names import NFT_FAMILY
+
+TABLE = "kproxy-check"
+"""Holds them for a moment; nothing passes through it."""
+
+PERMISSION = "run as root or with CAP_NET_ADMIN"
+
+
+class Feature(NamedTuple):
+    """One thing that a kernel may lack. In *lines* ``{ip}`` is the family,
+    ``{t}`` the table, ``{r}`` begins a rule."""
+
+    what: str
+    modules: tuple[str, ...]
+    """Which the kernel may load for it; ``{v}`` is 4 or 6."""
+    lines: tuple[str, ...]
+
+    def modules_of(self, family: Family) -> tuple[str, ...]:
+        """The modules by name."""
+        version = "4" if family is Family.IPV4 else "6"
+        return tuple(module.format(v=version) for module in self.modules)
+
+    def text(self, family: Family, *, flags: str = "") -> str:
+        """Commands that make a table with just this; *flags* of the table."""
+        ip = NFT_FAMILY[family]
+        where = f"{ip} {TABLE}"
+        head = (f"add table {where} {{ {flags} }}", f"add chain {where} rules")
+        lines = (line.format(ip=ip, t=where, r=f"add rule {where} rules") for line in self.lines)
+        return "".join(f"{line}\n" for line in (*head, *lines))
+
+
+_HOOKS = (("prerouting", -100), ("output", -100), ("postrouting", 100))
+
+FEATURES = (
+    Feature("chains of type nat", ("nft_chain_nat",), tuple(
+        f"add chain {{t}} {hook} {{{{ type nat hook {hook} priority {priority}; }}}}"
+        for hook, priority in _HOOKS
+    )),
+    Feature("verdict map of addresses and ports", (), (
+        "add map {t} vips {{ typeof {ip} daddr . meta l4proto . th dport : verdict; }}",
+        "{r} {ip} daddr . meta l4proto . th dport vmap @vips",
+    )),
+    Feature("dnat by a random number in a concatenation", ("nft_numgen", "nft_nat"), (
+        "add map {t} endpoints"
+        " {{ typeof {ip} daddr . tcp dport . numgen random mod 1 : {ip} daddr . tcp dport; }}",
+        "{r} dnat {ip} to {ip} daddr . tcp dport . numgen random mod 2 map @endpoints",
+    )),
+    Feature("fib lookup of local addresses", ("nft_fib", "nft_fib_ipv{v}"), (
+        "{r} fib daddr type local drop",
+    )),
+    Feature("masquerade", ("nft_masq",), ("{r} masquerade fully-random",)),
+    Feature("reject", ("nft_reject", "nft_reject_ipv{v}"), (
+        "{r} meta l4proto tcp reject with tcp reset", "{r} reject",
+    )),
+    Feature("conntrack state and original destination", ("nft_ct", "nf_conntrack"), (
+        "add set {t} known {{ typeof {ip} daddr; }}",
+        "{r} ct state new ct status dnat ct original {ip} daddr @known return",
+    )),
+    Feature("sets of networks", (), (
+        "add set {t} networks {{ typeof {ip} daddr; flags interval; }}", "{r} {ip} daddr @networks drop",
+    )),
+)  # fmt: skip
+
+
+def check(families: Iterable[Family], features: Iterable[Feature] = FEATURES) -> str:
+    """*features*, made and deleted in one transaction; nothing of it is ever in the way of a packet."""
+    features = tuple(features)
+    text = ""
+    for family in families:
+        text += "".join(feature.text(family, flags="flags dormant;") for feature in features)
+        text += f"delete table {NFT_FAMILY[family]} {TABLE}\n"
+    return text
+
+
+def lacking(
+    kernel: Kernel, families: Sequence[Family], features: Sequence[Feature] = FEATURES
+) -> list[str]:
+    """What *kernel* lacks for the rules, found out without a change that lasts."""
+    try:
+        kernel.apply_text(check(families, features))
+        return []
+    except SyncFailed:
+        pass
+    problems = []
+    for family in families:
+        for feature in features:
+            try:
+                kernel.apply_text(check([family], [feature]))
+            except SyncFailed as refused:
+                if is_permission(refused):
+                    return [f"permission denied, {PERMISSION}"]
+                problems.append(f"no {feature.what} in family {NFT_FAMILY[family]} ({refused})")
+    return problems
+
+
+def is_permission(refused: SyncFailed) -> bool:
+    """Whether the kernel refused who asked, not what was asked for."""
+    return "Operation not permitted" in str(refused)

@@ -1,0 +1,76 @@
+"""Questions that a copy of the process answers, in a network namespace that ends with it."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kproxy_core.host.trial import Namespace, NoAnswer, ask
+
+NOBODY = 65534
+
+
+def namespace_id() -> str:
+    return os.readlink("/proc/self/ns/net")
+
+
+def test_what_is_tried_happens_elsewhere() -> None:
+    def question(namespace: Namespace) -> tuple[str, int, list[str], str]:
+        problem = namespace.enter()
+        subprocess.run(["ip", "link", "add", "kpt-trial", "type", "veth"], check=True)
+        return problem, os.getpid(), [name for _, name in socket.if_nameindex()], namespace_id()
+
+    problem, pid, interfaces, where = ask(question)
+    assert problem == ""
+    assert pid != os.getpid()
+    assert "kpt-trial" in interfaces
+    assert where != namespace_id()
+    assert "kpt-trial" not in [name for _, name in socket.if_nameindex()]
+
+
+def test_before_it_enters_it_sees_the_node() -> None:
+    assert ask(lambda _: namespace_id()) == namespace_id()
+
+
+def test_a_big_answer_arrives() -> None:
+    assert ask(lambda _: b"x" * 3_000_000) == b"x" * 3_000_000
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        (lambda _: os.kill(os.getpid(), signal.SIGTERM), "ended by signal 15"),
+        (lambda _: os._exit(3), "ended with status 3"),
+        (lambda _: 1 / 0, "ended with status 1"),
+    ],
+    ids=["crash", "exit", "error"],
+)
+def test_whatever_happens_there_harms_nobody(how: object, told: str) -> None:
+    with pytest.raises(NoAnswer, match=told):
+        ask(how)  # type: ignore[arg-type]
+
+
+def test_who_takes_too_long_is_ended() -> None:
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    with pytest.raises(NoAnswer, match=r"no answer within 0\.1 s"):
+        ask(lambda _: time.sleep(600), patience=0.1)
+    assert children.read_text() == ""
+
+
+def test_an_unprivileged_user_gets_a_user_namespace() -> None:
+    code = (
+        "import subprocess, os\nfrom kproxy_core.host.trial import ask\n"
+        "def question(namespace):\n"
+        "    return namespace.enter(), subprocess.run(['nft', 'add table ip kpt-trial']).returncode\n"
+        "print(os.geteuid(), ask(question))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], user=NOBODY, group=NOBODY, extra_groups=[],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == f"{NOBODY} ('', 0)\n"

@@ -1,0 +1,99 @@
+"""What the plugin finds out about this machine."""
+
+import subprocess
+import sys
+
+import pytest
+
+from kproxy_core.backend.api import BackendSettings, Detection
+from kproxy_core.backend.errors import Unsupported
+from kproxy_core.host import privileges, trial
+from kproxy_core.model.address import Family
+from kproxy_nftables import features
+from kproxy_nftables.backend import NftablesBackend
+from kproxy_nftables.detect import detect
+from kproxy_nftables.features import FEATURES, Feature, lacking
+from kproxy_nftables.kernel import Kernel
+
+pytestmark = pytest.mark.usefixtures("netns")
+
+BOTH = BackendSettings(families=tuple(Family))
+UNHEARD = Feature("quantum lookup", (), ("{r} quantum daddr type local drop",))
+
+
+def nft(command: str) -> str:
+    return subprocess.run(["nft", command], capture_output=True, text=True, check=True).stdout
+
+
+def tried() -> Detection:
+    """As ``kproxy modes --probe`` asks."""
+    return trial.ask(lambda namespace: detect(BOTH, namespace, load_modules=False))
+
+
+def test_each_feature_is_tried_elsewhere_and_leaves_no_trace() -> None:
+    found = tried()
+    assert found.usable, found.because
+    assert "libnftables" in found.because
+    assert not [requirement for requirement in found.requirements if requirement.guessed]
+    names = {requirement.what for requirement in found.requirements}
+    assert {f"ip6: {feature.what}" for feature in FEATURES} < names
+    assert nft("list ruleset") == ""
+
+
+def test_outside_of_a_trial_the_kernel_checks_the_rules_without_keeping_them() -> None:
+    found = detect(BOTH, None, load_modules=False)
+    assert found.usable, found.because
+    assert {"ip: all rules of the mode", "ip6: all rules of the mode"} <= {
+        r.what for r in found.requirements if not r.guessed
+    }
+    assert nft("list ruleset") == ""
+
+
+def test_what_the_kernel_refuses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kproxy_nftables.detect.FEATURES", (*FEATURES, UNHEARD))
+    missing = [r for r in tried().requirements if not r.met]
+    assert [r.what for r in missing] == ["ip: quantum lookup", "ip6: quantum lookup"]
+
+
+@pytest.mark.parametrize("release", ["5.4.0-old", "4.18.0-553.el8"])
+def test_an_old_kernel_that_has_everything_will_do(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.release", lambda: release)
+    (version, *_) = tried().requirements
+    assert version.met
+    assert "which has what is needed" in version.found
+
+
+def test_without_the_privilege_nothing_of_the_kernel_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(privileges, "held", frozenset)
+    found = detect(BOTH, None, load_modules=False)
+    assert found.refuted
+    assert found.because == "CAP_NET_ADMIN: not held. run as root or with CAP_NET_ADMIN"
+    assert {r.guessed for r in found.requirements if r.what.endswith("of the mode")} == {True}
+
+
+def test_without_the_binding_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nftables", None)
+    found = tried()
+    assert found.refuted
+    assert "install python3-nftables" in found.because
+    with pytest.raises(Unsupported, match="install python3-nftables"):
+        NftablesBackend(BOTH).kproxy_begin()
+
+
+def test_a_backend_begins_by_asking_the_kernel_and_leaves_no_trace() -> None:
+    backend = NftablesBackend(BOTH)
+    assert backend.kproxy_begin()
+    assert nft("list ruleset") == ""
+    backend.kproxy_close()
+
+
+def test_what_the_kernel_lacks_is_named() -> None:
+    kernel = Kernel()
+    first, second = lacking(kernel, tuple(Family), (*FEATURES, UNHEARD))
+    assert first.startswith("no quantum lookup in family ip (nft: Error: ")
+    assert second.startswith("no quantum lookup in family ip6 ")
+    kernel.close()
+
+
+def test_while_it_is_checked_nothing_is_in_the_way_of_packets() -> None:
+    assert features.check([Family.IPV4]).count("flags dormant") == len(FEATURES)

@@ -1,0 +1,59 @@
+"""What the plugin finds out about this machine."""
+
+import subprocess
+
+import pytest
+
+from kproxy_core.backend.api import BackendSettings, Detection
+from kproxy_core.host import programs, trial
+from kproxy_core.model.address import Family
+from kproxy_userspace.detect import detect
+
+BOTH = BackendSettings(tuple(Family))
+
+
+def tried(settings: BackendSettings = BOTH) -> Detection:
+    """As ``kproxy modes --probe`` asks."""
+    return trial.ask(lambda namespace: detect(settings, namespace, load_modules=False))
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Have programs not be there whose names begin so."""
+    real = programs.find
+    monkeypatch.setattr(programs, "find", lambda name: None if name.startswith(names) else real(name))
+
+
+def test_redirection_is_tried_with_iptables(netns: None) -> None:
+    found = tried()
+    assert found.usable, found.because
+    assert {"IPv4: REDIRECT", "IPv6: physdev match"} <= {r.what for r in found.requirements if not r.guessed}
+
+
+def test_without_iptables_it_is_tried_with_nft(netns: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    hide(monkeypatch, "iptables")
+    found = tried()
+    assert found.usable, found.because
+    names = [requirement.what for requirement in found.requirements]
+    assert names[1:] == ["IPv4: redirection by nft", "IPv6: redirection by nft"]
+    listed = subprocess.run(["nft", "list", "ruleset"], capture_output=True, text=True, check=True)
+    assert listed.stdout == ""
+
+
+def test_without_both_there_is_still_a_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    hide(monkeypatch, "iptables", "nft")
+    found = tried()
+    assert found.refuted
+    assert "or serve without portals: --userspace-listen ADDRESS" in found.because
+
+
+def test_without_portals_nothing_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    hide(monkeypatch, "iptables", "nft")
+    found = detect(BackendSettings((Family.IPV4,), options={"listen": "127.0.0.1"}), None, load_modules=False)
+    assert found.usable
+    assert found.because == "ports at 127.0.0.1, no portals"
+
+
+def test_a_wrong_option_is_named() -> None:
+    found = tried(BackendSettings((Family.IPV4,), options={"listen": "nowhere"}))
+    assert found.refuted
+    assert "userspace.listen: 'nowhere'" in found.because
