@@ -20,9 +20,9 @@ def allow_descriptors() -> None:
 
 
 @contextlib.contextmanager
-def endpoint(bulk: int, echo: int) -> Iterator[None]:
+def endpoint(bulk: int, echo: int, host: str = "127.0.0.1") -> Iterator[None]:
     """Something that listens on both ports, until the end."""
-    process = multiprocessing.Process(target=_serve, args=(bulk, echo), daemon=True)
+    process = multiprocessing.Process(target=_serve, args=(bulk, echo, host), daemon=True)
     process.start()
     time.sleep(0.5)
     try:
@@ -32,12 +32,12 @@ def endpoint(bulk: int, echo: int) -> Iterator[None]:
         process.join()
 
 
-def _serve(bulk: int, echo: int) -> None:
+def _serve(bulk: int, echo: int, host: str) -> None:
     allow_descriptors()
     listeners = {}
     poll = select.epoll()
     for port in (bulk, echo):
-        sock = socket.create_server(("127.0.0.1", port), backlog=8192)
+        sock = socket.create_server((host, port), backlog=8192)
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         listeners[sock.fileno()] = sock, port == bulk
@@ -183,7 +183,7 @@ def _latency(port: int, count: int, seconds: float) -> list[float]:
 
 
 @contextlib.contextmanager
-def idle_connections(port: int, count: int) -> Iterator[None]:
+def idle_connections(port: int, count: int, host: str = "127.0.0.1") -> Iterator[None]:
     """*count* connections that have been used once."""
     ready, leave = multiprocessing.Event(), multiprocessing.Event()
 
@@ -191,17 +191,19 @@ def idle_connections(port: int, count: int) -> Iterator[None]:
         allow_descriptors()
         socks = []
         for _ in range(count):
-            sock = socket.create_connection(("127.0.0.1", port))
+            sock = socket.create_connection((host, port))
             sock.send(_MESSAGE)
-            sock.recv(4096)
+            if len(sock.recv(4096)) != len(_MESSAGE):
+                raise RuntimeError("a connection failed")
             socks.append(sock)
         ready.set()
         leave.wait()
 
     process = multiprocessing.Process(target=hold)
     process.start()
-    ready.wait(60)
     try:
+        if not ready.wait(60):
+            raise RuntimeError(f"{count} connections can't be had")
         yield
     finally:
         leave.set()
