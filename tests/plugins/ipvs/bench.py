@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 
 from kproxy_core.backend.api import BackendSettings
+from kproxy_core.cli import preparation
 from kproxy_core.host.iptables import Tables
 from kproxy_core.host.iptables_variant import find_variant
-from kproxy_core.cli import preparation
 from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
