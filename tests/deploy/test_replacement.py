@@ -5,6 +5,7 @@ nftables mode's name. Meanwhile a client keeps one connection and makes new ones
 """
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -22,6 +23,8 @@ from tests.core.namespaces import Namespace, namespace
 from tests.core.processes import running
 from tests.deploy.objects import DEPLOY
 
+PROGRAMS = Path(sys.executable).parent
+"""Where kproxy is, as in the image."""
 SCENARIO = "iptables/clusterip-tcp-ipv4"
 SERVICE = ("10.96.10.1", 80)
 ENDPOINTS = ["10.244.1.11", "10.244.1.12", "10.244.2.13", "10.244.2.14"]
@@ -195,7 +198,7 @@ def test_no_connection_is_dropped_on_the_way_there_and_back(
             assert tables(cluster) == {"kproxy"}
         cluster.kube_proxy(kube_proxys)
         with cluster.healthy_kube_proxy():
-            cluster.node.run("sh", "-c", going_back())
+            cluster.node.run("env", f"PATH={PROGRAMS}:{os.environ['PATH']}", "sh", "-c", going_back())
         assert tables(cluster) == ({"kube-proxy"} if kube_proxys == "nftables" else {"filter", "nat"})
 
 
