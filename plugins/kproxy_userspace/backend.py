@@ -38,6 +38,7 @@ class UserspaceBackend:
     """Relays everything itself; see `kproxy_core.backend.hookspecs` for the contract."""
 
     def __init__(self, settings: BackendSettings) -> None:
+        self._served = settings.families
         self._settings = read_settings(settings)
         self._workers = Workers(
             self._settings.workers, self._settings.udp_idle_seconds, self._settings.drain_seconds
@@ -51,21 +52,34 @@ class UserspaceBackend:
         self._accepts_no_more = False
 
     @hookimpl
+    def kproxy_begin(self) -> bool:
+        """Find out how each family is redirected. Raises Unsupported where it can't be."""
+        for family in self._served:
+            self._relays_of(family)
+        return True
+
+    @hookimpl
     def kproxy_sync(self, update: Update) -> SyncReport:
-        """Bring one family's relays and portals to *update*."""
-        family = self._families.get(update.family)
-        if family is None:
-            listen = self._settings.listen
-            bind = self._settings.bind_in(update.family)
-            portals: Portals = NoPortals() if listen else open_portals(update.family, bind)
-            family = FamilyRelays(update.family, portals, self._workers, self._allocator, listen, bind)
-            self._families[update.family] = family
+        """Bring one family's relays and portals to *update*. Raises Unsupported if it can't be redirected."""
+        family = self._relays_of(update.family)
         try:
             if update.scope is Scope.RESYNC or update.node_changed:
                 return family.resync(update.node, update.plans)
             return family.change(update.node, update.changed)
         except HostError as error:
             raise SyncFailed(str(error)) from error
+
+    def _relays_of(self, family: Family) -> FamilyRelays:
+        """Made by who asks first."""
+        known = self._families.get(family)
+        if known is not None:
+            return known
+        listen = self._settings.listen
+        bind = self._settings.bind_in(family)
+        portals: Portals = NoPortals() if listen else open_portals(family, bind)
+        made = FamilyRelays(family, portals, self._workers, self._allocator, listen, bind)
+        self._families[family] = made
+        return made
 
     @hookimpl
     def kproxy_render(self, update: Update) -> str:

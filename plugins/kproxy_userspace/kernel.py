@@ -175,5 +175,9 @@ def open_portals(family: Family, at: Address | None) -> Portals:
     if tables is not None and not tables.problem():
         return IptablesPortals(tables)
     if programs.find("nft"):
+        try:
+            programs.output("nft", "--check", "-f", "-", stdin=batch.nft_skeleton(family, at))
+        except ProgramFailed as error:
+            raise Unsupported(f"{family.label} can't be redirected: {error}") from error
         return NftPortals(family, at)
     raise Unsupported("neither iptables nor nft is installed; userspace.listen needs none of them")

@@ -1,0 +1,161 @@
+"""Which mode serves where the one asked for does not work: real processes, with plugins that say no."""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.core.installed_plugins import install
+from tests.core.namespaces import Namespace, namespace
+from tests.core.processes import KPROXY, Proxy, running
+from tests.core.test_registry import plugin
+
+BROKEN = "raise RuntimeError('what a bug')"
+LACKING = "raise Unsupported('no warp drive')"
+TROUBLE = "raise SyncFailed('busy')"
+
+
+def source(
+    mode: str, *, fallback: str = "", begins: str = "", usable: bool = True, preference: int = 0
+) -> str:
+    """The source of a plugin whose backend *begins* so, if it begins at all."""
+    text = plugin(mode, usable=usable, preference=preference)
+    text = text.replace('summary="a test"', f'summary="a test", fallback="{fallback}"')
+    return text + (f"    @hookimpl\n    def kproxy_begin(self):\n        {begins}\n" if begins else "")
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Namespace]:
+    """Where plugins are found that are put into `tmp_path`."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "manifests").mkdir()
+    with namespace() as made:
+        yield made
+
+
+def put(directory: Path, **sources: str) -> None:
+    """Install a plugin for each mode."""
+    modules = {f"some_{mode}": text for mode, text in sources.items()}
+    install(directory, "some", {mode: f"some_{mode}" for mode in sources}, **modules)
+
+
+def flags(directory: Path, *more: str) -> list[str]:
+    return [f"--manifests={directory}/manifests", "--hostname-override=node1", *more]
+
+
+def proxy_mode(node: Namespace) -> tuple[str, dict[str, str]]:
+    """Body and headers of /proxyMode."""
+    head, _, body = node.run("curl", "-si", "http://127.0.0.1:10249/proxyMode").partition("\n\n")
+    return body, dict(line.split(": ", 1) for line in head.splitlines()[1:])
+
+
+def failed(node: Namespace, *arguments: str) -> str:
+    """What kproxy complains about at its start."""
+    done = subprocess.run(
+        ["ip", "netns", "exec", node.name, KPROXY, *arguments],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    return done.stderr
+
+
+def serves(proxy: Proxy, node: Namespace) -> str:
+    proxy.await_health()
+    return proxy_mode(node)[0]
+
+
+@pytest.mark.parametrize("begins", [LACKING, BROKEN, ""], ids=["says so", "has a bug", "is asked"])
+def test_a_mode_that_does_not_work_falls_back(begins: str, node: Namespace, tmp_path: Path) -> None:
+    put(tmp_path, wanted=source("wanted", fallback="second", begins=begins, usable=False),
+        second=source("second", fallback="third", begins=LACKING),
+        third=source("third", begins="return True"))  # fmt: skip
+    with running(node, *flags(tmp_path, "--mode=wanted")) as proxy:
+        assert serves(proxy, node) == "third"
+
+
+def test_the_fallback_is_told_everywhere(node: Namespace, tmp_path: Path) -> None:
+    put(tmp_path, wanted=source("wanted", fallback="second", begins=LACKING), second=source("second"))
+    with running(node, *flags(tmp_path, "--mode=wanted")) as proxy:
+        assert serves(proxy, node) == "second"
+        body, headers = proxy_mode(node)
+        metrics = proxy.get(10249, "/metrics")[1]
+        assert '"mode":"second"' in proxy.get(10249, "/configz")[1]
+        _, log = proxy.end()
+    assert body == "second"
+    assert headers["Kproxy-Mode-Wanted"] == "wanted"
+    assert headers["Kproxy-Mode-Fallback-Reason"] == "no warp drive"
+    assert 'kproxy_mode_fallback{serving="second",wanted="wanted"} 1.0' in metrics
+    (line,) = [line for line in log.splitlines() if "another mode serves" in line]
+    assert "WARN" in line
+    assert "no warp drive" in line
+
+
+def test_a_mode_that_works_is_told_without_a_word_of_others(node: Namespace, tmp_path: Path) -> None:
+    put(tmp_path, wanted=source("wanted", fallback="second", begins="return True", usable=False),
+        second=source("second"))  # fmt: skip
+    with running(node, *flags(tmp_path, "--mode=wanted")) as proxy:
+        assert serves(proxy, node) == "wanted"
+        assert not [name for name in proxy_mode(node)[1] if name.startswith("Kproxy")]
+        assert "kproxy_mode_fallback{" not in proxy.get(10249, "/metrics")[1]
+
+
+def test_what_may_pass_is_no_reason_for_another_mode(node: Namespace, tmp_path: Path) -> None:
+    put(tmp_path, wanted=source("wanted", fallback="second", begins=TROUBLE), second=source("second"))
+    with running(node, *flags(tmp_path, "--mode=wanted")) as proxy:
+        assert serves(proxy, node) == "wanted"
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_never_is_an_error_that_names_the_reason(in_file: bool, node: Namespace, tmp_path: Path) -> None:
+    put(tmp_path, wanted=source("wanted", fallback="second", begins=LACKING), second=source("second"))
+    given = ["--mode=wanted", "--mode-fallback=never"]
+    if in_file:
+        (tmp_path / "config.yaml").write_text(
+            "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\nmode: wanted\n"
+            f"kproxy: {{modeFallback: never, manifests: {tmp_path}/manifests}}\n"
+        )
+        given = [f"--config={tmp_path}/config.yaml"]
+    problem = failed(node, *(given if in_file else flags(tmp_path, *given)))
+    assert "mode wanted does not work on this machine: no warp drive" in problem
+    assert "Traceback" not in problem
+
+
+def test_where_nothing_works_every_reason_is_given(node: Namespace, tmp_path: Path) -> None:
+    put(tmp_path, wanted=source("wanted", fallback="second", begins=LACKING),
+        second=source("second", fallback="wanted", usable=False))  # fmt: skip
+    problem = failed(node, *flags(tmp_path, "--mode=wanted"))
+    assert "wanted: no warp drive; second: a kernel: one. get one" in problem
+
+
+@pytest.mark.parametrize("fallback", ["", "nowhere", "refused"])
+def test_a_fallback_that_is_not_there_is_none(fallback: str, node: Namespace, tmp_path: Path) -> None:
+    put(tmp_path, wanted=source("wanted", fallback=fallback, begins=LACKING), refused="1/0")
+    problem = failed(node, *flags(tmp_path, "--mode=wanted"))
+    assert "no warp drive" in problem
+
+
+def test_without_a_mode_the_preferred_one_that_works_serves(node: Namespace, tmp_path: Path) -> None:
+    put(tmp_path, best=source("best", preference=3000, begins=LACKING),
+        bug=source("bug", preference=2500, begins=BROKEN), good=source("good", preference=2000),
+        low=source("low", preference=1000))  # fmt: skip
+    with running(node, *flags(tmp_path)) as proxy:
+        assert serves(proxy, node) == "good"
+        assert not [name for name in proxy_mode(node)[1] if name.startswith("Kproxy")]
+
+
+def test_without_the_binding_of_nftables_iptables_serves(node: Namespace, tmp_path: Path) -> None:
+    (tmp_path / "nftables.py").write_text("raise ImportError('not for this Python')")
+    with running(node, *flags(tmp_path, "--mode=nftables")) as proxy:
+        assert serves(proxy, node) == "iptables"
+        assert "not for this Python" in proxy_mode(node)[1]["Kproxy-Mode-Fallback-Reason"]
+    assert "KUBE-SERVICES" in node.run("iptables-save")
+
+
+def test_init_only_prepares_what_will_serve(node: Namespace, tmp_path: Path) -> None:
+    put(tmp_path, wanted=source("wanted", fallback="second", begins=LACKING), second=source("second"))
+    done = subprocess.run(
+        ["ip", "netns", "exec", node.name, KPROXY, *flags(tmp_path, "--mode=wanted", "--init-only")],
+        capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert "mode=second" in done.stderr.replace('"', "")
