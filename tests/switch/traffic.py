@@ -28,6 +28,8 @@ AT_ONCE = 6
 """New connections and flows at a time."""
 TICK = 0.02
 """Seconds between two exchanges of a lasting connection."""
+EACH_TICK = 30
+"""New ones at most: a client has 28,000 ports, and ended connections are tracked for up to two minutes."""
 REPORT = 0.1
 STALL = 0.1
 """Seconds that an exchange with an endpoint itself takes only if the machine is busy."""
@@ -137,7 +139,9 @@ class Client:
         self._exchanged = self._renewals = 0
         self._failures: list[dict[str, object]] = []
         self._again: list[tuple[Target, int, bool]] = []
-        """What could not even begin, to be begun at the next tick."""
+        """What could not begin, to be begun at the next tick."""
+        self._left = EACH_TICK
+        """New ones that may still begin in this tick."""
         self._ending = False
 
     def run(self) -> None:
@@ -163,7 +167,12 @@ class Client:
 
     def _open(self) -> None:
         number = next(self._numbers)
-        self._begin(self._targets[number % len(self._targets)], number, lasting=False)
+        target = self._targets[number % len(self._targets)]
+        if self._left:
+            self._left -= 1
+            self._begin(target, number, lasting=False)
+        else:
+            self._again.append((target, number, False))
 
     def _open_lasting(self) -> None:
         for target in [*self._targets, *self._control]:
@@ -201,6 +210,7 @@ class Client:
 
     def _exchange(self, now: float) -> None:
         """Lasting ones go on, and what was not answered in time is given up."""
+        self._left = EACH_TICK
         again, self._again = self._again, []
         for target, number, lasting in again if not self._ending else ():
             self._begin(target, number, lasting=lasting)
