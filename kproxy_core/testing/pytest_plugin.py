@@ -68,34 +68,31 @@ def pytest_collection_modifyitems(
 ) -> None:
     """Add the checks before others choose among the tests."""
     mode = config.getoption("--kproxy-mode")
-    if mode and not hasattr(config, "workerinput"):
-        items += Conformance.from_parent(session, name=f"kproxy-{mode}", mode=mode).collect()
+    if mode:
+        collector = Conformance.from_parent(session, name=f"kproxy-{mode}", wanted=_wanted(config, mode))
+        report = collector.ihook.pytest_make_collect_report(collector=collector)
+        collector.ihook.pytest_collectreport(report=report)
+        items += report.result
 
 
 class Conformance(pytest.Collector):
     """All checks for one mode."""
 
-    def __init__(self, *, mode: str, **others: Any) -> None:
+    def __init__(self, *, wanted: Wanted, **others: Any) -> None:
         super().__init__(**others)
-        self.mode = mode
+        self._wanted = wanted
 
     def collect(self) -> list[pytest.Item]:
         from kproxy_core.testing.conformance import contract, lifecycle, packets
 
-        wanted = _wanted(self.config, self.mode)
         groups = ((CONTRACT, [*lifecycle.CHECKS, *contract.CHECKS]), (PACKETS, packets.CHECKS))
-        found: list[pytest.Item] = [
+        return [
             CheckItem.from_parent(
                 self, name=f"{group}::{check.name}" + (f"[{family.label}]" if family else ""),
-                check=check, family=family, wanted=wanted, group=group,
+                check=check, family=family, wanted=self._wanted, group=group,
             )
             for group, checks in groups for check in checks for family in check.families
         ]  # fmt: skip
-        known = {item.check.name for item in found if isinstance(item, CheckItem)}
-        unknown = sorted(wanted.not_applicable.keys() - known)
-        if unknown:
-            raise pytest.UsageError(f"kproxy_not_applicable: there is no check {', '.join(unknown)}")
-        return found
 
 
 class CheckItem(pytest.Item):
@@ -174,8 +171,13 @@ def _ours(reports: Sequence[pytest.TestReport]) -> Iterator[pytest.TestReport]:
 
 
 def _wanted(config: pytest.Config, mode: str) -> Wanted:
+    from kproxy_core.testing.conformance import contract, lifecycle, packets
     from kproxy_core.testing.conformance.subject import Wanted
 
+    declared = dict(map(_declared, config.getini("kproxy_not_applicable")))
+    known = {check.name for check in (*lifecycle.CHECKS, *contract.CHECKS, *packets.CHECKS)}
+    if unknown := sorted(declared.keys() - known):
+        raise pytest.UsageError(f"kproxy_not_applicable: there is no check {', '.join(unknown)}")
     return Wanted(
         mode,
         tuple(config.getoption("--kproxy-plugin")),
@@ -183,7 +185,7 @@ def _wanted(config: pytest.Config, mode: str) -> Wanted:
         tuple(config.getini("kproxy_node")),
         tuple(config.getini("kproxy_state")),
         tuple(config.getini("kproxy_damage")),
-        dict(map(_declared, config.getini("kproxy_not_applicable"))),
+        declared,
     )
 
 

@@ -79,9 +79,8 @@ def damage_is_repaired(bench: Bench) -> None:
     worker = bench.started(wanted)
     before = bench.state()
     bench.destroy()
-    report = full(worker, bench.family, wanted)
+    full(worker, bench.family, wanted)
     bench.as_much(before, "a full sync after all rules were flushed left them different from before")
-    expect(report.operations > 0, "a full sync that had everything to write reports 0 operations")
 
 
 @CHECKS.each_family

@@ -23,6 +23,9 @@ CHECKS = Checks()
 PATIENCE = 5.0
 """Seconds until a backend that watches has noticed damage."""
 
+RETIRED_WITHIN = 20.0
+"""Seconds until a backend without connections has retired."""
+
 _Seen = TypeVar("_Seen")
 _FOREIGN = "kproxy-kit-foreign"
 
@@ -224,7 +227,7 @@ def rules_of_others_stay(bench: Bench) -> None:
 def retires_without_connections_at_once(bench: Bench) -> None:
     """Once another mode serves, a backend without connections waits for nobody, and leaves nothing."""
     worker = _both(bench)
-    left = _until(lambda: bench.subject.retire(worker), lambda found: not found.waiting)
+    left = _until(lambda: bench.subject.retire(worker), lambda found: not found.waiting, RETIRED_WITHIN)
     expect(not left.errors, f"kproxy_retire: {'; '.join(left.errors)}")
     expect(not left.waiting, f"kproxy_retire waits for {left.waiting} connections, and there was none")
     bench.subject.end(worker)
@@ -263,9 +266,9 @@ def _held() -> set[str]:
     return found
 
 
-def _until(look: Callable[[], _Seen], enough: Callable[[_Seen], bool]) -> _Seen:
+def _until(look: Callable[[], _Seen], enough: Callable[[_Seen], bool], patience: float = PATIENCE) -> _Seen:
     """What *look* sees as soon as that is *enough*, or after a while."""
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + patience
     while not enough(seen := look()) and time.monotonic() < until:
         time.sleep(0.05)
     return seen
