@@ -1,6 +1,7 @@
 """Removing every trace of the mode: our chains and rules, and kube-proxy's of all versions."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 
 from kproxy_core.backend.api import Leftovers
 from kproxy_core.host.iptables_cleanup import clean, unused_variants
@@ -8,7 +9,9 @@ from kproxy_core.host.iptables_removal import ChainKey, Held, Removal, jump, pla
 from kproxy_core.host.iptables_shared import FIREWALL, is_ipset_jump, of_ipset_mode
 from kproxy_core.host.iptables_variant import Variant, find_variants
 from kproxy_iptables import names
+from kproxy_iptables.applied import holds
 from kproxy_iptables.names import NAT
+from kproxy_iptables.skeleton import JUMPS
 
 _OLDER = frozenset({(NAT, "KUBE-MARK-DROP")})
 """Up to kube-proxy 1.27; kubelet's, too, which makes it again."""
@@ -26,25 +29,43 @@ def cleanup(*, dry_run: bool) -> Leftovers:
 
 
 def supersede(*, dry_run: bool) -> Leftovers:
-    """Remove what is there from the interface that this node does not use."""
-    return _clean(unused_variants(), dry_run=dry_run)
+    """Remove what older versions had besides, and all from the interface that this node does not use."""
+    unused = unused_variants()
+    used = [variant for variant in find_variants() if variant not in unused]
+    older = _clean(used, what_is_superseded, dry_run=dry_run)
+    elsewhere = _clean(unused, dry_run=dry_run)
+    return Leftovers("iptables", older.removed + elsewhere.removed, older.errors + elsewhere.errors)
 
 
-def _clean(variants: Iterable[Variant], *, dry_run: bool) -> Leftovers:
-    cleaned = clean(what_to_remove, variants, dry_run=dry_run, counted=names.SERVICE_PREFIXES)
+def _clean(
+    variants: Iterable[Variant], decide: Callable[[Held], Removal] | None = None, *, dry_run: bool
+) -> Leftovers:
+    cleaned = clean(decide or what_to_remove, variants, dry_run=dry_run, counted=names.SERVICE_PREFIXES)
     return Leftovers("iptables", tuple(cleaned.removed), tuple(cleaned.errors))
 
 
 def what_to_remove(held: Held) -> Removal:
     """Decide what of *held* is this mode's."""
     ours = {key for key in held if names.is_ours(*key) or key in _OLDER} - of_ipset_mode(held)
+    return plan_removal(held, ours, partial(_is_own, ours), _IPVS_CHAINS.__contains__)
 
-    def is_own(key: ChainKey, rule: str) -> bool:
-        found = jump(rule)
-        if found is None:
-            return rule.endswith("-j MASQUERADE") and _SNAT_COMMENT in rule
-        target = (key[0], found.target)
-        wanted = target in ours or (target == FIREWALL and not is_ipset_jump(rule))
-        return wanted and found.comment.startswith("kube")
 
-    return plan_removal(held, ours, is_own, _IPVS_CHAINS.__contains__)
+def what_is_superseded(held: Held) -> Removal:
+    """Decide what of *held* is this mode's and has no use for the rules as they are today."""
+    ours = {key for key in held if names.is_ours(*key) or key in _OLDER}
+
+    def is_older(key: ChainKey, rule: str) -> bool:
+        current = [jump.spec for jump in JUMPS if (jump.table, jump.chain) == key]
+        return _is_own(ours, key, rule) and not holds(current, rule)
+
+    return plan_removal(held, _OLDER & held.keys(), is_older, _IPVS_CHAINS.__contains__)
+
+
+def _is_own(ours: Collection[ChainKey], key: ChainKey, rule: str) -> bool:
+    """Whether a rule in a chain of the kernel's leads to one of *ours*, or did their work once."""
+    found = jump(rule)
+    if found is None:
+        return rule.endswith("-j MASQUERADE") and _SNAT_COMMENT in rule
+    target = (key[0], found.target)
+    wanted = target in ours or (target == FIREWALL and not is_ipset_jump(rule))
+    return wanted and found.comment.startswith("kube")

@@ -1,7 +1,7 @@
 """Removing every trace of the mode: ours, which is kube-proxy's as well."""
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 from kproxy_core.backend.api import Leftovers
@@ -23,10 +23,12 @@ from kproxy_ipvs.virtual_servers import VirtualServers
 
 EntriesByFamily = dict[Family, Entries]
 
-_OWN = frozenset({
-    (FILTER, names.NODE_PORT), (FILTER, names.IPVS_FILTER), (FILTER, names.SOURCE_RANGES),
-    (FILTER, "KUBE-IPVS-OUT-FILTER"), (NAT, names.NODE_PORT), (NAT, names.LOAD_BALANCER),
+_OF_BOTH = frozenset({
+    (FILTER, names.NODE_PORT), (FILTER, names.IPVS_FILTER),
+    (NAT, names.NODE_PORT), (NAT, names.LOAD_BALANCER),
 })  # fmt: skip
+"""Chains that kube-proxy has and we have."""
+_KUBE_PROXYS = frozenset({(FILTER, names.SOURCE_RANGES), (FILTER, "KUBE-IPVS-OUT-FILTER")})
 _OLDER = frozenset({(NAT, "KUBE-FIRE-WALL"), (NAT, "KUBE-MARK-DROP")})
 """Up to kube-proxy 1.24 and 1.27. The second is kubelet's, too, which makes it again."""
 
@@ -44,8 +46,6 @@ def cleanup(excluded: Sequence[Cidr] = (), *, dry_run: bool, own_only: bool = Fa
 
     *own_only* leaves what kube-proxy in this mode has under the same names.
     """
-    removed: list[str] = []
-    errors: list[str] = []
     entries: EntriesByFamily = {}
     if programs.find("ipset"):
         try:
@@ -53,21 +53,39 @@ def cleanup(excluded: Sequence[Cidr] = (), *, dry_run: bool, own_only: bool = Fa
         except HostError as error:
             if "Operation not permitted" in str(error):
                 return Leftovers("ipvs", (), (str(error),))
-    for step in (partial(_servers, excluded), _rules, _device_and_sets):
+    kinds = _SETS_NEVER_KUBE_PROXYS if own_only else (*names.SETS, *names.OLDER_SETS)
+    return _performed(
+        partial(_servers, excluded, entries, dry_run, own_only),
+        partial(_rules, entries, dry_run, own_only),
+        *(() if own_only else [partial(_device, dry_run)]),
+        *([partial(_sets, kinds, dry_run)] if entries else ()),
+    )
+
+
+def supersede(*, dry_run: bool) -> Leftovers:
+    """Remove what only kube-proxy has, and all rules from the interface that this node does not use."""
+    unused = unused_variants()
+    used = [variant for variant in find_variants() if variant not in unused]
+    return _performed(
+        partial(clean, what_only_kube_proxy_has, used, dry_run=dry_run),
+        partial(clean, what_to_remove, unused, dry_run=dry_run),
+        partial(_sets, names.OLDER_SETS, dry_run),
+    )
+
+
+def _performed(*steps: Callable[[], Cleaned]) -> Leftovers:
+    """What came of *steps*, one after another; one that fails keeps no other from being tried."""
+    removed: list[str] = []
+    errors: list[str] = []
+    for step in steps:
         try:
-            done = step(entries, dry_run, own_only)
+            done = step()
         except (HostError, SyncFailed) as error:
             errors.append(str(error))
         else:
             removed += done.removed
             errors += done.errors
     return Leftovers("ipvs", tuple(removed), tuple(errors))
-
-
-def supersede(*, dry_run: bool) -> Leftovers:
-    """Remove rules from the interface of iptables that this node does not use."""
-    cleaned = clean(what_to_remove, unused_variants(), dry_run=dry_run)
-    return Leftovers("ipvs", tuple(cleaned.removed), tuple(cleaned.errors))
 
 
 def _servers(
@@ -128,7 +146,17 @@ def what_to_remove(held: Held, kept: frozenset[ChainKey] = frozenset()) -> Remov
 
     What the iptables mode has taken over is left to it.
     """
-    ours = (_OWN | _OLDER | _NEVER_KUBE_PROXYS | of_ipset_mode(held)) - kept
+    ours = (_OF_BOTH | _KUBE_PROXYS | _OLDER | _NEVER_KUBE_PROXYS | of_ipset_mode(held)) - kept
+
+    def is_own(key: ChainKey, rule: str) -> bool:
+        return _leads_to(ours, key, rule) or (key[0] == FIREWALL[0] and is_ipset_jump(rule))
+
+    return plan_removal(held, ours, is_own, _is_of_iptables)
+
+
+def what_only_kube_proxy_has(held: Held) -> Removal:
+    """What of *held* this mode has no use for."""
+    ours = _KUBE_PROXYS | _OLDER | (of_ipset_mode(held) & {FIREWALL})
 
     def is_own(key: ChainKey, rule: str) -> bool:
         return _leads_to(ours, key, rule) or (key[0] == FIREWALL[0] and is_ipset_jump(rule))
@@ -152,14 +180,17 @@ def _is_of_iptables(key: ChainKey) -> bool:
     return key[0] == NAT and _CHAIN_OF_IPTABLES.fullmatch(key[1]) is not None
 
 
-def _device_and_sets(entries: EntriesByFamily, dry_run: bool, own_only: bool) -> Cleaned:
+def _device(dry_run: bool) -> Cleaned:
+    if not device.exists():
+        return Cleaned()
+    if not dry_run:
+        device.delete()
+    return Cleaned([f"interface {names.DEVICE}"])
+
+
+def _sets(kinds: Iterable[names.SetKind], dry_run: bool) -> Cleaned:
     cleaned = Cleaned()
-    if not own_only and device.exists():
-        cleaned.removed.append(f"interface {names.DEVICE}")
-        if not dry_run:
-            device.delete()
-    wanted = _SETS_NEVER_KUBE_PROXYS if own_only else (*names.SETS, *names.OLDER_SETS)
-    for name in sets.existing(wanted) if entries else ():
+    for name in sets.existing(kinds):
         try:
             if not dry_run:
                 sets.destroy([name])

@@ -6,14 +6,16 @@ from tests.core.namespaces import Namespace
 
 
 def held(node: Namespace) -> list[str]:
-    """Rules and chains of both interfaces, tables of nf_tables, ipsets, and interfaces; sorted.
+    """Rules, chains, tables of nf_tables, ipsets, interfaces and virtual servers; sorted.
 
-    Chains of the kernel's own are left out, and so is what counts as order.
+    Chains of the kernel's own are left out.
     """
     found = [f"ipset {name}" for name in node.run("ipset", "list", "-name").split()]
     found += [f"link {line.split()[1]}" for line in node.run("ip", "-o", "link").splitlines()]
     tables = node.run("nft", "list", "tables").splitlines()
     found += [table for table in tables if table.split()[2] not in ("filter", "nat", "mangle")]
+    servers = node.run("sh", "-c", "cat /proc/net/ip_vs 2>/dev/null || true").splitlines()[3:]
+    found += [" ".join(line.split()[:-2]) for line in servers]
     for variant in find_variants():
         for family in Family:
             table = ""

@@ -13,7 +13,7 @@ INTERFACES = (NFT, LEGACY)
 
 _GOLDEN = "loadbalancer-source-ranges"
 _MATCH = re.compile(r"(--match-set )KUBE-(\S+)")
-_BUILT_IN = re.compile("-A (?:PREROUTING|INPUT|FORWARD|OUTPUT|POSTROUTING) ")
+_SHARED = re.compile("-A (?:PREROUTING|INPUT|FORWARD|OUTPUT|POSTROUTING|KUBE-FIREWALL) ")
 _COUNTED = re.compile(r" -m nfacct --nfacct-name +\S+")
 
 _IPTABLES_1_23 = """*nat
@@ -203,7 +203,7 @@ _FOREIGN = """*nat
 :KUBE-SVC-lowercaseletters - [0:0]
 -A PREROUTING -m addrtype --dst-type LOCAL -j CNI-HOSTPORT-DNAT
 -A PREROUTING -m comment --comment "kubernetes service portals" -j KUBE-SVC-THEIRS
--A POSTROUTING -m comment --comment "kubernetes egress" -j MASQUERADE
+-A POSTROUTING -o egress0 -m comment --comment "kubernetes egress" -j MASQUERADE
 -A POSTROUTING -m comment --comment "not a jump -j KUBE-POSTROUTING" -j RETURN
 -A CNI-HOSTPORT-DNAT -p tcp -m tcp --dport 80 -j REDIRECT --to-ports 8080
 -A KUBE-ROUTER-NAT -m comment --comment "kubernetes service traffic requiring SNAT" -j MASQUERADE
@@ -216,7 +216,7 @@ COMMIT
 -A INPUT -j KUBE-FIREWALL
 -A OUTPUT -j KUBE-FIREWALL
 -A FORWARD -m comment --comment "kube-router netpol" -j KUBE-ROUTER-FORWARD
--A KUBE-FIREWALL -m comment --comment "block" -m mark --mark 0x8000/0x8000 -j DROP
+{localnet}-A KUBE-FIREWALL -m comment --comment "block" -m mark --mark 0x8000/0x8000 -j DROP
 -A KUBE-ROUTER-FORWARD -m set --match-set KUBE-DST-THEIRS dst -j KUBE-NWPLCY-DEFAULT
 COMMIT
 *mangle
@@ -226,6 +226,12 @@ COMMIT
 COMMIT
 """
 
+_LOCALNET = (
+    "-A KUBE-FIREWALL ! -s 127.0.0.0/8 -d 127.0.0.0/8"
+    ' -m comment --comment "block incoming localnet connections"'
+    " -m conntrack ! --ctstate RELATED,ESTABLISHED,DNAT -j DROP\n"
+)
+
 _NODE = {Family.IPV4: "192.0.2.1", Family.IPV6: "[2001:db8::1]"}
 
 
@@ -234,7 +240,9 @@ def load_foreign(node: Namespace) -> None:
     node.run("ipset", "restore", stdin="create KUBE-DST-THEIRS hash:ip\ncreate KUBE-6-THEIRS hash:ip\n"
              "create KUBE-DST-THEIRS6 hash:ip family inet6\n")  # fmt: skip
     for family in Family:
-        theirs = _FOREIGN if family is Family.IPV4 else _FOREIGN.replace("DST-THEIRS", "DST-THEIRS6")
+        theirs = _FOREIGN.format(localnet=_LOCALNET)
+        if family is Family.IPV6:
+            theirs = _FOREIGN.format(localnet="").replace("DST-THEIRS", "DST-THEIRS6")
         for interface in INTERFACES:
             _restore(node, interface, family, theirs)
     node.nft("table ip kube-proxy-metrics { chain c { type filter hook input priority 7; }; }\n"
@@ -315,7 +323,7 @@ def _restore(node: Namespace, interface: str, family: Family, rules: str) -> Non
     there = set(node.run(variant.program(family, "save")).splitlines())
     lines = [
         line for line in rules.splitlines()
-        if not (_BUILT_IN.match(line) and line in there)
+        if not (_SHARED.match(line) and line in there)
         and not (line.startswith(":KUBE-FIREWALL") and "-A INPUT -j KUBE-FIREWALL" in there)
     ]  # fmt: skip
     node.run(variant.program(family, "restore"), "-w", "5", "--noflush", stdin="\n".join(lines) + "\n")

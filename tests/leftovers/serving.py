@@ -1,0 +1,31 @@
+"""What is in a node's kernel while kproxy serves there."""
+
+import re
+import time
+from collections.abc import Sequence
+
+from tests.core.golden import golden
+from tests.core.namespaces import Namespace
+from tests.core.processes import running
+from tests.leftovers.kernel import held
+
+PATIENCE = 120.0
+"""Seconds."""
+
+_RELAY_PORT = re.compile(r"(--to-ports |KUBE-NODEPORT-NON-LOCAL .*--dport )\d+")
+"""Another one every time."""
+
+
+def served(node: Namespace, mode: str, expected: Sequence[str] = ()) -> list[str]:
+    """What is there once *mode* serves; if *expected* is anything, once it is that."""
+    manifests = golden("iptables/loadbalancer-source-ranges-ipv4/objects.yaml").parent
+    with running(node, f"--mode={mode}", f"--manifests={manifests}", "--hostname-override=kc-node") as proxy:
+        proxy.await_health()
+        deadline = time.monotonic() + PATIENCE
+        while (found := _seen(node)) != expected and expected and time.monotonic() < deadline:
+            time.sleep(0.1)
+    return found
+
+
+def _seen(node: Namespace) -> list[str]:
+    return sorted(_RELAY_PORT.sub(r"\1PORT", line) for line in held(node))
