@@ -144,11 +144,12 @@ class UserspaceBackend:
 
     @hookimpl
     def kproxy_close(self) -> None:
-        """Close every portal, port and connection."""
+        """Close every connection, port and portal."""
         self._unwatch()
+        # Connections first: their resets find the way back only while there are rules that translate.
+        self._workers.close()
         for family in self._families.values():
             family.close()
-        self._workers.close()
 
     def _accept_no_more(self) -> list[str]:
         """Stop listening, and forget the flows of UDP clients; says what went wrong."""

@@ -1,6 +1,7 @@
 """Real clients and endpoints, with the backend between them."""
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -9,18 +10,18 @@ import time
 
 import pytest
 
+from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.model.address import Family
-from kproxy_core.testing.builders import (
-    service,
-)
+from kproxy_core.testing.builders import endpoint_slice, full_update, plans, service
 from kproxy_userspace import backend as backend_module
 from kproxy_userspace.cleanup import cleanup
 from kproxy_userspace.kernel import NftPortals, open_portals
 
 from .endpoints import PATIENCE, connect, datagram, endpoints, name_of, reached
-from .proxies import ONE, TWO, VIP, A, B, Start
+from .proxies import NODE, ONE, TWO, VIP, A, B, Start
 
 pytestmark = pytest.mark.usefixtures("node")
+
 
 def test_cluster_ip_and_node_port_reach_every_endpoint(start: Start) -> None:
     with endpoints(ONE, TWO):
@@ -251,15 +252,85 @@ def test_with_listen_ports_are_bound_and_no_rule_is_written(start: Start) -> Non
 
 
 def test_after_the_end_nothing_leads_anywhere(start: Start) -> None:
-    proxy = start()
-    proxy.serve(service(), "127.0.0.1")
-    pids = proxy.backend._workers.pids()
-    proxy.backend.kproxy_close()
-    rules = subprocess.run(["iptables-save"], capture_output=True, text=True, check=True)
-    assert "REDIRECT" not in rules.stdout
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+    with endpoints(ONE):
+        proxy = start()
+        proxy.serve(service("web", "80@30080"), "127.0.0.1")
+        pids = proxy.backend._workers.pids()
+        with connect(VIP, 80) as client:
+            assert name_of(client) == A
+            proxy.backend.kproxy_close()
+            with pytest.raises(ConnectionResetError):  # never an end that looks like everything
+                client.recv(1)
+        rules = subprocess.run(["iptables-save"], capture_output=True, text=True, check=True)
+        assert "KUBE" not in rules.stdout
+        for pid in pids:
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+
+
+def test_portals_of_a_process_that_was_killed_are_taken_over(start: Start) -> None:
+    with endpoints(ONE):
+        start().serve(service("web", "80@30080"), "127.0.0.1")
+        second = start()
+        second.serve(service("web", "80@30080"), "127.0.0.1")  # on other ports, in the same chains
+        slices = endpoint_slice("web", "127.0.0.1", ports=["9001"])
+        found = plans(NODE[Family.IPV4], service("web", "80@30080"), slices)
+        assert second.backend.kproxy_sync(full_update(NODE[Family.IPV4], found)).operations == 0
+        assert reached(VIP, 80) == A
+
+
+def test_a_relay_that_can_not_listen_fails_the_sync_until_it_can(start: Start) -> None:
+    with endpoints(ONE):
+        proxy = start(workers=1)
+        proxy.serve(service(), "127.0.0.1")
+        (pid,) = proxy.backend._workers.pids()
+        limit = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, limit[1]))
+        more = service("more", "81", ip="10.96.0.2")
+        with pytest.raises(SyncFailed, match=r"default/more: a relay can't listen: .*Too many open files"):
+            proxy.serve(more, "127.0.0.1")
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limit)
+        assert reached(VIP, 80) == A
+        proxy.serve(more, "127.0.0.1")
+        assert reached("10.96.0.2", 81) == A
+
+
+def test_what_goes_through_is_counted(start: Start) -> None:
+    with endpoints(ONE):
+        proxy = start(udpIdleTimeout="1h")
+
+        def measured(name: str, to: str = "") -> float:
+            (value,) = [
+                found.value for found in proxy.backend.kproxy_measure()
+                if found.name == f"kproxy_userspace_{name}" and found.labels.get("to", "") == to
+            ]
+            return value
+
+        proxy.serve(service(), "127.0.0.1", "127.0.0.3")
+        with connect(VIP, 80) as client:
+            assert name_of(client) == A
+            client.sendall(b"12345;")
+            assert name_of(client) == "12345"
+            assert measured("connections") == 1
+        while reached(VIP, 80) and not measured("dial_failures_total"):
+            pass
+        proxy.serve(service("dns", "53/UDP", ip="10.96.0.2"), "127.0.0.1", ports="9001/UDP")
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+            assert datagram(asking, b"?", "10.96.0.2", 53) == A
+        assert measured("accepted_connections_total") >= 2
+        assert measured("bytes_total", "endpoint") == 6
+        assert measured("bytes_total", "client") >= len(f"{A};12345;{A};")
+        assert measured("udp_flows") == measured("datagrams_total", "endpoint") == 1
+        assert measured("datagrams_total", "client") == 1
+        before = measured("accepted_connections_total")
+        for pid in proxy.backend._workers.pids():
+            os.kill(pid, signal.SIGKILL)
+        proxy.backend._workers._workers[0].process.wait()
+        proxy.backend._workers._workers[1].process.wait()
+        proxy.damages.append("workers")
+        proxy.serve(service(), "127.0.0.1")
+        assert measured("accepted_connections_total") == before  # what counts stays, what is open does not
+        assert measured("connections") == measured("udp_flows") == 0
 
 
 def test_cleanup_removes_everything_once(start: Start) -> None:
