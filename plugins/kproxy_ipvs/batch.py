@@ -1,6 +1,7 @@
 """Operations on virtual servers and their encoding (linux/ip_vs.h, the generic netlink family IPVS)."""
 
 import struct
+from functools import lru_cache
 from typing import NamedTuple
 
 from kproxy_core.model.address import Address, Family
@@ -65,9 +66,9 @@ def encode(operation: Operation) -> Body:
         case PutServer(key, scheduling, new):
             return _body(NEW_SERVICE if new else SET_SERVICE, _service(key, scheduling))
         case PutDestination(key, where, weight, new):
-            return _body(NEW_DEST if new else SET_DEST, _service(key) + _destination(key, where, weight))
+            return _body(NEW_DEST if new else SET_DEST, _named(key) + _weighed(key, where, weight))
         case DeleteDestination(key, where):
-            return _body(DELETE_DEST, _service(key) + _destination(key, where))
+            return _body(DELETE_DEST, _named(key) + _destination(key, where))
         case DeleteServer(key):
             return _body(DELETE_SERVICE, _service(key))
 
@@ -143,13 +144,28 @@ def _service(key: ServerKey, scheduling: Scheduling | None = None) -> bytes:
     return _attribute(1 | _NESTED, parts)
 
 
-def _destination(key: ServerKey, where: Destination, weight: int | None = None) -> bytes:
+@lru_cache(maxsize=8)
+def _named(key: ServerKey) -> bytes:
+    """The same for all real servers of one, which mostly come one after the other."""
+    return _service(key)
+
+
+def _destination(key: ServerKey, where: Destination) -> bytes:
     parts = _attribute(1, where.address.ljust(16, b"\0")) + _attribute(2, struct.pack(">H", where.port))
-    if weight is not None:
-        # Forwarding method 0 is NAT; no thresholds.
-        parts += _u32(3, 0) + _u32(4, weight) + _u32(5, 0) + _u32(6, 0)
     parts += _attribute(11, struct.pack("=H", _AF[key.family]))
     return _attribute(2 | _NESTED, parts)
+
+
+# There are as many of these as endpoints of all frontends, so each is packed at once: attributes that
+# are address, port, forwarding method (0: NAT), weight, two thresholds (none), address family.
+_WEIGHED = struct.Struct("=HH HH16s HH2s2x HHI HHI HHI HHI HHH2x")
+
+
+def _weighed(key: ServerKey, where: Destination, weight: int) -> bytes:
+    return _WEIGHED.pack(
+        _WEIGHED.size, 2 | _NESTED, 20, 1, where.address, 6, 2, where.port.to_bytes(2, "big"),
+        8, 3, 0, 8, 4, weight, 8, 5, 0, 8, 6, 0, 6, 11, _AF[key.family],
+    )  # fmt: skip
 
 
 _NESTED = 0x8000

@@ -89,13 +89,14 @@ def parts(wanted: dict[ServicePortKey, ServicePlan]) -> None:
         family=Family.IPV4, scheduler="rr", node_ip=NODE.node_ip,
         node_port_addresses=NODE.node_port_addresses,
     )  # fmt: skip
+    tables = Tables(Family.IPV4, find_variant())
     servers = VirtualServers()
     keys = list(servers.read(Family.IPV4))
     for what, action in (
         ("  of it: plans to what they want", lambda: Applied(14).change(wanted, style)),
         ("  of it: reading sets", lambda: sets.read(Family.IPV4)),
         ("  of it: reading addresses", lambda: device.read(Family.IPV4)),
-        ("  of it: reading rules", lambda: rules.read(Tables(Family.IPV4, find_variant()))),
+        ("  of it: reading rules", lambda: rules.read(tables)),
         ("  of it: reading virtual servers", lambda: servers.read(Family.IPV4)),
         ("  (one dump for each server instead)", lambda: list(map(servers.destinations, keys))),
     ):
