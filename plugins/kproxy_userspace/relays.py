@@ -110,11 +110,13 @@ class FamilyRelays:
         delete_stale_udp(self.family, RelayedFlows.of(_all(self._applied)))
 
     def close(self) -> None:
-        """Let go of all ports. The portals go too: they would lead to whoever has the ports next."""
+        """Let go of all ports. Portals and flows go too: they would lead to whoever has the ports next."""
         try:
             self.withdraw()
+            if self._applied:
+                self.forget_flows()
         except HostError as error:
-            log.warning("portals stay", extra={"fields": {"error": str(error)}})
+            log.warning("portals or flows stay", extra={"fields": {"error": str(error)}})
         for relay in [relay for relays in self._relays.values() for relay in relays.values()]:
             relay.holder.close()
         self._let_go()

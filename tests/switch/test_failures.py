@@ -1,6 +1,7 @@
 """A switch of modes that goes wrong is rolled back, or finished at the next start; no connection notices."""
 
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -112,6 +113,22 @@ def test_a_backend_that_only_promises_is_found_out_by_a_connection(
         assert "did not lead to its endpoint" in done.stderr
         await_traces(where, loads, "nftables")
         assert loads.failures == []
+
+
+def test_a_udp_client_of_a_relay_goes_on_when_the_process_ends_right_after_a_switch(
+    where: Room, environment: Mapping[str, str], tmp_path: Path
+) -> None:
+    def ask(flow: socket.socket) -> bytes:
+        flow.send(b"?")
+        return flow.recv(1)
+
+    with where.client.inside(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as flow:
+        flow.settimeout(PATIENCE)
+        with proxy(where, "userspace", tmp_path, environment):
+            flow.connect(("10.96.0.53", 53))
+            assert ask(flow) == b"?"
+            assert where.kproxy("switch", "nftables").returncode == 0
+        assert ask(flow) == b"?"
 
 
 @pytest.mark.usefixtures("_disarmed")

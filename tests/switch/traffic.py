@@ -33,7 +33,7 @@ EACH_TICK = 30
 REPORT = 0.1
 STALL = 0.1
 """Seconds that an exchange with an endpoint itself takes only if the machine is busy."""
-PATIENCE = 3.0
+PATIENCE = float(os.environ.get("SWITCH_PATIENCE", "60")) / 20
 """Seconds after which an answer does not count any more."""
 ORDERLY = 4
 """Every so many connections one ends with FINs; a reset spares both sides the time after that."""
