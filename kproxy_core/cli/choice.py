@@ -14,6 +14,7 @@ from kproxy_core.backend.registry import PluginRefused, Registry
 from kproxy_core.backend.worker import Worker
 from kproxy_core.cli.terms import Configuration, settings_of_modes
 from kproxy_core.config import Config
+from kproxy_core.host import privileges
 from kproxy_core.model.address import Family
 from kproxy_core.run.fallback import Fallback
 
@@ -36,15 +37,17 @@ def choose(
 ) -> Choice:
     """The first mode that works, of *wanted* and what it falls back to; or, without one, of all.
 
+    A process that may not ask the kernel can't know what that lacks: it stays with what is *wanted*.
     Raises ConfigError, UnknownMode or PluginRefused, or Unsupported if no such mode works.
     """
     settings_of = settings_of_modes(configuration, families)
-    fall_back = configuration.of(wanted).mode_fallback == "auto"
+    privileged = "CAP_NET_ADMIN" in privileges.held()
+    fall_back = privileged and configuration.of(wanted).mode_fallback == "auto"
     candidates = _and_fallbacks(registry, wanted, fall_back) if wanted else _by_preference(registry)
     problems: dict[str, str] = {}
     for mode in candidates:
         try:
-            worker = begin(registry, mode, settings_of(mode))
+            worker = begin(registry, mode, settings_of(mode), insist=mode == wanted and not privileged)
         except (Unsupported, PluginRefused) as error:
             if mode == wanted and isinstance(error, PluginRefused):
                 raise
@@ -58,10 +61,10 @@ def choose(
     raise Unsupported(_nothing_works(registry, wanted, problems))
 
 
-def begin(registry: Registry, mode: str, settings: BackendSettings) -> Worker:
+def begin(registry: Registry, mode: str, settings: BackendSettings, *, insist: bool = False) -> Worker:
     """The backend of *mode*, made and able to work as far as can be known without programming anything.
 
-    Raises UnknownMode, PluginRefused or Unsupported.
+    With *insist* it is enough that it could be made. Raises UnknownMode, PluginRefused or Unsupported.
     """
     worker = _judged(lambda: registry.make_backend(mode, settings))
     try:
@@ -72,9 +75,11 @@ def begin(registry: Registry, mode: str, settings: BackendSettings) -> Worker:
     except SyncFailed as error:
         # That may pass, and the sync loop tries again and again.
         log.info("a mode begins with trouble", extra={"fields": {"mode": mode, "error": str(error)}})
-    except Unsupported:
-        registry.close_backend(worker)
-        raise
+    except Unsupported as error:
+        if not insist:
+            registry.close_backend(worker)
+            raise
+        log.warning("a mode may not work", extra={"fields": {"mode": mode, "because": str(error)}})
     return worker
 
 

@@ -5,7 +5,8 @@ import logging
 from kproxy_core.backend.api import BackendSettings, Damage, Scope, SyncReport, Update
 from kproxy_core.backend.errors import Unsupported
 from kproxy_core.backend.hookspecs import hookimpl
-from kproxy_nftables.features import lacking
+from kproxy_core.host import privileges
+from kproxy_nftables.features import PERMISSION, lacking
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.table import FamilyTable
 from kproxy_nftables.text import render_text
@@ -26,6 +27,8 @@ class NftablesBackend:
     @hookimpl
     def kproxy_begin(self) -> bool:
         """Have the kernel take what the rules need, and give it up again. Raises Unsupported."""
+        if "CAP_NET_ADMIN" not in privileges.held():
+            raise Unsupported(f"permission denied, {PERMISSION}")
         missing = lacking(self._kernel, tuple(self._tables))
         if missing:
             raise Unsupported("; ".join(missing))
