@@ -89,8 +89,9 @@ class Listener:
     def close(self) -> None:
         """No new connections but those that wait to be accepted; what is established goes on."""
         if self._sock is not None:
-            while self._accept(self._sock):
-                continue
+            for _ in range(BACKLOG // _ACCEPTED_AT_ONCE):
+                if not self._accept(self._sock):
+                    break
             self.events.close(self._sock)
             self._sock = None
 

@@ -82,6 +82,21 @@ def test_a_client_that_reads_nothing_stalls_nobody(start: Start) -> None:
             assert reached(VIP, 80) == A
 
 
+def test_an_endpoint_that_does_not_answer_stalls_nobody(start: Start) -> None:
+    with endpoints(ONE):
+        proxy = start(workers=1)
+        proxy.serve(service("dead", "81", ip="10.96.0.2"), "203.0.113.9")
+        proxy.serve(service(), "127.0.0.1")
+        with connect("10.96.0.2", 81) as waiting:
+            assert reached(VIP, 80) == A
+            waiting.setblocking(False)
+            with pytest.raises(BlockingIOError):  # its attempts are still under way
+                waiting.recv(1)
+            waiting.settimeout(PATIENCE)
+            with pytest.raises(ConnectionResetError):
+                waiting.recv(1)
+
+
 def test_without_endpoints_clients_are_refused(start: Start) -> None:
     proxy = start()
     proxy.serve(service())
