@@ -1,6 +1,7 @@
 """Which mode serves where the one asked for does not work: real processes, with plugins that say no."""
 
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from tests.core.installed_plugins import install
 from tests.core.namespaces import Namespace, namespace
 from tests.core.processes import KPROXY, Proxy, running
+from tests.core.test_events import Taker
 from tests.core.test_registry import plugin
 
 BROKEN = "raise RuntimeError('what a bug')"
@@ -89,6 +91,23 @@ def test_the_fallback_is_told_everywhere(node: Namespace, tmp_path: Path) -> Non
     (line,) = [line for line in log.splitlines() if "another mode serves" in line]
     assert "WARN" in line
     assert "no warp drive" in line
+
+
+def test_the_cluster_is_told_by_an_event_of_the_node(node: Namespace, tmp_path: Path) -> None:
+    put(tmp_path, wanted=source("wanted", fallback="second", begins=LACKING), second=source("second"))
+    with node.inside(Taker) as taker:
+        thread = threading.Thread(target=taker.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            failed(node, "--mode=wanted", f"--master={taker.url}", "--hostname-override=node1",
+                   "--bind-address-hard-fail", "--healthz-bind-address=192.0.2.1:9999")  # fmt: skip
+        finally:
+            taker.shutdown()
+            thread.join()
+    (told,) = [body for _, _, body in taker.posted if body["reason"] == "ModeFallback"]
+    assert told["type"] == "Warning"
+    assert told["regarding"]["kind"] == "Node"
+    assert told["note"] == "mode wanted does not work here, second serves: no warp drive"
 
 
 def test_a_mode_that_works_is_told_without_a_word_of_others(node: Namespace, tmp_path: Path) -> None:
