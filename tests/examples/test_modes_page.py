@@ -1,31 +1,18 @@
 """Every command of docs/modes.md runs, in the order of the page, and prints what the page promises."""
 
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 
-CHECKOUT = Path(__file__).parents[2]
-PAGE = CHECKOUT / "docs" / "modes.md"
+from tests.examples.pages import CHECKOUT, printed_by
 
-SANDBOX = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-euc"]
-PRIVATE_DIRECTORY = "mount -t tmpfs none /run\n"
-LONGEST = 120
-"""Seconds; the page takes a few."""
+PAGE = CHECKOUT / "docs" / "modes.md"
 
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What the whole page prints, standard output only."""
-    commands = re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    script = "".join(commands).replace("/tmp/modes", str(tmp_path_factory.mktemp("modes")))
-    ran = subprocess.run(
-        [*SANDBOX, PRIVATE_DIRECTORY + script],
-        cwd=CHECKOUT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=LONGEST,
-    )  # fmt: skip
-    assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
-    return ran.stdout
+    return printed_by(PAGE, tmp_path_factory.mktemp("page"))
 
 
 def test_modes_that_work_are_told_to_people_and_scripts(printed: str) -> None:
@@ -36,6 +23,12 @@ def test_modes_that_work_are_told_to_people_and_scripts(printed: str) -> None:
 
 def test_the_mode_that_serves_is_told(printed: str) -> None:
     assert re.search(r"\r\n\r\nnftables", printed) or "\n\nnftables" in printed
+
+
+def test_the_mode_is_switched_there_and_back(printed: str) -> None:
+    lines = printed.splitlines()
+    assert lines.index("iptables serves") < lines.index("nftables is gone")
+    assert lines.index("nftables is gone") < lines.index("nftables serves") < lines.index("iptables is gone")
 
 
 def test_cleaning_up_says_what_it_removes(printed: str) -> None:

@@ -1,0 +1,28 @@
+"""Pages of docs/ whose commands run."""
+
+import re
+import subprocess
+from pathlib import Path
+
+CHECKOUT = Path(__file__).parents[2]
+
+_SANDBOX = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-euc"]
+_PRIVATE_DIRECTORY = "mount -t tmpfs none /run\n"
+_LONGEST = 120
+"""Seconds; a page takes a few."""
+
+
+def printed_by(page: Path, directory: Path) -> str:
+    """What all ``sh`` blocks of *page*, in their order, print on standard output.
+
+    *directory* takes the place of the one under /tmp that is called like the page. The environment is there
+    already: ``make env`` is left out.
+    """
+    blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    script = "".join(block for block in blocks if block != "make env\n")
+    ran = subprocess.run(
+        [*_SANDBOX, _PRIVATE_DIRECTORY + re.sub(r"/tmp/(hello|modes)\b", str(directory), script)],
+        cwd=CHECKOUT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=_LONGEST,
+    )  # fmt: skip
+    assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
+    return ran.stdout
