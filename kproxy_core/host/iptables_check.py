@@ -55,10 +55,11 @@ REJECT = Feature("REJECT", ("{p}t_REJECT",), "-j REJECT", "filter")
 _ADDRESS = {Family.IPV4: "192.0.2.1", Family.IPV6: "[2001:db8::1]"}
 
 
-def privilege() -> Finding:
-    """Whether this process may use iptables at all."""
-    what, held = " and ".join(_PRIVILEGES), privileges.held()
-    missing = [name for name in _PRIVILEGES if name not in held]
+def privilege(variant: Variant | None) -> Finding:
+    """Whether this process may use iptables at all; only the legacy one asks through a raw socket."""
+    wanted = _PRIVILEGES[:1] if variant is not None and variant.nft else _PRIVILEGES
+    what, held = " and ".join(wanted), privileges.held()
+    missing = [name for name in wanted if name not in held]
     if missing:
         return Finding(what, False, f"no {' and no '.join(missing)}", f"run as root or with {what}")
     return Finding(what, True, "held")

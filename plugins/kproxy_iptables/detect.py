@@ -36,7 +36,7 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
     """
     modules = Modules(iptables_check.OPTIONS)
     installed, variant = iptables_check.installed(modules, load_modules=load_modules)
-    found = [iptables_check.privilege(), installed]
+    found = [iptables_check.privilege(variant), installed]
     if read_settings(settings).localhost_node_ports and Family.IPV4 in settings.families:
         found.append(sysctl_finding("net/ipv4/conf/all/route_localnet", 1,
                                     "set it, or iptables.localhostNodePorts to false"))  # fmt: skip

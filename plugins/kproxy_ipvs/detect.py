@@ -42,7 +42,7 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
     modules = Modules(iptables_check.OPTIONS)
     installed, variant = iptables_check.installed(modules, load_modules=load_modules)
     found = [
-        iptables_check.privilege(),
+        iptables_check.privilege(variant),
         _ipset(modules, load_modules=load_modules),
         installed,
         sysctl_finding("net/ipv4/ip_forward", 1, "set it to 1"),

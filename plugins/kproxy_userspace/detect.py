@@ -42,7 +42,7 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
         return Detection(_MODE, (Requirement("an address", True, f"ports at {where}, no portals"),))
     modules = Modules(iptables_check.OPTIONS)
     installed, variant = iptables_check.installed(modules, load_modules=load_modules)
-    found = [_rootless(iptables_check.privilege())]
+    found = [_rootless(iptables_check.privilege(variant))]
     attempts = Attempts(modules, why_not="only looked at" if trial is None else trial.enter(),
                         load_modules=load_modules)  # fmt: skip
     by_iptables = [installed]

@@ -75,8 +75,20 @@ def test_without_iptables_it_says_what_to_install(monkeypatch: pytest.MonkeyPatc
     assert "iptables is not installed. install iptables 1.8 or newer" in detection.because
 
 
-def test_without_privileges_it_says_which_are_missing(netns: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(privileges, "held", lambda: frozenset({"CAP_NET_ADMIN"}))
-    assert tried(BOTH).because == (
-        "CAP_NET_ADMIN and CAP_NET_RAW: no CAP_NET_RAW. run as root or with CAP_NET_ADMIN and CAP_NET_RAW"
-    )
+@pytest.mark.parametrize(
+    ("interface", "held", "missing"),
+    [
+        (NFT, {"CAP_NET_ADMIN"}, ""),
+        (NFT, {"CAP_NET_RAW"}, "CAP_NET_ADMIN: no CAP_NET_ADMIN. run as root or with CAP_NET_ADMIN"),
+        (LEGACY, {"CAP_NET_ADMIN"}, "CAP_NET_ADMIN and CAP_NET_RAW: no CAP_NET_RAW. "
+         "run as root or with CAP_NET_ADMIN and CAP_NET_RAW"),
+    ],
+)  # fmt: skip
+def test_the_privileges_needed_are_those_of_the_programs(
+    netns: None, interface: str, held: set[str], missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(interface, "-t", "mangle", "-N", "KUBE-IPTABLES-HINT")
+    monkeypatch.setattr(privileges, "held", lambda: frozenset(held))
+    detection = tried(BOTH)
+    assert detection.usable is (not missing)
+    assert detection.because == missing or not missing
