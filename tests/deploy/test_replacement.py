@@ -126,13 +126,18 @@ class Cluster:
     def kproxy(self, mode: str, directory: Path) -> Iterator[None]:
         """Running; when it begins to be used it is ready, which includes that kube-proxy's rules are gone."""
         config = directory / "config.conf"
-        config.write_text(json.dumps(CONFIG | {"mode": mode}))
+        state = {"kproxy": {"stateDirectory": str(directory / "state")}}
+        config.write_text(json.dumps(CONFIG | state | {"mode": mode}))
         with running(
             self.node, "--config", str(config), "--manifests", str(golden(f"{SCENARIO}/objects.yaml").parent),
             "--hostname-override", "kc-node",
         ) as proxy:  # fmt: skip
             proxy.await_health()
             yield
+
+    def as_operator(self, command: str) -> None:
+        """Run a shell command on the node, where kproxy is installed."""
+        self.node.run("env", f"PATH={PROGRAMS}:{os.environ['PATH']}", "sh", "-c", command)
 
     @contextmanager
     def healthy_kube_proxy(self) -> Iterator[None]:
@@ -189,16 +194,21 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize("kube_proxys", ["iptables", "nftables"])
+@pytest.mark.parametrize(("mode", "its_tables"), [
+    ("nftables", {"kproxy"}), ("iptables", {"filter", "nat"}), ("userspace", set[str]()),
+])  # fmt: skip
 def test_no_connection_is_dropped_on_the_way_there_and_back(
-    cluster: Cluster, tmp_path: Path, kube_proxys: str
+    cluster: Cluster, tmp_path: Path, kube_proxys: str, mode: str, its_tables: set[str]
 ) -> None:
     cluster.kube_proxy(kube_proxys)
     with cluster.using():
-        with cluster.kproxy("nftables", tmp_path):
+        with cluster.kproxy(mode, tmp_path):
+            assert tables(cluster) == its_tables
+            cluster.as_operator("kproxy switch nftables")
             assert tables(cluster) == {"kproxy"}
         cluster.kube_proxy(kube_proxys)
         with cluster.healthy_kube_proxy():
-            cluster.node.run("env", f"PATH={PROGRAMS}:{os.environ['PATH']}", "sh", "-c", going_back())
+            cluster.as_operator(going_back())
         assert tables(cluster) == ({"kube-proxy"} if kube_proxys == "nftables" else {"filter", "nat"})
 
 
