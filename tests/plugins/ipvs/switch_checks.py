@@ -11,54 +11,89 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from kproxy_core.backend.api import BackendSettings
+from kproxy_core.backend.api import BackendSettings, Update
 from kproxy_core.host.iptables import Tables
 from kproxy_core.host.iptables_variant import find_variant
-from kproxy_core.model.address import Family, parse_address
-from kproxy_core.testing.builders import endpoint, endpoint_slice, full_update, node_view, plans, service
+from kproxy_core.model.address import Family, Protocol, parse_address
+from kproxy_core.testing.builders import (
+    addresses,
+    endpoint,
+    endpoint_slice,
+    full_update,
+    node_view,
+    plans,
+    service,
+)
 from kproxy_iptables.backend import IptablesBackend
 from kproxy_iptables.cleanup import cleanup as clean_up_iptables
 from kproxy_ipvs import device, rules
 from kproxy_ipvs.backend import IpvsBackend
 from kproxy_ipvs.cleanup import cleanup
 from kproxy_ipvs.names import IPVS_ACCESS, LOAD_BALANCER, MANGLE, NAT
+from kproxy_ipvs.render import ServerKey
 from kproxy_ipvs.retirement import retire
 from kproxy_ipvs.virtual_servers import VirtualServers
 from tests.core.namespaces import Namespace, namespace
-from tests.plugins.ipvs.rig import WEB, Plans, answers
+from tests.plugins.ipvs.rig import Plans, answers
 
-NODE = node_view(
-    "node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1", ip="192.0.2.1", anywhere=True
-)
-CLIENT = "192.0.2.10"
-PODS = ("10.244.1.5", "10.244.1.6")
-VIP, IDLE, DNS, EXTERNAL = "10.96.0.1", "10.96.0.2", "10.96.0.3", "198.51.100.1"
 NODE_PORT = 30080
 
 
-def services() -> Plans:
-    """One with a node port and a short circuit, one that nobody uses, and one of UDP."""
-    found: Plans = {}
-    pods = [endpoint(address, node) for address, node in zip(PODS, ("node1", "node2"), strict=True)]
-    for svc, port in (
-        (service("web", f"80@{NODE_PORT}", ip=VIP, external_ips=EXTERNAL, external_local=True), "8080"),
-        (service("idle", ip=IDLE), "8080"),
-        (service("dns", "53/UDP", ip=DNS), "8080/UDP"),
-    ):
-        found |= plans(NODE, svc, endpoint_slice(str(svc.name), *pods, ports=[port]))
-    return found
+class Net(NamedTuple):
+    """The addresses of one family."""
+
+    family: Family
+    client: str
+    node: str
+    """As the client sees it."""
+    gateway: str
+    """As pods see the node."""
+    pods: tuple[str, str]
+    network: str
+    """That of this node's pods, and of the other pod as well."""
+    vip: str
+    idle: str
+    dns: str
+    external: str
+
+    @property
+    def update(self) -> Update:
+        """A Service with a node port and a short circuit, one that nobody uses, and one of UDP."""
+        node = node_view(
+            "node1", family=self.family, pods=self.network, node_port_addresses=self.node, ip=self.node,
+            anywhere=True,
+        )  # fmt: skip
+        found: Plans = {}
+        pods = [endpoint(address, name) for address, name in zip(self.pods, ("node1", "node2"), strict=True)]
+        web = service(
+            "web", f"80@{NODE_PORT}", ip=self.vip, external_ips=self.external, external_local=True)
+        for svc, port in (
+            (web, "8080"), (service("idle", ip=self.idle), "8080"),
+            (service("dns", "53/UDP", ip=self.dns), "8080/UDP"),
+        ):  # fmt: skip
+            found |= plans(node, svc, endpoint_slice(str(svc.name), *pods, ports=[port]))
+        return full_update(node, found)
 
 
-FULL = full_update(NODE, services())
+NETS = [
+    Net(Family.IPV4, "192.0.2.10", "192.0.2.1", "10.244.1.1", ("10.244.1.5", "10.244.1.6"), "10.244.1.0/24",
+        "10.96.0.1", "10.96.0.2", "10.96.0.3", "198.51.100.1"),
+    Net(Family.IPV6, "2001:db8::10", "2001:db8::1", "fd00:1::1", ("fd00:1::5", "fd00:1::6"), "fd00:1::/64",
+        "fd00::1", "fd00::2", "fd00::3", "fd00:51::1"),
+]  # fmt: skip
 
 
 class Lab:
     """The machines around this node."""
 
-    def __init__(self, client: Namespace, sockets: contextlib.ExitStack) -> None:
+    def __init__(self, net: Net, client: Namespace, sockets: contextlib.ExitStack) -> None:
+        self.net = net
+        self.number = socket.AF_INET if net.family is Family.IPV4 else socket.AF_INET6
         self.client = client
         self._sockets = sockets
         self.last_word = threading.Event()
@@ -74,7 +109,7 @@ class Lab:
 
     def datagrams(self, address: str, port: int) -> socket.socket:
         """A socket for datagrams from outside."""
-        sock = self.client.inside(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+        sock = self.client.inside(lambda: socket.socket(self.number, socket.SOCK_DGRAM))
         sock.settimeout(20)
         sock.connect((address, port))
         return self._sockets.enter_context(sock)
@@ -82,8 +117,8 @@ class Lab:
     @contextlib.contextmanager
     def echoing(self, pod: Namespace, address: str) -> Iterator[None]:
         """Servers in *pod*, TCP and UDP."""
-        listener = pod.inside(lambda: socket.create_server((address, 8080)))
-        datagrams = pod.inside(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+        listener = pod.inside(lambda: socket.create_server((address, 8080), family=self.number))
+        datagrams = pod.inside(lambda: socket.socket(self.number, socket.SOCK_DGRAM))
         datagrams.bind((address, 8080))
 
         def serve(connection: socket.socket) -> None:
@@ -117,27 +152,35 @@ class Lab:
         datagrams.close()
 
 
-@pytest.fixture
-def lab() -> Iterator[Lab]:
-    links = [(CLIENT, "192.0.2.1"), *((address, "10.244.1.1") for address in PODS)]
+@pytest.fixture(params=NETS, ids=[net.family.label for net in NETS])
+def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
+    net: Net = request.param
+    single = f"/{net.family.bits}"
+    nodad = " nodad" if net.family is Family.IPV6 else ""
+    version = "-6" if net.family is Family.IPV6 else "-4"
+    if net.family is Family.IPV6:
+        Path("/proc/sys/net/ipv6/conf/all/forwarding").write_text("1")
+    links = [(net.client, net.node), *((address, net.gateway) for address in net.pods)]
     with contextlib.ExitStack() as stack:
         spaces = [stack.enter_context(namespace()) for _ in links]
         for number, (space, (there, here)) in enumerate(zip(spaces, links, strict=True)):
             name = f"side{number}"
             for command in (
                 f"link add {name} type veth peer name uplink netns {space.name}", f"link set {name} up",
-                f"address add {here}/32 dev {name}", f"route add {there}/32 dev {name} src {here}",
+                f"address add {here}{single} dev {name}{nodad}",
             ):  # fmt: skip
                 subprocess.run(["ip", *command.split()], check=True)
             stack.callback(subprocess.run, ["ip", "link", "del", name], check=True)
             space.ip(
-                "link set uplink up", f"addr add {there}/32 dev uplink", f"route add {here} dev uplink",
-                f"route add default via {here}",
+                "link set uplink up", f"addr add {there}{single} dev uplink{nodad}",
+                f"route add {here}{single} dev uplink", f"route add default via {here} dev uplink",
             )  # fmt: skip
+            subprocess.run(
+                ["ip", version, *f"route add {there}{single} dev {name} src {here}".split()], check=True)
         # Without it the node can't even begin to send to a VIP that rules would translate.
-        subprocess.run(["ip", "route", "add", "default", "via", CLIENT, "dev", "side0"], check=True)
-        made = Lab(spaces[0], stack.enter_context(contextlib.ExitStack()))
-        for space, address in zip(spaces[1:], PODS, strict=True):
+        subprocess.run(["ip", version, *f"route add default via {net.client} dev side0".split()], check=True)
+        made = Lab(net, spaces[0], stack.enter_context(contextlib.ExitStack()))
+        for space, address in zip(spaces[1:], net.pods, strict=True):
             stack.enter_context(made.echoing(space, address))
         yield made
 
@@ -145,54 +188,55 @@ def lab() -> Iterator[Lab]:
 @pytest.fixture
 def iptables() -> Iterator[IptablesBackend]:
     """The iptables mode, and a kernel without its rules afterwards."""
-    backend = IptablesBackend(BackendSettings((Family.IPV4,)))
+    backend = IptablesBackend(BackendSettings(tuple(Family)))
     yield backend
     backend.kproxy_close()
     clean_up_iptables(dry_run=False)
 
 
-def chains() -> dict[tuple[str, str], list[str]]:
-    return rules.read(Tables(Family.IPV4, find_variant()))
+def chains(family: Family) -> dict[tuple[str, str], list[str]]:
+    return rules.read(Tables(family, find_variant()))
 
 
 def test_connections_through_ipvs_outlive_the_mode(
     lab: Lab, make: Callable[..., IpvsBackend], iptables: IptablesBackend, kernel: VirtualServers
 ) -> None:
+    net, update = lab.net, lab.net.update
+    family, vip = net.family, net.vip
     ipvs = make()
-    ipvs.kproxy_sync(FULL)
+    ipvs.kproxy_sync(update)
     held = [
-        lab.dial(VIP), lab.dial("192.0.2.1", NODE_PORT), lab.dial(EXTERNAL),
-        lab.dial(VIP, inside=True), lab.dial(EXTERNAL, inside=True), lab.dial(EXTERNAL, inside=True),
+        lab.dial(vip), lab.dial(net.node, NODE_PORT), lab.dial(net.external), lab.dial(vip, inside=True),
+        lab.dial(net.external, inside=True), lab.dial(net.external, inside=True),
     ]  # fmt: skip
-    half_closed = lab.dial(VIP)
+    half_closed = lab.dial(vip)
     half_closed.sendall(b"wait")
     assert half_closed.recv(100) == b"wait"
     half_closed.shutdown(socket.SHUT_WR)
-    with lab.dial(VIP) as connection:  # It is in TIME_WAIT for two minutes, and nobody waits for that.
+    with lab.dial(vip) as connection:  # It is in TIME_WAIT for two minutes, and nobody waits for that.
         connection.shutdown(socket.SHUT_WR)
         assert connection.recv(100) == b""
-    datagrams = lab.datagrams(DNS, 53)
+    datagrams = lab.datagrams(net.dns, 53)
     assert answers(datagrams)
     assert all(map(answers, held))
 
-    iptables.kproxy_sync(FULL)
+    iptables.kproxy_sync(update)
     left = retire(())
     assert not left.errors
     assert left.waiting == len([*held, half_closed])
     assert answers(datagrams), "a datagram went astray"
     assert all(map(answers, held))
-    assert device.read(Family.IPV4)[0] == {parse_address(VIP), parse_address(EXTERNAL)}
-    assert {key.address for key in kernel.read(Family.IPV4)} == {
-        parse_address(VIP), parse_address(EXTERNAL), parse_address("192.0.2.1"), None
-    }  # fmt: skip
-    assert not {(MANGLE, IPVS_ACCESS), (NAT, LOAD_BALANCER)} & chains().keys()
+    vips = set(addresses(f"{vip} {net.external}"))
+    assert device.read(family)[0] == vips
+    assert {key.address for key in kernel.read(family)} == {*vips, parse_address(net.node), None}
+    assert not {(MANGLE, IPVS_ACCESS), (NAT, LOAD_BALANCER)} & chains(family).keys()
 
     later = [
-        lab.dial(VIP), lab.dial("192.0.2.1", NODE_PORT),
-        lab.dial(VIP, inside=True), lab.dial(IDLE, inside=True),
+        lab.dial(vip), lab.dial(net.node, NODE_PORT), lab.dial(vip, inside=True),
+        lab.dial(net.idle, inside=True),
     ]  # fmt: skip
     assert all(map(answers, later))
-    assert later[2].getsockname()[0] == "192.0.2.1", "it will end with the address that it comes from"
+    assert later[2].getsockname()[0] == net.node, "it will end with the address that it comes from"
     again = retire(())
     assert again.waiting == left.waiting, "IPVS took a new connection"
     assert not again.removed
@@ -208,15 +252,15 @@ def test_connections_through_ipvs_outlive_the_mode(
     while retire(()).waiting and time.monotonic() < until:
         time.sleep(0.5)
     assert retire(()).waiting == 0
-    assert not device.read(Family.IPV4)[0]
-    assert not kernel.read(Family.IPV4)
+    assert not device.read(family)[0]
+    assert not kernel.read(family)
 
     ipvs.kproxy_close()
     assert not cleanup(dry_run=False).errors
     assert not device.exists()
-    assert not any("--match-set" in rule for found in chains().values() for rule in found)
+    assert not any("--match-set" in rule for found in chains(family).values() for rule in found)
     assert all(map(answers, later))
-    assert answers(lab.dial(VIP))
+    assert answers(lab.dial(vip))
     assert answers(datagrams)
 
 
@@ -224,33 +268,35 @@ def test_ipvs_takes_over_without_a_gap(
     lab: Lab, make: Callable[..., IpvsBackend], iptables: IptablesBackend, kernel: VirtualServers,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    iptables.kproxy_sync(FULL)
-    held = [lab.dial(VIP), lab.dial("192.0.2.1", NODE_PORT), lab.dial(VIP, inside=True)]
+    net, update, vip = lab.net, lab.net.update, lab.net.vip
+    key = ServerKey(net.family, 0, parse_address(vip), Protocol.TCP, 80)
+    iptables.kproxy_sync(update)
+    held = [lab.dial(vip), lab.dial(net.node, NODE_PORT), lab.dial(vip, inside=True)]
     restore, restored = Tables.restore, []
 
     def observed(tables: Tables, text: str) -> None:
         """What new connections need is there before the rules of the other mode go."""
         restored.append(text)
-        assert WEB in kernel.read(Family.IPV4)
-        assert parse_address(VIP) in device.read(Family.IPV4)[0]
-        assert answers(lab.dial(VIP))
+        assert key in kernel.read(net.family)
+        assert key.address in device.read(net.family)[0]
+        assert answers(lab.dial(vip))
         restore(tables, text)
 
     monkeypatch.setattr(Tables, "restore", observed)
     ipvs = make()
     with clients(lab) as failures:
-        ipvs.kproxy_sync(FULL)
-        assert ipvs.kproxy_sync(FULL).operations == 0
+        ipvs.kproxy_sync(update)
+        assert ipvs.kproxy_sync(update).operations == 0
         assert len(restored) == 1
         monkeypatch.undo()
         assert not clean_up_iptables(dry_run=False).errors
     assert not failures
-    assert not any(chain.startswith(("KUBE-SVC-", "KUBE-SEP-")) for _, chain in chains())
-    assert ipvs.kproxy_sync(FULL).operations == 0, "what both modes have was removed"
+    assert not any(chain.startswith(("KUBE-SVC-", "KUBE-SEP-")) for _, chain in chains(net.family))
+    assert ipvs.kproxy_sync(update).operations == 0, "what both modes have was removed"
     assert all(map(answers, held))
-    fresh = lab.dial(VIP)
+    fresh = lab.dial(vip)
     assert answers(fresh)
-    _, servers = kernel.count(Family.IPV4)[WEB]
+    _, servers = kernel.count(net.family)[key]
     assert sum(server.active for server in servers) == 1
     fresh.close()
 
@@ -264,7 +310,7 @@ def clients(lab: Lab) -> Iterator[list[str]]:
     def keep_dialling(inside: bool) -> None:
         while not over.is_set():
             try:
-                with lab.dial(VIP, inside=inside) as connection:
+                with lab.dial(lab.net.vip, inside=inside) as connection:
                     if not answers(connection):
                         failures.append("cut")
             except OSError as error:
