@@ -89,7 +89,7 @@ def modes(
     With --probe the exit status is 0 if MODE works on this machine (without one: any), else 1.
     """
     from kproxy_core.cli.modes import describe, find_out
-    from kproxy_core.cli.terms import Configuration, served_families, settings_of_modes
+    from kproxy_core.cli.terms import Configuration
     from kproxy_core.config import load
 
     if load_modules and not probe:
@@ -100,8 +100,7 @@ def modes(
         registry = _registry(configuration.of("").plugins)
         mode = only or flags.get("mode", "")
         if probe:
-            settings_of = settings_of_modes(configuration, served_families())
-            report = find_out(registry, mode, settings_of, load_modules=load_modules)
+            report = find_out(registry, mode, configuration, load_modules=load_modules)
         else:
             report = describe(registry, mode)
     click.echo(_written(report, output))

@@ -43,7 +43,7 @@ def choose(
     settings_of = settings_of_modes(configuration, families)
     privileged = "CAP_NET_ADMIN" in privileges.held()
     fall_back = privileged and configuration.of(wanted).mode_fallback == "auto"
-    candidates = _and_fallbacks(registry, wanted, fall_back) if wanted else _by_preference(registry)
+    candidates = and_fallbacks(registry, wanted, fall_back) if wanted else _by_preference(registry)
     problems: dict[str, str] = {}
     for mode in candidates:
         try:
@@ -94,7 +94,7 @@ def _judged(act: Callable[[], _T]) -> _T:
         raise Unsupported(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
-def _and_fallbacks(registry: Registry, wanted: str, fall_back: bool) -> Iterator[str]:
+def and_fallbacks(registry: Registry, wanted: str, fall_back: bool) -> Iterator[str]:
     """*wanted*, then as long as it may *fall_back* what each names, if that is installed."""
     seen: set[str] = set()
     mode = wanted

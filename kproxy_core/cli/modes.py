@@ -1,14 +1,14 @@
 """What ``kproxy modes`` has to say about this machine and each installed backend."""
 
 import textwrap
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from kproxy_core.backend.api import BackendSettings, Description, Detection, Requirement
 from kproxy_core.backend.registry import Registry
+from kproxy_core.cli.choice import and_fallbacks
 from kproxy_core.cli.machine import Fact, facts
-from kproxy_core.cli.terms import served_families
+from kproxy_core.cli.terms import Configuration, served_families, settings_of_modes
 from kproxy_core.host import trial
 
 
@@ -54,6 +54,8 @@ class Report:
     machine: tuple[Fact, ...]
     """Nothing, unless the modes were probed."""
     modes: tuple[DescribedMode, ...]
+    serving: str = ""
+    """The mode that a proxy here would serve in, as far as that was found out; "": none."""
 
     def works(self, mode: str) -> bool:
         """Whether *mode* is usable, as far as that was asked; "": any."""
@@ -68,11 +70,13 @@ class Report:
         document: dict[str, Any] = {"modes": [mode.as_document() for mode in self.modes]}
         if self.machine:
             document["machine"] = {fact.what: fact.found for fact in self.machine}
+            document["serving"] = self.serving
         return document
 
     def __str__(self) -> str:
         machine = ["machine", *(f"  {fact.what}: {fact.found}" for fact in self.machine)]
-        return "\n".join([*(machine if self.machine else ()), *map(str, self.modes)])
+        serving = [f"a proxy started like this would serve in mode {self.serving}"] if self.serving else []
+        return "\n".join([*(machine if self.machine else ()), *map(str, self.modes), *serving])
 
 
 def describe(registry: Registry, mode: str) -> Report:
@@ -85,17 +89,28 @@ def describe(registry: Registry, mode: str) -> Report:
 
 
 def find_out(
-    registry: Registry, mode: str, settings_of: Callable[[str], BackendSettings], *, load_modules: bool
+    registry: Registry, mode: str, configuration: Configuration, *, load_modules: bool
 ) -> Report:
     """As `describe`, with whether each works here. Changes nothing but that *load_modules* may load modules.
 
     Raises UnknownMode, PluginRefused or ConfigError.
     """
+    families = served_families()
+    settings_of = settings_of_modes(configuration, families)
     described = tuple(
         DescribedMode(known, _detection(registry, known.mode, settings_of(known.mode), load_modules))
         for known in (mode.description for mode in describe(registry, mode).modes)
     )
-    return Report(tuple(facts(served_families())), described)
+    works = [d.description.mode for d in described if d.detection is not None and d.detection.usable]
+    config = configuration.of(mode or configuration.mode)
+    if mode:
+        candidates = [mode]
+    elif config.mode:
+        candidates = list(and_fallbacks(registry, config.mode, config.mode_fallback == "auto"))
+    else:
+        candidates = works
+    serving = next((candidate for candidate in candidates if candidate in works), "")
+    return Report(tuple(facts(families)), described, serving)
 
 
 def _detection(registry: Registry, mode: str, settings: BackendSettings, load_modules: bool) -> Detection:

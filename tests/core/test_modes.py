@@ -49,6 +49,7 @@ def test_a_probe_says_what_was_found_and_leaves_nothing(node: Namespace) -> None
     assert not any(tried.values())
     assert {"ip6: masquerade", "ip: all rules of the mode", "Linux 5.13 or newer"} <= set(tried)
     assert "kernel" in document["machine"]
+    assert document["serving"] == "nftables"
     assert node.run("nft", "list", "ruleset") == ""
     assert node.run("ipset", "list", "-name") == ""
 
@@ -82,6 +83,7 @@ def test_the_mode_of_a_configuration_file_is_asked_for(tmp_path: Path, node: Nam
     probed = kproxy("modes", "--probe", f"--config={config}", node=node)
     assert probed.returncode == 1
     assert "'fastest' is none of rr, wrr" in probed.stdout
+    assert probed.stdout.endswith("\na proxy started like this would serve in mode iptables\n")
     assert kproxy("modes", "nftables", "--probe", f"--config={config}", node=node).returncode == 0
 
 
