@@ -23,9 +23,10 @@ from kproxy_core.sources.reading import (
     Refused,
     checked_address,
     checked_cidr,
-    checked_label,
     is_label,
     quoted,
+    read_namespaced,
+    service_name,
 )
 
 AFFINITY_SECONDS = 10800
@@ -40,18 +41,7 @@ T = TypeVar("T")
 def read_service(obj: wire.Service) -> Reading[ServiceSet | ServiceGone]:
     """What *obj* means for this proxy; gone if it is not this proxy's to serve."""
     meta = obj.metadata or wire.ServiceMeta()
-    found = Findings("Service", meta.namespace or "default", meta.name)
-    try:
-        name = ServiceName(
-            sys.intern(checked_label(meta.namespace or "default", "metadata.namespace")),
-            sys.intern(checked_label(meta.name, "metadata.name")),
-        )
-    except Refused as refused:
-        return Reading(None, None, found.refuse(refused))
-    try:
-        return Reading(name, _value(name, meta, obj, found), found.bad)
-    except Refused as refused:
-        return Reading(name, None, found.refuse(refused))
+    return read_namespaced("Service", meta, service_name, lambda name, found: _value(name, meta, obj, found))
 
 
 def _value(

@@ -25,6 +25,7 @@ from kproxy_core.sources.reading import (
     is_label,
     is_special,
     quoted,
+    read_namespaced,
 )
 
 MAX_ENDPOINTS = 1000
@@ -39,18 +40,10 @@ _FAMILIES = {family.label: family for family in Family}
 def read_slice(obj: wire.EndpointSlice) -> Reading[SliceSet | SliceGone]:
     """What *obj* means for this proxy; gone if it can't belong to a Service that is served."""
     meta = obj.metadata or wire.SliceMeta()
-    found = Findings("EndpointSlice", meta.namespace or "default", meta.name)
-    try:
-        name = SliceName(
-            sys.intern(checked_label(meta.namespace or "default", "metadata.namespace")),
-            checked_subdomain(meta.name, "metadata.name"),
-        )
-    except Refused as refused:
-        return Reading(None, None, found.refuse(refused))
-    try:
-        return Reading(name, _value(name, meta, obj, found), found.bad)
-    except Refused as refused:
-        return Reading(name, None, found.refuse(refused))
+    return read_namespaced(
+        "EndpointSlice", meta, SliceName, lambda name, found: _value(name, meta, obj, found),
+        check=checked_subdomain,
+    )  # fmt: skip
 
 
 def _value(

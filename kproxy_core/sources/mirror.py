@@ -7,6 +7,7 @@ written for use.
 """
 
 import sys
+from itertools import chain
 
 from msgspec import UNSET
 
@@ -15,31 +16,26 @@ from kproxy_core.model.endpoint import Endpoint, EndpointSlice, SliceName
 from kproxy_core.model.service import ServiceName
 from kproxy_core.sources import wire
 from kproxy_core.sources.decode_slice import MAX_DESTINATIONS, MAX_ENDPOINTS, read_ports
-from kproxy_core.sources.reading import Findings, Reading, Refused, checked_address, checked_label
+from kproxy_core.sources.reading import (
+    Findings,
+    Reading,
+    Refused,
+    checked_address,
+    read_namespaced,
+    service_name,
+)
 
 
 def read_endpoints(obj: wire.Endpoints) -> Reading[tuple[EndpointSlice, ...]]:
     """The slices that mirror *obj*: one for each subset and family; none if it asks not to be mirrored."""
     meta = obj.metadata or wire.EndpointsMeta()
-    found = Findings("Endpoints", meta.namespace or "default", meta.name)
-    try:
-        service = ServiceName(
-            sys.intern(checked_label(meta.namespace or "default", "metadata.namespace")),
-            sys.intern(checked_label(meta.name, "metadata.name")),
-        )
-    except Refused as refused:
-        return Reading(None, None, found.refuse(refused))
-    if _is_mirrored(meta):
-        try:
-            slices = [
-                piece
-                for i, subset in enumerate(obj.subsets or ())
-                for piece in _slices(service, i, subset, found)
-            ]
-        except Refused as refused:
-            return Reading(service, None, found.refuse(refused))
-        return Reading(service, tuple(slices), found.bad)
-    return Reading(service, ())
+    subsets = (obj.subsets or ()) if _is_mirrored(meta) else ()
+
+    def mirrored(service: ServiceName, found: Findings) -> tuple[EndpointSlice, ...]:
+        pieces = (_slices(service, i, subset, found) for i, subset in enumerate(subsets))
+        return tuple(chain.from_iterable(pieces))
+
+    return read_namespaced("Endpoints", meta, service_name, mirrored)
 
 
 def _is_mirrored(meta: wire.EndpointsMeta) -> bool:

@@ -1,11 +1,16 @@
 """What decoding one API object yields, and the checks that all kinds share."""
 
 import re
+import sys
+from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
+from typing import Protocol as TypingProtocol
 
 from kproxy_core.model.address import Address, Cidr, Protocol, parse_address, parse_cidr
+from kproxy_core.model.service import ServiceName
 from kproxy_core.sources.events import BadObject
 
+N = TypeVar("N", bound=tuple[str, str])
 V = TypeVar("V")
 
 PROTOCOLS: dict[str | None, Protocol] = {None: Protocol.TCP, "": Protocol.TCP} | {
@@ -64,6 +69,16 @@ class Findings:
         return self.bad
 
 
+class Metadata(TypingProtocol):
+    """What all kinds have."""
+
+    @property
+    def name(self) -> str | None: ...
+
+    @property
+    def namespace(self) -> str | None: ...
+
+
 def shown(text: str, limit: int = 80) -> str:
     """*text* fit for one line of a log: as it is if plain and short, else quoted and cut."""
     plain = text.isascii() and text.isprintable() and len(text) <= limit
@@ -82,6 +97,36 @@ def checked_subdomain(text: str | None, field: str) -> str:
     if text and (_is_label(text) or _is_subdomain(text)):
         return text
     raise Refused(field, f"{quoted(text)} is not a DNS name" if text else "is missing")
+
+
+def read_namespaced(
+    kind: str,
+    meta: Metadata,
+    named: Callable[[str, str], N],
+    value: Callable[[N, Findings], V],
+    *,
+    check: Callable[[str | None, str], str] = checked_label,
+) -> Reading[V]:
+    """An object of a *kind* that has namespaces: what it is *named*, and its *value*, which may be Refused.
+
+    *check* is for the name; a namespace is a DNS label, and that of a manifest without one is ``default``.
+    """
+    namespace = meta.namespace or "default"
+    found = Findings(kind, namespace, meta.name)
+    try:
+        namespace = sys.intern(checked_label(namespace, "metadata.namespace"))
+        name = named(namespace, check(meta.name, "metadata.name"))
+    except Refused as refused:
+        return Reading(None, None, found.refuse(refused))
+    try:
+        return Reading(name, value(name, found), found.bad)
+    except Refused as refused:
+        return Reading(name, None, found.refuse(refused))
+
+
+def service_name(namespace: str, name: str) -> ServiceName:
+    """The name of a Service, which many objects speak of."""
+    return ServiceName(namespace, sys.intern(name))
 
 
 def is_label(text: str) -> bool:
