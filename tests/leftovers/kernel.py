@@ -1,8 +1,27 @@
 """All that the modes could have in a node's kernel, as a value."""
 
-from kproxy_core.host.iptables_variant import find_variants
+from functools import cache, partial
+
+from kproxy_core.host.errors import HostError
+from kproxy_core.host.iptables import Tables
+from kproxy_core.host.iptables_variant import Variant, find_variants
 from kproxy_core.model.address import Family
-from tests.core.namespaces import Namespace
+from tests.core.namespaces import Namespace, namespace
+
+
+@cache
+def working() -> list[Variant]:
+    """The iptables whose interface this kernel has."""
+    with namespace() as trial:
+        return [variant for variant in find_variants() if trial.inside(partial(_works, variant))]
+
+
+def _works(variant: Variant) -> bool:
+    try:
+        Tables(Family.IPV4, variant).restore("*nat\n:TRIAL - [0:0]\nCOMMIT\n")
+    except HostError:
+        return False
+    return True
 
 
 def held(node: Namespace) -> list[str]:
@@ -12,11 +31,13 @@ def held(node: Namespace) -> list[str]:
     """
     found = [f"ipset {name}" for name in node.run("ipset", "list", "-name").split()]
     found += [f"link {line.split()[1]}" for line in node.run("ip", "-o", "link").splitlines()]
-    tables = node.run("nft", "list", "tables").splitlines()
-    found += [table for table in tables if table.split()[2] not in ("filter", "nat", "mangle")]
     servers = node.run("sh", "-c", "cat /proc/net/ip_vs 2>/dev/null || true").splitlines()[3:]
     found += [" ".join(line.split()[:-2]) for line in servers]
-    for variant in find_variants():
+    variants = working()
+    if any(variant.nft for variant in variants):
+        tables = node.run("nft", "list", "tables").splitlines()
+        found += [table for table in tables if table.split()[2] not in ("filter", "nat", "mangle")]
+    for variant in variants:
         for family in Family:
             table = ""
             for line in node.run(variant.program(family, "save")).splitlines():

@@ -1,15 +1,12 @@
 """What kube-proxy of many versions leaves in a node's kernel, by mode; and what others have there."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
-from kproxy_core.host.iptables_variant import find_variants
+from kproxy_core.host.iptables_variant import Variant
 from kproxy_core.model.address import Family
 from tests.core.golden import golden
 from tests.core.namespaces import Namespace
-
-NFT, LEGACY = "nf_tables", "legacy"
-INTERFACES = (NFT, LEGACY)
 
 _GOLDEN = "loadbalancer-source-ranges"
 _MATCH = re.compile(r"(--match-set )KUBE-(\S+)")
@@ -235,7 +232,7 @@ _LOCALNET = (
 _NODE = {Family.IPV4: "192.0.2.1", Family.IPV6: "[2001:db8::1]"}
 
 
-def load_foreign(node: Namespace) -> None:
+def load_foreign(node: Namespace, variants: Collection[Variant]) -> None:
     """What kubelet, kube-router and a CNI plugin have; names as near to kube-proxy's as can be."""
     node.run("ipset", "restore", stdin="create KUBE-DST-THEIRS hash:ip\ncreate KUBE-6-THEIRS hash:ip\n"
              "create KUBE-DST-THEIRS6 hash:ip family inet6\n")  # fmt: skip
@@ -243,53 +240,58 @@ def load_foreign(node: Namespace) -> None:
         theirs = _FOREIGN.format(localnet=_LOCALNET)
         if family is Family.IPV6:
             theirs = _FOREIGN.format(localnet="").replace("DST-THEIRS", "DST-THEIRS6")
-        for interface in INTERFACES:
-            _restore(node, interface, family, theirs)
+        for variant in variants:
+            _restore(node, variant, family, theirs)
+    if any(variant.nft for variant in variants):
+        _load_foreign_tables(node)
+
+
+def _load_foreign_tables(node: Namespace) -> None:
     node.nft("table ip kube-proxy-metrics { chain c { type filter hook input priority 7; }; }\n"
              "table inet kube-router { set s { type ipv4_addr; }; }\n")  # fmt: skip
 
 
-def load(node: Namespace, what: str, interface: str) -> None:
-    """What kube-proxy has made of the kernel, on top of all that is there."""
-    _LOAD[what](node, interface)
+def load(node: Namespace, what: str, variant: Variant) -> None:
+    """What kube-proxy has made of the kernel with an iptables, on top of all that is there."""
+    _LOAD[what](node, variant)
 
 
-def _iptables(node: Namespace, interface: str) -> None:
+def _iptables(node: Namespace, variant: Variant) -> None:
     for family in Family:
         rules = golden(f"iptables/{_GOLDEN}-{family.label.lower()}/rules").read_text()
-        _restore(node, interface, family, _COUNTED.sub("", rules))
+        _restore(node, variant, family, _COUNTED.sub("", rules))
 
 
-def _older_iptables(node: Namespace, interface: str) -> None:
+def _older_iptables(node: Namespace, variant: Variant) -> None:
     for family in Family:
-        _restore(node, interface, family, _IPTABLES_1_23)
-        _restore(node, interface, family, _IPTABLES_1_1)
+        _restore(node, variant, family, _IPTABLES_1_23)
+        _restore(node, variant, family, _IPTABLES_1_1)
 
 
-def _ipvs(node: Namespace, interface: str) -> None:
+def _ipvs(node: Namespace, variant: Variant) -> None:
     for family in Family:
         _create_sets(node, family, _IPVS_SETS)
-        _restore(node, interface, family, _of_family(_IPVS, family))
+        _restore(node, variant, family, _of_family(_IPVS, family))
 
 
-def _older_ipvs(node: Namespace, interface: str) -> None:
+def _older_ipvs(node: Namespace, variant: Variant) -> None:
     for family in Family:
         _create_sets(node, family, _IPVS_SETS + _OLDER_IPVS_SETS)
-        _restore(node, interface, family, _of_family(_IPVS_1_14, family))
+        _restore(node, variant, family, _of_family(_IPVS_1_14, family))
 
 
-def _userspace(node: Namespace, interface: str) -> None:
+def _userspace(node: Namespace, variant: Variant) -> None:
     for family in Family:
-        _restore(node, interface, family, _USERSPACE.format(node=_NODE[family]))
+        _restore(node, variant, family, _USERSPACE.format(node=_NODE[family]))
 
 
-def _nftables(node: Namespace, interface: str) -> None:
+def _nftables(node: Namespace, variant: Variant) -> None:
     for ip, address in (("ip", "ipv4_addr"), ("ip6", "ipv6_addr")):
         node.nft(f"add table {ip} kube-proxy\ndelete table {ip} kube-proxy\n"
                  + _NFTABLES.format(ip=ip, address=address))  # fmt: skip
 
 
-_LOAD: dict[str, Callable[[Namespace, str], None]] = {
+_LOAD: dict[str, Callable[[Namespace, Variant], None]] = {
     "nftables": _nftables,
     "iptables": _iptables,
     "iptables 1.23": _older_iptables,
@@ -317,9 +319,8 @@ def _set_name(name: str, family: Family) -> str:
     return f"KUBE-{'' if family is Family.IPV4 else '6-'}{name}"[:31]
 
 
-def _restore(node: Namespace, interface: str, family: Family, rules: str) -> None:
+def _restore(node: Namespace, variant: Variant, family: Family, rules: str) -> None:
     """Add *rules*; jumps that are there are not made again, nor is kubelet's chain, as by kube-proxy."""
-    variant = next(found for found in find_variants() if found.nft is (interface == NFT))
     there = set(node.run(variant.program(family, "save")).splitlines())
     lines = [
         line for line in rules.splitlines()

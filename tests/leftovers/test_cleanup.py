@@ -7,8 +7,8 @@ import pytest
 
 from tests.core.namespaces import Namespace, namespace
 from tests.core.processes import kproxy
-from tests.leftovers.kernel import held
-from tests.leftovers.kube_proxy import INTERFACES, KUBE_PROXYS, NFT, load, load_foreign
+from tests.leftovers.kernel import held, working
+from tests.leftovers.kube_proxy import KUBE_PROXYS, load, load_foreign
 
 CHANGED = (
     ("ipvs", "iptables"),
@@ -48,11 +48,13 @@ def cleaned(node: Namespace, *flags: str) -> list[str]:
 
 @pytest.mark.parametrize("modes", [*((one,) for one in KUBE_PROXYS), *CHANGED], ids=" then ".join)
 def test_all_of_kube_proxy_goes_and_nothing_else(node: Namespace, modes: tuple[str, ...]) -> None:
-    load_foreign(node)
+    variants = working()
+    assert sorted(variant.nft for variant in variants) == [False, True]
+    load_foreign(node, variants)
     foreign = held(node)
     for mode in modes:
-        for interface in INTERFACES:
-            load(node, mode, interface)
+        for variant in variants:
+            load(node, mode, variant)
     everything = held(node)
     assert everything != foreign
     told = cleaned(node, "--dry-run")
@@ -65,15 +67,15 @@ def test_all_of_kube_proxy_goes_and_nothing_else(node: Namespace, modes: tuple[s
 
 @pytest.mark.parametrize("mode", KUBE_PROXYS)
 def test_what_a_running_kube_proxy_may_use_stays_if_asked(node: Namespace, mode: str) -> None:
-    load_foreign(node)
-    load(node, mode, NFT)
+    load_foreign(node, working())
+    load(node, mode, working()[0])
     everything = held(node)
     assert cleaned(node, "--own-only", "--dry-run") == cleaned(node, "--own-only") == []
     assert held(node) == everything
 
 
 def test_what_only_kproxy_has_goes_beside_a_running_kube_proxy(node: Namespace) -> None:
-    load(node, "ipvs", NFT)
+    load(node, "ipvs", working()[0])
     kube_proxys = held(node)
     node.nft("table ip kproxy {}; table ip6 kproxy {}; table ip kproxy-userspace {}")
     node.run("ipset", "create", "KUBE-SHORT-CIRCUIT", "hash:ip,port", "skbinfo")

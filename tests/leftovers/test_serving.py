@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from kproxy_core.host.iptables_variant import Variant
 from tests.core.namespaces import Namespace, namespace
-from tests.leftovers.kube_proxy import KUBE_PROXYS, LEGACY, NFT, load, load_foreign
+from tests.leftovers.kernel import working
+from tests.leftovers.kube_proxy import KUBE_PROXYS, load, load_foreign
 from tests.leftovers.serving import served
 
 SERVING = ("nftables", "iptables", "userspace")
@@ -20,7 +22,7 @@ def _own_lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def node() -> Iterator[Namespace]:
     with namespace() as made:
-        load_foreign(made)
+        load_foreign(made, working())
         yield made
 
 
@@ -30,9 +32,13 @@ def undisturbed() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for mode in SERVING:
         with namespace() as made:
-            load_foreign(made)
+            load_foreign(made, working())
             found[mode] = served(made, mode)
     return found
+
+
+def variant(*, nft: bool) -> Variant:
+    return next(found for found in working() if found.nft is nft)
 
 
 @pytest.mark.parametrize("left", KUBE_PROXYS)
@@ -40,7 +46,7 @@ def undisturbed() -> dict[str, list[str]]:
 def test_only_what_the_mode_serves_with_is_left(
     node: Namespace, undisturbed: dict[str, list[str]], mode: str, left: str
 ) -> None:
-    load(node, left, NFT)
+    load(node, left, variant(nft=True))
     assert served(node, mode, undisturbed[mode]) == undisturbed[mode]
 
 
@@ -48,5 +54,5 @@ def test_only_what_the_mode_serves_with_is_left(
 def test_rules_in_the_interface_that_the_node_does_not_use_go(
     node: Namespace, undisturbed: dict[str, list[str]], left: str
 ) -> None:
-    load(node, left, LEGACY)
+    load(node, left, variant(nft=False))
     assert served(node, "iptables", undisturbed["iptables"]) == undisturbed["iptables"]

@@ -1,0 +1,38 @@
+"""Modules of tests that run in a guest, where kernel and root are theirs alone."""
+
+import ast
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.guest.guest import Guest
+
+
+def names_of(checks: Iterable[Path]) -> list[str]:
+    """The tests in the modules *checks*."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in checks]
+    return [
+        node.name for tree in trees for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]  # fmt: skip
+
+
+def problems_of(
+    checks: Iterable[Path], directory: Path, *options: str, seconds: int
+) -> dict[str, list[str]]:
+    """Run *checks* in a guest; by test: for each of its cases what went wrong, or "".
+
+    *directory* is for what is written, *options* go to pytest, and the guest lives *seconds* at most.
+    """
+    report = directory / "report.xml"
+    fixed = ["-p", "no:cacheprovider", f"--junitxml={report}"]
+    command = [sys.executable, "-m", "pytest", *fixed, *options, *map(str, checks)]
+    with Guest(command, directory / "log", share=directory, seconds=seconds) as guest:
+        guest.status()
+        assert report.exists(), guest.output
+    found: dict[str, list[str]] = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        problems = [part.text or "" for part in case if part.tag in ("failure", "error", "skipped")]
+        found.setdefault(str(case.get("name")).partition("[")[0], []).append("\n".join(problems))
+    return found

@@ -1,0 +1,91 @@
+"""The same where the kernel has IPVS: in a guest, by `test_ipvs`."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from kproxy_core.model.address import Family, Protocol, parse_address
+from kproxy_ipvs.batch import PutServer
+from kproxy_ipvs.render import Scheduling, ServerKey
+from kproxy_ipvs.virtual_servers import VirtualServers
+from tests.core.namespaces import Namespace, namespace
+from tests.core.processes import kproxy
+from tests.leftovers.kernel import held, working
+from tests.leftovers.kube_proxy import load, load_foreign
+from tests.leftovers.serving import served
+
+VIP, THEIRS = (
+    ServerKey(Family.IPV4, 0, parse_address(text), Protocol.TCP, 80)
+    for text in ("10.96.0.10", "198.51.100.1")
+)
+LEFT = ("iptables", "iptables 1.23", "ipvs", "ipvs 1.14", "userspace")
+
+
+@pytest.fixture
+def node() -> Iterator[Namespace]:
+    with namespace() as made:
+        load_others(made)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, list[str]]:
+    """What is in the kernel where a mode serves and nothing was left, by mode."""
+    found: dict[str, list[str]] = {}
+    for mode in ("ipvs", "iptables", "userspace"):
+        with namespace() as made:
+            load_others(made)
+            found[mode] = served(made, mode)
+    return found
+
+
+def load_others(node: Namespace) -> None:
+    """Foreign rules, and a foreign virtual server."""
+    load_foreign(node, working())
+    node.inside(lambda: make_server(THEIRS))
+
+
+def load_kube_proxy(node: Namespace, mode: str) -> None:
+    """What kube-proxy leaves; in ipvs mode virtual servers and the device, too."""
+    load(node, mode, working()[0])
+    if mode.startswith("ipvs"):
+        node.ip("link add kube-ipvs0 type dummy", "address add 10.96.0.10/32 dev kube-ipvs0")
+        node.inside(lambda: make_server(VIP))
+
+
+def make_server(key: ServerKey) -> None:
+    servers = VirtualServers()
+    try:
+        servers.write([PutServer(key, Scheduling("rr"), new=True)])
+    finally:
+        servers.close()
+
+
+@pytest.mark.parametrize("left", LEFT)
+def test_ipvs_leaves_only_what_it_serves_with(
+    node: Namespace, undisturbed: dict[str, list[str]], left: str
+) -> None:
+    load_kube_proxy(node, left)
+    assert served(node, "ipvs", undisturbed["ipvs"]) == undisturbed["ipvs"]
+
+
+@pytest.mark.parametrize("mode", ["iptables", "userspace"])
+def test_other_modes_remove_virtual_servers_and_all_that_goes_with_them(
+    node: Namespace, undisturbed: dict[str, list[str]], mode: str
+) -> None:
+    load_kube_proxy(node, "ipvs")
+    assert served(node, mode, undisturbed[mode]) == undisturbed[mode]
+
+
+@pytest.mark.parametrize("left", ["ipvs", "ipvs 1.14"])
+def test_a_clean_up_takes_everything_and_spares_the_servers_of_others(node: Namespace, left: str) -> None:
+    foreign = held(node)
+    load_kube_proxy(node, left)
+    everything = held(node)
+    told = [kproxy("--cleanup", *flags, node=node) for flags in (["--dry-run"], [], [])]
+    assert [(done.returncode, done.stderr) for done in told] == [(0, "")] * 3
+    assert len(everything) > len(foreign)
+    assert held(node) == foreign
+    dry, wet, again = (done.stdout for done in told)
+    assert dry.replace(" would be ", " ") == wet
+    assert again == ""
