@@ -46,8 +46,9 @@ def node_only() -> Namespace:
     routes, address = Path("/proc/net/ipv6_route"), socket.inet_pton(socket.AF_INET6, V6.node).hex()
     with node.entered():
         until = time.monotonic() + 1
-        while address not in routes.read_text(encoding="ascii") and time.monotonic() < until:
-            time.sleep(0.001)  # The kernel adds it a moment later.
+        # A route to it and its own: the kernel adds the second one a moment later.
+        while routes.read_text(encoding="ascii").count(address) < 2 and time.monotonic() < until:
+            time.sleep(0.001)
     return node
 
 

@@ -35,7 +35,7 @@ def two_protocols_share_a_port(play: Play) -> None:
     """A port of TCP and the same of UDP are two service ports, and do not get mixed up."""
     play.serve("web", "80@30081", to="near")
     play.serve("dns", "80/UDP@30081", to="other")
-    for host, frontend in (("near", play.cluster_ip()), ("client", play.node_port(30081))):
+    for host, frontend in (("node", play.cluster_ip()), ("client", play.node_port(30081))):
         play.reaches(host, frontend, "near")
         play.reaches(host, frontend._replace(protocol=UDP), "other")
 
