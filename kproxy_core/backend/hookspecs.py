@@ -111,8 +111,8 @@ def kproxy_make_backend(mode: str, settings: BackendSettings) -> Backend | None:
 def kproxy_begin() -> bool:
     """Find out, before anything depends on it, whether the mode can work; what was found out may be kept.
 
-    Optional; without it `kproxy_detect` is asked. Called once when a process is to serve in this mode, and
-    to be answered in milliseconds. May set what serving needs of the machine. True if it can; raises
+    Optional; without it `kproxy_detect` is asked. Called once when this backend is to serve, and to be
+    answered in milliseconds. May set what serving needs of the machine. True if it can; raises
     Unsupported if not, whereupon another mode may be taken, or SyncFailed for what may pass.
     """
     raise NotImplementedError

@@ -170,6 +170,7 @@ class Switch:
         loop = self._loop
 
         def program() -> list[Update]:
+            new.begin()
             loop.hold()
             updates = loop.updates(node)
             for update in updates:
