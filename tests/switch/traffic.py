@@ -24,12 +24,12 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
-AT_ONCE = 6
-"""New connections and flows at a time."""
 TICK = 0.02
 """Seconds between two exchanges of a lasting connection."""
-EACH_TICK = 30
+EACH_TICK = int(os.environ.get("SWITCH_EACH_TICK", "30"))
 """New ones at most: a client has 28,000 ports, and ended connections are tracked for up to two minutes."""
+AT_ONCE = min(6, EACH_TICK)
+"""New connections and flows at a time."""
 REPORT = 0.1
 STALL = 0.1
 """Seconds that an exchange with an endpoint itself takes only if the machine is busy."""
