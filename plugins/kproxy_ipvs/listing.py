@@ -1,11 +1,14 @@
-"""What /proc tells about IPVS (net/netfilter/ipvs/ip_vs_ctl.c and ip_vs_conn.c, `seq_show`).
+"""What /proc tells about IPVS and about the node's own connections.
+
+net/netfilter/ipvs/ip_vs_ctl.c and ip_vs_conn.c, net/ipv4/tcp_ipv4.c and udp.c: what ends in ``seq_show``.
 
 Netlink gives the real servers of one virtual server at a time; here one file has them all. Others may
 change things while it is read, and a virtual server may then be missing.
 """
 
+import struct
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +23,10 @@ _DIRECTORY = Path("/proc/thread-self/net")
 
 SERVERS = _DIRECTORY / "ip_vs"
 CONNECTIONS = _DIRECTORY / "ip_vs_conn"
+SOCKETS = {
+    Family.IPV4: (_DIRECTORY / "tcp", _DIRECTORY / "udp"),
+    Family.IPV6: (_DIRECTORY / "tcp6", _DIRECTORY / "udp6"),
+}
 
 _PROTOCOLS = {protocol.name: protocol for protocol in Protocol}
 
@@ -27,6 +34,13 @@ _OPEN = frozenset({"ESTABLISHED", "SYN_SENT", "SYN_RECV", "SYNACK"})
 """States of TCP and SCTP connections that IPVS calls active."""
 _ENDED = frozenset({"TIME_WAIT", "CLOSE", "CLOSED", "REJECTED"})
 """States in which nobody has anything to say any more."""
+
+
+_NO_CONNECTION = frozenset({"03", "06", "07", "0A", "0C"})
+"""States of sockets, linux/tcp_states.h: SYN_RECV, TIME_WAIT, CLOSE, LISTEN, NEW_SYN_RECV.
+
+One of UDP that is connected is in the state ESTABLISHED.
+"""
 
 
 class Closing(NamedTuple):
@@ -72,6 +86,21 @@ def closing(lines: Iterable[str]) -> Counter[Closing]:
         if words[7] not in _OPEN and words[7] not in _ENDED:
             frontend = Frontend(_address(words[3]), protocol, int(words[4], 16))
             found[Closing(frontend, Destination(_address(words[5]), int(words[6], 16)))] += 1
+    return found
+
+
+def connected_from(addresses: Container[Address], lines: Iterable[str]) -> Counter[Address]:
+    """How many connections of the node's own come from *addresses*, from the lines of `SOCKETS`."""
+    found: Counter[Address] = Counter()
+    for line in lines:
+        words = line.split(maxsplit=4)
+        text = words[1].partition(":")[0]
+        if words[0] == "sl" or words[3] in _NO_CONNECTION:
+            continue
+        numbers = [int(text[at : at + 8], 16) for at in range(0, len(text), 8)]
+        address = Address(struct.pack(f"={len(numbers)}I", *numbers))
+        if address in addresses:
+            found[address] += 1
     return found
 
 

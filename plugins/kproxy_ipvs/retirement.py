@@ -5,7 +5,9 @@ destination by then. Connections that go through IPVS still need their virtual s
 the VIP on our device. Everything else goes at once.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
 from typing import NamedTuple
 
 from kproxy_core.backend.api import Leftovers
@@ -72,6 +74,7 @@ class _Retirement:
         self._servers = servers
         self._entries = sets.read(family)
         self._on_device = device.read(family)[0]
+        self._is_first = names.CLUSTER_IP in self._entries
         counted = servers.count(family)
         ours = {
             key: items for key, (_, items) in counted.items()
@@ -79,23 +82,23 @@ class _Retirement:
         }  # fmt: skip
         self._short_circuits = short_circuits(self._entries)
         self._verdict = judge(ours, self._short_circuits, _closing(ours))
-        self._staying = counted.keys() - set(self._verdict.gone)
-
-    @property
-    def waiting(self) -> int:
-        return self._verdict.waiting
+        staying = counted.keys() - set(self._verdict.gone)
+        needed = {frontend.address for key in staying for frontend in frontends(key, self._short_circuits)}
+        if self._is_first:
+            source = default_source_address(family)
+            if source is not None:
+                device.lend_source(self._on_device, source, family)
+        # Connections that the node began while the other mode had its rules already, but the VIP was local.
+        lines = chain.from_iterable(map(_lines, listing.SOCKETS[family]))
+        own = listing.connected_from(self._on_device - needed, lines)
+        self._unbound = sorted(self._on_device - needed - own.keys())
+        self.waiting = self._verdict.waiting + own.total()
+        """Connections for whose sake something stays."""
 
     def perform(self, removed: list[str]) -> None:
         """Do it; *removed* gets a line for each object. Raises HostError or SyncFailed."""
         verdict = self._verdict
-        needed = {
-            frontend.address for key in self._staying for frontend in frontends(key, self._short_circuits)
-        }
-        unbound = [address for address in self._on_device if address not in needed]
-        if names.CLUSTER_IP in self._entries:
-            source = default_source_address(self._family)
-            if source is not None:
-                device.lend_source(self._on_device.difference(unbound), source, self._family)
+        if self._is_first:
             removed += self._remove_rules()
         flows = _flows(verdict.datagrams)
         # A datagram that comes from now on begins a flow of the other mode, and one that comes before its
@@ -104,10 +107,10 @@ class _Retirement:
         self._servers.write(verdict.operations)
         conntrack.delete_stale_udp(self._family, flows)
         removed += [f"virtual server {key}" for key in verdict.gone]
-        device.unbind(unbound, self._family)
-        removed += [f"address {format_address(address)} on {names.DEVICE}" for address in unbound]
+        device.unbind(self._unbound, self._family)
+        removed += [f"address {format_address(address)} on {names.DEVICE}" for address in self._unbound]
         listed = self._entries.get(names.IPVS_IPS, {})
-        texts = map(format_address, unbound)
+        texts = map(format_address, self._unbound)
         sets.write(self._family, (), [Element(names.IPVS_IPS, text) for text in texts if text in listed])
 
     def _remove_rules(self) -> list[str]:
@@ -197,11 +200,15 @@ def short_circuits(entries: Entries) -> Frontends:
 def _closing(servers: Mapping[ServerKey, Sequence[Listed]]) -> Mapping[Closing, int]:
     if not any(item.inactive for items in servers.values() for item in items):
         return {}
+    return listing.closing(_lines(listing.CONNECTIONS))
+
+
+def _lines(path: Path) -> Iterator[str]:
     try:
-        with listing.CONNECTIONS.open(encoding="ascii") as lines:
-            return listing.closing(lines)
+        with path.open(encoding="ascii") as lines:
+            yield from lines
     except OSError as error:
-        raise HostError("connections of IPVS can't be read", error) from error
+        raise HostError(f"{path} can't be read", error) from error
 
 
 def _flows(datagrams: Collection[Frontend]) -> StaleFlows:

@@ -6,7 +6,8 @@ from kproxy_core.host.iptables import Tables
 from kproxy_ipvs.names import FILTER, MANGLE, NAT
 from kproxy_ipvs.skeleton import JUMPS, ChainKey, Jump
 
-TABLES = (MANGLE, NAT, FILTER)
+TABLES = (MANGLE, FILTER, NAT)
+"""In the order in which they are written. What nat sends to IPVS is let in by then."""
 
 Chains = Mapping[ChainKey, list[str]]
 

@@ -107,9 +107,13 @@ class Lab:
 
         return self._sockets.enter_context(connect() if inside else self.client.inside(connect))
 
-    def datagrams(self, address: str, port: int) -> socket.socket:
-        """A socket for datagrams from outside."""
-        sock = self.client.inside(lambda: socket.socket(self.number, socket.SOCK_DGRAM))
+    def datagrams(self, address: str, port: int, *, inside: bool = False) -> socket.socket:
+        """A socket for datagrams from outside, or from the node itself."""
+
+        def make() -> socket.socket:
+            return socket.socket(self.number, socket.SOCK_DGRAM)
+
+        sock = make() if inside else self.client.inside(make)
         sock.settimeout(20)
         sock.connect((address, port))
         return self._sockets.enter_context(sock)
@@ -217,17 +221,19 @@ def test_connections_through_ipvs_outlive_the_mode(
         connection.shutdown(socket.SHUT_WR)
         assert connection.recv(100) == b""
     datagrams = lab.datagrams(net.dns, 53)
-    assert answers(datagrams)
-    assert all(map(answers, held))
+    own_datagrams = lab.datagrams(net.dns, 53, inside=True)
+    assert all(map(answers, [*held, datagrams, own_datagrams]))
 
     iptables.kproxy_sync(update)
+    held.append(lab.dial(net.idle, inside=True))  # Not through IPVS, but from an address that is to go.
     left = retire(())
     assert not left.errors
-    assert left.waiting == len([*held, half_closed])
+    assert left.waiting == len([*held, half_closed, own_datagrams])
     assert answers(datagrams), "a datagram went astray"
+    assert answers(own_datagrams), "a datagram went astray"
     assert all(map(answers, held))
     vips = set(addresses(f"{vip} {net.external}"))
-    assert device.read(family)[0] == vips
+    assert device.read(family)[0] == {*vips, *addresses(f"{net.idle} {net.dns}")}
     assert {key.address for key in kernel.read(family)} == {*vips, parse_address(net.node), None}
     assert not {(MANGLE, IPVS_ACCESS), (NAT, LOAD_BALANCER)} & chains(family).keys()
 
@@ -245,6 +251,7 @@ def test_connections_through_ipvs_outlive_the_mode(
     lab.last_word.set()
     assert half_closed.recv(100) == b"bye"
     half_closed.close()
+    own_datagrams.close()
     held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     for connection in held:
         connection.close()

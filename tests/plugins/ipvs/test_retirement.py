@@ -59,6 +59,20 @@ def test_connections_with_a_side_that_may_still_send() -> None:
     assert listing.closing(CONNECTIONS.splitlines(keepends=True)) == {Closing(TO_WEB, ONE): 1, v6: 1}
 
 
+def test_connections_that_come_from_vips() -> None:
+    v4 = """\
+  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 0100600A:0050 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 1 1 0 100 0 0 10 0
+   1: 0100600A:A000 0100600A:0050 01 00000000:00000000 00:00000000 00000000     0        0 1 1 0 100 0 0 10 0
+   2: 0100600A:A002 0100600A:0050 06 00000000:00000000 00:00000000 00000000     0        0 1 1 0 100 0 0 10 0
+   3: 0100007F:A003 0100600A:0050 01 00000000:00000000 00:00000000 00000000     0        0 1 1 0 100 0 0 10 0
+"""
+    assert listing.connected_from({VIP}, v4.splitlines()) == {VIP: 1}
+    vip = parse_address("fd00::1")
+    v6 = "0: 000000FD000000000000000001000000:A000 000000FD000000000000000001000000:0050 08 0:0 0:0 0 0 0"
+    assert listing.connected_from({vip}, [v6]) == {vip: 1}
+
+
 JUDGED = [
     ("nobody", [Listed(ONE, 1, 0, 0)], 0, [DeleteServer(WEB)], 0),
     ("only what has ended", [Listed(ONE, 1, 0, 9)], 0, [DeleteServer(WEB)], 0),
