@@ -77,12 +77,12 @@ def test_tours_go_every_way_there_is() -> None:
     assert set(pairwise(GUEST)) == set(permutations(set(GUEST), 2))
 
 
-@pytest.mark.parametrize(("before", "after"), pairwise(HERE))
+@pytest.mark.parametrize(("before", "after"), list(pairwise(HERE)))
 def test_no_connection_is_lost(here: dict[tuple[str, str], Leg], before: str, after: str) -> None:
     check_leg(here, before, after, CONNECTIONS)
 
 
-@pytest.mark.parametrize(("before", "after"), pairwise(GUEST))
+@pytest.mark.parametrize(("before", "after"), list(pairwise(GUEST)))
 def test_no_connection_is_lost_where_there_is_ipvs(
     guest: dict[tuple[str, str], Leg], before: str, after: str
 ) -> None:
