@@ -308,6 +308,25 @@ def test_ipvs_takes_over_without_a_gap(
     fresh.close()
 
 
+def test_ipvs_comes_back_before_it_has_left(
+    lab: Lab, make: Callable[..., IpvsBackend], iptables: IptablesBackend, kernel: VirtualServers
+) -> None:
+    net, update = lab.net, lab.net.update
+    key = ServerKey(net.family, 0, parse_address(net.vip), Protocol.TCP, 80)
+    make().kproxy_sync(update)
+    held = [lab.dial(net.vip), lab.dial(net.vip, inside=True)]
+    with clients(lab) as failures:
+        iptables.kproxy_sync(update)
+        assert retire(()).waiting >= len(held)
+        assert not any(kernel.read(net.family)[key].weights.values())
+        assert make().kproxy_sync(update).operations > 0
+        assert not clean_up_iptables(dry_run=False).errors
+    assert not failures
+    assert set(kernel.read(net.family)[key].weights.values()) == {1}
+    assert make().kproxy_sync(update).operations == 0
+    assert all(map(answers, held))
+
+
 @contextlib.contextmanager
 def clients(lab: Lab) -> Iterator[list[str]]:
     """New connections all the time, from outside and from the node; yields what went wrong with them."""
