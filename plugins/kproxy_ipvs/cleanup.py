@@ -19,6 +19,7 @@ from kproxy_ipvs.applied import Entries
 from kproxy_ipvs.batch import DeleteServer
 from kproxy_ipvs.names import FILTER, MANGLE, NAT
 from kproxy_ipvs.render import ServerKey
+from kproxy_ipvs.skeleton import JUMPS
 from kproxy_ipvs.virtual_servers import VirtualServers
 
 EntriesByFamily = dict[Family, Entries]
@@ -157,9 +158,13 @@ def what_to_remove(held: Held, kept: frozenset[ChainKey] = frozenset()) -> Remov
 def what_only_kube_proxy_has(held: Held) -> Removal:
     """What of *held* this mode has no use for."""
     ours = _KUBE_PROXYS | _OLDER | (of_ipset_mode(held) & {FIREWALL})
+    targets = ours | _OF_BOTH | of_ipset_mode(held)
+    current = {(jump.table, jump.chain, jump.spec) for jump in JUMPS}
 
     def is_own(key: ChainKey, rule: str) -> bool:
-        return _leads_to(ours, key, rule) or (key[0] == FIREWALL[0] and is_ipset_jump(rule))
+        if key[0] == FIREWALL[0] and is_ipset_jump(rule):
+            return True
+        return _leads_to(targets, key, rule) and (*key, rule) not in current
 
     return plan_removal(held, ours, is_own, _is_of_iptables)
 

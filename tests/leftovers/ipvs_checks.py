@@ -18,7 +18,8 @@ VIP, THEIRS = (
     ServerKey(Family.IPV4, 0, parse_address(text), Protocol.TCP, 80)
     for text in ("10.96.0.10", "198.51.100.1")
 )
-LEFT = ("iptables", "iptables 1.23", "ipvs", "ipvs 1.14", "userspace")
+LEFT = (("iptables",), ("userspace", "iptables 1.23", "ipvs"), ("ipvs 1.14",))
+"""kube-proxy was started in one mode after another."""
 
 
 @pytest.fixture
@@ -61,11 +62,12 @@ def make_server(key: ServerKey) -> None:
         servers.close()
 
 
-@pytest.mark.parametrize("left", LEFT)
+@pytest.mark.parametrize("left", LEFT, ids=" then ".join)
 def test_ipvs_leaves_only_what_it_serves_with(
-    node: Namespace, undisturbed: dict[str, list[str]], left: str
+    node: Namespace, undisturbed: dict[str, list[str]], left: tuple[str, ...]
 ) -> None:
-    load_kube_proxy(node, left)
+    for mode in left:
+        load_kube_proxy(node, mode)
     assert served(node, "ipvs", undisturbed["ipvs"]) == undisturbed["ipvs"]
 
 

@@ -32,7 +32,7 @@ def held(node: Namespace) -> list[str]:
     found = [f"ipset {name}" for name in node.run("ipset", "list", "-name").split()]
     found += [f"link {line.split()[1]}" for line in node.run("ip", "-o", "link").splitlines()]
     servers = node.run("sh", "-c", "cat /proc/net/ip_vs 2>/dev/null || true").splitlines()[3:]
-    found += [" ".join(line.split()[:-2]) for line in servers]
+    found += [" ".join(line.split()[:3]) for line in servers]
     variants = working()
     if any(variant.nft for variant in variants):
         tables = node.run("nft", "list", "tables").splitlines()

@@ -7,7 +7,7 @@ import pytest
 from tests.guest.checks import names_of, problems_of
 
 CHECKS = [Path(__file__).with_name("ipvs_checks.py")]
-LONGEST = 600
+LONGEST = 900
 """Seconds."""
 
 

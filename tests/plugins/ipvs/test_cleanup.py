@@ -4,7 +4,7 @@ from kproxy_core.host.iptables_removal import ChainKey
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import node_view
 from kproxy_ipvs import names
-from kproxy_ipvs.cleanup import what_only_we_have, what_to_remove
+from kproxy_ipvs.cleanup import what_only_kube_proxy_has, what_only_we_have, what_to_remove
 from kproxy_ipvs.names import FILTER, MANGLE, NAT
 from kproxy_ipvs.skeleton import JUMPS, skeleton
 
@@ -74,6 +74,17 @@ def test_chains_that_kube_proxy_never_has_can_be_removed_beside_it() -> None:
     removal = what_only_we_have(held)
     assert set(removal.chains) == {key for key in skeleton(node_view()) if key[0] == MANGLE}
     assert {rule[0] for rule in removal.rules} == {MANGLE}
+
+
+def test_jumps_as_they_were_once_go_where_the_mode_serves() -> None:
+    held = held_by_us()
+    assert what_only_kube_proxy_has(held) == ([], [], [], [])
+    older = '-m comment --comment "kubernetes forward rules" -j KUBE-FORWARD'
+    held[FILTER, "FORWARD"] += [older, KUBE_PROXYS_JUMP]
+    held[FIREWALL] = []
+    removal = what_only_kube_proxy_has(held)
+    assert removal.rules == [(FILTER, "FORWARD", older), (FILTER, "FORWARD", KUBE_PROXYS_JUMP)]
+    assert removal.chains == [FIREWALL]
 
 
 def test_there_is_nothing_to_do_in_an_empty_kernel() -> None:
