@@ -7,6 +7,7 @@ must use the same one. The evidence is weighed as the iptables-wrappers of Kuber
 
 import re
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import NamedTuple
 
 from kproxy_core.host import programs
@@ -94,18 +95,23 @@ def prefers_nft(save: Callable[[str, str], Iterable[str]], default_is_nft: bool)
     legacy = list(save("legacy", ""))
     if _has_kubelet_chains(legacy):
         return False
-    legacy_rules, nft_rules = _count_rules(legacy), _count_rules(save("nft", ""))
-    if legacy_rules == nft_rules == 0:
-        return default_is_nft
-    return legacy_rules <= nft_rules
+    legacy_rules = _count(legacy)
+    if legacy_rules == 0 and default_is_nft:
+        return True
+    enough = max(legacy_rules, 1)  # Many more need not be read.
+    return sum(1 for _ in islice(filter(_is_rule, save("nft", "")), enough)) == enough
 
 
 def _has_kubelet_chains(lines: Iterable[str]) -> bool:
     return any(line.startswith(KUBELET_CHAINS) for line in lines)
 
 
-def _count_rules(lines: Iterable[str]) -> int:
-    return sum(line.startswith("-") for line in lines)
+def _count(lines: Iterable[str]) -> int:
+    return sum(map(_is_rule, lines))
+
+
+def _is_rule(line: str) -> bool:
+    return line.startswith("-")
 
 
 def probe(infix: str) -> Variant | None:

@@ -1,9 +1,10 @@
 """Removing every trace of the mode: our chains and rules, and kube-proxy's of all versions."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
 
 from kproxy_core.backend.api import Leftovers
+from kproxy_core.host.iptables import Tables
 from kproxy_core.host.iptables_cleanup import clean, unused_variants
 from kproxy_core.host.iptables_removal import ChainKey, Held, Removal, jump, plan_removal
 from kproxy_core.host.iptables_shared import FIREWALL, is_ipset_jump, of_ipset_mode
@@ -32,16 +33,24 @@ def supersede(*, dry_run: bool) -> Leftovers:
     """Remove what older versions had besides, and all from the interface that this node does not use."""
     unused = unused_variants()
     used = [variant for variant in find_variants() if variant not in unused]
-    older = _clean(used, what_is_superseded, dry_run=dry_run)
+    older = clean(what_is_superseded, used, dry_run=dry_run, look_at=_has_older)
     elsewhere = _clean(unused, dry_run=dry_run)
-    return Leftovers("iptables", older.removed + elsewhere.removed, older.errors + elsewhere.errors)
+    return Leftovers(
+        "iptables", (*older.removed, *elsewhere.removed), (*older.errors, *elsewhere.errors)
+    )
 
 
-def _clean(
-    variants: Iterable[Variant], decide: Callable[[Held], Removal] | None = None, *, dry_run: bool
-) -> Leftovers:
-    cleaned = clean(decide or what_to_remove, variants, dry_run=dry_run, counted=names.SERVICE_PREFIXES)
+def _clean(variants: Iterable[Variant], *, dry_run: bool) -> Leftovers:
+    cleaned = clean(what_to_remove, variants, dry_run=dry_run, counted=names.SERVICE_PREFIXES)
     return Leftovers("iptables", tuple(cleaned.removed), tuple(cleaned.errors))
+
+
+def _has_older(tables: Tables) -> bool:
+    """Whether there is anything of older versions: told by a few chains, all of ours may be many."""
+    return any(tables.has_chain(*key) for key in _OLDER) or any(
+        _is_older(key, rule)
+        for key in sorted({(jump.table, jump.chain) for jump in JUMPS}) for rule in tables.rules(*key)
+    )  # fmt: skip
 
 
 def what_to_remove(held: Held) -> Removal:
@@ -52,13 +61,12 @@ def what_to_remove(held: Held) -> Removal:
 
 def what_is_superseded(held: Held) -> Removal:
     """Decide what of *held* is this mode's and has no use for the rules as they are today."""
-    ours = {key for key in held if names.is_ours(*key) or key in _OLDER}
+    return plan_removal(held, _OLDER & held.keys(), _is_older, _IPVS_CHAINS.__contains__)
 
-    def is_older(key: ChainKey, rule: str) -> bool:
-        current = [jump.spec for jump in JUMPS if (jump.table, jump.chain) == key]
-        return _is_own(ours, key, rule) and not holds(current, rule)
 
-    return plan_removal(held, _OLDER & held.keys(), is_older, _IPVS_CHAINS.__contains__)
+def _is_older(key: ChainKey, rule: str) -> bool:
+    current = [jump.spec for jump in JUMPS if (jump.table, jump.chain) == key]
+    return _is_own(names.OUR_CHAINS | _OLDER, key, rule) and not holds(current, rule)
 
 
 def _is_own(ours: Collection[ChainKey], key: ChainKey, rule: str) -> bool:
