@@ -1,4 +1,4 @@
-"""The example backend, as its readers install and test it."""
+"""The example backends, as readers install and test them."""
 
 import os
 import subprocess
@@ -25,3 +25,24 @@ def test_example_is_installed_and_passes_its_own_tests(tmp_path: Path) -> None:
         "packets::affinity-keeps-a-client-at-its-endpoint[IPv4]: not applicable:"
         " the backend announces: session affinity is not kept" in done.stdout
     )
+
+
+def test_backend_of_the_page_keeps_the_contract(tmp_path: Path) -> None:
+    """In IPv4; nothing forwards packets there."""
+    page = (EXAMPLE.parents[1] / "docs" / "writing-a-backend.md").read_text(encoding="utf-8")
+    source = page.partition("runs this block as kproxy_textfile.py -->\n```python\n")[2].partition("```")[0]
+    (tmp_path / "kproxy_textfile.py").write_text(source)
+    kept = tmp_path / "kept"
+    (tmp_path / "pytest.ini").write_text(
+        f"[pytest]\nkproxy_state = cat {kept}/*.txt 2>/dev/null\nkproxy_damage = rm -f {kept}/*.txt\n"
+    )
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--color=no", "--rootdir=.",
+            "--kproxy-mode=textfile", "--kproxy-plugin=kproxy_textfile", "-k", "contract and not IPv6",
+        ],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": ".", "TEXTFILE_DIRECTORY": str(kept)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    assert "0 failed" in done.stdout

@@ -84,6 +84,7 @@ def bench(
     try:
         with inside(node, wanted):
             subject = Subject(wanted, families)
+            subject.end_all()
             try:
                 yield Bench(subject, family)
             finally:

@@ -54,9 +54,11 @@ class Subject:
         self.registry.close_backend(worker)
 
     def end_all(self) -> None:
-        """End what still runs."""
+        """End what still runs. What is in the kernel goes with the namespace, the rest by clean-up."""
         for worker in list(self._workers):
             self.end(worker)
+        if self.wanted.state:
+            self.cleanup()
 
     def retire(self, worker: Worker | None) -> Leftovers:
         """As when another mode serves; *worker*, if it still runs, is the one that served."""
