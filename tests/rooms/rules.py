@@ -62,7 +62,8 @@ NAMES_A_BACKEND = frozenset(
     for name in (
         "config", "configcheck", "configfile", "configflags", "configmerge", "configwrite",
         "host.iptables", "host.iptables_check", "host.iptables_cleanup", "host.iptables_removal",
-        "host.iptables_shared", "host.iptables_variant", "testing.conformance.kernel_state",
+        "host.iptables_shared", "host.iptables_variant",
+        "testing.conformance.kernel_state", "testing.conformance.rendering",
     )
 )  # fmt: skip
 """KubeProxyConfiguration has a section and flags for each of kube-proxy's modes; and iptables is not only

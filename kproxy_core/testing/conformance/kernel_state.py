@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kproxy_core.testing.conformance.namespaces import run
+from kproxy_core.testing.conformance.namespaces import CommandFailed, run
 
 _LEGACY = {
     "iptables-legacy": Path("/proc/net/ip_tables_names"),
@@ -87,6 +87,20 @@ def destroy(links: Sequence[str], commands: Sequence[str] = ()) -> None:
         run("ip", "link", "delete", link)
     for command in commands:
         run("sh", "-c", command)
+
+
+def translate_addresses() -> None:
+    """Rules that need address translation and do nothing: kernels stop it once nobody wants it."""
+    chains = "".join(
+        f"chain {hook} {{ type nat hook {hook} priority 0; ct status dnat accept; }}; "
+        for hook in ("prerouting", "input", "output", "postrouting")
+    )
+    try:
+        for family in ("ip", "ip6"):
+            run("nft", "-f", "-", stdin=f"table {family} kproxy-kit-successor {{ {chains} }}\n")
+    except CommandFailed:  # a kernel whose nf_tables can't, or no nft
+        for program in _LEGACY:
+            run(program, "-t", "nat", "-N", "KPROXY-KIT-SUCCESSOR")
 
 
 def links() -> set[str]:

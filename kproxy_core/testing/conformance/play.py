@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from kproxy_core.backend.worker import Worker
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.testing.builders import endpoint, endpoint_slice, full_update, plans, service
-from kproxy_core.testing.conformance import dialing, namespaces
+from kproxy_core.testing.conformance import dialing, kernel_state
 from kproxy_core.testing.conformance.bench import inside
 from kproxy_core.testing.conformance.checks import Check, Failed, NotApplicable
 from kproxy_core.testing.conformance.dialing import Answer, Connection, Frontend
 from kproxy_core.testing.conformance.features import ADDRESSES, Plans
-from kproxy_core.testing.conformance.namespaces import CommandFailed
 from kproxy_core.testing.conformance.network import PORT, Network, network
 from kproxy_core.testing.conformance.subject import Subject, Wanted, change, full
 
@@ -59,19 +58,8 @@ class Play:
         self._bring(name, {})
 
     def have_successor(self) -> None:
-        """Another mode translates addresses from now on; kernels stop to once nobody is left who does."""
-        chains = "".join(
-            f"chain {hook} {{ type nat hook {hook} priority 0; ct status dnat accept; }}; "
-            for hook in ("prerouting", "input", "output", "postrouting")
-        )
-        try:
-            for family in ("ip", "ip6"):
-                namespaces.run(
-                    "nft", "-f", "-", stdin=f"table {family} kproxy-kit-successor {{ {chains} }}\n"
-                )
-        except CommandFailed:
-            for program in ("iptables", "ip6tables"):
-                namespaces.run(program, "-t", "nat", "-N", "KPROXY-KIT-SUCCESSOR")
+        """Another mode translates addresses from now on."""
+        kernel_state.translate_addresses()
 
     def begin(self) -> None:
         """A process begins over the rules that are there."""
