@@ -6,6 +6,7 @@ the VIP on our device. Everything else goes at once.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from kproxy_core.host.errors import HostError
 from kproxy_core.host.iptables import Tables
 from kproxy_core.host.iptables_removal import described, inputs
 from kproxy_core.host.iptables_variant import find_variants
-from kproxy_core.model.address import Cidr, Family, Protocol, format_address, parse_address
+from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_address, parse_address
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_core.plan.stale_flows import StaleFlows
@@ -56,8 +57,11 @@ def retire(excluded: Sequence[Cidr]) -> Leftovers:
         for family in Family:
             try:
                 one = _Retirement(family, servers, excluded)
-                waiting += one.waiting
-                one.perform(removed)
+                try:
+                    removed += one.end_new_connections()
+                except (HostError, SyncFailed) as error:  # The next call tries again.
+                    errors.append(str(error))
+                waiting += one.remove_unneeded(removed)
             except (HostError, SyncFailed) as error:
                 errors.append(str(error))
     finally:
@@ -72,34 +76,34 @@ class _Retirement:
         """Raises HostError or SyncFailed."""
         self._family = family
         self._servers = servers
+        self._excluded = excluded
         self._entries = sets.read(family)
         self._on_device = device.read(family)[0]
-        self._is_first = names.CLUSTER_IP in self._entries
-        counted = servers.count(family)
+
+    def end_new_connections(self) -> list[str]:
+        """Remove what would meddle with the other mode's; returns a line for each object.
+
+        Raises HostError or SyncFailed.
+        """
+        if names.CLUSTER_IP not in self._entries:
+            return []  # It is done.
+        source = default_source_address(self._family)
+        if source is not None:
+            device.lend_source(self._on_device, source, self._family)
+        return self._remove_rules()
+
+    def remove_unneeded(self, removed: list[str]) -> int:
+        """Remove virtual servers and addresses; returns for how many connections' sake others stay.
+
+        *removed* gets a line for each object. Raises HostError or SyncFailed.
+        """
+        counted = self._servers.count(self._family)
         ours = {
             key: items for key, (_, items) in counted.items()
-            if is_left(key, self._on_device, self._entries, excluded)
+            if is_left(key, self._on_device, self._entries, self._excluded)
         }  # fmt: skip
-        self._short_circuits = short_circuits(self._entries)
-        self._verdict = judge(ours, self._short_circuits, _closing(ours))
-        staying = counted.keys() - set(self._verdict.gone)
-        needed = {frontend.address for key in staying for frontend in frontends(key, self._short_circuits)}
-        if self._is_first:
-            source = default_source_address(family)
-            if source is not None:
-                device.lend_source(self._on_device, source, family)
-        # Connections that the node began while the other mode had its rules already, but the VIP was local.
-        lines = chain.from_iterable(map(_lines, listing.SOCKETS[family]))
-        own = listing.connected_from(self._on_device - needed, lines)
-        self._unbound = sorted(self._on_device - needed - own.keys())
-        self.waiting = self._verdict.waiting + own.total()
-        """Connections for whose sake something stays."""
-
-    def perform(self, removed: list[str]) -> None:
-        """Do it; *removed* gets a line for each object. Raises HostError or SyncFailed."""
-        verdict = self._verdict
-        if self._is_first:
-            removed += self._remove_rules()
+        marked = short_circuits(self._entries)
+        verdict = judge(ours, marked, _closing(ours))
         flows = _flows(verdict.datagrams)
         # A datagram that comes from now on begins a flow of the other mode, and one that comes before its
         # virtual server is gone does no harm: what it leaves is deleted as well.
@@ -107,11 +111,24 @@ class _Retirement:
         self._servers.write(verdict.operations)
         conntrack.delete_stale_udp(self._family, flows)
         removed += [f"virtual server {key}" for key in verdict.gone]
-        device.unbind(self._unbound, self._family)
-        removed += [f"address {format_address(address)} on {names.DEVICE}" for address in self._unbound]
+        staying = counted.keys() - set(verdict.gone)
+        needed = {frontend.address for key in staying for frontend in frontends(key, marked)}
+        return verdict.waiting + self._remove_addresses(self._on_device - needed, removed)
+
+    def _remove_addresses(self, addresses: AbstractSet[Address], removed: list[str]) -> int:
+        """Take *addresses* off the device, but for those that the node's own connections come from.
+
+        It began them when the other mode had its rules already, but the address was local.
+        """
+        lines = chain.from_iterable(map(_lines, listing.SOCKETS[self._family]))
+        connected = listing.connected_from(addresses, lines)
+        unbound = sorted(addresses - connected.keys())
+        device.unbind(unbound, self._family)
+        removed += [f"address {format_address(address)} on {names.DEVICE}" for address in unbound]
         listed = self._entries.get(names.IPVS_IPS, {})
-        texts = map(format_address, self._unbound)
+        texts = map(format_address, unbound)
         sets.write(self._family, (), [Element(names.IPVS_IPS, text) for text in texts if text in listed])
+        return connected.total()
 
     def _remove_rules(self) -> list[str]:
         """What decides about new connections, and the sets that only those rules read."""
