@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 from kproxy_core.backend.api import BackendSettings, Damage, Leftovers, SyncReport, Update
 from kproxy_core.backend.registry import Registry
@@ -30,6 +31,10 @@ class Wanted:
     """Commands that destroy what the backend keeps, where the kit would not know how."""
     not_applicable: Mapping[str, str] = field(default_factory=dict)
     """Checks that ask for what the backend does not do, and why; "": the backend announces that itself."""
+
+
+_BEGUN: WeakSet[Worker] = WeakSet()
+"""Those that were told that they are to serve."""
 
 
 class Subject:
@@ -69,7 +74,13 @@ class Subject:
 
 
 def full(worker: Worker, family: Family, plans: Plans, node: NodeView | None = None) -> SyncReport:
-    """A full sync. What it is given does not outlive the call, as the contract says."""
+    """A full sync. What it is given does not outlive the call, as the contract says.
+
+    Before the first one the backend is told that it is to serve.
+    """
+    if worker not in _BEGUN:
+        worker.begin()
+        _BEGUN.add(worker)
     given = dict(plans)
     update = full_update(node or ADDRESSES[family].view(), given)
     try:
