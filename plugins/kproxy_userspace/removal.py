@@ -15,7 +15,10 @@ def what_to_remove(held: Held) -> Removal:
 
 
 def what_is_not_kube_proxys(held: Held) -> Removal:
-    """The same if our redirections are there: kube-proxy sends the node's own traffic to an address."""
+    """The same if our redirections are there: kube-proxy sends the node's own traffic to an address.
+
+    Where relays listen at one address ours does so, too: those rules can't be told apart, and stay.
+    """
     ours = any("-j REDIRECT" in rule for key in _HOSTS for rule in held.get(key, ()))
     return what_to_remove(held if ours else {})
 
