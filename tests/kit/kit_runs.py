@@ -8,7 +8,8 @@ from pathlib import Path
 
 from tests.guest.guest import Guest
 
-SIDE_BY_SIDE = 2
+SIDE_BY_SIDE = 3
+"""The guest has a processor for itself, and the userspace mode mostly waits."""
 LONGEST = 600
 """Seconds until a guest is given up."""
 

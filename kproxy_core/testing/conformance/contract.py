@@ -245,9 +245,9 @@ def _feature(feature: Feature, bench: Bench) -> None:
         for others in (False, True):
             wanted = turn.plans(family, others=others)
             change(worker, family, beside | wanted, wanted)
-            bench.settled(
-                worker, beside | wanted, f"{turn.name} {'with other endpoints' if others else 'added'}"
-            )
+            if turn is feature:
+                how = "with other endpoints" if others else "added"
+                bench.settled(worker, beside | wanted, f"{feature.name} {how}")
         change(worker, family, beside, turn.plans(family))
         states.append(bench.state())
     # What one Service left may be kept for others of the kind. What each leaves grows for ever.
