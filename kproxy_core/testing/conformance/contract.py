@@ -245,14 +245,15 @@ def _feature(feature: Feature, bench: Bench) -> None:
         for others in (False, True):
             wanted = turn.plans(family, others=others)
             change(worker, family, beside | wanted, wanted)
-            if turn is feature:
-                how = "with other endpoints" if others else "added"
-                bench.settled(worker, beside | wanted, f"{feature.name} {how}")
         change(worker, family, beside, turn.plans(family))
         states.append(bench.state())
     # What one Service left may be kept for others of the kind. What each leaves grows for ever.
     if changes := difference(states[0].lines, states[1].lines):
         raise Failed(f"a Service that came and went ({feature.name}) left (+) or took along (-):\n{changes}")
+    for others, how in ((False, "added"), (True, "with other endpoints")):
+        wanted = feature.plans(family, others=others)
+        change(worker, family, beside | wanted, wanted)
+        bench.settled(worker, beside | wanted, f"{feature.name} {how}")
 
 
 CHECKS += [
