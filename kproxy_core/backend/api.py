@@ -107,6 +107,8 @@ class Caveat(NamedTuple):
     """Whom it concerns; None: the node."""
     lost: bool = True
     """Traffic that another mode serves is not served, or a promise is not kept; else it only differs."""
+    only_here: bool = False
+    """It was asked for, and no other mode does it: who leaves this mode loses it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,11 @@
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from kproxy_core.backend.api import Caveat
 from kproxy_core.cli.terms import Configuration
 from kproxy_core.config import ConfigError, load
 from kproxy_core.model.service import ServicePortKey
@@ -107,10 +108,11 @@ class FollowedFile:
 
 
 def _described(difference: Difference) -> dict[str, object]:
-    def described(caveats: object) -> list[dict[str, object]]:
+    def described(caveats: Sequence[Caveat]) -> list[dict[str, object]]:
         return [
-            {"what": caveat.what, "lost": caveat.lost, "service_port": _named(caveat.service_port)}
-            for caveat in caveats  # type: ignore[attr-defined]
+            {"what": caveat.what, "lost": caveat.lost, "only_here": caveat.only_here,
+             "service_port": _named(caveat.service_port)}
+            for caveat in caveats
         ]
 
     return {"comes": described(difference.comes), "goes": described(difference.goes),

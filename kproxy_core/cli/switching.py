@@ -21,7 +21,7 @@ def check(mode: str, say: Callable[[str], None]) -> bool:
     for caveat in found["comes"]:
         say(f"{'lost' if caveat['lost'] else 'differs'}: {_described(caveat)}")
     for caveat in found["goes"]:
-        say(f"gone with {now}: {_described(caveat)}")
+        say(f"{'lost' if caveat['only_here'] else 'gone'} with {now}: {_described(caveat)}")
     return not found["loses"]
 
 

@@ -56,7 +56,7 @@ class Difference:
     @property
     def loses(self) -> bool:
         """Something would not be served any more."""
-        return any(caveat.lost for caveat in self.comes)
+        return any(caveat.lost for caveat in self.comes) or any(caveat.only_here for caveat in self.goes)
 
 
 class Switch:

@@ -27,7 +27,8 @@ def caveats(update: Update, *, scheduler: str) -> Sequence[Caveat]:
 def _of_all(plans: Sequence[ServicePlan], scheduler: str) -> Iterator[Caveat]:
     if not plans:
         return
-    yield Caveat(f"connections are scheduled by {scheduler}", lost=False)
+    # Other modes choose by turns or at random: for equal endpoints that is what rr does.
+    yield Caveat(f"connections are scheduled by {scheduler}", lost=False, only_here=scheduler != "rr")
     if any(plan.cluster_ip is not None or plan.external_addresses for plan in plans):
         yield Caveat(
             "ClusterIPs and external addresses are addresses of this node and answer pings", lost=False)

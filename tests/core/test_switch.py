@@ -239,6 +239,7 @@ def test_a_switch_that_the_end_of_the_process_cuts_off_ends(room: Room) -> None:
 
 SAME = Caveat("both do that")
 LOST = Caveat("port 9/SCTP is not served")
+ONLY_HERE = Caveat("connections go to the least loaded", lost=False, only_here=True)
 DIFFERS = Caveat("something is spelled otherwise", lost=False)
 
 
@@ -247,6 +248,8 @@ DIFFERS = Caveat("something is spelled otherwise", lost=False)
     ((SAME, LOST), (SAME,), False),
     ((SAME,), (SAME, LOST), True),
     ((SAME,), (SAME, DIFFERS), False),
+    ((ONLY_HERE,), (), True),
+    ((), (ONLY_HERE,), False),
 ])  # fmt: skip
 def test_what_would_change_is_told_beforehand(
     room: Room, old: tuple[Caveat, ...], new: tuple[Caveat, ...], loses: bool

@@ -23,7 +23,8 @@ def found(node: NodeView, of: Service, **options: object) -> list[Caveat]:
 
 def test_the_scheduler_and_the_addresses_concern_all() -> None:
     assert found(NODE, service()) == OF_ALL
-    assert Caveat("connections are scheduled by lc", lost=False) in found(NODE, service(), scheduler="lc")
+    by_load = Caveat("connections are scheduled by lc", lost=False, only_here=True)
+    assert by_load in found(NODE, service(), scheduler="lc")
     assert list(kproxy_caveats(full_update(NODE, {}), BackendSettings((Family.IPV4,)))) == []
 
 
