@@ -1,5 +1,7 @@
 """Sending requests over netlink many at a time (linux/netlink.h)."""
 
+import errno
+import os
 import socket
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -28,7 +30,11 @@ class Refusal(NamedTuple):
 
 
 def exchange(sock: socket.socket, requests: Sequence[Request]) -> list[Refusal]:
-    """Send *requests*; returns those that were refused. Only the last is confirmed. Raises OSError."""
+    """Send *requests*; returns those that were refused. Only the last is confirmed.
+
+    Raises OSError, also if a batch is refused as a whole: without the
+    privilege for it, one hears of the first request only.
+    """
     refused: list[Refusal] = []
     start = size = 0
     for at, request in enumerate(requests):
@@ -48,7 +54,12 @@ def _exchange(sock: socket.socket, requests: Sequence[Request], start: int, end:
         for number, (kind, flags, payload) in enumerate(requests[start:end], start + 1)
     ]))  # fmt: skip
     while True:
-        data = sock.recv(netlink.RECEIVE_SIZE)
+        try:
+            # The kernel answers before `send` returns: what is not there by now never comes.
+            data = sock.recv(netlink.RECEIVE_SIZE, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            code = refused[-1].code if refused else errno.EIO
+            raise OSError(code, os.strerror(code)) from None
         for kind, _, number, at, _ in netlink.messages(data):
             if kind != netlink.NLMSG_ERROR:
                 continue
