@@ -194,13 +194,9 @@ def _device(dry_run: bool) -> Cleaned:
 
 
 def _sets(kinds: Iterable[names.SetKind], dry_run: bool) -> Cleaned:
-    cleaned = Cleaned()
-    for name in sets.existing(kinds):
-        try:
-            if not dry_run:
-                sets.destroy([name])
-        except HostError as error:
-            cleaned.errors.append(f"ipset {name}: {error}")
-        else:
-            cleaned.removed.append(f"ipset {name}")
-    return cleaned
+    found = sets.existing(kinds)
+    stay = {} if dry_run else sets.destroy(found)
+    return Cleaned(
+        [f"ipset {name}" for name in found if name not in stay],
+        [f"ipset {name}: {error}" for name, error in stay.items()],
+    )

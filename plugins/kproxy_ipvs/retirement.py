@@ -145,7 +145,8 @@ class _Retirement:
             tables.restore(text + "".join(inputs(removal, tables.chains_per_call)))
             removed += [f"{tables.program}: {line}" for line in described(removal)]
         unread = [kind.full_name(self._family) for kind in self._entries if kind not in _KEPT_SETS]
-        sets.destroy(unread)
+        for error in sets.destroy(unread).values():
+            raise error
         return removed + [f"ipset {name}" for name in unread]
 
 

@@ -1,6 +1,6 @@
 """The ipsets of one IP family: sets by ``ipset``, their entries by netlink."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 from kproxy_core.host import netlink, programs
 from kproxy_core.host.errors import HostError
@@ -65,8 +65,24 @@ def render(family: Family, kinds: Iterable[SetKind], elements: Iterable[Element]
     return "".join(lines)
 
 
-def destroy(names: Iterable[str]) -> None:
-    """Delete sets by their full names. Raises HostError if a rule uses one."""
+def destroy(names: Sequence[str]) -> dict[str, HostError]:
+    """Delete sets by their full names; returns why some stay, such as that a rule uses them."""
+    try:
+        _destroy(names)
+    except HostError:  # It has stopped at the first that stays.
+        return dict(_stubborn(names))
+    return {}
+
+
+def _stubborn(names: Iterable[str]) -> Iterator[tuple[str, HostError]]:
+    for name in names:
+        try:
+            _destroy([name])
+        except HostError as error:
+            yield name, error
+
+
+def _destroy(names: Iterable[str]) -> None:
     text = "".join(f"destroy {name}\n" for name in names)
     if text:
         programs.output("ipset", "restore", "-exist", stdin=text)
