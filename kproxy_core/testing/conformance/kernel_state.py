@@ -103,6 +103,17 @@ def translate_addresses() -> None:
             run(program, "-t", "nat", "-N", "KPROXY-KIT-SUCCESSOR")
 
 
+def block_as_others_do(table: str, address: str) -> None:
+    """A rule of somebody else's, in the nf_tables table *table* or wherever this kernel can have it."""
+    rules = f"chain c {{ type filter hook output priority 0; ip daddr {address} drop; }};"
+    try:
+        run("nft", "-f", "-", stdin=f"table ip {table} {{ {rules} }}\n")
+    except CommandFailed:  # as above
+        run("iptables-legacy", "-N", table)
+        run("iptables-legacy", "-A", table, "-d", address, "-j", "DROP")
+        run("iptables-legacy", "-A", "OUTPUT", "-j", table)
+
+
 def links() -> set[str]:
     """Names of the network interfaces."""
     return {line.partition(":")[0].strip() for line in _read(Path("/proc/net/dev")).splitlines()[2:]}

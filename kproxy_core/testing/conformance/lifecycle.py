@@ -12,7 +12,7 @@ from kproxy_core.backend.api import CONTRACT, Caveat, Detection, Leftovers
 from kproxy_core.backend.worker import Worker
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import full_update
-from kproxy_core.testing.conformance import namespaces, rendering
+from kproxy_core.testing.conformance import kernel_state, namespaces, rendering
 from kproxy_core.testing.conformance.bench import Bench
 from kproxy_core.testing.conformance.checks import Checks, Failed, NotApplicable, expect
 from kproxy_core.testing.conformance.features import ADDRESSES, FEATURES, everything
@@ -211,9 +211,7 @@ def rules_of_others_stay(bench: Bench) -> None:
     """Neither a sync nor a clean-up touches what somebody else put into the kernel."""
     namespaces.run("ip", "link", "add", "foreign", "type", "veth", "peer", "name", "foreign-peer")
     namespaces.run("ip", "address", "add", "192.0.2.99/32", "dev", "foreign")
-    table = f"table ip {_FOREIGN}"
-    rules = f"{table} {{ chain c {{ type filter hook output priority 0; ip daddr 192.0.2.98 drop; }}; }}\n"
-    namespaces.run("nft", "-f", "-", stdin=rules)
+    kernel_state.block_as_others_do(_FOREIGN, "192.0.2.98")
     before = bench.state()
     bench.subject.end(_both(bench))
     there = set(bench.state().lines)
