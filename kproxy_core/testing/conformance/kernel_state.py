@@ -7,6 +7,7 @@ commands of ``kproxy_state`` print.
 import re
 import shutil
 import socket
+import struct
 import subprocess
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,6 +21,11 @@ _LEGACY = {
     "ip6tables-legacy": Path("/proc/net/ip6_tables_names"),
 }
 _IPVS = Path("/proc/net/ip_vs")
+_NETLINK_NETFILTER = 12
+_GET_TABLES = struct.pack("=IHHIIBBH", 20, 0x0A01, 0x0301, 0, 0, 0, 0, 0)
+"""A dump of NFT_MSG_GETTABLE (linux/netlink.h, linux/netfilter/nf_tables.h)."""
+_KIND, _ENDS = struct.Struct("=4xH"), (2, 3)
+"""Of a message; NLMSG_ERROR and NLMSG_DONE."""
 _LEFT_EMPTY = re.compile(r"table ip6? (filter|nat|mangle|raw|security)\b")
 _BASE_CHAIN = re.compile(r"type \S+ hook .* policy accept;")
 _COUNTS = re.compile(r"counter packets \d+ bytes \d+|\[\d+:\d+\] ?| expires \S+")
@@ -121,7 +127,7 @@ def links() -> set[str]:
 
 def _nft() -> Iterator[str]:
     """Tables of the iptables programs that hold nothing are left out: whoever looks at them makes them."""
-    if not shutil.which("nft"):
+    if not shutil.which("nft") or not _has_nft_tables():
         return
     listing = [line for line in run("nft", "list", "ruleset").splitlines() if line.strip()]
     for table, body in _blocks(listing, ""):
@@ -133,6 +139,17 @@ def _nft() -> Iterator[str]:
         if lines or not _LEFT_EMPTY.match(table):
             yield table
             yield from (f"{table} {line}" for line in lines)
+
+
+def _has_nft_tables() -> bool:
+    """Whether there are any; the program, which checks often start, takes much longer to say no."""
+    try:
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_NETFILTER) as sock:
+            sock.send(_GET_TABLES)
+            kind: int = _KIND.unpack_from(sock.recv(1 << 16))[0]
+    except OSError:
+        return False
+    return kind not in _ENDS
 
 
 def _blocks(lines: Sequence[str], indent: str) -> Iterator[tuple[str, list[str]]]:

@@ -38,6 +38,8 @@ NAMES = (
 )
 """Whose address it is."""
 
+_UP = ("link set lo up", "link set eth0 up")
+
 
 def node_only() -> Namespace:
     """A node without anybody around it."""
@@ -77,8 +79,34 @@ class Network:
             *(f"link add {name} type veth peer name eth0 netns {peer.path}" for name, peer in links),
             *(f"link set {name} up" for name, _ in links),
         )
-        for _, peer in links:
-            peer.ip("link set lo up", "link set eth0 up")
+        for pod in ("near", "other"):
+            four, six = PODS[pod]
+            self.hosts[pod].ip(
+                *_UP,
+                f"address add {four}/32 dev eth0",
+                f"address add {six}/128 dev eth0 nodad",
+                f"route add {GATEWAY[Family.IPV4]} dev eth0",
+                f"route add {GATEWAY[Family.IPV6]} dev eth0",
+                f"route add default via {GATEWAY[Family.IPV4]}",
+                f"route add default via {GATEWAY[Family.IPV6]}",
+            )
+        away.ip(
+            *_UP,
+            "address add 172.30.0.2/24 dev eth0",
+            "address add fd00:172:30::2/64 dev eth0 nodad",
+            f"address add {V4.far}/32 dev lo",
+            f"address add {V6.far}/128 dev lo nodad",
+            f"route add default via {V4.node}",
+            f"route add default via {V6.node}",
+        )
+        client.ip(
+            *_UP,
+            *(f"address add {address}/24 dev eth0" for address in V4.clients),
+            *(f"address add {address}/64 dev eth0 nodad" for address in V6.clients),
+            "route add default via 198.51.100.1",
+            "route add default via 2001:db8:51::1",
+        )
+        # Last: nothing is carried by its links before the others are up.
         node.ip(
             f"address add {V4.node}/24 dev lan",
             f"address add {V6.node}/64 dev lan nodad",
@@ -92,30 +120,6 @@ class Network:
               for gateway in (f"{GATEWAY[Family.IPV4]}/32", f"{GATEWAY[Family.IPV6]}/128 nodad")),
             *(f"route add {address} dev {pod}" for pod in ("near", "other") for address in PODS[pod]),
         )  # fmt: skip
-        for pod in ("near", "other"):
-            four, six = PODS[pod]
-            self.hosts[pod].ip(
-                f"address add {four}/32 dev eth0",
-                f"address add {six}/128 dev eth0 nodad",
-                f"route add {GATEWAY[Family.IPV4]} dev eth0",
-                f"route add {GATEWAY[Family.IPV6]} dev eth0",
-                f"route add default via {GATEWAY[Family.IPV4]}",
-                f"route add default via {GATEWAY[Family.IPV6]}",
-            )
-        away.ip(
-            "address add 172.30.0.2/24 dev eth0",
-            "address add fd00:172:30::2/64 dev eth0 nodad",
-            f"address add {V4.far}/32 dev lo",
-            f"address add {V6.far}/128 dev lo nodad",
-            f"route add default via {V4.node}",
-            f"route add default via {V6.node}",
-        )
-        client.ip(
-            *(f"address add {address}/24 dev eth0" for address in V4.clients),
-            *(f"address add {address}/64 dev eth0 nodad" for address in V6.clients),
-            "route add default via 198.51.100.1",
-            "route add default via 2001:db8:51::1",
-        )
 
 
 class Servers:
