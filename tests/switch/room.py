@@ -222,15 +222,15 @@ class Loads:
     def made(self) -> int:
         return sum(load.made for load in self._loads)
 
-    @property
-    def failures(self) -> list[str]:
-        """What failed and was not the machine's fault."""
+    def failures(self, since: float = 0) -> list[str]:
+        """What was given up from *since* (of the monotonic clock) on and was not the machine's fault."""
         stalls = [stall for load in self._loads for stall in load.stalls]
         return [
             f"{failure.until:.3f} {failure.what}"
             for load in self._loads
             for failure in load.failures
-            if not (failure.sent_again and any(failure.overlaps(*stall) for stall in stalls))
+            if failure.until >= since
+            and not (failure.sent_again and any(failure.overlaps(*stall) for stall in stalls))
         ]
 
     @property
@@ -246,7 +246,7 @@ class Loads:
         wanted = self.made + number
         deadline = time.monotonic() + PATIENCE * 5
         while self.made < wanted:
-            assert time.monotonic() < deadline, f"{self.made} of {wanted}: {self.failures[:5]}"
+            assert time.monotonic() < deadline, f"{self.made} of {wanted}: {self.failures()[:5]}"
             time.sleep(0.05)
 
 

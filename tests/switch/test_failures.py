@@ -88,7 +88,7 @@ def test_a_backend_that_fails_is_rolled_back(
         Path(environment["KPROXY_FAULT"]).unlink(missing_ok=True)
         await_traces(where, loads, "nftables")
         assert running.mode == "nftables"
-        assert loads.failures == []
+        assert loads.failures() == []
 
 
 @pytest.mark.usefixtures("_disarmed")
@@ -101,7 +101,7 @@ def test_a_backend_that_can_not_be_made_changes_nothing(
         assert (done.returncode, running.mode) == (1, "nftables")
         assert "failed on purpose" in done.stderr
         await_traces(where, loads, "nftables")
-        assert loads.failures == []
+        assert loads.failures() == []
 
 
 def test_a_backend_that_only_promises_is_found_out_by_a_connection(
@@ -112,7 +112,7 @@ def test_a_backend_that_only_promises_is_found_out_by_a_connection(
         assert (done.returncode, running.mode) == (1, "nftables")
         assert "did not lead to its endpoint" in done.stderr
         await_traces(where, loads, "nftables")
-        assert loads.failures == []
+        assert loads.failures() == []
 
 
 def test_a_udp_client_of_a_relay_goes_on_when_the_process_ends_right_after_a_switch(
@@ -146,4 +146,4 @@ def test_a_killed_switch_is_finished_or_rolled_back_by_the_next_start(
             serving = before if hook in ("kproxy_make_backend", "kproxy_sync") else after
             assert again.mode == serving
             await_traces(where, loads, serving)
-            assert loads.failures == []
+            assert loads.failures() == []

@@ -5,37 +5,22 @@ One tour goes every way once. Modes that this kernel lacks go theirs in guests.
 
 import json
 import subprocess
-import sys
-from collections.abc import Iterator
 from itertools import pairwise, permutations
 from pathlib import Path
 
 import pytest
 
 from tests.guest.guest import Guest
-from tests.switch.tour import LEGS, Leg, belongs
+from tests.switch.tour import COMMAND, CONNECTIONS, GUEST, HERE, LEGS, Leg, belongs
 
-CONNECTIONS = 10_000
-"""New ones for each way."""
-IN_A_GUEST = 1_000
-"""There, where a system call costs several times as much."""
-ON_A_SLOW_MACHINE = ("SWITCH_PATIENCE=240", "SWITCH_EACH_TICK=2")
-"""So that it is not the machine that loses connections."""
 LATE = 5
 """Answers in a leg that may not come in time there: what is on its way when IPVS gives a flow up is lost, and
 a guest's only processor can be busy for seconds while rules change. Nothing is refused or reset."""
-
-HERE = (
-    "nftables", "iptables-nft", "nftables", "iptables-legacy", "nftables", "userspace", "iptables-nft",
-    "userspace", "iptables-legacy", "userspace", "nftables",
-)  # fmt: skip
-GUEST = ("ipvs", "iptables-legacy", "ipvs", "userspace", "iptables-legacy", "userspace", "ipvs")
 
 LONGEST = 600
 """Seconds for a tour."""
 
 CHECKOUT = Path(__file__).parents[2]
-TOUR = [sys.executable, "-B", "-m", "tests.switch.tour"]
 
 
 def read(directory: Path) -> dict[tuple[str, str], Leg]:
@@ -43,34 +28,19 @@ def read(directory: Path) -> dict[tuple[str, str], Leg]:
     return {(leg.before, leg.after): leg for leg in legs}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def under_way(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Guest | None]:
-    """The guest, which is on its tour while this machine is on its own; None if no test asks for it."""
-    if not any("guest" in getattr(item, "fixturenames", ()) for item in request.session.items):
-        yield None
-        return
-    directory = tmp_path_factory.mktemp("guest")
-    command = ["env", *ON_A_SLOW_MACHINE, *TOUR, str(directory), str(IN_A_GUEST), *GUEST]
-    with Guest(command, directory / "log", share=directory, seconds=LONGEST) as running:
-        yield running
-
-
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Leg]:
     directory = tmp_path_factory.mktemp("tour")
-    command = ["nice", "-n", "5", *TOUR, str(directory), str(CONNECTIONS), *HERE]
+    command = ["nice", "-n", "5", *COMMAND, str(directory), str(CONNECTIONS), *HERE]
     subprocess.run(command, cwd=CHECKOUT, check=False, timeout=LONGEST)
     return read(directory)
 
 
 @pytest.fixture(scope="module")
-def guest(under_way: Guest | None) -> dict[tuple[str, str], Leg]:
-    assert under_way is not None
-    under_way.status()
-    directory = under_way.log.parent
-    assert (directory / LEGS).exists(), under_way.output
+def guest(guest_on_tour: Guest) -> dict[tuple[str, str], Leg]:
+    guest_on_tour.status()
+    directory = guest_on_tour.log.parent
+    assert (directory / LEGS).exists(), guest_on_tour.output
     return read(directory)
 
 
@@ -82,7 +52,7 @@ def test_tours_go_every_way_there_is() -> None:
 
 @pytest.mark.parametrize(("before", "after"), list(pairwise(HERE)))
 def test_no_connection_is_lost(here: dict[tuple[str, str], Leg], before: str, after: str) -> None:
-    check_leg(here, before, after, CONNECTIONS)
+    check_leg(here, before, after)
     assert here[before, after].failures == []
 
 
@@ -90,16 +60,16 @@ def test_no_connection_is_lost(here: dict[tuple[str, str], Leg], before: str, af
 def test_no_connection_is_lost_where_there_is_ipvs(
     guest: dict[tuple[str, str], Leg], before: str, after: str
 ) -> None:
-    check_leg(guest, before, after, IN_A_GUEST)
+    check_leg(guest, before, after)
     late = [failure for failure in guest[before, after].failures if failure.endswith("no answer")]
     assert guest[before, after].failures == late
     assert len(late) <= LATE
 
 
-def check_leg(legs: dict[tuple[str, str], Leg], before: str, after: str, connections: int) -> None:
+def check_leg(legs: dict[tuple[str, str], Leg], before: str, after: str) -> None:
     assert (before, after) in legs, "the tour ended before"
     leg = legs[before, after]
     assert leg.status == 0, leg.said
-    assert leg.made >= connections
+    assert leg.made >= CONNECTIONS
     assert leg.exchanged > 0
     assert belongs(leg.left, after), f"on the node: {leg.left}"

@@ -18,6 +18,16 @@ from pathlib import Path
 from tests.switch.room import FROM_NODE, PATIENCE, Loads, Room, room
 from tests.switch.traffic import Target
 
+COMMAND = [sys.executable, "-B", "-m", "tests.switch.tour"]
+CONNECTIONS = 10_000
+"""New ones for each way."""
+HERE = (
+    "nftables", "iptables-nft", "nftables", "iptables-legacy", "nftables", "userspace", "iptables-nft",
+    "userspace", "iptables-legacy", "userspace", "nftables",
+)  # fmt: skip
+GUEST = ("ipvs", "iptables-legacy", "ipvs", "userspace", "iptables-legacy", "userspace", "ipvs")
+"""Every way that User Mode Linux has the parts for."""
+
 LEGS = "legs.json"
 IPVS = {"ipvs", "kube-ipvs0"}
 
@@ -81,7 +91,7 @@ def _from_node(stops: Sequence[str]) -> list[Target]:
 
 
 def _leg(where: Room, loads: Loads, before: str, after: str, connections: int) -> Leg:
-    made, exchanged, failed = loads.made, loads.exchanged, len(loads.failures)
+    since, made, exchanged = time.monotonic(), loads.made, loads.exchanged
     _choose_iptables(where, after)
     loads.more(connections // 4)
     begun = time.monotonic()
@@ -92,7 +102,7 @@ def _leg(where: Room, loads: Loads, before: str, after: str, connections: int) -
     loads.more(connections - (loads.made - made))
     return Leg(
         before, after, done.returncode, done.stdout + done.stderr, round(seconds, 3),
-        loads.made - made, loads.exchanged - exchanged, loads.failures[failed:],
+        loads.made - made, loads.exchanged - exchanged, loads.failures(since),
         sorted(_left(where, after)),
     )  # fmt: skip
 
