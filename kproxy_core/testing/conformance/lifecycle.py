@@ -250,9 +250,10 @@ def _held() -> set[str]:
     """Threads, child processes and open files of this process, in words."""
     found = {f"thread {thread.name}" for thread in threading.enumerate()}
     for task in Path("/proc/self/task").iterdir():
-        children = task / "children"
-        if children.exists():
-            found |= {f"process {pid}" for pid in children.read_text().split()}
+        try:
+            found |= {f"process {pid}" for pid in (task / "children").read_text().split()}
+        except OSError:  # a thread that ends just now, or a kernel that does not tell
+            continue
     files: dict[str, int] = {}
     for handle in Path("/proc/self/fd").iterdir():
         try:
