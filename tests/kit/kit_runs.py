@@ -3,15 +3,17 @@
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from kproxy_core.testing.conformance import contract, lifecycle, packets
 from tests.guest.guest import Guest
 
-SIDE_BY_SIDE = 3
-"""The guest has a processor for itself, and the userspace mode mostly waits."""
-LONGEST = 600
-"""Seconds until a guest is given up."""
+SIDE_BY_SIDE = 2
+"""The userspace mode mostly waits."""
+LONGEST = 1200
+"""Seconds until a guest is given up; its checks take four minutes of a processor."""
 
 _KUBELET = "*filter\\n:KUBE-FIREWALL -\\n-A INPUT -j KUBE-FIREWALL\\n-A OUTPUT -j KUBE-FIREWALL\\nCOMMIT\\n"
 _PROCESS = "connections end with the process"
@@ -38,17 +40,31 @@ INI: Mapping[str, Mapping[str, Sequence[str]]] = {
 """What the authors of these backends have in their ini files."""
 
 OPTIONS = {"userspace": ("--kproxy-option=workers=1", "--kproxy-option=syncPeriod=1s")}
-IN_A_GUEST = {
-    "ipvs": "cleanup or retires or close or (restart-writes or second-full or packets) and IPv4",
-}
-"""The modes that this kernel may lack, and what is asked of them: a guest is ten times as slow."""
+IN_A_GUEST = frozenset({"ipvs"})
+"""The modes that this kernel may lack."""
 
-Results = Mapping[str, str]
-"""By check: "", or what was wrong; those that are not applicable are left out."""
+LEFT_OUT: Mapping[str, Mapping[str, str]] = {
+    "ipvs": {
+        "packets [IPv6]": "the guest loses the first IPv6 packets in networks that have just been made;"
+        " tests/plugins/ipvs/test_conformance.py plays IPv6 in networks that stay longer",
+    },
+}
+"""By mode: words in the names of checks that are not asked, and why. All others are, or say themselves that
+they do not apply."""
+
+
+class Results(NamedTuple):
+    """What came of a run."""
+
+    asked: frozenset[str]
+    """The checks, those that are not applicable among them."""
+    wrong: Mapping[str, str]
+    """By check, for those that failed."""
 
 
 def play(mode: str, directory: Path) -> Results:
-    """Run the kit in *directory*, where there is nothing but an ini file."""
+    """Run the kit in *directory*, which is made and has nothing but an ini file."""
+    directory.mkdir()
     ini = "[pytest]\n"
     for name, values in INI[mode].items():
         ini += f"{name} =\n" + "".join(f"    {line}\n" for line in values)
@@ -57,23 +73,46 @@ def play(mode: str, directory: Path) -> Results:
     command = [
         sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--kproxy-mode={mode}",
         f"--rootdir={directory}", f"--config-file={directory}/pytest.ini", f"--junitxml={report}",
-        *OPTIONS.get(mode, ()), str(directory),
+        *OPTIONS.get(mode, ()), str(directory), "-k", _but_for(LEFT_OUT.get(mode, ())),
     ]  # fmt: skip
     if mode in IN_A_GUEST:
-        command += ["-k", IN_A_GUEST[mode]]
         with Guest(command, directory / "log", share=directory, seconds=LONGEST) as guest:
             guest.status()
             output = guest.output
     else:
         done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
         output = done.stdout + done.stderr
-    return results(report) if report.exists() else {"the kit itself": output[-4000:]}
+    if report.exists():
+        return results(report)
+    return Results(frozenset(), {"the kit itself": output[-4000:]})
+
+
+def to_be_asked(mode: str) -> frozenset[str]:
+    """The checks of the kit, but for those that are left out."""
+    groups = {"contract": [*lifecycle.CHECKS, *contract.CHECKS], "packets": packets.CHECKS}
+    names = {
+        f"{group}::{check.name}" + (f"[{family.label}]" if family else "")
+        for group, checks in groups.items()
+        for check in checks
+        for family in check.families
+    }
+    left_out = [words.split() for words in LEFT_OUT.get(mode, ())]
+    return frozenset(
+        name for name in names if not any(all(word in name for word in words) for words in left_out)
+    )
+
+
+def _but_for(left_out: Iterable[str]) -> str:
+    """For pytest's option -k."""
+    return " and ".join(f"not ({' and '.join(words.split())})" for words in left_out)
 
 
 def results(report: Path) -> Results:
-    found = {}
+    asked, wrong = set(), {}
     for case in ElementTree.parse(report).iter("testcase"):
-        if case.find("skipped") is None:
-            wrong = [part.text or "failed" for part in case if part.tag in ("failure", "error")]
-            found[str(case.get("name"))] = "\n".join(wrong)
-    return found
+        check = str(case.get("name"))
+        asked.add(check)
+        problems = [part.text or "failed" for part in case if part.tag in ("failure", "error")]
+        if problems:
+            wrong[check] = "\n".join(problems)
+    return Results(frozenset(asked), wrong)
