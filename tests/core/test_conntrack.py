@@ -63,7 +63,7 @@ class Lab:
         option = "-6" if family is Family.IPV6 else "-4"
         inside.ip("link add out type veth peer name nobody", "link set nobody up", "link set out up")
         inside.ip(*(
-            f"addr add {address}/{family.bits} dev lo"
+            f"addr add {address}/{family.bits} dev lo{' nodad' if family is Family.IPV6 else ''}"
             for address in (at.client, at.a, at.b, at.node, at.other_node)
         ))
         inside.run("ip", option, "route", "add", "default", "dev", "out")
