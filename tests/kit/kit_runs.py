@@ -45,8 +45,8 @@ IN_A_GUEST = frozenset({"ipvs"})
 
 LEFT_OUT: Mapping[str, Mapping[str, str]] = {
     "ipvs": {
-        "packets [IPv6]": "IPv6 makes a new address local a moment after it has confirmed it, and these checks"
-        " dial sooner; tests/plugins/ipvs/test_conformance.py sends IPv6 packets",
+        "packets [IPv6]": "IPv6 makes a new address local a moment after it has confirmed it, and these"
+        " checks dial sooner; tests/plugins/ipvs/test_conformance.py sends IPv6 packets",
     },
 }
 """By mode: words in the names of checks that are not asked, and why. All others are, or say themselves that
