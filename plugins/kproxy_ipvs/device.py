@@ -3,20 +3,23 @@
 import errno
 import socket
 import struct
+import time
 from collections.abc import Collection, Iterable, Sequence
 
 from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.host import netlink
-from kproxy_core.model.address import Address, Family
+from kproxy_core.model.address import Address, Family, format_address
 from kproxy_ipvs.exchange import Request, exchange
 from kproxy_ipvs.names import DEVICE
 
 _RTM_NEWLINK, _RTM_DELLINK = 16, 17
 _RTM_NEWADDR, _RTM_DELADDR, _RTM_GETADDR = 20, 21, 22
-_RTM_NEWROUTE, _RTM_DELROUTE = 24, 25
+_RTM_NEWROUTE, _RTM_DELROUTE, _RTM_GETROUTE = 24, 25, 26
 _NLM_F_REPLACE, _NLM_F_EXCL, _NLM_F_CREATE = 0x100, 0x200, 0x400
 _CREATE = _NLM_F_CREATE | _NLM_F_EXCL
 _RTMSG = struct.Struct("=BBBBBBBBI")
+_LOOKS, _BETWEEN_LOOKS = 5000, 0.0002
+"""How often to look for a route, and seconds between."""
 _RTPROT_KERNEL, _RTPROT_STATIC = 2, 4
 _TABLE_LOCAL, _TYPE_LOCAL, _SCOPE_HOST = 255, 2, 254
 _RTA_DST, _RTA_OIF, _RTA_PREFSRC = 1, 4, 7
@@ -104,7 +107,32 @@ def lend_source(addresses: Iterable[Address], source: Address, family: Family) -
 
 def bind(addresses: Iterable[Address], family: Family) -> None:
     """Put *addresses* on the device; some may be there. Raises SyncFailed."""
+    addresses = list(addresses)
     _change(_RTM_NEWADDR, _CREATE, addresses, family, _PRESENT)
+    if family is Family.IPV6 and addresses:
+        _await_local(addresses[-1])
+
+
+def _await_local(address: Address) -> None:
+    """Wait until IPv6 takes what is sent to *address* for the node's own.
+
+    The kernel says that it has an address before it has the route, which it makes in the order of the
+    addresses (addrconf_dad_work, net/ipv6/addrconf.c); until then IPVS does not see packets to it.
+    """
+    header = _RTMSG.pack(socket.AF_INET6, Family.IPV6.bits, 0, 0, 0, 0, 0, 0, 0)
+    request = netlink.message(_RTM_GETROUTE, 0, header + netlink.attribute(_RTA_DST, address))
+    try:
+        with netlink.open_socket(netlink.NETLINK_ROUTE) as sock:
+            for _ in range(_LOOKS):
+                sock.send(request)
+                answer = sock.recv(1 << 16)
+                for kind, _, _, start, _ in netlink.messages(answer):
+                    if kind == _RTM_NEWROUTE and _RTMSG.unpack_from(answer, start)[7] == _TYPE_LOCAL:
+                        return
+                time.sleep(_BETWEEN_LOOKS)
+    except OSError as error:
+        raise SyncFailed(f"{DEVICE}: {error.strerror}") from error
+    raise SyncFailed(f"{DEVICE}: {format_address(address)} does not become local")
 
 
 def unbind(addresses: Collection[Address], family: Family) -> None:
