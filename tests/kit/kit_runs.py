@@ -3,7 +3,7 @@
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,10 +43,6 @@ OPTIONS = {"userspace": ("--kproxy-option=workers=1", "--kproxy-option=syncPerio
 IN_A_GUEST = frozenset({"ipvs"})
 """The modes that this kernel may lack."""
 
-LEFT_OUT: Mapping[str, Mapping[str, str]] = {}
-"""By mode: words in the names of checks that are not asked, and why. All others are, or say themselves that
-they do not apply."""
-
 
 class Results(NamedTuple):
     """What came of a run."""
@@ -68,7 +64,7 @@ def play(mode: str, directory: Path) -> Results:
     command = [
         sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--kproxy-mode={mode}",
         f"--rootdir={directory}", f"--config-file={directory}/pytest.ini", f"--junitxml={report}",
-        *OPTIONS.get(mode, ()), str(directory), "-k", _but_for(LEFT_OUT.get(mode, ())),
+        *OPTIONS.get(mode, ()), str(directory),
     ]  # fmt: skip
     if mode in IN_A_GUEST:
         with Guest(command, directory / "log", share=directory, seconds=LONGEST) as guest:
@@ -82,24 +78,15 @@ def play(mode: str, directory: Path) -> Results:
     return Results(frozenset(), {"the kit itself": output[-4000:]})
 
 
-def to_be_asked(mode: str) -> frozenset[str]:
-    """The checks of the kit, but for those that are left out."""
+def to_be_asked() -> frozenset[str]:
+    """All checks of the kit."""
     groups = {"contract": [*lifecycle.CHECKS, *contract.CHECKS], "packets": packets.CHECKS}
-    names = {
+    return frozenset(
         f"{group}::{check.name}" + (f"[{family.label}]" if family else "")
         for group, checks in groups.items()
         for check in checks
         for family in check.families
-    }
-    left_out = [words.split() for words in LEFT_OUT.get(mode, ())]
-    return frozenset(
-        name for name in names if not any(all(word in name for word in words) for words in left_out)
     )
-
-
-def _but_for(left_out: Iterable[str]) -> str:
-    """For pytest's option -k."""
-    return " and ".join(f"not ({' and '.join(words.split())})" for words in left_out)
 
 
 def results(report: Path) -> Results:

@@ -10,4 +10,4 @@ from tests.kit.kit_runs import INI, to_be_asked
 def test_backend(mode: str, played: Runs) -> None:
     found = played[mode].result()
     assert found.wrong == {}
-    assert found.asked == to_be_asked(mode)
+    assert found.asked == to_be_asked()
