@@ -80,11 +80,9 @@ def play(mode: str, directory: Path) -> Results:
 
 def to_be_asked() -> frozenset[str]:
     """All checks of the kit."""
-    groups = {"contract": [*lifecycle.CHECKS, *contract.CHECKS], "packets": packets.CHECKS}
     return frozenset(
-        f"{group}::{check.name}" + (f"[{family.label}]" if family else "")
-        for group, checks in groups.items()
-        for check in checks
+        check.name + (f"[{family.label}]" if family else "")
+        for check in (*lifecycle.CHECKS, *contract.CHECKS, *packets.CHECKS)
         for family in check.families
     )
 
