@@ -253,7 +253,7 @@ def run(config: Config, registry: Registry, configuration: Configuration) -> Non
     _stop_on_signals(loop.stop)
     followed = FollowedFile(configuration, switch, events, partial(end, FILE_CHANGED))
     followed.start()
-    control = ControlServer(answer_requests(switch, retiring))
+    control = ControlServer(answer_requests(switch))
     control.start()
     source.start(loop.emit)
     try:

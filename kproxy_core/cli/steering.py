@@ -10,18 +10,15 @@ from kproxy_core.backend.api import Caveat
 from kproxy_core.cli.terms import Configuration
 from kproxy_core.config import ConfigError, load
 from kproxy_core.model.service import ServicePortKey
-from kproxy_core.run.control import Refused
+from kproxy_core.run.control import Answer, Refused
 from kproxy_core.run.events import Events
-from kproxy_core.run.retiring import Retiring
 from kproxy_core.run.switch import Difference, Switch, SwitchFailed
 from kproxy_core.sources.file_watch import FileWatch
 
 log = logging.getLogger("kproxy.run")
 
 
-def answer_requests(
-    switch: Switch, retiring: Retiring
-) -> Callable[[Mapping[str, Any], Callable[[str], None]], Mapping[str, Any]]:
+def answer_requests(switch: Switch) -> Answer:
     """What the control socket's clients may ask for."""
 
     def answer(request: Mapping[str, Any], tell: Callable[[str], None]) -> Mapping[str, Any]:
@@ -32,8 +29,6 @@ def answer_requests(
                     return {"mode": switch.worker.mode, "configured": switch.configured}
                 case {"do": "compare", "mode": str(mode)}:
                     return {"mode": switch.worker.mode, **_described(switch.compare(mode))}
-                case {"do": "wait"}:
-                    return {"mode": switch.worker.mode, "waiting": retiring.waiting}
         except SwitchFailed as error:
             raise Refused(str(error)) from error
         raise Refused("no such request")
@@ -89,14 +84,13 @@ class FollowedFile:
         try:
             new = Configuration(known.flags, load(known.file.path))
             asked = new.mode
-            live = new.of(serving).live_mode_switch
-            same = replace(new.of(serving), live_mode_switch=False) == replace(
-                known.of(serving), live_mode_switch=False)
+            config, before = new.of(serving), known.of(serving)
         except ConfigError:
             return False  # the next start says what is wrong
-        if not (live and same and asked):
+        same = config == replace(before, live_mode_switch=config.live_mode_switch)
+        if not (config.live_mode_switch and same and asked):
             return False
-        known.file = new.file
+        known.follow(new.file)
         try:
             self._switch.to(asked, lambda line: log.info("mode switch", extra={"fields": {"step": line}}),
                             configured=asked)

@@ -26,15 +26,24 @@ class Configuration:
     def __init__(self, flags: Flags, file: FileConfig | None) -> None:
         self.flags = flags
         self.file = file
+        self._configs: dict[str, Config] = {}
 
     @property
     def mode(self) -> str:
-        """What is asked for; "": the best that works."""
+        """What is asked for; "": the best that works. Raises ConfigError."""
         return resolve(self.flags, self.file).mode
 
     def of(self, mode: str) -> Config:
-        """What is in effect when *mode* serves. Raises ConfigError."""
-        return resolve(Flags(self.flags, mode=mode), self.file)
+        """What is in effect when *mode* serves, worked out once. Raises ConfigError."""
+        config = self._configs.get(mode)
+        if config is None:
+            config = self._configs[mode] = resolve(Flags(self.flags, mode=mode), self.file)
+        return config
+
+    def follow(self, file: FileConfig | None) -> None:
+        """*file* has another content now."""
+        self.file = file
+        self._configs = {}
 
 
 def served_families() -> tuple[Family, ...]:

@@ -41,12 +41,6 @@ class Retiring:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    @property
-    def waiting(self) -> dict[str, int]:
-        """Connections that are waited for, by mode."""
-        with self._changed:
-            return {leaving.mode: leaving.waiting for leaving in self._leaving}
-
     def measure(self) -> list[Measurement]:
         """For the metrics endpoint; never waits for who removes something."""
         return [

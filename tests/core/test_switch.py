@@ -95,12 +95,17 @@ def test_a_mode_that_serves_already_is_left_alone(room: Room) -> None:
     assert room.told == ["old serves already"]
 
 
+def waiting(room: Room) -> dict[str, float]:
+    """Connections that are waited for, by mode."""
+    return {found.labels["mode"]: found.value for found in room.retiring.measure()}
+
+
 def test_established_connections_are_waited_for(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retiring_module, "INTERVAL", 0.01)
     room.old.connections = 2
     room.to("new")
     assert room.told[-1] == "2 connections still go through old"
-    assert room.retiring.waiting == {"old": 2}
+    assert waiting(room) == {"old": 2}
     assert "clean up old" not in room.story
     room.old.connections = 0
     for _ in range(1000):
@@ -108,7 +113,7 @@ def test_established_connections_are_waited_for(room: Room, monkeypatch: pytest.
             break
         threading.Event().wait(0.01)
     assert room.story[-2:] == ["close old", "clean up old"]
-    assert room.retiring.waiting == {}
+    assert waiting(room) == {}
 
 
 def test_who_comes_back_while_waited_for_keeps_its_rules(
