@@ -90,13 +90,12 @@ def modes(
     """
     from kproxy_core.cli.modes import describe, find_out
     from kproxy_core.cli.terms import Configuration
-    from kproxy_core.config import load
 
     if load_modules and not probe:
         raise click.UsageError("--load-modules goes with --probe")
     flags = _given(options)
     with _errors():
-        configuration = Configuration(flags, load(flags["config"]) if flags.get("config") else None)
+        configuration = Configuration.read(flags)
         registry = _registry(configuration.of("").plugins)
         mode = only or flags.get("mode", "")
         if probe:
@@ -201,13 +200,12 @@ def _run(flags: Flags, init_only: bool) -> None:
 
 def _write_config(flags: Flags) -> None:
     """The configuration in effect goes into the file that ``--write-config-to`` names."""
-    from kproxy_core import config as configuration
+    from kproxy_core.cli.terms import Configuration
     from kproxy_core.configwrite import written
 
     path = flags["write_config_to"]
     with _errors():
-        file = configuration.load(flags["config"]) if flags.get("config") else None
-        config = configuration.resolve(flags, file)
+        config = Configuration.read(flags).asked
         text = written(config)
         try:
             with open(path, "w", encoding="utf-8") as output:
@@ -221,13 +219,12 @@ def _write_config(flags: Flags) -> None:
 
 def _clean(flags: Flags, dry_run: bool, own_only: bool, spared: tuple[str, ...]) -> None:
     """Every mode but those *spared* cleans up after itself; what one can't do keeps no other from it."""
-    from kproxy_core import config
     from kproxy_core.cli.terms import Configuration, served_families, settings_of_modes
 
     with _errors():
-        file = config.load(flags["config"]) if flags.get("config") else None
-        registry = _registry(config.resolve(flags, file).plugins)
-        settings_of = settings_of_modes(Configuration(flags, file), served_families())
+        configuration = Configuration.read(flags)
+        registry = _registry(configuration.asked.plugins)
+        settings_of = settings_of_modes(configuration, served_families())
     told: set[str] = set()
     failed = False
     for description in registry.load_all():
@@ -262,10 +259,9 @@ def _tell_broken(registry: Registry) -> None:
 def _prepared(flags: Flags) -> tuple[Config, Registry, Configuration]:
     """What is in effect, as far as it was asked for; the plugins; what was asked for."""
     from kproxy_core.cli.terms import Configuration
-    from kproxy_core.config import load
     from kproxy_core.run.journal import Journal
 
-    configuration = Configuration(flags, load(flags["config"]) if flags.get("config") else None)
+    configuration = Configuration.read(flags)
     config = configuration.of(configuration.mode)
     registry = _registry(config.plugins)
     mode = Journal(config.state_directory).mode_to_start(config.mode, registry.modes) or config.mode

@@ -6,7 +6,14 @@ from pathlib import Path
 
 from kproxy_core.backend.api import BackendSettings, Description
 from kproxy_core.backend.registry import Registry
-from kproxy_core.config import Config, DetectLocalMode, FileConfig, parse_node_port_addresses, resolve
+from kproxy_core.config import (
+    Config,
+    DetectLocalMode,
+    FileConfig,
+    load,
+    parse_node_port_addresses,
+    resolve,
+)
 from kproxy_core.configflags import Flags
 from kproxy_core.host.addresses import default_source_address
 from kproxy_core.model.address import Cidr, Family
@@ -28,10 +35,20 @@ class Configuration:
         self.file = file
         self._configs: dict[str, Config] = {}
 
+    @classmethod
+    def read(cls, flags: Flags) -> "Configuration":
+        """*flags*, and the file that they name, if any. Raises ConfigError."""
+        return cls(flags, load(flags["config"]) if flags.get("config") else None)
+
+    @property
+    def asked(self) -> Config:
+        """What they say, a mode or none. Raises ConfigError."""
+        return resolve(self.flags, self.file)
+
     @property
     def mode(self) -> str:
         """What is asked for; "": the best that works. Raises ConfigError."""
-        return resolve(self.flags, self.file).mode
+        return self.asked.mode
 
     def of(self, mode: str) -> Config:
         """What is in effect when *mode* serves, worked out once. Raises ConfigError."""
