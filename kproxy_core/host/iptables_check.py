@@ -1,5 +1,6 @@
 """What rules of iptables need: the programs, tables, matches and targets, each tried by itself."""
 
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -45,6 +46,7 @@ class Feature(NamedTuple):
 
 
 COMMENTS = Feature("comments", ("xt_comment",), '-m comment --comment "check" -j RETURN')
+PORTS = Feature("ports of TCP and UDP", ("xt_tcpudp",), "-p tcp -m tcp --dport 80 -j RETURN")
 CONNTRACK = Feature("conntrack match", ("xt_conntrack",), "-m conntrack --ctstate NEW -j RETURN")
 ADDRTYPE = Feature("addrtype match", ("xt_addrtype",), "-m addrtype --dst-type LOCAL -j RETURN")
 MARKS = Feature("marks", ("xt_mark",), "-m mark ! --mark 0x4000/0x4000 -j MARK --set-xmark 0x4000/0x4000")
@@ -84,21 +86,32 @@ def installed(modules: Modules, *, load_modules: bool) -> tuple[Finding, Variant
     return Finding(what, True, "installed; not run, that would load nf_tables", guessed=True), None
 
 
-def nat_table(tables: Tables, attempts: Attempts) -> Finding:
-    """Whether the nat table is there, which looking tells."""
-    return attempts.attempt(
+def rules(
+    tables: Tables, attempts: Attempts, features: Iterable[Feature], others: Iterable[str] = ()
+) -> Iterator[Finding]:
+    """Whether the nat table is there, which looking tells; if so, the tables *others* and *features*."""
+    looking = Attempts(attempts.modules, why_not="", load_modules=attempts.load_modules)
+    nat = looking.attempt(
         f"{tables.family.label}: nat table", _table_modules("nat", tables), tables.problem,
         "use a kernel with netfilter NAT")  # fmt: skip
+    yield nat
+    if not nat.met:
+        return
+    attempts.modules = looking.modules
+    for name in others:
+        yield _table(name, tables, attempts)
+    for feature in features:
+        yield _usable(feature, tables, attempts)
 
 
-def table(name: str, tables: Tables, attempts: Attempts) -> Finding:
+def _table(name: str, tables: Tables, attempts: Attempts) -> Finding:
     """Whether rules can be put into a table."""
     return attempts.attempt(
         f"{tables.family.label}: {name} table", _table_modules(name, tables),
         partial(_refusal, tables, name, "-j RETURN"))  # fmt: skip
 
 
-def usable(feature: Feature, tables: Tables, attempts: Attempts) -> Finding:
+def _usable(feature: Feature, tables: Tables, attempts: Attempts) -> Finding:
     """Whether a rule with *feature* is accepted."""
     family = tables.family
     own = [module.format(p=_prefix(family)) for module in feature.modules]

@@ -1,10 +1,8 @@
 """Whether this machine can run the mode: tried with the programs that it would use."""
 
-from collections.abc import Iterator
-
 from kproxy_core.backend.api import BackendSettings, Detection, Requirement, Trial
 from kproxy_core.host import iptables_check
-from kproxy_core.host.attempts import Attempts, Finding, sysctl_finding
+from kproxy_core.host.attempts import Attempts, sysctl_finding
 from kproxy_core.host.iptables import Tables
 from kproxy_core.host.iptables_check import Feature
 from kproxy_core.host.modules import Modules
@@ -14,7 +12,7 @@ from kproxy_iptables.settings import read_settings
 _MODE = "iptables"
 _FEATURES = (
     iptables_check.COMMENTS,
-    Feature("ports of TCP and UDP", ("xt_tcpudp",), "-p tcp -m tcp --dport 80 -j RETURN"),
+    iptables_check.PORTS,
     Feature("ports of SCTP", ("xt_sctp",), "-p sctp -m sctp --dport 80 -j RETURN"),
     iptables_check.CONNTRACK,
     iptables_check.ADDRTYPE,
@@ -43,18 +41,7 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
     if variant is not None:
         why_not = "only looked at" if trial is None else trial.enter()
         for family in settings.families:
-            found += _family(Tables(family, variant), modules, why_not, load_modules)
+            attempts = Attempts(modules, why_not=why_not, load_modules=load_modules)
+            found += iptables_check.rules(
+                Tables(family, variant), attempts, _FEATURES, ("filter", "mangle"))
     return Detection(_MODE, tuple(Requirement(*finding) for finding in found))
-
-
-def _family(tables: Tables, modules: Modules, why_not: str, load_modules: bool) -> Iterator[Finding]:
-    looking = Attempts(modules, why_not="", load_modules=load_modules)
-    nat = iptables_check.nat_table(tables, looking)
-    yield nat
-    if not nat.met:
-        return
-    trying = Attempts(looking.modules, why_not=why_not, load_modules=load_modules)
-    for name in ("filter", "mangle"):
-        yield iptables_check.table(name, tables, trying)
-    for feature in _FEATURES:
-        yield iptables_check.usable(feature, tables, trying)

@@ -72,20 +72,13 @@ def _kernel(attempts: Attempts, scheduler: str, families: tuple[Family, ...]) ->
 
 
 def _rules(tables: Tables, attempts: Attempts) -> Iterator[Finding]:
-    looking = Attempts(attempts.modules, why_not="", load_modules=attempts.load_modules)
-    nat = iptables_check.nat_table(tables, looking)
-    yield nat
-    if not nat.met:
-        return
-    for name in ("filter", "mangle"):
-        yield iptables_check.table(name, tables, attempts)
     a_set = names.IPVS_IPS.full_name(tables.family)
-    for feature in (
+    features = (
         Feature("set match", ("xt_set", "ip_set_hash_ip"), f"-m set --match-set {a_set} dst -j RETURN"),
         iptables_check.COMMENTS, iptables_check.CONNTRACK, iptables_check.ADDRTYPE, iptables_check.MARKS,
         iptables_check.MASQUERADE, iptables_check.REJECT,
-    ):  # fmt: skip
-        yield iptables_check.usable(feature, tables, attempts)
+    )  # fmt: skip
+    return iptables_check.rules(tables, attempts, features, ("filter", "mangle"))
 
 
 def _set_refusal(family: Family, kind: names.SetKind) -> str:

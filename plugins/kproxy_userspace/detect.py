@@ -1,6 +1,5 @@
 """Whether this machine can run the mode: tried with the programs that it would use."""
 
-from collections.abc import Iterator
 from functools import partial
 
 from kproxy_core.backend.api import BackendSettings, Detection, Requirement, Trial
@@ -19,7 +18,7 @@ _MODE = "userspace"
 _ROOTLESS = "or serve without portals: --userspace-listen ADDRESS"
 _FEATURES = (
     iptables_check.COMMENTS,
-    Feature("ports of TCP and UDP", ("xt_tcpudp",), "-p tcp -m tcp --dport 80 -j RETURN"),
+    iptables_check.PORTS,
     iptables_check.CONNTRACK,
     iptables_check.ADDRTYPE,
     Feature("physdev match", ("xt_physdev",), "-m physdev ! --physdev-is-in -j RETURN"),
@@ -48,7 +47,7 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
     by_iptables = [installed]
     if variant is not None:
         for family in settings.families:
-            by_iptables += _by_iptables(Tables(family, variant), attempts)
+            by_iptables += iptables_check.rules(Tables(family, variant), attempts, _FEATURES)
     if all(finding.met for finding in by_iptables):
         found += by_iptables
     elif programs.find("nft"):
@@ -56,15 +55,6 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
     else:
         found += map(_rootless, by_iptables)
     return Detection(_MODE, tuple(Requirement(*finding) for finding in found))
-
-
-def _by_iptables(tables: Tables, attempts: Attempts) -> Iterator[Finding]:
-    looking = Attempts(attempts.modules, why_not="", load_modules=attempts.load_modules)
-    nat = iptables_check.nat_table(tables, looking)
-    yield nat
-    if nat.met:
-        for feature in _FEATURES:
-            yield iptables_check.usable(feature, tables, attempts)
 
 
 def _by_nft(family: Family, attempts: Attempts) -> Finding:
