@@ -59,10 +59,11 @@ def carry_out(removal: Removal, tables: Tables) -> None:
         tables.restore(text)
 
 
-def unused_variants() -> list[Variant]:
-    """Every installed iptables but the one that this node uses."""
+def used_and_unused() -> tuple[list[Variant], list[Variant]]:
+    """The iptables that this node uses, and the others installed; without a usable one all may be used."""
+    found = find_variants()
     try:
         used = find_variant()
     except NoVariant:
-        return []
-    return [variant for variant in find_variants() if variant != used]
+        return found, []
+    return [used], [variant for variant in found if variant != used]

@@ -5,7 +5,7 @@ from functools import partial
 
 from kproxy_core.backend.api import Leftovers
 from kproxy_core.host.iptables import Tables
-from kproxy_core.host.iptables_cleanup import clean, unused_variants
+from kproxy_core.host.iptables_cleanup import clean, used_and_unused
 from kproxy_core.host.iptables_removal import ChainKey, Held, Removal, jump, plan_removal
 from kproxy_core.host.iptables_shared import FIREWALL, is_ipset_jump, of_ipset_mode
 from kproxy_core.host.iptables_variant import Variant, find_variants
@@ -31,8 +31,7 @@ def cleanup(*, dry_run: bool) -> Leftovers:
 
 def supersede(*, dry_run: bool) -> Leftovers:
     """Remove what older versions had besides, and all from the interface that this node does not use."""
-    unused = unused_variants()
-    used = [variant for variant in find_variants() if variant not in unused]
+    used, unused = used_and_unused()
     older = clean(what_is_superseded, used, dry_run=dry_run, look_at=_has_older)
     elsewhere = _clean(unused, dry_run=dry_run)
     return Leftovers(

@@ -9,7 +9,7 @@ from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.iptables import Tables
-from kproxy_core.host.iptables_cleanup import Cleaned, clean, unused_variants
+from kproxy_core.host.iptables_cleanup import Cleaned, clean, used_and_unused
 from kproxy_core.host.iptables_removal import ChainKey, Held, Removal, jump, plan_removal
 from kproxy_core.host.iptables_shared import FIREWALL, is_ipset_jump, of_ipset_mode
 from kproxy_core.host.iptables_variant import find_variants
@@ -65,8 +65,7 @@ def cleanup(excluded: Sequence[Cidr] = (), *, dry_run: bool, own_only: bool = Fa
 
 def supersede(*, dry_run: bool) -> Leftovers:
     """Remove what only kube-proxy has, and all rules from the interface that this node does not use."""
-    unused = unused_variants()
-    used = [variant for variant in find_variants() if variant not in unused]
+    used, unused = used_and_unused()
     return _performed(
         partial(clean, what_only_kube_proxy_has, used, dry_run=dry_run),
         partial(clean, what_to_remove, unused, dry_run=dry_run),
