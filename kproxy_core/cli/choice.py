@@ -5,22 +5,20 @@ was missing (1.23, cmd/kube-proxy/app/server_others.go).
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterator
+from typing import NamedTuple
 
-from kproxy_core.backend.api import BackendSettings
-from kproxy_core.backend.errors import BackendError, SyncFailed, Unsupported
+from kproxy_core.backend.errors import Unsupported
 from kproxy_core.backend.registry import PluginRefused, Registry
 from kproxy_core.backend.worker import Worker
 from kproxy_core.cli.terms import Configuration, settings_of_modes
 from kproxy_core.config import Config
 from kproxy_core.host import privileges
 from kproxy_core.model.address import Family
+from kproxy_core.run.beginning import begin
 from kproxy_core.run.fallback import Fallback
 
 log = logging.getLogger("kproxy.run")
-
-_T = TypeVar("_T")
 
 
 class Choice(NamedTuple):
@@ -59,39 +57,6 @@ def choose(
             log.warning("another mode serves than the one asked for", extra={"fields": fallback._asdict()})
         return Choice(configuration.of(mode), worker, fallback)
     raise Unsupported(_nothing_works(registry, wanted, problems))
-
-
-def begin(registry: Registry, mode: str, settings: BackendSettings, *, insist: bool = False) -> Worker:
-    """The backend of *mode*, made and able to work as far as can be known without programming anything.
-
-    With *insist* it is enough that it could be made. Raises UnknownMode, PluginRefused or Unsupported.
-    """
-    worker = _judged(lambda: registry.make_backend(mode, settings))
-    try:
-        if not _judged(worker.begin):
-            detection = registry.detect(mode, settings, load_modules=True)
-            if detection.refuted:
-                raise Unsupported(detection.because)
-    except SyncFailed as error:
-        # That may pass, and the sync loop tries again and again.
-        log.info("a mode begins with trouble", extra={"fields": {"mode": mode, "error": str(error)}})
-    except Unsupported as error:
-        if not insist:
-            registry.close_backend(worker)
-            raise
-        log.warning("a mode may not work", extra={"fields": {"mode": mode, "because": str(error)}})
-    return worker
-
-
-def _judged(act: Callable[[], _T]) -> _T:
-    """The result of what a plugin does; what goes wrong there must not harm other modes."""
-    try:
-        return act()
-    except BackendError:
-        raise
-    except Exception as error:
-        log.exception("a plugin failed in a way of its own")
-        raise Unsupported(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
 def and_fallbacks(registry: Registry, wanted: str, fall_back: bool) -> Iterator[str]:

@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from kproxy_core.backend.api import BackendSettings, Caveat, Scope, Update
-from kproxy_core.backend.errors import BackendError, SyncFailed
+from kproxy_core.backend.errors import BackendError, SyncFailed, Unsupported
 from kproxy_core.backend.registry import Registry
 from kproxy_core.backend.worker import Worker
+from kproxy_core.run.beginning import begin
 from kproxy_core.run.journal import Entry, Journal, JournalFailed, Phase
 from kproxy_core.run.loop import Loop
 from kproxy_core.run.node_facts import NodeSettings
@@ -118,8 +120,6 @@ class Switch:
             if not self._loop.settled:
                 raise SwitchFailed(f"{self.worker.mode} is not in sync yet")
             with _failures():
-                self._usable(mode)
-                tell(f"{mode} works here")
                 self._go(mode, tell)
         finally:
             self._busy.release()
@@ -141,7 +141,11 @@ class Switch:
 
     def _go(self, mode: str, tell: Tell) -> None:
         terms, old = self._terms(mode), self.worker
-        new = self._registry.make_backend(mode, terms.settings)
+        try:
+            new = self._loop.call(partial(begin, self._registry, mode, terms.settings))
+        except Unsupported as error:
+            raise SwitchFailed(_does_not_work(mode, str(error))) from error
+        tell(f"{mode} works here")
         try:
             self._journal.write(Entry(self.configured, old.mode, mode, Phase.TRYING))
         except JournalFailed:
@@ -170,7 +174,6 @@ class Switch:
         loop = self._loop
 
         def program() -> list[Update]:
-            new.begin()
             loop.hold()
             updates = loop.updates(node)
             for update in updates:
@@ -214,7 +217,7 @@ class Switch:
     def _usable(self, mode: str) -> None:
         detection = self._registry.detect(mode, self._terms(mode).settings)
         if not detection.usable:
-            raise SwitchFailed(f"{mode} does not work here: {detection.because}")
+            raise SwitchFailed(_does_not_work(mode, detection.because))
 
     def _caveats(self, mode: str) -> list[Caveat]:
         terms = self._terms(mode)
@@ -225,6 +228,10 @@ class Switch:
             return list(dict.fromkeys(caveat for caveats in found for caveat in caveats))
 
         return self._loop.call(ask)
+
+
+def _does_not_work(mode: str, because: str) -> str:
+    return f"{mode} does not work here: {because}"
 
 
 def _sync(worker: Worker, update: Update) -> None:
