@@ -13,7 +13,7 @@ from kproxy_core import __version__
 from kproxy_core.backend.registry import Registry
 from kproxy_core.backend.worker import Worker
 from kproxy_core.cli import preparation
-from kproxy_core.cli.choice import choose
+from kproxy_core.cli.choice import Choice, choose
 from kproxy_core.cli.family_checks import doubts, unservable
 from kproxy_core.cli.steering import FollowedFile, answer_requests
 from kproxy_core.cli.terms import (
@@ -148,129 +148,155 @@ def run(config: Config, registry: Registry, configuration: Configuration) -> Non
     preparation.protect_from_oom_killer(config.oom_score_adj)
     preparation.raise_file_limit()
     families = served_families()
-    config, worker, fallback = choose(configuration, registry, config.mode, families)
-    problem = unservable(config, families)
-    if problem:
+    choice = choose(configuration, registry, config.mode, families)
+    if problem := unservable(choice.config, families):
         raise StartFailed(problem)
-    settings = node_settings(config, registry.load(config.mode))
-    log.info("starting", extra={"fields": {
-        "version": __version__, "mode": config.mode, "node": settings.name,
-        "families": ",".join(family.label for family in families),
-    }})
-    log.debug("flags", extra={"fields": configuration.flags})
-    journal = Journal(config.state_directory)
-    if (entry := journal.read()) is not None:
-        log.info("an earlier switch of modes counts", extra={
-            "fields": {"configured": entry.configured, "before": entry.before, "after": entry.after}})
-    metrics = Metrics(config.mode, __version__)
-    metrics.also(lambda: [*switch.worker.measure(), retiring.measure()])
-    settings_of = settings_of_modes(configuration, families)
-    retiring = Retiring(registry, settings_of, config.mode)
-    for name, enabled in config.feature_gates.items():
-        metrics.gate(name, FEATURE_GATES[name].stage, enabled)
-    health = ProxyHealth(families, timeout=2 * config.sync_period, node_required=not config.manifests)
-    health.hold("what other modes left has not been removed yet")
-    source = make_source(config, settings.name, metrics.client)
-    server = HttpServer()
-    store = make_store(config, families, source)
-    events = make_events(config, settings.name, metrics.client)
-    events.node("Normal", "Starting")
-    told = about(config, configuration.flags)
-    if fallback is not None:
-        metrics.fell_back(fallback.wanted, fallback.serving)
-        events.node("Warning", "ModeFallback", str(fallback))
-        told.fallback = fallback
-    limits = preparation.limits(config)
-    privileged = "CAP_NET_ADMIN" in privileges.held()
-    if not privileged:
-        log.info("without CAP_NET_ADMIN, what others left and tracked connections stay as they are")
-    tuned = not privileged or preparation.tune_conntrack(limits, events)
+    _Proxy(choice, registry, configuration, families).run()
+    log.info("stopped")
 
-    def all_synced() -> None:
-        preparation.settle_memory()
-        if not tuned and not preparation.tune_conntrack(limits, events):
-            log.warning("the kernel does not track connections; their limits and timeouts are not set")
-        for doubt in doubts(config, settings, families, store.node) if privileged else ():
-            log.warning("the configuration may not be what is meant", extra={"fields": {"because": doubt}})
-        if privileged:
-            heir.take_over_in_background()
-        else:
-            health.release()
-        events.start()
 
-    def health_port_failed(service: ServiceName, problem: str) -> None:
-        events.service(service.namespace, service.name, "FailedToStartServiceHealthcheck", problem)
+class _Proxy:
+    """The parts of a running proxy, and what they tell each other."""
 
-    loop = Loop(
-        families,
-        store,
-        NodeFacts(settings, frozenset()),
-        worker,
-        Shared(
-            health=health, metrics=metrics,
-            cleaner=FlowCleaner(lambda done: loop.cleaned(done)) if privileged else NoCleaner(),
-            clock=time.monotonic, wall=time.time,
-        ),
-        pacing=lambda: pacing(config),
-        service_health=lambda: ServiceHealth(server, health.healthy, health_port_failed),
-        all_synced=all_synced,
-    )
+    def __init__(
+        self, choice: Choice, registry: Registry, configuration: Configuration, families: tuple[Family, ...]
+    ) -> None:
+        """Nothing is started yet. Raises StartFailed."""
+        config, worker, fallback = choice
+        self._config = config
+        self._registry = registry
+        self._configuration = configuration
+        self._families = families
+        self._node = node_settings(config, registry.load(config.mode))
+        log.info("starting", extra={"fields": {
+            "version": __version__, "mode": config.mode, "node": self._node.name,
+            "families": ",".join(family.label for family in families),
+        }})
+        log.debug("flags", extra={"fields": configuration.flags})
+        journal = Journal(config.state_directory)
+        if (entry := journal.read()) is not None:
+            log.info("an earlier switch of modes counts", extra={
+                "fields": {"configured": entry.configured, "before": entry.before, "after": entry.after}})
+        self._metrics = Metrics(config.mode, __version__)
+        for name, enabled in config.feature_gates.items():
+            self._metrics.gate(name, FEATURE_GATES[name].stage, enabled)
+        self._health = ProxyHealth(
+            families, timeout=2 * config.sync_period, node_required=not config.manifests)
+        self._health.hold("what other modes left has not been removed yet")
+        self._source = make_source(config, self._node.name, self._metrics.client)
+        self._store = make_store(config, families, self._source)
+        self._events = make_events(config, self._node.name, self._metrics.client)
+        self._events.node("Normal", "Starting")
+        self._told = about(config, configuration.flags)
+        if fallback is not None:
+            self._metrics.fell_back(fallback.wanted, fallback.serving)
+            self._events.node("Warning", "ModeFallback", str(fallback))
+            self._told.fallback = fallback
+        self._limits = preparation.limits(config)
+        self._privileged = "CAP_NET_ADMIN" in privileges.held()
+        if not self._privileged:
+            log.info("without CAP_NET_ADMIN, what others left and tracked connections stay as they are")
+        self._tuned = not self._privileged or preparation.tune_conntrack(self._limits, self._events)
+        self._server = HttpServer()
+        self._loop = self._make_loop(worker)
+        settings_of = settings_of_modes(configuration, families)
+        self._retiring = Retiring(registry, settings_of, config.mode)
+        self._switch = Switch(
+            self._loop, registry, self._retiring, journal, worker=worker, configured=configuration.mode,
+            terms=terms_of_modes(configuration, registry, families), serves=self._serves,
+        )
+        self._metrics.also(lambda: [*self._switch.worker.measure(), self._retiring.measure()])
+        self._heir = Heir(registry, settings_of, self._switch, self._retiring, self._health)
+        self._failures: list[str] = []
 
-    def serves(worker: Worker) -> None:
-        metrics.mode_is(worker.mode)
-        told.mode = worker.mode
-        told.configuration = effective(configuration.of(worker.mode))
-        events.node("Normal", "ModeSwitched", worker.mode)
+    def _make_loop(self, worker: Worker) -> Loop:
+        cleaner = FlowCleaner(lambda done: self._loop.cleaned(done)) if self._privileged else NoCleaner()
+        return Loop(
+            self._families,
+            self._store,
+            NodeFacts(self._node, frozenset()),
+            worker,
+            Shared(
+                health=self._health, metrics=self._metrics, cleaner=cleaner,
+                clock=time.monotonic, wall=time.time,
+            ),
+            pacing=lambda: pacing(self._config),
+            service_health=lambda: ServiceHealth(
+                self._server, self._health.healthy, self._service_health_failed),
+            all_synced=self._all_synced,
+        )
 
-    switch = Switch(
-        loop, registry, retiring, journal, worker=worker,
-        configured=configuration.mode, terms=terms_of_modes(configuration, registry, families), serves=serves,
-    )
-    heir = Heir(registry, settings_of, switch, retiring, health)
-    failures: list[str] = []
+    def run(self) -> None:
+        """Until a signal, or what only a restart can mend. Raises StartFailed for that."""
+        self._listen()
+        watcher = watch_addresses(self._loop.addresses_are, self._registry.is_of_node)
+        self._loop.addresses_are(watcher.addresses)
+        _stop_on_signals(self._loop.stop)
+        followed = FollowedFile(
+            self._configuration, self._switch, self._events, partial(self._end, FILE_CHANGED))
+        followed.start()
+        control = ControlServer(answer_requests(self._switch))
+        control.start()
+        self._source.start(self._loop.emit)
+        try:
+            self._loop.run()
+        finally:
+            control.stop()
+            self._heir.stop()
+            followed.close()
+            self._source.stop()
+            self._events.close()
+            watcher.close()
+            self._server.stop()
+            self._retiring.close()
+            self._registry.close_backend(self._switch.worker)
+        if self._failures:
+            raise StartFailed("; ".join(self._failures))
 
-    def end(because: str) -> None:
-        failures.append(because)
-        loop.stop()
+    def _listen(self) -> None:
+        self._server.start()
+        if self._config.healthz_bind_address is not None:
+            self._listen_at("the health server", "FailedToStartProxierHealthcheck",
+                            self._config.healthz_bind_address, health_routes(self._health, self._metrics))
+        self._listen_at("the metrics server", "FailedToStartMetricServer",
+                        self._config.metrics_bind_address, metrics_routes(self._metrics, self._told))
 
-    def listen(name: str, reason: str, where: BindAddress, handler: Handler) -> None:
+    def _listen_at(self, name: str, reason: str, where: BindAddress, handler: Handler) -> None:
         def failed(error: OSError) -> None:
             problem = f"{name} can't listen on {where}: {error}"
-            events.node("Warning", reason, problem)
-            end(problem)
+            self._events.node("Warning", reason, problem)
+            self._end(problem)
 
-        give_up = failed if config.bind_address_hard_fail else None
-        server.listen(name, [where], handler, both_families=True, failed=give_up)
+        give_up = failed if self._config.bind_address_hard_fail else None
+        self._server.listen(name, [where], handler, both_families=True, failed=give_up)
 
-    server.start()
-    if config.healthz_bind_address is not None:
-        listen("the health server", "FailedToStartProxierHealthcheck", config.healthz_bind_address,
-               health_routes(health, metrics))
-    listen("the metrics server", "FailedToStartMetricServer", config.metrics_bind_address,
-           metrics_routes(metrics, told))
-    watcher = watch_addresses(loop.addresses_are, registry.is_of_node)
-    loop.addresses_are(watcher.addresses)
-    _stop_on_signals(loop.stop)
-    followed = FollowedFile(configuration, switch, events, partial(end, FILE_CHANGED))
-    followed.start()
-    control = ControlServer(answer_requests(switch))
-    control.start()
-    source.start(loop.emit)
-    try:
-        loop.run()
-    finally:
-        control.stop()
-        heir.stop()
-        followed.close()
-        source.stop()
-        events.close()
-        watcher.close()
-        server.stop()
-        retiring.close()
-        registry.close_backend(switch.worker)
-    if failures:
-        raise StartFailed("; ".join(failures))
-    log.info("stopped")
+    def _end(self, because: str) -> None:
+        self._failures.append(because)
+        self._loop.stop()
+
+    def _all_synced(self) -> None:
+        """The first time that every family is."""
+        preparation.settle_memory()
+        if not self._tuned and not preparation.tune_conntrack(self._limits, self._events):
+            log.warning("the kernel does not track connections; their limits and timeouts are not set")
+        if self._privileged:
+            for doubt in doubts(self._config, self._node, self._families, self._store.node):
+                log.warning("the configuration may not be what is meant", extra={
+                    "fields": {"because": doubt}})
+            self._heir.take_over_in_background()
+        else:
+            self._health.release()
+        self._events.start()
+
+    def _service_health_failed(self, service: ServiceName, problem: str) -> None:
+        self._events.service(service.namespace, service.name, "FailedToStartServiceHealthcheck", problem)
+
+    def _serves(self, worker: Worker) -> None:
+        """Another mode, from now on."""
+        self._metrics.mode_is(worker.mode)
+        self._told.mode = worker.mode
+        self._told.configuration = effective(self._configuration.of(worker.mode))
+        self._events.node("Normal", "ModeSwitched", worker.mode)
 
 
 def _counting(counted: ClientMetrics) -> "Observe":

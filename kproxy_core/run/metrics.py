@@ -73,7 +73,7 @@ class Metrics:
             f"{sync}_no_local_endpoints_total",
             "Service ports with a Local policy and endpoints, but none on this node",
             ("traffic_policy", "ip_family"))
-        self._sync_failures = counter(_failures_of(mode), "Syncs that failed", _IP_FAMILY)
+        self._sync_failures = self._failures_in(mode)
         self._health_answers = {
             check: counter(f"kubeproxy_proxy_{check}_total", f"Answers to /{check} by status", ("code",))
             for check in ("healthz", "livez")
@@ -112,11 +112,15 @@ class Metrics:
             self._fallback.clear()
             self._build.clear()
             self._build.set(1, self._version, mode)
-            known = next((i for i in self._instruments if i.name == _failures_of(mode)), None)
-            if not isinstance(known, Counter):
-                known = Counter(_failures_of(mode), "Syncs that failed", _IP_FAMILY)
-                self._instruments.append(known)
-            self._sync_failures = known
+            self._sync_failures = self._failures_in(mode)
+
+    def _failures_in(self, mode: str) -> Counter:
+        name = f"kubeproxy_sync_proxy_rules_{mode.replace('-', '_')}_sync_failures_total"
+        known = next((i for i in self._instruments if i.name == name), None)
+        if not isinstance(known, Counter):
+            known = Counter(name, "Syncs that failed", _IP_FAMILY)
+            self._instruments.append(known)
+        return known
 
     def fell_back(self, wanted: str, serving: str) -> None:
         """The mode *wanted* does not work here; until another is switched to, *serving* serves."""
@@ -261,10 +265,6 @@ class Metrics:
         for collector in (GCCollector, PlatformCollector, ProcessCollector):
             collector(registry=registry)
         return registry
-
-
-def _failures_of(mode: str) -> str:
-    return f"kubeproxy_sync_proxy_rules_{mode.replace('-', '_')}_sync_failures_total"
 
 
 def _spelled(labels: dict[str, str]) -> str:
