@@ -7,6 +7,7 @@ compared, counted and sent to the kernel. Text exists only at the edges.
 import enum
 import ipaddress
 import socket
+from collections.abc import Iterable
 from typing import NamedTuple, NewType
 
 Address = NewType("Address", bytes)
@@ -99,6 +100,16 @@ def parse_cidr(text: str) -> Cidr:
         if prefix <= len(address) * 8 and (":" in head) == (len(address) == 16):
             return Cidr(_masked(address, prefix), prefix)
     raise ValueError(f"{text!r} is not a CIDR")
+
+
+def outermost(cidrs: Iterable[Cidr]) -> tuple[Cidr, ...]:
+    """*cidrs* without those that lie within another, IPv4 first, sorted by address."""
+    kept: list[Cidr] = []
+    for cidr in sorted(cidrs, key=lambda cidr: (len(cidr.network), cidr)):
+        # Whatever contains a network comes before it, and between the two only what it contains as well.
+        if not (kept and cidr.network in kept[-1]):
+            kept.append(cidr)
+    return tuple(kept)
 
 
 def is_loopback(address: Address) -> bool:

@@ -52,5 +52,6 @@ class NodeView:
     """Loopback was asked for too, by name or with all addresses, if the mode can serve node ports there."""
     node_ip: Address | None = None
     service_cidrs: tuple[Cidr, ...] = ()
+    """Where ClusterIPs come from; none lies within another."""
     masquerade_all: bool = False
     masquerade_bit: int = 14

@@ -44,7 +44,9 @@ class ServicePlan:
     cluster_ip: Address | None
     """None when an older Service owns this frontend (likewise for the next three)."""
     external_ips: tuple[Address, ...] = ()
+    """None of them is the ClusterIP or a load balancer IP."""
     load_balancer_ips: tuple[Address, ...] = ()
+    """None of them is the ClusterIP."""
     node_port: int = 0
     source_ranges: tuple[Cidr, ...] = ()
     """Sources that may use the load balancer IPs; empty: all."""
@@ -108,8 +110,9 @@ def plan_service(
     cluster_ip = service.cluster_ip(node.family)
     if cluster_ip is None:
         return ()
-    external_ips = of_family(service.external_ips, node.family)
-    load_balancer_ips = of_family(service.load_balancer_ips, node.family)
+    # An address is served in one way only. What guards a load balancer IP holds if it is an external IP, too.
+    load_balancer_ips = of_family(service.load_balancer_ips, node.family, (cluster_ip,))
+    external_ips = of_family(service.external_ips, node.family, (cluster_ip, *load_balancer_ips))
     source_ranges = _source_ranges(service, load_balancer_ips, node)
     return tuple(
         _plan_port(service, port, _endpoints_of(port, slices), node, cluster_ip,
@@ -182,9 +185,13 @@ def _endpoints_of(
     return [found[text] for text in sorted(found)]
 
 
-def of_family(addresses: Sequence[Address], family: Family) -> tuple[Address, ...]:
+def of_family(
+    addresses: Sequence[Address], family: Family, other_than: Sequence[Address] = ()
+) -> tuple[Address, ...]:
     """The *addresses* of one *family*, each once, in their order."""
-    return tuple(dict.fromkeys([a for a in addresses if family_of(a) is family])) if addresses else ()
+    if not addresses:
+        return ()
+    return tuple(dict.fromkeys([a for a in addresses if family_of(a) is family and a not in other_than]))
 
 
 def _source_ranges(

@@ -1,6 +1,6 @@
 """Nodes and ServiceCIDRs: from the wire to the model."""
 
-from kproxy_core.model.address import Address, Cidr
+from kproxy_core.model.address import Address, Cidr, outermost
 from kproxy_core.model.node import NodeObject
 from kproxy_core.sources import wire
 from kproxy_core.sources.events import NodeSet, ServiceCidrsSet
@@ -81,7 +81,10 @@ def read_cidrs(path: str, texts: list[str | None], found: Findings) -> tuple[Cid
 
 
 class ServiceCidrs:
-    """The networks of all ServiceCIDR objects; one stays while any object has it."""
+    """The networks of all ServiceCIDR objects; one stays while any object has it.
+
+    Objects may overlap (KEP-1880); a network within another is left out.
+    """
 
     def __init__(self) -> None:
         self._objects: dict[tuple[str, str], tuple[Cidr, ...]] = {}
@@ -103,7 +106,7 @@ class ServiceCidrs:
         return self._changed()
 
     def _changed(self) -> ServiceCidrsSet | None:
-        union = tuple(sorted({cidr for cidrs in self._objects.values() for cidr in cidrs}))
+        union = outermost(cidr for cidrs in self._objects.values() for cidr in cidrs)
         if union == self._union:
             return None
         self._union = union

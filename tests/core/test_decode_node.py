@@ -97,3 +97,12 @@ def test_a_network_stays_while_any_object_has_it() -> None:
     assert known.remove(one) is None
     assert known.remove(two) == ServiceCidrsSet(())
     assert known.replace({one: cidrs("fd00::/108")}) == ServiceCidrsSet(cidrs("fd00::/108"))
+
+
+def test_of_networks_that_overlap_the_widest_is_told() -> None:
+    known = ServiceCidrs()
+    one, two = ("", "one"), ("", "two")
+    known.set(one, cidrs("10.96.8.0/24 fd00::/108 10.96.0.0/20"))
+    assert known.set(two, cidrs("10.96.4.0/22 a00:1::/32 10.96.0.0/16")) == (
+        ServiceCidrsSet(cidrs("10.96.0.0/16 a00:1::/32 fd00::/108")))
+    assert known.remove(two) == ServiceCidrsSet(cidrs("10.96.0.0/20 fd00::/108"))

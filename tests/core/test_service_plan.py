@@ -61,6 +61,20 @@ def test_each_family_sees_its_own_addresses() -> None:
     assert (four.load_balancer_ips, six.load_balancer_ips) == ((), addresses("2001:db8::2"))
 
 
+def test_an_address_is_served_in_one_way_only() -> None:
+    found = plan(external_ips="10.96.0.1 192.0.2.1 192.0.2.2", load_balancer_ips="192.0.2.1 10.96.0.1")
+    assert found.load_balancer_ips == addresses("192.0.2.1")
+    assert found.external_ips == addresses("192.0.2.2")
+    assert len(list(found.frontends())) == len(set(found.frontends())) == 3
+
+
+def test_the_source_ranges_of_a_load_balancer_ip_hold_if_it_is_an_external_ip_too() -> None:
+    found = plan(
+        external_ips="192.0.2.1", load_balancer_ips="192.0.2.1", source_ranges="203.0.113.0/24")
+    assert (found.external_ips, found.load_balancer_ips) == ((), addresses("192.0.2.1"))
+    assert found.source_ranges == cidrs("203.0.113.0/24")
+
+
 def test_the_frontends_are_what_clients_dial() -> None:
     everything = plan(node_port=True, external_ips="192.0.2.1", load_balancer_ips="192.0.2.2")
     assert list(everything.frontends()) == [
