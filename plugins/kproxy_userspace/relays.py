@@ -132,7 +132,6 @@ class FamilyRelays:
         self, node: NodeView, changed: Mapping[ServicePortKey, ServicePlan | None], *, anew: bool
     ) -> SyncReport:
         orders: dict[int, Serve | None] = {}
-        redirects: dict[ServicePortKey, frozenset[Redirect]] = {}
         for key, plan in changed.items():
             wanted = {} if plan is None else wanted_relays(plan, node, self._listen)
             if plan is not None and key.protocol is Protocol.SCTP and key not in self._applied:
@@ -148,9 +147,11 @@ class FamilyRelays:
                     relay.wanted = want
                     relays[name] = relay
                     orders[relay.number] = self._serve(relay)
-            redirects[key] = frozenset(self._redirects(key, relays))
             if not relays:
                 del self._relays[key]
+        for key in changed:  # Before others ask for the same ports: they may have gone from one to the other.
+            self._give_up_places(key)
+        redirects = {key: frozenset(self._redirects(key)) for key in changed}
         failures = self._workers.serve(orders)
         with self._writing:
             operations = self._redirect(redirects, anew=anew)
@@ -217,18 +218,26 @@ class FamilyRelays:
         return Serve(relay.number, wanted.protocol is Protocol.UDP, self._address, relay.holder.port,
                      wanted.endpoints, wanted.affinity_seconds)
 
-    def _redirects(self, key: ServicePortKey, relays: Mapping[RelayName, Relay]) -> Iterator[Redirect]:
-        """The portals of one service port, but for those whose port on this node somebody else has."""
-        wanted = [(portal, relay.holder.port) for relay in relays.values() for portal in relay.wanted.portals]
+    def _portals_of(self, key: ServicePortKey) -> list[tuple[Portal, int]]:
+        """The portals that one service port wants, each with the port of its relay."""
+        relays = self._relays.get(key, {}).values()
+        return [(portal, relay.holder.port) for relay in relays for portal in relay.wanted.portals]
+
+    def _give_up_places(self, key: ServicePortKey) -> None:
+        """Let go of the ports of portals that one service port wants no longer."""
         held = self._held.pop(key, {})
-        places = {_place(portal) for portal, _ in wanted}
+        places = {_place(portal) for portal, _ in self._portals_of(key)}
         for place in held.keys() - places:
             holder = held.pop(place)
             if holder is not None:
                 holder.close()
         if places:
             self._held[key] = held
-        for portal, port in wanted:
+
+    def _redirects(self, key: ServicePortKey) -> Iterator[Redirect]:
+        """The portals of one service port, but for those whose port on this node somebody else has."""
+        held = self._held.get(key, {})
+        for portal, port in self._portals_of(key):
             place = _place(portal)
             if place not in held:
                 try:

@@ -12,7 +12,7 @@ import pytest
 
 from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.model.address import Family
-from kproxy_core.testing.builders import endpoint_slice, full_update, plans, service
+from kproxy_core.testing.builders import changed_update, endpoint_slice, full_update, plans, service
 from kproxy_userspace import backend as backend_module
 from kproxy_userspace.cleanup import cleanup
 from kproxy_userspace.kernel import NftPortals, open_portals
@@ -308,6 +308,22 @@ def test_a_relay_that_can_not_listen_fails_the_sync_until_it_can(start: Start) -
         assert reached(VIP, 80) == A
         proxy.serve(more, "127.0.0.1")
         assert reached("10.96.0.2", 81) == A
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
+def test_a_node_port_goes_from_one_service_to_another_within_one_sync(
+    start: Start, names: tuple[str, str]
+) -> None:
+    node = NODE[Family.IPV4]
+    slices = {name: endpoint_slice(name, host, ports=["9001"])
+              for name, host in zip(names, ("127.0.0.1", "127.0.0.2"), strict=True)}  # fmt: skip
+    first, second = (plans(node, service(name, "80@30080"), slices[name]) for name in names)
+    with endpoints(ONE, TWO):
+        proxy = start()
+        proxy.backend.kproxy_sync(full_update(node, first))
+        assert reached("192.0.2.1", 30080) == A
+        proxy.backend.kproxy_sync(changed_update(node, second, sorted({**first, **second})))
+        assert reached("192.0.2.1", 30080) == B
 
 
 def test_what_goes_through_is_counted(start: Start) -> None:
