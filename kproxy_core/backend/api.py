@@ -120,6 +120,8 @@ class BackendSettings:
     options: Mapping[str, object] = field(default_factory=dict)
     """What the configuration file has for this backend alone: its section among kube-proxy's, if it has
     one, and what stands under ``kproxy.backendOptions`` for its mode."""
+    loopback_node_ports: tuple[Family, ...] = tuple(Family)
+    """In which families nodePortAddresses includes loopback, as `NodeView.node_ports_on_loopback` says."""
 
 
 class Damage(Protocol):

@@ -18,7 +18,8 @@ from kproxy_core.configflags import Flags
 from kproxy_core.host.addresses import default_source_address
 from kproxy_core.model.address import Cidr, Family
 from kproxy_core.model.node import LocalSource
-from kproxy_core.run.node_facts import NodeSettings
+from kproxy_core.plan.node_ports import includes_loopback
+from kproxy_core.run.node_facts import NodeSettings, node_port_choice
 from kproxy_core.run.pacing import Pacing
 from kproxy_core.run.switch import Terms
 
@@ -77,7 +78,9 @@ def served_families() -> tuple[Family, ...]:
 
 def backend_settings(config: Config, families: tuple[Family, ...]) -> BackendSettings:
     """What a backend is made with."""
-    return BackendSettings(families, config.masquerade_bit, config.backend_options)
+    choice = node_port_choice(config.node_port_addresses, None)
+    loopback = tuple(family for family in families if includes_loopback(choice, family))
+    return BackendSettings(families, config.masquerade_bit, config.backend_options, loopback)
 
 
 def settings_of_modes(

@@ -71,7 +71,7 @@ class NodeFacts:
         """The node, and why it serves no node ports; "": it does."""
         settings = self._settings
         own = self._own_address(family)
-        choice = _choice(settings.node_ports, own)
+        choice = node_port_choice(settings.node_ports, own)
         node_ports = select_node_port_addresses(choice, self.addresses, family)
         view = NodeView(
             family=family,
@@ -138,7 +138,10 @@ def primary_family(bind_address: Address | None, node: NodeObject | None) -> Fam
     return family_of(node.addresses[0]) if node is not None and node.addresses else Family.IPV4
 
 
-def _choice(node_ports: tuple[Cidr, ...] | Literal["primary"], own: Address | None) -> NodePortChoice:
+def node_port_choice(
+    node_ports: tuple[Cidr, ...] | Literal["primary"], own: Address | None
+) -> NodePortChoice:
+    """What *node_ports* asks for in a family in which *own* is the node's address, if that is known."""
     if node_ports == "primary":
         return PrimaryOnly(() if own is None else (own,))
     return WithinNetworks(node_ports) if node_ports else Everywhere()

@@ -6,7 +6,6 @@ from kproxy_core.host.attempts import Attempts, sysctl_finding
 from kproxy_core.host.iptables import Tables
 from kproxy_core.host.iptables_check import Feature
 from kproxy_core.host.modules import Modules
-from kproxy_core.model.address import Family
 from kproxy_iptables.settings import read_settings
 
 _MODE = "iptables"
@@ -35,7 +34,7 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
     modules = Modules(iptables_check.OPTIONS)
     installed, variant = iptables_check.installed(modules, load_modules=load_modules)
     found = [iptables_check.privilege(variant), installed]
-    if read_settings(settings).localhost_node_ports and Family.IPV4 in settings.families:
+    if read_settings(settings).localhost_node_ports:
         found.append(sysctl_finding("net/ipv4/conf/all/route_localnet", 1,
                                     "set it, or iptables.localhostNodePorts to false"))  # fmt: skip
     if variant is not None:

@@ -13,7 +13,6 @@ from kproxy_core.backend.api import (
     Update,
 )
 from kproxy_core.backend.hookspecs import hookimpl
-from kproxy_core.model.address import Family
 
 MODE = "iptables"
 
@@ -62,7 +61,7 @@ def kproxy_prepare(settings: BackendSettings) -> None:
     from kproxy_iptables.kernel import enable_route_localnet
     from kproxy_iptables.settings import read_settings
 
-    if Family.IPV4 in settings.families and read_settings(settings).localhost_node_ports:
+    if read_settings(settings).localhost_node_ports:
         enable_route_localnet()
 
 

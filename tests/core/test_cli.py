@@ -224,6 +224,17 @@ def test_what_needs_all_privileges_can_be_done_by_itself(node: Namespace, manife
     assert node.run("nft", "list", "ruleset") == before
 
 
+@pytest.mark.parametrize(
+    "asked", ["--nodeport-addresses=192.0.2.0/24", "--nodeport-addresses=primary",
+              "--iptables-localhost-nodeports=false"],
+)  # fmt: skip
+def test_localhost_is_not_opened_where_it_serves_no_node_ports(
+    node: Namespace, manifests: Path, asked: str
+) -> None:
+    node.run(KPROXY, "--init-only", "--mode=iptables", f"--manifests={manifests}", asked)
+    assert node.run("sysctl", "-n", "net.ipv4.conf.all.route_localnet").strip() == "0"
+
+
 def test_there_may_be_no_health_server(node: Namespace, manifests: Path) -> None:
     with running(node, "--mode=nftables", f"--manifests={manifests}", "--healthz-port=0") as proxy:
         deadline = time.monotonic() + 20

@@ -47,8 +47,11 @@ def test_looking_creates_nothing(netns: None) -> None:
 def test_node_ports_on_localhost_need_a_sysctl_and_only_they(netns: None) -> None:
     wanted = [r.found for r in tried(BOTH).requirements if "route_localnet" in r.what]
     assert wanted == ["is 0, and can be set"]
-    without = BackendSettings((V4, V6), options={"localhostNodePorts": False})
-    assert not [r for r in tried(without).requirements if "route_localnet" in r.what]
+    for without in (
+        BackendSettings((V4, V6), options={"localhostNodePorts": False}),
+        BackendSettings((V4, V6), loopback_node_ports=(V6,)),
+    ):
+        assert not [r for r in tried(without).requirements if "route_localnet" in r.what]
 
 
 def test_what_the_kernel_refuses_is_missing_and_the_rest_is_not(
