@@ -73,28 +73,34 @@ class Events:
         poll, watched, again = self.epoll.poll, self.watched, self.again
         while not self.stopped:
             self._close_all()
-            patience = self._patience()
-            self._close_all()
-            for fd, mask in poll(0.0 if again or self.stopped else patience, _MOST_EVENTS):
+            now = time.monotonic()
+            for fd, mask in poll(0.0 if again else self._patience(now), _MOST_EVENTS):
                 who = watched.get(fd)
                 if who is not None:
                     who.ready(fd, mask)
             for _ in range(len(again)):
                 again.popleft().resume()
+            self._close_all()
+            self._call(now)
 
     def _close_all(self) -> None:
         for sock in self._closing:
             sock.close()
         self._closing.clear()
 
-    def _patience(self) -> float:
-        """Makes the calls that are due; seconds until the next one, -1 for none."""
-        now = time.monotonic()
+    def _call(self, now: float) -> None:
+        """Make the calls that were due at *now*.
+
+        What had happened by then has been dealt with: nobody runs out of time for something that came in
+        time, while this process had no processor.
+        """
         for timeouts in list(self._timeouts.values()):
             waiting = timeouts.waiting
             while waiting and waiting[0][0] <= now:
                 _, what, argument = waiting.popleft()
                 what(argument)
-        # Only now: those calls may have asked for others.
+
+    def _patience(self, now: float) -> float:
+        """Seconds until the next call is due, -1 for none."""
         soonest = min((t.waiting[0][0] for t in self._timeouts.values() if t.waiting), default=None)
         return -1.0 if soonest is None else max(0.0, soonest - now)

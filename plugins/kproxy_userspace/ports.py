@@ -48,11 +48,13 @@ class Holder:
         try:
             if family is Family.IPV6:
                 self._sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            if shared:
-                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             if shared and not udp:
                 self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._sock.bind((address, port))
+            if shared:
+                # Not before: it would get a port that sockets of another relay, or of another process
+                # of ours, are ready to share, and the kernel itself chooses such a port for UDP.
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             self.port: int = self._sock.getsockname()[1]
             if udp:
                 # Connected to somebody who never sends, it takes no datagram from anybody.
@@ -92,7 +94,7 @@ class Allocator:
         text = _WILDCARD[family] if address is None else format_address(address)
         problem = "no remaining ports"
         for port in ([wanted] if wanted else []) + self._candidates():
-            # Sockets that share a port would share it with ourselves, too.
+            # Nothing keeps sockets of ours that do not listen from sharing one.
             if (family, protocol, port) in self._used:
                 continue
             try:

@@ -304,9 +304,20 @@ class Connection:
                 self.pump(self._down)
 
     def _dialed_long(self, attempt: int) -> None:
-        """The time for *attempt* is over; it may have ended before."""
-        if self._up is None and self._client is not None and self._attempt == attempt:
+        """The time for *attempt* is over; it may have ended before, and we have not heard of it yet."""
+        waiting = self._up is None and self._client is not None and self._attempt == attempt
+        if waiting and not self._answered():
             self._dial_next()
+
+    def _answered(self) -> bool:
+        """Whether the endpoint has accepted."""
+        if self._server is None:
+            return False
+        try:
+            self._server.getpeername()
+        except OSError:
+            return False
+        return True
 
     def _dial_next(self) -> None:
         self._hang_up()

@@ -1,8 +1,9 @@
 """Timers of the workers' loop."""
 
+import socket
 import time
 
-from kproxy_userspace.events import Events
+from kproxy_userspace.events import READ, Events
 
 
 def test_a_call_may_ask_for_another_after_a_time_of_its_own() -> None:
@@ -36,4 +37,27 @@ def test_calls_come_in_order_and_not_too_early() -> None:
     events.run()
     assert called == [1, 2]
     assert time.monotonic() - began >= 0.05
+    events.epoll.close()
+
+
+def test_what_came_in_time_comes_before_the_end_of_the_time_though_nobody_looked() -> None:
+    events = Events()
+    order: list[str] = []
+
+    class Reader:
+        def ready(self, fd: int, mask: int) -> None:
+            order.append("came")
+            events.epoll.unregister(fd)
+
+    def over(_: int) -> None:
+        order.append("over")
+        events.stopped = True
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        events.watch(ours.fileno(), Reader(), READ)
+        events.timeouts(0.0).call(over)
+        theirs.send(b"!")
+        events.run()
+    assert order == ["came", "over"]
     events.epoll.close()

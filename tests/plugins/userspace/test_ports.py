@@ -1,0 +1,45 @@
+"""Relays' ports are nobody else's."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from kproxy_core.model.address import Family, Protocol
+from kproxy_userspace.ports import Allocator, NoPort
+from kproxy_userspace.worker import listening_socket
+
+FEW = range(40000, 40010)
+
+@pytest.fixture(autouse=True)
+def _few_ports(node: None) -> None:
+    Path("/proc/sys/net/ipv4/ip_local_port_range").write_text(f"{FEW[0]} {FEW[-1]}")
+
+
+@contextmanager
+def relays(allocator: Allocator, protocol: Protocol) -> Iterator[list[int]]:
+    """As many as there can be, with two workers each; their ports."""
+    with ExitStack() as stack:
+        ports: list[int] = []
+        while len(ports) <= len(FEW):
+            try:
+                holder = allocator.open(Family.IPV4, protocol, None)
+            except NoPort:
+                break
+            stack.callback(holder.close)
+            ports.append(holder.port)
+            for _ in range(2):
+                sock = stack.enter_context(listening_socket(protocol is Protocol.UDP, "0.0.0.0", holder.port))
+                if protocol is Protocol.TCP:
+                    sock.listen()
+        yield ports
+
+
+@pytest.mark.parametrize("protocol", [Protocol.TCP, Protocol.UDP])
+@pytest.mark.parametrize("wanted", [None, FEW])
+def test_no_two_relays_share_a_port(protocol: Protocol, wanted: range | None) -> None:
+    with relays(Allocator(wanted), protocol) as ports:
+        assert sorted(ports) == list(FEW)
+        with pytest.raises(NoPort):  # nor do those of a backend that retires and its successor
+            Allocator(wanted).open(Family.IPV4, protocol, None)
