@@ -1,6 +1,7 @@
 """Flags and configuration file -> one frozen Config; an error names the option."""
 
 import enum
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -37,6 +38,10 @@ __all__ = [
     "BindAddress", "Config", "ConfigError", "DetectLocalMode", "FileConfig", "Flags",
     "NodePortAddresses", "Problem", "load", "parse_node_port_addresses", "resolve",
 ]
+
+
+_INTERFACE = re.compile(r"""(?:(?![/:*"\\])[!-~]){1,15}""")
+"""What an interface may be called (linux/if.h), without what means something to nft."""
 
 
 class DetectLocalMode(enum.Enum):
@@ -239,11 +244,17 @@ class _Parser:
             self._bad("detectLocalMode", text, f"must be one of {modes}")
             return DetectLocalMode.CLUSTER_CIDR
         detail = self._document.detect_local
-        if mode is DetectLocalMode.BRIDGE_INTERFACE and not detail.bridge_interface:
-            self._bad("detectLocal.bridgeInterface", "", f"must not be empty with detectLocalMode {text}")
-        if mode is DetectLocalMode.INTERFACE_NAME_PREFIX and not detail.interface_name_prefix:
-            self._bad("detectLocal.interfaceNamePrefix", "", f"must not be empty with detectLocalMode {text}")
+        if mode is DetectLocalMode.BRIDGE_INTERFACE:
+            self._interface("detectLocal.bridgeInterface", detail.bridge_interface, text)
+        if mode is DetectLocalMode.INTERFACE_NAME_PREFIX:
+            self._interface("detectLocal.interfaceNamePrefix", detail.interface_name_prefix, text)
         return mode
+
+    def _interface(self, path: str, name: str, mode: str) -> None:
+        if not name:
+            self._bad(path, name, f"must not be empty with detectLocalMode {mode}")
+        elif not _INTERFACE.fullmatch(name):
+            self._bad(path, name, "must be at most 15 letters, digits and signs, none of them / : * \" or \\")
 
     def cluster_cidrs(self) -> tuple[Cidr, ...]:
         text = self._document.cluster_cidr

@@ -297,6 +297,16 @@ CIDR = "must be a CIDR, or only 'primary'"
             "detectLocalMode: InterfaceNamePrefix",
             "detectLocal.interfaceNamePrefix: '': must not be empty with detectLocalMode InterfaceNamePrefix",
         ),
+        *(
+            (
+                f"detectLocalMode: {mode}\ndetectLocal: {{{field}: '{name}'}}",
+                f"detectLocal.{field}: {name!r}: must be at most 15 letters, digits and signs, "
+                'none of them / : * " or \\',
+            )
+            for mode, field in (
+                ("BridgeInterface", "bridgeInterface"), ("InterfaceNamePrefix", "interfaceNamePrefix"))
+            for name in ("abcdefghijklmnop", "veth*", 'a"b', "a/b", "a b")
+        ),
         ("clusterCIDR: 10.0.0.1", "clusterCIDR: '10.0.0.1': must be a CIDR"),
         ("clusterCIDR: '10.0.0.0/8,'", "clusterCIDR: '': must be a CIDR"),
         (

@@ -1,6 +1,7 @@
 """What each kind of Service wants in the kernel, read as nft text."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kproxy_core.model.address import Protocol
-from kproxy_core.model.node import NodeView
+from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_core.model.service import Service
 from kproxy_core.testing.builders import endpoint, endpoint_slice, full_update, node_view, plans, service
 from kproxy_nftables.names import Template, parse_template
@@ -17,6 +18,11 @@ from kproxy_nftables.text import render_text
 NODE = node_view("node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1")
 LOCAL = endpoint("10.244.1.5", "node1")
 REMOTE = endpoint("10.244.2.5", "node2")
+
+
+def from_pods(**source: str) -> NodeView:
+    """A node that knows its pods by the *source* of their traffic."""
+    return replace(node_view(), local_source=LocalSource(**source))  # type: ignore[arg-type]
 
 
 def elements_of(text: str) -> dict[str, list[str]]:
@@ -123,8 +129,15 @@ def test_affinity_is_shared_by_all_frontends_unless_a_policy_is_local() -> None:
         ),
         (node_view(), []),
         (node_view(masquerade_all=True), ["meta mark set meta mark or 0x00004000"]),
+        (from_pods(interface="cbr0"), ['iifname != "cbr0" meta mark set meta mark or 0x00004000']),
+        (from_pods(interface_prefix="veth"), ['iifname != "veth*" meta mark set meta mark or 0x00004000']),
+        (
+            # As long as a name can be: nft takes no wildcard after it.
+            from_pods(interface_prefix="abcdefghijklmno"),
+            ['iifname != "abcdefghijklmno" meta mark set meta mark or 0x00004000'],
+        ),
     ],
-    ids=["outside only", "unknown", "all"],
+    ids=["outside only", "unknown", "all", "not from the bridge", "not by prefix", "not by a long prefix"],
 )
 def test_traffic_to_cluster_ips_is_masqueraded(node: NodeView, masquerade: list[str]) -> None:
     text = render_text(full_update(node, plans(node, service(), endpoint_slice("web", REMOTE))))
