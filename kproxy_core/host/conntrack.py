@@ -1,8 +1,8 @@
-"""Deletes stale UDP flows from the kernel's connection tracking, over ctnetlink.
+"""Reads UDP flows from the kernel's connection tracking, and deletes stale ones, over ctnetlink.
 
-linux/netfilter/nfnetlink_conntrack.h. The table is read as a stream and nothing of it is
-kept. Since Linux 5.8 the kernel leaves out what is not asked for; an older one sends
-every flow of the family, which costs time and changes nothing else.
+linux/netfilter/nfnetlink_conntrack.h, nf_conntrack_common.h. The table is read as a
+stream. Since Linux 5.8 the kernel leaves out what is not asked for; an older one sends every
+flow of the family, which costs time and changes nothing else.
 """
 
 import errno
@@ -10,14 +10,14 @@ import itertools
 import os
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from functools import partial
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from kproxy_core.host import netlink
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.netlink import attribute, nested
-from kproxy_core.model.address import Family
+from kproxy_core.model.address import Address, Family
 from kproxy_core.model.address import Protocol as IpProtocol
 from kproxy_core.plan.stale_flows import Socket
 
@@ -25,6 +25,7 @@ _CT_GET: Final = 0x101
 _CT_DELETE: Final = 0x102
 
 _TUPLE_ORIG: Final = 1
+_STATUS: Final = 3
 _ID: Final = 12
 _ZONE: Final = 18
 _FILTER: Final = 25
@@ -34,6 +35,9 @@ _PROTO_DST_PORT: Final = 3
 _FILTER_ORIG_FLAGS: Final = 1
 _FILTER_PROTO_NUM: Final = 1 << 3
 _FILTER_PROTO_DST_PORT: Final = 1 << 5
+
+_DST_NAT: Final = 1 << 5
+"""IPS_DST_NAT: a rule of nat has decided where the flow goes."""
 
 _FLAGS = struct.Struct("=I")
 _GENERIC_HEADER = struct.Struct("=BBH")
@@ -53,6 +57,30 @@ class Stale(Protocol):
 
     def is_stale(self, destination: Socket, answered_by: Socket) -> bool:
         """Whether the flow to *destination*, whose answers come from *answered_by*, must."""
+
+
+class Flow(NamedTuple):
+    """A UDP flow."""
+
+    source: Address
+    """Of its first datagram."""
+    destination: Socket
+    """What that was sent to."""
+    answered_by: Socket
+    translated: bool
+    """By a rule of nat, and not by somebody else who knows where it goes."""
+
+
+def udp_flows(family: Family, to: Container[Address]) -> list[Flow]:
+    """The flows of *family* to these addresses, in the network namespace of the calling thread.
+
+    Raises HostError.
+    """
+    try:
+        with netlink.open_socket(netlink.NETLINK_NETFILTER) as sock:
+            return netlink.uninterrupted(lambda: list(_flows(sock, family, to)))
+    except OSError as error:
+        raise HostError(f"can't list {family.label} UDP flows", error) from error
 
 
 def delete_stale_udp(family: Family, stale: Stale) -> int:
@@ -128,25 +156,53 @@ def _stale_flows(
 ) -> Iterator[bytes]:
     """What deletes each of the stale flows to *port*; None: to any."""
     ports = {number.to_bytes(2, "big") for number in stale.ports}
-    flags = netlink.NLM_F_DUMP
-    header = _GENERIC_HEADER.pack(socket.AF_INET if family is Family.IPV4 else socket.AF_INET6, 0, 0)
     unpack = _TUPLE[family].unpack_from
-    for data, start, end in netlink.dump(sock, netlink.message(_CT_GET, flags, header + _filter(port))):
-        start += _GENERIC_HEADER.size
-        size, head, _, to, number_head, protocol, _, to_port = unpack(data, start)
-        if head != _TUPLE_HEAD[family] or number_head != _NUMBER_HEAD:
-            # A kernel that writes flows in another way: better no clean-up than a wrong one.
-            raise OSError(errno.EPROTO, os.strerror(errno.EPROTO))
-        if protocol != IpProtocol.UDP or to_port not in ports:
+    for data, start, end, size, _, to, to_port in _walk(sock, family, port):
+        if to_port not in ports:
             continue
-        original = data[start : start + size]
         _, _, by, _, _, _, by_port, _ = unpack(data, start + size)
         if stale.is_stale((to, int.from_bytes(to_port, "big")), (by, int.from_bytes(by_port, "big"))):
             rest = netlink.attributes(data, start, end)
             # Without its tuple a request would mean every flow there is.
-            yield header + original + b"".join(
+            yield _header(family) + data[start : start + size] + b"".join(
                 attribute(kind, rest[kind]) for kind in (_ZONE, _ID) if kind in rest
             )
+
+
+def _flows(sock: socket.socket, family: Family, wanted: Container[Address]) -> Iterator[Flow]:
+    unpack = _TUPLE[family].unpack_from
+    for data, start, end, size, source, to, to_port in _walk(sock, family, None):
+        if to in wanted:
+            _, _, by, _, _, _, by_port, _ = unpack(data, start + size)
+            status = int.from_bytes(netlink.attributes(data, start, end)[_STATUS], "big")
+            yield Flow(
+                source, (to, int.from_bytes(to_port, "big")),
+                (Address(by), int.from_bytes(by_port, "big")), bool(status & _DST_NAT),
+            )  # fmt: skip
+
+
+def _walk(
+    sock: socket.socket, family: Family, port: int | None
+) -> Iterator[tuple[bytes, int, int, int, Address, Address, bytes]]:
+    """The UDP flows to *port*, or all, if the kernel filters; else all there are.
+
+    Each as a piece of data, its start and end, the size of the tuple that it begins with, and out of that
+    the source and destination addresses and the destination port.
+    """
+    unpack = _TUPLE[family].unpack_from
+    request = netlink.message(_CT_GET, netlink.NLM_F_DUMP, _header(family) + _filter(port))
+    for data, start, end in netlink.dump(sock, request):
+        start += _GENERIC_HEADER.size
+        size, head, source, to, number_head, protocol, _, to_port = unpack(data, start)
+        if head != _TUPLE_HEAD[family] or number_head != _NUMBER_HEAD:
+            # A kernel that writes flows in another way: better no clean-up than a wrong one.
+            raise OSError(errno.EPROTO, os.strerror(errno.EPROTO))
+        if protocol == IpProtocol.UDP:
+            yield data, start, end, size, source, to, to_port
+
+
+def _header(family: Family) -> bytes:
+    return _GENERIC_HEADER.pack(socket.AF_INET if family is Family.IPV4 else socket.AF_INET6, 0, 0)
 
 
 def _filter(port: int | None) -> bytes:

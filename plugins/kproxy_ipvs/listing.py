@@ -33,8 +33,10 @@ _PROTOCOLS = {protocol.name: protocol for protocol in Protocol}
 _OPEN = frozenset({"ESTABLISHED", "SYN_SENT", "SYN_RECV", "SYNACK"})
 """States of TCP and SCTP connections that IPVS calls active."""
 _ENDED = frozenset({"TIME_WAIT", "CLOSE", "CLOSED", "REJECTED"})
-"""States in which nobody has anything to say any more."""
-
+"""States in which nobody has anything new to say."""
+_REPEATING = 117
+"""Seconds of the two minutes of TIME_WAIT that are left while a last segment may have to be sent again: the
+state begins when IPVS sees that segment, and anew when it does again."""
 
 _NO_CONNECTION = frozenset({"03", "06", "07", "0A", "0C"})
 """States of sockets, linux/tcp_states.h: SYN_RECV, TIME_WAIT, CLOSE, LISTEN, NEW_SYN_RECV.
@@ -43,8 +45,8 @@ One of UDP that is connected is in the state ESTABLISHED.
 """
 
 
-class Closing(NamedTuple):
-    """Connections of which one side may still send data, though IPVS calls them inactive."""
+class Translation(NamedTuple):
+    """What IPVS does to connections: they are for the one, and lead to the other."""
 
     frontend: Frontend
     real_server: Destination
@@ -72,20 +74,21 @@ def real_servers(lines: Iterable[str]) -> dict[ServerKey, list[Listed]]:
     return found
 
 
-def closing(lines: Iterable[str]) -> Counter[Closing]:
-    """How many connections are being closed, from the lines of `CONNECTIONS`.
+def closing(lines: Iterable[str]) -> Counter[Translation]:
+    """How many connections have a side that may still send, though IPVS calls them inactive.
 
-    What persistence remembers of clients stands there as well, with port 0.
+    From the lines of `CONNECTIONS`. What persistence remembers of clients stands there as well, with port 0.
+    Those of UDP are left out: IPVS does not know whether they have ended.
     """
-    found: Counter[Closing] = Counter()
+    found: Counter[Translation] = Counter()
     for line in lines:
         words = line.split()
         protocol = _PROTOCOLS.get(words[0])
-        if protocol is None or protocol is Protocol.UDP or words[2] == "0000":
+        if protocol is None or protocol is Protocol.UDP or words[2] == "0000" or words[7] in _OPEN:
             continue
-        if words[7] not in _OPEN and words[7] not in _ENDED:
+        if words[7] not in _ENDED or (words[7] == "TIME_WAIT" and int(words[8]) >= _REPEATING):
             frontend = Frontend(_address(words[3]), protocol, int(words[4], 16))
-            found[Closing(frontend, Destination(_address(words[5]), int(words[6], 16)))] += 1
+            found[Translation(frontend, Destination(_address(words[5]), int(words[6], 16)))] += 1
     return found
 
 

@@ -3,9 +3,15 @@
 That mode's rules decide about new connections before IPVS sees them: a packet to a VIP has another
 destination by then. Connections that go through IPVS still need their virtual server, their real server, and
 the VIP on our device. Everything else goes at once.
+
+Rules of nat are not asked about a flow that connection tracking knows. So those of UDP stay with IPVS, too,
+until connection tracking forgets them; the next datagram is the other mode's. A connection of IPVS that ends
+takes what is tracked under its addresses and ports along (ip_vs_conn_drop_conntrack, ip_vs_nfct.c), and all
+of a real server end soon after it is deleted (since Linux 5.9): hence nothing that is in use may be deleted.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import chain
 from pathlib import Path
@@ -15,6 +21,7 @@ from kproxy_core.backend.api import Leftovers
 from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.host import conntrack, programs
 from kproxy_core.host.addresses import default_source_address
+from kproxy_core.host.conntrack import Flow
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.iptables import Tables
 from kproxy_core.host.iptables_removal import described, inputs
@@ -22,12 +29,11 @@ from kproxy_core.host.iptables_variant import find_variants
 from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_address, parse_address
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.service_plan import Frontend
-from kproxy_core.plan.stale_flows import StaleFlows
 from kproxy_ipvs import device, listing, names, rules, sets
 from kproxy_ipvs.applied import Entries
 from kproxy_ipvs.batch import DeleteDestination, DeleteServer, Listed, Operation, PutDestination
 from kproxy_ipvs.cleanup import is_left, what_to_remove
-from kproxy_ipvs.listing import Closing
+from kproxy_ipvs.listing import Translation
 from kproxy_ipvs.names import FILTER
 from kproxy_ipvs.render import Element, ServerKey
 from kproxy_ipvs.skeleton import JUMPS, no_frontend
@@ -40,6 +46,9 @@ _KEPT_SETS = frozenset({
     names.IPVS_IPS, names.SHORT_CIRCUIT, *(kind for kinds in names.NODE_PORT_SETS.values() for kind in kinds)
 })  # fmt: skip
 """Those that tell our virtual servers from others."""
+
+Frontends = Mapping[int, Collection[Frontend]]
+"""What leads to a virtual server with a mark."""
 
 
 def retire(excluded: Sequence[Cidr]) -> Leftovers:
@@ -103,17 +112,28 @@ class _Retirement:
             if is_left(key, self._on_device, self._entries, self._excluded)
         }  # fmt: skip
         marked = short_circuits(self._entries)
-        verdict = judge(ours, marked, _closing(ours))
-        flows = _flows(verdict.datagrams)
-        # A datagram that comes from now on begins a flow of the other mode, and one that comes before its
-        # virtual server is gone does no harm: what it leaves is deleted as well.
-        conntrack.delete_stale_udp(self._family, flows)
+        verdict = judge(ours, marked, self._in_use(ours, marked))
         self._servers.write(verdict.operations)
-        conntrack.delete_stale_udp(self._family, flows)
         removed += [f"virtual server {key}" for key in verdict.gone]
         staying = counted.keys() - set(verdict.gone)
         needed = {frontend.address for key in staying for frontend in frontends(key, marked)}
         return verdict.waiting + self._remove_addresses(self._on_device - needed, removed)
+
+    def _in_use(
+        self, servers: Mapping[ServerKey, Sequence[Listed]], marked: Frontends
+    ) -> Counter[Translation]:
+        """What `judge` has to know about those that IPVS calls inactive."""
+        protocols = {
+            frontend.protocol for key, items in servers.items() if any(item.inactive for item in items)
+            for frontend in frontends(key, marked)
+        }  # fmt: skip
+        found: Counter[Translation] = Counter()
+        if protocols - {Protocol.UDP}:
+            found += listing.closing(_lines(listing.CONNECTIONS))
+        if Protocol.UDP in protocols:
+            to = [frontend.address for key in servers for frontend in frontends(key, marked)]
+            found += through_ipvs(conntrack.udp_flows(self._family, frozenset(filter(None, to))))
+        return found
 
     def _remove_addresses(self, addresses: AbstractSet[Address], removed: list[str]) -> int:
         """Take *addresses* off the device, but for those that the node's own connections come from.
@@ -122,6 +142,9 @@ class _Retirement:
         """
         lines = chain.from_iterable(map(_lines, listing.SOCKETS[self._family]))
         connected = listing.connected_from(addresses, lines)
+        if waiting := addresses - connected.keys():  # Sockets that are not connected wait for answers, too.
+            flows = conntrack.udp_flows(self._family, waiting)
+            connected.update(flow.source for flow in flows if flow.source in waiting)
         unbound = sorted(addresses - connected.keys())
         device.unbind(unbound, self._family)
         removed += [f"address {format_address(address)} on {names.DEVICE}" for address in unbound]
@@ -155,46 +178,48 @@ class Verdict(NamedTuple):
 
     operations: list[Operation]
     gone: list[ServerKey]
-    datagrams: list[Frontend]
-    """Flows to these are to begin anew."""
     waiting: int
     """Connections that the others have."""
 
 
-Frontends = Mapping[int, Collection[Frontend]]
-"""What leads to a virtual server with a mark."""
-
-
 def judge(
-    servers: Mapping[ServerKey, Sequence[Listed]], marked: Frontends, closing: Mapping[Closing, int]
+    servers: Mapping[ServerKey, Sequence[Listed]], marked: Frontends, in_use: Mapping[Translation, int]
 ) -> Verdict:
     """Which of our *servers* stay for the sake of their connections, without taking new ones.
 
-    *closing*: how many connections have one side that may still send (see `listing.closing`).
+    *in_use*: how many of those that IPVS calls inactive may go on (`listing.closing`, `through_ipvs`).
     """
-    verdict = Verdict([], [], [], 0)
+    operations: list[Operation] = []
+    gone: list[ServerKey] = []
     waiting = 0
     for key, items in servers.items():
         reached_by = frontends(key, marked)
         alive: dict[Destination, int] = {}
-        if any(frontend.protocol is Protocol.UDP for frontend in reached_by):
-            verdict.datagrams.extend(reached_by)
-        else:
-            for item in items:
-                half = sum(closing.get(Closing(frontend, item.where), 0) for frontend in reached_by)
-                if count := item.active + min(item.inactive, half):
-                    alive[item.where] = count
+        for item in items:
+            going_on = sum(in_use.get(Translation(frontend, item.where), 0) for frontend in reached_by)
+            if count := item.active + min(item.inactive, going_on):
+                alive[item.where] = count
         if not alive:
-            verdict.operations.append(DeleteServer(key))
-            verdict.gone.append(key)
+            operations.append(DeleteServer(key))
+            gone.append(key)
             continue
         waiting += sum(alive.values())
         for item in items:
             if item.where not in alive:
-                verdict.operations.append(DeleteDestination(key, item.where))
+                operations.append(DeleteDestination(key, item.where))
             elif item.weight:
-                verdict.operations.append(PutDestination(key, item.where, 0, new=False))
-    return verdict._replace(waiting=waiting)
+                operations.append(PutDestination(key, item.where, 0, new=False))
+    return Verdict(operations, gone, waiting)
+
+
+def through_ipvs(flows: Iterable[Flow]) -> Counter[Translation]:
+    """How many of *flows* are not another mode's."""
+    found: Counter[Translation] = Counter()
+    for flow in flows:
+        if not flow.translated:
+            address, port = flow.destination
+            found[Translation(Frontend(address, Protocol.UDP, port), Destination(*flow.answered_by))] += 1
+    return found
 
 
 def frontends(key: ServerKey, marked: Frontends) -> Collection[Frontend]:
@@ -215,24 +240,9 @@ def short_circuits(entries: Entries) -> Frontends:
     return found
 
 
-def _closing(servers: Mapping[ServerKey, Sequence[Listed]]) -> Mapping[Closing, int]:
-    if not any(item.inactive for items in servers.values() for item in items):
-        return {}
-    return listing.closing(_lines(listing.CONNECTIONS))
-
-
 def _lines(path: Path) -> Iterator[str]:
     try:
         with path.open(encoding="ascii") as lines:
             yield from lines
     except OSError as error:
         raise HostError(f"{path} can't be read", error) from error
-
-
-def _flows(datagrams: Collection[Frontend]) -> StaleFlows:
-    """All flows to *datagrams*."""
-    vips = {
-        (frontend.address, frontend.port): frozenset[Destination]()
-        for frontend in datagrams if frontend.address is not None
-    }  # fmt: skip
-    return StaleFlows(frozenset(datagrams), vips, {}, frozenset())

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from kproxy_core.host import conntrack
-from kproxy_core.host.conntrack import delete_stale_udp
+from kproxy_core.host.conntrack import Flow, delete_stale_udp, udp_flows
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.model.service import Service, ServicePortKey
 from kproxy_core.plan.service_plan import plan_service, serving_destinations
@@ -279,6 +279,22 @@ def test_many_services_at_once(lab: Lab) -> None:
     assert lab.delete(lab.take()) == 4
     (left,) = lab.flows()
     assert "dport=57" in left
+
+
+def test_flows_tell_who_answers_and_whether_a_rule_decided_that(lab: Lab) -> None:
+    at = lab.at
+    client, vip, a, b, external = map(parse_address, (at.client, at.vip, at.a, at.b, at.external))
+    lab.nat({(at.vip, 53): at.a, (at.elsewhere, 53): at.a})
+    assert lab.answer(lab.client(at.vip, 53)) == "a"
+    assert lab.answer(lab.client(at.elsewhere, 53)) == "a"
+    assert lab.answer(lab.client(at.b, 9053)) == "b"
+    assert lab.answer(lab.client(at.external, 53)) == ""
+    found = lab.inside.inside(lambda: udp_flows(lab.family, {vip, b, external}))
+    assert sorted(found) == sorted([
+        Flow(client, (vip, 53), (a, 9053), translated=True),
+        Flow(client, (b, 9053), (b, 9053), translated=False),
+        Flow(client, (external, 53), (external, 53), translated=False),
+    ])
 
 
 def test_a_kernel_that_lists_every_flow(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from kproxy_core.testing.builders import (
 )
 from kproxy_iptables.backend import IptablesBackend
 from kproxy_iptables.cleanup import cleanup as clean_up_iptables
-from kproxy_ipvs import device, rules
+from kproxy_ipvs import device, listing, rules
 from kproxy_ipvs.backend import IpvsBackend
 from kproxy_ipvs.cleanup import cleanup
 from kproxy_ipvs.names import IPVS_ACCESS, LOAD_BALANCER, MANGLE, NAT
@@ -141,9 +141,19 @@ class Lab:
 
         def reply() -> None:
             while (received := datagrams.recvfrom(100))[0]:
-                datagrams.sendto(*received)
+                data, sender = received
+                if data == b"wait":
+                    waiting.append(sender)
+                else:
+                    datagrams.sendto(address.encode() if data == b"who?" else data, sender)
 
-        threads = [threading.Thread(target=each, daemon=True) for each in (accept, reply)]
+        def say_goodbye() -> None:
+            self.last_word.wait(120)
+            for sender in waiting:
+                datagrams.sendto(b"bye", sender)
+
+        waiting: list[tuple[str, int]] = []
+        threads = [threading.Thread(target=each, daemon=True) for each in (accept, reply, say_goodbye)]
         for thread in threads:
             thread.start()
         yield
@@ -202,6 +212,29 @@ def chains(family: Family) -> dict[tuple[str, str], list[str]]:
     return rules.read(Tables(family, find_variant()))
 
 
+def answered_by(flow: socket.socket) -> bytes:
+    flow.send(b"who?")
+    return flow.recv(100)
+
+
+def forget_flows(net: Net) -> None:
+    """Delete from connection tracking what it knows of the Service of UDP."""
+    family = net.family.label.lower()
+    command = ["conntrack", "-D", "-f", family, "-p", "udp", "--orig-dst", net.dns]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def read(path: Path) -> list[str]:
+    return path.read_text().splitlines()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert holds()
+
+
 def test_connections_through_ipvs_outlive_the_mode(
     lab: Lab, make: Callable[..., IpvsBackend], iptables: IptablesBackend, kernel: VirtualServers
 ) -> None:
@@ -220,20 +253,23 @@ def test_connections_through_ipvs_outlive_the_mode(
     with lab.dial(vip) as connection:  # It is in TIME_WAIT for two minutes, and nobody waits for that.
         connection.shutdown(socket.SHUT_WR)
         assert connection.recv(100) == b""
-    datagrams = lab.datagrams(net.dns, 53)
-    own_datagrams = lab.datagrams(net.dns, 53, inside=True)
-    assert all(map(answers, [*held, datagrams, own_datagrams]))
+    flows = [lab.datagrams(net.dns, 53) for _ in range(6)]
+    own_flows = [lab.datagrams(net.dns, 53, inside=True) for _ in range(4)]
+    answering = list(map(answered_by, [*flows, *own_flows]))
+    assert all(map(answers, held))
+    until(lambda: listing.closing(read(listing.CONNECTIONS)).total() == 1)
+    late = lab.datagrams(net.dns, 53)
+    late.send(b"wait")
 
     iptables.kproxy_sync(update)
     held.append(lab.dial(net.idle, inside=True))  # Not through IPVS, but from an address that is to go.
     left = retire(())
     assert not left.errors
-    assert left.waiting == len([*held, half_closed, own_datagrams])
-    assert answers(datagrams), "a datagram went astray"
-    assert answers(own_datagrams), "a datagram went astray"
+    assert left.waiting == len([*held, half_closed, *flows, *own_flows, late])
+    assert list(map(answered_by, [*flows, *own_flows])) == answering, "a flow has another endpoint"
     assert all(map(answers, held))
-    vips = set(addresses(f"{vip} {net.external}"))
-    assert device.read(family)[0] == {*vips, *addresses(f"{net.idle} {net.dns}")}
+    vips = set(addresses(f"{vip} {net.external} {net.dns}"))
+    assert device.read(family)[0] == {*vips, *addresses(net.idle)}
     assert {key.address for key in kernel.read(family)} == {*vips, parse_address(net.node), None}
     assert not {(MANGLE, IPVS_ACCESS), (NAT, LOAD_BALANCER)} & chains(family).keys()
 
@@ -241,7 +277,7 @@ def test_connections_through_ipvs_outlive_the_mode(
         lab.dial(vip), lab.dial(net.node, NODE_PORT), lab.dial(vip, inside=True),
         lab.dial(net.idle, inside=True),
     ]  # fmt: skip
-    assert all(map(answers, later))
+    assert all(map(answers, [*later, lab.datagrams(net.dns, 53), lab.datagrams(net.dns, 53, inside=True)]))
     assert later[2].getsockname()[0] == net.node, "it will end with the address that it comes from"
     again = retire(())
     assert again.waiting == left.waiting, "IPVS took a new connection"
@@ -250,17 +286,22 @@ def test_connections_through_ipvs_outlive_the_mode(
 
     lab.last_word.set()
     assert half_closed.recv(100) == b"bye"
+    assert late.recv(100) == b"bye"
     half_closed.close()
-    own_datagrams.close()
     held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     for connection in held:
         connection.close()
-    until = time.monotonic() + 60
-    while retire(()).waiting and time.monotonic() < until:
-        time.sleep(0.5)
+    until(lambda: retire(()).waiting == len([*flows, *own_flows, late]))
+    forget_flows(net)  # As when their endpoint leaves. What the node's own come from is local all the same.
+    until(lambda: retire(()).waiting == len(own_flows))
+    assert device.read(family)[0] == set(addresses(net.dns))
+    assert not kernel.read(family)
+    assert all(map(answers, [*flows, *own_flows]))
+    for flow in own_flows:
+        flow.close()
+    forget_flows(net)
     assert retire(()).waiting == 0
     assert not device.read(family)[0]
-    assert not kernel.read(family)
 
     ipvs.kproxy_close()
     assert not cleanup(dry_run=False).errors
@@ -268,7 +309,7 @@ def test_connections_through_ipvs_outlive_the_mode(
     assert not any("--match-set" in rule for found in chains(family).values() for rule in found)
     assert all(map(answers, later))
     assert answers(lab.dial(vip))
-    assert answers(datagrams)
+    assert all(map(answers, flows))
 
 
 def test_ipvs_takes_over_without_a_gap(

@@ -2,14 +2,15 @@
 
 import pytest
 
+from kproxy_core.host.conntrack import Flow
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_ipvs import listing, names
-from kproxy_ipvs.batch import DeleteDestination, DeleteServer, Listed, PutDestination
-from kproxy_ipvs.listing import Closing
+from kproxy_ipvs.batch import DeleteDestination, DeleteServer, Listed, Operation, PutDestination
+from kproxy_ipvs.listing import Translation
 from kproxy_ipvs.render import ServerKey
-from kproxy_ipvs.retirement import judge, short_circuits
+from kproxy_ipvs.retirement import judge, short_circuits, through_ipvs
 
 VIP = parse_address("10.96.0.1")
 ONE, TWO = (Destination(parse_address(f"10.244.1.{number}"), 8080) for number in (1, 2))
@@ -35,7 +36,9 @@ CONNECTIONS = """\
 Pro FromIP   FPrt ToIP     TPrt DestIP   DPrt State       Expires PEName PEData
 TCP C000020A 8F3C 0A600001 0050 0AF40101 1F90 ESTABLISHED     897
 TCP C000020A 8F3E 0A600001 0050 0AF40101 1F90 CLOSE_WAIT       55
-TCP C000020A 8F40 0A600001 0050 0AF40101 1F90 TIME_WAIT       110
+TCP C000020A 8F40 0A600001 0050 0AF40101 1F90 TIME_WAIT       116
+TCP C000020A 8F42 0A600001 0050 0AF40102 1F90 TIME_WAIT       117
+TCP C000020A 8F44 0A600001 0050 0AF40102 1F90 CLOSE           119
 TCP C000020A 0000 0A600001 0050 0AF40101 1F90 NONE            110
 UDP C000020A 8F40 0A600001 0035 0AF40101 0035 UDP             110
 TCP fd00:0000:0000:0000:0000:0000:0000:0009 8F3C fd00:0000:0000:0000:0000:0000:0000:0001 0050 \
@@ -53,10 +56,11 @@ def test_real_servers_as_proc_lists_them() -> None:
 
 
 def test_connections_with_a_side_that_may_still_send() -> None:
-    v6 = Closing(
+    v6 = Translation(
         Frontend(parse_address("fd00::1"), Protocol.TCP, 80), Destination(parse_address("fd00:1::5"), 8080)
     )
-    assert listing.closing(CONNECTIONS.splitlines(keepends=True)) == {Closing(TO_WEB, ONE): 1, v6: 1}
+    closing = listing.closing(CONNECTIONS.splitlines(keepends=True))
+    assert closing == {Translation(TO_WEB, ONE): 1, Translation(TO_WEB, TWO): 1, v6: 1}
 
 
 def test_connections_that_come_from_vips() -> None:
@@ -78,33 +82,41 @@ JUDGED = [
     ("only what has ended", [Listed(ONE, 1, 0, 9)], 0, [DeleteServer(WEB)], 0),
     ("open", [Listed(ONE, 1, 2, 9)], 0, [PutDestination(WEB, ONE, 0, new=False)], 2),
     ("open, seen before", [Listed(ONE, 0, 2, 9)], 0, [], 2),
-    ("half-closed", [Listed(ONE, 0, 0, 9)], 3, [], 3),
-    ("half-closed a moment ago", [Listed(ONE, 0, 0, 1)], 3, [], 1),
+    ("called inactive, and in use", [Listed(ONE, 0, 0, 9)], 3, [], 3),
+    ("in use a moment ago", [Listed(ONE, 0, 0, 1)], 3, [], 1),
+    ("not IPVS's any more", [Listed(ONE, 0, 0, 0)], 3, [DeleteServer(WEB)], 0),
     ("one of two", [Listed(ONE, 0, 1, 0), Listed(TWO, 1, 0, 4)], 0, [DeleteDestination(WEB, TWO)], 1),
 ]
 
 
+@pytest.mark.parametrize("protocol", [Protocol.TCP, Protocol.UDP])
 @pytest.mark.parametrize(
-    ("items", "half_closed", "operations", "waiting"), [row[1:] for row in JUDGED], ids=[r[0] for r in JUDGED]
+    ("items", "in_use", "operations", "waiting"), [row[1:] for row in JUDGED], ids=[row[0] for row in JUDGED]
 )
 def test_what_connections_need(
-    items: list[Listed], half_closed: int, operations: list[object], waiting: int
+    items: list[Listed], in_use: int, operations: list[Operation], waiting: int, protocol: Protocol
 ) -> None:
-    verdict = judge({WEB: items}, {}, {Closing(TO_WEB, ONE): half_closed})
-    assert verdict.operations == operations
+    key = WEB._replace(protocol=protocol)
+    frontend = TO_WEB._replace(protocol=protocol)
+    verdict = judge({key: items}, {}, {Translation(frontend, ONE): in_use})
+    assert verdict.operations == [operation._replace(key=key) for operation in operations]
     assert verdict.waiting == waiting
-    assert verdict.gone == ([] if waiting else [WEB])
-    assert verdict.datagrams == []
+    assert verdict.gone == ([] if waiting else [key])
 
 
-def test_nobody_waits_for_datagrams() -> None:
-    dns = WEB._replace(protocol=Protocol.UDP, port=53)
-    verdict = judge({dns: [Listed(ONE, 1, 4, 5)]}, {}, {})
-    assert verdict.gone == [dns]
-    assert verdict.datagrams == [Frontend(VIP, Protocol.UDP, 53)]
-
-
-@pytest.mark.parametrize(("protocol", "waiting"), [("tcp", 4), ("udp", 0)])
-def test_a_short_circuit_is_of_the_protocol_of_what_leads_to_it(protocol: str, waiting: int) -> None:
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_a_short_circuit_has_the_connections_of_what_leads_to_it(protocol: str) -> None:
     entries = {names.SHORT_CIRCUIT: {f"10.96.0.1,{protocol}:80": MARKED.mark}}
-    assert judge({MARKED: [Listed(ONE, 1, 4, 0)]}, short_circuits(entries), {}).waiting == waiting
+    frontend = TO_WEB._replace(protocol=Protocol[protocol.upper()])
+    in_use = {Translation(frontend, ONE): 3}
+    verdict = judge({MARKED: [Listed(ONE, 1, 0, 4)]}, short_circuits(entries), in_use)
+    assert verdict.waiting == 3
+
+
+def test_flows_that_no_rule_translates_go_through_ipvs() -> None:
+    client, dns = parse_address("192.0.2.10"), (VIP, 53)
+    flows = [Flow(client, dns, ONE, translated=False)] * 2 + [
+        Flow(client, dns, ONE, translated=True), Flow(VIP, dns, TWO, translated=False),
+    ]  # fmt: skip
+    to_dns = Frontend(VIP, Protocol.UDP, 53)
+    assert through_ipvs(flows) == {Translation(to_dns, ONE): 2, Translation(to_dns, TWO): 1}
