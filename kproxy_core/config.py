@@ -40,8 +40,10 @@ __all__ = [
 ]
 
 
-_INTERFACE = re.compile(r"""(?:(?![/:*"\\])[!-~]){1,15}""")
-"""What an interface may be called (linux/if.h), without what means something to nft."""
+_OF_INTERFACES = re.compile(r"""(?:(?![/:*"\\])[!-~])+""")
+"""What interfaces may be called (linux/if.h), without what means something to nft."""
+_LONGEST_NAME = 15
+"""Of an interface."""
 
 
 class DetectLocalMode(enum.Enum):
@@ -245,16 +247,17 @@ class _Parser:
             return DetectLocalMode.CLUSTER_CIDR
         detail = self._document.detect_local
         if mode is DetectLocalMode.BRIDGE_INTERFACE:
-            self._interface("detectLocal.bridgeInterface", detail.bridge_interface, text)
+            self._interface("detectLocal.bridgeInterface", detail.bridge_interface, _LONGEST_NAME, text)
         if mode is DetectLocalMode.INTERFACE_NAME_PREFIX:
-            self._interface("detectLocal.interfaceNamePrefix", detail.interface_name_prefix, text)
+            self._interface(
+                "detectLocal.interfaceNamePrefix", detail.interface_name_prefix, _LONGEST_NAME - 1, text)
         return mode
 
-    def _interface(self, path: str, name: str, mode: str) -> None:
+    def _interface(self, path: str, name: str, longest: int, mode: str) -> None:
         if not name:
             self._bad(path, name, f"must not be empty with detectLocalMode {mode}")
-        elif not _INTERFACE.fullmatch(name):
-            self._bad(path, name, "must be at most 15 letters, digits and signs, none of them / : * \" or \\")
+        elif len(name) > longest or not _OF_INTERFACES.fullmatch(name):
+            self._bad(path, name, f"must be at most {longest} letters, digits and signs but / : * \" and \\")
 
     def cluster_cidrs(self) -> tuple[Cidr, ...]:
         text = self._document.cluster_cidr

@@ -22,8 +22,6 @@ BASE_CHAINS = {
     "filter-input": ("filter", "input", 0),
     "filter-postrouting": ("filter", "postrouting", 0),
 }
-_LONGEST_INTERFACE = 15
-"""Characters in the name of an interface, linux/if.h."""
 _LOOPBACK = {Family.IPV4: "127.0.0.0/8", Family.IPV6: "::1"}
 
 
@@ -233,9 +231,9 @@ def _from_pods(source: LocalSource, ip: str, *, negate: bool = False) -> str:
     equals = "!= " if negate else ""
     if source.cidr is not None:
         return f"{ip} saddr {equals}{source.cidr}"
-    # nft takes no wildcard after a prefix as long as a name; nothing can follow it anyway.
-    wildcard = "*" if len(source.interface_prefix) < _LONGEST_INTERFACE else ""
-    return f'iifname {equals}"{source.interface or source.interface_prefix + wildcard}"'
+    if source.interface:
+        return f'iifname {equals}"{source.interface}"'
+    return f'iifname {equals}"{source.interface_prefix}*"'
 
 
 class _Text:

@@ -300,12 +300,14 @@ CIDR = "must be a CIDR, or only 'primary'"
         *(
             (
                 f"detectLocalMode: {mode}\ndetectLocal: {{{field}: '{name}'}}",
-                f"detectLocal.{field}: {name!r}: must be at most 15 letters, digits and signs, "
-                'none of them / : * " or \\',
+                f"detectLocal.{field}: {name!r}: must be at most {longest} letters, digits and signs "
+                'but / : * " and \\',
             )
-            for mode, field in (
-                ("BridgeInterface", "bridgeInterface"), ("InterfaceNamePrefix", "interfaceNamePrefix"))
-            for name in ("abcdefghijklmnop", "veth*", 'a"b', "a/b", "a b")
+            for mode, field, longest in (
+                ("BridgeInterface", "bridgeInterface", 15),
+                ("InterfaceNamePrefix", "interfaceNamePrefix", 14),
+            )
+            for name in ("abcdefghijklmnop"[: longest + 1], "veth*", 'a"b', "a/b", "a b")
         ),
         ("clusterCIDR: 10.0.0.1", "clusterCIDR: '10.0.0.1': must be a CIDR"),
         ("clusterCIDR: '10.0.0.0/8,'", "clusterCIDR: '': must be a CIDR"),
