@@ -3,7 +3,7 @@
 With nf_tables the kernel announces every commit, so a flush is known at once. The
 canaries are for the legacy interface, which announces nothing: chains without a use, so
 that their absence means that everything was flushed (kube-proxy 1.36,
-pkg/util/iptables/monitor.go).
+pkg/util/iptables/monitor.go). A flush of rules alone leaves them; it takes our jumps.
 """
 
 import errno
@@ -118,7 +118,11 @@ class Watcher:
         tables = self._tables.get(change.family)
         if tables is None:
             return
-        if change.certain or any(_lacks_jump(tables, table, chain) for table, chain in change.suspected):
+        try:
+            damaged = change.certain or any(_lacks_jump(tables, *chain) for chain in change.suspected)
+        except HostError:
+            damaged = True
+        if damaged:
             self._damaged(change.family, change.what)
 
     # Canaries -----------------------------------------------------------------------------
@@ -126,15 +130,23 @@ class Watcher:
     def _watch_canaries(self) -> None:
         while not self._stopped.wait(self._canary_period):
             for family, tables in self._tables.items():
-                lost = _lost_canaries(tables)
-                if lost:
-                    until = time.monotonic() + _FLUSH_PATIENCE
-                    while len(lost) < len(names.CANARY_TABLES) and time.monotonic() < until:
-                        if self._stopped.wait(_FLUSH_POLL):
-                            return
-                        lost = _lost_canaries(tables)
-                    if lost:
-                        self._damaged(family, f"flushed: {', '.join(lost)}")
+                if what := self._look(tables):
+                    self._damaged(family, what)
+
+    def _look(self, tables: Tables) -> str:
+        """What somebody else has done to *tables*; "" if nothing. Waits for the end of a flush."""
+        lost = _lost_canaries(tables)
+        jumps: list[str] = []
+        if not lost and self._events is None and (jumps := _lost_jumps(tables)):
+            lost = _lost_canaries(tables)  # It may be the beginning of a flush of everything.
+        until = time.monotonic() + _FLUSH_PATIENCE
+        while 0 < len(lost) < len(names.CANARY_TABLES) and time.monotonic() < until:
+            if self._stopped.wait(_FLUSH_POLL):
+                return ""
+            lost = _lost_canaries(tables)
+        if lost:
+            return f"flushed: {', '.join(lost)}"
+        return f"no jump to our chains in {', '.join(jumps)}" if jumps else ""
 
 
 def _lost_canaries(tables: Tables) -> list[str]:
@@ -146,12 +158,19 @@ def _lost_canaries(tables: Tables) -> list[str]:
         return []
 
 
-def _lacks_jump(tables: Tables, table: str, chain: str) -> bool:
-    """Whether a built-in chain is not known to have all our jumps."""
+def _lost_jumps(tables: Tables) -> list[str]:
+    """The built-in chains that lack one of our jumps; none if that can't be told at the moment."""
+    chains = dict.fromkeys((jump.table, jump.chain) for jump in JUMPS)
     try:
-        held = tables.rules(table, chain)
-    except HostError:
-        return True
+        return [f"{chain} of {table}" for table, chain in chains if _lacks_jump(tables, table, chain)]
+    except HostError as error:
+        log.debug("jumps: %s", error)
+        return []
+
+
+def _lacks_jump(tables: Tables, table: str, chain: str) -> bool:
+    """Whether a built-in chain has not all our jumps. Raises HostError."""
+    held = tables.rules(table, chain)
     return not all(holds(held, jump.spec) for jump in JUMPS if (jump.table, jump.chain) == (table, chain))
 
 

@@ -154,6 +154,22 @@ def test_a_legacy_flush_is_noticed_when_all_canaries_are_gone(
         assert sorted(_rules(run(LEGACY, "save"))) == sorted(_rules(before))
 
 
+@pytest.mark.parametrize(
+    ("what", "where"), [(["-F"], "OUTPUT of nat, PREROUTING of nat, POSTROUTING of nat"),
+                        (["-D", "PREROUTING", "1"], "PREROUTING of nat")],
+)  # fmt: skip
+def test_a_legacy_flush_that_leaves_chains_is_noticed(
+    netns: None, monkeypatch: pytest.MonkeyPatch, what: list[str], where: str
+) -> None:
+    reports = Reports()
+    with watched(LEGACY, monkeypatch, reports) as backend:
+        before = run(LEGACY, "save")
+        subprocess.run(["iptables-legacy", "-w", "5", "-t", "nat", *what], check=True)
+        assert reports.wait() == (V4, f"no jump to our chains in {where}")
+        backend.kproxy_sync(full_update(NODES[V4], PLANS))
+        assert sorted(_rules(run(LEGACY, "save"))) == sorted(_rules(before))
+
+
 def test_a_closed_watch_is_silent(netns: None, monkeypatch: pytest.MonkeyPatch) -> None:
     reports = Reports()
     with watched(NFT, monkeypatch, reports):
