@@ -163,6 +163,10 @@ class SyncReport:
     0 when everything was as it should be."""
     detail: Mapping[str, int] = field(default_factory=dict)
     """Counts worth a log field, by name."""
+    unserved: Mapping[ServicePortKey, str] = field(default_factory=dict)
+    """Service ports that the kernel can't be brought to for now, or not at all of their frontends, and why:
+    their own trouble alone, such as a port that somebody else has. Everything else is done. They are among
+    `Update.changed` again soon, after a growing delay."""
 
 
 class Measurement(NamedTuple):

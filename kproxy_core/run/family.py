@@ -1,6 +1,6 @@
 """The plans of one IP family, and how they differ from what the backend has acknowledged."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from kproxy_core.backend.api import Scope, Update
@@ -45,6 +45,8 @@ class FamilyPlans:
         self._claims = Claims()
         self._before: dict[ServicePortKey, ServicePlan | None] = {}
         """The acknowledged plans of all service ports that differ now."""
+        self._unserved: frozenset[ServicePortKey] = frozenset()
+        """Those that the backend has acknowledged and could not serve."""
         self._dirty: set[ServiceName] = set()
         self._flows: set[ServicePortKey] = set()
         """UDP service ports planned anew: their serving endpoints may differ even if their plans don't."""
@@ -90,18 +92,22 @@ class FamilyPlans:
 
     @property
     def differs(self) -> bool:
-        """There is something that the backend has not acknowledged."""
-        return bool(self._before) or self.node_changed
+        """There is something that the backend has not acknowledged, or could not serve."""
+        return bool(self._before) or bool(self._unserved) or self.node_changed
 
     def update(self, scope: Scope) -> Update:
         """What the backend has to do."""
-        changed = {key: self.plans.get(key) for key in self._before}
+        changed = {key: self.plans.get(key) for key in (*self._before, *self._unserved)}
         return Update(self.family, scope, self.node, changed, self.plans, self.node_changed)
 
-    def acknowledged(self) -> list[Step]:
-        """The backend has done it. Returns what changed by that."""
+    def acknowledged(self, unserved: Collection[ServicePortKey] = ()) -> list[Step]:
+        """The backend has done it, and will be asked again for what is *unserved*.
+
+        Returns what changed by that.
+        """
         steps = [Step(key, before, self.plans.get(key)) for key, before in self._before.items()]
         self._before = {}
+        self._unserved = frozenset(unserved)
         self.node_changed = False
         return steps
 

@@ -1,13 +1,14 @@
 """Brings one IP family of the kernel to its plans, and again after whatever goes wrong."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kproxy_core.backend.api import Scope, SyncReport
 from kproxy_core.backend.errors import SyncFailed, TrustLost, Unsupported
 from kproxy_core.backend.worker import Worker
 from kproxy_core.model.node import NodeView
+from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.stale_flows import StaleFlowTracker
 from kproxy_core.run.family import FamilyPlans, NoLocalEndpoints, Step
 from kproxy_core.run.flows import Cleaned, Cleaner
@@ -66,6 +67,7 @@ class FamilySync:
         self._flows_busy = False
         self._trigger_times: list[float] = []
         self._failures = 0
+        self._unserved: Mapping[ServicePortKey, str] = {}
         self._damage = ""
         self._damages = 0
         self._repair = False
@@ -128,7 +130,7 @@ class FamilySync:
     def _sync(self, scope: Scope) -> None:
         shared = self._shared
         started = shared.clock()
-        if self._failures:
+        if self._failures or self._unserved:
             shared.metrics.sync_retried(self.family)
         if scope is Scope.RESYNC:
             self._repair = False
@@ -149,14 +151,33 @@ class FamilySync:
             self._failed(started, scope, error)
             return
         ended = shared.clock()
-        self._pacing.ran(started, ended, scope, True)
+        self._pacing.ran(started, ended, scope, True, undone=bool(report.unserved))
         shared.metrics.sync_ended(self.family, scope, ended - started, shared.wall(), report.operations)
         self._log(scope, report, ended - started)
         self._failures = 0
         self.synced = True
         if scope is Scope.RESYNC:
             self._rest(started, ended)
-        self._follow(self.plans.acknowledged())
+        self._follow(self.plans.acknowledged(report.unserved))
+        self._tell_unserved(report.unserved)
+
+    def _tell_unserved(self, unserved: Mapping[ServicePortKey, str]) -> None:
+        """In the health answer, and when it changes in the log."""
+        told = ""
+        if unserved:
+            key, problem = next(iter(unserved.items()))
+            others = f", and {len(unserved) - 1} more" if len(unserved) > 1 else ""
+            told = f"not served: {key}: {problem}{others}"
+            self._shared.health.failed(self.family, told)
+        if unserved != self._unserved:
+            log.log(
+                logging.ERROR if unserved else logging.INFO,
+                "service ports are not served" if unserved else "all service ports are served again",
+                extra={"fields": {
+                    "ip_family": self.family.label, "service_ports": len(unserved), "problem": told,
+                }},
+            )
+        self._unserved = unserved
 
     def _failed(self, started: float, scope: Scope, error: Exception) -> None:
         """Keep everything for the next try; when that is depends on what went wrong."""

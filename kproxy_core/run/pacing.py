@@ -10,8 +10,9 @@ class Pacing:
     seconds, counted from the end of the last run (kube-proxy's bounded-frequency runner). A
     failed run is repeated after *retry_start* seconds, then twice as long, up to *retry_cap*; a
     new request meanwhile brings it forward to *retry_on_request* seconds after the failure,
-    because the new change may be the cure. *full_period* after a successful full run the next
-    one is due.
+    because the new change may be the cure. A run that left something undone, and is else a success, is
+    repeated after the same delays; nothing waits for that. *full_period* after a successful full run
+    the next one is due.
     """
 
     def __init__(
@@ -38,6 +39,9 @@ class Pacing:
         self._ended_at = 0.0
         self._failures = 0
         self._retry_at = 0.0
+        self._undone = 0
+        """Runs in a row that left something undone."""
+        self._again_at: float | None = None
         self._full_at: float | None = None
 
     def request(self, now: float, scope: Scope = Scope.CHANGED) -> None:
@@ -54,20 +58,22 @@ class Pacing:
             return None
         if self._full_at is not None and now >= self._full_at:
             return Scope.RESYNC
+        if self._wanted is None and self._again_at is not None and now >= self._again_at:
+            return Scope.CHANGED
         return self._wanted
 
     def next_wakeup(self, now: float) -> float | None:
         """When `due` will answer if nothing is requested meanwhile (never before *now*); None: never."""
         if self._wanted is not None:
             return max(now, self._earliest())
-        if self._full_at is not None:
-            return max(now, self._earliest(), self._full_at)
-        return None
+        times = [at for at in (self._full_at, self._again_at) if at is not None]
+        return max(now, self._earliest(), min(times)) if times else None
 
-    def ran(self, started: float, ended: float, scope: Scope, ok: bool) -> None:
+    def ran(self, started: float, ended: float, scope: Scope, ok: bool, *, undone: bool = False) -> None:
         """A run of *scope* took from *started* to *ended*.
 
-        If *ok* it settled what was requested up to *started*, but a RESYNC only if it was one.
+        If *ok* it settled what was requested up to *started*, but a RESYNC only if it was one; and but for
+        what it left *undone*.
         """
         if self._min_interval > 0:
             regained = (started - self._ended_at) / self._min_interval
@@ -75,16 +81,21 @@ class Pacing:
         self._ended_at = ended
         if not ok:
             self._failures += 1
-            delay = self._retry_start * 2 ** min(self._failures - 1, 32)
-            self._retry_at = ended + min(delay, self._retry_cap)
+            self._retry_at = ended + self._delay(self._failures)
             if self._wanted is not Scope.RESYNC:
                 self._wanted = scope
             return
         self._failures = 0
+        self._undone = self._undone + 1 if undone else 0
+        self._again_at = ended + self._delay(self._undone) if undone else None
         if scope is Scope.RESYNC:
             self._full_at = ended + self._full_period
         if scope is Scope.RESYNC or self._wanted is not Scope.RESYNC:
             self._wanted = Scope.CHANGED if self._requested_at > started else None
+
+    def _delay(self, times: int) -> float:
+        """After so many failures in a row."""
+        return min(self._retry_start * 2.0 ** min(times - 1, 32), self._retry_cap)
 
     def _earliest(self) -> float:
         """When the next run may start, whatever is wanted."""

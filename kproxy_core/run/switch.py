@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from kproxy_core.backend.api import BackendSettings, Caveat, Scope, Update
+from kproxy_core.backend.api import BackendSettings, Caveat, Scope, SyncReport, Update
 from kproxy_core.backend.errors import BackendError, SyncFailed, Unsupported
 from kproxy_core.backend.registry import Registry
 from kproxy_core.backend.worker import Worker
@@ -177,7 +177,8 @@ class Switch:
             loop.hold()
             updates = loop.updates(node)
             for update in updates:
-                _sync(new, update)
+                for key, problem in _sync(new, update).unserved.items():
+                    raise NotProven(f"{new.mode}: {key} would not be served: {problem}")
             return updates
 
         updates = loop.call(program)
@@ -234,16 +235,14 @@ def _does_not_work(mode: str, because: str) -> str:
     return f"{mode} does not work here: {because}"
 
 
-def _sync(worker: Worker, update: Update) -> None:
+def _sync(worker: Worker, update: Update) -> SyncReport:
     """Sync, and again if that fails: somebody else may hold a lock. Raises SyncFailed."""
-    for attempt in range(_TRIES):
+    for _ in range(_TRIES - 1):
         try:
-            worker.sync(update)
-            return
+            return worker.sync(update)
         except SyncFailed:
-            if attempt == _TRIES - 1:
-                raise
             time.sleep(_PAUSE)
+    return worker.sync(update)
 
 
 @contextmanager

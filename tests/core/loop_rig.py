@@ -51,7 +51,7 @@ class Clock:
 class RecordingBackend:
     """Holds plans as a kernel would, and fails on demand.
 
-    `problems` are raised by the next syncs, one each; a sync takes `seconds`.
+    `problems` are raised by the next syncs, one each; `unserved` can't be served; a sync takes `seconds`.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -59,6 +59,7 @@ class RecordingBackend:
         self.nodes: dict[Family, NodeView] = {}
         self.updates: list[Update] = []
         self.problems: list[Exception | None] = []
+        self.unserved: dict[ServicePortKey, str] = {}
         self.damaged: Damage | None = None
         self.seconds = 0.0
         self._clock = clock
@@ -84,7 +85,7 @@ class RecordingBackend:
             else:
                 held[key] = plan
         self.nodes[update.family] = update.node
-        return SyncReport(operations=len(update.changed))
+        return SyncReport(operations=len(update.changed), unserved=dict(self.unserved))
 
     @hookimpl
     def kproxy_watch(self, damaged: Damage) -> bool:

@@ -53,6 +53,8 @@ class Mode:
     """Raised by the next syncs, one each."""
     restless: bool = False
     """Each sync reports something to do."""
+    unserved: dict[ServicePortKey, str] = field(default_factory=dict)
+    """Each sync reports these."""
     strangers: bool = False
     """kube-proxy left something in the same mode."""
     caveats: tuple[Caveat, ...] = ()
@@ -121,7 +123,7 @@ class Backend:
             if plan is None:
                 del mode.rules[key]
         mode.story.append(f"{mode.name} {update.scope.value}")
-        return SyncReport(int(mode.restless or before != mode.rules))
+        return SyncReport(int(mode.restless or before != mode.rules), unserved=dict(mode.unserved))
 
     @hookimpl
     def kproxy_render(self) -> str:

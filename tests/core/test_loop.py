@@ -225,6 +225,42 @@ def test_the_delay_grows_and_nothing_the_backend_remembers_is_believed_any_more(
     assert [u.scope for u in updates] == [Scope.CHANGED, Scope.CHANGED, Scope.RESYNC, Scope.RESYNC]
 
 
+def test_what_can_not_be_served_is_tried_again_and_delays_nothing_else() -> None:
+    rig = Rig(families=[V4])
+    (update,) = rig.start(WEB)
+    (web,) = update.plans
+    rig.backend.unserved = {web: "port 30080: Address already in use"}
+    (update,) = rig.say(WEB_SLICE)
+    assert rig.health.healthy()
+    assert f"not served: {web}: port 30080: Address already in use" in rig.health.healthz().body.decode()
+    (update,) = rig.say(ServiceSet(service("other", ip="10.96.0.2")))
+    assert sorted(key.name for key in update.changed) == ["other", "web"]
+    for delay in (0.2, 0.4, 0.8):
+        assert rig.loop.next_wakeup() == pytest.approx(rig.clock.now + delay)
+        rig.clock.now += delay
+        (update,) = rig.turn()
+        assert (update.scope, list(update.changed)) == (Scope.CHANGED, [web])
+    assert rig.value('kproxy_sync_retries_total{ip_family="IPv4"}') == 4
+    rig.clock.now += 60.0
+    rig.backend.unserved = {}
+    assert len(rig.turn()) == 1
+    assert b"not served" not in rig.health.healthz().body
+    assert rig.turn() == []
+    assert rig.loop.next_wakeup() == pytest.approx(3600.0)
+
+
+def test_a_service_that_can_not_be_served_may_go() -> None:
+    rig = Rig(families=[V4])
+    (update,) = rig.start(WEB)
+    (web,) = update.plans
+    rig.backend.unserved = {web: "taken"}
+    rig.say(WEB_SLICE)
+    rig.backend.unserved = {}
+    (update,) = rig.say(ServiceGone(web.service))
+    assert update.changed == {web: None}
+    assert rig.turn() == []
+
+
 def test_one_family_that_fails_leaves_the_other_alone() -> None:
     rig = Rig()
     rig.backend.problems = [SyncFailed("no IPv4 today"), None]

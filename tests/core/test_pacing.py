@@ -217,3 +217,19 @@ def test_no_request_is_forgotten_and_the_rate_is_kept(
     assert len(runs) >= bool(steps)
     for first, third in zip(runs, runs[2:], strict=False):
         assert third - first >= interval - 1e-5
+
+
+def test_what_was_left_undone_delays_nothing_and_is_tried_again() -> None:
+    pacing = started(Loop()).pacing
+    pacing.request(1010.0)
+    pacing.ran(1010.0, 1010.0, CHANGED, True, undone=True)
+    assert pacing.next_wakeup(1010.0) == pytest.approx(1010.1)
+    assert (pacing.due(1010.0), pacing.due(1010.1)) == (None, CHANGED)
+    pacing.request(1010.05)
+    assert pacing.due(1010.05) is CHANGED
+    pacing.ran(1010.1, 1010.1, CHANGED, True, undone=True)
+    pacing.ran(1020.0, 1020.0, RESYNC, True, undone=True)
+    assert pacing.next_wakeup(1020.0) == pytest.approx(1020.4), "a change is enough"
+    assert pacing.due(1020.4) is CHANGED
+    pacing.ran(1020.4, 1020.4, CHANGED, True)
+    assert pacing.next_wakeup(1020.4) == 1020.0 + 3600.0

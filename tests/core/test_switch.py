@@ -158,6 +158,11 @@ def is_never_done(room: Room) -> None:
     room.new.restless = True
 
 
+def lacks_a_port(room: Room) -> None:
+    (web,) = room.old.rules
+    room.new.unserved = {web: "port 30080 is taken"}
+
+
 def leads_nowhere(room: Room) -> None:
     """The probe's address is this machine's, and nothing brings its connection to the endpoint."""
     room.node = NodeSettings(name="node1", bind_address=SELF)
@@ -175,6 +180,7 @@ def can_not_be_remembered(room: Room) -> None:
     (never_syncs, "no memory", True),
     (breaks, "ZeroDivisionError", True),
     (is_never_done, "what was programmed is not what is read back", True),
+    (lacks_a_port, "new: default/web would not be served: port 30080 is taken", True),
     (leads_nowhere, "did not lead to its endpoint", True),
 ])  # fmt: skip
 def test_a_step_that_fails_leaves_the_old_mode_serving(
