@@ -23,15 +23,16 @@ from kproxy_userspace.counters import Counter
 from kproxy_userspace.kernel import NoPortals, Portals, find_tables, open_portals
 from kproxy_userspace.measures import measurements
 from kproxy_userspace.ports import Allocator
-from kproxy_userspace.relays import FamilyRelays
+from kproxy_userspace.relays import GRACE_SECONDS, FamilyRelays
 from kproxy_userspace.render import wanted_relays
 from kproxy_userspace.settings import read_settings
 from kproxy_userspace.workers import Workers
 
 log = logging.getLogger("kproxy.userspace")
 
-GRACE_SECONDS = 5.0
-"""After the portals have gone a client may still be about to repeat a handshake that was redirected."""
+_LONGEST_HANDSHAKE = 185.0
+"""Seconds after which connection tracking has forgotten whoever began one: the last SYN comes 63 s after the
+first, and is remembered for 120 s. Counts only where connection tracking can't be read."""
 
 
 class UserspaceBackend:
@@ -117,8 +118,8 @@ class UserspaceBackend:
     def kproxy_retire(self) -> Leftovers:
         """Let another mode have new connections; those that are open go on until they end.
 
-        What was redirected before the portals went is accepted for a grace period. Then UDP clients, too, are
-        led to the other mode.
+        Relays accept as long as somebody is on the way to one, and for a grace period. Then UDP clients, too,
+        are led to the other mode.
         """
         removed: list[str] = []
         errors: list[str] = []
@@ -129,12 +130,13 @@ class UserspaceBackend:
                 removed += family.withdraw()
             except HostError as error:
                 errors.append(str(error))
-        over = self._settings.listen is not None or time.monotonic() - self._retired_at >= GRACE_SECONDS
-        if over and not self._accepts_no_more:
+                self._retired_at = time.monotonic()  # Clients still come.
+        arriving = 0 if self._accepts_no_more else self._arriving(errors)
+        if not arriving and not self._accepts_no_more:
             self._accepts_no_more = True
             errors += self._accept_no_more()
-        waiting = self._workers.count(Counter.CONNECTIONS)
-        return Leftovers("userspace", tuple(removed), tuple(errors), waiting if over else max(1, waiting))
+        waiting = self._workers.count(Counter.CONNECTIONS) + arriving
+        return Leftovers("userspace", tuple(removed), tuple(errors), waiting)
 
     @hookimpl
     def kproxy_measure(self) -> Sequence[Measurement]:
@@ -151,17 +153,26 @@ class UserspaceBackend:
         for family in self._families.values():
             family.close()
 
+    def _arriving(self, errors: list[str]) -> int:
+        """How many relays must go on accepting; adds what went wrong to *errors*."""
+        if self._settings.listen is not None:
+            return 0
+        since = time.monotonic() - self._retired_at
+        if since < GRACE_SECONDS:
+            return 1
+        try:
+            return sum(family.arriving() for family in self._families.values())
+        except HostError as error:
+            errors.append(str(error))
+            return int(since < _LONGEST_HANDSHAKE)
+
     def _accept_no_more(self) -> list[str]:
         """Stop listening, and forget the flows of UDP clients; says what went wrong."""
         errors: list[str] = []
-        try:
-            self._workers.stop_accepting()
-        except SyncFailed as error:
-            errors.append(str(error))
         for family in self._families.values():
             try:
-                family.forget_flows()
-            except HostError as error:
+                family.accept_no_more()
+            except (HostError, SyncFailed) as error:
                 errors.append(str(error))
         return errors
 
@@ -179,5 +190,6 @@ class UserspaceBackend:
                 try:
                     if not family.intact():
                         damaged(name, "portals are missing")
-                except HostError as error:
+                    family.settle()
+                except (HostError, SyncFailed) as error:
                     log.warning("the portals can't be looked at", extra={"fields": {"error": str(error)}})

@@ -181,6 +181,12 @@ def nft_change(family: Family, deletes: Iterable[Redirect], adds: Iterable[Redir
     return text
 
 
+def nft_empty(family: Family) -> str:
+    """Commands that take all elements out."""
+    maps = (_VIPS, _RANGED, _NODE_PORTS)
+    return "".join(f"flush map {NFT_FAMILY[family]} {TABLE} {name}\n" for name in maps)
+
+
 def nft_rewrite(family: Family, redirects: Iterable[Redirect], at: Address | None) -> str:
     """Commands that make the table anew with just these."""
     return nft_skeleton(family, at) + nft_change(family, (), redirects)

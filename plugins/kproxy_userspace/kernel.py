@@ -40,6 +40,13 @@ class Portals(Protocol):
         Raises HostError.
         """
 
+    def withdraw(self) -> list[str]:
+        """Redirect nobody any more, without a harm to what is translated already; says what there was.
+
+        Once the last chain of type nat of a network namespace goes, the kernel translates no packet of
+        established connections either, whoever's rules those came through. Raises HostError.
+        """
+
     def remove(self, *, dry_run: bool) -> list[str]:
         """Remove every trace; says what there was. Raises HostError."""
 
@@ -70,6 +77,9 @@ class IptablesPortals:
         )  # fmt: skip
         differing = (wanted - found).total() + (found - wanted).total()
         return differing + len(_missing_jumps(saved))
+
+    def withdraw(self) -> list[str]:
+        return self.remove(dry_run=False)  # The built-in chains stay.
 
     def remove(self, *, dry_run: bool) -> list[str]:
         if not may_have_portals(self._tables):
@@ -131,6 +141,14 @@ class NftPortals:
         wanted = {(batch.nft_key(portal)[1], str(port)) for portal, port, _ in redirects}
         return len(wanted ^ found) + abs(_NFT_RULES - rules)
 
+    def withdraw(self) -> list[str]:
+        done = programs.run("nft", "-f", "-", stdin=batch.nft_empty(self._family))
+        if "No such file or directory" in done.stderr:
+            return []
+        if done.returncode:
+            raise ProgramFailed(programs.failure(done))
+        return [f"portals in table {' '.join(self._table)}"]
+
     def remove(self, *, dry_run: bool) -> list[str]:
         # Listing tables would read every rule of all of them.
         check = ["--check"] if dry_run else []
@@ -153,6 +171,9 @@ class NoPortals:
 
     def differences(self, redirects: Sequence[Redirect]) -> int:
         return 0
+
+    def withdraw(self) -> list[str]:
+        return []
 
     def remove(self, *, dry_run: bool) -> list[str]:
         return []

@@ -3,16 +3,18 @@
 import itertools
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 
 from kproxy_core.backend.api import SyncReport
-from kproxy_core.backend.errors import SyncFailed, TrustLost
+from kproxy_core.backend.errors import TrustLost
 from kproxy_core.host.conntrack import delete_stale_udp
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_userspace.arrivals import Port, arriving
 from kproxy_userspace.batch import Redirect
 from kproxy_userspace.flows import RelayedFlows
 from kproxy_userspace.kernel import Portals
@@ -22,6 +24,9 @@ from kproxy_userspace.wire import Serve
 from kproxy_userspace.workers import Workers
 
 log = logging.getLogger("kproxy.userspace")
+
+GRACE_SECONDS = 5.0
+"""After a portal has gone, packets that had passed its rule may not be known to connection tracking yet."""
 
 _ANY = {Family.IPV4: "0.0.0.0", Family.IPV6: "::"}
 _numbers = itertools.count(1)
@@ -34,12 +39,19 @@ Place = tuple[Protocol, Address | None, int]
 class Relay:
     """One relay that is open, with the port that it has."""
 
-    __slots__ = ("holder", "number", "wanted")
+    __slots__ = ("holder", "key", "left", "number", "wanted")
 
-    def __init__(self, holder: Holder, wanted: WantedRelay) -> None:
+    def __init__(self, key: ServicePortKey, holder: Holder, wanted: WantedRelay) -> None:
+        self.key = key
         self.holder = holder
         self.number = next(_numbers)
         self.wanted = wanted
+        self.left = 0.0
+        """When the last portal to it went, on the monotonic clock."""
+
+    @property
+    def port(self) -> Port:
+        return Port(self.wanted.protocol, self.holder.port)
 
 
 class FamilyRelays:
@@ -63,11 +75,13 @@ class FamilyRelays:
         """What the kernel holds."""
         self._held: dict[ServicePortKey, dict[Place, Holder | None]] = {}
         """Ports that nobody else on this node may take; None: the address is not this node's."""
-        self._unserved: set[RelayName] = set()
+        self._unserved: dict[ServicePortKey, str] = {}
         self._closing: list[Relay] = []
         """What goes as soon as no portal leads to it."""
+        self._leaving: list[Relay] = []
+        """No portal leads to these, but somebody may be on the way: their ports must be nobody else's."""
         self._writing = threading.Lock()
-        """The portals are what was applied, but while somebody has this."""
+        """For the portals, which are what was applied but while somebody has this, and for what leaves."""
         self._withdrawn = False
 
     def resync(self, node: NodeView, plans: Plans) -> SyncReport:
@@ -81,7 +95,7 @@ class FamilyRelays:
 
     @property
     def unserved(self) -> int:
-        """Service ports that want a relay and have none."""
+        """Service ports that are not served, or not at all of their places."""
         return len(self._unserved)
 
     def intact(self) -> bool:
@@ -89,24 +103,45 @@ class FamilyRelays:
         with self._writing:
             return not self._portals.differences(_all(self._applied))
 
+    def settle(self) -> None:
+        """Close what nobody is on the way to any more. From any thread; raises HostError or SyncFailed."""
+        before = time.monotonic() - GRACE_SECONDS
+        with self._writing:
+            leaving = [relay for relay in self._leaving if relay.left <= before]
+        reached = arriving(self.family, {relay.port for relay in leaving})
+        free = [relay for relay in leaving if relay.port not in reached]
+        self._workers.stop_accepting(relay.number for relay in free)
+        with self._writing:
+            self._leaving = [relay for relay in self._leaving if relay not in free]
+        self._release(free)
+
     def withdraw(self) -> list[str]:
-        """Remove the portals, once: from then on they are somebody else's. Says what there was.
+        """Have no portal lead to a relay, once: from then on they are somebody else's. Says what there was.
 
         Raises HostError.
         """
         if self._withdrawn:
             return []
         with self._writing:
-            removed = self._portals.remove(dry_run=False)
+            removed = self._portals.withdraw()
             self._withdrawn = True
         self._let_go()
         return removed
 
-    def forget_flows(self) -> None:
-        """Have UDP clients of portals that were withdrawn begin anew with whoever serves now.
+    def arriving(self) -> int:
+        """How many relays somebody is on the way to, though portals were withdrawn. Raises HostError."""
+        listening = {
+            relay.port for relay in self._all_relays()
+            if relay.wanted.protocol is Protocol.TCP and relay.wanted.endpoints
+        }  # fmt: skip
+        return len(arriving(self.family, listening))
 
-        Raises HostError.
+    def accept_no_more(self) -> None:
+        """Stop listening, and have UDP clients of portals that were withdrawn begin anew with who serves now.
+
+        Raises HostError or SyncFailed.
         """
+        self._workers.stop_accepting(relay.number for relay in self._all_relays())
         delete_stale_udp(self.family, RelayedFlows.of(_all(self._applied)))
 
     def close(self) -> None:
@@ -114,12 +149,15 @@ class FamilyRelays:
         try:
             self.withdraw()
             if self._applied:
-                self.forget_flows()
+                delete_stale_udp(self.family, RelayedFlows.of(_all(self._applied)))
         except HostError as error:
             log.warning("portals or flows stay", extra={"fields": {"error": str(error)}})
-        for relay in [relay for relays in self._relays.values() for relay in relays.values()]:
+        for relay in self._all_relays():
             relay.holder.close()
         self._let_go()
+
+    def _all_relays(self) -> list[Relay]:
+        return [*(relay for relays in self._relays.values() for relay in relays.values()), *self._leaving]
 
     def _let_go(self) -> None:
         """The node's ports are anybody's: perhaps the next backend's of this mode."""
@@ -132,44 +170,75 @@ class FamilyRelays:
         self, node: NodeView, changed: Mapping[ServicePortKey, ServicePlan | None], *, anew: bool
     ) -> SyncReport:
         orders: dict[int, Serve | None] = {}
-        for key, plan in changed.items():
-            wanted = {} if plan is None else wanted_relays(plan, node, self._listen)
-            if plan is not None and key.protocol is Protocol.SCTP and key not in self._applied:
+        redirects: dict[ServicePortKey, frozenset[Redirect]] = {}
+        wanted = {
+            key: {} if plan is None else wanted_relays(plan, node, self._listen)
+            for key, plan in changed.items()
+        }
+        for key, relays in wanted.items():  # All of them first: others may want the same ports.
+            self._give_up(key, relays)
+        if self._listen is not None:
+            self._close_relays()
+        for key, relays in wanted.items():
+            if changed[key] is not None and key.protocol is Protocol.SCTP and key not in self._applied:
                 log.warning("SCTP is not relayed", extra={"fields": {"service_port": str(key)}})
-            relays = self._relays.setdefault(key, {})
-            self._closing += [relays.pop(name) for name in list(relays) if name not in wanted]
-            self._unserved = {name for name in self._unserved if name.key != key}
-            for name, want in wanted.items():
-                relay = relays.get(name) or self._open(name, want)
-                if relay is None:
-                    self._unserved.add(name)
-                else:
-                    relay.wanted = want
-                    relays[name] = relay
+            for name, want in relays.items():
+                relay = self._opened(name, want)
+                if relay is not None:
                     orders[relay.number] = self._serve(relay)
-            if not relays:
-                del self._relays[key]
-        for key in changed:  # Before others ask for the same ports: they may have gone from one to the other.
-            self._give_up_places(key)
-        redirects = {key: frozenset(self._redirects(key)) for key in changed}
+            redirects[key] = frozenset(self._redirects(key))
         failures = self._workers.serve(orders)
         with self._writing:
             operations = self._redirect(redirects, anew=anew)
-        closing = self._closing
-        self._workers.serve({relay.number: None for relay in closing})
-        for relay in closing:
-            self._allocator.release(self.family, relay.wanted.protocol, relay.holder)
-        self._closing = []
-        if failures:  # Everything else is as it should be; these are tried again.
-            raise SyncFailed(self._told(failures))
-        return SyncReport(operations + len(closing))
+        operations += self._close_relays()
+        keys = {relay.number: key for key, relays in self._relays.items() for relay in relays.values()}
+        for number, problem in failures.items():
+            if number in keys:  # Else the other family's, which hears of it at its own turn.
+                self._unserved[keys[number]] = f"a relay can't listen: {problem}"
+        return SyncReport(operations, unserved=dict(self._unserved))
 
-    def _told(self, failures: Mapping[int, str]) -> str:
-        """Which relays can't listen, and why, in one line."""
-        ports = {relay.number: str(key) for key, relays in self._relays.items() for relay in relays.values()}
-        number, problem = next(iter(failures.items()))
-        others = f", and {len(failures) - 1} more" if len(failures) > 1 else ""
-        return f"{ports[number]}: a relay can't listen: {problem}{others}"
+    def _give_up(self, key: ServicePortKey, wanted: Mapping[RelayName, WantedRelay]) -> None:
+        """Let go of what a service port no longer wants, but for what clients may be on the way to."""
+        self._unserved.pop(key, None)
+        relays = self._relays.get(key, {})
+        self._closing += [relays.pop(name) for name in list(relays) if name not in wanted]
+        if not relays:
+            self._relays.pop(key, None)
+        places = {_place(portal) for want in wanted.values() for portal in want.portals}
+        held = self._held.get(key, {})
+        for place in held.keys() - places:
+            holder = held.pop(place)
+            if holder is not None:
+                holder.close()
+        if not held:
+            self._held.pop(key, None)
+
+    def _close_relays(self) -> int:
+        """Close what no portal leads to any more; how many those are.
+
+        What another relay of the same service port replaces listens while somebody is on the way to it.
+        """
+        closing = self._closing
+        self._workers.serve({relay.number: None for relay in closing if not self._replaced(relay)})
+        self._closing = []
+        if self._listen is not None:
+            self._release(closing)
+            return len(closing)
+        now = time.monotonic()
+        for relay in closing:
+            relay.left = now
+        with self._writing:
+            self._leaving += closing
+        return len(closing)
+
+    def _replaced(self, relay: Relay) -> bool:
+        """Whether the service port of *relay*, which closes, is served all the same."""
+        others = self._relays.get(relay.key, {}).values()
+        return bool(relay.wanted.endpoints) and any(other.wanted.endpoints for other in others)
+
+    def _release(self, relays: Iterable[Relay]) -> None:
+        for relay in relays:
+            self._allocator.release(self.family, relay.wanted.protocol, relay.holder)
 
     def _redirect(self, redirects: dict[ServicePortKey, frozenset[Redirect]], *, anew: bool) -> int:
         """Make the portals of these service ports so; returns how many that changes."""
@@ -197,21 +266,25 @@ class FamilyRelays:
                 self._applied.pop(key, None)
         return operations
 
-    def _open(self, name: RelayName, wanted: WantedRelay) -> Relay | None:
-        try:
-            holder = self._allocator.open(
-                self.family, wanted.protocol, self._listen or self._bind, name.port)
-        except NoPort as error:
-            log.error("a service port is not served", extra={
-                "fields": {"service_port": str(name.key), "error": str(error)}
-            })
-            return None
-        if self._listen is not None:
-            log.info("listening", extra={"fields": {
-                "service_port": str(name.key), "port": name.port,
-                "at": format_socket(self._listen, holder.port), "protocol": wanted.protocol.name,
-            }})
-        return Relay(holder, wanted)
+    def _opened(self, name: RelayName, wanted: WantedRelay) -> Relay | None:
+        """The relay of that name, as it is wanted now; None if there is no port for it."""
+        relay = self._relays.get(name.key, {}).get(name)
+        if relay is None:
+            address = self._listen or self._bind
+            try:
+                holder = self._allocator.open(self.family, wanted.protocol, address, name.port)
+            except NoPort as error:
+                self._unserved[name.key] = str(error)
+                return None
+            if self._listen is not None:
+                log.info("listening", extra={"fields": {
+                    "service_port": str(name.key), "port": name.port,
+                    "at": format_socket(self._listen, holder.port), "protocol": wanted.protocol.name,
+                }})
+            relay = Relay(name.key, holder, wanted)
+            self._relays.setdefault(name.key, {})[name] = relay
+        relay.wanted = wanted
+        return relay
 
     def _serve(self, relay: Relay) -> Serve:
         wanted = relay.wanted
@@ -236,18 +309,17 @@ class FamilyRelays:
 
     def _redirects(self, key: ServicePortKey) -> Iterator[Redirect]:
         """The portals of one service port, but for those whose port on this node somebody else has."""
-        held = self._held.get(key, {})
-        for portal, port in self._portals_of(key):
-            place = _place(portal)
-            if place not in held:
-                try:
-                    held[place] = hold(self.family, *place)
-                except NoPort as error:
-                    log.error("a portal is not opened", extra={
-                        "fields": {"service_port": str(key), "error": str(error)}
-                    })
-                    continue
-            yield Redirect(portal, port, self._bind)
+        for relay in self._relays.get(key, {}).values():
+            for portal in relay.wanted.portals:
+                held = self._held.setdefault(key, {})
+                place = _place(portal)
+                if place not in held:
+                    try:
+                        held[place] = hold(self.family, *place)
+                    except NoPort as error:
+                        self._unserved[key] = str(error)
+                        continue
+                yield Redirect(portal, relay.holder.port, self._bind)
 
 
 def _all(applied: Mapping[ServicePortKey, frozenset[Redirect]]) -> list[Redirect]:

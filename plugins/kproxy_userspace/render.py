@@ -31,10 +31,13 @@ class Portal(NamedTuple):
 
 
 class RelayName(NamedTuple):
-    """What identifies a relay: a service port, and the port it is bound to if that is not any one."""
+    """What identifies a relay. One that would change in any of this is replaced by another."""
 
     key: ServicePortKey
     port: int = 0
+    """Where it is bound; 0: anywhere."""
+    alone: bool = False
+    """Connections are accepted by one worker only. Who is on the way to the others must not be refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,8 @@ def wanted_relays(plan: ServicePlan, node: NodeView, listen: Address | None) -> 
     endpoints = tuple((format_address(d.address), d.port) for d in plan.cluster or plan.local)
     if listen is None:
         portals = tuple(_portals(plan, node))
-        return {RelayName(plan.key): WantedRelay(protocol, endpoints, plan.affinity_seconds, portals)}
+        name = RelayName(plan.key, alone=protocol is Protocol.TCP and bool(plan.affinity_seconds))
+        return {name: WantedRelay(protocol, endpoints, plan.affinity_seconds, portals)}
     if len(listen) != plan.family.size:
         return {}
     relay = WantedRelay(protocol, endpoints, plan.affinity_seconds, ())

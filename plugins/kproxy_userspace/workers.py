@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kproxy_core.backend.errors import SyncFailed
 from kproxy_userspace import wire
@@ -84,7 +84,7 @@ def _hear(worker: _Worker, commands: Sequence[Command]) -> dict[int, str]:
 
 
 class Workers:
-    """All workers of a backend. Used from one thread, but for the watch."""
+    """All workers of a backend."""
 
     def __init__(self, count: int, udp_idle_seconds: float, drain_seconds: float) -> None:
         """*count*: 0 for one on each processor that this process may use."""
@@ -94,6 +94,7 @@ class Workers:
         self._ended_counts = [0] * len(Counter)
         """What workers had counted that have ended."""
         self._wanted: dict[int, Serve] = {}
+        self._telling = threading.Lock()
         self._watch: threading.Thread | None = None
         self._ended: Callable[[str], None] | None = None
         self._stop = -1
@@ -104,32 +105,37 @@ class Workers:
         Relays with affinity are one worker's, who alone knows which client has which endpoint.
         Workers that have ended are replaced first. Raises SyncFailed; then nothing of it is certain.
         """
-        for relay, serve in changes.items():
-            if serve is None:
-                self._wanted.pop(relay, None)
-            else:
-                self._wanted[relay] = serve
-        told: list[tuple[_Worker, list[Command]]] = []
-        for number, fresh in self._replace_ended():
-            worker = self._workers[number]
-            commands = [
-                command
-                for relay in (self._wanted if fresh else changes)
-                if (command := self._command(number, worker, relay)) is not None
-            ]
-            if commands:
-                told.append((worker, commands))
-        return self._tell(told)
+        with self._telling:
+            for relay, serve in changes.items():
+                if serve is None:
+                    self._wanted.pop(relay, None)
+                else:
+                    self._wanted[relay] = serve
+            told: list[tuple[_Worker, list[Command]]] = []
+            for number, fresh in self._replace_ended():
+                worker = self._workers[number]
+                commands = [
+                    command
+                    for relay in (self._wanted if fresh else changes)
+                    if (command := self._command(number, worker, relay)) is not None
+                ]
+                if commands:
+                    told.append((worker, commands))
+            return self._tell(told)
 
-    def stop_accepting(self) -> None:
-        """Have no worker accept TCP connections any more; those that are open go on. Raises SyncFailed."""
-        closing = {number: None for number, serve in self._wanted.items() if not serve.udp}
-        for number in closing:
-            del self._wanted[number]
-        self._tell([
-            (worker, [Close(number, gone=False) for number in closing if number in worker.served])
-            for worker in self._workers if worker.runs
-        ])
+    def stop_accepting(self, relays: Iterable[int]) -> None:
+        """Have no worker accept TCP connections for these any more; those that are open go on.
+
+        Raises SyncFailed.
+        """
+        with self._telling:
+            closing = [number for number in relays if number in self._wanted and not self._wanted[number].udp]
+            for number in closing:
+                del self._wanted[number]
+            self._tell([
+                (worker, [Close(number, gone=False) for number in closing if number in worker.served])
+                for worker in self._workers if worker.runs
+            ])
 
     def count(self, what: Counter) -> int:
         """How many there are, or have been so far, in all workers. From any thread."""
@@ -185,11 +191,12 @@ class Workers:
     def close(self) -> None:
         """End all workers, and with them every connection."""
         self.unwatch()
-        for worker in self._workers:
-            worker.hang_up()
-        for worker in self._workers:
-            self._end(worker)
-        self._workers = []
+        with self._telling:
+            for worker in self._workers:
+                worker.hang_up()
+            for worker in self._workers:
+                self._end(worker)
+            self._workers = []
 
     def _replace_ended(self) -> list[tuple[int, bool]]:
         """The numbers of all workers, and whether each was started just now."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from kproxy_core.backend.api import BackendSettings
+from kproxy_core.backend.api import BackendSettings, SyncReport
 from kproxy_core.model.address import Family
 from kproxy_core.model.endpoint import EndpointSlice
 from kproxy_core.model.service import Service
@@ -22,14 +22,13 @@ class Proxy:
         self.backend = UserspaceBackend(BackendSettings(tuple(Family), options={"workers": 2, **options}))
         self.damages: list[str] = []
 
-    def serve(self, of: Service, *hosts: str, ports: str = "9001", family: Family = Family.IPV4) -> None:
+    def serve(self, of: Service, *hosts: str, ports: str = "9001", family: Family = Family.IPV4) -> SyncReport:
         """Bring the only Service to these endpoints."""
         slices: list[EndpointSlice] = [endpoint_slice(of.name.name, *hosts, ports=[ports])] if hosts else []
         found = plans(NODE[family], of, *slices)
         if self.damages or family not in self.backend._families:
-            self.backend.kproxy_sync(full_update(NODE[family], found))
-        else:
-            self.backend.kproxy_sync(changed_update(NODE[family], found, found))
+            return self.backend.kproxy_sync(full_update(NODE[family], found))
+        return self.backend.kproxy_sync(changed_update(NODE[family], found, found))
 
 
 Start = Callable[..., Proxy]

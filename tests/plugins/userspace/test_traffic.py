@@ -10,7 +10,6 @@ import time
 
 import pytest
 
-from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import changed_update, endpoint_slice, full_update, plans, service
 from kproxy_userspace import backend as backend_module
@@ -294,7 +293,7 @@ def test_portals_of_a_process_that_was_killed_are_taken_over(start: Start) -> No
         assert reached(VIP, 80) == A
 
 
-def test_a_relay_that_can_not_listen_fails_the_sync_until_it_can(start: Start) -> None:
+def test_a_relay_that_can_not_listen_is_told_and_tried_again(start: Start) -> None:
     with endpoints(ONE):
         proxy = start(workers=1)
         proxy.serve(service(), "127.0.0.1")
@@ -302,28 +301,26 @@ def test_a_relay_that_can_not_listen_fails_the_sync_until_it_can(start: Start) -
         limit = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, limit[1]))
         more = service("more", "81", ip="10.96.0.2")
-        with pytest.raises(SyncFailed, match=r"default/more: a relay can't listen: .*Too many open files"):
-            proxy.serve(more, "127.0.0.1")
+        ((key, problem),) = proxy.serve(more, "127.0.0.1").unserved.items()
+        assert str(key) == "default/more"
+        assert "Too many open files" in problem
         resource.prlimit(pid, resource.RLIMIT_NOFILE, limit)
         assert reached(VIP, 80) == A
-        proxy.serve(more, "127.0.0.1")
+        assert proxy.serve(more, "127.0.0.1").unserved == {}
         assert reached("10.96.0.2", 81) == A
 
 
-@pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
-def test_a_node_port_goes_from_one_service_to_another_within_one_sync(
-    start: Start, names: tuple[str, str]
-) -> None:
-    node = NODE[Family.IPV4]
-    slices = {name: endpoint_slice(name, host, ports=["9001"])
-              for name, host in zip(names, ("127.0.0.1", "127.0.0.2"), strict=True)}  # fmt: skip
-    first, second = (plans(node, service(name, "80@30080"), slices[name]) for name in names)
+def test_a_node_port_goes_from_one_service_to_another_in_one_sync(start: Start) -> None:
     with endpoints(ONE, TWO):
         proxy = start()
-        proxy.backend.kproxy_sync(full_update(node, first))
-        assert reached("192.0.2.1", 30080) == A
-        proxy.backend.kproxy_sync(changed_update(node, second, sorted({**first, **second})))
-        assert reached("192.0.2.1", 30080) == B
+        old, new = service("old", "80@30080"), service("new", "80@30080", ip="10.96.0.2")
+        proxy.serve(old, "127.0.0.1")
+        before = plans(NODE[Family.IPV4], old, endpoint_slice("old", "127.0.0.1", ports=["9001"]))
+        after = plans(NODE[Family.IPV4], new, endpoint_slice("new", "127.0.0.2", ports=["9001"]))
+        report = proxy.backend.kproxy_sync(
+            changed_update(NODE[Family.IPV4], after, [*after, *before]))
+        assert report.unserved == {}
+        assert reached("192.0.2.1", 30080) == reached("10.96.0.2", 80) == B
 
 
 def test_what_goes_through_is_counted(start: Start) -> None:

@@ -1,0 +1,105 @@
+"""Who is still on the way to a relay that no portal leads to any more.
+
+Connection tracking leads a client's packets to where its first one went. A SYN that is sent again after a
+minute gets there, and must find the relay listening, or the client is refused.
+"""
+
+import os
+import socket
+import struct
+from collections.abc import Collection, Iterator
+from typing import Final, NamedTuple
+
+from kproxy_core.host import netlink
+from kproxy_core.host.addresses import node_addresses
+from kproxy_core.host.errors import HostError
+from kproxy_core.model.address import Address, Family, Protocol
+
+# linux/netfilter/nfnetlink_conntrack.h
+_CT_GET: Final = 0x101
+_PROTOINFO: Final = 4
+_PROTOINFO_TCP: Final = 1
+_STATE: Final = 1
+_GENERIC_HEADER = struct.Struct("=BBH")
+
+_OPENING: Final = frozenset({0, 1, 2, 8, 9})
+"""States in which a handshake may go on at the relay (nf_conntrack_tcp.h): NONE, SYN_SENT, SYN_RECV and
+SYN_SENT2; and CLOSE: whom a relay has reset may come again from the same port, which is no new connection to
+connection tracking. After any other end a SYN is."""
+
+_HALF_OPEN: Final = "03"
+"""TCP_SYN_RECV in /proc/net/tcp: connection tracking has seen an ACK that did not get further."""
+_SOCKETS: Final = {Family.IPV4: "/proc/thread-self/net/tcp", Family.IPV6: "/proc/thread-self/net/tcp6"}
+
+# A tuple as the kernel writes it: its size, source and destination address, protocol, source and
+# destination port; see kproxy_core.host.conntrack.
+_TUPLE = {family: struct.Struct(f"=H10x{family.size}s4x{family.size}s8xB7x2s6x2s2x") for family in Family}
+
+
+class Port(NamedTuple):
+    """A relay's."""
+
+    protocol: Protocol
+    number: int
+
+
+def arriving(family: Family, ports: Collection[Port]) -> set[Port]:
+    """Those of *ports* at this node that somebody may still reach, though no rule leads there.
+
+    TCP: whose handshake has not ended, as far as connection tracking and the kernel's sockets know. With SYN
+    cookies, which have no socket, connection tracking alone knows. UDP: who has a flow.
+    Raises HostError.
+    """
+    if not ports:
+        return set()
+    try:
+        # In this order: a handshake that connection tracking sees ended may be a half open socket, and
+        # none begins.
+        return {*_tracked(family, ports), *_half_open(family, ports)}
+    except OSError as error:
+        raise HostError(f"can't see who is on the way to {family.label} relays", error) from error
+
+
+def _tracked(family: Family, ports: Collection[Port]) -> set[Port]:
+    wanted = {port.number.to_bytes(2, "big") for port in ports}
+    local = node_addresses()
+    with netlink.open_socket(netlink.NETLINK_NETFILTER) as sock:
+        return netlink.uninterrupted(lambda: set(_flows(sock, family, wanted, local)) & set(ports))
+
+
+def _flows(
+    sock: socket.socket, family: Family, wanted: Collection[bytes], local: Collection[Address]
+) -> Iterator[Port]:
+    """Where translated flows lead that are answered by one of the *wanted* ports here."""
+    number = socket.AF_INET if family is Family.IPV4 else socket.AF_INET6
+    request = netlink.message(_CT_GET, netlink.NLM_F_DUMP, _GENERIC_HEADER.pack(number, 0, 0))
+    unpack = _TUPLE[family].unpack_from
+    for data, start, end in netlink.dump(sock, request):
+        start += _GENERIC_HEADER.size
+        size, _, to, protocol, _, to_port = unpack(data, start)
+        _, by, _, _, by_port, _ = unpack(data, start + size)
+        if by_port not in wanted or (by, by_port) == (to, to_port) or by not in local:
+            continue
+        port = int.from_bytes(by_port, "big")
+        if protocol == Protocol.UDP or (protocol == Protocol.TCP and _state(data, start, end) in _OPENING):
+            yield Port(Protocol(protocol), port)
+
+
+def _state(data: bytes, start: int, end: int) -> int:
+    for kind in (_PROTOINFO, _PROTOINFO_TCP):
+        data = netlink.attributes(data, start, end).get(kind, b"")
+        start, end = 0, len(data)
+    return netlink.attributes(data, start, end).get(_STATE, b"\0")[0]
+
+
+def _half_open(family: Family, ports: Collection[Port]) -> Iterator[Port]:
+    path = _SOCKETS[family]
+    if not os.path.exists(path):
+        return  # A kernel without IPv6.
+    with open(path, encoding="ascii") as lines:
+        for line in lines:
+            words = line.split(maxsplit=4)
+            if words[3] == _HALF_OPEN:
+                port = Port(Protocol.TCP, int(words[1].rpartition(":")[2], 16))
+                if port in ports:
+                    yield port
