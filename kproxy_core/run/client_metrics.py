@@ -3,7 +3,7 @@
 import math
 import threading
 
-from kproxy_core.run.instruments import Counter, Gauge, Histogram, Instrument, Sample
+from kproxy_core.run.instruments import Counter, Gauge, Histogram, Instrument, Told
 
 _SECONDS = (0.005, 0.025, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60)
 _BYTES = (64, 256, 512, 1024, 4096, 16384, 65536, 262144, 1 << 20, 4 << 20, 16 << 20)
@@ -60,7 +60,7 @@ class ClientMetrics:
             if received is not None:
                 self._received.observe(received, method, host)
 
-    def families(self) -> list[tuple[str, str, str, list[Sample]]]:
-        """Name, meaning, kind and samples of each."""
+    def told(self) -> list[Told]:
+        """All of them."""
         with self._lock:
             return [(i.name, i.about, i.kind, list(i.samples())) for i in self._instruments]

@@ -1,11 +1,18 @@
-"""Counters, gauges and histograms: plain numbers by label values. Not locked; who owns them does that."""
+"""Counters, gauges and histograms: plain numbers by label values. Not locked; who owns them does that.
 
+Their text is what Go programs write, down to the numbers: what was made for kube-proxy's reads it.
+"""
+
+import math
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 
 Sample = tuple[str, dict[str, str], float]
 """Suffix of the name (``_bucket`` ...), labels, value."""
+
+Told = tuple[str, str, str, Iterable[Sample]]
+"""Name, meaning, kind and samples of one metric."""
 
 
 class Instrument:
@@ -80,7 +87,7 @@ class Histogram(Instrument):
         self._sums[labels] += value
 
     def samples(self) -> Iterator[Sample]:
-        bounds = [*map(_bound, self._buckets), "+Inf"]
+        bounds = [*map(number, self._buckets), "+Inf"]
         for labels, counts in self._counts.items():
             named = dict(zip(self.labels, labels, strict=True))
             for bound, count in zip(bounds, accumulate(counts), strict=True):
@@ -94,9 +101,32 @@ class Histogram(Instrument):
         return counts
 
 
-def _bound(bound: float) -> str:
-    """As Go writes it, so that series continue where kube-proxy's end: with an exponent from a million on."""
-    if bound < 1_000_000:
-        return f"{bound:g}"
-    digits = next(digits for digits in range(17) if float(f"{bound:.{digits}e}") == bound)
-    return f"{bound:.{digits}e}"
+def exposition(metrics: Iterable[Told]) -> bytes:
+    """All *metrics* in Prometheus' text format 0.0.4."""
+    lines: list[str] = []
+    for name, about, kind, samples in metrics:
+        lines += (f"# HELP {name} {about.translate(_IN_HELP)}", f"# TYPE {name} {kind}")
+        lines += [f"{name}{suffix}{spelled(labels)} {number(value)}" for suffix, labels, value in samples]
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def spelled(labels: Mapping[str, str]) -> str:
+    """*labels* with their values in braces, sorted but for a bucket's bound; "" without any."""
+    if not labels:
+        return ""
+    order = sorted(labels, key=lambda name: (name == "le", name))
+    return "{" + ",".join(f'{name}="{labels[name].translate(_IN_LABEL)}"' for name in order) + "}"
+
+
+def number(value: float) -> str:
+    """*value* with as few digits as tell it from all others, with an exponent from a million on."""
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
+    if abs(value) < 1_000_000:
+        return repr(float(value)).removesuffix(".0")
+    digits = next(digits for digits in range(17) if float(f"{value:.{digits}e}") == value)
+    return f"{value:.{digits}e}"
+
+
+_IN_HELP = str.maketrans({"\\": r"\\", "\n": r"\n"})
+_IN_LABEL = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})

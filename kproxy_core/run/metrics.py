@@ -5,14 +5,23 @@ costs more memory and start-up time than everything that is counted here.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from kproxy_core.backend.api import Measurement, Scope
 from kproxy_core.model.address import Family
 from kproxy_core.run.client_metrics import ClientMetrics
-from kproxy_core.run.instruments import Counter, Gauge, Histogram, Instrument, Sample
+from kproxy_core.run.instruments import (
+    Counter,
+    Gauge,
+    Histogram,
+    Instrument,
+    Sample,
+    Told,
+    exposition,
+    spelled,
+)
 from kproxy_core.run.process_metrics import build_info, measure_process
 
 if TYPE_CHECKING:
@@ -36,6 +45,7 @@ class Metrics:
         self._lock = threading.Lock()
         self._instruments: list[Instrument] = []
         self._registry: CollectorRegistry | None = None
+        """Of the process, not of ours."""
         self._measure: Callable[[], Iterable[Sequence[Measurement]]] = tuple
 
         def counter(name: str, about: str, labels: tuple[str, ...] = ()) -> Counter:
@@ -219,53 +229,32 @@ class Metrics:
     def values(self) -> dict[str, float]:
         """What was recorded, by name and labels as `exposition` spells them; without buckets."""
         return {
-            name + suffix + _spelled(labels): value
-            for name, _, _, samples in self._families()
+            name + suffix + spelled(labels): value
+            for name, _, _, samples in self._told()
             for suffix, labels, value in samples if suffix != "_bucket"
         }
 
     def exposition(self) -> bytes:
         """Everything, with what prometheus_client says of the process, in the text format 0.0.4."""
-        from prometheus_client.exposition import generate_latest
+        return exposition([*self._told(), *self._of_process()])
 
-        if self._registry is None:
-            self._registry = self._make_registry()
-        return generate_latest(self._registry)
-
-    def _families(self) -> list[tuple[str, str, str, list[Sample]]]:
-        """Name, meaning, kind and samples of everything."""
+    def _told(self) -> list[Told]:
+        """Everything of our own."""
         measured: dict[str, tuple[str, str, str, list[Sample]]] = {}
         for measurement in chain(measure_process(), *self._measure()):
             name, about, kind, value, labels = measurement
             measured.setdefault(name, (name, about, kind, []))[3].append(("", dict(labels), value))
         with self._lock:
             recorded = [(i.name, i.about, i.kind, list(i.samples())) for i in self._instruments]
-        return [*recorded, *self.client.families(), *measured.values()]
+        return [*recorded, *self.client.told(), *measured.values()]
 
-    def _make_registry(self) -> "CollectorRegistry":
-        from prometheus_client import (
-            CollectorRegistry,
-            GCCollector,
-            Metric,
-            PlatformCollector,
-            ProcessCollector,
-        )
-        from prometheus_client.registry import Collector
+    def _of_process(self) -> Iterator[Told]:
+        from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
-        class Recorded(Collector):
-            def collect(recorded) -> Iterable[Metric]:  # noqa: N805, two selves
-                for name, about, kind, samples in self._families():
-                    metric = Metric(name.removesuffix("_total") if kind == "counter" else name, about, kind)
-                    for suffix, labels, value in samples:
-                        metric.add_sample(name + suffix, labels, value)
-                    yield metric
-
-        registry = CollectorRegistry()
-        registry.register(Recorded())
-        for collector in (GCCollector, PlatformCollector, ProcessCollector):
-            collector(registry=registry)
-        return registry
-
-
-def _spelled(labels: dict[str, str]) -> str:
-    return "{" + ",".join(f'{name}="{labels[name]}"' for name in sorted(labels)) + "}" if labels else ""
+        if self._registry is None:
+            self._registry = CollectorRegistry()
+            for collector in (GCCollector, PlatformCollector, ProcessCollector):
+                collector(registry=self._registry)
+        for metric in self._registry.collect():
+            name = f"{metric.name}_total" if metric.type == "counter" else metric.name
+            yield name, metric.documentation, metric.type, [("", s.labels, s.value) for s in metric.samples]

@@ -2,6 +2,8 @@
 
 import threading
 
+from kproxy_core.run.instruments import Sample, exposition
+
 _ABOUT = {
     "kubernetes_healthcheck": ("gauge", "Result of the last check"),
     "kubernetes_healthchecks_total": ("counter", "Checks by result"),
@@ -32,14 +34,10 @@ class HealthcheckSlis:
         """All of it in Prometheus' text format 0.0.4."""
         with self._lock:
             checks = self._checks
-        samples: dict[str, list[str]] = {"process_start_time_seconds": [f" {self._started!r}"]}
+        ping = {"name": "ping", "type": "healthz"}
+        samples: dict[str, list[Sample]] = {"process_start_time_seconds": [("", {}, self._started)]}
         if checks:
-            samples["kubernetes_healthcheck"] = ['{name="ping",type="healthz"} 1']
-            samples["kubernetes_healthchecks_total"] = [
-                f'{{name="ping",status="success",type="healthz"}} {checks}']
-        lines = []
-        for name in sorted(samples):
-            kind, about = _ABOUT[name]
-            lines += [f"# HELP {name} {about}", f"# TYPE {name} {kind}"]
-            lines += [name + sample for sample in samples[name]]
-        return "".join(f"{line}\n" for line in lines).encode()
+            samples["kubernetes_healthcheck"] = [("", ping, 1)]
+            samples["kubernetes_healthchecks_total"] = [("", {**ping, "status": "success"}, checks)]
+        return exposition((name, about, kind, samples[name])
+                          for name, (kind, about) in _ABOUT.items() if name in samples)

@@ -87,7 +87,7 @@ def test_the_fallback_is_told_everywhere(node: Namespace, tmp_path: Path) -> Non
     assert body == "second"
     assert headers["Kproxy-Mode-Wanted"] == "wanted"
     assert headers["Kproxy-Mode-Fallback-Reason"] == "no warp drive"
-    assert 'kproxy_mode_fallback{serving="second",wanted="wanted"} 1.0' in metrics
+    assert 'kproxy_mode_fallback{serving="second",wanted="wanted"} 1\n' in metrics
     (line,) = [line for line in log.splitlines() if "another mode serves" in line]
     assert "WARN" in line
     assert "no warp drive" in line

@@ -1,5 +1,6 @@
 """Metrics have kube-proxy's names, types, labels and buckets, and count what they say."""
 
+import math
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kproxy_core.backend.api import Scope
 from kproxy_core.model.address import Family
+from kproxy_core.run.instruments import exposition
 from kproxy_core.run.metrics import Metrics
 from tests.core.golden import golden
 
@@ -155,6 +157,25 @@ def test_hostile_labels_are_escaped() -> None:
     metrics.bad_object('a"} 5\n# evil\\')
     families = {f.name: f for f in text_string_to_metric_families(metrics.exposition().decode())}
     assert families["kproxy_bad_objects"].samples[0].labels == {"kind": 'a"} 5\n# evil\\'}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"), (3.0, "3"), (-1, "-1"), (0.25, "0.25"), (16.384, "16.384"), (0.00001, "1e-05"),
+        (999_999, "999999"), (1_000_000, "1e+06"), (1795275385.429969, "1.795275385429969e+09"),
+        (2.0**64, "1.8446744073709552e+19"), (math.inf, "+Inf"), (-math.inf, "-Inf"), (math.nan, "NaN"),
+    ],
+)  # fmt: skip
+def test_numbers_look_as_go_programs_write_them(value: float, text: str) -> None:
+    assert exposition([("x", "an x", "gauge", [("", {}, value)])]) == (
+        f"# HELP x an x\n# TYPE x gauge\nx {text}\n".encode())
+
+
+def test_the_bound_of_a_bucket_is_the_last_label() -> None:
+    sample = ("_bucket", {"zone": "a", "le": "0.5", "code": "200"}, 1)
+    text = exposition([("x", "an x", "histogram", [sample])])
+    assert b'x_bucket{code="200",zone="a",le="0.5"} 1\n' in text
 
 
 def test_recording_needs_no_prometheus_client() -> None:
