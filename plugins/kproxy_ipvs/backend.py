@@ -2,7 +2,7 @@
 
 import logging
 
-from kproxy_core.backend.api import BackendSettings, Damage, Scope, SyncReport, Update
+from kproxy_core.backend.api import BackendSettings, Damage, Measurement, Scope, SyncReport, Update
 from kproxy_core.backend.errors import SyncFailed, Unsupported
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.host.errors import HostError
@@ -70,6 +70,17 @@ class IpvsBackend:
         except SyncFailed as error:
             log.warning(str(error))
         return False
+
+    @hookimpl
+    def kproxy_measure(self) -> list[Measurement]:
+        """Failures, under kube-proxy's name (1.36, pkg/proxy/metrics/metrics.go)."""
+        return [
+            Measurement(
+                "kubeproxy_sync_proxy_rules_iptables_restore_failures_total", "Failures of iptables-restore",
+                "counter", state.restore_failures, {"ip_family": family},
+            )
+            for family, state in self._families.items()
+        ]  # fmt: skip
 
     @hookimpl
     def kproxy_close(self) -> None:

@@ -1,12 +1,15 @@
 """One IP family: what it is known to hold, and how it gets to what is wanted."""
 
-from collections.abc import Container, Mapping
+import logging
+from collections.abc import Callable, Container, Mapping
 
 from kproxy_core.backend.api import SyncReport
-from kproxy_core.backend.errors import TrustLost
+from kproxy_core.backend.errors import SyncFailed, TrustLost
+from kproxy_core.host.errors import HostError
 from kproxy_core.host.iptables import Tables
 from kproxy_core.host.iptables_shared import SERVICES, of_ipset_mode
-from kproxy_core.model.address import Address, Family, Protocol, format_address
+from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket
+from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
@@ -18,6 +21,8 @@ from kproxy_ipvs.names import SETS
 from kproxy_ipvs.render import ServerKey, Style
 from kproxy_ipvs.settings import Settings
 from kproxy_ipvs.virtual_servers import VirtualServers
+
+log = logging.getLogger("kproxy.ipvs")
 
 
 class FamilyState:
@@ -35,6 +40,9 @@ class FamilyState:
         self._style: Style | None = None
         self._wanted: Container[Address] = ()
         """On the device."""
+        self._unusable: frozenset[tuple[ServerKey, Destination]] = frozenset()
+        """Real servers that the kernel does not take, as far as that was told."""
+        self.restore_failures = 0
 
     def wants(self, address: Address) -> bool:
         """Whether *address* is to be on the device. May be asked from any thread."""
@@ -56,9 +64,10 @@ class FamilyState:
         if applied is None or self._style is None:
             raise TrustLost("the kernel has not been read yet")
         difference = applied.change(changed, self._style)
-        self._write(difference)
+        unusable = self._write(difference)
+        self._unusable |= unusable
         self._applied, self._node = applied, node
-        return SyncReport(difference.operations, dict(described(difference)))
+        return SyncReport(difference.operations - len(unusable), dict(described(difference)))
 
     def resync(self, node: NodeView, plans: Mapping[ServicePortKey, ServicePlan]) -> SyncReport:
         """Make everything right whatever is there, and write only what differs.
@@ -86,9 +95,10 @@ class FamilyState:
             chains = rules.read(self._tables)
             text = rules.difference(chains, skeleton.skeleton(node))
             takeover = SERVICES in chains and SERVICES not in of_ipset_mode(chains)
-            self._write(difference, text, takeover=takeover)
+            self._unusable = self._write(difference, text, takeover=takeover)
         self._applied, self._node, self._style = applied, node, style
-        operations = difference.operations + len(missing) + made + text.count("\n-") + text.count("\n:")
+        operations = difference.operations - len(self._unusable) + len(missing) + made
+        operations += text.count("\n-") + text.count("\n:")
         return SyncReport(operations, dict(described(difference)))
 
     def close(self) -> None:
@@ -121,26 +131,56 @@ class FamilyState:
         entry = str(key.port) if every.type == "bitmap:port" else f"{text},sctp:{key.port}"
         return entry not in entries.get(every, ())
 
-    def _write(self, difference: Difference, rules_text: str = "", *, takeover: bool = False) -> None:
+    def _write(
+        self, difference: Difference, rules_text: str = "", *, takeover: bool = False
+    ) -> frozenset[tuple[ServerKey, Destination]]:
         """Bring what is new first, and what leads to it last; take away in the other order.
 
         The rules decide about masquerading, so they go before what is served here for the first time; but
-        in a *takeover* they end the other mode, so they go after.
+        in a *takeover* they end the other mode, so they go after, and only if all else went well.
+
+        Returns the real servers that can't be. Raises HostError or SyncFailed about the first thing that went
+        wrong, when all others are done.
         """
+        problems: list[HostError | SyncFailed] = []
+
+        def attempt(step: Callable[[], object]) -> None:
+            try:
+                step()
+            except (HostError, SyncFailed) as error:
+                problems.append(error)
+
+        unusable: list[PutDestination] = []
+        operations = [self._revived(operation) for operation in difference.servers]
         with self._draining.lock:
-            sets.write(self.family, difference.adds)
+            attempt(lambda: sets.write(self.family, difference.adds))
             if rules_text and not takeover:
-                self._tables.restore(rules_text)
-            self._servers.write([self._revived(operation) for operation in difference.servers])
-            device.bind(difference.bind, self.family)
-            if rules_text and takeover:
-                self._tables.restore(rules_text)
-            self._servers.write(difference.gone)
+                attempt(lambda: self._restore(rules_text))
+            attempt(lambda: unusable.extend(self._servers.write_usable(operations)))
+            attempt(lambda: device.bind(difference.bind, self.family))
+            if rules_text and takeover and not problems:
+                attempt(lambda: self._restore(rules_text))
+            attempt(lambda: self._servers.write(difference.gone))
             for operation in difference.gone:
                 self._draining.forget_server(operation.key)
-            device.unbind(difference.unbind, self.family)
-            sets.write(self.family, (), difference.deletes)
-            self._draining.add(difference.leaving)
+            attempt(lambda: device.unbind(difference.unbind, self.family))
+            attempt(lambda: sets.write(self.family, (), difference.deletes))
+            attempt(lambda: self._draining.add(difference.leaving))
+        for one in unusable:
+            if (one.key, one.where) not in self._unusable:
+                log.error("a real server is not usable", extra={"fields": {
+                    "virtual_server": str(one.key), "real_server": format_socket(*one.where)}})
+        if problems:
+            raise problems[0]
+        return frozenset((one.key, one.where) for one in unusable)
+
+    def _restore(self, text: str) -> None:
+        """Raises HostError."""
+        try:
+            self._tables.restore(text)
+        except HostError:
+            self.restore_failures += 1
+            raise
 
     def _revived(self, operation: Operation) -> Operation:
         """A real server that comes back before it has drained is there already."""

@@ -34,6 +34,8 @@ _CHECK_MARK = 0xFFFFFFFF
 """Of a virtual server that lasts for a moment; none of ours has it."""
 
 _GONE = frozenset({errno.ESRCH, errno.ENOENT})
+_NEVER = frozenset({errno.EINVAL, errno.EAFNOSUPPORT})
+"""What the kernel says to a real server at an address that is none of a single host (ip_vs_ctl.c)."""
 
 
 class VirtualServers:
@@ -84,12 +86,24 @@ class VirtualServers:
 
         Raises SyncFailed about the first that is refused; all others are done.
         """
-        with self._lock:
-            for at, error in self._exchange([batch.encode(operation) for operation in operations]):
-                operation = operations[at]
-                if isinstance(operation, DeleteServer | DeleteDestination) and error.errno in _GONE:
-                    continue
+        for operation, error in self._refused(operations):
+            raise SyncFailed(f"{_told(operation)}: {error.strerror}") from error
+
+    def write_usable(self, operations: Sequence[Operation]) -> list[PutDestination]:
+        """The same, but returns the real servers that can't be; the rest does not suffer from them."""
+        unusable: list[PutDestination] = []
+        for operation, error in self._refused(operations):
+            if not isinstance(operation, PutDestination) or error.errno not in _NEVER:
                 raise SyncFailed(f"{_told(operation)}: {error.strerror}") from error
+            unusable.append(operation)
+        return unusable
+
+    def _refused(self, operations: Sequence[Operation]) -> list[tuple[Operation, OSError]]:
+        """Do all *operations* in order; returns what was refused and not gone already."""
+        with self._lock:
+            refused = self._exchange([batch.encode(operation) for operation in operations])
+            found = [(operations[at], error) for at, error in refused]
+        return [(one, error) for one, error in found if not (_takes_away(one) and error.errno in _GONE)]
 
     def delete_drained(self, leaving: Leaving) -> Leaving:
         """Delete those real servers that have no connections any more; returns the others.
@@ -176,6 +190,11 @@ def refusal(scheduler: str, family: Family) -> str:
     finally:
         servers.close()
     return ""
+
+
+def _takes_away(operation: Operation) -> bool:
+    leaving = isinstance(operation, PutDestination) and not operation.weight
+    return leaving or isinstance(operation, DeleteServer | DeleteDestination)
 
 
 def _told(operation: Operation) -> str:

@@ -11,6 +11,7 @@ from queue import Queue
 
 import pytest
 
+from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.host.iptables import Tables
 from kproxy_core.host.iptables_variant import find_variant
 from kproxy_core.model.address import Family, Protocol, parse_address, parse_cidr
@@ -249,6 +250,45 @@ def test_weights_that_somebody_else_set_are_put_right(
     kernel.write([PutDestination(WEB, where, 5, new=False)])
     assert full(backend, web("10.244.2.1")) == 1
     assert weight(kernel.read(Family.IPV4), "10.244.2.1") == 1
+
+
+def test_an_endpoint_that_can_not_be_harms_no_other(
+    make: Callable[..., IpvsBackend], kernel: VirtualServers, caplog: pytest.LogCaptureFixture
+) -> None:
+    subprocess.run(["ip", "address", "add", "192.0.2.65/26", "brd", "192.0.2.127", "dev", "lo"], check=True)
+    try:
+        backend = make()
+        full(backend, web("10.244.2.1"))
+        slices = endpoint_slice("other", "10.244.2.9")
+        other = plans(NODES[Family.IPV4], service("other", ip="10.96.0.9"), slices)
+        wanted = web("192.0.2.127", "10.244.2.1", "10.244.2.2") | other
+        assert change(backend, wanted) > 0
+        assert "10.96.0.1:80/TCP" in str([vars(record) for record in caplog.records])
+        assert weight(kernel.read(Family.IPV4), "10.244.2.2") == 1
+        on_device, _ = device.read(Family.IPV4)
+        assert parse_address("10.96.0.9") in on_device
+        told = len(caplog.records)
+        assert full(backend, wanted) == full(backend, wanted) == 0, "what can't be counts as written"
+        assert len(caplog.records) == told
+        assert change(backend, web("10.244.2.1") | other) > 0
+        assert full(backend, web("10.244.2.1") | other) == 0
+    finally:
+        subprocess.run(["ip", "address", "del", "192.0.2.65/26", "dev", "lo"], check=True)
+
+
+def test_failures_of_iptables_are_counted(make: Callable[..., IpvsBackend]) -> None:
+    backend = make()
+    full(backend, web("10.244.2.1"))
+    assert [found.value for found in backend.kproxy_measure()] == [0, 0]
+    subprocess.run(["iptables", "-F", "KUBE-IPVS-FILTER"], check=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(skeleton, "no_frontend", lambda family: "-j NO-SUCH-TARGET")
+        with pytest.raises(SyncFailed):
+            full(backend, web("10.244.2.1"))
+    assert {found.labels["ip_family"]: found.value for found in backend.kproxy_measure()} == {
+        "IPv4": 1, "IPv6": 0}  # fmt: skip
+    full(backend, web("10.244.2.1"))
+    assert full(backend, web("10.244.2.1")) == 0
 
 
 def test_excluded_networks_survive_clean_up_and_retirement(
