@@ -31,7 +31,7 @@ def skeleton(node: NodeView) -> str:
     text.line(f'add table {text.table} {{ comment "rules for kproxy"; }}')
     _containers(text)
     for name, (kind, hook, priority) in BASE_CHAINS.items():
-        text.line(f"add chain {text.table} {name} {{ type {kind} hook {hook} priority {priority}; }}")
+        text.line(f"add chain {text.table} {name} {{ type {kind} hook {hook} priority {priority}; policy accept; }}")
     for name, rules in _chains(node).items():
         text.chain(name, rules)
     return text.value()

@@ -220,4 +220,4 @@ def test_requests_to_the_api_server_are_counted_as_client_go_does(
     move(server, "10.192.0.1")
     node.await_answer(FIRST, "10.192.0.1")
     host = server.url.removeprefix("http://")
-    assert f'rest_client_requests_total{{code="200",host="{host}",method="GET"}} 4\n' in node.metrics()
+    assert f'rest_client_requests_total{{code="200",host="{host}",method="GET"}} 4' in node.metrics()
