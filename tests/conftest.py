@@ -1,14 +1,23 @@
-"""What holds for every test: no deadline on examples, and nothing left behind."""
+"""What holds for every test: no deadline on examples, nothing left behind, and guests that begin at once."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import hypothesis
 import pytest
 
 hypothesis.settings.register_profile("kproxy", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("kproxy")
+
+GUESTS_AT_A_TIME = 2
+"""Each keeps a processor busy, more or less."""
+
+Play = Callable[[Sequence[pytest.Item], Path], Any]
+GUESTS = pytest.StashKey[dict[Play, "Future[Any]"]]()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -18,3 +27,29 @@ def _no_namespace_is_left() -> Iterator[None]:
     names = Path("/run/netns")
     left = [path.name for path in names.glob(f"*{os.getpid()}*")] if names.exists() else []
     assert not left, f"network namespaces left behind: {', '.join(left)}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
+    """Have all guests of this session begin before its tests: they take longest."""
+    marked: dict[Play, list[pytest.Item]] = {}
+    for item in session.items if not session.config.option.collectonly else ():
+        if (mark := item.get_closest_marker("in_a_guest")) is not None:
+            marked.setdefault(mark.kwargs["play"], []).append(item)
+    with TemporaryDirectory(prefix="guests-") as base, ThreadPoolExecutor(GUESTS_AT_A_TIME) as players:
+        session.stash[GUESTS] = played = {}
+        for number, (play, items) in enumerate(marked.items()):
+            directory = Path(base, str(number))
+            directory.mkdir()
+            played[play] = players.submit(play, items, directory)
+        try:
+            return (yield)
+        finally:
+            players.shutdown(cancel_futures=True)
+
+
+@pytest.fixture
+def from_guest(request: pytest.FixtureRequest) -> Any:
+    """What was found in the guest of a test that is marked ``in_a_guest``."""
+    mark = request.node.get_closest_marker("in_a_guest")
+    return request.session.stash[GUESTS][mark.kwargs["play"]].result()

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +34,20 @@ echo $? > never.status
 """
 
 
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def play(items: Sequence[pytest.Item], directory: Path) -> Path:
     """The directory with all that happened in one guest."""
-    directory = tmp_path_factory.mktemp("modes")
     script = SCRIPT.format(directory=directory, kproxy=KPROXY)
     with Guest(["sh", "-c", script], directory / "guest.log", share=directory, seconds=300) as guest:
         assert guest.status() == 0, guest.output
-        yield directory
+    return directory
+
+
+pytestmark = pytest.mark.in_a_guest(play=play)
+
+
+@pytest.fixture
+def seen(from_guest: Path) -> Path:
+    return from_guest
 
 
 def read(path: Path) -> str:
@@ -86,7 +92,7 @@ def test_nftables_falls_back_to_iptables(seen: Path) -> None:
     assert body == "iptables"
     assert "Kproxy-Mode-Wanted: nftables" in head
     assert "no chains of type nat in family ip" in head
-    assert 'kproxy_mode_fallback{serving="iptables",wanted="nftables"} 1.0' in (seen / "metrics").read_text()
+    assert 'kproxy_mode_fallback{serving="iptables",wanted="nftables"} 1' in (seen / "metrics").read_text()
     assert "another mode serves than the one asked for" in (seen / "kproxy.log").read_text()
 
 

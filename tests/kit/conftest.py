@@ -1,19 +1,17 @@
 """The example backend, as a directory on Python's path; and runs of the kit, beside the other tests of it."""
 
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.kit.kit_runs import IN_A_GUEST, OPTIONS, SIDE_BY_SIDE, Results, play
+from tests.kit.kit_runs import OPTIONS, SIDE_BY_SIDE, Results, play
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "kproxy-backend-example"
 
 Runs = dict[str, "Future[Results]"]
-GUESTS = pytest.StashKey[Runs]()
 
 
 @pytest.fixture
@@ -26,23 +24,13 @@ def example_on_path() -> Iterator[None]:
         sys.path.remove(str(EXAMPLE))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
-    """Have the guests begin before all tests of the session: they take longest, and one processor."""
-    modes = [] if session.config.option.collectonly else sorted(_chosen(session) & IN_A_GUEST)
-    with TemporaryDirectory(prefix="kit-in-a-guest-") as directory, ThreadPoolExecutor(1) as players:
-        session.stash[GUESTS] = {mode: players.submit(play, mode, Path(directory, mode)) for mode in modes}
-        return (yield)
-
-
 @pytest.fixture(scope="package", autouse=True)
 def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     """The runs for the modes of this session, under way from the first test of the package on."""
     base = tmp_path_factory.mktemp("kit")
-    modes = sorted(_chosen(request.session) - IN_A_GUEST, key=lambda mode: mode not in OPTIONS)
+    modes = sorted(_chosen(request.session), key=lambda mode: mode not in OPTIONS)
     with ThreadPoolExecutor(SIDE_BY_SIDE) as players:  # What takes longest comes first.
-        here = {mode: players.submit(play, mode, base / mode) for mode in modes}
-        yield here | request.session.stash[GUESTS]
+        yield {mode: players.submit(play, mode, base / mode) for mode in modes}
 
 
 def _chosen(session: pytest.Session) -> set[str]:

@@ -1,13 +1,28 @@
 """Every backend of this repository passes all of the kit, each as an author would run it."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import pytest
 
 from tests.kit.conftest import Runs
-from tests.kit.kit_runs import INI, to_be_asked
+from tests.kit.kit_runs import IN_A_GUEST, INI, Results, play, to_be_asked
 
 
-@pytest.mark.parametrize("mode", INI)
-def test_backend(mode: str, played: Runs) -> None:
-    found = played[mode].result()
+def check(found: Results) -> None:
     assert found.wrong == {}
     assert found.asked == to_be_asked()
+
+
+@pytest.mark.parametrize("mode", sorted(INI.keys() - {IN_A_GUEST}))
+def test_backend(mode: str, played: Runs) -> None:
+    check(played[mode].result())
+
+
+def play_in_a_guest(items: Sequence[pytest.Item], directory: Path) -> Results:
+    return play(IN_A_GUEST, directory / IN_A_GUEST)
+
+
+@pytest.mark.in_a_guest(play=play_in_a_guest)
+def test_backend_in_a_guest(from_guest: Results) -> None:
+    check(from_guest)

@@ -1,5 +1,6 @@
 """What `ipvs_checks` found in a guest whose kernel has IPVS, one case for each of its tests."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,12 @@ LONGEST = 900
 """Seconds."""
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return problems_of(CHECKS, tmp_path_factory.mktemp("guest"), seconds=LONGEST)
+def play(items: Sequence[pytest.Item], directory: Path) -> dict[str, list[str]]:
+    return problems_of(CHECKS, directory, seconds=LONGEST)
 
 
+@pytest.mark.in_a_guest(play=play)
 @pytest.mark.parametrize("name", names_of(CHECKS))
-def test_in_the_guest(name: str, results: dict[str, list[str]]) -> None:
-    assert name in results
-    assert not any(results[name]), "\n".join(results[name])
+def test_in_the_guest(name: str, from_guest: dict[str, list[str]]) -> None:
+    assert name in from_guest
+    assert not any(from_guest[name]), "\n".join(from_guest[name])

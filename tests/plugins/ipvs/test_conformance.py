@@ -5,7 +5,7 @@ A case is one pytest case; all of a session are played in one guest.
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -41,18 +41,13 @@ def cases() -> list[Case]:
     ]
 
 
-@pytest.fixture(scope="module")
-def outcomes(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[Case, Outcome]]:
-    """What became of every case of this session."""
+def play(items: Sequence[pytest.Item], directory: Path) -> dict[Case, Outcome]:
+    """What became of the cases of *items*."""
     chosen = {
         case
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.originalname == "test_scenario"
-        if isinstance(case := item.callspec.params["case"], Case) and case.mode == MODE
+        for item in items
+        if isinstance(item, pytest.Function) and isinstance(case := item.callspec.params["case"], Case)
     }
-    directory = tmp_path_factory.mktemp("ipvs")
     (directory / "scenarios").mkdir()
     for name in {case.scenario for case in chosen}:
         (directory / "scenarios" / f"{name}.yaml").symlink_to(FILES[name].path)
@@ -60,7 +55,7 @@ def outcomes(
     with Guest(command, directory / "log", share=directory, seconds=LONGEST) as guest:
         guest.status()
         lost = Outcome("lost", f"the guest did not report it:\n{guest.output[-4000:]}")
-        yield dict.fromkeys(chosen, lost) | {
+        return dict.fromkeys(chosen, lost) | {
             Case(MODE, result["family"], result["scenario"]): Outcome(result["status"], result["detail"])
             for report in directory.glob("*.json")
             for result in json.loads(report.read_text())["results"]
@@ -75,6 +70,7 @@ def test_only_documented_scenarios_are_left_out() -> None:
         assert scenario.name in played | set(LEFT_OUT) or meant_for_another_mode, scenario.name
 
 
+@pytest.mark.in_a_guest(play=play)
 @pytest.mark.parametrize("case", cases(), ids=str)
-def test_scenario(case: Case, outcomes: dict[Case, Outcome]) -> None:
-    assert outcomes[case].status == "passed", outcomes[case].detail
+def test_scenario(case: Case, from_guest: dict[Case, Outcome]) -> None:
+    assert from_guest[case].status == "passed", from_guest[case].detail

@@ -4,6 +4,7 @@ They run in a guest with IPVS:
 ``tests/guest/run .venv/bin/python -m pytest -p tests.plugins.ipvs.rig tests/plugins/ipvs/kernel_checks.py``
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,12 @@ LONGEST = 900
 """Seconds."""
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return problems_of(CHECKS, tmp_path_factory.mktemp("guest"), "-p", FIXTURES, seconds=LONGEST)
+def play(items: Sequence[pytest.Item], directory: Path) -> dict[str, list[str]]:
+    return problems_of(CHECKS, directory, "-p", FIXTURES, seconds=LONGEST)
 
 
+@pytest.mark.in_a_guest(play=play)
 @pytest.mark.parametrize("name", names_of(CHECKS))
-def test_in_the_guest(name: str, results: dict[str, list[str]]) -> None:
-    assert name in results
-    assert not any(results[name]), "\n".join(results[name])
+def test_in_the_guest(name: str, from_guest: dict[str, list[str]]) -> None:
+    assert name in from_guest
+    assert not any(from_guest[name]), "\n".join(from_guest[name])
