@@ -2,7 +2,14 @@
 
 import logging
 
-from kproxy_core.backend.api import BackendSettings, Damage, Scope, SyncReport, Update
+from kproxy_core.backend.api import (
+    BackendSettings,
+    Damage,
+    Measurement,
+    Scope,
+    SyncReport,
+    Update,
+)
 from kproxy_core.backend.errors import Unsupported
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.host import privileges
@@ -63,6 +70,18 @@ class NftablesBackend:
             for family in self._tables:
                 damaged(family, "rules changed while the watch began")
         return True
+
+    @hookimpl
+    def kproxy_measure(self) -> list[Measurement]:
+        """Clean-ups that failed."""
+        return [
+            Measurement(
+                "kubeproxy_sync_proxy_rules_nftables_cleanup_failures_total",
+                "Failures to delete what nothing leads to any more", "counter",
+                table.cleanup_failures, {"ip_family": family.label},
+            )
+            for family, table in self._tables.items()
+        ]  # fmt: skip
 
     @hookimpl
     def kproxy_close(self) -> None:

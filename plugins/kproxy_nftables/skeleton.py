@@ -31,7 +31,8 @@ def skeleton(node: NodeView) -> str:
     text.line(f'add table {text.table} {{ comment "rules for kproxy"; }}')
     _containers(text)
     for name, (kind, hook, priority) in BASE_CHAINS.items():
-        text.line(f"add chain {text.table} {name} {{ type {kind} hook {hook} priority {priority}; policy accept; }}")
+        place = f"type {kind} hook {hook} priority {priority}; policy accept;"
+        text.line(f"add chain {text.table} {name} {{ {place} }}")
     for name, rules in _chains(node).items():
         text.chain(name, rules)
     return text.value()
@@ -71,13 +72,13 @@ def rules_differ(one: NodeView, other: NodeView) -> bool:
 
 
 def delete_foreign(family: Family, chains: Iterable[str], containers: Iterable[str]) -> str:
-    """Text that deletes chains, which may lead to each other, and then maps and sets."""
+    """Text that deletes chains, maps and sets, which may lead to each other."""
     table = f"{NFT_FAMILY[family]} {TABLE}"
     chains = sorted(filter(_QUOTABLE, chains))
     return "".join(
         [f"flush chain {table} {name}\n" for name in chains]
-        + [f"delete chain {table} {name}\n" for name in chains]
         + [f"delete set {table} {name}\n" for name in sorted(filter(_QUOTABLE, containers))]
+        + [f"delete chain {table} {name}\n" for name in chains]
     )
 
 

@@ -1,7 +1,6 @@
 """One family's table: what it is known to hold, and how it gets to what is wanted."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 
 from kproxy_core.backend.api import SyncReport
 from kproxy_core.backend.errors import SyncFailed, TrustLost
@@ -41,6 +40,8 @@ class FamilyTable:
         """Template chains that exist."""
         self._stale: list[str] = []
         """Owned objects that nothing leads to any more, still to be deleted."""
+        self.cleanup_failures = 0
+        """Times that something which nothing leads to any more could not be deleted."""
 
     def change(self, node: NodeView, changed: Mapping[ServicePortKey, ServicePlan | None]) -> SyncReport:
         """Write what the changed plans and a changed node need. O(changed).
@@ -157,8 +158,7 @@ class FamilyTable:
         if self._stale or difference.disowned:
             stale = dict.fromkeys([*self._stale, *difference.disowned])
             self._stale = [name for name in stale if name not in difference.owned]
-            with suppress(SyncFailed):
-                self._kernel.apply_text(delete_objects(self._family, self._stale))
+            if self._clean_up(delete_objects(self._family, self._stale)):
                 self._stale = []
 
     def _sweep(self, plans: Mapping[ServicePortKey, ServicePlan]) -> None:
@@ -168,5 +168,16 @@ class FamilyTable:
         wanted |= {*names.ELEMENT_CONTAINERS, names.SERVICE_CIDRS}
         chains = self._kernel.chains(self._family) - wanted
         containers = self._kernel.containers(self._family) - wanted
-        with suppress(SyncFailed):  # Busy for a moment (see above): the next resync finds it again.
-            self._kernel.apply_text(skeleton.delete_foreign(self._family, chains, containers))
+        self._clean_up(skeleton.delete_foreign(self._family, chains, containers))
+
+    def _clean_up(self, text: str) -> bool:
+        """Delete what harms nobody if it stays for a while; False if it does.
+
+        What is busy for a moment (see above) a resync finds again.
+        """
+        try:
+            self._kernel.apply_text(text)
+        except SyncFailed:
+            self.cleanup_failures += 1
+            return False
+        return True

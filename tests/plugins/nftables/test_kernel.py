@@ -251,12 +251,47 @@ def test_leftover_chains_and_sets_in_our_table_are_swept(backend: NftablesBacken
         "add chain ip kproxy old",
         "add rule ip kproxy old jump tcp-cluster-99",
         "add set ip kproxy older { type ipv4_addr ; }",
+        "add map ip kproxy oldest { type inet_service : verdict ; }",
+        "add element ip kproxy oldest { 80 : goto old }",
     ):
         nft(command)
     resync(backend, rich())
     listing = nft("list table ip kproxy")
     assert "tcp-cluster-99" not in listing
     assert "old" not in listing
+
+
+class ReluctantKernel(Kernel):
+    """Calls chains busy for a while, as kernels before 6.2 do."""
+
+    busy = False
+
+    def apply_text(self, text: str) -> None:
+        if self.busy and text.startswith("delete chain"):
+            raise SyncFailed("nft: Error: Could not process rule: Device or resource busy")
+        super().apply_text(text)
+
+
+def test_what_is_busy_is_deleted_at_the_next_change_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kproxy_nftables.backend.Kernel", ReluctantKernel)
+    reluctant = NftablesBackend(BOTH)
+    node, piece = NODES[Family.IPV4], endpoint_slice("web", endpoint("10.244.1.5"))
+
+    def failures() -> list[tuple[str, float]]:
+        return [(m.labels["ip_family"], m.value) for m in reluctant.kproxy_measure()]
+
+    try:
+        resync(reluctant, plans(node, service("web", affinity=60), piece))
+        monkeypatch.setattr(ReluctantKernel, "busy", True)
+        change(reluctant, dict(plans(node, service("web"), piece)))
+        assert "pin-" in nft("list table ip kproxy")
+        assert failures() == [("IPv4", 1), ("IPv6", 0)]
+        monkeypatch.setattr(ReluctantKernel, "busy", False)
+        change(reluctant, dict(plans(node, service("web"), endpoint_slice("web", endpoint("10.244.1.6")))))
+        assert "pin-" not in nft("list table ip kproxy")
+        assert failures() == [("IPv4", 1), ("IPv6", 0)]
+    finally:
+        reluctant.kproxy_close()
 
 
 def test_node_facts_change_without_a_resync(backend: NftablesBackend) -> None:
