@@ -79,6 +79,10 @@ class FamilySync:
         self._shared.health.queued(self.family)
         self._shared.metrics.sync_requested(self.family, self._shared.wall())
 
+    def look_often(self) -> None:
+        """Nobody tells what others change: have full syncs look for it, as often as the operator wants."""
+        self._pacing.look_often()
+
     def serve_with(self, worker: Worker, pacing: Pacing) -> None:
         """From now on *worker* has the work."""
         self.worker = worker

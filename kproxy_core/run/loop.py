@@ -227,6 +227,8 @@ class Loop:
 
         if not worker.watch(damaged):
             log.info("foreign changes go unnoticed until the next full sync")
+            for sync in self._syncs.values():
+                sync.look_often()
 
     def _fold(self, events: list[Event]) -> None:
         store, metrics = self._store, self._shared.metrics

@@ -44,6 +44,12 @@ class Pacing:
         self._again_at: float | None = None
         self._full_at: float | None = None
 
+    def look_often(self) -> None:
+        """Nobody tells what others change: a full run is due *retry_cap* after the last one."""
+        self._full_period = min(self._full_period, self._retry_cap)
+        if self._full_at is not None:
+            self._full_at = min(self._full_at, self._ended_at + self._full_period)
+
     def request(self, now: float, scope: Scope = Scope.CHANGED) -> None:
         """Something is to be synced. RESYNC sticks until a full run succeeded."""
         self._requested_at = now
@@ -88,7 +94,7 @@ class Pacing:
         self._failures = 0
         self._undone = self._undone + 1 if undone else 0
         self._again_at = ended + self._delay(self._undone) if undone else None
-        if scope is Scope.RESYNC:
+        if scope is Scope.RESYNC or self._full_at is None:  # The first after a switch may have been any.
             self._full_at = ended + self._full_period
         if scope is Scope.RESYNC or self._wanted is not Scope.RESYNC:
             self._wanted = Scope.CHANGED if self._requested_at > started else None

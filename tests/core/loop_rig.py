@@ -61,6 +61,8 @@ class RecordingBackend:
         self.problems: list[Exception | None] = []
         self.unserved: dict[ServicePortKey, str] = {}
         self.damaged: Damage | None = None
+        self.watches = True
+        """It notices what others change."""
         self.seconds = 0.0
         self._clock = clock
 
@@ -91,7 +93,7 @@ class RecordingBackend:
     def kproxy_watch(self, damaged: Damage) -> bool:
         assert self.damaged is None, "watched twice"
         self.damaged = damaged
-        return True
+        return self.watches
 
     def take(self) -> list[Update]:
         """The updates since the last call."""

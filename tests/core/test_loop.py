@@ -168,6 +168,15 @@ def test_everything_is_synced_again_after_the_period() -> None:
     assert (update.scope, update.changed, len(update.plans)) == (Scope.RESYNC, {}, 1)
 
 
+def test_a_backend_that_is_not_told_of_changes_looks_for_them() -> None:
+    rig = Rig(full_period=3600.0)
+    rig.backend.watches = False
+    rig.start(WEB, WEB_SLICE)
+    assert rig.loop.next_wakeup() == 30.0
+    rig.clock.now = 30.0
+    assert kinds(rig.turn()) == [("IPv4", "full"), ("IPv6", "full")]
+
+
 # The node
 
 

@@ -158,6 +158,19 @@ def test_a_full_run_comes_a_period_after_the_last_full_one() -> None:
     assert loop.until(8000) == [(3600, RESYNC), (7200, RESYNC)]
 
 
+def test_full_runs_look_often_where_nobody_tells_of_changes() -> None:
+    loop = started(Loop(retry_cap=30.0))
+    loop.pacing.look_often()
+    assert loop.until(100) == [(30, RESYNC), (60, RESYNC), (90, RESYNC)]
+
+
+def test_full_runs_come_also_where_the_first_run_was_none() -> None:
+    loop = Loop(retry_cap=30.0)
+    loop.pacing.look_often()
+    loop.request()
+    assert loop.until(70) == [(0, CHANGED), (30, RESYNC), (60, RESYNC)]
+
+
 def test_a_full_run_settles_everything() -> None:
     loop = started(Loop())
     loop.now = 1000 + 3600.0
