@@ -113,6 +113,20 @@ def iptables_rewrite(redirects: Iterable[Redirect], missing: Sequence[Jump]) -> 
     return _tables(lines)
 
 
+_PIN = "-m comment --comment \"kproxy: established connections stay translated\" -m conntrack --ctstate NEW"
+"""A rule that does nothing."""
+
+
+def iptables_pin() -> str:
+    """What makes the chain of the filter table hold nothing but a rule that needs connection tracking."""
+    return _tables({"filter": [f":{names.NON_LOCAL} - [0:0]", f"-A {names.NON_LOCAL} {_PIN}"]})
+
+
+def is_pin(rule: str) -> bool:
+    """Whether *rule* is that one, without its chain."""
+    return rule == _PIN
+
+
 def _tables(lines: dict[str, list[str]]) -> str:
     return "".join(
         "\n".join([f"*{table}", *found, "COMMIT", ""]) for table, found in lines.items() if found

@@ -41,10 +41,10 @@ class Portals(Protocol):
         """
 
     def withdraw(self) -> list[str]:
-        """Redirect nobody any more, without a harm to what is translated already; says what there was.
+        """Redirect nobody any more, and leave what is translated already alone; says what there was.
 
-        Once the last chain of type nat of a network namespace goes, the kernel translates no packet of
-        established connections either, whoever's rules those came through. Raises HostError.
+        Once the last rule of a family goes that needs connection tracking, the kernel translates the packets
+        of established connections no longer, whoever's rules these came through. Raises HostError.
         """
 
     def remove(self, *, dry_run: bool) -> list[str]:
@@ -79,7 +79,16 @@ class IptablesPortals:
         return differing + len(_missing_jumps(saved))
 
     def withdraw(self) -> list[str]:
-        return self.remove(dry_run=False)  # The built-in chains stay.
+        if not may_have_portals(self._tables):
+            return []
+        removal = what_to_remove(speaking_of_kubernetes(self._tables.save()))
+        removal = removal._replace(
+            rules=[rule for rule in removal.rules if rule[0] == "nat"],
+            chains=[key for key in removal.chains if key[0] == "nat"],
+        )
+        self._tables.restore(batch.iptables_pin())
+        carry_out(removal, self._tables)
+        return [f"{self._tables.program}: {line}" for line in described(removal)]
 
     def remove(self, *, dry_run: bool) -> list[str]:
         if not may_have_portals(self._tables):
@@ -98,11 +107,13 @@ class IptablesPortals:
 
 
 def may_have_portals(tables: Tables) -> bool:
-    """All of the chains come and go together, and other modes' rules may be many. Raises HostError.
+    """Whether chains of the mode are there; other modes' rules may be many. Raises HostError.
 
-    A legacy program makes a table when it is asked for one of its chains.
+    Those of one table come and go together. A legacy program makes a table when it is asked for one of its
+    chains.
     """
-    return not tables.variant.nft or tables.has_chain("nat", PORTAL_CHAINS[0])
+    ours = (("filter", NON_LOCAL), ("nat", PORTAL_CHAINS[0]))
+    return not tables.variant.nft or any(tables.has_chain(*chain) for chain in ours)
 
 
 def _missing_jumps(saved: Sequence[SavedChain]) -> list[Jump]:

@@ -2,7 +2,7 @@
 
 from kproxy_core.host.iptables_removal import ChainKey, Held, Removal, jump, plan_removal
 from kproxy_userspace import names
-from kproxy_userspace.batch import JUMPS, PORTAL_CHAINS
+from kproxy_userspace.batch import JUMPS, PORTAL_CHAINS, is_pin
 
 _CHAINS = frozenset([*(("nat", chain) for chain in PORTAL_CHAINS), ("filter", names.NON_LOCAL)])
 _JUMPS = frozenset((jump.table, jump.chain, jump.target, jump.comment) for jump in JUMPS)
@@ -15,12 +15,14 @@ def what_to_remove(held: Held) -> Removal:
 
 
 def what_is_not_kube_proxys(held: Held) -> Removal:
-    """The same if our redirections are there: kube-proxy sends the node's own traffic to an address.
+    """The same if our redirections are there, or what they leave: kube-proxy sends the node's own traffic to
+    an address.
 
     Where relays listen at one address ours does so, too: those rules can't be told apart, and stay.
     """
     ours = any("-j REDIRECT" in rule for key in _HOSTS for rule in held.get(key, ()))
-    return what_to_remove(held if ours else {})
+    left = any(map(is_pin, held.get(("filter", names.NON_LOCAL), ())))
+    return what_to_remove(held if ours or left else {})
 
 
 def _is_own(key: ChainKey, rule: str) -> bool:

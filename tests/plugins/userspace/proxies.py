@@ -22,7 +22,9 @@ class Proxy:
         self.backend = UserspaceBackend(BackendSettings(tuple(Family), options={"workers": 2, **options}))
         self.damages: list[str] = []
 
-    def serve(self, of: Service, *hosts: str, ports: str = "9001", family: Family = Family.IPV4) -> SyncReport:
+    def serve(
+        self, of: Service, *hosts: str, ports: str = "9001", family: Family = Family.IPV4
+    ) -> SyncReport:
         """Bring the only Service to these endpoints."""
         slices: list[EndpointSlice] = [endpoint_slice(of.name.name, *hosts, ports=[ports])] if hosts else []
         found = plans(NODE[family], of, *slices)

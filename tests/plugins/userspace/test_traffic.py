@@ -275,8 +275,11 @@ def test_after_the_end_nothing_leads_anywhere(start: Start) -> None:
             proxy.backend.kproxy_close()
             with pytest.raises(ConnectionResetError):  # never an end that looks like everything
                 client.recv(1)
-        rules = subprocess.run(["iptables-save"], capture_output=True, text=True, check=True)
+        rules = subprocess.run(["iptables-save", "-t", "nat"], capture_output=True, text=True, check=True)
         assert "KUBE" not in rules.stdout
+        left = cleanup(dry_run=True).removed  # what others' connections may need
+        assert cleanup(dry_run=False, own_only=True).removed == left
+        assert cleanup(dry_run=True).removed == ()
         for pid in pids:
             with pytest.raises(ProcessLookupError):
                 os.kill(pid, 0)

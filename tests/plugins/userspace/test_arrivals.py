@@ -1,0 +1,210 @@
+"""Clients on the way to a relay when the last portal to it goes: none is refused, or gets elsewhere."""
+
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+import pytest
+
+from kproxy_core.backend.api import BackendSettings
+from kproxy_core.model.address import Family
+from kproxy_core.testing.builders import changed_update, endpoint_slice, full_update, plans, service
+from kproxy_nftables.backend import NftablesBackend
+from kproxy_userspace import backend as backend_module
+from kproxy_userspace import relays as relays_module
+from kproxy_userspace.kernel import NftPortals, open_portals
+
+from .endpoints import PATIENCE, connect, endpoints, name_of, reached
+from .proxies import NODE, VIP, Proxy, Start
+
+pytestmark = pytest.mark.usefixtures("node")
+
+HOST, HOST_6 = "192.0.2.2", "fd00:1::1"
+VIP_6 = "fd00:96::1"
+OFTEN = 5
+
+_RELAYED = "meta l4proto tcp ct reply proto-src != 9001"
+
+LOST = {
+    # Connection tracking has the first packet, the relay has none.
+    "SYN": ("input priority 0", f"{_RELAYED} tcp flags & (syn|ack) == syn"),
+    # The relay has answered, and connection tracking does not know.
+    "SYN-ACK untracked": ("output priority -300", "tcp sport != 9001 tcp flags & (syn|ack) == (syn|ack)"),
+    "SYN-ACK": ("input priority 0", f"{_RELAYED} tcp flags & (syn|ack) == (syn|ack)"),
+    # For the client and connection tracking the handshake is over, for the relay it is not.
+    "ACK": ("input priority 0", f"{_RELAYED} tcp flags & (syn|ack) == ack"),
+}
+"""Where which segments between client and relay get lost."""
+
+
+@pytest.fixture(autouse=True)
+def _no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not time that counts."""
+    monkeypatch.setattr(backend_module, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(relays_module, "GRACE_SECONDS", 0.0)
+
+
+def nft(text: str) -> str:
+    return subprocess.run(["nft", text], capture_output=True, text=True, check=True).stdout
+
+
+def until(what: str, holds: object) -> None:
+    deadline = time.monotonic() + PATIENCE
+    assert callable(holds)
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+@contextmanager
+def losing(what: str) -> Iterator[None]:
+    """While it lasts, these segments get lost."""
+    where, match = LOST[what]
+    nft(f"add table inet lossy {{ chain lossy {{ type filter hook {where}; {match} counter drop; }}; }}")
+    try:
+        yield
+    finally:
+        nft("delete table inet lossy")
+
+
+@contextmanager
+def on_the_way(vip: str = VIP, port: int = 80, many: int = 1) -> Iterator[list[socket.socket]]:
+    """Clients each of which has lost a segment."""
+    with ExitStack() as stack:
+        clients = []
+        for _ in range(many):
+            before = lost()
+            client = stack.enter_context(
+                socket.socket(socket.AF_INET6 if ":" in vip else socket.AF_INET, socket.SOCK_STREAM))
+            client.setblocking(False)
+            with suppress(BlockingIOError):
+                client.connect((vip, port))
+            until("nothing was lost", lambda before=before: lost() > before)
+            client.settimeout(PATIENCE)
+            clients.append(client)
+        yield clients
+
+
+def lost() -> int:
+    """How many segments."""
+    return int(nft("list table inet lossy").partition("counter packets ")[2].split()[0])
+
+
+@contextmanager
+def mode(family: Family) -> Iterator[NftablesBackend]:
+    """Another one than userspace."""
+    other = NftablesBackend(BackendSettings((family,)))
+    try:
+        yield other
+    finally:
+        other.kproxy_close()
+
+
+def retired(proxy: Proxy) -> bool:
+    """Whether nothing waits any more."""
+    found = proxy.backend.kproxy_retire()
+    assert found.errors == ()
+    return not found.waiting
+
+
+@pytest.mark.parametrize(("what", "vip", "host", "portals"), [
+    *((what, VIP, HOST, open_portals) for what in LOST),
+    *((what, VIP_6, HOST_6, open_portals) for what in LOST),
+    ("SYN", VIP, HOST, NftPortals),
+])  # fmt: skip
+def test_who_is_on_the_way_when_another_mode_takes_over_is_served(
+    start: Start, monkeypatch: pytest.MonkeyPatch, what: str, vip: str, host: str, portals: object
+) -> None:
+    monkeypatch.setattr(backend_module, "open_portals", portals)
+    of, family = service(ip=vip), Family.IPV6 if ":" in vip else Family.IPV4
+    with endpoints((host, 9001)), mode(family) as other:
+        proxy = start()
+        proxy.serve(of, host, family=family)
+        with losing(what), on_the_way(vip) as (client,):
+            found = plans(NODE[family], of, endpoint_slice(of.name.name, host, ports=["9001"]))
+            other.kproxy_sync(full_update(NODE[family], found))
+            assert [retired(proxy) for _ in range(OFTEN)] == [False] * OFTEN
+            assert reached(vip, 80) == f"{host}:9001"  # through the other mode
+            nft("flush table inet lossy")
+            assert name_of(client) == f"{host}:9001"
+            client.sendall(b"still here;")
+            assert name_of(client) == "still here"
+        until("somebody is still waited for", lambda: retired(proxy))
+        assert reached(vip, 80) == f"{host}:9001"
+
+
+def test_who_was_reset_and_comes_again_from_the_same_port_is_served(start: Start) -> None:
+    proxy = start()
+    proxy.serve(service(), HOST)
+    with connect(VIP, 80) as client:
+        place = client.getsockname()
+        with pytest.raises(ConnectionResetError):  # There is no endpoint yet.
+            client.recv(1)
+    with endpoints((HOST, 9001)):
+        assert [retired(proxy) for _ in range(OFTEN)] == [False] * OFTEN
+        with socket.create_connection((VIP, 80), PATIENCE, place) as client:
+            assert name_of(client) == f"{HOST}:9001"
+
+
+@pytest.mark.parametrize("what", LOST)
+def test_who_is_on_the_way_when_affinity_changes_is_served(start: Start, what: str) -> None:
+    with endpoints((HOST, 9001)):
+        proxy = start()
+        proxy.serve(service(), HOST)
+        with losing(what), on_the_way(many=8) as clients:
+            proxy.serve(service(affinity=60), HOST)
+            settle(proxy)
+            nft("flush table inet lossy")
+            assert {name_of(client) for client in clients} == {f"{HOST}:9001"}
+            assert reached(VIP, 80) == f"{HOST}:9001"
+
+
+def test_a_port_that_somebody_is_on_the_way_to_is_given_to_nobody_else(start: Start) -> None:
+    with endpoints((HOST, 9001)):
+        proxy = start(portRange="21000-21000")
+        first, second = service("first", "81"), service("second")
+        proxy.serve(first, HOST)
+        with losing("SYN"), on_the_way(port=81):
+            assert remove(proxy, "first") == 0
+            assert proxy.serve(second, HOST).unserved
+            settle(proxy)
+            ((key, problem),) = proxy.serve(second, HOST).unserved.items()
+            assert (str(key), problem) == ("default/second", "no remaining ports")
+        subprocess.run(["conntrack", "-F"], check=True, capture_output=True)  # as time would
+        settle(proxy)
+        assert proxy.serve(second, HOST).unserved == {}
+        assert reached(VIP, 80) == f"{HOST}:9001"
+
+
+def settle(proxy: Proxy) -> None:
+    """What is done now and then."""
+    for family in proxy.backend._families.values():
+        family.settle()
+
+
+def remove(proxy: Proxy, name: str) -> int:
+    """Take a Service away; how many service ports are not served then."""
+    node = NODE[Family.IPV4]
+    before = plans(node, service(name, "81"), endpoint_slice(name, HOST, ports=["9001"]))
+    return len(proxy.backend.kproxy_sync(changed_update(node, {}, before)).unserved)
+
+
+@pytest.mark.parametrize("portals", [open_portals, NftPortals])
+@pytest.mark.parametrize("leave", ["kproxy_retire", "kproxy_close"])
+def test_connections_of_an_earlier_mode_go_on_without_any_other_rule(
+    start: Start, monkeypatch: pytest.MonkeyPatch, portals: object, leave: str
+) -> None:
+    monkeypatch.setattr(backend_module, "open_portals", portals)
+    with endpoints((HOST, 9001)), mode(Family.IPV4) as earlier:
+        found = plans(NODE[Family.IPV4], service(), endpoint_slice("web", HOST, ports=["9001"]))
+        earlier.kproxy_sync(full_update(NODE[Family.IPV4], found))
+        with connect(VIP, 80) as kept:
+            assert name_of(kept) == f"{HOST}:9001"
+            proxy = start()
+            proxy.serve(service(), HOST)
+            nft("delete table ip kproxy")
+            getattr(proxy.backend, leave)()
+            kept.sendall(b"still here;")
+            assert name_of(kept) == "still here"
