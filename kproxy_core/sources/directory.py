@@ -3,7 +3,8 @@
 The kernel says what happens in the directory (inotify); nothing is polled, and a
 change costs the files it touches. A file is read when its writer closes it or
 renames it into place. What vanishes is given a moment to come back, because many
-programs replace a file by removing it first.
+programs replace a file by removing it first; what changed after it waits as long, so
+that changes take effect in their order.
 """
 
 import enum
@@ -27,6 +28,8 @@ log = logging.getLogger("kproxy.sources")
 
 GRACE = 0.02
 """Seconds that a file may be away, or be written to without being closed, before that counts."""
+_LONGEST_HOLD = 2 * GRACE
+"""Seconds that changes wait for removals before them at most: files may vanish all the time."""
 _DOUBT = 1.0
 """Seconds that a file which appeared with broken content may be quiet before its writer is done with it."""
 MAX_BYTES = 16 << 20
@@ -67,6 +70,8 @@ class DirectorySource:
         """The manifests that are symbolic links."""
         self._due: dict[str, tuple[float, _Why]] = {}
         """Manifests to look at, and when (monotonic seconds)."""
+        self._certain_at = 0.0
+        """When it will be certain of all that vanished that it is gone (monotonic seconds)."""
         self._complete = False
         self._missing = False
         self._stopping = False
@@ -93,22 +98,31 @@ class DirectorySource:
         poll.register(self._wake, select.POLLIN)
         self._renew()
         changes: dict[str, Content] = {}
+        at_the_latest = apply_at = 0.0  # by the monotonic clock; 0: at once
         while not self._stopping:
-            poll.poll(0 if changes else self._milliseconds_to_next())
+            poll.poll(self._milliseconds_to_next(apply_at if changes else None))
             hints = self._watch.read()
             for name, notice in hints.manifests:
                 if notice.mask & inotify.MODIFY:
                     # Perhaps read while the next writer was at work, who will close it.
                     changes.pop(name, None)
-            self._apply(changes)
-            changes = {}
+            if not apply_at or hints.directory or hints.everything:
+                self._apply(changes)
+                changes = {}
+            now = time.monotonic()
+            if not changes:
+                at_the_latest = now + _LONGEST_HOLD
             self._follow(hints, changes)
-            self._look_at_due(changes)
+            self._look_at_due(changes, now)
+            apply_at = min(self._certain_at, at_the_latest)
+            if apply_at <= now:
+                apply_at = 0.0
 
-    def _milliseconds_to_next(self) -> int | None:
-        if not self._due:
-            return None
-        return max(0, ceil(1000 * (min(when for when, _ in self._due.values()) - time.monotonic())))
+    def _milliseconds_to_next(self, apply_at: float | None) -> int | None:
+        times = [when for when, _ in self._due.values()]
+        if apply_at is not None:
+            times.append(apply_at)
+        return max(0, ceil(1000 * (min(times) - time.monotonic()))) if times else None
 
     def _renew(self) -> None:
         """Find the directory; if it is there anew, read it."""
@@ -217,10 +231,12 @@ class DirectorySource:
         return True
 
     def _look_later(self, name: str, why: _Why) -> None:
-        self._due[name] = time.monotonic() + GRACE, why
+        when = time.monotonic() + GRACE
+        self._due[name] = when, why
+        if why is _Why.VANISHED:
+            self._certain_at = when
 
-    def _look_at_due(self, changes: dict[str, Content]) -> None:
-        now = time.monotonic()
+    def _look_at_due(self, changes: dict[str, Content], now: float) -> None:
         due = [(name, why) for name, (when, why) in self._due.items() if when <= now]
         self._note_links(name for name, _ in due)
         for name, why in due:

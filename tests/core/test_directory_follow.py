@@ -4,12 +4,15 @@ import itertools
 import json
 import mmap
 import os
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from kproxy_core.sources import directory
 from kproxy_core.sources.directory import DirectorySource
 from kproxy_core.sources.events import Complete, ServiceGone
 from kproxy_core.testing.builders import service_name
@@ -78,6 +81,46 @@ def test_a_file_renamed_over_another(state: State, tmp_path: Path) -> None:
 def test_a_file_removed(state: State, tmp_path: Path) -> None:
     (tmp_path / "web.yaml").unlink()
     state.wait(serving())
+
+
+def test_a_removal_takes_effect_no_later_than_what_changes_after_it(state: State, tmp_path: Path) -> None:
+    for name in ("one", "two", "three"):
+        (tmp_path / f"{name}.yaml").write_text(text(service(name)))
+        state.wait(lambda s, name=name: name in s.services)  # type: ignore[misc]
+    for gone, new in (("web", "a"), ("one", "b"), ("two", "c"), ("three", "d")):
+        (tmp_path / f"{gone}.yaml").unlink()
+        (tmp_path / f".{new}").write_text(text(service(new)))
+        (tmp_path / f".{new}").rename(tmp_path / f"{new}.yaml")
+        state.wait(lambda s, new=new: new in s.services)  # type: ignore[misc]
+        assert gone not in state.services
+
+
+def test_files_that_vanish_all_the_time_hold_up_no_change(
+    state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(directory, "GRACE", 1.0)  # longer than a busy machine's pauses
+    begun, seen = threading.Event(), threading.Event()
+
+    def come_and_go() -> None:
+        for number in itertools.count():
+            if seen.is_set():
+                return
+            path = tmp_path / f"{number}.yaml"
+            path.write_text(text(service(f"s{number}")))
+            path.unlink()
+            if number == 10:
+                begun.set()
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        begun.wait()
+        (tmp_path / "other.yaml").write_text(text(service("other")))
+        state.wait(lambda s: "other" in s.services)
+    finally:
+        seen.set()
+        thread.join()
 
 
 def test_a_file_moved_away_and_back(
