@@ -14,7 +14,7 @@ from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 
-CONTRACT = (1, 1)
+CONTRACT = (1, 2)
 
 
 @dataclass(frozen=True, slots=True)

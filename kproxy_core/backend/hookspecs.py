@@ -24,6 +24,8 @@ from kproxy_core.backend.api import (
     Trial,
     Update,
 )
+from kproxy_core.model.address import Family
+from kproxy_core.model.service import ServicePortKey
 
 PROJECT = "kproxy"
 ENTRY_POINTS = "kproxy.backends"
@@ -124,6 +126,16 @@ def kproxy_sync(update: Update) -> SyncReport:
 
     Called from one thread, once per family and batch. A failed call has remembered nothing.
     Raises SyncFailed, or TrustLost to be called again with `Scope.RESYNC`.
+    """
+    raise NotImplementedError
+
+
+@hookspec(firstresult=True)
+def kproxy_relays(family: Family, key: ServicePortKey) -> frozenset[int]:
+    """The ports of this node where this process itself takes what is sent to a service port, and answers it.
+
+    Optional, for modes that relay. UDP flows that lead to one are not stale when endpoints go: who relays
+    knows of that, and an answer may be under way. Asked after each sync that changed the service port.
     """
     raise NotImplementedError
 

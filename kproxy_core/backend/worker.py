@@ -11,6 +11,8 @@ from kproxy_core.backend.api import (
     SyncReport,
     Update,
 )
+from kproxy_core.model.address import Family
+from kproxy_core.model.service import ServicePortKey
 
 
 class Worker:
@@ -41,6 +43,11 @@ class Worker:
         """See `hookspecs.kproxy_sync`."""
         report: SyncReport = self._call("kproxy_sync", update=update)
         return report
+
+    def relays(self, family: Family, key: ServicePortKey) -> frozenset[int]:
+        """See `hookspecs.kproxy_relays`. Empty: the kernel forwards."""
+        ports: frozenset[int] | None = self._call("kproxy_relays", family=family, key=key)
+        return ports or frozenset()
 
     def render(self, update: Update) -> str:
         """See `hookspecs.kproxy_render`."""

@@ -12,6 +12,7 @@ matter, for a change of those must not cut flows that work. Unlike there
 - only frontends whose flows may have become stale are looked at;
 - a node port means the addresses that serve node ports, not every destination;
 - a changed Service counts like a changed endpoint;
+- a mode that relays in its own process answers flows itself, and knows of endpoints that go;
 - without any serving endpoint, and when a frontend goes away, flows that were sent to an
   endpoint are stale too. kube-proxy left them, as later flows are rejected anyway; but
   clients that never pause never make a later flow (kubernetes issue 139628; changed in
@@ -23,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kproxy_core.model.address import Address, Protocol
+from kproxy_core.model.address import Address, Family, Protocol
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
@@ -62,9 +63,19 @@ class StaleFlows:
         serving = self.vips.get(destination)
         if serving is None and destination[0] in self.node_port_addresses:
             serving = self.node_ports.get(destination[1])
-        if serving is None or answered_by in serving:
+        if serving is None or answered_by in serving or _at_any_address(answered_by) in serving:
             return False
         return bool(serving) or answered_by != destination
+
+
+def relay(family: Family, port: int) -> Destination:
+    """What stands for a port of this node, at whichever of its addresses, among those who may answer."""
+    return Destination(Address(bytes(family.size)), port)
+
+
+def _at_any_address(socket: Socket) -> Socket:
+    address, port = socket
+    return Address(bytes(len(address))), port
 
 
 class _UdpPort(NamedTuple):
@@ -91,8 +102,8 @@ class StaleFlowTracker:
     def put(self, key: ServicePortKey, plan: ServicePlan | None, serving: frozenset[Destination]) -> None:
         """The kernel now holds *plan* for *key*; None: nothing. Protocols other than UDP are ignored.
 
-        *serving* are the endpoints named by `serving_destinations`. They can change while the plan
-        does not. Endpoints that the plan uses although they do not serve, as
+        *serving* are the endpoints named by `serving_destinations`, and what stands for a `relay`. They can
+        change while the plan does not. Endpoints that the plan uses although they do not serve, as
         publishNotReadyAddresses has it, keep their flows too.
         """
         if key.protocol is not Protocol.UDP:

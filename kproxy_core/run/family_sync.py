@@ -9,7 +9,7 @@ from kproxy_core.backend.errors import SyncFailed, TrustLost, Unsupported
 from kproxy_core.backend.worker import Worker
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
-from kproxy_core.plan.stale_flows import StaleFlowTracker
+from kproxy_core.plan.stale_flows import StaleFlowTracker, relay
 from kproxy_core.run.family import FamilyPlans, NoLocalEndpoints, Step
 from kproxy_core.run.flows import Cleaned, Cleaner
 from kproxy_core.run.health import ProxyHealth
@@ -246,7 +246,8 @@ class FamilySync:
             shared.metrics.programmed(self.family, [now - then for then in self._trigger_times])
             self._trigger_times = []
         for key in self.plans.take_flows():
-            self._flows.put(key, self.plans.plans.get(key), self.plans.serving(key))
+            relays = {relay(self.family, port) for port in self.worker.relays(self.family, key)}
+            self._flows.put(key, self.plans.plans.get(key), self.plans.serving(key) | relays)
         self._clean_flows()
 
     def _clean_flows(self) -> None:

@@ -18,6 +18,7 @@ from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family
+from kproxy_core.model.service import ServicePortKey
 from kproxy_userspace.batch import JUMPS, Redirect, iptables_rewrite, nft_rewrite
 from kproxy_userspace.counters import Counter
 from kproxy_userspace.kernel import NoPortals, Portals, find_tables, open_portals
@@ -81,6 +82,12 @@ class UserspaceBackend:
         made = FamilyRelays(family, portals, self._workers, self._allocator, listen, bind)
         self._families[family] = made
         return made
+
+    @hookimpl
+    def kproxy_relays(self, family: Family, key: ServicePortKey) -> frozenset[int]:
+        """What connection tracking has for an endpoint."""
+        relays = self._families.get(family)
+        return frozenset() if relays is None else relays.ports(key)
 
     @hookimpl
     def kproxy_render(self, update: Update) -> str:

@@ -103,6 +103,11 @@ class FamilyRelays:
         with self._writing:
             return not self._portals.differences(_all(self._applied))
 
+    def ports(self, key: ServicePortKey) -> frozenset[int]:
+        """Where relays take what is sent to a service port."""
+        relays = self._relays.get(key, {}).values()
+        return frozenset(relay.holder.port for relay in relays if relay.wanted.endpoints)
+
     def settle(self) -> None:
         """Close what nobody is on the way to any more. From any thread; raises HostError or SyncFailed."""
         before = time.monotonic() - GRACE_SECONDS

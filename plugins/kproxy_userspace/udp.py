@@ -21,6 +21,9 @@ _AT_ONCE = 64
 _BUFFER = 1 << 20
 """Bytes a relay's socket holds for us, if the kernel lets it: a burst must not be lost while we sleep."""
 
+_LATE_SECONDS = 5.0
+"""So long an answer may come from an endpoint that is gone."""
+
 _IP_PKTINFO = 8
 _IN_PKTINFO = struct.Struct("=I4s4s")
 _IN6_PKTINFO = struct.Struct("=16sI")
@@ -91,9 +94,9 @@ class UdpRelay:
             self.counts[_DOWN] += 1
 
     def drop_flows(self, gone: list[Endpoint]) -> None:
-        """End the flows to endpoints that are gone; their clients get another with the next datagram."""
+        """Have clients of endpoints that are gone get others with the next datagram."""
         for flow in [flow for flow in self.flows.values() if flow.endpoint in gone]:
-            flow.close()
+            flow.leave()
 
     def close(self) -> None:
         """Serve nobody any more."""
@@ -168,12 +171,18 @@ class Flow:
             self._last = time.monotonic()
             self._relay.reply(data, self._key)
 
+    def leave(self) -> None:
+        """Only deliver answers that are under way; the client's next datagram begins another flow."""
+        del self._relay.flows[self._key]
+        self._relay.events.timeouts(_LATE_SECONDS).call(lambda _: self.close())
+
     def close(self) -> None:
         """Forget the client."""
         if self._sock is not None:
             self._relay.events.close(self._sock)
             self._sock = None
-            self._relay.flows.pop(self._key, None)
+            if self._relay.flows.get(self._key) is self:
+                del self._relay.flows[self._key]
             self._relay.counts[Counter.FLOWS] -= 1
 
     def _maybe_idle(self, _: int) -> None:

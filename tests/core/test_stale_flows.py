@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy_core.model.address import Address, parse_address
+from kproxy_core.model.address import Address, Family, parse_address
 from kproxy_core.model.endpoint import Destination, EndpointSlice
 from kproxy_core.model.service import Service, ServicePortKey
 from kproxy_core.plan.claims import Claims
 from kproxy_core.plan.service_plan import ServicePlan, plan_service, serving_destinations
-from kproxy_core.plan.stale_flows import Socket, StaleFlows, StaleFlowTracker
+from kproxy_core.plan.stale_flows import Socket, StaleFlows, StaleFlowTracker, relay
 from kproxy_core.testing.builders import (
     addresses,
     destinations,
@@ -47,6 +47,7 @@ class Proxy:
 
     def __init__(self) -> None:
         self.tracker = StaleFlowTracker()
+        self.relays: frozenset[Destination] = frozenset()
         self.allowed: dict[ServicePortKey, frozenset[Destination]] = {}
         self.plans: dict[ServicePortKey, ServicePlan] = {}
         self._objects: dict[str, tuple[Service, EndpointSlice]] = {}
@@ -67,7 +68,7 @@ class Proxy:
             granted = {plan.key: plan for plan in self._claims.granted(name)}
             for key in {*granted, *(known for known in self.plans if known.service == name)}:
                 plan = granted.get(key)
-                serving = self._serving(key) if plan else frozenset()
+                serving = self._serving(key) | self.relays if plan else frozenset()
                 self.tracker.put(key, plan, serving)
                 self.plans.pop(key, None)
                 if plan:
@@ -102,6 +103,19 @@ def test_flows_to_an_endpoint_that_left_are_stale_and_others_are_not() -> None:
         assert not stale.is_stale((vip, 54), A)
     assert not stale.is_stale((ELSEWHERE, 53), A)
     assert stale.ports == {53}
+
+
+def test_a_mode_that_relays_answers_at_its_ports_whoever_serves() -> None:
+    proxy = settled(dns(), "10.244.0.1 10.244.0.2")
+    proxy.relays = frozenset({relay(Family.IPV4, 40001)})
+    proxy.apply(dns(), "10.244.0.2")
+    stale = proxy.take()
+    assert stale.is_stale((VIP, 53), A)
+    assert not stale.is_stale((VIP, 53), (NODE_ADDRESS, 40001))
+    assert stale.is_stale((VIP, 53), (NODE_ADDRESS, 40002)), "of an earlier process"
+    assert stale.is_stale((VIP, 53), (VIP, 53))
+    proxy.delete("dns")
+    assert proxy.take().is_stale((VIP, 53), (NODE_ADDRESS, 40001))
 
 
 def test_an_endpoint_is_its_address_and_port() -> None:

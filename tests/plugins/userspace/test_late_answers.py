@@ -1,0 +1,51 @@
+"""UDP answers that are under way when endpoints go."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from .endpoints import PATIENCE
+from .program import manifests, metric, program, until
+
+HOSTS = ("192.0.2.2", "192.0.2.3")
+VIP = "10.96.0.1"
+CLEANED = "kubeproxy_conntrack_reconciler_sync_duration_seconds_count"
+
+pytestmark = pytest.mark.usefixtures("node")
+
+
+def udp(*place: str | int) -> socket.socket:
+    sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    sock.settimeout(PATIENCE)
+    if place:
+        sock.bind(place)
+    return sock
+
+
+def test_an_answer_arrives_though_its_endpoint_has_gone(tmp_path: Path) -> None:
+    objects = tmp_path / "objects"
+    objects.mkdir()
+
+    def serve(*hosts: str) -> None:
+        beside = tmp_path / "dns.yaml"
+        beside.write_text(manifests("dns", VIP, *hosts, port=53, protocol="UDP", node_port=30053))
+        os.replace(beside, objects / "dns.yaml")
+
+    serve(HOSTS[0])
+    first, second, client = udp(HOSTS[0], 9001), udp(HOSTS[1], 9001), udp()
+    with first, second, client, program(objects):
+        until(lambda: metric(CLEANED) > 0)
+        client.connect((VIP, 53))
+        client.send(b"question")
+        question, relay = first.recvfrom(100)
+        cleaned = metric(CLEANED)
+        serve(HOSTS[1])
+        until(lambda: metric(CLEANED) > cleaned)
+        first.sendto(b"answer", relay)
+        assert (question, client.recv(100)) == (b"question", b"answer")
+        client.send(b"another")
+        question, relay = second.recvfrom(100)
+        second.sendto(b"its answer", relay)
+        assert (question, client.recv(100)) == (b"another", b"its answer")
