@@ -16,9 +16,11 @@ from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_ipvs import names
 from kproxy_ipvs.names import SetKind
 
-PERSISTENT = 0x1
-SOURCE_HASH_PORT = 0x10
-"""linux/ip_vs.h: IP_VS_SVC_F_PERSISTENT and IP_VS_SVC_F_SCHED_MH_PORT."""
+PERSISTENT, HASH_FALLBACK, HASH_PORT = 0x1, 0x8, 0x10
+"""linux/ip_vs.h: IP_VS_SVC_F_PERSISTENT, IP_VS_SVC_F_SCHED_MH_FALLBACK and IP_VS_SVC_F_SCHED_MH_PORT."""
+
+_HASHING = {"sh": HASH_FALLBACK, "mh": HASH_FALLBACK | HASH_PORT}
+"""Without a fallback new connections are dropped for which a real server is hashed that is leaving."""
 
 
 class ServerKey(NamedTuple):
@@ -105,8 +107,9 @@ def has_short_circuit(plan: ServicePlan) -> bool:
 
 def _servers(plan: ServicePlan, style: Style, mark: int) -> Iterator[tuple[ServerKey, Server]]:
     scheduling = _scheduling(plan, style)
-    # The others are deleted at once, as kube-proxy does: UDP has no end to wait for.
-    graceful = plan.key.protocol is Protocol.TCP
+    # The others are deleted at once, as kube-proxy does: UDP has no end to wait for. By destination, all
+    # connections to a VIP may be hashed to the one that leaves, and there is no fallback.
+    graceful = plan.key.protocol is Protocol.TCP and style.scheduler != "dh"
 
     def server(
         address: Address, port: int, endpoints: tuple[Destination, ...], *, of_node_port: bool = False
@@ -128,7 +131,7 @@ def _servers(plan: ServicePlan, style: Style, mark: int) -> Iterator[tuple[Serve
 
 
 def _scheduling(plan: ServicePlan, style: Style) -> Scheduling:
-    flags = SOURCE_HASH_PORT if style.scheduler == "mh" else 0
+    flags = _HASHING.get(style.scheduler, 0)
     if plan.affinity_seconds:
         flags |= PERSISTENT
     return Scheduling(style.scheduler, flags, plan.affinity_seconds)

@@ -7,7 +7,7 @@ from kproxy_core.host.iptables_variant import PROGRAM
 from kproxy_core.model.address import Protocol, format_address, format_socket
 from kproxy_ipvs import names, rules, sets, skeleton
 from kproxy_ipvs.applied import Applied
-from kproxy_ipvs.render import PERSISTENT, SOURCE_HASH_PORT, Server, ServerKey, Style
+from kproxy_ipvs.render import HASH_FALLBACK, HASH_PORT, PERSISTENT, Server, ServerKey, Style
 from kproxy_ipvs.settings import Settings
 
 _SERVICE_OPTION = {Protocol.TCP: "-t", Protocol.UDP: "-u", Protocol.SCTP: "--sctp-service"}
@@ -42,7 +42,12 @@ def _servers(servers: dict[ServerKey, Server]) -> Iterator[str]:
         else:
             name = f"{_SERVICE_OPTION[Protocol(key.protocol)]} {format_socket(key.address, key.port)}"
         flags = f" -p {server.scheduling.timeout}" if server.scheduling.flags & PERSISTENT else ""
-        flags += " -b mh-port" if server.scheduling.flags & SOURCE_HASH_PORT else ""
-        yield f"-A {name} -s {server.scheduling.scheduler}{flags}\n"
+        scheduler = server.scheduling.scheduler
+        hashing = [
+            f"{scheduler}-{name}" for name, flag in (("fallback", HASH_FALLBACK), ("port", HASH_PORT))
+            if server.scheduling.flags & flag
+        ]  # fmt: skip
+        flags += f" -b {','.join(hashing)}" if hashing else ""
+        yield f"-A {name} -s {scheduler}{flags}\n"
         for where in server.destinations:
             yield f"-a {name} -r {format_socket(*where)} -m -w 1\n"

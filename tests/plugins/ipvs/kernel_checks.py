@@ -232,6 +232,21 @@ def test_endpoint_that_leaves_keeps_its_connections(
     assert weight(kernel.read(Family.IPV4), other) == 1
 
 
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_nobody_new_waits_for_an_endpoint_that_leaves(
+    scheduler: str, make: Callable[..., IpvsBackend], kernel: VirtualServers, pods: tuple[str, str]
+) -> None:
+    backend = make(scheduler=scheduler)
+    full(backend, web(*pods))
+    with socket.create_connection(("10.96.0.1", 80), timeout=10) as connection:
+        assert answers(connection)
+        (used,) = [item.where for item in kernel.destinations(WEB) if item.active]
+        change(backend, web(*(pod for pod in pods if parse_address(pod) != used.address)))
+        for _ in range(3):
+            with socket.create_connection(("10.96.0.1", 80), timeout=10) as another:
+                assert answers(another)
+
+
 def test_endpoint_without_connections_leaves_at_once(
     make: Callable[..., IpvsBackend], kernel: VirtualServers, pods: tuple[str, str]
 ) -> None:

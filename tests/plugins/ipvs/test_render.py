@@ -126,8 +126,9 @@ def test_affinity_is_persistence() -> None:
     assert "-A -t 10.96.0.1:80 -s wlc -p 600" in rendered(service(affinity=600), settings=Settings("wlc"))
 
 
-def test_maglev_hashes_ports() -> None:
-    assert "-A -t 10.96.0.1:80 -s mh -b mh-port" in rendered(service(), settings=Settings("mh"))
+def test_hashing_schedulers_pass_over_who_leaves() -> None:
+    assert "-A -t 10.96.0.1:80 -s mh -b mh-fallback,mh-port" in rendered(service(), settings=Settings("mh"))
+    assert "-A -t 10.96.0.1:80 -s sh -b sh-fallback" in rendered(service(), settings=Settings("sh"))
 
 
 def test_names_of_the_other_family_keep_to_what_the_kernel_takes() -> None:
