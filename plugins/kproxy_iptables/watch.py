@@ -42,10 +42,10 @@ _BUFFER = 8 << 20
 
 _NFTABLES = 10 << 8
 _GETGEN, _NEWGEN = 16, 15
-_NEW_RULE, _DELETE_RULE, _DELETE_CHAIN, _DELETE_TABLE = 6, 8, 5, 2
+_NEW_RULE, _DELETE_RULE, _NEW_CHAIN, _DELETE_CHAIN, _DELETE_TABLE = 6, 8, 3, 5, 2
 _CHANGES = {
     _NEW_RULE: "rule added", _DELETE_RULE: "rule deleted",
-    _DELETE_CHAIN: "chain deleted", _DELETE_TABLE: "table deleted",
+    _NEW_CHAIN: "chain added", _DELETE_CHAIN: "chain deleted", _DELETE_TABLE: "table deleted",
 }  # fmt: skip
 _FAMILIES = {socket.AF_INET: Family.IPV4, socket.AF_INET6: Family.IPV6}
 _TABLES = (names.FILTER, names.NAT, names.MANGLE)
@@ -242,7 +242,7 @@ class Commits:
         if table not in _TABLES:
             return
         # NFTA_RULE_CHAIN, but NFTA_CHAIN_NAME
-        chain = _text(found.get(3 if kind == _DELETE_CHAIN else 2, b""))
+        chain = _text(found.get(3 if kind in (_NEW_CHAIN, _DELETE_CHAIN) else 2, b""))
         if kind == _DELETE_TABLE or names.is_ours(table, chain):
             changes = self._changes.setdefault(family, {})
             changes[_CHANGES[kind]] = changes.get(_CHANGES[kind], 0) + 1
