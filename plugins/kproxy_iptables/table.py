@@ -83,6 +83,7 @@ class FamilyTables:
         do not suffer; the next resync tries again. Raises HostError or SyncFailed.
         """
         self._node = None
+        self._facts = None
         self._written = Counter[str]()
         facts = self._facts_for(node)
         if facts.localhost_node_ports:
@@ -147,7 +148,7 @@ class FamilyTables:
             self.counts.written[table] = self._written[table]
 
     def _facts_for(self, node: NodeView) -> Facts:
-        """What this kernel can do; asked once, as far as it is not the node's own doing."""
+        """What this kernel can do, as of the last full sync, as far as it is not the node's own doing."""
         if self._facts is None:
             self._facts = read_facts()
         localhost = (

@@ -157,6 +157,17 @@ def test_node_ports_on_localhost_can_be_asked_for_by_network(netns: None) -> Non
     assert sysctl.read("net/ipv4/conf/all/route_localnet") == "1"
 
 
+def test_packets_that_conntrack_can_not_place_are_dropped_unless_it_is_liberal(netns: None) -> None:
+    liberal = "net/netfilter/nf_conntrack_tcp_be_liberal"
+    tables = family_tables(NFT)
+    for value, drops in ((0, True), (1, False), (0, True)):
+        sysctl.ensure(liberal, value)
+        tables.resync(NODES[V4], {})
+        forward = rules(NFT, "filter", "KUBE-FORWARD")
+        assert any("--ctstate INVALID" in rule and rule.endswith("-j DROP") for rule in forward) is drops
+        assert tables.resync(NODES[V4], {}).operations == 0
+
+
 def test_a_rule_that_the_kernel_refuses_costs_only_its_service(
     netns: None, caplog: pytest.LogCaptureFixture
 ) -> None:
