@@ -6,31 +6,36 @@ PYTHON ?= /usr/bin/python3
 SHARED ?= ../shared
 VENV := .venv
 READY := $(VENV)/.ready
-PACKAGES := conntrack curl iproute2 ipset iptables kmod libyaml-0-2 nftables python3-bpfcc python3-nftables python3-venv user-mode-linux
+PACKAGES := conntrack curl iproute2 ipset iptables kmod libyaml-0-2 nftables python3-bpfcc python3-nftables python3-venv
+GUEST_PACKAGES := bc bison flex gcc kmod libc6-dev make user-mode-linux xz-utils
 CHECKED := kproxy_core plugins tests examples
 
-.PHONY: env demo test lint bench clean packages
+.PHONY: env demo test lint guest bench clean packages
 
 env: packages $(READY)
 
-# Costs one dpkg-query when nothing is missing.
+# Installs the packages $(1). Costs one dpkg-query for each when nothing is missing.
+define install
+@missing=; for package in $(1); do \
+    dpkg-query -W -f '$${Status}\n' $$package 2>/dev/null | grep -q '^install ok installed' \
+        || missing="$$missing $$package"; \
+done; \
+test -z "$$missing" && exit 0; \
+if ! command -v apt-get >/dev/null; then \
+    echo "make $@: this is not Debian; install what these packages hold, and see docs/quickstart.md:$$missing" >&2; \
+    exit 1; \
+elif [ "$$(id -u)" != 0 ]; then \
+    echo "make $@: Debian packages are missing. As root: apt-get install$$missing" >&2; \
+    exit 1; \
+fi; \
+echo "installing$$missing"; \
+export DEBIAN_FRONTEND=noninteractive; \
+apt-get install -y -qq --no-install-recommends $$missing >/dev/null 2>&1 \
+    || { apt-get update -qq && apt-get install -y -qq --no-install-recommends $$missing >/dev/null; }
+endef
+
 packages:
-	@missing=; for package in $(PACKAGES); do \
-	    dpkg-query -W -f '$${Status}\n' $$package 2>/dev/null | grep -q '^install ok installed' \
-	        || missing="$$missing $$package"; \
-	done; \
-	test -z "$$missing" && exit 0; \
-	if ! command -v apt-get >/dev/null; then \
-	    echo "make env: this is not Debian; install what these packages hold, and see docs/quickstart.md:$$missing" >&2; \
-	    exit 1; \
-	elif [ "$$(id -u)" != 0 ]; then \
-	    echo "make env: Debian packages are missing. As root: apt-get install$$missing" >&2; \
-	    exit 1; \
-	fi; \
-	echo "installing$$missing"; \
-	export DEBIAN_FRONTEND=noninteractive; \
-	apt-get install -y -qq --no-install-recommends $$missing >/dev/null 2>&1 \
-	    || { apt-get update -qq && apt-get install -y -qq --no-install-recommends $$missing >/dev/null; }
+	$(call install,$(PACKAGES))
 
 # Editable, as two plain lines in a .pth file: no import hook, so the console script starts as fast as an
 # installed one.
@@ -46,12 +51,18 @@ $(READY): setup.cfg pyproject.toml Makefile kproxy_core/__init__.py | packages
 demo: env
 	@$(VENV)/bin/python -m examples.demo
 
-test: env lint
+test: env
+	@$(MAKE) --no-print-directory -j2 lint guest
 	@$(VENV)/bin/python -m pytest
 
 lint: env
 	@$(VENV)/bin/ruff check $(CHECKED)
 	@$(VENV)/bin/mypy $(CHECKED)
+
+# What tests/guest needs: User Mode Linux, and the modules that Debian's lacks.
+guest:
+	$(call install,$(GUEST_PACKAGES))
+	@tests/guest/modules >/dev/null
 
 # All measurements; `make bench ARGS='--services 1000'` for one.
 bench: env

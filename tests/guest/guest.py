@@ -3,7 +3,7 @@
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 RUN = Path(__file__).with_name("run")
@@ -15,15 +15,27 @@ _GRACE = 20
 class Guest:
     """A command in a guest, under way. Ends with the context, however that is left."""
 
-    def __init__(self, command: Sequence[str | Path], log: Path, *, share: Path, seconds: int) -> None:
-        """*log* gets the output, *share* is what the guest may write to, *seconds* its longest life."""
+    def __init__(
+        self,
+        command: Sequence[str | Path],
+        log: Path,
+        *,
+        share: Path,
+        seconds: int,
+        environment: Mapping[str, str] = {},
+    ) -> None:
+        """*log* gets the output, *share* is what the guest may write to, *seconds* its longest life.
+
+        *environment* is added to that of the guest and of `run`.
+        """
         self.log = log
-        environment = {**os.environ, "GUEST_SHARE": str(share), "GUEST_SECONDS": str(seconds)}
+        own = {"GUEST_SHARE": str(share), "GUEST_SECONDS": str(seconds)}
         with log.open("wb") as output:
             # A guest keeps one processor busy, and its own clock waits for it.
             self._process = subprocess.Popen(
                 ["nice", "-n", "5", RUN, *command],
-                stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment,
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                env={**os.environ, **own, **environment},
             )  # fmt: skip
 
     def __enter__(self) -> "Guest":

@@ -1,4 +1,4 @@
-"""Probing and choosing on a kernel that has its modules still to load, and no NAT for nf_tables."""
+"""Probing and choosing on a kernel that has its modules still to load, and no NAT for nf_tables: Debian's."""
 
 import json
 import sys
@@ -11,9 +11,12 @@ import pytest
 from tests.guest.guest import Guest
 
 KPROXY = Path(sys.executable).with_name("kproxy")
+DEBIAN = {"GUEST_MODULES": "/usr/lib/uml/modules"}
 
 SCRIPT = """
 cd {directory}
+update-alternatives --set iptables /usr/sbin/iptables-legacy
+update-alternatives --set ip6tables /usr/sbin/ip6tables-legacy
 modules() {{ cut -d' ' -f1 /proc/modules | sort; }}
 probe() {{ name=$1; shift; status=0; {kproxy} modes --probe -o json "$@" > $name.json || status=$?
           echo $status > $name.status; modules > $name.modules; }}
@@ -37,7 +40,8 @@ echo $? > never.status
 def play(items: Sequence[pytest.Item], directory: Path) -> Path:
     """The directory with all that happened in one guest."""
     script = SCRIPT.format(directory=directory, kproxy=KPROXY)
-    with Guest(["sh", "-c", script], directory / "guest.log", share=directory, seconds=300) as guest:
+    command, log = ["sh", "-c", script], directory / "guest.log"
+    with Guest(command, log, share=directory, seconds=300, environment=DEBIAN) as guest:
         assert guest.status() == 0, guest.output
     return directory
 

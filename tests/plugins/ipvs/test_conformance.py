@@ -24,7 +24,6 @@ LEFT_OUT = {
         "IPVS remembers a client as long as it has connections to the Service, those in TIME_WAIT included,"
         " which it keeps for two minutes: no shorter timeout can be had"
     ),
-    "cleanup": "needs nf_tables of family inet, which the guest lacks; ipvs-cleanup is played in its place",
 }
 """Scenarios of the harness that are not played, and why."""
 
