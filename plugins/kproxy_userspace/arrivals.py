@@ -7,6 +7,7 @@ minute gets there, and must find the relay listening, or the client is refused.
 import os
 import socket
 import struct
+from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import Final, NamedTuple
 
@@ -43,28 +44,29 @@ class Port(NamedTuple):
     number: int
 
 
-def arriving(family: Family, ports: Collection[Port]) -> set[Port]:
-    """Those of *ports* at this node that somebody may still reach, though no rule leads there.
+def arriving(family: Family, ports: Collection[Port]) -> Counter[Port]:
+    """How many clients may still reach which of *ports* at this node, though no rule leads there.
 
-    TCP: whose handshake has not ended, as far as connection tracking and the kernel's sockets know. With SYN
-    cookies, which have no socket, connection tracking alone knows. UDP: who has a flow.
+    TCP: those whose handshake has not ended, as far as connection tracking and the kernel's sockets know.
+    With SYN cookies, which have no socket, connection tracking alone knows. UDP: those that have a flow.
     Raises HostError.
     """
     if not ports:
-        return set()
+        return Counter()
     try:
         # In this order: a handshake that connection tracking sees ended may be a half open socket, and
         # none begins.
-        return {*_tracked(family, ports), *_half_open(family, ports)}
+        return Counter(_tracked(family, ports)) + Counter(_half_open(family, ports))
     except OSError as error:
         raise HostError(f"can't see who is on the way to {family.label} relays", error) from error
 
 
-def _tracked(family: Family, ports: Collection[Port]) -> set[Port]:
+def _tracked(family: Family, ports: Collection[Port]) -> list[Port]:
     wanted = {port.number.to_bytes(2, "big") for port in ports}
     local = node_addresses()
     with netlink.open_socket(netlink.NETLINK_NETFILTER) as sock:
-        return netlink.uninterrupted(lambda: set(_flows(sock, family, wanted, local)) & set(ports))
+        found = netlink.uninterrupted(lambda: list(_flows(sock, family, wanted, local)))
+    return [port for port in found if port in ports]
 
 
 def _flows(

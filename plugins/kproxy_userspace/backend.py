@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections import Counter as Clients
 from collections.abc import Sequence
 
 from kproxy_core.backend.api import (
@@ -17,7 +18,7 @@ from kproxy_core.backend.api import (
 from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.host.errors import HostError
-from kproxy_core.model.address import Family
+from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.service import ServicePortKey
 from kproxy_userspace.batch import JUMPS, Redirect, iptables_rewrite, nft_rewrite
 from kproxy_userspace.counters import Counter
@@ -125,8 +126,8 @@ class UserspaceBackend:
     def kproxy_retire(self) -> Leftovers:
         """Let another mode have new connections; those that are open go on until they end.
 
-        Relays accept as long as somebody is on the way to one, and for a grace period. Then UDP clients, too,
-        are led to the other mode.
+        Relays accept as long as somebody is on the way to one, and for a grace period. UDP clients are served
+        until connection tracking forgets them; their next datagram is the other mode's.
         """
         removed: list[str] = []
         errors: list[str] = []
@@ -138,11 +139,12 @@ class UserspaceBackend:
             except HostError as error:
                 errors.append(str(error))
                 self._retired_at = time.monotonic()  # Clients still come.
-        arriving = 0 if self._accepts_no_more else self._arriving(errors)
-        if not arriving and not self._accepts_no_more:
+        arriving = self._arriving(errors)
+        if not arriving[Protocol.TCP] and not self._accepts_no_more:
             self._accepts_no_more = True
             errors += self._accept_no_more()
-        waiting = self._workers.count(Counter.CONNECTIONS) + arriving
+        # Only now: some may just have been accepted.
+        waiting = self._workers.count(Counter.CONNECTIONS) + arriving.total()
         return Leftovers("userspace", tuple(removed), tuple(errors), waiting)
 
     @hookimpl
@@ -155,26 +157,31 @@ class UserspaceBackend:
     def kproxy_close(self) -> None:
         """Close every connection, port and portal."""
         self._unwatch()
-        # Connections first: their resets find the way back only while there are rules that translate.
+        # Portals first: who comes now finds the next process, or another mode, when its SYN is sent again.
+        for family in self._families.values():
+            family.leave()
         self._workers.close()
         for family in self._families.values():
             family.close()
 
-    def _arriving(self, errors: list[str]) -> int:
-        """How many relays must go on accepting; adds what went wrong to *errors*."""
+    def _arriving(self, errors: list[str]) -> Clients[Protocol]:
+        """How many clients still come, by protocol; adds what went wrong to *errors*."""
         if self._settings.listen is not None:
-            return 0
+            return Clients()
         since = time.monotonic() - self._retired_at
         if since < GRACE_SECONDS:
-            return 1
-        try:
-            return sum(family.arriving() for family in self._families.values())
-        except HostError as error:
-            errors.append(str(error))
-            return int(since < _LONGEST_HANDSHAKE)
+            return Clients([Protocol.TCP])
+        found: Clients[Protocol] = Clients()
+        for family in self._families.values():
+            try:
+                found += family.arriving()
+            except HostError as error:
+                errors.append(str(error))
+                found[Protocol.TCP] += since < _LONGEST_HANDSHAKE
+        return found
 
     def _accept_no_more(self) -> list[str]:
-        """Stop listening, and forget the flows of UDP clients; says what went wrong."""
+        """Listen no more; says what went wrong."""
         errors: list[str] = []
         for family in self._families.values():
             try:

@@ -4,6 +4,7 @@ import itertools
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from kproxy_core.backend.api import SyncReport
@@ -133,33 +134,43 @@ class FamilyRelays:
         self._let_go()
         return removed
 
-    def arriving(self) -> int:
-        """How many relays somebody is on the way to, though portals were withdrawn. Raises HostError."""
-        listening = {
-            relay.port for relay in self._all_relays()
-            if relay.wanted.protocol is Protocol.TCP and relay.wanted.endpoints
-        }  # fmt: skip
-        return len(arriving(self.family, listening))
+    def arriving(self) -> Counter[Protocol]:
+        """How many clients of each protocol still get to relays though portals were withdrawn.
+
+        Those of TCP are not accepted yet. Raises HostError.
+        """
+        listening = {relay.port for relay in self._all_relays() if relay.wanted.endpoints}
+        found: Counter[Protocol] = Counter()
+        for port, clients in arriving(self.family, listening).items():
+            found[port.protocol] += clients
+        return found
 
     def accept_no_more(self) -> None:
-        """Stop listening, and have UDP clients of portals that were withdrawn begin anew with who serves now.
+        """Stop listening; and UDP clients that get no answer here begin anew with who serves now.
 
         Raises HostError or SyncFailed.
         """
         self._workers.stop_accepting(relay.number for relay in self._all_relays())
-        delete_stale_udp(self.family, RelayedFlows.of(_all(self._applied)))
+        refusing = {relay.holder.port for relay in self._all_relays() if not relay.wanted.endpoints}
+        self._forget_flows(redirect for redirect in _all(self._applied) if redirect.port in refusing)
 
-    def close(self) -> None:
-        """Let go of all ports. Portals and flows go too: they would lead to whoever has the ports next."""
+    def leave(self) -> None:
+        """Have nothing lead here any more: portals and flows would lead to whoever has the ports next."""
         try:
             self.withdraw()
-            if self._applied:
-                delete_stale_udp(self.family, RelayedFlows.of(_all(self._applied)))
+            self._forget_flows(_all(self._applied))
         except HostError as error:
             log.warning("portals or flows stay", extra={"fields": {"error": str(error)}})
+
+    def close(self) -> None:
+        """Let go of all ports."""
         for relay in self._all_relays():
             relay.holder.close()
         self._let_go()
+
+    def _forget_flows(self, of: Iterable[Redirect]) -> None:
+        """Have UDP clients begin anew with whoever serves now. Raises HostError."""
+        delete_stale_udp(self.family, RelayedFlows.of(of))
 
     def _all_relays(self) -> list[Relay]:
         return [*(relay for relays in self._relays.values() for relay in relays.values()), *self._leaving]

@@ -138,9 +138,11 @@ def test_who_is_on_the_way_when_another_mode_takes_over_is_served(
 def test_who_was_reset_and_comes_again_from_the_same_port_is_served(start: Start) -> None:
     proxy = start()
     proxy.serve(service(), HOST)
-    with connect(VIP, 80) as client:
+    with socket.socket() as client:
+        client.bind(("192.0.2.1", 0))
         place = client.getsockname()
         with pytest.raises(ConnectionResetError):  # There is no endpoint yet.
+            client.connect((VIP, 80))
             client.recv(1)
     with endpoints((HOST, 9001)):
         assert [retired(proxy) for _ in range(OFTEN)] == [False] * OFTEN

@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -136,7 +137,9 @@ def test_this_mode_takes_over_and_no_connection_notices(start: Start, other: Nft
         assert failures == more == []
 
 
-def test_udp_clients_that_never_pause_get_the_other_mode(start: Start, other: NftablesBackend) -> None:
+def test_udp_clients_go_on_until_connection_tracking_forgets_them(
+    start: Start, other: NftablesBackend
+) -> None:
     of = service("dns", "53/UDP@30053")
     places = ((VIP, 53), ("192.0.2.1", 30053))
     with endpoints(WHERE) as (one,), contextlib.ExitStack() as stack:
@@ -148,15 +151,30 @@ def test_udp_clients_that_never_pause_get_the_other_mode(start: Start, other: Nf
             assert datagram(client, b"1", *place) == NAME
         relayed = set(one.flows)
         program(other, of, port="9001/UDP")
-        assert proxy.backend.kproxy_retire().waiting
-        for place, client in asking.items():  # what is under way may end
+        assert retired(proxy) == len(places)
+        for place, client in asking.items():
             assert datagram(client, b"2", *place) == NAME
         assert one.flows == relayed
-        retired(proxy)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
+            assert datagram(client, b"new", VIP, 53) == NAME
+        assert len(one.flows) == len(relayed) + 1
+        assert proxy.backend.kproxy_retire().waiting == len(places)
+        subprocess.run(["conntrack", "-F"], check=True, capture_output=True)  # as time does
         for place, client in asking.items():
             assert datagram(client, b"3", *place) == NAME
-        assert len(one.flows) == len(relayed) + len(places)
+        assert len(one.flows) == len(relayed) + 1 + len(places)
         assert proxy.backend.kproxy_retire().waiting == 0
+
+
+def test_udp_clients_that_nobody_answers_get_the_other_mode(start: Start, other: NftablesBackend) -> None:
+    of = service("dns", "53/UDP")
+    with endpoints(WHERE), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
+        proxy = start()
+        proxy.serve(of)
+        client.sendto(b"?", (VIP, 53))
+        program(other, of, port="9001/UDP")
+        assert retired(proxy) == 0
+        assert datagram(client, b"?", VIP, 53) == NAME
 
 
 def test_a_worker_that_dies_is_waited_for_no_longer(start: Start) -> None:
