@@ -21,9 +21,11 @@ ADDRESS_TYPE = {Family.IPV4: "ipv4_addr", Family.IPV6: "ipv6_addr"}
 VIPS = "vips"
 ADMITTED_VIPS = "admitted-vips"
 STICKY_VIPS = "sticky-vips"
+STICKY_LOCAL_VIPS = "sticky-local-vips"
 RECORDED_VIPS = "recorded-vips"
 NODE_PORTS = "nodeports"
 STICKY_NODE_PORTS = "sticky-nodeports"
+STICKY_LOCAL_NODE_PORTS = "sticky-local-nodeports"
 RECORDED_NODE_PORTS = "recorded-nodeports"
 # Data maps: frontend and index -> endpoint; one of each for every protocol, because nft 1.0.6 knows
 # the type of a port only with its protocol.
@@ -38,8 +40,8 @@ HAIRPINS = "hairpins"
 SERVICE_CIDRS = "service-cidrs"
 
 ELEMENT_CONTAINERS = (
-    VIPS, ADMITTED_VIPS, STICKY_VIPS, RECORDED_VIPS,
-    NODE_PORTS, STICKY_NODE_PORTS, RECORDED_NODE_PORTS,
+    VIPS, ADMITTED_VIPS, STICKY_VIPS, STICKY_LOCAL_VIPS, RECORDED_VIPS,
+    NODE_PORTS, STICKY_NODE_PORTS, STICKY_LOCAL_NODE_PORTS, RECORDED_NODE_PORTS,
     *VIP_ENDPOINTS.values(), *VIP_LOCAL_ENDPOINTS.values(),
     *NODE_PORT_ENDPOINTS.values(), *NODE_PORT_LOCAL_ENDPOINTS.values(),
     CLUSTER_IPS, NODE_IPS, HAIRPINS,

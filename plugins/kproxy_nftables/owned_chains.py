@@ -6,11 +6,11 @@ lead to them, and deleted in another one after those elements are gone.
 
 from collections.abc import Iterable, Mapping
 
-from kproxy_core.model.address import Family
+from kproxy_core.model.address import Family, format_address
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_nftables.names import ADDRESS_TYPE, ADMITTED, NFT_FAMILY, TABLE
-from kproxy_nftables.render import affinity_groups, ranges_chain
+from kproxy_nftables.render import affinity_groups, ranges_chain, record_chain
 
 AFFINITY_SIZE = 65536
 """Clients remembered per affinity group; beyond it new clients are not pinned."""
@@ -26,13 +26,23 @@ def owned_objects(plan: ServicePlan) -> Owned:
     wanted: dict[str, str] = {}
     family = NFT_FAMILY[plan.family]
     protocol = plan.key.protocol.name.lower()
-    for group, endpoints in _group_endpoints(plan).items():
+    record: list[str] = []
+    groups = _group_endpoints(plan)
+    for group, endpoints in groups.items():
         ports = sorted({where.port for where in endpoints})
         for port in ports:
             name = _affinity_map(plan, group, port)
             wanted[name] = (
                 f"add map {family} {TABLE} {name} {{ type {ADDRESS_TYPE[plan.family]} : "
                 f"{ADDRESS_TYPE[plan.family]}; flags dynamic,timeout; size {AFFINITY_SIZE}; }}\n"
+            )
+            # A connection may have been led by the other group's endpoints.
+            own = [format_address(where.address) for where in endpoints if where.port == port]
+            among = f"{family} daddr {{ {', '.join(own)} }} " if len(groups) > 1 else ""
+            # DNAT has chosen the endpoint by now; ct original still knows the client.
+            record.append(
+                f"th dport {port} {among}update @{name} "
+                f"{{ ct original {family} saddr timeout {plan.affinity_seconds}s : {family} daddr }}"
             )
         wanted[f"pin-{group}"] = _chain(
             family,
@@ -43,16 +53,8 @@ def owned_objects(plan: ServicePlan) -> Owned:
                 for port in ports
             ),
         )
-        # DNAT has chosen the endpoint by now; ct original still knows the client.
-        wanted[f"record-{group}"] = _chain(
-            family,
-            f"record-{group}",
-            *(
-                f"th dport {port} update @{_affinity_map(plan, group, port)} "
-                f"{{ ct original {family} saddr timeout {plan.affinity_seconds}s : {family} daddr }}"
-                for port in ports
-            ),
-        )
+    if groups:
+        wanted[record_chain(plan)] = _chain(family, record_chain(plan), *record)
     if plan.source_ranges and plan.load_balancer_ips:
         wanted[ranges_chain(plan)] = _chain(
             family,
@@ -89,13 +91,8 @@ def affinity_maps(plan: ServicePlan) -> dict[str, frozenset[bytes]]:
 
 def _group_endpoints(plan: ServicePlan) -> dict[str, tuple[Destination, ...]]:
     """The endpoints that clients of each affinity group may be pinned to."""
-    groups = affinity_groups(plan)
-    if not groups:
-        return {}
-    if len(groups) == 1:
-        return {groups[0]: plan.cluster}
-    internal = plan.local if plan.internal_policy_local else plan.cluster
-    return {groups[0]: internal, groups[1]: plan.reachable}
+    groups = zip(affinity_groups(plan), (plan.cluster, plan.local), strict=True)
+    return {name: endpoints for name, endpoints in groups if name}
 
 
 def _affinity_map(plan: ServicePlan, group: str, port: int) -> str:

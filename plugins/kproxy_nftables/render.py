@@ -7,6 +7,7 @@ host order; a verdict as text; None in a set.
 
 import struct
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from kproxy_core.model.address import Address, Protocol
 from kproxy_core.model.endpoint import Destination
@@ -68,8 +69,6 @@ def elements(
     protocol = plan.key.protocol
     cluster_values = [destination_value(d) for d in cluster]
     local_values = [destination_value(d) for d in local]
-    groups = affinity_groups(plan)
-
     if plan.cluster_ip is not None:
         key = vip_key(plan.cluster_ip, protocol, plan.port)
         frontend = endpoint_key(plan.cluster_ip, plan.port)
@@ -79,9 +78,8 @@ def elements(
             _endpoints(wanted, names.VIP_LOCAL_ENDPOINTS[protocol], frontend, local_values)
         else:
             _endpoints(wanted, names.VIP_ENDPOINTS[protocol], frontend, cluster_values)
-        if groups:
-            wanted.append((names.STICKY_VIPS, key, f"jump pin-{groups[0]}"))
-            wanted.append((names.RECORDED_VIPS, key, f"goto record-{groups[0]}"))
+        if plan.affinity_seconds:
+            _affinity(wanted, _VIP_MAPS, key, plan, local=plan.internal_policy_local)
 
     external = plan.external_addresses
     if external:
@@ -97,9 +95,8 @@ def elements(
             _endpoints(wanted, names.VIP_ENDPOINTS[protocol], frontend, cluster_values)
             if plan.external_policy_local:
                 _endpoints(wanted, names.VIP_LOCAL_ENDPOINTS[protocol], frontend, local_values)
-            if groups:
-                wanted.append((names.STICKY_VIPS, key, f"jump pin-{groups[-1]}"))
-                wanted.append((names.RECORDED_VIPS, key, f"goto record-{groups[-1]}"))
+            if plan.affinity_seconds:
+                _affinity(wanted, _VIP_MAPS, key, plan)
 
     if plan.node_port:
         key = port_key(protocol, plan.node_port)
@@ -108,9 +105,8 @@ def elements(
         _endpoints(wanted, names.NODE_PORT_ENDPOINTS[protocol], frontend, cluster_values)
         if plan.external_policy_local:
             _endpoints(wanted, names.NODE_PORT_LOCAL_ENDPOINTS[protocol], frontend, local_values)
-        if groups:
-            wanted.append((names.STICKY_NODE_PORTS, key, f"jump pin-{groups[-1]}"))
-            wanted.append((names.RECORDED_NODE_PORTS, key, f"goto record-{groups[-1]}"))
+        if plan.affinity_seconds:
+            _affinity(wanted, _NODE_PORT_MAPS, key, plan)
     return wanted
 
 
@@ -126,6 +122,34 @@ def index(at: int) -> bytes:
 
 def _endpoints(wanted: list[Element], container: str, key: bytes, values: list[bytes]) -> None:
     wanted += [(container, key + index(i), value) for i, value in enumerate(values)]
+
+
+def _affinity(
+    wanted: list[Element], maps: "_AffinityMaps", key: bytes, plan: ServicePlan, *, local: bool = False
+) -> None:
+    """Have clients of the frontend *key* pinned and remembered. *local*: all of them stay on this node."""
+    cluster_group, local_group = affinity_groups(plan)
+    group = local_group if local else cluster_group
+    if group:
+        wanted.append((maps.sticky, key, f"jump pin-{group}"))
+    if plan.external_policy_local and not local and local_group:
+        wanted.append((maps.sticky_local, key, f"jump pin-{local_group}"))
+    if cluster_group or local_group:
+        wanted.append((maps.recorded, key, f"goto {record_chain(plan)}"))
+
+
+class _AffinityMaps(NamedTuple):
+    """Where one kind of frontends leads to chains for affinity."""
+
+    sticky: str
+    sticky_local: str
+    """For what comes from outside, with external policy Local."""
+    recorded: str
+
+
+_VIP_MAPS = _AffinityMaps(names.STICKY_VIPS, names.STICKY_LOCAL_VIPS, names.RECORDED_VIPS)
+_NODE_PORT_MAPS = _AffinityMaps(
+    names.STICKY_NODE_PORTS, names.STICKY_LOCAL_NODE_PORTS, names.RECORDED_NODE_PORTS)
 
 
 def verdicts(plan: ServicePlan) -> Iterator[str]:
@@ -166,18 +190,23 @@ def external_verdict(plan: ServicePlan, *, node_port: bool) -> str:
     return names.goto_template(protocol, "external", len(plan.cluster), 0, sticky, node_port)
 
 
-def affinity_groups(plan: ServicePlan) -> tuple[str, ...]:
-    """The names under which clients are remembered: for the ClusterIP first, for the rest last.
+def affinity_groups(plan: ServicePlan) -> tuple[str, str]:
+    """The names under which clients of cluster-wide endpoints and of those on this node are remembered.
 
-    One group for all frontends, unless a Local policy gives them different endpoints: a
-    client that met a remote endpoint must not be led there by a Local frontend.
+    "": there are no such endpoints. One that a frontend may not use now must not be met through it, even if
+    the client knows it from another: a Local frontend leads nobody elsewhere.
     """
-    if not plan.affinity_seconds or not plan.has_endpoints:
-        return ()
+    if not plan.affinity_seconds:
+        return "", ""
     base = names.owned_name(plan.key)
-    if plan.internal_policy_local or plan.external_policy_local:
-        return (f"{base}/internal", f"{base}/external")
-    return (base,)
+    if not (plan.internal_policy_local or plan.external_policy_local):
+        return (base if plan.cluster else ""), ""
+    return (f"{base}/cluster" if plan.cluster else ""), (f"{base}/local" if plan.local else "")
+
+
+def record_chain(plan: ServicePlan) -> str:
+    """The chain that remembers which endpoint a client of *plan* got."""
+    return f"record-{names.owned_name(plan.key)}"
 
 
 def ranges_chain(plan: ServicePlan) -> str:

@@ -102,9 +102,9 @@ _REGULAR_CHAINS = {"services", "masquerading", "cluster-ips-check", "record", na
 def _containers(text: "_Text") -> None:
     ip = text.ip
     index = "numgen random mod 1"
-    for name in (names.VIPS, names.ADMITTED_VIPS, names.STICKY_VIPS):
+    for name in (names.VIPS, names.ADMITTED_VIPS, names.STICKY_VIPS, names.STICKY_LOCAL_VIPS):
         text.map(name, f"{ip} daddr . meta l4proto . th dport : verdict")
-    for name in (names.NODE_PORTS, names.STICKY_NODE_PORTS):
+    for name in (names.NODE_PORTS, names.STICKY_NODE_PORTS, names.STICKY_LOCAL_NODE_PORTS):
         text.map(name, "meta l4proto . th dport : verdict")
     # Not typeof: nft does not know the type of a conntrack port outside a rule.
     text.line(
@@ -209,7 +209,7 @@ def _template_rules(node: NodeView, template: Template) -> list[str]:
             return [*rules, "drop"]
     address = "" if template.node_port else f"{ip} daddr . "
     if template.sticky:
-        sticky = names.STICKY_NODE_PORTS if template.node_port else names.STICKY_VIPS
+        sticky = _STICKY[template.node_port, template.policy == "external-local"]
         rules.append(f"{address}meta l4proto . th dport vmap @{sticky}")
     port = f"{template.protocol.name.lower()} dport"
     count = template.local or template.cluster
@@ -218,6 +218,13 @@ def _template_rules(node: NodeView, template: Template) -> list[str]:
     return rules
 
 
+_STICKY = {
+    # (node port, from outside with external policy Local): map
+    (False, False): names.STICKY_VIPS,
+    (False, True): names.STICKY_LOCAL_VIPS,
+    (True, False): names.STICKY_NODE_PORTS,
+    (True, True): names.STICKY_LOCAL_NODE_PORTS,
+}
 _ENDPOINTS = {
     # (node port, local): maps by protocol
     (False, False): names.VIP_ENDPOINTS,

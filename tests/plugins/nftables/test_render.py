@@ -115,9 +115,31 @@ def test_affinity_is_shared_by_all_frontends_unless_a_policy_is_local() -> None:
     shared = rendered(service("web", "80@30080", affinity=60, **LB), REMOTE)
     targets = {e.partition(": ")[2] for e in shared["sticky-vips"] + shared["sticky-nodeports"]}
     assert len(targets) == 1
-    split = rendered(service("web", "80@30080", affinity=60, internal_local=True, **LB), LOCAL, REMOTE)
-    (internal,) = [e for e in split["sticky-vips"] if e.startswith("10.96.0.1")]
-    assert internal.partition(": ")[2] not in {e.partition(": ")[2] for e in split["sticky-nodeports"]}
+    assert "sticky-local-vips" not in shared
+
+
+@pytest.mark.parametrize(
+    ("policies", "cluster_ip", "from_inside", "from_outside"),
+    [
+        ({"internal_local": True}, "local", "cluster", ""),
+        ({"external_local": True}, "cluster", "cluster", "local"),
+        ({"internal_local": True, "external_local": True}, "local", "cluster", "local"),
+    ],
+    ids=["internal", "external", "both"],
+)
+def test_with_a_local_policy_affinity_is_by_who_may_go_where(
+    policies: dict[str, Any], cluster_ip: str, from_inside: str, from_outside: str
+) -> None:
+    found = rendered(service("web", "80@30080", affinity=60, **policies, **LB), LOCAL, REMOTE)
+
+    def group(container: str, start: str) -> str:
+        return next((e.rpartition("/")[2] for e in found.get(container, ()) if e.startswith(start)), "")
+
+    assert group("sticky-vips", "10.96.0.1") == cluster_ip
+    assert group("sticky-vips", LB["load_balancer_ips"]) == group("sticky-nodeports", "tcp") == from_inside
+    assert group("sticky-local-vips", LB["load_balancer_ips"]) == from_outside
+    assert group("sticky-local-nodeports", "tcp") == from_outside
+    assert len({e.partition(": ")[2] for e in found["recorded-vips"] + found["recorded-nodeports"]}) == 1
 
 
 @pytest.mark.parametrize(
