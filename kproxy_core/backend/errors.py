@@ -1,5 +1,7 @@
 """What a backend raises. The loop chooses by type; it never reads a message."""
 
+from kproxy_core.model.address import Family
+
 
 class BackendError(Exception):
     """Anything a backend reports as failed."""
@@ -21,3 +23,8 @@ class TrustLost(SyncFailed):
 
 class Unsupported(BackendError):
     """This kernel or machine lacks what the backend needs; retrying is pointless."""
+
+    def __init__(self, problem: str = "", family: Family | None = None) -> None:
+        """*family*: the only IP family that can't be served; None: nothing can."""
+        super().__init__(problem)
+        self.family = family

@@ -11,10 +11,10 @@ from typing import NamedTuple
 from kproxy_core.backend.errors import Unsupported
 from kproxy_core.backend.registry import PluginRefused, Registry
 from kproxy_core.backend.worker import Worker
-from kproxy_core.cli.terms import Configuration, settings_of_modes
+from kproxy_core.cli.terms import Configuration, backend_settings
 from kproxy_core.config import Config
 from kproxy_core.host import privileges
-from kproxy_core.model.address import Family
+from kproxy_core.model.address import Family, family_of
 from kproxy_core.run.beginning import begin
 from kproxy_core.run.fallback import Fallback
 
@@ -28,6 +28,8 @@ class Choice(NamedTuple):
     """In effect for the mode that was chosen."""
     worker: Worker
     fallback: Fallback | None
+    families: tuple[Family, ...]
+    """What it serves: all there are, unless the mode lacks something for one that is not the primary one."""
 
 
 def choose(
@@ -38,14 +40,14 @@ def choose(
     A process that may not ask the kernel can't know what that lacks: it stays with what is *wanted*.
     Raises ConfigError, UnknownMode or PluginRefused, or Unsupported if no such mode works.
     """
-    settings_of = settings_of_modes(configuration, families)
     privileged = "CAP_NET_ADMIN" in privileges.held()
     fall_back = privileged and configuration.of(wanted).mode_fallback == "auto"
     candidates = and_fallbacks(registry, wanted, fall_back) if wanted else _by_preference(registry)
     problems: dict[str, str] = {}
     for mode in candidates:
         try:
-            worker = begin(registry, mode, settings_of(mode), insist=mode == wanted and not privileged)
+            worker = _begin(
+                registry, mode, configuration.of(mode), families, insist=mode == wanted and not privileged)
         except (Unsupported, PluginRefused) as error:
             if mode == wanted and isinstance(error, PluginRefused):
                 raise
@@ -55,8 +57,32 @@ def choose(
         fallback = Fallback(wanted, mode, problems[wanted]) if wanted in problems else None
         if fallback:
             log.warning("another mode serves than the one asked for", extra={"fields": fallback._asdict()})
-        return Choice(configuration.of(mode), worker, fallback)
+        return Choice(configuration.of(mode), worker, fallback, worker.settings.families)
     raise Unsupported(_nothing_works(registry, wanted, problems))
+
+
+def _begin(
+    registry: Registry, mode: str, config: Config, families: tuple[Family, ...], *, insist: bool
+) -> Worker:
+    """The backend of *mode*, for those of *families* that it can serve.
+
+    kube-proxy, too, serves one family where iptables has no nat table for the other (1.36,
+    cmd/kube-proxy/app/server_linux.go). Raises UnknownMode, PluginRefused or Unsupported.
+    """
+    try:
+        return begin(registry, mode, backend_settings(config, families), insist=insist)
+    except Unsupported as error:
+        served = tuple(family for family in families if family is not error.family)
+        if served == families or primary(config) not in served:
+            raise
+        log.warning("an IP family is not served", extra={"fields": {
+            "mode": mode, "ip_family": error.family.label if error.family else "", "because": str(error)}})
+        return begin(registry, mode, backend_settings(config, served))
+
+
+def primary(config: Config) -> Family:
+    """The family without which a mode is of no use."""
+    return family_of(config.bind_address) if any(config.bind_address) else Family.IPV4
 
 
 def and_fallbacks(registry: Registry, wanted: str, fall_back: bool) -> Iterator[str]:

@@ -6,10 +6,11 @@ from typing import Any
 
 from kproxy_core.backend.api import BackendSettings, Description, Detection, Requirement
 from kproxy_core.backend.registry import Registry
-from kproxy_core.cli.choice import and_fallbacks
+from kproxy_core.cli.choice import and_fallbacks, primary
 from kproxy_core.cli.machine import Fact, facts
-from kproxy_core.cli.terms import Configuration, served_families, settings_of_modes
+from kproxy_core.cli.terms import Configuration, backend_settings, served_families
 from kproxy_core.host import trial
+from kproxy_core.model.address import Family
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +97,8 @@ def find_out(
     Raises UnknownMode, PluginRefused or ConfigError.
     """
     families = served_families()
-    settings_of = settings_of_modes(configuration, families)
     described = tuple(
-        DescribedMode(known, _detection(registry, known.mode, settings_of(known.mode), load_modules))
+        DescribedMode(known, _look(registry, known.mode, configuration, families, load_modules))
         for known in (mode.description for mode in describe(registry, mode).modes)
     )
     works = [d.description.mode for d in described if d.detection is not None and d.detection.usable]
@@ -111,6 +111,23 @@ def find_out(
         candidates = works
     serving = next((candidate for candidate in candidates if candidate in works), "")
     return Report(tuple(facts(families)), described, serving)
+
+
+def _look(
+    registry: Registry, mode: str, configuration: Configuration, families: tuple[Family, ...],
+    load_modules: bool,
+) -> Detection:
+    """Whether *mode* works for *families*, or else for the primary one, which is enough for it to serve."""
+    config = configuration.of(mode)
+    found = _detection(registry, mode, backend_settings(config, families), load_modules)
+    others = [family.label for family in families if family is not primary(config)]
+    if found.usable or len(others) != len(families) - 1 or not others:
+        return found
+    alone = _detection(registry, mode, backend_settings(config, (primary(config),)), load_modules)
+    if not alone.usable:
+        return found
+    unserved = Requirement(" and ".join(others), True, f"not served: {found.because}")
+    return Detection(mode, (*alone.requirements, unserved))
 
 
 def _detection(registry: Registry, mode: str, settings: BackendSettings, load_modules: bool) -> Detection:

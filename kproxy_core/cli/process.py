@@ -127,7 +127,7 @@ def set_up(config: Config, registry: Registry, configuration: Configuration) -> 
     Raises BackendError, HostError or StartFailed.
     """
     families = served_families()
-    config, worker, _ = choose(configuration, registry, config.mode, families)
+    config, worker, _, families = choose(configuration, registry, config.mode, families)
     registry.close_backend(worker)
     settings = node_settings(config, registry.load(config.mode))
     events = make_events(config, settings.name, ClientMetrics())
@@ -147,22 +147,19 @@ def run(config: Config, registry: Registry, configuration: Configuration) -> Non
     preparation.tune_interpreter()
     preparation.protect_from_oom_killer(config.oom_score_adj)
     preparation.raise_file_limit()
-    families = served_families()
-    choice = choose(configuration, registry, config.mode, families)
-    if problem := unservable(choice.config, families):
+    choice = choose(configuration, registry, config.mode, served_families())
+    if problem := unservable(choice.config, choice.families):
         raise StartFailed(problem)
-    _Proxy(choice, registry, configuration, families).run()
+    _Proxy(choice, registry, configuration).run()
     log.info("stopped")
 
 
 class _Proxy:
     """The parts of a running proxy, and what they tell each other."""
 
-    def __init__(
-        self, choice: Choice, registry: Registry, configuration: Configuration, families: tuple[Family, ...]
-    ) -> None:
+    def __init__(self, choice: Choice, registry: Registry, configuration: Configuration) -> None:
         """Nothing is started yet. Raises StartFailed."""
-        config, worker, fallback = choice
+        config, worker, fallback, families = choice
         self._config = config
         self._registry = registry
         self._configuration = configuration

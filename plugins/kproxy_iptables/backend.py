@@ -94,7 +94,8 @@ class IptablesBackend:
             if problem := kernel.problem():
                 if "xtables lock" in problem:
                     raise SyncFailed(f"{kernel.program}: {problem}")
-                raise Unsupported(f"{variant} has no nat table for {kernel.family.label}: {problem}")
+                raise Unsupported(
+                    f"{variant} has no nat table for {kernel.family.label}: {problem}", kernel.family)
         log.info("rules are written by %s", variant)
         localhost = self._settings.localhost_node_ports
         return {k.family: FamilyTables(k, localhost_node_ports=localhost) for k in kernels}

@@ -7,7 +7,7 @@ from kproxy_core.backend.errors import SyncFailed, Unsupported
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.iptables import Tables
-from kproxy_core.host.iptables_variant import NoVariant, find_variant
+from kproxy_core.host.iptables_variant import NoVariant, Variant, find_variant
 from kproxy_core.host.modules import Modules
 from kproxy_core.model.address import Family
 from kproxy_ipvs import device, kernel, sets
@@ -105,6 +105,7 @@ class IpvsBackend:
         _require_sets()
         kernel.load_modules(self._settings.scheduler)
         for family in self._given.families:
+            _require_rules(family, variant)
             _require_servers(self._settings.scheduler, family)
         _require_device()
         servers = VirtualServers()
@@ -130,12 +131,20 @@ def _require_sets() -> None:
         raise Unsupported(f"no ipsets: {error}; {remedy}") from error
 
 
+def _require_rules(family: Family, variant: Variant) -> None:
+    """Raise Unsupported if there can be no rules that masquerade; SyncFailed while others hold the lock."""
+    if problem := Tables(family, variant).problem():
+        if "xtables lock" in problem:
+            raise SyncFailed(problem)
+        raise Unsupported(f"{variant} has no nat table for {family.label}: {problem}", family)
+
+
 def _require_servers(scheduler: str, family: Family) -> None:
     """Raise Unsupported if the kernel refuses virtual servers."""
     problem = refusal(scheduler, family)
     if problem:
         remedies = "; ".join(map(Modules().remedy, ("ip_vs", f"ip_vs_{scheduler}")))
-        raise Unsupported(f"no virtual servers for {family.label}: {problem}; {remedies}")
+        raise Unsupported(f"no virtual servers for {family.label}: {problem}; {remedies}", family)
 
 
 def _require_device() -> None:

@@ -204,12 +204,15 @@ def open_portals(family: Family, at: Address | None) -> Portals:
     Raises Unsupported if it can't.
     """
     tables = find_tables(family)
-    if tables is not None and not tables.problem():
+    problem = "" if tables is None else tables.problem()
+    if tables is not None and not problem:
         return IptablesPortals(tables)
     if programs.find("nft"):
         try:
             programs.output("nft", "--check", "-f", "-", stdin=batch.nft_skeleton(family, at))
         except ProgramFailed as error:
-            raise Unsupported(f"{family.label} can't be redirected: {error}") from error
+            raise Unsupported(f"{family.label} can't be redirected: {error}", family) from error
         return NftPortals(family, at)
+    if problem:
+        raise Unsupported(f"{family.label} can't be redirected: {problem}", family)
     raise Unsupported("neither iptables nor nft is installed; userspace.listen needs none of them")

@@ -1,5 +1,7 @@
 """Which mode serves where the one asked for does not work: real processes, with plugins that say no."""
 
+import json
+import os
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -74,6 +76,42 @@ def test_a_mode_that_does_not_work_falls_back(begins: str, node: Namespace, tmp_
         third=source("third", begins="return True"))  # fmt: skip
     with running(node, *flags(tmp_path, "--mode=wanted")) as proxy:
         assert serves(proxy, node) == "third"
+
+
+def test_a_family_that_does_not_work_is_left_out_unless_it_is_the_primary_one(
+    node: Namespace, tmp_path: Path
+) -> None:
+    begins = """if Family.IPV6 in Backend.families:
+            raise Unsupported('no warp drive for IPv6', Family.IPV6)
+        return True"""
+    made = "    return Backend()"
+    wanted = source("wanted", fallback="second", begins=begins).replace(
+        made, f"    Backend.families = settings.families\n{made}")
+    put(tmp_path, wanted=wanted, second=source("second", begins="return True"))
+    with running(node, *flags(tmp_path, "--mode=wanted")) as proxy:
+        assert serves(proxy, node) == "wanted"
+        assert set(json.loads(proxy.health()[1])["status"]) == {"IPv4"}
+        _, log = proxy.end()
+    assert "an IP family is not served mode=wanted ip_family=IPv6 because=\"no warp drive for IPv6\"" in log
+    six = ("--bind-address=2001:db8::1", "--metrics-bind-address=127.0.0.1:10249")
+    with running(node, *flags(tmp_path, "--mode=wanted", *six)) as proxy:
+        assert serves(proxy, node) == "second"
+
+
+def test_iptables_serves_one_family_where_the_other_has_no_nat_table(
+    node: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name in ("ip6tables", "ip6tables-nft", "ip6tables-legacy"):
+        (programs / name).write_text("#!/bin/sh\necho 'Table does not exist' >&2; exit 3\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    with running(node, *flags(tmp_path, "--mode=iptables")) as proxy:
+        assert serves(proxy, node) == "iptables"
+        assert set(json.loads(proxy.health()[1])["status"]) == {"IPv4"}
+    told = node.run(KPROXY, "modes", "iptables", "--probe")
+    assert "ok       IPv6: not served: IPv6: nat table: Table does not exist" in told
 
 
 def test_the_fallback_is_told_everywhere(node: Namespace, tmp_path: Path) -> None:
