@@ -6,7 +6,7 @@ PYTHON ?= /usr/bin/python3
 SHARED ?= ../shared
 VENV := .venv
 READY := $(VENV)/.ready
-PACKAGES := conntrack curl iproute2 ipset iptables kmod libyaml-0-2 nftables python3-bpfcc python3-nftables python3-venv
+PACKAGES := conntrack curl iproute2 ipset iptables kmod libyaml-0-2 nftables procps python3-bpfcc python3-nftables python3-venv
 GUEST_PACKAGES := bc bison flex gcc kmod libc6-dev make user-mode-linux xz-utils
 CHECKED := kproxy_core plugins tests examples
 

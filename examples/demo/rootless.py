@@ -204,6 +204,9 @@ def _until(here: ThisMachine, frontend: Frontend, *, answered: bool) -> bool:
         except ConnectionRefusedError:
             if not answered:
                 return True
+        except ConnectionResetError:  # It was on its way when the last endpoint left.
+            if answered:
+                raise
     return False
 
 

@@ -9,14 +9,9 @@ from tests.kit.conftest import Runs
 from tests.kit.kit_runs import IN_A_GUEST, INI, Results, play, to_be_asked
 
 
-def check(found: Results) -> None:
-    assert found.wrong == {}
-    assert found.asked == to_be_asked()
-
-
 @pytest.mark.parametrize("mode", sorted(INI.keys() - {IN_A_GUEST}))
 def test_backend(mode: str, played: Runs) -> None:
-    check(played[mode].result())
+    assert played[mode].result() == Results(to_be_asked(), {})
 
 
 def play_in_a_guest(items: Sequence[pytest.Item], directory: Path) -> Results:
@@ -25,4 +20,4 @@ def play_in_a_guest(items: Sequence[pytest.Item], directory: Path) -> Results:
 
 @pytest.mark.in_a_guest(play=play_in_a_guest)
 def test_backend_in_a_guest(from_guest: Results) -> None:
-    check(from_guest)
+    assert from_guest == Results(to_be_asked(), {})
