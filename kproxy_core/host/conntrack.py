@@ -10,9 +10,9 @@ import itertools
 import os
 import socket
 import struct
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 from kproxy_core.host import netlink
 from kproxy_core.host.errors import HostError
@@ -20,6 +20,8 @@ from kproxy_core.host.netlink import attribute, nested
 from kproxy_core.model.address import Address, Family
 from kproxy_core.model.address import Protocol as IpProtocol
 from kproxy_core.plan.stale_flows import Socket
+
+T = TypeVar("T")
 
 _CT_GET: Final = 0x101
 _CT_DELETE: Final = 0x102
@@ -39,6 +41,8 @@ _FILTER_PROTO_DST_PORT: Final = 1 << 5
 _DST_NAT: Final = 1 << 5
 """IPS_DST_NAT: a rule of nat has decided where the flow goes."""
 
+_FIRST = struct.Struct("=2xH4s")
+"""Kind and value of an attribute of four bytes."""
 _FLAGS = struct.Struct("=I")
 _GENERIC_HEADER = struct.Struct("=BBH")
 
@@ -71,14 +75,15 @@ class Flow(NamedTuple):
     """By a rule of nat, and not by somebody else who knows where it goes."""
 
 
-def udp_flows(family: Family, to: Container[Address]) -> list[Flow]:
-    """The flows of *family* to these addresses, in the network namespace of the calling thread.
+def read_udp_flows(family: Family, to: Container[Address], collect: Callable[[Iterable[Flow]], T]) -> T:
+    """What *collect* makes of the flows of *family* to these addresses; it may be called again.
 
+    Acts on the network namespace of the calling thread, and takes as long as `delete_stale_udp`.
     Raises HostError.
     """
     try:
         with netlink.open_socket(netlink.NETLINK_NETFILTER) as sock:
-            return netlink.uninterrupted(lambda: list(_flows(sock, family, to)))
+            return netlink.uninterrupted(lambda: collect(_flows(sock, family, to)))
     except OSError as error:
         raise HostError(f"can't list {family.label} UDP flows", error) from error
 
@@ -173,11 +178,13 @@ def _flows(sock: socket.socket, family: Family, wanted: Container[Address]) -> I
     unpack = _TUPLE[family].unpack_from
     for data, start, end, size, source, to, to_port in _walk(sock, family, None):
         if to in wanted:
-            _, _, by, _, _, _, by_port, _ = unpack(data, start + size)
-            status = int.from_bytes(netlink.attributes(data, start, end)[_STATUS], "big")
+            reply_size, _, by, _, _, _, by_port, _ = unpack(data, start + size)
+            kind, status = _FIRST.unpack_from(data, start + size + reply_size)
+            if kind != _STATUS:  # A zone comes before it.
+                status = netlink.attributes(data, start, end)[_STATUS]
             yield Flow(
-                source, (to, int.from_bytes(to_port, "big")),
-                (Address(by), int.from_bytes(by_port, "big")), bool(status & _DST_NAT),
+                source, (to, int.from_bytes(to_port, "big")), (by, int.from_bytes(by_port, "big")),
+                bool(int.from_bytes(status, "big") & _DST_NAT),
             )  # fmt: skip
 
 

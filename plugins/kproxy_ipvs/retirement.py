@@ -132,7 +132,7 @@ class _Retirement:
             found += listing.closing(_lines(listing.CONNECTIONS))
         if Protocol.UDP in protocols:
             to = [frontend.address for key in servers for frontend in frontends(key, marked)]
-            found += through_ipvs(conntrack.udp_flows(self._family, frozenset(filter(None, to))))
+            found += conntrack.read_udp_flows(self._family, frozenset(filter(None, to)), through_ipvs)
         return found
 
     def _remove_addresses(self, addresses: AbstractSet[Address], removed: list[str]) -> int:
@@ -143,8 +143,10 @@ class _Retirement:
         lines = chain.from_iterable(map(_lines, listing.SOCKETS[self._family]))
         connected = listing.connected_from(addresses, lines)
         if waiting := addresses - connected.keys():  # Sockets that are not connected wait for answers, too.
-            flows = conntrack.udp_flows(self._family, waiting)
-            connected.update(flow.source for flow in flows if flow.source in waiting)
+            connected += conntrack.read_udp_flows(
+                self._family, waiting,
+                lambda flows: Counter(flow.source for flow in flows if flow.source in waiting),
+            )  # fmt: skip
         unbound = sorted(addresses - connected.keys())
         device.unbind(unbound, self._family)
         removed += [f"address {format_address(address)} on {names.DEVICE}" for address in unbound]

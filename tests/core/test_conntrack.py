@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from kproxy_core.host import conntrack
-from kproxy_core.host.conntrack import Flow, delete_stale_udp, udp_flows
+from kproxy_core.host.conntrack import Flow, delete_stale_udp, read_udp_flows
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.model.service import Service, ServicePortKey
 from kproxy_core.plan.service_plan import plan_service, serving_destinations
@@ -281,16 +281,17 @@ def test_many_services_at_once(lab: Lab) -> None:
     assert "dport=57" in left
 
 
-def test_flows_tell_who_answers_and_whether_a_rule_decided_that(lab: Lab) -> None:
+@pytest.mark.parametrize("zone", ["", "ct zone set 7"])
+def test_flows_tell_who_answers_and_whether_a_rule_decided_that(lab: Lab, zone: str) -> None:
     at = lab.at
     client, vip, a, b, external = map(parse_address, (at.client, at.vip, at.a, at.b, at.external))
-    lab.nat({(at.vip, 53): at.a, (at.elsewhere, 53): at.a})
+    lab.nat({(at.vip, 53): at.a, (at.elsewhere, 53): at.a}, zone=zone)
     assert lab.answer(lab.client(at.vip, 53)) == "a"
     assert lab.answer(lab.client(at.elsewhere, 53)) == "a"
     assert lab.answer(lab.client(at.b, 9053)) == "b"
     assert lab.answer(lab.client(at.external, 53)) == ""
-    found = lab.inside.inside(lambda: udp_flows(lab.family, {vip, b, external}))
-    assert sorted(found) == sorted([
+    found = lab.inside.inside(lambda: read_udp_flows(lab.family, {vip, b, external}, sorted))
+    assert found == sorted([
         Flow(client, (vip, 53), (a, 9053), translated=True),
         Flow(client, (b, 9053), (b, 9053), translated=False),
         Flow(client, (external, 53), (external, 53), translated=False),
