@@ -51,9 +51,14 @@ class Duration(float):
         for whole, fraction, unit in _DURATION_PART.findall(match["parts"] or ""):
             scale = _NANOSECONDS[unit]
             total += int(whole or 0) * scale + int(fraction or 0) * scale // 10 ** len(fraction)
-        if total >= 1 << 63:
-            raise ValueError(f"{text!r} is too long for a duration")
-        return cls((-total if match["sign"] == "-" else total) / 1_000_000_000)
+        return cls.of_nanoseconds(-total if match["sign"] == "-" else total)
+
+    @classmethod
+    def of_nanoseconds(cls, number: int) -> Self:
+        """Raises ValueError beyond what Go allows."""
+        if abs(number) >= 1 << 63:
+            raise ValueError(f"{number} ns is too long for a duration")
+        return cls(number / 1_000_000_000)
 
     def __str__(self) -> str:
         nanoseconds = abs(round(self * 1_000_000_000))
@@ -381,5 +386,5 @@ def duration_from(kind: type, value: object) -> object:
     if isinstance(value, str):
         return kind.parse(value)
     if kind is NumberOrDuration and type(value) is int:
-        return kind(value / 1_000_000_000)
+        return kind.of_nanoseconds(value)
     raise ValueError(f"Expected a duration such as 30s, got {type(value).__name__}")

@@ -204,6 +204,10 @@ def test_ipvs_may_sync_at_once() -> None:
             HEAD + "nftables: {syncPeriod: soon}\n",
             ["nftables.syncPeriod: 'soon': 'soon' is not a duration such as 30s or 1m30s"],
         ),
+        (
+            HEAD + f"logging: {{flushFrequency: {1 << 63}}}\n",
+            [f"logging.flushFrequency: {1 << 63}: {1 << 63} ns is too long for a duration"],
+        ),
         (HEAD + "iptables: 7\n", ["iptables: 7: Expected a mapping, got int"]),
         (
             HEAD + "nodePortAddresses: 10.0.0.0/8\n",
