@@ -46,7 +46,8 @@ def _of_service_port(plan: ServicePlan) -> Iterator[Caveat]:
     if plan.key.protocol is Protocol.SCTP:
         yield Caveat("SCTP is not relayed", plan.key)
         return
-    if plan.internal_policy_local:
+    # Of a ClusterIP alone the endpoints elsewhere are nobody's, so that policy is kept.
+    if plan.internal_policy_local and (plan.node_port or plan.external_addresses):
         yield Caveat("the internal traffic policy Local is ignored", plan.key)
     if plan.external_policy_local:
         yield Caveat("the external traffic policy Local is ignored", plan.key)

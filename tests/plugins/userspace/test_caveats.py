@@ -30,10 +30,12 @@ def test_relays_hide_clients_and_end_with_their_process() -> None:
 @pytest.mark.parametrize(("of", "expected"), [
     (service("shop/web", affinity=60), []),
     (service("shop/web", "9/SCTP"), [("SCTP is not relayed", True)]),
-    (service("shop/web", internal_local=True), [("the internal traffic policy Local is ignored", True)]),
+    (service("shop/web", internal_local=True), []),
+    (service("shop/web", internal_local=True, external_ips="198.51.100.1"),
+     [("the internal traffic policy Local is ignored", True)]),
     (service("shop/web", external_local=True, external_ips="203.0.113.1"),
      [("the external traffic policy Local is ignored", True)]),
-], ids=["affinity", "SCTP", "internal Local", "external Local"])  # fmt: skip
+], ids=["affinity", "SCTP", "ClusterIP Local", "internal Local", "external Local"])  # fmt: skip
 def test_what_a_service_asks_for_in_vain(of: Service, expected: list[tuple[str, bool]]) -> None:
     caveats = [caveat for caveat in found(NODE, of) if caveat.service_port is not None]
     assert [(caveat.what, caveat.lost) for caveat in caveats] == expected
