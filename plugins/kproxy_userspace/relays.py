@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from kproxy_core.backend.api import SyncReport
 from kproxy_core.backend.errors import TrustLost
@@ -193,8 +194,7 @@ class FamilyRelays:
         }
         for key, relays in wanted.items():  # All of them first: others may want the same ports.
             self._give_up(key, relays)
-        if self._listen is not None:
-            self._close_relays()
+        operations = self._close_relays() if self._listen is not None else 0
         for key, relays in wanted.items():
             if changed[key] is not None and key.protocol is Protocol.SCTP and key not in self._applied:
                 log.warning("SCTP is not relayed", extra={"fields": {"service_port": str(key)}})
@@ -205,12 +205,12 @@ class FamilyRelays:
             redirects[key] = frozenset(self._redirects(key))
         failures = self._workers.serve(orders)
         with self._writing:
-            operations = self._redirect(redirects, anew=anew)
+            operations += self._redirect(redirects, anew=anew)
         operations += self._close_relays()
-        keys = {relay.number: key for key, relays in self._relays.items() for relay in relays.values()}
-        for number, problem in failures.items():
-            if number in keys:  # Else the other family's, which hears of it at its own turn.
-                self._unserved[keys[number]] = f"a relay can't listen: {problem}"
+        if failures:  # Perhaps also of the other family, which hears of its own at its turn.
+            for relay in self._all_relays():
+                if relay.number in failures:
+                    self._unserved[relay.key] = f"a relay can't listen: {failures[relay.number]}"
         return SyncReport(operations, unserved=dict(self._unserved))
 
     def _give_up(self, key: ServicePortKey, wanted: Mapping[RelayName, WantedRelay]) -> None:
@@ -235,8 +235,11 @@ class FamilyRelays:
         What another relay of the same service port replaces listens while somebody is on the way to it.
         """
         closing = self._closing
-        self._workers.serve({relay.number: None for relay in closing if not self._replaced(relay)})
+        gone = [relay for relay in closing if not self._replaced(relay)]
+        self._workers.serve({relay.number: None for relay in gone})
         self._closing = []
+        for relay in gone:
+            relay.wanted = replace(relay.wanted, endpoints=())
         if self._listen is not None:
             self._release(closing)
             return len(closing)
@@ -248,8 +251,8 @@ class FamilyRelays:
         return len(closing)
 
     def _replaced(self, relay: Relay) -> bool:
-        """Whether the service port of *relay*, which closes, is served all the same."""
-        others = self._relays.get(relay.key, {}).values()
+        """Whether portals lead from *relay*, which closes, to another that serves."""
+        others = self._relays.get(relay.key, {}).values() if self._listen is None else ()
         return bool(relay.wanted.endpoints) and any(other.wanted.endpoints for other in others)
 
     def _release(self, relays: Iterable[Relay]) -> None:

@@ -150,8 +150,12 @@ def test_who_was_reset_and_comes_again_from_the_same_port_is_served(start: Start
             assert name_of(client) == f"{HOST}:9001"
 
 
-@pytest.mark.parametrize("what", LOST)
-def test_who_is_on_the_way_when_affinity_changes_is_served(start: Start, what: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "portals"), [*((what, open_portals) for what in LOST), ("SYN", NftPortals)])
+def test_who_is_on_the_way_when_affinity_changes_is_served(
+    start: Start, monkeypatch: pytest.MonkeyPatch, what: str, portals: object
+) -> None:
+    monkeypatch.setattr(backend_module, "open_portals", portals)
     with endpoints((HOST, 9001)):
         proxy = start()
         proxy.serve(service(), HOST)

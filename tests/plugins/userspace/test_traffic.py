@@ -265,6 +265,16 @@ def test_with_listen_ports_are_bound_and_no_rule_is_written(start: Start) -> Non
         assert "redirect" not in rules.stdout
 
 
+def test_with_listen_ports_that_change_are_given_back(start: Start) -> None:
+    with endpoints(ONE):
+        proxy = start(listen="127.0.0.9")
+        for node_port, other in ((30080, 30081), (30081, 30080), (30080, 30081)):
+            proxy.serve(service("web", f"8080@{node_port}"), "127.0.0.1")
+            assert reached("127.0.0.9", 8080) == reached("127.0.0.9", node_port) == A
+            with pytest.raises(ConnectionRefusedError):
+                connect("127.0.0.9", other)
+
+
 def test_after_the_end_nothing_leads_anywhere(start: Start) -> None:
     with endpoints(ONE):
         proxy = start()
