@@ -42,6 +42,7 @@ NOT_FOR: dict[str, dict[str, str]] = {
         "detect-local-by-node-cidr": _SOURCE,
         "detect-local-by-prefix": _SOURCE,
         "hairpin": _SOURCE,
+        "affinity-follows-policies": _POLICY,
         "affinity-local-policies": _POLICY,
         "both-policies-local": _POLICY,
         "internal-policy-local": _POLICY,
