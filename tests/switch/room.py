@@ -30,6 +30,9 @@ PORT = 8080
 OPTIONS = {"backendOptions": {"userspace": {"udpIdleTimeout": "5s"}}}
 """On a machine that is busy an answer may take longer than the 250 ms that a relay waits for it."""
 
+UDP_TIMEOUT = "20s"
+"""Of IPVS: less than connection tracking's, and less than the time until clients use a port again."""
+
 HINT = "KUBE-IPTABLES-HINT"
 
 TRACES = {
@@ -123,7 +126,7 @@ FROM_NODE = (
     Target("udp", "10.96.0.53", 53),
     Target("tcp", "10.96.0.20", 80),
 )
-CONTROL = [Target("tcp", address, PORT) for addresses in PODS.values() for address in addresses]
+CONTROL = [Target("tcp", address, PORT) for address, _ in PODS.values()]
 """Endpoints themselves: whatever is wrong there is wrong with the machine."""
 
 
@@ -326,6 +329,7 @@ class Room:
         config.write_text(json.dumps({
             "apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration", "mode": mode,
             "clusterCIDR": "10.244.0.0/16", "conntrack": {"maxPerCore": 0},
+            "ipvs": {"udpTimeout": UDP_TIMEOUT},
             "kproxy": {"stateDirectory": str(self.directory / "state"), **OPTIONS, **options},
         }))  # fmt: skip
         self._starts += 1
@@ -354,11 +358,11 @@ class Room:
         )  # fmt: skip
 
     @contextmanager
-    def used(self, from_node: Sequence[Target] = FROM_NODE) -> Iterator[Loads]:
+    def used(self) -> Iterator[Loads]:
         """Somebody uses all Services all the time; nothing may fail."""
-        loads = [Load(self.client, FROM_CLIENT), Load(self.node, from_node)]
+        loads = [Load(self.client, FROM_CLIENT), Load(self.node, FROM_NODE)]
         try:
-            for load, targets in zip(loads, (FROM_CLIENT, from_node), strict=True):
+            for load, targets in zip(loads, (FROM_CLIENT, FROM_NODE), strict=True):
                 load.wait_for(2 * len(targets))
             yield Loads(loads)
         finally:

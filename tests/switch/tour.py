@@ -15,8 +15,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from tests.switch.room import FROM_NODE, PATIENCE, Loads, Room, room
-from tests.switch.traffic import Target
+from tests.switch.room import PATIENCE, Loads, Room, room
 
 COMMAND = [sys.executable, "-B", "-m", "tests.switch.tour"]
 CONNECTIONS = 10_000
@@ -75,19 +74,12 @@ def tour(directory: Path, connections: int, stops: Sequence[str]) -> Iterator[Le
     """Go from the first stop to the last; ends early where a switch fails."""
     with room(directory) as where:
         _choose_iptables(where, stops[0])
-        with where.proxy(mode_of(stops[0])), where.used(_from_node(stops)) as loads:
+        with where.proxy(mode_of(stops[0])), where.used() as loads:
             for before, after in pairwise(stops):
                 leg = _leg(where, loads, before, after, connections)
                 yield leg
                 if leg.status:
                     return
-
-
-def _from_node(stops: Sequence[str]) -> list[Target]:
-    """What the node itself uses. Its UDP sockets have the VIP as their own address in ipvs mode and end with
-    that, see docs/ipvs.md.
-    """
-    return [target for target in FROM_NODE if target.protocol == "tcp" or "ipvs" not in stops]
 
 
 def _leg(where: Room, loads: Loads, before: str, after: str, connections: int) -> Leg:

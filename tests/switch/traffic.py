@@ -1,19 +1,20 @@
 """Clients that open connections all the time, and the endpoints that answer them, as a program.
 
-    traffic.py endpoint PORT ADDRESS...    send back what comes, over TCP and UDP
+    traffic.py endpoint PORT ADDRESS...    send back what comes and the address, over TCP and UDP
     traffic.py client TARGETS CONTROL      use the targets (JSON, see `Target`) until standard input ends
 
 A client opens new connections and flows one after another to all targets, several at a time, and keeps
-lasting ones that exchange bytes every few milliseconds. Ten times a second it prints how many were answered,
-and what failed: refused, reset, without an answer, or answered only after a segment had been sent again. A
-line ``renew`` on its standard input has it close its lasting connections in good order and open others.
+lasting ones. Those ask for answers that take their time, so nearly always one is under way. Several times a
+second it prints how many were answered, and what failed: refused, reset, without an answer, answered only
+after a segment had been sent again, or a lasting one answered by another endpoint than before. A line
+``renew`` on its standard input has it close its lasting connections in good order and open others.
 
 Segments are also sent again when the machine has no time for anybody. That shows in the lasting connections
 to CONTROL, which are endpoints themselves: their stalls are told as well.
 """
 
 import contextlib
-import itertools
+import errno
 import json
 import os
 import select
@@ -21,24 +22,34 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import count, cycle, islice, repeat
 from typing import NamedTuple
 
 TICK = 0.02
-"""Seconds between two exchanges of a lasting connection."""
+"""Seconds after which more may begin, and lasting ones go on."""
+LATER = 0.1
+"""Seconds that an endpoint takes for an answer to a lasting one."""
 EACH_TICK = int(os.environ.get("SWITCH_EACH_TICK", "30"))
 """New ones at most: a client has 28,000 ports, and ended connections are tracked for up to two minutes."""
 AT_ONCE = min(6, EACH_TICK)
 """New connections and flows at a time."""
-REPORT = 0.1
+REPORT = 0.2
 STALL = 0.1
 """Seconds that an exchange with an endpoint itself takes only if the machine is busy."""
 PATIENCE = float(os.environ.get("SWITCH_PATIENCE", "60")) / 20
 """Seconds after which an answer does not count any more."""
+PORTS = range(1_024, 32_000)
+"""A client's own, a part for each target: IPVS confuses connections from one port to one endpoint that were
+made through different frontends. One is used again after a minute or more, see docs/ipvs.md as well."""
 ORDERLY = 4
 """Every so many connections one ends with FINs; a reset spares both sides the time after that."""
 
-_TOKEN = 16
+_QUESTION = struct.Struct("=B7sQ")
+"""Whether the answer is to come later, a number of the program's and one of the question."""
+_ANSWER = _QUESTION.size + 16
+"""The question, and the address of who answers."""
 _RESET = struct.pack("ii", 1, 0)
 _SENT_AGAIN = slice(100, 104)
 """tcpi_total_retrans in struct tcp_info (linux/tcp.h); segments, SYN included."""
@@ -67,7 +78,13 @@ class SentAgain(Failure):
 class Conversation:
     """One connection or flow."""
 
-    def __init__(self, target: Target, number: int, *, lasting: bool) -> None:
+    _program = os.urandom(7)
+    _questions = count()
+
+    def __init__(
+        self, target: Target, ports: Iterator[int], number: int, *, lasting: bool, later: bool
+    ) -> None:
+        """Of *ports* it takes the first that is free; *later*: ask for answers that take their time."""
         self.target, self.lasting = target, lasting
         self.number = number
         self.since = time.monotonic()
@@ -77,39 +94,50 @@ class Conversation:
         family = socket.AF_INET6 if ":" in target.address else socket.AF_INET
         kind = socket.SOCK_DGRAM if self.connected else socket.SOCK_STREAM
         self.socket = socket.socket(family, kind | socket.SOCK_NONBLOCK)
+        self._later = later
         self._said = b""
         self._heard = b""
+        self._endpoint = b""
+        self._bind(ports)
         with contextlib.suppress(BlockingIOError):
             self.socket.connect((target.address, target.port))
         if self.connected:
             self.say()
 
+    def _bind(self, ports: Iterator[int]) -> None:
+        for port in islice(ports, len(PORTS)):
+            with contextlib.suppress(OSError):  # Others listen there, or an ended connection has it still.
+                self.socket.bind(("", port))
+                return
+        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
     @property
     def events(self) -> int:
-        return select.EPOLLIN if self.connected else select.EPOLLOUT
+        """To be woken by. One of TCP can be written to once: when it is connected."""
+        return select.EPOLLIN if self.connected else select.EPOLLIN | select.EPOLLOUT | select.EPOLLET
 
     def say(self) -> None:
-        self._said, self._heard = os.urandom(_TOKEN), b""
+        self._said = _QUESTION.pack(self._later, self._program, next(self._questions))
+        self._heard = b""
         self.since, self.waiting = time.monotonic(), True
         self.socket.send(self._said)
 
     def go_on(self) -> bool:
         """Something happened. True: it was answered. Raises Failure or OSError."""
         if not self.connected:
-            problem = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if problem:
-                raise OSError(problem, os.strerror(problem))
-            self.connected = True
             self.say()
+            self.connected = True
             return False
         heard = self.socket.recv(100)
         if not heard and self.target.protocol == "tcp":
             raise Failure("closed by the other side")
         self._heard += heard
-        if len(self._heard) < _TOKEN:
+        if len(self._heard) < _ANSWER:
             return False
-        if self._heard != self._said:
+        endpoint = self._heard[_QUESTION.size :]
+        if self._heard[: _QUESTION.size] != self._said or self._endpoint not in (b"", endpoint):
             raise Failure("somebody else answered")
+        self._endpoint = endpoint
         if self.target.protocol == "tcp":
             info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
             if sent_again := int.from_bytes(info[_SENT_AGAIN], sys.byteorder):
@@ -131,9 +159,12 @@ class Client:
         self._poll.register(0, select.EPOLLIN)
         self._targets = targets
         self._control = control
+        self._ports = {
+            target: cycle(PORTS[number :: len(targets)]) for number, target in enumerate(targets)
+        } | {target: repeat(0) for target in control}
         self._stalls: list[tuple[float, float]] = []
         """Of the machine, from when to when."""
-        self._numbers = itertools.count()
+        self._numbers = count()
         self._conversations: dict[int, Conversation] = {}
         self._answered = dict.fromkeys(map(str, targets), 0)
         self._exchanged = self._renewals = 0
@@ -175,12 +206,14 @@ class Client:
             self._again.append((target, number, False))
 
     def _open_lasting(self) -> None:
-        for target in [*self._targets, *self._control]:
+        for target in self._ports:
             self._begin(target, 0, lasting=True)
 
     def _begin(self, target: Target, number: int, *, lasting: bool) -> None:
         try:
-            conversation = Conversation(target, number, lasting=lasting)
+            later = lasting and target not in self._control
+            ports = self._ports[target]
+            conversation = Conversation(target, ports, number, lasting=lasting, later=later)
         except OSError as error:
             self._failed(target, lasting, error, time.monotonic())
             self._again.append((target, number, lasting))
@@ -198,11 +231,9 @@ class Client:
         except (OSError, Failure) as error:
             self._give_up(conversation, error)
             return
-        if not answered:
-            self._poll.modify(conversation.socket, conversation.events)
-        elif conversation.lasting:
+        if answered and conversation.lasting:
             self._exchanged += 1
-        else:
+        elif answered:
             self._answered[str(conversation.target)] += 1
             self._end(conversation)
             if not self._ending:
@@ -273,47 +304,79 @@ class Client:
         }), flush=True)  # fmt: skip
 
 
-def answer(port: int, addresses: Iterable[str]) -> None:
-    """Be an endpoint."""
-    poll = select.epoll()
-    listeners: dict[int, socket.socket] = {}
-    datagrams: dict[int, socket.socket] = {}
-    connected: dict[int, socket.socket] = {}
-    for address in addresses:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, port), family=family, backlog=4096)
-        listener.setblocking(False)
-        listeners[listener.fileno()] = listener
-        udp = socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        udp.bind((address, port))
-        datagrams[udp.fileno()] = udp
-        poll.register(listener, select.EPOLLIN)
-        poll.register(udp, select.EPOLLIN)
-    print("listening", flush=True)
-    while True:
-        for fd, _ in poll.poll():
-            with contextlib.suppress(BlockingIOError):
-                if fd in listeners:
-                    client, _ = listeners[fd].accept()
-                    client.setblocking(False)
-                    connected[client.fileno()] = client
-                    poll.register(client, select.EPOLLIN)
-                elif fd in datagrams:
-                    data, sender = datagrams[fd].recvfrom(100)
-                    datagrams[fd].sendto(data, sender)
-                else:
-                    try:
-                        data = connected[fd].recv(100)
-                        if data:
-                            connected[fd].send(data)
-                    except ConnectionError:
-                        data = b""
-                    if not data:
-                        connected.pop(fd).close()
+Sender = tuple[str, int]
+"""Address and port, and what else the system knows an address by."""
+
+
+class Endpoint:
+    """Answers on its addresses."""
+
+    def __init__(self, port: int, addresses: Iterable[str]) -> None:
+        self._poll = select.epoll()
+        self._listeners: dict[int, tuple[socket.socket, bytes]] = {}
+        """Sockets by file descriptor here and below, with what their answers end with."""
+        self._sockets: dict[int, tuple[socket.socket, bytes]] = {}
+        self._later: deque[tuple[float, socket.socket, bytes, Sender]] = deque()
+        """Answers and when to send them."""
+        for address in addresses:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            name = socket.inet_pton(family, address).ljust(16)
+            listener = socket.create_server((address, port), family=family, backlog=4096)
+            listener.setblocking(False)
+            self._listeners[listener.fileno()] = listener, name
+            self._poll.register(listener, select.EPOLLIN)
+            datagrams = socket.socket(family, socket.SOCK_DGRAM)
+            datagrams.bind((address, port))
+            self._add(datagrams, name)
+
+    def run(self) -> None:
+        while True:
+            for fd, _ in self._poll.poll(self._next_in()):
+                if fd not in self._listeners:
+                    self._hear(*self._sockets[fd])
+                    continue
+                with contextlib.suppress(BlockingIOError):
+                    listener, name = self._listeners[fd]
+                    self._add(listener.accept()[0], name)
+            while self._later and self._later[0][0] <= time.monotonic():
+                _, sock, data, sender = self._later.popleft()
+                self._send(sock, data, sender)
+
+    def _next_in(self) -> float | None:
+        return max(0, self._later[0][0] - time.monotonic()) if self._later else None
+
+    def _add(self, sock: socket.socket, name: bytes) -> None:
+        self._sockets[sock.fileno()] = sock, name
+        self._poll.register(sock, select.EPOLLIN)
+
+    def _hear(self, sock: socket.socket, name: bytes) -> None:
+        try:
+            data, sender = sock.recvfrom(100, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            data = b""
+        if not data:
+            del self._sockets[sock.fileno()]
+            sock.close()
+        elif data[0]:
+            self._later.append((time.monotonic() + LATER, sock, data + name, sender))
+        else:
+            self._send(sock, data + name, sender)
+
+    @staticmethod
+    def _send(sock: socket.socket, data: bytes, sender: Sender) -> None:
+        with contextlib.suppress(OSError):  # The other side has gone, or so has the network.
+            if sock.type == socket.SOCK_DGRAM:
+                sock.sendto(data, sender)
+            else:
+                sock.send(data)
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "endpoint":
-        answer(int(sys.argv[2]), sys.argv[3:])
+        endpoint = Endpoint(int(sys.argv[2]), sys.argv[3:])
+        print("listening", flush=True)
+        endpoint.run()
     else:
         Client(*([Target(*found) for found in json.loads(argument)] for argument in sys.argv[2:4])).run()
