@@ -14,6 +14,8 @@ log = logging.getLogger("kproxy.run")
 
 INTERVAL = 2.0
 """Seconds between two looks at connections that are waited for."""
+_TRIES = 5
+"""Looks that may go wrong one after another: nobody knows then who waits."""
 
 
 @dataclass(slots=True)
@@ -24,6 +26,8 @@ class _Leaving:
     traces: bool = True
     """What it left in the kernel is to be removed, too."""
     waiting: int = 0
+    failures: int = 0
+    """Looks that went wrong since one did not."""
 
 
 class Retiring:
@@ -99,7 +103,8 @@ class Retiring:
                 leaving.mode, settings, worker=leaving.worker, traces=leaving.traces)
             report(leaving.mode, found)
             leaving.waiting = found.waiting
-            if found.waiting:
+            leaving.failures = leaving.failures + 1 if found.errors else 0
+            if found.waiting or 0 < leaving.failures < _TRIES:
                 return False
             if leaving.worker is not None:
                 worker, leaving.worker = leaving.worker, None

@@ -48,6 +48,8 @@ class Mode:
     story: list[str]
     rules: dict[ServicePortKey, object] = field(default_factory=dict)
     connections: int = 0
+    blind: int = 0
+    """So many looks at connections go wrong."""
     usable: bool = True
     problems: list[Exception | None] = field(default_factory=list)
     """Raised by the next syncs, one each."""
@@ -95,6 +97,10 @@ class Mode:
 
     @hookimpl
     def kproxy_retire(self) -> Leftovers:
+        if self.blind:
+            self.blind -= 1
+            self.story.append(f"can't see who is left of {self.name}")
+            return Leftovers(self.name, errors=("too dark",))
         self.story.append(f"retire {self.name}, {self.connections} left")
         return Leftovers(self.name, waiting=self.connections)
 

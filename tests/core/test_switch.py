@@ -108,12 +108,29 @@ def test_established_connections_are_waited_for(room: Room, monkeypatch: pytest.
     assert waiting(room) == {"old": 2}
     assert "clean up old" not in room.story
     room.old.connections = 0
-    for _ in range(1000):
-        if room.story[-1] == "clean up old":
-            break
-        threading.Event().wait(0.01)
+    until_it_is_gone(room)
     assert room.story[-2:] == ["close old", "clean up old"]
     assert waiting(room) == {}
+
+
+def until_it_is_gone(room: Room) -> None:
+    for _ in range(1000):
+        if room.story[-1] == "clean up old":
+            return
+        threading.Event().wait(0.01)
+
+
+@pytest.mark.parametrize("looks", [2, 9], ids=["for a moment", "for good"])
+def test_nothing_goes_at_once_because_connections_can_not_be_seen(
+    room: Room, monkeypatch: pytest.MonkeyPatch, looks: int
+) -> None:
+    monkeypatch.setattr(retiring_module, "INTERVAL", 0.01)
+    room.old.blind = looks
+    room.to("new")
+    until_it_is_gone(room)
+    seen = ["retire old, 0 left"] if looks == 2 else []
+    expected = ["can't see who is left of old"] * min(looks, 5) + seen + ["close old", "clean up old"]
+    assert room.story[-len(expected) - 1 :] == ["watch new", *expected]
 
 
 def test_who_comes_back_while_waited_for_keeps_its_rules(
