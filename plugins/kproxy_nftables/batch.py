@@ -7,7 +7,7 @@ padded to 4 bytes, which all our keys and values are by themselves.
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 from kproxy_core.model.address import Family
 from kproxy_nftables.names import TABLE
@@ -161,7 +161,7 @@ def _value_head(size: int) -> bytes:
     return _ATTRIBUTE.pack(8 + size, _ELEM_DATA | _NESTED) + _ATTRIBUTE.pack(4 + size, _DATA_VALUE)
 
 
-@cache
+@lru_cache(maxsize=4096)  # chains of Services come and go
 def _verdict(text: str) -> bytes:
     action, _, chain = text.partition(" ")
     inner = attribute(_VERDICT_CODE, struct.pack(">i", _VERDICTS[action]))
