@@ -1,6 +1,7 @@
 """What the sources have told, folded into one state, and which Services changed by it.
 
-The state depends only on the last event for each object, never on their order.
+The state depends only on the last event for each object, never on their order; but a Node without
+addresses or pod networks keeps those it had.
 """
 
 import logging
@@ -65,8 +66,8 @@ class Store:
     ) -> None:
         self.services: dict[ServiceName, Service] = {}
         self.node: NodeObject | None = None
-        """The Node object. It outlives its deletion, as in kube-proxy: a node that is
-        registered anew must not lose its node ports meanwhile."""
+        """The Node object. It outlives its deletion, and its addresses and networks outlive its being
+        registered anew without them, as in kube-proxy: node ports must not be lost meanwhile."""
         self.service_cidrs: tuple[Cidr, ...] = ()
         self.missing = set(kinds)
         """The sources that have not delivered everything yet."""
@@ -93,7 +94,7 @@ class Store:
             case ServiceGone(name):
                 self._set_service(name, None)
             case NodeSet(node):
-                self.node = node
+                self.node = self._filled_in(node)
             case NodeGone():
                 log.info("this node's Node object is gone; what it said last goes on to count")
             case ServiceCidrsSet(cidrs):
@@ -102,6 +103,12 @@ class Store:
                 self.missing.discard(source)
             case BadObject():
                 self.counts.bad_objects += 1
+
+    def _filled_in(self, node: NodeObject) -> NodeObject:
+        """*node*, with what was known where it has nothing: others fill in a node that is registered anew."""
+        known = self.node or node
+        return replace(node, addresses=node.addresses or known.addresses,
+                       pod_cidrs=node.pod_cidrs or known.pod_cidrs)
 
     def slices(self, family: Family, name: ServiceName) -> Mapping[str, EndpointSlice] | None:
         """The slices of the Service *name* in *family*, by name."""

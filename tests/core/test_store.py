@@ -1,12 +1,13 @@
 """Events fold into a state that does not depend on how they came."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy_core.model.address import Family
+from kproxy_core.model.address import Family, parse_address
 from kproxy_core.model.endpoint import EndpointSlice, SliceName
 from kproxy_core.model.node import NodeObject
 from kproxy_core.model.service import ServiceName
@@ -114,6 +115,15 @@ def test_the_node_object_outlives_its_deletion() -> None:
     node = NodeObject("node1", zone="a")
     store = store_with(NodeSet(node), NodeGone())
     assert store.node == node
+
+
+def test_a_node_that_is_registered_anew_has_its_addresses_until_it_has_others() -> None:
+    node = NodeObject("node1", addresses=(parse_address("192.0.2.1"),), pod_cidrs=cidrs("10.244.1.0/24"))
+    store = store_with(NodeSet(node), NodeGone(), NodeSet(NodeObject("node1", zone="b")))
+    assert store.node == replace(node, zone="b")
+    moved = replace(node, addresses=(parse_address("192.0.2.2"),), pod_cidrs=cidrs("10.244.2.0/24"))
+    store.fold(NodeSet(moved))
+    assert store.node == moved
 
 
 def test_external_ips_that_are_not_allowed_are_not_there() -> None:
