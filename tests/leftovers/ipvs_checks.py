@@ -18,7 +18,7 @@ VIP, THEIRS = (
     ServerKey(Family.IPV4, 0, parse_address(text), Protocol.TCP, 80)
     for text in ("10.96.0.10", "198.51.100.1")
 )
-LEFT = (("iptables",), ("userspace", "iptables 1.23", "ipvs"), ("ipvs 1.14",))
+LEFT = (("iptables", "nftables"), ("userspace", "iptables 1.23", "ipvs"), ("ipvs 1.14",))
 """kube-proxy was started in one mode after another."""
 
 
@@ -33,7 +33,7 @@ def node() -> Iterator[Namespace]:
 def undisturbed() -> dict[str, list[str]]:
     """What is in the kernel where a mode serves and nothing was left, by mode."""
     found: dict[str, list[str]] = {}
-    for mode in ("ipvs", "iptables", "userspace"):
+    for mode in ("nftables", "iptables", "ipvs", "userspace"):
         with namespace() as made:
             load_others(made)
             found[mode] = served(made, mode)
@@ -46,9 +46,9 @@ def load_others(node: Namespace) -> None:
     node.inside(lambda: make_server(THEIRS))
 
 
-def load_kube_proxy(node: Namespace, mode: str) -> None:
+def load_kube_proxy(node: Namespace, mode: str, *, nft: bool = True) -> None:
     """What kube-proxy leaves; in ipvs mode virtual servers and the device, too."""
-    load(node, mode, working()[0])
+    load(node, mode, next(variant for variant in working() if variant.nft is nft))
     if mode.startswith("ipvs"):
         node.ip("link add kube-ipvs0 type dummy", "address add 10.96.0.10/32 dev kube-ipvs0")
         node.inside(lambda: make_server(VIP))
@@ -71,7 +71,15 @@ def test_ipvs_leaves_only_what_it_serves_with(
     assert served(node, "ipvs", undisturbed["ipvs"]) == undisturbed["ipvs"]
 
 
-@pytest.mark.parametrize("mode", ["iptables", "userspace"])
+@pytest.mark.parametrize("left", ["iptables", "ipvs"])
+def test_rules_in_the_interface_that_the_node_does_not_use_go(
+    node: Namespace, undisturbed: dict[str, list[str]], left: str
+) -> None:
+    load_kube_proxy(node, left, nft=False)
+    assert served(node, "ipvs", undisturbed["ipvs"]) == undisturbed["ipvs"]
+
+
+@pytest.mark.parametrize("mode", ["nftables", "iptables", "userspace"])
 def test_other_modes_remove_virtual_servers_and_all_that_goes_with_them(
     node: Namespace, undisturbed: dict[str, list[str]], mode: str
 ) -> None:

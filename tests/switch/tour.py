@@ -24,8 +24,11 @@ HERE = (
     "nftables", "iptables-nft", "nftables", "iptables-legacy", "nftables", "userspace", "iptables-nft",
     "userspace", "iptables-legacy", "userspace", "nftables",
 )  # fmt: skip
-GUEST = ("ipvs", "iptables-legacy", "ipvs", "userspace", "iptables-legacy", "userspace", "ipvs")
-"""Every way that User Mode Linux has the parts for."""
+GUESTS = (
+    ("ipvs", "nftables", "ipvs", "iptables-nft", "ipvs"),
+    ("iptables-legacy", "ipvs", "userspace", "ipvs", "iptables-legacy"),
+)
+"""Where there is IPVS: with its rules in one of the kernel's interfaces, and in the other."""
 
 LEGS = "legs.json"
 IPVS = {"ipvs", "kube-ipvs0"}
