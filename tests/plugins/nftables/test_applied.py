@@ -79,15 +79,16 @@ def test_a_shared_element_lives_as_long_as_its_last_owner() -> None:
 
 @st.composite
 def some_plans(draw: st.DrawFn) -> dict[ServicePortKey, ServicePlan]:
-    """The plans of up to four Services of any shape, each with its own addresses."""
+    """The plans of up to four Services of any shape, each with its own addresses, some named twice."""
     found: dict[ServicePortKey, ServicePlan] = {}
     for number in draw(st.sets(st.integers(1, 4))):
+        vip, external, balancer = (f"{net}.{number}" for net in ("10.96.0", "198.51.100", "203.0.113"))
         svc = service(
             f"web{number}",
             f"80@3000{number}" if draw(st.booleans()) else "80",
-            ip=f"10.96.0.{number}",
-            external_ips=f"198.51.100.{number}" if draw(st.booleans()) else "",
-            load_balancer_ips=f"203.0.113.{number}" if draw(st.booleans()) else "",
+            ip=vip,
+            external_ips=draw(st.sampled_from(["", external, f"{external} {balancer} {vip}"])),
+            load_balancer_ips=draw(st.sampled_from(["", balancer, f"{vip} {balancer}"])),
             source_ranges="192.0.2.0/24" if draw(st.booleans()) else "",
             affinity=draw(st.sampled_from([0, 0, 10, 20])),
             internal_local=draw(st.booleans()),
