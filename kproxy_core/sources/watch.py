@@ -96,6 +96,10 @@ class Reflector(Generic[W, V]):
         self._watching_since: float | None = None
         self._breaks = 0
         """Attempts that failed since one went well for a while."""
+        self._bookmarked = False
+        """This server sends bookmarks."""
+        self._silences = 0
+        """Watches in a row that ended in silence."""
 
     def run(self) -> None:
         """Follow until `stop` is called."""
@@ -113,7 +117,8 @@ class Reflector(Generic[W, V]):
 
     def _attempt(self) -> float:
         """Follow as long as it goes well. Seconds to wait before the next attempt."""
-        by_watch, asked = self._lists_by_watch and not self._version, 0.0
+        resumed = bool(self._version)
+        by_watch, asked = self._lists_by_watch and not resumed, 0.0
         problem: Exception | None = None
         self._renew_access(self._requests.keep_up)
         try:
@@ -121,12 +126,15 @@ class Reflector(Generic[W, V]):
                 self._list()
             self._watch()
         except HistoryLost as lost:
-            self._version = ""
-            log.info("listing again", extra=self._fields(reason=str(lost)))
+            self._list_again(str(lost))
+            if resumed:
+                return 0.0  # the server is there; only if it goes on like this, it is given time
         except Refusal as refused:
             problem, asked = refused, self._answer(refused)
         except (OSError, ProtocolError, Malformed) as error:
             problem = error
+            if resumed and self._watching_since is not None and isinstance(error, TimeoutError):
+                self._was_silent()
             self._renew_access(partial(self._requests.renew, error))
         except Exception as error:  # a thread that dies would leave the state stale for ever
             problem, self._version = error, ""
@@ -167,6 +175,20 @@ class Reflector(Generic[W, V]):
         elif 400 <= refused.code < 500 and refused.code != 429:
             self._version = ""  # perhaps that is what it did not like
         return refused.retry_after
+
+    def _was_silent(self) -> None:
+        """A watch that was granted was silent for too long.
+
+        Of a history that was replaced by an older one, such as a backup of etcd, the server says nothing
+        until it is as far again. A server that hangs grants no second watch.
+        """
+        self._silences += 1
+        if self._bookmarked and self._silences > 1:
+            self._list_again("a server that has sent bookmarks sends none since this version")
+
+    def _list_again(self, reason: str) -> None:
+        self._version, self._silences = "", 0
+        log.info("listing again", extra=self._fields(reason=reason))
 
     def _renew_access(self, renew: Callable[[], None]) -> None:
         try:
@@ -230,6 +252,7 @@ class Reflector(Generic[W, V]):
             self._requests.allow_silence(WATCH_SILENCE)
         lines = Lines()
         while data := response.read():
+            self._silences = 0
             events: list[Event] = []
             listing = self._unseen is not None
             try:
@@ -263,6 +286,7 @@ class Reflector(Generic[W, V]):
                 events += self._all_seen()
                 self._version = line.resource_version
         elif line.resource_version:
+            self._bookmarked |= line.type == "BOOKMARK"
             self._version = line.resource_version
 
     # -- what both have in common

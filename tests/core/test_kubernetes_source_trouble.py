@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from kproxy_core.sources import watch
+from kproxy_core.sources.backoff import Backoff
 from kproxy_core.sources.events import BadObject, Event
 from kproxy_core.sources.framing import MAX_LINE
 from kproxy_core.sources.kubernetes import KubernetesSource
@@ -102,6 +103,16 @@ def test_history_may_expire_in_the_middle_of_a_watch(follow: ScriptedRun) -> Non
     server, observed = follow(watched(*present("a", "b"), expired), watched(*present("b", "c", version=20)))
     observed.wait_for(lambda o: o.names == {"b", "c"})
     assert queries(server, "sendInitialEvents") == ["true", "true"]
+
+
+def test_a_server_that_came_back_without_the_history_is_listed_at_once(
+    follow: ScriptedRun, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # While it was away, the delays have grown.
+    delays = iter([0.0, 3600.0])
+    monkeypatch.setattr(Backoff, "delay", lambda *_: next(delays))
+    _, observed = follow(watched(*present("a"), hold=False), refuse(410), watched(*present("b", version=20)))
+    observed.wait_for(lambda o: o.names == {"b"})
 
 
 def test_a_broken_streaming_list_makes_nothing_gone(follow: ScriptedRun) -> None:
@@ -323,6 +334,27 @@ def test_a_watch_without_bookmarks_is_begun_anew_where_it_was(
     assert queries(server, "resourceVersion")[:2] == [None, "10"]
     assert [query["watch"] for query in server.asked("services")][:2] == ["1", "1"]
     assert not observed.gone
+
+
+def test_an_older_history_is_noticed_though_the_server_says_nothing_of_it(
+    follow: ScriptedRun, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # etcd was restored from a backup: there is no news since version 101, and for long there will be none.
+    monkeypatch.setattr(watch, "WATCH_SILENCE", 0.3)
+    server, observed = follow(watched(*present("a", version=100), bookmark(101)), watched(), watched(),
+                              watched(*present("b", version=7)))
+    observed.wait_for(lambda o: o.names == {"b"})
+    assert queries(server, "resourceVersion")[:4] == [None, "101", "101", None]
+
+
+def test_a_server_that_never_sends_bookmarks_is_not_listed_again(
+    follow: ScriptedRun, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watch, "WATCH_SILENCE", 0.1)
+    server, observed = follow(watched(*present("a")), watched(), watched(), watched(),
+                              watched(event("ADDED", service("b"), 11)))
+    observed.wait_for(lambda o: "b" in o.names)
+    assert queries(server, "resourceVersion")[:5] == [None, "10", "10", "10", "10"]
 
 
 def test_a_server_that_starts_late_is_found(caplog: pytest.LogCaptureFixture) -> None:
