@@ -21,8 +21,8 @@ _AT_ONCE = 64
 _BUFFER = 1 << 20
 """Bytes a relay's socket holds for us, if the kernel lets it: a burst must not be lost while we sleep."""
 
-_LATE_SECONDS = 5.0
-"""So long an answer may come from an endpoint that is gone."""
+_ANSWER_SECONDS = 5.0
+"""So long an answer may take, as resolvers have it: who waits for one is not idle. kube-proxy lost it."""
 
 _IP_PKTINFO = 8
 _IN_PKTINFO = struct.Struct("=I4s4s")
@@ -132,7 +132,7 @@ class UdpRelay:
 class Flow:
     """One client of one UDP service port, and its endpoint."""
 
-    __slots__ = ("_key", "_last", "_relay", "_sock", "endpoint")
+    __slots__ = ("_asked", "_key", "_last", "_relay", "_sock", "endpoint")
 
     def __init__(self, relay: UdpRelay, key: FlowKey, sock: socket.socket, endpoint: Endpoint) -> None:
         self._relay = relay
@@ -140,6 +140,8 @@ class Flow:
         self._sock: socket.socket | None = sock
         self.endpoint = endpoint
         self._last = time.monotonic()
+        self._asked = False
+        """An answer may be under way."""
         relay.counts[Counter.FLOWS] += 1
         relay.events.watch(sock.fileno(), self, READ)
         relay.timeouts.call(self._maybe_idle)
@@ -149,6 +151,7 @@ class Flow:
         if self._sock is None:
             return
         self._last = time.monotonic()
+        self._asked = True
         try:
             self._sock.send(data)
             self._relay.counts[_UP] += 1
@@ -169,12 +172,13 @@ class Flow:
                 self.close()
                 return
             self._last = time.monotonic()
+            self._asked = False
             self._relay.reply(data, self._key)
 
     def leave(self) -> None:
         """Only deliver answers that are under way; the client's next datagram begins another flow."""
         del self._relay.flows[self._key]
-        self._relay.events.timeouts(_LATE_SECONDS).call(lambda _: self.close())
+        self._relay.events.timeouts(_ANSWER_SECONDS).call(lambda _: self.close())
 
     def close(self) -> None:
         """Forget the client."""
@@ -188,7 +192,10 @@ class Flow:
     def _maybe_idle(self, _: int) -> None:
         if self._sock is None:
             return
-        if time.monotonic() - self._last < self._relay.timeouts.seconds:
-            self._relay.timeouts.call(self._maybe_idle)
+        timeouts = self._relay.timeouts
+        if self._asked and timeouts.seconds < _ANSWER_SECONDS:
+            timeouts = self._relay.events.timeouts(_ANSWER_SECONDS)
+        if time.monotonic() - self._last < timeouts.seconds:
+            timeouts.call(self._maybe_idle)
         else:
             self.close()

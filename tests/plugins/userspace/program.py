@@ -35,12 +35,13 @@ def manifests(name: str, vip: str, *hosts: str, port: int = 80, protocol: str = 
 
 
 @contextmanager
-def program(directory: Path) -> Iterator[None]:
+def program(directory: Path, *arguments: str) -> Iterator[None]:
     """It runs with the manifests in *directory*."""
     log = directory.with_suffix(".log")
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [str(KPROXY), "--mode=userspace", f"--manifests={directory}", "--hostname-override=node1"],
+            [str(KPROXY), "--mode=userspace", f"--manifests={directory}", "--hostname-override=node1",
+             *arguments],
             stdin=subprocess.DEVNULL, stderr=out,
         )  # fmt: skip
         try:

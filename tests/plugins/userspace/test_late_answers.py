@@ -1,13 +1,17 @@
-"""UDP answers that are under way when endpoints go."""
+"""UDP answers that take their time, or whose endpoints go meanwhile."""
 
 import os
 import socket
+import time
 from pathlib import Path
 
 import pytest
 
+from kproxy_core.testing.builders import service
+
 from .endpoints import PATIENCE
 from .program import manifests, metric, program, until
+from .proxies import Start
 
 HOSTS = ("192.0.2.2", "192.0.2.3")
 VIP = "10.96.0.1"
@@ -35,7 +39,7 @@ def test_an_answer_arrives_though_its_endpoint_has_gone(tmp_path: Path) -> None:
 
     serve(HOSTS[0])
     first, second, client = udp(HOSTS[0], 9001), udp(HOSTS[1], 9001), udp()
-    with first, second, client, program(objects):
+    with first, second, client, program(objects, "--udp-timeout=1h"):
         until(lambda: metric(CLEANED) > 0)
         client.connect((VIP, 53))
         client.send(b"question")
@@ -49,3 +53,14 @@ def test_an_answer_arrives_though_its_endpoint_has_gone(tmp_path: Path) -> None:
         question, relay = second.recvfrom(100)
         second.sendto(b"its answer", relay)
         assert (question, client.recv(100)) == (b"another", b"its answer")
+
+
+def test_who_waits_for_an_answer_is_not_idle(start: Start) -> None:
+    with udp(HOSTS[0], 9001) as endpoint, udp() as client:
+        start(udpIdleTimeout="50ms").serve(service("dns", "53/UDP"), HOSTS[0], ports="9001/UDP")
+        client.connect((VIP, 53))
+        client.send(b"question")
+        question, relay = endpoint.recvfrom(100)
+        time.sleep(0.5)
+        endpoint.sendto(b"answer", relay)
+        assert (question, client.recv(100)) == (b"question", b"answer")
