@@ -11,11 +11,11 @@ of a real server end soon after it is deleted (since Linux 5.9): hence nothing t
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from kproxy_core.backend.api import Leftovers
 from kproxy_core.backend.errors import SyncFailed
@@ -38,6 +38,8 @@ from kproxy_ipvs.names import FILTER
 from kproxy_ipvs.render import Element, ServerKey
 from kproxy_ipvs.skeleton import JUMPS, no_frontend
 from kproxy_ipvs.virtual_servers import VirtualServers
+
+T = TypeVar("T")
 
 _KEPT_CHAINS = frozenset({(FILTER, names.FORWARD), (FILTER, names.IPVS_FILTER)})
 """Answers are forwarded, and VIPs stay on the device."""
@@ -129,7 +131,7 @@ class _Retirement:
         }  # fmt: skip
         found: Counter[Translation] = Counter()
         if protocols - {Protocol.UDP}:
-            found += listing.closing(_lines(listing.CONNECTIONS))
+            found += _twice(lambda: listing.closing(_lines(listing.CONNECTIONS)))
         if Protocol.UDP in protocols:
             to = [frontend.address for key in servers for frontend in frontends(key, marked)]
             found += conntrack.read_udp_flows(self._family, frozenset(filter(None, to)), through_ipvs)
@@ -140,8 +142,9 @@ class _Retirement:
 
         It began them when the other mode had its rules already, but the address was local.
         """
-        lines = chain.from_iterable(map(_lines, listing.SOCKETS[self._family]))
-        connected = listing.connected_from(addresses, lines)
+        sockets = listing.SOCKETS[self._family]
+        connected = _twice(
+            lambda: listing.connected_from(addresses, chain.from_iterable(map(_lines, sockets))))
         if waiting := addresses - connected.keys():  # Sockets that are not connected wait for answers, too.
             connected += conntrack.read_udp_flows(
                 self._family, waiting,
@@ -240,6 +243,11 @@ def short_circuits(entries: Entries) -> Frontends:
         frontend = Frontend(parse_address(address), Protocol[protocol.upper()], int(port))
         found.setdefault(mark, []).append(frontend)
     return found
+
+
+def _twice(read: Callable[[], Counter[T]]) -> Counter[T]:
+    """What *read* counts in /proc, where some are passed over when others end at the same time."""
+    return read() | read()
 
 
 def _lines(path: Path) -> Iterator[str]:
