@@ -47,6 +47,10 @@ PAGE_BYTES = 4 << 20
 """What the pages after it aim at: objects differ in size by three orders of magnitude, memory does not."""
 
 
+_NOT_ABOUT_THE_VERSION = (403, 404, 408, 429)
+"""Of the statuses that blame the client: a server that just started knows neither roles nor all kinds."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kind(Generic[W, V]):
     """What to follow, and what it means."""
@@ -86,7 +90,7 @@ class Reflector(Generic[W, V]):
         self._backoff = Backoff(chance)
         self._stopping = threading.Event()
         self._lists_by_watch = True
-        """Until the server refuses: watch-list (KEP-3157) is the quickest for it and for us."""
+        """Unless that failed, until a list succeeds: watch-list (KEP-3157) is the quickest for all."""
         self._complete = False
         self._known: set[Name] = set()
         self._unseen: set[Name] | None = None
@@ -124,6 +128,7 @@ class Reflector(Generic[W, V]):
         try:
             if not self._version and not by_watch:
                 self._list()
+                self._lists_by_watch = True
             self._watch()
         except HistoryLost as lost:
             self._list_again(str(lost))
@@ -172,7 +177,7 @@ class Reflector(Generic[W, V]):
             self._renew_access(partial(self._requests.renew, refused))
         elif self._is_missing(refused):
             self._deliver(self._completed())  # nobody waits for what may never come
-        elif 400 <= refused.code < 500 and refused.code != 429:
+        elif 400 <= refused.code < 500 and refused.code not in _NOT_ABOUT_THE_VERSION:
             self._version = ""  # perhaps that is what it did not like
         return refused.retry_after
 

@@ -87,7 +87,7 @@ def test_what_vanished_while_history_expired_is_gone(
     follow: ScriptedRun, expired: Step, by_list: bool,
 ) -> None:
     if by_list:
-        steps = [OLD_SERVER, listed(service("a"), service("b"), version=10), expired,
+        steps = [OLD_SERVER, listed(service("a"), service("b"), version=10), expired, OLD_SERVER,
                  listed(service("b"), service("c"), version=20), watched()]
     else:
         steps = [watched(*present("a", "b"), hold=False), expired,
@@ -161,7 +161,26 @@ def test_a_watch_list_that_ends_without_its_bookmark_is_not_asked_for_again(foll
     assert queries(server, "watch")[:2] == ["1", None]
 
 
+def test_a_watch_list_that_failed_once_is_asked_for_when_everything_is_needed_again(
+    follow: ScriptedRun,
+) -> None:
+    server, observed = follow(refuse(500), listed(service("a"), version=10), refuse(410),
+                              watched(*present("b", version=20)))
+    observed.wait_for(lambda o: o.names == {"b"})
+    assert queries(server, "sendInitialEvents") == ["true", None, None, "true"]
+
+
 # -- refusals
+
+@pytest.mark.parametrize("status", [403, 404])
+def test_a_server_that_does_not_know_roles_or_kinds_yet_is_not_listed_again(
+    follow: ScriptedRun, status: int,
+) -> None:
+    server, observed = follow(watched(*present("a"), hold=False), refuse(status),
+                              watched(event("ADDED", service("b"), 11)))
+    observed.wait_for(lambda o: o.names == {"a", "b"})
+    assert queries(server, "resourceVersion") == [None, "10", "10"]
+
 
 @pytest.mark.parametrize("refusal", [
     refuse(429, "Retry-After: 1"),
