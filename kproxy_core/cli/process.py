@@ -3,6 +3,7 @@
 import logging
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -307,5 +308,19 @@ def _counting(counted: ClientMetrics) -> "Observe":
 
 
 def _stop_on_signals(stop: Callable[[], None]) -> None:
+    """Call *stop* from a thread.
+
+    A handler runs in the main thread, and one whose signal comes just before that falls asleep would run only
+    when something else wakes it; Python writes to a descriptor at once.
+    """
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    signal.set_wakeup_fd(theirs.detach(), warn_on_full_buffer=False)
+
+    def wait() -> None:
+        while ours.recv(1):
+            stop()
+
+    threading.Thread(target=wait, name="kproxy-signals", daemon=True).start()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop())
+        signal.signal(number, lambda *_: None)
