@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from kproxy_core.backend.api import Scope, Update
@@ -18,6 +17,7 @@ from kproxy_core.model.address import Address, Family
 from kproxy_core.run.family import FamilyPlans
 from kproxy_core.run.family_sync import FamilySync, Shared
 from kproxy_core.run.flows import Cleaned
+from kproxy_core.run.inbox import Inbox
 from kproxy_core.run.node_facts import NodeFacts, NodeSettings
 from kproxy_core.run.pacing import Pacing
 from kproxy_core.run.service_health import ServiceHealth
@@ -61,7 +61,7 @@ class Loop:
             for family in families
         }
         self._all_synced = all_synced
-        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._inbox = Inbox()
         self._asked: set[Future[None]] = set()
         self._held = False
         self._started = False
@@ -132,12 +132,8 @@ class Loop:
 
         Waits up to *patience* seconds for something to come in; None: as long as it takes.
         """
-        try:
-            self._inbox.get(timeout=patience)()
-            for _ in range(self._inbox.qsize()):
-                self._inbox.get_nowait()()
-        except Empty:
-            pass
+        for call in self._inbox.take(patience):
+            call()
         if self._stopped or self._held or not (self._started or self._start()):
             return
         if self._node_differs:
