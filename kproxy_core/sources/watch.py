@@ -168,8 +168,9 @@ class Reflector(Generic[W, V]):
         return delay
 
     def _is_missing(self, problem: Exception) -> bool:
-        """Whether this server, or our role there, has no such thing, which is fine."""
-        return self._kind.optional and isinstance(problem, Refusal) and problem.code in (403, 404)
+        """Whether this server, or our role there, has no such thing, which is fine if it never had."""
+        return (self._kind.optional and not self._version
+                and isinstance(problem, Refusal) and problem.code in (403, 404))
 
     def _answer(self, refused: Refusal) -> float:
         """What follows from being *refused*; the seconds to wait at least."""

@@ -13,6 +13,7 @@ from kproxy_core.sources.backoff import Backoff
 from kproxy_core.sources.events import BadObject, Event
 from kproxy_core.sources.framing import MAX_LINE
 from kproxy_core.sources.kubernetes import KubernetesSource
+from kproxy_core.testing.builders import cidrs
 from tests.core.api_servers import (
     Exchange,
     ScriptedServer,
@@ -31,6 +32,7 @@ from tests.core.observed_events import Observed, following
 ScriptedRun = Callable[..., tuple[ScriptedServer, Observed]]
 OLD_SERVER = refuse(422, reason="Invalid")
 """How a server without watch-list answers its request."""
+SERVICE_CIDR = {"metadata": {"name": "kubernetes"}, "spec": {"cidrs": ["10.96.0.0/16"]}}
 
 
 @pytest.fixture
@@ -240,6 +242,18 @@ def test_service_networks_that_can_not_be_read_stop_nobody(follow: ScriptedRun, 
     _, observed = follow(watched(*present("a")), servicecidrs=[refuse(status)] * 3)
     observed.wait_for(lambda o: len(o.complete) == 4)
     assert observed.names == {"a"}
+
+
+def test_service_networks_that_were_read_before_are_missed(
+    follow: ScriptedRun, caplog: pytest.LogCaptureFixture,
+) -> None:
+    # A server that just started knows no roles yet.
+    known = watched(event("ADDED", SERVICE_CIDR, 4), initial_events_end(5), hold=False)
+    server, observed = follow(servicecidrs=[known, refuse(403), refuse(403)])
+    observed.wait_for(lambda o: len(server.asked("servicecidrs")) == 4)
+    assert [query.get("resourceVersion") for query in server.asked("servicecidrs")] == [None, "5", "5", "5"]
+    assert observed.cidrs == cidrs("10.96.0.0/16")
+    assert [record.getMessage() for record in caplog.records] == ["can't follow the API server"]
 
 
 # -- what a watch may tell
