@@ -97,7 +97,7 @@ class FollowedFile:
         except SwitchFailed as error:
             log.error("the mode in the configuration file is not followed", extra={
                 "fields": {"mode": asked, "error": str(error)}})
-            self._events.node("Warning", "ModeSwitchFailed", f"{asked}: {error}"[:1000])
+            self._events.node("Warning", "ModeSwitchFailed", f"{asked}: {error}")
         return True
 
 

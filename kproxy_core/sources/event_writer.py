@@ -12,6 +12,9 @@ from kproxy_core.sources.http import Connection, Response
 _CONTROLLER = "kube-proxy"
 """Under this name operators look for the events of a node's service proxy."""
 
+_MAX_NOTE, _MAX_NAME = 1024, 253
+"""Bytes that the API server takes: longer ones are refused with the whole event."""
+
 _SILENCE = 10.0
 """Seconds that the server may take to answer."""
 
@@ -60,7 +63,7 @@ def _document(event: Event, namespace: str, happened: int, host: str) -> dict[st
     return {
         "apiVersion": "events.k8s.io/v1",
         "kind": "Event",
-        "metadata": {"name": f"{event.regarding.name}.{happened:x}", "namespace": namespace},
+        "metadata": {"name": _name(event.regarding.name, f".{happened:x}"), "namespace": namespace},
         "eventTime": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{rest // 1000:06d}Z",
         "reportingController": _CONTROLLER,
         "reportingInstance": f"{_CONTROLLER}-{host}",
@@ -68,8 +71,13 @@ def _document(event: Event, namespace: str, happened: int, host: str) -> dict[st
         "reason": event.reason,
         "action": event.action,
         "regarding": regarding,
-        "note": event.note,
+        "note": event.note.encode()[:_MAX_NOTE].decode(errors="ignore"),
     }
+
+
+def _name(regarding: str, suffix: str) -> str:
+    """A name for an event; that of the longest node leaves no room for a *suffix*."""
+    return regarding[:_MAX_NAME - len(suffix)].rstrip(".-") + suffix
 
 
 class _Posting(Connection):

@@ -100,6 +100,18 @@ def test_an_event_about_a_service_is_in_its_namespace(server: Taker) -> None:
         "Warning", "Listen", "port 30000 can't be opened: in use")
 
 
+def test_what_is_too_long_for_the_api_server_is_cut(server: Taker) -> None:
+    node = "n" * 200 + "." + "d" * 52
+    events = make_events(resolve(Flags(master=server.url), None), node, ClientMetrics())
+    events.node("Warning", "ModeFallback", "\N{SNOWMAN}" * 400)
+    events.close()
+    ((_, _, event),) = server.posted
+    assert event["note"] == "\N{SNOWMAN}" * 341
+    assert event["regarding"]["name"] == node
+    assert len(event["metadata"]["name"]) <= 253
+    assert event["metadata"]["name"].startswith(node[:230])
+
+
 @pytest.mark.parametrize(
     ("flag", "reason"),
     [
