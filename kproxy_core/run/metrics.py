@@ -95,7 +95,7 @@ class Metrics:
 
         self._operations = counter(
             "kproxy_sync_operations_total", "Kernel objects written or deleted", _IP_FAMILY)
-        self._retries = counter("kproxy_sync_retries_total", "Syncs that repeated what had failed", _IP_FAMILY)
+        self._retries = counter("kproxy_sync_retries_total", "Syncs that repeat what had failed", _IP_FAMILY)
         self._foreign = counter(
             "kproxy_foreign_changes_total", "Changes by others to what was programmed", _IP_FAMILY)
         self._bad_objects = counter(
