@@ -310,22 +310,6 @@ class FamilyRelays:
         return Serve(relay.number, wanted.protocol is Protocol.UDP, self._address, relay.holder.port,
                      wanted.endpoints, wanted.affinity_seconds)
 
-    def _portals_of(self, key: ServicePortKey) -> list[tuple[Portal, int]]:
-        """The portals that one service port wants, each with the port of its relay."""
-        relays = self._relays.get(key, {}).values()
-        return [(portal, relay.holder.port) for relay in relays for portal in relay.wanted.portals]
-
-    def _give_up_places(self, key: ServicePortKey) -> None:
-        """Let go of the ports of portals that one service port wants no longer."""
-        held = self._held.pop(key, {})
-        places = {_place(portal) for portal, _ in self._portals_of(key)}
-        for place in held.keys() - places:
-            holder = held.pop(place)
-            if holder is not None:
-                holder.close()
-        if places:
-            self._held[key] = held
-
     def _redirects(self, key: ServicePortKey) -> Iterator[Redirect]:
         """The portals of one service port, but for those whose port on this node somebody else has."""
         for relay in self._relays.get(key, {}).values():
