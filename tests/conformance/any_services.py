@@ -24,7 +24,7 @@ NETWORK_OF = {
 }  # fmt: skip
 """Clients, and the symbol of the network that each is in."""
 
-_SERVICES, _SLICES, _PORTS = 5, 2, 3
+_SERVICES, _SLICES, _PORTS = 3, 2, 3
 _CONDITIONS: tuple[Json, ...] = (
     {"ready": True}, {"ready": True}, {"ready": True}, {"ready": False},
     {"ready": False, "serving": True, "terminating": True},
@@ -81,20 +81,20 @@ class World:
         for _ in range(self.random.randint(1, 6)):
             number, piece = self.random.randrange(_SERVICES), self.random.randrange(_SLICES)
             dice = self.random.random()
-            if dice < 0.35:
+            if dice < 0.3:
                 self.services[number] = self._service(number)
                 yield {"service": dict(self.services[number])}
-            elif dice < 0.42:
+            elif dice < 0.35:
                 if self.services.pop(number, None):
                     yield f"Service/any{number}"
-            elif dice < 0.85:
+            elif dice < 0.75:
                 self.slices[number, piece] = self._slice(number, piece)
                 yield {"slice": dict(self.slices[number, piece])}
-            elif dice < 0.92:
+            elif dice < 0.82:
                 if self.slices.pop((number, piece), None):
                     yield f"EndpointSlice/any{number}-{piece}"
             else:
-                self.zone = self.random.choice("abc")
+                self.zone = self.random.choice("aabbc")
                 yield {"node": {"labels": {"topology.kubernetes.io/zone": self.zone}}}
 
     def attempts(self) -> Iterator[Attempt]:
@@ -185,20 +185,20 @@ class World:
                 service["loadBalancerSourceRanges"] = random.sample(networks, random.randint(1, 2))
             if service["externalTrafficPolicy"] == "Local":
                 service["healthCheckNodePort"] = 31900 + number
-        if random.random() < 0.25:
+        if random.random() < 0.4:
             service["sessionAffinity"] = "ClientIP"
         return service
 
     def _slice(self, number: int, piece: int) -> Json:
         random = self.random
-        hinted = random.random() < 0.4
+        by_zone, by_node = random.random() < 0.5, random.random() < 0.5
         endpoints = []
         for host in random.sample(HOSTS, random.randint(0, 4)):
             endpoint: Json = {"at": host, **random.choice(_CONDITIONS)}
-            if hinted and random.random() < 0.93:
+            if by_zone and random.random() < 0.95:
                 endpoint["forZones"] = random.sample(["a", "b"], random.randint(1, 2))
-            if hinted and random.random() < 0.4:
-                endpoint["forNodes"] = random.sample([NODE, "kc-node2"], 1)
+            if by_node and random.random() < 0.95:
+                endpoint["forNodes"] = [random.choice([NODE, "kc-node2"])]
             endpoints.append(endpoint)
         ports = [{"name": f"p{at}", "port": random.choice([8080, 8081, 8082]), "protocol": protocol}
                  for at in range(_PORTS) for protocol in ("TCP", "UDP") if random.random() < 0.9]
