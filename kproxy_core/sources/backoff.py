@@ -9,6 +9,9 @@ FIRST = 0.1
 LONGEST = 30.0
 """Seconds that it grows to."""
 
+ANSWERED = 1.0
+"""Seconds at most after the first answer of a server that gave none: it may be about to serve."""
+
 LONGEST_ASKED = 300.0
 """Seconds that a server may ask for at most."""
 
@@ -27,6 +30,10 @@ class Backoff:
     def __init__(self, chance: Callable[[], float]) -> None:
         self._chance = chance
         self._next = FIRST
+
+    def hasten(self) -> None:
+        """The server answers again, though not as it should."""
+        self._next = min(self._next, ANSWERED)
 
     def delay(self, lasted: float, asked: float = 0.0) -> float:
         """Seconds to wait, now that an attempt has ended that went well for *lasted* seconds.

@@ -100,6 +100,8 @@ class Reflector(Generic[W, V]):
         self._watching_since: float | None = None
         self._breaks = 0
         """Attempts that failed since one went well for a while."""
+        self._answers = True
+        """The server did so when it was asked last."""
         self._bookmarked = False
         """This server sends bookmarks."""
         self._silences = 0
@@ -137,7 +139,7 @@ class Reflector(Generic[W, V]):
         except Refusal as refused:
             problem, asked = refused, self._answer(refused)
         except (OSError, ProtocolError, Malformed) as error:
-            problem = error
+            problem, self._answers = error, False
             if resumed and self._watching_since is not None and isinstance(error, TimeoutError):
                 self._was_silent()
             self._renew_access(partial(self._requests.renew, error))
@@ -174,6 +176,9 @@ class Reflector(Generic[W, V]):
 
     def _answer(self, refused: Refusal) -> float:
         """What follows from being *refused*; the seconds to wait at least."""
+        if not self._answers:
+            self._backoff.hasten()
+        self._answers = True
         if refused.code == 401:
             self._renew_access(partial(self._requests.renew, refused))
         elif self._is_missing(refused):

@@ -244,6 +244,22 @@ def test_service_networks_that_can_not_be_read_stop_nobody(follow: ScriptedRun, 
     assert observed.names == {"a"}
 
 
+def test_a_server_that_answers_again_is_asked_again_soon(
+    follow: ScriptedRun, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    delays: list[float] = []
+    delay = Backoff.delay
+
+    def noted(backoff: Backoff, lasted: float, asked: float) -> float:
+        delays.append(delay(backoff, lasted, asked))
+        return 0.0
+
+    monkeypatch.setattr(Backoff, "delay", noted)
+    _, observed = follow(*[Exchange.leave] * 6, refuse(403), refuse(403), watched(*present("a")))
+    observed.wait_for(lambda o: o.names == {"a"})
+    assert delays == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 1.0, 2.0]
+
+
 def test_service_networks_that_were_read_before_are_missed(
     follow: ScriptedRun, caplog: pytest.LogCaptureFixture,
 ) -> None:
