@@ -170,7 +170,7 @@ class Load:
         return sum(self.answered.values())
 
     def renew(self) -> None:
-        """Close all lasting connections and flows, and open others."""
+        """Close all lasting connections and flows, open others, and wait for what is under way."""
         assert self._process.stdin is not None
         wanted = self._renewals + 1
         self._process.stdin.write("renew\n")

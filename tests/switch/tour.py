@@ -95,6 +95,7 @@ def _leg(where: Room, loads: Loads, before: str, after: str, connections: int) -
     loads.more(connections // 4)
     loads.renew()  # what still holds on to the old mode is not waited for
     loads.more(connections - (loads.made - made))
+    loads.renew()  # what is under way is this leg's
     return Leg(
         before, after, done.returncode, done.stdout + done.stderr, round(seconds, 3),
         loads.made - made, loads.exchanged - exchanged, loads.failures(since),

@@ -7,7 +7,8 @@ A client opens new connections and flows one after another to all targets, sever
 lasting ones. Those ask for answers that take their time, so nearly always one is under way. Several times a
 second it prints how many were answered, and what failed: refused, reset, without an answer, answered only
 after a segment had been sent again, or a lasting one answered by another endpoint than before. A line
-``renew`` on its standard input has it close its lasting connections in good order and open others.
+``renew`` on its standard input has it close its lasting connections in good order and open others, which is
+done when all that was under way has been answered, or given up.
 
 Segments are also sent again when the machine has no time for anybody. That shows in the lasting connections
 to CONTROL, which are endpoints themselves: their stalls are told as well.
@@ -171,6 +172,8 @@ class Client:
         self._failures: list[dict[str, object]] = []
         self._again: list[tuple[Target, int, bool]] = []
         """What could not begin, to be begun at the next tick."""
+        self._under_way: set[Conversation] = set()
+        """Those that a renewal waits for."""
         self._left = EACH_TICK
         """New ones that may still begin in this tick."""
         self._ending = False
@@ -233,6 +236,8 @@ class Client:
             return
         if answered and conversation.lasting:
             self._exchanged += 1
+            if conversation in self._under_way:
+                self._end(conversation)
         elif answered:
             self._answered[str(conversation.target)] += 1
             self._end(conversation)
@@ -265,8 +270,9 @@ class Client:
             self._stalls.append((conversation.since, time.monotonic()))
         else:
             self._failed(conversation.target, conversation.lasting, error, conversation.since)
+        replaced = conversation.lasting and conversation in self._under_way
         self._end(conversation)
-        if self._ending:
+        if self._ending or replaced:
             return
         if conversation.lasting:
             self._begin(conversation.target, 0, lasting=True)
@@ -283,6 +289,9 @@ class Client:
     def _end(self, conversation: Conversation) -> None:
         del self._conversations[conversation.socket.fileno()]
         conversation.close()
+        if conversation in self._under_way:
+            self._under_way.remove(conversation)
+            self._renewals += not self._under_way
 
     def _obey(self) -> None:
         said = os.read(0, 4096)
@@ -290,10 +299,13 @@ class Client:
             self._ending = True
             self._poll.unregister(0)
         for _ in range(said.count(b"renew\n")):
-            for conversation in [c for c in self._conversations.values() if c.lasting]:
-                self._end(conversation)
+            before = list(self._conversations.values())
+            self._under_way = {conversation for conversation in before if conversation.waiting}
+            for conversation in before:
+                if conversation.lasting and not conversation.waiting:
+                    self._end(conversation)
+            self._renewals += not self._under_way
             self._open_lasting()
-            self._renewals += 1
 
     def _report(self) -> None:
         failures, self._failures = self._failures, []
