@@ -87,7 +87,8 @@ def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat
 def kproxy_supersede(dry_run: bool) -> Leftovers:
     """Remove what kube-proxy left in the same mode, where it is nothing that this mode uses itself.
 
-    Optional. Called once, when this mode serves; may run beside syncs. Errors as in `kproxy_cleanup`.
+    Optional. Called once, when this mode serves, and before it serves again while it is still retiring; may
+    run beside syncs. Errors as in `kproxy_cleanup`.
     """
     raise NotImplementedError
 

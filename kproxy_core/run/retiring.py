@@ -70,13 +70,17 @@ class Retiring:
                 self._thread.start()
         return leaving.waiting
 
-    def call_off(self, mode: str) -> None:
-        """*mode* is to serve: leave in the kernel what is there. A backend of it still finishes its own."""
+    def call_off(self, mode: str) -> bool:
+        """*mode* is to serve: leave in the kernel what is there. A backend of it still finishes its own.
+
+        True if something was still to be removed.
+        """
         with self._changed:
             self._serving.add(mode)
-            for leaving in self._leaving:
-                if leaving.mode == mode:
-                    leaving.traces = False
+            called_off = [leaving for leaving in self._leaving if leaving.mode == mode and leaving.traces]
+            for leaving in called_off:
+                leaving.traces = False
+            return bool(called_off)
 
     def close(self) -> None:
         """Let all backends go, with the connections that they carry; what is in the kernel stays."""

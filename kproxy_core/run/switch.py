@@ -24,7 +24,7 @@ from kproxy_core.run.loop import Loop
 from kproxy_core.run.node_facts import NodeSettings
 from kproxy_core.run.pacing import Pacing
 from kproxy_core.run.proof import NotProven, Tell, prove
-from kproxy_core.run.retiring import Retiring
+from kproxy_core.run.retiring import Retiring, report
 
 log = logging.getLogger("kproxy.run")
 
@@ -151,7 +151,8 @@ class Switch:
         except JournalFailed:
             self._registry.close_backend(new)
             raise
-        self._retiring.call_off(mode)
+        if self._retiring.call_off(mode):  # The node may use another interface of iptables by now.
+            report(mode, self._registry.supersede(mode, dry_run=False))
         log.info("the mode is being switched", extra={"fields": {"before": old.mode, "after": mode}})
         try:
             self._try_out(new, terms.node, tell)

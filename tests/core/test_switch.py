@@ -147,6 +147,9 @@ def test_who_comes_back_while_waited_for_keeps_its_rules(
         threading.Event().wait(0.01)
     assert names(room.old) == {"web"}
     assert "clean up old" not in room.story
+    superseded = room.story.index("supersede in old")
+    assert "old full" in room.story[superseded:], "what it left elsewhere goes before it serves"
+    assert "old full" not in room.story[:superseded]
 
 
 Fail = Callable[[Room], None]
