@@ -1,7 +1,9 @@
 """The guest itself: a kernel for all modes, live output, exit statuses, and a host that stays as it is."""
 
 import subprocess
+import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 from tests.guest.guest import RUN, Guest
@@ -41,6 +43,26 @@ def test_guest_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     status, output = run("echo begun; sleep 600", tmp_path, seconds=6)
     assert status == 124
     assert "begun" in output
+
+
+def test_nothing_is_left_of_a_guest_that_is_ended_early(tmp_path: Path) -> None:
+    """Its kernel is told by the directory that it was given."""
+    command, environment = ["sh", "-c", "echo begun; sleep 600"], {"TMPDIR": str(tmp_path)}
+    with Guest(command, tmp_path / "log", share=tmp_path, seconds=60, environment=environment) as guest:
+        while "begun" not in guest.output:
+            time.sleep(0.1)
+        assert processes_that_name(tmp_path)
+    assert processes_that_name(tmp_path) == []
+    assert list(tmp_path.iterdir()) == [tmp_path / "log"]
+
+
+def processes_that_name(path: Path) -> list[str]:
+    """The command lines with *path* in them."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # It has ended.
+            found.append(file.read_text(errors="replace").replace("\0", " "))
+    return [line for line in found if str(path) in line]
 
 
 def test_only_the_shared_directory_keeps_what_is_written(tmp_path: Path) -> None:
