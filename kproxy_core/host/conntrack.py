@@ -1,20 +1,18 @@
-"""Reads UDP flows from the kernel's connection tracking, and deletes stale ones, over ctnetlink.
+"""Reads UDP flows from the kernel's connection tracking, and deletes stale ones.
 
-linux/netfilter/nfnetlink_conntrack.h, nf_conntrack_common.h. The table is read as a
-stream. Since Linux 5.8 the kernel leaves out what is not asked for; an older one sends every
-flow of the family, which costs time and changes nothing else.
+linux/netfilter/nf_conntrack_common.h. Since Linux 5.8 the kernel leaves out what is not asked for; an older
+one sends every flow of the family, which costs time and changes nothing else.
 """
 
 import errno
 import itertools
-import os
 import socket
 import struct
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Final, NamedTuple, Protocol, TypeVar
 
-from kproxy_core.host import netlink
+from kproxy_core.host import ctnetlink, netlink
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.netlink import attribute, nested
 from kproxy_core.model.address import Address, Family
@@ -23,17 +21,6 @@ from kproxy_core.plan.stale_flows import Socket
 
 T = TypeVar("T")
 
-_CT_GET: Final = 0x101
-_CT_DELETE: Final = 0x102
-
-_TUPLE_ORIG: Final = 1
-_STATUS: Final = 3
-_ID: Final = 12
-_ZONE: Final = 18
-_FILTER: Final = 25
-_TUPLE_PROTO: Final = 2
-_PROTO_NUM: Final = 1
-_PROTO_DST_PORT: Final = 3
 _FILTER_ORIG_FLAGS: Final = 1
 _FILTER_PROTO_NUM: Final = 1 << 3
 _FILTER_PROTO_DST_PORT: Final = 1 << 5
@@ -44,7 +31,6 @@ _DST_NAT: Final = 1 << 5
 _FIRST = struct.Struct("=2xH4s")
 """Kind and value of an attribute of four bytes."""
 _FLAGS = struct.Struct("=I")
-_GENERIC_HEADER = struct.Struct("=BBH")
 
 _MAX_PORT_DUMPS: Final = 2
 """Asking for one port at a time pays only while few walks through the table replace one."""
@@ -129,7 +115,7 @@ class _Deletion:
         """Delete a few flows. Only the last request asks for an answer: the others answer if they fail."""
         last = len(requests) - 1
         self._sock.send(b"".join(
-            netlink.message(_CT_DELETE, netlink.NLM_F_ACK if number == last else 0, request, number)
+            netlink.message(ctnetlink.DELETE, netlink.NLM_F_ACK if number == last else 0, request, number)
             for number, request in enumerate(requests)
         ))
         self.count += len(requests)
@@ -161,77 +147,48 @@ def _stale_flows(
 ) -> Iterator[bytes]:
     """What deletes each of the stale flows to *port*; None: to any."""
     ports = {number.to_bytes(2, "big") for number in stale.ports}
-    unpack = _TUPLE[family].unpack_from
-    for data, start, end, size, _, to, to_port in _walk(sock, family, port):
-        if to_port not in ports:
+    for flow in _walk(sock, family, port):
+        if flow.port not in ports:
             continue
-        _, _, by, _, _, _, by_port, _ = unpack(data, start + size)
-        if stale.is_stale((to, int.from_bytes(to_port, "big")), (by, int.from_bytes(by_port, "big"))):
-            rest = netlink.attributes(data, start, end)
+        by = ctnetlink.answered_by(family, flow)
+        if stale.is_stale(_socket(flow.destination, flow.port), _socket(by.address, by.port)):
+            rest = netlink.attributes(flow.data, flow.start, flow.end)
             # Without its tuple a request would mean every flow there is.
-            yield _header(family) + data[start : start + size] + b"".join(
-                attribute(kind, rest[kind]) for kind in (_ZONE, _ID) if kind in rest
+            original = flow.data[flow.start : flow.start + flow.size]
+            yield ctnetlink.header(family) + original + b"".join(
+                attribute(kind, rest[kind]) for kind in (ctnetlink.ZONE, ctnetlink.ID) if kind in rest
             )
 
 
 def _flows(sock: socket.socket, family: Family, wanted: Container[Address]) -> Iterator[Flow]:
-    unpack = _TUPLE[family].unpack_from
-    for data, start, end, size, source, to, to_port in _walk(sock, family, None):
-        if to in wanted:
-            reply_size, _, by, _, _, _, by_port, _ = unpack(data, start + size)
-            kind, status = _FIRST.unpack_from(data, start + size + reply_size)
-            if kind != _STATUS:  # A zone comes before it.
-                status = netlink.attributes(data, start, end)[_STATUS]
+    for flow in _walk(sock, family, None):
+        if flow.destination in wanted:
+            by = ctnetlink.answered_by(family, flow)
+            kind, status = _FIRST.unpack_from(flow.data, flow.start + flow.size + by.size)
+            if kind != ctnetlink.STATUS:  # A zone comes before it.
+                status = netlink.attributes(flow.data, flow.start, flow.end)[ctnetlink.STATUS]
             yield Flow(
-                source, (to, int.from_bytes(to_port, "big")), (by, int.from_bytes(by_port, "big")),
+                flow.source, _socket(flow.destination, flow.port), _socket(by.address, by.port),
                 bool(int.from_bytes(status, "big") & _DST_NAT),
             )  # fmt: skip
 
 
-def _walk(
-    sock: socket.socket, family: Family, port: int | None
-) -> Iterator[tuple[bytes, int, int, int, Address, Address, bytes]]:
-    """The UDP flows to *port*, or all, if the kernel filters; else all there are.
-
-    Each as a piece of data, its start and end, the size of the tuple that it begins with, and out of that
-    the source and destination addresses and the destination port.
-    """
-    unpack = _TUPLE[family].unpack_from
-    request = netlink.message(_CT_GET, netlink.NLM_F_DUMP, _header(family) + _filter(port))
-    for data, start, end in netlink.dump(sock, request):
-        start += _GENERIC_HEADER.size
-        size, head, source, to, number_head, protocol, _, to_port = unpack(data, start)
-        if head != _TUPLE_HEAD[family] or number_head != _NUMBER_HEAD:
-            # A kernel that writes flows in another way: better no clean-up than a wrong one.
-            raise OSError(errno.EPROTO, os.strerror(errno.EPROTO))
-        if protocol == IpProtocol.UDP:
-            yield data, start, end, size, source, to, to_port
+def _walk(sock: socket.socket, family: Family, port: int | None) -> Iterator[ctnetlink.Listed]:
+    """The UDP flows to *port*, if the kernel filters; else, and without a port, all of UDP."""
+    listed = ctnetlink.flows(sock, family, _filter(port))
+    return (flow for flow in listed if flow.protocol == IpProtocol.UDP)
 
 
-def _header(family: Family) -> bytes:
-    return _GENERIC_HEADER.pack(socket.AF_INET if family is Family.IPV4 else socket.AF_INET6, 0, 0)
+def _socket(address: Address, port: bytes) -> Socket:
+    return address, int.from_bytes(port, "big")
 
 
 def _filter(port: int | None) -> bytes:
     """Only UDP, and with a *port* only that destination port."""
-    fields = [attribute(_PROTO_NUM, bytes([IpProtocol.UDP]))]
+    fields = [attribute(ctnetlink.PROTO_NUM, bytes([IpProtocol.UDP]))]
     flags = _FILTER_PROTO_NUM
     if port is not None:
-        fields.append(attribute(_PROTO_DST_PORT, port.to_bytes(2, "big")))
+        fields.append(attribute(ctnetlink.PROTO_DST_PORT, port.to_bytes(2, "big")))
         flags |= _FILTER_PROTO_DST_PORT
-    wanted = nested(_TUPLE_ORIG, nested(_TUPLE_PROTO, *fields))
-    return wanted + nested(_FILTER, attribute(_FILTER_ORIG_FLAGS, _FLAGS.pack(flags)))
-
-
-# A flow begins with its original tuple, then comes the one of its answers. The kernel writes both
-# field by field in one order, so most of a table is passed over with one unpack a flow. Fields:
-# size of the attribute, header of the addresses and of the first, source, destination, header
-# of the protocol number, that, source port, destination port.
-_TUPLE = {family: struct.Struct(f"=H2x8s{family.size}s4x{family.size}s4x4sB7x2s6x2s") for family in Family}
-_HEADS = struct.Struct("=HHHH")
-_NESTED_IP = 1 | netlink.NLA_F_NESTED
-_TUPLE_HEAD = {
-    Family.IPV4: _HEADS.pack(20, _NESTED_IP, 8, 1),
-    Family.IPV6: _HEADS.pack(44, _NESTED_IP, 20, 3),
-}
-_NUMBER_HEAD = _HEADS.pack(0, 0, 5, _PROTO_NUM)[4:]
+    wanted = nested(ctnetlink.TUPLE_ORIG, nested(ctnetlink.TUPLE_PROTO, *fields))
+    return wanted + nested(ctnetlink.FILTER, attribute(_FILTER_ORIG_FLAGS, _FLAGS.pack(flags)))

@@ -6,22 +6,18 @@ minute gets there, and must find the relay listening, or the client is refused.
 
 import os
 import socket
-import struct
 from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import Final, NamedTuple
 
-from kproxy_core.host import netlink
+from kproxy_core.host import ctnetlink, netlink
 from kproxy_core.host.addresses import node_addresses
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Address, Family, Protocol
 
 # linux/netfilter/nfnetlink_conntrack.h
-_CT_GET: Final = 0x101
-_PROTOINFO: Final = 4
 _PROTOINFO_TCP: Final = 1
 _STATE: Final = 1
-_GENERIC_HEADER = struct.Struct("=BBH")
 
 _OPENING: Final = frozenset({0, 1, 2, 8, 9})
 """States in which a handshake may go on at the relay (nf_conntrack_tcp.h): NONE, SYN_SENT, SYN_RECV and
@@ -31,10 +27,6 @@ connection tracking. After any other end a SYN is."""
 _HALF_OPEN: Final = "03"
 """TCP_SYN_RECV in /proc/net/tcp: connection tracking has seen an ACK that did not get further."""
 _SOCKETS: Final = {Family.IPV4: "/proc/thread-self/net/tcp", Family.IPV6: "/proc/thread-self/net/tcp6"}
-
-# A tuple as the kernel writes it: its size, source and destination address, protocol, source and
-# destination port; see kproxy_core.host.conntrack.
-_TUPLE = {family: struct.Struct(f"=H10x{family.size}s4x{family.size}s8xB7x2s6x2s2x") for family in Family}
 
 
 class Port(NamedTuple):
@@ -73,22 +65,19 @@ def _flows(
     sock: socket.socket, family: Family, wanted: Collection[bytes], local: Collection[Address]
 ) -> Iterator[Port]:
     """Where translated flows lead that are answered by one of the *wanted* ports here."""
-    number = socket.AF_INET if family is Family.IPV4 else socket.AF_INET6
-    request = netlink.message(_CT_GET, netlink.NLM_F_DUMP, _GENERIC_HEADER.pack(number, 0, 0))
-    unpack = _TUPLE[family].unpack_from
-    for data, start, end in netlink.dump(sock, request):
-        start += _GENERIC_HEADER.size
-        size, _, to, protocol, _, to_port = unpack(data, start)
-        _, by, _, _, by_port, _ = unpack(data, start + size)
-        if by_port not in wanted or (by, by_port) == (to, to_port) or by not in local:
+    for flow in ctnetlink.flows(sock, family):
+        by = ctnetlink.answered_by(family, flow)
+        same = (by.address, by.port) == (flow.destination, flow.port)
+        if by.port not in wanted or same or by.address not in local:
             continue
-        port = int.from_bytes(by_port, "big")
-        if protocol == Protocol.UDP or (protocol == Protocol.TCP and _state(data, start, end) in _OPENING):
-            yield Port(Protocol(protocol), port)
+        protocol = flow.protocol
+        if protocol == Protocol.UDP or (protocol == Protocol.TCP and _state(flow) in _OPENING):
+            yield Port(Protocol(protocol), int.from_bytes(by.port, "big"))
 
 
-def _state(data: bytes, start: int, end: int) -> int:
-    for kind in (_PROTOINFO, _PROTOINFO_TCP):
+def _state(flow: ctnetlink.Listed) -> int:
+    data, start, end = flow.data, flow.start, flow.end
+    for kind in (ctnetlink.PROTOINFO, _PROTOINFO_TCP):
         data = netlink.attributes(data, start, end).get(kind, b"")
         start, end = 0, len(data)
     return netlink.attributes(data, start, end).get(_STATE, b"\0")[0]
