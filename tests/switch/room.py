@@ -374,9 +374,10 @@ class Room:
         for other in ("nft", "legacy"):
             action = "-N" if other == variant else "-X"
             subprocess.run(
-                ["ip", "netns", "exec", self.node.name, f"iptables-{other}", "-t", "mangle", action, HINT],
+                ["ip", "netns", "exec", self.node.name, f"iptables-{other}", "-w", "-t", "mangle", action, HINT],
                 stderr=subprocess.DEVNULL, check=False,
             )  # fmt: skip
+        self.node.run(f"iptables-{variant}", "-t", "mangle", "-S", HINT)
 
     def traces(self) -> set[str]:
         """Keys of `TRACES` that apply to the node, each marked if it is in iptables' legacy interface."""

@@ -80,4 +80,4 @@ def check_leg(legs: dict[tuple[str, str], Leg], before: str, after: str) -> None
     assert leg.failures == []
     assert leg.made >= CONNECTIONS
     assert leg.exchanged > 0
-    assert belongs(leg.left, after), f"on the node: {leg.left}"
+    assert belongs(leg.left, after), f"on the node: {[(of.after, of.left) for of in legs.values()]}"
