@@ -373,10 +373,9 @@ class Room:
         """Have the node use iptables for the kernel's ``nft`` or ``legacy`` interface, as kubelet would."""
         for other in ("nft", "legacy"):
             action = "-N" if other == variant else "-X"
+            program = [f"iptables-{other}", "-w", "-t", "mangle", action, HINT]
             subprocess.run(
-                ["ip", "netns", "exec", self.node.name, f"iptables-{other}", "-w", "-t", "mangle", action, HINT],
-                stderr=subprocess.DEVNULL, check=False,
-            )  # fmt: skip
+                ["ip", "netns", "exec", self.node.name, *program], stderr=subprocess.DEVNULL, check=False)
         self.node.run(f"iptables-{variant}", "-t", "mangle", "-S", HINT)
 
     def traces(self) -> set[str]:
