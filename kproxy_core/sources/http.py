@@ -5,9 +5,12 @@ sends is one wake-up and one recv() away from the watch that waits for it.
 """
 
 import contextlib
+import errno
+import os
+import select
 import socket
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import kproxy_core
 from kproxy_core.sources.access import Access
@@ -228,7 +231,7 @@ class Connection:
                 via.host, via.port, type=socket.SOCK_STREAM):
             plain = self._new_socket(family, kind, protocol)
             try:
-                plain.connect(address)
+                self._begin(plain, address)
                 if access.tls is not None:
                     if access.proxy is not None:
                         _open_tunnel(plain, access.proxy, access.authority)
@@ -240,6 +243,23 @@ class Connection:
                 return
         where = f" through the proxy {access.proxy.authority}" if access.proxy else ""
         raise Unreachable(f"can't connect to {access.authority}{where}: {problem}") from problem
+
+    def _begin(self, plain: socket.socket, address: Any) -> None:
+        """Connect. It begins under the lock: what has not begun can't be shut down by `abort`."""
+        with self._lock:
+            if self._aborted:
+                raise Aborted("closed from this side")
+            plain.settimeout(0)
+            problem = plain.connect_ex(address)
+        plain.settimeout(CONNECT_TIMEOUT)
+        if problem == errno.EINPROGRESS:
+            poll = select.poll()
+            poll.register(plain, select.POLLOUT)
+            if not poll.poll(CONNECT_TIMEOUT * 1000):
+                raise TimeoutError("timed out")
+            problem = plain.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if problem:
+            raise OSError(problem, os.strerror(problem))
 
     def _new_socket(self, family: int, kind: int, protocol: int) -> socket.socket:
         plain = socket.socket(family, kind, protocol)

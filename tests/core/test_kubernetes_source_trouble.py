@@ -9,9 +9,11 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from kproxy_core.sources import watch
+from kproxy_core.sources.access import Access
 from kproxy_core.sources.backoff import Backoff
 from kproxy_core.sources.events import BadObject, Event
 from kproxy_core.sources.framing import MAX_LINE
+from kproxy_core.sources.http import Connection
 from kproxy_core.sources.kubernetes import KubernetesSource
 from kproxy_core.testing.builders import cidrs
 from tests.core.api_servers import (
@@ -424,6 +426,19 @@ def test_stopping_waits_for_no_server(accepting: bool) -> None:
         with following(KubernetesSource(f"http://127.0.0.1:{port}", None, "n")) as observed:
             pass
         assert observed.events == 0
+
+
+def test_what_is_stopped_before_it_connects_does_not_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Connection._new_socket
+
+    def stopped(connection: Connection, family: int, kind: int, protocol: int) -> socket.socket:
+        plain = made(connection, family, kind, protocol)
+        connection.abort()
+        return plain
+
+    monkeypatch.setattr(Connection, "_new_socket", stopped)
+    with _deaf_server(accepting=False) as port, pytest.raises(OSError, match="closed from this side"):
+        Connection(Access(host="127.0.0.1", port=port)).get("/", 1.0)
 
 
 @contextmanager
