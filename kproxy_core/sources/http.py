@@ -246,10 +246,12 @@ class Connection:
 
     def _begin(self, plain: socket.socket, address: Any) -> None:
         """Connect. It begins under the lock: what has not begun can't be shut down by `abort`."""
+        plain.settimeout(0)
         with self._lock:
             if self._aborted:
+                plain.close()
                 raise Aborted("closed from this side")
-            plain.settimeout(0)
+            self._socket = plain
             problem = plain.connect_ex(address)
         plain.settimeout(CONNECT_TIMEOUT)
         if problem == errno.EINPROGRESS:
@@ -263,7 +265,6 @@ class Connection:
 
     def _new_socket(self, family: int, kind: int, protocol: int) -> socket.socket:
         plain = socket.socket(family, kind, protocol)
-        plain.settimeout(CONNECT_TIMEOUT)
         for level, option, value in (
             (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
             (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -273,11 +274,6 @@ class Connection:
             (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, PEER_TIMEOUT * 1000),
         ):
             plain.setsockopt(level, option, value)
-        with self._lock:
-            if self._aborted:
-                plain.close()
-                raise Aborted("closed from this side")
-            self._socket = plain
         return plain
 
     def _secure(self, plain: socket.socket, tls: "ssl.SSLContext") -> None:
