@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from kproxy_core.cli.options import NORMAL, FlagCommand, FlagGroup, with_flags
-from kproxy_core.configflags import (
+from kproxy_core.config.flags import (
     FLAGS,
     OLDER,
     PROCESS,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kproxy_core.backend.registry import Registry
     from kproxy_core.cli.modes import Report
     from kproxy_core.cli.terms import Configuration
-    from kproxy_core.config import Config
+    from kproxy_core.config.settings import Config
 
 _T = TypeVar("_T")
 
@@ -201,7 +201,7 @@ def _run(flags: Flags, init_only: bool) -> None:
 def _write_config(flags: Flags) -> None:
     """The configuration in effect goes into the file that ``--write-config-to`` names."""
     from kproxy_core.cli.terms import Configuration
-    from kproxy_core.configwrite import written
+    from kproxy_core.config.write import written
 
     path = flags["write_config_to"]
     with _errors():
@@ -277,7 +277,7 @@ def _errors() -> Iterator[None]:
     """What is known to go wrong becomes one line and status 1; anything else is a bug and shows as one."""
     from kproxy_core.backend.errors import BackendError
     from kproxy_core.cli.terms import StartFailed
-    from kproxy_core.config import ConfigError
+    from kproxy_core.config.settings import ConfigError
     from kproxy_core.host.errors import HostError
 
     try:

@@ -12,7 +12,7 @@ from kproxy_core.backend.errors import Unsupported
 from kproxy_core.backend.registry import PluginRefused, Registry
 from kproxy_core.backend.worker import Worker
 from kproxy_core.cli.terms import Configuration, backend_settings
-from kproxy_core.config import Config
+from kproxy_core.config.settings import Config
 from kproxy_core.host import privileges
 from kproxy_core.model.address import Family, family_of
 from kproxy_core.run.beginning import begin

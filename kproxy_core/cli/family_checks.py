@@ -5,7 +5,7 @@ kube-proxy 1.36 checks the same, cmd/kube-proxy/app/server.go; there, more of it
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from kproxy_core.config import Config, DetectLocalMode
+from kproxy_core.config.settings import Config, DetectLocalMode
 from kproxy_core.model.address import Address, Cidr, Family, family_of, parse_cidr
 from kproxy_core.model.node import NodeObject
 from kproxy_core.run.node_facts import NodeSettings, primary_family

@@ -1,4 +1,4 @@
-"""The flags of `kproxy_core.configflags` as options of a command, in the forms that kube-proxy takes."""
+"""The flags of `kproxy_core.config.flags` as options of a command, in the forms that kube-proxy takes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from kproxy_core.configflags import ALIASES, FLAGS, OLDER, Flag
+from kproxy_core.config.flags import ALIASES, FLAGS, OLDER, Flag
 
 NORMAL = {
     "help_option_names": ["-h", "--help"],

@@ -7,7 +7,7 @@ import resource
 import sys
 from pathlib import Path
 
-from kproxy_core.config import Config
+from kproxy_core.config.settings import Config
 from kproxy_core.host.conntrack_settings import READ_ONLY_SYS, ConntrackLimits, apply
 from kproxy_core.host.errors import HostError
 from kproxy_core.run.events import Events

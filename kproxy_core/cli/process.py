@@ -27,11 +27,11 @@ from kproxy_core.cli.terms import (
     settings_of_modes,
     terms_of_modes,
 )
-from kproxy_core.config import BindAddress, Config
-from kproxy_core.configcheck import FEATURE_GATES
-from kproxy_core.configfile import ClientConnection
-from kproxy_core.configflags import Flags
-from kproxy_core.configwrite import effective, effective_flags
+from kproxy_core.config.check import FEATURE_GATES
+from kproxy_core.config.file import ClientConnection
+from kproxy_core.config.flags import Flags
+from kproxy_core.config.settings import BindAddress, Config
+from kproxy_core.config.write import effective, effective_flags
 from kproxy_core.host import privileges
 from kproxy_core.host.addresses import watch_addresses
 from kproxy_core.model.address import Family

@@ -8,7 +8,7 @@ from kproxy_core.backend.api import Scope
 from kproxy_core.backend.registry import Registry
 from kproxy_core.cli.process import make_source, make_store
 from kproxy_core.cli.terms import StartFailed, backend_settings, node_settings
-from kproxy_core.config import Config
+from kproxy_core.config.settings import Config
 from kproxy_core.host.addresses import node_addresses
 from kproxy_core.model.address import Family
 from kproxy_core.run.client_metrics import ClientMetrics

@@ -8,7 +8,7 @@ from typing import Any
 
 from kproxy_core.backend.api import Caveat
 from kproxy_core.cli.terms import Configuration
-from kproxy_core.config import ConfigError, load
+from kproxy_core.config.settings import ConfigError, load
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.run.control import Answer, Refused
 from kproxy_core.run.events import Events

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from kproxy_core.backend.api import BackendSettings, Description
 from kproxy_core.backend.registry import Registry
-from kproxy_core.config import (
+from kproxy_core.config.flags import Flags
+from kproxy_core.config.settings import (
     Config,
     DetectLocalMode,
     FileConfig,
@@ -14,7 +15,6 @@ from kproxy_core.config import (
     parse_node_port_addresses,
     resolve,
 )
-from kproxy_core.configflags import Flags
 from kproxy_core.host.addresses import default_source_address
 from kproxy_core.model.address import Cidr, Family
 from kproxy_core.model.node import LocalSource

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from kproxy_core.configcheck import FEATURE_GATES, NO_EFFECT
-from kproxy_core.configflags import FLAGS, OLDER
+from kproxy_core.config.check import FEATURE_GATES, NO_EFFECT
+from kproxy_core.config.flags import FLAGS, OLDER
 from tests.core.golden import golden
 
 CHECKOUT = Path(__file__).parents[2]

@@ -2,7 +2,8 @@
 
 import pytest
 
-from kproxy_core.config import (
+from kproxy_core.config.file import API_VERSION, decode
+from kproxy_core.config.settings import (
     BindAddress,
     Config,
     ConfigError,
@@ -12,7 +13,6 @@ from kproxy_core.config import (
     parse_node_port_addresses,
     resolve,
 )
-from kproxy_core.configfile import API_VERSION, decode
 from kproxy_core.model.address import parse_address, parse_cidr
 from tests.core.golden import golden
 

@@ -8,8 +8,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy_core.config import Flags, resolve
-from kproxy_core.configfile import (
+from kproxy_core.config.file import (
     API_VERSION,
     ConfigError,
     Duration,
@@ -19,6 +18,7 @@ from kproxy_core.configfile import (
     decode,
     load,
 )
+from kproxy_core.config.settings import Flags, resolve
 from tests.core.golden import golden
 
 HEAD = f"apiVersion: {API_VERSION}\nkind: KubeProxyConfiguration\n"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kproxy_core.cli.process import make_events
-from kproxy_core.config import Flags, resolve
+from kproxy_core.config.settings import Flags, resolve
 from kproxy_core.run.client_metrics import ClientMetrics
 from kproxy_core.run.events import SAME_AGAIN, Events
 from kproxy_core.sources.api_event import Event, NotWritten

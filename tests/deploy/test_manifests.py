@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from kproxy_core import config as configuration
-from kproxy_core.configflags import Flags
-from kproxy_core.configwrite import written
+from kproxy_core.config import settings as configuration
+from kproxy_core.config.flags import Flags
+from kproxy_core.config.write import written
 from kproxy_core.sources.decode import ENDPOINT_SLICES, NODES, SERVICE_CIDRS, SERVICES
 from tests.core.golden import golden
 from tests.deploy.objects import DEPLOY, Object, base, chart, containers

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import yaml
 
-from kproxy_core import config
 from kproxy_core.backend.api import Update
-from kproxy_core.config import Config, DetectLocalMode
-from kproxy_core.configfile import decode
+from kproxy_core.config import settings as config
+from kproxy_core.config.file import decode
+from kproxy_core.config.settings import Config, DetectLocalMode
 from kproxy_core.model.address import Family, parse_address
 from kproxy_core.model.node import LocalSource
 from kproxy_core.plan.service_plan import plan_service

@@ -8,14 +8,14 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from kproxy_core.configcheck import (
+from kproxy_core.config.check import (
     OUTSIDE_SECTIONS,
     field_at,
     gates_in_effect,
     notices_about,
     problems_of,
 )
-from kproxy_core.configfile import (
+from kproxy_core.config.file import (
     ClientConnection,
     ConfigError,
     Conntrack,
@@ -24,8 +24,8 @@ from kproxy_core.configfile import (
     Problem,
     load,
 )
-from kproxy_core.configflags import Flags
-from kproxy_core.configmerge import merge
+from kproxy_core.config.flags import Flags
+from kproxy_core.config.merge import merge
 from kproxy_core.model.address import (
     Address,
     Cidr,
@@ -127,7 +127,7 @@ def resolve(flags: Flags, file: FileConfig | None) -> Config:
     """The configuration in effect.
 
     A file replaces the flags, as in kube-proxy, except those that count beside it (see
-    `kproxy_core.configflags`); others that were given get a notice. Unlike there, ``--mode`` wins.
+    `kproxy_core.config.flags`); others that were given get a notice. Unlike there, ``--mode`` wins.
     Without a mode in either, the settings are those for no mode in particular: once one is
     chosen, resolve again with ``--mode`` set to it.
 

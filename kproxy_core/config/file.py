@@ -1,7 +1,7 @@
 """The configuration file: KubeProxyConfiguration ``kubeproxy.config.k8s.io/v1alpha1``, decoded.
 
 Field names, types and defaults are kube-proxy 1.36's. Whether values make sense together is
-judged in `kproxy_core.config`; here a value only has to be of its field's type.
+judged in `kproxy_core.config.settings`; here a value only has to be of its field's type.
 """
 
 import re

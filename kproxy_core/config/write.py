@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from kproxy_core.config import Config
-from kproxy_core.configfile import API_VERSION, KIND, Duration, Kproxy, KubeProxyConfiguration
-from kproxy_core.configflags import FLAGS, Flags
+from kproxy_core.config.file import API_VERSION, KIND, Duration, Kproxy, KubeProxyConfiguration
+from kproxy_core.config.flags import FLAGS, Flags
+from kproxy_core.config.settings import Config
 
 _LEFT_OUT_IF_EMPTY = frozenset({"featureGates", "splitStream", "vmodule", "windowsRunAsService"})
 _SECTIONS = ("iptables", "ipvs", "nftables")

@@ -1,7 +1,7 @@
 """What must hold for a configuration beside the types of its fields.
 
 The rules are kube-proxy 1.36's, pkg/proxy/apis/config/validation; fields that hold addresses are
-judged where they are parsed, in `kproxy_core.config`.
+judged where they are parsed, in `kproxy_core.config.settings`.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kproxy_core.configfile import Duration, KubeProxyConfiguration, Logging, Problem
+from kproxy_core.config.file import Duration, KubeProxyConfiguration, Logging, Problem
 from kproxy_core.model.address import parse_cidr
 
 

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kproxy_core.configfile import (
+from kproxy_core.config.file import (
     Duration,
     FileConfig,
     Ipvs,
@@ -15,7 +15,7 @@ from kproxy_core.configfile import (
     VModule,
     duration_from,
 )
-from kproxy_core.configflags import FLAGS, Flag, Flags, truth
+from kproxy_core.config.flags import FLAGS, Flag, Flags, truth
 
 
 @dataclass(slots=True)
