@@ -28,8 +28,8 @@ from kproxy_core.config.flags import (
 if TYPE_CHECKING:
     from kproxy_core.backend.registry import Registry
     from kproxy_core.cli.modes import Report
-    from kproxy_core.cli.terms import Configuration
     from kproxy_core.config.settings import Config
+    from kproxy_core.process.terms import Configuration
 
 _T = TypeVar("_T")
 
@@ -89,7 +89,7 @@ def modes(
     With --probe the exit status is 0 if MODE works on this machine (without one: any), else 1.
     """
     from kproxy_core.cli.modes import describe, find_out
-    from kproxy_core.cli.terms import Configuration
+    from kproxy_core.process.terms import Configuration
 
     if load_modules and not probe:
         raise click.UsageError("--load-modules goes with --probe")
@@ -126,7 +126,7 @@ def _written(report: Report, output: str) -> str:
 def switch(mode: str, check: bool) -> None:
     """Have the proxy that runs here serve in another MODE. Connections don't notice."""
     from kproxy_core.cli import switching
-    from kproxy_core.run.control import NobodyThere, Refused
+    from kproxy_core.modes.control import NobodyThere, Refused
 
     try:
         if check:
@@ -144,14 +144,14 @@ def switch(mode: str, check: bool) -> None:
 def render(family: str | None, **options: Any) -> None:
     """Print the rules that the manifests ask for. The kernel is left alone, and no privileges are needed."""
     from kproxy_core.model.address import Family
-    from kproxy_core.run import logs
+    from kproxy_core.observe import logs
 
     with _errors():
         config, registry, configuration = _prepared(_given(options))
         if not config.manifests:
             raise click.UsageError("render needs --manifests")
         if not config.mode:
-            from kproxy_core.cli.terms import backend_settings, served_families
+            from kproxy_core.process.terms import backend_settings, served_families
 
             probing = backend_settings(config, served_families())
             config = configuration.of(registry.preferred(probing))
@@ -178,12 +178,12 @@ def _judged(parameter: str, flags: Flags, judge: Callable[[str], _T], default: _
 
 
 def _run(flags: Flags, init_only: bool) -> None:
-    from kproxy_core.run import logs
+    from kproxy_core.observe import logs
 
     with _errors():
         config, registry, configuration = _prepared(flags)
         logs.set_up(config.verbosity, config.logging_format)
-        from kproxy_core.cli import process
+        from kproxy_core.process import assembly as process
 
     for told in (*config.notices, *registry.broken):
         process.log.warning(str(told))
@@ -200,8 +200,8 @@ def _run(flags: Flags, init_only: bool) -> None:
 
 def _write_config(flags: Flags) -> None:
     """The configuration in effect goes into the file that ``--write-config-to`` names."""
-    from kproxy_core.cli.terms import Configuration
     from kproxy_core.config.write import written
+    from kproxy_core.process.terms import Configuration
 
     path = flags["write_config_to"]
     with _errors():
@@ -219,7 +219,7 @@ def _write_config(flags: Flags) -> None:
 
 def _clean(flags: Flags, dry_run: bool, own_only: bool, spared: tuple[str, ...]) -> None:
     """Every mode but those *spared* cleans up after itself; what one can't do keeps no other from it."""
-    from kproxy_core.cli.terms import Configuration, served_families, settings_of_modes
+    from kproxy_core.process.terms import Configuration, served_families, settings_of_modes
 
     with _errors():
         configuration = Configuration.read(flags)
@@ -258,8 +258,8 @@ def _tell_broken(registry: Registry) -> None:
 
 def _prepared(flags: Flags) -> tuple[Config, Registry, Configuration]:
     """What is in effect, as far as it was asked for; the plugins; what was asked for."""
-    from kproxy_core.cli.terms import Configuration
-    from kproxy_core.run.journal import Journal
+    from kproxy_core.modes.journal import Journal
+    from kproxy_core.process.terms import Configuration
 
     configuration = Configuration.read(flags)
     config = configuration.of(configuration.mode)
@@ -276,9 +276,9 @@ def _prepared(flags: Flags) -> tuple[Config, Registry, Configuration]:
 def _errors() -> Iterator[None]:
     """What is known to go wrong becomes one line and status 1; anything else is a bug and shows as one."""
     from kproxy_core.backend.errors import BackendError
-    from kproxy_core.cli.terms import StartFailed
     from kproxy_core.config.settings import ConfigError
     from kproxy_core.host.errors import HostError
+    from kproxy_core.process.terms import StartFailed
 
     try:
         yield

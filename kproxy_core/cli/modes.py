@@ -6,11 +6,11 @@ from typing import Any
 
 from kproxy_core.backend.api import BackendSettings, Description, Detection, Requirement
 from kproxy_core.backend.registry import Registry
-from kproxy_core.cli.choice import and_fallbacks, primary
 from kproxy_core.cli.machine import Fact, facts
-from kproxy_core.cli.terms import Configuration, backend_settings, served_families
 from kproxy_core.host import trial
 from kproxy_core.model.address import Family
+from kproxy_core.process.choice import and_fallbacks, primary
+from kproxy_core.process.terms import Configuration, backend_settings, served_families
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,16 +6,16 @@ from queue import SimpleQueue
 
 from kproxy_core.backend.api import Scope
 from kproxy_core.backend.registry import Registry
-from kproxy_core.cli.process import make_source, make_store
-from kproxy_core.cli.terms import StartFailed, backend_settings, node_settings
 from kproxy_core.config.settings import Config
-from kproxy_core.host.addresses import node_addresses
+from kproxy_core.host.netlink.addresses import node_addresses
 from kproxy_core.model.address import Family
-from kproxy_core.run.client_metrics import ClientMetrics
-from kproxy_core.run.family import FamilyPlans
-from kproxy_core.run.node_facts import NodeFacts
-from kproxy_core.sources.events import BadObject, Event
-from kproxy_core.sources.store import Store
+from kproxy_core.observe.client_metrics import ClientMetrics
+from kproxy_core.process.assembly import make_source, make_store
+from kproxy_core.process.terms import StartFailed, backend_settings, node_settings
+from kproxy_core.store.events import BadObject, Event
+from kproxy_core.store.store import Store
+from kproxy_core.sync.family_plans import FamilyPlans
+from kproxy_core.sync.node_facts import NodeFacts
 
 log = logging.getLogger("kproxy.run")
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kproxy_core.run import control
+from kproxy_core.modes import control
 
 
 def check(mode: str, say: Callable[[str], None]) -> bool:

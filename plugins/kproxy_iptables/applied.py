@@ -14,8 +14,8 @@ from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_iptables import names
 from kproxy_iptables.batch import References
 from kproxy_iptables.names import FILTER, NAT
-from kproxy_iptables.render import Rule, Style, Wanted, wanted
 from kproxy_iptables.skeleton import BLOCK_LOCALNET, JUMPS, KUBELET_JUMPS, ChainKey, Facts, constant_rules
+from kproxy_iptables.wanted import Rule, Style, Wanted, wanted
 
 Plans = Mapping[ServicePortKey, ServicePlan]
 _EMPTY = Wanted({}, [])

@@ -6,15 +6,15 @@ from kproxy_core.backend.api import BackendSettings, Damage, Measurement, Scope,
 from kproxy_core.backend.errors import SyncFailed, Unsupported
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.iptables import Tables
-from kproxy_core.host.iptables_variant import NoVariant, find_variant
 from kproxy_core.host.programs import OwnProcesses
 from kproxy_core.model.address import Family
 from kproxy_iptables.counts import measurements
+from kproxy_iptables.family import FamilyTables
+from kproxy_iptables.render import render_text
 from kproxy_iptables.settings import read_settings
-from kproxy_iptables.table import FamilyTables
-from kproxy_iptables.text import render_text
 from kproxy_iptables.watch import Watcher, generation
+from kproxy_xtables.tables import Tables
+from kproxy_xtables.variant import NoVariant, find_variant
 
 log = logging.getLogger("kproxy.iptables")
 

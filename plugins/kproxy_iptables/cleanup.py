@@ -4,15 +4,15 @@ from collections.abc import Collection, Iterable
 from functools import partial
 
 from kproxy_core.backend.api import Leftovers
-from kproxy_core.host.iptables import Tables
-from kproxy_core.host.iptables_cleanup import clean, used_and_unused
-from kproxy_core.host.iptables_removal import ChainKey, Held, Removal, jump, plan_removal
-from kproxy_core.host.iptables_shared import FIREWALL, is_ipset_jump, of_ipset_mode
-from kproxy_core.host.iptables_variant import Variant, find_variants
 from kproxy_iptables import names
 from kproxy_iptables.applied import holds
 from kproxy_iptables.names import NAT
 from kproxy_iptables.skeleton import JUMPS
+from kproxy_xtables.cleanup import clean, used_and_unused
+from kproxy_xtables.removal import ChainKey, Held, Removal, jump, plan_removal
+from kproxy_xtables.shared_chains import FIREWALL, is_ipset_jump, of_ipset_mode
+from kproxy_xtables.tables import Tables
+from kproxy_xtables.variant import Variant, find_variants
 
 _OLDER = frozenset({(NAT, "KUBE-MARK-DROP")})
 """Up to kube-proxy 1.27; kubelet's, too, which makes it again."""

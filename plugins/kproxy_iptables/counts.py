@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from kproxy_core.backend.api import Measurement
 from kproxy_core.model.address import Family
 from kproxy_iptables import names
-from kproxy_iptables.accounting import read_packets
+from kproxy_iptables.kernel.accounting import read_packets
 from kproxy_iptables.names import FILTER, NAT
 
 _SYNC = "kubeproxy_sync_proxy_rules_iptables"

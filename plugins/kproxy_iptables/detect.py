@@ -1,12 +1,12 @@
 """Whether this machine can run the mode: tried with the programs that it would use."""
 
 from kproxy_core.backend.api import BackendSettings, Detection, Requirement, Trial
-from kproxy_core.host import iptables_check
 from kproxy_core.host.attempts import Attempts, sysctl_finding
-from kproxy_core.host.iptables import Tables
-from kproxy_core.host.iptables_check import Feature
 from kproxy_core.host.modules import Modules
 from kproxy_iptables.settings import read_settings
+from kproxy_xtables import requirements as iptables_check
+from kproxy_xtables.requirements import Feature
+from kproxy_xtables.tables import Tables
 
 _MODE = "iptables"
 _FEATURES = (

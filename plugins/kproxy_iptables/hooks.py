@@ -58,7 +58,7 @@ def kproxy_supersede(dry_run: bool) -> Leftovers:
 @hookimpl
 def kproxy_prepare(settings: BackendSettings) -> None:
     """What node ports on localhost need."""
-    from kproxy_iptables.kernel import enable_route_localnet
+    from kproxy_iptables.kernel.requirements import enable_route_localnet
     from kproxy_iptables.settings import read_settings
 
     if read_settings(settings).localhost_node_ports:

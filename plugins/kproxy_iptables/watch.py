@@ -18,14 +18,14 @@ from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from kproxy_core.backend.api import Damage
-from kproxy_core.host import netlink
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.iptables import Tables
+from kproxy_core.host.netlink import messages as netlink
 from kproxy_core.host.programs import OwnProcesses
 from kproxy_core.model.address import Family
 from kproxy_iptables import names
 from kproxy_iptables.applied import holds
 from kproxy_iptables.skeleton import BUILT_IN_CHAINS, JUMPS
+from kproxy_xtables.tables import Tables
 
 log = logging.getLogger("kproxy.iptables")
 

@@ -12,7 +12,7 @@ from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_ipvs import names
 from kproxy_ipvs.batch import DeleteDestination, DeleteServer, Operation, PutDestination, PutServer
 from kproxy_ipvs.names import SetKind
-from kproxy_ipvs.render import (
+from kproxy_ipvs.wanted import (
     Element,
     Scheduling,
     Server,

@@ -6,17 +6,18 @@ from kproxy_core.backend.api import BackendSettings, Damage, Measurement, Scope,
 from kproxy_core.backend.errors import SyncFailed, Unsupported
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.iptables import Tables
-from kproxy_core.host.iptables_variant import NoVariant, Variant, find_variant
 from kproxy_core.host.modules import Modules
 from kproxy_core.model.address import Family
-from kproxy_ipvs import device, kernel, sets
 from kproxy_ipvs.family import FamilyState
+from kproxy_ipvs.kernel import device, sets
+from kproxy_ipvs.kernel import requirements as kernel
+from kproxy_ipvs.kernel.virtual_servers import VirtualServers, refusal
 from kproxy_ipvs.names import SETS
+from kproxy_ipvs.render import render_text
 from kproxy_ipvs.settings import read_settings
-from kproxy_ipvs.text import render_text
-from kproxy_ipvs.virtual_servers import VirtualServers, refusal
 from kproxy_ipvs.watch import DeviceWatch
+from kproxy_xtables.tables import Tables
+from kproxy_xtables.variant import NoVariant, Variant, find_variant
 
 log = logging.getLogger("kproxy.ipvs")
 

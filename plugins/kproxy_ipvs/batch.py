@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from kproxy_core.model.address import Address, Family
 from kproxy_core.model.endpoint import Destination
-from kproxy_ipvs.render import Scheduling, ServerKey
+from kproxy_ipvs.wanted import Scheduling, ServerKey
 
 NEW_SERVICE, SET_SERVICE, DELETE_SERVICE, GET_SERVICE = 1, 2, 3, 4
 NEW_DEST, SET_DEST, DELETE_DEST, GET_DEST = 5, 6, 7, 8

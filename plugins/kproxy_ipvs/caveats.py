@@ -1,6 +1,6 @@
 """What this mode does not do as a Service asks, or as other modes do. Pure.
 
-Local policies are no caveat: see `kproxy_ipvs.render`.
+Local policies are no caveat: see `kproxy_ipvs.wanted`.
 """
 
 from collections.abc import Iterator, Sequence

@@ -8,19 +8,20 @@ from kproxy_core.backend.api import Leftovers
 from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.iptables import Tables
-from kproxy_core.host.iptables_cleanup import Cleaned, clean, used_and_unused
-from kproxy_core.host.iptables_removal import ChainKey, Held, Removal, jump, plan_removal
-from kproxy_core.host.iptables_shared import FIREWALL, is_ipset_jump, of_ipset_mode
-from kproxy_core.host.iptables_variant import find_variants
 from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_address
-from kproxy_ipvs import device, listing, names, sets
+from kproxy_ipvs import names
 from kproxy_ipvs.applied import Entries
 from kproxy_ipvs.batch import DeleteServer
+from kproxy_ipvs.kernel import device, listing, sets
+from kproxy_ipvs.kernel.virtual_servers import VirtualServers
 from kproxy_ipvs.names import FILTER, MANGLE, NAT
-from kproxy_ipvs.render import ServerKey
 from kproxy_ipvs.skeleton import JUMPS
-from kproxy_ipvs.virtual_servers import VirtualServers
+from kproxy_ipvs.wanted import ServerKey
+from kproxy_xtables.cleanup import Cleaned, clean, used_and_unused
+from kproxy_xtables.removal import ChainKey, Held, Removal, jump, plan_removal
+from kproxy_xtables.shared_chains import FIREWALL, is_ipset_jump, of_ipset_mode
+from kproxy_xtables.tables import Tables
+from kproxy_xtables.variant import find_variants
 
 EntriesByFamily = dict[Family, Entries]
 

@@ -6,16 +6,18 @@ from functools import partial
 
 from kproxy_core.backend.api import BackendSettings, Detection, Requirement, Trial
 from kproxy_core.backend.errors import SyncFailed, Unsupported
-from kproxy_core.host import iptables_check, programs
+from kproxy_core.host import programs
 from kproxy_core.host.attempts import Attempts, Finding, sysctl_finding
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.iptables import Tables
-from kproxy_core.host.iptables_check import Feature
 from kproxy_core.host.modules import Modules, kernel_version
 from kproxy_core.model.address import Family
-from kproxy_ipvs import device, names, sets
+from kproxy_ipvs import names
+from kproxy_ipvs.kernel import device, sets
+from kproxy_ipvs.kernel.virtual_servers import refusal
 from kproxy_ipvs.settings import read_settings
-from kproxy_ipvs.virtual_servers import refusal
+from kproxy_xtables import requirements as iptables_check
+from kproxy_xtables.requirements import Feature
+from kproxy_xtables.tables import Tables
 
 _MODE = "ipvs"
 _OLDEST_IPSET = (6, 0)

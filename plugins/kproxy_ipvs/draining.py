@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.model.endpoint import Destination
-from kproxy_ipvs.render import ServerKey
+from kproxy_ipvs.wanted import ServerKey
 
 log = logging.getLogger("kproxy.ipvs")
 

@@ -6,21 +6,22 @@ from collections.abc import Callable, Container, Mapping
 from kproxy_core.backend.api import SyncReport
 from kproxy_core.backend.errors import SyncFailed, TrustLost
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.iptables import Tables
-from kproxy_core.host.iptables_shared import SERVICES, of_ipset_mode
 from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_ipvs import device, names, rules, sets, skeleton
+from kproxy_ipvs import names, skeleton
 from kproxy_ipvs.applied import Applied, Difference, Entries, compare_all, described
 from kproxy_ipvs.batch import Operation, PutDestination
 from kproxy_ipvs.draining import Draining
+from kproxy_ipvs.kernel import device, rules, sets
+from kproxy_ipvs.kernel.virtual_servers import VirtualServers
 from kproxy_ipvs.names import SETS
-from kproxy_ipvs.render import ServerKey, Style
 from kproxy_ipvs.settings import Settings
-from kproxy_ipvs.virtual_servers import VirtualServers
+from kproxy_ipvs.wanted import ServerKey, Style
+from kproxy_xtables.shared_chains import SERVICES, of_ipset_mode
+from kproxy_xtables.tables import Tables
 
 log = logging.getLogger("kproxy.ipvs")
 

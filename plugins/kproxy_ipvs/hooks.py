@@ -67,7 +67,7 @@ def kproxy_supersede(dry_run: bool) -> Leftovers:
 @hookimpl
 def kproxy_prepare(settings: BackendSettings) -> None:
     """The kernel's modules, and the sysctls that they bring."""
-    from kproxy_ipvs.kernel import ensure_settings, load_modules
+    from kproxy_ipvs.kernel.requirements import ensure_settings, load_modules
     from kproxy_ipvs.settings import read_settings
 
     wanted = read_settings(settings)

@@ -19,25 +19,27 @@ from typing import NamedTuple, TypeVar
 
 from kproxy_core.backend.api import Leftovers
 from kproxy_core.backend.errors import SyncFailed
-from kproxy_core.host import conntrack, programs
-from kproxy_core.host.addresses import default_source_address
-from kproxy_core.host.conntrack import Flow
+from kproxy_core.host import programs
+from kproxy_core.host.conntrack import flows as conntrack
+from kproxy_core.host.conntrack.flows import Flow
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.iptables import Tables
-from kproxy_core.host.iptables_removal import described, inputs
-from kproxy_core.host.iptables_variant import find_variants
+from kproxy_core.host.netlink.addresses import default_source_address
 from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_address, parse_address
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.service_plan import Frontend
-from kproxy_ipvs import device, listing, names, rules, sets
+from kproxy_ipvs import names
 from kproxy_ipvs.applied import Entries
 from kproxy_ipvs.batch import DeleteDestination, DeleteServer, Listed, Operation, PutDestination
 from kproxy_ipvs.cleanup import is_left, what_to_remove
-from kproxy_ipvs.listing import Translation
+from kproxy_ipvs.kernel import device, listing, rules, sets
+from kproxy_ipvs.kernel.listing import Translation
+from kproxy_ipvs.kernel.virtual_servers import VirtualServers
 from kproxy_ipvs.names import FILTER
-from kproxy_ipvs.render import Element, ServerKey
 from kproxy_ipvs.skeleton import JUMPS, no_frontend
-from kproxy_ipvs.virtual_servers import VirtualServers
+from kproxy_ipvs.wanted import Element, ServerKey
+from kproxy_xtables.removal import described, inputs
+from kproxy_xtables.tables import Tables
+from kproxy_xtables.variant import find_variants
 
 T = TypeVar("T")
 

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby, islice
 from typing import NamedTuple
 
-from kproxy_core.host.netlink import attribute, nested
+from kproxy_core.host.netlink.messages import attribute, nested
 from kproxy_core.model.address import Family, Protocol, parse_address
-from kproxy_ipvs.exchange import Request
+from kproxy_ipvs.kernel.exchange import Request
 from kproxy_ipvs.names import SetKind
-from kproxy_ipvs.render import Element
+from kproxy_ipvs.wanted import Element
 
 _SUBSYSTEM = 6 << 8
 _ADD, _DELETE = 9, 10

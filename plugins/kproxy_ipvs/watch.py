@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from kproxy_core.backend.api import Damage
 from kproxy_core.backend.errors import SyncFailed
-from kproxy_core.host import netlink
+from kproxy_core.host.netlink import messages as netlink
 from kproxy_core.model.address import Address, Family, format_address
 from kproxy_ipvs.family import FamilyState
 from kproxy_ipvs.names import DEVICE

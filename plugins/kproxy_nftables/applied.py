@@ -14,7 +14,7 @@ from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_nftables import names
 from kproxy_nftables.owned_chains import owned_objects
-from kproxy_nftables.render import (
+from kproxy_nftables.wanted import (
     Element,
     Value,
     elements,

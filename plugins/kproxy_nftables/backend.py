@@ -13,10 +13,10 @@ from kproxy_core.backend.api import (
 from kproxy_core.backend.errors import Unsupported
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.host import privileges
+from kproxy_nftables.family import FamilyTable
 from kproxy_nftables.features import PERMISSION, lacking
 from kproxy_nftables.kernel import Kernel
-from kproxy_nftables.table import FamilyTable
-from kproxy_nftables.text import render_text
+from kproxy_nftables.render import render_text
 from kproxy_nftables.watch import Watcher
 
 log = logging.getLogger("kproxy.nftables")

@@ -11,7 +11,7 @@ from functools import cache, lru_cache
 
 from kproxy_core.model.address import Family
 from kproxy_nftables.names import TABLE
-from kproxy_nftables.render import Element, Value
+from kproxy_nftables.wanted import Element, Value
 
 NFNL_SUBSYS_NFTABLES = 10
 NEWSETELEM, GETSETELEM, DELSETELEM = 12, 13, 14

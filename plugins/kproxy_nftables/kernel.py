@@ -28,7 +28,7 @@ from kproxy_nftables.batch import (
     text_attribute,
 )
 from kproxy_nftables.names import NFT_FAMILY, TABLE
-from kproxy_nftables.render import Element, Value
+from kproxy_nftables.wanted import Element, Value
 
 if TYPE_CHECKING:
     from nftables import Nftables

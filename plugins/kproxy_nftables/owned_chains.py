@@ -10,7 +10,7 @@ from kproxy_core.model.address import Family, format_address
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_nftables.names import ADDRESS_TYPE, ADMITTED, NFT_FAMILY, TABLE
-from kproxy_nftables.render import affinity_groups, ranges_chain, record_chain
+from kproxy_nftables.wanted import affinity_groups, ranges_chain, record_chain
 
 AFFINITY_SIZE = 65536
 """Clients remembered per affinity group; beyond it new clients are not pinned."""

@@ -1,214 +1,77 @@
-"""What a service plan wants in the kernel: elements of maps and sets.
+"""The whole table of one family as nft text, for people and for `nft -f`."""
 
-An element is ``(container, key, value)``: key and data value as the kernel holds
-them, each field padded to 4 bytes; addresses and ports big-endian, the index in
-host order; a verdict as text; None in a set.
-"""
+import sys
+from collections.abc import Iterable
 
-import struct
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
-
-from kproxy_core.model.address import Address, Protocol
-from kproxy_core.model.endpoint import Destination
+from kproxy_core.backend.api import Update
+from kproxy_core.model.address import Address, Family, Protocol, format_address
 from kproxy_core.model.node import NodeView
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_nftables import names
+from kproxy_nftables import names, skeleton
+from kproxy_nftables.names import NFT_FAMILY, TABLE, Template
+from kproxy_nftables.owned_chains import owned_objects
+from kproxy_nftables.wanted import Element, elements, node_elements, shared_elements, verdicts
 
-Value = bytes | str | None
-Element = tuple[str, bytes, Value]
-
-_PORT_KEY = struct.Struct(">B3xH2x")
-_PORT = struct.Struct(">H2x")
-_INDEX = struct.Struct("=I")
-_INDEXES = [_INDEX.pack(i) for i in range(256)]
-
-
-def vip_key(address: Address, protocol: Protocol, port: int) -> bytes:
-    """Key of a frontend with an address: ``daddr . l4proto . dport``."""
-    return address + _PORT_KEY.pack(protocol, port)
+_ENDPOINT_MAPS = {name for name in names.ELEMENT_CONTAINERS if name.endswith("-endpoints")}
+_ADDRESS_SETS = {names.CLUSTER_IPS, names.NODE_IPS, names.HAIRPINS}
+_PROTOCOLS = {protocol.value: protocol.name.lower() for protocol in Protocol}
 
 
-def port_key(protocol: Protocol, port: int) -> bytes:
-    """Key of a node port: ``l4proto . dport``."""
-    return _PORT_KEY.pack(protocol, port)
+def render_text(update: Update) -> str:
+    """What a full update makes of an empty kernel."""
+    plans = list(update.plans.values())
+    wanted = [element for plan in plans for element in elements(plan, plan.cluster, plan.local)]
+    wanted += dict.fromkeys(element for plan in plans for element in shared_elements(plan))
+    wanted += node_elements(update.node)
+    templates = used_templates(verdict for plan in plans for verdict in verdicts(plan))
+    return rules_text(update.node, templates, plans) + elements_text(update.family, wanted)
 
 
-def endpoint_key(address: bytes, port: int) -> bytes:
-    """Key of a frontend in a map of endpoints, without the index: ``[daddr .] dport``."""
-    return address + _PORT.pack(port)
+def rules_text(node: NodeView, templates: Iterable[Template], plans: Iterable[ServicePlan]) -> str:
+    """Everything but elements: the skeleton, template chains and what service ports own."""
+    owned = [text for plan in plans for text in owned_objects(plan).values()]
+    return (
+        skeleton.skeleton(node)
+        + skeleton.templates(node, templates)
+        + skeleton.service_cidrs(node)
+        + "".join(owned)
+    )
 
 
-def destination_value(where: Destination) -> bytes:
-    """Data of an endpoint: ``address . port``."""
-    return where.address + _PORT.pack(where.port)
+def used_templates(verdicts: Iterable[str]) -> set[Template]:
+    """The templates that *verdicts* lead to."""
+    found = (names.parse_template(verdict.partition(" ")[2]) for verdict in set(verdicts))
+    return {template for template in found if template is not None}
 
 
-def parse_destination(value: bytes) -> Destination:
-    """The inverse of `destination_value`."""
-    return Destination(Address(value[:-4]), _PORT.unpack(value[-4:])[0])
+def elements_text(family: Family, wanted: Iterable[Element]) -> str:
+    """Commands that add *wanted* elements."""
+    by_container: dict[str, list[str]] = {}
+    for container, key, value in wanted:
+        by_container.setdefault(container, []).append(_element_text(family, container, key, value))
+    return "".join(
+        f"add element {NFT_FAMILY[family]} {TABLE} {container} {{\n    "
+        + ",\n    ".join(sorted(lines))
+        + "\n}\n"
+        for container, lines in by_container.items()
+    )
 
 
-def shared_elements(plan: ServicePlan) -> list[Element]:
-    """Elements that several service ports may want at once; their owners are counted."""
-    wanted: list[Element] = []
-    if plan.cluster_ip is not None:
-        wanted.append((names.CLUSTER_IPS, plan.cluster_ip, None))
-    wanted += [(names.HAIRPINS, address + address, None) for address in plan.hairpins]
-    return wanted
-
-
-def elements(
-    plan: ServicePlan, cluster: Sequence[Destination], local: Sequence[Destination]
-) -> list[Element]:
-    """Elements that only this service port wants.
-
-    *cluster* and *local* are the plan's endpoints in the order of their indices.
-    """
-    wanted: list[Element] = []
-    protocol = plan.key.protocol
-    cluster_values = [destination_value(d) for d in cluster]
-    local_values = [destination_value(d) for d in local]
-    if plan.cluster_ip is not None:
-        key = vip_key(plan.cluster_ip, protocol, plan.port)
-        frontend = endpoint_key(plan.cluster_ip, plan.port)
-        verdict = internal_verdict(plan)
-        wanted.append((names.VIPS, key, verdict))
-        if plan.internal_policy_local:
-            _endpoints(wanted, names.VIP_LOCAL_ENDPOINTS[protocol], frontend, local_values)
+def _element_text(family: Family, container: str, key: bytes, value: bytes | str | None) -> str:
+    size = family.size
+    if container in _ADDRESS_SETS:
+        parts = [format_address(Address(key[at : at + size])) for at in range(0, len(key), size)]
+    else:
+        parts = []
+        if "nodeport" not in container:
+            parts.append(format_address(Address(key[:size])))
+            key = key[size:]
+        if container in _ENDPOINT_MAPS:
+            parts += [str(int.from_bytes(key[:2], "big")), str(int.from_bytes(key[4:8], sys.byteorder))]
         else:
-            _endpoints(wanted, names.VIP_ENDPOINTS[protocol], frontend, cluster_values)
-        if plan.affinity_seconds:
-            _affinity(wanted, _VIP_MAPS, key, plan, local=plan.internal_policy_local)
-
-    external = plan.external_addresses
-    if external:
-        verdict = external_verdict(plan, node_port=False)
-        for address in external:
-            key = vip_key(address, protocol, plan.port)
-            frontend = endpoint_key(address, plan.port)
-            if plan.source_ranges and address in plan.load_balancer_ips:
-                wanted.append((names.VIPS, key, f"goto {ranges_chain(plan)}"))
-                wanted.append((names.ADMITTED_VIPS, key, verdict))
-            else:
-                wanted.append((names.VIPS, key, verdict))
-            _endpoints(wanted, names.VIP_ENDPOINTS[protocol], frontend, cluster_values)
-            if plan.external_policy_local:
-                _endpoints(wanted, names.VIP_LOCAL_ENDPOINTS[protocol], frontend, local_values)
-            if plan.affinity_seconds:
-                _affinity(wanted, _VIP_MAPS, key, plan)
-
-    if plan.node_port:
-        key = port_key(protocol, plan.node_port)
-        frontend = endpoint_key(b"", plan.node_port)
-        wanted.append((names.NODE_PORTS, key, external_verdict(plan, node_port=True)))
-        _endpoints(wanted, names.NODE_PORT_ENDPOINTS[protocol], frontend, cluster_values)
-        if plan.external_policy_local:
-            _endpoints(wanted, names.NODE_PORT_LOCAL_ENDPOINTS[protocol], frontend, local_values)
-        if plan.affinity_seconds:
-            _affinity(wanted, _NODE_PORT_MAPS, key, plan)
-    return wanted
-
-
-def node_elements(node: NodeView) -> list[Element]:
-    """Elements that depend on the node alone."""
-    return [(names.NODE_IPS, address, None) for address in node.node_port_addresses]
-
-
-def index(at: int) -> bytes:
-    """The last field of an endpoint's key."""
-    return _INDEXES[at] if at < len(_INDEXES) else _INDEX.pack(at)
-
-
-def _endpoints(wanted: list[Element], container: str, key: bytes, values: list[bytes]) -> None:
-    wanted += [(container, key + index(i), value) for i, value in enumerate(values)]
-
-
-def _affinity(
-    wanted: list[Element], maps: "_AffinityMaps", key: bytes, plan: ServicePlan, *, local: bool = False
-) -> None:
-    """Have clients of the frontend *key* pinned and remembered. *local*: all of them stay on this node."""
-    cluster_group, local_group = affinity_groups(plan)
-    group = local_group if local else cluster_group
-    if group:
-        wanted.append((maps.sticky, key, f"jump pin-{group}"))
-    if plan.external_policy_local and not local and local_group:
-        wanted.append((maps.sticky_local, key, f"jump pin-{local_group}"))
-    if cluster_group or local_group:
-        wanted.append((maps.recorded, key, f"goto {record_chain(plan)}"))
-
-
-class _AffinityMaps(NamedTuple):
-    """Where one kind of frontends leads to chains for affinity."""
-
-    sticky: str
-    sticky_local: str
-    """For what comes from outside, with external policy Local."""
-    recorded: str
-
-
-_VIP_MAPS = _AffinityMaps(names.STICKY_VIPS, names.STICKY_LOCAL_VIPS, names.RECORDED_VIPS)
-_NODE_PORT_MAPS = _AffinityMaps(
-    names.STICKY_NODE_PORTS, names.STICKY_LOCAL_NODE_PORTS, names.RECORDED_NODE_PORTS)
-
-
-def verdicts(plan: ServicePlan) -> Iterator[str]:
-    """Every verdict among the elements of *plan* that may lead to a template chain."""
-    if plan.cluster_ip is not None:
-        yield internal_verdict(plan)
-    if plan.external_addresses:
-        yield external_verdict(plan, node_port=False)
-    if plan.node_port:
-        yield external_verdict(plan, node_port=True)
-
-
-def internal_verdict(plan: ServicePlan) -> str:
-    """Where traffic to the ClusterIP goes."""
-    if not plan.has_endpoints:
-        return names.GOTO_REJECT
-    if not plan.has_internal_endpoints:
-        return names.DROP
-    protocol, sticky = plan.key.protocol, plan.affinity_seconds > 0
-    if plan.internal_policy_local:
-        return names.goto_template(protocol, "local", 0, len(plan.local), sticky, False)
-    return names.goto_template(protocol, "cluster", len(plan.cluster), 0, sticky, False)
-
-
-def external_verdict(plan: ServicePlan, *, node_port: bool) -> str:
-    """Where traffic to the other frontends goes, once source ranges have let it in.
-
-    With external policy Local and no endpoint on this node the template drops only what
-    comes from outside: pods and the node itself take the short circuit.
-    """
-    if not plan.has_endpoints:
-        return names.GOTO_REJECT
-    protocol, sticky = plan.key.protocol, plan.affinity_seconds > 0
-    if plan.external_policy_local:
-        return names.goto_template(
-            protocol, "external-local", len(plan.cluster), len(plan.local), sticky, node_port
-        )
-    return names.goto_template(protocol, "external", len(plan.cluster), 0, sticky, node_port)
-
-
-def affinity_groups(plan: ServicePlan) -> tuple[str, str]:
-    """The names under which clients of cluster-wide endpoints and of those on this node are remembered.
-
-    "": there are no such endpoints. One that a frontend may not use now must not be met through it, even if
-    the client knows it from another: a Local frontend leads nobody elsewhere.
-    """
-    if not plan.affinity_seconds:
-        return "", ""
-    base = names.owned_name(plan.key)
-    if not (plan.internal_policy_local or plan.external_policy_local):
-        return (base if plan.cluster else ""), ""
-    return (f"{base}/cluster" if plan.cluster else ""), (f"{base}/local" if plan.local else "")
-
-
-def record_chain(plan: ServicePlan) -> str:
-    """The chain that remembers which endpoint a client of *plan* got."""
-    return f"record-{names.owned_name(plan.key)}"
-
-
-def ranges_chain(plan: ServicePlan) -> str:
-    """The chain that lets only the source ranges of *plan* in."""
-    return f"ranges-{names.owned_name(plan.key)}"
+            parts += [_PROTOCOLS[key[0]], str(int.from_bytes(key[4:6], "big"))]
+    text = " . ".join(parts)
+    if isinstance(value, bytes):
+        address = format_address(Address(value[:size]))
+        return f"{text} : {address} . {int.from_bytes(value[size : size + 2], 'big')}"
+    return f"{text} : {value}" if value else text

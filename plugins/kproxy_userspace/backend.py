@@ -21,13 +21,13 @@ from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.service import ServicePortKey
 from kproxy_userspace.batch import JUMPS, Redirect, iptables_rewrite, nft_rewrite
-from kproxy_userspace.counters import Counter
-from kproxy_userspace.kernel import NoPortals, Portals, find_tables, open_portals
+from kproxy_userspace.family import GRACE_SECONDS, FamilyRelays
+from kproxy_userspace.kernel.portals import NoPortals, Portals, find_tables, open_portals
+from kproxy_userspace.kernel.ports import Allocator
 from kproxy_userspace.measures import measurements
-from kproxy_userspace.ports import Allocator
-from kproxy_userspace.relays import GRACE_SECONDS, FamilyRelays
-from kproxy_userspace.render import wanted_relays
 from kproxy_userspace.settings import read_settings
+from kproxy_userspace.wanted import wanted_relays
+from kproxy_userspace.worker.counters import Counter
 from kproxy_userspace.workers import Workers
 
 log = logging.getLogger("kproxy.userspace")

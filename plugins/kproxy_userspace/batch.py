@@ -6,7 +6,7 @@ from typing import NamedTuple
 from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_address, format_socket
 from kproxy_userspace import names
 from kproxy_userspace.names import TABLE
-from kproxy_userspace.render import Portal
+from kproxy_userspace.wanted import Portal
 
 
 class Redirect(NamedTuple):

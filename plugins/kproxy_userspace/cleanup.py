@@ -3,11 +3,11 @@
 from kproxy_core.backend.api import Leftovers
 from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.iptables_cleanup import clean
-from kproxy_core.host.iptables_variant import find_variants
 from kproxy_core.model.address import Family
-from kproxy_userspace.kernel import NftPortals, may_have_portals
+from kproxy_userspace.kernel.portals import NftPortals, may_have_portals
 from kproxy_userspace.removal import what_is_not_kube_proxys, what_to_remove
+from kproxy_xtables.cleanup import clean
+from kproxy_xtables.variant import find_variants
 
 
 def cleanup(*, dry_run: bool, own_only: bool = False) -> Leftovers:

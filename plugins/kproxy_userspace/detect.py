@@ -4,15 +4,16 @@ from functools import partial
 
 from kproxy_core.backend.api import BackendSettings, Detection, Requirement, Trial
 from kproxy_core.backend.errors import Unsupported
-from kproxy_core.host import iptables_check, programs
+from kproxy_core.host import programs
 from kproxy_core.host.attempts import Attempts, Finding
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.iptables import Tables
-from kproxy_core.host.iptables_check import Feature
 from kproxy_core.host.modules import Modules
 from kproxy_core.model.address import Family, format_address
 from kproxy_userspace.batch import nft_skeleton
 from kproxy_userspace.settings import read_settings
+from kproxy_xtables import requirements as iptables_check
+from kproxy_xtables.requirements import Feature
+from kproxy_xtables.tables import Tables
 
 _MODE = "userspace"
 _ROOTLESS = "or serve without portals: --userspace-listen ADDRESS"

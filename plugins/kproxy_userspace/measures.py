@@ -1,7 +1,7 @@
 """What the relays count, as metrics."""
 
 from kproxy_core.backend.api import Measurement
-from kproxy_userspace.counters import GAUGES, Counter
+from kproxy_userspace.worker.counters import GAUGES, Counter
 from kproxy_userspace.workers import Workers
 
 _PREFIX = "kproxy_userspace_"

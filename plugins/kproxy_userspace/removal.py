@@ -1,8 +1,8 @@
 """Which chains in a kernel are the mode's: those of kube-proxy's userspace mode, which are ours, too."""
 
-from kproxy_core.host.iptables_removal import ChainKey, Held, Removal, jump, plan_removal
 from kproxy_userspace import names
 from kproxy_userspace.batch import JUMPS, PORTAL_CHAINS, is_pin
+from kproxy_xtables.removal import ChainKey, Held, Removal, jump, plan_removal
 
 _CHAINS = frozenset([*(("nat", chain) for chain in PORTAL_CHAINS), ("filter", names.NON_LOCAL)])
 _JUMPS = frozenset((jump.table, jump.chain, jump.target, jump.comment) for jump in JUMPS)

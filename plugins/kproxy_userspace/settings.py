@@ -7,7 +7,7 @@ from typing import NamedTuple
 from kproxy_core.backend.api import BackendSettings
 from kproxy_core.backend.errors import Unsupported
 from kproxy_core.model.address import Address, Family, is_loopback, parse_address
-from kproxy_userspace.ports import parse_port_range
+from kproxy_userspace.kernel.ports import parse_port_range
 
 FOR_EVER = -1.0
 

@@ -10,9 +10,9 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kproxy_core.backend.errors import SyncFailed
-from kproxy_userspace import wire
-from kproxy_userspace.counters import GAUGES, Counter, make_counts, open_counts
-from kproxy_userspace.wire import Close, Command, Serve
+from kproxy_userspace.worker import wire
+from kproxy_userspace.worker.counters import GAUGES, Counter, make_counts, open_counts
+from kproxy_userspace.worker.wire import Close, Command, Serve
 
 log = logging.getLogger("kproxy.userspace")
 
@@ -32,7 +32,7 @@ class _Worker:
             arguments = [theirs.fileno(), counts, udp_idle_seconds, drain_seconds]
             path = os.pathsep.join(entry for entry in sys.path if entry)
             self.process = subprocess.Popen(
-                [sys.executable, "-S", "-m", "kproxy_userspace.worker", *map(str, arguments)],
+                [sys.executable, "-S", "-m", "kproxy_userspace.worker.main", *map(str, arguments)],
                 stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), counts],
                 env={**os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "1"},
             )  # fmt: skip

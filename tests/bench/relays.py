@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kproxy_userspace.wire import Serve
+from kproxy_userspace.worker.wire import Serve
 from kproxy_userspace.workers import Workers
 from tests.bench import load
 

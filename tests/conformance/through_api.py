@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
-from kproxy_core.sources import inotify
-from kproxy_core.sources.inotify import Inotify
+from kproxy_core.host.files import inotify
+from kproxy_core.host.files.inotify import Inotify
 
 _PR_SET_PDEATHSIG = 1
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from kproxy_core.model.address import Family, format_address
 from kproxy_core.model.service import ServiceName
-from kproxy_core.sources.directory import DirectorySource
-from kproxy_core.sources.events import BadObject, Event
-from kproxy_core.sources.store import Store
+from kproxy_core.sources.directory.source import DirectorySource
+from kproxy_core.store.events import BadObject, Event
+from kproxy_core.store.store import Store
 from kproxy_core.testing.builders import service_name
 
 Json = dict[str, Any]

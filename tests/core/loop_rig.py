@@ -19,19 +19,19 @@ from kproxy_core.backend.worker import Worker
 from kproxy_core.model.address import Address, Family
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServiceName, ServicePortKey
+from kproxy_core.observe.health import ProxyHealth
+from kproxy_core.observe.http.server import HttpServer
+from kproxy_core.observe.metrics import Metrics
+from kproxy_core.observe.service_health import LocalEndpoints, ServiceHealth
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.plan.stale_flows import StaleFlows
-from kproxy_core.run.family_sync import Shared
-from kproxy_core.run.flows import Cleaned
-from kproxy_core.run.health import ProxyHealth
-from kproxy_core.run.http import HttpServer
-from kproxy_core.run.loop import Loop
-from kproxy_core.run.metrics import Metrics
-from kproxy_core.run.node_facts import NodeFacts, NodeSettings
-from kproxy_core.run.pacing import Pacing
-from kproxy_core.run.service_health import LocalEndpoints, ServiceHealth
-from kproxy_core.sources.events import Complete, Event
-from kproxy_core.sources.store import Store
+from kproxy_core.store.events import Complete, Event
+from kproxy_core.store.store import Store
+from kproxy_core.sync.family_sync import Shared
+from kproxy_core.sync.flow_cleaner import Cleaned
+from kproxy_core.sync.loop import Loop
+from kproxy_core.sync.node_facts import NodeFacts, NodeSettings
+from kproxy_core.sync.pacing import Pacing
 
 V4, V6 = Family.IPV4, Family.IPV6
 WALL = 1_000_000.0

@@ -8,7 +8,7 @@ from kproxy_core.model.address import Cidr
 from kproxy_core.model.endpoint import EndpointSlice, SliceName
 from kproxy_core.model.node import NodeObject
 from kproxy_core.model.service import Service, ServiceName
-from kproxy_core.sources.events import (
+from kproxy_core.store.events import (
     BadObject,
     Complete,
     Event,

@@ -25,12 +25,12 @@ from kproxy_core.backend.registry import Registry
 from kproxy_core.backend.worker import Worker
 from kproxy_core.model.address import Family, parse_address
 from kproxy_core.model.service import ServicePortKey
-from kproxy_core.run.journal import Journal
-from kproxy_core.run.node_facts import NodeSettings
-from kproxy_core.run.pacing import Pacing
-from kproxy_core.run.retiring import Retiring
-from kproxy_core.run.switch import Switch, Terms
-from kproxy_core.sources.events import Complete, ServiceSet
+from kproxy_core.modes.journal import Journal
+from kproxy_core.modes.retiring import Retiring
+from kproxy_core.modes.switch import Switch, Terms
+from kproxy_core.store.events import Complete, ServiceSet
+from kproxy_core.sync.node_facts import NodeSettings
+from kproxy_core.sync.pacing import Pacing
 from kproxy_core.testing.builders import service
 from tests.core.loop_rig import Rig
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kproxy_core.host.addresses import (
+from kproxy_core.host.netlink.addresses import (
     AddressWatcher,
     default_source_address,
     node_addresses,

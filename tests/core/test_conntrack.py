@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import pytest
 
-from kproxy_core.host import conntrack
-from kproxy_core.host.conntrack import Flow, delete_stale_udp, read_udp_flows
+from kproxy_core.host.conntrack import flows as conntrack
+from kproxy_core.host.conntrack.flows import Flow, delete_stale_udp, read_udp_flows
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.model.service import Service, ServicePortKey
 from kproxy_core.plan.service_plan import plan_service, serving_destinations
@@ -373,7 +373,7 @@ def test_without_privileges_the_error_says_what_failed(lab: Lab) -> None:
     """In a user namespace of its own a process may not look into this network namespace's table."""
     program = """if True:
         import sys
-        from kproxy_core.host.conntrack import delete_stale_udp
+        from kproxy_core.host.conntrack.flows import delete_stale_udp
         from kproxy_core.host.errors import HostError
         from kproxy_core.model.address import Family, Protocol
         from kproxy_core.plan.service_plan import Frontend

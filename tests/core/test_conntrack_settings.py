@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.cli import preparation
 from kproxy_core.host import sysctl
-from kproxy_core.host.conntrack_settings import ConntrackLimits, apply
-from kproxy_core.run.events import Events
-from kproxy_core.sources.api_event import Event
+from kproxy_core.host.conntrack.settings import ConntrackLimits, apply
+from kproxy_core.observe.events.api_event import Event
+from kproxy_core.observe.events.recorder import Events
+from kproxy_core.process import preparation
 from tests.core.namespaces import Namespace, namespace
 
 NOT_WRITABLE = Path("/proc/sys/net/netfilter/nf_conntrack_count")

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kproxy_core.run import control
-from kproxy_core.run.control import ControlServer, NobodyThere, Refused
+from kproxy_core.modes import control
+from kproxy_core.modes.control import ControlServer, NobodyThere, Refused
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from kproxy_core.run.debug import Debug
-from kproxy_core.run.http import HttpServer
+from kproxy_core.observe.http.debug import Debug
+from kproxy_core.observe.http.server import HttpServer
 from tests.core.http_clients import LOOPBACK, connect, get, received, serving
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy_core.sources import wire
-from kproxy_core.sources.decode import (
+from kproxy_core.objects import wire
+from kproxy_core.objects.decode import (
     ENDPOINT_SLICES,
     ENDPOINTS,
     NODES,
@@ -20,7 +20,7 @@ from kproxy_core.sources.decode import (
     Resource,
     Status,
 )
-from kproxy_core.sources.events import ServiceSet
+from kproxy_core.store.events import ServiceSet
 
 Json = dict[str, Any]
 RESOURCES: list[Resource[Any, Any]] = [SERVICES, ENDPOINT_SLICES, ENDPOINTS, NODES, SERVICE_CIDRS]

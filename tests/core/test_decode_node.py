@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from kproxy_core.model.node import NodeObject
-from kproxy_core.sources.decode import NODES, SERVICE_CIDRS
-from kproxy_core.sources.decode_node import ServiceCidrs
-from kproxy_core.sources.events import NodeSet, ServiceCidrsSet
+from kproxy_core.objects.decode import NODES, SERVICE_CIDRS
+from kproxy_core.objects.node import ServiceCidrs
+from kproxy_core.store.events import NodeSet, ServiceCidrsSet
 from kproxy_core.testing.builders import addresses, cidrs
 
 Json = dict[str, Any]

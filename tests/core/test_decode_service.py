@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from kproxy_core.model.service import Service
-from kproxy_core.sources.decode import SERVICES
-from kproxy_core.sources.events import ServiceGone, ServiceSet
-from kproxy_core.sources.reading import Reading
+from kproxy_core.objects.decode import SERVICES
+from kproxy_core.objects.reading import Reading
+from kproxy_core.store.events import ServiceGone, ServiceSet
 from kproxy_core.testing.builders import addresses, cidrs, port_spec, service, service_name
 
 Json = dict[str, Any]

@@ -7,9 +7,9 @@ import pytest
 
 from kproxy_core.model.address import Family
 from kproxy_core.model.endpoint import EndpointSlice, SliceName
-from kproxy_core.sources.decode import ENDPOINT_SLICES, ENDPOINTS
-from kproxy_core.sources.events import SliceGone, SliceSet
-from kproxy_core.sources.reading import Reading
+from kproxy_core.objects.decode import ENDPOINT_SLICES, ENDPOINTS
+from kproxy_core.objects.reading import Reading
+from kproxy_core.store.events import SliceGone, SliceSet
 from kproxy_core.testing.builders import endpoint, endpoint_slice, port_spec
 
 Json = dict[str, Any]

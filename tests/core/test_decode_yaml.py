@@ -13,8 +13,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy_core.sources import yaml_documents
-from kproxy_core.sources.yaml_documents import MAX_ALIASED, MAX_DEPTH, MAX_NODES, NotYaml
+from kproxy_core.objects import yaml_documents
+from kproxy_core.objects.yaml_documents import MAX_ALIASED, MAX_DEPTH, MAX_NODES, NotYaml
 
 
 def documents(data: bytes) -> list[Any]:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.sources import directory
-from kproxy_core.sources.directory import DirectorySource
-from kproxy_core.sources.events import Complete, ServiceGone
+from kproxy_core.sources.directory import source as directory
+from kproxy_core.sources.directory.source import DirectorySource
+from kproxy_core.store.events import Complete, ServiceGone
 from kproxy_core.testing.builders import service_name
 from tests.core.directory_rig import (
     State,

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy_core.sources.decode import Malformed
-from kproxy_core.sources.events import Event
-from kproxy_core.sources.inventory import Inventory
-from kproxy_core.sources.manifests import read_manifest
+from kproxy_core.objects.decode import Malformed
+from kproxy_core.sources.directory.inventory import Inventory
+from kproxy_core.sources.directory.manifests import read_manifest
+from kproxy_core.store.events import Event
 from kproxy_core.testing.builders import cidrs
 from tests.core.directory_rig import (
     NODE,

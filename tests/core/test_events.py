@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from kproxy_core.cli.process import make_events
 from kproxy_core.config.settings import Flags, resolve
-from kproxy_core.run.client_metrics import ClientMetrics
-from kproxy_core.run.events import SAME_AGAIN, Events
-from kproxy_core.sources.api_event import Event, NotWritten
+from kproxy_core.observe.client_metrics import ClientMetrics
+from kproxy_core.observe.events.api_event import Event, NotWritten
+from kproxy_core.observe.events.recorder import SAME_AGAIN, Events
+from kproxy_core.process.assembly import make_events
 from tests.core.namespaces import namespace
 
 

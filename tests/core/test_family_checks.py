@@ -3,13 +3,13 @@
 import pytest
 
 from kproxy_core.backend.api import Description
-from kproxy_core.cli.family_checks import doubts, unservable
-from kproxy_core.cli.terms import node_settings
 from kproxy_core.config.file import API_VERSION, decode
 from kproxy_core.config.settings import Config, Flags, resolve
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeObject
-from kproxy_core.run.node_facts import primary_family
+from kproxy_core.process.family_checks import doubts, unservable
+from kproxy_core.process.terms import node_settings
+from kproxy_core.sync.node_facts import primary_family
 from kproxy_core.testing.builders import addresses, cidrs
 
 V4, V6 = Family.IPV4, Family.IPV6

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 import pytest
 
 from kproxy_core.model.address import Family
-from kproxy_core.run.health import HealthAnswer, ProxyHealth
+from kproxy_core.observe.health import HealthAnswer, ProxyHealth
 
 V4, V6 = Family.IPV4, Family.IPV6
 START = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)

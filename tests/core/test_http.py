@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from kproxy_core.model.address import Address, parse_address
-from kproxy_core.run.http import HttpServer
-from kproxy_core.run.http_messages import Answer, Request
+from kproxy_core.observe.http.messages import Answer, Request
+from kproxy_core.observe.http.server import HttpServer
 from tests.core.http_clients import (
     ANYWHERE,
     LOOPBACK,
@@ -166,8 +166,8 @@ def test_the_oldest_of_too_many_clients_is_dropped(port: int) -> None:
 def test_running_out_of_descriptors_is_survived() -> None:
     program = (
         "import resource, sys\n"
-        "from kproxy_core.run.http import HttpServer\n"
-        "from kproxy_core.run.http_messages import Answer\n"
+        "from kproxy_core.observe.http.server import HttpServer\n"
+        "from kproxy_core.observe.http.messages import Answer\n"
         "server = HttpServer()\n"
         "server.start()\n"
         "def handler(request): return Answer(200, b'still here')\n"

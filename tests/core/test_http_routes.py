@@ -7,11 +7,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kproxy_core.model.address import Family
-from kproxy_core.run.debug import Debug
-from kproxy_core.run.health import ProxyHealth
-from kproxy_core.run.http_messages import Answer, Handler, Request
-from kproxy_core.run.metrics import Metrics
-from kproxy_core.run.routes import About, health_routes, metrics_routes
+from kproxy_core.observe.health import ProxyHealth
+from kproxy_core.observe.http.debug import Debug
+from kproxy_core.observe.http.messages import Answer, Handler, Request
+from kproxy_core.observe.http.routes import About, health_routes, metrics_routes
+from kproxy_core.observe.metrics import Metrics
 
 STATUSZ = "application/json;v=v1beta1;g=config.k8s.io;as=Statusz"
 FLAGZ = "application/json;v=v1beta1;g=config.k8s.io;as=Flagz"

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.iptables import Refused, SavedChain, Tables, read_saved
-from kproxy_core.host.iptables_variant import Variant, find_variant, find_variants, prefers_nft
 from kproxy_core.model.address import Family
+from kproxy_xtables.tables import Refused, SavedChain, Tables, read_saved
+from kproxy_xtables.variant import Variant, find_variant, find_variants, prefers_nft
 from tests.core.namespaces import Namespace, namespace
 
 HINT = ":KUBE-IPTABLES-HINT - [0:0]\n"

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy_core.host.iptables_removal import ChainKey, Jump, Removal, described, inputs, jump, plan_removal
+from kproxy_xtables.removal import ChainKey, Jump, Removal, described, inputs, jump, plan_removal
 
 
 @pytest.mark.parametrize(

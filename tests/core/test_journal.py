@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.run.journal import Entry, Journal, JournalFailed, Phase
+from kproxy_core.modes.journal import Entry, Journal, JournalFailed, Phase
 
 MODES = ("iptables", "ipvs", "nftables")
 

@@ -8,7 +8,7 @@ import pytest
 from kproxy_core.model.address import format_address, parse_address
 from kproxy_core.model.endpoint import SliceName
 from kproxy_core.model.service import ServiceName
-from kproxy_core.sources.kubernetes import KubernetesSource
+from kproxy_core.sources.apiserver.source import KubernetesSource
 from tests.core.api_servers import BenchServer
 from tests.core.observed_events import Observed, following
 

@@ -10,10 +10,10 @@ from queue import Queue
 
 import pytest
 
-from kproxy_core.sources import access
-from kproxy_core.sources.access import AccessError, load_access
-from kproxy_core.sources.api_requests import ApiRequest
-from kproxy_core.sources.kubernetes import KubernetesSource
+from kproxy_core.apiclient import access
+from kproxy_core.apiclient.access import AccessError, load_access
+from kproxy_core.apiclient.requests import ApiRequest
+from kproxy_core.sources.apiserver.source import KubernetesSource
 from tests.core.api_servers import (
     CHECKOUT,
     TLS,
@@ -91,7 +91,7 @@ def test_a_url_that_names_no_server_is_refused_with_the_option(url: str) -> None
 
 
 def test_a_plain_url_costs_neither_tls_nor_the_kubernetes_package() -> None:
-    program = ("import sys; from kproxy_core.sources.kubernetes import KubernetesSource; "
+    program = ("import sys; from kproxy_core.sources.apiserver.source import KubernetesSource; "
                "KubernetesSource('http://127.0.0.1:1', None, 'n'); "
                "print(*({'kubernetes', 'ssl', 'http', 'email', 'yaml'} & set(sys.modules)))")
     run = subprocess.run([sys.executable, "-S", "-c", f"import sys; sys.path[:] = {sys.path!r}; {program}"],

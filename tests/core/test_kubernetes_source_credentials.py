@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.sources.access import load_access
-from kproxy_core.sources.kubernetes import KubernetesSource
+from kproxy_core.apiclient.access import load_access
+from kproxy_core.sources.apiserver.source import KubernetesSource
 from tests.core.api_servers import (
     TLS,
     Exchange,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy_core.sources.framing import (
+from kproxy_core.apiclient.framing import (
     Body,
     ChunkedBody,
     Lines,

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.sources.access import AccessError, load_access
-from kproxy_core.sources.kubernetes import KubernetesSource
-from kproxy_core.sources.proxies import NotAProxy, Proxy, parse_proxy, proxy_of_environment
+from kproxy_core.apiclient.access import AccessError, load_access
+from kproxy_core.apiclient.proxies import NotAProxy, Proxy, parse_proxy, proxy_of_environment
+from kproxy_core.sources.apiserver.source import KubernetesSource
 from tests.core.api_servers import TLS, ScriptedServer, server_tls, write_kubeconfig
 from tests.core.observed_events import following
 

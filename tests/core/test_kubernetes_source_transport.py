@@ -12,11 +12,11 @@ from termios import TIOCOUTQ
 
 import pytest
 
-from kproxy_core.sources import http
-from kproxy_core.sources.api_requests import ApiRequest
-from kproxy_core.sources.backoff import RateLimit
-from kproxy_core.sources.events import Event
-from kproxy_core.sources.kubernetes import KubernetesSource
+from kproxy_core.apiclient import connection as http
+from kproxy_core.apiclient.backoff import RateLimit
+from kproxy_core.apiclient.requests import ApiRequest
+from kproxy_core.sources.apiserver.source import KubernetesSource
+from kproxy_core.store.events import Event
 from tests.core.api_servers import (
     TLS,
     Exchange,

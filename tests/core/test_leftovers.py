@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.run import leftovers
-from kproxy_core.run.leftovers import Heir
+from kproxy_core.modes import takeover as leftovers
+from kproxy_core.modes.takeover import Heir
 from tests.core.switch_room import SETTINGS, Room, names
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy_core.run.logs import set_up, set_verbosity
+from kproxy_core.observe.logs import set_up, set_verbosity
 
 
 @pytest.fixture(autouse=True)

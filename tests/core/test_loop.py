@@ -8,9 +8,8 @@ from kproxy_core.backend.api import Scope, Update
 from kproxy_core.backend.errors import SyncFailed, TrustLost, Unsupported
 from kproxy_core.model.endpoint import SliceName
 from kproxy_core.model.node import NodeObject
-from kproxy_core.run.node_facts import NodeSettings
-from kproxy_core.run.service_health import LocalEndpoints
-from kproxy_core.sources.events import (
+from kproxy_core.observe.service_health import LocalEndpoints
+from kproxy_core.store.events import (
     BadObject,
     Complete,
     Event,
@@ -21,6 +20,7 @@ from kproxy_core.sources.events import (
     SliceGone,
     SliceSet,
 )
+from kproxy_core.sync.node_facts import NodeSettings
 from kproxy_core.testing.builders import (
     addresses,
     cidrs,

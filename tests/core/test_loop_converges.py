@@ -11,7 +11,7 @@ from kproxy_core.model.endpoint import SliceName
 from kproxy_core.model.node import NodeObject
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_core.sources.events import (
+from kproxy_core.store.events import (
     Complete,
     Event,
     NodeGone,

@@ -7,7 +7,7 @@ import pytest
 
 from kproxy_core.backend.api import Scope, SyncReport, Update
 from kproxy_core.backend.hookspecs import hookimpl
-from kproxy_core.sources.events import Event, ServiceGone, ServiceSet, SliceSet
+from kproxy_core.store.events import Event, ServiceGone, ServiceSet, SliceSet
 from kproxy_core.testing.builders import endpoint, endpoint_slice, service, service_name
 from tests.core.loop_rig import Rig
 

@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kproxy_core.backend.api import Scope
 from kproxy_core.model.address import Family
-from kproxy_core.run.instruments import exposition
-from kproxy_core.run.metrics import Metrics
+from kproxy_core.observe.instruments import exposition
+from kproxy_core.observe.metrics import Metrics
 from tests.core.golden import golden
 
 V4, V6 = Family.IPV4, Family.IPV6
@@ -183,7 +183,7 @@ def test_recording_needs_no_prometheus_client() -> None:
         "import sys\n"
         "from kproxy_core.backend.api import Scope\n"
         "from kproxy_core.model.address import Family\n"
-        "from kproxy_core.run.metrics import Metrics\n"
+        "from kproxy_core.observe.metrics import Metrics\n"
         "metrics = Metrics('x', '0')\n"
         "metrics.sync_ended(Family.IPV4, Scope.CHANGED, 0.1, 0.0, 1)\n"
         "print('prometheus_client' in sys.modules)\n"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kproxy_core.host import netlink
+from kproxy_core.host.netlink import messages as netlink
 
 DONE = struct.pack("=i", 0)
 

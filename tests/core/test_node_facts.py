@@ -6,7 +6,7 @@ import pytest
 
 from kproxy_core.model.address import Address, Family
 from kproxy_core.model.node import LocalSource, NodeObject
-from kproxy_core.run.node_facts import NodeFacts, NodeSettings
+from kproxy_core.sync.node_facts import NodeFacts, NodeSettings
 from kproxy_core.testing.builders import addresses, cidrs
 
 V4, V6 = Family.IPV4, Family.IPV6

@@ -10,8 +10,8 @@ import pytest
 from kproxy_core.model.address import Address, Family, parse_address
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServiceName
-from kproxy_core.run.http import HttpServer
-from kproxy_core.run.service_health import LocalEndpoints, ServiceHealth
+from kproxy_core.observe.http.server import HttpServer
+from kproxy_core.observe.service_health import LocalEndpoints, ServiceHealth
 from tests.core.http_clients import eventually, free_port, get, is_refused, serving
 
 V4, V6 = Family.IPV4, Family.IPV6

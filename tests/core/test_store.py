@@ -11,7 +11,7 @@ from kproxy_core.model.address import Family, parse_address
 from kproxy_core.model.endpoint import EndpointSlice, SliceName
 from kproxy_core.model.node import NodeObject
 from kproxy_core.model.service import ServiceName
-from kproxy_core.sources.events import (
+from kproxy_core.store.events import (
     BadObject,
     Complete,
     Event,
@@ -23,7 +23,7 @@ from kproxy_core.sources.events import (
     SliceGone,
     SliceSet,
 )
-from kproxy_core.sources.store import Store
+from kproxy_core.store.store import Store
 from kproxy_core.testing.builders import cidrs, endpoint_slice, service, service_name
 
 V4, V6 = Family.IPV4, Family.IPV6

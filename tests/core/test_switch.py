@@ -12,11 +12,11 @@ import pytest
 from kproxy_core.backend.api import BackendSettings, Caveat
 from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.backend.worker import Worker
-from kproxy_core.run import retiring as retiring_module
-from kproxy_core.run.journal import Entry, Phase
-from kproxy_core.run.node_facts import NodeSettings
-from kproxy_core.run.switch import SwitchFailed
-from kproxy_core.sources.events import ServiceSet
+from kproxy_core.modes import retiring as retiring_module
+from kproxy_core.modes.journal import Entry, Phase
+from kproxy_core.modes.switch import SwitchFailed
+from kproxy_core.store.events import ServiceSet
+from kproxy_core.sync.node_facts import NodeSettings
 from tests.core.switch_room import DNS, SELF, V4, Room, names
 
 
@@ -206,7 +206,7 @@ def can_not_be_remembered(room: Room) -> None:
 def test_a_step_that_fails_leaves_the_old_mode_serving(
     room: Room, fail: Fail, problem: str, rolled_back: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kproxy_core.run.switch._PAUSE", 0.0)
+    monkeypatch.setattr("kproxy_core.modes.switch._PAUSE", 0.0)
     fail(room)
     with pytest.raises(SwitchFailed, match=problem):
         room.to("new")
@@ -226,7 +226,7 @@ def test_a_step_that_fails_leaves_the_old_mode_serving(
 
 
 def test_a_failure_that_passes_is_no_reason_to_give_up(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kproxy_core.run.switch._PAUSE", 0.0)
+    monkeypatch.setattr("kproxy_core.modes.switch._PAUSE", 0.0)
     room.new.problems = [SyncFailed("the lock is held"), None]
     room.to("new")
     assert names(room.new) == {"web"}
@@ -235,7 +235,7 @@ def test_a_failure_that_passes_is_no_reason_to_give_up(room: Room, monkeypatch: 
 def test_if_the_old_mode_can_not_be_restored_nothing_is_removed(
     room: Room, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kproxy_core.run.switch._PAUSE", 0.0)
+    monkeypatch.setattr("kproxy_core.modes.switch._PAUSE", 0.0)
     room.new.restless = True
     room.old.problems = [SyncFailed("the kernel is ill")] * 3
     with pytest.raises(SwitchFailed):

@@ -12,7 +12,7 @@ import yaml
 from kproxy_core.config import settings as configuration
 from kproxy_core.config.flags import Flags
 from kproxy_core.config.write import written
-from kproxy_core.sources.decode import ENDPOINT_SLICES, NODES, SERVICE_CIDRS, SERVICES
+from kproxy_core.objects.decode import ENDPOINT_SLICES, NODES, SERVICE_CIDRS, SERVICES
 from tests.core.golden import golden
 from tests.deploy.objects import DEPLOY, Object, base, chart, containers
 

@@ -6,8 +6,8 @@ import pytest
 
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_ipvs.batch import PutServer
-from kproxy_ipvs.render import Scheduling, ServerKey
-from kproxy_ipvs.virtual_servers import VirtualServers
+from kproxy_ipvs.kernel.virtual_servers import VirtualServers
+from kproxy_ipvs.wanted import Scheduling, ServerKey
 from tests.core.namespaces import Namespace, namespace
 from tests.core.processes import kproxy
 from tests.leftovers.kernel import held, working

@@ -3,9 +3,9 @@
 from functools import cache, partial
 
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.iptables import Tables
-from kproxy_core.host.iptables_variant import Variant, find_variants
 from kproxy_core.model.address import Family
+from kproxy_xtables.tables import Tables
+from kproxy_xtables.variant import Variant, find_variants
 from tests.core.namespaces import Namespace, namespace
 
 

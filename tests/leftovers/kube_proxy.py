@@ -3,8 +3,8 @@
 import re
 from collections.abc import Callable, Collection
 
-from kproxy_core.host.iptables_variant import Variant
 from kproxy_core.model.address import Family
+from kproxy_xtables.variant import Variant
 from tests.core.golden import golden
 from tests.core.namespaces import Namespace
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.host.iptables_variant import Variant
+from kproxy_xtables.variant import Variant
 from tests.core.namespaces import Namespace, namespace
 from tests.leftovers.kernel import working
 from tests.leftovers.kube_proxy import KUBE_PROXYS, load, load_foreign

@@ -14,11 +14,11 @@ from kproxy_core.config.file import decode
 from kproxy_core.config.settings import Config, DetectLocalMode
 from kproxy_core.model.address import Family, parse_address
 from kproxy_core.model.node import LocalSource
+from kproxy_core.objects.decode import ENDPOINT_SLICES, NODES, SERVICES
 from kproxy_core.plan.service_plan import plan_service
-from kproxy_core.run.node_facts import NodeFacts, NodeSettings
-from kproxy_core.sources.decode import ENDPOINT_SLICES, NODES, SERVICES
-from kproxy_core.sources.events import Event
-from kproxy_core.sources.store import Store
+from kproxy_core.store.events import Event
+from kproxy_core.store.store import Store
+from kproxy_core.sync.node_facts import NodeFacts, NodeSettings
 from kproxy_core.testing.builders import full_update
 from tests.core.golden import SHARED
 

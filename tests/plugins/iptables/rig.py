@@ -2,10 +2,10 @@
 
 import subprocess
 
-from kproxy_core.host.iptables import Tables
-from kproxy_core.host.iptables_variant import Variant, find_variants
 from kproxy_core.model.address import Family
-from kproxy_iptables.table import FamilyTables
+from kproxy_iptables.family import FamilyTables
+from kproxy_xtables.tables import Tables
+from kproxy_xtables.variant import Variant, find_variants
 
 V4, V6 = Family.IPV4, Family.IPV6
 

@@ -9,12 +9,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kproxy_core.backend.errors import TrustLost
-from kproxy_core.host import iptables, sysctl
-from kproxy_core.host.iptables import Busy
+from kproxy_core.host import sysctl
 from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.testing.builders import node_view
+from kproxy_xtables import tables as iptables
+from kproxy_xtables.tables import Busy
 from tests.plugins.iptables.golden_cases import normalised
 from tests.plugins.iptables.rig import INTERFACES, LEGACY, NFT, V4, family_tables, rules, run
 from tests.plugins.iptables.scenes import NODES, Scene, all_plans, plain, scenes

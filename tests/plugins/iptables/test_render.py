@@ -9,8 +9,8 @@ from kproxy_core.model.node import LocalSource
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.testing.builders import endpoint, endpoint_slice, full_update, node_view, plans, service
 from kproxy_iptables.names import endpoint_chain, service_chains
-from kproxy_iptables.render import LARGE_CLUSTER, Style, make_style, wanted
-from kproxy_iptables.text import render_text
+from kproxy_iptables.render import render_text
+from kproxy_iptables.wanted import LARGE_CLUSTER, Style, make_style, wanted
 from tests.plugins.iptables.rig import INTERFACES, run
 from tests.plugins.iptables.scenes import NODES, Scene, all_plans
 

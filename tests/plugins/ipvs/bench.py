@@ -10,12 +10,10 @@ import time
 from collections.abc import Callable
 
 from kproxy_core.backend.api import BackendSettings
-from kproxy_core.cli import preparation
-from kproxy_core.host.iptables import Tables
-from kproxy_core.host.iptables_variant import find_variant
 from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_core.process import preparation
 from kproxy_core.testing.builders import (
     changed_update,
     endpoint_slice,
@@ -24,12 +22,14 @@ from kproxy_core.testing.builders import (
     plans,
     service,
 )
-from kproxy_ipvs import device, rules, sets
 from kproxy_ipvs.applied import Applied
 from kproxy_ipvs.backend import IpvsBackend
 from kproxy_ipvs.cleanup import cleanup
-from kproxy_ipvs.render import Style
-from kproxy_ipvs.virtual_servers import VirtualServers
+from kproxy_ipvs.kernel import device, rules, sets
+from kproxy_ipvs.kernel.virtual_servers import VirtualServers
+from kproxy_ipvs.wanted import Style
+from kproxy_xtables.tables import Tables
+from kproxy_xtables.variant import find_variant
 
 NODE = node_view("node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1", ip="192.0.2.1")
 ENDPOINTS = 5

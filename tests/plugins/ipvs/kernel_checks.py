@@ -12,19 +12,20 @@ from queue import Queue
 import pytest
 
 from kproxy_core.backend.errors import SyncFailed
-from kproxy_core.host.iptables import Tables
-from kproxy_core.host.iptables_variant import find_variant
 from kproxy_core.model.address import Family, Protocol, parse_address, parse_cidr
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.testing.builders import changed_update, endpoint_slice, plans, service
-from kproxy_ipvs import device, listing, names, rules, sets, skeleton
+from kproxy_ipvs import names, skeleton
 from kproxy_ipvs.backend import IpvsBackend
 from kproxy_ipvs.batch import DeleteServer, PutDestination, PutServer
 from kproxy_ipvs.cleanup import cleanup
-from kproxy_ipvs.render import Scheduling, ServerKey
+from kproxy_ipvs.kernel import device, listing, rules, sets
+from kproxy_ipvs.kernel.virtual_servers import VirtualServers
 from kproxy_ipvs.retirement import retire
 from kproxy_ipvs.settings import SCHEDULERS
-from kproxy_ipvs.virtual_servers import VirtualServers
+from kproxy_ipvs.wanted import Scheduling, ServerKey
+from kproxy_xtables.tables import Tables
+from kproxy_xtables.variant import find_variant
 from tests.plugins.ipvs.rig import NODES, WEB, Plans, answers, change, everything, full, web, weight
 
 

@@ -17,8 +17,6 @@ from typing import NamedTuple
 import pytest
 
 from kproxy_core.backend.api import BackendSettings, Update
-from kproxy_core.host.iptables import Tables
-from kproxy_core.host.iptables_variant import find_variant
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.testing.builders import (
     addresses,
@@ -31,13 +29,15 @@ from kproxy_core.testing.builders import (
 )
 from kproxy_iptables.backend import IptablesBackend
 from kproxy_iptables.cleanup import cleanup as clean_up_iptables
-from kproxy_ipvs import device, listing, rules
 from kproxy_ipvs.backend import IpvsBackend
 from kproxy_ipvs.cleanup import cleanup
+from kproxy_ipvs.kernel import device, listing, rules
+from kproxy_ipvs.kernel.virtual_servers import VirtualServers
 from kproxy_ipvs.names import IPVS_ACCESS, LOAD_BALANCER, MANGLE, NAT
-from kproxy_ipvs.render import ServerKey
 from kproxy_ipvs.retirement import retire
-from kproxy_ipvs.virtual_servers import VirtualServers
+from kproxy_ipvs.wanted import ServerKey
+from kproxy_xtables.tables import Tables
+from kproxy_xtables.variant import find_variant
 from tests.core.namespaces import Namespace, namespace
 from tests.plugins.ipvs.rig import Plans, answers
 

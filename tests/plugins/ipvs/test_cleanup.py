@@ -1,12 +1,12 @@
 """Which rules clean-up takes for this mode's, where the iptables mode has chains of the same names."""
 
-from kproxy_core.host.iptables_removal import ChainKey
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import node_view
 from kproxy_ipvs import names
 from kproxy_ipvs.cleanup import what_only_kube_proxy_has, what_only_we_have, what_to_remove
 from kproxy_ipvs.names import FILTER, MANGLE, NAT
 from kproxy_ipvs.skeleton import JUMPS, skeleton
+from kproxy_xtables.removal import ChainKey
 
 FOREIGN = "-d 192.0.2.3/32 -j DROP"
 FIREWALL = (FILTER, "KUBE-PROXY-FIREWALL")

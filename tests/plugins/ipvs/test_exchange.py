@@ -4,9 +4,9 @@ import errno
 
 import pytest
 
-from kproxy_core.host import netlink
+from kproxy_core.host.netlink import messages as netlink
 from kproxy_core.testing.conformance.privileges import without_privileges
-from kproxy_ipvs.exchange import Refusal, Request, exchange
+from kproxy_ipvs.kernel.exchange import Refusal, Request, exchange
 
 NOTHING = 0xEE << 8
 """A subsystem of nfnetlink that no kernel has."""

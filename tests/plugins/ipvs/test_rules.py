@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from kproxy_core.host.iptables import Tables
-from kproxy_core.host.iptables_variant import Variant, find_variants
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_core.testing.builders import node_view
-from kproxy_ipvs import names, rules, sets, skeleton
-from kproxy_ipvs.render import Element
+from kproxy_ipvs import names, skeleton
+from kproxy_ipvs.kernel import rules, sets
+from kproxy_ipvs.wanted import Element
+from kproxy_xtables.tables import Tables
+from kproxy_xtables.variant import Variant, find_variants
 from tests.core.namespaces import Namespace, namespace
 
 PODS = {Family.IPV4: "10.244.1.0/24", Family.IPV6: "fd00:1::/64"}

@@ -9,7 +9,7 @@ from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.testing.builders import endpoint, endpoint_slice, node_view, plans, service
 from kproxy_nftables.applied import Applied, Contents, arrange, compare_all
-from kproxy_nftables.render import Element, node_elements
+from kproxy_nftables.wanted import Element, node_elements
 
 NODE = node_view("node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1")
 

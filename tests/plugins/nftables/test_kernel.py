@@ -20,7 +20,7 @@ from kproxy_nftables import batch, names
 from kproxy_nftables.backend import NftablesBackend
 from kproxy_nftables.cleanup import cleanup
 from kproxy_nftables.kernel import Kernel
-from kproxy_nftables.render import Element, Value
+from kproxy_nftables.wanted import Element, Value
 
 from .test_applied import some_plans, without_index
 

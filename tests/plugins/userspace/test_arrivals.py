@@ -13,8 +13,8 @@ from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import changed_update, endpoint_slice, full_update, plans, service
 from kproxy_nftables.backend import NftablesBackend
 from kproxy_userspace import backend as backend_module
-from kproxy_userspace import relays as relays_module
-from kproxy_userspace.kernel import NftPortals, open_portals
+from kproxy_userspace import family as relays_module
+from kproxy_userspace.kernel.portals import NftPortals, open_portals
 
 from .endpoints import PATIENCE, connect, endpoints, name_of, reached
 from .proxies import NODE, VIP, Proxy, Start

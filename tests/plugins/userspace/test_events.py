@@ -3,7 +3,7 @@
 import socket
 import time
 
-from kproxy_userspace.events import READ, Events
+from kproxy_userspace.worker.events import READ, Events
 
 
 def test_a_call_may_ask_for_another_after_a_time_of_its_own() -> None:

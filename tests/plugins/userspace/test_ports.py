@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kproxy_core.model.address import Family, Protocol
-from kproxy_userspace.ports import Allocator, NoPort
-from kproxy_userspace.worker import listening_socket
+from kproxy_userspace.kernel.ports import Allocator, NoPort
+from kproxy_userspace.worker.main import listening_socket
 
 FEW = range(40000, 40010)
 

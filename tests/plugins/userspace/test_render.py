@@ -5,7 +5,7 @@ from kproxy_core.model.service import Service
 from kproxy_core.testing.builders import endpoint_slice, node_view, plans, service
 from kproxy_userspace import batch
 from kproxy_userspace.batch import Redirect
-from kproxy_userspace.render import WantedRelay, wanted_relays
+from kproxy_userspace.wanted import WantedRelay, wanted_relays
 
 NODE = node_view(anywhere=True)
 

@@ -7,7 +7,7 @@ import pytest
 from kproxy_core.backend.api import BackendSettings
 from kproxy_core.backend.errors import Unsupported
 from kproxy_core.model.address import Family, Protocol, parse_address
-from kproxy_userspace.ports import Allocator, Holder, NoPort, hold, parse_port_range
+from kproxy_userspace.kernel.ports import Allocator, Holder, NoPort, hold, parse_port_range
 from kproxy_userspace.settings import FOR_EVER, Settings, read_settings
 
 V4, TCP, UDP = Family.IPV4, Protocol.TCP, Protocol.UDP

@@ -1,0 +1,1 @@
+"""Requests to a Kubernetes API server. Knows nothing of lists, watches or the store."""

@@ -1,0 +1,192 @@
+"""One thread's requests to the API server: granted, or a typed reason why not."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from kproxy_core.apiclient.access import CurrentAccess
+from kproxy_core.apiclient.backoff import RateLimit
+from kproxy_core.apiclient.connection import Aborted, Connection, Response
+from kproxy_core.objects.decode import UNDECODABLE, Status
+from kproxy_core.objects.reading import shown
+
+SILENCE = 60.0
+"""Seconds without a byte that are too much in an answer that is on its way."""
+
+
+class Refusal(Exception):
+    """The server said no: with an HTTP status, or in the middle of a watch."""
+
+    def __init__(self, status: Status, retry_after: float = 0.0) -> None:
+        super().__init__(f"{status.code} {shown(status.reason or '')}: {shown(status.message or '', 200)}")
+        self.code = status.code or 0
+        asked = status.details.retry_after_seconds if status.details else None
+        self.retry_after = max(retry_after, asked or 0.0)
+        """Seconds that the server asks us to wait; 0: it does not say."""
+
+
+class HistoryLost(Exception):
+    """The watch can't go on from where it was; everything has to be asked for again."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiRequest:
+    """One request to the API server, as client-go counts it (``rest_client_*``)."""
+
+    host: str
+    """``host:port`` of the server."""
+    code: str
+    """HTTP status, or ``<error>`` if there was no answer."""
+    waited: float
+    """Seconds that the rate limit held it back."""
+    seconds: float
+    """How long it took until the whole answer was there, or a watch was granted or refused."""
+    received: int | None
+    """Bytes of the whole answer; None: a watch, or no answer."""
+    method: str = "GET"
+    sent: int = 0
+    """Bytes of the request's body."""
+
+
+Observe = Callable[[ApiRequest], None]
+"""Is told of each request, by the thread that makes it."""
+
+
+class ApiRequests:
+    """Asks the API server, with the credentials of the moment and on a connection that is kept.
+
+    *clock*: monotonic seconds. Used by one thread; only `abort` may be called by another.
+    """
+
+    def __init__(
+        self, access: CurrentAccess, rate: RateLimit, observe: Observe, clock: Callable[[], float],
+    ) -> None:
+        self._current = access
+        self._rate = rate
+        self._observe = observe
+        self._clock = clock
+        self._stopping = threading.Event()
+        self._access = access.now
+        self._connection = Connection(self._access)
+
+    def list(self, target: str, first: bool) -> bytes:
+        """A page of a list, the *first* or another.
+
+        Raises Refusal, HistoryLost, OSError, ProtocolError.
+        """
+        # The pages after the first are one request in all but name: kube-proxy asks for all at once.
+        waited = self._wait_for_turn() if first else 0.0
+        started, code, received = self._clock(), "<error>", None
+        try:
+            response = self._connection.get(target, SILENCE, compressed=True)
+            data = response.read_all()
+            code, received = str(response.status), len(data)
+        finally:
+            self._observe(ApiRequest(self._access.authority, code, waited, self._clock() - started, received))
+        if response.status != 200:
+            raise _refused(response, data)
+        return data
+
+    def watch(self, target: str) -> Response:
+        """A watch that was granted. Raises as `list` does."""
+        waited, code = self._wait_for_turn(), "<error>"
+        started = self._clock()
+        try:
+            response = self._connection.get(target, SILENCE)
+            code = str(response.status)
+        finally:
+            self._observe(ApiRequest(self._access.authority, code, waited, self._clock() - started, None))
+        if response.status != 200:
+            raise _refused(response, response.read_all())
+        return response
+
+    def allow_silence(self, seconds: float) -> None:
+        """From now on, a watch may be silent for so long."""
+        self._connection.set_timeout(seconds)
+
+    def disconnect(self) -> None:
+        """Close the connection; the next request makes a new one."""
+        self._connection.close()
+
+    def abort(self) -> None:
+        """End for good: what is under way fails at once, and so does every further request."""
+        self._stopping.set()
+        self._connection.abort()
+
+    def keep_up(self) -> None:
+        """Use what the files have now, if they were replaced or what they gave has expired.
+
+        Raises AccessError, having changed nothing.
+        """
+        self._current.keep_up()
+        self._take_current()
+
+    def renew(self, error: Exception) -> None:
+        """Read the files again if *error* may be due to credentials, or a CA, that are not good any more.
+
+        Raises AccessError, having changed nothing.
+        """
+        if (error.code == 401 if isinstance(error, Refusal)
+                else self._access.tls is not None and _is_about_tls(error)):
+            self._current.renew(self._access)
+            self._take_current()
+
+    def _take_current(self) -> None:
+        if self._access is self._current.now:
+            return
+        self._access = self._current.now
+        self._connection.close()
+        self._connection = Connection(self._access)
+        if self._stopping.is_set():
+            self._connection.abort()
+
+    def _wait_for_turn(self) -> float:
+        delay = self._rate.delay()
+        if delay and self._stopping.wait(delay):
+            raise Aborted("closed from this side")
+        return delay
+
+
+_decode_status = msgspec.json.Decoder(Status).decode
+
+
+def _refused(response: Response, body: bytes) -> Exception:
+    """The exception that an answer other than 200 is."""
+    try:
+        said = _decode_status(body)
+    except UNDECODABLE:
+        said = Status()
+    status = Status(response.status, said.reason, said.message, said.details)
+    return refusal(status, _retry_after(response))
+
+
+def refusal(status: Status, retry_after: float = 0.0) -> Exception:
+    """The exception that a failure is: 410 stands for a version, or a list, that is too old."""
+    if status.code == 410:
+        return HistoryLost(shown(status.message or status.reason or "410 Gone", 200))
+    return Refusal(status, retry_after)
+
+
+def _retry_after(response: Response) -> float:
+    """Seconds that Retry-After asks for (RFC 9110, section 10.2.3); 0: it does not say."""
+    asked = response.headers.get("retry-after", "")
+    if asked.isascii() and asked.isdigit():
+        return float(asked[:9])
+    if not asked:
+        return 0.0
+    from email.utils import parsedate_to_datetime
+
+    try:
+        # A time of the server's clock, so it is that clock which counts.
+        return (parsedate_to_datetime(asked)
+                - parsedate_to_datetime(response.headers.get("date", ""))).total_seconds()
+    except (TypeError, ValueError, OverflowError):
+        return 0.0
+
+
+def _is_about_tls(error: Exception) -> bool:
+    from ssl import SSLError
+
+    return isinstance(error, SSLError) or isinstance(error.__cause__, SSLError)

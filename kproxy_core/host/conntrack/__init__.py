@@ -1,0 +1,1 @@
+"""The kernel's connection tracking: its table, stale flows and settings."""

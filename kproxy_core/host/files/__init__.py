@@ -1,0 +1,1 @@
+"""Files and directories as the kernel reports changes to them."""

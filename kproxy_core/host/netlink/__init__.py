@@ -1,0 +1,1 @@
+"""Netlink messages, sockets and watches."""

@@ -1,0 +1,1 @@
+"""The change of modes: start, switch, prove, retire, clean up."""

@@ -1,0 +1,93 @@
+"""What others left in the kernel goes once this mode serves: never before, so there is no gap.
+
+kube-proxy cleans up at its start, before its own rules exist (1.36, cmd/kube-proxy/app/server_linux.go).
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Collection
+
+from kproxy_core.backend.api import BackendSettings, Leftovers
+from kproxy_core.backend.errors import BackendError
+from kproxy_core.backend.registry import Registry
+from kproxy_core.modes.retiring import Retiring, report
+from kproxy_core.modes.switch import Switch, SwitchFailed
+from kproxy_core.observe.health import ProxyHealth
+
+log = logging.getLogger("kproxy.run")
+
+_RETRY = 10.0
+"""Seconds until what can't be proven is tried again."""
+
+
+class Heir:
+    """Takes a node over from whatever served it before: other modes, or kube-proxy."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        settings_of: Callable[[str], BackendSettings],
+        switch: Switch,
+        retiring: Retiring,
+        health: ProxyHealth,
+    ) -> None:
+        self._registry = registry
+        self._settings_of = settings_of
+        self._switch = switch
+        self._retiring = retiring
+        self._health = health
+        self._stopped = threading.Event()
+
+    def take_over_in_background(self) -> None:
+        """Have the traces of others removed, once it is proven that ours are at work; then release health.
+
+        Returns at once. What established connections need goes later (`Retiring`); health doesn't wait
+        for that.
+        """
+        threading.Thread(target=self._take_over, name="kproxy-leftovers", daemon=True).start()
+
+    def stop(self) -> None:
+        """Remove nothing more."""
+        self._stopped.set()
+
+    def _take_over(self) -> None:
+        mode = self._switch.worker.mode
+        try:
+            others = [other for other in self._registry.modes if other != mode and self._left(other)]
+            superseded = bool(self._ask(lambda: self._registry.supersede(mode, dry_run=True), mode).removed)
+            if (others or superseded) and not self._proven([*others, *([mode] if superseded else [])]):
+                return
+            for other in others:
+                self._retiring.add(other)
+            if superseded:
+                report(mode, self._ask(lambda: self._registry.supersede(mode, dry_run=False), mode))
+        finally:
+            self._health.release()
+
+    def _left(self, mode: str) -> bool:
+        """Whether there is anything of *mode*."""
+        settings = self._settings_of(mode)
+        found = self._ask(lambda: self._registry.cleanup(mode, settings, dry_run=True), mode)
+        for problem in found.errors:
+            log.warning("leftovers are not looked for", extra={"fields": {"mode": mode, "error": problem}})
+        return bool(found.removed)
+
+    def _proven(self, left: Collection[str]) -> bool:
+        """Wait until what we serve is seen to be at work. False: stopped before."""
+        while not self._stopped.is_set():
+            try:
+                self._switch.prove()
+                return True
+            except SwitchFailed as error:
+                self._health.hold(f"what {', '.join(left)} left stays: {error}")
+                log.error("what others left stays until ours is proven", extra={
+                    "fields": {"left": ",".join(left), "error": str(error)}})
+            self._stopped.wait(_RETRY)
+        return False
+
+    @staticmethod
+    def _ask(question: Callable[[], Leftovers], mode: str) -> Leftovers:
+        try:
+            return question()
+        except BackendError as error:
+            return Leftovers(mode, errors=(str(error),))

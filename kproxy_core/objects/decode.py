@@ -1,0 +1,239 @@
+"""API objects, lists and watch lines: from JSON to what they mean.
+
+The good path decodes a whole list page into typed structs at once. Only when
+that fails are its objects taken one by one, so that a bad one is refused with
+its name and field while the others work.
+"""
+
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import Raw, Struct, field
+
+from kproxy_core.model.address import Cidr
+from kproxy_core.model.endpoint import EndpointSlice
+from kproxy_core.objects import wire
+from kproxy_core.objects.mirror import read_endpoints
+from kproxy_core.objects.node import read_node, read_service_cidr
+from kproxy_core.objects.reading import Findings, Reading, Refused, checked_label, checked_subdomain
+from kproxy_core.objects.service import read_service
+from kproxy_core.objects.slice import read_slice
+from kproxy_core.store.events import NodeSet, ServiceGone, ServiceSet, SliceGone, SliceSet
+
+W = TypeVar("W", bound=Struct)
+V = TypeVar("V")
+
+UNDECODABLE = (msgspec.MsgspecError, RecursionError, ValueError)
+"""What msgspec raises for bytes or values that it can't use: ValueError for text that is not
+UTF-8 and for huge numbers, RecursionError for deep nesting."""
+
+MAX_OBJECT_BYTES = 3 << 20
+"""The largest object that an API server takes; decoding a larger one might cost any amount of memory."""
+
+
+class Malformed(ValueError):
+    """Not JSON, or not of the shape that the API promises for a list or a watch line."""
+
+
+class StatusDetails(Struct, frozen=True, gc=False, rename="camel"):
+    """What a Status says besides."""
+
+    retry_after_seconds: int | None = None
+
+
+class Status(Struct, frozen=True, gc=False):
+    """meta/v1 Status: why a request failed."""
+
+    code: int | None = None
+    reason: str | None = None
+    message: str | None = None
+    details: StatusDetails | None = None
+
+
+class Page(NamedTuple, Generic[V]):
+    """One page of a LIST."""
+
+    resource_version: str
+    next_page: str
+    """``metadata.continue``; "" on the last page."""
+    readings: list[Reading[V]]
+
+
+class WatchLine(NamedTuple, Generic[V]):
+    """One line of a WATCH."""
+
+    type: str
+    """ADDED, MODIFIED, DELETED, BOOKMARK or ERROR."""
+    resource_version: str
+    """Of the object or bookmark; "" in an ERROR."""
+    reading: Reading[V] | None = None
+    """The object of ADDED, MODIFIED and DELETED."""
+    status: Status | None = None
+    """What an ERROR says."""
+    initial_events_end: bool = False
+    """This BOOKMARK ends the initial events of a streaming list (KEP-3157)."""
+
+
+class _ListMeta(Struct, frozen=True, gc=False):
+    resource_version: str | None = field(default=None, name="resourceVersion")
+    next_page: str | None = field(default=None, name="continue")
+
+
+class _List(Struct, Generic[W], frozen=True):
+    metadata: _ListMeta | None = None
+    items: list[W] | None = None
+
+
+class _RawList(Struct, frozen=True):
+    metadata: _ListMeta | None = None
+    items: list[Raw] | None = None
+
+
+class _Line(Struct, frozen=True, gc=False):
+    type: str
+    object: Raw
+
+
+class _BookmarkAnnotations(Struct, frozen=True, gc=False):
+    initial_events_end: str | None = field(default=None, name="k8s.io/initial-events-end")
+
+
+class _VersionMeta(Struct, frozen=True, gc=False):
+    resource_version: str | None = field(default=None, name="resourceVersion")
+    annotations: _BookmarkAnnotations | None = None
+
+
+class _Versioned(Struct, frozen=True, gc=False):
+    metadata: _VersionMeta | None = None
+
+
+class _Identity(Struct, frozen=True):
+    name: Any = None
+    namespace: Any = None
+
+
+class _Identified(Struct, frozen=True):
+    metadata: _Identity | None = None
+
+
+_decode_raw_list = msgspec.json.Decoder(_RawList).decode
+_decode_line = msgspec.json.Decoder(_Line).decode
+_decode_versioned = msgspec.json.Decoder(_Versioned).decode
+_decode_status = msgspec.json.Decoder(Status).decode
+_decode_identified = msgspec.json.Decoder(_Identified).decode
+
+
+class Resource(Generic[W, V]):
+    """One kind of API object: how to decode it, and what it means."""
+
+    def __init__(
+        self,
+        kind: str,
+        api_version: str,
+        plural: str,
+        struct: type[W],
+        read: Callable[[W], Reading[V]],
+        *,
+        namespaced: bool,
+    ) -> None:
+        self.kind = kind
+        self.api_version = api_version
+        self.plural = plural
+        self.namespaced = namespaced
+        self._struct = struct
+        self._read = read
+        self._decode = msgspec.json.Decoder(struct).decode
+        self._decode_list = msgspec.json.Decoder(_List[struct]).decode  # type: ignore[valid-type]
+
+    def from_json(self, data: bytes | Raw) -> Reading[V]:
+        """Read one object from its JSON."""
+        if len(data) > MAX_OBJECT_BYTES:
+            return self._refused(Refused("", f"is larger than {MAX_OBJECT_BYTES >> 20} MiB"), data)
+        try:
+            decoded = self._decode(data)
+        except UNDECODABLE as error:
+            return self._refused(explained(error), data)
+        return self._read(decoded)
+
+    def page(self, data: bytes) -> Page[V]:
+        """Read one page of a LIST. Raises Malformed if it is no list at all."""
+        try:
+            page = self._decode_list(data)
+        except UNDECODABLE:
+            return self._page_by_object(data)
+        return _page(page.metadata, [self._read(item) for item in page.items or ()])
+
+    def _page_by_object(self, data: bytes) -> Page[V]:
+        try:
+            page = _decode_raw_list(data)
+        except UNDECODABLE as error:
+            raise Malformed(str(error)) from error
+        return _page(page.metadata, [self.from_json(item) for item in page.items or ()])
+
+    def watch_line(self, data: bytes) -> WatchLine[V]:
+        """Read one line of a WATCH. Raises Malformed if it is none."""
+        try:
+            line = _decode_line(data)
+            if line.type == "ERROR":
+                return WatchLine(line.type, "", status=_decode_status(line.object))
+            meta = _decode_versioned(line.object).metadata or _VersionMeta()
+        except UNDECODABLE as error:
+            raise Malformed(str(error)) from error
+        version = meta.resource_version or ""
+        if line.type == "BOOKMARK":
+            end = meta.annotations is not None and meta.annotations.initial_events_end == "true"
+            return WatchLine(line.type, version, initial_events_end=end)
+        return WatchLine(line.type, version, self.from_json(line.object))
+
+    def _refused(self, refused: Refused, data: bytes | Raw) -> Reading[V]:
+        """The refusal of an object that is not decoded, with its name as far as it has one."""
+        try:
+            meta = _decode_identified(data).metadata or _Identity()
+        except UNDECODABLE:
+            meta = _Identity()
+        name = meta.name if isinstance(meta.name, str) else None
+        namespace = ""
+        if self.namespaced:
+            namespace = "default" if meta.namespace in (None, "") else meta.namespace
+            namespace = namespace if isinstance(namespace, str) else "?"
+        found = Findings(self.kind, namespace, name)
+        bad = found.refuse(refused)
+        try:
+            if self.namespaced:
+                checked_label(namespace, "metadata.namespace")
+            return Reading((namespace, checked_subdomain(name, "metadata.name")), None, bad)
+        except Refused:
+            return Reading(None, None, bad)
+
+
+def _page(meta: _ListMeta | None, readings: list[Reading[V]]) -> Page[V]:
+    meta = meta or _ListMeta()
+    return Page(meta.resource_version or "", meta.next_page or "", readings)
+
+
+def explained(error: Exception) -> Refused:
+    """The field and problem of one of UNDECODABLE.
+
+    In the words of msgspec, like "Expected `int | null`, got `str` - at `$.spec.ports[0].port`".
+    """
+    if isinstance(error, RecursionError):
+        return Refused("", "nested too deeply")
+    problem, _, path = str(error).replace("`", "").replace(" | null", "").partition(" - at ")
+    if not problem.startswith("JSON"):
+        problem = problem[:1].lower() + problem[1:]
+    return Refused(path.removeprefix("$").removeprefix("."), problem)
+
+
+SERVICES: Resource[wire.Service, ServiceSet | ServiceGone] = Resource(
+    "Service", "v1", "services", wire.Service, read_service, namespaced=True)
+ENDPOINT_SLICES: Resource[wire.EndpointSlice, SliceSet | SliceGone] = Resource(
+    "EndpointSlice", "discovery.k8s.io/v1", "endpointslices", wire.EndpointSlice, read_slice,
+    namespaced=True)
+ENDPOINTS: Resource[wire.Endpoints, tuple[EndpointSlice, ...]] = Resource(
+    "Endpoints", "v1", "endpoints", wire.Endpoints, read_endpoints, namespaced=True)
+NODES: Resource[wire.Node, NodeSet] = Resource(
+    "Node", "v1", "nodes", wire.Node, read_node, namespaced=False)
+SERVICE_CIDRS: Resource[wire.ServiceCIDR, tuple[Cidr, ...]] = Resource(
+    "ServiceCIDR", "networking.k8s.io/v1", "servicecidrs", wire.ServiceCIDR, read_service_cidr,
+    namespaced=False)

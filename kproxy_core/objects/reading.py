@@ -1,0 +1,170 @@
+"""What decoding one API object yields, and the checks that all kinds share."""
+
+import re
+import sys
+from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeVar
+from typing import Protocol as TypingProtocol
+
+from kproxy_core.model.address import Address, Cidr, Protocol, parse_address, parse_cidr
+from kproxy_core.model.service import ServiceName
+from kproxy_core.store.events import BadObject
+
+N = TypeVar("N", bound=tuple[str, str])
+V = TypeVar("V")
+
+PROTOCOLS: dict[str | None, Protocol] = {None: Protocol.TCP, "": Protocol.TCP} | {
+    protocol.name: protocol for protocol in Protocol
+}
+"""A port's protocol as the API spells it; absent means TCP."""
+
+_SPECIAL_FIRST_OCTETS = frozenset({0, 127, *range(224, 240)})
+_LABEL = r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?"
+_is_label = re.compile(_LABEL).fullmatch
+_is_subdomain = re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(?:\.{_LABEL})*").fullmatch
+
+
+class Reading(NamedTuple, Generic[V]):
+    """One API object, read."""
+
+    name: tuple[str, str] | None
+    """Namespace ("" for kinds that have none) and name; None if even they are unusable."""
+    value: V | None
+    """What it means; None: refused as a whole, `bad` says why."""
+    bad: tuple[BadObject, ...] = ()
+    """What in it could not be used."""
+
+
+class Refused(Exception):
+    """An object is unusable as a whole because of one field."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(field, problem)
+        self.field = field
+        self.problem = problem
+
+
+class Findings:
+    """Collects what is wrong with one object."""
+
+    __slots__ = ("_kind", "_name", "bad")
+
+    def __init__(self, kind: str, namespace: str | None, name: str | None) -> None:
+        self._kind = kind
+        self._name = f"{namespace}/{name}" if namespace and name else name or ""
+        self.bad: tuple[BadObject, ...] = ()
+
+    def add(self, field: str, problem: str) -> None:
+        self.bad += (BadObject(self._kind, shown(self._name), field, problem),)
+
+    def last_refuses(self) -> Refused:
+        """The refusal of the whole object for what was added last."""
+        *others, last = self.bad
+        self.bad = tuple(others)
+        return Refused(last.field, last.problem)
+
+    def refuse(self, refused: Refused) -> tuple[BadObject, ...]:
+        """Everything found, and why the whole object is of no use."""
+        self.add(refused.field, refused.problem)
+        return self.bad
+
+
+class Metadata(TypingProtocol):
+    """What all kinds have."""
+
+    @property
+    def name(self) -> str | None: ...
+
+    @property
+    def namespace(self) -> str | None: ...
+
+
+def shown(text: str, limit: int = 80) -> str:
+    """*text* fit for one line of a log: as it is if plain and short, else quoted and cut."""
+    plain = text.isascii() and text.isprintable() and len(text) <= limit
+    return text if plain else quoted(text, limit)
+
+
+def checked_label(text: str | None, field: str) -> str:
+    """*text*, a DNS label (RFC 1123: at most 63 of a-z, 0-9, "-"). Raises Refused."""
+    if text and _is_label(text):
+        return text
+    raise Refused(field, f"{quoted(text)} is not a DNS label" if text else "is missing")
+
+
+def checked_subdomain(text: str | None, field: str) -> str:
+    """*text*, DNS labels joined by dots, at most 253 characters. Raises Refused."""
+    if text and (_is_label(text) or _is_subdomain(text)):
+        return text
+    raise Refused(field, f"{quoted(text)} is not a DNS name" if text else "is missing")
+
+
+def read_namespaced(
+    kind: str,
+    meta: Metadata,
+    named: Callable[[str, str], N],
+    value: Callable[[N, Findings], V],
+    *,
+    check: Callable[[str | None, str], str] = checked_label,
+) -> Reading[V]:
+    """An object of a *kind* that has namespaces: what it is *named*, and its *value*, which may be Refused.
+
+    *check* is for the name; a namespace is a DNS label, and that of a manifest without one is ``default``.
+    """
+    namespace = meta.namespace or "default"
+    found = Findings(kind, namespace, meta.name)
+    try:
+        namespace = sys.intern(checked_label(namespace, "metadata.namespace"))
+        name = named(namespace, check(meta.name, "metadata.name"))
+    except Refused as refused:
+        return Reading(None, None, found.refuse(refused))
+    try:
+        return Reading(name, value(name, found), found.bad)
+    except Refused as refused:
+        return Reading(name, None, found.refuse(refused))
+
+
+def service_name(namespace: str, name: str) -> ServiceName:
+    """The name of a Service, which many objects speak of."""
+    return ServiceName(namespace, sys.intern(name))
+
+
+def is_label(text: str) -> bool:
+    """Whether *text* is a DNS label."""
+    return _is_label(text) is not None
+
+
+def checked_address(text: str | None, field: str) -> Address:
+    """The address *text* names, if one that traffic can be sent to. Raises Refused."""
+    try:
+        address = parse_address(text or "")
+    except ValueError:
+        raise Refused(field, f"{quoted(text)} is not an IP address") from None
+    if is_special(address):
+        raise Refused(field, f"{text} is an unspecified, loopback, multicast or broadcast address")
+    return address
+
+
+def checked_cidr(text: str | None, field: str) -> Cidr:
+    """The network *text* names. Raises Refused."""
+    try:
+        return parse_cidr(text or "")
+    except ValueError:
+        raise Refused(field, f"{quoted(text)} is not a CIDR") from None
+
+
+def is_special(address: Address) -> bool:
+    """Whether *address* is unspecified, loopback, multicast or broadcast.
+
+    An API server keeps those out of Services and endpoints; a directory of manifests has none.
+    """
+    if len(address) == 4:
+        return address[0] in _SPECIAL_FIRST_OCTETS or address == b"\xff\xff\xff\xff"
+    return address[0] == 0xFF or (address[15] < 2 and not any(address[:15]))
+
+
+def quoted(text: str | None, limit: int = 60) -> str:
+    """A string from outside for the text of a problem: quoted, ASCII, cut."""
+    if text is None:
+        return "nothing"
+    return ascii(text if len(text) <= limit else text[:limit] + "...")

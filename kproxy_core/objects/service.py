@@ -1,0 +1,229 @@
+"""Services: from the wire to the model.
+
+kube-proxy 1.36, pkg/proxy/serviceport.go and pkg/proxy/util; absent fields get
+the values that an API server would fill in.
+"""
+
+import sys
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from functools import lru_cache
+from typing import TypeVar
+
+from msgspec import UNSET
+
+from kproxy_core.model.address import Address, Cidr, Family, family_of
+from kproxy_core.model.service import PortSpec, Service, ServiceName
+from kproxy_core.objects import wire
+from kproxy_core.objects.reading import (
+    PROTOCOLS,
+    Findings,
+    Reading,
+    Refused,
+    checked_address,
+    checked_cidr,
+    is_label,
+    quoted,
+    read_namespaced,
+    service_name,
+)
+from kproxy_core.store.events import ServiceGone, ServiceSet
+
+AFFINITY_SECONDS = 10800
+"""What an API server makes of ClientIP affinity without a timeout."""
+_MAX_AFFINITY_SECONDS = 86400
+_TYPES = frozenset({None, "", "ClusterIP", "NodePort", "LoadBalancer"})
+_FAMILIES: dict[str | None, Family] = {family.label: family for family in Family}
+
+T = TypeVar("T")
+
+
+def read_service(obj: wire.Service) -> Reading[ServiceSet | ServiceGone]:
+    """What *obj* means for this proxy; gone if it is not this proxy's to serve."""
+    meta = obj.metadata or wire.ServiceMeta()
+    return read_namespaced("Service", meta, service_name, lambda name, found: _value(name, meta, obj, found))
+
+
+def _value(
+    name: ServiceName, meta: wire.ServiceMeta, obj: wire.Service, found: Findings
+) -> ServiceSet | ServiceGone:
+    spec = obj.spec or wire.ServiceSpec()
+    if meta.labels is not None and meta.labels.proxy_name is not UNSET:
+        return ServiceGone(name)
+    if spec.type == "ExternalName":
+        return ServiceGone(name)
+    if spec.type not in _TYPES:
+        raise Refused("spec.type", f"{quoted(spec.type)} is not a type of Service")
+    cluster_ips = _cluster_ips(spec)
+    if not cluster_ips or not spec.ports:
+        return ServiceGone(name)
+    ports = _ports(spec.ports, found)
+    external_ips: tuple[Address, ...] = ()
+    if spec.external_ips:
+        external_ips = _each(spec.external_ips, "spec.externalIPs[{}]", checked_address, found)
+    source_ranges: tuple[Cidr, ...] = ()
+    if spec.load_balancer_source_ranges:
+        source_ranges = _each(
+            spec.load_balancer_source_ranges, "spec.loadBalancerSourceRanges[{}]", checked_cidr, found
+        )
+    external_local = _is_local(spec.external_traffic_policy, "spec.externalTrafficPolicy", found) and (
+        spec.type in ("NodePort", "LoadBalancer") or bool(spec.external_ips)
+    )
+    return ServiceSet(Service(
+        name=name,
+        created=_created(meta.creation_timestamp, found),
+        ports=ports,
+        cluster_ips=cluster_ips,
+        external_ips=external_ips,
+        load_balancer_ips=_load_balancer_ips(obj.status, found),
+        source_ranges=_unless_everybody(source_ranges),
+        affinity_seconds=_affinity_seconds(spec, found),
+        internal_policy_local=_is_local(
+            spec.internal_traffic_policy, "spec.internalTrafficPolicy", found),
+        external_policy_local=external_local,
+        health_check_node_port=(
+            _health_check_node_port(spec.health_check_node_port, found)
+            if external_local and spec.type == "LoadBalancer" else 0
+        ),
+    ))
+
+
+def _cluster_ips(spec: wire.ServiceSpec) -> tuple[Address, ...]:
+    """The ClusterIPs, one a family; () for a Service without, such as a headless one. Raises Refused."""
+    texts, path = spec.cluster_ips, "spec.clusterIPs[{}]"
+    if not texts:
+        texts, path = [spec.cluster_ip], "spec.clusterIP"
+    first = texts[0] if spec.cluster_ip is None else spec.cluster_ip
+    if not first or first == "None":
+        return ()
+    if first != texts[0]:
+        raise Refused(path.format(0), f"{quoted(texts[0])} is not what spec.clusterIP says")
+    families = []
+    for i, label in enumerate(spec.ip_families or ()):
+        if label not in _FAMILIES:
+            raise Refused(f"spec.ipFamilies[{i}]", f"{quoted(label)} is not an IP family")
+        families.append(_FAMILIES[label])
+    by_family: dict[Family, Address] = {}
+    for i, text in enumerate(texts):
+        if families and i == len(families):
+            break
+        address = checked_address(text, path.format(i))
+        family = family_of(address)
+        if families and family is not families[i]:
+            problem = f"{text} is not an {families[i].label} address, as spec.ipFamilies says"
+            raise Refused(path.format(i), problem)
+        by_family.setdefault(family, address)
+    return tuple(by_family.values())
+
+
+def _ports(ports: list[wire.ServicePort], found: Findings) -> tuple[PortSpec, ...]:
+    """The valid ones of *ports*. Raises Refused if there are none."""
+    kept: dict[tuple[str, int], PortSpec] = {}
+    for i, port in enumerate(ports):
+        name = port.name or ""
+        protocol = PROTOCOLS.get(port.protocol)
+        number = port.port or 0
+        node_port = port.node_port or 0
+        if protocol is None:
+            found.add(f"spec.ports[{i}].protocol", f"{quoted(port.protocol)} is not TCP, UDP or SCTP")
+        elif not 0 < number < 65536:
+            problem = "is missing" if port.port is None else f"{number} is not a port (1 to 65535)"
+            found.add(f"spec.ports[{i}].port", problem)
+        elif not 0 <= node_port < 65536:
+            found.add(f"spec.ports[{i}].nodePort", f"{node_port} is not a port (1 to 65535)")
+        elif name and not is_label(name):
+            found.add(f"spec.ports[{i}].name", f"{quoted(name)} is not a DNS label")
+        elif (name, protocol) in kept:
+            found.add(f"spec.ports[{i}].name", f"a second {protocol.name} port with the name {quoted(name)}")
+        else:
+            name = sys.intern(name)
+            kept[name, protocol] = PortSpec(name, protocol, number, node_port)
+    if not kept:
+        raise found.last_refuses()
+    return _shared_ports(tuple(kept.values()))
+
+
+@lru_cache(maxsize=1024)
+def _shared_ports(ports: tuple[PortSpec, ...]) -> tuple[PortSpec, ...]:
+    """The one tuple that stands for all equal ones: many Services have the same ports."""
+    return ports
+
+
+def _load_balancer_ips(status: wire.ServiceStatus | None, found: Findings) -> tuple[Address, ...]:
+    """The addresses to serve: not host names, nor what ``ipMode: Proxy`` leaves to others (KEP-1860)."""
+    if status is None or status.load_balancer is None or not status.load_balancer.ingress:
+        return ()
+    texts = [
+        entry.ip if entry.ip_mode in (None, "VIP") else None for entry in status.load_balancer.ingress
+    ]
+    return _each(texts, "status.loadBalancer.ingress[{}].ip", checked_address, found)
+
+
+def _each(
+    texts: Iterable[str | None], field: str, check: Callable[[str | None, str], T], found: Findings
+) -> tuple[T, ...]:
+    """What *check* makes of the *texts*, each once; blank ones are dropped, bad ones reported too."""
+    kept: dict[T, None] = {}
+    for i, text in enumerate(texts):
+        if text and (text := text.strip()):
+            try:
+                kept[check(text, field.format(i))] = None
+            except Refused as refused:
+                found.add(refused.field, refused.problem)
+    return tuple(kept)
+
+
+def _unless_everybody(ranges: tuple[Cidr, ...]) -> tuple[Cidr, ...]:
+    """*ranges* without those of a family in which some range covers every address."""
+    if not ranges:
+        return ranges
+    open_to_all = {r.family for r in ranges if r.prefix == 0}
+    return tuple(r for r in ranges if r.family not in open_to_all)
+
+
+def _affinity_seconds(spec: wire.ServiceSpec, found: Findings) -> int:
+    if spec.session_affinity in (None, "", "None"):
+        return 0
+    if spec.session_affinity != "ClientIP":
+        found.add("spec.sessionAffinity", f"{quoted(spec.session_affinity)} is neither None nor ClientIP")
+        return 0
+    config = spec.session_affinity_config
+    seconds = config.client_ip.timeout_seconds if config and config.client_ip else None
+    if seconds is None:
+        return AFFINITY_SECONDS
+    if 0 < seconds <= _MAX_AFFINITY_SECONDS:
+        return seconds
+    found.add(
+        "spec.sessionAffinityConfig.clientIP.timeoutSeconds",
+        f"{seconds} is not from 1 to {_MAX_AFFINITY_SECONDS}; using {AFFINITY_SECONDS}",
+    )
+    return AFFINITY_SECONDS
+
+
+def _is_local(policy: str | None, field: str, found: Findings) -> bool:
+    if policy not in (None, "", "Cluster", "Local"):
+        found.add(field, f"{quoted(policy)} is neither Cluster nor Local; using Cluster")
+    return policy == "Local"
+
+
+def _health_check_node_port(port: int | None, found: Findings) -> int:
+    if port is not None and 0 < port < 65536:
+        return port
+    problem = f"{port} is not a port (1 to 65535)" if port else "is 0: no health check is served"
+    found.add("spec.healthCheckNodePort", problem)
+    return 0
+
+
+def _created(stamp: str | None, found: Findings) -> str:
+    """*stamp* in UTC and whole seconds, so that such texts sort by time."""
+    if not stamp:
+        return ""
+    try:
+        moment = datetime.fromisoformat(stamp)
+        if moment.tzinfo is None:
+            raise ValueError(stamp)
+        utc = moment.astimezone(UTC).replace(tzinfo=None)
+        return sys.intern(f"{utc.isoformat(timespec='seconds')}Z")
+    except (ValueError, OverflowError):
+        found.add("metadata.creationTimestamp", f"{quoted(stamp)} is not a time (RFC 3339)")
+        return ""

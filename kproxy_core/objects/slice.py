@@ -1,0 +1,165 @@
+"""EndpointSlices: from the wire to the model.
+
+kube-proxy 1.36, pkg/proxy/endpointslicecache.go; absent fields get the values
+that an API server would fill in.
+"""
+
+import sys
+from datetime import datetime
+from functools import lru_cache
+
+from msgspec import UNSET
+
+from kproxy_core.model.address import Address, Family, parse_address
+from kproxy_core.model.endpoint import Endpoint, EndpointSlice, SliceName, SlicePort
+from kproxy_core.model.service import ServiceName
+from kproxy_core.objects import wire
+from kproxy_core.objects.reading import (
+    PROTOCOLS,
+    Findings,
+    Reading,
+    Refused,
+    checked_label,
+    checked_subdomain,
+    is_label,
+    is_special,
+    quoted,
+    read_namespaced,
+)
+from kproxy_core.store.events import SliceGone, SliceSet
+
+MAX_ENDPOINTS = 1000
+"""What an API server accepts in one slice."""
+MAX_PORTS = 20_000
+"""Likewise."""
+MAX_DESTINATIONS = 100_000
+"""Endpoints times ports. No real slice comes near; memory should not hang on one that does."""
+_FAMILIES = {family.label: family for family in Family}
+
+
+def read_slice(obj: wire.EndpointSlice) -> Reading[SliceSet | SliceGone]:
+    """What *obj* means for this proxy; gone if it can't belong to a Service that is served."""
+    meta = obj.metadata or wire.SliceMeta()
+    return read_namespaced(
+        "EndpointSlice", meta, SliceName, lambda name, found: _value(name, meta, obj, found),
+        check=checked_subdomain,
+    )  # fmt: skip
+
+
+def _value(
+    name: SliceName, meta: wire.SliceMeta, obj: wire.EndpointSlice, found: Findings
+) -> SliceSet | SliceGone:
+    labels = meta.labels
+    if labels is None or not labels.service_name or labels.headless is not UNSET:
+        return SliceGone(name)
+    if obj.address_type == "FQDN":
+        return SliceGone(name)
+    if not obj.address_type:
+        raise Refused("addressType", "is missing")
+    family = _FAMILIES.get(obj.address_type)
+    if family is None:
+        raise Refused("addressType", f"{quoted(obj.address_type)} is not IPv4, IPv6 or FQDN")
+    service = checked_label(labels.service_name, "metadata.labels[kubernetes.io/service-name]")
+    endpoints, ports = obj.endpoints or [], obj.ports or []
+    if len(endpoints) > MAX_ENDPOINTS:
+        raise Refused("endpoints", f"{len(endpoints)} of them; a slice holds at most {MAX_ENDPOINTS}")
+    if len(ports) > MAX_PORTS:
+        raise Refused("ports", f"{len(ports)} of them; a slice holds at most {MAX_PORTS}")
+    if len(endpoints) * len(ports) > MAX_DESTINATIONS:
+        raise Refused("ports", f"{len(ports)} of them with {len(endpoints)} endpoints each is too much")
+    stamp = meta.annotations.trigger_time if meta.annotations else None
+    return SliceSet(EndpointSlice(
+        name,
+        ServiceName(name.namespace, sys.intern(service)),
+        family,
+        read_ports(ports, "ports", found),
+        _endpoints(endpoints, family, found),
+        read_trigger_time(stamp, found) if stamp else None,
+    ))
+
+
+def read_ports(ports: list[wire.SlicePort], path: str, found: Findings) -> tuple[SlicePort, ...]:
+    """The usable ones of *ports*; *path* is where they are in the object."""
+    kept = []
+    for i, port in enumerate(ports):
+        name = "" if port.name is UNSET else port.name
+        protocol = PROTOCOLS.get(port.protocol)
+        if name is None:
+            found.add(f"{path}[{i}].name", "is null")
+        elif protocol is None:
+            found.add(f"{path}[{i}].protocol", f"{quoted(port.protocol)} is not TCP, UDP or SCTP")
+        elif not port.port:
+            found.add(f"{path}[{i}].port", "is not given: a port for every number is not supported")
+        elif not 0 < port.port < 65536:
+            found.add(f"{path}[{i}].port", f"{port.port} is not a port (1 to 65535)")
+        elif name and not is_label(name):
+            found.add(f"{path}[{i}].name", f"{quoted(name)} is not a DNS label")
+        else:
+            kept.append(SlicePort(sys.intern(name), protocol, port.port))
+    return _shared_ports(tuple(kept))
+
+
+def _endpoints(
+    endpoints: list[wire.Endpoint], family: Family, found: Findings
+) -> tuple[Endpoint, ...]:
+    size = family.size
+    kept = []
+    for i, entry in enumerate(endpoints):
+        if not entry.addresses:
+            continue
+        text = entry.addresses[0]  # the API gives further ones no meaning
+        try:
+            address = parse_address(text)
+        except ValueError:
+            address = _NOT_AN_ADDRESS
+        if len(address) != size or is_special(address):
+            problem = f"{quoted(text)} is not a usable {family.label} address"
+            found.add(f"endpoints[{i}].addresses[0]", problem)
+            continue
+        conditions = entry.conditions or _NO_CONDITIONS
+        hints = entry.hints
+        kept.append(Endpoint(
+            address,
+            sys.intern(entry.node_name) if entry.node_name else "",
+            conditions.ready is not False,
+            conditions.serving is not False,
+            conditions.terminating is True,
+            _hinted(hints.for_zones) if hints is not None else _NOWHERE,
+            _hinted(hints.for_nodes) if hints is not None else _NOWHERE,
+        ))
+    return tuple(kept)
+
+
+_NOT_AN_ADDRESS = Address(b"")
+_NO_CONDITIONS = wire.Conditions()
+_NOWHERE: frozenset[str] = frozenset()
+
+
+def _hinted(hints: list[wire.Hint] | None) -> frozenset[str]:
+    return _shared_names(tuple([hint.name or "" for hint in hints])) if hints else _NOWHERE
+
+
+@lru_cache(maxsize=1024)
+def _shared_names(names: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(map(sys.intern, names))
+
+
+@lru_cache(maxsize=1024)
+def _shared_ports(ports: tuple[SlicePort, ...]) -> tuple[SlicePort, ...]:
+    """The one tuple that stands for all equal ones: most slices of a cluster have the same ports."""
+    return ports
+
+
+def read_trigger_time(stamp: str, found: Findings) -> float | None:
+    """The moment that *stamp* (RFC 3339, any fraction) names, in seconds since the epoch."""
+    try:
+        moment = datetime.fromisoformat(stamp)
+        if moment.tzinfo is not None:
+            return moment.timestamp()
+    except (ValueError, OverflowError):
+        pass
+    found.add(
+        "metadata.annotations[endpoints.kubernetes.io/last-change-trigger-time]",
+        f"{quoted(stamp)} is not a time (RFC 3339)",
+    )
+    return None

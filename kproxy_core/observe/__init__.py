@@ -1,0 +1,1 @@
+"""What operators observe: metrics, health, logs and events. Decides nothing about packets."""

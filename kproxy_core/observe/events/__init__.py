@@ -1,0 +1,1 @@
+"""Cluster events that report problems of this proxy."""

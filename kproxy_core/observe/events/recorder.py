@@ -1,0 +1,115 @@
+"""What the cluster's operators are told through events: rarely, in the background, and never at a cost.
+
+An event that can't be delivered is given up; nothing waits for it, and nothing fails with it.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import NamedTuple
+
+from kproxy_core.observe.events.api_event import Event, NotWritten, Regarding
+
+log = logging.getLogger("kproxy.run")
+
+SAME_AGAIN = 600.0
+"""Seconds before the same event about the same object is sent again."""
+
+_BURST = 25
+_REFILL = 12.0
+"""So many events at once, and one more for each so many seconds."""
+
+_TRIES = (0.0, 1.0, 5.0, 15.0, 60.0)
+"""Seconds to wait before each."""
+
+_AT_THE_END = 2.0
+"""Seconds that the last events may take when the process ends."""
+
+Write = Callable[[Event, int], None]
+"""Delivers an event of a time in nanoseconds since the epoch; raises NotWritten."""
+
+
+class _Waiting(NamedTuple):
+    event: Event
+    happened: int
+
+
+class Events:
+    """Sends events about one node and its Services. All methods may be called from any thread."""
+
+    def __init__(
+        self, node_name: str, write: Write | None, *,
+        clock: Callable[[], float] = time.monotonic, wall_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        """*write*: how; None: there is nobody to tell."""
+        self._node = Regarding("Node", node_name)
+        self._write = write
+        self._clock = clock
+        self._wall_ns = wall_ns
+        self._lock = threading.Lock()
+        self._sent: dict[Event, float] = {}
+        self._left = float(_BURST)
+        self._refilled = clock()
+        self._queue: SimpleQueue[_Waiting | None] = SimpleQueue()
+        self._ending = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def node(self, type_: str, reason: str, note: str = "") -> None:
+        """Something happened to the proxy as a whole; *type_*: ``Normal`` or ``Warning``."""
+        self._record(Event(type_, reason, "StartKubeProxy", self._node, note))
+
+    def service(self, namespace: str, name: str, reason: str, note: str) -> None:
+        """A Service can't be served as it asks."""
+        self._record(Event("Warning", reason, "Listen", Regarding("Service", name, namespace), note))
+
+    def start(self) -> None:
+        """Begin delivering; until then events wait."""
+        with self._lock:
+            if self._write is not None and self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._deliver, args=(self._write,), name="events", daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        """Deliver what waits if that goes quickly, and end."""
+        if not self._queue.empty():
+            self.start()
+        self._ending.set()
+        self._queue.put(None)
+        if self._thread is not None:
+            self._thread.join(_AT_THE_END)
+
+    def _record(self, event: Event) -> None:
+        if self._write is not None and self._allowed(event):
+            self._queue.put(_Waiting(event, self._wall_ns()))
+
+    def _allowed(self, event: Event) -> bool:
+        with self._lock:
+            now = self._clock()
+            self._sent = {sent: at for sent, at in self._sent.items() if now - at < SAME_AGAIN}
+            self._left = min(_BURST, self._left + (now - self._refilled) / _REFILL)
+            self._refilled = now
+            if event in self._sent or self._left < 1:
+                return False
+            self._left -= 1
+            self._sent[event] = now
+            return True
+
+    def _deliver(self, write: Write) -> None:
+        while (waiting := self._queue.get()) is not None:
+            for delay in _TRIES:
+                if delay and self._ending.wait(delay):
+                    break
+                try:
+                    write(waiting.event, waiting.happened)
+                    break
+                except NotWritten as error:
+                    log.debug("an event was not taken", extra={
+                        "fields": {"reason": waiting.event.reason, "error": str(error)}})
+                    if not error.again:
+                        break
+                except Exception:  # telling about trouble must not be trouble
+                    log.exception("an event could not be written")
+                    break

@@ -1,0 +1,1 @@
+"""The HTTP pages and the server that answers them."""

@@ -1,0 +1,344 @@
+"""Every HTTP listener of the process on one thread that sleeps while nobody asks.
+
+Small on purpose: one request per connection, no TLS, no keep-alive. A slow client costs a file
+descriptor until its deadline and delays nobody.
+"""
+
+import errno
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from kproxy_core.model.address import Address, format_address, format_socket
+from kproxy_core.observe.http.messages import Answer, Handler, Refused, Request, Slow, parse, render
+
+log = logging.getLogger("kproxy.http")
+
+_MOST_CONNECTIONS = 256
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_NO_SUCH_FAMILY = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
+
+Binding = tuple[Address, int]
+"""An address and TCP port to listen on."""
+
+
+class Listener:
+    """Sockets that share a handler; made by `HttpServer.listen`, whose thread owns all but `close`."""
+
+    def __init__(
+        self,
+        server: "HttpServer",
+        name: str,
+        bindings: Sequence[Binding],
+        handler: Handler,
+        both_families: bool,
+        failed: Callable[[OSError], None] | None,
+    ) -> None:
+        self.name = name
+        self.handler = handler
+        self._server = server
+        self._bindings = bindings
+        self._both_families = both_families
+        self._failed = failed
+        self._problem = ""
+        self.sockets: Sequence[socket.socket] = ()
+
+    @property
+    def port(self) -> int:
+        """The port that the first binding got, once bound (`HttpServer.settle`); 0: not bound."""
+        return int(self.sockets[0].getsockname()[1]) if self.sockets else 0
+
+    def close(self) -> None:
+        """Stop listening; takes effect before anything asked of the server later."""
+        self._server.close(self)
+
+    def open(self) -> Sequence[socket.socket] | None:
+        """Listen; None if not all sockets could be had: then there are none."""
+        sockets: list[socket.socket] = []
+        try:
+            for address, port in self._bindings:
+                sockets.append(_listening(address, port, self._both_families))
+        except OSError as error:
+            for opened in sockets:
+                opened.close()
+            self._report(error)
+            return None
+        if self._problem:
+            log.info("listening at last", extra={"fields": {"for": self.name}})
+            self._problem = ""
+        self.sockets = sockets
+        return sockets
+
+    def _report(self, error: OSError) -> None:
+        if self._problem == str(error):
+            return
+        self._problem = str(error)
+        where = ",".join(format_socket(*binding) for binding in self._bindings)
+        log.error("can't listen", extra={"fields": {"for": self.name, "on": where, "error": error}})
+        if self._failed is not None:
+            self._failed(error)
+
+
+class _Connection:
+    """One client's only request."""
+
+    __slots__ = ("answering", "deadline", "handler", "received", "socket", "unsent", "with_body")
+
+    def __init__(self, connected: socket.socket, handler: Handler, deadline: float) -> None:
+        self.socket = connected
+        self.handler = handler
+        self.deadline = deadline
+        self.received = bytearray()
+        self.answering = False
+        """A slow answer is being made."""
+        self.with_body = True
+        self.unsent = memoryview(b"")
+
+
+class HttpServer:
+    """Serves any number of listeners. All methods may be called from any thread."""
+
+    def __init__(self, *, retry_seconds: float = 5.0, connection_seconds: float = 15.0) -> None:
+        """*retry_seconds*: between attempts to bind (as in kube-proxy, 5).
+
+        *connection_seconds*: for a client to send its request and receive the answer.
+        """
+        self._retry_seconds = retry_seconds
+        self._connection_seconds = connection_seconds
+        self._selector = selectors.DefaultSelector()
+        self._alarm = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._selector.register(self._alarm, selectors.EVENT_READ)
+        self._todo: deque[Callable[[], None]] = deque()
+        self._unbound: dict[Listener, float] = {}
+        """When to try again."""
+        self._connections: dict[_Connection, None] = {}
+        """The oldest first."""
+        self._running = True
+        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread (a daemon)."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Close everything and end the thread, if it was started; returns when it has ended."""
+        self._do(self._finish)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def listen(
+        self,
+        name: str,
+        bindings: Sequence[Binding],
+        handler: Handler,
+        *,
+        both_families: bool = False,
+        failed: Callable[[OSError], None] | None = None,
+    ) -> Listener:
+        """Serve *handler* on all *bindings*, or on none of them: then it is tried again later.
+
+        *both_families*: an unspecified address of either family listens on both (as Go's "tcp").
+        *failed* is called on the server's thread for each new problem, which is logged as well.
+        *name* is for the log. Returns at once.
+        """
+        listener = Listener(self, name, bindings, handler, both_families, failed)
+        self._do(lambda: self._bind(listener))
+        return listener
+
+    def close(self, listener: Listener) -> None:
+        """See `Listener.close`."""
+        self._do(lambda: self._unbind(listener))
+
+    def settle(self, timeout: float = 5.0) -> None:
+        """Wait until everything asked so far has been done (each bind tried once).
+
+        Raises TimeoutError after *timeout* seconds.
+        """
+        done = threading.Event()
+        self._do(done.set)
+        if not done.wait(timeout):
+            raise TimeoutError("the HTTP server does not respond")
+
+    def _do(self, action: Callable[[], None]) -> None:
+        self._todo.append(action)
+        os.eventfd_write(self._alarm, 1)
+
+    # Everything below runs on the server's thread.
+
+    def _run(self) -> None:
+        while self._running:
+            for key, _ in self._selector.select(self._patience()):
+                if isinstance(key.data, _Connection):
+                    self._serve(key.data)
+                elif isinstance(key.data, Listener):
+                    self._accept(key.fileobj, key.data)  # type: ignore[arg-type]
+                else:
+                    os.eventfd_read(self._alarm)
+            while self._todo and self._running:
+                self._todo.popleft()()
+            now = time.monotonic()
+            for listener in [listener for listener, at in self._unbound.items() if at <= now]:
+                self._bind(listener)
+            for connection in [c for c in self._connections if c.deadline <= now]:
+                self._drop(connection)
+
+    def _patience(self) -> float | None:
+        """Seconds until something is due; None: nothing is."""
+        times = [*self._unbound.values(), *(connection.deadline for connection in self._connections)]
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _finish(self) -> None:
+        self._running = False
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, Listener):
+                self._unbind(key.data)
+        for connection in list(self._connections):
+            self._drop(connection)
+        self._selector.close()
+
+    def _bind(self, listener: Listener) -> None:
+        self._unbound.pop(listener, None)
+        sockets = listener.open()
+        if sockets is None:
+            self._unbound[listener] = time.monotonic() + self._retry_seconds
+        for opened in sockets or ():
+            self._selector.register(opened, selectors.EVENT_READ, listener)
+
+    def _unbind(self, listener: Listener) -> None:
+        self._unbound.pop(listener, None)
+        for opened in listener.sockets:
+            self._selector.unregister(opened)
+            opened.close()
+        listener.sockets = ()
+
+    def _accept(self, listening: socket.socket, listener: Listener) -> None:
+        try:
+            connected, _ = listening.accept()
+        except OSError as error:
+            if error.errno in _OUT_OF_DESCRIPTORS:
+                if self._connections:
+                    self._drop(next(iter(self._connections)))
+                else:
+                    time.sleep(0.1)  # nobody is being served, and nobody can be
+            return
+        connected.setblocking(False)
+        if len(self._connections) >= _MOST_CONNECTIONS:
+            self._drop(next(iter(self._connections)))
+        connection = _Connection(connected, listener.handler, time.monotonic() + self._connection_seconds)
+        self._connections[connection] = None
+        self._selector.register(connected, selectors.EVENT_READ, connection)
+
+    def _serve(self, connection: _Connection) -> None:
+        """Whatever *connection* is ready for."""
+        if connection not in self._connections:
+            return  # dropped for another one a moment ago
+        try:
+            if connection.unsent:
+                self._send(connection)
+            else:
+                self._receive(connection)
+        except OSError:
+            self._drop(connection)
+
+    def _receive(self, connection: _Connection) -> None:
+        try:
+            data = connection.socket.recv(16 * 1024)
+        except BlockingIOError:
+            return
+        if not data:
+            self._drop(connection)
+            return
+        if connection.answering:
+            return  # whatever follows the request
+        connection.received += data
+        connection.with_body = not connection.received.startswith(b"HEAD ")
+        try:
+            request = parse(bytes(connection.received))
+        except Refused as refused:
+            self._answer(connection, refused.answer)
+            return
+        if request is not None:
+            answer = self._made(lambda: connection.handler(request), request)
+            if isinstance(answer, Slow):
+                self._make_slowly(connection, request, answer)
+            else:
+                self._answer(connection, answer)
+
+    @staticmethod
+    def _made(make: Callable[[], Answer | Slow], request: Request) -> Answer | Slow:
+        try:
+            return make()
+        except Exception:  # a handler's mistake must not end the server
+            asked = f"{request.method} {request.path}"[:80]
+            log.exception("can't answer", extra={"fields": {"request": asked}})
+            return Answer(500, b"internal error\n")
+
+    def _make_slowly(self, connection: _Connection, request: Request, slow: Slow) -> None:
+        connection.answering = True
+        connection.deadline = time.monotonic() + slow.seconds + self._connection_seconds
+
+        def make() -> None:
+            answer = self._made(slow.make, request)
+            assert isinstance(answer, Answer)
+            self._do(lambda: self._answer_if_waiting(connection, answer))
+
+        threading.Thread(target=make, name="http-slow", daemon=True).start()
+
+    def _answer_if_waiting(self, connection: _Connection, answer: Answer) -> None:
+        if connection in self._connections:
+            try:
+                self._answer(connection, answer)
+            except OSError:
+                self._drop(connection)
+
+    def _answer(self, connection: _Connection, answer: Answer) -> None:
+        date = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime())
+        connection.unsent = memoryview(render(answer, date, connection.with_body))
+        self._send(connection)
+
+    def _send(self, connection: _Connection) -> None:
+        try:
+            sent = connection.socket.send(connection.unsent)
+        except BlockingIOError:
+            sent = 0
+        connection.unsent = connection.unsent[sent:]
+        if connection.unsent:
+            self._selector.modify(connection.socket, selectors.EVENT_WRITE, connection)
+        else:
+            self._drop(connection)
+
+    def _drop(self, connection: _Connection) -> None:
+        del self._connections[connection]
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+
+
+def _listening(address: Address, port: int, both_families: bool) -> socket.socket:
+    unspecified = not any(address)
+    if both_families and unspecified:
+        try:
+            return _socket(socket.AF_INET6, "::", port, v6_only=False)
+        except OSError as error:
+            if error.errno not in _NO_SUCH_FAMILY:
+                raise
+    family = socket.AF_INET if len(address) == 4 else socket.AF_INET6
+    return _socket(family, format_address(address), port, v6_only=True)
+
+
+def _socket(family: socket.AddressFamily, host: str, port: int, v6_only: bool) -> socket.socket:
+    listening = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, v6_only)
+        listening.bind((host, port))
+        listening.listen(128)
+    except OSError:
+        listening.close()
+        raise
+    return listening

@@ -1,0 +1,326 @@
+"""The running proxy, put together: configuration in, threads and loop out."""
+
+import logging
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kproxy_core import __version__
+from kproxy_core.backend.registry import Registry
+from kproxy_core.backend.worker import Worker
+from kproxy_core.config.check import FEATURE_GATES
+from kproxy_core.config.file import ClientConnection
+from kproxy_core.config.flags import Flags
+from kproxy_core.config.settings import BindAddress, Config
+from kproxy_core.config.write import effective, effective_flags
+from kproxy_core.host import privileges
+from kproxy_core.host.netlink.addresses import watch_addresses
+from kproxy_core.model.address import Family
+from kproxy_core.model.service import ServiceName
+from kproxy_core.modes.control import ControlServer
+from kproxy_core.modes.journal import Journal
+from kproxy_core.modes.retiring import Retiring
+from kproxy_core.modes.switch import Switch
+from kproxy_core.modes.takeover import Heir
+from kproxy_core.observe import logs
+from kproxy_core.observe.client_metrics import ClientMetrics
+from kproxy_core.observe.events.recorder import Events
+from kproxy_core.observe.health import ProxyHealth
+from kproxy_core.observe.http.debug import Debug
+from kproxy_core.observe.http.messages import Handler
+from kproxy_core.observe.http.routes import About, health_routes, metrics_routes
+from kproxy_core.observe.http.server import HttpServer
+from kproxy_core.observe.metrics import Metrics
+from kproxy_core.observe.service_health import ServiceHealth
+from kproxy_core.process import preparation
+from kproxy_core.process.choice import Choice, choose
+from kproxy_core.process.family_checks import doubts, unservable
+from kproxy_core.process.steering import FollowedFile, answer_requests
+from kproxy_core.process.terms import (
+    Configuration,
+    StartFailed,
+    backend_settings,
+    node_settings,
+    pacing,
+    served_families,
+    settings_of_modes,
+    terms_of_modes,
+)
+from kproxy_core.store.events import Source
+from kproxy_core.store.store import Store
+from kproxy_core.sync.family_sync import Shared
+from kproxy_core.sync.flow_cleaner import FlowCleaner, NoCleaner
+from kproxy_core.sync.loop import Loop
+from kproxy_core.sync.node_facts import NodeFacts
+
+if TYPE_CHECKING:
+    from kproxy_core.apiclient.requests import ApiRequest, Observe
+
+log = logging.getLogger("kproxy.run")
+
+
+FILE_CHANGED = "the content of the configuration file has changed: a restart is needed"
+"""Why the process ends then; whoever runs it starts it again."""
+
+
+def make_source(config: Config, node_name: str, counted: ClientMetrics) -> Source:
+    """Where Services come from; requests to an API server are *counted*.
+
+    Raises StartFailed if that can't be.
+    """
+    if config.manifests:
+        from kproxy_core.sources.directory.source import DirectorySource
+
+        return DirectorySource(Path(config.manifests), node_name)
+    from kproxy_core.apiclient.access import AccessError
+    from kproxy_core.apiclient.connection import CONTENT_TYPE
+    from kproxy_core.sources.apiserver.source import KubernetesSource
+
+    client, usual = config.client, ClientConnection()
+    for wanted in {client.content_type, client.accept_content_types} - {CONTENT_TYPE, usual.content_type, ""}:
+        log.info("the API server is asked for JSON, whatever clientConnection says",
+                 extra={"fields": {"configured": wanted}})
+    try:
+        return KubernetesSource(config.master, client.kubeconfig, node_name,
+                                qps=client.qps, burst=client.burst, observe=_counting(counted))
+    except AccessError as error:
+        raise StartFailed(str(error)) from error
+
+
+def make_store(config: Config, families: tuple[Family, ...], source: Source) -> Store:
+    """Where all that *source* delivers is kept."""
+    external_ips = config.feature_gates.get("AllowServiceExternalIPs", True)
+    return Store(families, source.kinds, time.time(), external_ips=external_ips)
+
+
+def make_events(config: Config, node_name: str, counted: ClientMetrics) -> Events:
+    """Who tells the cluster's operators; without an API server, nobody is told. Requests are *counted*."""
+    if config.manifests:
+        return Events(node_name, None)
+    from kproxy_core.observe.events.writer import EventWriter
+
+    host = socket.gethostname().strip().lower()
+    writer = EventWriter(config.master, config.client.kubeconfig, host, _counting(counted))
+    return Events(node_name, writer.write)
+
+
+def about(config: Config, flags: Flags) -> About:
+    """What the metrics server tells besides metrics."""
+    return About(
+        mode=config.mode,
+        version=config.reported_version or __version__,
+        configuration=effective(config),
+        flags=effective_flags(flags),
+        statusz=config.feature_gates.get("ComponentStatusz", True),
+        flagz=config.feature_gates.get("ComponentFlagz", True),
+        debug=Debug(logs.set_verbosity) if config.enable_profiling else None,
+    )
+
+
+def set_up(config: Config, registry: Registry, configuration: Configuration) -> None:
+    """What needs all privileges: afterwards, `run` does with fewer.
+
+    Raises BackendError, HostError or StartFailed.
+    """
+    families = served_families()
+    config, worker, _, families = choose(configuration, registry, config.mode, families)
+    registry.close_backend(worker)
+    settings = node_settings(config, registry.load(config.mode))
+    events = make_events(config, settings.name, ClientMetrics())
+    if not preparation.tune_conntrack(preparation.limits(config), events):
+        log.warning("the kernel does not track connections yet; their limits and timeouts are not set")
+    registry.prepare(config.mode, backend_settings(config, families))
+    events.close()
+    log.info("what needs all privileges is done", extra={"fields": {"mode": config.mode}})
+
+
+def run(config: Config, registry: Registry, configuration: Configuration) -> None:
+    """Be the proxy until SIGTERM or SIGINT, or until the file that *config* is from changes.
+
+    In the mode of *config*, else in what that falls back to, or without one in the best that works.
+    The rules stay, where they don't lead into this process. Raises BackendError, HostError or StartFailed.
+    """
+    preparation.tune_interpreter()
+    preparation.protect_from_oom_killer(config.oom_score_adj)
+    preparation.raise_file_limit()
+    choice = choose(configuration, registry, config.mode, served_families())
+    if problem := unservable(choice.config, choice.families):
+        raise StartFailed(problem)
+    _Proxy(choice, registry, configuration).run()
+    log.info("stopped")
+
+
+class _Proxy:
+    """The parts of a running proxy, and what they tell each other."""
+
+    def __init__(self, choice: Choice, registry: Registry, configuration: Configuration) -> None:
+        """Nothing is started yet. Raises StartFailed."""
+        config, worker, fallback, families = choice
+        self._config = config
+        self._registry = registry
+        self._configuration = configuration
+        self._families = families
+        self._node = node_settings(config, registry.load(config.mode))
+        log.info("starting", extra={"fields": {
+            "version": __version__, "mode": config.mode, "node": self._node.name,
+            "families": ",".join(family.label for family in families),
+        }})
+        log.debug("flags", extra={"fields": configuration.flags})
+        journal = Journal(config.state_directory)
+        if (entry := journal.read()) is not None:
+            log.info("an earlier switch of modes counts", extra={
+                "fields": {"configured": entry.configured, "before": entry.before, "after": entry.after}})
+        self._metrics = Metrics(config.mode, __version__)
+        for name, enabled in config.feature_gates.items():
+            self._metrics.gate(name, FEATURE_GATES[name].stage, enabled)
+        self._health = ProxyHealth(
+            families, timeout=2 * config.sync_period, node_required=not config.manifests)
+        self._health.hold("what other modes left has not been removed yet")
+        self._source = make_source(config, self._node.name, self._metrics.client)
+        self._store = make_store(config, families, self._source)
+        self._events = make_events(config, self._node.name, self._metrics.client)
+        self._events.node("Normal", "Starting")
+        self._told = about(config, configuration.flags)
+        if fallback is not None:
+            self._metrics.fell_back(fallback.wanted, fallback.serving)
+            self._events.node("Warning", "ModeFallback", str(fallback))
+            self._told.fallback = fallback
+        self._limits = preparation.limits(config)
+        self._privileged = "CAP_NET_ADMIN" in privileges.held()
+        if not self._privileged:
+            log.info("without CAP_NET_ADMIN, what others left and tracked connections stay as they are")
+        self._tuned = not self._privileged or preparation.tune_conntrack(self._limits, self._events)
+        self._server = HttpServer()
+        self._loop = self._make_loop(worker)
+        settings_of = settings_of_modes(configuration, families)
+        self._retiring = Retiring(registry, settings_of, config.mode)
+        self._switch = Switch(
+            self._loop, registry, self._retiring, journal, worker=worker, configured=configuration.mode,
+            terms=terms_of_modes(configuration, registry, families), serves=self._serves,
+        )
+        self._metrics.also(lambda: [*self._switch.worker.measure(), self._retiring.measure()])
+        self._heir = Heir(registry, settings_of, self._switch, self._retiring, self._health)
+        self._failures: list[str] = []
+
+    def _make_loop(self, worker: Worker) -> Loop:
+        cleaner = FlowCleaner(lambda done: self._loop.cleaned(done)) if self._privileged else NoCleaner()
+        return Loop(
+            self._families,
+            self._store,
+            NodeFacts(self._node, frozenset()),
+            worker,
+            Shared(
+                health=self._health, metrics=self._metrics, cleaner=cleaner,
+                clock=time.monotonic, wall=time.time,
+            ),
+            pacing=lambda: pacing(self._config),
+            service_health=lambda: ServiceHealth(
+                self._server, self._health.healthy, self._service_health_failed),
+            all_synced=self._all_synced,
+        )
+
+    def run(self) -> None:
+        """Until a signal, or what only a restart can mend. Raises StartFailed for that."""
+        self._listen()
+        watcher = watch_addresses(self._loop.addresses_are, self._registry.is_of_node)
+        self._loop.addresses_are(watcher.addresses)
+        _stop_on_signals(self._loop.stop)
+        followed = FollowedFile(
+            self._configuration, self._switch, self._events, partial(self._end, FILE_CHANGED))
+        followed.start()
+        control = ControlServer(answer_requests(self._switch))
+        control.start()
+        self._source.start(self._loop.emit)
+        try:
+            self._loop.run()
+        finally:
+            control.stop()
+            self._heir.stop()
+            followed.close()
+            self._source.stop()
+            self._events.close()
+            watcher.close()
+            self._server.stop()
+            self._retiring.close()
+            self._registry.close_backend(self._switch.worker)
+        if self._failures:
+            raise StartFailed("; ".join(self._failures))
+
+    def _listen(self) -> None:
+        self._server.start()
+        if self._config.healthz_bind_address is not None:
+            self._listen_at("the health server", "FailedToStartProxierHealthcheck",
+                            self._config.healthz_bind_address, health_routes(self._health, self._metrics))
+        self._listen_at("the metrics server", "FailedToStartMetricServer",
+                        self._config.metrics_bind_address, metrics_routes(self._metrics, self._told))
+
+    def _listen_at(self, name: str, reason: str, where: BindAddress, handler: Handler) -> None:
+        def failed(error: OSError) -> None:
+            problem = f"{name} can't listen on {where}: {error}"
+            self._events.node("Warning", reason, problem)
+            self._end(problem)
+
+        give_up = failed if self._config.bind_address_hard_fail else None
+        self._server.listen(name, [where], handler, both_families=True, failed=give_up)
+
+    def _end(self, because: str) -> None:
+        self._failures.append(because)
+        self._loop.stop()
+
+    def _all_synced(self) -> None:
+        """The first time that every family is."""
+        preparation.settle_memory()
+        if not self._tuned and not preparation.tune_conntrack(self._limits, self._events):
+            log.warning("the kernel does not track connections; their limits and timeouts are not set")
+        if self._privileged:
+            for doubt in doubts(self._config, self._node, self._families, self._store.node):
+                log.warning("the configuration may not be what is meant", extra={
+                    "fields": {"because": doubt}})
+            self._heir.take_over_in_background()
+        else:
+            self._health.release()
+        self._events.start()
+
+    def _service_health_failed(self, service: ServiceName, problem: str) -> None:
+        self._events.service(service.namespace, service.name, "FailedToStartServiceHealthcheck", problem)
+
+    def _serves(self, worker: Worker) -> None:
+        """Another mode, from now on."""
+        self._metrics.mode_is(worker.mode)
+        self._told.mode = worker.mode
+        self._told.configuration = effective(self._configuration.of(worker.mode))
+        self._events.node("Normal", "ModeSwitched", worker.mode)
+
+
+def _counting(counted: ClientMetrics) -> "Observe":
+    def observe(request: "ApiRequest") -> None:
+        counted.requested(
+            request.method, request.host, request.code, waited=request.waited,
+            seconds=request.seconds, sent=request.sent, received=request.received,
+        )  # fmt: skip
+
+    return observe
+
+
+def _stop_on_signals(stop: Callable[[], None]) -> None:
+    """Call *stop* from a thread.
+
+    A handler runs in the main thread, and one whose signal comes just before that falls asleep would run only
+    when something else wakes it; Python writes to a descriptor at once.
+    """
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    signal.set_wakeup_fd(theirs.detach(), warn_on_full_buffer=False)
+
+    def wait() -> None:
+        while ours.recv(1):
+            stop()
+
+    threading.Thread(target=wait, name="kproxy-signals", daemon=True).start()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)

@@ -1,0 +1,111 @@
+"""Which mode serves: the one asked for, what it falls back to, or the best that works.
+
+Older kube-proxy fell back from ipvs to iptables and from there to userspace when the kernel or a program
+was missing (1.23, cmd/kube-proxy/app/server_others.go).
+"""
+
+import logging
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from kproxy_core.backend.errors import Unsupported
+from kproxy_core.backend.fallback import Fallback
+from kproxy_core.backend.registry import PluginRefused, Registry
+from kproxy_core.backend.worker import Worker
+from kproxy_core.config.settings import Config
+from kproxy_core.host import privileges
+from kproxy_core.model.address import Family, family_of
+from kproxy_core.modes.beginning import begin
+from kproxy_core.process.terms import Configuration, backend_settings
+
+log = logging.getLogger("kproxy.run")
+
+
+class Choice(NamedTuple):
+    """What is going to serve."""
+
+    config: Config
+    """In effect for the mode that was chosen."""
+    worker: Worker
+    fallback: Fallback | None
+    families: tuple[Family, ...]
+    """What it serves: all there are, unless the mode lacks something for one that is not the primary one."""
+
+
+def choose(
+    configuration: Configuration, registry: Registry, wanted: str, families: tuple[Family, ...]
+) -> Choice:
+    """The first mode that works, of *wanted* and what it falls back to; or, without one, of all.
+
+    A process that may not ask the kernel can't know what that lacks: it stays with what is *wanted*.
+    Raises ConfigError, UnknownMode or PluginRefused, or Unsupported if no such mode works.
+    """
+    privileged = "CAP_NET_ADMIN" in privileges.held()
+    fall_back = privileged and configuration.of(wanted).mode_fallback == "auto"
+    candidates = and_fallbacks(registry, wanted, fall_back) if wanted else _by_preference(registry)
+    problems: dict[str, str] = {}
+    for mode in candidates:
+        try:
+            worker = _begin(
+                registry, mode, configuration.of(mode), families, insist=mode == wanted and not privileged)
+        except (Unsupported, PluginRefused) as error:
+            if mode == wanted and isinstance(error, PluginRefused):
+                raise
+            problems[mode] = str(error)
+            log.info("a mode does not work here", extra={"fields": {"mode": mode, "because": str(error)}})
+            continue
+        fallback = Fallback(wanted, mode, problems[wanted]) if wanted in problems else None
+        if fallback:
+            log.warning("another mode serves than the one asked for", extra={"fields": fallback._asdict()})
+        return Choice(configuration.of(mode), worker, fallback, worker.settings.families)
+    raise Unsupported(_nothing_works(registry, wanted, problems))
+
+
+def _begin(
+    registry: Registry, mode: str, config: Config, families: tuple[Family, ...], *, insist: bool
+) -> Worker:
+    """The backend of *mode*, for those of *families* that it can serve.
+
+    kube-proxy, too, serves one family where iptables has no nat table for the other (1.36,
+    cmd/kube-proxy/app/server_linux.go). Raises UnknownMode, PluginRefused or Unsupported.
+    """
+    try:
+        return begin(registry, mode, backend_settings(config, families), insist=insist)
+    except Unsupported as error:
+        served = tuple(family for family in families if family is not error.family)
+        if served == families or primary(config) not in served:
+            raise
+        log.warning("an IP family is not served", extra={"fields": {
+            "mode": mode, "ip_family": error.family.label if error.family else "", "because": str(error)}})
+        return begin(registry, mode, backend_settings(config, served))
+
+
+def primary(config: Config) -> Family:
+    """The family without which a mode is of no use."""
+    return family_of(config.bind_address) if any(config.bind_address) else Family.IPV4
+
+
+def and_fallbacks(registry: Registry, wanted: str, fall_back: bool) -> Iterator[str]:
+    """*wanted*, then as long as it may *fall_back* what each names, if that is installed."""
+    seen: set[str] = set()
+    mode = wanted
+    while mode not in seen:
+        seen.add(mode)
+        yield mode
+        known = registry.descriptions.get(mode)
+        if known is None or not fall_back or known.fallback not in registry.modes:
+            return
+        mode = known.fallback
+
+
+def _by_preference(registry: Registry) -> Iterator[str]:
+    return iter([description.mode for description in registry.load_all()])
+
+
+def _nothing_works(registry: Registry, wanted: str, problems: dict[str, str]) -> str:
+    if len(problems) == 1 and wanted:
+        return f"mode {wanted} does not work on this machine: {problems[wanted]}"
+    head = f"neither mode {wanted} nor what it falls back to works" if wanted else "no mode works"
+    broken = [] if wanted else map(str, registry.broken)
+    return "; ".join(
+        [f"{head} on this machine", *(f"{mode}: {problem}" for mode, problem in problems.items()), *broken])

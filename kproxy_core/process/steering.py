@@ -1,0 +1,117 @@
+"""Which mode serves, decided while the process runs: at the socket, or in the configuration file."""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kproxy_core.backend.api import Caveat
+from kproxy_core.config.settings import ConfigError, load
+from kproxy_core.host.files.file_watch import FileWatch
+from kproxy_core.model.service import ServicePortKey
+from kproxy_core.modes.control import Answer, Refused
+from kproxy_core.modes.switch import Difference, Switch, SwitchFailed
+from kproxy_core.observe.events.recorder import Events
+from kproxy_core.process.terms import Configuration
+
+log = logging.getLogger("kproxy.run")
+
+
+def answer_requests(switch: Switch) -> Answer:
+    """What the control socket's clients may ask for."""
+
+    def answer(request: Mapping[str, Any], tell: Callable[[str], None]) -> Mapping[str, Any]:
+        try:
+            match request:
+                case {"do": "switch", "mode": str(mode)}:
+                    switch.to(mode, tell)
+                    return {"mode": switch.worker.mode, "configured": switch.configured}
+                case {"do": "compare", "mode": str(mode)}:
+                    return {"mode": switch.worker.mode, **_described(switch.compare(mode))}
+        except SwitchFailed as error:
+            raise Refused(str(error)) from error
+        raise Refused("no such request")
+
+    return answer
+
+
+class FollowedFile:
+    """The configuration file, watched. A change of nothing but the mode may be followed without a restart."""
+
+    def __init__(
+        self, configuration: Configuration, switch: Switch, events: Events, restart: Callable[[], None]
+    ) -> None:
+        """*restart* is called once when only a restart will do."""
+        self._configuration = configuration
+        self._switch = switch
+        self._events = events
+        self._restart = restart
+        self._lock = threading.Lock()
+        self._watch: FileWatch | None = None
+        self._closed = False
+
+    def start(self) -> None:
+        """Watch, if there is a file."""
+        with self._lock:
+            file = self._configuration.file
+            if self._watch is not None:
+                self._watch.close()
+            if file is not None and not self._closed:
+                self._watch = FileWatch(file.path, file.content, self._changed)
+                self._watch.start()
+
+    def close(self) -> None:
+        """Stop watching."""
+        with self._lock:
+            self._closed = True
+            watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
+
+    def _changed(self) -> None:
+        """In the watch's thread, which ends with this."""
+        if self._follow():
+            threading.Thread(target=self.start, name="config file again", daemon=True).start()
+        else:
+            self._restart()
+
+    def _follow(self) -> bool:
+        """Switch, if that is all that is asked for. False: it is not, or can't be had."""
+        known = self._configuration
+        assert known.file is not None
+        serving = self._switch.worker.mode
+        try:
+            new = Configuration(known.flags, load(known.file.path))
+            asked = new.mode
+            config, before = new.of(serving), known.of(serving)
+        except ConfigError:
+            return False  # the next start says what is wrong
+        same = config == replace(before, live_mode_switch=config.live_mode_switch)
+        if not (config.live_mode_switch and same and asked):
+            return False
+        known.follow(new.file)
+        try:
+            self._switch.to(asked, lambda line: log.info("mode switch", extra={"fields": {"step": line}}),
+                            configured=asked)
+        except SwitchFailed as error:
+            log.error("the mode in the configuration file is not followed", extra={
+                "fields": {"mode": asked, "error": str(error)}})
+            self._events.node("Warning", "ModeSwitchFailed", f"{asked}: {error}")
+        return True
+
+
+def _described(difference: Difference) -> dict[str, object]:
+    def described(caveats: Sequence[Caveat]) -> list[dict[str, object]]:
+        return [
+            {"what": caveat.what, "lost": caveat.lost, "only_here": caveat.only_here,
+             "service_port": _named(caveat.service_port)}
+            for caveat in caveats
+        ]
+
+    return {"comes": described(difference.comes), "goes": described(difference.goes),
+            "loses": difference.loses}
+
+
+def _named(key: ServicePortKey | None) -> str:
+    return "" if key is None else str(key)

@@ -1,0 +1,142 @@
+"""What a mode serves with on this machine, as the configuration has it."""
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from kproxy_core.backend.api import BackendSettings, Description
+from kproxy_core.backend.registry import Registry
+from kproxy_core.config.flags import Flags
+from kproxy_core.config.settings import (
+    Config,
+    DetectLocalMode,
+    FileConfig,
+    load,
+    parse_node_port_addresses,
+    resolve,
+)
+from kproxy_core.host.netlink.addresses import default_source_address
+from kproxy_core.model.address import Cidr, Family
+from kproxy_core.model.node import LocalSource
+from kproxy_core.modes.switch import Terms
+from kproxy_core.plan.node_ports import includes_loopback
+from kproxy_core.sync.node_facts import NodeSettings, node_port_choice
+from kproxy_core.sync.pacing import Pacing
+
+
+class StartFailed(Exception):
+    """What was asked for can't be had; one line for the operator."""
+
+
+class Configuration:
+    """Flags and file together, for whichever mode is asked about."""
+
+    def __init__(self, flags: Flags, file: FileConfig | None) -> None:
+        self.flags = flags
+        self.file = file
+        self._configs: dict[str, Config] = {}
+
+    @classmethod
+    def read(cls, flags: Flags) -> "Configuration":
+        """*flags*, and the file that they name, if any. Raises ConfigError."""
+        return cls(flags, load(flags["config"]) if flags.get("config") else None)
+
+    @property
+    def asked(self) -> Config:
+        """What they say, a mode or none. Raises ConfigError."""
+        return resolve(self.flags, self.file)
+
+    @property
+    def mode(self) -> str:
+        """What is asked for; "": the best that works. Raises ConfigError."""
+        return self.asked.mode
+
+    def of(self, mode: str) -> Config:
+        """What is in effect when *mode* serves, worked out once. Raises ConfigError."""
+        config = self._configs.get(mode)
+        if config is None:
+            config = self._configs[mode] = resolve(Flags(self.flags, mode=mode), self.file)
+        return config
+
+    def follow(self, file: FileConfig | None) -> None:
+        """*file* has another content now."""
+        self.file = file
+        self._configs = {}
+
+
+def served_families() -> tuple[Family, ...]:
+    """The IP families of this machine, as kube-proxy judges them; IPv4 is always there."""
+    interfaces = Path("/proc/net/if_inet6")
+    disabled = Path("/proc/sys/net/ipv6/conf/all/disable_ipv6")
+    try:
+        if interfaces.exists() and disabled.read_text(encoding="ascii").strip() != "1":
+            return (Family.IPV4, Family.IPV6)
+    except OSError:
+        pass
+    return (Family.IPV4,)
+
+
+def backend_settings(config: Config, families: tuple[Family, ...]) -> BackendSettings:
+    """What a backend is made with."""
+    choice = node_port_choice(config.node_port_addresses, None)
+    loopback = tuple(family for family in families if includes_loopback(choice, family))
+    return BackendSettings(families, config.masquerade_bit, config.backend_options, loopback)
+
+
+def settings_of_modes(
+    configuration: Configuration, families: tuple[Family, ...]
+) -> Callable[[str], BackendSettings]:
+    """What the backend of each mode is made with, if it is made."""
+    return lambda mode: backend_settings(configuration.of(mode), families)
+
+
+def node_settings(config: Config, description: Description) -> NodeSettings:
+    """What the operator, or else the mode, decides about the node. Raises StartFailed if it has no name."""
+    node_ports = config.node_port_addresses
+    if node_ports == ():
+        node_ports = parse_node_port_addresses(description.default_node_port_addresses)
+    name = config.hostname_override or socket.gethostname().strip().lower()
+    if not name:
+        raise StartFailed("this machine has no host name; give the node's with --hostname-override")
+    return NodeSettings(
+        name=name,
+        local=_local(config),
+        node_ports=node_ports,
+        bind_address=config.bind_address if any(config.bind_address) else None,
+        guess_address=default_source_address if config.manifests else None,
+        masquerade_all=config.masquerade_all,
+        masquerade_bit=config.masquerade_bit,
+    )
+
+
+def pacing(config: Config) -> Pacing:
+    """How often a family is synced."""
+    return Pacing(min_interval=config.min_sync_period, retry_cap=config.sync_period)
+
+
+def terms_of_modes(
+    configuration: Configuration, registry: Registry, families: tuple[Family, ...]
+) -> Callable[[str], Terms]:
+    """What each mode would serve with."""
+
+    def terms(mode: str) -> Terms:
+        config = configuration.of(mode)
+        return Terms(
+            settings=backend_settings(config, families),
+            node=node_settings(config, registry.load(mode)),
+            pacing=lambda: pacing(config),
+        )
+
+    return terms
+
+
+def _local(config: Config) -> LocalSource | tuple[Cidr, ...] | None:
+    match config.detect_local_mode:
+        case DetectLocalMode.CLUSTER_CIDR:
+            return config.cluster_cidrs
+        case DetectLocalMode.NODE_CIDR:
+            return None
+        case DetectLocalMode.BRIDGE_INTERFACE:
+            return LocalSource(interface=config.bridge_interface)
+        case DetectLocalMode.INTERFACE_NAME_PREFIX:
+            return LocalSource(interface_prefix=config.interface_name_prefix)

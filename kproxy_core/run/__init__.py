@@ -1,1 +1,0 @@
-"""The running process: loop, pacing, health, metrics."""

@@ -1,0 +1,1 @@
+"""The API server as a source of events: list, watch, resume."""

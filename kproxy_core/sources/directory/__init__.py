@@ -1,0 +1,1 @@
+"""A directory of manifests as a source of events."""

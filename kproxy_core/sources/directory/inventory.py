@@ -1,0 +1,199 @@
+"""Which manifest file holds which object, and what follows when files change.
+
+Of an object that several files hold, the first file by name counts; the others
+wait to step in. An object that became invalid keeps its last good version, as an
+API server would have refused the update; so do all objects of a file that can't
+be read. Endpoints count as EndpointSlices while their Service has none itself.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kproxy_core.model.endpoint import EndpointSlice, SliceName
+from kproxy_core.model.service import ServiceName
+from kproxy_core.objects.decode import (
+    ENDPOINT_SLICES,
+    ENDPOINTS,
+    NODES,
+    SERVICE_CIDRS,
+    SERVICES,
+    Malformed,
+)
+from kproxy_core.objects.node import ServiceCidrs
+from kproxy_core.objects.reading import shown
+from kproxy_core.sources.directory.manifests import Key, Manifest
+from kproxy_core.store.events import (
+    BadObject,
+    Event,
+    NodeGone,
+    ServiceGone,
+    SliceGone,
+    SliceSet,
+)
+
+Values = dict[Key, Any]
+"""What objects mean: the `Reading.value` of each."""
+
+
+class Inventory:
+    """The objects of all files, as far as they concern the node *node_name*."""
+
+    def __init__(self, node_name: str) -> None:
+        self._node_name = node_name
+        self._files: dict[str, Values] = {}
+        self._holders: dict[Key, tuple[str, ...]] = {}
+        """The files that hold an object, sorted: the first one counts."""
+        self._bad: dict[str, frozenset[BadObject]] = {}
+        """What has been reported of each file, as long as it is so."""
+        self._failures: dict[str, str] = {}
+        self._spares: dict[Key, frozenset[str]] = {}
+        """The files that do not count for an object and have been reported for it."""
+        self._own_slices: dict[ServiceName, int] = {}
+        self._mirrored: dict[ServiceName, tuple[EndpointSlice, ...]] = {}
+        """The slices announced for Endpoints objects."""
+        self._cidrs = ServiceCidrs()
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def apply(self, changes: Mapping[str, Manifest | Malformed | None]) -> list[Event]:
+        """The events that follow as files now read like this; None: they are gone."""
+        before: Values = {}
+        reports: list[BadObject] = []
+        for file, content in changes.items():
+            if isinstance(content, Malformed):
+                reports.extend(self._fail(file, str(content)))
+            else:
+                self._failures.pop(file, None)
+                reports.extend(self._take(file, content or Manifest(), before))
+        events = self._differences(before)
+        for key in before:
+            reports.extend(self._report_spares(key))
+        return [*events, *reports]
+
+    def has_failed(self, file: str) -> bool:
+        """Whether *file* could not be read when it was tried last."""
+        return file in self._failures
+
+    def _fail(self, file: str, problem: str) -> list[BadObject]:
+        if self._failures.get(file) == problem:
+            return []
+        self._failures[file] = problem
+        return [BadObject("file", shown(file), "", problem)]
+
+    def _take(self, file: str, manifest: Manifest, before: Values) -> list[BadObject]:
+        """Note the new content of *file*; put what counted so far in *before*, for each object concerned."""
+        old = self._files.get(file, {})
+        new: Values = {}
+        bad = list(manifest.bad)
+        for key, value in manifest.objects:
+            if key[0] == NODES.kind and key[1] != ("", self._node_name):
+                continue
+            if key in new:
+                bad.append(_report(key, f"is in {shown(file)} more than once"))
+            elif value is not None:
+                new[key] = value
+            elif key in old:
+                new[key] = old[key]
+        for key in old:
+            if key not in new:
+                before.setdefault(key, self._value(key))
+                self._release(file, key)
+        alone = (file,)
+        for key, value in new.items():
+            if key not in old:
+                before.setdefault(key, self._value(key))
+                holders = self._holders.get(key)
+                self._holders[key] = alone if holders is None else tuple(sorted({*holders, file}))
+            elif old[key] != value and self._holders[key][0] == file:
+                before.setdefault(key, self._value(key))
+        if new:
+            self._files[file] = new
+        else:
+            self._files.pop(file, None)
+        reported = self._bad.pop(file, frozenset())
+        if bad:
+            self._bad[file] = frozenset(bad)
+        return [problem for problem in dict.fromkeys(bad) if problem not in reported]
+
+    def _release(self, file: str, key: Key) -> None:
+        left = tuple(holder for holder in self._holders[key] if holder != file)
+        if left:
+            self._holders[key] = left
+        else:
+            del self._holders[key]
+
+    def _value(self, key: Key) -> Any:
+        """What counts as the object *key* now; None: it is not there, or is not for this proxy."""
+        holders = self._holders.get(key)
+        value = self._files[holders[0]].get(key) if holders else None
+        return None if isinstance(value, (ServiceGone, SliceGone)) else value
+
+    def _differences(self, before: Values) -> list[Event]:
+        """The events that lead from what was *before* to what is now."""
+        events: list[Event] = []
+        cidrs: Event | None = None
+        mirrors: dict[ServiceName, None] = {}
+        for key, old in before.items():
+            new = self._value(key)
+            if new == old:
+                continue
+            kind, name = key
+            if kind == SERVICES.kind:
+                events.append(new or ServiceGone(ServiceName(*name)))
+            elif kind == ENDPOINT_SLICES.kind:
+                events.append(new or SliceGone(SliceName(*name)))
+                mirrors.update(dict.fromkeys(self._count_slices(old, new)))
+            elif kind == ENDPOINTS.kind:
+                mirrors[ServiceName(*name)] = None
+            elif kind == NODES.kind:
+                events.append(new or NodeGone())
+            elif kind == SERVICE_CIDRS.kind:
+                cidrs = (self._cidrs.remove(name) if new is None else self._cidrs.set(name, new)) or cidrs
+        for service in mirrors:
+            events.extend(self._mirror(service))
+        if cidrs is not None:
+            events.append(cidrs)
+        return events
+
+    def _count_slices(self, old: SliceSet | None, new: SliceSet | None) -> Iterator[ServiceName]:
+        """Count the Services' own slices; yields a Service that has its first or lost its last."""
+        for change, event in ((1, new), (-1, old)):
+            if event is not None:
+                service = event.slice.service
+                count = self._own_slices.get(service, 0)
+                if count + change:
+                    self._own_slices[service] = count + change
+                else:
+                    del self._own_slices[service]
+                if not (count and count + change):
+                    yield service
+
+    def _mirror(self, service: ServiceName) -> Iterator[Event]:
+        """Bring the slices that stand for the Endpoints of *service* up to date."""
+        wanted: tuple[EndpointSlice, ...] = ()
+        if service not in self._own_slices:
+            wanted = self._value((ENDPOINTS.kind, service)) or ()
+        announced = {piece.name: piece for piece in self._mirrored.pop(service, ())}
+        if wanted:
+            self._mirrored[service] = wanted
+        for piece in wanted:
+            if announced.pop(piece.name, None) != piece:
+                yield SliceSet(piece)
+        for name in announced:
+            yield SliceGone(name)
+
+    def _report_spares(self, key: Key) -> Iterator[BadObject]:
+        """Say which files hold *key* in vain, each once."""
+        first, *spares = self._holders.get(key, ("",))
+        reported = self._spares.pop(key, frozenset())
+        if spares:
+            self._spares[key] = frozenset(spares)
+        for file in spares:
+            if file not in reported:
+                yield _report(key, f"is in {shown(file)} too; the one in {shown(first)} counts")
+
+
+def _report(key: Key, problem: str) -> BadObject:
+    kind, (namespace, name) = key
+    return BadObject(kind, f"{namespace}/{name}" if namespace else name, "", problem)

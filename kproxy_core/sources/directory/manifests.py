@@ -1,0 +1,147 @@
+"""Manifest files: from bytes to readings of the API objects in them."""
+
+from codecs import BOM_UTF8
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+from msgspec import Raw, Struct
+
+from kproxy_core.objects.decode import (
+    ENDPOINT_SLICES,
+    ENDPOINTS,
+    NODES,
+    SERVICE_CIDRS,
+    SERVICES,
+    UNDECODABLE,
+    Malformed,
+    Resource,
+    explained,
+)
+from kproxy_core.objects.reading import quoted, shown
+from kproxy_core.objects.yaml_documents import NotYaml, documents
+from kproxy_core.store.events import BadObject
+
+RESOURCES: tuple[Resource[Any, Any], ...] = (SERVICES, ENDPOINT_SLICES, ENDPOINTS, NODES, SERVICE_CIDRS)
+"""What a manifest may hold for a proxy. Other kinds are passed over in silence."""
+
+Key = tuple[str, tuple[str, str]]
+"""Kind, and namespace and name, of an object."""
+
+_BY_KIND = {resource.kind: resource for resource in RESOURCES}
+_MAX_LISTS = 4
+"""Lists in Lists: as deep as anybody might mean it."""
+
+
+class _Head(Struct, frozen=True, rename="camel"):
+    api_version: Any = None
+    kind: Any = None
+    items: Raw = Raw(b"null")
+
+
+_decode_head = msgspec.json.Decoder(_Head).decode
+_decode_items = msgspec.json.Decoder(list[Raw] | None).decode
+
+
+@dataclass(slots=True)
+class Manifest:
+    """What one file holds."""
+
+    objects: list[tuple[Key, Any]] = field(default_factory=list)
+    """Every object that has a usable name and its `Reading.value`, in the order of the file."""
+    bad: list[BadObject] = field(default_factory=list)
+    """All that is wrong in the file."""
+
+    def _add(self, where: str, resource: Resource[Any, Any], value: bytes | Raw) -> None:
+        reading = resource.from_json(value)
+        if reading.name is not None:
+            self.objects.append(((resource.kind, reading.name), reading.value))
+        for bad in reading.bad:
+            self.bad.append(bad if bad.name else replace(bad, name=where))
+
+    def _complain(self, kind: str, where: str, path: str, problem: str) -> None:
+        self.bad.append(BadObject(shown(kind), where, path, problem))
+
+
+def read_manifest(name: str, data: bytes) -> Manifest:
+    """The objects in *data*, the content of the file *name*.
+
+    Read as JSON if it is called that or looks like it, else as YAML. Raises Malformed
+    if the file as a whole is neither.
+    """
+    if not data or data.isspace():
+        raise Malformed("is empty")
+    where = shown(name)
+    is_json = name.endswith(".json")
+    if is_json or data[:64].lstrip().startswith(b"{"):
+        manifest = Manifest()
+        try:
+            _collect(manifest, where, data.removeprefix(BOM_UTF8))
+            return manifest
+        except UNDECODABLE as error:
+            if is_json:
+                raise Malformed(f"is not a JSON object: {explained(error).problem}") from error
+            # YAML may start with a brace, too.
+    manifest = Manifest()
+    try:
+        for i, value in enumerate(documents(data), 1):
+            if value is not None:
+                _collect_value(manifest, f"{where} document {i}" if i > 1 else where, value)
+    except NotYaml as error:
+        raise Malformed(f"is not YAML: {error}") from error
+    return manifest
+
+
+def _collect_value(manifest: Manifest, where: str, value: object) -> None:
+    """Add what one YAML document is or contains."""
+    try:
+        _collect(manifest, where, msgspec.json.encode(value))
+    except UNDECODABLE as error:
+        manifest._complain("object", where, "", explained(error).problem)
+
+
+def _collect(manifest: Manifest, where: str, value: bytes | Raw, lists: int = 0) -> None:
+    """Add what *value* is or contains. Raises one of UNDECODABLE if it is no JSON object."""
+    head = _decode_head(value)
+    kind, version = head.kind, head.api_version
+    if not isinstance(kind, str) or not kind:
+        return manifest._complain("object", where, "kind", "is missing")
+    if not isinstance(version, str) or not version:
+        return manifest._complain(kind, where, "apiVersion", "is missing")
+    if kind == "List" and version == "v1":
+        return _collect_items(manifest, where, head, None, lists + 1)
+    resource = _BY_KIND.get(kind.removesuffix("List"))
+    if resource is None or _group(version) != _group(resource.api_version):
+        return None  # another kind, perhaps another API's of the same name
+    if version != resource.api_version:
+        return manifest._complain(
+            kind, where, "apiVersion", f"{quoted(version)} is not {resource.api_version}")
+    if kind != resource.kind:
+        return _collect_items(manifest, where, head, resource, lists + 1)
+    return manifest._add(where, resource, value)
+
+
+def _collect_items(
+    manifest: Manifest, where: str, head: _Head, resource: Resource[Any, Any] | None, lists: int
+) -> None:
+    """Add the items of a list: of *resource*, or each of the kind that it names itself."""
+    if lists > _MAX_LISTS:
+        return manifest._complain(head.kind, where, "", "lists within lists within lists")
+    try:
+        items = _decode_items(head.items) or []
+    except UNDECODABLE:
+        return manifest._complain(head.kind, where, "items", "is not a list")
+    for i, item in enumerate(items):
+        place = f"{where} items[{i}]"
+        try:
+            if resource is None:
+                _collect(manifest, place, item, lists)
+            else:
+                manifest._add(place, resource, item)
+        except UNDECODABLE as error:
+            manifest._complain("object", place, "", explained(error).problem)
+    return None
+
+
+def _group(version: str) -> str:
+    return version.rpartition("/")[0]

@@ -1,0 +1,1 @@
+"""Events from sources, folded into one state. No I/O."""

@@ -1,0 +1,193 @@
+"""What the sources have told, folded into one state, and which Services changed by it.
+
+The state depends only on the last event for each object, never on their order; but a Node without
+addresses or pod networks keeps those it had.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from kproxy_core.model.address import Cidr, Family
+from kproxy_core.model.endpoint import EndpointSlice, SliceName
+from kproxy_core.model.node import NodeObject
+from kproxy_core.model.service import Service, ServiceName
+from kproxy_core.store.events import (
+    BadObject,
+    Complete,
+    Event,
+    NodeGone,
+    NodeSet,
+    ServiceCidrsSet,
+    ServiceGone,
+    ServiceSet,
+    SliceGone,
+    SliceSet,
+)
+
+log = logging.getLogger("kproxy.sources")
+
+
+@dataclass(slots=True)
+class Counts:
+    """Events since the process started, as kube-proxy's metrics count them."""
+
+    service_changes: int = 0
+    """Service events, once for each family."""
+    endpoint_changes: int = 0
+    """EndpointSlice events, whether or not they changed anything."""
+    bad_objects: int = 0
+
+
+class _OfFamily:
+    """The EndpointSlices of one family, what changed in it, and when."""
+
+    __slots__ = ("changed", "pending_services", "pending_slices", "slices", "trigger_times")
+
+    def __init__(self) -> None:
+        self.slices: dict[ServiceName, dict[str, EndpointSlice]] = {}
+        self.changed: set[ServiceName] = set()
+        self.pending_services = 0
+        self.pending_slices = 0
+        self.trigger_times: dict[ServiceName, list[float]] = {}
+
+
+class Store:
+    """All objects of the families served.
+
+    *families*: those this node serves; slices of others are forgotten at once.
+    *kinds*: the sources to wait for. *started*: trigger times before it (seconds since the
+    epoch) are ignored, as they would measure how long this process was not running.
+    *external_ips*: whether Services may have any (feature gate AllowServiceExternalIPs; CVE-2020-8554).
+    """
+
+    def __init__(
+        self, families: Iterable[Family], kinds: Iterable[str], started: float, *, external_ips: bool = True
+    ) -> None:
+        self.services: dict[ServiceName, Service] = {}
+        self.node: NodeObject | None = None
+        """The Node object. It outlives its deletion, and its addresses and networks outlive its being
+        registered anew without them, as in kube-proxy: node ports must not be lost meanwhile."""
+        self.service_cidrs: tuple[Cidr, ...] = ()
+        self.missing = set(kinds)
+        """The sources that have not delivered everything yet."""
+        self.counts = Counts()
+        self._started = started
+        self._external_ips = external_ips
+        self._families = {family: _OfFamily() for family in families}
+        self._slices: dict[SliceName, EndpointSlice] = {}
+
+    @property
+    def complete(self) -> bool:
+        """Every source has delivered everything that existed when it started."""
+        return not self.missing
+
+    def fold(self, event: Event) -> None:
+        """Take in one event."""
+        match event:
+            case SliceSet(piece):
+                self._set_slice(piece)
+            case SliceGone(slice_name):
+                self._drop_slice(slice_name)
+            case ServiceSet(service):
+                self._set_service(service.name, service)
+            case ServiceGone(name):
+                self._set_service(name, None)
+            case NodeSet(node):
+                self.node = self._filled_in(node)
+            case NodeGone():
+                log.info("this node's Node object is gone; what it said last goes on to count")
+            case ServiceCidrsSet(cidrs):
+                self.service_cidrs = cidrs
+            case Complete(source):
+                self.missing.discard(source)
+            case BadObject():
+                self.counts.bad_objects += 1
+
+    def _filled_in(self, node: NodeObject) -> NodeObject:
+        """*node*, with what was known where it has nothing: others fill in a node that is registered anew."""
+        known = self.node or node
+        return replace(node, addresses=node.addresses or known.addresses,
+                       pod_cidrs=node.pod_cidrs or known.pod_cidrs)
+
+    def slices(self, family: Family, name: ServiceName) -> Mapping[str, EndpointSlice] | None:
+        """The slices of the Service *name* in *family*, by name."""
+        return self._families[family].slices.get(name)
+
+    def changed(self, family: Family) -> bool:
+        """Whether `take_changed` has anything to tell."""
+        return bool(self._families[family].changed)
+
+    def take_changed(self, family: Family) -> set[ServiceName]:
+        """The Services that may look different in *family* since the last call."""
+        state = self._families[family]
+        changed, state.changed = state.changed, set()
+        state.pending_services = state.pending_slices = 0
+        return changed
+
+    def take_trigger_times(self, family: Family) -> list[float]:
+        """When the endpoint changes since the last call happened."""
+        state = self._families[family]
+        times = [time for of_service in state.trigger_times.values() for time in of_service]
+        state.trigger_times.clear()
+        return times
+
+    @property
+    def pending_endpoint_changes(self) -> int:
+        """Changes of slices, in all families, since `take_changed`."""
+        return sum(state.pending_slices for state in self._families.values())
+
+    @property
+    def pending_service_changes(self) -> int:
+        """Changes of Services since `take_changed`."""
+        return max((state.pending_services for state in self._families.values()), default=0)
+
+    def _set_service(self, name: ServiceName, service: Service | None) -> None:
+        self.counts.service_changes += len(self._families)
+        if service is not None and service.external_ips and not self._external_ips:
+            service = replace(service, external_ips=())
+        if self.services.get(name) == service:
+            return
+        if service is None:
+            del self.services[name]
+        else:
+            self.services[name] = service
+        for state in self._families.values():
+            state.changed.add(name)
+            state.pending_services += 1
+
+    def _set_slice(self, piece: EndpointSlice) -> None:
+        known = self._slices.get(piece.name)
+        state = self._families.get(piece.family)
+        if state is not None:
+            self.counts.endpoint_changes += 1
+        if known == piece:
+            return
+        if known is not None and (known.service != piece.service or known.family is not piece.family):
+            self._remove(known)
+        if state is None:
+            return
+        self._slices[piece.name] = piece
+        state.slices.setdefault(piece.service, {})[piece.name.name] = piece
+        state.changed.add(piece.service)
+        state.pending_slices += 1
+        if piece.trigger_time is not None and piece.trigger_time > self._started:
+            state.trigger_times.setdefault(piece.service, []).append(piece.trigger_time)
+
+    def _drop_slice(self, name: SliceName) -> None:
+        known = self._slices.get(name)
+        if known is not None:
+            self.counts.endpoint_changes += 1
+            self._remove(known)
+
+    def _remove(self, piece: EndpointSlice) -> None:
+        """Forget *piece*; the times that its Service collected would mislead now (as in kube-proxy)."""
+        del self._slices[piece.name]
+        state = self._families[piece.family]
+        of_service = state.slices[piece.service]
+        del of_service[piece.name.name]
+        if not of_service:
+            del state.slices[piece.service]
+        state.changed.add(piece.service)
+        state.pending_slices += 1
+        state.trigger_times.pop(piece.service, None)

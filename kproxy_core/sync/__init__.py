@@ -1,0 +1,1 @@
+"""The sync loop: one thread that plans what changed and hands it to the backend."""

@@ -1,0 +1,1 @@
+"""What the iptables mode reads and writes in the kernel, besides its rules."""

@@ -1,0 +1,304 @@
+"""What a service plan wants in the kernel: its own chains, and rules in the fixed chains.
+
+Rules are written as iptables-save prints them, so that what the kernel holds can be
+compared with what is wanted (kube-proxy 1.36, pkg/proxy/iptables/proxier.go).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+from kproxy_core.model.address import Family, Protocol, format_address, format_socket
+from kproxy_core.model.endpoint import Destination
+from kproxy_core.model.node import LocalSource, NodeView
+from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_iptables import names
+from kproxy_iptables.names import FILTER, NAT, ServiceChains, endpoint_chain, service_chains
+
+LARGE_CLUSTER = 1000
+"""With more endpoints than this, rules of single endpoints go without comments."""
+
+
+class Rule(NamedTuple):
+    """One rule in one of the fixed chains."""
+
+    table: str
+    chain: str
+    spec: str
+
+
+class Wanted(NamedTuple):
+    """What one service port wants."""
+
+    chains: dict[str, str]
+    """Its own chains in nat: name -> its rules, as complete ``-A`` lines. A chain stands before
+    those that lead to it."""
+    rules: list[Rule]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Style:
+    """What all service ports of one family have in common."""
+
+    family: Family
+    local_source: LocalSource | None
+    masquerade_all: bool
+    localhost_node_ports_counted: bool
+    """Node ports are served on 127.0.0.0/8 too, and the kernel has the object that counts it."""
+    comments: bool
+    """Rules of single endpoints have comments."""
+
+
+_PROTOCOLS = {protocol: protocol.name.lower() for protocol in Protocol}
+_HOST = {Family.IPV4: "/32", Family.IPV6: "/128"}
+_MASK = {Family.IPV4: "255.255.255.255", Family.IPV6: ":".join(["ffff"] * 8)}
+_REJECT = {
+    Family.IPV4: "REJECT --reject-with icmp-port-unreachable",
+    Family.IPV6: "REJECT --reject-with icmp6-port-unreachable",
+}
+
+
+def make_style(node: NodeView, *, localhost_counted: bool, comments: bool) -> Style:
+    """The style for a node."""
+    return Style(
+        family=node.family,
+        local_source=node.local_source,
+        masquerade_all=node.masquerade_all,
+        localhost_node_ports_counted=localhost_counted,
+        comments=comments,
+    )
+
+
+def wanted(plan: ServicePlan, style: Style) -> Wanted:
+    """Everything that *plan* wants."""
+    chains = service_chains(plan.key)
+    own: dict[str, str] = {}
+    if plan.has_endpoints:
+        _own_chains(plan, style, chains, own)
+    return Wanted(own, _rules(plan, style, chains))
+
+
+def _own_chains(plan: ServicePlan, style: Style, chains: ServiceChains, own: dict[str, str]) -> None:
+    internal = chains.local if plan.internal_policy_local else chains.cluster
+    endpoints = _endpoint_chains(plan, style, chains, own)
+    for chain, destinations in ((chains.cluster, plan.cluster), (chains.local, plan.local)):
+        if destinations:
+            first = _from_outside(plan, style, chain) if chain == internal else ""
+            own[chain] = first + _balance(plan, style, chain, destinations, endpoints)
+    if plan.node_port or plan.external_addresses:
+        own[chains.external] = _external(plan, style, chains)
+    if plan.source_ranges and plan.load_balancer_ips:
+        own[chains.firewall] = _firewall(plan, chains)
+
+
+def _endpoint_chains(
+    plan: ServicePlan, style: Style, chains: ServiceChains, own: dict[str, str]
+) -> dict[Destination, tuple[str, str]]:
+    """Add a chain for each endpoint; returns its text and chain by endpoint."""
+    found: dict[Destination, tuple[str, str]] = {}
+    seed = chains.endpoint_seed
+    protocol = _PROTOCOLS[plan.key.protocol]
+    comment = f' -m comment --comment "{plan.key}"' if style.comments else ""
+    host = _HOST[style.family]
+    for where in plan.reachable:
+        text = format_socket(where.address, where.port)
+        chain = endpoint_chain(seed, text)
+        found[where] = (text, chain)
+        recent = (
+            f" -m recent --set --name {chain} --mask {_MASK[style.family]} --rsource"
+            if plan.affinity_seconds
+            else ""
+        )
+        own[chain] = (
+            f"-A {chain} -s {format_address(where.address)}{host}{comment} -j KUBE-MARK-MASQ\n"
+            f"-A {chain} -p {protocol}{comment}{recent} -m {protocol} -j DNAT --to-destination {text}\n"
+        )
+    return found
+
+
+def _from_outside(plan: ServicePlan, style: Style, chain: str) -> str:
+    """The rule that masquerades what does not come from this node's pods, if there is one."""
+    if plan.cluster_ip is None:
+        return ""
+    before, after = "", ""
+    if not style.masquerade_all:
+        if style.local_source is None:
+            return ""
+        before, after = _source_match(style.local_source, negate=True)
+    match = _match(plan, style, format_address(plan.cluster_ip), f"{plan.key} cluster IP", plan.port, after)
+    return f"-A {chain} {before}{match} -j KUBE-MARK-MASQ\n"
+
+
+def _balance(
+    plan: ServicePlan,
+    style: Style,
+    chain: str,
+    destinations: Sequence[Destination],
+    endpoints: dict[Destination, tuple[str, str]],
+) -> str:
+    """The rules that choose among *destinations*: a client's last one, else any with equal chance."""
+    found = [endpoints[where] for where in destinations]
+    comments = [
+        f' -m comment --comment "{plan.key} -> {text}"' if style.comments else "" for text, _ in found
+    ]
+    lines: list[str] = []
+    if plan.affinity_seconds:
+        mask = _MASK[style.family]
+        lines += [
+            f"-A {chain}{comment} -m recent --rcheck --seconds {plan.affinity_seconds} --reap"
+            f" --name {endpoint} --mask {mask} --rsource -j {endpoint}\n"
+            for comment, (_, endpoint) in zip(comments, found, strict=True)
+        ]
+    left = len(found)
+    for comment, (_, endpoint) in zip(comments, found, strict=True):
+        lines.append(f"-A {chain}{comment}{_chance(left)} -j {endpoint}\n")
+        left -= 1
+    return "".join(lines)
+
+
+@cache
+def _chance(among: int) -> str:
+    """The match that is true once in *among* times.
+
+    kube-proxy writes ten decimals, the kernel keeps 31 bits, iptables-save prints eleven decimals.
+    """
+    if among == 1:
+        return ""
+    kept = round(float(f"{1 / among:.10f}") * 2**31)
+    return f" -m statistic --mode random --probability {kept / 2**31:.11f}"
+
+
+def _external(plan: ServicePlan, style: Style, chains: ServiceChains) -> str:
+    """The entry for external addresses and node ports.
+
+    With external policy Local the node's own pods, and the node itself, use endpoints anywhere.
+    """
+    head = f"-A {chains.external}"
+    text = f"{plan.key} external destinations"
+    lines: list[str] = []
+    if not plan.external_policy_local:
+        lines.append(f'{head} -m comment --comment "masquerade traffic for {text}" -j KUBE-MARK-MASQ\n')
+    else:
+        if style.local_source is not None:
+            before, after = _source_match(style.local_source)
+            lines.append(
+                f'{head} {before}{after}-m comment --comment "pod traffic for {text}" -j {chains.cluster}\n'
+            )
+        local = "-m addrtype --src-type LOCAL"
+        lines.append(
+            f'{head} -m comment --comment "masquerade LOCAL traffic for {text}" {local} -j KUBE-MARK-MASQ\n'
+        )
+        lines.append(
+            f'{head} -m comment --comment "route LOCAL traffic for {text}" {local} -j {chains.cluster}\n'
+        )
+    if plan.has_external_endpoints:
+        lines.append(f"{head} -j {chains.local if plan.external_policy_local else chains.cluster}\n")
+    return "".join(lines)
+
+
+def _firewall(plan: ServicePlan, chains: ServiceChains) -> str:
+    """Lets the source ranges through; what comes to the end is dropped by KUBE-PROXY-FIREWALL."""
+    head = f"-A {chains.firewall}"
+    lines = [
+        f'{head} -s {cidr} -m comment --comment "{plan.key} loadbalancer IP" -j {chains.external}\n'
+        for cidr in plan.source_ranges
+    ]
+    dropped = f"other traffic to {plan.key} will be dropped by KUBE-PROXY-FIREWALL"
+    lines.append(f'{head} -m comment --comment "{dropped}"\n')
+    return "".join(lines)
+
+
+def _rules(plan: ServicePlan, style: Style, chains: ServiceChains) -> list[Rule]:
+    """Rules that lead frontends to chains, or refuse what no endpoint can serve."""
+    key = plan.key
+    rules: list[Rule] = []
+    if plan.cluster_ip is not None:
+        address = format_address(plan.cluster_ip)
+        if plan.has_internal_endpoints:
+            chain = chains.local if plan.internal_policy_local else chains.cluster
+            match = _match(plan, style, address, f"{key} cluster IP", plan.port)
+            rules.append(Rule(NAT, names.SERVICES, f"{match} -j {chain}"))
+        else:
+            reason, target = _refusal(plan, style)
+            match = _match(plan, style, address, reason, plan.port)
+            rules.append(Rule(FILTER, names.SERVICES, f"{match} -j {target}"))
+    for packed in plan.external_ips:
+        address = format_address(packed)
+        if plan.has_endpoints:
+            match = _match(plan, style, address, f"{key} external IP", plan.port)
+            rules.append(Rule(NAT, names.SERVICES, f"{match} -j {chains.external}"))
+        _refuse_external(plan, style, address, rules)
+    firewall = bool(plan.source_ranges) and plan.has_endpoints
+    for packed in plan.load_balancer_ips:
+        address = format_address(packed)
+        if plan.has_endpoints:
+            match = _match(plan, style, address, f"{key} loadbalancer IP", plan.port)
+            target = chains.firewall if firewall else chains.external
+            rules.append(Rule(NAT, names.SERVICES, f"{match} -j {target}"))
+        if firewall:
+            text = f"{key} traffic not accepted by {chains.firewall}"
+            match = _match(plan, style, address, text, plan.port)
+            rules.append(Rule(FILTER, names.PROXY_FIREWALL, f"{match} -j DROP"))
+        _refuse_external(plan, style, address, rules)
+    if plan.node_port:
+        _node_port_rules(plan, style, chains, rules)
+    if plan.health_check_node_port:
+        text = f"{key} health check node port"
+        rules.append(Rule(
+            FILTER, names.NODE_PORTS,
+            f'-p tcp -m comment --comment "{text}" -m tcp --dport {plan.health_check_node_port} -j ACCEPT',
+        ))  # fmt: skip
+    return rules
+
+
+def _node_port_rules(plan: ServicePlan, style: Style, chains: ServiceChains, rules: list[Rule]) -> None:
+    protocol = _PROTOCOLS[plan.key.protocol]
+    if plan.has_endpoints:
+        match = f'-p {protocol} -m comment --comment "{plan.key}" -m {protocol} --dport {plan.node_port}'
+        if style.localhost_node_ports_counted:
+            counted = f"-m nfacct --nfacct-name {names.LOCALHOST_COUNTER}"
+            loopback = names.LOOPBACK[style.family]
+            rules.append(Rule(NAT, names.NODE_PORTS, f"-d {loopback} {match} {counted} -j {chains.external}"))
+        rules.append(Rule(NAT, names.NODE_PORTS, f"{match} -j {chains.external}"))
+    if not plan.has_external_endpoints:
+        reason, target = _refusal(plan, style)
+        rules.append(Rule(
+            FILTER, names.EXTERNAL_SERVICES,
+            f'-p {protocol} -m comment --comment "{reason}" -m addrtype --dst-type LOCAL'
+            f" -m {protocol} --dport {plan.node_port} -j {target}",
+        ))  # fmt: skip
+
+
+def _refuse_external(plan: ServicePlan, style: Style, address: str, rules: list[Rule]) -> None:
+    if not plan.has_external_endpoints:
+        reason, target = _refusal(plan, style)
+        match = _match(plan, style, address, reason, plan.port)
+        rules.append(Rule(FILTER, names.EXTERNAL_SERVICES, f"{match} -j {target}"))
+
+
+def _refusal(plan: ServicePlan, style: Style) -> tuple[str, str]:
+    """Why and how traffic is refused: silently if endpoints exist, but none on this node."""
+    if plan.has_endpoints:
+        return f"{plan.key} has no local endpoints", "DROP"
+    return f"{plan.key} has no endpoints", _REJECT[style.family]
+
+
+def _match(
+    plan: ServicePlan, style: Style, address: str, comment: str, port: int, interface: str = ""
+) -> str:
+    protocol = _PROTOCOLS[plan.key.protocol]
+    return (
+        f'-d {address}{_HOST[style.family]} {interface}-p {protocol} -m comment --comment "{comment}"'
+        f" -m {protocol} --dport {port}"
+    )
+
+
+def _source_match(source: LocalSource, *, negate: bool = False) -> tuple[str, str]:
+    """The match for traffic of this node's pods: what stands before and after a destination."""
+    no = "! " if negate else ""
+    if source.cidr is not None:
+        return f"{no}-s {source.cidr} ", ""
+    if source.interface:
+        return "", f"{no}-i {source.interface} "
+    return "", f"{no}-i {source.interface_prefix}+ "

@@ -1,0 +1,203 @@
+"""What a service plan wants in the kernel: virtual servers, entries of sets, and addresses on the device.
+
+kube-proxy 1.36, pkg/proxy/ipvs/proxier.go. Unlike there, policy Local means what it means in other modes:
+without a local endpoint traffic is dropped, and this node's pods and the node itself reach every endpoint at
+an external frontend. IPVS finds a virtual server by mark before it looks at addresses; so one more virtual
+server, known by a mark, holds all endpoints, and a set gives the mark to frontends.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_address
+from kproxy_core.model.endpoint import Destination
+from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_ipvs import names
+from kproxy_ipvs.names import SetKind
+
+PERSISTENT, HASH_FALLBACK, HASH_PORT = 0x1, 0x8, 0x10
+"""linux/ip_vs.h: IP_VS_SVC_F_PERSISTENT, IP_VS_SVC_F_SCHED_MH_FALLBACK and IP_VS_SVC_F_SCHED_MH_PORT."""
+
+_HASHING = {"sh": HASH_FALLBACK, "mh": HASH_FALLBACK | HASH_PORT}
+"""Without a fallback new connections are dropped for which a real server is hashed that is leaving."""
+
+
+class ServerKey(NamedTuple):
+    """What identifies a virtual server: address, protocol and port, or a mark alone."""
+
+    family: Family
+    mark: int
+    address: Address | None
+    protocol: int
+    port: int
+
+    def __str__(self) -> str:
+        if self.address is None:
+            return f"mark {self.mark:#x}"
+        return f"{format_address(self.address)}:{self.port}/{Protocol(self.protocol).name}"
+
+
+class Scheduling(NamedTuple):
+    """How a virtual server distributes connections."""
+
+    scheduler: str
+    flags: int = 0
+    timeout: int = 0
+    """Seconds of persistence."""
+
+
+class Server(NamedTuple):
+    """One virtual server. (Its real servers all have weight 1 and are reached by NAT.)"""
+
+    scheduling: Scheduling
+    graceful: bool
+    """Real servers that leave stay, without new connections, until their connections have ended."""
+    destinations: tuple[Destination, ...]
+    of_node_port: bool = False
+    """Gives way to a VIP that is an address of the node."""
+
+
+class Element(NamedTuple):
+    """One entry of a set."""
+
+    set: SetKind
+    entry: str
+    mark: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What one service port wants."""
+
+    servers: dict[ServerKey, Server] = field(default_factory=dict)
+    elements: frozenset[Element] = frozenset()
+    addresses: frozenset[Address] = frozenset()
+    """To be on the device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Style:
+    """What all service ports of one family have in common."""
+
+    family: Family
+    scheduler: str
+    node_ip: Address | None
+    node_port_addresses: tuple[Address, ...]
+    elsewhere: frozenset[Address] = frozenset()
+    """Addresses on other interfaces: they are not put on the device."""
+
+
+_PROTOCOLS = {protocol: protocol.name.lower() for protocol in Protocol}
+
+
+def wanted(plan: ServicePlan, style: Style, mark: int) -> Wanted:
+    """Everything that *plan* wants. *mark* is for its short circuit, if it needs one."""
+    return Wanted(
+        dict(_servers(plan, style, mark)),
+        frozenset(_elements(plan, style, mark)),
+        frozenset(_addresses(plan, style)),
+    )
+
+
+def has_short_circuit(plan: ServicePlan) -> bool:
+    """Whether this node's own traffic goes another way than that from outside."""
+    return plan.external_policy_local and plan.local != plan.cluster and bool(plan.cluster)
+
+
+def _servers(plan: ServicePlan, style: Style, mark: int) -> Iterator[tuple[ServerKey, Server]]:
+    scheduling = _scheduling(plan, style)
+    # The others are deleted at once, as kube-proxy does: UDP has no end to wait for. By destination, all
+    # connections to a VIP may be hashed to the one that leaves, and there is no fallback.
+    graceful = plan.key.protocol is Protocol.TCP and style.scheduler != "dh"
+
+    def server(
+        address: Address, port: int, endpoints: tuple[Destination, ...], *, of_node_port: bool = False
+    ) -> tuple[ServerKey, Server]:
+        key = ServerKey(style.family, 0, address, plan.key.protocol, port)
+        return key, Server(scheduling, graceful, endpoints, of_node_port)
+
+    external = plan.local if plan.external_policy_local else plan.cluster
+    # A VIP that is an address of the node goes before a node port of the same number.
+    for address in style.node_port_addresses if plan.node_port else ():
+        yield server(address, plan.node_port, external, of_node_port=True)
+    for address in plan.external_addresses:
+        yield server(address, plan.port, external)
+    if plan.cluster_ip is not None:
+        internal = plan.local if plan.internal_policy_local else plan.cluster
+        yield server(plan.cluster_ip, plan.port, internal)
+    if has_short_circuit(plan):
+        yield ServerKey(style.family, mark, None, 0, 0), Server(scheduling, graceful, plan.cluster)
+
+
+def _scheduling(plan: ServicePlan, style: Style) -> Scheduling:
+    flags = _HASHING.get(style.scheduler, 0)
+    if plan.affinity_seconds:
+        flags |= PERSISTENT
+    return Scheduling(style.scheduler, flags, plan.affinity_seconds)
+
+
+def _addresses(plan: ServicePlan, style: Style) -> Iterator[Address]:
+    if plan.cluster_ip is not None:
+        yield plan.cluster_ip
+    yield from (address for address in plan.external_addresses if address not in style.elsewhere)
+
+
+def _elements(plan: ServicePlan, style: Style, mark: int) -> Iterator[Element]:
+    protocol = _PROTOCOLS[plan.key.protocol]
+
+    def at(address: Address, port: int) -> str:
+        return f"{format_address(address)},{protocol}:{port}"
+
+    hairpins = set(plan.hairpins)
+    for where in plan.reachable:
+        if where.address in hairpins:
+            yield Element(names.LOOP_BACK, f"{at(where.address, where.port)},{format_address(where.address)}")
+    for address in _addresses(plan, style):
+        yield Element(names.IPVS_IPS, format_address(address))
+    if plan.cluster_ip is not None:
+        entry = at(plan.cluster_ip, plan.port)
+        yield Element(names.CLUSTER_IP, entry)
+        if plan.has_endpoints and not plan.has_internal_endpoints:
+            yield Element(names.NO_LOCAL, entry)
+    local = plan.external_policy_local
+    external: list[str] = []
+    for address in plan.external_ips:
+        external.append(at(address, plan.port))
+        yield Element(names.EXTERNAL_IP_LOCAL if local else names.EXTERNAL_IP, external[-1])
+    for address in plan.load_balancer_ips:
+        external.append(at(address, plan.port))
+        yield Element(names.LOAD_BALANCER_SET, external[-1])
+        if local:
+            yield Element(names.LOAD_BALANCER_LOCAL, external[-1])
+        if plan.source_ranges:
+            yield from _source_ranges(plan, style, format_address(address), external[-1])
+    if plan.node_port:
+        external += [at(address, plan.node_port) for address in style.node_port_addresses]
+        for kind in names.NODE_PORT_SETS[plan.key.protocol][: 2 if local else 1]:
+            if kind.type == "bitmap:port":
+                yield Element(kind, str(plan.node_port))
+            else:
+                for address in style.node_port_addresses:
+                    yield Element(kind, at(address, plan.node_port))
+    if plan.health_check_node_port:
+        yield Element(names.HEALTH_CHECK, str(plan.health_check_node_port))
+    for entry in external:
+        if has_short_circuit(plan):
+            yield Element(names.SHORT_CIRCUIT, entry, mark)
+        if plan.has_endpoints and not plan.has_external_endpoints:
+            yield Element(names.NO_LOCAL, entry)
+
+
+def _source_ranges(plan: ServicePlan, style: Style, vip: str, entry: str) -> Iterator[Element]:
+    yield Element(names.LOAD_BALANCER_FW, entry)
+    for cidr in plan.source_ranges:
+        yield Element(names.SOURCE_CIDR, f"{entry},{_as_listed(cidr)}")
+    # The node's own packets to a VIP have that VIP as their source: it is on the device.
+    if any(style.node_ip in cidr for cidr in plan.source_ranges):
+        yield Element(names.SOURCE_IP, f"{entry},{vip}")
+
+
+def _as_listed(cidr: Cidr) -> str:
+    """A network as ipset lists it: one that is a single address goes without its length."""
+    return format_address(cidr.network) if cidr.prefix == cidr.family.bits else str(cidr)

@@ -1,0 +1,1 @@
+"""Portals, ports and connection tracking: the userspace mode's input and output in the proxy."""

@@ -1,0 +1,218 @@
+"""Portals in the kernel: through iptables, or nft where there is no iptables."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+from kproxy_core.backend.errors import Unsupported
+from kproxy_core.host import programs
+from kproxy_core.host.programs import ProgramFailed
+from kproxy_core.model.address import Address, Family
+from kproxy_userspace import batch
+from kproxy_userspace.batch import JUMPS, NFT_FAMILY, PORTAL_CHAINS, Jump, Redirect
+from kproxy_userspace.names import NON_LOCAL, TABLE
+from kproxy_userspace.removal import what_to_remove
+from kproxy_xtables.cleanup import carry_out
+from kproxy_xtables.removal import described, speaking_of_kubernetes
+from kproxy_xtables.tables import SavedChain, Tables
+from kproxy_xtables.variant import NoVariant, find_variant
+
+_CHAINS = (*PORTAL_CHAINS, NON_LOCAL)
+_BUILT_IN = {jump.chain for jump in JUMPS}
+_COMMENT = re.compile(r' -m comment --comment (?:"[^"]*"|\S+)')
+_NFT_RULES = 5
+_ELEMENT = re.compile(r"([0-9a-z][0-9a-z.:/ ]*) : (\d+)")
+
+
+class Portals(Protocol):
+    """The redirections of one family."""
+
+    def rewrite(self, redirects: Sequence[Redirect]) -> None:
+        """Hold exactly these. Raises HostError."""
+
+    def change(self, deletes: Sequence[Redirect], adds: Sequence[Redirect]) -> None:
+        """Take some out and put others in. Raises HostError."""
+
+    def differences(self, redirects: Sequence[Redirect]) -> int:
+        """How many rules or elements are missing, or are there beside those of *redirects*.
+
+        Raises HostError.
+        """
+
+    def withdraw(self) -> list[str]:
+        """Redirect nobody any more, and leave what is translated already alone; says what there was.
+
+        Once the last rule of a family goes that needs connection tracking, the kernel translates the packets
+        of established connections no longer, whoever's rules these came through. Raises HostError.
+        """
+
+    def remove(self, *, dry_run: bool) -> list[str]:
+        """Remove every trace; says what there was. Raises HostError."""
+
+
+class IptablesPortals:
+    """kube-proxy's chains, written by iptables-restore."""
+
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+
+    def rewrite(self, redirects: Sequence[Redirect]) -> None:
+        self._tables.restore(batch.iptables_rewrite(redirects, _missing_jumps(self._saved())))
+
+    def change(self, deletes: Sequence[Redirect], adds: Sequence[Redirect]) -> None:
+        self._tables.restore(batch.iptables_change(deletes, adds))
+
+    def differences(self, redirects: Sequence[Redirect]) -> int:
+        wanted = Counter(
+            _meaning(rule)
+            for redirect in redirects
+            for rules in batch.iptables_rules(redirect).values()
+            for rule in rules
+        )
+        saved = self._saved()
+        found = Counter(
+            _meaning(f"{chain.name} {rule}")
+            for chain in saved if chain.name in _CHAINS for rule in chain.rules
+        )  # fmt: skip
+        differing = (wanted - found).total() + (found - wanted).total()
+        return differing + len(_missing_jumps(saved))
+
+    def withdraw(self) -> list[str]:
+        if not may_have_portals(self._tables):
+            return []
+        removal = what_to_remove(speaking_of_kubernetes(self._tables.save()))
+        removal = removal._replace(
+            rules=[rule for rule in removal.rules if rule[0] == "nat"],
+            chains=[key for key in removal.chains if key[0] == "nat"],
+        )
+        self._tables.restore(batch.iptables_pin())
+        carry_out(removal, self._tables)
+        return [f"{self._tables.program}: {line}" for line in described(removal)]
+
+    def remove(self, *, dry_run: bool) -> list[str]:
+        if not may_have_portals(self._tables):
+            return []
+        removal = what_to_remove(speaking_of_kubernetes(self._tables.save()))
+        if not dry_run:
+            carry_out(removal, self._tables)
+        return [f"{self._tables.program}: {line}" for line in described(removal)]
+
+    def _saved(self) -> list[SavedChain]:
+        """Our chains, and those that lead to them."""
+        return [
+            saved for table in ("nat", "filter") for saved in self._tables.save(table)
+            if saved.name in _CHAINS or saved.name in _BUILT_IN
+        ]  # fmt: skip
+
+
+def may_have_portals(tables: Tables) -> bool:
+    """Whether chains of the mode are there; other modes' rules may be many. Raises HostError.
+
+    Those of one table come and go together. A legacy program makes a table when it is asked for one of its
+    chains.
+    """
+    ours = (("filter", NON_LOCAL), ("nat", PORTAL_CHAINS[0]))
+    return not tables.variant.nft or any(tables.has_chain(*chain) for chain in ours)
+
+
+def _missing_jumps(saved: Sequence[SavedChain]) -> list[Jump]:
+    held = {(chain.table, chain.name): {rule.rpartition(" ")[2] for rule in chain.rules} for chain in saved}
+    return [jump for jump in JUMPS if jump.target not in held.get((jump.table, jump.chain), ())]
+
+
+def _meaning(rule: str) -> frozenset[str]:
+    """What *rule* says, whatever its order: without its comment, and networks with their length."""
+    words = _COMMENT.sub("", rule).split()
+    for number, word in enumerate(words[:-1]):
+        if word in ("-d", "-s") and "/" not in words[number + 1]:
+            words[number + 1] += "/128" if ":" in words[number + 1] else "/32"
+    return frozenset(words)
+
+
+class NftPortals:
+    """A small table of our own."""
+
+    def __init__(self, family: Family, at: Address | None) -> None:
+        """*at*: where relays listen; None: at every address."""
+        self._family = family
+        self._at = at
+        self._table = (NFT_FAMILY[family], TABLE)
+
+    def rewrite(self, redirects: Sequence[Redirect]) -> None:
+        programs.output("nft", "-f", "-", stdin=batch.nft_rewrite(self._family, redirects, self._at))
+
+    def change(self, deletes: Sequence[Redirect], adds: Sequence[Redirect]) -> None:
+        programs.output("nft", "-f", "-", stdin=batch.nft_change(self._family, deletes, adds))
+
+    def differences(self, redirects: Sequence[Redirect]) -> int:
+        listed = programs.run("nft", "list", "table", *self._table).stdout
+        rules = listed.count(batch.nft_target(self._at)) + listed.count("jump portals")
+        found = {(element[1], element[2]) for element in _ELEMENT.finditer(listed)}
+        wanted = {(batch.nft_key(portal)[1], str(port)) for portal, port, _ in redirects}
+        return len(wanted ^ found) + abs(_NFT_RULES - rules)
+
+    def withdraw(self) -> list[str]:
+        done = programs.run("nft", "-f", "-", stdin=batch.nft_empty(self._family))
+        if "No such file or directory" in done.stderr:
+            return []
+        if done.returncode:
+            raise ProgramFailed(programs.failure(done))
+        return [f"portals in table {' '.join(self._table)}"]
+
+    def remove(self, *, dry_run: bool) -> list[str]:
+        # Listing tables would read every rule of all of them.
+        check = ["--check"] if dry_run else []
+        done = programs.run("nft", *check, "delete", "table", *self._table)
+        if "No such file or directory" in done.stderr:
+            return []
+        if done.returncode:
+            raise ProgramFailed(programs.failure(done))
+        return [f"table {' '.join(self._table)}"]
+
+
+class NoPortals:
+    """The relays are where clients look for them; nothing is redirected."""
+
+    def rewrite(self, redirects: Sequence[Redirect]) -> None:
+        """There are none."""
+
+    def change(self, deletes: Sequence[Redirect], adds: Sequence[Redirect]) -> None:
+        """There are none."""
+
+    def differences(self, redirects: Sequence[Redirect]) -> int:
+        return 0
+
+    def withdraw(self) -> list[str]:
+        return []
+
+    def remove(self, *, dry_run: bool) -> list[str]:
+        return []
+
+
+def find_tables(family: Family) -> Tables | None:
+    """The tables of the iptables that this node uses, if one is installed: whether they work is not asked."""
+    try:
+        return Tables(family, find_variant())
+    except NoVariant:
+        return None
+
+
+def open_portals(family: Family, at: Address | None) -> Portals:
+    """How this machine redirects to relays that listen *at*; None: at every address.
+
+    Raises Unsupported if it can't.
+    """
+    tables = find_tables(family)
+    problem = "" if tables is None else tables.problem()
+    if tables is not None and not problem:
+        return IptablesPortals(tables)
+    if programs.find("nft"):
+        try:
+            programs.output("nft", "--check", "-f", "-", stdin=batch.nft_skeleton(family, at))
+        except ProgramFailed as error:
+            raise Unsupported(f"{family.label} can't be redirected: {error}", family) from error
+        return NftPortals(family, at)
+    if problem:
+        raise Unsupported(f"{family.label} can't be redirected: {problem}", family)
+    raise Unsupported("neither iptables nor nft is installed; userspace.listen needs none of them")

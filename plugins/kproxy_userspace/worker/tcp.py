@@ -1,0 +1,328 @@
+"""TCP relaying: a connection is two directions, each of which copies small messages and splices large ones.
+
+A read that fills the whole buffer is taken as a sign of bulk data; from then on the bytes stay in the
+kernel. Small messages cost two system calls that way, and no pipe.
+"""
+
+import contextlib
+import errno
+import os
+import socket
+import struct
+import time
+
+from kproxy_userspace.names import Endpoint
+from kproxy_userspace.worker.balancer import Balancer
+from kproxy_userspace.worker.counters import Counter, Counts
+from kproxy_userspace.worker.events import BROKEN, EDGE, READ, WRITE, Events
+from kproxy_userspace.worker.pipes import PIPE_SIZE, Pipe, Pipes
+
+DIAL_SECONDS = (0.25, 0.5, 1.0, 2.0)
+"""How long each attempt to reach an endpoint may take (kube-proxy 1.25, proxysocket.go)."""
+
+BACKLOG = 4096
+_ACCEPTED_AT_ONCE = 64
+_CHUNK = 16 << 10
+_BUDGET = 2 << 20
+"""Bytes that a direction moves before others have their turn."""
+
+_KEEPALIVE_SECONDS = 60
+_PAUSE = 0.1
+"""Seconds without accepting once the process has run out of descriptors or memory."""
+
+_RESET = struct.pack("ii", 1, 0)
+_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_SPLICE = os.SPLICE_F_MOVE | os.SPLICE_F_NONBLOCK
+
+# Plain numbers: these are used for each message.
+_CONNECTIONS, _ACCEPTED = int(Counter.CONNECTIONS), int(Counter.ACCEPTED)
+_UP, _DOWN = int(Counter.BYTES_TO_ENDPOINTS), int(Counter.BYTES_TO_CLIENTS)
+
+
+class Listener:
+    """The socket of one service port in one worker, and its connections."""
+
+    def __init__(
+        self, sock: socket.socket, balancer: Balancer, events: Events, pipes: Pipes, counts: Counts
+    ) -> None:
+        self.balancer = balancer
+        self.counts = counts
+        self.events = events
+        self.pipes = pipes
+        self.connections: dict[Endpoint, set[Connection]] = {}
+        """The established ones, by endpoint."""
+        self.family = sock.family
+        self._sock: socket.socket | None = sock
+        sock.setblocking(False)
+        # Accepted sockets inherit these.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_SECONDS)
+        sock.listen(BACKLOG)
+        events.watch(sock.fileno(), self, READ)
+
+    def ready(self, fd: int, mask: int) -> None:
+        """Accept who is waiting."""
+        if self._sock is not None:
+            self._accept(self._sock)
+
+    def _accept(self, sock: socket.socket) -> bool:
+        """Accept some of those who wait; whether there may be more."""
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                client, address = sock.accept()
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                if error.errno in _EXHAUSTED:
+                    self.events.epoll.modify(sock.fileno(), 0)
+                    self.events.timeouts(_PAUSE).call(self._accept_again, sock.fileno())
+                    return False
+                continue  # This client is gone already; accept(2) tells of many reasons.
+            Connection(self, client, address[0]).dial()
+        return True
+
+    def _accept_again(self, fd: int) -> None:
+        if self._sock is not None and self._sock.fileno() == fd:
+            self.events.epoll.modify(fd, READ)
+
+    def close(self) -> None:
+        """No new connections but those that wait to be accepted; what is established goes on."""
+        if self._sock is not None:
+            for _ in range(BACKLOG // _ACCEPTED_AT_ONCE):
+                if not self._accept(self._sock):
+                    break
+            self.events.close(self._sock)
+            self._sock = None
+
+
+class Direction:
+    """Bytes on their way from one socket to the other."""
+
+    __slots__ = (
+        "_bulk", "_connection", "_counter", "_data", "_filled", "_pipe", "_source", "_target", "ended",
+    )  # fmt: skip
+
+    def __init__(
+        self, connection: "Connection", source: socket.socket, target: socket.socket, counter: int
+    ) -> None:
+        self._connection = connection
+        self._counter = counter
+        self._source = source
+        self._target = target
+        self._data: bytes | memoryview = b""
+        self._pipe: Pipe | None = None
+        self._filled = 0
+        self._bulk = False
+        self.ended = False
+        """The source has said its last word, and the target has heard it."""
+
+    def resume(self) -> None:
+        """Go on after others had their turn."""
+        self._connection.pump(self)
+
+    def pump(self) -> None:
+        """Move all there is, until one side has to be waited for. Raises OSError if a side is broken."""
+        source, target = self._source, self._target
+        counts = self._connection.listener.counts
+        budget = _BUDGET
+        while not self.ended:
+            if self._data:
+                sent = target.send(self._data)
+                if sent < len(self._data):
+                    self._data = memoryview(self._data)[sent:]
+                    continue
+                self._data = b""
+            elif self._filled and self._pipe is not None:
+                self._filled -= os.splice(self._pipe.read, target.fileno(), self._filled, flags=_SPLICE)
+                if self._filled:
+                    continue
+            if budget <= 0:
+                self._connection.listener.events.again.append(self)
+                return
+            if self._bulk:
+                moved = self._fill(source.fileno())
+            else:
+                try:
+                    self._data = source.recv(_CHUNK)
+                except BlockingIOError:
+                    return
+                moved = len(self._data)
+                self._bulk = moved == _CHUNK
+            if moved < 0:
+                return
+            if moved == 0:
+                self.ended = True
+                self.release()
+                target.shutdown(socket.SHUT_WR)
+            counts[self._counter] += moved
+            budget -= moved
+
+    def _fill(self, source: int) -> int:
+        """Bytes that are now in the pipe, 0 at the end of the stream; -1: nothing there yet."""
+        if self._pipe is None:
+            self._pipe = self._connection.listener.pipes.take()
+        try:
+            self._filled = os.splice(source, self._pipe.write, PIPE_SIZE, flags=_SPLICE)
+        except BlockingIOError:
+            self._bulk = False
+            self.release()
+            return -1
+        return self._filled
+
+    def release(self) -> None:
+        """Give the pipe back."""
+        if self._pipe is not None:
+            self._connection.listener.pipes.give_back(self._pipe, empty=not self._filled)
+            self._pipe = None
+
+
+class Connection:
+    """A client, the endpoint that it got, and both directions between them."""
+
+    __slots__ = (
+        "_attempt", "_client", "_down", "_endpoint", "_host", "_server", "_up", "_writable", "listener",
+    )  # fmt: skip
+
+    def __init__(self, listener: Listener, client: socket.socket, host: str) -> None:
+        self.listener = listener
+        self._client: socket.socket | None = client
+        self._host = host
+        self._server: socket.socket | None = None
+        self._endpoint: Endpoint | None = None
+        self._attempt = 0
+        self._up: Direction | None = None
+        self._down: Direction | None = None
+        listener.counts[_CONNECTIONS] += 1
+        listener.counts[_ACCEPTED] += 1
+        self._writable = False
+        """The client's socket is watched for room too, which only bulk data needs."""
+
+    def dial(self) -> None:
+        """Try the next endpoint; give up after as many attempts as there are timeouts."""
+        listener = self.listener
+        while self._attempt < len(DIAL_SECONDS):
+            endpoint = listener.balancer.choose(self._host, time.monotonic(), anew=self._attempt > 0)
+            if endpoint is None:
+                break
+            try:
+                server = socket.socket(listener.family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, 0)
+            except OSError:
+                break
+            result = server.connect_ex(endpoint)
+            if result in (0, errno.EINPROGRESS):
+                self._server, self._endpoint = server, endpoint
+                listener.events.timeouts(DIAL_SECONDS[self._attempt]).call(self._dialed_long, self._attempt)
+                listener.events.watch(server.fileno(), self, READ | WRITE | EDGE)
+                return
+            server.close()
+            listener.counts[Counter.DIAL_FAILURES] += 1
+            self._attempt += 1
+        listener.counts[Counter.GIVEN_UP] += 1
+        self.reset()
+
+    def ready(self, fd: int, mask: int) -> None:
+        """Something happened to the client's socket or the server's."""
+        reading, writing = self._up, self._down
+        if reading is None or writing is None:
+            self._dialed(mask)
+            return
+        if self._server is not None and fd == self._server.fileno():
+            reading, writing = writing, reading
+        if mask & (READ | BROKEN):
+            self.pump(reading)
+        if mask & WRITE:
+            self.pump(writing)
+
+    def pump(self, direction: Direction) -> None:
+        """Move bytes in one direction, and end with both."""
+        if self._client is None:
+            return
+        try:
+            direction.pump()
+        except BlockingIOError:
+            if direction is self._down and not self._writable:
+                self._writable = True
+                self.listener.events.epoll.modify(self._client.fileno(), READ | WRITE | EDGE)
+            return
+        except OSError:
+            self.reset()
+            return
+        if self._up is not None and self._up.ended and self._down is not None and self._down.ended:
+            self.close()
+
+    def reset(self) -> None:
+        """End at once; who is still there learns that it was no orderly end."""
+        for sock in (self._client, self._server):
+            if sock is not None:
+                with contextlib.suppress(OSError):
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        self.close()
+
+    def close(self) -> None:
+        """Close both sockets."""
+        self._hang_up()
+        client, self._client = self._client, None
+        if client is not None:
+            self.listener.events.close(client)
+            self.listener.counts[_CONNECTIONS] -= 1
+        for direction in (self._up, self._down):
+            if direction is not None:
+                direction.release()
+        self._up = self._down = None  # They refer to us: let go at once, not when the collector comes.
+        if self._endpoint is not None:
+            of = self.listener.connections.get(self._endpoint)
+            if of is not None:
+                of.discard(self)
+                if not of:
+                    del self.listener.connections[self._endpoint]
+
+    def _hang_up(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            self.listener.events.close(server)
+
+    def _dialed(self, mask: int) -> None:
+        server, client, endpoint = self._server, self._client, self._endpoint
+        if server is None or client is None or endpoint is None:
+            return
+        if mask & BROKEN and server.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self._dial_next()
+            return
+        if not mask & WRITE:
+            return
+        server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        client.setblocking(False)
+        self._up = Direction(self, client, server, _UP)
+        self._down = Direction(self, server, client, _DOWN)
+        self.listener.connections.setdefault(endpoint, set()).add(self)
+        self.pump(self._up)
+        if self._client is not None:
+            self.listener.events.watch(client.fileno(), self, READ | EDGE)
+            if mask & READ and self._down is not None:
+                self.pump(self._down)
+
+    def _dialed_long(self, attempt: int) -> None:
+        """The time for *attempt* is over; it may have ended before, and we have not heard of it yet."""
+        waiting = self._up is None and self._client is not None and self._attempt == attempt
+        if waiting and not self._answered():
+            self._dial_next()
+
+    def _answered(self) -> bool:
+        """Whether the endpoint has accepted."""
+        if self._server is None:
+            return False
+        try:
+            self._server.getpeername()
+        except OSError:
+            return False
+        return True
+
+    def _dial_next(self) -> None:
+        self._hang_up()
+        self.listener.counts[Counter.DIAL_FAILURES] += 1
+        self._attempt += 1
+        self.dial()
+
+

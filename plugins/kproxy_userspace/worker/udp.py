@@ -1,0 +1,201 @@
+"""UDP relaying: every client has a flow, its own socket towards its endpoint, until it was idle too long."""
+
+import contextlib
+import errno
+import socket
+import struct
+import time
+from typing import NamedTuple
+
+from kproxy_userspace.names import Endpoint
+from kproxy_userspace.worker.balancer import Balancer
+from kproxy_userspace.worker.counters import Counter, Counts
+from kproxy_userspace.worker.events import READ, Events
+
+LONGEST = 65535
+"""Bytes of a datagram. kube-proxy cut them at 4096."""
+
+_AT_ONCE = 64
+"""Datagrams of one socket before others have their turn."""
+
+_BUFFER = 1 << 20
+"""Bytes a relay's socket holds for us, if the kernel lets it: a burst must not be lost while we sleep."""
+
+_ANSWER_SECONDS = 5.0
+"""So long an answer may take, as resolvers have it: who waits for one is not idle. kube-proxy lost it."""
+
+_IP_PKTINFO = 8
+_IN_PKTINFO = struct.Struct("=I4s4s")
+_IN6_PKTINFO = struct.Struct("=16sI")
+_LINK_LOCAL = b"\xfe\x80"
+
+_UP, _DOWN = int(Counter.DATAGRAMS_TO_ENDPOINTS), int(Counter.DATAGRAMS_TO_CLIENTS)
+
+Control = tuple[int, int, bytes]
+
+
+class FlowKey(NamedTuple):
+    """Who sends, and to which of our addresses: replies must come from there."""
+
+    client: tuple[str, int]
+    local: bytes
+
+
+class UdpRelay:
+    """The socket of one UDP service port in one worker, and its flows."""
+
+    def __init__(
+        self, sock: socket.socket, balancer: Balancer, events: Events, idle_seconds: float, counts: Counts
+    ) -> None:
+        self.balancer = balancer
+        self.counts = counts
+        self.events = events
+        self.flows: dict[FlowKey, Flow] = {}
+        self.timeouts = events.timeouts(idle_seconds)
+        self.family = sock.family
+        self._sock: socket.socket | None = sock
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
+        if self.family == socket.AF_INET:
+            sock.setsockopt(socket.IPPROTO_IP, _IP_PKTINFO, 1)
+        else:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_RECVPKTINFO, 1)
+        events.watch(sock.fileno(), self, READ)
+
+    def ready(self, fd: int, mask: int) -> None:
+        """Forward what clients sent."""
+        sock = self._sock
+        if sock is None:
+            return
+        for _ in range(_AT_ONCE):
+            try:
+                data, control, _, sender = sock.recvmsg(LONGEST, 64)
+            except BlockingIOError:
+                return
+            except OSError:
+                continue  # An ICMP message about an earlier reply; the socket is as good as before.
+            key = FlowKey(sender, self._local_address(control))
+            flow = self.flows.get(key) or self._new_flow(key)
+            if flow is not None:
+                flow.send(data)
+
+    def reply(self, data: bytes, key: FlowKey) -> None:
+        """Send an endpoint's answer to its client, from the address that it had sent to."""
+        sock = self._sock
+        if sock is None:
+            return
+        control: list[Control] = []
+        if self.family == socket.AF_INET:
+            control = [(socket.IPPROTO_IP, _IP_PKTINFO, _IN_PKTINFO.pack(0, key.local, bytes(4)))]
+        elif not key.local.startswith(_LINK_LOCAL):
+            control = [(socket.IPPROTO_IPV6, socket.IPV6_PKTINFO, _IN6_PKTINFO.pack(key.local, 0))]
+        with contextlib.suppress(OSError):  # Lost, as a datagram may be.
+            sock.sendmsg([data], control, 0, key.client)
+            self.counts[_DOWN] += 1
+
+    def drop_flows(self, gone: list[Endpoint]) -> None:
+        """Have clients of endpoints that are gone get others with the next datagram."""
+        for flow in [flow for flow in self.flows.values() if flow.endpoint in gone]:
+            flow.leave()
+
+    def close(self) -> None:
+        """Serve nobody any more."""
+        for flow in list(self.flows.values()):
+            flow.close()
+        if self._sock is not None:
+            self.events.close(self._sock)
+            self._sock = None
+
+    def _new_flow(self, key: FlowKey) -> "Flow | None":
+        endpoint = self.balancer.choose(key.client[0], time.monotonic())
+        if endpoint is None:
+            return None
+        try:
+            upstream = socket.socket(self.family, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK, 0)
+        except OSError:
+            return None  # Out of descriptors: the datagram is lost, others go on.
+        if upstream.connect_ex(endpoint):
+            upstream.close()
+            return None
+        flow = self.flows[key] = Flow(self, key, upstream, endpoint)
+        return flow
+
+    def _local_address(self, control: list[Control]) -> bytes:
+        for _, _, data in control:
+            if self.family == socket.AF_INET and len(data) >= _IN_PKTINFO.size:
+                return bytes(_IN_PKTINFO.unpack_from(data)[1])
+            if len(data) >= _IN6_PKTINFO.size:
+                return bytes(_IN6_PKTINFO.unpack_from(data)[0])
+        return bytes(4 if self.family == socket.AF_INET else 16)
+
+
+class Flow:
+    """One client of one UDP service port, and its endpoint."""
+
+    __slots__ = ("_asked", "_key", "_last", "_relay", "_sock", "endpoint")
+
+    def __init__(self, relay: UdpRelay, key: FlowKey, sock: socket.socket, endpoint: Endpoint) -> None:
+        self._relay = relay
+        self._key = key
+        self._sock: socket.socket | None = sock
+        self.endpoint = endpoint
+        self._last = time.monotonic()
+        self._asked = False
+        """An answer may be under way."""
+        relay.counts[Counter.FLOWS] += 1
+        relay.events.watch(sock.fileno(), self, READ)
+        relay.timeouts.call(self._maybe_idle)
+
+    def send(self, data: bytes) -> None:
+        """Forward a datagram to the endpoint."""
+        if self._sock is None:
+            return
+        self._last = time.monotonic()
+        self._asked = True
+        try:
+            self._sock.send(data)
+            self._relay.counts[_UP] += 1
+        except OSError as error:
+            if error.errno == errno.ECONNREFUSED:
+                self.close()
+
+    def ready(self, fd: int, mask: int) -> None:
+        """Forward what the endpoint answered."""
+        for _ in range(_AT_ONCE):
+            if self._sock is None:
+                return
+            try:
+                data = self._sock.recv(LONGEST)
+            except BlockingIOError:
+                return
+            except OSError:  # Nobody listens there: the next datagram goes to another endpoint.
+                self.close()
+                return
+            self._last = time.monotonic()
+            self._asked = False
+            self._relay.reply(data, self._key)
+
+    def leave(self) -> None:
+        """Only deliver answers that are under way; the client's next datagram begins another flow."""
+        del self._relay.flows[self._key]
+        self._relay.events.timeouts(_ANSWER_SECONDS).call(lambda _: self.close())
+
+    def close(self) -> None:
+        """Forget the client."""
+        if self._sock is not None:
+            self._relay.events.close(self._sock)
+            self._sock = None
+            if self._relay.flows.get(self._key) is self:
+                del self._relay.flows[self._key]
+            self._relay.counts[Counter.FLOWS] -= 1
+
+    def _maybe_idle(self, _: int) -> None:
+        if self._sock is None:
+            return
+        timeouts = self._relay.timeouts
+        if self._asked and timeouts.seconds < _ANSWER_SECONDS:
+            timeouts = self._relay.events.timeouts(_ANSWER_SECONDS)
+        if time.monotonic() - self._last < timeouts.seconds:
+            timeouts.call(self._maybe_idle)
+        else:
+            self.close()

@@ -1,0 +1,1 @@
+"""The iptables tables and programs, for the backends that write iptables rules."""

@@ -1,0 +1,142 @@
+"""What rules of iptables need: the programs, tables, matches and targets, each tried by itself."""
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+from kproxy_core.host import privileges, programs
+from kproxy_core.host.attempts import Attempts, Finding
+from kproxy_core.host.errors import HostError
+from kproxy_core.host.modules import Modules
+from kproxy_core.model.address import Family
+from kproxy_xtables.tables import Tables
+from kproxy_xtables.variant import OLDEST, PROGRAM, NoVariant, Variant, find_variant, probe
+
+OPTIONS = {
+    "ip_tables": "CONFIG_IP_NF_IPTABLES", "ip6_tables": "CONFIG_IP6_NF_IPTABLES",
+    "iptable_nat": "CONFIG_IP_NF_NAT", "ip6table_nat": "CONFIG_IP6_NF_NAT",
+    "iptable_filter": "CONFIG_IP_NF_FILTER", "ip6table_filter": "CONFIG_IP6_NF_FILTER",
+    "iptable_mangle": "CONFIG_IP_NF_MANGLE", "ip6table_mangle": "CONFIG_IP6_NF_MANGLE",
+    "ipt_REJECT": "CONFIG_IP_NF_TARGET_REJECT", "ip6t_REJECT": "CONFIG_IP6_NF_TARGET_REJECT",
+    "x_tables": "CONFIG_NETFILTER_XTABLES", "nft_chain_nat": "CONFIG_NFT_NAT",
+    "nfnetlink": "CONFIG_NETFILTER_NETLINK", "xt_tcpudp": "CONFIG_NETFILTER_XTABLES",
+    "xt_mark": "CONFIG_NETFILTER_XT_MARK", "xt_nat": "CONFIG_NETFILTER_XT_NAT",
+    "xt_set": "CONFIG_NETFILTER_XT_SET",
+    **{f"xt_{name}": f"CONFIG_NETFILTER_XT_TARGET_{name}" for name in ("MASQUERADE", "REDIRECT")},
+    **{f"xt_{name}": f"CONFIG_NETFILTER_XT_MATCH_{name.upper()}"
+       for name in ("addrtype", "comment", "conntrack", "physdev", "recent", "sctp", "statistic")},
+}  # fmt: skip
+"""The kernel's configuration options of the modules named here."""
+
+_CHAIN = "KPROXY-CHECK"
+_NFT = ("nfnetlink", "nf_tables")
+_PRIVILEGES = ("CAP_NET_ADMIN", "CAP_NET_RAW")
+
+
+class Feature(NamedTuple):
+    """One thing that rules need: *spec* is a rule that has it, *modules* is what the kernel may load for it.
+
+    ``{p}`` stands for ip or ip6, ``{address}`` for some address of the family.
+    """
+
+    what: str
+    modules: tuple[str, ...]
+    spec: str
+    table: str = "nat"
+
+
+COMMENTS = Feature("comments", ("xt_comment",), '-m comment --comment "check" -j RETURN')
+PORTS = Feature("ports of TCP and UDP", ("xt_tcpudp",), "-p tcp -m tcp --dport 80 -j RETURN")
+CONNTRACK = Feature("conntrack match", ("xt_conntrack",), "-m conntrack --ctstate NEW -j RETURN")
+ADDRTYPE = Feature("addrtype match", ("xt_addrtype",), "-m addrtype --dst-type LOCAL -j RETURN")
+MARKS = Feature("marks", ("xt_mark",), "-m mark ! --mark 0x4000/0x4000 -j MARK --set-xmark 0x4000/0x4000")
+MASQUERADE = Feature("MASQUERADE --random-fully", ("xt_MASQUERADE",), "-j MASQUERADE --random-fully")
+REJECT = Feature("REJECT", ("{p}t_REJECT",), "-j REJECT", "filter")
+"""What more than one mode needs."""
+
+_ADDRESS = {Family.IPV4: "192.0.2.1", Family.IPV6: "[2001:db8::1]"}
+
+
+def privilege(variant: Variant | None) -> Finding:
+    """Whether this process may use iptables at all; only the legacy one asks through a raw socket."""
+    wanted = _PRIVILEGES[:1] if variant is not None and variant.nft else _PRIVILEGES
+    what, held = " and ".join(wanted), privileges.held()
+    missing = [name for name in wanted if name not in held]
+    if missing:
+        return Finding(what, False, f"no {' and no '.join(missing)}", f"run as root or with {what}")
+    return Finding(what, True, "held")
+
+
+def installed(modules: Modules, *, load_modules: bool) -> tuple[Finding, Variant | None]:
+    """The iptables of this node; what is over nf_tables is not run where that would load it."""
+    oldest = ".".join(map(str, OLDEST))
+    what, remedy = f"iptables {oldest} or newer", "install iptables 1.8 or newer"
+    try:
+        if load_modules or not modules.not_loaded(_NFT):
+            variant = find_variant()
+            return Finding(what, True, str(variant)), variant
+    except NoVariant as missing:
+        return Finding(what, False, str(missing), remedy), None
+    legacy = probe("-legacy")
+    if legacy is not None and legacy.version >= OLDEST:
+        told = f"{legacy}; no other is run, that would load nf_tables"
+        return Finding(what, True, told, guessed=True), legacy
+    if not programs.find(PROGRAM[Family.IPV4]):
+        return Finding(what, False, "iptables is not installed", remedy), None
+    return Finding(what, True, "installed; not run, that would load nf_tables", guessed=True), None
+
+
+def rules(
+    tables: Tables, attempts: Attempts, features: Iterable[Feature], others: Iterable[str] = ()
+) -> Iterator[Finding]:
+    """Whether the nat table is there, which looking tells; if so, the tables *others* and *features*."""
+    looking = Attempts(attempts.modules, why_not="", load_modules=attempts.load_modules)
+    nat = looking.attempt(
+        f"{tables.family.label}: nat table", _table_modules("nat", tables), tables.problem,
+        "use a kernel with netfilter NAT")  # fmt: skip
+    yield nat
+    if not nat.met:
+        return
+    attempts.modules = looking.modules
+    for name in others:
+        yield _table(name, tables, attempts)
+    for feature in features:
+        yield _usable(feature, tables, attempts)
+
+
+def _table(name: str, tables: Tables, attempts: Attempts) -> Finding:
+    """Whether rules can be put into a table."""
+    return attempts.attempt(
+        f"{tables.family.label}: {name} table", _table_modules(name, tables),
+        partial(_refusal, tables, name, "-j RETURN"))  # fmt: skip
+
+
+def _usable(feature: Feature, tables: Tables, attempts: Attempts) -> Finding:
+    """Whether a rule with *feature* is accepted."""
+    family = tables.family
+    own = [module.format(p=_prefix(family)) for module in feature.modules]
+    compatible = ("nft_compat",) if tables.variant.nft and feature.modules else ()
+    rule = feature.spec.format(address=_ADDRESS[family])
+    return attempts.attempt(
+        f"{family.label}: {feature.what}", own, partial(_refusal, tables, feature.table, rule),
+        rests_on=(*_table_modules(feature.table, tables), *compatible))  # fmt: skip
+
+
+def _table_modules(name: str, tables: Tables) -> tuple[str, ...]:
+    if tables.variant.nft:
+        return (*_NFT, "nft_chain_nat") if name == "nat" else _NFT
+    prefix = _prefix(tables.family)
+    return ("x_tables", f"{prefix}_tables", f"{prefix}table_{name}")
+
+
+def _prefix(family: Family) -> str:
+    return "ip" if family is Family.IPV4 else "ip6"
+
+
+def _refusal(tables: Tables, name: str, spec: str) -> str:
+    """What the kernel has against a rule in a chain of its own; "" if nothing."""
+    try:
+        tables.restore(f"*{name}\n:{_CHAIN} - [0:0]\n-F {_CHAIN}\n-A {_CHAIN} {spec}\nCOMMIT\n")
+    except HostError as error:
+        return str(error)
+    return ""
