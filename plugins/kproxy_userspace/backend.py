@@ -24,11 +24,11 @@ from kproxy_userspace.batch import JUMPS, Redirect, iptables_rewrite, nft_rewrit
 from kproxy_userspace.family import GRACE_SECONDS, FamilyRelays
 from kproxy_userspace.kernel.portals import NoPortals, Portals, find_tables, open_portals
 from kproxy_userspace.kernel.ports import Allocator
-from kproxy_userspace.measures import measurements
+from kproxy_userspace.kernel.workers import Workers
+from kproxy_userspace.metrics import measurements
 from kproxy_userspace.settings import read_settings
 from kproxy_userspace.wanted import wanted_relays
 from kproxy_userspace.worker.counters import Counter
-from kproxy_userspace.workers import Workers
 
 log = logging.getLogger("kproxy.userspace")
 

@@ -21,9 +21,9 @@ from kproxy_userspace.flows import RelayedFlows
 from kproxy_userspace.kernel.arrivals import Port, arriving
 from kproxy_userspace.kernel.portals import Portals
 from kproxy_userspace.kernel.ports import Allocator, Holder, NoPort, hold
+from kproxy_userspace.kernel.workers import Workers
 from kproxy_userspace.wanted import Portal, RelayName, WantedRelay, wanted_relays
 from kproxy_userspace.worker.wire import Serve
-from kproxy_userspace.workers import Workers
 
 log = logging.getLogger("kproxy.userspace")
 

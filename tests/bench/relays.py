@@ -19,8 +19,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from kproxy_userspace.kernel.workers import Workers
 from kproxy_userspace.worker.wire import Serve
-from kproxy_userspace.workers import Workers
 from tests.bench import load
 
 BULK, ECHO = 19001, 19002

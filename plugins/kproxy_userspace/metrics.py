@@ -1,8 +1,8 @@
 """What the relays count, as metrics."""
 
 from kproxy_core.backend.api import Measurement
+from kproxy_userspace.kernel.workers import Workers
 from kproxy_userspace.worker.counters import GAUGES, Counter
-from kproxy_userspace.workers import Workers
 
 _PREFIX = "kproxy_userspace_"
 _METRICS = {
