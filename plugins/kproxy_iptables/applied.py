@@ -5,7 +5,7 @@ plan alone: what it wanted is rendered again when it changes.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from kproxy_core.model.node import NodeView
@@ -14,8 +14,9 @@ from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_iptables import names
 from kproxy_iptables.batch import References
 from kproxy_iptables.names import FILTER, NAT
-from kproxy_iptables.skeleton import BLOCK_LOCALNET, JUMPS, KUBELET_JUMPS, ChainKey, Facts, constant_rules
+from kproxy_iptables.skeleton import BLOCK_LOCALNET, JUMPS, KUBELET_JUMPS, Facts, constant_rules
 from kproxy_iptables.wanted import Rule, Style, Wanted, wanted
+from kproxy_xtables.rules import ChainKey, has_rule, missing_jumps
 
 Plans = Mapping[ServicePortKey, ServicePlan]
 _EMPTY = Wanted({}, [])
@@ -160,9 +161,8 @@ class Comparison:
                     section.chains.append(chain)
                     section.lines += [f"-A {chain} {spec}" for spec in (*rules, *last)]
         self._kubelet_firewall(result)
-        for table, chain, spec, _ in (*JUMPS, *KUBELET_JUMPS):
-            if not holds(held.get((table, chain), ()), spec):
-                result.section(table).lines.append(f"-I {chain} {spec}")
+        for jump in missing_jumps((*JUMPS, *KUBELET_JUMPS), held):
+            result.section(jump.table).lines.append(jump.command)
         for table in names.CANARY_TABLES:
             if (table, names.CANARY) not in held:
                 result.section(table).chains.append(names.CANARY)
@@ -178,7 +178,7 @@ class Comparison:
         held = self._observed.chains.get((FILTER, names.KUBELET_FIREWALL))
         if held is None:
             result.filter.chains.append(names.KUBELET_FIREWALL)
-        if self._facts.localhost_node_ports and not holds(held or (), BLOCK_LOCALNET):
+        if self._facts.localhost_node_ports and not has_rule(held or (), BLOCK_LOCALNET):
             result.filter.lines.append(f"-A {names.KUBELET_FIREWALL} {BLOCK_LOCALNET}")
 
     def acknowledged(self) -> Applied:
@@ -224,9 +224,4 @@ def _is_as_wanted(held: list[str] | None, rules: list[str], last: list[str]) -> 
     if held[len(rules) :] != last:
         return False
     return held[: len(rules)] == rules or Counter(held[: len(rules)]) == Counter(rules)
-
-
-def holds(held: Sequence[str], spec: str) -> bool:
-    """Whether *spec* is among *held*, in whatever order an iptables of another version prints it."""
-    return spec in held or sorted(spec.split()) in [sorted(rule.split()) for rule in held]
 

@@ -13,7 +13,7 @@ from kproxy_iptables.family import FamilyTables
 from kproxy_iptables.render import render_text
 from kproxy_iptables.settings import read_settings
 from kproxy_iptables.watch import Watcher, generation
-from kproxy_xtables.tables import Tables
+from kproxy_xtables.tables import Busy, Tables, Unusable
 from kproxy_xtables.variant import NoVariant, find_variant
 
 log = logging.getLogger("kproxy.iptables")
@@ -91,11 +91,13 @@ class IptablesBackend:
             raise Unsupported(str(missing)) from missing
         kernels = [Tables(family, variant, self._own) for family in self._families]
         for kernel in kernels:
-            if problem := kernel.problem():
-                if "xtables lock" in problem:
-                    raise SyncFailed(f"{kernel.program}: {problem}")
-                raise Unsupported(
-                    f"{variant} has no nat table for {kernel.family.label}: {problem}", kernel.family)
+            try:
+                kernel.check()
+            except Busy as busy:
+                raise SyncFailed(f"{kernel.program}: {busy}") from busy
+            except Unusable as error:
+                problem = f"{variant} has no nat table for {kernel.family.label}: {error}"
+                raise Unsupported(problem, kernel.family) from error
         log.info("rules are written by %s", variant)
         localhost = self._settings.localhost_node_ports
         return {k.family: FamilyTables(k, localhost_node_ports=localhost) for k in kernels}

@@ -5,14 +5,14 @@ from functools import partial
 
 from kproxy_core.backend.api import Leftovers
 from kproxy_iptables import names
-from kproxy_iptables.applied import holds
 from kproxy_iptables.names import NAT
 from kproxy_iptables.skeleton import JUMPS
-from kproxy_xtables.cleanup import clean, used_and_unused
-from kproxy_xtables.removal import ChainKey, Held, Removal, jump, plan_removal
-from kproxy_xtables.shared_chains import FIREWALL, is_ipset_jump, of_ipset_mode
+from kproxy_xtables.cleanup import clean_up
+from kproxy_xtables.removal import Removal, plan_removal
+from kproxy_xtables.rules import ChainKey, RulesByChain, has_rule, parse_jump
+from kproxy_xtables.shared_chains import FIREWALL, ipset_mode_chains, is_ipset_firewall_jump
 from kproxy_xtables.tables import Tables
-from kproxy_xtables.variant import Variant, find_variants
+from kproxy_xtables.variant import Variant, find_used_and_unused, find_variants
 
 _OLDER = frozenset({(NAT, "KUBE-MARK-DROP")})
 """Up to kube-proxy 1.27; kubelet's, too, which makes it again."""
@@ -31,8 +31,8 @@ def cleanup(*, dry_run: bool) -> Leftovers:
 
 def supersede(*, dry_run: bool) -> Leftovers:
     """Remove what older versions had besides, and all from the interface that this node does not use."""
-    used, unused = used_and_unused()
-    older = clean(what_is_superseded, used, dry_run=dry_run, look_at=_has_older)
+    used, unused = find_used_and_unused()
+    older = clean_up(what_is_superseded, used, dry_run=dry_run, is_affected=_has_older)
     elsewhere = _clean(unused, dry_run=dry_run)
     return Leftovers(
         "iptables", (*older.removed, *elsewhere.removed), (*older.errors, *elsewhere.errors)
@@ -40,7 +40,7 @@ def supersede(*, dry_run: bool) -> Leftovers:
 
 
 def _clean(variants: Iterable[Variant], *, dry_run: bool) -> Leftovers:
-    cleaned = clean(what_to_remove, variants, dry_run=dry_run, counted=names.SERVICE_PREFIXES)
+    cleaned = clean_up(what_to_remove, variants, dry_run=dry_run, counted=names.SERVICE_PREFIXES)
     return Leftovers("iptables", tuple(cleaned.removed), tuple(cleaned.errors))
 
 
@@ -52,27 +52,27 @@ def _has_older(tables: Tables) -> bool:
     )  # fmt: skip
 
 
-def what_to_remove(held: Held) -> Removal:
+def what_to_remove(held: RulesByChain) -> Removal:
     """Decide what of *held* is this mode's."""
-    ours = {key for key in held if names.is_ours(*key) or key in _OLDER} - of_ipset_mode(held)
+    ours = {key for key in held if names.is_ours(*key) or key in _OLDER} - ipset_mode_chains(held)
     return plan_removal(held, ours, partial(_is_own, ours), _IPVS_CHAINS.__contains__)
 
 
-def what_is_superseded(held: Held) -> Removal:
+def what_is_superseded(held: RulesByChain) -> Removal:
     """Decide what of *held* is this mode's and has no use for the rules as they are today."""
     return plan_removal(held, _OLDER & held.keys(), _is_older, _IPVS_CHAINS.__contains__)
 
 
 def _is_older(key: ChainKey, rule: str) -> bool:
     current = [jump.spec for jump in JUMPS if (jump.table, jump.chain) == key]
-    return _is_own(names.OUR_CHAINS | _OLDER, key, rule) and not holds(current, rule)
+    return _is_own(names.OUR_CHAINS | _OLDER, key, rule) and not has_rule(current, rule)
 
 
 def _is_own(ours: Collection[ChainKey], key: ChainKey, rule: str) -> bool:
     """Whether a rule in a chain of the kernel's leads to one of *ours*, or did their work once."""
-    found = jump(rule)
+    found = parse_jump(key, rule)
     if found is None:
         return rule.endswith("-j MASQUERADE") and _SNAT_COMMENT in rule
-    target = (key[0], found.target)
-    wanted = target in ours or (target == FIREWALL and not is_ipset_jump(rule))
+    target = found.target_key
+    wanted = target in ours or (target == FIREWALL and not is_ipset_firewall_jump(key, rule))
     return wanted and found.comment.startswith("kube")

@@ -17,9 +17,10 @@ from kproxy_iptables.applied import Applied, Comparison, Plans, count_endpoints,
 from kproxy_iptables.counts import Counts
 from kproxy_iptables.kernel.requirements import enable_route_localnet, read_facts
 from kproxy_iptables.kernel.saved import observe
-from kproxy_iptables.skeleton import ChainKey, Facts, constant_rules
+from kproxy_iptables.skeleton import Facts, constant_rules
 from kproxy_iptables.wanted import LARGE_CLUSTER, Style, make_style
-from kproxy_xtables.tables import Busy, Refused, Tables
+from kproxy_xtables.rules import ChainKey
+from kproxy_xtables.tables import Busy, RestoreFailed, Tables
 
 log = logging.getLogger("kproxy.iptables")
 
@@ -91,13 +92,13 @@ class FamilyTables:
         for _ in range(_MOST_REFUSED):
             try:
                 return self._compare_and_send(node, plans, facts)
-            except Refused as refused:
+            except RestoreFailed as failure:
                 style = _style(node, facts, count_endpoints(plans))
-                key = owner_of(refused.line, plans, style) if refused.line else None
+                key = owner_of(failure.line, plans, style) if failure.line else None
                 if key is None:
                     raise
                 log.error("a service port gets no rules, because one was refused", extra={
-                    "fields": {"service_port": str(key), "protocol": key.protocol.name, "error": str(refused)}
+                    "fields": {"service_port": str(key), "protocol": key.protocol.name, "error": str(failure)}
                 })
                 plans = {other: plan for other, plan in plans.items() if other != key}
         return self._compare_and_send(node, plans, facts)
@@ -136,7 +137,7 @@ class FamilyTables:
                 if sent:
                     raise HostError(str(busy)) from busy
                 raise
-            except Refused:
+            except RestoreFailed:
                 self.counts.failures += 1
                 raise
             self._written.update(batch.rules_in(text))

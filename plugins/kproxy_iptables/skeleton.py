@@ -1,15 +1,12 @@
 """The constant rules: the fixed chains of both tables, and the jumps to them from built-in chains."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from kproxy_core.model.address import Family, format_address
 from kproxy_core.model.node import NodeView
 from kproxy_iptables import names
 from kproxy_iptables.names import FILTER, NAT
-
-ChainKey = tuple[str, str]
-"""Table and chain."""
+from kproxy_xtables.rules import NEW_CONNECTIONS, TO_THIS_NODE, ChainKey, Jump
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,43 +24,29 @@ class Facts:
     """Node ports are served on 127.0.0.0/8 too."""
 
 
-class Jump(NamedTuple):
-    """A rule in a built-in chain that leads to one of the fixed chains."""
-
-    table: str
-    chain: str
-    spec: str
-    target: str
-
-
-def _jump(table: str, chain: str, target: str, comment: str, *, new_only: bool = False) -> Jump:
-    match = "-m conntrack --ctstate NEW " if new_only else ""
-    return Jump(table, chain, f'{match}-m comment --comment "{comment}" -j {target}', target)
-
-
 _EXTERNAL = "kubernetes externally-visible service portals"
 _PORTALS = "kubernetes service portals"
 _FIREWALL = "kubernetes load balancer firewall"
 
 JUMPS = (
-    _jump(FILTER, "INPUT", names.EXTERNAL_SERVICES, _EXTERNAL, new_only=True),
-    _jump(FILTER, "FORWARD", names.EXTERNAL_SERVICES, _EXTERNAL, new_only=True),
-    _jump(FILTER, "INPUT", names.NODE_PORTS, "kubernetes health check service ports"),
-    _jump(FILTER, "FORWARD", names.SERVICES, _PORTALS, new_only=True),
-    _jump(FILTER, "OUTPUT", names.SERVICES, _PORTALS, new_only=True),
-    _jump(FILTER, "FORWARD", names.FORWARD, "kubernetes forwarding rules"),
-    _jump(FILTER, "INPUT", names.PROXY_FIREWALL, _FIREWALL, new_only=True),
-    _jump(FILTER, "OUTPUT", names.PROXY_FIREWALL, _FIREWALL, new_only=True),
-    _jump(FILTER, "FORWARD", names.PROXY_FIREWALL, _FIREWALL, new_only=True),
-    _jump(NAT, "OUTPUT", names.SERVICES, _PORTALS),
-    _jump(NAT, "PREROUTING", names.SERVICES, _PORTALS),
-    _jump(NAT, "POSTROUTING", names.POSTROUTING, "kubernetes postrouting rules"),
+    Jump(FILTER, "INPUT", names.EXTERNAL_SERVICES, _EXTERNAL, NEW_CONNECTIONS),
+    Jump(FILTER, "FORWARD", names.EXTERNAL_SERVICES, _EXTERNAL, NEW_CONNECTIONS),
+    Jump(FILTER, "INPUT", names.NODE_PORTS, "kubernetes health check service ports"),
+    Jump(FILTER, "FORWARD", names.SERVICES, _PORTALS, NEW_CONNECTIONS),
+    Jump(FILTER, "OUTPUT", names.SERVICES, _PORTALS, NEW_CONNECTIONS),
+    Jump(FILTER, "FORWARD", names.FORWARD, "kubernetes forwarding rules"),
+    Jump(FILTER, "INPUT", names.PROXY_FIREWALL, _FIREWALL, NEW_CONNECTIONS),
+    Jump(FILTER, "OUTPUT", names.PROXY_FIREWALL, _FIREWALL, NEW_CONNECTIONS),
+    Jump(FILTER, "FORWARD", names.PROXY_FIREWALL, _FIREWALL, NEW_CONNECTIONS),
+    Jump(NAT, "OUTPUT", names.SERVICES, _PORTALS),
+    Jump(NAT, "PREROUTING", names.SERVICES, _PORTALS),
+    Jump(NAT, "POSTROUTING", names.POSTROUTING, "kubernetes postrouting rules"),
 )
 """Inserted at the top of their chains one after another, so that the last stands first."""
 
 KUBELET_JUMPS = (
-    Jump(FILTER, "INPUT", f"-j {names.KUBELET_FIREWALL}", names.KUBELET_FIREWALL),
-    Jump(FILTER, "OUTPUT", f"-j {names.KUBELET_FIREWALL}", names.KUBELET_FIREWALL),
+    Jump(FILTER, "INPUT", names.KUBELET_FIREWALL),
+    Jump(FILTER, "OUTPUT", names.KUBELET_FIREWALL),
 )
 """Inserted after `JUMPS`, and never removed: kubelet wants them as well."""
 
@@ -121,10 +104,9 @@ def constant_rules(node: NodeView, facts: Facts) -> dict[ChainKey, list[str]]:
 
 def _node_port_dispatch(node: NodeView, facts: Facts) -> list[str]:
     if node.node_ports_anywhere:
-        here = "-m addrtype --dst-type LOCAL"
         if node.family is Family.IPV6 or not facts.localhost_node_ports:
-            return [f"! -d {names.LOOPBACK[node.family]} {_DISPATCH} {here} -j {names.NODE_PORTS}"]
-        return [f"{_DISPATCH} {here} -j {names.NODE_PORTS}"]
+            return [f"! -d {names.LOOPBACK[node.family]} {_DISPATCH} {TO_THIS_NODE} -j {names.NODE_PORTS}"]
+        return [f"{_DISPATCH} {TO_THIS_NODE} -j {names.NODE_PORTS}"]
     addresses = [format_address(address) for address in node.node_port_addresses]
     if facts.localhost_node_ports:
         addresses.append("127.0.0.1")

@@ -23,8 +23,8 @@ from kproxy_core.host.netlink import messages as netlink
 from kproxy_core.host.programs import OwnProcesses
 from kproxy_core.model.address import Family
 from kproxy_iptables import names
-from kproxy_iptables.applied import holds
 from kproxy_iptables.skeleton import BUILT_IN_CHAINS, JUMPS
+from kproxy_xtables.rules import missing_jumps
 from kproxy_xtables.tables import Tables
 
 log = logging.getLogger("kproxy.iptables")
@@ -170,8 +170,8 @@ def _lost_jumps(tables: Tables) -> list[str]:
 
 def _lacks_jump(tables: Tables, table: str, chain: str) -> bool:
     """Whether a built-in chain has not all our jumps. Raises HostError."""
-    held = tables.rules(table, chain)
-    return not all(holds(held, jump.spec) for jump in JUMPS if (jump.table, jump.chain) == (table, chain))
+    jumps = [jump for jump in JUMPS if (jump.table, jump.chain) == (table, chain)]
+    return bool(missing_jumps(jumps, {(table, chain): tables.rules(table, chain)}))
 
 
 def _listen() -> socket.socket:

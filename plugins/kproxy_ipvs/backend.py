@@ -16,7 +16,7 @@ from kproxy_ipvs.names import SETS
 from kproxy_ipvs.render import render_text
 from kproxy_ipvs.settings import read_settings
 from kproxy_ipvs.watch import DeviceWatch
-from kproxy_xtables.tables import Tables
+from kproxy_xtables.tables import Busy, Tables, Unusable
 from kproxy_xtables.variant import NoVariant, Variant, find_variant
 
 log = logging.getLogger("kproxy.ipvs")
@@ -134,10 +134,12 @@ def _require_sets() -> None:
 
 def _require_rules(family: Family, variant: Variant) -> None:
     """Raise Unsupported if there can be no rules that masquerade; SyncFailed while others hold the lock."""
-    if problem := Tables(family, variant).problem():
-        if "xtables lock" in problem:
-            raise SyncFailed(problem)
-        raise Unsupported(f"{variant} has no nat table for {family.label}: {problem}", family)
+    try:
+        Tables(family, variant).check()
+    except Busy as busy:
+        raise SyncFailed(str(busy)) from busy
+    except Unusable as error:
+        raise Unsupported(f"{variant} has no nat table for {family.label}: {error}", family) from error
 
 
 def _require_servers(scheduler: str, family: Family) -> None:

@@ -17,11 +17,12 @@ from kproxy_ipvs.kernel.virtual_servers import VirtualServers
 from kproxy_ipvs.names import FILTER, MANGLE, NAT
 from kproxy_ipvs.skeleton import JUMPS
 from kproxy_ipvs.wanted import ServerKey
-from kproxy_xtables.cleanup import Cleaned, clean, used_and_unused
-from kproxy_xtables.removal import ChainKey, Held, Removal, jump, plan_removal
-from kproxy_xtables.shared_chains import FIREWALL, is_ipset_jump, of_ipset_mode
+from kproxy_xtables.cleanup import CleanupResult, clean_up
+from kproxy_xtables.removal import Removal, plan_removal
+from kproxy_xtables.rules import ChainKey, RulesByChain, parse_jump
+from kproxy_xtables.shared_chains import FIREWALL, ipset_mode_chains, is_ipset_firewall_jump
 from kproxy_xtables.tables import Tables
-from kproxy_xtables.variant import find_variants
+from kproxy_xtables.variant import find_used_and_unused, find_variants
 
 EntriesByFamily = dict[Family, Entries]
 
@@ -66,15 +67,15 @@ def cleanup(excluded: Sequence[Cidr] = (), *, dry_run: bool, own_only: bool = Fa
 
 def supersede(*, dry_run: bool) -> Leftovers:
     """Remove what only kube-proxy has, and all rules from the interface that this node does not use."""
-    used, unused = used_and_unused()
+    used, unused = find_used_and_unused()
     return _performed(
-        partial(clean, what_only_kube_proxy_has, used, dry_run=dry_run),
-        partial(clean, what_to_remove, unused, dry_run=dry_run),
+        partial(clean_up, what_only_kube_proxy_has, used, dry_run=dry_run),
+        partial(clean_up, what_to_remove, unused, dry_run=dry_run),
         partial(_sets, names.OLDER_SETS, dry_run),
     )
 
 
-def _performed(*steps: Callable[[], Cleaned]) -> Leftovers:
+def _performed(*steps: Callable[[], CleanupResult]) -> Leftovers:
     """What came of *steps*, one after another; one that fails keeps no other from being tried."""
     removed: list[str] = []
     errors: list[str] = []
@@ -91,9 +92,9 @@ def _performed(*steps: Callable[[], Cleaned]) -> Leftovers:
 
 def _servers(
     excluded: Sequence[Cidr], entries: EntriesByFamily, dry_run: bool, own_only: bool
-) -> Cleaned:
+) -> CleanupResult:
     if not listing.SERVERS.exists():
-        return Cleaned()
+        return CleanupResult()
     servers = VirtualServers()
     try:
         gone: list[DeleteServer] = []
@@ -109,7 +110,7 @@ def _servers(
             servers.write(gone)
     finally:
         servers.close()
-    return Cleaned([f"virtual server {operation.key}" for operation in gone])
+    return CleanupResult([f"virtual server {operation.key}" for operation in gone])
 
 
 def is_left(
@@ -130,46 +131,46 @@ def is_left(
     )
 
 
-def _rules(entries: EntriesByFamily, dry_run: bool, own_only: bool) -> Cleaned:
+def _rules(entries: EntriesByFamily, dry_run: bool, own_only: bool) -> CleanupResult:
     bare = not any(entries.values()) and not device.exists()
     marker = (MANGLE, names.IPVS_ACCESS) if own_only else (NAT, names.NODE_PORT)
 
-    def look_at(tables: Tables) -> bool:
+    def is_affected(tables: Tables) -> bool:
         """If nothing else of this mode is there, ask for one chain: the iptables mode's rules may be many."""
         return not (bare and tables.variant.nft) or tables.has_chain(*marker)
 
     decide = what_only_we_have if own_only else what_to_remove
-    return clean(decide, find_variants(), dry_run=dry_run, look_at=look_at)
+    return clean_up(decide, find_variants(), dry_run=dry_run, is_affected=is_affected)
 
 
-def what_to_remove(held: Held, kept: frozenset[ChainKey] = frozenset()) -> Removal:
+def what_to_remove(held: RulesByChain, kept: frozenset[ChainKey] = frozenset()) -> Removal:
     """Decide what of *held* is this mode's, and goes unless it is to be *kept*.
 
     What the iptables mode has taken over is left to it.
     """
-    ours = (_OF_BOTH | _KUBE_PROXYS | _OLDER | _NEVER_KUBE_PROXYS | of_ipset_mode(held)) - kept
+    ours = (_OF_BOTH | _KUBE_PROXYS | _OLDER | _NEVER_KUBE_PROXYS | ipset_mode_chains(held)) - kept
 
     def is_own(key: ChainKey, rule: str) -> bool:
-        return _leads_to(ours, key, rule) or (key[0] == FIREWALL[0] and is_ipset_jump(rule))
+        return _leads_to(ours, key, rule) or is_ipset_firewall_jump(key, rule)
 
     return plan_removal(held, ours, is_own, _is_of_iptables)
 
 
-def what_only_kube_proxy_has(held: Held) -> Removal:
+def what_only_kube_proxy_has(held: RulesByChain) -> Removal:
     """What of *held* this mode has no use for."""
-    ours = _KUBE_PROXYS | _OLDER | (of_ipset_mode(held) & {FIREWALL})
-    targets = ours | _OF_BOTH | of_ipset_mode(held)
+    ours = _KUBE_PROXYS | _OLDER | (ipset_mode_chains(held) & {FIREWALL})
+    targets = ours | _OF_BOTH | ipset_mode_chains(held)
     current = {(jump.table, jump.chain, jump.spec) for jump in JUMPS}
 
     def is_own(key: ChainKey, rule: str) -> bool:
-        if key[0] == FIREWALL[0] and is_ipset_jump(rule):
+        if is_ipset_firewall_jump(key, rule):
             return True
         return _leads_to(targets, key, rule) and (*key, rule) not in current
 
     return plan_removal(held, ours, is_own, _is_of_iptables)
 
 
-def what_only_we_have(held: Held) -> Removal:
+def what_only_we_have(held: RulesByChain) -> Removal:
     """What of *held* can't be kube-proxy's."""
     return plan_removal(
         held, _NEVER_KUBE_PROXYS, partial(_leads_to, _NEVER_KUBE_PROXYS), _is_of_iptables
@@ -177,26 +178,26 @@ def what_only_we_have(held: Held) -> Removal:
 
 
 def _leads_to(ours: Collection[ChainKey], key: ChainKey, rule: str) -> bool:
-    found = jump(rule)
-    return found is not None and (key[0], found.target) in ours and found.comment.startswith("kube")
+    found = parse_jump(key, rule)
+    return found is not None and found.target_key in ours and found.comment.startswith("kube")
 
 
 def _is_of_iptables(key: ChainKey) -> bool:
     return key[0] == NAT and _CHAIN_OF_IPTABLES.fullmatch(key[1]) is not None
 
 
-def _device(dry_run: bool) -> Cleaned:
+def _device(dry_run: bool) -> CleanupResult:
     if not device.exists():
-        return Cleaned()
+        return CleanupResult()
     if not dry_run:
         device.delete()
-    return Cleaned([f"interface {names.DEVICE}"])
+    return CleanupResult([f"interface {names.DEVICE}"])
 
 
-def _sets(kinds: Iterable[names.SetKind], dry_run: bool) -> Cleaned:
+def _sets(kinds: Iterable[names.SetKind], dry_run: bool) -> CleanupResult:
     found = sets.existing(kinds)
     stay = {} if dry_run else sets.destroy(found)
-    return Cleaned(
+    return CleanupResult(
         [f"ipset {name}" for name in found if name not in stay],
         [f"ipset {name}: {error}" for name, error in stay.items()],
     )

@@ -15,8 +15,19 @@ from kproxy_ipvs import names
 from kproxy_ipvs.kernel import device, sets
 from kproxy_ipvs.kernel.virtual_servers import refusal
 from kproxy_ipvs.settings import read_settings
-from kproxy_xtables import requirements as iptables_check
-from kproxy_xtables.requirements import Feature
+from kproxy_xtables.requirements import (
+    ADDRTYPE,
+    COMMENTS,
+    CONNTRACK,
+    KERNEL_OPTIONS,
+    MARKS,
+    MASQUERADE,
+    REJECT,
+    Feature,
+    check_privileges,
+    check_programs,
+    try_rules,
+)
 from kproxy_xtables.tables import Tables
 
 _MODE = "ipvs"
@@ -41,10 +52,10 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
         scheduler = read_settings(settings).scheduler
     except Unsupported as error:
         return Detection(_MODE, (Requirement("scheduler", False, str(error), "choose another"),))
-    modules = Modules(iptables_check.OPTIONS)
-    installed, variant = iptables_check.installed(modules, load_modules=load_modules)
+    modules = Modules(KERNEL_OPTIONS)
+    installed, variant = check_programs(modules, load_modules=load_modules)
     found = [
-        iptables_check.privilege(variant),
+        check_privileges(variant),
         _ipset(modules, load_modules=load_modules),
         installed,
         sysctl_finding("net/ipv4/ip_forward", 1, "set it to 1"),
@@ -77,10 +88,10 @@ def _rules(tables: Tables, attempts: Attempts) -> Iterator[Finding]:
     a_set = names.IPVS_IPS.full_name(tables.family)
     features = (
         Feature("set match", ("xt_set", "ip_set_hash_ip"), f"-m set --match-set {a_set} dst -j RETURN"),
-        iptables_check.COMMENTS, iptables_check.CONNTRACK, iptables_check.ADDRTYPE, iptables_check.MARKS,
-        iptables_check.MASQUERADE, iptables_check.REJECT,
+        COMMENTS, CONNTRACK, ADDRTYPE, MARKS,
+        MASQUERADE, REJECT,
     )  # fmt: skip
-    return iptables_check.rules(tables, attempts, features, ("filter", "mangle"))
+    return try_rules(tables, attempts, features, ("filter", "mangle"))
 
 
 def _set_refusal(family: Family, kind: names.SetKind) -> str:

@@ -20,7 +20,7 @@ from kproxy_ipvs.kernel.virtual_servers import VirtualServers
 from kproxy_ipvs.names import SETS
 from kproxy_ipvs.settings import Settings
 from kproxy_ipvs.wanted import ServerKey, Style
-from kproxy_xtables.shared_chains import SERVICES, of_ipset_mode
+from kproxy_xtables.shared_chains import SERVICES, ipset_mode_chains
 from kproxy_xtables.tables import Tables
 
 log = logging.getLogger("kproxy.ipvs")
@@ -95,7 +95,7 @@ class FamilyState:
             self._draining.clear()
             chains = rules.read(self._tables)
             text = rules.difference(chains, skeleton.skeleton(node))
-            takeover = SERVICES in chains and SERVICES not in of_ipset_mode(chains)
+            takeover = SERVICES in chains and SERVICES not in ipset_mode_chains(chains)
             self._unusable = self._write(difference, text, takeover=takeover)
         self._applied, self._node, self._style = applied, node, style
         operations = difference.operations - len(self._unusable) + len(missing) + made

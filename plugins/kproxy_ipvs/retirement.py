@@ -37,7 +37,7 @@ from kproxy_ipvs.kernel.virtual_servers import VirtualServers
 from kproxy_ipvs.names import FILTER
 from kproxy_ipvs.skeleton import JUMPS, no_frontend
 from kproxy_ipvs.wanted import Element, ServerKey
-from kproxy_xtables.removal import described, inputs
+from kproxy_xtables.removal import describe, restore_inputs
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import find_variants
 
@@ -172,8 +172,8 @@ class _Retirement:
                 continue
             jumps = [jump for jump in JUMPS if (jump.table, jump.target) in kept]
             text = rules.difference(held, kept, jumps)
-            tables.restore(text + "".join(inputs(removal, tables.chains_per_call)))
-            removed += [f"{tables.program}: {line}" for line in described(removal)]
+            tables.restore(text + "".join(restore_inputs(removal, tables.chains_per_call)))
+            removed += [f"{tables.program}: {line}" for line in describe(removal)]
         unread = [kind.full_name(self._family) for kind in self._entries if kind not in _KEPT_SETS]
         for error in sets.destroy(unread).values():
             raise error

@@ -1,39 +1,21 @@
 """The constant iptables rules, written as iptables-save prints them. They do not depend on Services."""
 
-from typing import NamedTuple
-
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_ipvs import names
 from kproxy_ipvs.names import FILTER, MANGLE, NAT, SetKind
-
-ChainKey = tuple[str, str]
-"""Table and chain."""
-
-
-class Jump(NamedTuple):
-    """A rule in a built-in chain that leads to one of our chains."""
-
-    table: str
-    chain: str
-    spec: str
-    target: str
-
-
-def _jump(table: str, chain: str, target: str, comment: str) -> Jump:
-    return Jump(table, chain, f'-m comment --comment "{comment}" -j {target}', target)
-
+from kproxy_xtables.rules import NEW_CONNECTIONS, ChainKey, Jump
 
 JUMPS = (
     # mangle: before nat changes anything, and before IPVS in both directions.
-    _jump(MANGLE, "PREROUTING", names.IPVS_ACCESS, "kubernetes ipvs policies"),
-    _jump(MANGLE, "OUTPUT", names.IPVS_ACCESS, "kubernetes ipvs policies"),
-    _jump(NAT, "OUTPUT", names.SERVICES, "kubernetes service portals"),
-    _jump(NAT, "PREROUTING", names.SERVICES, "kubernetes service portals"),
-    _jump(NAT, "POSTROUTING", names.POSTROUTING, "kubernetes postrouting rules"),
-    _jump(FILTER, "FORWARD", names.FORWARD, "kubernetes forwarding rules"),
-    _jump(FILTER, "INPUT", names.NODE_PORT, "kubernetes health check rules"),
-    _jump(FILTER, "INPUT", names.IPVS_FILTER, "kubernetes ipvs access filter"),
+    Jump(MANGLE, "PREROUTING", names.IPVS_ACCESS, "kubernetes ipvs policies"),
+    Jump(MANGLE, "OUTPUT", names.IPVS_ACCESS, "kubernetes ipvs policies"),
+    Jump(NAT, "OUTPUT", names.SERVICES, "kubernetes service portals"),
+    Jump(NAT, "PREROUTING", names.SERVICES, "kubernetes service portals"),
+    Jump(NAT, "POSTROUTING", names.POSTROUTING, "kubernetes postrouting rules"),
+    Jump(FILTER, "FORWARD", names.FORWARD, "kubernetes forwarding rules"),
+    Jump(FILTER, "INPUT", names.NODE_PORT, "kubernetes health check rules"),
+    Jump(FILTER, "INPUT", names.IPVS_FILTER, "kubernetes ipvs access filter"),
 )
 """Inserted at the top of their chains."""
 
@@ -42,7 +24,6 @@ _REJECT = {
     Family.IPV4: "REJECT --reject-with icmp-port-unreachable",
     Family.IPV6: "REJECT --reject-with icmp6-port-unreachable",
 }
-_NEW = "-m conntrack --ctstate NEW"
 
 
 def skeleton(node: NodeView) -> dict[ChainKey, list[str]]:
@@ -56,12 +37,12 @@ def skeleton(node: NodeView) -> dict[ChainKey, list[str]]:
     masquerade = f"-j {names.MARK_MASQ}"
     return {
         (MANGLE, names.IPVS_ACCESS): [
-            f"{_NEW} {match(names.LOAD_BALANCER_FW)} -j {names.SOURCE_RANGES}",
+            f"{NEW_CONNECTIONS} {match(names.LOAD_BALANCER_FW)} -j {names.SOURCE_RANGES}",
             *(
                 f"{source}{match(names.SHORT_CIRCUIT)} -g {names.SHORT_CIRCUITS}"
                 for source in _this_node(node.local_source)
             ),
-            f"{_NEW} {match(names.NO_LOCAL)} -j DROP",
+            f"{NEW_CONNECTIONS} {match(names.NO_LOCAL)} -j DROP",
         ],
         (MANGLE, names.SOURCE_RANGES): [
             f"{match(names.SOURCE_CIDR, 'dst,dst,src')} -j RETURN",
@@ -119,7 +100,7 @@ def skeleton(node: NodeView) -> dict[ChainKey, list[str]]:
 
 def no_frontend(family: Family) -> str:
     """The rule that keeps packets to VIPs, which are addresses of the node, from its programs."""
-    return f"{_NEW} -m set --match-set {names.IPVS_IPS.full_name(family)} dst -j {_REJECT[family]}"
+    return f"{NEW_CONNECTIONS} -m set --match-set {names.IPVS_IPS.full_name(family)} dst -j {_REJECT[family]}"
 
 
 def rules_differ(one: NodeView, other: NodeView) -> bool:

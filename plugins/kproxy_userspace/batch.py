@@ -7,6 +7,7 @@ from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_ad
 from kproxy_userspace import names
 from kproxy_userspace.names import TABLE
 from kproxy_userspace.wanted import Portal
+from kproxy_xtables.rules import TO_THIS_NODE, Jump
 
 
 class Redirect(NamedTuple):
@@ -26,34 +27,15 @@ PORTAL_CHAINS = (
 _LONGEST_COMMENT = 255
 
 
-class Jump(NamedTuple):
-    """How packets get into one of the chains."""
-
-    table: str
-    chain: str
-    """The built-in chain."""
-    target: str
-    first: bool
-    """It belongs at the top, not at the end."""
-    comment: str
-    local: bool = False
-    """Only for packets to this node's addresses."""
-
-    @property
-    def rule(self) -> str:
-        match = "-m addrtype --dst-type LOCAL " if self.local else ""
-        return f'{match}-m comment --comment "{self.comment}" -j {self.target}'
-
-
 _FIRST = "handle ClusterIPs; NOTE: this must be before the NodePort rules"
 _LAST = "handle service NodePorts; NOTE: this must be the last rule in the chain"
 _FILTER = "Ensure that non-local NodePort traffic can flow"
 JUMPS = (
-    Jump("nat", "PREROUTING", names.PORTALS_CONTAINER, True, _FIRST),
-    Jump("nat", "OUTPUT", names.PORTALS_HOST, True, _FIRST),
-    Jump("nat", "PREROUTING", names.NODE_PORT_CONTAINER, False, _LAST, local=True),
-    Jump("nat", "OUTPUT", names.NODE_PORT_HOST, False, _LAST, local=True),
-    Jump("filter", "INPUT", names.NON_LOCAL, True, _FILTER),
+    Jump("nat", "PREROUTING", names.PORTALS_CONTAINER, _FIRST),
+    Jump("nat", "OUTPUT", names.PORTALS_HOST, _FIRST),
+    Jump("nat", "PREROUTING", names.NODE_PORT_CONTAINER, _LAST, TO_THIS_NODE, at_end=True),
+    Jump("nat", "OUTPUT", names.NODE_PORT_HOST, _LAST, TO_THIS_NODE, at_end=True),
+    Jump("filter", "INPUT", names.NON_LOCAL, _FILTER),
 )
 
 
@@ -105,8 +87,7 @@ def iptables_rewrite(redirects: Iterable[Redirect], missing: Sequence[Jump]) -> 
         "filter": [f":{names.NON_LOCAL} - [0:0]"],
     }
     for jump in missing:
-        action = "-I" if jump.first else "-A"
-        lines[jump.table].append(f"{action} {jump.chain} {jump.rule}")
+        lines[jump.table].append(jump.command)
     for redirect in redirects:
         for table, rules in iptables_rules(redirect).items():
             lines[table] += [f"-A {rule}" for rule in rules]

@@ -2,19 +2,20 @@
 
 from kproxy_userspace import names
 from kproxy_userspace.batch import JUMPS, PORTAL_CHAINS, is_pin
-from kproxy_xtables.removal import ChainKey, Held, Removal, jump, plan_removal
+from kproxy_xtables.removal import Removal, plan_removal
+from kproxy_xtables.rules import ChainKey, RulesByChain, parse_jump
 
 _CHAINS = frozenset([*(("nat", chain) for chain in PORTAL_CHAINS), ("filter", names.NON_LOCAL)])
 _JUMPS = frozenset((jump.table, jump.chain, jump.target, jump.comment) for jump in JUMPS)
 _HOSTS = (("nat", names.PORTALS_HOST), ("nat", names.NODE_PORT_HOST))
 
 
-def what_to_remove(held: Held) -> Removal:
+def what_to_remove(held: RulesByChain) -> Removal:
     """Decide what of *held* is this mode's."""
     return plan_removal(held, _CHAINS, _is_own, lambda key: False)
 
 
-def what_is_not_kube_proxys(held: Held) -> Removal:
+def what_is_not_kube_proxys(held: RulesByChain) -> Removal:
     """The same if our redirections are there, or what they leave: kube-proxy sends the node's own traffic to
     an address.
 
@@ -26,5 +27,5 @@ def what_is_not_kube_proxys(held: Held) -> Removal:
 
 
 def _is_own(key: ChainKey, rule: str) -> bool:
-    found = jump(rule)
+    found = parse_jump(key, rule)
     return found is not None and (*key, found.target, found.comment) in _JUMPS

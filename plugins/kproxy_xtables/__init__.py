@@ -1,1 +1,1 @@
-"""The iptables tables and programs, for the backends that write iptables rules."""
+"""iptables programs and tables, shared by all backends that write iptables rules. Knows none of them."""

@@ -1,6 +1,6 @@
-"""What rules of iptables need: the programs, tables, matches and targets, each tried by itself."""
+"""Requirements of iptables rules: programs, tables, matches and targets, each tried on its own."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from kproxy_core.model.address import Family
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import OLDEST, PROGRAM, NoVariant, Variant, find_variant, probe
 
-OPTIONS = {
+KERNEL_OPTIONS = {
     "ip_tables": "CONFIG_IP_NF_IPTABLES", "ip6_tables": "CONFIG_IP6_NF_IPTABLES",
     "iptable_nat": "CONFIG_IP_NF_NAT", "ip6table_nat": "CONFIG_IP6_NF_NAT",
     "iptable_filter": "CONFIG_IP_NF_FILTER", "ip6table_filter": "CONFIG_IP6_NF_FILTER",
@@ -26,7 +26,7 @@ OPTIONS = {
     **{f"xt_{name}": f"CONFIG_NETFILTER_XT_MATCH_{name.upper()}"
        for name in ("addrtype", "comment", "conntrack", "physdev", "recent", "sctp", "statistic")},
 }  # fmt: skip
-"""The kernel's configuration options of the modules named here."""
+"""Kernel configuration options of the modules named here."""
 
 _CHAIN = "KPROXY-CHECK"
 _NFT = ("nfnetlink", "nf_tables")
@@ -34,9 +34,9 @@ _PRIVILEGES = ("CAP_NET_ADMIN", "CAP_NET_RAW")
 
 
 class Feature(NamedTuple):
-    """One thing that rules need: *spec* is a rule that has it, *modules* is what the kernel may load for it.
+    """A match or target: *spec* is a rule that uses it, *modules* the kernel modules that provide it.
 
-    ``{p}`` stands for ip or ip6, ``{address}`` for some address of the family.
+    ``{p}`` stands for ip or ip6, ``{address}`` for an address of the family.
     """
 
     what: str
@@ -52,13 +52,13 @@ ADDRTYPE = Feature("addrtype match", ("xt_addrtype",), "-m addrtype --dst-type L
 MARKS = Feature("marks", ("xt_mark",), "-m mark ! --mark 0x4000/0x4000 -j MARK --set-xmark 0x4000/0x4000")
 MASQUERADE = Feature("MASQUERADE --random-fully", ("xt_MASQUERADE",), "-j MASQUERADE --random-fully")
 REJECT = Feature("REJECT", ("{p}t_REJECT",), "-j REJECT", "filter")
-"""What more than one mode needs."""
+"""Features that more than one mode needs."""
 
 _ADDRESS = {Family.IPV4: "192.0.2.1", Family.IPV6: "[2001:db8::1]"}
 
 
-def privilege(variant: Variant | None) -> Finding:
-    """Whether this process may use iptables at all; only the legacy one asks through a raw socket."""
+def check_privileges(variant: Variant | None) -> Finding:
+    """Check that this process may use iptables. Only the legacy variant opens a raw socket."""
     wanted = _PRIVILEGES[:1] if variant is not None and variant.nft else _PRIVILEGES
     what, held = " and ".join(wanted), privileges.held()
     missing = [name for name in wanted if name not in held]
@@ -67,8 +67,8 @@ def privilege(variant: Variant | None) -> Finding:
     return Finding(what, True, "held")
 
 
-def installed(modules: Modules, *, load_modules: bool) -> tuple[Finding, Variant | None]:
-    """The iptables of this node; what is over nf_tables is not run where that would load it."""
+def check_programs(modules: Modules, *, load_modules: bool) -> tuple[Finding, Variant | None]:
+    """Find the iptables of this node. Without *load_modules*, run nothing that would load nf_tables."""
     oldest = ".".join(map(str, OLDEST))
     what, remedy = f"iptables {oldest} or newer", "install iptables 1.8 or newer"
     try:
@@ -86,39 +86,37 @@ def installed(modules: Modules, *, load_modules: bool) -> tuple[Finding, Variant
     return Finding(what, True, "installed; not run, that would load nf_tables", guessed=True), None
 
 
-def rules(
-    tables: Tables, attempts: Attempts, features: Iterable[Feature], others: Iterable[str] = ()
+def try_rules(
+    tables: Tables, attempts: Attempts, features: Iterable[Feature], other_tables: Iterable[str] = ()
 ) -> Iterator[Finding]:
-    """Whether the nat table is there, which looking tells; if so, the tables *others* and *features*."""
-    looking = Attempts(attempts.modules, why_not="", load_modules=attempts.load_modules)
-    nat = looking.attempt(
-        f"{tables.family.label}: nat table", _table_modules("nat", tables), tables.problem,
+    """Read the nat table; if that works, try rules in *other_tables* and with each of *features*."""
+    reading = Attempts(attempts.modules, why_not="", load_modules=attempts.load_modules)
+    nat = reading.attempt(
+        f"{tables.family.label}: nat table", _table_modules("nat", tables), partial(_problem, tables.check),
         "use a kernel with netfilter NAT")  # fmt: skip
     yield nat
     if not nat.met:
         return
-    attempts.modules = looking.modules
-    for name in others:
-        yield _table(name, tables, attempts)
+    attempts.modules = reading.modules
+    for name in other_tables:
+        yield _try_table(name, tables, attempts)
     for feature in features:
-        yield _usable(feature, tables, attempts)
+        yield _try_feature(feature, tables, attempts)
 
 
-def _table(name: str, tables: Tables, attempts: Attempts) -> Finding:
-    """Whether rules can be put into a table."""
+def _try_table(name: str, tables: Tables, attempts: Attempts) -> Finding:
     return attempts.attempt(
         f"{tables.family.label}: {name} table", _table_modules(name, tables),
-        partial(_refusal, tables, name, "-j RETURN"))  # fmt: skip
+        _adding(tables, name, "-j RETURN"))  # fmt: skip
 
 
-def _usable(feature: Feature, tables: Tables, attempts: Attempts) -> Finding:
-    """Whether a rule with *feature* is accepted."""
+def _try_feature(feature: Feature, tables: Tables, attempts: Attempts) -> Finding:
     family = tables.family
     own = [module.format(p=_prefix(family)) for module in feature.modules]
     compatible = ("nft_compat",) if tables.variant.nft and feature.modules else ()
     rule = feature.spec.format(address=_ADDRESS[family])
     return attempts.attempt(
-        f"{family.label}: {feature.what}", own, partial(_refusal, tables, feature.table, rule),
+        f"{family.label}: {feature.what}", own, _adding(tables, feature.table, rule),
         rests_on=(*_table_modules(feature.table, tables), *compatible))  # fmt: skip
 
 
@@ -133,10 +131,15 @@ def _prefix(family: Family) -> str:
     return "ip" if family is Family.IPV4 else "ip6"
 
 
-def _refusal(tables: Tables, name: str, spec: str) -> str:
-    """What the kernel has against a rule in a chain of its own; "" if nothing."""
+def _adding(tables: Tables, table: str, spec: str) -> Callable[[], str]:
+    """Return an action that adds a rule to a chain made for that, and returns the problem or ""."""
+    text = f"*{table}\n:{_CHAIN} - [0:0]\n-F {_CHAIN}\n-A {_CHAIN} {spec}\nCOMMIT\n"
+    return partial(_problem, partial(tables.restore, text))
+
+
+def _problem(action: Callable[[], None]) -> str:
     try:
-        tables.restore(f"*{name}\n:{_CHAIN} - [0:0]\n-F {_CHAIN}\n-A {_CHAIN} {spec}\nCOMMIT\n")
+        action()
     except HostError as error:
         return str(error)
     return ""

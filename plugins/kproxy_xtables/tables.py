@@ -1,4 +1,4 @@
-"""The kernel's tables as iptables-save and iptables-restore know them."""
+"""The tables of one IP family, read by iptables-save and written by iptables-restore."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -10,25 +10,34 @@ from kproxy_core.host.programs import Done, OwnProcesses, ProgramFailed
 from kproxy_core.model.address import Family
 from kproxy_xtables.variant import Variant
 
-LOCK_PATIENCE = 5
+LOCK_TIMEOUT = 5
 """Seconds that a program waits for the xtables lock."""
 CHAINS_PER_CALL = 750
-"""How many chains iptables-nft-restore takes best at once: its time grows with their square (1.8.9)."""
+"""Chains in one call of iptables-nft-restore, whose time grows with the square of that number (1.8.9)."""
 
 _FAILED_LINE = re.compile(r"line:? (\d+)")
 _RESOURCE_PROBLEM = 4
-_NOT_ALLOWED = "Permission denied"
+_LOCKED = "xtables lock"
+_NOT_PERMITTED = "Permission denied"
 
 
 class Busy(HostError):
-    """Another program held the xtables lock all the time; nothing was changed."""
+    """Another program held the xtables lock for `LOCK_TIMEOUT`. Nothing was changed."""
 
 
-class Refused(HostError):
-    """iptables-restore failed; each table is either as it was or as it should be."""
+class Unusable(HostError):
+    """A table can't be read: its interface or family is missing in this kernel, or access is denied."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        self.is_denied = _NOT_PERMITTED in problem
+
+
+class RestoreFailed(HostError):
+    """iptables-restore failed. Each table is unchanged, or changed as requested."""
 
     def __init__(self, problem: str, line: str = "") -> None:
-        """*problem* in the program's words; *line* of its input is the one to blame, as far as it said so."""
+        """*problem* is the program's message, *line* the rejected line of the input, if named."""
         super().__init__(f"{problem}: {line}" if line else problem)
         self.line = line
 
@@ -39,18 +48,18 @@ class SavedChain(NamedTuple):
     table: str
     name: str
     lines: list[str]
-    """Its rules, each an ``-A`` command with its line end."""
+    """Rules as ``-A`` commands with line ends."""
 
     @property
     def rules(self) -> list[str]:
-        """Its rules, without ``-A CHAIN`` and line end."""
+        """The rules without ``-A CHAIN`` and line ends."""
         start = len("-A  ") + len(self.name)
         # libxt_nfacct prints one blank too many.
         return [line[start:-1].replace("--nfacct-name  ", "--nfacct-name ") for line in self.lines]
 
 
 def read_saved(lines: Iterable[str]) -> Iterator[SavedChain]:
-    """The chains of each table: those with rules as they come, then those without."""
+    """Yield the chains of each table: those with rules in their order, then the empty ones."""
     table = current = ""
     found: list[str] = []
     empty: dict[str, None] = {}
@@ -76,20 +85,39 @@ def read_saved(lines: Iterable[str]) -> Iterator[SavedChain]:
 
 
 class Tables:
-    """The tables of one family."""
+    """The tables of one IP family in one variant of iptables."""
 
     def __init__(self, family: Family, variant: Variant, own: OwnProcesses | None = None) -> None:
-        """*own* is told of every process."""
+        """Remember each process that is started in *own*."""
         self.family = family
         self.variant = variant
         self.program = variant.program(family)
         self._own = own
-        # The legacy interface replaces a whole table in each call: the fewer, the better.
+        # Every call of a legacy program replaces the whole table, so one call is best.
         self.chains_per_call = CHAINS_PER_CALL if variant.nft else 1_000_000_000
-        """How many chains are best given to `restore` at once."""
+        """Most chains that `restore` should be given at once."""
+
+    def check(self) -> None:
+        """Return if the nat table can be used. Raises Busy or Unusable."""
+        try:
+            done = self._list("nat", "POSTROUTING")
+        except ProgramFailed as error:
+            raise Unusable(str(error)) from error
+        if done.returncode:
+            raise _read_error(programs.complaint(done) or "no nat table")
+
+    def is_missing(self) -> bool:
+        """Return whether this kernel lacks the interface or the family, so that no rules can exist."""
+        try:
+            self.check()
+        except Unusable as error:
+            return not error.is_denied
+        except Busy:
+            return False
+        return False
 
     def save(self, table: str = "") -> Iterator[SavedChain]:
-        """What is there, in all tables that exist or in one, which legacy programs create by being asked.
+        """Yield the chains of all existing tables, or of one *table*, which a legacy program creates.
 
         Raises ProgramFailed.
         """
@@ -97,60 +125,52 @@ class Tables:
         return read_saved(programs.lines(self.variant.program(self.family, "save"), *only, own=self._own))
 
     def restore(self, text: str) -> None:
-        """Give *text* to iptables-restore; each of its tables changes as a whole or not at all.
+        """Give *text* to iptables-restore. Each table changes completely or not at all.
 
-        Raises Busy, Refused or ProgramFailed.
+        Raises Busy, RestoreFailed or ProgramFailed.
         """
         program = self.variant.program(self.family, "restore")
         done = programs.run(
-            program, "-w", str(LOCK_PATIENCE), "--noflush", "--counters", stdin=text, own=self._own
+            program, "-w", str(LOCK_TIMEOUT), "--noflush", "--counters", stdin=text, own=self._own
         )
         if done.returncode == 0:
             return
         problem = programs.complaint(done)
         if done.returncode == _RESOURCE_PROBLEM and not self.variant.nft:
             raise Busy(f"{program}: {problem}")
-        raise Refused(programs.failure(done), _blamed(text, problem))
+        raise RestoreFailed(programs.failure(done), _rejected_line(text, problem))
 
     def has_chain(self, table: str, chain: str) -> bool:
-        """Whether *chain* exists, without reading any other. Raises HostError if that can't be told.
+        """Return whether *chain* exists without reading other chains. Raises HostError.
 
-        Legacy programs create *table* by being asked.
+        A legacy program creates *table*.
         """
         done = self._list(table, chain)
         if done.returncode == _RESOURCE_PROBLEM:
-            raise Busy(f"{self.program}: {programs.complaint(done)}")
+            raise _read_error(f"{self.program}: {programs.complaint(done)}")
         return done.returncode == 0
 
     def rules(self, table: str, chain: str) -> list[str]:
-        """The rules of one chain, without ``-A CHAIN``. Raises ProgramFailed."""
+        """Return the rules of one chain without ``-A CHAIN``. Raises HostError."""
         done = self._list(table, chain)
         if done.returncode:
-            raise ProgramFailed(programs.failure(done))
+            raise _read_error(programs.failure(done))
         start = f"-A {chain} "
         return [line.removeprefix(start) for line in done.stdout.splitlines() if line.startswith(start)]
 
-    def missing(self) -> bool:
-        """Whether this kernel lacks the interface or the family; then there can be no rules either."""
-        problem = self.problem()
-        return bool(problem) and _NOT_ALLOWED not in problem
-
-    def problem(self) -> str:
-        """Why the nat table of this family can't be used; "" if it can."""
-        try:
-            done = self._list("nat", "POSTROUTING")
-        except ProgramFailed as error:
-            return str(error)
-        return (programs.complaint(done) or "no nat table") if done.returncode else ""
-
     def _list(self, table: str, chain: str) -> Done:
         return programs.run(
-            self.program, "-w", str(LOCK_PATIENCE), "-t", table, "-S", chain, own=self._own
+            self.program, "-w", str(LOCK_TIMEOUT), "-t", table, "-S", chain, own=self._own
         )
 
 
-def _blamed(text: str, problem: str) -> str:
-    """The rule that was refused. The legacy program only says which table, by the line of its COMMIT."""
+def _read_error(problem: str) -> Busy | Unusable:
+    # The exit code alone does not tell: it is the same when the lock file can't be opened.
+    return Busy(problem) if _LOCKED in problem else Unusable(problem)
+
+
+def _rejected_line(text: str, problem: str) -> str:
+    """Return the rejected rule; "" if it is unknown. A legacy program names the COMMIT line of the table."""
     found = _FAILED_LINE.search(problem)
     lines = text.splitlines()
     number = int(found[1]) - 1 if found else -1

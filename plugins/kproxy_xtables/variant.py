@@ -1,8 +1,8 @@
-"""Which iptables this node uses: the programs of nf_tables or those of the legacy interface.
+"""Choice of the iptables variant that this node uses: nf_tables or the legacy interface.
 
-Two sets of rules in one kernel contradict each other without a word, so everybody on a node
-must use the same one. The evidence is weighed as the iptables-wrappers of Kubernetes do
-(kubernetes-sigs/iptables-wrappers): kubelet's own chains first, then who has more rules.
+Rules of both variants are in force at once and can contradict each other, so all programs on a node must use
+the same one. The choice follows kubernetes-sigs/iptables-wrappers: the variant with kubelet's chains, else
+the one with more rules.
 """
 
 import re
@@ -18,7 +18,7 @@ from kproxy_core.model.address import Family
 PROGRAM = {Family.IPV4: "iptables", Family.IPV6: "ip6tables"}
 
 KUBELET_CHAINS = (":KUBE-IPTABLES-HINT ", ":KUBE-KUBELET-CANARY ")
-"""What kubelet creates in mangle for others to find (KEP-3178)."""
+"""Chains that kubelet creates in mangle to show which variant it uses (KEP-3178)."""
 
 OLDEST = (1, 6, 2)
 """The first version with ``--random-fully`` and with ``-w`` for iptables-restore."""
@@ -29,20 +29,20 @@ Version = tuple[int, ...]
 
 
 class NoVariant(HostError):
-    """No iptables is installed, or only one that is too old."""
+    """iptables is not installed, or too old."""
 
 
 class Variant(NamedTuple):
-    """One set of programs."""
+    """One set of iptables programs."""
 
     nft: bool
-    """Over nf_tables; else the legacy interface, whose tables are replaced as a whole."""
+    """The programs use nf_tables, not the legacy interface, which replaces a table as a whole."""
     infix: str
-    """What its programs have in their names: ``-nft``, ``-legacy``, or "" for the only or default ones."""
+    """Part of the program names: ``-nft``, ``-legacy``, or "" for the default programs."""
     version: Version
 
     def program(self, family: Family, action: str = "") -> str:
-        """The name of a program; *action*: ``save`` or ``restore``."""
+        """Return the name of a program. *action* is ``save``, ``restore`` or ""."""
         return f"{PROGRAM[family]}{self.infix}{'-' if action else ''}{action}"
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class Variant(NamedTuple):
 
 
 def find_variants() -> list[Variant]:
-    """Every iptables that is installed, each once."""
+    """Return the installed variants."""
     kinds: dict[bool, Variant] = {}
     for infix in ("-nft", "-legacy", ""):
         variant = probe(infix)
@@ -60,7 +60,7 @@ def find_variants() -> list[Variant]:
 
 
 def find_variant() -> Variant:
-    """The iptables that this node uses. Raises NoVariant."""
+    """Return the variant that this node uses. Raises NoVariant."""
     found = {variant.nft: variant for variant in find_variants()}
     if not found:
         raise NoVariant("iptables is not installed")
@@ -83,12 +83,22 @@ def find_variant() -> Variant:
     return chosen
 
 
-def prefers_nft(save: Callable[[str, str], Iterable[str]], default_is_nft: bool) -> bool:
-    """Decide between two installed variants.
+def find_used_and_unused() -> tuple[list[Variant], list[Variant]]:
+    """Return the variant that this node uses, and the other one. Without a usable one, count all as used."""
+    found = find_variants()
+    try:
+        used = find_variant()
+    except NoVariant:
+        return found, []
+    return [used], [variant for variant in found if variant != used]
 
-    *save* returns what a variant's programs save of both families: its arguments are ``nft``
-    or ``legacy``, and a table ("": all that exist; naming a legacy table would create it).
-    *default_is_nft* decides where nothing is found: what plain ``iptables`` is.
+
+def prefers_nft(save: Callable[[str, str], Iterable[str]], default_is_nft: bool) -> bool:
+    """Choose between two installed variants.
+
+    *save* returns the rules of both families as iptables-save prints them, for ``nft`` or ``legacy`` and one
+    table, or all existing tables for "". Naming a legacy table would create it. Without any rules the variant
+    of plain ``iptables`` wins: *default_is_nft*.
     """
     if _has_kubelet_chains(save("nft", "mangle")):
         return True
@@ -98,7 +108,7 @@ def prefers_nft(save: Callable[[str, str], Iterable[str]], default_is_nft: bool)
     legacy_rules = _count(legacy)
     if legacy_rules == 0 and default_is_nft:
         return True
-    enough = max(legacy_rules, 1)  # Many more need not be read.
+    enough = max(legacy_rules, 1)  # No need to read more.
     return sum(1 for _ in islice(filter(_is_rule, save("nft", "")), enough)) == enough
 
 
@@ -115,7 +125,7 @@ def _is_rule(line: str) -> bool:
 
 
 def probe(infix: str) -> Variant | None:
-    """The variant whose programs have *infix* in their names, if they are installed."""
+    """Return the variant whose program names contain *infix*; None if it is not installed."""
     program = f"{PROGRAM[Family.IPV4]}{infix}"
     if not all(programs.find(name) for name in (program, f"{program}-save", f"{program}-restore")):
         return None

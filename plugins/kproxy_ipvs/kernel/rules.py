@@ -1,15 +1,14 @@
 """The iptables rules of one IP family: reading them, and writing what differs."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from kproxy_ipvs.names import FILTER, MANGLE, NAT
-from kproxy_ipvs.skeleton import JUMPS, ChainKey, Jump
+from kproxy_ipvs.skeleton import JUMPS
+from kproxy_xtables.rules import ChainKey, Jump, RulesByChain, missing_jumps
 from kproxy_xtables.tables import Tables
 
 TABLES = (MANGLE, FILTER, NAT)
 """In the order in which they are written. What nat sends to IPVS is let in by then."""
-
-Chains = Mapping[ChainKey, list[str]]
 
 
 def read(tables: Tables) -> dict[ChainKey, list[str]]:
@@ -17,7 +16,7 @@ def read(tables: Tables) -> dict[ChainKey, list[str]]:
     return {(saved.table, saved.name): saved.rules for saved in tables.save() if saved.table in TABLES}
 
 
-def difference(held: Chains, want: Chains, jumps: Iterable[Jump] = JUMPS) -> str:
+def difference(held: RulesByChain, want: RulesByChain, jumps: Iterable[Jump] = JUMPS) -> str:
     """The input of iptables-restore that makes our chains and *jumps* right; "" if they are.
 
     A chain that differs is written anew.
@@ -26,11 +25,7 @@ def difference(held: Chains, want: Chains, jumps: Iterable[Jump] = JUMPS) -> str
     for table in TABLES:
         chains = [key for key in want if key[0] == table and held.get(key) != want[key]]
         lines = [f"-A {key[1]} {rule}\n" for key in chains for rule in want[key]]
-        lines += [
-            f"-I {jump.chain} {jump.spec}\n"
-            for jump in jumps
-            if jump.table == table and jump.spec not in held.get((table, jump.chain), ())
-        ]
+        lines += [f"{jump.command}\n" for jump in missing_jumps(jumps, held) if jump.table == table]
         if chains or lines:
             declared = "".join(f":{chain} - [0:0]\n" for _, chain in chains)
             parts.append(f"*{table}\n{declared}{''.join(lines)}COMMIT\n")

@@ -5,17 +5,18 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
-from kproxy_core.backend.errors import Unsupported
+from kproxy_core.backend.errors import SyncFailed, Unsupported
 from kproxy_core.host import programs
 from kproxy_core.host.programs import ProgramFailed
 from kproxy_core.model.address import Address, Family
 from kproxy_userspace import batch
-from kproxy_userspace.batch import JUMPS, NFT_FAMILY, PORTAL_CHAINS, Jump, Redirect
+from kproxy_userspace.batch import JUMPS, NFT_FAMILY, PORTAL_CHAINS, Redirect
 from kproxy_userspace.names import NON_LOCAL, TABLE
 from kproxy_userspace.owned_chains import what_to_remove
-from kproxy_xtables.cleanup import carry_out
-from kproxy_xtables.removal import described, speaking_of_kubernetes
-from kproxy_xtables.tables import SavedChain, Tables
+from kproxy_xtables.cleanup import apply_removal
+from kproxy_xtables.removal import describe, kubernetes_rules
+from kproxy_xtables.rules import Jump
+from kproxy_xtables.tables import Busy, SavedChain, Tables, Unusable
 from kproxy_xtables.variant import NoVariant, find_variant
 
 _CHAINS = (*PORTAL_CHAINS, NON_LOCAL)
@@ -81,22 +82,22 @@ class IptablesPortals:
     def withdraw(self) -> list[str]:
         if not may_have_portals(self._tables):
             return []
-        removal = what_to_remove(speaking_of_kubernetes(self._tables.save()))
+        removal = what_to_remove(kubernetes_rules(self._tables.save()))
         removal = removal._replace(
             rules=[rule for rule in removal.rules if rule[0] == "nat"],
             chains=[key for key in removal.chains if key[0] == "nat"],
         )
         self._tables.restore(batch.iptables_pin())
-        carry_out(removal, self._tables)
-        return [f"{self._tables.program}: {line}" for line in described(removal)]
+        apply_removal(removal, self._tables)
+        return [f"{self._tables.program}: {line}" for line in describe(removal)]
 
     def remove(self, *, dry_run: bool) -> list[str]:
         if not may_have_portals(self._tables):
             return []
-        removal = what_to_remove(speaking_of_kubernetes(self._tables.save()))
+        removal = what_to_remove(kubernetes_rules(self._tables.save()))
         if not dry_run:
-            carry_out(removal, self._tables)
-        return [f"{self._tables.program}: {line}" for line in described(removal)]
+            apply_removal(removal, self._tables)
+        return [f"{self._tables.program}: {line}" for line in describe(removal)]
 
     def _saved(self) -> list[SavedChain]:
         """Our chains, and those that lead to them."""
@@ -201,12 +202,19 @@ def find_tables(family: Family) -> Tables | None:
 def open_portals(family: Family, at: Address | None) -> Portals:
     """How this machine redirects to relays that listen *at*; None: at every address.
 
-    Raises Unsupported if it can't.
+    Raises Unsupported if it can't, SyncFailed while another program holds the xtables lock.
     """
     tables = find_tables(family)
-    problem = "" if tables is None else tables.problem()
-    if tables is not None and not problem:
-        return IptablesPortals(tables)
+    problem = ""
+    if tables is not None:
+        try:
+            tables.check()
+        except Busy as busy:
+            raise SyncFailed(str(busy)) from busy
+        except Unusable as error:
+            problem = str(error)
+        else:
+            return IptablesPortals(tables)
     if programs.find("nft"):
         try:
             programs.output("nft", "--check", "-f", "-", stdin=batch.nft_skeleton(family, at))

@@ -123,7 +123,7 @@ def test_who_waits_for_the_lock_in_vain_has_changed_nothing(
     tables = family_tables(LEGACY)
     node = NODES[V4]
     tables.resync(node, all_plans(V4, plain(1, 1)))
-    monkeypatch.setattr(iptables, "LOCK_PATIENCE", 1)
+    monkeypatch.setattr(iptables, "LOCK_TIMEOUT", 1)
     with open(os.environ["XTABLES_LOCKFILE"], "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(Busy):

@@ -151,7 +151,7 @@ def test_a_chain_that_others_lead_to_stays_and_is_reported(netns: None, interfac
     run(interface, "-t", "nat", "-A", "CNI-HOSTPORT", "-j", "KUBE-MARK-MASQ")
     left = cleanup(dry_run=False)
     assert [error.partition(": ")[2] for error in left.errors] == [
-        "chain KUBE-MARK-MASQ of table nat stays: a rule in CNI-HOSTPORT leads to it"
+        "chain KUBE-MARK-MASQ of table nat is kept: a rule in CNI-HOSTPORT jumps to it"
     ]
     assert "-A KUBE-MARK-MASQ -j MARK --set-xmark 0x4000/0x4000" in saved(interface)
     assert not any("KUBE-SVC" in line for line in saved(interface))

@@ -24,6 +24,7 @@ from kproxy_ipvs.kernel.virtual_servers import VirtualServers
 from kproxy_ipvs.retirement import retire
 from kproxy_ipvs.settings import SCHEDULERS
 from kproxy_ipvs.wanted import Scheduling, ServerKey
+from kproxy_xtables.rules import ChainKey
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import find_variant
 from tests.plugins.ipvs.rig import NODES, WEB, Plans, answers, change, everything, full, web, weight
@@ -71,7 +72,7 @@ def test_damage_is_repaired(
     assert full(backend, wanted) == 0
 
 
-def rules_of(family: Family) -> dict[skeleton.ChainKey, list[str]]:
+def rules_of(family: Family) -> dict[ChainKey, list[str]]:
     """All that iptables holds."""
     return rules.read(Tables(family, find_variant()))
 

@@ -6,7 +6,7 @@ from kproxy_ipvs import names
 from kproxy_ipvs.cleanup import what_only_kube_proxy_has, what_only_we_have, what_to_remove
 from kproxy_ipvs.names import FILTER, MANGLE, NAT
 from kproxy_ipvs.skeleton import JUMPS, skeleton
-from kproxy_xtables.removal import ChainKey
+from kproxy_xtables.rules import ChainKey
 
 FOREIGN = "-d 192.0.2.3/32 -j DROP"
 FIREWALL = (FILTER, "KUBE-PROXY-FIREWALL")

@@ -4,24 +4,36 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy_xtables.removal import ChainKey, Jump, Removal, described, inputs, jump, plan_removal
+from kproxy_xtables.removal import Removal, describe, plan_removal, restore_inputs
+from kproxy_xtables.rules import NEW_CONNECTIONS, TO_THIS_NODE, ChainKey, Jump, missing_jumps, parse_jump
 
 
 @pytest.mark.parametrize(
     ("rule", "expected"),
     [
-        ('-m comment --comment "kubernetes service portals" -j X', Jump("kubernetes service portals", "X")),
-        ('-m conntrack --ctstate NEW -m comment --comment "a b" -j X', Jump("a b", "X")),
-        ('-m comment --comment "a b" -m conntrack --ctstate NEW -j X', Jump("a b", "X")),
-        ('-m addrtype --dst-type LOCAL -m comment --comment "a b" -j X', Jump("a b", "X")),
+        ('-m comment --comment "kubernetes a b" -j X', ("X", "kubernetes a b", "")),
+        (f'{NEW_CONNECTIONS} -m comment --comment "a b" -j X', ("X", "a b", NEW_CONNECTIONS)),
+        (f'-m comment --comment "a b" {NEW_CONNECTIONS} -j X', ("X", "a b", NEW_CONNECTIONS)),
+        (f'{TO_THIS_NODE} -m comment --comment "a b" -j X', ("X", "a b", TO_THIS_NODE)),
         ('-d 192.0.2.1/32 -m comment --comment "a b" -j X', None),
         ('-m comment --comment "a b" -j X --more', None),
         ('-m comment --comment "a -j X"', None),
         ("-j X", None),
     ],
 )
-def test_jumps_are_told_from_rules_that_choose(rule: str, expected: Jump | None) -> None:
-    assert jump(rule) == expected
+def test_jumps_are_told_from_rules_that_match_more(rule: str, expected: tuple[str, str, str] | None) -> None:
+    at = ("nat", "PREROUTING")
+    assert parse_jump(at, rule) == (Jump(*at, *expected) if expected else None)
+
+
+def test_a_jump_is_found_whatever_the_order_of_its_words() -> None:
+    jump = Jump("filter", "INPUT", "X", "a b", NEW_CONNECTIONS)
+    assert jump.command == f'-I INPUT {NEW_CONNECTIONS} -m comment --comment "a b" -j X'
+    assert jump._replace(at_end=True).command.startswith("-A INPUT ")
+    assert missing_jumps([jump], {("filter", "INPUT"): [jump.spec]}) == []
+    reordered = f'-m comment --comment "a b" {NEW_CONNECTIONS} -j X'
+    assert missing_jumps([jump], {("filter", "INPUT"): [reordered]}) == []
+    assert missing_jumps([jump], {("filter", "FORWARD"): [jump.spec]}) == [jump]
 
 
 def key(chain: str) -> ChainKey:
@@ -44,10 +56,10 @@ def test_what_is_ours_goes_with_what_leads_to_it() -> None:
     held = {A: ["-j B"], B: [], key("INPUT"): [OUR_JUMP, "-j ACCEPT"], key("THEIRS"): ["-j RETURN"]}
     removal = plan_removal(held, {A, B, C}, own, nobody)
     assert removal == Removal([("nat", "INPUT", OUR_JUMP)], [A, B], [], [])
-    assert list(inputs(removal, 100)) == [
+    assert list(restore_inputs(removal, 100)) == [
         f"*nat\n:A - [0:0]\n:B - [0:0]\n-D INPUT {OUR_JUMP}\n-X A\n-X B\nCOMMIT\n"
     ]
-    assert list(described(removal, ("B",))) == [
+    assert list(describe(removal, ("B",))) == [
         f"rule in INPUT of table nat: {OUR_JUMP}", "chain A of table nat", "1 chains B* of table nat",
     ]  # fmt: skip
 
@@ -57,7 +69,7 @@ def test_what_somebody_else_uses_stays_with_all_it_needs_and_is_told() -> None:
     held = {A: ["-j B"], B: ["-g C"], C: [], theirs: ["-d 192.0.2.1/32 -j B"], key("INPUT"): [OUR_JUMP]}
     removal = plan_removal(held, {A, B, C}, own, nobody)
     assert removal.chains == [A]
-    assert removal.kept == ["chain B of table nat stays: a rule in THEIRS leads to it"]
+    assert removal.kept == ["chain B of table nat is kept: a rule in THEIRS jumps to it"]
 
 
 def test_our_rule_in_somebody_elses_chain_is_theirs() -> None:
@@ -74,7 +86,8 @@ def test_dead_chains_of_another_mode_do_not_hold_ours() -> None:
     held = {A: [], B: ["-j A"], C: ["-j A"], key("INPUT"): ["-j C"]}
     dead = plan_removal({A: [], B: ["-j A"]}, {A}, own, lambda at: at in (B, C))
     assert (dead.chains, dead.emptied, dead.kept) == ([A], [B], [])
-    assert list(inputs(dead, 100)) == ["*nat\n:B - [0:0]\nCOMMIT\n", "*nat\n:A - [0:0]\n-X A\nCOMMIT\n"]
+    first, second = restore_inputs(dead, 100)
+    assert (first, second) == ("*nat\n:B - [0:0]\nCOMMIT\n", "*nat\n:A - [0:0]\n-X A\nCOMMIT\n")
     alive = plan_removal(held, {A}, own, lambda at: at in (B, C))
     assert (alive.chains, alive.emptied, alive.kept) == ([], [], [])
 
@@ -88,7 +101,7 @@ def test_a_chain_outlives_those_that_lead_to_it(edges: list[tuple[int, int]], pe
     removal = plan_removal(dict(reversed(held.items())), held.keys(), own, nobody)
     assert sorted(removal.chains) == sorted(held)
     left = dict(held)
-    for text in inputs(removal, per_call):
+    for text in restore_inputs(removal, per_call):
         for line in text.splitlines():
             if line.startswith(":"):
                 left[key(line[1:].split()[0])] = []

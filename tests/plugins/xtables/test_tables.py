@@ -6,7 +6,7 @@ import pytest
 
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family
-from kproxy_xtables.tables import Refused, SavedChain, Tables, read_saved
+from kproxy_xtables.tables import RestoreFailed, SavedChain, Tables, read_saved
 from kproxy_xtables.variant import Variant, find_variant, find_variants, prefers_nft
 from tests.core.namespaces import Namespace, namespace
 
@@ -119,7 +119,7 @@ def test_a_refusal_names_the_rule_and_leaves_the_table(node: Namespace, variant:
     def act() -> None:
         tables.restore("*filter\n:MINE - [0:0]\n-A MINE -j NOWHERE\nCOMMIT\n")
 
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RestoreFailed) as refused:
         node.inside(act)
     assert refused.value.line in ("-A MINE -j NOWHERE", "")  # the legacy program may only say which table
     assert str(refused.value).startswith(f"{variant.program(Family.IPV4, 'restore')}: exit ")

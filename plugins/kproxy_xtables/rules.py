@@ -1,0 +1,62 @@
+"""Chains and jumps as values. Pure."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+ChainKey = tuple[str, str]
+"""Table and chain."""
+
+RulesByChain = Mapping[ChainKey, Sequence[str]]
+"""Rules as iptables-save prints them, without ``-A CHAIN``."""
+
+BUILT_IN_CHAINS = frozenset({"PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"})
+
+NEW_CONNECTIONS = "-m conntrack --ctstate NEW"
+TO_THIS_NODE = "-m addrtype --dst-type LOCAL"
+
+_MATCHES = rf"((?:(?:{NEW_CONNECTIONS}|-m state --state NEW|{TO_THIS_NODE}) )*)"
+_JUMP = re.compile(rf'{_MATCHES}-m comment --comment "([^"]*)" {_MATCHES}-j (\S+)')
+
+
+class Jump(NamedTuple):
+    """A rule in a built-in chain that sends all packets, or all new connections, to another chain."""
+
+    table: str
+    chain: str
+    target: str
+    comment: str = ""
+    match: str = ""
+    at_end: bool = False
+    """The rule belongs at the end of its chain, not at the top."""
+
+    @property
+    def spec(self) -> str:
+        """The rule without ``-A CHAIN``."""
+        comment = f'-m comment --comment "{self.comment}"' if self.comment else ""
+        return " ".join(filter(None, (self.match, comment, f"-j {self.target}")))
+
+    @property
+    def command(self) -> str:
+        """The iptables-restore line that adds the rule, without a line end."""
+        return f"{'-A' if self.at_end else '-I'} {self.chain} {self.spec}"
+
+    @property
+    def target_key(self) -> ChainKey:
+        return self.table, self.target
+
+
+def parse_jump(key: ChainKey, rule: str) -> Jump | None:
+    """Return a *rule* of the chain *key* as a jump; None if it matches more than a jump of any kube-proxy."""
+    found = _JUMP.fullmatch(rule)
+    return Jump(*key, found[4], found[2], (found[1] + found[3]).strip()) if found else None
+
+
+def missing_jumps(jumps: Iterable[Jump], held: RulesByChain) -> list[Jump]:
+    """Return those of *jumps* that the *held* chains lack."""
+    return [jump for jump in jumps if not has_rule(held.get((jump.table, jump.chain), ()), jump.spec)]
+
+
+def has_rule(rules: Sequence[str], spec: str) -> bool:
+    """Return whether *spec* is one of *rules*, in any order of words: iptables versions differ in that."""
+    return spec in rules or sorted(spec.split()) in (sorted(rule.split()) for rule in rules)
