@@ -19,7 +19,7 @@ from kproxy_core.config.flags import Flags
 from kproxy_core.config.settings import BindAddress, Config
 from kproxy_core.config.write import effective, effective_flags
 from kproxy_core.host import privileges
-from kproxy_core.host.netlink.addresses import watch_addresses
+from kproxy_core.host.netlink.addresses import AddressWatch
 from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServiceName
 from kproxy_core.modes.control import ControlServer
@@ -227,7 +227,7 @@ class _Proxy:
     def run(self) -> None:
         """Until a signal, or what only a restart can mend. Raises StartFailed for that."""
         self._listen()
-        watcher = watch_addresses(self._loop.addresses_are, self._registry.is_of_node)
+        watcher = AddressWatch(self._loop.addresses_are, self._registry.is_of_node)
         self._loop.addresses_are(watcher.addresses)
         _stop_on_signals(self._loop.stop)
         followed = FollowedFile(

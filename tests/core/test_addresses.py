@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kproxy_core.host.netlink.addresses import (
-    AddressWatcher,
+    AddressWatch,
     default_source_address,
     node_addresses,
-    watch_addresses,
 )
 from kproxy_core.model.address import Address, Family, format_address
 from kproxy_core.testing.builders import addresses
@@ -35,7 +34,7 @@ class Following:
     def __init__(self, inside: Namespace) -> None:
         self._reports: queue.Queue[frozenset[Address]] = queue.Queue()
         self.hold = threading.Lock()
-        self.watcher: AddressWatcher = inside.inside(lambda: watch_addresses(self._report))
+        self.watcher: AddressWatch = inside.inside(lambda: AddressWatch(self._report))
 
     def _report(self, found: frozenset[Address]) -> None:
         with self.hold:
@@ -104,7 +103,7 @@ def test_interfaces_that_do_not_count(inside: Namespace) -> None:
 
     assert inside.inside(lambda: node_addresses(wanted)) == LOOPBACK | {own}
     reports: queue.Queue[frozenset[Address]] = queue.Queue()
-    watcher = inside.inside(lambda: watch_addresses(reports.put, wanted))
+    watcher = inside.inside(lambda: AddressWatch(reports.put, wanted))
     try:
         inside.ip("addr add 10.96.0.2/32 dev kube-ipvs0", "addr del 10.96.0.1/32 dev kube-ipvs0")
         inside.ip("addr add 10.96.0.2/32 dev two")
@@ -149,7 +148,7 @@ def test_a_watcher_survives_more_changes_than_the_kernel_keeps_for_it(
         inside.ip("addr del 172.18.0.2/24 dev one")
         inside.ip(*(f"addr del {address}/32 dev two" for address in made[1:]))
     assert following.until(lambda found: found == LOOPBACK | set(addresses(made[0])))
-    assert "were missed" in caplog.text
+    assert "notifications lost" in caplog.text
     inside.ip(f"addr del {made[0]}/32 dev two")
     assert following.next() == LOOPBACK
 

@@ -388,4 +388,4 @@ def test_without_privileges_the_error_says_what_failed(lab: Lab) -> None:
         "unshare", "--user", sys.executable, "-c", program, lab.family.label,
         cwd=CHECKOUT,
     )
-    assert printed == f"1 can't delete stale {lab.family.label} UDP flows: Operation not permitted\n"
+    assert printed == f"1 cannot delete stale {lab.family.label} UDP flows: Operation not permitted\n"

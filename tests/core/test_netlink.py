@@ -1,84 +1,200 @@
-"""Dumps that the kernel interrupts or refuses, which it won't do on demand."""
+"""Netlink sockets and watches, with a socket pair as the kernel where the real one does nothing on demand."""
 
 import errno
+import queue
 import socket
 import struct
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from kproxy_core.host.netlink import messages as netlink
+from kproxy_core.host.netlink.messages import NETLINK_NETFILTER, NETLINK_ROUTE, Request, Span
+from kproxy_core.host.netlink.sockets import NetlinkSocket, Refusal
+from kproxy_core.host.netlink.watch import Watch
+from kproxy_core.testing.conformance.privileges import without_privileges
 
-DONE = struct.pack("=i", 0)
+NOTHING = 0xEE << 8
+"""A subsystem of nfnetlink that no kernel has."""
+
+SUCCESS = struct.pack("=i", 0)
 
 
-def answer(kind: int, payload: bytes, flags: int = 0) -> bytes:
-    return netlink.message(kind, flags, payload)
+class Kernel:
+    """The other end of a socket pair. Answers the requests of one socket by number, from 1."""
+
+    def __init__(self) -> None:
+        ours, self.end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.client = NetlinkSocket(ours)
+
+    def answer(self, *parts: tuple[int, bytes, int], number: int = 1) -> None:
+        """Send one datagram of messages, each given as kind, payload and flags."""
+        self.end.send(b"".join(netlink.message(kind, flags, data, number) for kind, data, flags in parts))
+
+    def dump(self) -> list[bytes]:
+        return self.client.dump(7, b"", texts)
+
+
+def texts(answers: Iterator[Span]) -> list[bytes]:
+    return [data[start:end] for data, start, end in answers]
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """A socket, and the other end as its kernel."""
-    ours, kernel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, kernel:
-        yield ours, kernel
+def kernel() -> Iterator[Kernel]:
+    made = Kernel()
+    with made.end, made.client:
+        yield made
 
 
-def read(sock: socket.socket) -> list[bytes]:
-    return [data[start:end] for data, start, end in netlink.dump(sock, b"request")]
+def test_a_dump_in_several_parts(kernel: Kernel) -> None:
+    kernel.answer((16, b"one ", 0), (16, b"two ", 0))
+    kernel.answer((16, b"three   ", 0))
+    kernel.answer((netlink.NLMSG_DONE, SUCCESS, 0))
+    assert kernel.dump() == [b"one ", b"two ", b"three   "]
+    assert kernel.end.recv(64) == netlink.message(7, netlink.NLM_F_DUMP, b"", 1)
 
 
-def test_a_dump_in_several_parts(ends: tuple[socket.socket, socket.socket]) -> None:
-    ours, kernel = ends
-    kernel.send(answer(16, b"one ") + answer(16, b"two "))
-    kernel.send(answer(16, b"three   "))
-    kernel.send(answer(netlink.NLMSG_DONE, DONE))
-    assert read(ours) == [b"one ", b"two ", b"three   "]
-    assert kernel.recv(64) == b"request"
+def test_an_interrupted_dump_is_read_again(kernel: Kernel) -> None:
+    kernel.answer((16, b"old ", netlink.NLM_F_DUMP_INTR), (16, b"more", 0))
+    kernel.answer((netlink.NLMSG_DONE, SUCCESS, 0))
+    kernel.answer((16, b"new ", 0), (netlink.NLMSG_DONE, SUCCESS, 0), number=2)
+    assert kernel.dump() == [b"new "]
 
 
-def test_an_interrupted_dump_is_read_again(ends: tuple[socket.socket, socket.socket]) -> None:
-    ours, kernel = ends
-    kernel.send(answer(16, b"old ", netlink.NLM_F_DUMP_INTR) + answer(16, b"more"))
-    kernel.send(answer(netlink.NLMSG_DONE, DONE))
-    kernel.send(answer(16, b"new ") + answer(netlink.NLMSG_DONE, DONE))
-    assert netlink.uninterrupted(lambda: read(ours)) == [b"new "]
-
-
-def test_a_dump_that_is_always_interrupted_fails(ends: tuple[socket.socket, socket.socket]) -> None:
-    ours, kernel = ends
-    for _ in range(6):
-        kernel.send(answer(netlink.NLMSG_DONE, DONE, netlink.NLM_F_DUMP_INTR))
+def test_a_dump_that_is_always_interrupted_fails_after_five_attempts(kernel: Kernel) -> None:
+    for number in range(1, 7):
+        kernel.answer((netlink.NLMSG_DONE, SUCCESS, netlink.NLM_F_DUMP_INTR), number=number)
     with pytest.raises(InterruptedError):
-        netlink.uninterrupted(lambda: read(ours))
-    with pytest.raises(InterruptedError):
-        read(ours)
-    ours.setblocking(False)
-    with pytest.raises(BlockingIOError):
-        ours.recv(64)
+        kernel.dump()
+    assert kernel.client.receive() != b""
+    assert kernel.client.receive() == b""
+
+
+def test_answers_to_an_earlier_request_are_skipped(kernel: Kernel) -> None:
+    kernel.answer((16, b"one ", 0), (netlink.NLMSG_DONE, SUCCESS, 0))
+    kernel.answer((16, b"late", 0))
+    kernel.answer((16, b"two ", 0), (netlink.NLMSG_DONE, SUCCESS, 0), number=2)
+    assert (kernel.dump(), kernel.dump()) == ([b"one "], [b"two "])
 
 
 @pytest.mark.parametrize("kind", [netlink.NLMSG_DONE, netlink.NLMSG_ERROR])
-def test_a_refused_dump_fails_with_the_kernels_reason(
-    ends: tuple[socket.socket, socket.socket], kind: int
-) -> None:
-    ours, kernel = ends
-    kernel.send(answer(16, b"one ") + answer(kind, struct.pack("=i", -errno.EPERM)))
+def test_a_refused_dump_fails_with_the_kernels_reason(kernel: Kernel, kind: int) -> None:
+    kernel.answer((16, b"one ", 0), (kind, struct.pack("=i", -errno.EPERM), 0))
     with pytest.raises(PermissionError, match="Operation not permitted"):
-        read(ours)
+        kernel.dump()
 
 
-def test_attributes_are_read_as_they_are_written() -> None:
+def test_a_request_returns_its_answers() -> None:
+    get_link, loopback = 18, struct.pack("=BxHiII", 0, 0, 1, 0, 0)
+    with NetlinkSocket.open(NETLINK_ROUTE) as sock:
+        ((data, start, end),) = sock.request(get_link, 0, loopback)
+    assert netlink.text(netlink.attributes(data, start + len(loopback), end)[3]) == "lo"
+
+
+def test_a_refused_request_fails_with_the_kernels_reason() -> None:
+    with NetlinkSocket.open(NETLINK_ROUTE) as sock, pytest.raises(OSError, match="No such device"):
+        sock.request(18, 0, struct.pack("=BxHiII", 0, 0, 0x7FFFFFFF, 0, 0))
+
+
+def test_every_refused_request_is_returned() -> None:
+    with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
+        refused = sock.exchange([Request(NOTHING, 0, bytes(4))] * 3)
+    assert [at for at, _ in refused] == [0, 1, 2]
+
+
+def test_without_privileges_no_missing_answer_is_awaited() -> None:
+    with NetlinkSocket.open(NETLINK_NETFILTER) as sock, without_privileges():
+        with pytest.raises(PermissionError):
+            sock.exchange([Request(NOTHING, 0, bytes(4))] * 3)
+        assert sock.exchange([Request(NOTHING, 0, bytes(4))]) == [Refusal(0, errno.EPERM)]
+
+
+def test_more_requests_than_one_batch_holds() -> None:
+    unknown = Request(0xFF, 0, bytes(16))
+    with NetlinkSocket.open(NETLINK_ROUTE) as sock:
+        assert [at for at, _ in sock.exchange([unknown] * 450)] == [*range(450)]
+        assert sock.exchange([]) == []
+
+
+def test_attributes_are_decoded_as_they_were_encoded() -> None:
     inner = netlink.nested(2, netlink.attribute(3, b""))
-    data = netlink.attribute(1, b"abc") + inner + netlink.attribute(4, b"wxyz")
+    data = netlink.attribute(1, b"abc") + inner + netlink.text_attribute(4, "wxyz")
     found = netlink.attributes(data, 0, len(data))
     assert list(found) == [1, 2, 4]
-    assert (found[1], found[4]) == (b"abc", b"wxyz")
+    assert (found[1], netlink.text(found[4])) == (b"abc", "wxyz")
     assert netlink.attributes(found[2], 0, len(found[2])) == {3: b""}
 
 
 @pytest.mark.parametrize("size", range(24))
 def test_mangled_input_ends(size: int) -> None:
-    """Sizes of 0 don't keep a reader where it is."""
+    """A size of 0 does not make a reader loop."""
     assert len(list(netlink.messages(bytes(size)))) == size // 16
-    assert netlink.attributes(bytes(size), 0, size) == ({0: b""} if size >= 4 else {})
+    assert netlink.attributes(bytes(size), 0, size) == {}
+
+
+class Notified:
+    """A watch on a socket pair, and its calls."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.calls: queue.Queue[tuple[list[bytes], bool]] = queue.Queue()
+        self.again: float | None = None
+        self.watch = Watch("test-watch", kernel.client, self._receive)
+
+    def _receive(self, datagrams: Sequence[bytes], lost: bool) -> float | None:
+        self.calls.put(([*datagrams], lost))
+        return self.again
+
+
+@pytest.fixture
+def notified(kernel: Kernel) -> Iterator[Notified]:
+    made = Notified(kernel)
+    yield made
+    made.watch.close()
+
+
+def test_a_watch_hands_over_what_arrives(kernel: Kernel, notified: Notified) -> None:
+    for data in (b"one", b"two"):
+        kernel.end.send(data)
+        assert notified.calls.get(timeout=10) == ([data], False)
+    assert notified.calls.empty()
+
+
+def test_a_watch_calls_again_without_notifications_if_asked_to(kernel: Kernel, notified: Notified) -> None:
+    notified.again = 0.01
+    kernel.end.send(b"one")
+    assert notified.calls.get(timeout=10) == ([b"one"], False)
+    assert notified.calls.get(timeout=10) == ([], False)
+
+
+class Overrun(NetlinkSocket):
+    """A socket whose buffer overflowed once, before what it still holds could be read."""
+
+    overflows = 1
+
+    def receive(self) -> bytes:
+        if self.overflows:
+            self.overflows -= 1
+            raise OSError(errno.ENOBUFS, "No buffer space available")
+        return super().receive()
+
+
+def test_a_watch_reports_lost_notifications() -> None:
+    ours, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    end.send(b"old")
+    calls: queue.Queue[tuple[list[bytes], bool]] = queue.Queue()
+    watch = Watch("test-watch", Overrun(ours), lambda datagrams, lost: calls.put(([*datagrams], lost)))
+    try:
+        assert calls.get(timeout=10) == ([b"old"], True)
+        end.send(b"new")
+        assert calls.get(timeout=10) == ([b"new"], False)
+    finally:
+        watch.close()
+        end.close()
+
+
+def test_a_closed_watch_leaves_no_thread_and_is_silent(kernel: Kernel, notified: Notified) -> None:
+    notified.watch.close()
+    notified.watch.close()
+    assert notified.calls.empty()
+    assert not [thread for thread in threading.enumerate() if thread.name == "test-watch"]

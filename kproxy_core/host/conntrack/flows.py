@@ -1,21 +1,20 @@
 """Reads UDP flows from the kernel's connection tracking, and deletes stale ones.
 
-linux/netfilter/nf_conntrack_common.h. Since Linux 5.8 the kernel leaves out what is not asked for; an older
-one sends every flow of the family, which costs time and changes nothing else.
+linux/netfilter/nf_conntrack_common.h. Since Linux 5.8 the kernel filters its listing; an older kernel
+lists every flow of the family, which costs time and changes nothing else.
 """
 
 import errno
 import itertools
-import socket
+import os
 import struct
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Final, NamedTuple, Protocol, TypeVar
 
 from kproxy_core.host.conntrack import table as ctnetlink
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.netlink import messages as netlink
-from kproxy_core.host.netlink.messages import attribute, nested
+from kproxy_core.host.netlink.messages import Request, attribute, attributes, nested
+from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.model.address import Address, Family
 from kproxy_core.model.address import Protocol as IpProtocol
 from kproxy_core.plan.stale_flows import Socket
@@ -27,62 +26,64 @@ _FILTER_PROTO_NUM: Final = 1 << 3
 _FILTER_PROTO_DST_PORT: Final = 1 << 5
 
 _DST_NAT: Final = 1 << 5
-"""IPS_DST_NAT: a rule of nat has decided where the flow goes."""
+"""IPS_DST_NAT: a nat rule has set the flow's destination."""
 
 _FIRST = struct.Struct("=2xH4s")
 """Kind and value of an attribute of four bytes."""
 _FLAGS = struct.Struct("=I")
 
 _MAX_PORT_DUMPS: Final = 2
-"""Asking for one port at a time pays only while few walks through the table replace one."""
+"""Port-by-port listings are faster than one full listing only while they are few."""
 _BATCH: Final = 64
-"""Flows deleted at once: the answers fit into a socket's buffer even if all fail."""
+"""Flows deleted at once while the table is being read."""
 
 
 class Stale(Protocol):
-    """Says which flows must go; `StaleFlows` does."""
+    """Decides which flows are stale; see `StaleFlows`."""
 
     @property
     def ports(self) -> frozenset[int]:
-        """The destination ports of all that may have to."""
+        """The destination ports of all flows that may be stale."""
 
     def is_stale(self, destination: Socket, answered_by: Socket) -> bool:
-        """Whether the flow to *destination*, whose answers come from *answered_by*, must."""
+        """Return True if a flow to *destination* that *answered_by* replies to must be deleted."""
 
 
 class Flow(NamedTuple):
     """A UDP flow."""
 
     source: Address
-    """Of its first datagram."""
+    """Source of its first datagram."""
     destination: Socket
-    """What that was sent to."""
+    """Destination of its first datagram."""
     answered_by: Socket
     translated: bool
-    """By a rule of nat, and not by somebody else who knows where it goes."""
+    """True if a nat rule set the destination, and not IPVS or another part of the kernel."""
 
 
 def read_udp_flows(family: Family, to: Container[Address], collect: Callable[[Iterable[Flow]], T]) -> T:
-    """What *collect* makes of the flows of *family* to these addresses; it may be called again.
+    """Return what *collect* makes of the flows of *family* to these addresses; it may be called again.
 
     Acts on the network namespace of the calling thread, and takes as long as `delete_stale_udp`.
     Raises HostError.
     """
     try:
-        with netlink.open_socket(netlink.NETLINK_NETFILTER) as sock:
-            return netlink.uninterrupted(lambda: collect(_flows(sock, family, to)))
+        with ctnetlink.open_socket() as sock:
+            return ctnetlink.flows(
+                sock, family, lambda listed: collect(_flows(listed, family, to)), _filter(None)
+            )
     except OSError as error:
-        raise HostError(f"can't list {family.label} UDP flows", error) from error
+        raise HostError(f"cannot list {family.label} UDP flows", error) from error
 
 
 def delete_stale_udp(family: Family, stale: Stale) -> int:
-    """Delete the UDP flows of *family* that are *stale*; returns how many there were.
+    """Delete the UDP flows of *family* that are *stale*; return their number.
 
     Acts on the network namespace of the calling thread. Takes as long as the kernel's walk through its
     hash table (10 ms for 262,144 buckets, other Python threads run meanwhile), and 3 us for each
     UDP flow that has one of the ports in question.
 
-    Raises HostError if flows can't be listed, or some can't be deleted; all others are gone then.
+    Raises HostError if flows cannot be listed, or some cannot be deleted; all others have been deleted then.
     """
     ports: frozenset[int | None] = frozenset(stale.ports)
     if not ports:
@@ -90,94 +91,73 @@ def delete_stale_udp(family: Family, stale: Stale) -> int:
     if len(ports) > _MAX_PORT_DUMPS:
         ports = frozenset([None])
     try:
-        with (
-            netlink.open_socket(netlink.NETLINK_NETFILTER) as listing,
-            netlink.open_socket(netlink.NETLINK_NETFILTER) as deleting,
-        ):
+        with ctnetlink.open_socket() as listing, ctnetlink.open_socket() as deleting:
             deletion = _Deletion(deleting)
+
+            def sweep(listed: Iterator[ctnetlink.TrackedFlow]) -> None:
+                # Deletions during the listing do not confuse the kernel's walk.
+                requests = _deletions(listed, family, stale)
+                while batch := tuple(itertools.islice(requests, _BATCH)):
+                    deletion.send(batch)
+
             for port in ports:
-                netlink.uninterrupted(partial(_sweep, listing, deletion, family, port, stale))
-            netlink.raise_for(deletion.error)
+                ctnetlink.flows(listing, family, sweep, _filter(port))
+            if deletion.error:
+                raise OSError(deletion.error, os.strerror(deletion.error))
             return deletion.count
     except OSError as error:
-        raise HostError(f"can't delete stale {family.label} UDP flows", error) from error
+        raise HostError(f"cannot delete stale {family.label} UDP flows", error) from error
 
 
 class _Deletion:
-    """Deletes flows in batches. What can't be deleted stops no other."""
+    """Deletes flows in batches. A flow that cannot be deleted does not stop the others."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: NetlinkSocket) -> None:
         self._sock = sock
         self.count = 0
         self.error = 0
         """Number of the last error that matters."""
 
-    def send(self, requests: Sequence[bytes]) -> None:
-        """Delete a few flows. Only the last request asks for an answer: the others answer if they fail."""
-        last = len(requests) - 1
-        self._sock.send(b"".join(
-            netlink.message(ctnetlink.DELETE, netlink.NLM_F_ACK if number == last else 0, request, number)
-            for number, request in enumerate(requests)
-        ))
-        self.count += len(requests)
-        answered = -1
-        while answered != last:
-            # The kernel has answered before send() returned.
-            data = self._sock.recv(netlink.RECEIVE_SIZE, socket.MSG_DONTWAIT)
-            for _, _, number, start, _ in netlink.messages(data):
-                answered = number
-                code = netlink.error_code(data, start)
-                if code:
-                    self.count -= 1
-                    # ENOENT: it ended by itself, or another flow has taken its place.
-                    if code != errno.ENOENT:
-                        self.error = code
+    def send(self, requests: Sequence[Request]) -> None:
+        refused = self._sock.exchange(requests)
+        self.count += len(requests) - len(refused)
+        for _, code in refused:
+            # ENOENT: it expired, or another flow has taken its place.
+            if code != errno.ENOENT:
+                self.error = code
 
 
-def _sweep(
-    listing: socket.socket, deletion: _Deletion, family: Family, port: int | None, stale: Stale
-) -> None:
-    """Go through the table once; deleting on the way does not confuse the kernel's walk."""
-    requests = _stale_flows(listing, family, port, stale)
-    while batch := tuple(itertools.islice(requests, _BATCH)):
-        deletion.send(batch)
-
-
-def _stale_flows(
-    sock: socket.socket, family: Family, port: int | None, stale: Stale
-) -> Iterator[bytes]:
-    """What deletes each of the stale flows to *port*; None: to any."""
+def _deletions(
+    listed: Iterable[ctnetlink.TrackedFlow], family: Family, stale: Stale
+) -> Iterator[Request]:
+    """Yield a request to delete each of the stale flows."""
     ports = {number.to_bytes(2, "big") for number in stale.ports}
-    for flow in _walk(sock, family, port):
-        if flow.port not in ports:
+    for flow in listed:
+        if flow.protocol != IpProtocol.UDP or flow.port not in ports:
             continue
         by = ctnetlink.answered_by(family, flow)
         if stale.is_stale(_socket(flow.destination, flow.port), _socket(by.address, by.port)):
-            rest = netlink.attributes(flow.data, flow.start, flow.end)
-            # Without its tuple a request would mean every flow there is.
-            original = flow.data[flow.start : flow.start + flow.size]
-            yield ctnetlink.header(family) + original + b"".join(
+            rest = attributes(flow.data, flow.start, flow.end)
+            # Without its tuple a request would delete every flow.
+            payload = ctnetlink.header(family) + flow.data[flow.start : flow.start + flow.size] + b"".join(
                 attribute(kind, rest[kind]) for kind in (ctnetlink.ZONE, ctnetlink.ID) if kind in rest
             )
+            yield Request(ctnetlink.DELETE, 0, payload)
 
 
-def _flows(sock: socket.socket, family: Family, wanted: Container[Address]) -> Iterator[Flow]:
-    for flow in _walk(sock, family, None):
-        if flow.destination in wanted:
+def _flows(
+    listed: Iterable[ctnetlink.TrackedFlow], family: Family, wanted: Container[Address]
+) -> Iterator[Flow]:
+    for flow in listed:
+        if flow.protocol == IpProtocol.UDP and flow.destination in wanted:
             by = ctnetlink.answered_by(family, flow)
             kind, status = _FIRST.unpack_from(flow.data, flow.start + flow.size + by.size)
-            if kind != ctnetlink.STATUS:  # A zone comes before it.
-                status = netlink.attributes(flow.data, flow.start, flow.end)[ctnetlink.STATUS]
+            if kind != ctnetlink.STATUS:  # A zone precedes it.
+                status = attributes(flow.data, flow.start, flow.end)[ctnetlink.STATUS]
             yield Flow(
                 flow.source, _socket(flow.destination, flow.port), _socket(by.address, by.port),
                 bool(int.from_bytes(status, "big") & _DST_NAT),
             )  # fmt: skip
-
-
-def _walk(sock: socket.socket, family: Family, port: int | None) -> Iterator[ctnetlink.Listed]:
-    """The UDP flows to *port*, if the kernel filters; else, and without a port, all of UDP."""
-    listed = ctnetlink.flows(sock, family, _filter(port))
-    return (flow for flow in listed if flow.protocol == IpProtocol.UDP)
 
 
 def _socket(address: Address, port: bytes) -> Socket:
@@ -185,7 +165,7 @@ def _socket(address: Address, port: bytes) -> Socket:
 
 
 def _filter(port: int | None) -> bytes:
-    """Only UDP, and with a *port* only that destination port."""
+    """Encode a filter for UDP, and for one destination port unless *port* is None."""
     fields = [attribute(ctnetlink.PROTO_NUM, bytes([IpProtocol.UDP]))]
     flags = _FILTER_PROTO_NUM
     if port is not None:

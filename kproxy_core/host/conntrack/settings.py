@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kproxy_core.host import sysctl
+from kproxy_core.host.conntrack import table as ctnetlink
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.netlink import messages as netlink
 
 _MOST_FOR_ALL_CORES = 1 << 20
 _HASH_SIZE = Path("/sys/module/nf_conntrack/parameters/hashsize")
-_CT_GET_STATS = 0x105
 _MAX = "net/netfilter/nf_conntrack_max"
 _NOT_OURS_TO_WRITE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EOPNOTSUPP)
 
@@ -87,9 +86,9 @@ def apply(limits: ConntrackLimits, cores: int | None = None, hash_size: Path = _
 
 
 def _load_tracking() -> None:
-    """Have the kernel load the module that tracks connections, if that is one: by asking it anything."""
-    with contextlib.suppress(OSError), netlink.open_socket(netlink.NETLINK_NETFILTER) as asking:
-        asking.send(netlink.message(_CT_GET_STATS, netlink.NLM_F_ACK, bytes(4)))
+    """Have the kernel load its module for connection tracking, which it does upon any request."""
+    with contextlib.suppress(OSError), ctnetlink.open_socket() as sock:
+        sock.request(ctnetlink.GET_STATS, 0, bytes(4))
 
 
 def _ensure(name: str, value: int, refused: list[HostError]) -> bool:

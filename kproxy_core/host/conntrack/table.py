@@ -1,21 +1,24 @@
-"""The table of the kernel's connection tracking, as ctnetlink lists it.
+"""The kernel's connection tracking table, as ctnetlink lists it (linux/netfilter/nfnetlink_conntrack.h).
 
-linux/netfilter/nfnetlink_conntrack.h. It is read as a stream, and what comes out of it is as the kernel wrote
-it: a table may have hundreds of thousands of flows.
+It is read as a stream of undecoded flows: a table may hold hundreds of thousands of them.
 """
 
 import errno
 import os
 import socket
 import struct
-from collections.abc import Iterator
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple, TypeVar
 
 from kproxy_core.host.netlink import messages as netlink
+from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.model.address import Address, Family
+
+T = TypeVar("T")
 
 GET: Final = 0x101
 DELETE: Final = 0x102
+GET_STATS: Final = 0x105
 
 TUPLE_ORIG: Final = 1
 STATUS: Final = 3
@@ -28,62 +31,76 @@ PROTO_NUM: Final = 1
 PROTO_DST_PORT: Final = 3
 
 
-class Listed(NamedTuple):
-    """A flow in a message: a piece of data that begins with the tuple of its first packet."""
+class TrackedFlow(NamedTuple):
+    """A flow as listed: ``data[start:end]`` begins with the tuple of its first packet."""
 
     data: bytes
     start: int
     end: int
     size: int
-    """Of that tuple; the one of the answers comes after it (see `answered_by`)."""
+    """Bytes of that tuple; the reply tuple follows it (see `answered_by`)."""
     source: Address
     destination: Address
     protocol: int
     port: bytes
-    """That the first packet was sent to, in network order."""
+    """Destination port of the first packet, in network order."""
 
 
 class AnsweredBy(NamedTuple):
-    """Who answers."""
+    """The source of a flow's replies."""
 
     size: int
-    """Of the tuple that says so."""
+    """Bytes of the reply tuple."""
     address: Address
     port: bytes
     """In network order."""
 
 
+def open_socket() -> NetlinkSocket:
+    """Open a socket to connection tracking. Raises OSError."""
+    return NetlinkSocket.open(netlink.NETLINK_NETFILTER)
+
+
 def header(family: Family) -> bytes:
-    """What a request begins with."""
-    return _HEADER.pack(socket.AF_INET if family is Family.IPV4 else socket.AF_INET6, 0, 0)
+    """Return the bytes with which the payload of a request about *family* begins."""
+    return netlink.NFGENMSG.pack(socket.AF_INET if family is Family.IPV4 else socket.AF_INET6, 0, 0)
 
 
-def flows(sock: socket.socket, family: Family, wanted: bytes = b"") -> Iterator[Listed]:
-    """All flows of *family*, or those that *wanted* asks for, if the kernel filters.
+def flows(
+    sock: NetlinkSocket, family: Family, collect: Callable[[Iterator[TrackedFlow]], T], wanted: bytes = b""
+) -> T:
+    """Return what *collect* makes of all flows of *family*; see `NetlinkSocket.dump`.
 
-    Raises OSError, also if the kernel writes flows in another way: better nothing than something wrong.
+    *wanted* are the attributes of a filter, which kernels before 5.8 ignore. Raises OSError, also if the
+    kernel encodes flows in an unknown way: no result is better than a wrong one.
     """
-    unpack, tuple_head = _TUPLE[family].unpack_from, _TUPLE_HEAD[family]
-    request = netlink.message(GET, netlink.NLM_F_DUMP, header(family) + wanted)
-    for data, start, end in netlink.dump(sock, request):
-        start += _HEADER.size
-        size, head, source, to, number_head, protocol, _, to_port = unpack(data, start)
-        if head != tuple_head or number_head != _NUMBER_HEAD:
-            raise OSError(errno.EPROTO, os.strerror(errno.EPROTO))
-        yield Listed(data, start, end, size, source, to, protocol, to_port)
+
+    def decoded(spans: Iterator[netlink.Span]) -> T:
+        return collect(_decode(spans, family))
+
+    return sock.dump(GET, header(family) + wanted, decoded)
 
 
-def answered_by(family: Family, flow: Listed) -> AnsweredBy:
-    """Who answers: not where it was sent to, if that is translated."""
+def answered_by(family: Family, flow: TrackedFlow) -> AnsweredBy:
+    """Return the source of the replies: the destination itself, unless that was translated."""
     size, _, by, _, _, _, port, _ = _TUPLE[family].unpack_from(flow.data, flow.start + flow.size)
     return AnsweredBy(size, Address(by), port)
 
 
-_HEADER = struct.Struct("=BBH")
-# A flow begins with its original tuple, then comes the one of its answers. The kernel writes both
-# field by field in one order, so most of a table is passed over with one unpack a flow. Fields:
-# size of the attribute, header of the addresses and of the first, source, destination, header
-# of the protocol number, that, source port, destination port.
+def _decode(spans: Iterator[netlink.Span], family: Family) -> Iterator[TrackedFlow]:
+    unpack, tuple_head = _TUPLE[family].unpack_from, _TUPLE_HEAD[family]
+    for data, start, end in spans:
+        start += netlink.NFGENMSG.size
+        size, head, source, to, number_head, protocol, _, to_port = unpack(data, start)
+        if head != tuple_head or number_head != _NUMBER_HEAD:
+            raise OSError(errno.EPROTO, os.strerror(errno.EPROTO))
+        yield TrackedFlow(data, start, end, size, source, to, protocol, to_port)
+
+
+# A flow begins with its original tuple, followed by the reply tuple. The kernel writes the fields of both
+# in one fixed order, so one unpack a flow is enough to skip most of a table. Fields: size of the attribute,
+# header of the addresses and of the first, source, destination, header of the protocol number, protocol
+# number, source port, destination port.
 _TUPLE = {family: struct.Struct(f"=H2x8s{family.size}s4x{family.size}s4x4sB7x2s6x2s") for family in Family}
 _HEADS = struct.Struct("=HHHH")
 _NESTED_IP = 1 | netlink.NLA_F_NESTED

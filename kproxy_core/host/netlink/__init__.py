@@ -1,1 +1,1 @@
-"""Netlink messages, sockets and watches."""
+"""Netlink: messages as bytes, sockets, watches, and interface addresses. No meaning of any one backend."""

@@ -1,73 +1,104 @@
-"""The addresses of this node's interfaces, now and when they change (linux/rtnetlink.h).
+"""The addresses of this node's interfaces, and changes of them (linux/rtnetlink.h, linux/if_addr.h).
 
 Everything acts on the network namespace of the calling thread.
 """
 
-import errno
 import logging
-import os
-import select
 import socket
 import struct
-import threading
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
 
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.netlink import messages as netlink
+from kproxy_core.host.netlink.messages import NETLINK_ROUTE, attributes, messages
+from kproxy_core.host.netlink.sockets import NetlinkSocket
+from kproxy_core.host.netlink.watch import Watch
 from kproxy_core.model.address import Address, Family, is_loopback
 
 log = logging.getLogger("kproxy.host")
 
-_RTM_NEWADDR: Final = 20
-_RTM_DELADDR: Final = 21
-_RTM_GETADDR: Final = 22
-_RTMGRP_IPV4_IFADDR: Final = 0x10
-_RTMGRP_IPV6_IFADDR: Final = 0x100
-_IFA_ADDRESS: Final = 1
-_IFA_LOCAL: Final = 2
-_IFADDRMSG = struct.Struct("=BBBBI")
+RTM_NEWADDR: Final = 20
+RTM_DELADDR: Final = 21
+RTM_GETADDR: Final = 22
+RTNLGRP_LINK: Final = 1
+RTNLGRP_IPV4_IFADDR: Final = 5
+RTNLGRP_IPV6_IFADDR: Final = 9
+IFA_ADDRESS: Final = 1
+IFA_LOCAL: Final = 2
+IFADDRMSG: Final = struct.Struct("=BBBBI")
+"""ifaddrmsg: address family, prefix length, flags, scope, interface."""
 
-_RETRY_MILLISECONDS: Final = 1000
+_RETRY_SECONDS: Final = 1.0
 
-# Reserved and routed by nobody in particular, so that only a default route leads there: the dummy address
+# Reserved and not routed by anyone in particular, so that only a default route leads there: the dummy address
 # of RFC 7600, and the far end of the documentation prefix.
 _ANYWHERE: Final = {
     Family.IPV4: (socket.AF_INET, "192.0.0.8"),
     Family.IPV6: (socket.AF_INET6, "2001:db8:ffff:ffff:ffff:ffff:ffff:ffff"),
 }
 
-_Key = tuple[int, int, bytes | None, bytes | None]
-"""What tells two interface addresses apart: interface, prefix length, address or peer, local address."""
+
+class InterfaceAddress(NamedTuple):
+    """An address of an interface, as the kernel tells two of them apart."""
+
+    interface: int
+    family: int
+    """AF_INET or AF_INET6."""
+    prefix_length: int
+    scope: int
+    peer: bytes | None
+    """IFA_ADDRESS: the other end of a point-to-point link, else the address itself."""
+    local: bytes | None
+    """IFA_LOCAL: the address itself; IPv6 sets it on point-to-point links only."""
+
+    @property
+    def address(self) -> Address:
+        return Address(self.local or self.peer or b"")
 
 
-_Wanted = Callable[[str], bool]
-"""Whether an interface counts, by its name."""
+def interface_name(index: int) -> str:
+    """Return the name of an interface; "" if it has been deleted, as its addresses then are."""
+    try:
+        return socket.if_indextoname(index)
+    except OSError:
+        return ""
 
 
-def node_addresses(wanted: _Wanted = lambda _: True) -> frozenset[Address]:
-    """The addresses of all *wanted* interfaces in both families, loopback and link-local ones included.
+def decode_interface_address(data: bytes, start: int, end: int) -> InterfaceAddress:
+    """Decode the payload of an RTM_NEWADDR or RTM_DELADDR message."""
+    family, prefix_length, _, scope, interface = IFADDRMSG.unpack_from(data, start)
+    found = attributes(data, start + IFADDRMSG.size, end)
+    return InterfaceAddress(
+        interface, family, prefix_length, scope, found.get(IFA_ADDRESS), found.get(IFA_LOCAL)
+    )
+
+
+def read_interface_addresses() -> list[InterfaceAddress]:
+    """Return all addresses of all interfaces in both families. Raises OSError."""
+    with NetlinkSocket.open(NETLINK_ROUTE) as sock:
+        return sock.dump(
+            RTM_GETADDR,
+            IFADDRMSG.pack(0, 0, 0, 0, 0),
+            lambda answers: [decode_interface_address(*answer) for answer in answers],
+        )
+
+
+_Accepts = Callable[[str], bool]
+"""Says by its name if an interface's addresses count."""
+
+
+def node_addresses(accepts: _Accepts = lambda _: True) -> frozenset[Address]:
+    """Return the addresses of all accepted interfaces, loopback and link-local ones included.
 
     Raises HostError.
     """
-    return frozenset(_read(wanted).values())
-
-
-def watch_addresses(
-    callback: Callable[[frozenset[Address]], None], wanted: _Wanted = lambda _: True
-) -> "AddressWatcher":
-    """Call *callback* with all addresses, as `node_addresses` has them, whenever they have changed.
-
-    It is called from a thread of its own, which sleeps until then. *wanted* is asked about an interface
-    when an address comes, from that thread. Raises HostError.
-    """
-    return AddressWatcher(callback, wanted)
+    return frozenset(each.address for each in _read(accepts))
 
 
 def default_source_address(family: Family) -> Address | None:
-    """The address with which this node sends into the default route of *family*; None without such a route.
+    """Return the address from which this node sends along the default route of *family*.
 
-    Nothing is sent.
+    None without such a route. No packet is sent.
     """
     number, anywhere = _ANYWHERE[family]
     try:
@@ -79,31 +110,32 @@ def default_source_address(family: Family) -> Address | None:
     return None if is_loopback(address) or address.startswith(b"\xfe\x80") else address
 
 
-class AddressWatcher:
-    """See `watch_addresses`."""
+class AddressWatch:
+    """Calls back with all node addresses (see `node_addresses`) whenever they have changed."""
 
-    def __init__(self, callback: Callable[[frozenset[Address]], None], wanted: _Wanted) -> None:
+    def __init__(
+        self, callback: Callable[[frozenset[Address]], None], accepts: _Accepts = lambda _: True
+    ) -> None:
+        """Start watching.
+
+        Both functions are called from the watch's thread, *accepts* whenever an address is added.
+        Raises HostError.
+        """
         self._callback = callback
-        self._wanted = wanted
-        try:
-            self._events = netlink.open_socket(
-                netlink.NETLINK_ROUTE, _RTMGRP_IPV4_IFADDR | _RTMGRP_IPV6_IFADDR
-            )
-        except OSError as error:
-            raise HostError("can't watch interface addresses", error) from error
-        try:
-            # Only now: what changes while it is read is in a notification too.
-            self._held = _read(self._wanted)
-            self._stop: int | None = os.eventfd(0)
-        except BaseException:
-            self._events.close()
-            raise
+        self._accepts = accepts
         self._complete = True
-        self._addresses = frozenset(self._held.values())
-        self._thread = threading.Thread(
-            target=self._run, args=[self._stop], name="kproxy-addresses", daemon=True
-        )
-        self._thread.start()
+        try:
+            sock = NetlinkSocket.open(NETLINK_ROUTE, groups=(RTNLGRP_IPV4_IFADDR, RTNLGRP_IPV6_IFADDR))
+        except OSError as error:
+            raise HostError("cannot watch interface addresses", error) from error
+        try:
+            # After subscribing: a change during the read is in a notification as well.
+            self._held = _read(accepts)
+        except BaseException:
+            sock.close()
+            raise
+        self._addresses = self._known()
+        self._watch = Watch("kproxy-addresses", sock, self._receive)
 
     @property
     def addresses(self) -> frozenset[Address]:
@@ -111,80 +143,49 @@ class AddressWatcher:
         return self._addresses
 
     def close(self) -> None:
-        """End the thread; no further call comes. Not to be called from the callback."""
-        if self._stop is None:
-            return
-        os.eventfd_write(self._stop, 1)
-        self._thread.join()
-        os.close(self._stop)
-        self._stop = None
-        self._events.close()
+        """Stop watching; no callback follows. The callback must not call this."""
+        self._watch.close()
 
-    def _run(self, stop: int) -> None:
-        waiting = select.poll()
-        waiting.register(self._events, select.POLLIN)
-        waiting.register(stop, select.POLLIN)
-        while True:
-            ready = waiting.poll(None if self._complete else _RETRY_MILLISECONDS)
-            if any(fd == stop for fd, _ in ready):
-                return
-            self._follow()
-            addresses = frozenset(self._held.values())
-            if addresses != self._addresses:
-                self._addresses = addresses
-                self._callback(addresses)
-
-    def _follow(self) -> None:
-        """Bring what is held up to date with all notifications there are."""
-        while True:
-            try:
-                data = self._events.recv(netlink.RECEIVE_SIZE, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                break
-            except OSError as error:
-                if error.errno != errno.ENOBUFS:
-                    raise
-                # The kernel had more to say than the socket holds. What is left in there is older than that.
-                self._complete = False
-                log.info("changes of interface addresses were missed, reading all of them")
-                continue
-            for kind, _, _, start, end in netlink.messages(data):
-                if kind in (_RTM_NEWADDR, _RTM_DELADDR):
-                    key, address = _entry(data, start, end)
-                    if kind == _RTM_DELADDR:
-                        self._held.pop(key, None)
-                    elif self._wanted(_name(key)):
-                        self._held[key] = address
+    def _receive(self, datagrams: Sequence[bytes], lost: bool) -> float | None:
+        for data in datagrams:
+            self._follow(data)
+        if lost:
+            self._complete = False
+            log.info("interface address notifications lost, reading all addresses")
         if not self._complete:
-            try:
-                self._held = _read(self._wanted)
-                self._complete = True
-            except HostError as error:
-                log.warning("trying again in a second", extra={"fields": {"error": str(error)}})
+            self._reread()
+        addresses = self._known()
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._callback(addresses)
+        return None if self._complete else _RETRY_SECONDS
+
+    def _follow(self, data: bytes) -> None:
+        for kind, _, _, start, end in messages(data):
+            if kind in (RTM_NEWADDR, RTM_DELADDR):
+                changed = decode_interface_address(data, start, end)
+                if kind == RTM_DELADDR:
+                    self._held.discard(changed)
+                elif self._accepts(interface_name(changed.interface)):
+                    self._held.add(changed)
+
+    def _reread(self) -> None:
+        try:
+            self._held = _read(self._accepts)
+            self._complete = True
+        except HostError as error:
+            log.warning("interface addresses not read, retrying in a second", extra={
+                "fields": {"error": str(error)}
+            })  # fmt: skip
+
+    def _known(self) -> frozenset[Address]:
+        return frozenset(each.address for each in self._held)
 
 
-def _read(wanted: _Wanted) -> dict[_Key, Address]:
-    request = netlink.message(_RTM_GETADDR, netlink.NLM_F_DUMP, _IFADDRMSG.pack(0, 0, 0, 0, 0))
+def _read(accepts: _Accepts) -> set[InterfaceAddress]:
     try:
-        with netlink.open_socket(netlink.NETLINK_ROUTE) as sock:
-            found = netlink.uninterrupted(lambda: dict(_entry(*part) for part in netlink.dump(sock, request)))
+        found = read_interface_addresses()
     except OSError as error:
-        raise HostError("can't read interface addresses", error) from error
-    counts = {key[0]: wanted(_name(key)) for key in {key[0]: key for key in found}.values()}
-    return {key: address for key, address in found.items() if counts[key[0]]}
-
-
-def _name(key: _Key) -> str:
-    """The name of the interface; "" if it is gone, as its addresses are then."""
-    try:
-        return socket.if_indextoname(key[0])
-    except OSError:
-        return ""
-
-
-def _entry(data: bytes, start: int, end: int) -> tuple[_Key, Address]:
-    _, prefix, _, _, interface = _IFADDRMSG.unpack_from(data, start)
-    found = netlink.attributes(data, start + _IFADDRMSG.size, end)
-    address, local = found.get(_IFA_ADDRESS), found.get(_IFA_LOCAL)
-    # On a point-to-point link IFA_ADDRESS is the other end; IPv6 has IFA_LOCAL there only.
-    return (interface, prefix, address, local), Address(local or address or b"")
+        raise HostError("cannot read interface addresses", error) from error
+    accepted = {index for index in {each.interface for each in found} if accepts(interface_name(index))}
+    return {each for each in found if each.interface in accepted}

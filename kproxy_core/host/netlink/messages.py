@@ -1,7 +1,6 @@
-"""Netlink as far as the node needs it: messages, attributes and dumps (linux/netlink.h).
+"""Netlink messages and attributes as bytes: encoding and decoding only (linux/netlink.h).
 
 A few hundred bytes of `struct` instead of a library that takes longer to import than kproxy to start.
-Sockets belong to the network namespace of the thread that opens them.
 """
 
 import contextlib
@@ -10,31 +9,119 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Iterator
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
+RECEIVE_SIZE: Final = 1 << 16
+_ATTEMPTS: Final = 5
+
 NETLINK_ROUTE: Final = 0
 NETLINK_NETFILTER: Final = 12
+NETLINK_GENERIC: Final = 16
 
 NLMSG_ERROR: Final = 2
 NLMSG_DONE: Final = 3
 NLM_F_REQUEST: Final = 0x1
 NLM_F_ACK: Final = 0x4
 NLM_F_DUMP_INTR: Final = 0x10
+NLM_F_REPLACE: Final = 0x100
+NLM_F_EXCL: Final = 0x200
 NLM_F_DUMP: Final = 0x300
+NLM_F_CREATE: Final = 0x400
 
 NLA_F_NESTED: Final = 0x8000
+NLA_F_NET_BYTEORDER: Final = 0x4000
 _NLA_TYPE_MASK: Final = 0x3FFF
 
-RECEIVE_SIZE: Final = 1 << 16
-"""Bytes to receive at once: more than the 32 KiB that the kernel puts into one part of a dump."""
-
-_ATTEMPTS: Final = 5
-
-_HEADER = struct.Struct("=IHHII")
+HEADER: Final = struct.Struct("=IHHII")
+"""nlmsghdr: length, kind, flags, sequence number, port."""
+NFGENMSG: Final = struct.Struct("=BBH")
+"""Begins the payload of nfnetlink messages: address family, version, resource (in network order)."""
 _ATTRIBUTE = struct.Struct("=HH")
 _CODE = struct.Struct("=i")
+
+Span = tuple[bytes, int, int]
+"""A payload: ``data[start:end]``, not copied."""
+
+
+class Request(NamedTuple):
+    """A message without its header."""
+
+    kind: int
+    flags: int
+    payload: bytes
+    """Padded to four bytes, as headers and attributes are."""
+
+
+def message(kind: int, flags: int, payload: bytes, sequence: int = 0) -> bytes:
+    """Encode one request. *payload* must be padded to four bytes, as headers and attributes are."""
+    return HEADER.pack(HEADER.size + len(payload), kind, flags | NLM_F_REQUEST, sequence, 0) + payload
+
+
+def attribute(kind: int, value: bytes) -> bytes:
+    """Encode one attribute, padded to four bytes."""
+    return _ATTRIBUTE.pack(_ATTRIBUTE.size + len(value), kind) + value + bytes(-len(value) % 4)
+
+
+def text_attribute(kind: int, text: str) -> bytes:
+    """Encode an attribute that holds a NUL-terminated string."""
+    return attribute(kind, text.encode() + b"\0")
+
+
+def nested(kind: int, *attributes: bytes) -> bytes:
+    """Encode one attribute that holds *attributes*."""
+    return attribute(kind | NLA_F_NESTED, b"".join(attributes))
+
+
+def messages(data: bytes) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield kind, flags, sequence number, and start and end of the payload of every message in *data*."""
+    start = 0
+    while len(data) - start >= HEADER.size:
+        size, kind, flags, sequence, _ = HEADER.unpack_from(data, start)
+        yield kind, flags, sequence, start + HEADER.size, start + size
+        start += max(_aligned(size), HEADER.size)
+
+
+def sender(data: bytes) -> int:
+    """Return the port of the socket whose request caused the first message in *data*; 0: the kernel.
+
+    A datagram of notifications holds messages caused by one sender only.
+    """
+    return int(HEADER.unpack_from(data, 0)[4]) if len(data) >= HEADER.size else 0
+
+
+def attribute_spans(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yield kind without flags, and start and end of the value of each attribute in ``data[start:end]``."""
+    while end - start >= _ATTRIBUTE.size:
+        size, kind = _ATTRIBUTE.unpack_from(data, start)
+        if size < _ATTRIBUTE.size:
+            return
+        yield kind & _NLA_TYPE_MASK, start + _ATTRIBUTE.size, start + size
+        start += _aligned(size)
+
+
+def attributes(data: bytes, start: int, end: int) -> dict[int, bytes]:
+    """Return the values of the attributes in ``data[start:end]`` by kind, without flags."""
+    return {kind: data[first:last] for kind, first, last in attribute_spans(data, start, end)}
+
+
+def text(value: bytes) -> str:
+    """Decode the value of an attribute that holds a NUL-terminated string."""
+    return value.rstrip(b"\0").decode(errors="replace")
+
+
+def error_code(data: bytes, start: int) -> int:
+    """Return the error number in the payload of an NLMSG_ERROR or NLMSG_DONE; 0 means success."""
+    code: int = _CODE.unpack_from(data, start)[0]
+    return -code
+
+
+def _aligned(size: int) -> int:
+    return (size + 3) & ~3
+
+
+# For plugins that do not use `sockets` and `watch` yet.
 
 
 def open_socket(protocol: int, groups: int = 0) -> socket.socket:
@@ -46,41 +133,6 @@ def open_socket(protocol: int, groups: int = 0) -> socket.socket:
         sock.close()
         raise
     return sock
-
-
-def message(kind: int, flags: int, payload: bytes, sequence: int = 0) -> bytes:
-    """One request. *payload* is already padded to four bytes, as headers and attributes are."""
-    header = _HEADER.pack(_HEADER.size + len(payload), kind, flags | NLM_F_REQUEST, sequence, 0)
-    return header + payload
-
-
-def attribute(kind: int, value: bytes) -> bytes:
-    """One attribute, padded to four bytes."""
-    return _ATTRIBUTE.pack(_ATTRIBUTE.size + len(value), kind) + value + bytes(-len(value) % 4)
-
-
-def nested(kind: int, *attributes: bytes) -> bytes:
-    """One attribute that holds *attributes*."""
-    return attribute(kind | NLA_F_NESTED, b"".join(attributes))
-
-
-def attributes(data: bytes, start: int, end: int) -> dict[int, bytes]:
-    """The values of the attributes in ``data[start:end]`` by kind, without flags."""
-    found = {}
-    while end - start >= _ATTRIBUTE.size:
-        size, kind = _ATTRIBUTE.unpack_from(data, start)
-        found[kind & _NLA_TYPE_MASK] = data[start + _ATTRIBUTE.size : start + size]
-        start += max(_aligned(size), _ATTRIBUTE.size)
-    return found
-
-
-def messages(data: bytes) -> Iterator[tuple[int, int, int, int, int]]:
-    """Kind, flags, sequence, and start and end of the payload of every message in *data*."""
-    start = 0
-    while len(data) - start >= _HEADER.size:
-        size, kind, flags, sequence, _ = _HEADER.unpack_from(data, start)
-        yield kind, flags, sequence, start + _HEADER.size, start + size
-        start += max(_aligned(size), _HEADER.size)
 
 
 def dump(sock: socket.socket, request: bytes) -> Iterator[tuple[bytes, int, int]]:
@@ -115,17 +167,7 @@ def uninterrupted(read: Callable[[], T]) -> T:
     return read()
 
 
-def error_code(data: bytes, start: int) -> int:
-    """The error number in the payload of an NLMSG_ERROR or NLMSG_DONE; 0: all is well."""
-    code: int = _CODE.unpack_from(data, start)[0]
-    return -code
-
-
 def raise_for(code: int) -> None:
     """Raise the OSError for the error number *code*, if it is not 0."""
     if code:
         raise OSError(code, os.strerror(code))
-
-
-def _aligned(size: int) -> int:
-    return (size + 3) & ~3

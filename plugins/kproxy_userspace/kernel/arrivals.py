@@ -5,9 +5,8 @@ minute gets there, and must find the relay listening, or the client is refused.
 """
 
 import os
-import socket
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Final, NamedTuple
 
 from kproxy_core.host.conntrack import table as ctnetlink
@@ -57,16 +56,17 @@ def arriving(family: Family, ports: Collection[Port]) -> Counter[Port]:
 def _tracked(family: Family, ports: Collection[Port]) -> list[Port]:
     wanted = {port.number.to_bytes(2, "big") for port in ports}
     local = node_addresses()
-    with netlink.open_socket(netlink.NETLINK_NETFILTER) as sock:
-        found = netlink.uninterrupted(lambda: list(_flows(sock, family, wanted, local)))
+    with ctnetlink.open_socket() as sock:
+        found = ctnetlink.flows(sock, family, lambda flows: list(_relayed(flows, wanted, local, family)))
     return [port for port in found if port in ports]
 
 
-def _flows(
-    sock: socket.socket, family: Family, wanted: Collection[bytes], local: Collection[Address]
-) -> Iterator[Port]:
+def _relayed(
+    flows: Iterable[ctnetlink.TrackedFlow], wanted: Collection[bytes], local: Collection[Address],
+    family: Family,
+) -> Iterator[Port]:  # fmt: skip
     """Where translated flows lead that are answered by one of the *wanted* ports here."""
-    for flow in ctnetlink.flows(sock, family):
+    for flow in flows:
         by = ctnetlink.answered_by(family, flow)
         same = (by.address, by.port) == (flow.destination, flow.port)
         if by.port not in wanted or same or by.address not in local:
@@ -76,7 +76,7 @@ def _flows(
             yield Port(Protocol(protocol), int.from_bytes(by.port, "big"))
 
 
-def _state(flow: ctnetlink.Listed) -> int:
+def _state(flow: ctnetlink.TrackedFlow) -> int:
     data, start, end = flow.data, flow.start, flow.end
     for kind in (ctnetlink.PROTOINFO, _PROTOINFO_TCP):
         data = netlink.attributes(data, start, end).get(kind, b"")

@@ -1,0 +1,246 @@
+"""Netlink sockets: requests, batches and dumps (linux/netlink.h).
+
+The kernel answers netfilter, rtnetlink and generic netlink requests before `send` returns. An answer that
+cannot be received at once will therefore never arrive, and nothing here waits for one.
+"""
+
+import ctypes
+import errno
+import os
+import socket
+import struct
+from collections.abc import Callable, Collection, Iterator, Sequence
+from types import TracebackType
+from typing import Final, NamedTuple, Self, TypeVar
+
+from kproxy_core.host.netlink.messages import (
+    NLM_F_ACK,
+    NLM_F_DUMP,
+    NLM_F_DUMP_INTR,
+    NLMSG_DONE,
+    NLMSG_ERROR,
+    Request,
+    Span,
+    error_code,
+    message,
+    messages,
+)
+
+T = TypeVar("T")
+
+_SOL_NETLINK: Final = 270
+_NETLINK_ADD_MEMBERSHIP: Final = 1
+_NETLINK_CAP_ACK: Final = 10
+_SO_ATTACH_FILTER: Final = 26
+_SO_SNDBUFFORCE: Final = 32
+_SO_RCVBUFFORCE: Final = 33
+
+_RECEIVE_SIZE: Final = 1 << 17
+"""Bytes to receive at once: more than the 32 KiB that the kernel puts into one part of a dump."""
+_DUMP_ATTEMPTS: Final = 5
+"""As many as kube-proxy makes."""
+_BATCH_REQUESTS: Final = 200
+_BATCH_BYTES: Final = 1 << 16
+"""A batch within these limits fits into a default send buffer, and its errors into a receive buffer."""
+
+
+class Refusal(NamedTuple):
+    """A request that the kernel refused."""
+
+    number: int
+    """Index of the request, or its sequence number (see `NetlinkSocket.transact`)."""
+    code: int
+    """Error number; those of ipset lie beyond errno.h."""
+
+
+class NetlinkSocket:
+    """A netlink socket in the network namespace of the thread that opened it. Not thread-safe."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._sequence = 0
+
+    @classmethod
+    def open(
+        cls, protocol: int, *, groups: Collection[int] = (), ignore: Collection[int] = (),
+        receive_space: int = 0, send_space: int = 0,
+    ) -> Self:  # fmt: skip
+        """Open a socket that receives the notifications of *groups*, by number.
+
+        Notifications caused by the ports in *ignore* are dropped by the kernel. *receive_space* and
+        *send_space* are the buffers' sizes in bytes, limited by net.core.*mem_max without CAP_NET_ADMIN;
+        0 means the kernel's default. Raises OSError.
+        """
+        sock = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, protocol)
+        try:
+            sock.bind((0, 0))
+            # Errors then carry the header of the request only, not all of it.
+            sock.setsockopt(_SOL_NETLINK, _NETLINK_CAP_ACK, 1)
+            _set_buffer(sock, _SO_RCVBUFFORCE, socket.SO_RCVBUF, receive_space)
+            _set_buffer(sock, _SO_SNDBUFFORCE, socket.SO_SNDBUF, send_space)
+            if ignore:
+                _attach_filter(sock, ignore)
+            for group in groups:
+                sock.setsockopt(_SOL_NETLINK, _NETLINK_ADD_MEMBERSHIP, group)
+        except OSError:
+            sock.close()
+            raise
+        return cls(sock)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def port(self) -> int:
+        """The port id to which the kernel bound this socket."""
+        return int(self._socket.getsockname()[0])
+
+    @property
+    def send_limit(self) -> int:
+        """The bytes that the kernel takes at once; it counts its own overhead against the buffer."""
+        return self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2
+
+    def request(self, kind: int, flags: int, payload: bytes) -> list[Span]:
+        """Send one request and return its answers. Raises OSError if the kernel refuses it."""
+        self._sequence += 1
+        self._socket.send(message(kind, flags | NLM_F_ACK, payload, self._sequence))
+        found: list[Span] = []
+        code = 0
+        for answer, data, number, start, end in self._answers():
+            if answer == NLMSG_ERROR:
+                code = error_code(data, start)
+            elif number == self._sequence:
+                found.append((data, start, end))
+        _raise_for(code)
+        return found
+
+    def exchange(self, requests: Sequence[Request]) -> list[Refusal]:
+        """Send *requests*, in batches, and return the refused ones by index. All others are done.
+
+        Raises OSError, also if a batch is refused as a whole: without the privilege for it, the kernel
+        answers its first request only.
+        """
+        refused: list[Refusal] = []
+        start = size = 0
+        for at, request in enumerate(requests):
+            if at - start == _BATCH_REQUESTS or (at > start and size + len(request.payload) > _BATCH_BYTES):
+                refused += self._exchange(requests, start, at)
+                start, size = at, 0
+            size += len(request.payload)
+        return refused + self._exchange(requests, start, len(requests))
+
+    def _exchange(self, requests: Sequence[Request], start: int, end: int) -> list[Refusal]:
+        if start == end:
+            return []
+        data = b"".join([
+            message(kind, flags | (NLM_F_ACK if number == end else 0), payload, number)
+            for number, (kind, flags, payload) in enumerate(requests[start:end], start + 1)
+        ])  # fmt: skip
+        return [Refusal(number - 1, code) for number, code in self.transact(data, end)]
+
+    def transact(self, data: bytes, last: int) -> list[Refusal]:
+        """Send encoded requests and return the refused ones by sequence number, in order.
+
+        Only the request with sequence number *last* asks for an acknowledgement: the others are answered
+        if they fail. Raises OSError if the kernel says nothing about *last*.
+        """
+        self._socket.send(data)
+        refused: list[Refusal] = []
+        answered = False
+        for kind, answer, number, start, _ in self._answers():
+            if kind == NLMSG_ERROR:
+                answered = answered or number == last
+                if code := error_code(answer, start):
+                    refused.append(Refusal(number, code))
+        if not answered:
+            _raise_for(refused[0].code if refused else errno.ENOBUFS)
+        return refused
+
+    def dump(self, kind: int, payload: bytes, collect: Callable[[Iterator[Span]], T]) -> T:
+        """Return what *collect* makes of the answers to a dump request; it must read all of them.
+
+        If the kernel noticed that its data changed meanwhile (NLM_F_DUMP_INTR), the dump is repeated and
+        *collect* called again, five times at most. Raises OSError, InterruptedError after the last attempt.
+        """
+        for _ in range(_DUMP_ATTEMPTS - 1):
+            try:
+                return collect(self._dump(kind, payload))
+            except InterruptedError:
+                continue
+        return collect(self._dump(kind, payload))
+
+    def _dump(self, kind: int, payload: bytes) -> Iterator[Span]:
+        self._sequence += 1
+        sequence, interrupted = self._sequence, False
+        self._socket.send(message(kind, NLM_F_DUMP, payload, sequence))
+        while True:
+            data = self._socket.recv(_RECEIVE_SIZE)
+            for answer, flags, number, start, end in messages(data):
+                if number != sequence:
+                    continue
+                interrupted = interrupted or bool(flags & NLM_F_DUMP_INTR)
+                if answer not in (NLMSG_ERROR, NLMSG_DONE):
+                    yield data, start, end
+                    continue
+                _raise_for(error_code(data, start))
+                if interrupted:
+                    raise InterruptedError(errno.EINTR, "changed while it was read")
+                return
+
+    def _answers(self) -> Iterator[tuple[int, bytes, int, int, int]]:
+        """Yield kind, data, sequence number, and start and end of the payload of every message received."""
+        for data in iter(self.receive, b""):
+            for kind, _, number, start, end in messages(data):
+                yield kind, data, number, start, end
+
+    def receive(self) -> bytes:
+        """Return the next datagram that has arrived; b"" if none has. Raises OSError."""
+        try:
+            return self._socket.recv(_RECEIVE_SIZE, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return b""
+
+
+def _set_buffer(sock: socket.socket, force: int, option: int, size: int) -> None:
+    if not size:
+        return
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, force, size)
+    except PermissionError:  # In an unprivileged user namespace.
+        sock.setsockopt(socket.SOL_SOCKET, option, size)
+
+
+def _attach_filter(sock: socket.socket, ports: Collection[int]) -> None:
+    """Have the kernel drop datagrams whose first message was caused by one of *ports*.
+
+    Classic BPF (linux/filter.h): load the port from the netlink header, compare, accept or drop.
+    """
+    load, jump_if_equal, give_back = 0x20, 0x15, 0x06
+    # Loads are big-endian, netlink headers are in host order.
+    values = [int.from_bytes(struct.pack("=I", port), "big") for port in ports]
+    program = [
+        (load, 0, 0, 12),
+        *((jump_if_equal, len(values) - at, 0, value) for at, value in enumerate(values)),
+        (give_back, 0, 0, 0xFFFFFFFF),
+        (give_back, 0, 0, 0),
+    ]
+    code = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+    buffer = ctypes.create_string_buffer(code)
+    fprog = struct.pack("HP", len(program), ctypes.addressof(buffer))
+    sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, fprog)
+
+
+def _raise_for(code: int) -> None:
+    if code:
+        raise OSError(code, os.strerror(code))
