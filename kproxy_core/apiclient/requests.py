@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import msgspec
 
 from kproxy_core.apiclient.access import CurrentAccess
-from kproxy_core.apiclient.backoff import RateLimit
 from kproxy_core.apiclient.connection import Aborted, Connection, Response
 from kproxy_core.objects.decode import UNDECODABLE, Status
 from kproxy_core.objects.reading import shown
+from kproxy_core.timing.backoff import RateLimit
 
 SILENCE = 60.0
 """Seconds without a byte that are too much in an answer that is on its way."""

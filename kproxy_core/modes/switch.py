@@ -24,7 +24,7 @@ from kproxy_core.modes.proof import NotProven, Tell, prove
 from kproxy_core.modes.retiring import Retiring, report
 from kproxy_core.sync.loop import Loop
 from kproxy_core.sync.node_facts import NodeSettings
-from kproxy_core.sync.pacing import Pacing
+from kproxy_core.timing.pacing import Pacing
 
 log = logging.getLogger("kproxy.run")
 

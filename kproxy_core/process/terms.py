@@ -21,7 +21,7 @@ from kproxy_core.model.node import LocalSource
 from kproxy_core.modes.switch import Terms
 from kproxy_core.plan.node_ports import includes_loopback
 from kproxy_core.sync.node_facts import NodeSettings, node_port_choice
-from kproxy_core.sync.pacing import Pacing
+from kproxy_core.timing.pacing import Pacing
 
 
 class StartFailed(Exception):

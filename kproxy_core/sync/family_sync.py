@@ -15,7 +15,7 @@ from kproxy_core.observe.service_health import ServiceHealth
 from kproxy_core.plan.stale_flows import StaleFlowTracker, relay
 from kproxy_core.sync.family_plans import FamilyPlans, NoLocalEndpoints, Step
 from kproxy_core.sync.flow_cleaner import Cleaned, Cleaner
-from kproxy_core.sync.pacing import Pacing
+from kproxy_core.timing.pacing import Pacing
 
 log = logging.getLogger("kproxy.run")
 

@@ -22,7 +22,7 @@ from kproxy_core.sync.family_sync import FamilySync, Shared
 from kproxy_core.sync.flow_cleaner import Cleaned
 from kproxy_core.sync.inbox import Inbox
 from kproxy_core.sync.node_facts import NodeFacts, NodeSettings
-from kproxy_core.sync.pacing import Pacing
+from kproxy_core.timing.pacing import Pacing
 
 log = logging.getLogger("kproxy.run")
 

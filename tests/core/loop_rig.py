@@ -31,7 +31,7 @@ from kproxy_core.sync.family_sync import Shared
 from kproxy_core.sync.flow_cleaner import Cleaned
 from kproxy_core.sync.loop import Loop
 from kproxy_core.sync.node_facts import NodeFacts, NodeSettings
-from kproxy_core.sync.pacing import Pacing
+from kproxy_core.timing.pacing import Pacing
 
 V4, V6 = Family.IPV4, Family.IPV6
 WALL = 1_000_000.0

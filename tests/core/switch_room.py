@@ -30,8 +30,8 @@ from kproxy_core.modes.retiring import Retiring
 from kproxy_core.modes.switch import Switch, Terms
 from kproxy_core.store.events import Complete, ServiceSet
 from kproxy_core.sync.node_facts import NodeSettings
-from kproxy_core.sync.pacing import Pacing
 from kproxy_core.testing.builders import service
+from kproxy_core.timing.pacing import Pacing
 from tests.core.loop_rig import Rig
 
 V4 = Family.IPV4

@@ -13,10 +13,10 @@ from termios import TIOCOUTQ
 import pytest
 
 from kproxy_core.apiclient import connection as http
-from kproxy_core.apiclient.backoff import RateLimit
 from kproxy_core.apiclient.requests import ApiRequest
 from kproxy_core.sources.apiserver.source import KubernetesSource
 from kproxy_core.store.events import Event
+from kproxy_core.timing.backoff import RateLimit
 from tests.core.api_servers import (
     TLS,
     Exchange,

@@ -9,13 +9,13 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from kproxy_core.apiclient.access import Access
-from kproxy_core.apiclient.backoff import Backoff
 from kproxy_core.apiclient.connection import Connection
 from kproxy_core.apiclient.framing import MAX_LINE
 from kproxy_core.sources.apiserver import reflector as watch
 from kproxy_core.sources.apiserver.source import KubernetesSource
 from kproxy_core.store.events import BadObject, Event
 from kproxy_core.testing.builders import cidrs
+from kproxy_core.timing.backoff import Backoff
 from tests.core.api_servers import (
     Exchange,
     ScriptedServer,

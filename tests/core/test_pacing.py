@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kproxy_core.backend.api import Scope
-from kproxy_core.sync.pacing import Pacing
+from kproxy_core.timing.pacing import Pacing
 
 CHANGED, RESYNC = Scope.CHANGED, Scope.RESYNC
 

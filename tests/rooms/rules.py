@@ -13,17 +13,18 @@ ROOMS: dict[str, frozenset[str]] = {
     "plan": frozenset({"model"}),
     "backend": frozenset({"plan", "model"}),
     "host": frozenset({"plan", "model"}),
+    "timing": frozenset({"backend"}),
     "config": frozenset({"model"}),
     "store": frozenset({"model"}),
     "objects": frozenset({"store", "model"}),
-    "apiclient": frozenset({"objects", "model"}),
-    "sources": frozenset({"apiclient", "objects", "store", "host", "model"}),
-    "observe": frozenset({"apiclient", "backend", "plan", "model"}),
-    "sync": frozenset({"observe", "backend", "store", "host", "plan", "model"}),
-    "modes": frozenset({"sync", "observe", "backend", "plan", "model"}),
+    "apiclient": frozenset({"timing", "objects", "model"}),
+    "sources": frozenset({"apiclient", "timing", "objects", "store", "host", "model"}),
+    "observe": frozenset({"apiclient", "timing", "backend", "plan", "model"}),
+    "sync": frozenset({"observe", "timing", "backend", "store", "host", "plan", "model"}),
+    "modes": frozenset({"sync", "timing", "observe", "backend", "plan", "model"}),
     "process": frozenset(
-        {"modes", "sync", "observe", "sources", "apiclient", "store", "config", "host", "backend", "plan",
-         "model"}
+        {"modes", "sync", "timing", "observe", "sources", "apiclient", "store", "config", "host", "backend",
+         "plan", "model"}
     ),
     "testing": frozenset({"backend", "plan", "model"}),
 }
@@ -34,6 +35,7 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
     "plan": frozenset(),
     "backend": frozenset({"pluggy"}),
     "host": frozenset({"pyroute2"}),
+    "timing": frozenset(),
     "config": frozenset({"msgspec", "yaml"}),
     "store": frozenset(),
     "objects": frozenset({"msgspec", "yaml"}),

@@ -16,13 +16,13 @@ from urllib.parse import urlencode
 import msgspec
 
 from kproxy_core.apiclient.access import AccessError
-from kproxy_core.apiclient.backoff import STABLE, Backoff
 from kproxy_core.apiclient.framing import MAX_LINE, Lines, ProtocolError
 from kproxy_core.apiclient.requests import ApiRequests, HistoryLost, Refusal, refusal
 from kproxy_core.objects.decode import Malformed, Resource
 from kproxy_core.objects.reading import Reading
 from kproxy_core.sources.apiserver.trouble import Trouble
 from kproxy_core.store.events import BadObject, Complete, Emit, Event
+from kproxy_core.timing.backoff import STABLE, Backoff
 
 log = logging.getLogger("kproxy.sources")
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from kproxy_core.apiclient.access import CurrentAccess
-from kproxy_core.apiclient.backoff import RateLimit
 from kproxy_core.apiclient.requests import ApiRequest, ApiRequests, Observe
 from kproxy_core.model.endpoint import SliceName
 from kproxy_core.model.service import ServiceName
@@ -16,6 +15,7 @@ from kproxy_core.objects.node import ServiceCidrs
 from kproxy_core.sources.apiserver.reflector import Kind, Reflector
 from kproxy_core.sources.apiserver.trouble import Trouble
 from kproxy_core.store.events import Emit, NodeGone, ServiceGone, SliceGone
+from kproxy_core.timing.backoff import RateLimit
 
 STOP_SECONDS = 2.0
 """A thread that is still looking up a name after this long is left behind; it emits nothing."""

@@ -1,0 +1,1 @@
+"""Rates and delays as functions of a clock that the caller reads. Nothing here sleeps or reads the time."""
