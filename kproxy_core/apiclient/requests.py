@@ -10,7 +10,7 @@ from kproxy_core.apiclient.access import CurrentAccess
 from kproxy_core.apiclient.connection import Aborted, Connection, Response
 from kproxy_core.objects.decode import UNDECODABLE, Status
 from kproxy_core.objects.reading import shown
-from kproxy_core.timing.backoff import RateLimit
+from kproxy_core.timing.token_bucket import TokenBucket
 
 SILENCE = 60.0
 """Seconds without a byte that are too much in an answer that is on its way."""
@@ -61,7 +61,7 @@ class ApiRequests:
     """
 
     def __init__(
-        self, access: CurrentAccess, rate: RateLimit, observe: Observe, clock: Callable[[], float],
+        self, access: CurrentAccess, rate: TokenBucket, observe: Observe, clock: Callable[[], float],
     ) -> None:
         self._current = access
         self._rate = rate
@@ -143,7 +143,7 @@ class ApiRequests:
             self._connection.abort()
 
     def _wait_for_turn(self) -> float:
-        delay = self._rate.delay()
+        delay = self._rate.reserve(self._clock())
         if delay and self._stopping.wait(delay):
             raise Aborted("closed from this side")
         return delay

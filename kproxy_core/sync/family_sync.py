@@ -25,13 +25,6 @@ _ESCALATE_AFTER = 2
 _REMEMBERED_TRIGGERS = 10_000
 """Changes whose latency is told after the first success in a long row of failures: the latest."""
 
-_REPAIR_SHARE = 4
-"""After a repair as many times as long passes before the next: who flushes our rules in a loop gets a fifth
-of one processor, not all of it."""
-
-_REPAIR_REST = 0.02
-"""Seconds that pass between two repairs at least."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
@@ -70,8 +63,6 @@ class FamilySync:
         self._unserved: Mapping[ServicePortKey, str] = {}
         self._damage = ""
         self._damages = 0
-        self._repair = False
-        self._repair_at = 0.0
 
     def request(self, scope: Scope = Scope.CHANGED) -> None:
         """There is something to sync."""
@@ -88,8 +79,6 @@ class FamilySync:
         self.worker = worker
         self._pacing = pacing
         self._failures = 0
-        self._repair = False
-        self._repair_at = 0.0
         self._damages = 0
 
     def node_is(self, node: NodeView) -> None:
@@ -103,24 +92,19 @@ class FamilySync:
         if not self._damages:
             self._damage = what
         self._damages += 1
-        self._repair = True
+        self._pacing.request_repair()
         self._shared.metrics.foreign_change(self.family)
         self._shared.health.queued(self.family)
 
     def next_wakeup(self, now: float) -> float | None:
         """When `turn` will have something to do; None: not before something happens."""
-        times = [self._pacing.next_wakeup(now), self._repair_at if self._repair else None]
-        return min((at for at in times if at is not None), default=None)
+        return self._pacing.next_wakeup(now)
 
     def turn(self) -> None:
         """Sync if that is due. Raises Unsupported if the backend can't work here."""
-        now = self._shared.clock()
-        if self._repair and now >= self._repair_at:
-            self._sync(Scope.RESYNC)
-        else:
-            scope = self._pacing.due(now)
-            if scope is not None:
-                self._sync(scope)
+        scope = self._pacing.due(self._shared.clock())
+        if scope is not None:
+            self._sync(scope)
 
     def cleaned(self, cleaned: Cleaned) -> None:
         """The stale flows that were under way are dealt with."""
@@ -136,8 +120,6 @@ class FamilySync:
         started = shared.clock()
         if self._failures or self._unserved:
             shared.metrics.sync_retried(self.family)
-        if scope is Scope.RESYNC:
-            self._repair = False
         for conflict in self.plans.plan():
             log.warning("a frontend is wanted twice", extra={"fields": {"conflict": str(conflict)}})
         self._trigger_times += self.plans.take_trigger_times()
@@ -155,13 +137,11 @@ class FamilySync:
             self._failed(started, scope, error)
             return
         ended = shared.clock()
-        self._pacing.ran(started, ended, scope, True, undone=bool(report.unserved))
+        self._pacing.ran(started, ended, scope, True, unserved=bool(report.unserved))
         shared.metrics.sync_ended(self.family, scope, ended - started, shared.wall(), report.operations)
         self._log(scope, report, ended - started)
         self._failures = 0
         self.synced = True
-        if scope is Scope.RESYNC:
-            self._rest(started, ended)
         self._follow(self.plans.acknowledged(report.unserved))
         self._tell_unserved(report.unserved)
 
@@ -191,11 +171,9 @@ class FamilySync:
         self._failures += 1
         del self._trigger_times[:-_REMEMBERED_TRIGGERS]
         self._pacing.ran(started, ended, scope, False)
-        if scope is Scope.RESYNC:
-            self._rest(started, ended)
-        elif isinstance(error, TrustLost) or not expected:
-            self._repair = True
-        elif self._failures == _ESCALATE_AFTER:
+        if scope is Scope.CHANGED and (isinstance(error, TrustLost) or not expected):
+            self._pacing.request_repair()
+        elif scope is Scope.CHANGED and self._failures == _ESCALATE_AFTER:
             self._pacing.request(started, Scope.RESYNC)
         shared.metrics.sync_ended(self.family, scope, ended - started, shared.wall(), None)
         shared.health.failed(self.family, str(error))
@@ -207,9 +185,6 @@ class FamilySync:
             }},
             exc_info=None if expected else error,
         )
-
-    def _rest(self, started: float, ended: float) -> None:
-        self._repair_at = ended + max(_REPAIR_REST, _REPAIR_SHARE * (ended - started))
 
     def _log(self, scope: Scope, report: SyncReport, seconds: float) -> None:
         """A line for what an operator would want to hear of; others are for debugging."""

@@ -1,74 +1,58 @@
-"""When to ask, and when to ask again: decided here, slept elsewhere."""
+"""Growing delays between attempts that fail."""
 
-import threading
 from collections.abc import Callable
 
 FIRST = 0.1
-"""Seconds after the first failure."""
+"""Seconds after the first failure, by default."""
 
 LONGEST = 30.0
-"""Seconds that it grows to."""
+"""Upper bound of a delay in seconds, by default."""
 
 ANSWERED = 1.0
-"""Seconds at most after the first answer of a server that gave none: it may be about to serve."""
+"""Upper bound in seconds once an unreachable server answers again, even with an error: it may be starting."""
 
 LONGEST_ASKED = 300.0
-"""Seconds that a server may ask for at most."""
+"""Upper bound in seconds for a delay that a server asks for."""
 
 STABLE = 5.0
-"""An attempt that went well for so many seconds makes what was before it forgotten."""
+"""An attempt that worked for this many seconds resets the delay."""
+
+
+def _no_chance() -> float:
+    return 0.0
 
 
 class Backoff:
-    """Doubles from `FIRST` to `LONGEST`, each time less up to half of it by chance.
+    """A delay that doubles from *first* to *longest* seconds.
 
-    Chance spreads the nodes of a cluster that all lost the same API server.
+    *chance*, uniform in [0, 1), shortens each delay by up to a half, so that the nodes of a cluster do not
+    all return to the API server at once.
     """
 
-    __slots__ = ("_chance", "_next")
+    __slots__ = ("_chance", "_first", "_longest", "_next")
 
-    def __init__(self, chance: Callable[[], float]) -> None:
+    def __init__(
+        self, chance: Callable[[], float] = _no_chance, *, first: float = FIRST, longest: float = LONGEST,
+    ) -> None:
         self._chance = chance
-        self._next = FIRST
+        self._first = min(first, longest)
+        self._longest = longest
+        self._next = self._first
+
+    def reset(self) -> None:
+        """Start again with the first delay."""
+        self._next = self._first
 
     def hasten(self) -> None:
-        """The server answers again, though not as it should."""
+        """Cap the next delay: the server answers again, if only with an error."""
         self._next = min(self._next, ANSWERED)
 
-    def delay(self, lasted: float, asked: float = 0.0) -> float:
-        """Seconds to wait, now that an attempt has ended that went well for *lasted* seconds.
+    def delay(self, lasted: float = 0.0, asked: float = 0.0) -> float:
+        """Return the seconds to wait before the next attempt, after one that worked for *lasted* seconds.
 
-        *asked*: what the server asked for (Retry-After), the least that is waited.
+        *asked* is the server's own Retry-After, a lower bound.
         """
         if lasted >= STABLE:
-            self._next = FIRST
-        step, self._next = self._next, min(self._next * 2, LONGEST)
+            self.reset()
+        step, self._next = self._next, min(self._next * 2, self._longest)
         return max(step - step / 2 * self._chance(), min(asked, LONGEST_ASKED))
-
-
-class RateLimit:
-    """Lets *burst* requests through at once and *rate* of them a second in the long run.
-
-    As client-go's flow control with clientConnection.qps and .burst; a negative
-    *rate* is no limit. *clock*: monotonic seconds. Any thread may call.
-    """
-
-    __slots__ = ("_clock", "_full_at", "_lock", "_rate", "_slack")
-
-    def __init__(self, rate: float, burst: int, clock: Callable[[], float]) -> None:
-        self._rate = rate
-        self._slack = (max(burst, 1) - 1) / rate if rate > 0 else 0.0
-        self._clock = clock
-        self._full_at = clock()
-        """When all that was let through would have been, one after the other."""
-        self._lock = threading.Lock()
-
-    def delay(self) -> float:
-        """Seconds to wait before the request that asks; it is counted now."""
-        if self._rate <= 0:
-            return 0.0
-        with self._lock:
-            now = self._clock()
-            turn = max(self._full_at, now)
-            self._full_at = turn + 1 / self._rate
-        return max(0.0, turn - self._slack - now)

@@ -1,18 +1,35 @@
-"""When the sync loop may run next. Pure: the time is always an argument (monotonic, in seconds)."""
+"""Times at which the sync loop may run."""
+
+import math
 
 from kproxy_core.backend.api import Scope
+from kproxy_core.timing.backoff import Backoff
+from kproxy_core.timing.token_bucket import TokenBucket
+
+_REST_SHARE = 4
+"""Rest this many times as long as a run took: runs cost at most a fifth of one CPU."""
+
+_SHORTEST_REPAIR_REST = 0.02
+"""Seconds."""
 
 
 class Pacing:
-    """Bounds how often the sync loop runs, without making a lone change wait.
+    """Bounds how often one family is synced, without delaying a lone change.
 
-    A run needs a token. There are at most *burst* of them; one comes back every *min_interval*
-    seconds, counted from the end of the last run (kube-proxy's bounded-frequency runner). A
-    failed run is repeated after *retry_start* seconds, then twice as long, up to *retry_cap*; a
-    new request meanwhile brings it forward to *retry_on_request* seconds after the failure,
-    because the new change may be the cure. A run that left something undone, and is else a success, is
-    repeated after the same delays; nothing waits for that. *full_period* after a successful full run
-    the next one is due.
+    Without a *min_interval* runs are paced by their cost: after a partial run the next may start once four
+    times as long has passed as that run took. A full run delays no change, because a change costs less. With
+    a *min_interval* a run takes a token; there are *burst* of them, and one is added every *min_interval*
+    seconds while nothing runs (kube-proxy's bounded-frequency runner).
+
+    A failed run is repeated after a delay that doubles from *retry_start* to *retry_cap*. A request in the
+    meantime moves the retry forward, to *retry_on_request* seconds after the failure, because the new change
+    may fix it. A successful run that left service ports unserved is repeated after the same delays, but
+    holds up no other change. A full run is due *full_period* after the last successful one.
+
+    A repair is a full run that ignores all of these limits. It rests four times as long as the last full run
+    took, so that a tool flushing our rules in a loop costs at most a fifth of one CPU.
+
+    All times are the caller's clock, monotonic, in seconds.
     """
 
     def __init__(
@@ -24,42 +41,50 @@ class Pacing:
         burst: int = 2,
         retry_start: float = 0.1,
         retry_on_request: float = 1.0,
+        shortest_rest: float = 0.001,
     ) -> None:
-        """All in seconds; *min_interval* may be 0, everything else is positive."""
-        self._min_interval = min_interval
-        self._retry_cap = retry_cap
+        """All in seconds. A *min_interval* of 0: by cost, with at least *shortest_rest* between two runs."""
+        self._by_cost = min_interval <= 0
+        self._tokens = TokenBucket(min_interval, burst)
+        self._shortest_rest = shortest_rest
+        self._longest_rest = retry_cap
         self._full_period = full_period
-        self._burst = burst
-        self._retry_start = retry_start
         self._retry_on_request = retry_on_request
 
         self._wanted: Scope | None = None
         self._requested_at = 0.0
-        self._tokens = float(burst)
         self._ended_at = 0.0
-        self._failures = 0
-        self._retry_at = 0.0
-        self._undone = 0
-        """Runs in a row that left something undone."""
-        self._again_at: float | None = None
+        self._rest_until = -math.inf
         self._full_at: float | None = None
+        self._repair_wanted = False
+        self._repair_rest_until = -math.inf
+        self._failures = Backoff(first=retry_start, longest=retry_cap)
+        self._retry_at: float | None = None
+        self._unserved = Backoff(first=retry_start, longest=retry_cap)
+        self._again_at: float | None = None
 
     def look_often(self) -> None:
-        """Nobody tells what others change: a full run is due *retry_cap* after the last one."""
-        self._full_period = min(self._full_period, self._retry_cap)
+        """Run fully every *retry_cap* seconds, for a backend that does not notice foreign changes."""
+        self._full_period = min(self._full_period, self._longest_rest)
         if self._full_at is not None:
             self._full_at = min(self._full_at, self._ended_at + self._full_period)
 
     def request(self, now: float, scope: Scope = Scope.CHANGED) -> None:
-        """Something is to be synced. RESYNC sticks until a full run succeeded."""
+        """Request a run. A request for RESYNC is kept until a full run succeeds."""
         self._requested_at = now
         if self._wanted is not Scope.RESYNC:
             self._wanted = scope
-        if self._failures:
+        if self._retry_at is not None:
             self._retry_at = min(self._retry_at, self._ended_at + self._retry_on_request)
 
+    def request_repair(self) -> None:
+        """Request a full run as soon as the rest after the last one is over."""
+        self._repair_wanted = True
+
     def due(self, now: float) -> Scope | None:
-        """What to run now; None: nothing yet."""
+        """Return the run that may start now, if any."""
+        if self._repair_wanted and now >= self._repair_rest_until:
+            return Scope.RESYNC
         if now < self._earliest():
             return None
         if self._full_at is not None and now >= self._full_at:
@@ -69,41 +94,43 @@ class Pacing:
         return self._wanted
 
     def next_wakeup(self, now: float) -> float | None:
-        """When `due` will answer if nothing is requested meanwhile (never before *now*); None: never."""
+        """Return the time, not before *now*, at which `due` returns a run without a further request."""
+        times = [self._repair_rest_until] if self._repair_wanted else []
         if self._wanted is not None:
-            return max(now, self._earliest())
-        times = [at for at in (self._full_at, self._again_at) if at is not None]
-        return max(now, self._earliest(), min(times)) if times else None
+            times.append(self._earliest())
+        else:
+            times += [max(at, self._earliest()) for at in (self._full_at, self._again_at) if at is not None]
+        return max(now, min(times)) if times else None
 
-    def ran(self, started: float, ended: float, scope: Scope, ok: bool, *, undone: bool = False) -> None:
-        """A run of *scope* took from *started* to *ended*.
+    def ran(self, started: float, ended: float, scope: Scope, ok: bool, *, unserved: bool = False) -> None:
+        """Record a run from *started* to *ended*.
 
-        If *ok* it settled what was requested up to *started*, but a RESYNC only if it was one; and but for
-        what it left *undone*.
+        If *ok*, it settles all requests up to *started*; a request for RESYNC only if the run was one.
         """
-        if self._min_interval > 0:
-            regained = (started - self._ended_at) / self._min_interval
-            self._tokens = max(0.0, min(self._burst, self._tokens + regained) - 1)
+        rest = _REST_SHARE * (ended - started)
         self._ended_at = ended
+        self._tokens.charge(started, ended)
+        if scope is Scope.RESYNC:
+            self._repair_wanted = False
+            self._repair_rest_until = ended + max(_SHORTEST_REPAIR_REST, rest)
+            rest = 0.0
+        self._rest_until = ended + min(max(rest, self._shortest_rest), self._longest_rest)
         if not ok:
-            self._failures += 1
-            self._retry_at = ended + self._delay(self._failures)
+            self._retry_at = ended + self._failures.delay()
             if self._wanted is not Scope.RESYNC:
                 self._wanted = scope
             return
-        self._failures = 0
-        self._undone = self._undone + 1 if undone else 0
-        self._again_at = ended + self._delay(self._undone) if undone else None
-        if scope is Scope.RESYNC or self._full_at is None:  # The first after a switch may have been any.
+        self._failures.reset()
+        self._retry_at = None
+        if not unserved:
+            self._unserved.reset()
+        self._again_at = ended + self._unserved.delay() if unserved else None
+        if scope is Scope.RESYNC or self._full_at is None:  # the first run after a mode switch may be partial
             self._full_at = ended + self._full_period
         if scope is Scope.RESYNC or self._wanted is not Scope.RESYNC:
             self._wanted = Scope.CHANGED if self._requested_at > started else None
 
-    def _delay(self, times: int) -> float:
-        """After so many failures in a row."""
-        return min(self._retry_start * 2.0 ** min(times - 1, 32), self._retry_cap)
-
     def _earliest(self) -> float:
-        """When the next run may start, whatever is wanted."""
-        next_token = self._ended_at + max(0.0, 1 - self._tokens) * self._min_interval
-        return max(next_token, self._retry_at) if self._failures else next_token
+        """Return the earliest start of the next run that is no repair."""
+        at = self._rest_until if self._by_cost else self._tokens.next_at
+        return at if self._retry_at is None else max(at, self._retry_at)

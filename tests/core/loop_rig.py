@@ -174,7 +174,8 @@ class Rig:
         facts = NodeFacts(settings or NodeSettings(name="node1"), frozenset(addresses))
         self.loop = Loop(
             families, self.store, facts, worker, self.shared,
-            pacing=lambda: Pacing(min_interval=min_interval, retry_cap=30.0, full_period=full_period),
+            pacing=lambda: Pacing(
+                min_interval=min_interval, retry_cap=30.0, full_period=full_period, shortest_rest=0.0),
             service_health=self._service_health, all_synced=all_synced,
         )
 

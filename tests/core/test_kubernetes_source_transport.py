@@ -16,7 +16,6 @@ from kproxy_core.apiclient import connection as http
 from kproxy_core.apiclient.requests import ApiRequest
 from kproxy_core.sources.apiserver.source import KubernetesSource
 from kproxy_core.store.events import Event
-from kproxy_core.timing.backoff import RateLimit
 from tests.core.api_servers import (
     TLS,
     Exchange,
@@ -117,24 +116,6 @@ def test_each_request_is_told_to_who_counts() -> None:
 
 
 # -- limits
-
-def test_a_burst_goes_through_and_then_so_many_a_second() -> None:
-    now = 100.0
-    limit = RateLimit(5.0, 3, lambda: now)
-    assert [limit.delay() for _ in range(6)] == pytest.approx([0, 0, 0, 0.2, 0.4, 0.6])
-    now += 0.6 + 0.4  # two more came free since the last one went
-    assert [limit.delay() for _ in range(3)] == pytest.approx([0, 0, 0.2])
-    now += 3600
-    assert [limit.delay() for _ in range(4)] == pytest.approx([0, 0, 0, 0.2])
-
-
-@pytest.mark.parametrize(("rate", "burst", "delays"), [
-    (-1.0, 10, [0, 0, 0]), (1.0, 0, [0, 1, 2]), (1000.0, 1, [0, 0.001, 0.002]),
-])
-def test_limits_at_their_limits(rate: float, burst: int, delays: list[float]) -> None:
-    limit = RateLimit(rate, burst, lambda: 0.0)
-    assert [limit.delay() for _ in delays] == pytest.approx(delays)
-
 
 def test_pages_of_one_list_are_not_held_back() -> None:
     told: list[ApiRequest] = []

@@ -13,7 +13,10 @@ CHANGED, RESYNC = Scope.CHANGED, Scope.RESYNC
 class Loop:
     """Runs as soon as it may, as the sync loop does; a run takes no time unless told."""
 
-    def __init__(self, min_interval: float = 1.0, retry_cap: float = 30.0, burst: int = 2) -> None:
+    def __init__(
+        self, min_interval: float = 1.0, retry_cap: float = 30.0, burst: int = 2,
+        shortest_rest: float = 0.001,
+    ) -> None:
         self.pacing = Pacing(
             min_interval=min_interval,
             retry_cap=retry_cap,
@@ -21,6 +24,7 @@ class Loop:
             burst=burst,
             retry_start=0.1,
             retry_on_request=1.0,
+            shortest_rest=shortest_rest,
         )
         self.now = 1000.0
         self.runs: list[tuple[float, Scope]] = []
@@ -94,13 +98,65 @@ def test_the_interval_counts_from_the_end_of_a_run() -> None:
     assert loop.until(30) == [(16, CHANGED)]
 
 
-def test_without_an_interval_every_request_runs_at_once() -> None:
+def test_without_an_interval_a_cheap_run_waits_for_a_millisecond() -> None:
     loop = started(Loop(min_interval=0.0))
     at: list[float] = []
-    for step in range(10):
+    for step in range(40):
         loop.request()
-        at += [when for when, _ in loop.until(10 + step / 1000)]
-    assert len(at) == 10
+        at += [when for when, _ in loop.until(10 + step / 4000)]
+    assert at == pytest.approx([10 + step / 1000 for step in range(10)])
+
+
+@pytest.mark.parametrize(("takes", "period"), [(0.002, 0.01), (0.1, 0.5), (2.0, 10.0), (10.0, 40.0)])
+def test_without_an_interval_runs_rest_four_times_their_duration(takes: float, period: float) -> None:
+    """But by no more than the retry cap, so that health checks do not fail over it."""
+    loop = started(Loop(min_interval=0.0))
+    loop.takes = takes
+    at: list[float] = []
+    while len(at) < 4:
+        loop.request()
+        at += [when for when, _ in loop.until(loop.now - 1000 + period / 100)]
+    assert at == pytest.approx([10 + step * period for step in range(4)], rel=0.02)
+
+
+def test_without_an_interval_the_first_change_after_quiet_runs_at_once() -> None:
+    loop = started(Loop(min_interval=0.0))
+    loop.takes = 2.0
+    loop.request()
+    assert loop.until(20) == [(10, CHANGED)]
+    loop.request()
+    assert loop.until(30) == [(20, CHANGED)]
+
+
+def test_without_an_interval_a_full_run_delays_no_change() -> None:
+    loop = Loop(min_interval=0.0)
+    loop.takes = 2.0
+    loop.request(RESYNC)
+    assert loop.until(3) == [(0, RESYNC)]
+    loop.request()
+    assert loop.until(3) == [(3, CHANGED)]
+
+
+def test_repairs_ignore_interval_and_retry_but_rest_four_times_their_duration() -> None:
+    loop = started(Loop(min_interval=10.0, burst=1))
+    loop.takes = 0.5
+    loop.ok = False
+    loop.request()
+    loop.until(11)
+    loop.pacing.request_repair()
+    loop.pacing.request_repair()
+    assert loop.until(12) == [(11, RESYNC)]
+    loop.pacing.request_repair()
+    assert loop.pacing.next_wakeup(loop.now) == 1000 + 11.5 + 2.0
+    assert loop.until(13.6) == [(13.5, RESYNC)]
+
+
+def test_a_cheap_repair_rests_too() -> None:
+    loop = started(Loop())
+    loop.pacing.request_repair()
+    assert loop.until(10) == [(10, RESYNC)]
+    loop.pacing.request_repair()
+    assert loop.until(11) == [(10.02, RESYNC)]
 
 
 def test_a_failed_run_is_repeated_ever_more_slowly_up_to_the_cap() -> None:
@@ -235,13 +291,13 @@ def test_no_request_is_forgotten_and_the_rate_is_kept(
 def test_what_was_left_undone_delays_nothing_and_is_tried_again() -> None:
     pacing = started(Loop()).pacing
     pacing.request(1010.0)
-    pacing.ran(1010.0, 1010.0, CHANGED, True, undone=True)
+    pacing.ran(1010.0, 1010.0, CHANGED, True, unserved=True)
     assert pacing.next_wakeup(1010.0) == pytest.approx(1010.1)
     assert (pacing.due(1010.0), pacing.due(1010.1)) == (None, CHANGED)
     pacing.request(1010.05)
     assert pacing.due(1010.05) is CHANGED
-    pacing.ran(1010.1, 1010.1, CHANGED, True, undone=True)
-    pacing.ran(1020.0, 1020.0, RESYNC, True, undone=True)
+    pacing.ran(1010.1, 1010.1, CHANGED, True, unserved=True)
+    pacing.ran(1020.0, 1020.0, RESYNC, True, unserved=True)
     assert pacing.next_wakeup(1020.0) == pytest.approx(1020.4), "a change is enough"
     assert pacing.due(1020.4) is CHANGED
     pacing.ran(1020.4, 1020.4, CHANGED, True)

@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from kproxy_core.observe.events.api_event import Event, NotWritten, Regarding
+from kproxy_core.timing.token_bucket import TokenBucket
 
 log = logging.getLogger("kproxy.run")
 
@@ -50,8 +51,7 @@ class Events:
         self._wall_ns = wall_ns
         self._lock = threading.Lock()
         self._sent: dict[Event, float] = {}
-        self._left = float(_BURST)
-        self._refilled = clock()
+        self._tokens = TokenBucket(_REFILL, _BURST)
         self._queue: SimpleQueue[_Waiting | None] = SimpleQueue()
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
@@ -89,11 +89,8 @@ class Events:
         with self._lock:
             now = self._clock()
             self._sent = {sent: at for sent, at in self._sent.items() if now - at < SAME_AGAIN}
-            self._left = min(_BURST, self._left + (now - self._refilled) / _REFILL)
-            self._refilled = now
-            if event in self._sent or self._left < 1:
+            if event in self._sent or not self._tokens.try_take(now):
                 return False
-            self._left -= 1
             self._sent[event] = now
             return True
 

@@ -15,7 +15,7 @@ from kproxy_core.objects.node import ServiceCidrs
 from kproxy_core.sources.apiserver.reflector import Kind, Reflector
 from kproxy_core.sources.apiserver.trouble import Trouble
 from kproxy_core.store.events import Emit, NodeGone, ServiceGone, SliceGone
-from kproxy_core.timing.backoff import RateLimit
+from kproxy_core.timing.token_bucket import TokenBucket
 
 STOP_SECONDS = 2.0
 """A thread that is still looking up a name after this long is left behind; it emits nothing."""
@@ -32,7 +32,7 @@ class KubernetesSource:
     1.36 asks for (cmd/kube-proxy/app/server.go). Server, credentials and what
     happens without *master* and *kubeconfig*: see `load_access`.
 
-    *qps* and *burst* limit requests as clientConnection's do (see `RateLimit`);
+    *qps* and *burst* limit requests as clientConnection's do (a *qps* below 0: no limit);
     *observe* is told of each. *clock*: monotonic seconds; *chance*: uniform in [0, 1).
 
     What does not change is not asked for again: kube-proxy's configSyncPeriod
@@ -49,7 +49,7 @@ class KubernetesSource:
         clock: Callable[[], float] = time.monotonic, chance: Callable[[], float] = random.random,
     ) -> None:
         self._access = CurrentAccess(master, kubeconfig)
-        self._rate = RateLimit(qps, burst, clock)
+        self._rate = TokenBucket(1 / qps if qps > 0 else 0.0, burst)
         self._observe = observe
         self._trouble = Trouble()
         self._node_name = node_name
