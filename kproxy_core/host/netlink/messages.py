@@ -32,7 +32,6 @@ NLM_F_CREATE: Final = 0x400
 
 NLA_F_NESTED: Final = 0x8000
 NLA_F_NET_BYTEORDER: Final = 0x4000
-_NLA_TYPE_MASK: Final = 0x3FFF
 
 HEADER: Final = struct.Struct("=IHHII")
 """nlmsghdr: length, kind, flags, sequence number, port."""
@@ -77,10 +76,10 @@ def nested(kind: int, *attributes: bytes) -> bytes:
 def messages(data: bytes) -> Iterator[tuple[int, int, int, int, int]]:
     """Yield kind, flags, sequence number, and start and end of the payload of every message in *data*."""
     start = 0
-    while len(data) - start >= HEADER.size:
+    while start + 16 <= len(data):
         size, kind, flags, sequence, _ = HEADER.unpack_from(data, start)
-        yield kind, flags, sequence, start + HEADER.size, start + size
-        start += max(_aligned(size), HEADER.size)
+        yield kind, flags, sequence, start + 16, start + size
+        start += max((size + 3) & ~3, 16)
 
 
 def sender(data: bytes) -> int:
@@ -93,12 +92,13 @@ def sender(data: bytes) -> int:
 
 def attribute_spans(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int]]:
     """Yield kind without flags, and start and end of the value of each attribute in ``data[start:end]``."""
-    while end - start >= _ATTRIBUTE.size:
-        size, kind = _ATTRIBUTE.unpack_from(data, start)
-        if size < _ATTRIBUTE.size:
+    unpack = _ATTRIBUTE.unpack_from
+    while start + 4 <= end:
+        size, kind = unpack(data, start)
+        if size < 4:
             return
-        yield kind & _NLA_TYPE_MASK, start + _ATTRIBUTE.size, start + size
-        start += _aligned(size)
+        yield kind & 0x3FFF, start + 4, start + size  # without NLA_F_NESTED and NLA_F_NET_BYTEORDER
+        start += (size + 3) & ~3
 
 
 def attributes(data: bytes, start: int, end: int) -> dict[int, bytes]:
@@ -115,10 +115,6 @@ def error_code(data: bytes, start: int) -> int:
     """Return the error number in the payload of an NLMSG_ERROR or NLMSG_DONE; 0 means success."""
     code: int = _CODE.unpack_from(data, start)[0]
     return -code
-
-
-def _aligned(size: int) -> int:
-    return (size + 3) & ~3
 
 
 # For plugins that do not use `sockets` and `watch` yet.

@@ -52,6 +52,10 @@ class Refusal(NamedTuple):
     code: int
     """Error number; those of ipset lie beyond errno.h."""
 
+    @property
+    def error(self) -> OSError:
+        return OSError(self.code, os.strerror(self.code))
+
 
 class NetlinkSocket:
     """A netlink socket in the network namespace of the thread that opened it. Not thread-safe."""
@@ -163,6 +167,8 @@ class NetlinkSocket:
                 answered = answered or number == last
                 if code := error_code(answer, start):
                     refused.append(Refusal(number, code))
+                if answered and not refused:
+                    break
         if not answered:
             _raise_for(refused[0].code if refused else errno.ENOBUFS)
         return refused

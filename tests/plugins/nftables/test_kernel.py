@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 
 from kproxy_core.backend.api import BackendSettings, Scope, SyncReport, Update
 from kproxy_core.backend.errors import SyncFailed, TrustLost
+from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
@@ -307,7 +308,7 @@ def test_node_facts_change_without_a_resync(backend: NftablesBackend) -> None:
     assert "10.96.0.0/16" in nft("list set ip kproxy service-cidrs")
 
 
-def test_what_does_not_fit_into_one_transaction_is_split() -> None:
+def test_what_does_not_fit_into_one_transaction_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Kernel()
     kernel.apply_text("add table ip kproxy; add map ip kproxy vips { typeof ip daddr : verdict; }")
     old: list[Element] = [(names.VIPS, n.to_bytes(4, "big"), "drop") for n in range(5000)]
@@ -316,7 +317,7 @@ def test_what_does_not_fit_into_one_transaction_is_split() -> None:
     transactions = list(batch.batches(Family.IPV4, old, new, limit=100_000))
     assert len(transactions) > 1
     assert all(len(data) <= 100_000 for data, _ in transactions)
-    kernel._limit = 100_000
+    monkeypatch.setattr(NetlinkSocket, "send_limit", 100_000)
     kernel.write(Family.IPV4, old, new)
     found: dict[bytes, Value] = dict(kernel.elements(Family.IPV4, names.VIPS))
     assert found == {key: value for _, key, value in new}

@@ -1,0 +1,120 @@
+"""Commits to nf_tables, as the kernel announces them (linux/netfilter/nf_tables.h).
+
+The kernel sends the changes of a commit to the group NFNLGRP, and then a message with the number of the
+commit and the process that made it.
+"""
+
+import enum
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple
+
+from kproxy_core.host.netlink import messages as netlink
+from kproxy_core.host.netlink.sockets import NetlinkSocket
+from kproxy_core.model.address import Family
+
+NFNLGRP: Final = 7
+"""NFNLGRP_NFTABLES"""
+_SUBSYSTEM: Final = 10 << 8
+_NEWGEN: Final = 15
+_GETGEN: Final = 16
+_GEN_ID: Final = 1
+_GEN_PID: Final = 2
+_GEN_NAME: Final = 3
+_TABLE: Final = 1
+_FAMILIES: Final = {2: Family.IPV4, 10: Family.IPV6}
+
+
+class Kind(enum.StrEnum):
+    """What a commit did to an object."""
+
+    TABLE_ADDED = "table added"
+    TABLE_DELETED = "table deleted"
+    CHAIN_ADDED = "chain added"
+    CHAIN_DELETED = "chain deleted"
+    RULE_ADDED = "rule added"
+    RULE_DELETED = "rule deleted"
+    SET_ADDED = "set added"
+    SET_DELETED = "set deleted"
+    ELEMENT_ADDED = "element added"
+    ELEMENT_DELETED = "element deleted"
+
+
+# Kind of message: kind of change, attribute with the name of the chain or set.
+_KINDS: Final = {
+    0: (Kind.TABLE_ADDED, 0), 2: (Kind.TABLE_DELETED, 0),
+    3: (Kind.CHAIN_ADDED, 3), 5: (Kind.CHAIN_DELETED, 3),
+    6: (Kind.RULE_ADDED, 2), 8: (Kind.RULE_DELETED, 2),
+    9: (Kind.SET_ADDED, 2), 11: (Kind.SET_DELETED, 2),
+    12: (Kind.ELEMENT_ADDED, 2), 14: (Kind.ELEMENT_DELETED, 2),
+}  # fmt: skip
+
+
+class Change(NamedTuple):
+    """One kind of change to the contents of one chain or set."""
+
+    family: Family
+    kind: Kind
+    table: str
+    name: str
+    """Of the chain or set; "" for a table."""
+
+
+class Commit(NamedTuple):
+    """The changes of one commit in the families IPv4 and IPv6."""
+
+    changes: Counter[Change]
+    author: str
+    """Program and process id, as ``nft[123]``; "" if the kernel names none."""
+
+    def summary(self, concerns: Callable[[Change], bool]) -> dict[Family, str]:
+        """Describe the changes that *concerns* selects, by family: ``rule deleted (3x) by nft[123]``."""
+        found: dict[Family, Counter[Kind]] = {}
+        for change, times in self.changes.items():
+            if concerns(change):
+                found.setdefault(change.family, Counter())[change.kind] += times
+        by = f" by {self.author}" if self.author else ""
+        return {
+            family: ", ".join(f"{kind} ({n}x)" if n > 1 else kind for kind, n in kinds.items()) + by
+            for family, kinds in found.items()
+        }
+
+
+class CommitReader:
+    """Groups notifications into commits."""
+
+    def __init__(self) -> None:
+        self._changes: Counter[Change] = Counter()
+
+    def read(self, data: bytes) -> Iterator[Commit]:
+        """Take one datagram; yield each commit that it ends."""
+        for kind, _, _, start, end in netlink.messages(data):
+            if kind & 0xFF00 != _SUBSYSTEM:
+                continue
+            attributes = start + netlink.NFGENMSG.size
+            if kind & 0xFF == _NEWGEN:
+                changes, self._changes = self._changes, Counter()
+                yield Commit(changes, _author(netlink.attributes(data, attributes, end)))
+            elif data[start] in _FAMILIES and kind & 0xFF in _KINDS:
+                self._note(_FAMILIES[data[start]], *_KINDS[kind & 0xFF], data, attributes, end)
+
+    def _note(self, family: Family, kind: Kind, named: int, data: bytes, start: int, end: int) -> None:
+        table = name = ""
+        for attribute, first, last in netlink.attribute_spans(data, start, end):
+            if attribute == _TABLE:
+                table = netlink.text(data[first:last])
+            elif attribute == named:
+                name = netlink.text(data[first:last])
+                break
+        self._changes[Change(family, kind, table, name)] += 1
+
+
+def generation(sock: NetlinkSocket) -> int:
+    """Return the number of the last commit in this network namespace. Raises OSError."""
+    ((data, start, end),) = sock.request(_SUBSYSTEM | _GETGEN, 0, netlink.NFGENMSG.pack(0, 0, 0))
+    return int.from_bytes(netlink.attributes(data, start + netlink.NFGENMSG.size, end)[_GEN_ID], "big")
+
+
+def _author(attributes: dict[int, bytes]) -> str:
+    name = netlink.text(attributes.get(_GEN_NAME, b""))
+    return f"{name}[{int.from_bytes(attributes.get(_GEN_PID, b''), 'big')}]" if name else ""
