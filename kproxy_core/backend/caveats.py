@@ -3,10 +3,8 @@
 from collections.abc import Iterator
 
 from kproxy_core.backend.api import Caveat, Update
-from kproxy_core.model.address import Family, format_address
+from kproxy_core.model.address import format_address
 from kproxy_core.plan.service_plan import ServicePlan
-
-_LOOPBACK = {Family.IPV4: "127.0.0.1", Family.IPV6: "::1"}
 
 
 def sorted_plans(update: Update) -> list[ServicePlan]:
@@ -32,7 +30,8 @@ def of_node_ports(update: Update, *, loopback: bool, any_local_address: bool) ->
         yield Caveat(f"{ports} are not served on local addresses that no interface has")
     if not loopback:
         for plan in plans:
-            yield Caveat(f"node port {plan.node_port} is not served on {_LOOPBACK[node.family]}", plan.key)
+            unserved = format_address(node.family.loopback)
+            yield Caveat(f"node port {plan.node_port} is not served on {unserved}", plan.key)
 
 
 def of_unclaimed_ports(update: Update) -> Iterator[Caveat]:

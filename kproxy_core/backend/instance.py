@@ -15,7 +15,7 @@ from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServicePortKey
 
 
-class Worker:
+class BackendInstance:
     """The hooks of work of one backend, with what observers wrap around them.
 
     While the mode is being switched there are two; each call reaches one of them only.

@@ -29,8 +29,8 @@ from kproxy_core.backend.api import (
     Update,
 )
 from kproxy_core.backend.errors import BackendError, Unsupported
+from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.backend.named import PluginNotFound, import_named, read_names
-from kproxy_core.backend.worker import Worker
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -86,7 +86,7 @@ class Registry:
         """What the plugins loaded so far say about themselves, by mode."""
         self.broken: list[BrokenPlugin] = []
         self._plugins: dict[str, object] = {}
-        self._workers: list[Worker] = []
+        self._instances: list[BackendInstance] = []
         self._offered: dict[str, EntryPoint] = {}
         named = read_names(plugins)
         for name in named.blocked:
@@ -146,7 +146,7 @@ class Registry:
         """Whether *interface* is the node's own, and not one that a loaded backend makes for itself."""
         return all(interface not in known.interfaces for known in tuple(self.descriptions.values()))
 
-    def make_backend(self, mode: str, settings: BackendSettings) -> Worker:
+    def make_backend(self, mode: str, settings: BackendSettings) -> BackendInstance:
         """Have the plugin for *mode* make its backend, and register that for the hooks of work.
 
         Raises UnknownMode, PluginRefused, or Unsupported if it can't work on this machine.
@@ -159,17 +159,17 @@ class Registry:
             self._register(made, f"{mode} backend {id(made):x}", BACKEND_HOOKS)
         except (PluginRefused, pluggy.PluginValidationError, ValueError) as error:
             raise PluginRefused(f"the backend of mode {mode!r}: {_reason(error)}") from error
-        worker = Worker(description, settings, made, partial(self._call, made))
-        self._workers.append(worker)
-        return worker
+        instance = BackendInstance(description, settings, made, partial(self._call, made))
+        self._instances.append(instance)
+        return instance
 
-    def close_backend(self, worker: Worker) -> None:
+    def close_backend(self, instance: BackendInstance) -> None:
         """Have a backend let go of everything, and forget it. The kernel stays as it is."""
         try:
-            worker.close()
+            instance.close()
         finally:
-            self._workers.remove(worker)
-            self.manager.unregister(worker.backend)
+            self._instances.remove(instance)
+            self.manager.unregister(instance.backend)
 
     def prepare(self, mode: str, settings: BackendSettings) -> None:
         """Have the plugin for *mode* set what it needs of the whole machine, if it needs anything.
@@ -211,27 +211,28 @@ class Registry:
         return self._leftovers(mode, "kproxy_cleanup", arguments=arguments)
 
     def retire(
-        self, mode: str, settings: BackendSettings, *, worker: Worker | None = None, traces: bool = True
+        self, mode: str, settings: BackendSettings, *, instance: BackendInstance | None = None,
+        traces: bool = True,
     ) -> Leftovers:
         """Remove what *mode* leaves, except what established connections need: they are `waiting`.
 
-        *worker*: the backend that served in this process; *traces*: also what is not bound to it.
+        *instance*: the backend that served in this process; *traces*: also what is not bound to it.
         To be called until none waits; then `close_backend`, if there is one, and `cleanup` are due.
         Raises UnknownMode or PluginRefused.
         """
         return self._leftovers(
-            mode, "kproxy_retire", worker=worker, traces=traces, arguments={"settings": settings})
+            mode, "kproxy_retire", instance=instance, traces=traces, arguments={"settings": settings})
 
     def supersede(self, mode: str, *, dry_run: bool) -> Leftovers:
         """Remove what kube-proxy left in *mode*, which serves. Raises UnknownMode or PluginRefused."""
         return self._leftovers(mode, "kproxy_supersede", arguments={"dry_run": dry_run})
 
     def _leftovers(
-        self, mode: str, hook: str, *, worker: Worker | None = None, traces: bool = True,
+        self, mode: str, hook: str, *, instance: BackendInstance | None = None, traces: bool = True,
         arguments: Mapping[str, object] = MappingProxyType({}),
     ) -> Leftovers:
         try:
-            answers = self._answers(mode, hook, arguments, worker=worker, plugin=traces)
+            answers = self._answers(mode, hook, arguments, instance=instance, plugin=traces)
             wrong = [answer for answer in answers if not isinstance(answer, Leftovers)]
             if not wrong:
                 return Leftovers(
@@ -263,18 +264,18 @@ class Registry:
 
     def _answers(
         self, mode: str, hook: str, arguments: Mapping[str, object],
-        *, worker: Worker | None = None, plugin: bool = True,
+        *, instance: BackendInstance | None = None, plugin: bool = True,
     ) -> list[Any]:
-        """What the *plugin* for *mode* says, the backend of *worker*, and observers."""
+        """What the *plugin* for *mode* says, the backend of *instance*, and observers."""
         self.load(mode)
         others = [found for other, found in self._plugins.items() if other != mode or not plugin]
-        others += [other.backend for other in self._workers if other is not worker]
+        others += [other.backend for other in self._instances if other is not instance]
         answers: list[Any] = self.manager.subset_hook_caller(hook, others)(**arguments)
         return answers
 
     def _call(self, backend: object, hook: str, **arguments: object) -> Any:
         """Have *backend*, and no other, do its work."""
-        others = [worker.backend for worker in self._workers if worker.backend is not backend]
+        others = [instance.backend for instance in self._instances if instance.backend is not backend]
         return self.manager.subset_hook_caller(hook, others)(**arguments)
 
     def _load_named(self, name: str, installed: Iterable[EntryPoint]) -> None:

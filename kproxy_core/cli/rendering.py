@@ -27,7 +27,7 @@ def render_manifests(config: Config, registry: Registry, families: tuple[Family,
     used is logged. Raises BackendError, HostError or StartFailed.
     """
     settings = node_settings(config, registry.load(config.mode))
-    worker = registry.make_backend(config.mode, backend_settings(config, families))
+    instance = registry.make_backend(config.mode, backend_settings(config, families))
     store = _read(config, settings.name, families)
     own = frozenset(store.node.addresses) if store.node else node_addresses(registry.is_of_node)
     facts = NodeFacts(settings, own)
@@ -38,9 +38,9 @@ def render_manifests(config: Config, registry: Registry, families: tuple[Family,
             plans.node_is(facts.view(family))
             for conflict in plans.plan():
                 log.warning(str(conflict))
-            yield worker.render(plans.update(Scope.RESYNC))
+            yield instance.render(plans.update(Scope.RESYNC))
     finally:
-        registry.close_backend(worker)
+        registry.close_backend(instance)
 
 
 def _read(config: Config, node_name: str, families: tuple[Family, ...]) -> Store:

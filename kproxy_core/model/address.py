@@ -4,29 +4,17 @@ An address is its packed bytes (4 or 16 of them): the form in which it is
 compared, counted and sent to the kernel. Text exists only at the edges.
 """
 
+from __future__ import annotations
+
 import enum
-import ipaddress
 import socket
 from collections.abc import Iterable
-from typing import NamedTuple, NewType
+from typing import Final, NamedTuple, NewType
 
 Address = NewType("Address", bytes)
 """A packed IP address: 4 bytes (IPv4) or 16 bytes (IPv6), network order."""
 
 _MAPPED_PREFIX = bytes(10) + b"\xff\xff"
-
-
-class Family(enum.Enum):
-    """An IP family; the value is how Kubernetes spells it."""
-
-    IPV4 = "IPv4"
-    IPV6 = "IPv6"
-
-    def __init__(self, label: str) -> None:
-        self.label = label
-        self.size = 4 if label == "IPv4" else 16
-        """Bytes of an address."""
-        self.bits = self.size * 8
 
 
 class Protocol(enum.IntEnum):
@@ -86,7 +74,7 @@ def parse_address(text: str) -> Address:
 
 def format_address(address: Address) -> str:
     """The canonical text of a packed *address*."""
-    return socket.inet_ntop(socket.AF_INET if len(address) == 4 else socket.AF_INET6, address)
+    return socket.inet_ntop(family_of(address).af, address)
 
 
 def parse_cidr(text: str) -> Cidr:
@@ -113,15 +101,14 @@ def outermost(cidrs: Iterable[Cidr]) -> tuple[Cidr, ...]:
 
 
 def is_loopback(address: Address) -> bool:
-    """Whether *address* is in 127.0.0.0/8 or is ::1."""
-    return address[0] == 127 if len(address) == 4 else address == _LOOPBACK6
+    """Return whether *address* is in 127.0.0.0/8 or is ::1."""
+    return address[0] == 127 if len(address) == 4 else address == Family.IPV6.loopback
 
 
 def format_socket(address: Address, port: int) -> str:
     """``address:port``, IPv6 in brackets."""
-    if len(address) == 4:
-        return f"{socket.inet_ntop(socket.AF_INET, address)}:{port}"
-    return f"[{socket.inet_ntop(socket.AF_INET6, address)}]:{port}"
+    text = format_address(address)
+    return f"{text}:{port}" if len(address) == 4 else f"[{text}]:{port}"
 
 
 def _masked(address: bytes, prefix: int) -> Address:
@@ -130,4 +117,23 @@ def _masked(address: bytes, prefix: int) -> Address:
     return Address(value.to_bytes(len(address), "big"))
 
 
-_LOOPBACK6 = ipaddress.IPv6Address("::1").packed
+class Family(enum.Enum):
+    """An IP family, with its constants. The value is the name in Kubernetes objects."""
+
+    IPV4 = "IPv4"
+    IPV6 = "IPv6"
+
+    def __init__(self, label: str) -> None:
+        ipv4 = label == "IPv4"
+        self.label = label
+        self.size = 4 if ipv4 else 16
+        """Bytes of an address."""
+        self.bits = self.size * 8
+        self.af = socket.AF_INET if ipv4 else socket.AF_INET6
+        """The address family of sockets and netlink messages; netfilter's NFPROTO numbers are the same."""
+        self.unspecified = Address(bytes(self.size))
+        self.loopback = parse_address("127.0.0.1" if ipv4 else "::1")
+        self.loopback_cidr = parse_cidr("127.0.0.0/8" if ipv4 else "::1/128")
+
+
+FAMILY_BY_AF: Final[dict[int, Family]] = {int(family.af): family for family in Family}

@@ -6,22 +6,24 @@ from typing import TypeVar
 
 from kproxy_core.backend.api import BackendSettings
 from kproxy_core.backend.errors import BackendError, SyncFailed, Unsupported
+from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.backend.registry import Registry
-from kproxy_core.backend.worker import Worker
 
 log = logging.getLogger("kproxy.run")
 
 _T = TypeVar("_T")
 
 
-def begin(registry: Registry, mode: str, settings: BackendSettings, *, insist: bool = False) -> Worker:
+def begin(
+    registry: Registry, mode: str, settings: BackendSettings, *, insist: bool = False
+) -> BackendInstance:
     """The backend of *mode*, made and able to work as far as can be known without programming anything.
 
     With *insist* it is enough that it could be made. Raises UnknownMode, PluginRefused or Unsupported.
     """
-    worker = _judged(lambda: registry.make_backend(mode, settings))
+    instance = _judged(lambda: registry.make_backend(mode, settings))
     try:
-        if not _judged(worker.begin):
+        if not _judged(instance.begin):
             detection = registry.detect(mode, settings, load_modules=True)
             if detection.refuted:
                 raise Unsupported(detection.because)
@@ -30,10 +32,10 @@ def begin(registry: Registry, mode: str, settings: BackendSettings, *, insist: b
         log.info("a mode begins with trouble", extra={"fields": {"mode": mode, "error": str(error)}})
     except Unsupported as error:
         if not insist:
-            registry.close_backend(worker)
+            registry.close_backend(instance)
             raise
         log.warning("a mode may not work", extra={"fields": {"mode": mode, "because": str(error)}})
-    return worker
+    return instance
 
 
 def _judged(act: Callable[[], _T]) -> _T:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kproxy_core.backend.api import Scope, Update
-from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket
+from kproxy_core.model.address import Address, Protocol, format_address, format_socket
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
@@ -18,7 +18,6 @@ _ATTEMPTS = 3
 _PATIENCE = 1.0
 """Seconds for one."""
 
-_SOCKET_FAMILY = {Family.IPV4: socket.AF_INET, Family.IPV6: socket.AF_INET6}
 
 
 class ProbeFailed(Exception):
@@ -43,7 +42,7 @@ class Probe:
         if own is None or own not in addresses:
             raise CanNotProbe("the node's address is not one of this machine")
         self._vip = vip
-        self._listener = socket.create_server((format_address(own), 0), family=_SOCKET_FAMILY[full.family])
+        self._listener = socket.create_server((format_address(own), 0), family=full.family.af)
         self._port = self._listener.getsockname()[1]
         self._endpoint = Destination(own, self._port)
         if any(p.cluster_ip == vip and p.port == self._port for p in full.plans.values()):
@@ -85,7 +84,7 @@ class Probe:
 
     def _attempt(self) -> str:
         """What went wrong; "": nothing."""
-        with socket.socket(_SOCKET_FAMILY[self._full.family]) as connection:
+        with socket.socket(self._full.family.af) as connection:
             connection.settimeout(_PATIENCE)
             try:
                 connection.connect((format_address(self._vip), self._port))

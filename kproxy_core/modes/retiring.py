@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from kproxy_core.backend.api import BackendSettings, Leftovers, Measurement
 from kproxy_core.backend.errors import BackendError
+from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.backend.registry import Registry
-from kproxy_core.backend.worker import Worker
 
 log = logging.getLogger("kproxy.run")
 
@@ -21,7 +21,7 @@ _TRIES = 5
 @dataclass(slots=True)
 class _Leaving:
     mode: str
-    worker: Worker | None
+    instance: BackendInstance | None
     """The backend that served; None: an earlier process did."""
     traces: bool = True
     """What it left in the kernel is to be removed, too."""
@@ -53,14 +53,14 @@ class Retiring:
             for leaving in list(self._leaving)
         ]  # fmt: skip
 
-    def add(self, mode: str, worker: Worker | None = None) -> int:
+    def add(self, mode: str, instance: BackendInstance | None = None) -> int:
         """Begin to remove what *mode* left; returns for how many connections' sake something stays.
 
-        Without a *worker*, what was left by whom; not while the mode serves.
+        Without a *instance*, what was left by whom; not while the mode serves.
         """
-        leaving = _Leaving(mode, worker)
+        leaving = _Leaving(mode, instance)
         with self._changed:
-            if worker is not None:
+            if instance is not None:
                 self._serving.discard(mode)
             if self._closed or mode in self._serving or self._step(leaving):
                 return 0
@@ -89,8 +89,8 @@ class Retiring:
             leaving, self._leaving = self._leaving, []
             self._changed.notify_all()
         for one in leaving:
-            if one.worker is not None:
-                self._registry.close_backend(one.worker)
+            if one.instance is not None:
+                self._registry.close_backend(one.instance)
 
     def _run(self) -> None:
         with self._changed:
@@ -104,15 +104,15 @@ class Retiring:
         try:
             settings = self._settings_of(leaving.mode)
             found = self._registry.retire(
-                leaving.mode, settings, worker=leaving.worker, traces=leaving.traces)
+                leaving.mode, settings, instance=leaving.instance, traces=leaving.traces)
             report(leaving.mode, found)
             leaving.waiting = found.waiting
             leaving.failures = leaving.failures + 1 if found.errors else 0
             if found.waiting or 0 < leaving.failures < _TRIES:
                 return False
-            if leaving.worker is not None:
-                worker, leaving.worker = leaving.worker, None
-                self._registry.close_backend(worker)
+            if leaving.instance is not None:
+                instance, leaving.instance = leaving.instance, None
+                self._registry.close_backend(instance)
             if leaving.traces:
                 found = self._registry.cleanup(leaving.mode, settings, dry_run=False)
                 report(leaving.mode, found)

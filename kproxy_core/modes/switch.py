@@ -16,8 +16,8 @@ from functools import partial
 
 from kproxy_core.backend.api import BackendSettings, Caveat, Scope, SyncReport, Update
 from kproxy_core.backend.errors import BackendError, SyncFailed, Unsupported
+from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.backend.registry import Registry
-from kproxy_core.backend.worker import Worker
 from kproxy_core.modes.beginning import begin
 from kproxy_core.modes.journal import Entry, Journal, JournalFailed, Phase
 from kproxy_core.modes.proof import NotProven, Tell, prove
@@ -71,12 +71,12 @@ class Switch:
         retiring: Retiring,
         journal: Journal,
         *,
-        worker: Worker,
+        instance: BackendInstance,
         configured: str,
         terms: Callable[[str], Terms],
-        serves: Callable[[Worker], None],
+        serves: Callable[[BackendInstance], None],
     ) -> None:
-        """*worker* serves at first; *configured*: the configuration's mode, "" for none.
+        """*instance* serves at first; *configured*: the configuration's mode, "" for none.
 
         *terms* raises what a wrong configuration raises; *serves* is told who serves from now on.
         """
@@ -89,12 +89,12 @@ class Switch:
         self._terms = terms
         self._serves = serves
         self._busy = threading.Lock()
-        self.worker = worker
+        self.instance = instance
         """Who serves."""
 
     def compare(self, mode: str) -> Difference:
         """What would change with *mode*. Raises SwitchFailed if it can't serve here."""
-        now, then = self.worker.mode, mode
+        now, then = self.instance.mode, mode
         with _failures():
             self._usable(mode)
             caveats = {of: self._caveats(of) for of in (now, then)}
@@ -113,12 +113,12 @@ class Switch:
         try:
             if configured is not None:
                 self.configured = configured
-            if mode == self.worker.mode:
+            if mode == self.instance.mode:
                 tell(f"{mode} serves already")
                 self._settle(mode)
                 return
             if not self._loop.settled:
-                raise SwitchFailed(f"{self.worker.mode} is not in sync yet")
+                raise SwitchFailed(f"{self.instance.mode} is not in sync yet")
             with _failures():
                 self._go(mode, tell)
         finally:
@@ -127,20 +127,20 @@ class Switch:
     def prove(self) -> None:
         """See that what serves is in the kernel and at work. Raises SwitchFailed."""
         with self._busy, _failures():
-            terms, worker = self._terms(self.worker.mode), self.worker
+            terms, instance = self._terms(self.instance.mode), self.instance
 
             def begin() -> list[Update]:
                 self._loop.hold()
                 return self._loop.updates(terms.node)
 
             try:
-                prove(self._loop, worker, self._loop.call(begin), lambda line: log.debug(line))
+                prove(self._loop, instance, self._loop.call(begin), lambda line: log.debug(line))
             finally:
                 self._loop.call(
-                    lambda: self._loop.serve_with(worker, terms.node, terms.pacing, Scope.CHANGED))
+                    lambda: self._loop.serve_with(instance, terms.node, terms.pacing, Scope.CHANGED))
 
     def _go(self, mode: str, tell: Tell) -> None:
-        terms, old = self._terms(mode), self.worker
+        terms, old = self._terms(mode), self.instance
         try:
             new = self._loop.call(partial(begin, self._registry, mode, terms.settings))
         except Unsupported as error:
@@ -162,7 +162,7 @@ class Switch:
             self._roll_back(new)
             raise
         self._loop.call(lambda: self._loop.serve_with(new, terms.node, terms.pacing, Scope.CHANGED))
-        self.worker = new
+        self.instance = new
         self._serves(new)
         tell(f"{mode} serves")
         log.info("the mode was switched", extra={"fields": {"before": old.mode, "after": mode}})
@@ -170,7 +170,7 @@ class Switch:
         tell(f"{waiting} connections still go through {old.mode}" if waiting else f"{old.mode} is gone")
         self._settle(mode)
 
-    def _try_out(self, new: Worker, node: NodeSettings, tell: Tell) -> None:
+    def _try_out(self, new: BackendInstance, node: NodeSettings, tell: Tell) -> None:
         """Program everything, see that it is there, and send a connection through it."""
         loop = self._loop
 
@@ -186,9 +186,9 @@ class Switch:
         tell(f"programmed {max(len(update.plans) for update in updates)} service ports")
         prove(loop, new, updates, tell)
 
-    def _roll_back(self, new: Worker) -> None:
+    def _roll_back(self, new: BackendInstance) -> None:
         """Have the old mode make everything right again; then what the new one made retires."""
-        old = self.worker
+        old = self.instance
         terms = self._terms(old.mode)
 
         def restore() -> None:
@@ -236,14 +236,14 @@ def _does_not_work(mode: str, because: str) -> str:
     return f"{mode} does not work here: {because}"
 
 
-def _sync(worker: Worker, update: Update) -> SyncReport:
+def _sync(instance: BackendInstance, update: Update) -> SyncReport:
     """Sync, and again if that fails: somebody else may hold a lock. Raises SyncFailed."""
     for _ in range(_TRIES - 1):
         try:
-            return worker.sync(update)
+            return instance.sync(update)
         except SyncFailed:
             time.sleep(_PAUSE)
-    return worker.sync(update)
+    return instance.sync(update)
 
 
 @contextmanager

@@ -51,7 +51,7 @@ class Heir:
         self._stopped.set()
 
     def _take_over(self) -> None:
-        mode = self._switch.worker.mode
+        mode = self._switch.instance.mode
         try:
             others = [other for other in self._registry.modes if other != mode and self._left(other)]
             superseded = bool(self._ask(lambda: self._registry.supersede(mode, dry_run=True), mode).removed)

@@ -7,13 +7,11 @@ import json
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from kproxy_core.model.address import Address, Family, parse_address
+from kproxy_core.model.address import Address
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServiceName
 from kproxy_core.observe.http.messages import Answer
 from kproxy_core.observe.http.server import HttpServer, Listener
-
-_LOOPBACK = {Family.IPV4: parse_address("127.0.0.1"), Family.IPV6: parse_address("::1")}
 
 
 class LocalEndpoints(NamedTuple):
@@ -44,10 +42,10 @@ class ServiceHealth:
 
     def place(self, node: NodeView) -> None:
         """Listen where *node* (of this family) serves node ports. Cheap when that has not changed."""
-        anywhere = (Address(bytes(node.family.size)),)
+        anywhere = (node.family.unspecified,)
         addresses = anywhere if node.node_ports_anywhere else node.node_port_addresses
         if node.node_ports_on_loopback and not node.node_ports_anywhere:
-            addresses = (*addresses, _LOOPBACK[node.family])
+            addresses = (*addresses, node.family.loopback)
         if addresses == self._addresses:
             return
         self._addresses = addresses

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kproxy_core.model.address import Address, Cidr, Family, family_of, is_loopback, parse_address
+from kproxy_core.model.address import Address, Cidr, Family, family_of, is_loopback
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +78,10 @@ def includes_loopback(choice: NodePortChoice, family: Family) -> bool:
         case Everywhere():
             return True
         case WithinNetworks(networks):
-            first = _LOOPBACK[family]
+            first = family.loopback_cidr.network
             return any(n.family is family and (first in n or is_loopback(n.network)) for n in networks)
         case PrimaryOnly():
             return False
-
-
-_LOOPBACK = {Family.IPV4: parse_address("127.0.0.0"), Family.IPV6: parse_address("::1")}
 
 
 def _within(networks: Iterable[Cidr], addresses: Iterable[Address]) -> tuple[Address, ...]:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kproxy_core import __version__
+from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.backend.registry import Registry
-from kproxy_core.backend.worker import Worker
 from kproxy_core.config.check import FEATURE_GATES
 from kproxy_core.config.file import ClientConnection
 from kproxy_core.config.flags import Flags
@@ -128,8 +128,8 @@ def set_up(config: Config, registry: Registry, configuration: Configuration) -> 
     Raises BackendError, HostError or StartFailed.
     """
     families = served_families()
-    config, worker, _, families = choose(configuration, registry, config.mode, families)
-    registry.close_backend(worker)
+    config, instance, _, families = choose(configuration, registry, config.mode, families)
+    registry.close_backend(instance)
     settings = node_settings(config, registry.load(config.mode))
     events = make_events(config, settings.name, ClientMetrics())
     if not preparation.tune_conntrack(preparation.limits(config), events):
@@ -160,7 +160,7 @@ class _Proxy:
 
     def __init__(self, choice: Choice, registry: Registry, configuration: Configuration) -> None:
         """Nothing is started yet. Raises StartFailed."""
-        config, worker, fallback, families = choice
+        config, instance, fallback, families = choice
         self._config = config
         self._registry = registry
         self._configuration = configuration
@@ -196,24 +196,24 @@ class _Proxy:
             log.info("without CAP_NET_ADMIN, what others left and tracked connections stay as they are")
         self._tuned = not self._privileged or preparation.tune_conntrack(self._limits, self._events)
         self._server = HttpServer()
-        self._loop = self._make_loop(worker)
+        self._loop = self._make_loop(instance)
         settings_of = settings_of_modes(configuration, families)
         self._retiring = Retiring(registry, settings_of, config.mode)
         self._switch = Switch(
-            self._loop, registry, self._retiring, journal, worker=worker, configured=configuration.mode,
+            self._loop, registry, self._retiring, journal, instance=instance, configured=configuration.mode,
             terms=terms_of_modes(configuration, registry, families), serves=self._serves,
         )
-        self._metrics.also(lambda: [*self._switch.worker.measure(), self._retiring.measure()])
+        self._metrics.also(lambda: [*self._switch.instance.measure(), self._retiring.measure()])
         self._heir = Heir(registry, settings_of, self._switch, self._retiring, self._health)
         self._failures: list[str] = []
 
-    def _make_loop(self, worker: Worker) -> Loop:
+    def _make_loop(self, instance: BackendInstance) -> Loop:
         cleaner = FlowCleaner(lambda done: self._loop.cleaned(done)) if self._privileged else NoCleaner()
         return Loop(
             self._families,
             self._store,
             NodeFacts(self._node, frozenset()),
-            worker,
+            instance,
             Shared(
                 health=self._health, metrics=self._metrics, cleaner=cleaner,
                 clock=time.monotonic, wall=time.time,
@@ -247,7 +247,7 @@ class _Proxy:
             watcher.close()
             self._server.stop()
             self._retiring.close()
-            self._registry.close_backend(self._switch.worker)
+            self._registry.close_backend(self._switch.instance)
         if self._failures:
             raise StartFailed("; ".join(self._failures))
 
@@ -289,12 +289,12 @@ class _Proxy:
     def _service_health_failed(self, service: ServiceName, problem: str) -> None:
         self._events.service(service.namespace, service.name, "FailedToStartServiceHealthcheck", problem)
 
-    def _serves(self, worker: Worker) -> None:
+    def _serves(self, instance: BackendInstance) -> None:
         """Another mode, from now on."""
-        self._metrics.mode_is(worker.mode)
-        self._told.mode = worker.mode
-        self._told.configuration = effective(self._configuration.of(worker.mode))
-        self._events.node("Normal", "ModeSwitched", worker.mode)
+        self._metrics.mode_is(instance.mode)
+        self._told.mode = instance.mode
+        self._told.configuration = effective(self._configuration.of(instance.mode))
+        self._events.node("Normal", "ModeSwitched", instance.mode)
 
 
 def _counting(counted: ClientMetrics) -> "Observe":

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from kproxy_core.backend.errors import Unsupported
 from kproxy_core.backend.fallback import Fallback
+from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.backend.registry import PluginRefused, Registry
-from kproxy_core.backend.worker import Worker
 from kproxy_core.config.settings import Config
 from kproxy_core.host import privileges
 from kproxy_core.model.address import Family, family_of
@@ -26,7 +26,7 @@ class Choice(NamedTuple):
 
     config: Config
     """In effect for the mode that was chosen."""
-    worker: Worker
+    instance: BackendInstance
     fallback: Fallback | None
     families: tuple[Family, ...]
     """What it serves: all there are, unless the mode lacks something for one that is not the primary one."""
@@ -46,7 +46,7 @@ def choose(
     problems: dict[str, str] = {}
     for mode in candidates:
         try:
-            worker = _begin(
+            instance = _begin(
                 registry, mode, configuration.of(mode), families, insist=mode == wanted and not privileged)
         except (Unsupported, PluginRefused) as error:
             if mode == wanted and isinstance(error, PluginRefused):
@@ -57,13 +57,13 @@ def choose(
         fallback = Fallback(wanted, mode, problems[wanted]) if wanted in problems else None
         if fallback:
             log.warning("another mode serves than the one asked for", extra={"fields": fallback._asdict()})
-        return Choice(configuration.of(mode), worker, fallback, worker.settings.families)
+        return Choice(configuration.of(mode), instance, fallback, instance.settings.families)
     raise Unsupported(_nothing_works(registry, wanted, problems))
 
 
 def _begin(
     registry: Registry, mode: str, config: Config, families: tuple[Family, ...], *, insist: bool
-) -> Worker:
+) -> BackendInstance:
     """The backend of *mode*, for those of *families* that it can serve.
 
     kube-proxy, too, serves one family where iptables has no nat table for the other (1.36,

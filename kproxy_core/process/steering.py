@@ -26,9 +26,9 @@ def answer_requests(switch: Switch) -> Answer:
             match request:
                 case {"do": "switch", "mode": str(mode)}:
                     switch.to(mode, tell)
-                    return {"mode": switch.worker.mode, "configured": switch.configured}
+                    return {"mode": switch.instance.mode, "configured": switch.configured}
                 case {"do": "compare", "mode": str(mode)}:
-                    return {"mode": switch.worker.mode, **_described(switch.compare(mode))}
+                    return {"mode": switch.instance.mode, **_described(switch.compare(mode))}
         except SwitchFailed as error:
             raise Refused(str(error)) from error
         raise Refused("no such request")
@@ -80,7 +80,7 @@ class FollowedFile:
         """Switch, if that is all that is asked for. False: it is not, or can't be had."""
         known = self._configuration
         assert known.file is not None
-        serving = self._switch.worker.mode
+        serving = self._switch.instance.mode
         try:
             new = Configuration(known.flags, load(known.file.path))
             asked = new.mode

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kproxy_core.backend.api import Scope, SyncReport
 from kproxy_core.backend.errors import SyncFailed, TrustLost, Unsupported
-from kproxy_core.backend.worker import Worker
+from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.observe.health import ProxyHealth
@@ -43,11 +43,11 @@ class FamilySync:
     """One family's turns. Knows when the next is due; all methods belong to the loop's thread."""
 
     def __init__(
-        self, plans: FamilyPlans, worker: Worker, pacing: Pacing, service_health: ServiceHealth,
+        self, plans: FamilyPlans, instance: BackendInstance, pacing: Pacing, service_health: ServiceHealth,
         shared: Shared,
     ) -> None:
         self.plans = plans
-        self.worker = worker
+        self.instance = instance
         """Who programs the kernel."""
         self.family = plans.family
         self.synced = False
@@ -74,9 +74,9 @@ class FamilySync:
         """Nobody tells what others change: have full syncs look for it, as often as the operator wants."""
         self._pacing.look_often()
 
-    def serve_with(self, worker: Worker, pacing: Pacing) -> None:
-        """From now on *worker* has the work."""
-        self.worker = worker
+    def serve_with(self, instance: BackendInstance, pacing: Pacing) -> None:
+        """From now on *instance* has the work."""
+        self.instance = instance
         self._pacing = pacing
         self._failures = 0
         self._damages = 0
@@ -130,7 +130,7 @@ class FamilySync:
             self._follow([])
             return
         try:
-            report: SyncReport = self.worker.sync(self.plans.update(scope))
+            report: SyncReport = self.instance.sync(self.plans.update(scope))
         except Unsupported:
             raise
         except Exception as error:  # noqa: BLE001 - a plugin's, and the other family must go on
@@ -221,7 +221,7 @@ class FamilySync:
             shared.metrics.programmed(self.family, [now - then for then in self._trigger_times])
             self._trigger_times = []
         for key in self.plans.take_flows():
-            relays = {relay(self.family, port) for port in self.worker.relays(self.family, key)}
+            relays = {relay(self.family, port) for port in self.instance.relays(self.family, key)}
             self._flows.put(key, self.plans.plans.get(key), self.plans.serving(key) | relays)
         self._clean_flows()
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TypeVar
 
 from kproxy_core.backend.api import Scope, Update
-from kproxy_core.backend.worker import Worker
+from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.model.address import Address, Family
 from kproxy_core.observe.service_health import ServiceHealth
 from kproxy_core.store.events import BadObject, Event
@@ -41,7 +41,7 @@ class Loop:
         families: Sequence[Family],
         store: Store,
         facts: NodeFacts,
-        worker: Worker,
+        instance: BackendInstance,
         shared: Shared,
         *,
         pacing: Callable[[], Pacing],
@@ -54,10 +54,10 @@ class Loop:
         """
         self._store = store
         self._facts = facts
-        self._worker = worker
+        self._instance = instance
         self._shared = shared
         self._syncs = {
-            family: FamilySync(FamilyPlans(family, store), worker, pacing(), service_health(), shared)
+            family: FamilySync(FamilyPlans(family, store), instance, pacing(), service_health(), shared)
             for family in families
         }
         self._all_synced = all_synced
@@ -176,15 +176,15 @@ class Loop:
         ]
 
     def serve_with(
-        self, worker: Worker, settings: NodeSettings, pacing: Callable[[], Pacing], scope: Scope
+        self, instance: BackendInstance, settings: NodeSettings, pacing: Callable[[], Pacing], scope: Scope
     ) -> None:
-        """From now on *worker* has the work, and has all that `updates` gave. *scope*: of its next sync."""
+        """From now on *instance* has the work, and has all that `updates` gave. *scope*: of its next sync."""
         self._held = False
-        if worker is not self._worker:
-            self._worker = worker
+        if instance is not self._instance:
+            self._instance = instance
             self._facts = self._facts.with_settings(settings)
             for sync in self._syncs.values():
-                sync.serve_with(worker, pacing())
+                sync.serve_with(instance, pacing())
             self._watch()
         self._node_differs = True
         for sync in self._syncs.values():
@@ -216,12 +216,12 @@ class Loop:
             self._all_synced()
 
     def _watch(self) -> None:
-        worker = self._worker
+        instance = self._instance
 
         def damaged(family: Family, what: str) -> None:
-            self._inbox.put(partial(self._damaged, worker, family, what))
+            self._inbox.put(partial(self._damaged, instance, family, what))
 
-        if not worker.watch(damaged):
+        if not instance.watch(damaged):
             log.info("foreign changes go unnoticed until the next full sync")
             for sync in self._syncs.values():
                 sync.look_often()
@@ -256,10 +256,10 @@ class Loop:
         self._facts.addresses = addresses
         self._node_differs = True
 
-    def _damaged(self, worker: Worker, family: Family, what: str) -> None:
-        """Somebody else changed what *worker* programmed; while two modes are at work, the other one did."""
+    def _damaged(self, instance: BackendInstance, family: Family, what: str) -> None:
+        """Another process changed what *instance* programmed; during a switch, the other mode may have."""
         sync = self._syncs.get(family)
-        if sync is not None and worker is self._worker and not self._held:
+        if sync is not None and instance is self._instance and not self._held:
             sync.damaged(what)
 
     def _stop(self) -> None:

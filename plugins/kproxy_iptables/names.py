@@ -10,7 +10,6 @@ import hashlib
 import re
 from typing import NamedTuple
 
-from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServicePortKey
 
 FILTER, NAT, MANGLE = "filter", "nat", "mangle"
@@ -51,7 +50,6 @@ OUR_CHAINS = frozenset(
 )
 """Table and name of every chain that is this mode's, those of service ports excepted."""
 
-LOOPBACK = {Family.IPV4: "127.0.0.0/8", Family.IPV6: "::1/128"}
 
 
 def is_ours(table: str, chain: str) -> bool:

@@ -105,7 +105,7 @@ def constant_rules(node: NodeView, facts: Facts) -> dict[ChainKey, list[str]]:
 def _node_port_dispatch(node: NodeView, facts: Facts) -> list[str]:
     if node.node_ports_anywhere:
         if node.family is Family.IPV6 or not facts.localhost_node_ports:
-            return [f"! -d {names.LOOPBACK[node.family]} {_DISPATCH} {TO_THIS_NODE} -j {names.NODE_PORTS}"]
+            return [f"! -d {node.family.loopback_cidr} {_DISPATCH} {TO_THIS_NODE} -j {names.NODE_PORTS}"]
         return [f"{_DISPATCH} {TO_THIS_NODE} -j {names.NODE_PORTS}"]
     addresses = [format_address(address) for address in node.node_port_addresses]
     if facts.localhost_node_ports:

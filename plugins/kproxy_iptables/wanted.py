@@ -51,7 +51,6 @@ class Style:
 
 
 _PROTOCOLS = {protocol: protocol.name.lower() for protocol in Protocol}
-_HOST = {Family.IPV4: "/32", Family.IPV6: "/128"}
 _MASK = {Family.IPV4: "255.255.255.255", Family.IPV6: ":".join(["ffff"] * 8)}
 _REJECT = {
     Family.IPV4: "REJECT --reject-with icmp-port-unreachable",
@@ -100,7 +99,7 @@ def _endpoint_chains(
     seed = chains.endpoint_seed
     protocol = _PROTOCOLS[plan.key.protocol]
     comment = f' -m comment --comment "{plan.key}"' if style.comments else ""
-    host = _HOST[style.family]
+    host = f"/{style.family.bits}"
     for where in plan.reachable:
         text = format_socket(where.address, where.port)
         chain = endpoint_chain(seed, text)
@@ -258,7 +257,7 @@ def _node_port_rules(plan: ServicePlan, style: Style, chains: ServiceChains, rul
         match = f'-p {protocol} -m comment --comment "{plan.key}" -m {protocol} --dport {plan.node_port}'
         if style.localhost_node_ports_counted:
             counted = f"-m nfacct --nfacct-name {names.LOCALHOST_COUNTER}"
-            loopback = names.LOOPBACK[style.family]
+            loopback = style.family.loopback_cidr
             rules.append(Rule(NAT, names.NODE_PORTS, f"-d {loopback} {match} {counted} -j {chains.external}"))
         rules.append(Rule(NAT, names.NODE_PORTS, f"{match} -j {chains.external}"))
     if not plan.has_external_endpoints:
@@ -289,7 +288,7 @@ def _match(
 ) -> str:
     protocol = _PROTOCOLS[plan.key.protocol]
     return (
-        f'-d {address}{_HOST[style.family]} {interface}-p {protocol} -m comment --comment "{comment}"'
+        f'-d {address}/{style.family.bits} {interface}-p {protocol} -m comment --comment "{comment}"'
         f" -m {protocol} --dport {port}"
     )
 

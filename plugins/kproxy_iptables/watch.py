@@ -21,7 +21,7 @@ from kproxy_core.backend.api import Damage
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.netlink import messages as netlink
 from kproxy_core.host.programs import OwnProcesses
-from kproxy_core.model.address import Family
+from kproxy_core.model.address import FAMILY_BY_AF, Family
 from kproxy_iptables import names
 from kproxy_iptables.skeleton import BUILT_IN_CHAINS, JUMPS
 from kproxy_xtables.rules import missing_jumps
@@ -47,7 +47,6 @@ _CHANGES = {
     _NEW_RULE: "rule added", _DELETE_RULE: "rule deleted",
     _NEW_CHAIN: "chain added", _DELETE_CHAIN: "chain deleted", _DELETE_TABLE: "table deleted",
 }  # fmt: skip
-_FAMILIES = {socket.AF_INET: Family.IPV4, socket.AF_INET6: Family.IPV6}
 _TABLES = (names.FILTER, names.NAT, names.MANGLE)
 _HEADER = struct.Struct("=IHHIIBBH")
 """nlmsghdr and nfgenmsg."""
@@ -232,8 +231,8 @@ class Commits:
                 return
             if kind == _NFTABLES | _NEWGEN:
                 yield from self._ended(data, at + _HEADER.size, at + size)
-            elif kind & ~0xFF == _NFTABLES and number in _FAMILIES and kind & 0xFF in _CHANGES:
-                self._note(_FAMILIES[number], kind & 0xFF, data, at + _HEADER.size, at + size)
+            elif kind & ~0xFF == _NFTABLES and number in FAMILY_BY_AF and kind & 0xFF in _CHANGES:
+                self._note(FAMILY_BY_AF[number], kind & 0xFF, data, at + _HEADER.size, at + size)
             at += (size + 3) & ~3
 
     def _note(self, family: Family, kind: int, data: bytes, start: int, end: int) -> None:

@@ -4,7 +4,7 @@ import struct
 from functools import lru_cache
 from typing import NamedTuple
 
-from kproxy_core.model.address import Address, Family
+from kproxy_core.model.address import FAMILY_BY_AF, Address, Family
 from kproxy_core.model.endpoint import Destination
 from kproxy_ipvs.wanted import Scheduling, ServerKey
 
@@ -15,8 +15,6 @@ SET_CONFIG = 12
 _FLAGS = 0x1 | 0x4 | 0x8 | 0x10 | 0x20
 """Persistence, one packet scheduling and the scheduler's own: all that can be set."""
 
-_AF = {Family.IPV4: 2, Family.IPV6: 10}
-_FAMILIES = {number: family for family, number in _AF.items()}
 _NETMASK = {Family.IPV4: b"\xff\xff\xff\xff", Family.IPV6: struct.pack("=I", 128)}
 _GENERIC = struct.Struct("=BBH")
 _VERSION = 1
@@ -91,7 +89,7 @@ def set_timeouts(tcp: int, tcp_fin: int, udp: int) -> Body:
 
 def decode_server(attributes: dict[int, bytes]) -> tuple[ServerKey, Scheduling] | None:
     """A virtual server from the attributes within IPVS_CMD_ATTR_SERVICE; None if we can't know it."""
-    family = _FAMILIES.get(_u16(attributes.get(1, b"")))
+    family = FAMILY_BY_AF.get(_u16(attributes.get(1, b"")))
     if family is None:
         return None
     if mark := int.from_bytes(attributes.get(5, b""), "little" if _LITTLE else "big"):
@@ -129,7 +127,7 @@ def decode_destination(family: Family, attributes: dict[int, bytes]) -> Listed:
 
 
 def _service(key: ServerKey, scheduling: Scheduling | None = None) -> bytes:
-    parts = _attribute(1, struct.pack("=H", _AF[key.family]))
+    parts = _attribute(1, struct.pack("=H", key.family.af))
     if key.address is None:
         parts += _u32(5, key.mark)
     else:
@@ -152,7 +150,7 @@ def _named(key: ServerKey) -> bytes:
 
 def _destination(key: ServerKey, where: Destination) -> bytes:
     parts = _attribute(1, where.address.ljust(16, b"\0")) + _attribute(2, struct.pack(">H", where.port))
-    parts += _attribute(11, struct.pack("=H", _AF[key.family]))
+    parts += _attribute(11, struct.pack("=H", key.family.af))
     return _attribute(2 | _NESTED, parts)
 
 
@@ -164,7 +162,7 @@ _WEIGHED = struct.Struct("=HH HH16s HH2s2x HHI HHI HHI HHI HHH2x")
 def _weighed(key: ServerKey, where: Destination, weight: int) -> bytes:
     return _WEIGHED.pack(
         _WEIGHED.size, 2 | _NESTED, 20, 1, where.address, 6, 2, where.port.to_bytes(2, "big"),
-        8, 3, 0, 8, 4, weight, 8, 5, 0, 8, 6, 0, 6, 11, _AF[key.family],
+        8, 3, 0, 8, 4, weight, 8, 5, 0, 8, 6, 0, 6, 11, key.family.af,
     )  # fmt: skip
 
 

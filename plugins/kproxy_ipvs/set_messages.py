@@ -2,7 +2,6 @@
 
 import errno
 import os
-import socket
 import struct
 from collections.abc import Iterable, Iterator
 from itertools import groupby, islice
@@ -23,7 +22,6 @@ _ADDRESS = {Family.IPV4: 1, Family.IPV6: 2}
 _NET_ORDER = 0x4000
 """NLA_F_NET_BYTEORDER"""
 
-_AF = {Family.IPV4: socket.AF_INET, Family.IPV6: socket.AF_INET6}
 _NUMBERS = {protocol.name.lower(): bytes([protocol]) for protocol in Protocol}
 
 _PER_MESSAGE = 300
@@ -43,7 +41,7 @@ class Batch(NamedTuple):
 
 def batches(family: Family, elements: Iterable[Element], *, delete: bool = False) -> Iterator[Batch]:
     """Messages that add or delete *elements*, whether or not they are there."""
-    header = struct.pack("=BBH", _AF[family], 0, 0) + attribute(_PROTOCOL, b"\x06")
+    header = struct.pack("=BBH", family.af, 0, 0) + attribute(_PROTOCOL, b"\x06")
     for kind, group in groupby(elements, key=lambda element: element.set):
         name = kind.full_name(family)
         start = header + attribute(_NAME, name.encode() + b"\0") + attribute(_LINE, bytes(4))

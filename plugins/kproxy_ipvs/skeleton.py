@@ -19,7 +19,6 @@ JUMPS = (
 )
 """Inserted at the top of their chains."""
 
-_LOOPBACK = {Family.IPV4: "127.0.0.0/8", Family.IPV6: "::1/128"}
 _REJECT = {
     Family.IPV4: "REJECT --reject-with icmp-port-unreachable",
     Family.IPV6: "REJECT --reject-with icmp6-port-unreachable",
@@ -53,7 +52,7 @@ def skeleton(node: NodeView) -> dict[ChainKey, list[str]]:
             f"-j SET --map-set {names.SHORT_CIRCUIT.full_name(family)} dst,dst --map-mark"
         ],
         (NAT, names.SERVICES): [
-            f"-s {_LOOPBACK[family]} -j RETURN",
+            f"-s {family.loopback_cidr} -j RETURN",
             f"{match(names.LOAD_BALANCER_SET)} -g {names.LOAD_BALANCER}",
             *_masquerade_internal(node, match(names.CLUSTER_IP)),
             f"{match(names.EXTERNAL_IP)} {masquerade}",

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from kproxy_core.backend.api import Damage
 from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.host.netlink import messages as netlink
-from kproxy_core.model.address import Address, Family, format_address
+from kproxy_core.model.address import FAMILY_BY_AF, Address, Family, format_address
 from kproxy_ipvs.family import FamilyState
 from kproxy_ipvs.names import DEVICE
 
@@ -26,7 +26,6 @@ _RTM_DELLINK, _RTM_DELADDR = 17, 21
 _IFINFOMSG = struct.Struct("=BxHiII")
 _IFADDRMSG = struct.Struct("=BBBBI")
 _IFLA_IFNAME, _IFA_ADDRESS = 3, 1
-_FAMILIES = {socket.AF_INET: Family.IPV4, socket.AF_INET6: Family.IPV6}
 
 _SO_RCVBUFFORCE = 33
 _BUFFER = 4 << 20
@@ -82,7 +81,7 @@ class DeviceWatch:
                     self._report_all(f"interface {DEVICE} deleted")
             elif kind == _RTM_DELADDR:
                 number, _, _, _, index = _IFADDRMSG.unpack_from(data, start)
-                state = self._states.get(_FAMILIES.get(number, Family.IPV4))
+                state = self._states.get(FAMILY_BY_AF.get(number, Family.IPV4))
                 address = Address(netlink.attributes(data, start + _IFADDRMSG.size, end)[_IFA_ADDRESS])
                 # What is taken off by ourselves is wanted no longer.
                 if state is not None and state.wants(address) and _name(index) in (DEVICE, ""):

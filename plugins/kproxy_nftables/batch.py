@@ -30,8 +30,6 @@ _KIND = _SUBSYSTEM << 8
 GETTABLE, GETCHAIN, GETSET = _KIND | 1, _KIND | 4, _KIND | 10
 _NEWSETELEM, GETSETELEM, _DELSETELEM = _KIND | 12, _KIND | 13, _KIND | 14
 
-_NFPROTO = {Family.IPV4: 2, Family.IPV6: 10}
-
 _BATCH_BEGIN, _BATCH_END = 16, 17
 _BATCH_PAYLOAD = NFGENMSG.pack(0, 0, int.from_bytes(_SUBSYSTEM.to_bytes(2, "big"), sys.byteorder))
 _LIST_TABLE, _LIST_SET, _LIST_ELEMENTS = 1, 2, 3
@@ -51,7 +49,7 @@ _MESSAGE_SPACE = 60_000
 
 def payload(family: Family, attributes: bytes = b"") -> bytes:
     """Encode the payload of a request about *family*."""
-    return NFGENMSG.pack(_NFPROTO[family], 0, 0) + attributes
+    return NFGENMSG.pack(family.af, 0, 0) + attributes
 
 
 def element_list(container: str) -> bytes:

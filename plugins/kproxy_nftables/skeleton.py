@@ -22,7 +22,6 @@ BASE_CHAINS = {
     "filter-input": ("filter", "input", 0),
     "filter-postrouting": ("filter", "postrouting", 0),
 }
-_LOOPBACK = {Family.IPV4: "127.0.0.0/8", Family.IPV6: "::1"}
 
 
 def skeleton(node: NodeView) -> str:
@@ -131,7 +130,7 @@ def _chains(node: NodeView) -> dict[str, list[str]]:
     ip = NFT_FAMILY[node.family]
     bit = 1 << node.masquerade_bit
     to_node = (
-        f"fib daddr type local {ip} daddr != {_LOOPBACK[node.family]}"
+        f"fib daddr type local {ip} daddr != {str(node.family.loopback_cidr).removesuffix('/128')}"
         if node.node_ports_anywhere
         else f"{ip} daddr @{names.NODE_IPS}"
     )

@@ -30,7 +30,6 @@ log = logging.getLogger("kproxy.userspace")
 GRACE_SECONDS = 5.0
 """After a portal has gone, packets that had passed its rule may not be known to connection tracking yet."""
 
-_ANY = {Family.IPV4: "0.0.0.0", Family.IPV6: "::"}
 _numbers = itertools.count(1)
 
 Plans = Mapping[ServicePortKey, ServicePlan]
@@ -71,7 +70,7 @@ class FamilyRelays:
         self._listen = listen
         self._bind = bind
         address = listen or bind
-        self._address = _ANY[family] if address is None else format_address(address)
+        self._address = format_address(family.unspecified if address is None else address)
         self._relays: dict[ServicePortKey, dict[RelayName, Relay]] = {}
         self._applied: dict[ServicePortKey, frozenset[Redirect]] = {}
         """What the kernel holds."""

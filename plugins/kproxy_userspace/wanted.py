@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_address, is_loopback
+from kproxy_core.model.address import Address, Cidr, Protocol, format_address, is_loopback
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
@@ -95,11 +95,5 @@ def _outermost(ranges: Sequence[Cidr]) -> list[Cidr]:
 def _node_port_addresses(node: NodeView) -> tuple[Address | None, ...]:
     if node.node_ports_anywhere:
         return (None,)
-    loopback = (_LOOPBACK[node.family],) if node.node_ports_on_loopback else ()
+    loopback = (node.family.loopback,) if node.node_ports_on_loopback else ()
     return tuple(a for a in node.node_port_addresses if not is_loopback(a)) + loopback
-
-
-_LOOPBACK = {
-    Family.IPV4: Address(bytes([127, 0, 0, 1])),
-    Family.IPV6: Address(bytes(15) + b"\1"),
-}

@@ -15,7 +15,7 @@ from kproxy_core.backend.api import (
     Update,
 )
 from kproxy_core.backend.hookspecs import hookimpl
-from kproxy_core.backend.worker import Worker
+from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.model.address import Address, Family
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServiceName, ServicePortKey
@@ -129,12 +129,12 @@ class RecordingCleaner:
         self.under_way.append((family, stale))
 
 
-def worker_of(backend: object, families: Sequence[Family]) -> Worker:
+def instance_of(backend: object, families: Sequence[Family]) -> BackendInstance:
     """What the core knows *backend* by."""
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     manager.register(backend)
-    return Worker(
+    return BackendInstance(
         Description("test", "remembers", CONTRACT), BackendSettings(tuple(families)), backend,
         lambda hook, **arguments: getattr(manager.hook, hook)(**arguments),
     )
@@ -153,12 +153,12 @@ class Rig:
         addresses: Iterable[Address] = (),
         all_synced: Callable[[], None] = lambda: None,
         backend: object = None,
-        worker: Worker | None = None,
+        instance: BackendInstance | None = None,
     ) -> None:
-        """*backend*, or the one of *worker*, takes the place of the recording one."""
+        """*backend*, or the one of *instance*, takes the place of the recording one."""
         self.clock = Clock()
         self.backend = RecordingBackend(self.clock)
-        worker = worker or worker_of(backend or self.backend, families)
+        instance = instance or instance_of(backend or self.backend, families)
         self.metrics = Metrics("test", "0")
         self.health = ProxyHealth(
             families, timeout=60.0, node_required=False,
@@ -173,7 +173,7 @@ class Rig:
         )
         facts = NodeFacts(settings or NodeSettings(name="node1"), frozenset(addresses))
         self.loop = Loop(
-            families, self.store, facts, worker, self.shared,
+            families, self.store, facts, instance, self.shared,
             pacing=lambda: Pacing(
                 min_interval=min_interval, retry_cap=30.0, full_period=full_period, shortest_rest=0.0),
             service_health=self._service_health, all_synced=all_synced,

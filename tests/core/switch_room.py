@@ -21,8 +21,8 @@ from kproxy_core.backend.api import (
     Update,
 )
 from kproxy_core.backend.hookspecs import ENTRY_POINTS, hookimpl
+from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.backend.registry import Registry
-from kproxy_core.backend.worker import Worker
 from kproxy_core.model.address import Family, parse_address
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.modes.journal import Journal
@@ -153,24 +153,24 @@ class Room:
         self.story: list[str] = []
         self.old, self.new = Mode("old", self.story), Mode("new", self.story)
         self.registry = Registry([self.old.entry(), self.new.entry()])
-        worker = self.registry.make_backend("old", SETTINGS)
+        instance = self.registry.make_backend("old", SETTINGS)
         self.synced = threading.Event()
         self.node = NodeSettings(name="node1")
-        self.rig = Rig(families=[V4], worker=worker, settings=self.node, addresses=[SELF],
+        self.rig = Rig(families=[V4], instance=instance, settings=self.node, addresses=[SELF],
                        all_synced=self.synced.set)
         self.journal = Journal(str(directory))
         self.retiring = Retiring(self.registry, lambda mode: SETTINGS, "old")
         self.told: list[str] = []
-        self.serving: list[Worker] = []
+        self.serving: list[BackendInstance] = []
         self.switch = Switch(
-            self.rig.loop, self.registry, self.retiring, self.journal, worker=worker, configured="old",
+            self.rig.loop, self.registry, self.retiring, self.journal, instance=instance, configured="old",
             terms=self.terms, serves=self.serving.append,
         )
         self.thread = threading.Thread(target=self.rig.loop.run, daemon=True)
 
     def terms(self, mode: str) -> Terms:
         return Terms(settings=SETTINGS, node=self.node,
-                     pacing=lambda: Pacing(min_interval=0.0, retry_cap=30.0))
+                     pacing=lambda: Pacing(min_interval=0.0, retry_cap=30.0, shortest_rest=0.0))
 
     def start(self) -> None:
         self.thread.start()

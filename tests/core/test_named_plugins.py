@@ -83,8 +83,8 @@ def test_a_module_that_nobody_installed_provides_its_mode(here: Path) -> None:
     (here / "third.py").write_text(plugin("three") + "\nclass object_in_it: pass\n")
     registry = Registry(plugins=["third"])
     assert "three" in registry.modes
-    worker = registry.make_backend("three", SETTINGS)
-    assert worker.render(full_update(node_view(), {})) == "rules"
+    instance = registry.make_backend("three", SETTINGS)
+    assert instance.render(full_update(node_view(), {})) == "rules"
 
 
 def test_a_module_without_a_mode_observes_and_order_is_as_it_says(here: Path) -> None:

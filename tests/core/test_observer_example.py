@@ -36,18 +36,18 @@ def _installed(tmp_path: Path) -> Iterator[None]:
 
 
 def test_slow_syncs_are_told_and_counted(caplog: pytest.LogCaptureFixture) -> None:
-    worker = Registry(plugins=["slow_syncs"]).make_backend("good", BackendSettings((Family.IPV4,)))
+    instance = Registry(plugins=["slow_syncs"]).make_backend("good", BackendSettings((Family.IPV4,)))
     observer = sys.modules["slow_syncs"]
-    assert worker.sync(UPDATE) == SyncReport(1)
+    assert instance.sync(UPDATE) == SyncReport(1)
     assert caplog.records == []
     observer.SLOW = 0.0  # type: ignore[attr-defined]
     with caplog.at_level(logging.WARNING):
-        worker.sync(UPDATE)
+        instance.sync(UPDATE)
     assert [record.message for record in caplog.records] == ["slow sync"]
-    assert [m.value for answer in worker.measure() for m in answer if m.name == "slow_syncs_total"] == [1]
+    assert [m.value for answer in instance.measure() for m in answer if m.name == "slow_syncs_total"] == [1]
 
 
 def test_a_dry_run_reaches_no_backend(capsys: pytest.CaptureFixture[str]) -> None:
-    worker = Registry(plugins=["dry_run"]).make_backend("good", BackendSettings((Family.IPV4,)))
-    assert worker.sync(UPDATE) == SyncReport(0)
+    instance = Registry(plugins=["dry_run"]).make_backend("good", BackendSettings((Family.IPV4,)))
+    assert instance.sync(UPDATE) == SyncReport(0)
     assert capsys.readouterr().out == "IPv4 full default/web\n"

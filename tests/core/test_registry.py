@@ -81,11 +81,11 @@ def refused(registry: Registry) -> Mapping[str, str]:
 def test_the_mode_selected_makes_the_backend_that_gets_the_work(put: Install) -> None:
     put("good", good=plugin("good"), other=plugin("other"))
     registry = Registry()
-    worker = registry.make_backend("good", SETTINGS)
+    instance = registry.make_backend("good", SETTINGS)
     node = node_view()
     update = full_update(node, plans(node, service("web")))
-    assert worker.sync(update) == SyncReport(1)
-    assert worker.render(update) == "rules"
+    assert instance.sync(update) == SyncReport(1)
+    assert instance.render(update) == "rules"
 
 
 def test_our_own_backends_come_through_the_same_door(put: Install) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from kproxy_core.backend.api import BackendSettings, Caveat
 from kproxy_core.backend.errors import SyncFailed
-from kproxy_core.backend.worker import Worker
+from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.modes import retiring as retiring_module
 from kproxy_core.modes.journal import Entry, Phase
 from kproxy_core.modes.switch import SwitchFailed
@@ -34,8 +34,8 @@ def test_the_old_mode_goes_when_the_new_one_serves(room: Room) -> None:
         "new full", "new full", "watch new", "retire old, 0 left", "close old", "clean up old"]
     assert names(room.new) == {"web"}
     assert names(room.old) == set()
-    assert room.switch.worker.mode == "new"
-    assert [worker.mode for worker in room.serving] == ["new"]
+    assert room.switch.instance.mode == "new"
+    assert [instance.mode for instance in room.serving] == ["new"]
     assert room.told == [
         "new works here", "programmed 1 service ports", "read back: all is there",
         "IPv4: not probed, the node's address is not one of this machine", "new serves", "old is gone",
@@ -160,7 +160,7 @@ def unusable(room: Room) -> None:
 
 
 def refuses_to_be_made(room: Room) -> None:
-    def refuse(mode: str, settings: BackendSettings) -> Worker:
+    def refuse(mode: str, settings: BackendSettings) -> BackendInstance:
         raise SyncFailed("not today")
 
     room.registry.make_backend = refuse  # type: ignore[method-assign]
@@ -211,7 +211,7 @@ def test_a_step_that_fails_leaves_the_old_mode_serving(
     with pytest.raises(SwitchFailed, match=problem):
         room.to("new")
     room.settle()
-    assert room.switch.worker.mode == "old"
+    assert room.switch.instance.mode == "old"
     assert names(room.old) == {"web"}
     assert names(room.new) == set()
     assert room.serving == []

@@ -5,7 +5,6 @@ It is read as a stream of undecoded flows: a table may hold hundreds of thousand
 
 import errno
 import os
-import socket
 import struct
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple, TypeVar
@@ -63,7 +62,7 @@ def open_socket() -> NetlinkSocket:
 
 def header(family: Family) -> bytes:
     """Return the bytes with which the payload of a request about *family* begins."""
-    return netlink.NFGENMSG.pack(socket.AF_INET if family is Family.IPV4 else socket.AF_INET6, 0, 0)
+    return netlink.NFGENMSG.pack(family.af, 0, 0)
 
 
 def flows(

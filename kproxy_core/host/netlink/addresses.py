@@ -33,8 +33,8 @@ _RETRY_SECONDS: Final = 1.0
 # Reserved and not routed by anyone in particular, so that only a default route leads there: the dummy address
 # of RFC 7600, and the far end of the documentation prefix.
 _ANYWHERE: Final = {
-    Family.IPV4: (socket.AF_INET, "192.0.0.8"),
-    Family.IPV6: (socket.AF_INET6, "2001:db8:ffff:ffff:ffff:ffff:ffff:ffff"),
+    Family.IPV4: "192.0.0.8",
+    Family.IPV6: "2001:db8:ffff:ffff:ffff:ffff:ffff:ffff",
 }
 
 
@@ -100,11 +100,10 @@ def default_source_address(family: Family) -> Address | None:
 
     None without such a route. No packet is sent.
     """
-    number, anywhere = _ANYWHERE[family]
     try:
-        with socket.socket(number, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
-            sock.connect((anywhere, 9))
-            address = Address(socket.inet_pton(number, sock.getsockname()[0].partition("%")[0]))
+        with socket.socket(family.af, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+            sock.connect((_ANYWHERE[family], 9))
+            address = Address(socket.inet_pton(family.af, sock.getsockname()[0].partition("%")[0]))
     except OSError:
         return None
     return None if is_loopback(address) or address.startswith(b"\xfe\x80") else address

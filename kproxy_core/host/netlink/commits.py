@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from kproxy_core.host.netlink import messages as netlink
 from kproxy_core.host.netlink.sockets import NetlinkSocket
-from kproxy_core.model.address import Family
+from kproxy_core.model.address import FAMILY_BY_AF, Family
 
 NFNLGRP: Final = 7
 """NFNLGRP_NFTABLES"""
@@ -22,7 +22,6 @@ _GEN_ID: Final = 1
 _GEN_PID: Final = 2
 _GEN_NAME: Final = 3
 _TABLE: Final = 1
-_FAMILIES: Final = {2: Family.IPV4, 10: Family.IPV6}
 
 
 class Kind(enum.StrEnum):
@@ -95,8 +94,8 @@ class CommitReader:
             if kind & 0xFF == _NEWGEN:
                 changes, self._changes = self._changes, Counter()
                 yield Commit(changes, _author(netlink.attributes(data, attributes, end)))
-            elif data[start] in _FAMILIES and kind & 0xFF in _KINDS:
-                self._note(_FAMILIES[data[start]], *_KINDS[kind & 0xFF], data, attributes, end)
+            elif data[start] in FAMILY_BY_AF and kind & 0xFF in _KINDS:
+                self._note(FAMILY_BY_AF[data[start]], *_KINDS[kind & 0xFF], data, attributes, end)
 
     def _note(self, family: Family, kind: Kind, named: int, data: bytes, start: int, end: int) -> None:
         table = name = ""

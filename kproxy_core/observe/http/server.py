@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kproxy_core.model.address import Address, format_address, format_socket
+from kproxy_core.model.address import Address, family_of, format_address, format_socket
 from kproxy_core.observe.http.messages import Answer, Handler, Refused, Request, Slow, parse, render
 
 log = logging.getLogger("kproxy.http")
@@ -326,8 +326,7 @@ def _listening(address: Address, port: int, both_families: bool) -> socket.socke
         except OSError as error:
             if error.errno not in _NO_SUCH_FAMILY:
                 raise
-    family = socket.AF_INET if len(address) == 4 else socket.AF_INET6
-    return _socket(family, format_address(address), port, v6_only=True)
+    return _socket(family_of(address).af, format_address(address), port, v6_only=True)
 
 
 def _socket(family: socket.AddressFamily, host: str, port: int, v6_only: bool) -> socket.socket:

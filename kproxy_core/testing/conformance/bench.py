@@ -5,7 +5,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 
-from kproxy_core.backend.worker import Worker
+from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeView
 from kproxy_core.testing.conformance import kernel_state
@@ -49,11 +49,11 @@ class Bench:
             )
         prepare(self.wanted)
 
-    def started(self, plans: Plans, family: Family | None = None) -> Worker:
+    def started(self, plans: Plans, family: Family | None = None) -> BackendInstance:
         """A backend that has programmed *plans*."""
-        worker = self.subject.start()
-        full(worker, family or self.family, plans)
-        return worker
+        instance = self.subject.start()
+        full(instance, family or self.family, plans)
+        return instance
 
     def same(self, before: KernelState, what: str) -> None:
         """Fail unless the kernel holds what it held *before*."""
@@ -65,10 +65,12 @@ class Bench:
         if changes := difference(before.shape, self.state().shape):
             raise Failed(f"{what}:\n{changes}")
 
-    def settled(self, worker: Worker, plans: Plans, what: str, node: NodeView | None = None) -> None:
+    def settled(
+        self, instance: BackendInstance, plans: Plans, what: str, node: NodeView | None = None
+    ) -> None:
         """Fail if a full sync with *plans* finds something to mend."""
         before = self.state()
-        full(worker, self.family, plans, node)
+        full(instance, self.family, plans, node)
         if changes := difference(before.in_use, self.state().in_use):
             raise Failed(
                 f"{what} did not end where a full sync with the same plans ends, which changed:\n{changes}"

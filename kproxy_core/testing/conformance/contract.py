@@ -6,7 +6,7 @@ from functools import partial
 
 from kproxy_core.backend.api import SyncReport
 from kproxy_core.backend.errors import SyncFailed
-from kproxy_core.backend.worker import Worker
+from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import endpoint_slice, node_view, plans, service
 from kproxy_core.testing.conformance.bench import Bench
@@ -48,9 +48,9 @@ def full_sync_writes_and_reports(bench: Bench) -> None:
 def second_full_sync_writes_nothing(bench: Bench) -> None:
     """A full sync that finds all as it should be writes nothing, and reports 0 operations."""
     wanted = everything(bench.family)
-    worker = bench.started(wanted)
+    instance = bench.started(wanted)
     before = bench.state()
-    report = full(worker, bench.family, wanted)
+    report = full(instance, bench.family, wanted)
     bench.same(before, "a second full sync with the same plans changed the kernel")
     expect(
         report.operations == 0,
@@ -62,9 +62,9 @@ def second_full_sync_writes_nothing(bench: Bench) -> None:
 def restart_writes_nothing(bench: Bench) -> None:
     """A process that starts over rules in place disturbs nothing: it finds them, and reports 0 operations."""
     wanted = everything(bench.family)
-    worker = bench.started(wanted)
+    instance = bench.started(wanted)
     before = bench.state()
-    bench.subject.end(worker)
+    bench.subject.end(instance)
     report = full(bench.subject.start(), bench.family, wanted)
     bench.same(before, "the first full sync of a new process with the same plans changed the kernel")
     expect(
@@ -76,10 +76,10 @@ def restart_writes_nothing(bench: Bench) -> None:
 def damage_is_repaired(bench: Bench) -> None:
     """A full sync believes nothing: what somebody destroyed is there again afterwards."""
     wanted = everything(bench.family)
-    worker = bench.started(wanted)
+    instance = bench.started(wanted)
     before = bench.state()
     bench.destroy()
-    full(worker, bench.family, wanted)
+    full(instance, bench.family, wanted)
     bench.as_much(before, "a full sync after all rules were flushed left them different from before")
 
 
@@ -90,7 +90,7 @@ def changes_end_where_a_full_sync_ends(bench: Bench) -> None:
     for seed in range(_WALKS):
         chance = random.Random(seed)
         held: dict[str, Plans] = {}
-        worker = bench.started({})
+        instance = bench.started({})
         for _ in range(_STEPS):
             before = _all(held)
             for feature in chance.sample(FEATURES, 4):
@@ -100,18 +100,18 @@ def changes_end_where_a_full_sync_ends(bench: Bench) -> None:
                     held[feature.name] = feature.plans(family, others=chance.random() < 0.5)
             after = _all(held)
             changed = [key for key in {**before, **after} if before.get(key) != after.get(key)]
-            change(worker, family, after, changed)
+            change(instance, family, after, changed)
         walked = bench.state()
         final = _all(held)
-        bench.settled(worker, final, f"{_STEPS} changes one after another (walk {seed})")
-        bench.subject.end(worker)
+        bench.settled(instance, final, f"{_STEPS} changes one after another (walk {seed})")
+        bench.subject.end(instance)
         left = bench.subject.cleanup()
         expect(not left.errors, f"kproxy_cleanup: {'; '.join(left.errors)}")
-        worker = bench.started(final)
+        instance = bench.started(final)
         bench.as_much(
             walked, f"only changes (-), or only a full sync with the same plans (+), makes (walk {seed})"
         )
-        bench.subject.end(worker)
+        bench.subject.end(instance)
         bench.subject.cleanup()
 
 
@@ -123,11 +123,11 @@ def change_costs_what_it_touches(bench: Bench) -> None:
     costs = []
     for count in (3, 60):
         beside = many(count, family)
-        worker = bench.started(beside | one.plans(family))
+        instance = bench.started(beside | one.plans(family))
         after = beside | one.plans(family, others=True)
-        costs.append(change(worker, family, after, one.plans(family)).operations)
-        full(worker, family, {})
-        bench.subject.end(worker)
+        costs.append(change(instance, family, after, one.plans(family)).operations)
+        full(instance, family, {})
+        bench.subject.end(instance)
     expect(
         costs[0] == costs[1],
         f"new endpoints for one Service cost {costs[0]} operations beside 3 Services, {costs[1]} beside 60",
@@ -139,12 +139,12 @@ def failed_change_is_not_remembered(bench: Bench) -> None:
     """A sync that the kernel refuses raises SyncFailed and remembers nothing: the next one does all of it."""
     family = bench.family
     first, second = FEATURES[0].plans(family), FEATURES[8].plans(family)
-    worker = bench.started(first)
+    instance = bench.started(first)
     before = bench.state()
-    _refused(partial(change, worker, family, first | second, second), bench, worker, first | second)
+    _refused(partial(change, instance, family, first | second, second), bench, instance, first | second)
     bench.same(before, "a sync that failed changed the kernel")
-    change(worker, family, first | second, second)
-    bench.settled(worker, first | second, "a change, again after it had failed,")
+    change(instance, family, first | second, second)
+    bench.settled(instance, first | second, "a change, again after it had failed,")
 
 
 @CHECKS.each_family
@@ -152,14 +152,14 @@ def failed_full_sync_is_not_remembered(bench: Bench) -> None:
     """As for changes: the next full sync after one that the kernel refused does all of it."""
     family = bench.family
     wanted, added = FEATURES[0].plans(family), FEATURES[8].plans(family)
-    worker = bench.started({})
-    _refused(partial(full, worker, family, wanted), bench, worker, wanted)
-    full(worker, family, wanted)
-    change(worker, family, wanted | added, added)
-    bench.settled(worker, wanted | added, "a full sync after one that had failed, and a change,")
+    instance = bench.started({})
+    _refused(partial(full, instance, family, wanted), bench, instance, wanted)
+    full(instance, family, wanted)
+    change(instance, family, wanted | added, added)
+    bench.settled(instance, wanted | added, "a full sync after one that had failed, and a change,")
 
 
-def _refused(sync: partial[SyncReport], bench: Bench, worker: Worker, plans: Plans) -> None:
+def _refused(sync: partial[SyncReport], bench: Bench, instance: BackendInstance, plans: Plans) -> None:
     """Run *sync* so that the kernel refuses; check what is said about it."""
     try:
         with without_privileges():
@@ -170,7 +170,7 @@ def _refused(sync: partial[SyncReport], bench: Bench, worker: Worker, plans: Pla
         raise Failed(
             f"kproxy_sync raised {type(error).__name__}, not SyncFailed, when the kernel refused: {error}"
         ) from error
-    bench.settled(worker, plans, "a sync that was refused every privilege reported success, and")
+    bench.settled(instance, plans, "a sync that was refused every privilege reported success, and")
     raise NotApplicable("it needs no privileges, so the kit can't make a sync fail")
 
 
@@ -179,29 +179,29 @@ def node_changes_are_followed(bench: Bench) -> None:
     """A change of the node alone (its addresses, what is local, masquerading) reaches all rules."""
     family, wanted = bench.family, everything(bench.family)
     at = ADDRESSES[family]
-    worker = bench.started(wanted)
+    instance = bench.started(wanted)
     moved = node_view(
         "node1", family=family, pods=f"{at.far}/{at.bits}", ip=at.node, masquerade_all=True,
         node_port_addresses=f"{at.node} {at.external_ip(250)}",
         service_cidrs=f"{at.cluster_ip(0)}/{at.bits - 8}",
     )  # fmt: skip
-    change(worker, family, wanted, (), moved)
-    bench.settled(worker, wanted, "a change of the node", moved)
+    change(instance, family, wanted, (), moved)
+    bench.settled(instance, wanted, "a change of the node", moved)
 
 
 @CHECKS.once
 def families_are_apart(bench: Bench) -> None:
     """A sync of one IP family leaves the other alone."""
     for family, other in ((Family.IPV4, Family.IPV6), (Family.IPV6, Family.IPV4)):
-        worker = bench.started(everything(family), family)
-        full(worker, other, everything(other))
+        instance = bench.started(everything(family), family)
+        full(instance, other, everything(other))
         before = bench.state()
-        change(worker, other, {}, everything(other))
-        full(worker, other, everything(other))
+        change(instance, other, {}, everything(other))
+        full(instance, other, everything(other))
         bench.as_much(
             before, f"removing every {other.label} Service and adding it again changed something else"
         )
-        bench.subject.end(worker)
+        bench.subject.end(instance)
         bench.subject.cleanup()
 
 
@@ -212,9 +212,9 @@ def one_family_is_enough(bench: Bench) -> None:
 
     for family in Family:
         subject = Subject(bench.wanted, [family])
-        worker = subject.start()
-        full(worker, family, everything(family))
-        subject.end(worker)
+        instance = subject.start()
+        full(instance, family, everything(family))
+        subject.end(instance)
         left = subject.cleanup()
         expect(not left.errors, f"kproxy_cleanup: {'; '.join(left.errors)}")
 
@@ -230,30 +230,30 @@ def service_may_change_its_ports(bench: Bench) -> None:
         return plans(at.view(), made, endpoint_slice(name, at.near[0], ports=[f"{port}:8080"], family=family))
 
     before, renamed, moved = web("http", "web"), web("www", "web"), web("www", "shop")
-    worker = bench.started(before)
+    instance = bench.started(before)
     for old, new in ((before, renamed), (renamed, moved), (moved, before)):
-        change(worker, family, new, {**old, **new})
-        bench.settled(worker, new, "a change that moved frontends from one service port to another")
+        change(instance, family, new, {**old, **new})
+        bench.settled(instance, new, "a change that moved frontends from one service port to another")
 
 
 def _feature(feature: Feature, bench: Bench) -> None:
     family = bench.family
     beside = many(2, family)
-    worker = bench.started(beside)
+    instance = bench.started(beside)
     states = []
     for turn in (feature, replace(feature, name=f"next-{feature.name}", number=feature.number + 40)):
         for others in (False, True):
             wanted = turn.plans(family, others=others)
-            change(worker, family, beside | wanted, wanted)
-        change(worker, family, beside, turn.plans(family))
+            change(instance, family, beside | wanted, wanted)
+        change(instance, family, beside, turn.plans(family))
         states.append(bench.state())
     # What one Service left may be kept for others of the kind. What each leaves grows for ever.
     if changes := difference(states[0].lines, states[1].lines):
         raise Failed(f"a Service that came and went ({feature.name}) left (+) or took along (-):\n{changes}")
     for others, how in ((False, "added"), (True, "with other endpoints")):
         wanted = feature.plans(family, others=others)
-        change(worker, family, beside | wanted, wanted)
-        bench.settled(worker, beside | wanted, f"{feature.name} {how}")
+        change(instance, family, beside | wanted, wanted)
+        bench.settled(instance, beside | wanted, f"{feature.name} {how}")
 
 
 CHECKS += [

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kproxy_core.backend.api import CONTRACT, Caveat, Detection, Leftovers
-from kproxy_core.backend.worker import Worker
+from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import full_update
 from kproxy_core.testing.conformance import kernel_state, namespaces, rendering
@@ -92,18 +92,18 @@ def caveats_are_about_the_plans(bench: Bench) -> None:
 def renders_without_a_trace(bench: Bench) -> None:
     """Rules are rendered before any sync and after it, without changing the kernel or what is remembered."""
     family, wanted = bench.family, everything(bench.family)
-    worker = bench.subject.start()
-    text = render(worker, family, wanted)
+    instance = bench.subject.start()
+    text = render(instance, family, wanted)
     expect(text.strip(), "kproxy_render returned no text")
     bench.same(bench.untouched, "making a backend and kproxy_render changed the kernel")
-    full(worker, family, wanted)
+    full(instance, family, wanted)
     before = bench.state()
-    expect(render(worker, family, wanted) == text, "kproxy_render returns something else after a sync")
-    render(worker, family, {})
+    expect(render(instance, family, wanted) == text, "kproxy_render returns something else after a sync")
+    render(instance, family, {})
     bench.same(before, "kproxy_render changed the kernel")
     added = FEATURES[0].plans(family, others=True)
-    change(worker, family, wanted | added, added)
-    bench.settled(worker, wanted | added, "a change after kproxy_render")
+    change(instance, family, wanted | added, added)
+    bench.settled(instance, wanted | added, "a change after kproxy_render")
 
 
 @CHECKS.each_family
@@ -122,7 +122,7 @@ def renders_the_same_anywhere(bench: Bench) -> None:
 def watches_or_says_so(bench: Bench) -> None:
     """Changes by others are told, and only those; a backend that can't tell says False."""
     family, wanted = bench.family, everything(bench.family)
-    worker = bench.started(wanted)
+    instance = bench.started(wanted)
     told: list[tuple[Family, str]] = []
     noticed = threading.Event()
 
@@ -130,12 +130,12 @@ def watches_or_says_so(bench: Bench) -> None:
         told.append((family, what))
         noticed.set()
 
-    if not worker.watch(damaged):
+    if not instance.watch(damaged):
         raise NotApplicable("kproxy_watch says that it can't tell")
     less = dict(list(wanted.items())[5:])
-    change(worker, family, less, wanted)
-    change(worker, family, wanted, wanted)
-    full(worker, family, wanted)
+    change(instance, family, less, wanted)
+    change(instance, family, wanted, wanted)
+    full(instance, family, wanted)
     noticed.wait(0.3)
     expect(not told, f"the backend's own syncs were told as damage: {told[:1]}")
     bench.destroy()
@@ -146,10 +146,10 @@ def watches_or_says_so(bench: Bench) -> None:
 @CHECKS.once
 def close_leaves_the_kernel_alone(bench: Bench) -> None:
     """When the process ends, the rules stay: connections go on while there is none."""
-    worker = _both(bench)
-    worker.watch(deaf)
+    instance = _both(bench)
+    instance.watch(deaf)
     before = bench.state()
-    bench.subject.end(worker)
+    bench.subject.end(instance)
     bench.same(before, "kproxy_close changed the kernel")
 
 
@@ -158,9 +158,9 @@ def close_lets_go_of_everything(bench: Bench) -> None:
     """Threads, processes and open files of a backend end with it."""
     bench.subject.end(_both(bench))  # What is only made once, such as a library's own, may stay.
     before = _held()
-    worker = _both(bench)
-    worker.watch(deaf)
-    bench.subject.end(worker)
+    instance = _both(bench)
+    instance.watch(deaf)
+    bench.subject.end(instance)
     left = _until(lambda: [*(_held() - before)], lambda found: not found)
     expect(not left, f"after kproxy_close there are still: {', '.join(sorted(left))}")
 
@@ -224,20 +224,20 @@ def rules_of_others_stay(bench: Bench) -> None:
 @CHECKS.once
 def retires_without_connections_at_once(bench: Bench) -> None:
     """Once another mode serves, a backend without connections waits for nobody, and leaves nothing."""
-    worker = _both(bench)
-    left = _until(lambda: bench.subject.retire(worker), lambda found: not found.waiting, RETIRED_WITHIN)
+    instance = _both(bench)
+    left = _until(lambda: bench.subject.retire(instance), lambda found: not found.waiting, RETIRED_WITHIN)
     expect(not left.errors, f"kproxy_retire: {'; '.join(left.errors)}")
     expect(not left.waiting, f"kproxy_retire waits for {left.waiting} connections, and there was none")
-    bench.subject.end(worker)
+    bench.subject.end(instance)
     _cleaned(bench)
     bench.same(bench.untouched, "kproxy_retire, kproxy_close and kproxy_cleanup left (+) or took along (-)")
 
 
-def _both(bench: Bench) -> Worker:
+def _both(bench: Bench) -> BackendInstance:
     """A backend that has programmed everything in both families."""
-    worker = bench.started(everything(Family.IPV4), Family.IPV4)
-    full(worker, Family.IPV6, everything(Family.IPV6))
-    return worker
+    instance = bench.started(everything(Family.IPV4), Family.IPV4)
+    full(instance, Family.IPV6, everything(Family.IPV6))
+    return instance
 
 
 def _cleaned(bench: Bench, *, dry_run: bool = False) -> Leftovers:

@@ -3,7 +3,7 @@
 import time
 
 from kproxy_core.backend.api import Leftovers
-from kproxy_core.backend.worker import Worker
+from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.model.address import Protocol
 from kproxy_core.testing.conformance.checks import Checks, Failed, expect
 from kproxy_core.testing.conformance.play import Play
@@ -177,7 +177,7 @@ def restart_goes_unnoticed(play: Play) -> None:
     """Connections outlive the process, new ones are served while there is none, and by the next."""
     play.serve("web", to="other far")
     with play.connection("near", play.cluster_ip()) as lasting:
-        play.subject.end(play.worker)
+        play.subject.end(play.instance)
         play.reaches("near", play.cluster_ip(), "other", "far")
         play.begin()
         expect(lasting.echoes(), "a restart cut an established connection")
@@ -193,21 +193,21 @@ def retiring_cuts_no_connection(play: Play) -> None:
     subject = play.subject
     with play.connection("near", play.cluster_ip()) as lasting:
         play.have_successor()
-        worker: Worker | None = play.worker
-        if not _retire(play, worker).waiting:
-            subject.end(play.worker)
+        instance: BackendInstance | None = play.instance
+        if not _retire(play, instance).waiting:
+            subject.end(play.instance)
             _cleaned(play)
-            worker = None
+            instance = None
         expect(lasting.echoes(), "an established connection was cut")
     until = time.monotonic() + _PATIENCE
-    while (left := _retire(play, worker)).waiting:
+    while (left := _retire(play, instance)).waiting:
         if time.monotonic() > until:
             raise Failed(f"{left.waiting} connections are still waited for, and the only one was reset")
         time.sleep(0.1)
 
 
-def _retire(play: Play, worker: Worker | None) -> Leftovers:
-    left = play.subject.retire(worker)
+def _retire(play: Play, instance: BackendInstance | None) -> Leftovers:
+    left = play.subject.retire(instance)
     expect(not left.errors, f"kproxy_retire: {'; '.join(left.errors)}")
     return left
 

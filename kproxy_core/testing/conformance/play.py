@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 
-from kproxy_core.backend.worker import Worker
+from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.testing.builders import endpoint, endpoint_slice, full_update, plans, service
 from kproxy_core.testing.conformance import dialing, kernel_state
@@ -28,8 +28,8 @@ class Play:
         self._hosts = around.hosts
         self._plans: Plans = {}
         self._shown: Plans = {}
-        self.worker: Worker = subject.start()
-        full(self.worker, family, {})
+        self.instance: BackendInstance = subject.start()
+        full(self.instance, family, {})
 
     def serve(
         self, name: str, *ports: str, to: str = "near other far", number: int = 1, **options: object
@@ -63,8 +63,8 @@ class Play:
 
     def begin(self) -> None:
         """A process begins over the rules that are there."""
-        self.worker = self.subject.start()
-        full(self.worker, self.family, self._plans)
+        self.instance = self.subject.start()
+        full(self.instance, self.family, self._plans)
 
     def _bring(self, name: str, found: Plans) -> None:
         before = {key: plan for key, plan in self._plans.items() if key.name == name}
@@ -72,7 +72,7 @@ class Play:
             del self._plans[key]
         self._plans.update(found)
         self._shown.update(found)
-        change(self.worker, self.family, self._plans, {**before, **found})
+        change(self.instance, self.family, self._plans, {**before, **found})
 
     def announced(self) -> str:
         """What the backend says it does not do of what the Services asked for; "" for nothing."""

@@ -62,9 +62,9 @@ def _answer(question: Mapping[str, object]) -> str:
         return "\n".join(sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
     family = Family(str(question["what"]))
     with without_privileges():
-        worker = subject.start()
-        text = render(worker, family, everything(family))
-        subject.end(worker)
+        instance = subject.start()
+        text = render(instance, family, everything(family))
+        subject.end(instance)
     return text
 
 

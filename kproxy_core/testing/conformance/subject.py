@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from weakref import WeakSet
 
 from kproxy_core.backend.api import BackendSettings, Damage, Leftovers, SyncReport, Update
+from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.backend.registry import Registry
-from kproxy_core.backend.worker import Worker
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
@@ -33,7 +33,7 @@ class Wanted:
     """Checks that ask for what the backend does not do, and why; "": the backend announces that itself."""
 
 
-_BEGUN: WeakSet[Worker] = WeakSet()
+_BEGUN: WeakSet[BackendInstance] = WeakSet()
 """Those that were told that they are to serve."""
 
 
@@ -45,52 +45,52 @@ class Subject:
         self.mode = wanted.mode
         self.registry = Registry(plugins=wanted.plugins)
         self.settings = BackendSettings(tuple(families), options=dict(wanted.options))
-        self._workers: list[Worker] = []
+        self._instances: list[BackendInstance] = []
 
-    def start(self) -> Worker:
+    def start(self) -> BackendInstance:
         """As a process that starts."""
-        worker = self.registry.make_backend(self.mode, self.settings)
-        self._workers.append(worker)
-        return worker
+        instance = self.registry.make_backend(self.mode, self.settings)
+        self._instances.append(instance)
+        return instance
 
-    def end(self, worker: Worker) -> None:
+    def end(self, instance: BackendInstance) -> None:
         """As a process that ends."""
-        self._workers.remove(worker)
-        self.registry.close_backend(worker)
+        self._instances.remove(instance)
+        self.registry.close_backend(instance)
 
     def end_all(self) -> None:
         """End what still runs. What is in the kernel goes with the namespace, the rest by clean-up."""
-        for worker in list(self._workers):
-            self.end(worker)
+        for instance in list(self._instances):
+            self.end(instance)
         if self.wanted.state:
             self.cleanup()
 
-    def retire(self, worker: Worker | None) -> Leftovers:
-        """As when another mode serves; *worker*, if it still runs, is the one that served."""
-        return self.registry.retire(self.mode, self.settings, worker=worker)
+    def retire(self, instance: BackendInstance | None) -> Leftovers:
+        """As when another mode serves; *instance*, if it still runs, is the one that served."""
+        return self.registry.retire(self.mode, self.settings, instance=instance)
 
     def cleanup(self, *, dry_run: bool = False, own_only: bool = False) -> Leftovers:
         return self.registry.cleanup(self.mode, self.settings, dry_run=dry_run, own_only=own_only)
 
 
-def full(worker: Worker, family: Family, plans: Plans, node: NodeView | None = None) -> SyncReport:
+def full(instance: BackendInstance, family: Family, plans: Plans, node: NodeView | None = None) -> SyncReport:
     """A full sync. What it is given does not outlive the call, as the contract says.
 
     Before the first one the backend is told that it is to serve.
     """
-    if worker not in _BEGUN:
-        worker.begin()
-        _BEGUN.add(worker)
+    if instance not in _BEGUN:
+        instance.begin()
+        _BEGUN.add(instance)
     given = dict(plans)
     update = full_update(node or ADDRESSES[family].view(), given)
     try:
-        return worker.sync(update)
+        return instance.sync(update)
     finally:
         given.clear()
 
 
 def change(
-    worker: Worker,
+    instance: BackendInstance,
     family: Family,
     after: Plans,
     changed: Iterable[ServicePortKey],
@@ -102,13 +102,13 @@ def change(
     if node is not None:
         update = Update(update.family, update.scope, node, update.changed, given, node_changed=True)
     try:
-        return worker.sync(update)
+        return instance.sync(update)
     finally:
         given.clear()
 
 
-def render(worker: Worker, family: Family, plans: Plans) -> str:
-    return worker.render(full_update(ADDRESSES[family].view(), plans))
+def render(instance: BackendInstance, family: Family, plans: Plans) -> str:
+    return instance.render(full_update(ADDRESSES[family].view(), plans))
 
 
 def deaf(family: Family, what: str) -> None:

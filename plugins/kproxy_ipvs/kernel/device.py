@@ -27,7 +27,6 @@ _IFLA_IFNAME, _IFLA_LINKINFO, _IFLA_INFO_KIND = 3, 18, 1
 _IFA_ADDRESS, _IFA_LOCAL, _IFA_FLAGS = 1, 2, 8
 _NO_DAD = 0x02
 _LINK_LOCAL_SCOPE = 253
-_AF = {Family.IPV4: socket.AF_INET, Family.IPV6: socket.AF_INET6}
 _IFADDRMSG = struct.Struct("=BBBBI")
 _PRESENT = frozenset({errno.EEXIST})
 _ABSENT = frozenset({errno.EADDRNOTAVAIL, errno.ENODEV, errno.ESRCH})
@@ -68,11 +67,11 @@ def read(family: Family) -> tuple[frozenset[Address], frozenset[Address]]:
         ours.clear()
         others.clear()
         with netlink.open_socket(netlink.NETLINK_ROUTE) as sock:
-            header = _IFADDRMSG.pack(_AF[family], 0, 0, 0, 0)
+            header = _IFADDRMSG.pack(family.af, 0, 0, 0, 0)
             request = netlink.message(_RTM_GETADDR, netlink.NLM_F_DUMP, header)
             for data, start, end in netlink.dump(sock, request):
                 number, _, _, scope, on = _IFADDRMSG.unpack_from(data, start)
-                if number != _AF[family]:
+                if number != family.af:
                     continue
                 found = netlink.attributes(data, start + _IFADDRMSG.size, end)
                 address = Address(found.get(_IFA_LOCAL) or found[_IFA_ADDRESS])
@@ -119,7 +118,7 @@ def _await_local(address: Address) -> None:
     The kernel says that it has an address before it has the route, which it makes in the order of the
     addresses (addrconf_dad_work, net/ipv6/addrconf.c); until then IPVS does not see packets to it.
     """
-    header = _RTMSG.pack(socket.AF_INET6, Family.IPV6.bits, 0, 0, 0, 0, 0, 0, 0)
+    header = _RTMSG.pack(Family.IPV6.af, Family.IPV6.bits, 0, 0, 0, 0, 0, 0, 0)
     request = netlink.message(_RTM_GETROUTE, 0, header + netlink.attribute(_RTA_DST, address))
     try:
         with netlink.open_socket(netlink.NETLINK_ROUTE) as sock:
@@ -150,7 +149,7 @@ def _change(
     index = _index()
     if index is None:
         raise SyncFailed(f"{DEVICE} is not there")
-    header = _IFADDRMSG.pack(_AF[family], family.bits, _NO_DAD, 0, index)
+    header = _IFADDRMSG.pack(family.af, family.bits, _NO_DAD, 0, index)
     _send([Request(kind, flags, header + _both(address)) for address in addresses], accepted)
 
 
@@ -159,7 +158,7 @@ def _route(
 ) -> Request:
     """About a route that makes *address* a local one. IPv6 has none over a device that is down."""
     device = "lo" if family is Family.IPV6 and protocol == _RTPROT_STATIC else DEVICE
-    header = _RTMSG.pack(_AF[family], family.bits, 0, 0, _TABLE_LOCAL, protocol, _SCOPE_HOST, _TYPE_LOCAL, 0)
+    header = _RTMSG.pack(family.af, family.bits, 0, 0, _TABLE_LOCAL, protocol, _SCOPE_HOST, _TYPE_LOCAL, 0)
     out = netlink.attribute(_RTA_OIF, struct.pack("=I", socket.if_nametoindex(device)))
     return Request(kind, flags, header + netlink.attribute(_RTA_DST, address) + out + b"".join(more))
 

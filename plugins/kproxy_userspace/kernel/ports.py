@@ -10,9 +10,6 @@ from kproxy_core.model.address import Address, Family, Protocol, format_address
 _RANGE = re.compile(r"(\d{1,5})(?:([-+])(\d{1,5}))?")
 _DISCARD = 9
 
-_WILDCARD = {Family.IPV4: "0.0.0.0", Family.IPV6: "::"}
-_LOOPBACK = {Family.IPV4: "127.0.0.1", Family.IPV6: "::1"}
-
 
 class NoPort(Exception):
     """There is no port to listen on; the message says why."""
@@ -43,8 +40,7 @@ class Holder:
     def __init__(self, family: Family, protocol: Protocol, address: str, port: int, *, shared: bool) -> None:
         """*shared*: relay workers listen on the same port. Raises OSError."""
         udp = protocol is Protocol.UDP
-        number = socket.AF_INET if family is Family.IPV4 else socket.AF_INET6
-        self._sock = socket.socket(number, socket.SOCK_DGRAM if udp else socket.SOCK_STREAM)
+        self._sock = socket.socket(family.af, socket.SOCK_DGRAM if udp else socket.SOCK_STREAM)
         try:
             if family is Family.IPV6:
                 self._sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
@@ -58,7 +54,7 @@ class Holder:
             self.port: int = self._sock.getsockname()[1]
             if udp:
                 # Connected to somebody who never sends, it takes no datagram from anybody.
-                self._sock.connect((_LOOPBACK[family], _DISCARD))
+                self._sock.connect((format_address(family.loopback), _DISCARD))
         except OSError:
             self._sock.close()
             raise
@@ -73,7 +69,7 @@ def hold(family: Family, protocol: Protocol, address: Address | None, port: int)
 
     Raises NoPort if somebody has it.
     """
-    text = _WILDCARD[family] if address is None else format_address(address)
+    text = format_address(family.unspecified if address is None else address)
     try:
         return Holder(family, protocol, text, port, shared=False)
     except OSError as error:
@@ -91,7 +87,7 @@ class Allocator:
 
     def open(self, family: Family, protocol: Protocol, address: Address | None, wanted: int = 0) -> Holder:
         """A port at *address* (None: all), *wanted* if that can be had. Raises NoPort."""
-        text = _WILDCARD[family] if address is None else format_address(address)
+        text = format_address(family.unspecified if address is None else address)
         problem = "no remaining ports"
         for port in ([wanted] if wanted else []) + self._candidates():
             # Nothing keeps sockets of ours that do not listen from sharing one.
