@@ -1,4 +1,4 @@
-"""One family's table: what it is known to hold, and how it gets to what is wanted."""
+"""One IP family's table: its known state, and the steps that bring it to the plans."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,39 +12,41 @@ from kproxy_nftables import names, skeleton
 from kproxy_nftables.applied import Applied, Contents, Difference, compare_all, recover_all
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.names import Template
-from kproxy_nftables.owned_chains import (
-    affinity_maps,
-    delete_objects,
-    owned_objects,
-)
-from kproxy_nftables.render import rules_text, used_templates
+from kproxy_nftables.owned_chains import affinity_maps, delete_objects, owned_objects
 from kproxy_nftables.wanted import Element, node_elements, verdicts
 
 _ATTEMPTS = 3
-"""How often to look again for clients of gone endpoints because one of them expired meanwhile."""
+"""Writes tried before giving up because a pinned client expired between the read and the write."""
 
 Pinned = Mapping[str, frozenset[bytes]]
 """Affinity map -> the endpoint addresses that its clients may be pinned to."""
 
 
-class FamilyTable:
-    """The table ``kproxy`` of one family."""
+class FamilyState:
+    """The table ``kproxy`` of one IP family."""
 
     def __init__(self, family: Family, kernel: Kernel) -> None:
         self._family = family
         self._kernel = kernel
         self._applied = Applied()
         self._node: NodeView | None = None
-        """The node that the table was last made for; None: only a resync will do."""
+        """The node for which the table was last written; None: the next sync must be a resync."""
         self._templates: set[Template] = set()
-        """Template chains that exist."""
+        """Template chains that exist in the kernel."""
         self._stale: list[str] = []
-        """Owned objects that nothing leads to any more, still to be deleted."""
+        """Unreferenced owned objects that could not be deleted yet."""
         self.cleanup_failures = 0
-        """Times that something which nothing leads to any more could not be deleted."""
+        """Failed attempts to delete unreferenced objects."""
+
+    def must_resync(self, _node: NodeView) -> bool:
+        """Return True before the first successful resync, and after a failed one.
+
+        A changed node needs none: `change` writes what differs.
+        """
+        return self._node is None
 
     def change(self, node: NodeView, changed: Mapping[ServicePortKey, ServicePlan | None]) -> SyncReport:
-        """Write what the changed plans and a changed node need. O(changed).
+        """Write the differences made by *changed* plans and by a changed node. O(changed).
 
         Raises SyncFailed, TrustLost.
         """
@@ -53,7 +55,7 @@ class FamilyTable:
             raise TrustLost("the table has not been read yet")
         difference = self._applied.difference(changed)
         templates = skeleton.template_closure(
-            used_templates(v for _, _, v in difference.adds if isinstance(v, str))
+            skeleton.used_templates(v for _, _, v in difference.adds if isinstance(v, str))
         )
         self._kernel.apply_text(self._rules_change(before, node, templates, difference))
         self._templates |= templates
@@ -70,15 +72,15 @@ class FamilyTable:
         return SyncReport(len(deletes) + len(adds))
 
     def resync(self, node: NodeView, plans: Mapping[ServicePortKey, ServicePlan]) -> SyncReport:
-        """Make the table right whatever it holds, without a gap for what is right already.
+        """Reconcile the table with *plans* from a fresh read of the kernel, without a gap in service.
 
         Raises SyncFailed, TrustLost.
         """
         self._node = None
         templates = skeleton.template_closure(
-            used_templates(verdict for plan in plans.values() for verdict in verdicts(plan))
+            skeleton.used_templates(verdict for plan in plans.values() for verdict in verdicts(plan))
         )
-        self._apply_all_rules(rules_text(node, templates, plans.values()))
+        self._apply_all_rules(skeleton.rules_text(node, templates, plans.values()))
         actual: Contents = {
             container: dict(self._kernel.elements(self._family, container))
             for container in names.ELEMENT_CONTAINERS
@@ -97,7 +99,7 @@ class FamilyTable:
     def _rules_change(
         self, before: NodeView, node: NodeView, templates: set[Template], difference: Difference
     ) -> str:
-        """The text that must precede the elements; mostly empty."""
+        """Return the commands that must run before the elements are written; mostly none."""
         text = ""
         if skeleton.rules_differ(before, node):
             text = skeleton.skeleton(node) + skeleton.templates(node, self._templates | templates)
@@ -111,23 +113,23 @@ class FamilyTable:
         try:
             self._kernel.apply_text(text)
         except SyncFailed:
-            # A table of another layout: nothing in it can be kept.
+            # The table has another layout, so none of it can be kept.
             self._kernel.apply_text(skeleton.delete_table(self._family) + text)
 
     def _write(self, deletes: Sequence[Element], adds: Sequence[Element], pinned: Pinned) -> None:
-        """Write elements; in the same transaction forget the clients of endpoints no longer *pinned*."""
+        """Write elements, and unpin clients from endpoints outside *pinned* in the same transaction."""
         for attempt in range(_ATTEMPTS):
-            forgotten = self._clients_elsewhere(pinned)
+            forgotten = self._outdated_clients(pinned)
             try:
                 self._kernel.write(self._family, [*deletes, *forgotten], adds)
                 break
             except TrustLost:
                 if not forgotten or attempt == _ATTEMPTS - 1:
                     raise
-        # A client may have been remembered between the look and the commit.
-        self._kernel.write(self._family, self._clients_elsewhere(pinned), ())
+        # A client may have been pinned between the read and the commit.
+        self._kernel.write(self._family, self._outdated_clients(pinned), ())
 
-    def _clients_elsewhere(self, pinned: Pinned) -> list[Element]:
+    def _outdated_clients(self, pinned: Pinned) -> list[Element]:
         return [
             (container, client, where)
             for container, allowed in pinned.items()
@@ -136,7 +138,7 @@ class FamilyTable:
         ]
 
     def _shrunken_maps(self, difference: Difference) -> Pinned:
-        """The affinity maps that lost endpoints and go on living."""
+        """Return the affinity maps that lose endpoints but are kept."""
         found: dict[str, frozenset[bytes]] = {}
         for key, held in difference.held.items():
             old = self._applied.held.get(key)
@@ -151,9 +153,9 @@ class FamilyTable:
         return found
 
     def _delete_stale(self, difference: Difference) -> None:
-        """Delete what nothing leads to any more.
+        """Delete owned objects that are no longer referenced.
 
-        A kernel before 6.2 may call it busy for a moment; then it is tried again at the next change.
+        Kernels before 6.2 may report them busy for a moment; the next change then tries again.
         """
         if self._stale or difference.disowned:
             stale = dict.fromkeys([*self._stale, *difference.disowned])
@@ -162,7 +164,7 @@ class FamilyTable:
                 self._stale = []
 
     def _sweep(self, plans: Mapping[ServicePortKey, ServicePlan]) -> None:
-        """Delete chains, maps and sets in our table that are not wanted: all that is there is ours."""
+        """Delete unwanted chains, maps and sets in our table, which belongs to us as a whole."""
         wanted = {name for plan in plans.values() for name in owned_objects(plan)}
         wanted |= skeleton.chain_names() | {template.name for template in self._templates}
         wanted |= {*names.ELEMENT_CONTAINERS, names.SERVICE_CIDRS}
@@ -171,10 +173,7 @@ class FamilyTable:
         self._clean_up(skeleton.delete_foreign(self._family, chains, containers))
 
     def _clean_up(self, text: str) -> bool:
-        """Delete what harms nobody if it stays for a while; False if it does.
-
-        What is busy for a moment (see above) a resync finds again.
-        """
+        """Run deletions that may be delayed without harm; return False if they fail."""
         try:
             self._kernel.apply_text(text)
         except SyncFailed:

@@ -1,15 +1,12 @@
-"""The whole table of one family as nft text, for people and for `nft -f`."""
+"""The whole table of one IP family as nft text, for people and for `nft -f`."""
 
 import sys
 from collections.abc import Iterable
 
 from kproxy_core.backend.api import Update
 from kproxy_core.model.address import Address, Family, Protocol, format_address
-from kproxy_core.model.node import NodeView
-from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_nftables import names, skeleton
-from kproxy_nftables.names import NFT_FAMILY, TABLE, Template
-from kproxy_nftables.owned_chains import owned_objects
+from kproxy_nftables.names import NFT_FAMILY, TABLE
 from kproxy_nftables.wanted import Element, elements, node_elements, shared_elements, verdicts
 
 _ENDPOINT_MAPS = {name for name in names.ELEMENT_CONTAINERS if name.endswith("-endpoints")}
@@ -18,34 +15,17 @@ _PROTOCOLS = {protocol.value: protocol.name.lower() for protocol in Protocol}
 
 
 def render_text(update: Update) -> str:
-    """What a full update makes of an empty kernel."""
+    """Return the commands that bring an empty kernel to *update*."""
     plans = list(update.plans.values())
     wanted = [element for plan in plans for element in elements(plan, plan.cluster, plan.local)]
     wanted += dict.fromkeys(element for plan in plans for element in shared_elements(plan))
     wanted += node_elements(update.node)
-    templates = used_templates(verdict for plan in plans for verdict in verdicts(plan))
-    return rules_text(update.node, templates, plans) + elements_text(update.family, wanted)
-
-
-def rules_text(node: NodeView, templates: Iterable[Template], plans: Iterable[ServicePlan]) -> str:
-    """Everything but elements: the skeleton, template chains and what service ports own."""
-    owned = [text for plan in plans for text in owned_objects(plan).values()]
-    return (
-        skeleton.skeleton(node)
-        + skeleton.templates(node, templates)
-        + skeleton.service_cidrs(node)
-        + "".join(owned)
-    )
-
-
-def used_templates(verdicts: Iterable[str]) -> set[Template]:
-    """The templates that *verdicts* lead to."""
-    found = (names.parse_template(verdict.partition(" ")[2]) for verdict in set(verdicts))
-    return {template for template in found if template is not None}
+    templates = skeleton.used_templates(verdict for plan in plans for verdict in verdicts(plan))
+    return skeleton.rules_text(update.node, templates, plans) + elements_text(update.family, wanted)
 
 
 def elements_text(family: Family, wanted: Iterable[Element]) -> str:
-    """Commands that add *wanted* elements."""
+    """Return the commands that add *wanted* elements."""
     by_container: dict[str, list[str]] = {}
     for container, key, value in wanted:
         by_container.setdefault(container, []).append(_element_text(family, container, key, value))

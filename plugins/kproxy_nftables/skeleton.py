@@ -9,8 +9,10 @@ from collections.abc import Iterable
 
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.node import LocalSource, NodeView
+from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_nftables import names
 from kproxy_nftables.names import ADDRESS_TYPE, NFT_FAMILY, TABLE, Template
+from kproxy_nftables.owned_chains import owned_objects
 
 BASE_CHAINS = {
     # name: (type, hook, priority)
@@ -47,6 +49,18 @@ def templates(node: NodeView, wanted: Iterable[Template]) -> str:
     for template in order:
         text.chain(template.name, _template_rules(node, template))
     return text.value()
+
+
+def rules_text(node: NodeView, wanted: Iterable[Template], plans: Iterable[ServicePlan]) -> str:
+    """Return the commands for everything but elements, including the objects that service ports own."""
+    owned = [text for plan in plans for text in owned_objects(plan).values()]
+    return skeleton(node) + templates(node, wanted) + service_cidrs(node) + "".join(owned)
+
+
+def used_templates(verdicts: Iterable[str]) -> set[Template]:
+    """Return the templates to which *verdicts* lead directly."""
+    found = (names.parse_template(verdict.partition(" ")[2]) for verdict in set(verdicts))
+    return {template for template in found if template is not None}
 
 
 def template_closure(wanted: Iterable[Template]) -> set[Template]:
