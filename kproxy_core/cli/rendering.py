@@ -35,7 +35,7 @@ def render_manifests(config: Config, registry: Registry, families: tuple[Family,
     try:
         for family in families:
             plans = FamilyPlans(family, store)
-            plans.node_is(facts.view(family))
+            plans.set_node(facts.view(family))
             for conflict in plans.plan():
                 log.warning(str(conflict))
             yield instance.render(plans.update(Scope.RESYNC))

@@ -1,7 +1,7 @@
-"""What this proxy says about its own health: kube-proxy 1.36, pkg/proxy/healthcheck/proxy_health.go.
+"""The proxy's own health, as in kube-proxy 1.36, pkg/proxy/healthcheck/proxy_health.go.
 
-One lock, no I/O: the sync loop reports, the HTTP server asks. Beyond kube-proxy, ``/healthz``
-waits for the first successful sync, and the body names the problem of a failing one.
+Beyond kube-proxy, ``/healthz`` waits for the first successful sync, and the body names the problem of a
+failing one.
 """
 
 import json
@@ -33,7 +33,7 @@ class _FamilyState:
 
 
 class ProxyHealth:
-    """Health per IP family, and whether load balancers should use this node."""
+    """Health per IP family, and the node's eligibility for load balancers. Any thread may call; no I/O."""
 
     def __init__(
         self,
@@ -44,10 +44,10 @@ class ProxyHealth:
         wall_ns: Callable[[], int] = time.time_ns,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """*timeout*: seconds that a requested sync may stay undone (2 x syncPeriod).
+        """*timeout*: seconds that a requested sync may be pending (2 x syncPeriod).
 
-        *node_required*: until a Node object is seen the node is not eligible (with an API
-        server). Otherwise a missing Node object does no harm (manifests).
+        *node_required*: the node is not eligible before its Node object is seen (API server). Otherwise a
+        missing Node object does no harm (manifests).
         """
         self._timeout = timeout
         self._node_eligible = not node_required
@@ -58,52 +58,52 @@ class ProxyHealth:
         self._held = ""
 
     def hold(self, reason: str) -> None:
-        """Not ready, because of *reason*, until `release`; alive and serving all the same."""
+        """Report not ready, with *reason*, until `release`. The proxy is alive and serving meanwhile."""
         with self._lock:
             self._held = reason
 
     def release(self) -> None:
-        """The reason given to `hold` is gone."""
+        """End `hold`."""
         self.hold("")
 
-    def queued(self, family: Family) -> None:
-        """A sync is requested; call it for each request once the sources are complete."""
+    def record_request(self, family: Family) -> None:
+        """Record that a sync was requested."""
         with self._lock:
             state = self._states[family]
             if state.pending_since is None:
                 state.pending_since = self._monotonic()
 
-    def synced(self, family: Family) -> None:
-        """A sync succeeded: nothing is pending, no problem is left."""
+    def record_success(self, family: Family, problem: str = "") -> None:
+        """Record a successful sync: nothing is pending. *problem*: what could not be served is shown."""
         with self._lock:
             state = self._states[family]
             state.updated_ns = self._wall_ns()
             state.pending_since = None
-            state.problem = ""
+            state.problem = problem
 
-    def failed(self, family: Family, problem: str) -> None:
-        """A sync failed: *problem* is shown until one succeeds. What is pending stays so."""
+    def record_failure(self, family: Family, problem: str) -> None:
+        """Record a failed sync: *problem* is shown until one succeeds."""
         with self._lock:
             self._states[family].problem = problem
 
-    def node_seen(self, eligible: bool) -> None:
-        """The Node object was added or changed. (Its deletion changes nothing.)"""
+    def set_node_eligible(self, eligible: bool) -> None:
+        """Set the eligibility that the Node object shows. (Its deletion changes nothing.)"""
         with self._lock:
             self._node_eligible = eligible
 
     def healthy(self) -> bool:
-        """Every family has synced at least once and none is overdue (node eligibility not counted)."""
+        """Return True if every family has synced and none is overdue, whatever the node's eligibility."""
         with self._lock:
             return self._in_sync() and self._alive(self._monotonic())
 
     def healthz(self) -> HealthAnswer:
-        """Ready: healthy, not held, and the node is eligible."""
+        """Answer for readiness: healthy, not held, and the node is eligible."""
         with self._lock:
             healthy = self._in_sync() and self._alive(self._monotonic()) and not self._held
             return self._answer(healthy and self._node_eligible, healthy, with_node=True)
 
     def livez(self) -> HealthAnswer:
-        """Alive: no family is overdue. Waiting for the first sync is no reason to be restarted."""
+        """Answer for liveness: no family is overdue. A restart would not speed up the first sync."""
         with self._lock:
             alive = self._alive(self._monotonic())
             return self._answer(alive, alive, with_node=False)
@@ -147,7 +147,7 @@ class ProxyHealth:
 
 
 def _rfc3339(nanoseconds: int) -> str:
-    """Wall clock time in UTC with up to 9 fractional digits, as Go writes it; 0: Go's zero time."""
+    """Format wall clock time in UTC as Go does, with up to 9 fractional digits; 0: Go's zero time."""
     if not nanoseconds:
         return "0001-01-01T00:00:00Z"
     seconds, rest = divmod(nanoseconds, 1_000_000_000)

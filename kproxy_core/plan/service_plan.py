@@ -15,7 +15,7 @@ from kproxy_core.model.address import (
 from kproxy_core.model.endpoint import Destination, Endpoint, EndpointSlice
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import PortSpec, Service, ServicePortKey
-from kproxy_core.plan.usable import Candidates, categorize, on_node
+from kproxy_core.plan.usable import Candidates, categorize
 
 
 class Frontend(NamedTuple):
@@ -63,8 +63,6 @@ class ServicePlan:
     """Addresses of this node's endpoints among `cluster` and `local`."""
     has_endpoints: bool = False
     """Some endpoint anywhere is usable, whatever the policies."""
-    ready_local: int = 0
-    """Distinct addresses of ready endpoints on this node; only counted for a health check node port."""
 
     @property
     def external_addresses(self) -> tuple[Address, ...]:
@@ -157,7 +155,6 @@ def _plan_port(
         local=chosen.local,
         hairpins=chosen.hairpins,
         has_endpoints=chosen.any,
-        ready_local=len(_ready_local(endpoints, node)) if service.health_check_node_port else 0,
     )
 
 
@@ -219,12 +216,15 @@ def serving_destinations(
     return frozenset(where for where, endpoint in _endpoints_of(port, slices) if endpoint.serving)
 
 
-def count_ready_local(
-    service: Service, slices: Mapping[str, EndpointSlice] | None, node: NodeView
-) -> int:
-    """Distinct addresses of ready endpoints on this node over all ports of *service*."""
-    return len(set().union(*(_ready_local(_endpoints_of(port, slices), node) for port in service.ports)))
+def count_ready_local(slices: Mapping[str, EndpointSlice] | None, node: NodeView) -> int:
+    """Return the number of distinct addresses of ready endpoints on *node*.
 
-
-def _ready_local(endpoints: Candidates, node: NodeView) -> set[Address]:
-    return {where.address for where, endpoint in on_node(endpoints, node) if endpoint.ready}
+    Slices without ports do not count; those with ports that the Service lacks do (kube-proxy 1.36,
+    pkg/proxy/endpointschangetracker.go, LocalReadyEndpoints).
+    """
+    if not node.name or not slices:
+        return 0
+    return len({
+        endpoint.address for piece in slices.values() if piece.ports
+        for endpoint in piece.endpoints if endpoint.ready and endpoint.node == node.name
+    })

@@ -37,6 +37,8 @@ from kproxy_core.observe.http.routes import About, health_routes, metrics_routes
 from kproxy_core.observe.http.server import HttpServer
 from kproxy_core.observe.metrics import Metrics
 from kproxy_core.observe.service_health import ServiceHealth
+from kproxy_core.observe.sync_metrics import SyncMetrics
+from kproxy_core.observe.sync_observers import HealthCheckObserver, HealthObserver
 from kproxy_core.process import preparation
 from kproxy_core.process.choice import Choice, choose
 from kproxy_core.process.family_checks import doubts, unservable
@@ -53,10 +55,10 @@ from kproxy_core.process.terms import (
 )
 from kproxy_core.store.events import Source
 from kproxy_core.store.store import Store
-from kproxy_core.sync.family_sync import Shared
-from kproxy_core.sync.flow_cleaner import FlowCleaner, NoCleaner
 from kproxy_core.sync.loop import Loop
 from kproxy_core.sync.node_facts import NodeFacts
+from kproxy_core.sync.observer import SyncObserver
+from kproxy_core.sync.stale_flows import CleanupResult, FlowCleaner, StaleFlowObserver
 
 if TYPE_CHECKING:
     from kproxy_core.apiclient.requests import ApiRequest, Observe
@@ -208,27 +210,41 @@ class _Proxy:
         self._failures: list[str] = []
 
     def _make_loop(self, instance: BackendInstance) -> Loop:
-        cleaner = FlowCleaner(lambda done: self._loop.cleaned(done)) if self._privileged else NoCleaner()
         return Loop(
             self._families,
             self._store,
             NodeFacts(self._node, frozenset()),
             instance,
-            Shared(
-                health=self._health, metrics=self._metrics, cleaner=cleaner,
-                clock=time.monotonic, wall=time.time,
-            ),
+            self._observers(),
             pacing=lambda: pacing(self._config),
-            service_health=lambda: ServiceHealth(
-                self._server, self._health.healthy, self._service_health_failed),
+            clock=time.monotonic,
             all_synced=self._all_synced,
         )
+
+    def _observers(self) -> list[SyncObserver]:
+        def service_health() -> ServiceHealth:
+            return ServiceHealth(self._server, self._health.healthy, self._service_health_failed)
+
+        observers: list[SyncObserver] = [
+            HealthObserver(self._health), HealthCheckObserver(self._families, service_health),
+            SyncMetrics(self._metrics, self._families, time.time),
+        ]
+        if self._privileged:
+            flows = StaleFlowObserver(self._families, FlowCleaner(self._flows_cleaned))
+            self._finish_flows = flows.finish
+            observers.append(flows)
+        return observers
+
+    def _flows_cleaned(self, result: CleanupResult) -> None:
+        if result.deleted is not None:
+            self._metrics.stale_flows(result.family, result.seconds, result.deleted)
+        self._loop.post(partial(self._finish_flows, result))
 
     def run(self) -> None:
         """Until a signal, or what only a restart can mend. Raises StartFailed for that."""
         self._listen()
-        watcher = AddressWatch(self._loop.addresses_are, self._registry.is_of_node)
-        self._loop.addresses_are(watcher.addresses)
+        watcher = AddressWatch(self._loop.set_addresses, self._registry.is_of_node)
+        self._loop.set_addresses(watcher.addresses)
         _stop_on_signals(self._loop.stop)
         followed = FollowedFile(
             self._configuration, self._switch, self._events, partial(self._end, FILE_CHANGED))

@@ -1,6 +1,6 @@
-"""The plans of one IP family, and how they differ from what the backend has acknowledged."""
+"""The plans of one IP family, and how they differ from the state that the backend has acknowledged."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from kproxy_core.backend.api import Scope, Update
@@ -8,7 +8,6 @@ from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServiceName, ServicePortKey
-from kproxy_core.observe.service_health import LocalEndpoints
 from kproxy_core.plan.claims import Claims, Conflict
 from kproxy_core.plan.service_plan import (
     ServicePlan,
@@ -20,39 +19,46 @@ from kproxy_core.store.store import Store
 
 
 class Step(NamedTuple):
-    """How one service port changed between two acknowledged states; None: not there."""
+    """The change of one service port between two acknowledged states; None: absent."""
 
     key: ServicePortKey
     before: ServicePlan | None
     after: ServicePlan | None
 
 
-class FamilyPlans:
-    """Plans what changed, remembers it until `acknowledged`. One thread, no I/O.
+class HealthCheck(NamedTuple):
+    """One Service's health check node port."""
 
-    A change costs what its Services cost. Only a node whose name, zone or address differs makes
-    it look at all of them.
+    port: int
+    ready: int
+    """Distinct addresses of ready endpoints on this node."""
+
+
+class FamilyPlans:
+    """Plans changes and remembers them until `acknowledge`. One thread, no I/O.
+
+    A change costs what its Services cost. Only another node name, zone or address makes it plan all of them.
     """
 
     def __init__(self, family: Family, store: Store) -> None:
         self.family = family
         self.node = NodeView(family=family, name="")
-        """As last told by `node_is`."""
+        """Set by `set_node`."""
         self.plans: dict[ServicePortKey, ServicePlan] = {}
-        """Every service port there is."""
+        """All service ports."""
         self.node_changed = True
+        self.unserved: Mapping[ServicePortKey, str] = {}
+        """Acknowledged service ports that the backend could not serve, with the reason."""
         self._store = store
         self._claims = Claims()
         self._before: dict[ServicePortKey, ServicePlan | None] = {}
         """The acknowledged plans of all service ports that differ now."""
-        self._unserved: frozenset[ServicePortKey] = frozenset()
-        """Those that the backend has acknowledged and could not serve."""
         self._dirty: set[ServiceName] = set()
-        self._flows: set[ServicePortKey] = set()
-        """UDP service ports planned anew: their serving endpoints may differ even if their plans don't."""
+        self._udp_ports: set[ServicePortKey] = set()
+        self._health_checked: set[ServiceName] = set()
 
-    def node_is(self, node: NodeView) -> bool:
-        """Plan for *node* from now on. True if that makes a difference."""
+    def set_node(self, node: NodeView) -> bool:
+        """Plan for *node* from now on. Return True if it differs from the last one."""
         known = self.node
         if node == known:
             return False
@@ -63,7 +69,7 @@ class FamilyPlans:
         return True
 
     def plan(self) -> list[Conflict]:
-        """Bring the plans up to date with the store; returns new conflicts over frontends."""
+        """Bring the plans up to date with the store. Return new frontend conflicts."""
         names = self._store.take_changed(self.family)
         if self._dirty:
             names |= self._dirty
@@ -76,83 +82,79 @@ class FamilyPlans:
                 wanted = plan_service(service, self._store.slices(self.family, name), self.node)
             before = self._claims.wanted(name)
             if before:
-                self._forget(before, wanted)
+                keys = {plan.key for plan in wanted}
+                for plan in before:
+                    if plan.key not in keys:
+                        self._put(plan.key, None)
             if before or wanted:
                 touched |= self._claims.want(name, wanted)
         for granted in map(self._claims.granted, (*names, *(touched - names))):
             for plan in granted:
                 self._put(plan.key, plan)
-                if plan.key.protocol is Protocol.UDP:
-                    self._flows.add(plan.key)
         return self._claims.take_conflicts()
 
     def take_trigger_times(self) -> list[float]:
-        """When the endpoint changes that were planned since the last call happened (wall clock)."""
+        """Return the times of the endpoint changes since the last call, in seconds since the epoch."""
         return self._store.take_trigger_times(self.family)
 
     @property
     def differs(self) -> bool:
-        """There is something that the backend has not acknowledged, or could not serve."""
-        return bool(self._before) or bool(self._unserved) or self.node_changed
+        """The backend has work: something is not acknowledged, or could not be served."""
+        return bool(self._before) or bool(self.unserved) or self.node_changed
 
     def update(self, scope: Scope) -> Update:
-        """What the backend has to do."""
-        changed = {key: self.plans.get(key) for key in (*self._before, *self._unserved)}
+        """Return the backend's next work."""
+        changed = {key: self.plans.get(key) for key in (*self._before, *self.unserved)}
         return Update(self.family, scope, self.node, changed, self.plans, self.node_changed)
 
-    def acknowledged(self, unserved: Collection[ServicePortKey] = ()) -> list[Step]:
-        """The backend has done it, and will be asked again for what is *unserved*.
+    def acknowledge(self, unserved: Mapping[ServicePortKey, str]) -> list[Step]:
+        """Take the last update as done, except for *unserved*, which is part of the next one.
 
-        Returns what changed by that.
+        Return the changes since the last acknowledgement.
         """
         steps = [Step(key, before, self.plans.get(key)) for key, before in self._before.items()]
         self._before = {}
-        self._unserved = frozenset(unserved)
+        self.unserved = dict(unserved)
         self.node_changed = False
         return steps
 
-    def take_flows(self) -> set[ServicePortKey]:
-        """The UDP service ports whose flows may have become stale since the last call."""
-        taken, self._flows = self._flows, set()
-        return taken
+    def take_udp_ports(self) -> frozenset[ServicePortKey]:
+        """Return the UDP service ports planned since the last call.
+
+        Their serving endpoints may differ even where their plans do not.
+        """
+        taken, self._udp_ports = self._udp_ports, set()
+        return frozenset(taken)
+
+    def take_health_checks(self) -> dict[ServiceName, HealthCheck | None]:
+        """Return the health check node ports planned since the last call; None: removed.
+
+        The number of ready endpoints may differ even where no plan does.
+        """
+        taken, self._health_checked = self._health_checked, set()
+        return {name: self._health_check(name) for name in taken}
 
     def serving(self, key: ServicePortKey) -> frozenset[Destination]:
-        """Every serving endpoint of one service port."""
+        """Return all serving endpoints of one service port."""
         service = self._store.services.get(key.service)
         for port in service.ports if service is not None else ():
             if (port.name, port.protocol) == (key.port_name, key.protocol):
                 return serving_destinations(port, self._store.slices(self.family, key.service))
         return frozenset()
 
-    def health_checked(self, steps: Iterable[Step]) -> dict[ServiceName, LocalEndpoints | None]:
-        """What the health check node ports of the Services in *steps* have to tell from now on."""
-        names = {
-            step.key.service
-            for step in steps
-            for plan in (step.before, step.after)
-            if plan is not None and plan.health_check_node_port
-        }
-        return {name: self._local_endpoints(name) for name in names}
-
-    def _local_endpoints(self, name: ServiceName) -> LocalEndpoints | None:
+    def _health_check(self, name: ServiceName) -> HealthCheck | None:
         granted = self._claims.granted(name)
         port = granted[0].health_check_node_port if granted else 0
         if not port:
             return None
-        slices = self._store.slices(self.family, name)
-        return LocalEndpoints(port, count_ready_local(self._store.services[name], slices, self.node))
-
-    def _forget(self, before: Iterable[ServicePlan], wanted: Iterable[ServicePlan]) -> None:
-        """Take out what was wanted *before* and is not *wanted* any more."""
-        keys = {plan.key for plan in wanted}
-        for plan in before:
-            if plan.key not in keys:
-                self._put(plan.key, None)
-                if plan.key.protocol is Protocol.UDP:
-                    self._flows.add(plan.key)
+        return HealthCheck(port, count_ready_local(self._store.slices(self.family, name), self.node))
 
     def _put(self, key: ServicePortKey, plan: ServicePlan | None) -> None:
         known = self.plans.get(key)
+        if key.protocol is Protocol.UDP:
+            self._udp_ports.add(key)
+        if (known and known.health_check_node_port) or (plan and plan.health_check_node_port):
+            self._health_checked.add(key.service)
         if known == plan:
             return
         if plan is None:
@@ -161,19 +163,3 @@ class FamilyPlans:
             self.plans[key] = plan
         if self._before.setdefault(key, known) == plan:
             del self._before[key]
-
-
-class NoLocalEndpoints:
-    """Counts service ports that a Local policy leaves without endpoints on this node, though others exist."""
-
-    def __init__(self) -> None:
-        self.internal = 0
-        self.external = 0
-
-    def follow(self, steps: Iterable[Step]) -> None:
-        """Take over what changed."""
-        for step in steps:
-            for plan, sign in ((step.before, -1), (step.after, 1)):
-                if plan is not None and plan.has_endpoints and not plan.local:
-                    self.internal += sign * plan.internal_policy_local
-                    self.external += sign * plan.external_policy_local

@@ -1,4 +1,4 @@
-"""Calls for one thread to make, put there by others."""
+"""Calls that other threads leave for one thread to make."""
 
 import os
 import select
@@ -12,9 +12,8 @@ Call = Callable[[], None]
 class Inbox:
     """`put` may be called from any thread and from signal handlers, `take` by one thread.
 
-    The waiting is not the queue's own: SimpleQueue.get with a timeout may wait for ever when that is over
-    before it sleeps (CPython 3.11, Modules/_queuemodule.c: what is left of it is negative then, which stands
-    for no timeout at all).
+    Waits with select instead of SimpleQueue.get, whose timeout may last for ever: if it expires before the
+    thread sleeps, the rest is negative, which means no timeout (CPython 3.11, Modules/_queuemodule.c).
     """
 
     def __init__(self) -> None:
@@ -25,12 +24,12 @@ class Inbox:
         os.close(self._bell)
 
     def put(self, call: Call) -> None:
-        """Have it taken."""
+        """Leave *call* for the next `take`."""
         self._calls.put(call)
         os.eventfd_write(self._bell, 1)
 
     def take(self, patience: float | None) -> list[Call]:
-        """All that is there, oldest first; waits up to *patience* seconds for something, None: for ever."""
+        """Return all calls, oldest first. Waits up to *patience* seconds for one; None: without limit."""
         if self._calls.empty() and patience != 0:
             select.select([self._bell], [], [], patience)
         with suppress(BlockingIOError):

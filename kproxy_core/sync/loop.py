@@ -1,8 +1,7 @@
-"""The one thread where decisions are made.
+"""The thread that makes all decisions.
 
-Whatever other threads have to say waits in an inbox, as a call to make here. A turn plans
-what changed, hands it to the backend, and once that has acknowledged it lets the readers
-of the plans follow: health check node ports, stale UDP flows, metrics.
+Other threads put calls into its inbox. A turn makes these calls, plans the changes, hands them to the
+backend, and reports the result to the observers.
 """
 
 import logging
@@ -14,14 +13,13 @@ from typing import TypeVar
 from kproxy_core.backend.api import Scope, Update
 from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.model.address import Address, Family
-from kproxy_core.observe.service_health import ServiceHealth
 from kproxy_core.store.events import BadObject, Event
 from kproxy_core.store.store import Store
 from kproxy_core.sync.family_plans import FamilyPlans
-from kproxy_core.sync.family_sync import FamilySync, Shared
-from kproxy_core.sync.flow_cleaner import Cleaned
-from kproxy_core.sync.inbox import Inbox
+from kproxy_core.sync.family_sync import FamilySync
+from kproxy_core.sync.inbox import Call, Inbox
 from kproxy_core.sync.node_facts import NodeFacts, NodeSettings
+from kproxy_core.sync.observer import Folded, SyncObserver
 from kproxy_core.timing.pacing import Pacing
 
 log = logging.getLogger("kproxy.run")
@@ -30,10 +28,10 @@ _T = TypeVar("_T")
 
 
 class Loop:
-    """Folds events in, and syncs each family when it is its turn.
+    """Takes in events, and syncs each family when that is due.
 
-    `emit`, `call`, `addresses_are`, `cleaned` and `stop` may be called from any thread, all but `call` also
-    from signal handlers; everything else belongs to the thread of `run`.
+    `emit`, `call`, `post`, `set_addresses` and `stop` may be called from any thread, all but `call` also from
+    signal handlers; everything else belongs to the thread of `run`.
     """
 
     def __init__(
@@ -42,22 +40,23 @@ class Loop:
         store: Store,
         facts: NodeFacts,
         instance: BackendInstance,
-        shared: Shared,
+        observers: Sequence[SyncObserver],
         *,
         pacing: Callable[[], Pacing],
-        service_health: Callable[[], ServiceHealth],
+        clock: Callable[[], float],
         all_synced: Callable[[], None] = lambda: None,
     ) -> None:
-        """*pacing* and *service_health* are made for each of *families*.
+        """*pacing* is called for each of *families*. *clock*: monotonic seconds.
 
         *all_synced* is called once, when every family has synced.
         """
         self._store = store
         self._facts = facts
         self._instance = instance
-        self._shared = shared
+        self._observers = observers
+        self._clock = clock
         self._syncs = {
-            family: FamilySync(FamilyPlans(family, store), instance, pacing(), service_health(), shared)
+            family: FamilySync(FamilyPlans(family, store), instance, pacing(), observers, clock)
             for family in families
         }
         self._all_synced = all_synced
@@ -74,13 +73,13 @@ class Loop:
     # From any thread ----------------------------------------------------------------------
 
     def emit(self, events: list[Event]) -> None:
-        """Take in what a source says."""
+        """Take in a source's *events*."""
         self._inbox.put(partial(self._fold, events))
 
     def call(self, what: Callable[[], _T]) -> _T:
-        """Have *what* called in the loop's thread; returns, or raises, what it does.
+        """Call *what* on the loop's thread. Return its result, or raise its exception.
 
-        Raises CancelledError if the loop ends before its turn comes. Not for the loop's own thread.
+        Raises CancelledError if the loop ends first. Not for the loop's own thread.
         """
         done: Future[None] = Future()
         results: list[_T] = []
@@ -90,7 +89,7 @@ class Loop:
             try:
                 results.append(what())
                 done.set_result(None)
-            except Exception as error:  # noqa: BLE001 - it is raised where it was asked for
+            except Exception as error:  # noqa: BLE001 - raised again by the caller
                 done.set_exception(error)
 
         self._asked.add(done)
@@ -100,25 +99,22 @@ class Loop:
         done.result()
         return results[0]
 
-    def addresses_are(self, addresses: frozenset[Address]) -> None:
-        """The addresses of the node's interfaces changed to these."""
+    def post(self, call: Call) -> None:
+        """Have *call* made on the loop's thread. Returns at once."""
+        self._inbox.put(call)
+
+    def set_addresses(self, addresses: frozenset[Address]) -> None:
+        """Replace the addresses of the node's interfaces."""
         self._inbox.put(partial(self._set_addresses, addresses))
 
-    def cleaned(self, cleaned: Cleaned) -> None:
-        """Stale flows were deleted, or could not be."""
-        self._inbox.put(partial(self._syncs[cleaned.family].cleaned, cleaned))
-
     def stop(self) -> None:
-        """Let `run` return after the turn that is under way."""
+        """Have `run` return after the current turn."""
         self._inbox.put(self._stop)
 
-    # In the loop's own --------------------------------------------------------------------
+    # On the loop's thread --------------------------------------------------------------------
 
     def run(self) -> None:
-        """Work until stopped. Sleeps while nothing happens and no timer is due.
-
-        Raises Unsupported if the backend finds that it can't work here.
-        """
+        """Run until stopped. Raises Unsupported if the backend cannot work here."""
         try:
             while not self._stopped:
                 self.turn(self._patience())
@@ -128,9 +124,9 @@ class Loop:
                 asked.cancel()
 
     def turn(self, patience: float | None = 0.0) -> None:
-        """Take in what is in the inbox, then do everything that is due.
+        """Make the calls in the inbox, then do everything that is due.
 
-        Waits up to *patience* seconds for something to come in; None: as long as it takes.
+        Waits up to *patience* seconds for a call; None: without limit.
         """
         for call in self._inbox.take(patience):
             call()
@@ -139,23 +135,23 @@ class Loop:
         if self._node_differs:
             self._node_differs = False
             for family, sync in self._syncs.items():
-                sync.node_is(self._facts.view(family))
+                sync.set_node(self._facts.view(family))
         for sync in self._syncs.values():
             sync.turn()
         if not self._settled:
             self._settle()
 
     def next_wakeup(self) -> float | None:
-        """When `turn` has something to do if nothing is heard until then, by the clock; None: never."""
+        """Return the time at which `turn` has work without another call; None: never."""
         if self._held or not self._started:
             return None
-        now = self._shared.clock()
+        now = self._clock()
         times = [sync.next_wakeup(now) for sync in self._syncs.values()]
         return min((at for at in times if at is not None), default=None)
 
     @property
     def addresses(self) -> frozenset[Address]:
-        """Of the node's interfaces."""
+        """The addresses of the node's interfaces."""
         return self._facts.addresses
 
     @property
@@ -164,11 +160,11 @@ class Loop:
         return self._settled
 
     def hold(self) -> None:
-        """Sync nothing until `serve_with`: two modes are at work in the kernel. What changes waits."""
+        """Pause syncs until `serve_with`, while two modes are programmed in the kernel."""
         self._held = True
 
     def updates(self, settings: NodeSettings) -> list[Update]:
-        """All there is, as of the last turn, for each family of a node with these *settings*."""
+        """Return full updates with the plans of the last turn, for a node with *settings*."""
         facts = self._facts.with_settings(settings)
         return [
             Update(family, Scope.RESYNC, facts.look(family), {}, sync.plans.plans, node_changed=True)
@@ -178,7 +174,7 @@ class Loop:
     def serve_with(
         self, instance: BackendInstance, settings: NodeSettings, pacing: Callable[[], Pacing], scope: Scope
     ) -> None:
-        """From now on *instance* has the work, and has all that `updates` gave. *scope*: of its next sync."""
+        """Sync *instance*, which has been given all `updates`, from now on, and next with *scope*."""
         self._held = False
         if instance is not self._instance:
             self._instance = instance
@@ -191,12 +187,12 @@ class Loop:
             sync.request(scope)
 
     def _patience(self) -> float | None:
-        """Seconds until there is something to do."""
+        """Return the seconds until the next turn; None: without limit."""
         at = self.next_wakeup()
-        return None if at is None else max(0.0, at - self._shared.clock())
+        return None if at is None else max(0.0, at - self._clock())
 
     def _start(self) -> bool:
-        """Begin syncing once every source has delivered everything."""
+        """Start syncing if every source has delivered everything. Return False otherwise."""
         if not self._store.complete:
             return False
         self._started = True
@@ -206,8 +202,8 @@ class Loop:
         return True
 
     def _settle(self) -> None:
-        """What is done once after the first syncs."""
-        synced = [sync.synced for sync in self._syncs.values()]
+        """Start watching after the first success, and report when every family has synced."""
+        synced = [sync.is_synced for sync in self._syncs.values()]
         if any(synced) and not self._watching:
             self._watching = True
             self._watch()
@@ -222,22 +218,27 @@ class Loop:
             self._inbox.put(partial(self._damaged, instance, family, what))
 
         if not instance.watch(damaged):
-            log.info("foreign changes go unnoticed until the next full sync")
+            log.info("foreign changes are found only by full syncs")
             for sync in self._syncs.values():
                 sync.look_often()
 
     def _fold(self, events: list[Event]) -> None:
-        store, metrics = self._store, self._shared.metrics
+        store = self._store
         services, slices = store.counts.service_changes, store.counts.endpoint_changes
+        bad = []
         for event in events:
             store.fold(event)
             if isinstance(event, BadObject):
                 log.warning("not used: %s", event)
-                metrics.bad_object(event.kind)
-        if store.counts.service_changes != services:
-            metrics.service_events(store.counts.service_changes - services, store.pending_service_changes)
-        if store.counts.endpoint_changes != slices:
-            metrics.endpoint_events(store.counts.endpoint_changes - slices, store.pending_endpoint_changes)
+                bad.append(event)
+        folded = Folded(
+            service_changes=store.counts.service_changes - services,
+            endpoint_changes=store.counts.endpoint_changes - slices,
+            services_pending=store.pending_service_changes,
+            endpoints_pending=store.pending_endpoint_changes, bad_objects=bad,
+        )
+        for observer in self._observers:
+            observer.events_folded(folded)
         if store.node is not self._facts.node or store.service_cidrs != self._facts.service_cidrs:
             self._set_node()
         if self._started:
@@ -250,17 +251,18 @@ class Loop:
         self._facts.service_cidrs = self._store.service_cidrs
         self._node_differs = True
         if self._store.node is not None:
-            self._shared.health.node_seen(self._store.node.eligible)
+            for observer in self._observers:
+                observer.node_seen(self._store.node)
 
     def _set_addresses(self, addresses: frozenset[Address]) -> None:
         self._facts.addresses = addresses
         self._node_differs = True
 
     def _damaged(self, instance: BackendInstance, family: Family, what: str) -> None:
-        """Another process changed what *instance* programmed; during a switch, the other mode may have."""
+        """Have damage to *instance*'s rules repaired. During a mode switch the other mode causes it."""
         sync = self._syncs.get(family)
         if sync is not None and instance is self._instance and not self._held:
-            sync.damaged(what)
+            sync.report_damage(what)
 
     def _stop(self) -> None:
         self._stopped = True

@@ -1,6 +1,7 @@
 """A loop that runs by hand: an injected clock, and a backend that remembers what it was told."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import pluggy
 
@@ -22,15 +23,17 @@ from kproxy_core.model.service import ServiceName, ServicePortKey
 from kproxy_core.observe.health import ProxyHealth
 from kproxy_core.observe.http.server import HttpServer
 from kproxy_core.observe.metrics import Metrics
-from kproxy_core.observe.service_health import LocalEndpoints, ServiceHealth
+from kproxy_core.observe.service_health import ServiceHealth
+from kproxy_core.observe.sync_metrics import SyncMetrics
+from kproxy_core.observe.sync_observers import HealthCheckObserver, HealthObserver
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.plan.stale_flows import StaleFlows
 from kproxy_core.store.events import Complete, Event
 from kproxy_core.store.store import Store
-from kproxy_core.sync.family_sync import Shared
-from kproxy_core.sync.flow_cleaner import Cleaned
+from kproxy_core.sync.family_plans import HealthCheck
 from kproxy_core.sync.loop import Loop
 from kproxy_core.sync.node_facts import NodeFacts, NodeSettings
+from kproxy_core.sync.stale_flows import CleanupResult, StaleFlowObserver
 from kproxy_core.timing.pacing import Pacing
 
 V4, V6 = Family.IPV4, Family.IPV6
@@ -107,12 +110,12 @@ class RecordingServiceHealth(ServiceHealth):
     def __init__(self) -> None:
         super().__init__(HttpServer(), lambda: True)
         self.placed: list[NodeView] = []
-        self.told: dict[ServiceName, LocalEndpoints] = {}
+        self.told: dict[ServiceName, HealthCheck] = {}
 
-    def place(self, node: NodeView) -> None:
+    def set_node(self, node: NodeView) -> None:
         self.placed.append(node)
 
-    def apply(self, changes: Mapping[ServiceName, LocalEndpoints | None]) -> None:
+    def apply(self, changes: Mapping[ServiceName, HealthCheck | None]) -> None:
         for name, told in changes.items():
             self.told.pop(name, None)
             if told is not None:
@@ -167,16 +170,17 @@ class Rig:
         self.cleaner = RecordingCleaner()
         self.service_health: list[RecordingServiceHealth] = []
         self.store = Store(families, kinds=["test"], started=WALL)
-        self.shared = Shared(
-            health=self.health, metrics=self.metrics, cleaner=self.cleaner,
-            clock=self.clock, wall=lambda: WALL + self.clock(),
-        )
+        self.flows = StaleFlowObserver(families, self.cleaner)
+        observers = [
+            HealthObserver(self.health), HealthCheckObserver(families, self._service_health),
+            SyncMetrics(self.metrics, families, lambda: WALL + self.clock()), self.flows,
+        ]
         facts = NodeFacts(settings or NodeSettings(name="node1"), frozenset(addresses))
         self.loop = Loop(
-            families, self.store, facts, instance, self.shared,
+            families, self.store, facts, instance, observers,
             pacing=lambda: Pacing(
                 min_interval=min_interval, retry_cap=30.0, full_period=full_period, shortest_rest=0.0),
-            service_health=self._service_health, all_synced=all_synced,
+            clock=self.clock, all_synced=all_synced,
         )
 
     def start(self, *events: Event) -> list[Update]:
@@ -208,7 +212,7 @@ class Rig:
         """All flows that are being deleted are gone now; None: they could not be deleted."""
         under_way, self.cleaner.under_way = self.cleaner.under_way, []
         for family, stale in under_way:
-            self.loop.cleaned(Cleaned(family, stale, deleted, 0.01))
+            self.loop.post(partial(self.flows.finish, CleanupResult(family, stale, deleted, 0.01)))
         self.loop.turn()
 
     def value(self, sample: str) -> float:

@@ -30,8 +30,8 @@ class Node:
 
     def in_sync(self) -> "Node":
         for family in (V4, V6):
-            self.health.queued(family)
-            self.health.synced(family)
+            self.health.record_request(family)
+            self.health.record_success(family)
         return self
 
     @property
@@ -46,9 +46,9 @@ GOOD, NOT_YET, OVERDUE = (True, True, True), (False, False, True), (False, False
 def test_it_is_ready_once_every_family_has_synced() -> None:
     node = Node()
     assert node.verdicts == NOT_YET
-    node.health.synced(V4)
+    node.health.record_success(V4)
     assert node.verdicts == NOT_YET
-    node.health.synced(V6)
+    node.health.record_success(V6)
     assert node.verdicts == GOOD
 
 
@@ -60,7 +60,7 @@ def test_waiting_for_the_sources_is_not_death() -> None:
 
 def test_a_first_sync_that_never_succeeds_is() -> None:
     node = Node()
-    node.health.queued(V4)
+    node.health.record_request(V4)
     node.wait(60)
     assert node.verdicts == OVERDUE
 
@@ -76,7 +76,7 @@ def test_a_requested_sync_may_stay_undone_for_the_timeout(
     seconds: float, verdicts: tuple[bool, bool, bool]
 ) -> None:
     node = Node().in_sync()
-    node.health.queued(V6)
+    node.health.record_request(V6)
     node.wait(seconds)
     assert node.verdicts == verdicts
 
@@ -84,18 +84,18 @@ def test_a_requested_sync_may_stay_undone_for_the_timeout(
 def test_the_oldest_request_counts() -> None:
     node = Node().in_sync()
     for _ in range(7):
-        node.health.queued(V4)
+        node.health.record_request(V4)
         node.wait(10)
     assert node.verdicts == OVERDUE
-    node.health.synced(V4)
+    node.health.record_success(V4)
     assert node.verdicts == GOOD
 
 
 def test_a_failed_sync_is_no_success() -> None:
     node = Node().in_sync()
-    node.health.queued(V4)
+    node.health.record_request(V4)
     node.wait(30)
-    node.health.failed(V4, "kernel: no")
+    node.health.record_failure(V4, "kernel: no")
     node.wait(30)
     assert node.verdicts == OVERDUE
 
@@ -115,7 +115,7 @@ def test_a_node_that_is_leaving_is_not_ready_but_alive_and_healthy(
 ) -> None:
     node = Node(node_required=required).in_sync()
     for eligible in seen:
-        node.health.node_seen(eligible)
+        node.health.set_node_eligible(eligible)
     assert node.verdicts == (True, ready, True)
 
 
@@ -139,9 +139,9 @@ def test_the_body_is_kube_proxys() -> None:
 def test_a_bad_body_tells_when_it_was_last_good_and_why_it_is_not() -> None:
     node = Node().in_sync()
     node.nanoseconds = 1
-    node.health.synced(V6)
-    node.health.queued(V4)
-    node.health.failed(V4, 'table "gone"\nreally')
+    node.health.record_success(V6)
+    node.health.record_request(V4)
+    node.health.record_failure(V4, 'table "gone"\nreally')
     node.wait(61)
     assert json.loads(node.health.healthz().body) == {
         "lastUpdated": "2026-03-01T12:00:00.000000001Z",
@@ -155,7 +155,7 @@ def test_a_bad_body_tells_when_it_was_last_good_and_why_it_is_not() -> None:
         "problems": ['IPv4: table "gone"\nreally'],
     }
     assert b"\n" not in node.health.healthz().body
-    node.health.synced(V4)
+    node.health.record_success(V4)
     assert "problems" not in json.loads(node.health.healthz().body)
 
 
@@ -172,7 +172,7 @@ def test_before_the_first_sync_the_body_says_so() -> None:
 def test_a_leaving_node_has_a_healthy_proxy_that_was_updated_before() -> None:
     node = Node().in_sync()
     node.wait(5)
-    node.health.node_seen(False)
+    node.health.set_node_eligible(False)
     body = json.loads(node.health.healthz().body)
     assert (body["healthy"], body["nodeEligible"]) == (True, False)
     assert body["lastUpdated"] == "2026-03-01T12:00:00Z"

@@ -68,7 +68,7 @@ def test_the_health_server_answers_and_counts() -> None:
     routes = health_routes(health, metrics)
     statuses = [ask(routes, path).status for path in ("/healthz", "/livez", "/readyz", "/", "/metrics")]
     assert statuses == [503, 200, 404, 404, 404]
-    health.synced(Family.IPV4)
+    health.record_success(Family.IPV4)
     answer = ask(routes, "/healthz?verbose", method="POST")
     assert (answer.status, answer.content_type) == (200, "application/json")
     assert answer.body.startswith(b'{"lastUpdated":"')

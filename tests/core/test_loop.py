@@ -8,7 +8,6 @@ from kproxy_core.backend.api import Scope, Update
 from kproxy_core.backend.errors import SyncFailed, TrustLost, Unsupported
 from kproxy_core.model.endpoint import SliceName
 from kproxy_core.model.node import NodeObject
-from kproxy_core.observe.service_health import LocalEndpoints
 from kproxy_core.store.events import (
     BadObject,
     Complete,
@@ -20,6 +19,7 @@ from kproxy_core.store.events import (
     SliceGone,
     SliceSet,
 )
+from kproxy_core.sync.family_plans import HealthCheck
 from kproxy_core.sync.node_facts import NodeSettings
 from kproxy_core.testing.builders import (
     addresses,
@@ -197,10 +197,10 @@ def test_service_cidrs_and_interface_addresses_reach_the_backend_with_the_node()
     updates = rig.say(ServiceCidrsSet(cidrs("10.96.0.0/12 fd00::/108")))
     assert [u.node.service_cidrs for u in updates] == [cidrs("10.96.0.0/12"), cidrs("fd00::/108")]
     assert [(u.node_changed, u.changed) for u in updates] == [(True, {}), (True, {})]
-    rig.loop.addresses_are(frozenset(addresses("192.0.2.1 192.0.2.2")))
+    rig.loop.set_addresses(frozenset(addresses("192.0.2.1 192.0.2.2")))
     (update,) = rig.turn()
     assert update.node.node_port_addresses == addresses("192.0.2.1 192.0.2.2")
-    rig.loop.addresses_are(frozenset(addresses("192.0.2.1 192.0.2.2 10.1.1.2")))
+    rig.loop.set_addresses(frozenset(addresses("192.0.2.1 192.0.2.2 10.1.1.2")))
     assert rig.turn() == [], "no address that serves node ports"
 
 
@@ -353,12 +353,12 @@ def test_health_check_node_ports_follow_the_acknowledgement() -> None:
     rig.start(ServiceSet(lb), SliceSet(here))
     (health,) = rig.service_health
     name = service_name("lb")
-    assert health.told == {name: LocalEndpoints(32000, 2)}
+    assert health.told == {name: HealthCheck(32000, 2)}
     rig.backend.problems = [SyncFailed("not yet")]
     rig.say(SliceGone(SliceName("default", "lb-1")))
-    assert health.told == {name: LocalEndpoints(32000, 2)}
+    assert health.told == {name: HealthCheck(32000, 2)}
     rig.settle()
-    assert health.told == {name: LocalEndpoints(32000, 0)}
+    assert health.told == {name: HealthCheck(32000, 0)}
     rig.say(ServiceGone(name))
     assert health.told == {}
 
@@ -422,7 +422,7 @@ def test_a_conflict_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig(families=[V4])
     rig.start(WEB, ServiceSet(service("other")))
     rig.say(WEB_SLICE)
-    assert [r.message for r in caplog.records].count("a frontend is wanted twice") == 1
+    assert [r.message for r in caplog.records].count("frontend conflict") == 1
 
 
 # Threads

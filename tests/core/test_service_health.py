@@ -11,7 +11,8 @@ from kproxy_core.model.address import Address, Family, parse_address
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServiceName
 from kproxy_core.observe.http.server import HttpServer
-from kproxy_core.observe.service_health import LocalEndpoints, ServiceHealth
+from kproxy_core.observe.service_health import ServiceHealth
+from kproxy_core.sync.family_plans import HealthCheck
 from tests.core.http_clients import eventually, free_port, get, is_refused, serving
 
 V4, V6 = Family.IPV4, Family.IPV6
@@ -34,7 +35,7 @@ class Proxy:
 
     def place(self, addresses: tuple[str, ...] | None) -> None:
         """Node ports on *addresses*; None: anywhere."""
-        self.ports.place(
+        self.ports.set_node(
             NodeView(
                 family=self.family,
                 name="node",
@@ -45,7 +46,7 @@ class Proxy:
         self.server.settle()
 
     def apply(self, changes: dict[ServiceName, tuple[int, int] | None]) -> None:
-        self.ports.apply({name: told and LocalEndpoints(*told) for name, told in changes.items()})
+        self.ports.apply({name: told and HealthCheck(*told) for name, told in changes.items()})
         self.server.settle()
 
 
@@ -135,7 +136,7 @@ def test_loopback_is_served_too_where_it_was_asked_for(server: HttpServer) -> No
     proxy, port = Proxy(server), free_port()
     node = NodeView(family=V4, name="node", node_port_addresses=(parse_address("127.0.0.2"),),
                     node_ports_on_loopback=True)
-    proxy.ports.place(node)
+    proxy.ports.set_node(node)
     proxy.apply({WEB: (port, 1)})
     assert get(port).status == get(port, host="127.0.0.2").status == 200
     assert is_refused(port, "127.0.0.3")
@@ -204,7 +205,7 @@ def test_a_taken_port_is_reported_harms_no_other_and_is_had_when_free(
         assert get(other).status == 200
         ((service, problem),) = proxy.failures
         assert service == WEB
-        assert problem.startswith(f"port {port} can't be opened: ")
+        assert problem.startswith(f"port {port} cannot be opened: ")
         (record,) = caplog.records
         assert record.fields["for"] == "health check node port of default/web"  # type: ignore[attr-defined]
         assert record.fields["on"] == f"0.0.0.0:{port}"  # type: ignore[attr-defined]
@@ -223,9 +224,9 @@ def test_a_hostile_name_stays_text(server: HttpServer) -> None:
 
 def test_addresses_are_not_needed_before_the_first_place(server: HttpServer) -> None:
     ports, port = ServiceHealth(server, lambda: True), free_port()
-    ports.apply({WEB: LocalEndpoints(port, 1)})
+    ports.apply({WEB: HealthCheck(port, 1)})
     server.settle()
     assert is_refused(port)
-    ports.place(NodeView(family=V4, name="node", node_port_addresses=(Address(bytes((127, 0, 0, 1))),)))
+    ports.set_node(NodeView(family=V4, name="node", node_port_addresses=(Address(bytes((127, 0, 0, 1))),)))
     server.settle()
     assert get(port).status == 200

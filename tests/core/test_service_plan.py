@@ -252,8 +252,7 @@ def test_source_ranges_without_a_load_balancer_ip_restrict_nothing() -> None:
 # What is counted, and whose flows may stay
 
 
-def test_ready_local_addresses_are_counted_once_over_all_ports() -> None:
-    web = service("web", "a:80@30000", "b:81@30001", external_local=True, health_check_node_port=32000)
+def test_ready_local_addresses_of_all_slices_with_ports_are_counted_once() -> None:
     first = endpoint_slice(
         "web", endpoint("10.0.0.1", "node1"), endpoint("10.0.0.2", "node1"), endpoint("10.0.0.3", "node2"),
         ports=["a:8080", "b:8081"], name="s",
@@ -263,9 +262,12 @@ def test_ready_local_addresses_are_counted_once_over_all_ports() -> None:
         endpoint("10.0.0.5", "node1", ready=False, serving=True, terminating=True),
         ports=["b:8081"], name="t",
     )
-    found = plans(NODE, web, first, second)
-    assert [p.ready_local for p in found.values()] == [2, 3]
-    assert count_ready_local(web, {"s": first, "t": second}, NODE) == 3
+    unrelated = endpoint_slice("web", endpoint("10.0.0.6", "node1"), ports=["other:9090"], name="u")
+    portless = endpoint_slice("web", endpoint("10.0.0.7", "node1"), ports=[], name="v")
+    assert count_ready_local({"s": first, "t": second}, NODE) == 3
+    assert count_ready_local({"s": first, "u": unrelated, "v": portless}, NODE) == 3
+    assert count_ready_local({"s": first}, node_view(name="")) == 0
+    assert count_ready_local(None, NODE) == 0
 
 
 def test_flows_may_stay_with_every_serving_endpoint_whatever_the_policies() -> None:

@@ -19,8 +19,8 @@ ROOMS: dict[str, frozenset[str]] = {
     "objects": frozenset({"store", "model"}),
     "apiclient": frozenset({"timing", "objects", "model"}),
     "sources": frozenset({"apiclient", "timing", "objects", "store", "host", "model"}),
-    "observe": frozenset({"apiclient", "timing", "backend", "plan", "model"}),
-    "sync": frozenset({"observe", "timing", "backend", "store", "host", "plan", "model"}),
+    "observe": frozenset({"sync", "apiclient", "timing", "store", "backend", "plan", "model"}),
+    "sync": frozenset({"timing", "backend", "store", "host", "plan", "model"}),
     "modes": frozenset({"sync", "timing", "observe", "backend", "plan", "model"}),
     "process": frozenset(
         {"modes", "sync", "timing", "observe", "sources", "apiclient", "store", "config", "host", "backend",

@@ -1,0 +1,94 @@
+"""Events of the sync loop, and the interface of its observers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kproxy_core.backend.api import Scope, SyncReport
+from kproxy_core.backend.instance import BackendInstance
+from kproxy_core.model.address import Family
+from kproxy_core.model.node import NodeObject, NodeView
+from kproxy_core.model.service import ServiceName, ServicePortKey
+from kproxy_core.store.events import BadObject
+from kproxy_core.sync.family_plans import FamilyPlans, HealthCheck, Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folded:
+    """A batch of source events, taken into the store."""
+
+    service_changes: int
+    """Service events in the batch, once for each family."""
+    endpoint_changes: int
+    """EndpointSlice events in the batch, whether or not they changed anything."""
+    services_pending: int
+    """Services with changes that wait for a sync."""
+    endpoints_pending: int
+    """EndpointSlice changes that wait for a sync."""
+    bad_objects: Sequence[BadObject]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Synced:
+    """A successful sync of one family: the kernel agrees with `plans`."""
+
+    plans: FamilyPlans
+    """Valid during the call only."""
+    instance: BackendInstance
+    scope: Scope
+    seconds: float
+    report: SyncReport | None = None
+    """None: nothing differed, and the backend was not called."""
+    steps: Sequence[Step] = ()
+    udp_ports: frozenset[ServicePortKey] = frozenset()
+    """UDP service ports with new plans or other serving endpoints since the last success."""
+    health_checks: Mapping[ServiceName, HealthCheck | None] = field(default_factory=dict)
+    """Health check node ports that may have changed since the last success; None: removed."""
+    trigger_times: Sequence[float] = ()
+    """Times of the endpoint changes that were programmed, in seconds since the epoch."""
+    problem: str = ""
+    """Service ports that the backend could not serve, for people; "": none."""
+
+    @property
+    def family(self) -> Family:
+        return self.plans.family
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncFailure:
+    """A failed sync of one family. It will be retried."""
+
+    family: Family
+    scope: Scope
+    seconds: float
+    error: Exception
+
+
+class SyncObserver:
+    """Follows the syncs of all families. A subclass overrides the events that it needs.
+
+    Methods are called on the loop's thread and return quickly.
+    """
+
+    def events_folded(self, folded: Folded) -> None:
+        """Source events were taken into the store."""
+
+    def node_seen(self, node: NodeObject) -> None:
+        """The Node object was added or changed. (A deletion changes nothing.)"""
+
+    def node_changed(self, node: NodeView) -> None:
+        """One family's view of the node may have changed."""
+
+    def sync_requested(self, family: Family) -> None:
+        """A sync was requested."""
+
+    def damage_found(self, family: Family) -> None:
+        """Another process changed what the backend had programmed."""
+
+    def sync_started(self, family: Family, *, retry: bool) -> None:
+        """A sync starts and takes all pending changes. *retry*: the last one did not do everything."""
+
+    def sync_succeeded(self, synced: Synced) -> None:
+        """The kernel agrees with the plans."""
+
+    def sync_failed(self, failure: SyncFailure) -> None:
+        """A sync failed."""
