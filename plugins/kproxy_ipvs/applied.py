@@ -10,7 +10,7 @@ from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_ipvs import names
-from kproxy_ipvs.batch import DeleteDestination, DeleteServer, Operation, PutDestination, PutServer
+from kproxy_ipvs.batch.servers import DeleteDestination, DeleteServer, Operation, PutDestination, PutServer
 from kproxy_ipvs.names import SetKind
 from kproxy_ipvs.wanted import (
     Element,

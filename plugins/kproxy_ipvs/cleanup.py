@@ -11,7 +11,7 @@ from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_address
 from kproxy_ipvs import names
 from kproxy_ipvs.applied import Entries
-from kproxy_ipvs.batch import DeleteServer
+from kproxy_ipvs.batch.servers import DeleteServer
 from kproxy_ipvs.kernel import device, listing, sets
 from kproxy_ipvs.kernel.virtual_servers import VirtualServers
 from kproxy_ipvs.names import FILTER, MANGLE, NAT

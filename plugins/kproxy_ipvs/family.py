@@ -13,9 +13,10 @@ from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_ipvs import names, skeleton
 from kproxy_ipvs.applied import Applied, Difference, Entries, compare_all, described
-from kproxy_ipvs.batch import Operation, PutDestination
-from kproxy_ipvs.draining import Draining
+from kproxy_ipvs.batch.rules import difference as rules_difference
+from kproxy_ipvs.batch.servers import Operation, PutDestination
 from kproxy_ipvs.kernel import device, rules, sets
+from kproxy_ipvs.kernel.draining import Draining
 from kproxy_ipvs.kernel.virtual_servers import VirtualServers
 from kproxy_ipvs.names import SETS
 from kproxy_ipvs.settings import Settings
@@ -94,7 +95,7 @@ class FamilyState:
             difference = compare_all(applied, held, entries, ours, foreign)
             self._draining.clear()
             chains = rules.read(self._tables)
-            text = rules.difference(chains, skeleton.skeleton(node))
+            text = rules_difference(chains, skeleton.skeleton(node))
             takeover = SERVICES in chains and SERVICES not in ipset_mode_chains(chains)
             self._unusable = self._write(difference, text, takeover=takeover)
         self._applied, self._node, self._style = applied, node, style

@@ -50,7 +50,7 @@ def kproxy_cleanup(settings: BackendSettings, dry_run: bool, own_only: bool) -> 
 @hookimpl
 def kproxy_retire(settings: BackendSettings) -> Leftovers:
     """Delete what the connections that still go through IPVS do not need."""
-    from kproxy_ipvs.retirement import retire
+    from kproxy_ipvs.retire import retire
     from kproxy_ipvs.settings import read_excluded
 
     return retire(read_excluded(settings))

@@ -6,7 +6,7 @@ from kproxy_core.backend.api import Update
 from kproxy_core.model.address import Protocol, format_address, format_socket
 from kproxy_ipvs import names, skeleton
 from kproxy_ipvs.applied import Applied
-from kproxy_ipvs.kernel import rules, sets
+from kproxy_ipvs.batch import rules, sets
 from kproxy_ipvs.settings import Settings
 from kproxy_ipvs.wanted import HASH_FALLBACK, HASH_PORT, PERSISTENT, Server, ServerKey, Style
 from kproxy_xtables.variant import PROGRAM

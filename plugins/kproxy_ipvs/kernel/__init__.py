@@ -1,1 +1,1 @@
-"""The kernel objects of the ipvs mode: all of its input and output."""
+"""All input and output of the ipvs mode with the kernel. Decisions about what to write do not belong here."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from kproxy_core.model.address import Address, Family, Protocol, parse_address
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.service_plan import Frontend
-from kproxy_ipvs.batch import Listed
+from kproxy_ipvs.batch.servers import Listed
 from kproxy_ipvs.wanted import ServerKey
 
 _DIRECTORY = Path("/proc/thread-self/net")

@@ -6,7 +6,7 @@ from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.netlink import messages as netlink
 from kproxy_core.model.address import Family
-from kproxy_ipvs import set_messages
+from kproxy_ipvs.batch import sets as messages
 from kproxy_ipvs.kernel.exchange import exchange
 from kproxy_ipvs.names import SETS, SetKind
 from kproxy_ipvs.wanted import Element
@@ -31,7 +31,7 @@ def read(family: Family) -> dict[SetKind, dict[str, int]]:
 
 def create(family: Family, kinds: Iterable[SetKind]) -> None:
     """Create sets; those that are there may stay. Raises HostError."""
-    text = render(family, kinds)
+    text = messages.render(family, kinds)
     if text:
         programs.output("ipset", "restore", "-exist", stdin=text)
 
@@ -43,8 +43,8 @@ def write(family: Family, adds: Iterable[Element] = (), deletes: Iterable[Elemen
     Raises HostError if entries are refused; all others are written then.
     """
     batches = [
-        *set_messages.batches(family, sorted(adds)),
-        *set_messages.batches(family, sorted(deletes), delete=True),
+        *messages.batches(family, sorted(adds)),
+        *messages.batches(family, sorted(deletes), delete=True),
     ]
     if not batches:
         return
@@ -54,16 +54,7 @@ def write(family: Family, adds: Iterable[Element] = (), deletes: Iterable[Elemen
     except OSError as error:
         raise HostError("can't write ipsets", error) from error
     for at, code in refused:
-        raise HostError(f"ipset {batches[at].name} refuses entries: {set_messages.problem(code)}")
-
-
-def render(family: Family, kinds: Iterable[SetKind], elements: Iterable[Element] = ()) -> str:
-    """The input of ``ipset restore`` that makes sets and their entries."""
-    lines = [f"create {kind.create(family)}\n" for kind in kinds]
-    for kind, entry, mark in elements:
-        option = f" skbmark {mark:#x}" if mark else ""
-        lines.append(f"add {kind.full_name(family)} {entry}{option}\n")
-    return "".join(lines)
+        raise HostError(f"ipset {batches[at].name} refuses entries: {messages.problem(code)}")
 
 
 def destroy(names: Sequence[str]) -> dict[str, HostError]:

@@ -11,9 +11,9 @@ from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.host.netlink import messages as netlink
 from kproxy_core.model.address import Family, format_socket
 from kproxy_core.model.endpoint import Destination
-from kproxy_ipvs import batch
 from kproxy_ipvs.applied import HeldServer
-from kproxy_ipvs.batch import (
+from kproxy_ipvs.batch import servers as messages
+from kproxy_ipvs.batch.servers import (
     Body,
     DeleteDestination,
     DeleteServer,
@@ -22,8 +22,8 @@ from kproxy_ipvs.batch import (
     PutDestination,
     PutServer,
 )
-from kproxy_ipvs.draining import Leaving
 from kproxy_ipvs.kernel import listing
+from kproxy_ipvs.kernel.draining import Leaving
 from kproxy_ipvs.kernel.exchange import Request, exchange
 from kproxy_ipvs.wanted import Scheduling, ServerKey
 
@@ -69,7 +69,7 @@ class VirtualServers:
         """All virtual servers of *family*, and their real servers with connections. Raises SyncFailed."""
         with self._lock:
             listed = _listed()
-            decoded = map(batch.decode_server, self._dump(batch.dump_servers(), 1))
+            decoded = map(messages.decode_server, self._dump(messages.dump_servers(), 1))
             found = [server for server in decoded if server is not None and server[0].family is family]
             return {
                 key: (scheduling, listed[key] if key in listed else self.destinations(key))
@@ -79,8 +79,8 @@ class VirtualServers:
     def destinations(self, key: ServerKey) -> list[Listed]:
         """The real servers of *key*; none if it is gone. Raises SyncFailed."""
         with self._lock:
-            answers = self._dump(batch.dump_destinations(key), 2)
-            return [batch.decode_destination(key.family, attributes) for attributes in answers]
+            answers = self._dump(messages.dump_destinations(key), 2)
+            return [messages.decode_destination(key.family, attributes) for attributes in answers]
 
     def write(self, operations: Sequence[Operation]) -> None:
         """Do all *operations* in order. What is to be deleted may be gone.
@@ -102,7 +102,7 @@ class VirtualServers:
     def _refused(self, operations: Sequence[Operation]) -> list[tuple[Operation, OSError]]:
         """Do all *operations* in order; returns what was refused and not gone already."""
         with self._lock:
-            refused = self._exchange([batch.encode(operation) for operation in operations])
+            refused = self._exchange([messages.encode(operation) for operation in operations])
             found = [(operations[at], error) for at, error in refused]
         return [(one, error) for one, error in found if not (_takes_away(one) and error.errno in _GONE)]
 
@@ -126,9 +126,9 @@ class VirtualServers:
         return left
 
     def set_timeouts(self, tcp: int, tcp_fin: int, udp: int) -> None:
-        """See `batch.set_timeouts`. Raises SyncFailed."""
+        """See `messages.set_timeouts`. Raises SyncFailed."""
         with self._lock:
-            self._exchange([batch.set_timeouts(tcp, tcp_fin, udp)])
+            self._exchange([messages.set_timeouts(tcp, tcp_fin, udp)])
 
     def _exchange(self, bodies: Sequence[Body]) -> list[tuple[int, OSError]]:
         """Send *bodies*; returns what was refused: index and reason."""

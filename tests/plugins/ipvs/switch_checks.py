@@ -34,7 +34,7 @@ from kproxy_ipvs.cleanup import cleanup
 from kproxy_ipvs.kernel import device, listing, rules
 from kproxy_ipvs.kernel.virtual_servers import VirtualServers
 from kproxy_ipvs.names import IPVS_ACCESS, LOAD_BALANCER, MANGLE, NAT
-from kproxy_ipvs.retirement import retire
+from kproxy_ipvs.retire import retire
 from kproxy_ipvs.wanted import ServerKey
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import find_variant

@@ -29,7 +29,8 @@ from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_ipvs import names
 from kproxy_ipvs.applied import Entries
-from kproxy_ipvs.batch import DeleteDestination, DeleteServer, Listed, Operation, PutDestination
+from kproxy_ipvs.batch.rules import difference as rules_difference
+from kproxy_ipvs.batch.servers import DeleteDestination, DeleteServer, Listed, Operation, PutDestination
 from kproxy_ipvs.cleanup import is_left, what_to_remove
 from kproxy_ipvs.kernel import device, listing, rules, sets
 from kproxy_ipvs.kernel.listing import Translation
@@ -171,7 +172,7 @@ class _Retirement:
             if not removal.chains:
                 continue
             jumps = [jump for jump in JUMPS if (jump.table, jump.target) in kept]
-            text = rules.difference(held, kept, jumps)
+            text = rules_difference(held, kept, jumps)
             tables.restore(text + "".join(restore_inputs(removal, tables.chains_per_call)))
             removed += [f"{tables.program}: {line}" for line in describe(removal)]
         unread = [kind.full_name(self._family) for kind in self._entries if kind not in _KEPT_SETS]

@@ -50,6 +50,15 @@ def batches(family: Family, elements: Iterable[Element], *, delete: bool = False
             yield Batch(name, Request(_SUBSYSTEM | (_DELETE if delete else _ADD), 0, start + entries))
 
 
+def render(family: Family, kinds: Iterable[SetKind], elements: Iterable[Element] = ()) -> str:
+    """The input of ``ipset restore`` that makes sets and their entries."""
+    lines = [f"create {kind.create(family)}\n" for kind in kinds]
+    for kind, entry, mark in elements:
+        option = f" skbmark {mark:#x}" if mark else ""
+        lines.append(f"add {kind.full_name(family)} {entry}{option}\n")
+    return "".join(lines)
+
+
 def problem(code: int) -> str:
     """What error *code* of an ipset means."""
     return _PROBLEMS.get(code) or (f"error {code}" if code >= _OWN_ERRORS else os.strerror(code))

@@ -7,10 +7,10 @@ from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_ipvs import names
-from kproxy_ipvs.batch import DeleteDestination, DeleteServer, Listed, Operation, PutDestination
+from kproxy_ipvs.batch.servers import DeleteDestination, DeleteServer, Listed, Operation, PutDestination
 from kproxy_ipvs.kernel import listing
 from kproxy_ipvs.kernel.listing import Translation
-from kproxy_ipvs.retirement import judge, short_circuits, through_ipvs
+from kproxy_ipvs.retire import judge, short_circuits, through_ipvs
 from kproxy_ipvs.wanted import ServerKey
 
 VIP = parse_address("10.96.0.1")

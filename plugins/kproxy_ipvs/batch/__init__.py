@@ -1,0 +1,1 @@
+"""Operations encoded for the kernel: netlink messages and iptables-restore text. Pure."""
