@@ -1,7 +1,10 @@
-"""What the kernel has acknowledged, and the difference to what is wanted as operations."""
+"""The state that the kernel has acknowledged for one family, and the difference to the wanted state.
+
+`Applied.difference` only computes; `Applied.acknowledge` follows when the kernel has accepted the operations.
+"""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -10,7 +13,13 @@ from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_ipvs import names
-from kproxy_ipvs.batch.servers import DeleteDestination, DeleteServer, Operation, PutDestination, PutServer
+from kproxy_ipvs.batch.servers import (
+    DeleteDestination,
+    DeleteServer,
+    Operation,
+    PutDestination,
+    PutServer,
+)
 from kproxy_ipvs.names import SetKind
 from kproxy_ipvs.wanted import (
     Element,
@@ -24,175 +33,215 @@ from kproxy_ipvs.wanted import (
 )
 
 _T = TypeVar("_T")
+_Claims = dict[ServicePortKey, Server]
+"""The service ports that want one virtual server, and the server that each of them wants."""
+
+_NOTHING = Wanted()
 
 
 class HeldServer(NamedTuple):
-    """A virtual server as the kernel has it."""
+    """A virtual server as the kernel holds it."""
 
     scheduling: Scheduling
     weights: Mapping[Destination, int]
 
 
 Entries = Mapping[SetKind, Mapping[str, int]]
-"""What sets hold: entry -> mark."""
+"""The entries of each set, with their marks."""
 
 
 @dataclass(slots=True)
 class Difference:
-    """What has to be written."""
+    """Operations that bring the kernel to the wanted state, and what service ports then hold."""
 
     servers: list[Operation] = field(default_factory=list)
-    gone: list[DeleteServer] = field(default_factory=list)
-    leaving: list[tuple[ServerKey, Destination]] = field(default_factory=list)
-    """Real servers that get no new connections and are to be deleted when they have none."""
+    """Virtual servers to create or change, and their real servers."""
+    deleted: list[DeleteServer] = field(default_factory=list)
+    draining: list[tuple[ServerKey, Destination]] = field(default_factory=list)
+    """Real servers that get no new connections and are deleted once they have none."""
     adds: list[Element] = field(default_factory=list)
     deletes: list[Element] = field(default_factory=list)
-    bind: list[Address] = field(default_factory=list)
-    unbind: list[Address] = field(default_factory=list)
+    bind: set[Address] = field(default_factory=set)
+    unbind: set[Address] = field(default_factory=set)
+    wanted: dict[ServicePortKey, Wanted | None] = field(default_factory=dict)
 
     @property
     def operations(self) -> int:
-        lists = (self.servers, self.gone, self.adds, self.deletes, self.bind, self.unbind)
-        return sum(len(each) for each in lists)
+        """The number of operations; draining starts with a change of weight, which is among them."""
+        return sum(self.counts.values()) - len(self.draining)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of objects of each kind that change."""
+        kinds: dict[str, Collection[object]] = {
+            "servers": self.servers, "deleted_servers": self.deleted, "draining": self.draining,
+            "added_entries": self.adds, "deleted_entries": self.deletes,
+            "added_addresses": self.bind, "deleted_addresses": self.unbind,
+        }  # fmt: skip
+        return {kind: len(objects) for kind, objects in kinds.items() if objects}
 
 
-class Marks:
-    """Gives each service port with a short circuit a mark of its own, mostly the same after a restart."""
-
-    def __init__(self, masquerade_bit: int) -> None:
-        self._bit = masquerade_bit
-        self._of: dict[ServicePortKey, int] = {}
-        self._taken: set[int] = set()
-
-    def get(self, key: ServicePortKey) -> int:
-        """The mark of *key*, which stays its own until `release`."""
-        if key not in self._of:
-            number = _number(str(key), key.protocol)
-            while (mark := names.mark(number, self._bit)) in self._taken:
-                number += 1
-            self._of[key] = mark
-            self._taken.add(mark)
-        return self._of[key]
-
-    def release(self, key: ServicePortKey) -> None:
-        self._taken.discard(self._of.pop(key, 0))
-
-
-def _number(text: str, seed: int) -> int:
-    """FNV-1a: the same in every process."""
-    value = 0x811C9DC5 ^ seed
-    for byte in text.encode():
-        value = (value ^ byte) * 0x01000193 & 0xFFFFFFFF
-    return value ^ value >> 24
-
-
+@dataclass(slots=True)
 class Applied:
-    """What one family holds because of its plans: who wants what, and how often."""
+    """The acknowledged state of one family.
 
-    def __init__(self, masquerade_bit: int) -> None:
-        self.marks = Marks(masquerade_bit)
-        self._held: dict[ServicePortKey, Wanted] = {}
-        self._claims: dict[ServerKey, dict[ServicePortKey, Server]] = {}
-        self._elements: Counter[Element] = Counter()
-        self._addresses: Counter[Address] = Counter()
+    Service ports can share virtual servers, entries and addresses, so owners are counted: a change costs
+    what it touches.
+    """
+
+    _wanted: dict[ServicePortKey, Wanted] = field(default_factory=dict)
+    _claims: dict[ServerKey, _Claims] = field(default_factory=dict)
+    _elements: Counter[Element] = field(default_factory=Counter)
+    _addresses: Counter[Address] = field(default_factory=Counter)
+
+    @classmethod
+    def after(
+        cls, plans: Mapping[ServicePortKey, ServicePlan], style: Style, before: "Applied | None" = None
+    ) -> "Applied":
+        """Return the state once the kernel holds *plans*. Marks are kept from *before*."""
+        applied = cls()
+        for key, plan in plans.items():
+            mark = applied._mark(key, plan, style, {}, before)
+            applied._put(key, wanted(plan, style, mark))
+        return applied
 
     @property
     def servers(self) -> dict[ServerKey, Server]:
-        """Every virtual server."""
         return {key: _owner(claims) for key, claims in self._claims.items()}
 
     @property
-    def elements(self) -> Iterable[Element]:
+    def elements(self) -> Collection[Element]:
         return self._elements.keys()
 
     @property
     def addresses(self) -> Collection[Address]:
+        """The addresses on the device. Other threads may test membership."""
         return self._addresses.keys()
 
-    def change(self, changed: Mapping[ServicePortKey, ServicePlan | None], style: Style) -> Difference:
-        """Take in the changed plans; returns what that means for the kernel. O(changed).
-
-        If the kernel then refuses it, this object is to be thrown away.
-        """
+    def difference(
+        self, changed: Mapping[ServicePortKey, ServicePlan | None], style: Style
+    ) -> Difference:
+        """Return the operations that bring the kernel from here to the *changed* plans. O(changed)."""
+        difference = Difference()
         elements: Counter[Element] = Counter()
         addresses: Counter[Address] = Counter()
-        before: dict[ServerKey, Server | None] = {}
+        touched: dict[ServerKey, _Claims] = {}
         for key, plan in changed.items():
-            old = self._held.pop(key, None) or Wanted()
-            new = Wanted()
+            old = self._wanted.get(key, _NOTHING)
+            new = _NOTHING
             if plan is not None:
-                mark = self.marks.get(key) if has_short_circuit(plan) else 0
-                new = self._held[key] = wanted(plan, style, mark)
-            else:
-                self.marks.release(key)
-            for server in (*old.servers, *new.servers):
-                claims = self._claims.setdefault(server, {})
-                before.setdefault(server, _owner(claims) if claims else None)
+                new = wanted(plan, style, self._mark(key, plan, style, touched))
+            difference.wanted[key] = None if plan is None else new
+            for server in {**old.servers, **new.servers}:
+                claims = touched.setdefault(server, dict(self._claims.get(server, {})))
                 claims.pop(key, None)
                 if server in new.servers:
                     claims[key] = new.servers[server]
-                elif not claims:
-                    del self._claims[server]
             elements.subtract(old.elements)
             elements.update(new.elements)
             addresses.subtract(old.addresses)
             addresses.update(new.addresses)
-        difference = Difference()
-        for server, was in before.items():
-            claims = self._claims.get(server, {})
-            held = None if was is None else HeldServer(was.scheduling, dict.fromkeys(was.destinations, 1))
+        for server, claims in touched.items():
+            held = _held(self._claims.get(server))
             compare_server(server, held, _owner(claims) if claims else None, difference)
-        difference.adds, difference.deletes = _count(self._elements, elements)
-        difference.bind, difference.unbind = _count(self._addresses, addresses)
-        _keep_rewritten(difference)
+        difference.adds, deletes = _appeared(self._elements, elements)
+        # An entry that gets another mark is overwritten. To delete it afterwards would delete both.
+        rewritten = {(element.set, element.entry) for element in difference.adds if element.mark}
+        difference.deletes = [each for each in deletes if (each.set, each.entry) not in rewritten]
+        difference.bind, difference.unbind = map(set, _appeared(self._addresses, addresses))
         return difference
 
+    def acknowledge(self, difference: Difference) -> None:
+        """Record that the kernel holds *difference* now."""
+        for key, new in difference.wanted.items():
+            self._remove(key)
+            if new is not None:
+                self._put(key, new)
 
-def _owner(claims: Mapping[ServicePortKey, Server]) -> Server:
-    """The server that is to be: of several service ports the one that does not mean a node port."""
-    return min(claims.values(), key=lambda server: server.of_node_port)
+    def _put(self, key: ServicePortKey, new: Wanted) -> None:
+        self._wanted[key] = new
+        for server in new.servers:
+            self._claims.setdefault(server, {})[key] = new.servers[server]
+        self._elements.update(new.elements)
+        self._addresses.update(new.addresses)
+
+    def _remove(self, key: ServicePortKey) -> None:
+        old = self._wanted.pop(key, _NOTHING)
+        for server in old.servers:
+            del self._claims[server][key]
+            if not self._claims[server]:
+                del self._claims[server]
+        _release(self._elements, old.elements)
+        _release(self._addresses, old.addresses)
+
+    def _mark(
+        self,
+        key: ServicePortKey,
+        plan: ServicePlan,
+        style: Style,
+        touched: Mapping[ServerKey, _Claims],
+        before: "Applied | None" = None,
+    ) -> int:
+        """Return a mark that no other service port has, mostly the same after a restart; 0 if none is needed.
+
+        The mark that *key* has already is kept.
+        """
+        if not has_short_circuit(plan):
+            return 0
+        earlier = before or self
+        mark = earlier._wanted.get(key, _NOTHING).mark
+        if mark and names.is_own_mark(mark, style.masquerade_bit):
+            return mark
+        number = _number(str(key), key.protocol)
+        while True:
+            mark = names.mark(number, style.masquerade_bit)
+            server = ServerKey.marked(style.family, mark)
+            if not any(server in taken for taken in (self._claims, touched, earlier._claims)):
+                return mark
+            number += 1
 
 
 def compare_all(
-    applied: Applied,
+    expected: Applied,
     servers: Mapping[ServerKey, HeldServer],
     entries: Entries,
     addresses: Iterable[Address],
     foreign: Iterable[ServerKey],
 ) -> Difference:
-    """What has to be written where the kernel holds *servers*, *entries* and *addresses*.
+    """Return the operations that bring a kernel with *servers*, *entries* and *addresses* to *expected*.
 
     Virtual servers that are *foreign* are not deleted.
     """
     difference = Difference()
-    want = applied.servers
+    want = expected.servers
     for key, server in want.items():
         compare_server(key, servers.get(key), server, difference)
     spared = {*want, *foreign}
-    difference.gone = [DeleteServer(key) for key in servers if key not in spared]
-    for element in applied.elements:
-        if entries.get(element.set, {}).get(element.entry) != element.mark:
-            difference.adds.append(element)
-    wanted_entries = {(element.set, element.entry) for element in applied.elements}
+    difference.deleted = [DeleteServer(key) for key in servers if key not in spared]
+    difference.adds = [
+        element for element in expected.elements
+        if entries.get(element.set, {}).get(element.entry) != element.mark
+    ]  # fmt: skip
+    wanted_entries = {(element.set, element.entry) for element in expected.elements}
     difference.deletes = [
         Element(kind, entry, mark)
         for kind, held in entries.items()
         for entry, mark in held.items()
         if (kind, entry) not in wanted_entries
     ]
-    there, wanted_addresses = set(addresses), set(applied.addresses)
-    difference.bind = [address for address in wanted_addresses if address not in there]
-    difference.unbind = [address for address in there if address not in wanted_addresses]
+    held_addresses, wanted_addresses = set(addresses), set(expected.addresses)
+    difference.bind = wanted_addresses - held_addresses
+    difference.unbind = held_addresses - wanted_addresses
     return difference
 
 
 def compare_server(
     key: ServerKey, held: HeldServer | None, want: Server | None, difference: Difference
 ) -> None:
-    """Add to *difference* what makes *held* into *want*."""
+    """Add the operations that turn *held* into *want* to *difference*."""
     if want is None:
         if held is not None:
-            difference.gone.append(DeleteServer(key))
+            difference.deleted.append(DeleteServer(key))
         return
     if held is None or held.scheduling != want.scheduling:
         difference.servers.append(PutServer(key, want.scheduling, new=held is None))
@@ -208,36 +257,40 @@ def compare_server(
         if not want.graceful:
             difference.servers.append(DeleteDestination(key, where))
             continue
-        difference.leaving.append((key, where))
+        difference.draining.append((key, where))
         if weight:
             difference.servers.append(PutDestination(key, where, 0, new=False))
 
 
-def _count(counts: Counter[_T], changes: Counter[_T]) -> tuple[list[_T], list[_T]]:
-    """Add *changes* to *counts*; returns what is there for the first time, and what is gone."""
-    appeared, gone = [], []
-    for item, change in changes.items():
-        if not change:
-            continue
-        before = counts[item]
-        counts[item] = before + change
-        if not before:
-            appeared.append(item)
-        elif not counts[item]:
+def _owner(claims: Mapping[ServicePortKey, Server]) -> Server:
+    """Return the server to serve: of several service ports, one that does not mean a node port."""
+    return min(claims.values(), key=lambda server: server.of_node_port)
+
+
+def _held(claims: _Claims | None) -> HeldServer | None:
+    if not claims:
+        return None
+    server = _owner(claims)
+    return HeldServer(server.scheduling, dict.fromkeys(server.destinations, 1))
+
+
+def _appeared(counts: Mapping[_T, int], changes: Counter[_T]) -> tuple[list[_T], list[_T]]:
+    """Return the items that get their first owner by *changes*, and those that lose their last one."""
+    first = [item for item, change in changes.items() if change > 0 and not counts.get(item)]
+    last = [item for item, change in changes.items() if change < 0 and not counts.get(item, 0) + change]
+    return first, last
+
+
+def _release(counts: Counter[_T], items: Iterable[_T]) -> None:
+    for item in items:
+        counts[item] -= 1
+        if not counts[item]:
             del counts[item]
-            gone.append(item)
-    return appeared, gone
 
 
-def _keep_rewritten(difference: Difference) -> None:
-    """An entry that only gets another mark is written, not deleted."""
-    rewritten = {(element.set, element.entry) for element in difference.adds if element.mark}
-    if rewritten:
-        difference.deletes = [e for e in difference.deletes if (e.set, e.entry) not in rewritten]
-
-
-def described(difference: Difference) -> Iterator[tuple[str, int]]:
-    """Counts by kind, for the log."""
-    for name in ("servers", "gone", "leaving", "adds", "deletes", "bind", "unbind"):
-        if count := len(getattr(difference, name)):
-            yield name, count
+def _number(text: str, seed: int) -> int:
+    """Return the FNV-1a hash, which is the same in every process."""
+    value = 0x811C9DC5 ^ seed
+    for byte in text.encode():
+        value = (value ^ byte) * 0x01000193 & 0xFFFFFFFF
+    return value ^ value >> 24

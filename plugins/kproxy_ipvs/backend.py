@@ -1,4 +1,4 @@
-"""The backend: render, compare, send, remember what was acknowledged."""
+"""One instance of the backend; a `FamilyState` per IP family."""
 
 import logging
 
@@ -9,24 +9,23 @@ from kproxy_core.host.errors import HostError
 from kproxy_core.host.modules import Modules
 from kproxy_core.model.address import Family
 from kproxy_ipvs.family import FamilyState
-from kproxy_ipvs.kernel import device, sets
-from kproxy_ipvs.kernel import requirements as kernel
+from kproxy_ipvs.kernel import device, requirements, sets
 from kproxy_ipvs.kernel.virtual_servers import VirtualServers, refusal
 from kproxy_ipvs.names import SETS
 from kproxy_ipvs.render import render_text
 from kproxy_ipvs.settings import read_settings
 from kproxy_ipvs.watch import DeviceWatch
-from kproxy_xtables.tables import Busy, Tables, Unusable
+from kproxy_xtables.tables import Tables, Unusable
 from kproxy_xtables.variant import NoVariant, Variant, find_variant
 
 log = logging.getLogger("kproxy.ipvs")
 
 
 class IpvsBackend:
-    """Programs virtual servers and what goes with them; see `kproxy_core.backend.hookspecs`."""
+    """Programs virtual servers, sets, addresses and rules; see `kproxy_core.backend.hookspecs`."""
 
     def __init__(self, settings: BackendSettings) -> None:
-        """Raises Unsupported for settings that mean nothing here."""
+        """Raises Unsupported for settings that this mode does not know."""
         self._given = settings
         self._settings = read_settings(settings)
         self._servers: VirtualServers | None = None
@@ -35,22 +34,19 @@ class IpvsBackend:
 
     @hookimpl
     def kproxy_begin(self) -> bool:
-        """Open IPVS, and set what the mode depends on.
-
-        Raises Unsupported if this kernel can't, SyncFailed if something can't be set.
-        """
-        self._servers = self._begin()
+        """Load IPVS, and set the sysctls that the mode needs. Raises Unsupported or SyncFailed."""
+        self._begin()
         return True
 
     @hookimpl
     def kproxy_sync(self, update: Update) -> SyncReport:
-        """Bring one family to *update*. The first call raises Unsupported if this kernel can't."""
+        """Bring one family to *update*. Raises Unsupported at the first call, or SyncFailed."""
         if self._servers is None:
-            self._servers = self._begin()
+            self._begin()
         state = self._families[update.family.label]
-        if update.scope is Scope.RESYNC:
-            kernel.ensure_settings(self._settings)
         try:
+            if update.scope is Scope.RESYNC:
+                requirements.ensure_settings(self._settings)
             if update.scope is Scope.RESYNC or state.must_resync(update.node):
                 return state.resync(update.node, update.plans)
             return state.change(update.node, update.changed)
@@ -59,22 +55,22 @@ class IpvsBackend:
 
     @hookimpl
     def kproxy_render(self, update: Update) -> str:
-        """Everything as input for ipvsadm, ipset and iptables-restore, and the addresses."""
+        """Return all kernel objects as input for ipvsadm, ipset, ip and iptables-restore."""
         return render_text(update, self._settings)
 
     @hookimpl
     def kproxy_watch(self, damaged: Damage) -> bool:
-        """Report what happens to the device. About the rest nobody is told: full syncs have to look."""
+        """Report changes of the device. The kernel announces no others: full syncs find those."""
         self._unwatch()
         try:
             self._watch = DeviceWatch(self._families.values(), damaged)
-        except SyncFailed as error:
+        except HostError as error:
             log.warning(str(error))
         return False
 
     @hookimpl
     def kproxy_measure(self) -> list[Measurement]:
-        """Failures, under kube-proxy's name (1.36, pkg/proxy/metrics/metrics.go)."""
+        """Return failure counts under kube-proxy's name (1.36, pkg/proxy/metrics/metrics.go)."""
         return [
             Measurement(
                 "kubeproxy_sync_proxy_rules_iptables_restore_failures_total", "Failures of iptables-restore",
@@ -85,7 +81,7 @@ class IpvsBackend:
 
     @hookimpl
     def kproxy_close(self) -> None:
-        """Close sockets and end threads; the kernel keeps all it has."""
+        """Close sockets and end threads. The kernel keeps its state."""
         self._unwatch()
         for state in self._families.values():
             state.close()
@@ -97,34 +93,37 @@ class IpvsBackend:
         if watch is not None:
             watch.close()
 
-    def _begin(self) -> VirtualServers:
-        """Open IPVS, which loads its modules, and set what the whole mode depends on."""
+    def _begin(self) -> None:
+        """Try what the mode needs, then open IPVS. Raises Unsupported or SyncFailed."""
         try:
             variant = find_variant()
         except NoVariant as missing:
             raise Unsupported(str(missing)) from missing
         _require_sets()
-        kernel.load_modules(self._settings.scheduler)
-        for family in self._given.families:
-            _require_rules(family, variant)
-            _require_servers(self._settings.scheduler, family)
-        _require_device()
-        servers = VirtualServers()
-        kernel.ensure_settings(self._settings)
+        try:
+            requirements.load_modules(self._settings.scheduler)
+            for family in self._given.families:
+                _require_rules(family, variant)
+                _require_servers(self._settings.scheduler, family)
+            _require_device()
+            servers = VirtualServers()
+            requirements.ensure_settings(self._settings)
+        except HostError as error:
+            raise SyncFailed(str(error)) from error
         if any(self._settings.timeouts):
             try:
                 servers.set_timeouts(*self._settings.timeouts)
-            except SyncFailed as error:
-                log.warning("timeouts of connections stay", extra={"fields": {"error": str(error)}})
+            except HostError as error:
+                log.warning("connection timeouts could not be set", extra={"fields": {"error": str(error)}})
         self._families = {
             family.label: FamilyState(family, self._settings, servers, Tables(family, variant))
             for family in self._given.families
         }
-        return servers
+        self._servers = servers
 
 
 def _require_sets() -> None:
-    """Raise Unsupported if there can be no ipsets."""
+    """Raise Unsupported if ipsets can't be used."""
     try:
         sets.existing(SETS)
     except HostError as error:
@@ -133,11 +132,9 @@ def _require_sets() -> None:
 
 
 def _require_rules(family: Family, variant: Variant) -> None:
-    """Raise Unsupported if there can be no rules that masquerade; SyncFailed while others hold the lock."""
+    """Raise Unsupported if masquerade rules can't be written, or Busy while the xtables lock is held."""
     try:
         Tables(family, variant).check()
-    except Busy as busy:
-        raise SyncFailed(str(busy)) from busy
     except Unusable as error:
         raise Unsupported(f"{variant} has no nat table for {family.label}: {error}", family) from error
 
@@ -151,8 +148,8 @@ def _require_servers(scheduler: str, family: Family) -> None:
 
 
 def _require_device() -> None:
-    """Make the device; raise Unsupported if there can be none."""
+    """Create the device. Raises Unsupported if the kernel refuses it."""
     try:
         device.ensure()
-    except SyncFailed as error:
+    except HostError as error:
         raise Unsupported(f"{error}; {Modules().remedy('dummy')}") from error

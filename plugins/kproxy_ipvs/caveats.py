@@ -1,6 +1,6 @@
-"""What this mode does not do as a Service asks, or as other modes do. Pure.
+"""Deviations of this mode from the Service API and from other modes. Pure.
 
-Local policies are no caveat: see `kproxy_ipvs.wanted`.
+Local policies are served in full, see `kproxy_ipvs.wanted`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,11 +11,11 @@ from kproxy_core.model.address import Protocol
 from kproxy_core.plan.service_plan import ServicePlan
 
 TIME_WAIT = 120
-"""Seconds that IPVS keeps a TCP connection in this state: net/netfilter/ipvs/ip_vs_proto_tcp.c."""
+"""Seconds that IPVS keeps a TCP connection in this state, net/netfilter/ipvs/ip_vs_proto_tcp.c."""
 
 
 def caveats(update: Update, *, scheduler: str) -> Sequence[Caveat]:
-    """Node ports are virtual servers at the addresses of interfaces; affinity is IPVS persistence."""
+    """Return the caveats of *update*: node ports at interface addresses only, affinity by persistence."""
     plans = sorted_plans(update)
     return (
         *of_node_ports(update, loopback=False, any_local_address=False),
@@ -27,7 +27,7 @@ def caveats(update: Update, *, scheduler: str) -> Sequence[Caveat]:
 def _of_all(plans: Sequence[ServicePlan], scheduler: str) -> Iterator[Caveat]:
     if not plans:
         return
-    # Other modes choose by turns or at random: for equal endpoints that is what rr does.
+    # Other modes choose endpoints in turn or at random, which rr matches.
     yield Caveat(f"connections are scheduled by {scheduler}", lost=False, only_here=scheduler != "rr")
     if any(plan.cluster_ip is not None or plan.external_addresses for plan in plans):
         yield Caveat(

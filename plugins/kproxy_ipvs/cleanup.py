@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 from kproxy_core.backend.api import Leftovers
-from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_address
@@ -82,7 +81,7 @@ def _performed(*steps: Callable[[], CleanupResult]) -> Leftovers:
     for step in steps:
         try:
             done = step()
-        except (HostError, SyncFailed) as error:
+        except HostError as error:
             errors.append(str(error))
         else:
             removed += done.removed

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from kproxy_core.backend.api import BackendSettings, Detection, Requirement, Trial
-from kproxy_core.backend.errors import SyncFailed, Unsupported
+from kproxy_core.backend.errors import Unsupported
 from kproxy_core.host import programs
 from kproxy_core.host.attempts import Attempts, Finding, sysctl_finding
 from kproxy_core.host.errors import HostError
@@ -105,7 +105,7 @@ def _set_refusal(family: Family, kind: names.SetKind) -> str:
 def _device_refusal() -> str:
     try:
         device.ensure()
-    except SyncFailed as error:
+    except HostError as error:
         return str(error)
     return ""
 

@@ -1,10 +1,10 @@
-"""One IP family: what it is known to hold, and how it gets to what is wanted."""
+"""One IP family: the kernel's state as known, and the steps that bring it to the plans."""
 
 import logging
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 
 from kproxy_core.backend.api import SyncReport
-from kproxy_core.backend.errors import SyncFailed, TrustLost
+from kproxy_core.backend.errors import TrustLost
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket
 from kproxy_core.model.endpoint import Destination
@@ -12,7 +12,7 @@ from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_ipvs import names, skeleton
-from kproxy_ipvs.applied import Applied, Difference, Entries, compare_all, described
+from kproxy_ipvs.applied import Applied, Difference, Entries, compare_all
 from kproxy_ipvs.batch.rules import difference as rules_difference
 from kproxy_ipvs.batch.servers import Operation, PutDestination
 from kproxy_ipvs.kernel import device, rules, sets
@@ -36,23 +36,26 @@ class FamilyState:
         self._servers = servers
         self._tables = tables
         self._draining = Draining(servers.delete_drained)
-        self._applied: Applied | None = None
-        """None: only a resync will do."""
+        self._applied = Applied()
         self._node: NodeView | None = None
+        """The node as last programmed; None if the kernel's state is unknown, so that it must be read."""
         self._style: Style | None = None
-        self._wanted: Container[Address] = ()
-        """On the device."""
+        self._pending: Difference | None = None
+        """The difference that is being written, or that could not be written."""
         self._unusable: frozenset[tuple[ServerKey, Destination]] = frozenset()
-        """Real servers that the kernel does not take, as far as that was told."""
+        """Real servers that the kernel has refused and that are logged."""
         self.restore_failures = 0
 
-    def wants(self, address: Address) -> bool:
-        """Whether *address* is to be on the device. May be asked from any thread."""
-        return address in self._wanted
+    def expects(self, address: Address) -> bool:
+        """Tell whether *address* belongs on the device. Safe to call from any thread."""
+        pending = self._pending
+        if pending is not None and (address in pending.bind or address in pending.unbind):
+            return address in pending.bind
+        return address in self._applied.addresses
 
     def must_resync(self, node: NodeView) -> bool:
-        """Whether *node* changes what no single service port answers for."""
-        if self._applied is None or self._node is None or self._style is None:
+        """Tell whether the kernel must be read, or *node* changes more than single service ports."""
+        if self._node is None or self._style is None:
             return True
         if node == self._node:
             return False
@@ -61,47 +64,44 @@ class FamilyState:
         )
 
     def change(self, node: NodeView, changed: Mapping[ServicePortKey, ServicePlan | None]) -> SyncReport:
-        """Write what the changed plans need. O(changed). Raises HostError or SyncFailed."""
-        applied, self._applied = self._applied, None
-        if applied is None or self._style is None:
+        """Write the changed plans. O(changed). Raises HostError.
+
+        After a failure the kernel may hold a part of the change, so a resync must follow.
+        """
+        if self._node is None or self._style is None:
             raise TrustLost("the kernel has not been read yet")
-        difference = applied.change(changed, self._style)
+        self._node = None
+        difference = self._applied.difference(changed, self._style)
         unusable = self._write(difference)
+        self._applied.acknowledge(difference)
+        self._node, self._pending = node, None
         self._unusable |= unusable
-        self._applied, self._node = applied, node
-        return SyncReport(difference.operations - len(unusable), dict(described(difference)))
+        return SyncReport(difference.operations - len(unusable), difference.counts)
 
     def resync(self, node: NodeView, plans: Mapping[ServicePortKey, ServicePlan]) -> SyncReport:
-        """Make everything right whatever is there, and write only what differs.
-
-        Raises HostError or SyncFailed.
-        """
-        marks = self._applied.marks if self._applied is not None else None
-        self._applied = None
-        made = device.ensure()
+        """Reconcile with *plans* from a fresh read of the kernel. Raises HostError."""
+        self._node = None
+        created_device = device.ensure()
         entries = sets.read(self.family)
         missing = [kind for kind in SETS if kind not in entries]
         sets.create(self.family, missing)
-        ours, elsewhere = device.read(self.family)
+        on_device, elsewhere = device.read(self.family)
         style = self._make_style(node, elsewhere)
-        applied = Applied(node.masquerade_bit)
-        if marks is not None and self._node is not None and self._node.masquerade_bit == node.masquerade_bit:
-            applied.marks = marks
-        applied.change(plans, style)
-        self._wanted = applied.addresses
+        expected = Applied.after(plans, style, self._applied)
         with self._draining.lock:
             held = self._servers.read(self.family)
-            foreign = [key for key in held if self._is_foreign(key, ours, entries, node.masquerade_bit)]
-            difference = compare_all(applied, held, entries, ours, foreign)
+            foreign = [key for key in held if self._is_foreign(key, on_device, entries, style)]
+            difference = compare_all(expected, held, entries, on_device, foreign)
             self._draining.clear()
             chains = rules.read(self._tables)
             text = rules_difference(chains, skeleton.skeleton(node))
             takeover = SERVICES in chains and SERVICES not in ipset_mode_chains(chains)
             self._unusable = self._write(difference, text, takeover=takeover)
-        self._applied, self._node, self._style = applied, node, style
-        operations = difference.operations - len(self._unusable) + len(missing) + made
+        self._applied, self._style = expected, style
+        self._node, self._pending = node, None
+        operations = difference.operations - len(self._unusable) + len(missing) + created_device
         operations += text.count("\n-") + text.count("\n:")
-        return SyncReport(operations, dict(described(difference)))
+        return SyncReport(operations, difference.counts)
 
     def close(self) -> None:
         self._draining.close()
@@ -115,15 +115,16 @@ class FamilyState:
                 address for address in node.node_port_addresses
                 if not (self.family is Family.IPV6 and address[:2] == b"\xfe\x80")
             ),
+            masquerade_bit=node.masquerade_bit,
             elsewhere=elsewhere,
         )  # fmt: skip
 
     def _is_foreign(
-        self, key: ServerKey, on_device: frozenset[Address], entries: Entries, masquerade_bit: int
+        self, key: ServerKey, on_device: frozenset[Address], entries: Entries, style: Style
     ) -> bool:
-        """Whether somebody else made this virtual server: nothing that this mode leaves speaks of it."""
+        """Tell whether another tool owns a virtual server: no address, set or mark of ours refers to it."""
         if key.address is None:
-            return not names.is_own_mark(key.mark, masquerade_bit)
+            return not names.is_own_mark(key.mark, style.masquerade_bit)
         if any(key.address in cidr for cidr in self._settings.exclude_cidrs):
             return True
         text = format_address(key.address)
@@ -136,24 +137,24 @@ class FamilyState:
     def _write(
         self, difference: Difference, rules_text: str = "", *, takeover: bool = False
     ) -> frozenset[tuple[ServerKey, Destination]]:
-        """Bring what is new first, and what leads to it last; take away in the other order.
+        """Write *difference*: objects before what refers to them, deletions in the reverse order.
 
-        The rules decide about masquerading, so they go before what is served here for the first time; but
-        in a *takeover* they end the other mode, so they go after, and only if all else went well.
+        The rules decide about masquerading, so they precede new virtual servers. In a *takeover* the rules
+        end the other mode, so they are written after all additions, and only if those succeeded.
 
-        Returns the real servers that can't be. Raises HostError or SyncFailed about the first thing that went
-        wrong, when all others are done.
+        Tries every step. Returns the real servers that the kernel refused. Raises the first HostError.
         """
-        problems: list[HostError | SyncFailed] = []
+        problems: list[HostError] = []
 
         def attempt(step: Callable[[], object]) -> None:
             try:
                 step()
-            except (HostError, SyncFailed) as error:
+            except HostError as error:
                 problems.append(error)
 
         unusable: list[PutDestination] = []
         operations = [self._revived(operation) for operation in difference.servers]
+        self._pending = difference
         with self._draining.lock:
             attempt(lambda: sets.write(self.family, difference.adds))
             if rules_text and not takeover:
@@ -162,22 +163,22 @@ class FamilyState:
             attempt(lambda: device.bind(difference.bind, self.family))
             if rules_text and takeover and not problems:
                 attempt(lambda: self._restore(rules_text))
-            attempt(lambda: self._servers.write(difference.gone))
-            for operation in difference.gone:
+            attempt(lambda: self._servers.write(difference.deleted))
+            for operation in difference.deleted:
                 self._draining.forget_server(operation.key)
             attempt(lambda: device.unbind(difference.unbind, self.family))
             attempt(lambda: sets.write(self.family, (), difference.deletes))
-            attempt(lambda: self._draining.add(difference.leaving))
+            attempt(lambda: self._draining.add(difference.draining))
         for one in unusable:
             if (one.key, one.where) not in self._unusable:
-                log.error("a real server is not usable", extra={"fields": {
+                log.error("the kernel refuses a real server", extra={"fields": {
                     "virtual_server": str(one.key), "real_server": format_socket(*one.where)}})
         if problems:
             raise problems[0]
         return frozenset((one.key, one.where) for one in unusable)
 
     def _restore(self, text: str) -> None:
-        """Raises HostError."""
+        """Write rules and count failures. Raises HostError."""
         try:
             self._tables.restore(text)
         except HostError:
@@ -185,7 +186,7 @@ class FamilyState:
             raise
 
     def _revived(self, operation: Operation) -> Operation:
-        """A real server that comes back before it has drained is there already."""
+        """Change the weight of a real server that is still draining, instead of creating it again."""
         if not isinstance(operation, PutDestination) or not operation.new:
             return operation
         return operation._replace(new=not self._draining.forget(operation.key, operation.where))

@@ -1,4 +1,4 @@
-"""The plugin: what kproxy asks of it, answered without importing anything heavy."""
+"""The hook implementations of the ipvs mode. Heavy modules are imported when a hook needs them."""
 
 from collections.abc import Sequence
 
@@ -12,14 +12,16 @@ from kproxy_core.backend.api import (
     Trial,
     Update,
 )
+from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.backend.hookspecs import hookimpl
+from kproxy_core.host.errors import HostError
 
 MODE = "ipvs"
 
 
 @hookimpl
 def kproxy_describe() -> Description:
-    """The mode and its defaults."""
+    """Describe the mode and its defaults."""
     return Description(
         mode=MODE,
         summary="virtual servers of the kernel's IPVS, with ipsets and constant iptables rules",
@@ -32,7 +34,7 @@ def kproxy_describe() -> Description:
 
 @hookimpl
 def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: bool) -> Detection:
-    """Whether this kernel has IPVS and what goes with it."""
+    """Try the kernel features and programs that this mode needs."""
     from kproxy_ipvs.detect import detect
 
     return detect(settings, trial, load_modules=load_modules)
@@ -40,7 +42,7 @@ def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: 
 
 @hookimpl
 def kproxy_cleanup(settings: BackendSettings, dry_run: bool, own_only: bool) -> Leftovers:
-    """Delete virtual servers, device, rules and sets of this mode, kube-proxy's as well."""
+    """Delete virtual servers, device, rules and sets of this mode, including kube-proxy's."""
     from kproxy_ipvs.cleanup import cleanup
     from kproxy_ipvs.settings import read_excluded
 
@@ -49,7 +51,7 @@ def kproxy_cleanup(settings: BackendSettings, dry_run: bool, own_only: bool) -> 
 
 @hookimpl
 def kproxy_retire(settings: BackendSettings) -> Leftovers:
-    """Delete what the connections that still go through IPVS do not need."""
+    """Delete all objects of this mode that no connection through IPVS needs."""
     from kproxy_ipvs.retire import retire
     from kproxy_ipvs.settings import read_excluded
 
@@ -58,7 +60,7 @@ def kproxy_retire(settings: BackendSettings) -> Leftovers:
 
 @hookimpl
 def kproxy_supersede(dry_run: bool) -> Leftovers:
-    """Delete the rules of this mode that are in the other of nf_tables and the legacy interface."""
+    """Delete kube-proxy's own objects, and all rules in the iptables variant that the node does not use."""
     from kproxy_ipvs.cleanup import supersede
 
     return supersede(dry_run=dry_run)
@@ -66,18 +68,21 @@ def kproxy_supersede(dry_run: bool) -> Leftovers:
 
 @hookimpl
 def kproxy_prepare(settings: BackendSettings) -> None:
-    """The kernel's modules, and the sysctls that they bring."""
+    """Load the kernel modules and set the sysctls, which need all privileges."""
     from kproxy_ipvs.kernel.requirements import ensure_settings, load_modules
     from kproxy_ipvs.settings import read_settings
 
     wanted = read_settings(settings)
-    load_modules(wanted.scheduler)
-    ensure_settings(wanted)
+    try:
+        load_modules(wanted.scheduler)
+        ensure_settings(wanted)
+    except HostError as error:
+        raise SyncFailed(str(error)) from error
 
 
 @hookimpl
 def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat]:
-    """What IPVS does otherwise: node ports, affinity, scheduling."""
+    """Return the deviations of IPVS: node ports, affinity, scheduling."""
     from kproxy_ipvs.caveats import caveats
     from kproxy_ipvs.settings import read_settings
 
@@ -86,7 +91,7 @@ def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat
 
 @hookimpl
 def kproxy_make_backend(mode: str, settings: BackendSettings) -> Backend | None:
-    """The backend, if *mode* is ours."""
+    """Return the backend if *mode* is ours."""
     if mode != MODE:
         return None
     from kproxy_ipvs.backend import IpvsBackend

@@ -1,6 +1,7 @@
-"""Names in the kernel: sets, chains, the device and the marks.
+"""Names of kernel objects: sets, chains, the device and the marks.
 
-Sets and chains are kube-proxy's where they mean the same (1.36, pkg/proxy/ipvs/ipset.go and proxier.go).
+Sets and chains with the same purpose as in kube-proxy have the same names (1.36, pkg/proxy/ipvs/ipset.go and
+proxier.go).
 """
 
 from typing import NamedTuple
@@ -8,10 +9,10 @@ from typing import NamedTuple
 from kproxy_core.model.address import Family, Protocol
 
 DEVICE = "kube-ipvs0"
-"""The dummy interface that holds the addresses of all Services, so that packets to them are local."""
+"""The dummy interface that holds the addresses of all Services, which makes packets to them local."""
 
 LONGEST_SET_NAME = 31
-"""linux/netfilter/ipset/ip_set.h, IPSET_MAXNAMELEN, without the final zero."""
+"""IPSET_MAXNAMELEN of linux/netfilter/ipset/ip_set.h, without the final zero."""
 
 NAT, FILTER, MANGLE = "nat", "filter", "mangle"
 
@@ -28,20 +29,20 @@ SHORT_CIRCUITS = "KUBE-IPVS-SHORT-CIRCUIT"
 
 
 class SetKind(NamedTuple):
-    """One ipset of each family."""
+    """An ipset that exists once per family."""
 
     name: str
-    """Without the prefix of the family."""
+    """The name without the prefix of the family."""
     type: str
     marks: bool = False
-    """Its entries carry a mark."""
+    """Entries carry a mark."""
 
     def full_name(self, family: Family) -> str:
         prefix = "KUBE-" if family is Family.IPV4 else "KUBE-6-"
         return (prefix + self.name)[:LONGEST_SET_NAME]
 
     def create(self, family: Family) -> str:
-        """The arguments of ``ipset create``."""
+        """Return the arguments of ``ipset create``."""
         if self.type == "bitmap:port":
             return f"{self.full_name(family)} {self.type} range 0-65535"
         inet = "inet" if family is Family.IPV4 else "inet6"
@@ -83,10 +84,10 @@ OLDER_SETS = (
     SetKind("NODE-PORT-SCTP", "bitmap:port"),
     SetKind("NODE-PORT-LOCAL-SCTP", "bitmap:port"),
 )
-"""What kube-proxy up to 1.9 and 1.14 had besides."""
+"""Sets of kube-proxy up to 1.9 (the first) and up to 1.14."""
 
 NODE_PORT_SETS = {
-    # protocol: (every node port, those with policy Local)
+    # protocol: (all node ports, node ports with policy Local)
     Protocol.TCP: (NODE_PORT_TCP, NODE_PORT_LOCAL_TCP),
     Protocol.UDP: (NODE_PORT_UDP, NODE_PORT_LOCAL_UDP),
     Protocol.SCTP: (NODE_PORT_SCTP, NODE_PORT_LOCAL_SCTP),
@@ -97,7 +98,7 @@ _MARK_BITS = 0x00FFFFFF
 
 
 def mark(number: int, masquerade_bit: int) -> int:
-    """The mark that *number* stands for: one of ours, and without the bit that asks for masquerading."""
+    """Return the mark for *number*. It has this mode's prefix and never the masquerade bit."""
     low = number & _MARK_BITS
     if masquerade_bit < 24:
         low &= ~(1 << masquerade_bit)
@@ -105,5 +106,5 @@ def mark(number: int, masquerade_bit: int) -> int:
 
 
 def is_own_mark(value: int, masquerade_bit: int) -> bool:
-    """Whether the virtual server of this mark is ours."""
+    """Tell whether `mark` can return *value*."""
     return mark(value, masquerade_bit) == value

@@ -1,4 +1,4 @@
-"""All that one family wants, as text for people: input for ipvsadm, ipset, ip and iptables-restore."""
+"""All kernel objects of one family as text: input for ipvsadm, ipset, ip and iptables-restore."""
 
 from collections.abc import Iterator
 
@@ -15,16 +15,16 @@ _SERVICE_OPTION = {Protocol.TCP: "-t", Protocol.UDP: "-u", Protocol.SCTP: "--sct
 
 
 def render_text(update: Update, settings: Settings) -> str:
-    """What a full update makes of an empty kernel."""
+    """Return the objects that a full update creates in an empty kernel."""
     node = update.node
     style = Style(
         family=update.family,
         scheduler=settings.scheduler,
         node_ip=node.node_ip,
         node_port_addresses=node.node_port_addresses,
+        masquerade_bit=node.masquerade_bit,
     )
-    applied = Applied(node.masquerade_bit)
-    applied.change(update.plans, style)
+    applied = Applied.after(update.plans, style)
     parts = ["# ipvsadm --restore\n", *_servers(applied.servers)]
     parts += ["# ipset restore\n", sets.render(update.family, names.SETS, sorted(applied.elements))]
     parts.append("# ip -batch\n")

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from kproxy_core.backend.api import Leftovers
-from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.host import programs
 from kproxy_core.host.conntrack import flows as conntrack
 from kproxy_core.host.conntrack.flows import Flow
@@ -65,7 +64,7 @@ def retire(excluded: Sequence[Cidr]) -> Leftovers:
         return Leftovers("ipvs")
     try:
         servers = VirtualServers()
-    except SyncFailed as error:
+    except HostError as error:
         return Leftovers("ipvs", errors=(str(error),))
     try:
         for family in Family:
@@ -73,10 +72,10 @@ def retire(excluded: Sequence[Cidr]) -> Leftovers:
                 one = _Retirement(family, servers, excluded)
                 try:
                     removed += one.end_new_connections()
-                except (HostError, SyncFailed) as error:  # The next call tries again.
+                except HostError as error:  # The next call tries again.
                     errors.append(str(error))
                 waiting += one.remove_unneeded(removed)
-            except (HostError, SyncFailed) as error:
+            except HostError as error:
                 errors.append(str(error))
     finally:
         servers.close()
@@ -87,7 +86,7 @@ class _Retirement:
     """One look at one family, and what follows from it."""
 
     def __init__(self, family: Family, servers: VirtualServers, excluded: Sequence[Cidr]) -> None:
-        """Raises HostError or SyncFailed."""
+        """Raises HostError."""
         self._family = family
         self._servers = servers
         self._excluded = excluded
@@ -97,7 +96,7 @@ class _Retirement:
     def end_new_connections(self) -> list[str]:
         """Remove what would meddle with the other mode's; returns a line for each object.
 
-        Raises HostError or SyncFailed.
+        Raises HostError.
         """
         if names.CLUSTER_IP not in self._entries:
             return []  # It is done.
@@ -109,7 +108,7 @@ class _Retirement:
     def remove_unneeded(self, removed: list[str]) -> int:
         """Remove virtual servers and addresses; returns for how many connections' sake others stay.
 
-        *removed* gets a line for each object. Raises HostError or SyncFailed.
+        *removed* gets a line for each object. Raises HostError.
         """
         counted = self._servers.count(self._family)
         ours = {

@@ -1,4 +1,4 @@
-"""What the ``ipvs`` section of the configuration file says."""
+"""The ``ipvs`` section of the configuration file."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -8,11 +8,11 @@ from kproxy_core.backend.errors import Unsupported
 from kproxy_core.model.address import Cidr, parse_cidr
 
 SCHEDULERS = ("rr", "wrr", "lc", "wlc", "lblc", "lblcr", "sh", "dh", "sed", "nq", "mh")
-"""Those of the kernel that can serve a Service."""
+"""The kernel's schedulers that can serve a Service."""
 
 
 class Timeouts(NamedTuple):
-    """Of IPVS connections, in whole seconds; 0: as they are."""
+    """Timeouts of IPVS connections in whole seconds; 0 keeps the kernel's value."""
 
     tcp: int = 0
     tcp_fin: int = 0
@@ -20,17 +20,17 @@ class Timeouts(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """The settings of this mode that are not the core's business."""
+    """The settings that only this mode has."""
 
     scheduler: str = "rr"
     exclude_cidrs: tuple[Cidr, ...] = ()
-    """Virtual servers in here are somebody else's."""
+    """Networks in which other tools own the virtual servers."""
     strict_arp: bool = False
     timeouts: Timeouts = Timeouts()
 
 
 def read_settings(settings: BackendSettings) -> Settings:
-    """kube-proxy's fields and defaults. Raises Unsupported for a scheduler that the kernel does not have."""
+    """Read kube-proxy's fields, with its defaults. Raises Unsupported for an unknown scheduler."""
     options = settings.options
     scheduler = str(options.get("scheduler") or "rr")
     if scheduler not in SCHEDULERS:
@@ -48,7 +48,7 @@ def read_settings(settings: BackendSettings) -> Settings:
 
 
 def read_excluded(settings: BackendSettings) -> tuple[Cidr, ...]:
-    """The networks whose virtual servers are somebody else's."""
+    """Return the networks in which other tools own the virtual servers."""
     excluded = settings.options.get("excludeCIDRs") or ()
     return tuple(parse_cidr(str(text)) for text in excluded) if isinstance(excluded, Iterable) else ()
 

@@ -1,4 +1,4 @@
-"""The constant iptables rules, written as iptables-save prints them. They do not depend on Services."""
+"""The constant iptables rules, as iptables-save prints them. They do not depend on Services."""
 
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import LocalSource, NodeView
@@ -7,7 +7,7 @@ from kproxy_ipvs.names import FILTER, MANGLE, NAT, SetKind
 from kproxy_xtables.rules import NEW_CONNECTIONS, ChainKey, Jump
 
 JUMPS = (
-    # mangle: before nat changes anything, and before IPVS in both directions.
+    # mangle precedes nat, and IPVS in both directions.
     Jump(MANGLE, "PREROUTING", names.IPVS_ACCESS, "kubernetes ipvs policies"),
     Jump(MANGLE, "OUTPUT", names.IPVS_ACCESS, "kubernetes ipvs policies"),
     Jump(NAT, "OUTPUT", names.SERVICES, "kubernetes service portals"),
@@ -26,7 +26,7 @@ _REJECT = {
 
 
 def skeleton(node: NodeView) -> dict[ChainKey, list[str]]:
-    """Every chain of ours with its rules."""
+    """Return all chains of this mode with their rules."""
     family = node.family
 
     def match(kind: SetKind, sides: str = "dst,dst") -> str:
@@ -70,7 +70,7 @@ def skeleton(node: NodeView) -> dict[ChainKey, list[str]]:
         ],
         (NAT, names.POSTROUTING): [
             f"{match(names.LOOP_BACK, 'dst,dst,src')} -j MASQUERADE",
-            # The node itself, when the kernel took the VIP that it dials for its source.
+            # The node's own connections, for which the kernel chose the dialled VIP as source address.
             f"{match(names.IPVS_IPS, 'src')} -j MASQUERADE --random-fully",
             f"-m mark ! --mark {bit}/{bit} -j RETURN",
             f"-j MARK --set-xmark {bit}/0x0",
@@ -83,7 +83,7 @@ def skeleton(node: NodeView) -> dict[ChainKey, list[str]]:
             " -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT",
         ],
         (FILTER, names.NODE_PORT): [f"{match(names.HEALTH_CHECK, 'dst')} -j ACCEPT"],
-        # What is no frontend must not reach programs of the node that listen on every address.
+        # Packets to VIPs that are not for a frontend must not reach programs listening on all addresses.
         (FILTER, names.IPVS_FILTER): [
             *(
                 f"{match(kind)} -j RETURN"
@@ -98,19 +98,19 @@ def skeleton(node: NodeView) -> dict[ChainKey, list[str]]:
 
 
 def no_frontend(family: Family) -> str:
-    """The rule that keeps packets to VIPs, which are addresses of the node, from its programs."""
+    """Return the rule that keeps packets to VIPs, which are local addresses, from programs on the node."""
     return f"{NEW_CONNECTIONS} -m set --match-set {names.IPVS_IPS.full_name(family)} dst -j {_REJECT[family]}"
 
 
 def rules_differ(one: NodeView, other: NodeView) -> bool:
-    """Whether the constant rules for two nodes are not the same."""
+    """Tell whether the constant rules for two nodes differ."""
     return (one.local_source, one.masquerade_all, one.masquerade_bit) != (
         other.local_source, other.masquerade_all, other.masquerade_bit
     )  # fmt: skip
 
 
 def _masquerade_internal(node: NodeView, match: str) -> list[str]:
-    """What goes to a ClusterIP is masqueraded unless it comes from this node's pods."""
+    """Masquerade traffic to ClusterIPs, except from this node's pods."""
     if node.masquerade_all:
         return [f"{match} -j {names.MARK_MASQ}"]
     if node.local_source is None:
@@ -119,7 +119,7 @@ def _masquerade_internal(node: NodeView, match: str) -> list[str]:
 
 
 def _this_node(source: LocalSource | None) -> list[str]:
-    """Matches for the node's pods, if they can be told, and for the node itself."""
+    """Return matches for the node itself and, if they can be identified, for its pods."""
     pods = [] if source is None else [_from_pods(source)]
     return [*pods, "-m addrtype --src-type LOCAL "]
 

@@ -1,9 +1,9 @@
-"""What a service plan wants in the kernel: virtual servers, entries of sets, and addresses on the device.
+"""The kernel objects for one service plan: virtual servers, set entries, and addresses on the device.
 
-kube-proxy 1.36, pkg/proxy/ipvs/proxier.go. Unlike there, policy Local means what it means in other modes:
-without a local endpoint traffic is dropped, and this node's pods and the node itself reach every endpoint at
-an external frontend. IPVS finds a virtual server by mark before it looks at addresses; so one more virtual
-server, known by a mark, holds all endpoints, and a set gives the mark to frontends.
+Source: kube-proxy 1.36, pkg/proxy/ipvs/proxier.go. Unlike kube-proxy's ipvs mode, policy Local means the same
+as in the other modes: without a local endpoint traffic is dropped, and this node and its pods reach every
+endpoint at an external frontend. IPVS looks up marks before addresses, so an additional virtual server with a
+mark holds all endpoints, and a set maps frontends to the mark (the short circuit).
 """
 
 from collections.abc import Iterator
@@ -20,17 +20,21 @@ PERSISTENT, HASH_FALLBACK, HASH_PORT = 0x1, 0x8, 0x10
 """linux/ip_vs.h: IP_VS_SVC_F_PERSISTENT, IP_VS_SVC_F_SCHED_MH_FALLBACK and IP_VS_SVC_F_SCHED_MH_PORT."""
 
 _HASHING = {"sh": HASH_FALLBACK, "mh": HASH_FALLBACK | HASH_PORT}
-"""Without a fallback new connections are dropped for which a real server is hashed that is leaving."""
+"""Without a fallback, new connections that hash to a draining real server are dropped."""
 
 
 class ServerKey(NamedTuple):
-    """What identifies a virtual server: address, protocol and port, or a mark alone."""
+    """The identity of a virtual server: either address, protocol and port, or a mark."""
 
     family: Family
     mark: int
     address: Address | None
     protocol: int
     port: int
+
+    @classmethod
+    def marked(cls, family: Family, mark: int) -> "ServerKey":
+        return cls(family, mark, None, 0, 0)
 
     def __str__(self) -> str:
         if self.address is None:
@@ -39,7 +43,7 @@ class ServerKey(NamedTuple):
 
 
 class Scheduling(NamedTuple):
-    """How a virtual server distributes connections."""
+    """The scheduler of a virtual server and its options."""
 
     scheduler: str
     flags: int = 0
@@ -48,18 +52,18 @@ class Scheduling(NamedTuple):
 
 
 class Server(NamedTuple):
-    """One virtual server. (Its real servers all have weight 1 and are reached by NAT.)"""
+    """One virtual server. Its real servers all have weight 1 and are reached by NAT."""
 
     scheduling: Scheduling
     graceful: bool
-    """Real servers that leave stay, without new connections, until their connections have ended."""
+    """Removed real servers drain: they get no new connections and are deleted once they have none."""
     destinations: tuple[Destination, ...]
     of_node_port: bool = False
-    """Gives way to a VIP that is an address of the node."""
+    """A VIP that is also an address of the node takes precedence."""
 
 
 class Element(NamedTuple):
-    """One entry of a set."""
+    """One entry of a set, as ipset prints it."""
 
     set: SetKind
     entry: str
@@ -68,47 +72,51 @@ class Element(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What one service port wants."""
+    """The kernel objects for one service port."""
 
     servers: dict[ServerKey, Server] = field(default_factory=dict)
     elements: frozenset[Element] = frozenset()
     addresses: frozenset[Address] = frozenset()
-    """To be on the device."""
+    """The addresses that the device must hold."""
+    mark: int = 0
+    """The mark of the short circuit; 0 without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Style:
-    """What all service ports of one family have in common."""
+    """The properties of node and configuration that all service ports of one family depend on."""
 
     family: Family
     scheduler: str
     node_ip: Address | None
     node_port_addresses: tuple[Address, ...]
+    masquerade_bit: int
     elsewhere: frozenset[Address] = frozenset()
-    """Addresses on other interfaces: they are not put on the device."""
+    """Addresses of other interfaces, which the device must not hold as well."""
 
 
 _PROTOCOLS = {protocol: protocol.name.lower() for protocol in Protocol}
 
 
 def wanted(plan: ServicePlan, style: Style, mark: int) -> Wanted:
-    """Everything that *plan* wants. *mark* is for its short circuit, if it needs one."""
+    """Return all kernel objects for *plan*. *mark* is the mark of its short circuit; 0 without one."""
     return Wanted(
         dict(_servers(plan, style, mark)),
         frozenset(_elements(plan, style, mark)),
         frozenset(_addresses(plan, style)),
+        mark,
     )
 
 
 def has_short_circuit(plan: ServicePlan) -> bool:
-    """Whether this node's own traffic goes another way than that from outside."""
+    """Tell whether this node's own traffic reaches other endpoints than external traffic does."""
     return plan.external_policy_local and plan.local != plan.cluster and bool(plan.cluster)
 
 
 def _servers(plan: ServicePlan, style: Style, mark: int) -> Iterator[tuple[ServerKey, Server]]:
     scheduling = _scheduling(plan, style)
-    # The others are deleted at once, as kube-proxy does: UDP has no end to wait for. By destination, all
-    # connections to a VIP may be hashed to the one that leaves, and there is no fallback.
+    # Others are deleted at once, as by kube-proxy: UDP has no end to wait for. The scheduler dh may hash all
+    # connections to a VIP to the draining real server, and has no fallback.
     graceful = plan.key.protocol is Protocol.TCP and style.scheduler != "dh"
 
     def server(
@@ -118,7 +126,7 @@ def _servers(plan: ServicePlan, style: Style, mark: int) -> Iterator[tuple[Serve
         return key, Server(scheduling, graceful, endpoints, of_node_port)
 
     external = plan.local if plan.external_policy_local else plan.cluster
-    # A VIP that is an address of the node goes before a node port of the same number.
+    # Such a server gives way to a VIP that is an address of the node and has the same port number.
     for address in style.node_port_addresses if plan.node_port else ():
         yield server(address, plan.node_port, external, of_node_port=True)
     for address in plan.external_addresses:
@@ -127,7 +135,7 @@ def _servers(plan: ServicePlan, style: Style, mark: int) -> Iterator[tuple[Serve
         internal = plan.local if plan.internal_policy_local else plan.cluster
         yield server(plan.cluster_ip, plan.port, internal)
     if has_short_circuit(plan):
-        yield ServerKey(style.family, mark, None, 0, 0), Server(scheduling, graceful, plan.cluster)
+        yield ServerKey.marked(style.family, mark), Server(scheduling, graceful, plan.cluster)
 
 
 def _scheduling(plan: ServicePlan, style: Style) -> Scheduling:
@@ -193,11 +201,11 @@ def _source_ranges(plan: ServicePlan, style: Style, vip: str, entry: str) -> Ite
     yield Element(names.LOAD_BALANCER_FW, entry)
     for cidr in plan.source_ranges:
         yield Element(names.SOURCE_CIDR, f"{entry},{_as_listed(cidr)}")
-    # The node's own packets to a VIP have that VIP as their source: it is on the device.
+    # The node's own packets to a VIP have that VIP as their source address, because the device holds it.
     if any(style.node_ip in cidr for cidr in plan.source_ranges):
         yield Element(names.SOURCE_IP, f"{entry},{vip}")
 
 
 def _as_listed(cidr: Cidr) -> str:
-    """A network as ipset lists it: one that is a single address goes without its length."""
+    """Return a network as ipset prints it: a single address has no prefix length."""
     return format_address(cidr.network) if cidr.prefix == cidr.family.bits else str(cidr)

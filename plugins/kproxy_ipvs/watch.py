@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterable
 
 from kproxy_core.backend.api import Damage
-from kproxy_core.backend.errors import SyncFailed
+from kproxy_core.host.errors import HostError
 from kproxy_core.host.netlink import messages as netlink
 from kproxy_core.model.address import FAMILY_BY_AF, Address, Family, format_address
 from kproxy_ipvs.family import FamilyState
@@ -36,7 +36,7 @@ class DeviceWatch:
     """Reports addresses that are taken off the device, and its deletion, from a thread of its own."""
 
     def __init__(self, states: Iterable[FamilyState], damaged: Damage) -> None:
-        """Begin watching. Raises SyncFailed."""
+        """Begin watching. Raises HostError."""
         self._states = {state.family: state for state in states}
         self._damaged = damaged
         groups = _RTMGRP_LINK | _RTMGRP_IPV4_IFADDR | _RTMGRP_IPV6_IFADDR
@@ -44,7 +44,7 @@ class DeviceWatch:
             self._events = netlink.open_socket(netlink.NETLINK_ROUTE, groups)
             self._events.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER)
         except OSError as error:
-            raise SyncFailed(f"{DEVICE} can't be watched: {error.strerror}") from error
+            raise HostError(f"{DEVICE} can't be watched: {error.strerror}") from error
         self._stop = os.eventfd(0)
         self._thread = threading.Thread(target=self._run, name="ipvs-watch", daemon=True)
         self._thread.start()
@@ -84,7 +84,7 @@ class DeviceWatch:
                 state = self._states.get(FAMILY_BY_AF.get(number, Family.IPV4))
                 address = Address(netlink.attributes(data, start + _IFADDRMSG.size, end)[_IFA_ADDRESS])
                 # What is taken off by ourselves is wanted no longer.
-                if state is not None and state.wants(address) and _name(index) in (DEVICE, ""):
+                if state is not None and state.expects(address) and _name(index) in (DEVICE, ""):
                     lost.setdefault(state.family, []).append(address)
         for family, addresses in lost.items():
             self._damaged(family, f"{format_address(addresses[0])} taken off {DEVICE}")

@@ -6,7 +6,7 @@ import struct
 import time
 from collections.abc import Collection, Iterable, Sequence
 
-from kproxy_core.backend.errors import SyncFailed
+from kproxy_core.host.errors import HostError
 from kproxy_core.host.netlink import messages as netlink
 from kproxy_core.model.address import Address, Family, format_address
 from kproxy_ipvs.kernel.exchange import Request, exchange
@@ -38,7 +38,7 @@ def exists() -> bool:
 
 
 def ensure() -> bool:
-    """Create the device; True if it was not there. Raises SyncFailed."""
+    """Create the device; True if it was not there. Raises HostError."""
     if exists():
         return False
     kind = netlink.nested(_IFLA_LINKINFO, netlink.attribute(_IFLA_INFO_KIND, b"dummy"))
@@ -48,7 +48,7 @@ def ensure() -> bool:
 
 
 def delete() -> None:
-    """Delete the device with all its addresses, if it is there. Raises SyncFailed."""
+    """Delete the device with all its addresses, if it is there. Raises HostError."""
     index = _index()
     if index is not None:
         # Routes that `lend_source` has made in this family are not the device's.
@@ -58,7 +58,7 @@ def delete() -> None:
 
 
 def read(family: Family) -> tuple[frozenset[Address], frozenset[Address]]:
-    """The addresses of *family* on the device, and those on other interfaces. Raises SyncFailed."""
+    """The addresses of *family* on the device, and those on other interfaces. Raises HostError."""
     ours: set[Address] = set()
     others: set[Address] = set()
     index = _index()
@@ -83,14 +83,14 @@ def read(family: Family) -> tuple[frozenset[Address], frozenset[Address]]:
     try:
         netlink.uninterrupted(fill)
     except OSError as error:
-        raise SyncFailed(f"addresses can't be read: {error.strerror}") from error
+        raise HostError(f"addresses can't be read: {error.strerror}") from error
     return frozenset(ours), frozenset(others)
 
 
 def lend_source(addresses: Iterable[Address], source: Address, family: Family) -> None:
     """Have the node's own new connections to *addresses* come from *source*, not from the address itself.
 
-    Those that come from the address end when that is taken off the device. Raises SyncFailed.
+    Those that come from the address end when that is taken off the device. Raises HostError.
     """
     preferred = netlink.attribute(_RTA_PREFSRC, source)
     requests = []
@@ -105,7 +105,7 @@ def lend_source(addresses: Iterable[Address], source: Address, family: Family) -
 
 
 def bind(addresses: Iterable[Address], family: Family) -> None:
-    """Put *addresses* on the device; some may be there. Raises SyncFailed."""
+    """Put *addresses* on the device; some may be there. Raises HostError."""
     addresses = list(addresses)
     _change(_RTM_NEWADDR, _CREATE, addresses, family, _PRESENT)
     if family is Family.IPV6 and addresses:
@@ -130,12 +130,12 @@ def _await_local(address: Address) -> None:
                         return
                 time.sleep(_BETWEEN_LOOKS)
     except OSError as error:
-        raise SyncFailed(f"{DEVICE}: {error.strerror}") from error
-    raise SyncFailed(f"{DEVICE}: {format_address(address)} does not become local")
+        raise HostError(f"{DEVICE}: {error.strerror}") from error
+    raise HostError(f"{DEVICE}: {format_address(address)} does not become local")
 
 
 def unbind(addresses: Collection[Address], family: Family) -> None:
-    """Take *addresses* off the device; some may be gone. Raises SyncFailed."""
+    """Take *addresses* off the device; some may be gone. Raises HostError."""
     _change(_RTM_DELADDR, 0, addresses, family, _ABSENT)
     _send([_route(_RTM_DELROUTE, 0, address, family) for address in addresses], _ABSENT)
 
@@ -148,7 +148,7 @@ def _change(
         return
     index = _index()
     if index is None:
-        raise SyncFailed(f"{DEVICE} is not there")
+        raise HostError(f"{DEVICE} is not there")
     header = _IFADDRMSG.pack(family.af, family.bits, _NO_DAD, 0, index)
     _send([Request(kind, flags, header + _both(address)) for address in addresses], accepted)
 
@@ -168,14 +168,14 @@ def _both(address: Address) -> bytes:
 
 
 def _send(requests: Sequence[Request], accepted: frozenset[int]) -> None:
-    """Raises SyncFailed if one is refused for a reason that is not *accepted*."""
+    """Raises HostError if one is refused for a reason that is not *accepted*."""
     try:
         with netlink.open_socket(netlink.NETLINK_ROUTE) as sock:
             for _, code in exchange(sock, requests):
                 if code not in accepted:
                     netlink.raise_for(code)
     except OSError as error:
-        raise SyncFailed(f"{DEVICE}: {error.strerror}") from error
+        raise HostError(f"{DEVICE}: {error.strerror}") from error
 
 
 def _index() -> int | None:

@@ -1,6 +1,6 @@
-"""Real servers that have left while they had connections: weight 0 until those have ended.
+"""Graceful removal of real servers: weight 0 until their connections have ended, then deletion.
 
-kube-proxy 1.36, pkg/proxy/ipvs/graceful_termination.go; what is left of them after a restart is
+Source: kube-proxy 1.36, pkg/proxy/ipvs/graceful_termination.go. After a restart, draining real servers are
 found in the kernel.
 """
 
@@ -8,67 +8,73 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
 
-from kproxy_core.backend.errors import SyncFailed
+from kproxy_core.host.errors import HostError
 from kproxy_core.model.endpoint import Destination
 from kproxy_ipvs.wanted import ServerKey
 
 log = logging.getLogger("kproxy.ipvs")
 
 _PERIOD = 10.0
-"""Seconds between two looks, while there is anything to look at."""
+"""Seconds between two checks while real servers are draining."""
 
-Leaving = Mapping[ServerKey, set[Destination]]
+RealServers = Mapping[ServerKey, set[Destination]]
+"""Real servers by virtual server."""
 
 
 class Draining:
-    """Deletes what has drained, from a thread of its own that sleeps while there is nothing."""
+    """Deletes drained real servers from a thread of its own."""
 
-    def __init__(self, delete_drained: Callable[[Leaving], Leaving]) -> None:
-        """*delete_drained* deletes those without connections and returns the others. Raises SyncFailed."""
+    def __init__(self, delete_drained: Callable[[RealServers], RealServers]) -> None:
+        """*delete_drained* deletes real servers without connections and returns the others.
+
+        It may raise HostError.
+        """
         self._delete_drained = delete_drained
         self.lock = threading.RLock()
-        """Held by who changes real servers, so that none is deleted that has just come back."""
-        self._leaving: dict[ServerKey, set[Destination]] = {}
+        """Hold it while changing real servers, so that none is deleted that was just added again."""
+        self._servers: dict[ServerKey, set[Destination]] = {}
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def add(self, leaving: Iterable[tuple[ServerKey, Destination]]) -> None:
-        """These have weight 0 now. Those without connections are deleted at once. Raises SyncFailed."""
+    def add(self, servers: Iterable[tuple[ServerKey, Destination]]) -> None:
+        """Delete those *servers* that have no connections, and the others later. Their weight is 0 already.
+
+        Raises HostError.
+        """
         added: dict[ServerKey, set[Destination]] = {}
-        for key, where in leaving:
+        for key, where in servers:
             added.setdefault(key, set()).add(where)
         if not added:
             return
         with self.lock:
             for key, left in self._delete_drained(added).items():
-                self._leaving.setdefault(key, set()).update(left)
-            if self._leaving and self._thread is None:
+                self._servers.setdefault(key, set()).update(left)
+            if self._servers and self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="ipvs-draining", daemon=True)
                 self._thread.start()
 
     def forget(self, key: ServerKey, where: Destination) -> bool:
-        """It is wanted again; True if it was waiting to go."""
+        """Stop draining a real server. Return False if it was not draining."""
         with self.lock:
-            places = self._leaving.get(key, set())
-            if where not in places:
+            draining = self._servers.get(key, set())
+            if where not in draining:
                 return False
-            places.remove(where)
-            if not places:
-                del self._leaving[key]
+            draining.remove(where)
+            if not draining:
+                del self._servers[key]
             return True
 
     def forget_server(self, key: ServerKey) -> None:
-        """The virtual server is gone with all that was left of it."""
+        """Forget the real servers of a deleted virtual server."""
         with self.lock:
-            self._leaving.pop(key, None)
+            self._servers.pop(key, None)
 
     def clear(self) -> None:
-        """The kernel is read afresh."""
         with self.lock:
-            self._leaving.clear()
+            self._servers.clear()
 
     def close(self) -> None:
-        """End the thread; what has not drained stays as it is."""
+        """End the thread. Real servers that are still draining keep weight 0."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
@@ -76,10 +82,10 @@ class Draining:
     def _run(self) -> None:
         while not self._closed.wait(_PERIOD):
             with self.lock:
-                if not self._leaving:
+                if not self._servers:
                     continue
                 try:
-                    left = self._delete_drained(self._leaving)
-                    self._leaving = {key: set(places) for key, places in left.items()}
-                except SyncFailed as error:
-                    log.debug("drained real servers stay for now: %s", error)
+                    left = self._delete_drained(self._servers)
+                    self._servers = {key: set(places) for key, places in left.items()}
+                except HostError as error:
+                    log.debug("could not delete drained real servers: %s", error)

@@ -1,8 +1,7 @@
-"""What the mode needs of this kernel besides its objects: modules and settings."""
+"""The kernel modules and sysctls of the ipvs mode."""
 
 import logging
 
-from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.host import programs, sysctl
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.modules import kernel_version
@@ -11,21 +10,17 @@ from kproxy_ipvs.settings import Settings
 log = logging.getLogger("kproxy.ipvs")
 
 _REUSE_MODE_MATTERS = ((4, 1), (5, 9))
-"""From and before which Linux conn_reuse_mode 1 delays connections (kubernetes issue 81775)."""
+"""From the first Linux, and until the second, conn_reuse_mode 1 delays connections (kubernetes#81775)."""
 
 
 def load_modules(scheduler: str) -> None:
-    """Ask for the modules of IPVS; a kernel that has them built in needs none. Raises SyncFailed."""
-    if not programs.find("modprobe"):
-        return
-    try:
+    """Load the modules of IPVS. A kernel with IPVS built in needs none. Raises HostError."""
+    if programs.find("modprobe"):
         programs.run("modprobe", "-qa", "ip_vs", f"ip_vs_{scheduler}")
-    except HostError as error:
-        raise SyncFailed(str(error)) from error
 
 
 def ensure_settings(settings: Settings) -> None:
-    """The sysctls of kube-proxy's ipvs mode (1.36, pkg/proxy/ipvs/proxier.go). Raises SyncFailed."""
+    """Set the sysctls of kube-proxy's ipvs mode (1.36, pkg/proxy/ipvs/proxier.go). Raises HostError."""
     wanted = {
         "net/ipv4/vs/conntrack": 1,
         "net/ipv4/vs/expire_nodest_conn": 1,
@@ -42,4 +37,4 @@ def ensure_settings(settings: Settings) -> None:
             if sysctl.ensure(name, value):
                 log.info("sysctl changed", extra={"fields": {"name": name, "value": value}})
         except HostError as error:
-            raise SyncFailed(f"ipvs mode needs {name} = {value}: {error}") from error
+            raise HostError(f"ipvs mode needs {name} = {value}: {error}") from error

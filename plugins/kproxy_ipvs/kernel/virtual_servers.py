@@ -7,7 +7,7 @@ import struct
 import threading
 from collections.abc import Iterator, Sequence
 
-from kproxy_core.backend.errors import SyncFailed
+from kproxy_core.host.errors import HostError
 from kproxy_core.host.netlink import messages as netlink
 from kproxy_core.model.address import Family, format_socket
 from kproxy_core.model.endpoint import Destination
@@ -23,7 +23,7 @@ from kproxy_ipvs.batch.servers import (
     PutServer,
 )
 from kproxy_ipvs.kernel import listing
-from kproxy_ipvs.kernel.draining import Leaving
+from kproxy_ipvs.kernel.draining import RealServers
 from kproxy_ipvs.kernel.exchange import Request, exchange
 from kproxy_ipvs.wanted import Scheduling, ServerKey
 
@@ -43,7 +43,7 @@ class VirtualServers:
     """Reads and writes. Also used by the thread that waits for connections to end; calls take turns."""
 
     def __init__(self) -> None:
-        """Raises SyncFailed if the kernel has no IPVS."""
+        """Raises HostError if the kernel has no IPVS."""
         self._lock = threading.RLock()
         self._socket: socket.socket | None = None
         try:
@@ -51,7 +51,7 @@ class VirtualServers:
             self._family = _family_number(self._socket)
         except OSError as error:
             self.close()
-            raise SyncFailed(f"IPVS does not answer, is ip_vs loaded? {error.strerror}") from error
+            raise HostError(f"IPVS does not answer, is ip_vs loaded? {error.strerror}") from error
 
     def close(self) -> None:
         if self._socket is not None:
@@ -59,14 +59,14 @@ class VirtualServers:
             self._socket = None
 
     def read(self, family: Family) -> dict[ServerKey, HeldServer]:
-        """All virtual servers of *family*. Raises SyncFailed."""
+        """All virtual servers of *family*. Raises HostError."""
         return {
             key: HeldServer(scheduling, {item.where: item.weight for item in items})
             for key, (scheduling, items) in self.count(family).items()
         }
 
     def count(self, family: Family) -> dict[ServerKey, tuple[Scheduling, list[Listed]]]:
-        """All virtual servers of *family*, and their real servers with connections. Raises SyncFailed."""
+        """All virtual servers of *family*, and their real servers with connections. Raises HostError."""
         with self._lock:
             listed = _listed()
             decoded = map(messages.decode_server, self._dump(messages.dump_servers(), 1))
@@ -77,7 +77,7 @@ class VirtualServers:
             }
 
     def destinations(self, key: ServerKey) -> list[Listed]:
-        """The real servers of *key*; none if it is gone. Raises SyncFailed."""
+        """The real servers of *key*; none if it is gone. Raises HostError."""
         with self._lock:
             answers = self._dump(messages.dump_destinations(key), 2)
             return [messages.decode_destination(key.family, attributes) for attributes in answers]
@@ -85,17 +85,17 @@ class VirtualServers:
     def write(self, operations: Sequence[Operation]) -> None:
         """Do all *operations* in order. What is to be deleted may be gone.
 
-        Raises SyncFailed about the first that is refused; all others are done.
+        Raises HostError about the first that is refused; all others are done.
         """
         for operation, error in self._refused(operations):
-            raise SyncFailed(f"{_told(operation)}: {error.strerror}") from error
+            raise HostError(f"{_told(operation)}: {error.strerror}") from error
 
     def write_usable(self, operations: Sequence[Operation]) -> list[PutDestination]:
         """The same, but returns the real servers that can't be; the rest does not suffer from them."""
         unusable: list[PutDestination] = []
         for operation, error in self._refused(operations):
             if not isinstance(operation, PutDestination) or error.errno not in _NEVER:
-                raise SyncFailed(f"{_told(operation)}: {error.strerror}") from error
+                raise HostError(f"{_told(operation)}: {error.strerror}") from error
             unusable.append(operation)
         return unusable
 
@@ -106,10 +106,10 @@ class VirtualServers:
             found = [(operations[at], error) for at, error in refused]
         return [(one, error) for one, error in found if not (_takes_away(one) and error.errno in _GONE)]
 
-    def delete_drained(self, leaving: Leaving) -> Leaving:
+    def delete_drained(self, leaving: RealServers) -> RealServers:
         """Delete those real servers that have no connections any more; returns the others.
 
-        Raises SyncFailed.
+        Raises HostError.
         """
         drained: list[Operation] = []
         left: dict[ServerKey, set[Destination]] = {}
@@ -126,7 +126,7 @@ class VirtualServers:
         return left
 
     def set_timeouts(self, tcp: int, tcp_fin: int, udp: int) -> None:
-        """See `messages.set_timeouts`. Raises SyncFailed."""
+        """See `messages.set_timeouts`. Raises HostError."""
         with self._lock:
             self._exchange([messages.set_timeouts(tcp, tcp_fin, udp)])
 
@@ -138,7 +138,7 @@ class VirtualServers:
         try:
             refused = exchange(self._open(), requests)
         except OSError as error:
-            raise SyncFailed(f"IPVS: {error.strerror}") from error
+            raise HostError(f"IPVS: {error.strerror}") from error
         return [(at, OSError(code, os.strerror(code))) for at, code in refused]
 
     def _dump(self, body: Body, attribute: int) -> list[dict[int, bytes]]:
@@ -157,7 +157,7 @@ class VirtualServers:
         except OSError as error:
             if error.errno in _GONE:
                 return []
-            raise SyncFailed(f"IPVS can't be read: {error.strerror}") from error
+            raise HostError(f"IPVS can't be read: {error.strerror}") from error
 
     def _open(self) -> socket.socket:
         if self._socket is None:
@@ -182,11 +182,11 @@ def refusal(scheduler: str, family: Family) -> str:
     key = ServerKey(family, _CHECK_MARK, None, 0, 0)
     try:
         servers = VirtualServers()
-    except SyncFailed as error:
+    except HostError as error:
         return str(error)
     try:
         servers.write([DeleteServer(key), PutServer(key, Scheduling(scheduler), new=True), DeleteServer(key)])
-    except SyncFailed as error:
+    except HostError as error:
         return str(error)
     finally:
         servers.close()

@@ -87,13 +87,13 @@ def parts(wanted: dict[ServicePortKey, ServicePlan]) -> None:
     """What a full sync with nothing to do spends its time on."""
     style = Style(
         family=Family.IPV4, scheduler="rr", node_ip=NODE.node_ip,
-        node_port_addresses=NODE.node_port_addresses,
+        node_port_addresses=NODE.node_port_addresses, masquerade_bit=NODE.masquerade_bit,
     )  # fmt: skip
     tables = Tables(Family.IPV4, find_variant())
     servers = VirtualServers()
     keys = list(servers.read(Family.IPV4))
     for what, action in (
-        ("  of it: plans to what they want", lambda: Applied(14).change(wanted, style)),
+        ("  of it: plans to what they want", lambda: Applied.after(wanted, style)),
         ("  of it: reading sets", lambda: sets.read(Family.IPV4)),
         ("  of it: reading addresses", lambda: device.read(Family.IPV4)),
         ("  of it: reading rules", lambda: rules.read(tables)),

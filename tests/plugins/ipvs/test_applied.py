@@ -1,0 +1,208 @@
+"""Operations that a change needs, and the acknowledged state, which only an acknowledgement moves."""
+
+from copy import deepcopy
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kproxy_core.model.address import Family, parse_address
+from kproxy_core.model.service import Service, ServicePortKey
+from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_core.testing.builders import endpoint, endpoint_slice, node_view, plans, service
+from kproxy_ipvs import applied as state
+from kproxy_ipvs import names
+from kproxy_ipvs.applied import Applied, Difference, HeldServer, compare_all
+from kproxy_ipvs.batch.servers import DeleteDestination, PutDestination, PutServer
+from kproxy_ipvs.wanted import Style
+
+NODE = node_view("node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1", ip="192.0.2.1")
+STYLE = Style(
+    family=Family.IPV4, scheduler="rr", node_ip=NODE.node_ip,
+    node_port_addresses=NODE.node_port_addresses, masquerade_bit=14,
+)  # fmt: skip
+Changed = dict[ServicePortKey, ServicePlan | None]
+
+VARIANTS: list[dict[str, object]] = [
+    {},
+    {"external_ips": "198.51.100.1"},
+    {"external_ips": "198.51.100.1", "external_local": True},
+    {"load_balancer_ips": "203.0.113.1", "source_ranges": "192.0.2.0/24", "affinity": 60},
+    {"internal_local": True},
+]
+
+
+def planned(name: str, *pods: str, variant: int = 0, port: str = "80", ip: str = "10.96.0.1") -> Changed:
+    svc: Service = service(name, port, ip=ip, **VARIANTS[variant])  # type: ignore[arg-type]
+    where = [endpoint(f"10.244.{pod}", f"node{pod[0]}") for pod in pods]
+    target = "8080/UDP" if "UDP" in port else "8080"
+    return dict(plans(NODE, svc, endpoint_slice(name, *where, ports=[target])))
+
+
+def deleted(name: str) -> Changed:
+    return dict.fromkeys(planned(name))
+
+
+def applied(*parts: Changed) -> Applied:
+    """The state once the kernel holds *parts*, one change after another."""
+    found = Applied()
+    for part in parts:
+        found.acknowledge(found.difference(part, STYLE))
+    return found
+
+
+BEFORE = planned("web", "1.5", "2.5")
+CHANGES: list[tuple[str, Changed, dict[str, int]]] = [
+    ("nothing", BEFORE, {}),
+    ("new endpoint", planned("web", "1.5", "2.5", "2.6"), {"servers": 1}),
+    ("removed endpoint", planned("web", "1.5"), {"servers": 1, "draining": 1}),
+    ("external IP", planned("web", "1.5", "2.5", variant=1),
+     {"servers": 3, "added_entries": 2, "added_addresses": 1}),
+    ("deleted", deleted("web"),
+     {"deleted_servers": 1, "deleted_entries": 3, "deleted_addresses": 1}),
+    ("second service port with the same ClusterIP and hairpin", planned("other", "1.5", port="81"),
+     {"servers": 2, "added_entries": 1}),
+    ("persistence", planned("web", "1.5", "2.5", variant=3),
+     {"servers": 4, "added_entries": 6, "added_addresses": 1}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changed", "counts"), [row[1:] for row in CHANGES], ids=[row[0] for row in CHANGES])
+def test_operations_of_a_change(changed: Changed, counts: dict[str, int]) -> None:
+    assert applied(BEFORE).difference(changed, STYLE).counts == counts
+
+
+@pytest.mark.parametrize("changed", [row[1] for row in CHANGES], ids=[row[0] for row in CHANGES])
+def test_failed_write_leaves_the_state_as_it_was(changed: Changed) -> None:
+    held = applied(BEFORE)
+    before = deepcopy(held)
+    first = held.difference(changed, STYLE)
+    assert held == before
+    assert held.difference(changed, STYLE) == first
+
+
+def test_udp_real_servers_are_deleted_at_once() -> None:
+    held = applied(planned("dns", "1.5", "2.5", port="53/UDP"))
+    difference = held.difference(planned("dns", "1.5", port="53/UDP"), STYLE)
+    assert [type(operation) for operation in difference.servers] == [DeleteDestination]
+    assert not difference.draining
+
+
+def test_virtual_server_of_a_vip_replaces_that_of_a_node_port() -> None:
+    node_port = planned("a", "1.5", port="90@80", ip="10.96.0.7")
+    vip = dict(plans(NODE, service("b", "80", ip="10.96.0.8", external_ips="192.0.2.1"),
+                     endpoint_slice("b", endpoint("10.244.2.9", "node2"))))  # fmt: skip
+    held = applied(node_port)
+    to_vip = held.difference({**vip}, STYLE)
+    weights = {
+        one.where.address: one.weight for one in to_vip.servers
+        if isinstance(one, PutDestination) and one.key.address == parse_address("192.0.2.1")
+    }  # fmt: skip
+    assert weights == {parse_address("10.244.2.9"): 1, parse_address("10.244.1.5"): 0}
+    assert not to_vip.deleted
+    held.acknowledge(to_vip)
+    assert not held.difference(dict.fromkeys(vip), STYLE).deleted[1:]
+
+
+def test_marks_are_kept_unless_they_would_masquerade(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "_number", lambda text, seed: 7)
+    one, two = (planned(name, "1.5", "2.5", variant=2, ip=ip) for name, ip in
+                (("one", "10.96.0.1"), ("two", "10.96.0.2")))  # fmt: skip
+    held = applied(one, two)
+    assert marks(held) == {names.mark(7, 14), names.mark(8, 14)}
+    (kept,) = marks(applied(one, two, deleted("one")))
+    assert kept == names.mark(8, 14)
+    rest = {key: plan for key, plan in two.items() if plan}
+    resynced = Applied.after(rest, STYLE, held)
+    assert marks(resynced) == {names.mark(8, 14)}
+    moved = Style(
+        family=Family.IPV4, scheduler="rr", node_ip=None, node_port_addresses=(), masquerade_bit=3
+    )
+    (changed,) = marks(Applied.after(rest, moved, held))
+    assert names.is_own_mark(changed, 3)
+    assert not names.is_own_mark(names.mark(8, 14), 3)
+
+
+def marks(held: Applied) -> set[int]:
+    return {key.mark for key in held.servers if key.address is None}
+
+
+def test_entry_that_gets_another_mark_is_not_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    local = planned("web", "1.5", "2.5", variant=2)
+    other = planned("other", "1.5", "2.5", variant=2)
+    held = applied(local)
+    difference = held.difference({**dict.fromkeys(local), **other}, STYLE)
+    assert [each.set for each in difference.adds if each.mark] == [names.SHORT_CIRCUIT]
+    assert not [each for each in difference.deletes if each.mark]
+
+
+class Kernel:
+    """A kernel that does what a difference says, and refuses what a real one would."""
+
+    def __init__(self) -> None:
+        self.servers: dict[object, HeldServer] = {}
+        self.entries: dict[names.SetKind, dict[str, int]] = {}
+        self.addresses: set[bytes] = set()
+
+    def write(self, difference: Difference) -> None:
+        for element in difference.adds:
+            self.entries.setdefault(element.set, {})[element.entry] = element.mark
+        for operation in difference.servers:
+            held = self.servers.get(operation.key)
+            weights = dict(held.weights) if held else {}
+            if isinstance(operation, PutServer):
+                assert operation.new is (held is None)
+                self.servers[operation.key] = HeldServer(operation.scheduling, weights)
+                continue
+            assert held
+            if isinstance(operation, PutDestination):
+                assert operation.new is (operation.where not in weights)
+                weights[operation.where] = operation.weight
+            elif isinstance(operation, DeleteDestination):
+                del weights[operation.where]
+            self.servers[operation.key] = held._replace(weights=weights)
+        for each in difference.deleted:
+            del self.servers[each.key]
+        for element in difference.deletes:
+            del self.entries[element.set][element.entry]
+        for key, where in difference.draining:
+            held = self.servers[key]
+            self.servers[key] = held._replace(
+                weights={at: weight for at, weight in held.weights.items() if at != where})
+        assert not difference.bind & self.addresses
+        assert difference.unbind <= self.addresses
+        self.addresses = (self.addresses | difference.bind) - difference.unbind
+
+
+PODS = st.lists(st.sampled_from(["1.5", "1.6", "2.5", "2.6"]), unique=True)
+SERVICES = st.builds(
+    lambda name, pods, variant, port: planned(
+        name, *pods, variant=variant, port=f"{ord(name)}{port}", ip="10.96.0.1"),
+    st.sampled_from("abc"), PODS, st.integers(0, len(VARIANTS) - 1), st.sampled_from(["", "/UDP", "@30080"]),
+)  # fmt: skip
+STEPS = st.lists(
+    st.tuples(st.one_of(SERVICES, st.builds(deleted, st.sampled_from("abc"))), st.booleans()), max_size=12
+)
+
+
+@given(STEPS)
+def test_acknowledged_changes_add_up_to_what_the_plans_want(steps: list[tuple[Changed, bool]]) -> None:
+    """Some writes fail, with nothing done; a full comparison then finds nothing to write."""
+    held, kernel = Applied(), Kernel()
+    current: dict[ServicePortKey, ServicePlan] = {}
+    for changed, succeeds in steps:
+        before = deepcopy(held)
+        difference = held.difference(changed, STYLE)
+        assert held == before
+        if not succeeds:
+            continue
+        kernel.write(difference)
+        held.acknowledge(difference)
+        for key, plan in changed.items():
+            current.pop(key, None)
+            if plan:
+                current[key] = plan
+    expected = Applied.after(current, STYLE, held)
+    rest = compare_all(expected, kernel.servers, kernel.entries, kernel.addresses, ())  # type: ignore[arg-type]
+    assert rest.counts == {}
+    assert (expected.addresses, expected.servers.keys()) == (held.addresses, held.servers.keys())
