@@ -8,7 +8,7 @@ from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.programs import OwnProcesses
 from kproxy_core.model.address import Family
-from kproxy_iptables.counts import measurements
+from kproxy_iptables.metrics import measurements
 from kproxy_iptables.family import FamilyTables
 from kproxy_iptables.render import render_text
 from kproxy_iptables.settings import read_settings

@@ -14,9 +14,9 @@ from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_iptables import batch, names
 from kproxy_iptables.applied import Applied, Comparison, Plans, count_endpoints, owner_of
-from kproxy_iptables.counts import Counts
+from kproxy_iptables.metrics import Counts
 from kproxy_iptables.kernel.requirements import enable_route_localnet, read_facts
-from kproxy_iptables.kernel.saved import observe
+from kproxy_iptables.kernel.rules import observe
 from kproxy_iptables.skeleton import Facts, constant_rules
 from kproxy_iptables.wanted import LARGE_CLUSTER, Style, make_style
 from kproxy_xtables.rules import ChainKey
