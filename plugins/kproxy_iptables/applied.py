@@ -1,7 +1,7 @@
-"""What the kernel has acknowledged for one family, and the difference to what is wanted.
+"""The state that the kernel has acknowledged for one family, and the difference to the wanted state. Pure.
 
-Nothing here moves before the kernel has said yes. A service port is remembered by its
-plan alone: what it wanted is rendered again when it changes.
+Only an acknowledgement changes `Applied`. It holds just the plan of a service port: the chains and rules are
+computed again when the plan changes.
 """
 
 from collections import Counter
@@ -24,31 +24,31 @@ _EMPTY = Wanted({}, [])
 
 @dataclass(slots=True)
 class Observed:
-    """What the kernel holds, as iptables-save tells it."""
+    """The contents of the kernel's tables, as iptables-save prints them."""
 
     chains: dict[ChainKey, list[str]] = field(default_factory=dict)
-    """Rules by table and chain, without ``-A CHAIN``: of the fixed chains and the canaries, and of the
-    built-in chains those that lead to a chain of Kubernetes."""
+    """Rules of the fixed chains and the canaries, and those rules of other chains that jump to a chain of
+    Kubernetes."""
     service_chains: dict[str, int] = field(default_factory=dict)
     """Fingerprints of the chains of service ports."""
 
 
 def fingerprint(rules: str) -> int:
-    """Stands for the rules of one chain, complete lines, within this process."""
+    """Return a number for the rules of one chain, given as complete lines. Valid within this process."""
     return hash(rules)
 
 
 @dataclass(slots=True)
 class Difference:
-    """What brings the kernel to some changed plans."""
+    """The operations that bring the kernel to changed plans."""
 
     chains: list[tuple[str, str]]
     references: References
     plans: Mapping[ServicePortKey, ServicePlan | None]
     rules: Counter[str]
-    """By how many the rules of each table grow."""
+    """Growth of the number of rules by table."""
     endpoints: int
-    """By how many the endpoints grow."""
+    """Growth of the number of endpoints."""
 
 
 class Applied:
@@ -59,17 +59,17 @@ class Applied:
         self.endpoints = 0
         """See `count_endpoints`."""
         self.rules: Counter[str] = Counter()
-        """Rules of service ports by table."""
+        """Number of rules by table."""
 
     def endpoints_after(self, changed: Mapping[ServicePortKey, ServicePlan | None]) -> int:
-        """How many endpoints there will be."""
+        """Return the number of endpoints once the *changed* plans are applied."""
         return self.endpoints + self._growth(changed)
 
     def _growth(self, changed: Mapping[ServicePortKey, ServicePlan | None]) -> int:
-        return sum(_reached(new) - _reached(self.plans.get(key)) for key, new in changed.items())
+        return sum(_endpoints(new) - _endpoints(self.plans.get(key)) for key, new in changed.items())
 
     def difference(self, changed: Mapping[ServicePortKey, ServicePlan | None], style: Style) -> Difference:
-        """What brings the kernel from here to the *changed* plans. O(changed)."""
+        """Return the operations that bring the kernel to the *changed* plans. O(changed)."""
         chains: dict[str, str] = {}
         stale: dict[str, None] = {}
         growth: Counter[str] = Counter()
@@ -94,14 +94,14 @@ class Applied:
                 references.filter_deletes.append(line)
             else:
                 references.nat.lines.append(line)
-        # At the top, because the last rule of KUBE-SERVICES must stay the last; backwards, because
-        # the localhost rule of a node port comes before the general one.
+        # At the top, because the last rule of KUBE-SERVICES must remain the last. In reverse order, because
+        # the localhost rule of a node port must stand before the general one.
         for table, chain, spec in reversed(added):
             references.section(table).lines.append(f"-I {chain} {spec}")
         return Difference(list(chains.items()), references, changed, growth, self._growth(changed))
 
     def acknowledge(self, difference: Difference) -> None:
-        """The kernel holds *difference* now."""
+        """Record that the kernel has accepted *difference*."""
         for key, plan in difference.plans.items():
             if plan is None:
                 self.plans.pop(key, None)
@@ -112,30 +112,30 @@ class Applied:
 
 
 class Comparison:
-    """Everything that is wanted against everything that the kernel holds.
+    """The difference between all plans and a fresh read of the kernel, computed while it is being written.
 
-    `chains` must be exhausted before `references` and `stale` are asked for.
+    `chains` must be exhausted before `references` and `stale` are used.
     """
 
     def __init__(self, observed: Observed, plans: Plans, node: NodeView, style: Style, facts: Facts) -> None:
         self._observed = observed
         self._plans = plans
-        self._node = node
+        self._constant = constant_rules(node, facts)
         self._style = style
         self._facts = facts
         self._rules: dict[ChainKey, list[str]] = {}
         self._stale = dict.fromkeys(observed.service_chains)
         self.operations = 0
-        """Chains and lines written, as far as `chains` and `references` have come."""
+        """Chains and rules that `chains` and `references` have returned so far."""
         self._counts: Counter[str] = Counter()
 
     def mark_masq(self) -> list[str]:
-        """The rules of KUBE-MARK-MASQ if it must be written before all else."""
-        rules = constant_rules(self._node, self._facts)[NAT, names.MARK_MASQ]
+        """Return the rules of KUBE-MARK-MASQ if that chain must be written first."""
+        rules = self._constant[NAT, names.MARK_MASQ]
         return [] if self._observed.chains.get((NAT, names.MARK_MASQ)) == rules else rules
 
     def chains(self) -> Iterator[tuple[str, str]]:
-        """Name and rules of each chain of a service port that the kernel does not hold as wanted."""
+        """Yield name and rules of each chain of a service port that is missing or differs."""
         held = self._observed.service_chains
         for plan in self._plans.values():
             want = wanted(plan, self._style)
@@ -149,14 +149,14 @@ class Comparison:
                     yield name, body
 
     def references(self) -> References:
-        """All that differs outside the chains of service ports."""
+        """Return the differences outside the chains of service ports."""
         held = self._observed.chains
         result = References()
-        for key, last in constant_rules(self._node, self._facts).items():
+        for key, last in self._constant.items():
             table, chain = key
             if key != (NAT, names.MARK_MASQ):
                 rules = self._rules.get(key, [])
-                if not _is_as_wanted(held.get(key), rules, last):
+                if not _is_equivalent(held.get(key), rules, last):
                     section = result.section(table)
                     section.chains.append(chain)
                     section.lines += [f"-A {chain} {spec}" for spec in (*rules, *last)]
@@ -171,7 +171,7 @@ class Comparison:
 
     @property
     def stale(self) -> list[str]:
-        """Chains that look like a service port's and are nobody's."""
+        """Chains with the name of a service port's chain that no plan wants."""
         return list(self._stale)
 
     def _kubelet_firewall(self, result: References) -> None:
@@ -182,16 +182,18 @@ class Comparison:
             result.filter.lines.append(f"-A {names.KUBELET_FIREWALL} {BLOCK_LOCALNET}")
 
     def acknowledged(self) -> Applied:
-        """The state once the kernel has taken everything."""
+        """Return the state once the kernel has accepted everything."""
         applied = Applied()
         applied.plans = dict(self._plans)
         applied.endpoints = count_endpoints(self._plans)
         applied.rules = self._counts
+        for (table, _), rules in self._constant.items():
+            applied.rules[table] += len(rules)
         return applied
 
 
 def owner_of(line: str, plans: Plans, style: Style) -> ServicePortKey | None:
-    """The service port that wants the rule in *line*, an ``-A`` command; None if it is a constant one."""
+    """Return the service port that wants the rule in *line*, an ``-A`` command; None for a constant rule."""
     for key, plan in plans.items():
         want = wanted(plan, style)
         if any(f"{line}\n" in body for body in want.chains.values()):
@@ -202,23 +204,23 @@ def owner_of(line: str, plans: Plans, style: Style) -> ServicePortKey | None:
 
 
 def count_endpoints(plans: Plans) -> int:
-    """The endpoints that service ports can reach, those of several counted each time."""
-    return sum(map(_reached, plans.values()))
+    """Return the number of endpoints of all service ports."""
+    return sum(map(_endpoints, plans.values()))
 
 
-def _reached(plan: ServicePlan | None) -> int:
+def _endpoints(plan: ServicePlan | None) -> int:
     return len(plan.reachable) if plan else 0
 
 
 def _count(want: Wanted) -> dict[str, int]:
-    """How many rules *want* has, by table."""
+    """Return the number of rules in *want* by table."""
     refusals = sum(rule.table == FILTER for rule in want.rules)
     own = sum(body.count("\n") for body in want.chains.values())
     return {NAT: own + len(want.rules) - refusals, FILTER: refusals}
 
 
-def _is_as_wanted(held: list[str] | None, rules: list[str], last: list[str]) -> bool:
-    """Whether a chain holds *rules* in whatever order, and then *last*."""
+def _is_equivalent(held: list[str] | None, rules: list[str], last: list[str]) -> bool:
+    """Return whether a chain holds *rules* in any order, followed by *last*."""
     if held is None or len(held) != len(rules) + len(last):
         return False
     if held[len(rules) :] != last:

@@ -1,4 +1,4 @@
-"""The backend: render, compare, send, remember what was acknowledged."""
+"""The backend instance: one `FamilyState` for each IP family."""
 
 import logging
 
@@ -8,11 +8,11 @@ from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.programs import OwnProcesses
 from kproxy_core.model.address import Family
+from kproxy_iptables.family import FamilyState
 from kproxy_iptables.metrics import measurements
-from kproxy_iptables.family import FamilyTables
 from kproxy_iptables.render import render_text
 from kproxy_iptables.settings import read_settings
-from kproxy_iptables.watch import Watcher, generation
+from kproxy_iptables.watch import Watcher, read_generation
 from kproxy_xtables.tables import Busy, Tables, Unusable
 from kproxy_xtables.variant import NoVariant, find_variant
 
@@ -23,81 +23,87 @@ class IptablesBackend:
     """Programs kube-proxy's chains and rules; see `kproxy_core.backend.hookspecs` for the contract."""
 
     def __init__(self, settings: BackendSettings) -> None:
-        self._families = settings.families
+        self._served = settings.families
         self._settings = read_settings(settings)
         self._own = OwnProcesses()
-        self._tables: dict[Family, FamilyTables] = {}
-        """Empty until the first sync, which chooses between nf_tables and legacy."""
+        self._families: dict[Family, FamilyState] = {}
+        """Empty until the variant of iptables has been chosen."""
         self._watcher: Watcher | None = None
         self._generation = 0
+        """Last commit to nf_tables before the watch."""
 
     @hookimpl
     def kproxy_begin(self) -> bool:
-        """Choose between nf_tables and legacy. Raises Unsupported without a working iptables, SyncFailed
-        while others hold its lock."""
-        self._tables = self._choose()
+        """Choose between nf_tables and legacy.
+
+        Raises Unsupported without a working iptables, SyncFailed while another program holds its lock.
+        """
+        self._families = self._open()
         return True
 
     @hookimpl
     def kproxy_sync(self, update: Update) -> SyncReport:
-        """Bring one family's tables to *update*. Raises Unsupported without a working iptables."""
-        if not self._tables:
-            self._tables = self._choose()
-        tables = self._tables[update.family]
+        """Bring one family's tables to *update*. The first call does what `kproxy_begin` does."""
+        if not self._families:
+            self._families = self._open()
+        family = self._families[update.family]
         try:
-            if update.scope is Scope.RESYNC or tables.must_resync(update.node):
-                report = tables.resync(update.node, update.plans)
+            if update.scope is Scope.RESYNC or family.must_resync(update.node):
+                report = family.resync(update.node, update.plans)
             else:
-                report = tables.change(update.node, update.changed)
+                report = family.change(update.node, update.changed)
         except HostError as error:
             raise SyncFailed(str(error)) from error
         if self._watcher is None:
-            self._generation = generation()
+            self._generation = read_generation()
         return report
 
     @hookimpl
     def kproxy_render(self, update: Update) -> str:
-        """The complete input for iptables-restore."""
-        return render_text(update, localhost=self._settings.localhost_node_ports)
+        """Return the complete input for iptables-restore."""
+        return render_text(update, localhost_node_ports=self._settings.localhost_node_ports)
 
     @hookimpl
     def kproxy_watch(self, damaged: Damage) -> bool:
-        """Watch our chains: by notification where the kernel offers that, and by canaries.
+        """Watch our chains, by notifications of nf_tables and by canaries.
 
-        What happened between the last sync and now counts as damage.
+        A commit between the last sync and the start of the watch is reported as damage.
         """
-        kernels = [tables.kernel for tables in self._tables.values()]
-        self._watcher = Watcher(kernels, self._own, damaged, self._settings.canary_period)
-        if generation() != self._generation:
-            for family in self._tables:
-                damaged(family, "rules changed while the watch began")
+        tables = [family.tables for family in self._families.values()]
+        self._watcher = Watcher(tables, self._own, damaged, self._settings.canary_period)
+        if read_generation() != self._generation:
+            for family in self._families:
+                damaged(family, "rules changed before the watch started")
         return True
 
     @hookimpl
     def kproxy_measure(self) -> list[Measurement]:
-        """Rules, failures, lock contention, and packets that the kernel counted for us."""
-        return list(measurements(tables.counts for tables in self._tables.values()))
+        """Return numbers of rules, failures and lock timeouts, and packets counted by the kernel."""
+        return list(measurements(family.counts for family in self._families.values()))
 
     @hookimpl
     def kproxy_close(self) -> None:
-        """End the watch; the rules stay."""
+        """End the watch. The rules are kept."""
         if self._watcher is not None:
             self._watcher.close()
 
-    def _choose(self) -> dict[Family, FamilyTables]:
+    def _open(self) -> dict[Family, FamilyState]:
         try:
             variant = find_variant()
         except NoVariant as missing:
             raise Unsupported(str(missing)) from missing
-        kernels = [Tables(family, variant, self._own) for family in self._families]
-        for kernel in kernels:
+        found: dict[Family, FamilyState] = {}
+        for family in self._served:
+            tables = Tables(family, variant, self._own)
             try:
-                kernel.check()
+                tables.check()
             except Busy as busy:
-                raise SyncFailed(f"{kernel.program}: {busy}") from busy
+                raise SyncFailed(f"{tables.program}: {busy}") from busy
             except Unusable as error:
-                problem = f"{variant} has no nat table for {kernel.family.label}: {error}"
-                raise Unsupported(problem, kernel.family) from error
-        log.info("rules are written by %s", variant)
-        localhost = self._settings.localhost_node_ports
-        return {k.family: FamilyTables(k, localhost_node_ports=localhost) for k in kernels}
+                problem = f"{variant} has no nat table for {family.label}: {error}"
+                raise Unsupported(problem, family) from error
+            found[family] = FamilyState(
+                tables, localhost_node_ports=self._settings.localhost_node_ports
+            )
+        log.info("writing rules with %s", variant)
+        return found

@@ -1,9 +1,8 @@
-"""Operations as input of iptables-restore, cut into calls that are cheap for the kernel.
+"""Operations encoded as input of iptables-restore, split into calls of limited size. Pure.
 
-One call is one transaction per table. iptables-nft-restore 1.8.9 takes time that grows
-with the square of the chains in one call, so chains that nothing leads to yet go ahead in
-calls of their own. That is safe at every moment: a chain of a service port is replaced as a
-whole, and stands before those that lead to it.
+One call is one transaction per table. The time of iptables-nft-restore 1.8.9 grows with the square of the
+chains in one call. Chains to which nothing jumps yet are therefore written first, in calls of their own. That
+is safe at every moment: a chain is replaced as a whole, and written before the chains that jump to it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,17 +14,17 @@ from kproxy_iptables.names import FILTER, MANGLE, NAT
 
 @dataclass(slots=True)
 class Section:
-    """What one call does to one table."""
+    """Changes of one table in one call."""
 
     chains: list[str] = field(default_factory=list)
-    """To be created, or emptied if they exist."""
+    """Created, or emptied if they exist."""
     lines: list[str] = field(default_factory=list)
     """Commands like ``-A CHAIN ...``, without line ends."""
 
     def text(self, table: str, before: str = "", stale: Sequence[str] = ()) -> str:
-        """Input for iptables-restore; "" if there is nothing to do.
+        """Return input for iptables-restore; "" if nothing changes.
 
-        *before* are complete lines that come first. *stale* chains are deleted; only an empty chain can be.
+        *before* are complete lines to put first. *stale* chains are deleted, and emptied for that.
         """
         declared = "".join(map(_declaration, (*stale, *self.chains)))
         lines = _lines((*self.lines, *(f"-X {chain}" for chain in stale)))
@@ -34,37 +33,37 @@ class Section:
 
 @dataclass(slots=True)
 class References:
-    """What changes outside the chains of service ports, and which of those go."""
+    """Changes outside the chains of service ports, and the chains to delete."""
 
     filter: Section = field(default_factory=Section)
     nat: Section = field(default_factory=Section)
     mangle: Section = field(default_factory=Section)
     filter_deletes: list[str] = field(default_factory=list)
-    """Refusals of what is forwarded from now on: they go after that, so that no packet meets neither."""
+    """Deletions of drop and reject rules, executed after the rules that forward are in place."""
     stale: list[str] = field(default_factory=list)
-    """Chains of service ports that nothing leads to any more."""
+    """Chains of service ports to which nothing jumps any more."""
 
     def section(self, table: str) -> Section:
         return {FILTER: self.filter, NAT: self.nat, MANGLE: self.mangle}[table]
 
     @property
     def operations(self) -> int:
-        """Lines that change something."""
+        """Number of chains and rules written or deleted."""
         written = sum(len(s.chains) + len(s.lines) for s in (self.filter, self.nat, self.mangle))
         return written + len(self.filter_deletes) + len(self.stale)
 
 
-def calls(
+def inputs(
     chains: Iterable[tuple[str, str]],
     references: Callable[[], References],
     *,
     mark_masq: Iterable[str] = (),
     chains_per_call: int,
 ) -> Iterator[str]:
-    """The inputs of iptables-restore, in order.
+    """Yield the inputs of iptables-restore, in order.
 
-    *chains* of service ports come as (name, rules as text); *references* is asked for after the
-    last of them. *mark_masq* are the rules of the chain that they all lead to, if it must be made.
+    *chains* of service ports are (name, rules as text); *references* is called after the last of them.
+    *mark_masq* are the rules of KUBE-MARK-MASQ, to which all of them jump, if that chain must be written.
     """
     first = _lines([f"-A {names.MARK_MASQ} {rule}" for rule in mark_masq])
     declared = [_declaration(names.MARK_MASQ)] if first else []
@@ -86,14 +85,14 @@ def calls(
 
 
 def deletions(stale: Sequence[str], chains_per_call: int) -> Iterator[str]:
-    """The inputs that delete *stale* chains of service ports, those that lead to others first."""
+    """Yield the inputs that delete *stale* chains of service ports, each before those that it jumps to."""
     stale = [chain for prefix in names.SERVICE_PREFIXES for chain in stale if chain.startswith(prefix)]
     for start in range(0, len(stale), chains_per_call):
         yield Section().text(NAT, stale=stale[start : start + chains_per_call])
 
 
-def rules_in(text: str) -> dict[str, int]:
-    """How many rules an input adds, by table; several sections of one table count together."""
+def count_rules(text: str) -> dict[str, int]:
+    """Return how many rules an input adds, by table."""
     counted: dict[str, int] = {}
     for section in text.split("COMMIT\n"):
         table = section[1 : section.find("\n")]

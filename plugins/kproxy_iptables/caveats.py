@@ -1,19 +1,18 @@
-"""What this mode does not do as a Service asks, or as other modes do. Pure."""
+"""Deviations of this mode from what a Service asks for, or from other modes. Pure."""
 
 from collections.abc import Iterator, Sequence
 
 from kproxy_core.backend.api import Caveat, Update
 from kproxy_core.backend.caveats import of_node_ports, of_unclaimed_ports, sorted_plans
-from kproxy_core.model.address import Family
+from kproxy_iptables.skeleton import serves_loopback
 
 _REMEMBERED = 100
-"""Clients of each endpoint: net/netfilter/xt_recent.c, the default of ip_list_tot."""
+"""Clients of each endpoint: the default of ip_list_tot (net/netfilter/xt_recent.c)."""
 
 
 def caveats(update: Update, *, localhost_node_ports: bool) -> Sequence[Caveat]:
-    """Node ports on loopback are for IPv4 alone, and only with *localhost_node_ports*."""
-    node = update.node
-    loopback = localhost_node_ports and node.family is Family.IPV4 and node.node_ports_on_loopback
+    """Return the deviations for the plans of *update*."""
+    loopback = serves_loopback(update.node, enabled=localhost_node_ports)
     return (
         *of_node_ports(update, loopback=loopback, any_local_address=True),
         *of_unclaimed_ports(update),

@@ -1,4 +1,4 @@
-"""Removing every trace of the mode: our chains and rules, and kube-proxy's of all versions."""
+"""Removal of every trace of the mode: its chains and rules, and those of all versions of kube-proxy."""
 
 from collections.abc import Collection, Iterable
 from functools import partial
@@ -15,22 +15,22 @@ from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import Variant, find_used_and_unused, find_variants
 
 _OLDER = frozenset({(NAT, "KUBE-MARK-DROP")})
-"""Up to kube-proxy 1.27; kubelet's, too, which makes it again."""
+"""Chains of kube-proxy up to 1.27. Kubelet up to 1.27 has this one too, and creates it again."""
 
 _IPVS_CHAINS = frozenset({(NAT, "KUBE-LOAD-BALANCER"), (NAT, "KUBE-NODE-PORT"), (NAT, "KUBE-FIRE-WALL")})
-"""Chains of kube-proxy's ipvs mode that lead to shared ones."""
+"""Chains of kube-proxy's ipvs mode that jump to shared ones."""
 
 _SNAT_COMMENT = '"kubernetes service traffic requiring SNAT"'
-"""Of a rule that stood in POSTROUTING itself before there was a chain for it."""
+"""Comment of a rule that old versions had in POSTROUTING itself, before it had a chain of its own."""
 
 
 def cleanup(*, dry_run: bool) -> Leftovers:
-    """Remove what is there from both interfaces of the kernel, nf_tables and legacy, and both families."""
+    """Remove all rules from both variants, nf_tables and legacy, and both families."""
     return _clean(find_variants(), dry_run=dry_run)
 
 
 def supersede(*, dry_run: bool) -> Leftovers:
-    """Remove what older versions had besides, and all from the interface that this node does not use."""
+    """Remove the leftovers of older versions, and all rules from the variant that this node does not use."""
     used, unused = find_used_and_unused()
     older = clean_up(what_is_superseded, used, dry_run=dry_run, is_affected=_has_older)
     elsewhere = _clean(unused, dry_run=dry_run)
@@ -45,7 +45,7 @@ def _clean(variants: Iterable[Variant], *, dry_run: bool) -> Leftovers:
 
 
 def _has_older(tables: Tables) -> bool:
-    """Whether there is anything of older versions: told by a few chains, all of ours may be many."""
+    """Return whether older versions left anything. Reads only a few chains, because there may be many."""
     return any(tables.has_chain(*key) for key in _OLDER) or any(
         _is_older(key, rule)
         for key in sorted({(jump.table, jump.chain) for jump in JUMPS}) for rule in tables.rules(*key)
@@ -53,13 +53,13 @@ def _has_older(tables: Tables) -> bool:
 
 
 def what_to_remove(held: RulesByChain) -> Removal:
-    """Decide what of *held* is this mode's."""
+    """Decide which rules and chains in *held* are this mode's."""
     ours = {key for key in held if names.is_ours(*key) or key in _OLDER} - ipset_mode_chains(held)
     return plan_removal(held, ours, partial(_is_own, ours), _IPVS_CHAINS.__contains__)
 
 
 def what_is_superseded(held: RulesByChain) -> Removal:
-    """Decide what of *held* is this mode's and has no use for the rules as they are today."""
+    """Decide which rules and chains in *held* are leftovers of older versions of this mode."""
     return plan_removal(held, _OLDER & held.keys(), _is_older, _IPVS_CHAINS.__contains__)
 
 
@@ -69,7 +69,7 @@ def _is_older(key: ChainKey, rule: str) -> bool:
 
 
 def _is_own(ours: Collection[ChainKey], key: ChainKey, rule: str) -> bool:
-    """Whether a rule in a chain of the kernel's leads to one of *ours*, or did their work once."""
+    """Return whether a rule in a built-in chain jumps to one of *ours*, or is the old rule in POSTROUTING."""
     found = parse_jump(key, rule)
     if found is None:
         return rule.endswith("-j MASQUERADE") and _SNAT_COMMENT in rule

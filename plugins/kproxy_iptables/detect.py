@@ -1,4 +1,4 @@
-"""Whether this machine can run the mode: tried with the programs that it would use."""
+"""Requirements of the mode on this node, tried with the programs that it would use."""
 
 from kproxy_core.backend.api import BackendSettings, Detection, Requirement, Trial
 from kproxy_core.host.attempts import Attempts, sysctl_finding
@@ -39,9 +39,9 @@ _FEATURES = (
 
 
 def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool) -> Detection:
-    """Look for privileges, programs and sysctls, then try each table, match and target.
+    """Check privileges, programs and sysctls, then try each table, match and target.
 
-    Outside of a *trial* only the nat tables are looked at; the rest is concluded from modules.
+    Without a *trial*, read only the nat tables, and conclude the rest from kernel modules.
     """
     modules = Modules(KERNEL_OPTIONS)
     installed, variant = check_programs(modules, load_modules=load_modules)

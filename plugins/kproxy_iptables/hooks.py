@@ -1,4 +1,4 @@
-"""The plugin: what kproxy asks of it, answered without importing anything heavy."""
+"""Hook implementations of the plugin. Heavy modules are imported only when a hook needs them."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ MODE = "iptables"
 
 @hookimpl
 def kproxy_describe() -> Description:
-    """The mode and its defaults."""
+    """Describe the mode."""
     return Description(
         mode=MODE,
         summary="the chains and rules of kube-proxy's iptables mode",
@@ -31,7 +31,7 @@ def kproxy_describe() -> Description:
 
 @hookimpl
 def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: bool) -> Detection:
-    """Whether there is an iptables here that can do what the rules need."""
+    """Check that iptables here supports all rules of the mode."""
     from kproxy_iptables.detect import detect
 
     return detect(settings, trial, load_modules=load_modules)
@@ -39,8 +39,8 @@ def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: 
 
 @hookimpl
 def kproxy_cleanup(dry_run: bool, own_only: bool) -> Leftovers:
-    """Delete the chains and rules of this mode, kube-proxy's as well."""
-    if own_only:  # A kube-proxy has the same names, and whatever it does not need it removes at its start.
+    """Delete the chains and rules of this mode, including those of kube-proxy."""
+    if own_only:  # kube-proxy uses the same names, and removes what it does not need when it starts.
         return Leftovers(MODE)
     from kproxy_iptables.cleanup import cleanup
 
@@ -49,7 +49,7 @@ def kproxy_cleanup(dry_run: bool, own_only: bool) -> Leftovers:
 
 @hookimpl
 def kproxy_supersede(dry_run: bool) -> Leftovers:
-    """Delete the rules of this mode that are in the other of nf_tables and the legacy interface."""
+    """Delete leftovers of older versions, and this mode's rules in the unused variant of iptables."""
     from kproxy_iptables.cleanup import supersede
 
     return supersede(dry_run=dry_run)
@@ -57,7 +57,7 @@ def kproxy_supersede(dry_run: bool) -> Leftovers:
 
 @hookimpl
 def kproxy_prepare(settings: BackendSettings) -> None:
-    """What node ports on localhost need."""
+    """Enable route_localnet if node ports are served on localhost."""
     from kproxy_iptables.kernel.requirements import enable_route_localnet
     from kproxy_iptables.settings import read_settings
 
@@ -67,7 +67,7 @@ def kproxy_prepare(settings: BackendSettings) -> None:
 
 @hookimpl
 def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat]:
-    """Where node ports are not served, and how many clients affinity remembers."""
+    """Return addresses on which node ports are not served, and limits of session affinity."""
     from kproxy_iptables.caveats import caveats
     from kproxy_iptables.settings import read_settings
 
@@ -76,7 +76,7 @@ def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat
 
 @hookimpl
 def kproxy_make_backend(mode: str, settings: BackendSettings) -> Backend | None:
-    """The backend, if *mode* is ours."""
+    """Return the backend if *mode* is this one."""
     if mode != MODE:
         return None
     from kproxy_iptables.backend import IptablesBackend

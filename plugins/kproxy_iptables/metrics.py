@@ -1,4 +1,4 @@
-"""What the mode counts, under kube-proxy's names (kube-proxy 1.36, pkg/proxy/metrics/metrics.go)."""
+"""Metrics of the mode, under kube-proxy's names (kube-proxy 1.36, pkg/proxy/metrics/metrics.go)."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -24,23 +24,23 @@ _PACKETS = {
 
 @dataclass(slots=True)
 class Counts:
-    """What one family's tables have to tell. Written by one thread, read by any."""
+    """Rules and failures of one family. Written by one thread, read by any."""
 
     family: Family
     rules: dict[str, int] = field(default_factory=lambda: {FILTER: 0, NAT: 0})
-    """Our rules by table."""
+    """Rules in the kernel by table."""
     written: dict[str, int] = field(default_factory=lambda: {FILTER: 0, NAT: 0})
-    """Rules that the last successful sync added, by table."""
+    """Rules that the last successful sync wrote, by table."""
     failures: int = 0
-    """Inputs that iptables-restore did not take."""
+    """Failed calls of iptables-restore."""
     partial_failures: int = 0
-    """Those among them that only changed Services were in."""
+    """Failed syncs of changed Services only."""
     busy: int = 0
-    """Times that the xtables lock could not be had."""
+    """Timeouts while waiting for the xtables lock."""
 
 
 def measurements(counts: Iterable[Counts]) -> Iterator[Measurement]:
-    """All of it, the kernel's packet counts included."""
+    """Yield all metrics, with the kernel's packet counters. May be called from any thread."""
     for of in counts:
         family = {"ip_family": of.family.label}
         for table in (FILTER, NAT):
@@ -57,7 +57,7 @@ def measurements(counts: Iterable[Counts]) -> Iterator[Measurement]:
             "counter", of.partial_failures, family,
         )  # fmt: skip
         yield Measurement(
-            "kproxy_iptables_lock_timeouts_total", "Times that the xtables lock could not be had in time",
+            "kproxy_iptables_lock_timeouts_total", "Timeouts while waiting for the xtables lock",
             "counter", of.busy, family,
         )  # fmt: skip
     for name, (metric, about) in _PACKETS.items():

@@ -1,25 +1,20 @@
-"""All rules of one family as input for iptables-restore, for people and for the program."""
+"""The hook `kproxy_render`: all rules of one family as input for iptables-restore, for people to read."""
 
 from kproxy_core.backend.api import Update
-from kproxy_core.model.address import Family
 from kproxy_iptables import batch
 from kproxy_iptables.applied import Comparison, Observed, count_endpoints
-from kproxy_iptables.skeleton import Facts
-from kproxy_iptables.wanted import LARGE_CLUSTER, make_style
+from kproxy_iptables.skeleton import Facts, serves_loopback
+from kproxy_iptables.wanted import make_style
 
 
-def render_text(update: Update, *, localhost: bool) -> str:
-    """What a full update makes of an empty kernel that has all features but accounting objects."""
-    facts = Facts(
-        localhost_node_ports=localhost
-        and update.family is Family.IPV4
-        and update.node.node_ports_on_loopback
-    )
-    comments = count_endpoints(update.plans) <= LARGE_CLUSTER
-    style = make_style(update.node, localhost_counted=False, comments=comments)
-    comparison = Comparison(Observed(), update.plans, update.node, style, facts)
+def render_text(update: Update, *, localhost_node_ports: bool) -> str:
+    """Return the rules of a resync in an empty kernel without accounting objects."""
+    node = update.node
+    facts = Facts(localhost_node_ports=serves_loopback(node, enabled=localhost_node_ports))
+    style = make_style(node, facts, count_endpoints(update.plans))
+    comparison = Comparison(Observed(), update.plans, node, style, facts)
     return "".join(
-        batch.calls(
+        batch.inputs(
             comparison.chains(),
             comparison.references,
             mark_masq=comparison.mark_masq(),

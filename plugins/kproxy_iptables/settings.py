@@ -1,4 +1,4 @@
-"""What the ``iptables`` section of the configuration file says."""
+"""The ``iptables`` section of the configuration file."""
 
 from typing import NamedTuple
 
@@ -7,18 +7,18 @@ from kproxy_core.model.address import Family
 
 
 class Settings(NamedTuple):
-    """The settings of this mode that are not the core's business."""
+    """Settings of this mode only."""
 
     localhost_node_ports: bool
     """Serve node ports on 127.0.0.0/8 too."""
     canary_period: float
-    """Seconds between two looks at the canaries."""
+    """Seconds between two checks of the canaries."""
 
 
 def read_settings(settings: BackendSettings) -> Settings:
-    """``localhostNodePorts``, where loopback serves node ports at all, and ``syncPeriod``.
+    """Read ``localhostNodePorts``, by default true, and ``syncPeriod``, by default 30 seconds.
 
-    By default true and 30 seconds.
+    The first is false if no node ports are served on loopback at all.
     """
     period = settings.options.get("syncPeriod")
     on_loopback = Family.IPV4 in settings.families and Family.IPV4 in settings.loopback_node_ports

@@ -1,4 +1,4 @@
-"""The constant rules: the fixed chains of both tables, and the jumps to them from built-in chains."""
+"""The constant rules: the fixed chains of both tables, and the jumps to them from built-in chains. Pure."""
 
 from dataclasses import dataclass
 
@@ -11,15 +11,13 @@ from kproxy_xtables.rules import NEW_CONNECTIONS, TO_THIS_NODE, ChainKey, Jump
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What the rules depend on besides the plans and the node: this kernel and its iptables."""
+    """Kernel settings and configuration that the rules depend on."""
 
-    random_fully: bool = True
-    """MASQUERADE can choose ports at random (iptables 1.6.2)."""
     liberal: bool = False
-    """Conntrack takes packets outside of the window (``nf_conntrack_tcp_be_liberal``): INVALID is no reason
-    to drop."""
+    """Conntrack accepts TCP packets outside of the window (``nf_conntrack_tcp_be_liberal``), so that INVALID
+    packets must not be dropped."""
     counters: frozenset[str] = frozenset()
-    """The accounting objects that exist, of `names.COUNTERS`."""
+    """The existing accounting objects of `names.COUNTERS`."""
     localhost_node_ports: bool = False
     """Node ports are served on 127.0.0.0/8 too."""
 
@@ -42,22 +40,22 @@ JUMPS = (
     Jump(NAT, "PREROUTING", names.SERVICES, _PORTALS),
     Jump(NAT, "POSTROUTING", names.POSTROUTING, "kubernetes postrouting rules"),
 )
-"""Inserted at the top of their chains one after another, so that the last stands first."""
+"""Inserted at the top of their chains in this order, so that the last one stands first."""
 
 KUBELET_JUMPS = (
     Jump(FILTER, "INPUT", names.KUBELET_FIREWALL),
     Jump(FILTER, "OUTPUT", names.KUBELET_FIREWALL),
 )
-"""Inserted after `JUMPS`, and never removed: kubelet wants them as well."""
+"""Inserted after `JUMPS`, and never deleted, because kubelet needs them as well."""
 
 BUILT_IN_CHAINS = frozenset(jump.chain for jump in JUMPS)
-"""The chains of the kernel's own that have jumps."""
+"""The built-in chains that contain jumps."""
 
 BLOCK_LOCALNET = (
     '! -s 127.0.0.0/8 -d 127.0.0.0/8 -m comment --comment "block incoming localnet connections"'
     " -m conntrack ! --ctstate RELATED,ESTABLISHED,DNAT -j DROP"
 )
-"""Closes the hole that ``route_localnet`` opens: others on the link reaching loopback services."""
+"""Keeps hosts on the link from loopback services, which ``route_localnet`` would let them reach."""
 
 _DISPATCH = (
     '-m comment --comment "kubernetes service nodeports; NOTE: this must be the last rule in this chain"'
@@ -65,9 +63,8 @@ _DISPATCH = (
 
 
 def constant_rules(node: NodeView, facts: Facts) -> dict[ChainKey, list[str]]:
-    """The rules of each fixed chain; in those that services add to, the ones that stand last."""
+    """Return the rules of each fixed chain. Rules of service ports stand before them."""
     bit = f"{1 << node.masquerade_bit:#x}"
-    random_fully = " --random-fully" if facts.random_fully else ""
     invalid: list[str] = []
     if not facts.liberal:
         counted = (
@@ -75,7 +72,7 @@ def constant_rules(node: NodeView, facts: Facts) -> dict[ChainKey, list[str]]:
             if names.INVALID_COUNTER in facts.counters
             else ""
         )
-        # Else a reply that conntrack gave up on would leave with the endpoint's address, and the
+        # Otherwise a reply that conntrack does not recognize would leave with the endpoint's address, and the
         # client would reset the connection.
         invalid.append(f"-m conntrack --ctstate INVALID{counted} -j DROP")
     return {
@@ -93,13 +90,32 @@ def constant_rules(node: NodeView, facts: Facts) -> dict[ChainKey, list[str]]:
         (NAT, names.NODE_PORTS): [],
         (NAT, names.POSTROUTING): [
             f"-m mark ! --mark {bit}/{bit} -j RETURN",
-            # Cleared, so that a packet which passes here again is not masqueraded twice.
+            # Cleared, so that a packet that passes here again is not masqueraded twice.
             f"-j MARK --set-xmark {bit}/0x0",
-            '-m comment --comment "kubernetes service traffic requiring SNAT"'
-            f" -j MASQUERADE{random_fully}",
+            '-m comment --comment "kubernetes service traffic requiring SNAT" -j MASQUERADE --random-fully',
         ],
         (NAT, names.MARK_MASQ): [f"-j MARK --set-xmark {bit}/{bit}"],
     }
+
+
+def rules_differ(one: NodeView, other: NodeView) -> bool:
+    """Return whether any rules for two nodes differ."""
+    return _relevant(one) != _relevant(other)
+
+
+def _relevant(node: NodeView) -> object:
+    return (
+        node.local_source,
+        node.node_ports_anywhere or node.node_port_addresses,
+        node.node_ports_on_loopback,
+        node.masquerade_all,
+        node.masquerade_bit,
+    )
+
+
+def serves_loopback(node: NodeView, *, enabled: bool) -> bool:
+    """Return whether node ports are served on loopback: only for IPv4, and only if *enabled*."""
+    return enabled and node.family is Family.IPV4 and node.node_ports_on_loopback
 
 
 def _node_port_dispatch(node: NodeView, facts: Facts) -> list[str]:

@@ -1,7 +1,7 @@
-"""What a service plan wants in the kernel: its own chains, and rules in the fixed chains.
+"""The chains and rules that a service plan wants in the kernel. Pure.
 
-Rules are written as iptables-save prints them, so that what the kernel holds can be
-compared with what is wanted (kube-proxy 1.36, pkg/proxy/iptables/proxier.go).
+Rules are spelled as iptables-save prints them, so that wanted rules and those in the kernel can be compared
+as text (kube-proxy 1.36, pkg/proxy/iptables/proxier.go).
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,10 @@ from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_iptables import names
 from kproxy_iptables.names import FILTER, NAT, ServiceChains, endpoint_chain, service_chains
+from kproxy_iptables.skeleton import Facts
 
 LARGE_CLUSTER = 1000
-"""With more endpoints than this, rules of single endpoints go without comments."""
+"""With more endpoints than this, rules of single endpoints have no comments."""
 
 
 class Rule(NamedTuple):
@@ -29,23 +30,23 @@ class Rule(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What one service port wants."""
+    """The chains and rules of one service port."""
 
     chains: dict[str, str]
-    """Its own chains in nat: name -> its rules, as complete ``-A`` lines. A chain stands before
-    those that lead to it."""
+    """Chains of its own in nat: name -> rules, as complete ``-A`` lines. Each chain stands before those that
+    jump to it."""
     rules: list[Rule]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Style:
-    """What all service ports of one family have in common."""
+    """Parameters that all service ports of one family share."""
 
     family: Family
     local_source: LocalSource | None
     masquerade_all: bool
     localhost_node_ports_counted: bool
-    """Node ports are served on 127.0.0.0/8 too, and the kernel has the object that counts it."""
+    """Node ports are served on 127.0.0.0/8 too, and the kernel has the object that counts these packets."""
     comments: bool
     """Rules of single endpoints have comments."""
 
@@ -58,19 +59,19 @@ _REJECT = {
 }
 
 
-def make_style(node: NodeView, *, localhost_counted: bool, comments: bool) -> Style:
-    """The style for a node."""
+def make_style(node: NodeView, facts: Facts, endpoints: int) -> Style:
+    """Return the style for a node and a number of endpoints."""
     return Style(
         family=node.family,
         local_source=node.local_source,
         masquerade_all=node.masquerade_all,
-        localhost_node_ports_counted=localhost_counted,
-        comments=comments,
+        localhost_node_ports_counted=facts.localhost_node_ports and names.LOCALHOST_COUNTER in facts.counters,
+        comments=endpoints <= LARGE_CLUSTER,
     )
 
 
 def wanted(plan: ServicePlan, style: Style) -> Wanted:
-    """Everything that *plan* wants."""
+    """Return the chains and rules for *plan*."""
     chains = service_chains(plan.key)
     own: dict[str, str] = {}
     if plan.has_endpoints:
@@ -94,7 +95,7 @@ def _own_chains(plan: ServicePlan, style: Style, chains: ServiceChains, own: dic
 def _endpoint_chains(
     plan: ServicePlan, style: Style, chains: ServiceChains, own: dict[str, str]
 ) -> dict[Destination, tuple[str, str]]:
-    """Add a chain for each endpoint; returns its text and chain by endpoint."""
+    """Add a chain for each endpoint. Return ``address:port`` and chain by endpoint."""
     found: dict[Destination, tuple[str, str]] = {}
     seed = chains.endpoint_seed
     protocol = _PROTOCOLS[plan.key.protocol]
@@ -117,7 +118,7 @@ def _endpoint_chains(
 
 
 def _from_outside(plan: ServicePlan, style: Style, chain: str) -> str:
-    """The rule that masquerades what does not come from this node's pods, if there is one."""
+    """Return the rule that masquerades traffic that does not come from this node's pods; "" if none."""
     if plan.cluster_ip is None:
         return ""
     before, after = "", ""
@@ -136,7 +137,7 @@ def _balance(
     destinations: Sequence[Destination],
     endpoints: dict[Destination, tuple[str, str]],
 ) -> str:
-    """The rules that choose among *destinations*: a client's last one, else any with equal chance."""
+    """Return the rules that choose a client's last destination, or else one of *destinations* at random."""
     found = [endpoints[where] for where in destinations]
     comments = [
         f' -m comment --comment "{plan.key} -> {text}"' if style.comments else "" for text, _ in found
@@ -158,7 +159,7 @@ def _balance(
 
 @cache
 def _chance(among: int) -> str:
-    """The match that is true once in *among* times.
+    """Return the match that is true once in *among* times.
 
     kube-proxy writes ten decimals, the kernel keeps 31 bits, iptables-save prints eleven decimals.
     """
@@ -169,9 +170,9 @@ def _chance(among: int) -> str:
 
 
 def _external(plan: ServicePlan, style: Style, chains: ServiceChains) -> str:
-    """The entry for external addresses and node ports.
+    """Return the rules of the entry for external addresses and node ports.
 
-    With external policy Local the node's own pods, and the node itself, use endpoints anywhere.
+    With external policy Local, the node itself and its pods still use endpoints on all nodes.
     """
     head = f"-A {chains.external}"
     text = f"{plan.key} external destinations"
@@ -197,7 +198,7 @@ def _external(plan: ServicePlan, style: Style, chains: ServiceChains) -> str:
 
 
 def _firewall(plan: ServicePlan, chains: ServiceChains) -> str:
-    """Lets the source ranges through; what comes to the end is dropped by KUBE-PROXY-FIREWALL."""
+    """Return the rules that admit the source ranges. KUBE-PROXY-FIREWALL drops all other packets."""
     head = f"-A {chains.firewall}"
     lines = [
         f'{head} -s {cidr} -m comment --comment "{plan.key} loadbalancer IP" -j {chains.external}\n'
@@ -209,7 +210,7 @@ def _firewall(plan: ServicePlan, chains: ServiceChains) -> str:
 
 
 def _rules(plan: ServicePlan, style: Style, chains: ServiceChains) -> list[Rule]:
-    """Rules that lead frontends to chains, or refuse what no endpoint can serve."""
+    """Return the rules that send frontends to chains, or refuse them without a usable endpoint."""
     key = plan.key
     rules: list[Rule] = []
     if plan.cluster_ip is not None:
@@ -277,7 +278,7 @@ def _refuse_external(plan: ServicePlan, style: Style, address: str, rules: list[
 
 
 def _refusal(plan: ServicePlan, style: Style) -> tuple[str, str]:
-    """Why and how traffic is refused: silently if endpoints exist, but none on this node."""
+    """Return the reason and the target: DROP if endpoints exist on other nodes only, else REJECT."""
     if plan.has_endpoints:
         return f"{plan.key} has no local endpoints", "DROP"
     return f"{plan.key} has no endpoints", _REJECT[style.family]
@@ -294,7 +295,7 @@ def _match(
 
 
 def _source_match(source: LocalSource, *, negate: bool = False) -> tuple[str, str]:
-    """The match for traffic of this node's pods: what stands before and after a destination."""
+    """Return the match for traffic from this node's pods, as the parts before and after a destination."""
     no = "! " if negate else ""
     if source.cidr is not None:
         return f"{no}-s {source.cidr} ", ""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from kproxy_xtables.rules import BUILT_IN_CHAINS, ChainKey, RulesByChain
-from kproxy_xtables.tables import SavedChain
+from kproxy_xtables.saved import SavedChain
 
 _TARGET = re.compile(r"(?:^|.* )-[jg] (\S+)")
 

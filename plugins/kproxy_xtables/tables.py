@@ -1,13 +1,13 @@
 """The tables of one IP family, read by iptables-save and written by iptables-restore."""
 
 import re
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
 from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.programs import Done, OwnProcesses, ProgramFailed
 from kproxy_core.model.address import Family
+from kproxy_xtables.saved import SavedChain, read_saved
 from kproxy_xtables.variant import Variant
 
 LOCK_TIMEOUT = 5
@@ -40,48 +40,6 @@ class RestoreFailed(HostError):
         """*problem* is the program's message, *line* the rejected line of the input, if named."""
         super().__init__(f"{problem}: {line}" if line else problem)
         self.line = line
-
-
-class SavedChain(NamedTuple):
-    """One chain as iptables-save prints it."""
-
-    table: str
-    name: str
-    lines: list[str]
-    """Rules as ``-A`` commands with line ends."""
-
-    @property
-    def rules(self) -> list[str]:
-        """The rules without ``-A CHAIN`` and line ends."""
-        start = len("-A  ") + len(self.name)
-        # libxt_nfacct prints one blank too many.
-        return [line[start:-1].replace("--nfacct-name  ", "--nfacct-name ") for line in self.lines]
-
-
-def read_saved(lines: Iterable[str]) -> Iterator[SavedChain]:
-    """Yield the chains of each table: those with rules in their order, then the empty ones."""
-    table = current = ""
-    found: list[str] = []
-    empty: dict[str, None] = {}
-    for line in lines:
-        if line.startswith("-A "):
-            chain = line[3 : line.index(" ", 3)]
-            if chain != current:
-                if found:
-                    yield SavedChain(table, current, found)
-                current, found = chain, []
-                empty.pop(chain, None)
-            found.append(line)
-        elif line.startswith(":"):
-            empty[line[1 : line.index(" ")]] = None
-        elif line.startswith("*"):
-            table = line[1:].strip()
-        elif line.startswith("COMMIT"):
-            if found:
-                yield SavedChain(table, current, found)
-            for chain in empty:
-                yield SavedChain(table, chain, [])
-            current, found, empty = "", [], {}
 
 
 class Tables:

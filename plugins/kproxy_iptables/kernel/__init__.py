@@ -1,1 +1,1 @@
-"""What the iptables mode reads and writes in the kernel, besides its rules."""
+"""Access to the kernel: tables through kproxy_xtables, accounting objects and sysctls. Decides nothing."""

@@ -1,4 +1,4 @@
-"""What the rules depend on in this kernel, besides its tables."""
+"""Kernel settings that the rules depend on."""
 
 import logging
 
@@ -11,19 +11,19 @@ from kproxy_iptables.skeleton import Facts
 log = logging.getLogger("kproxy.iptables")
 
 
-def read_facts() -> Facts:
-    """What this kernel can do, as far as rules depend on it. Makes the accounting objects."""
+def read_facts(*, localhost_node_ports: bool) -> Facts:
+    """Read the kernel's settings, and create the nfacct objects."""
     try:
         liberal = sysctl.read("net/netfilter/nf_conntrack_tcp_be_liberal") != "0"
     except HostError:
         liberal = False
-    return Facts(liberal=liberal, counters=ensure_counters())
+    return Facts(liberal=liberal, counters=ensure_counters(), localhost_node_ports=localhost_node_ports)
 
 
 def enable_route_localnet() -> None:
-    """Let packets to 127.0.0.0/8 be routed, which node ports on localhost need. Raises SyncFailed."""
+    """Let the kernel route 127.0.0.0/8, which node ports on localhost require. Raises SyncFailed."""
     try:
         if sysctl.ensure("net/ipv4/conf/all/route_localnet", 1):
-            log.info("node ports are served on localhost: route_localnet is now 1")
+            log.info("route_localnet enabled for node ports on localhost")
     except HostError as error:
-        raise SyncFailed(f"{error}; iptables.localhostNodePorts needs it") from error
+        raise SyncFailed(f"{error}; iptables.localhostNodePorts requires it") from error

@@ -1,16 +1,14 @@
-"""What of the kernel's tables matters to this mode."""
-
-from collections.abc import Iterable
+"""Reading of the tables, reduced to the chains and rules that matter to this mode."""
 
 from kproxy_iptables import names
 from kproxy_iptables.applied import Observed, fingerprint
-from kproxy_xtables.tables import SavedChain
+from kproxy_xtables.tables import Tables
 
 
-def observe(chains: Iterable[SavedChain]) -> Observed:
-    """Keep fingerprints of service ports' chains, and of foreign ones the rules that jump to Kubernetes'."""
+def read(tables: Tables) -> Observed:
+    """Read all tables of one family. Raises HostError."""
     observed = Observed()
-    for saved in chains:
+    for saved in tables.save():
         table, chain, lines = saved
         if names.is_service_chain(table, chain):
             observed.service_chains[chain] = fingerprint("".join(lines))

@@ -16,7 +16,8 @@ from kproxy_userspace.owned_chains import what_to_remove
 from kproxy_xtables.cleanup import apply_removal
 from kproxy_xtables.removal import describe, kubernetes_rules
 from kproxy_xtables.rules import Jump
-from kproxy_xtables.tables import Busy, SavedChain, Tables, Unusable
+from kproxy_xtables.saved import SavedChain
+from kproxy_xtables.tables import Busy, Tables, Unusable
 from kproxy_xtables.variant import NoVariant, find_variant
 
 _CHAINS = (*PORTAL_CHAINS, NON_LOCAL)

@@ -3,7 +3,7 @@
 import subprocess
 
 from kproxy_core.model.address import Family
-from kproxy_iptables.family import FamilyTables
+from kproxy_iptables.family import FamilyState
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import Variant, find_variants
 
@@ -23,9 +23,9 @@ def kernel(interface: str, family: Family = V4) -> Tables:
     return Tables(family, variant(interface))
 
 
-def family_tables(interface: str, family: Family = V4) -> FamilyTables:
+def family_state(interface: str, family: Family = V4) -> FamilyState:
     """What a backend has for one family."""
-    return FamilyTables(kernel(interface, family), localhost_node_ports=True)
+    return FamilyState(kernel(interface, family), localhost_node_ports=True)
 
 
 def run(interface: str, *arguments: str, family: Family = V4, stdin: str = "") -> str:

@@ -17,7 +17,7 @@ from kproxy_core.testing.builders import node_view
 from kproxy_xtables import tables as iptables
 from kproxy_xtables.tables import Busy
 from tests.plugins.iptables.golden_cases import normalised
-from tests.plugins.iptables.rig import INTERFACES, LEGACY, NFT, V4, family_tables, rules, run
+from tests.plugins.iptables.rig import INTERFACES, LEGACY, NFT, V4, family_state, rules, run
 from tests.plugins.iptables.scenes import NODES, Scene, all_plans, plain, scenes
 
 STEPS = st.lists(
@@ -57,22 +57,22 @@ def test_any_path_ends_where_a_restart_would(
     netns: None, interface: str, family: Family, steps: list[list[Scene | int]]
 ) -> None:
     node = NODES[family]
-    live = family_tables(interface, family)
+    live = family_state(interface, family)
     live.resync(node, {})
     for changed, plans in play(steps, family):
         live.change(node, changed)
-        assert family_tables(interface, family).resync(node, plans).operations == 0
+        assert family_state(interface, family).resync(node, plans).operations == 0
     final = normalised(run(interface, "save", family=family).splitlines())
     for table in ("filter", "nat"):
         for action in ("-F", "-X"):
             run(interface, "-t", table, action, family=family)
-    family_tables(interface, family).resync(node, plans)
+    family_state(interface, family).resync(node, plans)
     assert normalised(run(interface, "save", family=family).splitlines()) == final
 
 
 @pytest.mark.parametrize("interface", INTERFACES)
 def test_an_endpoint_that_is_replaced_touches_only_its_service(netns: None, interface: str) -> None:
-    tables = family_tables(interface)
+    tables = family_state(interface)
     node = NODES[V4]
     tables.resync(node, all_plans(V4, *(plain(number, 1, 2, 3) for number in range(20))))
     before = run(interface, "save")
@@ -86,7 +86,7 @@ def test_an_endpoint_that_is_replaced_touches_only_its_service(netns: None, inte
 def test_what_a_change_costs_does_not_depend_on_how_many_services_there_are(netns: None) -> None:
     costs = set()
     for count in (3, 200):
-        tables = family_tables(NFT)
+        tables = family_state(NFT)
         tables.resync(NODES[V4], all_plans(V4, *(plain(number, 1, 2) for number in range(count))))
         costs.add(tables.change(NODES[V4], all_plans(V4, plain(1, 5))).operations)
     assert len(costs) == 1
@@ -94,7 +94,7 @@ def test_what_a_change_costs_does_not_depend_on_how_many_services_there_are(netn
 
 @pytest.mark.parametrize("interface", INTERFACES)
 def test_the_dispatch_to_node_ports_stays_the_last_rule(netns: None, interface: str) -> None:
-    tables = family_tables(interface)
+    tables = family_state(interface)
     tables.resync(NODES[V4], all_plans(V4, plain(1, 1)))
     tables.change(NODES[V4], all_plans(V4, plain(2, 1)))
     held = rules(interface, "nat", "KUBE-SERVICES")
@@ -103,7 +103,7 @@ def test_the_dispatch_to_node_ports_stays_the_last_rule(netns: None, interface: 
 
 @pytest.mark.parametrize("interface", INTERFACES)
 def test_rules_that_are_not_as_they_should_be_are_made_anew(netns: None, interface: str) -> None:
-    tables = family_tables(interface)
+    tables = family_state(interface)
     node = NODES[V4]
     plans = all_plans(V4, plain(1, 1), plain(2, 2))
     tables.resync(node, plans)
@@ -120,7 +120,7 @@ def test_rules_that_are_not_as_they_should_be_are_made_anew(netns: None, interfa
 def test_who_waits_for_the_lock_in_vain_has_changed_nothing(
     netns: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tables = family_tables(LEGACY)
+    tables = family_state(LEGACY)
     node = NODES[V4]
     tables.resync(node, all_plans(V4, plain(1, 1)))
     monkeypatch.setattr(iptables, "LOCK_TIMEOUT", 1)
@@ -130,7 +130,7 @@ def test_who_waits_for_the_lock_in_vain_has_changed_nothing(
             tables.change(node, all_plans(V4, plain(2, 1)))
     assert not tables.must_resync(node)
     tables.change(node, all_plans(V4, plain(2, 1)))
-    assert family_tables(LEGACY).resync(node, all_plans(V4, plain(1, 1), plain(2, 1))).operations == 0
+    assert family_state(LEGACY).resync(node, all_plans(V4, plain(1, 1), plain(2, 1))).operations == 0
 
 
 @pytest.mark.parametrize("interface", INTERFACES)
@@ -143,16 +143,16 @@ def test_stale_chains_that_others_lead_to_do_not_stop_the_rest(netns: None, inte
 COMMIT
 """
     run(interface, "restore", "--noflush", stdin=foreign)
-    family_tables(interface).resync(NODES[V4], all_plans(V4, plain(1, 1)))
+    family_state(interface).resync(NODES[V4], all_plans(V4, plain(1, 1)))
     assert any("web1:http cluster IP" in rule for rule in rules(interface, "nat", "KUBE-SERVICES"))
     run(interface, "-t", "nat", "-D", "PREROUTING", "-d", "192.0.2.9/32", "-j", "KUBE-SVC-AAAAAAAAAAAAAAAA")
-    family_tables(interface).resync(NODES[V4], all_plans(V4, plain(1, 1)))
+    family_state(interface).resync(NODES[V4], all_plans(V4, plain(1, 1)))
     assert "AAAAAAAAAAAAAAAA" not in run(interface, "save")
 
 
 def test_node_ports_on_localhost_can_be_asked_for_by_network(netns: None) -> None:
     node = replace(node_view(node_port_addresses="192.0.2.1"), node_ports_on_loopback=True)
-    family_tables(NFT).resync(node, {})
+    family_state(NFT).resync(node, {})
     dispatch = [rule.partition(" -m")[0] for rule in rules(NFT, "nat", "KUBE-SERVICES")]
     assert dispatch == ["-d 192.0.2.1/32", "-d 127.0.0.1/32"]
     assert sysctl.read("net/ipv4/conf/all/route_localnet") == "1"
@@ -160,7 +160,7 @@ def test_node_ports_on_localhost_can_be_asked_for_by_network(netns: None) -> Non
 
 def test_packets_that_conntrack_can_not_place_are_dropped_unless_it_is_liberal(netns: None) -> None:
     liberal = "net/netfilter/nf_conntrack_tcp_be_liberal"
-    tables = family_tables(NFT)
+    tables = family_state(NFT)
     for value, drops in ((0, True), (1, False), (0, True)):
         sysctl.ensure(liberal, value)
         tables.resync(NODES[V4], {})
@@ -176,7 +176,7 @@ def test_a_rule_that_the_kernel_refuses_costs_only_its_service(
     good = all_plans(V4, plain(1, 1))
     (key, plan), *_ = all_plans(V4, plain(2, 1)).items()
     bad = {key: replace(plan, affinity_seconds=10**12)}
-    tables = family_tables(NFT)
+    tables = family_state(NFT)
     tables.resync(node, good | bad)
     said = [record.__dict__ for record in caplog.records if record.name == "kproxy.iptables"]
     assert [record["fields"]["service_port"] for record in said] == ["default/web2:http"]
@@ -185,4 +185,4 @@ def test_a_rule_that_the_kernel_refuses_costs_only_its_service(
     tables.change(node, all_plans(V4, plain(3, 1)))
     tables.change(node, {key: plan})
     everything = all_plans(V4, plain(1, 1), plain(2, 1), plain(3, 1))
-    assert family_tables(NFT).resync(node, everything).operations == 0
+    assert family_state(NFT).resync(node, everything).operations == 0

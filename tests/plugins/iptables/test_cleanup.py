@@ -7,7 +7,7 @@ import pytest
 
 from kproxy_core.model.address import Family
 from kproxy_iptables.cleanup import cleanup
-from tests.plugins.iptables.rig import INTERFACES, NFT, V4, family_tables, run
+from tests.plugins.iptables.rig import INTERFACES, NFT, V4, family_state, run
 from tests.plugins.iptables.scenes import NODES, Scene, all_plans, plain
 
 EVERYTHING = (
@@ -71,7 +71,7 @@ def test_foreign_rules_and_chains_stay(netns: None, interface: str) -> None:
     run(interface, "restore", "--noflush", stdin=FOREIGN)
     before = saved(interface)
     for family in Family:
-        family_tables(interface, family).resync(NODES[family], all_plans(family, *EVERYTHING))
+        family_state(interface, family).resync(NODES[family], all_plans(family, *EVERYTHING))
     left = cleanup(dry_run=False)
     assert left.errors == ()
     # kube-proxy leaves the rule against spoofed loopback addresses, which kubelet wants as well.
@@ -85,7 +85,7 @@ def test_foreign_rules_and_chains_stay(netns: None, interface: str) -> None:
 
 @pytest.mark.parametrize("interface", INTERFACES)
 def test_what_was_removed_is_told(netns: None, interface: str) -> None:
-    family_tables(interface).resync(NODES[V4], all_plans(V4, *EVERYTHING))
+    family_state(interface).resync(NODES[V4], all_plans(V4, *EVERYTHING))
     before = saved(interface)
     dry = cleanup(dry_run=True)
     assert saved(interface) == before
@@ -146,7 +146,7 @@ def test_chains_that_the_ipvs_mode_uses_stay(netns: None, interface: str) -> Non
 
 @pytest.mark.parametrize("interface", INTERFACES)
 def test_a_chain_that_others_lead_to_stays_and_is_reported(netns: None, interface: str) -> None:
-    family_tables(interface).resync(NODES[V4], all_plans(V4, *EVERYTHING))
+    family_state(interface).resync(NODES[V4], all_plans(V4, *EVERYTHING))
     run(interface, "-t", "nat", "-N", "CNI-HOSTPORT")
     run(interface, "-t", "nat", "-A", "CNI-HOSTPORT", "-j", "KUBE-MARK-MASQ")
     left = cleanup(dry_run=False)

@@ -5,7 +5,7 @@ import pytest
 from kproxy_core.model.address import Family
 from kproxy_iptables.skeleton import BLOCK_LOCALNET
 from tests.plugins.iptables import golden_cases
-from tests.plugins.iptables.rig import INTERFACES, family_tables, run
+from tests.plugins.iptables.rig import INTERFACES, family_state, run
 
 FRESH = "detect-local-by-node-cidr-ipv4"
 """Recorded before anybody had made KUBE-FIREWALL, which stays for ever."""
@@ -33,6 +33,6 @@ def test_rules_equal_kube_proxys(case: str, interface: str) -> None:
         kubelet = KUBELET.format(rules=KUBELETS_RULES if family is Family.IPV4 else "")
         run(interface, "restore", "--noflush", family=family, stdin=kubelet)
     update = golden_cases.update(case)
-    family_tables(interface, family).resync(update.node, update.plans)
+    family_state(interface, family).resync(update.node, update.plans)
     held = run(interface, "save", family=family).splitlines()
     assert golden_cases.normalised(held) == golden_cases.kube_proxys_rules(case)

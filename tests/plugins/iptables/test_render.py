@@ -10,6 +10,7 @@ from kproxy_core.model.service import ServicePortKey
 from kproxy_core.testing.builders import endpoint, endpoint_slice, full_update, node_view, plans, service
 from kproxy_iptables.names import endpoint_chain, service_chains
 from kproxy_iptables.render import render_text
+from kproxy_iptables.skeleton import Facts
 from kproxy_iptables.wanted import LARGE_CLUSTER, Style, make_style, wanted
 from tests.plugins.iptables.rig import INTERFACES, run
 from tests.plugins.iptables.scenes import NODES, Scene, all_plans
@@ -37,7 +38,7 @@ def test_names_are_kube_proxys(key: ServicePortKey, where: str, suffix: str) -> 
 
 
 def style(*, comments: bool = True) -> Style:
-    return make_style(NODE, localhost_counted=False, comments=comments)
+    return make_style(NODE, Facts(), 1 if comments else LARGE_CLUSTER + 1)
 
 
 def own_rules(endpoints: int, *, comments: bool = True) -> list[str]:
@@ -69,7 +70,7 @@ def test_a_cluster_is_large_with_more_than_a_thousand_endpoints() -> None:
     for count, commented in ((LARGE_CLUSTER, True), (LARGE_CLUSTER + 1, False)):
         found = [endpoint(f"10.244.{number // 250}.{number % 250 + 1}") for number in range(count)]
         of = plans(NODE, service("web"), endpoint_slice("web", *found))
-        text = render_text(full_update(NODE, of), localhost=True)
+        text = render_text(full_update(NODE, of), localhost_node_ports=True)
         assert ("default/web -> " in text) is commented
 
 
@@ -98,7 +99,7 @@ def test_the_text_of_everything_is_what_iptables_restore_takes(
         Scene(2, "UDP", (), "load balancer", False, True, False),
         Scene(3, "SCTP", (3,), "node port", False, True, True),
     )
-    text = render_text(full_update(NODES[family], all_plans(family, *scenes)), localhost=True)
+    text = render_text(full_update(NODES[family], all_plans(family, *scenes)), localhost_node_ports=True)
     run(interface, "restore", "--noflush", family=family, stdin=text)
     saved = run(interface, "save", family=family).splitlines()
     given = [line for line in text.splitlines() if line.startswith("-A")]

@@ -6,7 +6,8 @@ import pytest
 
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family
-from kproxy_xtables.tables import RestoreFailed, SavedChain, Tables, read_saved
+from kproxy_xtables.saved import SavedChain, read_saved
+from kproxy_xtables.tables import RestoreFailed, Tables
 from kproxy_xtables.variant import Variant, find_variant, find_variants, prefers_nft
 from tests.core.namespaces import Namespace, namespace
 
