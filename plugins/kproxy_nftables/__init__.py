@@ -1,1 +1,1 @@
-"""The nftables backend: constant rules, and map elements that carry every service."""
+"""The nftables mode: constant rules, and map elements for Services. Only `kernel` does input and output."""

@@ -1,7 +1,7 @@
-"""What the kernel has acknowledged for one family, and the difference to what is wanted.
+"""The elements that the kernel has acknowledged for one IP family, and the difference to the plans.
 
-Nothing here moves before the kernel has said yes: `difference` makes a value, and
-`acknowledge` takes it over.
+`Applied.difference` only makes a value. State changes in `Applied.acknowledge`, after the kernel has
+accepted that difference.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -41,14 +41,14 @@ class Held(NamedTuple):
 
 @dataclass(slots=True)
 class Difference:
-    """What must change in the kernel, and what will then be true."""
+    """Changes to write to the kernel, and the state that is acknowledged after them."""
 
     deletes: list[Element] = field(default_factory=list)
     adds: list[Element] = field(default_factory=list)
     owned: dict[str, str] = field(default_factory=dict)
-    """Owned objects to define, by name; the text also redefines."""
+    """Owned objects to define or redefine: name -> nft text."""
     disowned: list[str] = field(default_factory=list)
-    """Owned objects that nothing leads to afterwards."""
+    """Owned objects that are no longer referenced afterwards."""
     held: dict[ServicePortKey, Held | None] = field(default_factory=dict)
     counts: dict[Element, int] = field(default_factory=dict)
     """New owner counts of shared elements."""
@@ -58,7 +58,6 @@ class Applied:
     """The acknowledged state of one family."""
 
     def __init__(self, held: dict[ServicePortKey, Held] | None = None) -> None:
-        """Start from what the kernel is about to hold."""
         self.held = held or {}
         self._counts: dict[Element, int] = {}
         for one in self.held.values():
@@ -66,13 +65,13 @@ class Applied:
                 self._counts[element] = self._counts.get(element, 0) + 1
 
     def elements(self) -> Iterator[Element]:
-        """Every element that is held."""
+        """Yield every element that the kernel holds for service ports."""
         for one in self.held.values():
             yield from elements(*one)
         yield from self._counts
 
     def difference(self, changed: Mapping[ServicePortKey, ServicePlan | None]) -> Difference:
-        """What brings the kernel from here to the *changed* plans. O(changed)."""
+        """Return the difference between this state and the *changed* plans. O(changed)."""
         result = Difference()
         for key, plan in changed.items():
             old = self.held.get(key)
@@ -103,7 +102,7 @@ class Applied:
             result.counts[element] = have + step
 
     def _settle(self, result: Difference) -> None:
-        """Write the shared elements whose first owner came or last owner left."""
+        """Add the shared elements that gain a first owner, delete those that lose their last."""
         for element, owners in result.counts.items():
             had = self._counts.get(element, 0)
             if owners and not had:
@@ -112,7 +111,7 @@ class Applied:
                 result.deletes.append(element)
 
     def acknowledge(self, result: Difference) -> None:
-        """The kernel holds *result* now."""
+        """Record that the kernel has accepted *result*."""
         for key, held in result.held.items():
             if held is None:
                 self.held.pop(key, None)
@@ -126,17 +125,17 @@ class Applied:
 
 
 def hold(plan: ServicePlan, old: Held | None) -> Held:
-    """*plan* with its endpoints at the indices that need the fewest writes."""
+    """Return *plan* with its endpoints at the indices that need the fewest writes."""
     if old is None:
         return Held(plan, plan.cluster, plan.local)
     return Held(plan, arrange(old.cluster, plan.cluster), arrange(old.local, plan.local))
 
 
 def arrange(old: Slots, wanted: Slots) -> Slots:
-    """*wanted* in an order that keeps as many endpoints of *old* as possible at their index.
+    """Return *wanted* in an order that keeps as many endpoints of *old* as possible at their index.
 
-    A new endpoint takes the index of a gone one; where there are fewer than before, the
-    ones with the highest indices move into the gaps.
+    A new endpoint takes the index of a removed one. If endpoints become fewer, those with the highest
+    indices move into the gaps.
     """
     if old == wanted or not old:
         return wanted
@@ -152,7 +151,7 @@ def arrange(old: Slots, wanted: Slots) -> Slots:
 
 
 def dict_of(items: Iterable[Element]) -> dict[tuple[str, bytes], Value]:
-    """Elements by container and key."""
+    """Return the values of elements by container and key."""
     return {(container, key): value for container, key, value in items}
 
 
@@ -169,7 +168,7 @@ def _compare(
 
 
 def compare_all(actual: Contents, *wanted: Iterable[Element]) -> tuple[list[Element], list[Element]]:
-    """The (deletes, adds) that turn *actual* into *wanted*. Empties *actual* as it goes."""
+    """Return the (deletes, adds) that turn *actual* into *wanted*. Consumes *actual*."""
     if not any(actual.values()):
         return [], list(chain.from_iterable(wanted))
     deletes: list[Element] = []
@@ -188,14 +187,14 @@ def compare_all(actual: Contents, *wanted: Iterable[Element]) -> tuple[list[Elem
 
 
 def recover_all(plans: Mapping[ServicePortKey, ServicePlan], actual: Contents) -> dict[ServicePortKey, Held]:
-    """*plans* with their endpoints at the indices where the kernel has them already."""
+    """Return *plans* with their endpoints at the indices that they already have in the kernel."""
     if not any(actual.values()):
         return {key: hold(plan, None) for key, plan in plans.items()}
     return {key: recover(plan, actual) for key, plan in plans.items()}
 
 
 def recover(plan: ServicePlan, actual: Contents) -> Held:
-    """*plan* with its endpoints at the indices where the kernel has them already."""
+    """Return *plan* with its endpoints at the indices that they already have in the kernel."""
     cluster: Slots = ()
     local: Slots = ()
     for container, local_container, key, is_internal in _frontends(plan):
@@ -207,7 +206,7 @@ def recover(plan: ServicePlan, actual: Contents) -> Held:
 
 
 def _frontends(plan: ServicePlan) -> Iterator[tuple[str, str, bytes, bool]]:
-    """(map of endpoints, map of local endpoints, key, is it the ClusterIP) for each frontend."""
+    """Yield (endpoint map, local endpoint map, key, True for the ClusterIP) of each frontend."""
     protocol = plan.key.protocol
     of_vips = names.VIP_ENDPOINTS[protocol], names.VIP_LOCAL_ENDPOINTS[protocol]
     if plan.cluster_ip is not None:
@@ -220,7 +219,7 @@ def _frontends(plan: ServicePlan) -> Iterator[tuple[str, str, bytes, bool]]:
 
 
 def _indexed(contents: Mapping[bytes, Value], frontend: bytes) -> Slots:
-    """The endpoints of *frontend* at indices 0, 1, ... as far as there are any."""
+    """Return the endpoints of *frontend* at indices 0, 1, ... up to the first gap."""
     found: list[Destination] = []
     for at in count():
         value = contents.get(frontend + index(at))

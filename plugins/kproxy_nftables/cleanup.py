@@ -1,4 +1,4 @@
-"""Removing every trace of the mode: our tables, and those of kube-proxy's nftables mode."""
+"""Removal of every trace of the mode: our tables, and those of kube-proxy's nftables mode."""
 
 from kproxy_core.backend.api import Leftovers
 from kproxy_core.backend.errors import BackendError
@@ -9,7 +9,7 @@ _KUBE_PROXY_TABLE = "kube-proxy"
 
 
 def cleanup(*, dry_run: bool, own_only: bool = False) -> Leftovers:
-    """Delete the tables that are there. A machine without nf_tables has none."""
+    """Delete our tables and, unless *own_only*, kube-proxy's."""
     return _deleted((TABLE,) if own_only else (TABLE, _KUBE_PROXY_TABLE), dry_run)
 
 

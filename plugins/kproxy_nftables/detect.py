@@ -1,4 +1,4 @@
-"""Whether this machine can run the mode: asked of the kernel wherever that is harmless."""
+"""Requirements of the mode, tried in the kernel wherever that is harmless."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -18,7 +18,7 @@ from kproxy_nftables.names import NFT_FAMILY, Template
 
 _MODE = "nftables"
 _OLDEST_KERNEL = (5, 13)
-"""What kube-proxy demands (1.36, pkg/proxy/nftables/proxier.go); distributions add to older ones."""
+"""Required by kube-proxy 1.36 (pkg/proxy/nftables/proxier.go); distributions backport to older ones."""
 _BASE = ("nfnetlink", "nf_tables")
 _OPTIONS = {
     "nfnetlink": "CONFIG_NETFILTER_NETLINK", "nft_chain_nat": "CONFIG_NFT_NAT",
@@ -37,9 +37,9 @@ _TEMPLATES = tuple(
 
 
 def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool) -> Detection:
-    """Check the privileges and the binding, then try what the rules need, and the rules themselves.
+    """Check privileges and the Python binding, then try each feature, and the rules themselves.
 
-    Outside of a *trial* the kernel checks the rules without keeping them.
+    Without a *trial*, the kernel checks the rules without applying them.
     """
     allowed = "CAP_NET_ADMIN" in privileges.held()
     why_not = "permission denied" if trial is None else trial.enter()
@@ -63,7 +63,7 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
 def _tried(
     kernel: Kernel, attempts: Attempts, family: Family, features: Iterable[Feature]
 ) -> Iterator[Finding]:
-    """Each of *features*, then everything together."""
+    """Try each of *features*, then all rules together."""
     ip = NFT_FAMILY[family]
     for feature in features:
         text = feature.text(family)
@@ -88,8 +88,8 @@ def _binding(kernel: Kernel, attempts: Attempts) -> Requirement:
     what = "nftables Python binding"
     if attempts.modules.not_loaded(["nfnetlink"]) and not attempts.load_modules:
         met = find_spec("nftables") is not None
-        told = "installed; its version not asked for, that would load nfnetlink"
-        return Requirement(what, met, told if met else "not installed", "" if met else BINDING_REMEDY, met)
+        found = "installed, version not read because that would load nfnetlink"
+        return Requirement(what, met, found if met else "not installed", "" if met else BINDING_REMEDY, met)
     try:
         return Requirement(what, True, kernel.library_version())
     except Unsupported as missing:
@@ -97,15 +97,15 @@ def _binding(kernel: Kernel, attempts: Attempts) -> Requirement:
 
 
 def _version(rules: Sequence[Requirement]) -> Requirement:
-    """The kernel's; what it takes counts more."""
+    """Return the requirement of a kernel version. An older kernel that accepts all rules meets it as well."""
     needed = ".".join(map(str, _OLDEST_KERNEL))
     version = kernel_version()
-    told = f"Linux {'.'.join(map(str, version))}"
+    found = f"Linux {'.'.join(map(str, version))}"
     if version >= _OLDEST_KERNEL:
-        return Requirement(f"Linux {needed} or newer", True, told)
+        return Requirement(f"Linux {needed} or newer", True, found)
     if all(rule.met and not rule.guessed for rule in rules):
-        return Requirement(f"Linux {needed} or newer", True, f"{told}, which has what is needed")
-    return Requirement(f"Linux {needed} or newer", False, told, f"use Linux {needed} or newer", guessed=True)
+        return Requirement(f"Linux {needed} or newer", True, f"{found}, which has what is needed")
+    return Requirement(f"Linux {needed} or newer", False, found, f"use Linux {needed} or newer", guessed=True)
 
 
 def _refusal(kernel: Kernel, text: str) -> str:

@@ -1,4 +1,4 @@
-"""What the rules need of nf_tables, each as the smallest text that the kernel accepts only if it has it."""
+"""The nf_tables features that the rules need, each with the smallest text that requires it."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -9,27 +9,26 @@ from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.names import NFT_FAMILY
 
 TABLE = "kproxy-check"
-"""Holds them for a moment; nothing passes through it."""
+"""Exists only within a check. No packet passes through it."""
 
 PERMISSION = "run as root or with CAP_NET_ADMIN"
 
 
 class Feature(NamedTuple):
-    """One thing that a kernel may lack. In *lines* ``{ip}`` is the family,
-    ``{t}`` the table, ``{r}`` begins a rule."""
+    """A feature that a kernel may lack."""
 
     what: str
     modules: tuple[str, ...]
-    """Which the kernel may load for it; ``{v}`` is 4 or 6."""
+    """Modules that provide it; ``{v}`` is 4 or 6."""
     lines: tuple[str, ...]
+    """Commands that need it; ``{ip}`` is the family, ``{t}`` the table, ``{r}`` begins a rule."""
 
     def modules_of(self, family: Family) -> tuple[str, ...]:
-        """The modules by name."""
         version = "4" if family is Family.IPV4 else "6"
         return tuple(module.format(v=version) for module in self.modules)
 
     def text(self, family: Family, *, flags: str = "") -> str:
-        """Commands that make a table with just this; *flags* of the table."""
+        """Return the commands that create a table with this feature only. *flags* are the table's."""
         ip = NFT_FAMILY[family]
         where = f"{ip} {TABLE}"
         head = (f"add table {where} {{ {flags} }}", f"add chain {where} rules")
@@ -71,7 +70,7 @@ FEATURES = (
 
 
 def check(families: Iterable[Family], features: Iterable[Feature] = FEATURES) -> str:
-    """*features*, made and deleted in one transaction; nothing of it is ever in the way of a packet."""
+    """Return one transaction that creates *features* and deletes them. It never affects a packet."""
     features = tuple(features)
     text = ""
     for family in families:
@@ -83,7 +82,7 @@ def check(families: Iterable[Family], features: Iterable[Feature] = FEATURES) ->
 def lacking(
     kernel: Kernel, families: Sequence[Family], features: Sequence[Feature] = FEATURES
 ) -> list[str]:
-    """What *kernel* lacks for the rules, found out without a change that lasts."""
+    """Return the features that *kernel* lacks. Makes no lasting change."""
     try:
         kernel.apply_text(check(families, features))
         return []
@@ -102,5 +101,5 @@ def lacking(
 
 
 def is_permission(refused: SyncFailed) -> bool:
-    """Whether the kernel refused who asked, not what was asked for."""
+    """Return True if the kernel refused for lack of privileges."""
     return "Operation not permitted" in str(refused)

@@ -1,4 +1,4 @@
-"""The plugin: what kproxy asks of it, answered without importing anything heavy."""
+"""The plugin's hooks. Heavy modules are imported where they are used."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ MODE = "nftables"
 
 @hookimpl
 def kproxy_describe() -> Description:
-    """The mode and its defaults; node ports on the node's own addresses only, as kube-proxy."""
+    """Describe the mode. As in kube-proxy, node ports are by default on the primary addresses only."""
     return Description(
         mode=MODE,
         summary="constant nf_tables rules, services in map elements",
@@ -32,7 +32,7 @@ def kproxy_describe() -> Description:
 
 @hookimpl
 def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: bool) -> Detection:
-    """Whether nf_tables here can do what the rules need."""
+    """Check that this machine can run the mode."""
     from kproxy_nftables.detect import detect
 
     return detect(settings, trial, load_modules=load_modules)
@@ -56,7 +56,7 @@ def kproxy_supersede(dry_run: bool) -> Leftovers:
 
 @hookimpl
 def kproxy_caveats(update: Update) -> Sequence[Caveat]:
-    """Where node ports are not served."""
+    """Return the node ports that are not served."""
     from kproxy_nftables.caveats import caveats
 
     return caveats(update)
@@ -64,7 +64,7 @@ def kproxy_caveats(update: Update) -> Sequence[Caveat]:
 
 @hookimpl
 def kproxy_make_backend(mode: str, settings: BackendSettings) -> Backend | None:
-    """The backend, if *mode* is ours."""
+    """Return the backend if *mode* is ours."""
     if mode != MODE:
         return None
     from kproxy_nftables.backend import NftablesBackend

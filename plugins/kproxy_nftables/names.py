@@ -1,7 +1,7 @@
-"""Names of everything the backend owns in nf_tables, and of the chains that services share.
+"""Names of all our objects in nf_tables, and the templates that some of them stand for.
 
-A template chain is the constant rule set for one traffic policy and one number of
-endpoints. Its name says all about it, so names and templates convert into each other.
+A template chain is the constant rule set for one traffic policy and one number of endpoints. Its name
+encodes all of its parameters, so names and templates convert into each other.
 """
 
 import base64
@@ -17,7 +17,7 @@ TABLE = "kproxy"
 NFT_FAMILY = {Family.IPV4: "ip", Family.IPV6: "ip6"}
 ADDRESS_TYPE = {Family.IPV4: "ipv4_addr", Family.IPV6: "ipv6_addr"}
 
-# Verdict maps: frontend -> chain. README.md says what an element of each means.
+# Verdict maps: frontend -> chain. README.md explains the elements of each.
 VIPS = "vips"
 ADMITTED_VIPS = "admitted-vips"
 STICKY_VIPS = "sticky-vips"
@@ -27,8 +27,8 @@ NODE_PORTS = "nodeports"
 STICKY_NODE_PORTS = "sticky-nodeports"
 STICKY_LOCAL_NODE_PORTS = "sticky-local-nodeports"
 RECORDED_NODE_PORTS = "recorded-nodeports"
-# Data maps: frontend and index -> endpoint; one of each for every protocol, because nft 1.0.6 knows
-# the type of a port only with its protocol.
+# Data maps: frontend and index -> endpoint. There is one of each for every protocol, because nft 1.0.6 knows
+# the type of a port only together with its protocol.
 VIP_ENDPOINTS = {p: f"{p.name.lower()}-vip-endpoints" for p in Protocol}
 VIP_LOCAL_ENDPOINTS = {p: f"{p.name.lower()}-vip-local-endpoints" for p in Protocol}
 NODE_PORT_ENDPOINTS = {p: f"{p.name.lower()}-nodeport-endpoints" for p in Protocol}
@@ -61,7 +61,7 @@ _TEMPLATE = re.compile(
 
 
 class Template(NamedTuple):
-    """What a template chain is for."""
+    """The parameters of a template chain."""
 
     protocol: Protocol
     policy: str
@@ -71,7 +71,7 @@ class Template(NamedTuple):
     cluster: int
     """Number of cluster-wide endpoints; 0 if the template does not use them."""
     local: int
-    """Number of endpoints on this node; 0 likewise."""
+    """Number of endpoints on this node; 0 if the template does not use them."""
     sticky: bool
     """With ClientIP session affinity."""
     node_port: bool
@@ -86,7 +86,7 @@ class Template(NamedTuple):
 
 
 def parse_template(chain: str) -> Template | None:
-    """The template that the name of a *chain* stands for; None if it is no template's."""
+    """Return the template that a *chain*'s name encodes; None for other chains."""
     match = _TEMPLATE.fullmatch(chain)
     if match is None:
         return None
@@ -103,12 +103,12 @@ def parse_template(chain: str) -> Template | None:
 def goto_template(
     protocol: Protocol, policy: str, cluster: int, local: int, sticky: bool, node_port: bool
 ) -> str:
-    """The verdict that leads to a template chain."""
+    """Return the verdict that leads to a template chain."""
     return f"goto {Template(protocol, policy, cluster, local, sticky, node_port).name}"
 
 
 def owned_name(key: ServicePortKey) -> str:
-    """The part that names of a service port's own objects share: a hash, and what a reader looks for."""
+    """Return the common part of the names of a service port's objects: a hash and a readable key."""
     readable = f"{key.namespace}/{key.name}/{key.protocol.name.lower()}/{key.port_name}"
     digest = base64.b32encode(hashlib.sha256(readable.encode()).digest())[:8].decode()
     return f"{digest}-{readable}"[:200]

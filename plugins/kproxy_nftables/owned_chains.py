@@ -1,7 +1,7 @@
-"""The chains and maps that a rare service port has for itself: affinity and source ranges.
+"""The chains and maps that belong to one service port, for session affinity and source ranges.
 
-They are written as nft text in a transaction of their own, before the elements that
-lead to them, and deleted in another one after those elements are gone.
+They are written as nft text in a transaction of their own before the elements that refer to them, and
+deleted in another transaction after those elements.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,14 +13,14 @@ from kproxy_nftables.names import ADDRESS_TYPE, ADMITTED, NFT_FAMILY, TABLE
 from kproxy_nftables.wanted import affinity_groups, ranges_chain, record_chain
 
 AFFINITY_SIZE = 65536
-"""Clients remembered per affinity group; beyond it new clients are not pinned."""
+"""Clients recorded per affinity group; beyond it new clients are not pinned."""
 
 Owned = Mapping[str, str]
 """Name of an object -> its definition in nft text. Insertion order is creation order."""
 
 
 def owned_objects(plan: ServicePlan) -> Owned:
-    """What *plan* needs for itself; mostly nothing."""
+    """Return the objects that belong to *plan* alone; most plans need none."""
     if not plan.affinity_seconds and not plan.source_ranges:
         return {}
     wanted: dict[str, str] = {}
@@ -36,10 +36,10 @@ def owned_objects(plan: ServicePlan) -> Owned:
                 f"add map {family} {TABLE} {name} {{ type {ADDRESS_TYPE[plan.family]} : "
                 f"{ADDRESS_TYPE[plan.family]}; flags dynamic,timeout; size {AFFINITY_SIZE}; }}\n"
             )
-            # A connection may have been led by the other group's endpoints.
+            # The connection may have been sent to an endpoint of the other group.
             own = [format_address(where.address) for where in endpoints if where.port == port]
             among = f"{family} daddr {{ {', '.join(own)} }} " if len(groups) > 1 else ""
-            # DNAT has chosen the endpoint by now; ct original still knows the client.
+            # After DNAT the destination is the endpoint; ct original still holds the client.
             record.append(
                 f"th dport {port} {among}update @{name} "
                 f"{{ ct original {family} saddr timeout {plan.affinity_seconds}s : {family} daddr }}"
@@ -66,7 +66,7 @@ def owned_objects(plan: ServicePlan) -> Owned:
 
 
 def delete_objects(family: Family, owned: Iterable[str]) -> str:
-    """The commands that delete *owned* objects, in an order that the kernel accepts."""
+    """Return the commands that delete *owned* objects, in an order that the kernel accepts."""
     table = f"{NFT_FAMILY[family]} {TABLE}"
     maps = [name for name in owned if name.startswith(_AFFINITY)]
     chains = [name for name in owned if not name.startswith(_AFFINITY)]
@@ -77,10 +77,10 @@ def delete_objects(family: Family, owned: Iterable[str]) -> str:
 
 
 def affinity_maps(plan: ServicePlan) -> dict[str, frozenset[bytes]]:
-    """The maps that remember clients of *plan*, and the endpoint addresses that each may hold.
+    """Return the maps that pin clients of *plan*, with the endpoint addresses that each may hold.
 
-    A map is for one port of endpoints: nft 1.0.6 can record an IPv6 address, but not one with
-    a port. Nearly always there is just one.
+    There is one map for each endpoint port, because nft 1.0.6 cannot record an IPv6 address together with a
+    port. Nearly all plans have one.
     """
     return {
         _affinity_map(plan, group, port): frozenset(w.address for w in endpoints if w.port == port)
@@ -90,13 +90,13 @@ def affinity_maps(plan: ServicePlan) -> dict[str, frozenset[bytes]]:
 
 
 def _group_endpoints(plan: ServicePlan) -> dict[str, tuple[Destination, ...]]:
-    """The endpoints that clients of each affinity group may be pinned to."""
+    """Return the endpoints to which clients of each affinity group may be pinned."""
     groups = zip(affinity_groups(plan), (plan.cluster, plan.local), strict=True)
     return {name: endpoints for name, endpoints in groups if name}
 
 
 def _affinity_map(plan: ServicePlan, group: str, port: int) -> str:
-    """The timeout is part of the name: with a new one nobody stays pinned for the old time."""
+    """Return a map's name, which includes the timeout so that a new one applies to all clients."""
     return f"{_AFFINITY}{group}/{port}/{plan.affinity_seconds}s"
 
 

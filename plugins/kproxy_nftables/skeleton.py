@@ -1,7 +1,7 @@
-"""The constant rules: base chains, maps and template chains, as nft text.
+"""The rules as nft text: base chains, maps, template chains.
 
-The text may be applied at any time over an existing table of the same layout:
-chains are flushed and filled again in one transaction, maps keep their elements.
+The text may be applied at any time over an existing table of the same layout: it flushes and refills chains
+in one transaction, and maps keep their elements.
 """
 
 import re
@@ -27,7 +27,7 @@ BASE_CHAINS = {
 
 
 def skeleton(node: NodeView) -> str:
-    """All constant objects of one family's table, template chains excepted."""
+    """Return the commands for all constant objects of one family's table except template chains."""
     text = _Text(node.family)
     text.line(f'add table {text.table} {{ comment "rules for kproxy"; }}')
     _containers(text)
@@ -40,7 +40,7 @@ def skeleton(node: NodeView) -> str:
 
 
 def templates(node: NodeView, wanted: Iterable[Template]) -> str:
-    """The chains of *wanted* templates, those that they lead to included."""
+    """Return the commands for the *wanted* template chains and those they lead to."""
     text = _Text(node.family)
     order: dict[Template, None] = {}
     for template in sorted(wanted):
@@ -64,12 +64,12 @@ def used_templates(verdicts: Iterable[str]) -> set[Template]:
 
 
 def template_closure(wanted: Iterable[Template]) -> set[Template]:
-    """*wanted* and every template that they lead to."""
+    """Return *wanted* and every template that they lead to."""
     return {t for template in wanted for t in (template, *_leads_to(template))}
 
 
 def service_cidrs(node: NodeView) -> str:
-    """Text that sets which networks ClusterIPs come from."""
+    """Return the commands that set the networks of ClusterIPs."""
     name = f"{NFT_FAMILY[node.family]} {TABLE} {names.SERVICE_CIDRS}"
     text = f"flush set {name}\n"
     if node.service_cidrs:
@@ -78,14 +78,14 @@ def service_cidrs(node: NodeView) -> str:
 
 
 def rules_differ(one: NodeView, other: NodeView) -> bool:
-    """Whether the constant rules for two nodes are not the same."""
+    """Return True if the constant rules for two nodes differ."""
     return (one.local_source, one.masquerade_all, one.masquerade_bit, one.node_ports_anywhere) != (
         other.local_source, other.masquerade_all, other.masquerade_bit, other.node_ports_anywhere
     )  # fmt: skip
 
 
 def delete_foreign(family: Family, chains: Iterable[str], containers: Iterable[str]) -> str:
-    """Text that deletes chains, maps and sets, which may lead to each other."""
+    """Return the commands that delete chains, maps and sets, which may refer to each other."""
     table = f"{NFT_FAMILY[family]} {TABLE}"
     chains = sorted(filter(_QUOTABLE, chains))
     return "".join(
@@ -96,18 +96,18 @@ def delete_foreign(family: Family, chains: Iterable[str], containers: Iterable[s
 
 
 def delete_table(family: Family) -> str:
-    """Text that deletes the table of *family*, which may or may not exist."""
+    """Return the commands that delete the table of *family*, which need not exist."""
     table = f"table {NFT_FAMILY[family]} {TABLE}"
     return f"add {table}\ndelete {table}\n"
 
 
 def chain_names() -> set[str]:
-    """The names of all chains of the skeleton."""
+    """Return the names of all chains of the skeleton."""
     return set(BASE_CHAINS) | _REGULAR_CHAINS
 
 
 _QUOTABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*").fullmatch
-"""Names that nft text can hold; we make no others."""
+"""Matches the names that nft text can hold. All of ours can; others are left alone."""
 
 _REGULAR_CHAINS = {"services", "masquerading", "cluster-ips-check", "record", names.REJECT, names.ADMITTED}
 
@@ -119,7 +119,7 @@ def _containers(text: "_Text") -> None:
         text.map(name, f"{ip} daddr . meta l4proto . th dport : verdict")
     for name in (names.NODE_PORTS, names.STICKY_NODE_PORTS, names.STICKY_LOCAL_NODE_PORTS):
         text.map(name, "meta l4proto . th dport : verdict")
-    # Not typeof: nft does not know the type of a conntrack port outside a rule.
+    # Not typeof: outside of a rule nft does not know the type of a conntrack port.
     text.line(
         f"add map {text.table} {names.RECORDED_VIPS} "
         f"{{ type {ADDRESS_TYPE[text.family]} . inet_proto . inet_service : verdict; }}"
@@ -140,7 +140,7 @@ def _containers(text: "_Text") -> None:
 
 
 def _chains(node: NodeView) -> dict[str, list[str]]:
-    """Every chain with its rules; a chain stands before those that lead to it."""
+    """Return every chain with its rules. A chain precedes those that lead to it."""
     ip = NFT_FAMILY[node.family]
     bit = 1 << node.masquerade_bit
     to_node = (
@@ -151,7 +151,7 @@ def _chains(node: NodeView) -> dict[str, list[str]]:
     check = "ct state new jump cluster-ips-check"
     record = "ct state new ct status dnat jump record"
     return {
-        # ICMP answers are rate-limited by the kernel, resets are not.
+        # The kernel rate-limits ICMP errors, but not resets.
         names.REJECT: ["meta l4proto tcp reject with tcp reset", "reject"],
         names.ADMITTED: [f"{ip} daddr . meta l4proto . th dport vmap @{names.ADMITTED_VIPS}"],
         "services": [
@@ -172,16 +172,16 @@ def _chains(node: NodeView) -> dict[str, list[str]]:
         "nat-postrouting": ["jump masquerading"],
         "filter-forward": [check],
         "filter-output": [check],
-        # The endpoint chosen by DNAT is first known here: input for the node's own, else postrouting.
+        # The first hooks after DNAT: input for connections to this node, else postrouting.
         "filter-input": [record],
         "filter-postrouting": [record],
     }
 
 
 def _record_rules(ip: str) -> list[str]:
-    """Rules that lead a connection to the map which remembers its client.
+    """Return the rules that lead a connection to the chain which records its client.
 
-    nft knows the type of a port in conntrack only after a match on one protocol.
+    nft knows the type of a conntrack port only after a match on one protocol.
     """
     rules: list[str] = []
     for protocol in Protocol:
@@ -195,7 +195,7 @@ def _record_rules(ip: str) -> list[str]:
 
 
 def _leads_to(template: Template) -> list[Template]:
-    """The templates that *template* jumps to."""
+    """Return the templates that *template* leads to."""
     if template.policy != "external-local":
         return []
     short = template._replace(policy="short-circuit", local=0)
@@ -232,7 +232,7 @@ def _template_rules(node: NodeView, template: Template) -> list[str]:
 
 
 _STICKY = {
-    # (node port, from outside with external policy Local): map
+    # (node port, traffic from outside with external policy Local): map
     (False, False): names.STICKY_VIPS,
     (False, True): names.STICKY_LOCAL_VIPS,
     (True, False): names.STICKY_NODE_PORTS,
@@ -248,7 +248,7 @@ _ENDPOINTS = {
 
 
 def _from_pods(source: LocalSource, ip: str, *, negate: bool = False) -> str:
-    """The match for traffic that starts at this node's pods."""
+    """Return the match for traffic from this node's pods."""
     equals = "!= " if negate else ""
     if source.cidr is not None:
         return f"{ip} saddr {equals}{source.cidr}"

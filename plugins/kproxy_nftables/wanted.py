@@ -1,8 +1,7 @@
-"""What a service plan wants in the kernel: elements of maps and sets.
+"""Service plans as elements of maps and sets in the kernel.
 
-An element is ``(container, key, value)``: key and data value as the kernel holds
-them, each field padded to 4 bytes; addresses and ports big-endian, the index in
-host order; a verdict as text; None in a set.
+An element is ``(container, key, value)``. Key and data value are as the kernel holds them: each field padded
+to 4 bytes, addresses and ports big-endian, the index in host order. A verdict is text; a set's value is None.
 """
 
 import struct
@@ -25,32 +24,32 @@ _INDEXES = [_INDEX.pack(i) for i in range(256)]
 
 
 def vip_key(address: Address, protocol: Protocol, port: int) -> bytes:
-    """Key of a frontend with an address: ``daddr . l4proto . dport``."""
+    """Return the key of a frontend with an address: ``daddr . l4proto . dport``."""
     return address + _PORT_KEY.pack(protocol, port)
 
 
 def port_key(protocol: Protocol, port: int) -> bytes:
-    """Key of a node port: ``l4proto . dport``."""
+    """Return the key of a node port: ``l4proto . dport``."""
     return _PORT_KEY.pack(protocol, port)
 
 
 def endpoint_key(address: bytes, port: int) -> bytes:
-    """Key of a frontend in a map of endpoints, without the index: ``[daddr .] dport``."""
+    """Return the key of a frontend in an endpoint map, without the index: ``[daddr .] dport``."""
     return address + _PORT.pack(port)
 
 
 def destination_value(where: Destination) -> bytes:
-    """Data of an endpoint: ``address . port``."""
+    """Return the data of an endpoint: ``address . port``."""
     return where.address + _PORT.pack(where.port)
 
 
 def parse_destination(value: bytes) -> Destination:
-    """The inverse of `destination_value`."""
+    """Decode the value that `destination_value` encodes."""
     return Destination(Address(value[:-4]), _PORT.unpack(value[-4:])[0])
 
 
 def shared_elements(plan: ServicePlan) -> list[Element]:
-    """Elements that several service ports may want at once; their owners are counted."""
+    """Return the elements that several service ports may share; `Applied` counts their owners."""
     wanted: list[Element] = []
     if plan.cluster_ip is not None:
         wanted.append((names.CLUSTER_IPS, plan.cluster_ip, None))
@@ -61,7 +60,7 @@ def shared_elements(plan: ServicePlan) -> list[Element]:
 def elements(
     plan: ServicePlan, cluster: Sequence[Destination], local: Sequence[Destination]
 ) -> list[Element]:
-    """Elements that only this service port wants.
+    """Return the elements that belong to this service port alone.
 
     *cluster* and *local* are the plan's endpoints in the order of their indices.
     """
@@ -111,12 +110,12 @@ def elements(
 
 
 def node_elements(node: NodeView) -> list[Element]:
-    """Elements that depend on the node alone."""
+    """Return the elements that depend on the node alone."""
     return [(names.NODE_IPS, address, None) for address in node.node_port_addresses]
 
 
 def index(at: int) -> bytes:
-    """The last field of an endpoint's key."""
+    """Return the last field of an endpoint's key."""
     return _INDEXES[at] if at < len(_INDEXES) else _INDEX.pack(at)
 
 
@@ -127,7 +126,10 @@ def _endpoints(wanted: list[Element], container: str, key: bytes, values: list[b
 def _affinity(
     wanted: list[Element], maps: "_AffinityMaps", key: bytes, plan: ServicePlan, *, local: bool = False
 ) -> None:
-    """Have clients of the frontend *key* pinned and remembered. *local*: all of them stay on this node."""
+    """Add the elements that pin and record clients of the frontend *key*.
+
+    With *local*, all clients use endpoints on this node.
+    """
     cluster_group, local_group = affinity_groups(plan)
     group = local_group if local else cluster_group
     if group:
@@ -139,11 +141,11 @@ def _affinity(
 
 
 class _AffinityMaps(NamedTuple):
-    """Where one kind of frontends leads to chains for affinity."""
+    """The maps from one kind of frontend to its affinity chains."""
 
     sticky: str
     sticky_local: str
-    """For what comes from outside, with external policy Local."""
+    """For traffic from outside the cluster, with external policy Local."""
     recorded: str
 
 
@@ -153,7 +155,7 @@ _NODE_PORT_MAPS = _AffinityMaps(
 
 
 def verdicts(plan: ServicePlan) -> Iterator[str]:
-    """Every verdict among the elements of *plan* that may lead to a template chain."""
+    """Yield every verdict among the elements of *plan* that may lead to a template chain."""
     if plan.cluster_ip is not None:
         yield internal_verdict(plan)
     if plan.external_addresses:
@@ -163,7 +165,7 @@ def verdicts(plan: ServicePlan) -> Iterator[str]:
 
 
 def internal_verdict(plan: ServicePlan) -> str:
-    """Where traffic to the ClusterIP goes."""
+    """Return the verdict for traffic to the ClusterIP."""
     if not plan.has_endpoints:
         return names.GOTO_REJECT
     if not plan.has_internal_endpoints:
@@ -175,10 +177,10 @@ def internal_verdict(plan: ServicePlan) -> str:
 
 
 def external_verdict(plan: ServicePlan, *, node_port: bool) -> str:
-    """Where traffic to the other frontends goes, once source ranges have let it in.
+    """Return the verdict for traffic to the other frontends, after source ranges have admitted it.
 
-    With external policy Local and no endpoint on this node the template drops only what
-    comes from outside: pods and the node itself take the short circuit.
+    With external policy Local and no endpoint on this node, the template drops traffic from outside only:
+    pods and the node itself take the short circuit.
     """
     if not plan.has_endpoints:
         return names.GOTO_REJECT
@@ -191,10 +193,11 @@ def external_verdict(plan: ServicePlan, *, node_port: bool) -> str:
 
 
 def affinity_groups(plan: ServicePlan) -> tuple[str, str]:
-    """The names under which clients of cluster-wide endpoints and of those on this node are remembered.
+    """Return the names of the affinity groups of cluster-wide endpoints and of those on this node.
 
-    "": there are no such endpoints. One that a frontend may not use now must not be met through it, even if
-    the client knows it from another: a Local frontend leads nobody elsewhere.
+    "" means that there are no such endpoints. The groups are separate because a frontend must not send a
+    client to an endpoint that it may not use, even if another frontend pinned the client there: a Local
+    frontend never leads to another node.
     """
     if not plan.affinity_seconds:
         return "", ""
@@ -205,10 +208,10 @@ def affinity_groups(plan: ServicePlan) -> tuple[str, str]:
 
 
 def record_chain(plan: ServicePlan) -> str:
-    """The chain that remembers which endpoint a client of *plan* got."""
+    """Return the name of the chain that records the endpoint of each client of *plan*."""
     return f"record-{names.owned_name(plan.key)}"
 
 
 def ranges_chain(plan: ServicePlan) -> str:
-    """The chain that lets only the source ranges of *plan* in."""
+    """Return the name of the chain that admits only the source ranges of *plan*."""
     return f"ranges-{names.owned_name(plan.key)}"
