@@ -28,7 +28,7 @@ from kproxy_core.backend.api import (
     Trial,
     Update,
 )
-from kproxy_core.backend.errors import BackendError, Unsupported
+from kproxy_core.backend.errors import BackendError
 from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.backend.named import PluginNotFound, import_named, read_names
 
@@ -245,17 +245,6 @@ class Registry:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - as in `load`
             problem = _reason(error)
         return Leftovers(mode, errors=(problem,))
-
-    def preferred(self, settings: BackendSettings) -> str:
-        """The usable mode with the highest preference. Raises Unsupported, saying why no mode is usable."""
-        detections = []
-        for description in self.load_all():
-            detection = self.detect(description.mode, settings)
-            if detection.usable:
-                return description.mode
-            detections.append(f"{detection.mode}: {detection.because}")
-        reasons = [*detections, *map(str, self.broken)]
-        raise Unsupported("; ".join(["no mode works on this machine", *reasons]))
 
     def _ask(self, mode: str, hook: str, **arguments: object) -> object:
         """Put a question to the plugin for *mode* alone, and to the observers."""

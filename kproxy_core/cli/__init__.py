@@ -151,10 +151,10 @@ def render(family: str | None, **options: Any) -> None:
         if not config.manifests:
             raise click.UsageError("render needs --manifests")
         if not config.mode:
-            from kproxy_core.process.terms import backend_settings, served_families
+            from kproxy_core.process.choice import conclude
+            from kproxy_core.process.terms import served_families
 
-            probing = backend_settings(config, served_families())
-            config = configuration.of(registry.preferred(probing))
+            config = configuration.of(conclude(configuration, registry, served_families()))
         logs.set_up(0, "text")
         from kproxy_core.cli.rendering import render_manifests
 

@@ -9,7 +9,7 @@ from kproxy_core.backend.registry import Registry
 from kproxy_core.cli.machine import Fact, facts
 from kproxy_core.host import trial
 from kproxy_core.model.address import Family
-from kproxy_core.process.choice import and_fallbacks, primary
+from kproxy_core.process.choice import candidates, primary
 from kproxy_core.process.terms import Configuration, backend_settings, served_families
 
 
@@ -103,13 +103,9 @@ def find_out(
     )
     works = [d.description.mode for d in described if d.detection is not None and d.detection.usable]
     config = configuration.of(mode or configuration.mode)
-    if mode:
-        candidates = [mode]
-    elif config.mode:
-        candidates = list(and_fallbacks(registry, config.mode, config.mode_fallback == "auto"))
-    else:
-        candidates = works
-    serving = next((candidate for candidate in candidates if candidate in works), "")
+    fall_back = not mode and config.mode_fallback == "auto"
+    asked = candidates(registry, mode or config.mode, fall_back=fall_back)
+    serving = next((candidate for candidate in asked if candidate in works), "")
     return Report(tuple(facts(families)), described, serving)
 
 

@@ -96,7 +96,6 @@ class Config:
     masquerade_bit: int
     sync_period: float
     min_sync_period: float
-    config_sync_period: float
     client: ClientConnection
     """`client.kubeconfig` is the one to use, from the flag or the file."""
     conntrack: Conntrack
@@ -161,7 +160,6 @@ def resolve(flags: Flags, file: FileConfig | None) -> Config:
         masquerade_bit=getattr(section, "masquerade_bit", document.iptables.masquerade_bit),
         sync_period=section.sync_period,
         min_sync_period=section.min_sync_period,
-        config_sync_period=document.config_sync_period,
         client=document.client_connection,
         conntrack=document.conntrack,
         oom_score_adj=document.oom_score_adj,

@@ -42,9 +42,8 @@ def choose(
     """
     privileged = "CAP_NET_ADMIN" in privileges.held()
     fall_back = privileged and configuration.of(wanted).mode_fallback == "auto"
-    candidates = and_fallbacks(registry, wanted, fall_back) if wanted else _by_preference(registry)
     problems: dict[str, str] = {}
-    for mode in candidates:
+    for mode in candidates(registry, wanted, fall_back=fall_back):
         try:
             instance = _begin(
                 registry, mode, configuration.of(mode), families, insist=mode == wanted and not privileged)
@@ -85,8 +84,29 @@ def primary(config: Config) -> Family:
     return family_of(config.bind_address) if any(config.bind_address) else Family.IPV4
 
 
-def and_fallbacks(registry: Registry, wanted: str, fall_back: bool) -> Iterator[str]:
-    """*wanted*, then as long as it may *fall_back* what each names, if that is installed."""
+def conclude(configuration: Configuration, registry: Registry, families: tuple[Family, ...]) -> str:
+    """Return the mode that `choose` would take without a wanted one, concluded without starting any.
+
+    Raises ConfigError, or Unsupported if no mode is usable.
+    """
+    problems: dict[str, str] = {}
+    for mode in candidates(registry, "", fall_back=False):
+        detection = registry.detect(mode, backend_settings(configuration.of(mode), families))
+        if detection.usable:
+            return mode
+        problems[mode] = detection.because
+    raise Unsupported(_nothing_works(registry, "", problems))
+
+
+def candidates(registry: Registry, wanted: str, *, fall_back: bool) -> Iterator[str]:
+    """Yield *wanted* and, with *fall_back*, the installed modes that each names as its fallback.
+
+    Without a *wanted* mode, yield every mode, the most preferred first. A mode must have been loaded before
+    the next one is asked for.
+    """
+    if not wanted:
+        yield from [description.mode for description in registry.load_all()]
+        return
     seen: set[str] = set()
     mode = wanted
     while mode not in seen:
@@ -96,10 +116,6 @@ def and_fallbacks(registry: Registry, wanted: str, fall_back: bool) -> Iterator[
         if known is None or not fall_back or known.fallback not in registry.modes:
             return
         mode = known.fallback
-
-
-def _by_preference(registry: Registry) -> Iterator[str]:
-    return iter([description.mode for description in registry.load_all()])
 
 
 def _nothing_works(registry: Registry, wanted: str, problems: dict[str, str]) -> str:

@@ -2,8 +2,9 @@
 
 import logging
 
-from kproxy_core.backend.api import BackendSettings, Damage, Measurement, Scope, SyncReport, Update
+from kproxy_core.backend.api import BackendSettings, Damage, Measurement, SyncReport, Update
 from kproxy_core.backend.errors import SyncFailed, Unsupported
+from kproxy_core.backend.family_sync import sync_family
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.programs import OwnProcesses
@@ -48,10 +49,7 @@ class IptablesBackend:
             self._families = self._open()
         family = self._families[update.family]
         try:
-            if update.scope is Scope.RESYNC or family.must_resync(update.node):
-                report = family.resync(update.node, update.plans)
-            else:
-                report = family.change(update.node, update.changed)
+            report = sync_family(family, update)
         except HostError as error:
             raise SyncFailed(str(error)) from error
         if self._watcher is None:

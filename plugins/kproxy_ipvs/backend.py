@@ -4,6 +4,7 @@ import logging
 
 from kproxy_core.backend.api import BackendSettings, Damage, Measurement, Scope, SyncReport, Update
 from kproxy_core.backend.errors import SyncFailed, Unsupported
+from kproxy_core.backend.family_sync import sync_family
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.modules import Modules
@@ -47,9 +48,7 @@ class IpvsBackend:
         try:
             if update.scope is Scope.RESYNC:
                 requirements.ensure_settings(self._settings)
-            if update.scope is Scope.RESYNC or state.must_resync(update.node):
-                return state.resync(update.node, update.plans)
-            return state.change(update.node, update.changed)
+            return sync_family(state, update)
         except HostError as error:
             raise SyncFailed(str(error)) from error
 

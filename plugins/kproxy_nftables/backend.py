@@ -2,8 +2,9 @@
 
 import logging
 
-from kproxy_core.backend.api import BackendSettings, Damage, Measurement, Scope, SyncReport, Update
+from kproxy_core.backend.api import BackendSettings, Damage, Measurement, SyncReport, Update
 from kproxy_core.backend.errors import Unsupported
+from kproxy_core.backend.family_sync import sync_family
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.host import privileges
 from kproxy_nftables.family import FamilyState
@@ -37,11 +38,7 @@ class NftablesBackend:
     @hookimpl
     def kproxy_sync(self, update: Update) -> SyncReport:
         """Bring one family's table to *update*. Raises SyncFailed, TrustLost."""
-        state = self._states[update.family]
-        if update.scope is Scope.RESYNC or state.must_resync(update.node):
-            report = state.resync(update.node, update.plans)
-        else:
-            report = state.change(update.node, update.changed)
+        report = sync_family(self._states[update.family], update)
         if self._watcher is None:
             self._generation = self._kernel.generation()
         return report

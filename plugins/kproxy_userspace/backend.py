@@ -11,11 +11,11 @@ from kproxy_core.backend.api import (
     Damage,
     Leftovers,
     Measurement,
-    Scope,
     SyncReport,
     Update,
 )
 from kproxy_core.backend.errors import SyncFailed
+from kproxy_core.backend.family_sync import sync_family
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family, Protocol
@@ -66,9 +66,7 @@ class UserspaceBackend:
         """Bring one family's relays and portals to *update*. Raises Unsupported if it can't be redirected."""
         family = self._relays_of(update.family)
         try:
-            if update.scope is Scope.RESYNC or update.node_changed:
-                return family.resync(update.node, update.plans)
-            return family.change(update.node, update.changed)
+            return sync_family(family, update)
         except HostError as error:
             raise SyncFailed(str(error)) from error
 

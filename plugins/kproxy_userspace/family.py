@@ -84,11 +84,20 @@ class FamilyRelays:
         self._writing = threading.Lock()
         """For the portals, which are what was applied but while somebody has this, and for what leaves."""
         self._withdrawn = False
+        self._node: NodeView | None = None
+        """The node as of the last full sync; None: there was none, or it failed."""
+
+    def must_resync(self, node: NodeView) -> bool:
+        """Return whether the node has changed: every portal may depend on its addresses."""
+        return node != self._node
 
     def resync(self, node: NodeView, plans: Plans) -> SyncReport:
         """Bring everything to *plans*, believing nothing."""
         gone = dict.fromkeys(self._relays.keys() - plans.keys())
-        return self._bring(node, {**gone, **plans}, anew=True)
+        self._node = None
+        report = self._bring(node, {**gone, **plans}, anew=True)
+        self._node = node
+        return report
 
     def change(self, node: NodeView, changed: Mapping[ServicePortKey, ServicePlan | None]) -> SyncReport:
         """Bring only *changed* to what they are now."""

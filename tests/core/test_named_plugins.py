@@ -10,7 +10,10 @@ import pytest
 from kproxy_core.backend.api import BackendSettings
 from kproxy_core.backend.named import NamedPlugins, PluginNotFound, read_names
 from kproxy_core.backend.registry import PluginRefused, Registry, UnknownMode
+from kproxy_core.config.flags import Flags
 from kproxy_core.model.address import Family
+from kproxy_core.process.choice import conclude
+from kproxy_core.process.terms import Configuration
 from kproxy_core.testing.builders import full_update, node_view
 from tests.core.installed_plugins import install, on_path
 from tests.core.test_registry import plugin
@@ -62,7 +65,7 @@ def test_a_mode_that_is_kept_out_is_not_listed_chosen_or_loaded(here: Path) -> N
     registry = Registry(plugins=["no:one"])
     assert "one" not in registry.modes
     assert "one" not in {description.mode for description in registry.load_all()}
-    assert registry.preferred(SETTINGS) == "two"
+    assert conclude(Configuration(Flags({}), None), registry, SETTINGS.families) == "two"
     with pytest.raises(UnknownMode, match=r"mode 'one' is kept out by -p no:one; others: .*two"):
         registry.make_backend("one", SETTINGS)
 

@@ -10,7 +10,10 @@ from kproxy_core.backend.api import BackendSettings, SyncReport
 from kproxy_core.backend.errors import SyncFailed, Unsupported
 from kproxy_core.backend.hookspecs import ENTRY_POINTS
 from kproxy_core.backend.registry import PluginRefused, Registry, UnknownMode
+from kproxy_core.config.flags import Flags
 from kproxy_core.model.address import Family
+from kproxy_core.process.choice import conclude
+from kproxy_core.process.terms import Configuration
 from kproxy_core.testing.builders import full_update, node_view, plans, service
 from tests.core.installed_plugins import install, on_path
 
@@ -186,6 +189,10 @@ def test_only_the_plugin_chosen_prepares_and_it_may_have_nothing_to_prepare(put:
         registry.prepare("eager", asked)
 
 
+def concluded(registry: Registry) -> str:
+    return conclude(Configuration(Flags({}), None), registry, SETTINGS.families)
+
+
 def test_without_a_mode_the_usable_one_with_the_highest_preference_is_taken(put: Install) -> None:
     put(
         "some",
@@ -193,14 +200,14 @@ def test_without_a_mode_the_usable_one_with_the_highest_preference_is_taken(put:
         high=plugin("high", preference=2000),
         best=plugin("best", preference=3000, usable=False),
     )
-    assert Registry().preferred(SETTINGS) == "high"
+    assert concluded(Registry()) == "high"
 
 
 def test_if_no_mode_works_every_reason_is_given(put: Install) -> None:
     put("some", low=plugin("low", usable=False), broken="1/0")
     registry = Registry(e for e in entry_points(group=ENTRY_POINTS) if e.name in ("low", "broken"))
     with pytest.raises(Unsupported) as found:
-        registry.preferred(SETTINGS)
+        concluded(registry)
     assert "low: a kernel: one. get one" in str(found.value)
     assert "plugin 'broken' of some 1.0" in str(found.value)
 
