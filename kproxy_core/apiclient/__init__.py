@@ -1,1 +1,1 @@
-"""Requests to a Kubernetes API server. Knows nothing of lists, watches or the store."""
+"""Requests to a Kubernetes API server over urllib3. Knows nothing of lists, watches or the store."""

@@ -1,23 +1,35 @@
-"""One thread's requests to the API server: granted, or a typed reason why not."""
+"""The requests of one thread to the API server: granted, or refused with a typed reason."""
 
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from ssl import SSLError
 
 import msgspec
 
 from kproxy_core.apiclient.access import CurrentAccess
-from kproxy_core.apiclient.connection import Aborted, Connection, Response
+from kproxy_core.apiclient.transport import Response, Transport
+from kproxy_core.apiclient.wire import Aborted
 from kproxy_core.objects.decode import UNDECODABLE, Status
 from kproxy_core.objects.reading import shown
 from kproxy_core.timing.token_bucket import TokenBucket
 
 SILENCE = 60.0
-"""Seconds without a byte that are too much in an answer that is on its way."""
+"""Seconds without a byte after which an answer is given up."""
+
+ALLOWANCE = 60.0
+"""Seconds that a page of a list may take, besides those for its size (`wire.SLOWEST`)."""
+
+MAX_PAGE = 32 << 20
+"""Limit in bytes for one page of a list, decompressed."""
+
+MAX_REFUSAL = 1 << 20
+"""Limit in bytes for the body of an answer other than 200."""
 
 
 class Refusal(Exception):
-    """The server said no: with an HTTP status, or in the middle of a watch."""
+    """The server refused: with an HTTP status, or in the middle of a watch."""
 
     def __init__(self, status: Status, retry_after: float = 0.0) -> None:
         super().__init__(f"{status.code} {shown(status.reason or '')}: {shown(status.message or '', 200)}")
@@ -28,7 +40,7 @@ class Refusal(Exception):
 
 
 class HistoryLost(Exception):
-    """The watch can't go on from where it was; everything has to be asked for again."""
+    """The watch can't be resumed; everything has to be listed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +52,9 @@ class ApiRequest:
     code: str
     """HTTP status, or ``<error>`` if there was no answer."""
     waited: float
-    """Seconds that the rate limit held it back."""
+    """Seconds that the rate limit delayed it."""
     seconds: float
-    """How long it took until the whole answer was there, or a watch was granted or refused."""
+    """Seconds until the whole answer had arrived, or a watch was granted or refused."""
     received: int | None
     """Bytes of the whole answer; None: a watch, or no answer."""
     method: str = "GET"
@@ -51,11 +63,11 @@ class ApiRequest:
 
 
 Observe = Callable[[ApiRequest], None]
-"""Is told of each request, by the thread that makes it."""
+"""Called after each request, by the thread that made it."""
 
 
 class ApiRequests:
-    """Asks the API server, with the credentials of the moment and on a connection that is kept.
+    """Requests to the API server with the current credentials, on a connection that is kept.
 
     *clock*: monotonic seconds. Used by one thread; only `abort` may be called by another.
     """
@@ -69,19 +81,19 @@ class ApiRequests:
         self._clock = clock
         self._stopping = threading.Event()
         self._access = access.now
-        self._connection = Connection(self._access)
+        self._transport = Transport(self._access)
 
     def list(self, target: str, first: bool) -> bytes:
-        """A page of a list, the *first* or another.
+        """Return a page of a list. Only the *first* waits for the rate limit.
 
-        Raises Refusal, HistoryLost, OSError, ProtocolError.
+        Raises Refusal, HistoryLost, OSError, ProtocolError, TooLarge.
         """
         # The pages after the first are one request in all but name: kube-proxy asks for all at once.
         waited = self._wait_for_turn() if first else 0.0
         started, code, received = self._clock(), "<error>", None
         try:
-            response = self._connection.get(target, SILENCE, compressed=True)
-            data = response.read_all()
+            response = self._transport.get(target, SILENCE, compressed=True, allowance=ALLOWANCE)
+            data = response.read_all(MAX_PAGE if response.status == 200 else MAX_REFUSAL)
             code, received = str(response.status), len(data)
         finally:
             self._observe(ApiRequest(self._access.authority, code, waited, self._clock() - started, received))
@@ -90,33 +102,33 @@ class ApiRequests:
         return data
 
     def watch(self, target: str) -> Response:
-        """A watch that was granted. Raises as `list` does."""
+        """Return a watch that was granted. Raises as `list` does."""
         waited, code = self._wait_for_turn(), "<error>"
         started = self._clock()
         try:
-            response = self._connection.get(target, SILENCE)
+            response = self._transport.get(target, SILENCE)
             code = str(response.status)
         finally:
             self._observe(ApiRequest(self._access.authority, code, waited, self._clock() - started, None))
         if response.status != 200:
-            raise _refused(response, response.read_all())
+            raise _refused(response, response.read_all(MAX_REFUSAL))
         return response
 
     def allow_silence(self, seconds: float) -> None:
-        """From now on, a watch may be silent for so long."""
-        self._connection.set_timeout(seconds)
+        """Let the watch be silent for *seconds* from now on."""
+        self._transport.allow_silence(seconds)
 
     def disconnect(self) -> None:
         """Close the connection; the next request makes a new one."""
-        self._connection.close()
+        self._transport.close()
 
     def abort(self) -> None:
-        """End for good: what is under way fails at once, and so does every further request."""
+        """Fail what is under way at once, and every further request."""
         self._stopping.set()
-        self._connection.abort()
+        self._transport.abort()
 
     def keep_up(self) -> None:
-        """Use what the files have now, if they were replaced or what they gave has expired.
+        """Load the credentials again if a file was replaced or they expired.
 
         Raises AccessError, having changed nothing.
         """
@@ -124,7 +136,7 @@ class ApiRequests:
         self._take_current()
 
     def renew(self, error: Exception) -> None:
-        """Read the files again if *error* may be due to credentials, or a CA, that are not good any more.
+        """Load the credentials again if *error* may be due to credentials, or a CA, that are no longer valid.
 
         Raises AccessError, having changed nothing.
         """
@@ -137,10 +149,10 @@ class ApiRequests:
         if self._access is self._current.now:
             return
         self._access = self._current.now
-        self._connection.close()
-        self._connection = Connection(self._access)
+        self._transport.close()
+        self._transport = Transport(self._access)
         if self._stopping.is_set():
-            self._connection.abort()
+            self._transport.abort()
 
     def _wait_for_turn(self) -> float:
         delay = self._rate.reserve(self._clock())
@@ -153,7 +165,7 @@ _decode_status = msgspec.json.Decoder(Status).decode
 
 
 def _refused(response: Response, body: bytes) -> Exception:
-    """The exception that an answer other than 200 is."""
+    """Return the exception for an answer other than 200."""
     try:
         said = _decode_status(body)
     except UNDECODABLE:
@@ -163,23 +175,21 @@ def _refused(response: Response, body: bytes) -> Exception:
 
 
 def refusal(status: Status, retry_after: float = 0.0) -> Exception:
-    """The exception that a failure is: 410 stands for a version, or a list, that is too old."""
+    """Return the exception for *status*: 410 stands for a resource version, or a list, that is too old."""
     if status.code == 410:
         return HistoryLost(shown(status.message or status.reason or "410 Gone", 200))
     return Refusal(status, retry_after)
 
 
 def _retry_after(response: Response) -> float:
-    """Seconds that Retry-After asks for (RFC 9110, section 10.2.3); 0: it does not say."""
+    """Return the seconds that Retry-After asks for (RFC 9110, section 10.2.3); 0: none."""
     asked = response.headers.get("retry-after", "")
     if asked.isascii() and asked.isdigit():
         return float(asked[:9])
     if not asked:
         return 0.0
-    from email.utils import parsedate_to_datetime
-
     try:
-        # A time of the server's clock, so it is that clock which counts.
+        # By the server's clock, which may be wrong.
         return (parsedate_to_datetime(asked)
                 - parsedate_to_datetime(response.headers.get("date", ""))).total_seconds()
     except (TypeError, ValueError, OverflowError):
@@ -187,6 +197,4 @@ def _retry_after(response: Response) -> float:
 
 
 def _is_about_tls(error: Exception) -> bool:
-    from ssl import SSLError
-
     return isinstance(error, SSLError) or isinstance(error.__cause__, SSLError)

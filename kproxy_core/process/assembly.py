@@ -80,7 +80,7 @@ def make_source(config: Config, node_name: str, counted: ClientMetrics) -> Sourc
 
         return DirectorySource(Path(config.manifests), node_name)
     from kproxy_core.apiclient.access import AccessError
-    from kproxy_core.apiclient.connection import CONTENT_TYPE
+    from kproxy_core.apiclient.transport import CONTENT_TYPE
     from kproxy_core.sources.apiserver.source import KubernetesSource
 
     client, usual = config.client, ClientConnection()

@@ -1,6 +1,7 @@
 """Reaching an API server by URL, kubeconfig and service account, with TLS and tokens."""
 
 import base64
+import json
 import ssl
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from queue import Queue
 
 import pytest
 
-from kproxy_core.apiclient import access
+from kproxy_core.apiclient import loading
 from kproxy_core.apiclient.access import AccessError, load_access
 from kproxy_core.apiclient.requests import ApiRequest
 from kproxy_core.sources.apiserver.source import KubernetesSource
@@ -67,6 +68,15 @@ def tokens(server: ScriptedServer) -> set[str | None]:
     return {request.headers.get("authorization") for request in server.requests}
 
 
+def jwt(expires: int) -> str:
+    """Return an OpenID Connect token that says no more than when it *expires* (epoch seconds)."""
+    parts = (json.dumps(part).encode() for part in ({"alg": "none"}, {"exp": expires}))
+    return ".".join([*(base64.urlsafe_b64encode(part).decode().rstrip("=") for part in parts), "x"])
+
+
+LASTING = jwt(4_000_000_000)
+
+
 # -- a URL
 
 @pytest.mark.parametrize(("url", "authority", "base_path", "secure"), [
@@ -78,7 +88,9 @@ def tokens(server: ScriptedServer) -> set[str | None]:
 ])
 def test_master_is_a_url(url: str, authority: str, base_path: str, secure: bool) -> None:
     found = load_access(url, None)
-    assert (found.authority, found.base_path, found.tls is not None) == (authority, base_path, secure)
+    scheme = "https" if secure else "http"
+    assert (found.server, found.tls is not None) == (f"{scheme}://{authority}{base_path}", secure)
+    assert found.authority == authority
 
 
 @pytest.mark.parametrize("url", [
@@ -90,12 +102,13 @@ def test_a_url_that_names_no_server_is_refused_with_the_option(url: str) -> None
         load_access(url, None)
 
 
-def test_a_plain_url_costs_neither_tls_nor_the_kubernetes_package() -> None:
+def test_the_running_proxy_never_imports_the_kubernetes_package(kubeconfig: Kubeconfig) -> None:
     program = ("import sys; from kproxy_core.sources.apiserver.source import KubernetesSource; "
-               "KubernetesSource('http://127.0.0.1:1', None, 'n'); "
-               "print(*({'kubernetes', 'ssl', 'http', 'email', 'yaml'} & set(sys.modules)))")
-    run = subprocess.run([sys.executable, "-S", "-c", f"import sys; sys.path[:] = {sys.path!r}; {program}"],
-                         cwd=CHECKOUT, capture_output=True, text=True, check=True)
+               "KubernetesSource(None, sys.argv[1], 'n'); "
+               "print(*({'kubernetes', 'requests', 'oauthlib', 'yaml', 'socks'} & set(sys.modules)))")
+    command = [sys.executable, "-S", "-c", f"import sys; sys.path[:] = {sys.path!r}; {program}",
+               kubeconfig("https://127.0.0.1:1")]
+    run = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True)
     assert run.stdout.split() == []
 
 
@@ -130,13 +143,36 @@ def test_inline_keys_leave_no_files_behind(
     ({"exec": {"apiVersion": "client.authentication.k8s.io/v1", "command": "echo", "interactiveMode": "Never",
                "args": ['{"kind": "ExecCredential", "apiVersion": "client.authentication.k8s.io/v1",'
                         ' "status": {"token": "from-exec"}}']}}, "Bearer from-exec"),
+    ({"auth-provider": {"name": "gcp", "config": {"access-token": "from-gcp"}}}, "Bearer from-gcp"),
+    ({"auth-provider": {"name": "oidc", "config": {"id-token": LASTING}}}, f"Bearer {LASTING}"),
     ({}, None),
-], ids=["token", "password", "exec", "nobody"])
+], ids=["token", "password", "exec", "gcp", "oidc", "nobody"])
 def test_credentials_are_shown(
     server: ScriptedServer, kubeconfig: Kubeconfig, user: Json, header: str | None,
 ) -> None:
     assert completes(KubernetesSource(None, kubeconfig(server.url, {"certificate-authority": CA}, user), "n"))
     assert tokens(server) == {header}
+
+
+def test_another_user_is_impersonated(server: ScriptedServer, kubeconfig: Kubeconfig) -> None:
+    user = {"token": "t", "as": "system:node:n", "as-uid": "7", "as-groups": ["system:nodes", "more"],
+            "as-user-extra": {"Example.com/Scope": ["one"]}}
+    config = kubeconfig(server.url, {"certificate-authority": CA}, user)
+    assert ("Impersonate-Group", "system:nodes") in load_access(None, config).headers
+    assert completes(KubernetesSource(None, config, "n"))
+    for request in server.requests:
+        shown = {name: value for name, value in request.headers.items() if name.startswith("impersonate-")}
+        # Of headers that occur twice, the test's server keeps the last.
+        assert shown == {"impersonate-user": "system:node:n", "impersonate-uid": "7",
+                         "impersonate-group": "more", "impersonate-extra-example.com%2fscope": "one"}
+
+
+def test_a_plugin_that_hangs_is_ended(kubeconfig: Kubeconfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "LOAD_SECONDS", 1)
+    config = kubeconfig("https://127.0.0.1:1", {}, {"exec": {
+        "command": "sleep", "args": ["1000"], "apiVersion": "client.authentication.k8s.io/v1"}})
+    with pytest.raises(AccessError, match="does a credential plugin hang"):
+        load_access(None, config)
 
 
 def test_the_name_in_the_certificate_may_differ_from_the_host(
@@ -183,19 +219,19 @@ def test_a_kubeconfig_of_no_use_is_refused_with_the_file(tmp_path: Path, content
     ({"certificate-authority": "/nowhere/ca.crt"}, {}, "/nowhere/ca.crt"),
     ({"certificate-authority": KEY}, {}, "certificates"),
     ({}, {"client-certificate": CA, "client-key": KEY}, "certificates"),
-    ({"proxy-url": "socks5://me:hidden@proxy:1080"}, {}, "proxy-url: a proxy is reached by http:// here"),
-    ({"proxy-url": "http://"}, {}, "proxy-url: a URL without a host"),
-    ({"certificate-authority-data": "%%%"}, {}, "certificate-authority-data is not base64"),
+    ({"proxy-url": "socks4://me:hidden@proxy:1080"}, {}, "the proxy's URL needs a host and one of"),
+    ({"proxy-url": "http://"}, {}, "the proxy's URL needs a host and one of"),
+    ({"certificate-authority-data": "%"}, {}, "certificates"),
     ({}, {"client-certificate-data": "eA==", "client-key-data": "eA=="}, "certificates"),
     ({}, {"tokenFile": "/nowhere/token"}, "there is no file '/nowhere/token'"),
-    ({}, {"auth-provider": {"name": "oidc"}}, "auth-provider is not supported"),
-    ({}, {"as": "somebody"}, "acting as another user"),
-    ({}, {"token": 17}, r"got `int` - at `\$.users\[0\].user.token`"),
+    ({}, {"auth-provider": {"name": "azure"}}, "auth-provider 'azure': it gave no token"),
+    ({}, {"as-groups": ["admins"]}, "need as"),
+    ({}, {"as": "two\nlines"}, "as: characters that a header can't have"),
     ({}, {"exec": {"command": "false", "apiVersion": "x"}}, "exec: process returned 1"),
     ({}, {"exec": {"command": "/nowhere/plugin", "apiVersion": "x"}}, "exec: .*'/nowhere/plugin'"),
     ({}, {"exec": {"command": "echo", "apiVersion": "x",
                    "args": ['{"apiVersion": "x", "kind": "", "status": {}}']}},
-     "neither a token nor a certificate"),
+     "missing token or clientCertificateData"),
     ({}, {"token": "two\nlines"}, "token"),
     ({"server": "ftp://x"}, {}, "not an http or https URL"),
 ])
@@ -216,7 +252,7 @@ def test_a_missing_kubeconfig_is_named() -> None:
 def test_a_pod_uses_its_service_account_and_each_new_token(
     server: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(access, "_SERVICE_ACCOUNT", str(tmp_path))
+    monkeypatch.setattr(loading, "SERVICE_ACCOUNT", str(tmp_path))
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(server.port))
     (tmp_path / "ca.crt").write_text(Path(CA).read_text())
@@ -224,7 +260,7 @@ def test_a_pod_uses_its_service_account_and_each_new_token(
         (tmp_path / "token").write_text(token + "\n")
         server.requests.clear()
         assert completes(KubernetesSource(None, None, "n"))
-        assert tokens(server) == {f"Bearer {token}"}
+        assert tokens(server) == {f"bearer {token}"}
 
 
 def test_outside_of_a_pod_something_has_to_be_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.apiclient.access import load_access
+from kproxy_core.apiclient.access import AccessError, CurrentAccess
 from kproxy_core.sources.apiserver.source import KubernetesSource
 from tests.core.api_servers import (
     TLS,
@@ -87,17 +87,18 @@ def test_a_token_file_is_read_for_each_request(tmp_path: Path, caplog: pytest.Lo
     assert not caplog.records
 
 
-def test_a_token_file_that_is_empty_for_a_moment_is_waited_for(tmp_path: Path) -> None:
+def test_a_token_file_that_is_empty_for_a_moment_changes_nothing(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("old")
     config = write_kubeconfig(tmp_path / "config", "https://127.0.0.1:1", CA, {"tokenFile": "token"})
-    authorization = load_access(None, config).authorization
-    assert authorization is not None
+    access = CurrentAccess(None, config)
     token.write_text("")
-    with pytest.raises(OSError, match="holds no token"):
-        authorization()
+    with pytest.raises(AccessError, match="token holds no token"):
+        access.keep_up()
+    assert access.now.headers == (("Authorization", "Bearer old"),)
     token.write_text("new")
-    assert authorization() == "Bearer new"
+    access.keep_up()
+    assert access.now.headers == (("Authorization", "Bearer new"),)
 
 
 def test_a_new_token_in_the_kubeconfig_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

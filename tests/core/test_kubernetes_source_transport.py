@@ -12,7 +12,7 @@ from termios import TIOCOUTQ
 
 import pytest
 
-from kproxy_core.apiclient import connection as http
+from kproxy_core.apiclient import wire as http
 from kproxy_core.apiclient.requests import ApiRequest
 from kproxy_core.sources.apiserver.source import KubernetesSource
 from kproxy_core.store.events import Event

@@ -9,8 +9,9 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from kproxy_core.apiclient.access import Access
-from kproxy_core.apiclient.connection import Connection
-from kproxy_core.apiclient.framing import MAX_LINE
+from kproxy_core.apiclient.lines import MAX_LINE
+from kproxy_core.apiclient.transport import Transport
+from kproxy_core.apiclient.wire import Wire
 from kproxy_core.sources.apiserver import reflector as watch
 from kproxy_core.sources.apiserver.source import KubernetesSource
 from kproxy_core.store.events import BadObject, Event
@@ -224,7 +225,7 @@ def test_a_delay_that_tells_nothing_is_none(follow: ScriptedRun, header: str) ->
     lambda e: e.answer(200, {"metadata": {}, "items": []}),
     lambda e: e.answer(200, b"[" * 100_000),
     lambda e: e.answer(200, b"not gzip", "Content-Encoding: gzip"),
-    lambda e: e.answer(200, gzip.compress(b'{"metadata": {"resourceVersion": "1"}, "items": []}')[:-1],
+    lambda e: e.answer(200, gzip.compress(b'{"metadata": {"resourceVersion": "1"}, "items": []}')[:-20],
                        "Content-Encoding: gzip"),
     lambda e: e.answer(200, b"", "Content-Encoding: br"),
 ], ids=["500", "401", "403", "302", "404", "not http", "endless head", "html", "cut", "no version", "deep",
@@ -429,16 +430,15 @@ def test_stopping_waits_for_no_server(accepting: bool) -> None:
 
 
 def test_what_is_stopped_before_it_connects_does_not_connect(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Connection._new_socket
+    connect = Wire._connect
 
-    def stopped(connection: Connection, family: int, kind: int, protocol: int) -> socket.socket:
-        plain = made(connection, family, kind, protocol)
-        connection.abort()
-        return plain
+    def stopped(wire: Wire, plain: socket.socket, address: object) -> None:
+        wire.abort()
+        connect(wire, plain, address)
 
-    monkeypatch.setattr(Connection, "_new_socket", stopped)
+    monkeypatch.setattr(Wire, "_connect", stopped)
     with _deaf_server(accepting=False) as port, pytest.raises(OSError, match="closed from this side"):
-        Connection(Access(host="127.0.0.1", port=port)).get("/", 1.0)
+        Transport(Access(server=f"http://127.0.0.1:{port}")).get("/", 1.0)
 
 
 @contextmanager

@@ -39,7 +39,7 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
     "config": frozenset({"msgspec", "yaml"}),
     "store": frozenset(),
     "objects": frozenset({"msgspec", "yaml"}),
-    "apiclient": frozenset({"kubernetes", "msgspec"}),
+    "apiclient": frozenset({"kubernetes", "msgspec", "urllib3", "yaml"}),
     "sources": frozenset({"msgspec"}),
     "observe": frozenset({"prometheus_client"}),
     "sync": frozenset(),

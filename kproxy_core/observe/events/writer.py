@@ -3,10 +3,9 @@
 import json
 import time
 
-from kproxy_core.apiclient.access import AccessError, load_access
-from kproxy_core.apiclient.connection import Connection, Response
-from kproxy_core.apiclient.framing import ProtocolError
-from kproxy_core.apiclient.requests import ApiRequest, Observe
+from kproxy_core.apiclient.access import AccessError, CurrentAccess
+from kproxy_core.apiclient.requests import MAX_REFUSAL, ApiRequest, Observe
+from kproxy_core.apiclient.transport import ProtocolError, Transport
 from kproxy_core.observe.events.api_event import Event, NotWritten
 
 _CONTROLLER = "kube-proxy"
@@ -16,19 +15,19 @@ _MAX_NOTE, _MAX_NAME = 1024, 253
 """Bytes that the API server takes: longer ones are refused with the whole event."""
 
 _SILENCE = 10.0
-"""Seconds that the server may take to answer."""
+"""Seconds without a byte after which the answer is given up."""
 
 
 class EventWriter:
     """Writes events to the API server that *master* and *kubeconfig* name (see `load_access`).
 
-    Credentials and connection are taken anew for each event, and kept for none: events are rare.
+    Each event is sent on a connection of its own: events are rare. Used by one thread.
     """
 
     def __init__(self, master: str, kubeconfig: str, host: str, observe: Observe) -> None:
-        """*host*: the name of this machine, which the events come from; *observe* is told of each request."""
-        self._master = master
-        self._kubeconfig = kubeconfig
+        """*host*: the name of this machine, the reporter of the events; *observe* is told of each request."""
+        self._options = master, kubeconfig
+        self._access: CurrentAccess | None = None
         self._host = host
         self._observe = observe
 
@@ -37,22 +36,31 @@ class EventWriter:
         namespace = event.regarding.namespace or "default"
         body = json.dumps(_document(event, namespace, happened, self._host)).encode()
         try:
-            access = load_access(self._master, self._kubeconfig)
-            connection = _Posting(access)
-            started, code, received = time.monotonic(), "<error>", None
-            try:
-                response = connection.post(f"/apis/events.k8s.io/v1/namespaces/{namespace}/events", body)
-                answer = response.read_all()
-                code, received = str(response.status), len(answer)
-            finally:
-                connection.close()
-                self._observe(ApiRequest(
-                    access.authority, code, 0.0, time.monotonic() - started, received, "POST", len(body)))
+            status, answer = self._post(f"/apis/events.k8s.io/v1/namespaces/{namespace}/events", body)
         except (OSError, AccessError, ProtocolError) as error:
             raise NotWritten(str(error), again=True) from error
-        if response.status >= 300:
-            again = response.status >= 500 or response.status == 429
-            raise NotWritten(f"{response.status} {answer[:200].decode(errors='replace')}", again)
+        if status >= 300:
+            self._access = None if status == 401 else self._access
+            again = status >= 500 or status in (401, 429)
+            raise NotWritten(f"{status} {answer[:200].decode(errors='replace')}", again)
+
+    def _post(self, target: str, body: bytes) -> tuple[int, bytes]:
+        """Raises OSError, AccessError, ProtocolError."""
+        if self._access is None:
+            self._access = CurrentAccess(*self._options)
+        self._access.keep_up()
+        access = self._access.now
+        transport = Transport(access)
+        started, code, received = time.monotonic(), "<error>", None
+        try:
+            response = transport.post(target, body, _SILENCE)
+            answer = response.read_all(MAX_REFUSAL)
+            code, received = str(response.status), len(answer)
+        finally:
+            transport.close()
+            self._observe(ApiRequest(
+                access.authority, code, 0.0, time.monotonic() - started, received, "POST", len(body)))
+        return response.status, answer
 
 
 def _document(event: Event, namespace: str, happened: int, host: str) -> dict[str, object]:
@@ -78,15 +86,3 @@ def _document(event: Event, namespace: str, happened: int, host: str) -> dict[st
 def _name(regarding: str, suffix: str) -> str:
     """A name for an event; that of the longest node leaves no room for a *suffix*."""
     return regarding[:_MAX_NAME - len(suffix)].rstrip(".-") + suffix
-
-
-class _Posting(Connection):
-    """A connection for one request that brings something."""
-
-    def post(self, target: str, body: bytes) -> Response:
-        """Raises OSError, ProtocolError."""
-        head, end = self._request(target, False)[:-2], b"\r\n"
-        head = b"POST" + head.removeprefix(b"GET")
-        about = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n".encode()
-        self._connect()
-        return self._exchange(head + about + end + body, _SILENCE)

@@ -16,8 +16,9 @@ from urllib.parse import urlencode
 import msgspec
 
 from kproxy_core.apiclient.access import AccessError
-from kproxy_core.apiclient.framing import MAX_LINE, Lines, ProtocolError
+from kproxy_core.apiclient.lines import MAX_LINE, Lines
 from kproxy_core.apiclient.requests import ApiRequests, HistoryLost, Refusal, refusal
+from kproxy_core.apiclient.transport import ProtocolError
 from kproxy_core.objects.decode import Malformed, Resource
 from kproxy_core.objects.reading import Reading
 from kproxy_core.sources.apiserver.trouble import Trouble

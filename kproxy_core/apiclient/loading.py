@@ -1,0 +1,98 @@
+"""The configuration of the API client, as loaded by the kubernetes package in a child process.
+
+Importing that package costs 30 MiB and 0.15 s. The child hands back what a connection needs and ends; it
+is started again when a file changes, the credentials expire or the API server answers 401.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+
+import msgspec
+
+SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
+"""Directory with the token and the CA that the kubelet mounts into a pod."""
+
+LOAD_SECONDS = 60
+"""Timeout in seconds for loading, including a credential plugin."""
+
+_END_SECONDS = 2.0
+
+Stamp = tuple[int, int, int]
+"""Inode, modification time in nanoseconds and size of a file; they differ once it was replaced."""
+
+
+class NotLoaded(Exception):
+    """The configuration can't be used; the message says why."""
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An API server and the credentials for it. PEM data is inlined, whatever file it is from."""
+
+    server: str = ""
+    """URL with scheme."""
+    ca: str | None = None
+    """PEM certificates to trust; None: those of the system."""
+    certificate: str = ""
+    key: str = ""
+    verify: bool = True
+    server_name: str = ""
+    """Name expected in the server's certificate; "": the host."""
+    headers: list[tuple[str, str]] = []
+    """Authorization and Impersonate-* headers."""
+    proxy: str = ""
+    """URL; "": none."""
+    compression: bool = True
+    files: list[tuple[str, Stamp | None]] = []
+    """Every file read, and its stamp from before the reading."""
+    expires: float | None = None
+    """Expiry of the credentials in seconds since the epoch; None: unknown."""
+    problem: str = ""
+    """The reason why nothing else is set."""
+
+
+def load(master: str, kubeconfig: str) -> Loaded:
+    """Load *kubeconfig*, with *master* in place of its server; with neither, the pod's own configuration.
+
+    Raises NotLoaded.
+    """
+    # The import path is no variable of the environment: a plugin, which may be Python too, inherits that.
+    program = f"import sys; sys.path[:] = {sys.path!r}; from kproxy_core.apiclient.loader import main; main()"
+    command = [sys.executable, "-c", program, master, kubeconfig, SERVICE_ACCOUNT]
+    # In a session of its own, so that a plugin ends with it.
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          start_new_session=True) as child:
+        try:
+            answer, complaint = child.communicate(timeout=LOAD_SECONDS)
+        except subprocess.TimeoutExpired:
+            _end(child)
+            raise NotLoaded(f"not loaded within {LOAD_SECONDS} s; does a credential plugin hang?") from None
+    try:
+        loaded = msgspec.json.decode(answer, type=Loaded)
+    except (msgspec.MsgspecError, ValueError) as error:
+        last = (complaint.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
+        raise NotLoaded(f"the loader failed: {last[:300]}") from error
+    if loaded.problem:
+        raise NotLoaded(loaded.problem)
+    return loaded
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End *child* and a plugin that it runs: by SIGTERM, so that it removes its files, else by SIGKILL."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            child.communicate(timeout=_END_SECONDS)
+            return
+
+
+def stamp(path: str) -> Stamp | None:
+    """Return the stamp of the file *path*; None if there is no such file."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
