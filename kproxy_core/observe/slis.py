@@ -1,43 +1,34 @@
-"""How often the metrics server's own checks were made: ``/metrics/slis`` (component-base 1.36)."""
+"""``/metrics/slis``: results of the metrics server's own health checks (component-base 1.36)."""
 
-import threading
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from kproxy_core.observe.instruments import Sample, exposition
-
-_ABOUT = {
-    "kubernetes_healthcheck": ("gauge", "Result of the last check"),
-    "kubernetes_healthchecks_total": ("counter", "Checks by result"),
-    "process_start_time_seconds": ("gauge", "When this process began, in seconds since the epoch"),
-}
+from kproxy_core.observe.metrics import exposition
 
 
 class HealthcheckSlis:
-    """The only check there is, ``ping``, and it succeeds whenever it is made. Any thread may call."""
+    """The only check, ``ping``, succeeds whenever it is made. Any thread may call."""
 
     def __init__(self, started: float) -> None:
-        """*started*: when the process began, in seconds since the epoch."""
-        self._started = started
-        self._lock = threading.Lock()
-        self._checks = 0
+        """*started*: start of the process, in seconds since the epoch."""
+        self._registry = CollectorRegistry()
+        self._result = Gauge(
+            "kubernetes_healthcheck", "Result of the last check", ("name", "type"), registry=self._registry)
+        self._checks = Counter(
+            "kubernetes_healthchecks_total", "Checks by result", ("name", "type", "status"),
+            registry=self._registry)
+        Gauge("process_start_time_seconds", "Start of this process, in seconds since the epoch",
+              registry=self._registry).set(started)
 
-    def checked(self) -> None:
-        """The check was made."""
-        with self._lock:
-            self._checks += 1
+    def record_check(self) -> None:
+        """Count a check."""
+        self._result.labels("ping", "healthz").set(1)
+        self._checks.labels("ping", "healthz", "success").inc()
 
     def reset(self) -> None:
         """Forget all checks."""
-        with self._lock:
-            self._checks = 0
+        self._result.clear()
+        self._checks.clear()
 
-    def exposition(self) -> bytes:
-        """All of it in Prometheus' text format 0.0.4."""
-        with self._lock:
-            checks = self._checks
-        ping = {"name": "ping", "type": "healthz"}
-        samples: dict[str, list[Sample]] = {"process_start_time_seconds": [("", {}, self._started)]}
-        if checks:
-            samples["kubernetes_healthcheck"] = [("", ping, 1)]
-            samples["kubernetes_healthchecks_total"] = [("", {**ping, "status": "success"}, checks)]
-        return exposition((name, about, kind, samples[name])
-                          for name, (kind, about) in _ABOUT.items() if name in samples)
+    def exposition(self, accept: str = "") -> tuple[bytes, str]:
+        """Return the metrics in the format that *accept*, a header, prefers, and its content type."""
+        return exposition(self._registry, accept)

@@ -178,8 +178,9 @@ class _Proxy:
             log.info("an earlier switch of modes counts", extra={
                 "fields": {"configured": entry.configured, "before": entry.before, "after": entry.after}})
         self._metrics = Metrics(config.mode, __version__)
+        self._sync_metrics = SyncMetrics(self._metrics.registry, config.mode, families, time.time)
         for name, enabled in config.feature_gates.items():
-            self._metrics.gate(name, FEATURE_GATES[name].stage, enabled)
+            self._metrics.set_gate(name, FEATURE_GATES[name].stage, enabled)
         self._health = ProxyHealth(
             families, timeout=2 * config.sync_period, node_required=not config.manifests)
         self._health.hold("what other modes left has not been removed yet")
@@ -189,7 +190,7 @@ class _Proxy:
         self._events.node("Normal", "Starting")
         self._told = about(config, configuration.flags)
         if fallback is not None:
-            self._metrics.fell_back(fallback.wanted, fallback.serving)
+            self._metrics.set_fallback(fallback.wanted, fallback.serving)
             self._events.node("Warning", "ModeFallback", str(fallback))
             self._told.fallback = fallback
         self._limits = preparation.limits(config)
@@ -205,7 +206,7 @@ class _Proxy:
             self._loop, registry, self._retiring, journal, instance=instance, configured=configuration.mode,
             terms=terms_of_modes(configuration, registry, families), serves=self._serves,
         )
-        self._metrics.also(lambda: [*self._switch.instance.measure(), self._retiring.measure()])
+        self._metrics.add_collector(lambda: [*self._switch.instance.measure(), self._retiring.measure()])
         self._heir = Heir(registry, settings_of, self._switch, self._retiring, self._health)
         self._failures: list[str] = []
 
@@ -227,7 +228,7 @@ class _Proxy:
 
         observers: list[SyncObserver] = [
             HealthObserver(self._health), HealthCheckObserver(self._families, service_health),
-            SyncMetrics(self._metrics, self._families, time.time),
+            self._sync_metrics,
         ]
         if self._privileged:
             flows = StaleFlowObserver(self._families, FlowCleaner(self._flows_cleaned))
@@ -236,8 +237,7 @@ class _Proxy:
         return observers
 
     def _flows_cleaned(self, result: CleanupResult) -> None:
-        if result.deleted is not None:
-            self._metrics.stale_flows(result.family, result.seconds, result.deleted)
+        self._sync_metrics.record_cleanup(result)
         self._loop.post(partial(self._finish_flows, result))
 
     def run(self) -> None:
@@ -307,7 +307,8 @@ class _Proxy:
 
     def _serves(self, instance: BackendInstance) -> None:
         """Another mode, from now on."""
-        self._metrics.mode_is(instance.mode)
+        self._metrics.set_mode(instance.mode)
+        self._sync_metrics.set_mode(instance.mode)
         self._told.mode = instance.mode
         self._told.configuration = effective(self._configuration.of(instance.mode))
         self._events.node("Normal", "ModeSwitched", instance.mode)
@@ -315,7 +316,7 @@ class _Proxy:
 
 def _counting(counted: ClientMetrics) -> "Observe":
     def observe(request: "ApiRequest") -> None:
-        counted.requested(
+        counted.record(
             request.method, request.host, request.code, waited=request.waited,
             seconds=request.seconds, sent=request.sent, received=request.received,
         )  # fmt: skip

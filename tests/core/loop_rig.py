@@ -35,6 +35,7 @@ from kproxy_core.sync.loop import Loop
 from kproxy_core.sync.node_facts import NodeFacts, NodeSettings
 from kproxy_core.sync.stale_flows import CleanupResult, StaleFlowObserver
 from kproxy_core.timing.pacing import Pacing
+from tests.core.metric_values import values
 
 V4, V6 = Family.IPV4, Family.IPV6
 WALL = 1_000_000.0
@@ -173,7 +174,7 @@ class Rig:
         self.flows = StaleFlowObserver(families, self.cleaner)
         observers = [
             HealthObserver(self.health), HealthCheckObserver(families, self._service_health),
-            SyncMetrics(self.metrics, families, lambda: WALL + self.clock()), self.flows,
+            SyncMetrics(self.metrics.registry, "test", families, lambda: WALL + self.clock()), self.flows,
         ]
         facts = NodeFacts(settings or NodeSettings(name="node1"), frozenset(addresses))
         self.loop = Loop(
@@ -217,7 +218,7 @@ class Rig:
 
     def value(self, sample: str) -> float:
         """One sample of the metrics, by name and labels."""
-        return self.metrics.values()[sample]
+        return values(self.metrics)[sample]
 
     def _service_health(self) -> RecordingServiceHealth:
         self.service_health.append(RecordingServiceHealth())

@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from kproxy_core.model.address import Family
@@ -12,6 +13,7 @@ from kproxy_core.observe.http.debug import Debug
 from kproxy_core.observe.http.messages import Answer, Handler, Request
 from kproxy_core.observe.http.routes import About, health_routes, metrics_routes
 from kproxy_core.observe.metrics import Metrics
+from tests.core.metric_values import values
 
 STATUSZ = "application/json;v=v1beta1;g=config.k8s.io;as=Statusz"
 FLAGZ = "application/json;v=v1beta1;g=config.k8s.io;as=Flagz"
@@ -58,8 +60,27 @@ def test_the_metrics_server(target: str, status: int, body: str) -> None:
 def test_metrics_are_in_the_text_format() -> None:
     answer = ask(server(), "/metrics")
     assert answer.content_type == "text/plain; version=0.0.4; charset=utf-8"
-    assert b"# TYPE kubeproxy_sync_proxy_rules_duration_seconds histogram\n" in answer.body
+    assert b"# TYPE rest_client_request_duration_seconds histogram\n" in answer.body
     assert b'kproxy_build_info{mode="some-mode",version="0"} 1\n' in answer.body
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/metrics/slis"])
+@pytest.mark.parametrize("accept", [
+    "application/openmetrics-text",
+    "application/openmetrics-text;version=1.0.0;q=0.5,application/openmetrics-text;version=0.0.1;q=0.4,"
+    "text/plain;version=0.0.4;q=0.2,*/*;q=0.1",
+])
+def test_a_scraper_that_prefers_openmetrics_gets_it(path: str, accept: str) -> None:
+    answer = ask(server(), path, accept=accept)
+    assert answer.content_type.startswith("application/openmetrics-text; version=1.0.0; charset=utf-8")
+    families = {family.name: family for family in openmetrics(answer.body.decode())}  # type: ignore[no-untyped-call]
+    assert answer.body.endswith(b"# EOF\n")
+    assert families["process_start_time_seconds"].type == "gauge"
+
+
+@pytest.mark.parametrize("accept", ["", "*/*", "text/plain", "application/json", "text/html, text/plain"])
+def test_other_clients_get_the_text_format(accept: str) -> None:
+    assert ask(server(), "/metrics", accept=accept).content_type == "text/plain; version=0.0.4; charset=utf-8"
 
 
 def test_the_health_server_answers_and_counts() -> None:
@@ -72,10 +93,10 @@ def test_the_health_server_answers_and_counts() -> None:
     answer = ask(routes, "/healthz?verbose", method="POST")
     assert (answer.status, answer.content_type) == (200, "application/json")
     assert answer.body.startswith(b'{"lastUpdated":"')
-    values = metrics.values()
-    assert values['kubeproxy_proxy_healthz_total{code="503"}'] == 1
-    assert values['kubeproxy_proxy_healthz_total{code="200"}'] == 1
-    assert values['kubeproxy_proxy_livez_total{code="200"}'] == 1
+    counted = values(metrics)
+    assert counted['kubeproxy_proxy_healthz_total{code="503"}'] == 1
+    assert counted['kubeproxy_proxy_healthz_total{code="200"}'] == 1
+    assert counted['kubeproxy_proxy_livez_total{code="200"}'] == 1
 
 
 def test_configz_has_the_configuration_under_its_group() -> None:

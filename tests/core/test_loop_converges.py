@@ -24,6 +24,7 @@ from kproxy_core.store.events import (
 )
 from kproxy_core.testing.builders import cidrs, endpoint, endpoint_slice, service, service_name
 from tests.core.loop_rig import V4, V6, Rig
+from tests.core.metric_values import values
 
 NAMES = ["a/one", "a/two", "b/one"]
 SLICES = ["s", "t"]
@@ -124,5 +125,5 @@ def test_nothing_is_lost_whatever_fails(
     assert rig.health.healthy()
     for sync in (rig, fresh):
         sync.flows_deleted()
-    gauges = [name for name in fresh.metrics.values() if "no_local_endpoints" in name]
+    gauges = [name for name in values(fresh.metrics) if "no_local_endpoints" in name]
     assert {name: rig.value(name) for name in gauges} == {name: fresh.value(name) for name in gauges}

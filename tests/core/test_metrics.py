@@ -1,46 +1,74 @@
 """Metrics have kube-proxy's names, types, labels and buckets, and count what they say."""
 
+import itertools
 import math
 import re
-import subprocess
-import sys
 import threading
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kproxy_core.backend.api import Scope
+from kproxy_core.backend.api import Measurement, Scope, SyncReport
 from kproxy_core.model.address import Family
-from kproxy_core.observe.instruments import exposition
 from kproxy_core.observe.metrics import Metrics
+from kproxy_core.observe.sync_metrics import SyncMetrics
+from kproxy_core.plan.service_plan import plan_service
+from kproxy_core.store.events import BadObject
+from kproxy_core.store.store import Store
+from kproxy_core.sync.family_plans import FamilyPlans, Step
+from kproxy_core.sync.observer import Folded, Synced, SyncFailure
+from kproxy_core.sync.stale_flows import CleanupResult
+from kproxy_core.testing.builders import endpoint, endpoint_slice, node_view, service
 from tests.core.golden import golden
+from tests.core.metric_values import values
 
 V4, V6 = Family.IPV4, Family.IPV6
+NO_INSTANCE: Any = None
 
 
-def exercised(mode: str) -> Metrics:
+class Recorded:
+    """Metrics, and an observer that records in them at wall clock times 1000, 1001 ..."""
+
+    def __init__(self, mode: str) -> None:
+        self.metrics = Metrics(mode, "0.1")
+        self.sync = SyncMetrics(
+            self.metrics.registry, mode, (V4, V6), map(float, itertools.count(1000)).__next__)
+
+    def succeed(self, family: Family, scope: Scope, seconds: float, **fields: Any) -> None:
+        plans = FamilyPlans(family, Store([family], [], 0.0))
+        self.sync.sync_succeeded(Synced(
+            plans=plans, instance=NO_INSTANCE, scope=scope, seconds=seconds, report=SyncReport(7), **fields))
+
+    def text(self) -> str:
+        return self.metrics.exposition()[0].decode()
+
+
+def exercised(mode: str) -> Recorded:
     """Metrics in which everything happened once."""
-    metrics = Metrics(mode, "0.1")
-    for family in (V4, V6):
-        metrics.sync_requested(family, 1000.0)
-        metrics.sync_ended(family, Scope.RESYNC, 0.2, 1001.0, 7)
-        metrics.sync_ended(family, Scope.CHANGED, 0.003, 1002.0, None)
-        metrics.sync_retried(family)
-        metrics.programmed(family, [0.3, 70])
-        metrics.no_local_endpoints(family, 1, 2)
-        metrics.foreign_change(family)
-        metrics.stale_flows(family, 0.01, 3)
-    metrics.service_events(4, 2)
-    metrics.endpoint_events(10, 5)
-    metrics.bad_object("Service")
-    metrics.gate("SomeGate", "BETA", True)
-    metrics.client.requested("GET", "api:6443", "200", waited=0.1, seconds=0.2, received=700)
-    metrics.client.requested("GET", "api:6443", "<error>", waited=0, seconds=1)
-    metrics.client.requested("POST", "api:6443", "201", waited=0, seconds=3, sent=5_000_000, received=100)
+    recorded = Recorded(mode)
+    metrics, sync = recorded.metrics, recorded.sync
+    local = service("a", "80@30000", internal_local=True, external_local=True)
+    (plan,) = plan_service(local, {"": endpoint_slice("a", endpoint("10.0.0.1", "elsewhere"))}, node_view())
+    for family, others in ((V4, 1), (V6, 2)):
+        sync.sync_requested(family)
+        recorded.succeed(family, Scope.RESYNC, 0.2, trigger_times=[1000.7, 931],
+                         steps=[Step(plan.key, None, plan)] * others)
+        sync.sync_started(family, retry=True)
+        sync.sync_failed(SyncFailure(family=family, scope=Scope.CHANGED, seconds=0.003, error=OSError()))
+        sync.damage_found(family)
+        sync.record_cleanup(CleanupResult(family, NO_INSTANCE, 3, 0.01))
+        sync.record_cleanup(CleanupResult(family, NO_INSTANCE, None, 5.0))
+    sync.events_folded(Folded(service_changes=4, services_pending=2, endpoint_changes=10, endpoints_pending=5,
+                              bad_objects=[BadObject("Service", "a/b", "spec", "bad")]))
+    metrics.set_gate("SomeGate", "BETA", True)
+    metrics.client.record("GET", "api:6443", "200", waited=0.1, seconds=0.2, received=700)
+    metrics.client.record("GET", "api:6443", "<error>", waited=0, seconds=1)
+    metrics.client.record("POST", "api:6443", "201", waited=0, seconds=3, sent=5_000_000, received=100)
     for status in (200, 503):
-        metrics.health_answered("healthz", status)
-        metrics.health_answered("livez", status)
-    return metrics
+        metrics.record_health_answer("healthz", status)
+        metrics.record_health_answer("livez", status)
+    return recorded
 
 
 def shapes(exposition: str) -> dict[str, str]:
@@ -66,20 +94,20 @@ def test_every_metric_of_kube_proxy_is_there_with_its_type_labels_and_buckets(mo
     wanted = dict(line.split(" ", 1) for line in lines if not re.match(rf"go_|kubeproxy_.*{mode}", line))
     assert "kubeproxy_sync_proxy_rules_duration_seconds" in wanted
     assert "rest_client_request_size_bytes" in wanted
-    ours = shapes(exercised(mode).exposition().decode())
+    ours = shapes(exercised(mode).text())
     assert {name: ours.get(name) for name in wanted} == wanted
 
 
 def test_metrics_of_a_mode_are_named_after_it() -> None:
     name = "kubeproxy_sync_proxy_rules_{}_sync_failures_total"
-    assert name.format("nftables") in shapes(exercised("nftables").exposition().decode())
-    other = shapes(exercised("my-mode").exposition().decode())
+    assert name.format("nftables") in shapes(exercised("nftables").text())
+    other = shapes(exercised("my-mode").text())
     assert name.format("my_mode") in other
     assert name.format("nftables") not in other
 
 
 def test_the_programming_buckets_are_kube_proxys() -> None:
-    shape = shapes(exercised("x").exposition().decode())["kubeproxy_network_programming_duration_seconds"]
+    shape = shapes(exercised("x").text())["kubeproxy_network_programming_duration_seconds"]
     bounds = shape.partition("buckets=")[2].split(",")
     assert bounds[:4] == ["0.25", "0.5", "1", "2"]
     assert bounds[60:64] == ["59", "60", "65", "70"]
@@ -124,18 +152,18 @@ def test_the_programming_buckets_are_kube_proxys() -> None:
     ],
 )
 def test_each_metric_counts_what_it_says(sample: str, value: float) -> None:
-    metrics = exercised("x")
-    assert metrics.values()[sample] == value
-    line = next(line for line in metrics.exposition().decode().splitlines() if line.startswith(sample + " "))
+    recorded = exercised("x")
+    assert values(recorded.metrics)[sample] == value
+    line = next(line for line in recorded.text().splitlines() if line.startswith(sample + " "))
     assert float(line.rpartition(" ")[2]) == value
 
 
-def test_a_value_falls_into_the_first_bucket_that_is_not_below_it() -> None:
-    metrics = Metrics("x", "0")
+def test_buckets_count_values_up_to_and_including_their_bound() -> None:
+    recorded = Recorded("x")
     for seconds in (0.0005, 0.001, 0.0011, 16.384, 99):
-        metrics.sync_ended(V4, Scope.CHANGED, seconds, 0, 0)
-    text = metrics.exposition().decode()
-    counts = re.findall(r'kubeproxy_sync_proxy_rules_duration_seconds_bucket\{.*le="(.*)"\} (.*)', text)
+        recorded.succeed(V4, Scope.CHANGED, seconds)
+    counts = re.findall(
+        r'kubeproxy_sync_proxy_rules_duration_seconds_bucket\{.*le="(.*)"\} (.*)', recorded.text())
     assert [
         (bound, float(count))
         for bound, count in counts
@@ -143,57 +171,79 @@ def test_a_value_falls_into_the_first_bucket_that_is_not_below_it() -> None:
     ] == [("0.001", 2), ("0.002", 3), ("8.192", 3), ("16.384", 4), ("+Inf", 5)]
 
 
-def test_changes_that_went_into_a_sync_are_pending_no_more() -> None:
-    metrics = exercised("x")
-    metrics.changes_taken()
-    values = metrics.values()
-    assert values["kubeproxy_sync_proxy_rules_service_changes_pending"] == 0
-    assert values["kubeproxy_sync_proxy_rules_endpoint_changes_pending"] == 0
-    assert values["kubeproxy_sync_proxy_rules_service_changes_total"] == 4
+def test_changes_taken_by_a_sync_are_no_longer_pending() -> None:
+    recorded = exercised("x")
+    recorded.sync.sync_started(V4, retry=False)
+    found = values(recorded.metrics)
+    assert found["kubeproxy_sync_proxy_rules_service_changes_pending"] == 0
+    assert found["kubeproxy_sync_proxy_rules_endpoint_changes_pending"] == 0
+    assert found["kubeproxy_sync_proxy_rules_service_changes_total"] == 4
+
+
+def test_a_sync_without_differences_is_not_timed() -> None:
+    recorded = Recorded("x")
+    plans = FamilyPlans(V4, Store([V4], [], 0.0))
+    recorded.sync.sync_succeeded(Synced(plans=plans, instance=NO_INSTANCE, scope=Scope.CHANGED, seconds=1))
+    assert "kubeproxy_sync_proxy_rules_duration_seconds_count{" not in recorded.text()
+
+
+def test_failures_of_each_mode_are_counted_apart() -> None:
+    recorded = exercised("x")
+    for mode in ("y", "x"):
+        recorded.sync.set_mode(mode)
+        recorded.sync.sync_failed(SyncFailure(family=V4, scope=Scope.CHANGED, seconds=1, error=OSError()))
+    found = values(recorded.metrics)
+    assert found['kubeproxy_sync_proxy_rules_x_sync_failures_total{ip_family="IPv4"}'] == 2
+    assert found['kubeproxy_sync_proxy_rules_y_sync_failures_total{ip_family="IPv4"}'] == 1
+    assert found['kubeproxy_sync_proxy_rules_y_sync_failures_total{ip_family="IPv6"}'] == 0
 
 
 def test_hostile_labels_are_escaped() -> None:
+    recorded = Recorded("x")
+    evil = 'a"} 5\n# evil\\'
+    recorded.sync.events_folded(Folded(
+        service_changes=0, services_pending=0, endpoint_changes=0, endpoints_pending=0,
+        bad_objects=[BadObject(evil, "", "", "")]))
+    families = {f.name: f for f in text_string_to_metric_families(recorded.text())}
+    assert families["kproxy_bad_objects"].samples[0].labels == {"kind": evil}
+
+
+def test_numbers_are_written_as_go_programs_do() -> None:
+    numbers = {"zero": 0, "whole": -3, "half": 0.5, "million": 1e6, "time": 1795275385.4, "none": math.inf}
+    metrics = Metrics("x", "1.0")
+    metrics.add_collector(lambda: [[Measurement(n, "version 1.0", "gauge", v) for n, v in numbers.items()]])
+    lines = metrics.exposition()[0].decode().splitlines()
+    assert {"zero 0", "whole -3", "half 0.5", "million 1e+06", "none +Inf"} <= set(lines)
+    assert {"time 1.7952753854e+09", "# HELP zero version 1.0"} <= set(lines)
+    assert 'kproxy_build_info{mode="x",version="1.0"} 1' in lines
+
+
+def test_no_creation_times_are_exposed() -> None:
+    assert "_created" not in exercised("x").text()
+
+
+def test_kube_proxys_metrics_are_counted() -> None:
+    text = exercised("x").text()
+    names = {name for name in shapes(text) if name.startswith("kubeproxy_")}
+    line = next(line for line in text.splitlines() if line.startswith("registered_metrics_total{"))
+    assert float(line.rpartition(" ")[2]) == len(names)
+
+
+def test_measurements_of_backends_are_read_at_each_scrape() -> None:
     metrics = Metrics("x", "0")
-    metrics.bad_object('a"} 5\n# evil\\')
-    families = {f.name: f for f in text_string_to_metric_families(metrics.exposition().decode())}
-    assert families["kproxy_bad_objects"].samples[0].labels == {"kind": 'a"} 5\n# evil\\'}
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.0, "0"), (3.0, "3"), (-1, "-1"), (0.25, "0.25"), (16.384, "16.384"), (0.00001, "1e-05"),
-        (999_999, "999999"), (1_000_000, "1e+06"), (1795275385.429969, "1.795275385429969e+09"),
-        (2.0**64, "1.8446744073709552e+19"), (math.inf, "+Inf"), (-math.inf, "-Inf"), (math.nan, "NaN"),
-    ],
-)  # fmt: skip
-def test_numbers_look_as_go_programs_write_them(value: float, text: str) -> None:
-    assert exposition([("x", "an x", "gauge", [("", {}, value)])]) == (
-        f"# HELP x an x\n# TYPE x gauge\nx {text}\n".encode())
-
-
-def test_the_bound_of_a_bucket_is_the_last_label() -> None:
-    sample = ("_bucket", {"zone": "a", "le": "0.5", "code": "200"}, 1)
-    text = exposition([("x", "an x", "histogram", [sample])])
-    assert b'x_bucket{code="200",zone="a",le="0.5"} 1\n' in text
-
-
-def test_recording_needs_no_prometheus_client() -> None:
-    program = (
-        "import sys\n"
-        "from kproxy_core.backend.api import Scope\n"
-        "from kproxy_core.model.address import Family\n"
-        "from kproxy_core.observe.metrics import Metrics\n"
-        "metrics = Metrics('x', '0')\n"
-        "metrics.sync_ended(Family.IPV4, Scope.CHANGED, 0.1, 0.0, 1)\n"
-        "print('prometheus_client' in sys.modules)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    counted = itertools.count(5)
+    metrics.add_collector(lambda: [
+        [Measurement("a_total", "an a", "counter", next(counted), {"x": "1"})],
+        [Measurement("b", "a b", "gauge", 2.5), Measurement("a_total", "an a", "counter", 9, {"x": "2"})],
+    ])
+    metrics.exposition()
+    text = metrics.exposition()[0].decode()
+    assert '# TYPE a_total counter\na_total{x="1"} 6\na_total{x="2"} 9\n' in text
+    assert "# TYPE b gauge\nb 2.5\n" in text
 
 
 def test_the_build_is_told_as_the_kubernetes_that_it_stands_for() -> None:
-    text = exercised("x").exposition().decode()
+    text = exercised("x").text()
     (build,) = (f for f in text_string_to_metric_families(text) if f.name == "kubernetes_build_info")
     labels = build.samples[0].labels
     assert (labels["major"], labels["minor"]) == ("1", "36")
@@ -201,7 +251,7 @@ def test_the_build_is_told_as_the_kubernetes_that_it_stands_for() -> None:
 
 
 def test_the_process_is_told_as_it_is() -> None:
-    values = exercised("x").values()
-    assert values["process_virtual_memory_max_bytes"] == float(2**64)
-    assert values["process_network_receive_bytes_total"] > 0
-    assert values["go_threads"] == values["go_goroutines"] == threading.active_count()
+    found = values(exercised("x").metrics)
+    assert found["process_virtual_memory_max_bytes"] == float(2**64)
+    assert found["process_network_receive_bytes_total"] > 0
+    assert found["go_threads"] == found["go_goroutines"] == threading.active_count()

@@ -1,4 +1,4 @@
-"""What the health and the metrics server answer to which path (kube-proxy 1.36, cmd/kube-proxy/app)."""
+"""Answers of the health and the metrics server by path (kube-proxy 1.36, cmd/kube-proxy/app)."""
 
 import json
 import time
@@ -14,7 +14,6 @@ from kproxy_core.observe.metrics import Metrics
 from kproxy_core.observe.slis import HealthcheckSlis
 
 _NOT_FOUND = Answer(404, b"404 page not found\n")
-_EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def health_routes(health: ProxyHealth, metrics: Metrics) -> Handler:
@@ -29,7 +28,7 @@ def health_routes(health: ProxyHealth, metrics: Metrics) -> Handler:
             case _:
                 return _NOT_FOUND
         status = 200 if said.ok else 503
-        metrics.health_answered(request.path.removeprefix("/"), status)
+        metrics.record_health_answer(request.path.removeprefix("/"), status)
         return Answer(status, said.body, "application/json")
 
     return answer
@@ -64,8 +63,8 @@ def metrics_routes(metrics: Metrics, about: About) -> Handler:
         "/configz": lambda _: _configz(about.configuration),
         "/healthz": lambda request: Answer(200, _healthz(request.query, slis)),
         "/healthz/ping": lambda _: Answer(200, b"ok"),
-        "/metrics": lambda _: Answer(200, metrics.exposition(), _EXPOSITION),
-        "/metrics/slis": lambda request: _slis(request.method, slis),
+        "/metrics": lambda request: Answer(200, *metrics.exposition(request.accept)),
+        "/metrics/slis": lambda request: _slis(request, slis),
         "/proxyMode": lambda _: _proxy_mode(about),
     }
     if about.flagz:
@@ -97,11 +96,11 @@ def _configz(configuration: Mapping[str, object]) -> Answer:
     return Answer(200, body.encode(), "application/json")
 
 
-def _slis(method: str, slis: HealthcheckSlis) -> Answer:
-    if method == "DELETE":
+def _slis(request: Request, slis: HealthcheckSlis) -> Answer:
+    if request.method == "DELETE":
         slis.reset()
         return Answer(200, b"metrics reset\n")
-    return Answer(200, slis.exposition(), _EXPOSITION)
+    return Answer(200, *slis.exposition(request.accept))
 
 
 def _healthz(query: str, slis: HealthcheckSlis) -> bytes:
@@ -112,7 +111,7 @@ def _healthz(query: str, slis: HealthcheckSlis) -> bytes:
     if "ping" in excluded:
         lines.append("[+]ping excluded: ok\n")
     else:
-        slis.checked()
+        slis.record_check()
         lines.append("[+]ping ok\n")
     if not any(name == "verbose" for name, _, _ in options):
         return b"ok"
