@@ -1,1 +1,1 @@
-"""The kernel of the node, where all backends share it."""
+"""The node as all backends share it: programs, sysctls, modules, privileges. Nothing about one backend."""

@@ -1,4 +1,4 @@
-"""Finding out what the kernel can do by trying it, or else by looking at its modules."""
+"""Detection of kernel features: by trying them, or else by looking at modules."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -21,10 +21,10 @@ class Finding(NamedTuple):
 
 
 class Attempts:
-    """Tries one thing after another, where trying harms nobody and loads no module against orders."""
+    """Tries kernel features, where this is harmless and loads no module without permission."""
 
     def __init__(self, modules: Modules, *, why_not: str, load_modules: bool) -> None:
-        """*why_not*: why nothing can be tried; "": this process is in a namespace made for that."""
+        """*why_not* is the reason why nothing can be tried; "" if this process runs in a trial namespace."""
         self.modules = modules
         self._why_not = why_not
         self.load_modules = load_modules
@@ -33,15 +33,15 @@ class Attempts:
         self, what: str, own: Sequence[str], act: Callable[[], str], remedy: str = "",
         *, rests_on: Sequence[str] = (),
     ) -> Finding:
-        """Whether *what* is there, which is in the modules *own* and needs those that it *rests_on*.
+        """Try one kernel feature. *own* are the modules that provide it, *rests_on* those they depend on.
 
-        *act* tries it, and returns "" or what the kernel has against it.
+        *act* returns "" if the kernel accepts the feature, else the kernel's reason.
         """
         needed = (*rests_on, *own)
         refused = ""
         if self.load_modules and (missing := self._loadable(needed)):
             refused = load(missing)
-            self.modules = self.modules.afresh()
+            self.modules = self.modules.reread()
         waiting = self.modules.not_loaded(needed)
         if waiting and not self.load_modules:
             return self._guess(what, own, needed, f"not tried, that would load {_listed(waiting)}", remedy)
@@ -52,30 +52,30 @@ class Attempts:
             seen = self.described(own)
             return Finding(what, True, f"works ({seen})" if seen else "works")
         absent = [self.modules.remedy(m) for m in needed
-                  if self.modules.where(m) not in (Presence.LOADED, Presence.BUILT_IN)]  # fmt: skip
+                  if self.modules.presence(m) not in (Presence.LOADED, Presence.BUILT_IN)]  # fmt: skip
         return Finding(what, False, "; ".join(filter(None, (problem, refused))),
                        "; ".join(filter(None, (remedy, *absent))))  # fmt: skip
 
     def described(self, names: Sequence[str]) -> str:
-        """How the kernel has each of the modules; those that can't be seen are left out."""
+        """Describe the presence of each module, except unknown ones."""
         seen: dict[Presence, list[str]] = {}
         for name in names:
-            seen.setdefault(self.modules.where(name), []).append(name)
+            seen.setdefault(self.modules.presence(name), []).append(name)
         seen.pop(Presence.UNKNOWN, None)
-        return ", ".join(f"{_listed(names)} {where.value}" for where, names in seen.items())
+        return ", ".join(f"{_listed(names)} {presence.value}" for presence, names in seen.items())
 
     def _loadable(self, names: Sequence[str]) -> list[str]:
-        return [name for name in names if self.modules.where(name) is Presence.LOADABLE]
+        return [name for name in names if self.modules.presence(name) is Presence.LOADABLE]
 
     def _guess(
         self, what: str, own: Sequence[str], needed: Sequence[str], why_not: str, remedy: str
     ) -> Finding:
-        absent = [name for name in needed if self.modules.where(name) is Presence.ABSENT]
-        told = "; ".join(filter(None, (self.described([*dict.fromkeys([*own, *absent])]), why_not)))
+        absent = [name for name in needed if self.modules.presence(name) is Presence.ABSENT]
+        found = "; ".join(filter(None, (self.described([*dict.fromkeys([*own, *absent])]), why_not)))
         if not absent:
-            return Finding(what, True, told, guessed=True)
+            return Finding(what, True, found, guessed=True)
         remedies = (remedy, *map(self.modules.remedy, absent))
-        return Finding(what, False, told, "; ".join(filter(None, remedies)), guessed=True)
+        return Finding(what, False, found, "; ".join(filter(None, remedies)), guessed=True)
 
 def _listed(names: Sequence[str]) -> str:
     first, last = ", ".join(names[:-1]), names[-1]
@@ -83,7 +83,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def sysctl_finding(name: str, value: int, remedy: str) -> Finding:
-    """Whether the sysctl *name* is or can be set to *value*; else *remedy* is what to do about it."""
+    """Check that the sysctl *name* has *value*, or can be set to it; *remedy* says what to do otherwise."""
     what = f"sysctl {name.replace('/', '.')} = {value}"
     try:
         present = sysctl.read(name)
@@ -93,4 +93,4 @@ def sysctl_finding(name: str, value: int, remedy: str) -> Finding:
         return Finding(what, True, f"is {present}")
     if os.access(Path("/proc/sys") / name, os.W_OK):
         return Finding(what, True, f"is {present}, and can be set")
-    return Finding(what, False, f"is {present}, and can't be set from here", remedy)
+    return Finding(what, False, f"is {present}, and cannot be set from here", remedy)

@@ -1,6 +1,6 @@
-"""The modules of the running kernel: which are there, and which could be loaded. Looking loads nothing.
+"""The modules of the running kernel: loaded, built in or loadable. Nothing here but `load` loads any.
 
-Where to look is what kube-proxy did up to 1.25 (pkg/proxy/ipvs/proxier.go, GetModules), and modprobe(8).
+The places to look are those of kube-proxy up to 1.25 (pkg/proxy/ipvs/proxier.go, GetModules) and modprobe(8).
 """
 
 import enum
@@ -13,31 +13,31 @@ from kproxy_core.host.programs import ProgramFailed
 
 
 class Presence(enum.Enum):
-    """How the kernel has something that may be a module."""
+    """The availability of something that may be a module."""
 
     LOADED = "loaded"
     BUILT_IN = "built in"
     LOADABLE = "loadable"
-    ABSENT = "not there"
-    UNKNOWN = "not to be seen"
-    """From here, as in a container without the node's /lib/modules."""
+    ABSENT = "absent"
+    UNKNOWN = "unknown"
+    """For example in a container without the node's /lib/modules."""
 
 
 def kernel_version() -> tuple[int, int]:
-    """Major and minor number of the running kernel."""
+    """Return the major and minor version of the running kernel."""
     numbers = platform.release().split(".")
     minor = "".join(c for c in numbers[1] if c.isdigit()) if len(numbers) > 1 else ""
     return int(numbers[0]), int(minor or 0)
 
 
 class Modules:
-    """What this kernel has at the time of asking."""
+    """The modules of this kernel when the object was made."""
 
     def __init__(
         self, options: Mapping[str, str] | None = None, *, root: Path = Path("/"), release: str = ""
     ) -> None:
-        """*options*: the kernel's configuration options of modules where they are not ``CONFIG_`` and the
-        module's name. *root* and *release* are others in tests."""
+        """*options* are the kernel configuration options of modules whose option is not ``CONFIG_`` and the
+        module's name. Tests set *root* and *release*."""
         self._options = options or {}
         self._root = root
         self.release = release or platform.release()
@@ -47,13 +47,13 @@ class Modules:
         self._configuration: str | None = None
         self._files: frozenset[str] | None = None
 
-    def afresh(self) -> "Modules":
-        """What there is now."""
+    def reread(self) -> "Modules":
+        """Return the modules as they are now."""
         return Modules(self._options, root=self._root, release=self.release)
 
     @property
     def fixed(self) -> bool:
-        """Nothing can be loaded: the kernel is built without modules, or has been told to take no more."""
+        """True if no module can be loaded: built without module support, or loading is disabled."""
         if self._loaded is None:
             return True
         try:
@@ -63,11 +63,10 @@ class Modules:
 
     @property
     def directory_missing(self) -> bool:
-        """There are modules, and their directory is not to be seen from here."""
+        """True if the kernel has modules, but their directory is not visible to this process."""
         return self._loaded is not None and not self._directory.is_dir()
 
-    def where(self, module: str) -> Presence:
-        """How the kernel has *module*."""
+    def presence(self, module: str) -> Presence:
         if module in (self._loaded or ()):
             return Presence.LOADED
         if module in self._built_in or f"{self.option(module)}=y\n" in self._config_text():
@@ -81,24 +80,24 @@ class Modules:
         return Presence.LOADABLE if f"{self.option(module)}=m\n" in self._config_text() else Presence.UNKNOWN
 
     def not_loaded(self, modules: Iterable[str]) -> list[str]:
-        """Those of *modules* that the kernel might load when it is asked for what they do."""
+        """Return those of *modules* that the kernel might load when their feature is used."""
         if self.fixed:
             return []
-        return [m for m in modules if self.where(m) in (Presence.LOADABLE, Presence.UNKNOWN)]
+        return [m for m in modules if self.presence(m) in (Presence.LOADABLE, Presence.UNKNOWN)]
 
     def option(self, module: str) -> str:
-        """What has to be in the kernel's configuration for it."""
+        """Return the kernel configuration option of *module*."""
         return self._options.get(module, f"CONFIG_{module.upper()}")
 
     def remedy(self, module: str) -> str:
-        """What an operator can do about a module that is missing."""
+        """Say what an operator can do about a missing module."""
         text = f"modprobe {module}, or use a kernel with {self.option(module)}"
         if self.directory_missing:
-            text += f"; in a container mount the node's /lib/modules, {self.release} is not there"
+            text += f"; in a container, mount the node's /lib/modules, it lacks {self.release}"
         return text
 
     def _read_loaded(self) -> frozenset[str] | None:
-        """None: the kernel is built without modules."""
+        """Return the loaded modules; None if the kernel is built without module support."""
         try:
             lines = (self._root / "proc/modules").read_text().splitlines()
         except FileNotFoundError:
@@ -113,9 +112,9 @@ class Modules:
         return self._files
 
     def _config_text(self) -> str:
-        """The options that the kernel was built with, as far as it tells."""
+        """Return the options that the kernel was built with; "" if they cannot be read."""
         if self._configuration is None:
-            import gzip  # not for who only asks for a version
+            import gzip  # only when needed, for a fast start
 
             self._configuration = ""
             try:
@@ -131,7 +130,7 @@ class Modules:
 
 
 def load(modules: Iterable[str]) -> str:
-    """Have modprobe load *modules*; what went wrong, or ""."""
+    """Load *modules* with modprobe. Return the problems, or ""."""
     try:
         problems = [done for done in (programs.run("modprobe", module) for module in modules)
                     if done.returncode]  # fmt: skip
@@ -141,7 +140,7 @@ def load(modules: Iterable[str]) -> str:
 
 
 def _module_names(path: Path) -> frozenset[str]:
-    """The modules whose files begin the lines of a list such as modules.dep."""
+    """Return the modules listed in a file such as modules.dep, whose lines begin with a module's path."""
     try:
         lines = path.read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""What this process may do (linux/capability.h)."""
+"""Capabilities of this process (linux/capability.h)."""
 
 from pathlib import Path
 
@@ -6,11 +6,11 @@ CAPABILITIES = {
     "CAP_NET_ADMIN": 12, "CAP_NET_RAW": 13, "CAP_SYS_MODULE": 16, "CAP_SYS_ADMIN": 21, "CAP_PERFMON": 38,
     "CAP_BPF": 39,
 }  # fmt: skip
-"""Those that a service proxy may need, and their numbers."""
+"""The capabilities that a service proxy may need, and their numbers."""
 
 
 def held() -> frozenset[str]:
-    """Those of `CAPABILITIES` that are in effect."""
+    """Return those of `CAPABILITIES` that are effective."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Running programs of the node, and knowing which processes were ours."""
+"""Programs of the node, and the processes that run them for us."""
 
 import os
 import shutil
@@ -9,64 +9,63 @@ from contextlib import contextmanager
 
 from kproxy_core.host.errors import HostError
 
-LONGEST_RUN = 300
-"""Seconds after which a program that hangs is ended."""
+TIMEOUT = 300
+"""Seconds for one run of a program."""
 
 _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
-_LONGEST_COMPLAINT = 500
-_MOST_REMEMBERED = 100
-"""Notifications of the kernel come late, but not by so many processes."""
+_MAX_COMPLAINT = 500
+_MAX_REMEMBERED = 100
+"""Kernel notifications are delayed, but never by more processes than this."""
 
 Done = subprocess.CompletedProcess[str]
 
 
 class ProgramFailed(HostError):
-    """A program can't be started, hangs, or says that it failed."""
+    """A program cannot be started, timed out, or failed."""
 
 
 class OwnProcesses:
-    """The processes that one part of kproxy has started: whose changes in the kernel are its own."""
+    """The processes that one backend has started; their changes in the kernel are its own."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ids: dict[int, None] = {}
 
     def __contains__(self, pid: int) -> bool:
-        """Whether *pid* is or was one of them."""
         with self._lock:
             return pid in self._ids
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """While it lasts, who asks whether a process is one of these waits: its id is not known yet."""
+        """Block membership tests while a process is being started and its PID is unknown."""
         with self._lock:
             yield
 
     def remember(self, pid: int) -> None:
-        """Add *pid*. To be called while `starting`."""
+        """Add *pid*. Must be called within `starting`."""
         self._ids.pop(pid, None)
         self._ids[pid] = None
-        if len(self._ids) > _MOST_REMEMBERED:
+        if len(self._ids) > _MAX_REMEMBERED:
             del self._ids[next(iter(self._ids))]
 
 
 def find(name: str) -> str | None:
-    """The path of a program, also where PATH leaves out what only root needs."""
+    """Return the path of a program. Also searches the directories for root's programs."""
     return shutil.which(name, path=_PATH)
 
 
 def run(*argv: str, stdin: str = "", own: OwnProcesses | None = None) -> Done:
-    """Run a program to its end, whatever that is. Raises ProgramFailed if it can't be started or hangs."""
+    """Run a program and return its result, failed or not. Raises ProgramFailed without a result."""
     with _started(argv, own) as process:
         try:
-            out, err = process.communicate(stdin, timeout=LONGEST_RUN)
+            out, err = process.communicate(stdin, timeout=TIMEOUT)
         except subprocess.TimeoutExpired as error:
-            raise ProgramFailed(f"{argv[0]} has not ended after {LONGEST_RUN} s") from error
+            raise ProgramFailed(f"{argv[0]} timed out after {TIMEOUT} s") from error
     return Done(argv, process.returncode, out, err)
 
 
 def output(*argv: str, stdin: str = "") -> str:
-    """What a program prints. Raises ProgramFailed with its complaint if it fails."""
+    """Run a program and return its output. Raises ProgramFailed with its error message."""
     done = run(*argv, stdin=stdin)
     if done.returncode:
         raise ProgramFailed(failure(done))
@@ -74,7 +73,7 @@ def output(*argv: str, stdin: str = "") -> str:
 
 
 def lines(*argv: str, own: OwnProcesses | None = None) -> Generator[str, None, None]:
-    """What a program prints, line by line; closing it ends the program. Raises ProgramFailed if it fails."""
+    """Run a program and yield its output line by line. Kills it when closed. Raises ProgramFailed."""
     with _started(argv, own) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -82,17 +81,17 @@ def lines(*argv: str, own: OwnProcesses | None = None) -> Generator[str, None, N
         process.stdin.close()
         yield from process.stdout
         problem = process.stderr.read()
-        if code := process.wait(LONGEST_RUN):
+        if code := process.wait(TIMEOUT):
             raise ProgramFailed(failure(Done(argv, code, "", problem)))
 
 
 def complaint(done: Done) -> str:
-    """What a program said on standard error, in one line; "" if nothing."""
-    return " ".join(done.stderr.split())[:_LONGEST_COMPLAINT]
+    """Return a program's standard error output as one line."""
+    return " ".join(done.stderr.split())[:_MAX_COMPLAINT]
 
 
 def failure(done: Done) -> str:
-    """How a program failed, in one line."""
+    """Describe a failed run in one line."""
     return f"{done.args[0]}: exit {done.returncode}: {complaint(done)}"
 
 
@@ -107,7 +106,7 @@ def _started(argv: tuple[str, ...], own: OwnProcesses | None) -> "Iterator[subpr
                 stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace",
             )  # fmt: skip
         except OSError as error:
-            raise ProgramFailed(f"{argv[0]} can't be started", error) from error
+            raise ProgramFailed(f"cannot start {argv[0]}", error) from error
         own.remember(process.pid)
     with process:
         try:

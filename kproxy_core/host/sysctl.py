@@ -1,4 +1,4 @@
-"""Kernel settings under /proc/sys, of the calling thread's network namespace where they have one."""
+"""Kernel settings under /proc/sys; those of networking are the calling thread's network namespace's."""
 
 from pathlib import Path
 
@@ -8,9 +8,9 @@ _ROOT = Path("/proc/sys")
 
 
 def read(name: str) -> str:
-    """The value of *name*, such as ``net/ipv4/ip_forward``, without the line end.
+    """Return the value of *name*, such as ``net/ipv4/ip_forward``, without the line end.
 
-    Raises HostError, with errno ENOENT if this kernel does not have it.
+    Raises HostError, with errno ENOENT if the kernel lacks the setting.
     """
     try:
         return (_ROOT / name).read_text(encoding="ascii").strip()
@@ -19,9 +19,9 @@ def read(name: str) -> str:
 
 
 def ensure(name: str, value: int | str) -> bool:
-    """Set *name* to *value* unless it is so already; True if it had to be changed.
+    """Set *name* to *value* unless it already has it; return True if it was changed.
 
-    A read-only /proc/sys that holds the right values is no problem. Raises HostError.
+    Succeeds with a read-only /proc/sys that holds the value. Raises HostError.
     """
     wanted = str(value)
     if read(name).split() == wanted.split():

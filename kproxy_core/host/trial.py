@@ -1,4 +1,4 @@
-"""Trying things where they harm nobody: a process of its own, in a network namespace of its own."""
+"""Trials in a child process, which may move to a network namespace of its own."""
 
 import ctypes
 import errno
@@ -13,23 +13,23 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-PATIENCE = 60.0
-"""Seconds that one question may take."""
+TIMEOUT = 60.0
+"""Seconds for one question."""
 
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 
 
 class NoAnswer(Exception):
-    """The process that was to try something ended without an answer; ``str()`` says how."""
+    """The child process ended without an answer; ``str()`` says how."""
 
 
 class Namespace:
-    """A network namespace that this process can move into, and that ends with it."""
+    """A network namespace that this process can enter, and that ends with it."""
 
     def enter(self) -> str:
-        """Move there for good; "" or why that is impossible.
+        """Move this process there for good. Return "" or the reason why that is impossible.
 
-        Who lacks the privilege gets it in a user namespace, where the kernel grants one.
+        Without the privilege, also enters a new user namespace if the kernel allows that.
         """
         user, group = os.geteuid(), os.getegid()
         problem = _unshare(_CLONE_NEWNET)
@@ -41,18 +41,18 @@ class Namespace:
                     Path("/proc/self/uid_map").write_text(f"0 {user} 1", encoding="ascii")
                     Path("/proc/self/gid_map").write_text(f"0 {group} 1", encoding="ascii")
                 except OSError as error:
-                    return f"a user namespace without users: {error.strerror}"
+                    return f"cannot map users into a user namespace: {error.strerror}"
         if problem:
-            return f"no network namespace can be made: {os.strerror(problem)}"
-        # The lock is for those who share rules, and not everybody may open it.
+            return f"cannot create a network namespace: {os.strerror(problem)}"
+        # This namespace shares no rules, and the lock file may be inaccessible.
         os.environ["XTABLES_LOCKFILE"] = os.devnull
         return ""
 
 
-def ask(question: Callable[[Namespace], T], patience: float = PATIENCE) -> T:
-    """The answer to *question*, found by a copy of this process; whatever happens there, this one goes on.
+def ask(question: Callable[[Namespace], T], timeout: float = TIMEOUT) -> T:
+    """Return the answer to *question*, called in a fork of this process, which may crash or hang.
 
-    The answer must survive pickling. Not for processes with threads. Raises NoAnswer.
+    The answer must be picklable. This process must have no other threads. Raises NoAnswer.
     """
     reader, writer = os.pipe()
     child = os.fork()
@@ -60,13 +60,13 @@ def ask(question: Callable[[Namespace], T], patience: float = PATIENCE) -> T:
         _answer(question, reader, writer)
     os.close(writer)
     try:
-        data = _read(reader, time.monotonic() + patience)
+        data = _read(reader, time.monotonic() + timeout)
     finally:
         os.close(reader)
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
     if data is None:
-        raise NoAnswer(f"no answer within {patience:g} s")
+        raise NoAnswer(f"no answer within {timeout:g} s")
     if not data:
         code = os.waitstatus_to_exitcode(status)
         raise NoAnswer(f"ended by signal {-code}" if code < 0 else f"ended with status {code}")
@@ -75,7 +75,7 @@ def ask(question: Callable[[Namespace], T], patience: float = PATIENCE) -> T:
 
 
 def _answer(question: Callable[[Namespace], T], reader: int, writer: int) -> None:
-    """The child's whole life."""
+    """Run the child process: answer, and exit."""
     status = 1
     try:
         os.close(reader)
@@ -88,7 +88,7 @@ def _answer(question: Callable[[Namespace], T], reader: int, writer: int) -> Non
 
 
 def _read(reader: int, deadline: float) -> bytes | None:
-    """Everything up to the end; None if that does not come in time."""
+    """Return all data up to the end of file; None if that takes too long."""
     data = b""
     while select.select([reader], [], [], max(0.0, deadline - time.monotonic()))[0]:
         part = os.read(reader, 1 << 16)
@@ -99,6 +99,6 @@ def _read(reader: int, deadline: float) -> bytes | None:
 
 
 def _unshare(flags: int) -> int:
-    """The error number; 0: done."""
+    """Move to new namespaces. Return the error number, 0 for success."""
     libc = ctypes.CDLL(None, use_errno=True)
     return ctypes.get_errno() if libc.unshare(flags) else 0

@@ -42,7 +42,7 @@ def value(node: Namespace, name: str) -> int:
     ],
 )
 def test_how_many_connections_are_tracked(per_core: int, least: int, cores: int, most: int) -> None:
-    assert ConntrackLimits(max_per_core=per_core, min=least).most(cores) == most
+    assert ConntrackLimits(max_per_core=per_core, min=least).max_connections(cores) == most
 
 
 def test_each_setting_arrives(node: Namespace) -> None:

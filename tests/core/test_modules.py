@@ -45,22 +45,22 @@ def machine(tmp_path: Path) -> Path:
 )
 def test_where_a_module_is_found(file: str, text: str, presence: Presence, machine: Path) -> None:
     write(machine, file, text)
-    assert modules(machine).where("ip_vs") is presence
+    assert modules(machine).presence("ip_vs") is presence
 
 
 def test_configuration_may_be_in_proc_and_an_option_may_have_another_name(machine: Path) -> None:
     with gzip.open(machine / "proc/config.gz", "wt") as file:
         file.write("CONFIG_NETFILTER_XT_SET=y\nCONFIG_IP_VS_MH=y\n")
     found = modules(machine, xt_set="CONFIG_NETFILTER_XT_SET")
-    assert found.where("ip_vs_mh") is Presence.BUILT_IN
-    assert found.where("xt_set") is Presence.BUILT_IN
+    assert found.presence("ip_vs_mh") is Presence.BUILT_IN
+    assert found.presence("xt_set") is Presence.BUILT_IN
 
 
 def test_without_the_directory_of_modules_the_configuration_tells(tmp_path: Path) -> None:
     write(tmp_path, "proc/modules", "")
     write(tmp_path, f"boot/config-{RELEASE}", "CONFIG_IP_VS=m\n# CONFIG_DUMMY is not set\n")
     found = modules(tmp_path)
-    assert [found.where(name) for name in ("ip_vs", "dummy", "other")] == [
+    assert [found.presence(name) for name in ("ip_vs", "dummy", "other")] == [
         Presence.LOADABLE, Presence.ABSENT, Presence.UNKNOWN,
     ]  # fmt: skip
 

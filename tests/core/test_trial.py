@@ -59,7 +59,7 @@ def test_who_takes_too_long_is_ended() -> None:
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     before = children.read_text()
     with pytest.raises(NoAnswer, match=r"no answer within 0\.1 s"):
-        ask(lambda _: time.sleep(600), patience=0.1)
+        ask(lambda _: time.sleep(600), timeout=0.1)
     assert children.read_text() == before
 
 

@@ -1,1 +1,1 @@
-"""The kernel's connection tracking: its table, stale flows and settings."""
+"""The kernel's connection tracking: its table, flows and settings. Does not decide which flows are stale."""

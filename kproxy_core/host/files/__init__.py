@@ -1,1 +1,1 @@
-"""Files and directories as the kernel reports changes to them."""
+"""Changes of files and directories, through inotify. Does not interpret file contents."""

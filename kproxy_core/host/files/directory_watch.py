@@ -1,8 +1,7 @@
-"""Watching one directory of manifests, wherever its path and the links in it lead.
+"""A watch on one directory of manifests, through symbolic links on its path and in it.
 
-What is watched: the directory; every directory on its path, or on the way from a
-linked manifest to its file, that holds a symbolic link; and while the directory is
-not there, the nearest one above.
+It covers the directory, every directory with a symbolic link on its path or on the path from a linked
+manifest to its file, and, while the directory does not exist, its nearest existing parent.
 """
 
 import logging
@@ -19,47 +18,47 @@ _ENTRY_CHANGED = inotify.CREATE | inotify.DELETE | inotify.MOVED_FROM | inotify.
 _SELF_CHANGED = inotify.DELETE_SELF | inotify.MOVE_SELF
 _MASK = _ENTRY_CHANGED | _SELF_CHANGED | inotify.CLOSE_WRITE | inotify.MODIFY | inotify.ATTRIB
 _OVER = _SELF_CHANGED | inotify.UNMOUNT | inotify.IGNORED
-_MOST_LINKS = 40
-"""On the way to one file: as many as Linux follows."""
-_MOST_TRIES = 10
+_MAX_LINKS = 40
+"""Links followed on the path to one file, as in Linux."""
+_MAX_TRIES = 10
 
 Entry = tuple[str, str]
 """A directory and a name in it."""
 
 
 def is_manifest(name: str) -> bool:
-    """Whether a file of that *name* is a manifest, and not an editor's or hidden one."""
+    """Return True for the name of a manifest, and not of a hidden or an editor's file."""
     return name.endswith((".yaml", ".yml", ".json")) and not name.startswith(".")
 
 
 @dataclass(slots=True)
 class Hints:
-    """What may have changed."""
+    """The things that may have changed."""
 
     manifests: list[tuple[str, Notice]] = field(default_factory=list)
-    """Manifests by name and what happened to them, or behind a link to them."""
+    """Names of manifests, with the change of the manifest or of a link to it."""
     links: bool = False
-    """Links may lead elsewhere: `DirectoryWatch.renew`."""
+    """Links may have changed: call `DirectoryWatch.renew`."""
     directory: bool = False
-    """The directory may be gone, there, or another: `DirectoryWatch.renew`."""
+    """The directory may have been deleted, created or replaced: call `DirectoryWatch.renew`."""
     everything: bool = False
     """Notices were lost."""
 
 
 class DirectoryWatch:
-    """Watches *path*. Raises OSError if the kernel does not grant an inotify instance."""
+    """A watch on the directory *path*. Raises OSError if no inotify instance can be created."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._inotify = Inotify()
         self.directory: int | None = None
-        """What tells this directory from another one at the same path; None: there is none."""
+        """Identifies the directory at the path; None if there is none."""
         self._watches: dict[int, str] = {}
         self._refused: set[str] = set()
         self._on_path: set[tuple[int, str]] = set()
-        """Entries that decide where *path* leads."""
+        """Entries that decide which directory *path* leads to."""
         self._behind: dict[tuple[int, str], set[str]] = {}
-        """Entries that decide what linked manifests are, and which."""
+        """Entries on the path to linked manifests, with the names of those manifests."""
 
     def fileno(self) -> int:
         return self._inotify.fileno()
@@ -68,7 +67,7 @@ class DirectoryWatch:
         self._inotify.close()
 
     def renew(self, links: Iterable[str]) -> None:
-        """Watch what the directory and its manifests *links*, which are symbolic links, depend on now."""
+        """Watch everything that the directory and its symbolic links *links* depend on now."""
         old, self._watches = self._watches, {}
         self.directory = self._follow_path()
         self._behind = {}
@@ -82,8 +81,8 @@ class DirectoryWatch:
             self._inotify.forget(watch)
 
     def _follow_path(self) -> int | None:
-        """Watch the directory and the links to it; if it is not there, whatever brings it back."""
-        for _ in range(_MOST_TRIES):
+        """Watch the directory and the links to it; if it does not exist, the place where it would appear."""
+        for _ in range(_MAX_TRIES):
             entries = entries_to("/", self._path)
             self._on_path = set()
             for folder, entry in entries[:-1]:
@@ -92,7 +91,7 @@ class DirectoryWatch:
             if directory is not None:
                 return directory
             self._await(*entries[-1])
-            # It may have come before anything was there to tell.
+            # It may have been created before the watch existed.
             if not os.path.isdir(self._path) and entries_to("/", self._path) == entries:
                 break
         return None
@@ -110,14 +109,14 @@ class DirectoryWatch:
         except OSError as error:
             if folder not in self._refused:
                 self._refused.add(folder)
-                log.error("can't watch a directory, changes in it go unnoticed", extra={"fields": {
+                log.error("cannot watch directory, changes in it will not be noticed", extra={"fields": {
                     "directory": folder, "error": error.strerror}})
             return None
         self._watches[watch] = folder
         return watch
 
     def read(self) -> Hints:
-        """What has happened since the last call; does not wait."""
+        """Return the changes since the last call without waiting."""
         hints = Hints()
         for notice in self._inotify.read():
             if notice.mask & inotify.Q_OVERFLOW:
@@ -141,10 +140,9 @@ class DirectoryWatch:
 
 
 def entries_to(folder: str, path: str) -> list[Entry]:
-    """The directory entries that decide what *path*, seen from *folder*, is.
+    """Return the directory entries that decide what *path*, relative to *folder*, is.
 
-    Each symbolic link on the way, in order; last the entry where the way ends, or
-    is broken off.
+    These are the symbolic links on the way, in order, and the last entry that was reached.
     """
     entries: list[Entry] = []
     parts = path.split("/")[::-1]
@@ -165,7 +163,7 @@ def entries_to(folder: str, path: str) -> list[Entry]:
             folder = here
             continue
         entries.append((folder, part))
-        if len(entries) > _MOST_LINKS:
+        if len(entries) > _MAX_LINKS:
             break
         if target.startswith("/"):
             folder = "/"

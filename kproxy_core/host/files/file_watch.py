@@ -1,7 +1,6 @@
-"""Noticing that a file has another content: rewritten, replaced, or behind links that lead elsewhere.
+"""A watch for changed contents of a file: rewritten, replaced, or reached through changed links.
 
-The last is how the kubelet updates a mounted ConfigMap: it renames a link, ``..data``, on the way to
-the file.
+The kubelet updates a mounted ConfigMap by renaming a link, ``..data``, on the path to the file.
 """
 
 import logging
@@ -24,7 +23,7 @@ _MASK = _ENTRY | inotify.CLOSE_WRITE | inotify.DELETE_SELF | inotify.MOVE_SELF
 class FileWatch:
     """Calls *changed* once, from a thread of its own, when the file *path* no longer holds *content*.
 
-    A file that is away, or is being written, has not changed yet. Without inotify nothing is noticed,
+    A file that is missing or being written does not count as changed. Without inotify no change is noticed,
     which is logged.
     """
 
@@ -39,7 +38,7 @@ class FileWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching; returns when *changed* will not be called any more."""
+        """Stop watching; *changed* is not called after this returns."""
         os.eventfd_write(self._stopped, 1)
         if self._thread.is_alive():
             self._thread.join()
@@ -49,7 +48,7 @@ class FileWatch:
         try:
             notices = Inotify()
         except OSError as error:
-            log.error("can't watch a file, changes go unnoticed", extra={
+            log.error("cannot watch file, changes will not be noticed", extra={
                 "fields": {"file": self._path, "error": error.strerror}})
             return
         try:
@@ -62,7 +61,7 @@ class FileWatch:
         for descriptor in (notices.fileno(), self._stopped):
             readable.register(descriptor, select.POLLIN)
         watched = self._watch(notices, {})
-        # What happened before there was a watch is seen by looking.
+        # The file may have changed before it was watched.
         while not self._differs():
             ready = {descriptor for descriptor, _ in readable.poll()}
             if self._stopped in ready:
@@ -76,13 +75,13 @@ class FileWatch:
         self._changed()
 
     def _watch(self, notices: Inotify, before: dict[int, set[str]]) -> dict[int, set[str]]:
-        """Watch every directory entry that decides which file the path leads to; by watch, their names."""
+        """Watch every directory entry that decides which file is at the path; return names by watch."""
         watched: dict[int, set[str]] = {}
         for folder, entry in entries_to("/", self._path):
             try:
                 watched.setdefault(notices.watch(folder, _MASK), set()).add(entry)
             except OSError as error:
-                log.warning("can't watch a directory", extra={
+                log.warning("cannot watch directory", extra={
                     "fields": {"directory": folder, "error": error.strerror}})
         for watch in before.keys() - watched.keys():
             notices.forget(watch)

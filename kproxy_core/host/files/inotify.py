@@ -1,4 +1,4 @@
-"""Linux inotify: being told by the kernel what happens in directories. See inotify(7)."""
+"""Linux inotify: notices of changes in directories. See inotify(7)."""
 
 import ctypes
 import os
@@ -24,22 +24,22 @@ _BUFFER = 1 << 16
 
 
 class Notice(NamedTuple):
-    """One thing that happened."""
+    """One change."""
 
     watch: int
-    """What `Inotify.watch` returned for the directory; -1 in a `Q_OVERFLOW`."""
+    """The result of `Inotify.watch` for the directory; -1 in a `Q_OVERFLOW`."""
     mask: int
     cookie: int
-    """The same in the `MOVED_FROM` and the `MOVED_TO` of one rename."""
+    """Equal in the `MOVED_FROM` and the `MOVED_TO` of one rename."""
     name: str
-    """The entry of the directory; "" for the directory itself."""
+    """The entry in the directory; "" for the directory itself."""
 
 
 class Inotify:
-    """An inotify instance; `fileno` is readable when notices wait."""
+    """An inotify instance. `fileno` is readable while notices are pending."""
 
     def __init__(self) -> None:
-        """Raises OSError, e.g. when the user has too many instances."""
+        """Raises OSError, for example if the user has too many instances."""
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._fd = self._call(self._libc.inotify_init1, os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -47,18 +47,18 @@ class Inotify:
         return self._fd
 
     def watch(self, path: str, mask: int) -> int:
-        """Watch the directory *path*; one that is watched already keeps its number.
+        """Watch the directory *path* and return the watch's number; a watched directory keeps its number.
 
-        Raises OSError: it does not exist, is no directory, or there are too many watches.
+        Raises OSError if it does not exist or is no directory, or if there are too many watches.
         """
         return self._call(self._libc.inotify_add_watch, self._fd, os.fsencode(path), mask | _ONLYDIR)
 
     def forget(self, watch: int) -> None:
-        """Stop watching; nothing happens if the watch is gone already."""
+        """Stop watching. Does nothing if the watch does not exist."""
         self._libc.inotify_rm_watch(self._fd, watch)
 
     def read(self) -> list[Notice]:
-        """The notices that wait, oldest first."""
+        """Return the pending notices, oldest first."""
         try:
             data = os.read(self._fd, _BUFFER)
         except BlockingIOError:

@@ -1,1 +1,1 @@
-"""Netlink: messages as bytes, sockets, watches, and interface addresses. No meaning of any one backend."""
+"""Netlink: messages, sockets, watches, interface addresses. Nothing that only one backend needs."""

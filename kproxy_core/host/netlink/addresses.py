@@ -30,8 +30,8 @@ IFADDRMSG: Final = struct.Struct("=BBBBI")
 
 _RETRY_SECONDS: Final = 1.0
 
-# Reserved and not routed by anyone in particular, so that only a default route leads there: the dummy address
-# of RFC 7600, and the far end of the documentation prefix.
+# Reserved addresses to which only a default route leads: the dummy address of RFC 7600, and the last one of
+# the documentation prefix.
 _ANYWHERE: Final = {
     Family.IPV4: "192.0.0.8",
     Family.IPV6: "2001:db8:ffff:ffff:ffff:ffff:ffff:ffff",
@@ -84,7 +84,7 @@ def read_interface_addresses() -> list[InterfaceAddress]:
 
 
 _Accepts = Callable[[str], bool]
-"""Says by its name if an interface's addresses count."""
+"""Returns True for the names of interfaces whose addresses count."""
 
 
 def node_addresses(accepts: _Accepts = lambda _: True) -> frozenset[Address]:
