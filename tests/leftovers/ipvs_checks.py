@@ -1,4 +1,4 @@
-"""The same where the kernel has IPVS: in a guest, by `test_ipvs`."""
+"""The same checks in a kernel with IPVS: run in a guest by `test_ipvs`."""
 
 from collections.abc import Iterator
 
@@ -31,7 +31,7 @@ def node() -> Iterator[Namespace]:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[str, list[str]]:
-    """What is in the kernel where a mode serves and nothing was left, by mode."""
+    """Return the kernel state of each mode that serves without leftovers."""
     found: dict[str, list[str]] = {}
     for mode in ("nftables", "iptables", "ipvs", "userspace"):
         with namespace() as made:
@@ -47,7 +47,7 @@ def load_others(node: Namespace) -> None:
 
 
 def load_kube_proxy(node: Namespace, mode: str, *, nft: bool = True) -> None:
-    """What kube-proxy leaves; in ipvs mode virtual servers and the device, too."""
+    """Load the leftovers of kube-proxy; in ipvs mode with virtual servers and the device."""
     load(node, mode, next(variant for variant in working() if variant.nft is nft))
     if mode.startswith("ipvs"):
         node.ip("link add kube-ipvs0 type dummy", "address add 10.96.0.10/32 dev kube-ipvs0")
@@ -63,7 +63,7 @@ def make_server(key: ServerKey) -> None:
 
 
 @pytest.mark.parametrize("left", LEFT, ids=" then ".join)
-def test_ipvs_leaves_only_what_it_serves_with(
+def test_ipvs_keeps_only_its_own_state(
     node: Namespace, undisturbed: dict[str, list[str]], left: tuple[str, ...]
 ) -> None:
     for mode in left:
@@ -72,7 +72,7 @@ def test_ipvs_leaves_only_what_it_serves_with(
 
 
 @pytest.mark.parametrize("left", ["iptables", "ipvs"])
-def test_rules_in_the_interface_that_the_node_does_not_use_go(
+def test_rules_of_the_unused_variant_are_removed(
     node: Namespace, undisturbed: dict[str, list[str]], left: str
 ) -> None:
     load_kube_proxy(node, left, nft=False)
@@ -80,7 +80,7 @@ def test_rules_in_the_interface_that_the_node_does_not_use_go(
 
 
 @pytest.mark.parametrize("mode", ["nftables", "iptables", "userspace"])
-def test_other_modes_remove_virtual_servers_and_all_that_goes_with_them(
+def test_other_modes_remove_virtual_servers_and_their_state(
     node: Namespace, undisturbed: dict[str, list[str]], mode: str
 ) -> None:
     load_kube_proxy(node, "ipvs")
@@ -88,7 +88,7 @@ def test_other_modes_remove_virtual_servers_and_all_that_goes_with_them(
 
 
 @pytest.mark.parametrize("left", ["ipvs", "ipvs 1.14"])
-def test_a_clean_up_takes_everything_and_spares_the_servers_of_others(node: Namespace, left: str) -> None:
+def test_a_clean_up_removes_everything_but_foreign_servers(node: Namespace, left: str) -> None:
     foreign = held(node)
     load_kube_proxy(node, left)
     everything = held(node)

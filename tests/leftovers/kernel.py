@@ -1,4 +1,4 @@
-"""All that the modes could have in a node's kernel, as a value."""
+"""All kernel objects that any mode may create, as a value."""
 
 from functools import cache, partial
 
@@ -11,7 +11,7 @@ from tests.core.namespaces import Namespace, namespace
 
 @cache
 def working() -> list[Variant]:
-    """The iptables whose interface this kernel has."""
+    """Return the variants of iptables that this kernel supports."""
     with namespace() as trial:
         return [variant for variant in find_variants() if trial.inside(partial(_works, variant))]
 
@@ -25,9 +25,9 @@ def _works(variant: Variant) -> bool:
 
 
 def held(node: Namespace) -> list[str]:
-    """Rules, chains, tables of nf_tables, ipsets, interfaces and virtual servers; sorted.
+    """Return rules, chains, tables of nf_tables, ipsets, interfaces and virtual servers; sorted.
 
-    Chains of the kernel's own are left out.
+    Built-in chains are left out.
     """
     found = [f"ipset {name}" for name in node.run("ipset", "list", "-name").split()]
     found += [f"link {line.split()[1]}" for line in node.run("ip", "-o", "link").splitlines()]

@@ -1,4 +1,4 @@
-"""What kube-proxy of many versions leaves in a node's kernel, by mode; and what others have there."""
+"""Leftovers of many versions of kube-proxy by mode, and objects of other programs."""
 
 import re
 from collections.abc import Callable, Collection
@@ -233,7 +233,7 @@ _NODE = {Family.IPV4: "192.0.2.1", Family.IPV6: "[2001:db8::1]"}
 
 
 def load_foreign(node: Namespace, variants: Collection[Variant]) -> None:
-    """What kubelet, kube-router and a CNI plugin have; names as near to kube-proxy's as can be."""
+    """Load objects of kubelet, kube-router and a CNI plugin, with names close to kube-proxy's."""
     node.run("ipset", "restore", stdin="create KUBE-DST-THEIRS hash:ip\ncreate KUBE-6-THEIRS hash:ip\n"
              "create KUBE-DST-THEIRS6 hash:ip family inet6\n")  # fmt: skip
     for family in Family:
@@ -252,7 +252,7 @@ def _load_foreign_tables(node: Namespace) -> None:
 
 
 def load(node: Namespace, what: str, variant: Variant) -> None:
-    """What kube-proxy has made of the kernel with an iptables, on top of all that is there."""
+    """Add the objects of kube-proxy in a mode, written by one variant of iptables."""
     _LOAD[what](node, variant)
 
 
@@ -320,7 +320,7 @@ def _set_name(name: str, family: Family) -> str:
 
 
 def _restore(node: Namespace, variant: Variant, family: Family, rules: str) -> None:
-    """Add *rules*; jumps that are there are not made again, nor is kubelet's chain, as by kube-proxy."""
+    """Add *rules*. Existing jumps and kubelet's chain are not added again, as by kube-proxy."""
     there = set(node.run(variant.program(family, "save")).splitlines())
     lines = [
         line for line in rules.splitlines()

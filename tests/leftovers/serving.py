@@ -1,4 +1,4 @@
-"""What is in a node's kernel while kproxy serves there."""
+"""The kernel state of a node while kproxy serves."""
 
 import re
 import time
@@ -13,11 +13,11 @@ PATIENCE = 120.0
 """Seconds."""
 
 _RELAY_PORT = re.compile(r"(--to-ports |KUBE-NODEPORT-NON-LOCAL .*--dport )\d+")
-"""Another one every time."""
+"""The port differs every time."""
 
 
 def served(node: Namespace, mode: str, expected: Sequence[str] = ()) -> list[str]:
-    """What is there once *mode* serves; if *expected* is anything, once it is that."""
+    """Return the kernel state once *mode* serves, waiting until it is *expected* if that is given."""
     manifests = golden("iptables/loadbalancer-source-ranges-ipv4/objects.yaml").parent
     with running(node, f"--mode={mode}", f"--manifests={manifests}", "--hostname-override=kc-node") as proxy:
         proxy.await_health()

@@ -1,4 +1,4 @@
-"""``kproxy --cleanup`` takes away what kube-proxy and kproxy left in any mode, and nothing else."""
+"""``kproxy --cleanup`` removes the leftovers of kube-proxy and kproxy in any mode, and nothing else."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +29,7 @@ OURS = """*mangle
 -A KUBE-IPVS-ACCESS -m set --match-set KUBE-NO-LOCAL-ENDPOINT dst,dst -j DROP
 COMMIT
 """
-"""Of the ipvs mode, by names that kube-proxy does not have."""
+"""Chains of the ipvs mode with names that kube-proxy does not use."""
 
 
 @pytest.fixture
@@ -40,14 +40,14 @@ def node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Namespace]
 
 
 def cleaned(node: Namespace, *flags: str) -> list[str]:
-    """What it says; there is nothing to complain about."""
+    """Run a clean-up without errors and return its output."""
     done = kproxy("--cleanup", *flags, node=node)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.splitlines()
 
 
 @pytest.mark.parametrize("modes", [*((one,) for one in KUBE_PROXYS), *CHANGED], ids=" then ".join)
-def test_all_of_kube_proxy_goes_and_nothing_else(node: Namespace, modes: tuple[str, ...]) -> None:
+def test_everything_of_kube_proxy_is_removed(node: Namespace, modes: tuple[str, ...]) -> None:
     variants = working()
     assert sorted(variant.nft for variant in variants) == [False, True]
     load_foreign(node, variants)
@@ -66,7 +66,7 @@ def test_all_of_kube_proxy_goes_and_nothing_else(node: Namespace, modes: tuple[s
 
 
 @pytest.mark.parametrize("mode", KUBE_PROXYS)
-def test_what_a_running_kube_proxy_may_use_stays_if_asked(node: Namespace, mode: str) -> None:
+def test_own_only_keeps_the_rules_of_a_running_kube_proxy(node: Namespace, mode: str) -> None:
     load_foreign(node, working())
     load(node, mode, working()[0])
     everything = held(node)
@@ -74,7 +74,7 @@ def test_what_a_running_kube_proxy_may_use_stays_if_asked(node: Namespace, mode:
     assert held(node) == everything
 
 
-def test_what_only_kproxy_has_goes_beside_a_running_kube_proxy(node: Namespace) -> None:
+def test_own_only_removes_what_only_kproxy_creates(node: Namespace) -> None:
     load(node, "ipvs", working()[0])
     kube_proxys = held(node)
     node.nft("table ip kproxy {}; table ip6 kproxy {}; table ip kproxy-userspace {}")

@@ -1,4 +1,4 @@
-"""What `ipvs_checks` found in a guest whose kernel has IPVS, one case for each of its tests."""
+"""Results of `ipvs_checks` in a guest whose kernel has IPVS, one case for each check."""
 
 from collections.abc import Sequence
 from pathlib import Path

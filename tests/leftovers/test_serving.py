@@ -1,4 +1,4 @@
-"""A mode that serves removes what kube-proxy left in any mode, and keeps all it shares with it."""
+"""A mode that serves removes the leftovers of kube-proxy in any mode, and keeps shared objects."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +28,7 @@ def node() -> Iterator[Namespace]:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[str, list[str]]:
-    """What is in the kernel where a mode serves and nothing was left, by mode."""
+    """Return the kernel state of each mode that serves without leftovers."""
     found: dict[str, list[str]] = {}
     for mode in SERVING:
         with namespace() as made:
@@ -43,7 +43,7 @@ def variant(*, nft: bool) -> Variant:
 
 @pytest.mark.parametrize("left", KUBE_PROXYS)
 @pytest.mark.parametrize("mode", SERVING)
-def test_only_what_the_mode_serves_with_is_left(
+def test_only_the_state_of_the_serving_mode_remains(
     node: Namespace, undisturbed: dict[str, list[str]], mode: str, left: str
 ) -> None:
     load(node, left, variant(nft=True))
@@ -51,7 +51,7 @@ def test_only_what_the_mode_serves_with_is_left(
 
 
 @pytest.mark.parametrize("left", ["iptables", "ipvs"])
-def test_rules_in_the_interface_that_the_node_does_not_use_go(
+def test_rules_of_the_unused_variant_are_removed(
     node: Namespace, undisturbed: dict[str, list[str]], left: str
 ) -> None:
     load(node, left, variant(nft=False))

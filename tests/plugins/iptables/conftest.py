@@ -1,4 +1,4 @@
-"""Locks of the legacy programs that bind a test to nobody else."""
+"""A lock file of its own for each test that runs legacy programs."""
 
 from pathlib import Path
 
@@ -7,5 +7,5 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def own_lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The lock of the legacy programs is for the whole machine otherwise."""
+    """The default lock file is shared by the whole machine."""
     monkeypatch.setenv("XTABLES_LOCKFILE", str(tmp_path / "xtables.lock"))

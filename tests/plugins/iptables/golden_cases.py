@@ -1,4 +1,4 @@
-"""kube-proxy's own rules as data (``shared/golden/iptables``), and ours for the same objects."""
+"""kube-proxy's rules as data (``shared/golden/iptables``), and kproxy's update for the same objects."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -32,7 +32,7 @@ ADDRESSES = frozenset(
         "::1", "fd00:172:18::2", "fd00:172:18::22", "fd00:172:19::2", "fd00:10:244:1::1",
     )
 )  # fmt: skip
-"""Of the node's interfaces in the harness's topology."""
+"""Addresses of the node's interfaces in the harness's topology."""
 
 _NODE_OBJECT: dict[str, Any] = {
     "kind": "Node",
@@ -54,7 +54,7 @@ _LAST = "NOTE: this must be the last rule in this chain"
 
 
 def names() -> list[str]:
-    """All cases, each for one family."""
+    """Return all cases, each for one family."""
     return sorted(path.name for path in CASES.iterdir())
 
 
@@ -63,14 +63,14 @@ def family(case: str) -> Family:
 
 
 def kube_proxys_rules(case: str) -> list[str]:
-    """What kube-proxy made of a case."""
+    """Return kube-proxy's rules for a case."""
     return normalised((CASES / case / "rules").read_text().splitlines())
 
 
 def normalised(saved: Iterable[str]) -> list[str]:
-    """The output of iptables-save without packet counts, sorted where the order is arbitrary.
+    """Return the output of iptables-save without packet counts, sorted where the order is arbitrary.
 
-    Tables come in the order in which they were made.
+    iptables-save prints tables in the order of their creation; they are sorted here.
     """
     tables: list[list[str]] = []
     lines: list[str] = []
@@ -92,7 +92,7 @@ def normalised(saved: Iterable[str]) -> list[str]:
 
 
 def update(case: str) -> Update:
-    """What the core would ask of a backend for a case."""
+    """Return the update that the core would give a backend for a case."""
     of = family(case)
     store = Store([of], (), started=0.0)
     settings = _node_settings(_config(CASES / case))

@@ -1,4 +1,4 @@
-"""Programming tables by hand, and looking at them with iptables-save."""
+"""Family states for tests, and the programs to inspect the tables."""
 
 import subprocess
 
@@ -14,22 +14,22 @@ INTERFACES = (NFT, LEGACY)
 
 
 def variant(interface: str) -> Variant:
-    """The programs for nf_tables, or the legacy ones."""
+    """Return the programs for nf_tables, or the legacy ones."""
     return next(found for found in find_variants() if found.nft is (interface == NFT))
 
 
 def kernel(interface: str, family: Family = V4) -> Tables:
-    """One family's tables, in the current network namespace."""
+    """Return one family's tables in the current network namespace."""
     return Tables(family, variant(interface))
 
 
 def family_state(interface: str, family: Family = V4) -> FamilyState:
-    """What a backend has for one family."""
+    """Return a new state for one family."""
     return FamilyState(kernel(interface, family), localhost_node_ports=True)
 
 
 def run(interface: str, *arguments: str, family: Family = V4, stdin: str = "") -> str:
-    """What iptables prints. The first of *arguments* may be ``save`` or ``restore``."""
+    """Run iptables and return its output. The first of *arguments* may be ``save`` or ``restore``."""
     action = arguments[0] if arguments[0] in ("save", "restore") else ""
     program = variant(interface).program(family, action)
     done = subprocess.run(
@@ -40,6 +40,6 @@ def run(interface: str, *arguments: str, family: Family = V4, stdin: str = "") -
 
 
 def rules(interface: str, table: str, chain: str, family: Family = V4) -> list[str]:
-    """The rules in a chain, without ``-A CHAIN``."""
+    """Return the rules of a chain without ``-A CHAIN``."""
     listed = run(interface, "-t", table, "-S", chain, family=family).splitlines()
     return [line.removeprefix(f"-A {chain} ") for line in listed if line.startswith("-A ")]

@@ -18,12 +18,12 @@ NODES = {
 
 
 class Scene(NamedTuple):
-    """One Service; its number gives it addresses of its own."""
+    """One Service. Its number determines its addresses."""
 
     number: int
     protocol: str
     endpoints: tuple[int, ...]
-    """Even ones are on this node."""
+    """Even numbers are on this node."""
     external: str
     """``none``, ``node port``, ``external IP``, ``load balancer`` or ``ranges``."""
     affinity: bool
@@ -31,7 +31,7 @@ class Scene(NamedTuple):
     external_local: bool
 
     def plans(self, family: Family) -> dict[ServicePortKey, ServicePlan]:
-        """What a node makes of it."""
+        """Return its plans."""
         v4 = family is Family.IPV4
         net = "10.96.{}.{}" if v4 else "fd00:96::{:x}:{:x}"
         balanced = self.external in ("load balancer", "ranges")
@@ -61,7 +61,7 @@ class Scene(NamedTuple):
 
 
 def scenes(numbers: st.SearchStrategy[int]) -> st.SearchStrategy[Scene]:
-    """Services of all kinds."""
+    """Return a strategy for Services of all kinds."""
     return st.builds(
         Scene,
         number=numbers,
@@ -75,12 +75,12 @@ def scenes(numbers: st.SearchStrategy[int]) -> st.SearchStrategy[Scene]:
 
 
 def plain(number: int, *endpoints: int) -> Scene:
-    """A ClusterIP Service."""
+    """Return a ClusterIP Service."""
     return Scene(number, "TCP", endpoints, "none", False, False, False)
 
 
 def all_plans(family: Family, *given: Scene) -> dict[ServicePortKey, ServicePlan]:
-    """The plans of several Services."""
+    """Return the plans of several Services."""
     return {key: plan for scene in given for key, plan in scene.plans(family).items()}
 
 

@@ -1,4 +1,4 @@
-"""What the iptables mode says that it does not do."""
+"""Deviations that the iptables mode reports."""
 
 import pytest
 
@@ -23,8 +23,8 @@ def found(node: NodeView, of: Service, *endpoints: str, **options: object) -> li
     (EVERYWHERE, "10.96.0.1", False, "127.0.0.1"),
     (node_view(node_port_addresses="192.0.2.1"), "10.96.0.1", True, "127.0.0.1"),
     (node_view(family=Family.IPV6, anywhere=True), "fd00::1", True, "::1"),
-], ids=["served", "localhostNodePorts false", "not asked for", "IPv6"])  # fmt: skip
-def test_loopback_serves_ipv4_node_ports_if_asked_for(
+], ids=["served", "localhostNodePorts false", "not enabled", "IPv6"])  # fmt: skip
+def test_loopback_serves_ipv4_node_ports_if_enabled(
     node: NodeView, ip: str, localhost: bool, loopback: str
 ) -> None:
     caveats = found(node, service("shop/web", "80@30080", ip=ip), localhostNodePorts=localhost)
@@ -32,18 +32,18 @@ def test_loopback_serves_ipv4_node_ports_if_asked_for(
     assert of_port == ([(f"node port 30080 is not served on {loopback}", True)] if loopback else [])
 
 
-def test_what_is_not_served_at_a_chosen_address_is_told_in_the_words_of_the_other_modes() -> None:
+def test_node_port_addresses_are_reported_in_the_same_words_as_by_other_modes() -> None:
     caveats = found(node_view(node_port_addresses="192.0.2.1"), service("shop/web", "80@30080"))
     assert Caveat("IPv4 node ports are served on 192.0.2.1 only") in caveats
 
 
-def test_affinity_is_for_a_hundred_clients() -> None:
+def test_affinity_is_limited_to_a_hundred_clients() -> None:
     [_, caveat] = found(EVERYWHERE, service("shop/web", affinity=60), "10.244.0.5")
     assert caveat.what.startswith("session affinity remembers 100 clients of each endpoint")
     assert str(caveat.service_port) == "shop/web"
     assert caveat.lost
 
 
-def test_a_plain_service_is_served_as_it_asks() -> None:
+def test_a_plain_service_has_no_deviations() -> None:
     assert found(EVERYWHERE, service("shop/web")) == [Caveat(OTHER_PORTS, lost=False)]
     assert list(kproxy_caveats(full_update(EVERYWHERE, {}), BackendSettings((Family.IPV4,)))) == []

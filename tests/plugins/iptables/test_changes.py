@@ -1,4 +1,4 @@
-"""Changes one after another lead where a restart would, and cost what they touch."""
+"""Incremental changes end in the same rules as a restart, and cost what they touch."""
 
 import fcntl
 import os
@@ -25,13 +25,13 @@ STEPS = st.lists(
     min_size=1,
     max_size=6,
 )
-"""Turns of the loop: in each some Services change, or go (just a number)."""
+"""Steps: in each some Services change, or are deleted (a bare number)."""
 
 
 def play(
     steps: list[list[Scene | int]], family: Family
 ) -> list[tuple[dict[ServicePortKey, ServicePlan | None], dict[ServicePortKey, ServicePlan]]]:
-    """For each turn: what changed, and all plans after it."""
+    """Return for each step the changed plans, and all plans after it."""
     held: dict[int, Scene] = {}
     turns = []
     before: dict[ServicePortKey, ServicePlan] = {}
@@ -53,7 +53,7 @@ def play(
 @pytest.mark.parametrize("interface", INTERFACES)
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS)
-def test_any_path_ends_where_a_restart_would(
+def test_any_sequence_of_changes_ends_in_the_rules_of_a_restart(
     netns: None, interface: str, family: Family, steps: list[list[Scene | int]]
 ) -> None:
     node = NODES[family]
@@ -71,7 +71,7 @@ def test_any_path_ends_where_a_restart_would(
 
 
 @pytest.mark.parametrize("interface", INTERFACES)
-def test_an_endpoint_that_is_replaced_touches_only_its_service(netns: None, interface: str) -> None:
+def test_replacing_an_endpoint_touches_only_its_service(netns: None, interface: str) -> None:
     tables = family_state(interface)
     node = NODES[V4]
     tables.resync(node, all_plans(V4, *(plain(number, 1, 2, 3) for number in range(20))))
@@ -83,7 +83,7 @@ def test_an_endpoint_that_is_replaced_touches_only_its_service(netns: None, inte
     assert all("web7" in line or line.startswith((":KUBE-SEP-", "#")) for line in differing)
 
 
-def test_what_a_change_costs_does_not_depend_on_how_many_services_there_are(netns: None) -> None:
+def test_the_cost_of_a_change_does_not_depend_on_the_number_of_services(netns: None) -> None:
     costs = set()
     for count in (3, 200):
         tables = family_state(NFT)
@@ -93,7 +93,7 @@ def test_what_a_change_costs_does_not_depend_on_how_many_services_there_are(netn
 
 
 @pytest.mark.parametrize("interface", INTERFACES)
-def test_the_dispatch_to_node_ports_stays_the_last_rule(netns: None, interface: str) -> None:
+def test_the_jump_to_node_ports_remains_the_last_rule(netns: None, interface: str) -> None:
     tables = family_state(interface)
     tables.resync(NODES[V4], all_plans(V4, plain(1, 1)))
     tables.change(NODES[V4], all_plans(V4, plain(2, 1)))
@@ -102,7 +102,7 @@ def test_the_dispatch_to_node_ports_stays_the_last_rule(netns: None, interface: 
 
 
 @pytest.mark.parametrize("interface", INTERFACES)
-def test_rules_that_are_not_as_they_should_be_are_made_anew(netns: None, interface: str) -> None:
+def test_a_failed_change_is_repaired_by_a_resync(netns: None, interface: str) -> None:
     tables = family_state(interface)
     node = NODES[V4]
     plans = all_plans(V4, plain(1, 1), plain(2, 2))
@@ -117,7 +117,7 @@ def test_rules_that_are_not_as_they_should_be_are_made_anew(netns: None, interfa
     assert normalised(run(interface, "save").splitlines()) == wanted
 
 
-def test_who_waits_for_the_lock_in_vain_has_changed_nothing(
+def test_a_lock_timeout_changes_nothing(
     netns: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tables = family_state(LEGACY)
@@ -134,7 +134,7 @@ def test_who_waits_for_the_lock_in_vain_has_changed_nothing(
 
 
 @pytest.mark.parametrize("interface", INTERFACES)
-def test_stale_chains_that_others_lead_to_do_not_stop_the_rest(netns: None, interface: str) -> None:
+def test_stale_chains_with_foreign_jumps_do_not_block_a_resync(netns: None, interface: str) -> None:
     foreign = """*nat
 :KUBE-SEP-AAAAAAAAAAAAAAAA - [0:0]
 :KUBE-SVC-AAAAAAAAAAAAAAAA - [0:0]
@@ -150,7 +150,7 @@ COMMIT
     assert "AAAAAAAAAAAAAAAA" not in run(interface, "save")
 
 
-def test_node_ports_on_localhost_can_be_asked_for_by_network(netns: None) -> None:
+def test_node_ports_on_localhost_can_be_enabled_by_network(netns: None) -> None:
     node = replace(node_view(node_port_addresses="192.0.2.1"), node_ports_on_loopback=True)
     family_state(NFT).resync(node, {})
     dispatch = [rule.partition(" -m")[0] for rule in rules(NFT, "nat", "KUBE-SERVICES")]
@@ -158,7 +158,7 @@ def test_node_ports_on_localhost_can_be_asked_for_by_network(netns: None) -> Non
     assert sysctl.read("net/ipv4/conf/all/route_localnet") == "1"
 
 
-def test_packets_that_conntrack_can_not_place_are_dropped_unless_it_is_liberal(netns: None) -> None:
+def test_invalid_packets_are_dropped_unless_conntrack_is_liberal(netns: None) -> None:
     liberal = "net/netfilter/nf_conntrack_tcp_be_liberal"
     tables = family_state(NFT)
     for value, drops in ((0, True), (1, False), (0, True)):
@@ -169,7 +169,7 @@ def test_packets_that_conntrack_can_not_place_are_dropped_unless_it_is_liberal(n
         assert tables.resync(NODES[V4], {}).operations == 0
 
 
-def test_a_rule_that_the_kernel_refuses_costs_only_its_service(
+def test_a_refused_rule_affects_only_its_service(
     netns: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     node = NODES[V4]

@@ -1,4 +1,4 @@
-"""A clean-up takes away what is ours and nothing else."""
+"""A clean-up removes our rules and chains and no others."""
 
 import subprocess
 from pathlib import Path
@@ -54,11 +54,11 @@ COMMIT
 -A KUBE-FORWARD -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT
 COMMIT
 """
-"""As kube-proxy's ipvs mode has it, in little."""
+"""A few of the rules of kube-proxy's ipvs mode."""
 
 
 def saved(interface: str, family: Family = V4) -> list[str]:
-    """All rules and chains, tables that hold neither left out."""
+    """Return all rules and chains."""
     lines = run(interface, "save", family=family).splitlines()
     return sorted(
         line.partition(" [")[0] for line in lines
@@ -67,14 +67,14 @@ def saved(interface: str, family: Family = V4) -> list[str]:
 
 
 @pytest.mark.parametrize("interface", INTERFACES)
-def test_foreign_rules_and_chains_stay(netns: None, interface: str) -> None:
+def test_foreign_rules_and_chains_are_kept(netns: None, interface: str) -> None:
     run(interface, "restore", "--noflush", stdin=FOREIGN)
     before = saved(interface)
     for family in Family:
         family_state(interface, family).resync(NODES[family], all_plans(family, *EVERYTHING))
     left = cleanup(dry_run=False)
     assert left.errors == ()
-    # kube-proxy leaves the rule against spoofed loopback addresses, which kubelet wants as well.
+    # kube-proxy keeps the rule against spoofed loopback addresses, because kubelet needs it as well.
     localnet = [line for line in saved(interface) if "block incoming localnet connections" in line]
     assert len(localnet) == 1
     assert [line for line in saved(interface) if line not in localnet] == before
@@ -84,7 +84,7 @@ def test_foreign_rules_and_chains_stay(netns: None, interface: str) -> None:
 
 
 @pytest.mark.parametrize("interface", INTERFACES)
-def test_what_was_removed_is_told(netns: None, interface: str) -> None:
+def test_removed_objects_are_listed(netns: None, interface: str) -> None:
     family_state(interface).resync(NODES[V4], all_plans(V4, *EVERYTHING))
     before = saved(interface)
     dry = cleanup(dry_run=True)
@@ -103,7 +103,7 @@ def test_what_was_removed_is_told(netns: None, interface: str) -> None:
         assert f"{program}: {line}" in done.removed
 
 
-def test_where_nothing_is_nothing_is_removed(netns: None) -> None:
+def test_nothing_is_removed_from_an_empty_kernel(netns: None) -> None:
     left = cleanup(dry_run=False)
     assert (left.removed, left.errors) == ((), ())
     assert run(NFT, "save") == ""
@@ -116,7 +116,7 @@ def test_where_nothing_is_nothing_is_removed(netns: None) -> None:
         ("Could not fetch rule set generation id: Permission denied (you must be root)", 2),
     ],
 )
-def test_what_a_kernel_lacks_holds_no_rules(
+def test_an_interface_that_the_kernel_lacks_is_not_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, complaint: str, errors: int
 ) -> None:
     for name in ("iptables", "ip6tables"):
@@ -134,7 +134,7 @@ def test_what_a_kernel_lacks_holds_no_rules(
 
 
 @pytest.mark.parametrize("interface", INTERFACES)
-def test_chains_that_the_ipvs_mode_uses_stay(netns: None, interface: str) -> None:
+def test_chains_that_the_ipvs_mode_uses_are_kept(netns: None, interface: str) -> None:
     subprocess.run(["ipset", "create", "KUBE-LOAD-BALANCER", "hash:ip,port"], check=True)
     run(interface, "restore", "--noflush", stdin=IPVS)
     before = saved(interface)
@@ -145,7 +145,7 @@ def test_chains_that_the_ipvs_mode_uses_stay(netns: None, interface: str) -> Non
 
 
 @pytest.mark.parametrize("interface", INTERFACES)
-def test_a_chain_that_others_lead_to_stays_and_is_reported(netns: None, interface: str) -> None:
+def test_a_chain_with_a_foreign_jump_is_kept_and_reported(netns: None, interface: str) -> None:
     family_state(interface).resync(NODES[V4], all_plans(V4, *EVERYTHING))
     run(interface, "-t", "nat", "-N", "CNI-HOSTPORT")
     run(interface, "-t", "nat", "-A", "CNI-HOSTPORT", "-j", "KUBE-MARK-MASQ")

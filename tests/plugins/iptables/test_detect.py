@@ -1,4 +1,4 @@
-"""What the plugin finds out about this machine."""
+"""Requirements that the plugin finds met or missing on this machine."""
 
 import subprocess
 
@@ -13,12 +13,12 @@ BOTH = BackendSettings((V4, V6))
 
 
 def tried(settings: BackendSettings) -> Detection:
-    """As ``kproxy modes --probe`` asks."""
+    """Detect as ``kproxy modes --probe`` does."""
     return trial.ask(lambda namespace: detect(settings, namespace, load_modules=False))
 
 
 def what(detection: Detection) -> dict[str, bool]:
-    """What was found to be met, by what it is; guesses excepted."""
+    """Return the results by requirement, without guesses."""
     return {r.what: r.met for r in detection.requirements if not r.guessed}
 
 
@@ -35,7 +35,7 @@ def test_each_match_and_target_is_tried_with_the_programs_of_the_node(netns: Non
     assert "KPROXY" not in run(interface, "save")
 
 
-def test_looking_creates_nothing(netns: None) -> None:
+def test_detection_without_a_trial_creates_nothing(netns: None) -> None:
     detection = detect(BOTH, None, load_modules=False)
     assert detection.usable
     assert {"IPv4: nat table", "IPv6: nat table"} <= set(what(detection))
@@ -44,7 +44,7 @@ def test_looking_creates_nothing(netns: None) -> None:
     assert listed.stdout == ""
 
 
-def test_node_ports_on_localhost_need_a_sysctl_and_only_they(netns: None) -> None:
+def test_only_node_ports_on_localhost_require_the_sysctl(netns: None) -> None:
     wanted = [r.found for r in tried(BOTH).requirements if "route_localnet" in r.what]
     assert wanted == ["is 0, and can be set"]
     for without in (
@@ -54,10 +54,10 @@ def test_node_ports_on_localhost_need_a_sysctl_and_only_they(netns: None) -> Non
         assert not [r for r in tried(without).requirements if "route_localnet" in r.what]
 
 
-def test_what_the_kernel_refuses_is_missing_and_the_rest_is_not(
+def test_only_the_refused_feature_is_missing(
     netns: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A program between us and the real one has never heard of the recent match."""
+    """A fake program refuses the recent match."""
     real = programs.run
 
     def run_without_recent(*argv: str, stdin: str = "", **rest: object) -> programs.Done:
@@ -71,7 +71,7 @@ def test_what_the_kernel_refuses_is_missing_and_the_rest_is_not(
     assert "Couldn't load match" in missing[0].found
 
 
-def test_without_iptables_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_iptables_comes_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "_PATH", "/nowhere")
     detection = detect(BackendSettings((V4,)), None, load_modules=False)
     assert detection.refuted
@@ -87,7 +87,7 @@ def test_without_iptables_it_says_what_to_install(monkeypatch: pytest.MonkeyPatc
          "run as root or with CAP_NET_ADMIN and CAP_NET_RAW"),
     ],
 )  # fmt: skip
-def test_the_privileges_needed_are_those_of_the_programs(
+def test_each_variant_has_its_own_required_privileges(
     netns: None, interface: str, held: set[str], missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(interface, "-t", "mangle", "-N", "KUBE-IPTABLES-HINT")

@@ -1,4 +1,4 @@
-"""The kernel holds what kube-proxy 1.36 would have put there, rule for rule."""
+"""The rules in the kernel equal those of kube-proxy 1.36, rule for rule."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.plugins.iptables import golden_cases
 from tests.plugins.iptables.rig import INTERFACES, family_state, run
 
 FRESH = "detect-local-by-node-cidr-ipv4"
-"""Recorded before anybody had made KUBE-FIREWALL, which stays for ever."""
+"""Recorded before KUBE-FIREWALL existed, which is never deleted."""
 
 KUBELETS_RULES = f"-A KUBE-FIREWALL {BLOCK_LOCALNET}\n"
 KUBELET = """*filter
@@ -17,10 +17,10 @@ KUBELET = """*filter
 -A OUTPUT -j KUBE-FIREWALL
 {rules}COMMIT
 """
-"""What all others were recorded over: kubelet wants it too."""
+"""Existed when all other cases were recorded, as on a node with kubelet."""
 
 
-def test_every_case_is_there() -> None:
+def test_all_cases_exist() -> None:
     assert len(golden_cases.names()) == 68
 
 

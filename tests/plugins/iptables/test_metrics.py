@@ -1,4 +1,4 @@
-"""What the mode counts by itself, for the metrics endpoint."""
+"""Metrics of the mode."""
 
 import subprocess
 
@@ -16,7 +16,7 @@ SYNC = "kubeproxy_sync_proxy_rules_iptables"
 
 
 def measured(backend: IptablesBackend) -> dict[tuple[str, ...], float]:
-    """Values by name and those of the labels, by their names."""
+    """Return values by metric name and label values, these in the order of their names."""
     return {
         (m.name, *(m.labels[name] for name in sorted(m.labels))): m.value for m in backend.kproxy_measure()
     }
@@ -48,7 +48,7 @@ def test_rules_are_counted_by_table(netns: None) -> None:
     backend.kproxy_sync(changed_update(NODES[V4], plans | (new := all_plans(V4, plain(1, 1, 3))), new))
     after = measured(backend)
     assert after[f"{SYNC}_total", "IPv4", "nat"] == before[f"{SYNC}_total", "IPv4", "nat"]
-    # Two in the new endpoint's chain, three in the Service's.
+    # Two in the new endpoint's chain, three in the Service's chain.
     assert after[f"{SYNC}_last", "IPv4", "nat"] == 5
 
 

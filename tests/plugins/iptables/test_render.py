@@ -1,4 +1,4 @@
-"""The pure part: names, probabilities, comments, and the text of everything."""
+"""Pure modules: names, probabilities, comments, and the rendered text."""
 
 import re
 
@@ -42,7 +42,7 @@ def style(*, comments: bool = True) -> Style:
 
 
 def own_rules(endpoints: int, *, comments: bool = True) -> list[str]:
-    """The rules in the chains of a Service with so many endpoints."""
+    """Return the rules in the chains of a Service with *endpoints* endpoints."""
     found = [endpoint(f"10.244.{number // 250}.{number % 250 + 1}") for number in range(endpoints)]
     (plan,) = plans(NODE, service("web"), endpoint_slice("web", *found)).values()
     own = wanted(plan, style(comments=comments)).chains
@@ -74,7 +74,7 @@ def test_a_cluster_is_large_with_more_than_a_thousand_endpoints() -> None:
         assert ("default/web -> " in text) is commented
 
 
-def test_pods_are_told_apart_by_network_or_interface() -> None:
+def test_pods_are_matched_by_network_or_interface() -> None:
     (plan,) = plans(NODE, service("web"), endpoint_slice("web", "10.244.0.1")).values()
     for source, match in (
         (LocalSource(interface="cni0"), "-d 10.96.0.1/32 ! -i cni0 -p tcp"),
@@ -91,7 +91,7 @@ def test_pods_are_told_apart_by_network_or_interface() -> None:
 
 @pytest.mark.parametrize("interface", INTERFACES)
 @pytest.mark.parametrize("family", Family)
-def test_the_text_of_everything_is_what_iptables_restore_takes(
+def test_iptables_restore_accepts_the_rendered_text(
     netns: None, family: Family, interface: str
 ) -> None:
     scenes = (

@@ -1,4 +1,4 @@
-"""Changes by others are noticed, our own are not."""
+"""Foreign changes are reported, our own are not."""
 
 import os
 import queue
@@ -17,13 +17,13 @@ from tests.plugins.iptables.rig import LEGACY, NFT, V4, V6, run
 from tests.plugins.iptables.scenes import NODES, all_plans, plain
 
 PATIENCE = 10.0
-"""Seconds after which something that should be noticed at once is not going to be."""
+"""Seconds to wait for a report."""
 
 PLANS = all_plans(V4, plain(1, 1, 2))
 
 
 class Reports:
-    """Takes what a watch has to tell."""
+    """Collects the reports of a watch."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[Family, str]] = SimpleQueue()
@@ -32,11 +32,11 @@ class Reports:
         self._queue.put((family, what))
 
     def wait(self) -> tuple[Family, str]:
-        """The next report."""
+        """Return the next report."""
         return self._queue.get(timeout=PATIENCE)
 
     def all_until(self, marker: Callable[[], None], sign: str) -> list[tuple[Family, str]]:
-        """The reports that came before that of *marker*, an action whose report contains *sign*."""
+        """Return the reports before that of *marker*, an action whose report contains *sign*."""
         marker()
         found = []
         while sign not in (report := self.wait())[1]:
@@ -46,7 +46,7 @@ class Reports:
 
 @contextmanager
 def watched(interface: str, monkeypatch: pytest.MonkeyPatch, damaged: Damage) -> Iterator[IptablesBackend]:
-    """A backend that has synced both families and is watching."""
+    """Yield a backend that has synced both families and is watching."""
     use(interface, monkeypatch)
     backend = IptablesBackend(BackendSettings((V4, V6), options={"syncPeriod": 0.05}))
     try:
@@ -59,7 +59,7 @@ def watched(interface: str, monkeypatch: pytest.MonkeyPatch, damaged: Damage) ->
 
 
 def use(interface: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make an *interface* the only one that is installed."""
+    """Hide all variants but the one for *interface*."""
     kind = "nft" if interface == NFT else "legacy"
     directory = os.environ["KPROXY_TEST_PROGRAMS"]
     for base in ("iptables", "ip6tables"):
@@ -85,7 +85,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("what", DAMAGE)
-def test_damage_is_noticed_at_once_and_repaired(
+def test_damage_is_reported_at_once_and_repaired(
     netns: None, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     reports = Reports()
@@ -98,7 +98,7 @@ def test_damage_is_noticed_at_once_and_repaired(
 
 
 def _rules(saved: str) -> list[str]:
-    """Rules and our chains; built-in ones have counters."""
+    """Return rules and our chains. Built-in chains have counters."""
     return [line for line in saved.splitlines() if line.startswith(("-A", ":KUBE-"))]
 
 
@@ -111,7 +111,7 @@ def test_our_own_changes_are_not_damage(netns: None, monkeypatch: pytest.MonkeyP
         assert reports.all_until(_delete_a_rule, "rule deleted") == []
 
 
-def test_what_others_do_to_their_rules_is_not_damage(netns: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_of_foreign_rules_are_not_damage(netns: None, monkeypatch: pytest.MonkeyPatch) -> None:
     reports = Reports()
     with watched(NFT, monkeypatch, reports):
         for arguments in (
@@ -129,7 +129,7 @@ def _delete_a_rule() -> None:
     subprocess.run(["iptables-nft", "-t", "nat", "-D", "KUBE-SERVICES", "1"], check=True)
 
 
-def test_what_happens_before_the_watch_begins_is_damage(netns: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_before_the_watch_starts_are_damage(netns: None, monkeypatch: pytest.MonkeyPatch) -> None:
     use(NFT, monkeypatch)
     reports = Reports()
     backend = IptablesBackend(BackendSettings((V4,)))
@@ -142,7 +142,7 @@ def test_what_happens_before_the_watch_begins_is_damage(netns: None, monkeypatch
         backend.kproxy_close()
 
 
-def test_a_legacy_flush_is_noticed_when_all_canaries_are_gone(
+def test_a_legacy_flush_is_reported_when_all_canaries_are_gone(
     netns: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reports = Reports()
@@ -160,7 +160,7 @@ def test_a_legacy_flush_is_noticed_when_all_canaries_are_gone(
     ("what", "where"), [(["-F"], "OUTPUT of nat, PREROUTING of nat, POSTROUTING of nat"),
                         (["-D", "PREROUTING", "1"], "PREROUTING of nat")],
 )  # fmt: skip
-def test_a_legacy_flush_that_leaves_chains_is_noticed(
+def test_a_legacy_flush_that_leaves_chains_is_reported(
     netns: None, monkeypatch: pytest.MonkeyPatch, what: list[str], where: str
 ) -> None:
     reports = Reports()

@@ -1,4 +1,4 @@
-"""Which chains and rules go, and in which order."""
+"""Selection and order of the chains and rules that are deleted."""
 
 import pytest
 from hypothesis import given
@@ -21,12 +21,12 @@ from kproxy_xtables.rules import NEW_CONNECTIONS, TO_THIS_NODE, ChainKey, Jump, 
         ("-j X", None),
     ],
 )
-def test_jumps_are_told_from_rules_that_match_more(rule: str, expected: tuple[str, str, str] | None) -> None:
+def test_a_rule_with_other_matches_is_not_a_jump(rule: str, expected: tuple[str, str, str] | None) -> None:
     at = ("nat", "PREROUTING")
     assert parse_jump(at, rule) == (Jump(*at, *expected) if expected else None)
 
 
-def test_a_jump_is_found_whatever_the_order_of_its_words() -> None:
+def test_a_jump_is_found_in_any_order_of_words() -> None:
     jump = Jump("filter", "INPUT", "X", "a b", NEW_CONNECTIONS)
     assert jump.command == f'-I INPUT {NEW_CONNECTIONS} -m comment --comment "a b" -j X'
     assert jump._replace(at_end=True).command.startswith("-A INPUT ")
@@ -52,7 +52,7 @@ OUR_JUMP = '-m comment --comment "ours" -j A'
 A, B, C = key("A"), key("B"), key("C")
 
 
-def test_what_is_ours_goes_with_what_leads_to_it() -> None:
+def test_our_chains_are_deleted_with_the_jumps_to_them() -> None:
     held = {A: ["-j B"], B: [], key("INPUT"): [OUR_JUMP, "-j ACCEPT"], key("THEIRS"): ["-j RETURN"]}
     removal = plan_removal(held, {A, B, C}, own, nobody)
     assert removal == Removal([("nat", "INPUT", OUR_JUMP)], [A, B], [], [])
@@ -64,7 +64,7 @@ def test_what_is_ours_goes_with_what_leads_to_it() -> None:
     ]  # fmt: skip
 
 
-def test_what_somebody_else_uses_stays_with_all_it_needs_and_is_told() -> None:
+def test_a_chain_with_a_foreign_jump_is_kept_with_all_it_needs() -> None:
     theirs = key("THEIRS")
     held = {A: ["-j B"], B: ["-g C"], C: [], theirs: ["-d 192.0.2.1/32 -j B"], key("INPUT"): [OUR_JUMP]}
     removal = plan_removal(held, {A, B, C}, own, nobody)
@@ -72,7 +72,7 @@ def test_what_somebody_else_uses_stays_with_all_it_needs_and_is_told() -> None:
     assert removal.kept == ["chain B of table nat is kept: a rule in THEIRS jumps to it"]
 
 
-def test_our_rule_in_somebody_elses_chain_is_theirs() -> None:
+def test_our_rule_in_a_foreign_chain_is_foreign() -> None:
     removal = plan_removal({A: [], key("THEIRS"): [OUR_JUMP]}, {A}, own, nobody)
     assert (removal.rules, removal.chains) == ([], [])
 
@@ -82,7 +82,7 @@ def test_chains_of_one_name_in_two_tables_are_two_chains() -> None:
     assert plan_removal(held, {A}, own, nobody).chains == [A]
 
 
-def test_dead_chains_of_another_mode_do_not_hold_ours() -> None:
+def test_unreachable_chains_of_another_mode_do_not_keep_ours() -> None:
     held = {A: [], B: ["-j A"], C: ["-j A"], key("INPUT"): ["-j C"]}
     dead = plan_removal({A: [], B: ["-j A"]}, {A}, own, lambda at: at in (B, C))
     assert (dead.chains, dead.emptied, dead.kept) == ([A], [B], [])
@@ -93,7 +93,7 @@ def test_dead_chains_of_another_mode_do_not_hold_ours() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=30), st.integers(1, 12))
-def test_a_chain_outlives_those_that_lead_to_it(edges: list[tuple[int, int]], per_call: int) -> None:
+def test_a_chain_is_deleted_after_those_that_jump_to_it(edges: list[tuple[int, int]], per_call: int) -> None:
     held: dict[ChainKey, list[str]] = {key(f"C{n}"): [] for n in range(10)}
     for one, other in edges:
         if one != other:

@@ -1,13 +1,16 @@
-"""Which iptables a node uses, and what its programs say and do, in a namespace made for it."""
+"""The choice of the variant, and reading and writing of tables in a network namespace."""
 
+import fcntl
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family
+from kproxy_xtables import tables as tables_module
 from kproxy_xtables.saved import SavedChain, read_saved
-from kproxy_xtables.tables import RestoreFailed, Tables
+from kproxy_xtables.tables import Busy, RestoreFailed, Tables, Unusable
 from kproxy_xtables.variant import Variant, find_variant, find_variants, prefers_nft
 from tests.core.namespaces import Namespace, namespace
 
@@ -43,7 +46,7 @@ def node() -> Iterator[Namespace]:
         (NOTHING, NOTHING, False, False),
     ],
 )
-def test_evidence(
+def test_the_variant_is_chosen_by_evidence(
     nft: tuple[str, ...], legacy: tuple[str, ...], default_is_nft: bool, expected: bool
 ) -> None:
     def save(kind: str, table: str) -> Iterator[str]:
@@ -58,7 +61,7 @@ def test_both_variants_are_found() -> None:
 
 
 @VARIANTS
-def test_the_one_that_kubelet_uses_is_chosen(node: Namespace, variant: Variant) -> None:
+def test_kubelets_variant_is_chosen(node: Namespace, variant: Variant) -> None:
     other = next(each for each in find_variants() if each.nft is not variant.nft)
     node.run(other.program(Family.IPV6), "-w", "-A", "INPUT", "-j", "ACCEPT")
     node.run(variant.program(Family.IPV4), "-w", "-t", "mangle", "-N", "KUBE-IPTABLES-HINT")
@@ -70,8 +73,8 @@ def test_choosing_creates_nothing(node: Namespace) -> None:
     assert node.run("nft", "list", "ruleset") == ""
 
 
-def test_chains_come_with_their_rules_and_those_without_rules_too() -> None:
-    lines = """# by somebody
+def test_saved_output_is_split_into_chains() -> None:
+    lines = """# a comment
 *nat
 :PREROUTING ACCEPT [1:60]
 :EMPTY - [0:0]
@@ -95,7 +98,7 @@ COMMIT
 
 @VARIANTS
 @pytest.mark.parametrize("family", list(Family))
-def test_what_is_restored_is_saved_and_listed(node: Namespace, variant: Variant, family: Family) -> None:
+def test_restored_rules_are_saved_and_listed(node: Namespace, variant: Variant, family: Family) -> None:
     tables = Tables(family, variant)
 
     def act() -> list[SavedChain]:
@@ -114,7 +117,35 @@ def test_what_is_restored_is_saved_and_listed(node: Namespace, variant: Variant,
 
 
 @VARIANTS
-def test_a_refusal_names_the_rule_and_leaves_the_table(node: Namespace, variant: Variant) -> None:
+def test_usable_tables_pass_the_check(node: Namespace, variant: Variant) -> None:
+    tables = Tables(Family.IPV4, variant)
+    node.inside(tables.check)
+    assert not node.inside(tables.is_missing)
+
+
+def test_a_held_lock_is_not_a_missing_table(
+    node: Namespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    legacy = next(variant for variant in find_variants() if not variant.nft)
+    monkeypatch.setattr(tables_module, "LOCK_TIMEOUT", 1)
+    monkeypatch.setenv("XTABLES_LOCKFILE", str(tmp_path / "xtables.lock"))
+    tables = Tables(Family.IPV4, legacy)
+    with (tmp_path / "xtables.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(Busy):
+            node.inside(tables.check)
+        assert not node.inside(tables.is_missing)
+
+
+def test_a_program_that_fails_makes_tables_unusable() -> None:
+    tables = Tables(Family.IPV4, Variant(nft=False, infix="-nowhere", version=(1, 8)))
+    with pytest.raises(Unusable, match="iptables-nowhere"):
+        tables.check()
+    assert tables.is_missing()
+
+
+@VARIANTS
+def test_a_refusal_names_the_rule_and_changes_nothing(node: Namespace, variant: Variant) -> None:
     tables = Tables(Family.IPV4, variant)
 
     def act() -> None:
@@ -122,6 +153,6 @@ def test_a_refusal_names_the_rule_and_leaves_the_table(node: Namespace, variant:
 
     with pytest.raises(RestoreFailed) as refused:
         node.inside(act)
-    assert refused.value.line in ("-A MINE -j NOWHERE", "")  # the legacy program may only say which table
+    assert refused.value.line in ("-A MINE -j NOWHERE", "")  # the legacy program may name the table only
     assert str(refused.value).startswith(f"{variant.program(Family.IPV4, 'restore')}: exit ")
     assert not node.inside(lambda: tables.has_chain("filter", "MINE"))
