@@ -1,4 +1,4 @@
-"""The node's addresses, read and followed in namespaces made for it."""
+"""The node's addresses, read and watched in network namespaces made for the tests."""
 
 import logging
 import queue
@@ -29,12 +29,12 @@ def inside() -> Iterator[Namespace]:
 
 
 class Following:
-    """What a watcher in a namespace reports."""
+    """The reports of a watch in a namespace."""
 
     def __init__(self, inside: Namespace) -> None:
         self._reports: queue.Queue[frozenset[Address]] = queue.Queue()
         self.hold = threading.Lock()
-        self.watcher: AddressWatch = inside.inside(lambda: AddressWatch(self._report))
+        self.watch: AddressWatch = inside.inside(lambda: AddressWatch(self._report))
 
     def _report(self, found: frozenset[Address]) -> None:
         with self.hold:
@@ -57,7 +57,7 @@ class Following:
 def following(inside: Namespace) -> Iterator[Following]:
     made = Following(inside)
     yield made
-    made.watcher.close()
+    made.watch.close()
 
 
 def test_all_addresses_of_all_interfaces(inside: Namespace) -> None:
@@ -80,20 +80,20 @@ def test_more_addresses_than_one_message_holds(inside: Namespace) -> None:
     assert inside.inside(node_addresses) == LOOPBACK | set(addresses(" ".join(made)))
 
 
-def test_a_watcher_reports_what_comes_and_goes(inside: Namespace, following: Following) -> None:
-    assert following.watcher.addresses == LOOPBACK
+def test_a_watch_reports_added_and_deleted_addresses(inside: Namespace, following: Following) -> None:
+    assert following.watch.addresses == LOOPBACK
     for text in ("172.18.0.2/24", "fd00::2/64"):
         (address,) = addresses(text.partition("/")[0])
         inside.ip(f"addr add {text} dev one")
         assert following.next() == LOOPBACK | {address}
-        assert following.watcher.addresses == LOOPBACK | {address}
+        assert following.watch.addresses == LOOPBACK | {address}
         inside.ip(f"addr del {text} dev one")
         assert following.next() == LOOPBACK
     assert following.quiet
 
 
-def test_interfaces_that_do_not_count(inside: Namespace) -> None:
-    """Neither when addresses are read nor when they come and go."""
+def test_addresses_of_other_interfaces_do_not_count(inside: Namespace) -> None:
+    """Neither when addresses are read, nor when they are added or deleted."""
     (own,) = addresses("172.18.0.2")
     inside.ip("link add kube-ipvs0 type veth peer name other", "addr add 10.96.0.1/32 dev kube-ipvs0")
     inside.ip("addr add 172.18.0.2/24 dev one")
@@ -103,7 +103,7 @@ def test_interfaces_that_do_not_count(inside: Namespace) -> None:
 
     assert inside.inside(lambda: node_addresses(wanted)) == LOOPBACK | {own}
     reports: queue.Queue[frozenset[Address]] = queue.Queue()
-    watcher = inside.inside(lambda: AddressWatch(reports.put, wanted))
+    watch = inside.inside(lambda: AddressWatch(reports.put, wanted))
     try:
         inside.ip("addr add 10.96.0.2/32 dev kube-ipvs0", "addr del 10.96.0.1/32 dev kube-ipvs0")
         inside.ip("addr add 10.96.0.2/32 dev two")
@@ -112,17 +112,17 @@ def test_interfaces_that_do_not_count(inside: Namespace) -> None:
         assert reports.get(timeout=10) == LOOPBACK | set(addresses("10.96.0.2"))
         assert reports.empty()
     finally:
-        watcher.close()
+        watch.close()
 
 
-def test_a_watcher_sees_the_addresses_of_an_interface_go_with_it(
+def test_a_watch_reports_addresses_deleted_with_their_interface(
     inside: Namespace, following: Following
 ) -> None:
     inside.ip("addr add 172.18.0.2/24 dev one", "addr add fd00::2/64 dev one", "link del one")
     assert following.until(lambda found: found == LOOPBACK)
 
 
-def test_a_watcher_is_silent_when_the_set_stays_the_same(inside: Namespace, following: Following) -> None:
+def test_a_watch_is_silent_while_the_set_is_the_same(inside: Namespace, following: Following) -> None:
     (address,) = addresses("172.18.0.2")
     inside.ip("addr add 172.18.0.2/24 dev one")
     assert following.next() == LOOPBACK | {address}
@@ -136,10 +136,10 @@ def test_a_watcher_is_silent_when_the_set_stays_the_same(inside: Namespace, foll
     assert following.quiet
 
 
-def test_a_watcher_survives_more_changes_than_the_kernel_keeps_for_it(
+def test_a_watch_survives_lost_notifications(
     inside: Namespace, following: Following, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is held up in its callback meanwhile, so notifications get lost."""
+    """Its callback blocks meanwhile, so the kernel drops notifications."""
     caplog.set_level(logging.INFO)
     made = [f"10.{n // 250}.{n % 250}.1" for n in range(2000)]
     with following.hold:
@@ -153,9 +153,9 @@ def test_a_watcher_survives_more_changes_than_the_kernel_keeps_for_it(
     assert following.next() == LOOPBACK
 
 
-def test_a_closed_watcher_is_silent_and_leaves_no_thread(inside: Namespace, following: Following) -> None:
-    following.watcher.close()
-    following.watcher.close()
+def test_a_closed_watch_is_silent_and_leaves_no_thread(inside: Namespace, following: Following) -> None:
+    following.watch.close()
+    following.watch.close()
     inside.ip("addr add 172.18.0.2/24 dev one")
     assert following.quiet
     assert not [thread for thread in threading.enumerate() if thread.name == "kproxy-addresses"]

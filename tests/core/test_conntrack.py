@@ -23,7 +23,7 @@ from tests.core.namespaces import Namespace, namespace
 
 
 class Places(NamedTuple):
-    """Addresses of one family. Everything but the VIPs and `elsewhere` is an address of the namespace."""
+    """Addresses of one family. All but the VIPs and `elsewhere` are addresses of the namespace."""
 
     client: str
     a: str
@@ -73,7 +73,7 @@ class Lab:
         self.nat({})
 
     def bound(self, kind: int, address: str, port: int = 0) -> socket.socket:
-        """A bound socket, closed with the lab."""
+        """Return a bound socket that is closed with the lab."""
         sock = self.inside.inside(lambda: self.open(kind))
         self._cleanup.callback(sock.close)
         sock.bind((address, port))
@@ -83,7 +83,7 @@ class Lab:
         return socket.socket(self._number, kind, protocol)
 
     def client(self, to: str, port: int) -> socket.socket:
-        """A UDP client that only talks to one address."""
+        """Return a UDP client connected to one address."""
         sock = self.bound(socket.SOCK_DGRAM, self.at.client)
         sock.connect((to, port))
         return sock
@@ -108,7 +108,7 @@ class Lab:
         ]))
 
     def answer(self, client: socket.socket) -> str:
-        """Which server gets the next packet of *client*, and answers; "" if none does."""
+        """Return the server that answers the next packet of *client*; "" if none does."""
         client.send(b"?")
         for server in select.select(list(self.servers), [], [], 0.2)[0]:
             _, sender = server.recvfrom(64)
@@ -118,7 +118,7 @@ class Lab:
         return ""
 
     def proxy(self, wanted: Service | None, *endpoints: str, name: str = "dns") -> int:
-        """The kernel now has *wanted* with these endpoints; None: it is gone. Returns what was deleted."""
+        """Give *wanted* these endpoints, or delete it for None. Return the number of deleted flows."""
         return self.delete(self.decide(wanted, *endpoints, name=name))
 
     def decide(self, wanted: Service | None, *endpoints: str, name: str = "dns") -> StaleFlows:
@@ -140,7 +140,7 @@ class Lab:
         return service("dns", port, ip=self.at.vip, external_ips=self.at.external if external else "")
 
     def flows(self, protocol: str = "udp") -> set[str]:
-        """What conntrack(8) lists, cut down to what does not change by itself."""
+        """Return the listing of conntrack(8) without the fields that change by themselves."""
         family = self.family.label.lower()
         listed = self.inside.run("conntrack", "-L", "-f", family, "-p", protocol, "-o", "id")
         return {
@@ -150,7 +150,7 @@ class Lab:
 
 
     def only_flow(self, port: int) -> str:
-        """The id of the only UDP flow to *port*."""
+        """Return the id of the only UDP flow to *port*."""
         (found,) = (flow for flow in self.flows() if f" dport={port} " in flow)
         return found.rpartition("id=")[2]
 
@@ -161,7 +161,7 @@ def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
         yield Lab(request.param, inside, cleanup)
 
 
-def test_a_client_that_never_pauses_moves_on_when_its_endpoint_leaves(lab: Lab) -> None:
+def test_a_client_that_never_pauses_moves_to_another_endpoint_when_its_own_is_removed(lab: Lab) -> None:
     at = lab.at
     lab.nat({(at.vip, 53): at.a})
     leaving = lab.client(at.vip, 53)
@@ -179,8 +179,8 @@ def test_a_client_that_never_pauses_moves_on_when_its_endpoint_leaves(lab: Lab) 
     assert lab.proxy(lab.dns(), at.b) == 0
 
 
-def test_other_flows_stay(lab: Lab) -> None:
-    """TCP to the same VIP and port, other ports, untranslated flows and those of others."""
+def test_other_flows_are_kept(lab: Lab) -> None:
+    """TCP to the same VIP and port, other ports, untranslated and foreign flows."""
     at = lab.at
     lab.nat({(at.vip, 53): at.a, (at.vip, 54): at.a, (at.elsewhere, 53): at.a, (at.elsewhere, 99): at.b})
     for to, port in ((at.vip, 54), (at.elsewhere, 53), (at.elsewhere, 99)):
@@ -199,7 +199,7 @@ def test_other_flows_stay(lab: Lab) -> None:
     assert lab.flows("tcp") == tcp
 
 
-def test_a_flow_older_than_its_service_is_picked_up(lab: Lab) -> None:
+def test_a_flow_older_than_its_service_is_deleted(lab: Lab) -> None:
     at = lab.at
     older = lab.client(at.external, 53)
     assert lab.answer(older) == ""
@@ -211,7 +211,7 @@ def test_a_flow_older_than_its_service_is_picked_up(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("gone", [False, True], ids=["without endpoints", "deleted"])
-def test_flows_do_not_outlive_the_last_endpoint(lab: Lab, gone: bool) -> None:
+def test_flows_are_deleted_with_the_last_endpoint(lab: Lab, gone: bool) -> None:
     at = lab.at
     lab.nat({(at.vip, 53): at.a})
     client = lab.client(at.vip, 53)
@@ -223,7 +223,7 @@ def test_flows_do_not_outlive_the_last_endpoint(lab: Lab, gone: bool) -> None:
     assert lab.answer(client) == ""
 
 
-def test_node_port_flows_to_addresses_that_serve_none_stay(lab: Lab) -> None:
+def test_node_port_flows_to_addresses_without_node_ports_are_kept(lab: Lab) -> None:
     at = lab.at
     here, other, elsewhere = ((address, 30053) for address in (at.node, at.other_node, at.elsewhere))
     lab.nat({here: at.a, other: at.a, elsewhere: at.a})
@@ -249,7 +249,7 @@ def test_flows_in_zones_are_deleted_in_their_zone(lab: Lab, zone: str) -> None:
 
 
 def test_many_flows(lab: Lab) -> None:
-    """More than fit into one message of the kernel, deleted while they are listed."""
+    """More flows than fit into one message of the kernel, deleted while they are listed."""
     at = lab.at
     lab.nat({(at.vip, 53): at.a, (at.external, 53): at.b})
 
@@ -268,7 +268,7 @@ def test_many_flows(lab: Lab) -> None:
 
 
 def test_many_services_at_once(lab: Lab) -> None:
-    """More ports than are asked for one by one."""
+    """More ports than are listed one by one."""
     at = lab.at
     ports = range(53, 58)
     lab.nat({(at.vip, port): at.a for port in ports})
@@ -282,7 +282,7 @@ def test_many_services_at_once(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("zone", ["", "ct zone set 7"])
-def test_flows_tell_who_answers_and_whether_a_rule_decided_that(lab: Lab, zone: str) -> None:
+def test_flows_have_the_source_of_replies_and_whether_a_rule_translated_them(lab: Lab, zone: str) -> None:
     at = lab.at
     client, vip, a, b, external = map(parse_address, (at.client, at.vip, at.a, at.b, at.external))
     lab.nat({(at.vip, 53): at.a, (at.elsewhere, 53): at.a}, zone=zone)
@@ -299,7 +299,7 @@ def test_flows_tell_who_answers_and_whether_a_rule_decided_that(lab: Lab, zone: 
 
 
 def test_a_kernel_that_lists_every_flow(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before Linux 5.8 there was no filter: flows of all protocols come, and must be told apart here."""
+    """Before Linux 5.8 there was no filter: flows of all protocols are listed."""
     monkeypatch.setattr(conntrack, "_filter", lambda port: b"")
     at = lab.at
     lab.nat({(at.vip, 53): at.a, (at.vip, 54): at.a})
@@ -319,7 +319,7 @@ def test_a_kernel_that_lists_every_flow(lab: Lab, monkeypatch: pytest.MonkeyPatc
 
 
 class Meddling(StaleFlows):
-    """Something happens to a flow between being found stale and being deleted."""
+    """Changes a flow between the moments when it is found stale and when it is deleted."""
 
     meddle: Callable[[], object]
 
@@ -335,7 +335,7 @@ def meddling(stale: StaleFlows, meddle: Callable[[], object]) -> StaleFlows:
     return made
 
 
-def test_a_stale_flow_that_ends_by_itself_is_no_problem(lab: Lab) -> None:
+def test_a_stale_flow_that_expires_first_is_no_error(lab: Lab) -> None:
     at = lab.at
     lab.nat({(at.vip, 53): at.a})
     assert lab.answer(lab.client(at.vip, 53)) == "a"
@@ -344,7 +344,7 @@ def test_a_stale_flow_that_ends_by_itself_is_no_problem(lab: Lab) -> None:
     assert lab.flows() == set()
 
 
-def test_a_new_flow_in_the_place_of_a_stale_one_stays(lab: Lab) -> None:
+def test_a_new_flow_in_place_of_a_stale_one_is_kept(lab: Lab) -> None:
     at = lab.at
     lab.nat({(at.vip, 53): at.a})
     client = lab.client(at.vip, 53)
@@ -365,12 +365,12 @@ def test_a_new_flow_in_the_place_of_a_stale_one_stays(lab: Lab) -> None:
     assert lab.only_flow(53)
 
 
-def test_nothing_to_look_at_costs_nothing() -> None:
+def test_without_changes_no_table_is_read() -> None:
     assert delete_stale_udp(Family.IPV4, StaleFlowTracker().take(frozenset())) == 0
 
 
 def test_without_privileges_the_error_says_what_failed(lab: Lab) -> None:
-    """In a user namespace of its own a process may not look into this network namespace's table."""
+    """In its own user namespace, a process may not read this network namespace's table."""
     program = """if True:
         import sys
         from kproxy_core.host.conntrack.flows import delete_stale_udp

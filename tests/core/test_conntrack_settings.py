@@ -1,4 +1,4 @@
-"""Limits and timeouts of tracked connections, in the kernel of a namespace."""
+"""Limits and timeouts of tracked connections, in a network namespace."""
 
 import resource
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from kproxy_core.process import preparation
 from tests.core.namespaces import Namespace, namespace
 
 NOT_WRITABLE = Path("/proc/sys/net/netfilter/nf_conntrack_count")
-"""Holds a small number that nobody can write."""
+"""A file with a small number that no process can write."""
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_each_setting_arrives(node: Namespace) -> None:
     assert value(node, "nf_conntrack_udp_timeout_stream") == 121
 
 
-def test_zero_leaves_what_there_is_and_liberal_is_never_taken_back(node: Namespace) -> None:
+def test_zero_keeps_the_kernels_value_and_liberal_is_never_reset(node: Namespace) -> None:
     node.run("sysctl", "-qw", "net.netfilter.nf_conntrack_udp_timeout=77",
              "net.netfilter.nf_conntrack_tcp_be_liberal=1")
     applied = node.inside(lambda: apply(ConntrackLimits(max_per_core=0)))
@@ -76,7 +76,7 @@ def test_a_limit_that_is_not_ours_to_set_is_told_and_the_rest_is_set(node: Names
 
 
 def as_it_is(node: Namespace) -> ConntrackLimits:
-    """Limits that need no writing."""
+    """Limits that require no write."""
     return ConntrackLimits(max_per_core=1, min=value(node, "nf_conntrack_max"))
 
 

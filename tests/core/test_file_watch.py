@@ -1,4 +1,4 @@
-"""A file that changed is noticed, however it was changed; one that did not is not."""
+"""Changes of a file's content are noticed, however they are made; other events are not."""
 
 import os
 import threading
@@ -70,7 +70,7 @@ def config_map(directory: Path, version: str, content: bytes) -> None:
         (directory / "config.yaml").symlink_to("..data/config.yaml")
 
 
-def test_another_version_of_a_mounted_config_map_is_noticed(tmp_path: Path) -> None:
+def test_an_update_of_a_mounted_config_map_is_noticed(tmp_path: Path) -> None:
     mounted = tmp_path / "mounted"
     config_map(mounted, "..1", b"old")
     with watching(mounted / "config.yaml") as changed:
@@ -80,7 +80,7 @@ def test_another_version_of_a_mounted_config_map_is_noticed(tmp_path: Path) -> N
         assert changed.wait(10)
 
 
-def test_what_is_no_change_of_the_content_is_none(tmp_path: Path) -> None:
+def test_events_that_leave_the_content_are_ignored(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_bytes(b"old")
     with watching(path) as changed:

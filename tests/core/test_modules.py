@@ -1,4 +1,4 @@
-"""Where modules of the kernel are looked for, and what an operator is told about those that are missing."""
+"""The presence of kernel modules, and the remedies for missing ones."""
 
 import gzip
 from pathlib import Path
@@ -23,7 +23,7 @@ def modules(root: Path, **options: str) -> Modules:
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Path:
-    """One whose kernel takes modules, and has none."""
+    """A machine whose kernel supports modules and has none."""
     write(tmp_path, "proc/modules", "")
     write(tmp_path, f"{DIRECTORY}/modules.dep", "")
     return tmp_path
@@ -43,12 +43,12 @@ def machine(tmp_path: Path) -> Path:
         (f"boot/config-{RELEASE}", "# CONFIG_IP_VS is not set\n", Presence.ABSENT),
     ],
 )
-def test_where_a_module_is_found(file: str, text: str, presence: Presence, machine: Path) -> None:
+def test_the_presence_of_a_module(file: str, text: str, presence: Presence, machine: Path) -> None:
     write(machine, file, text)
     assert modules(machine).presence("ip_vs") is presence
 
 
-def test_configuration_may_be_in_proc_and_an_option_may_have_another_name(machine: Path) -> None:
+def test_the_configuration_in_proc_and_options_with_other_names(machine: Path) -> None:
     with gzip.open(machine / "proc/config.gz", "wt") as file:
         file.write("CONFIG_NETFILTER_XT_SET=y\nCONFIG_IP_VS_MH=y\n")
     found = modules(machine, xt_set="CONFIG_NETFILTER_XT_SET")
@@ -56,7 +56,7 @@ def test_configuration_may_be_in_proc_and_an_option_may_have_another_name(machin
     assert found.presence("xt_set") is Presence.BUILT_IN
 
 
-def test_without_the_directory_of_modules_the_configuration_tells(tmp_path: Path) -> None:
+def test_without_the_module_directory_the_configuration_decides(tmp_path: Path) -> None:
     write(tmp_path, "proc/modules", "")
     write(tmp_path, f"boot/config-{RELEASE}", "CONFIG_IP_VS=m\n# CONFIG_DUMMY is not set\n")
     found = modules(tmp_path)
@@ -65,19 +65,19 @@ def test_without_the_directory_of_modules_the_configuration_tells(tmp_path: Path
     ]  # fmt: skip
 
 
-def test_only_what_is_not_there_yet_may_be_loaded(machine: Path) -> None:
+def test_only_a_loadable_module_may_be_loaded(machine: Path) -> None:
     write(machine, "proc/modules", "ip_vs 180224 0 - Live 0x0\n")
     write(machine, f"{DIRECTORY}/modules.dep", "a/ip_vs.ko:\na/dummy.ko:\n")
     assert modules(machine).not_loaded(["ip_vs", "dummy", "absent"]) == ["dummy"]
 
 
-def test_a_module_that_can_not_be_seen_may_be_loaded(tmp_path: Path) -> None:
+def test_an_unknown_module_may_be_loaded(tmp_path: Path) -> None:
     write(tmp_path, "proc/modules", "")
     assert modules(tmp_path).not_loaded(["dummy"]) == ["dummy"]
 
 
 @pytest.mark.parametrize("file", ["", "proc/sys/kernel/modules_disabled"])
-def test_a_kernel_without_modules_and_one_that_takes_no_more_load_nothing(file: str, tmp_path: Path) -> None:
+def test_without_loadable_modules_nothing_may_be_loaded(file: str, tmp_path: Path) -> None:
     if file:
         write(tmp_path, file, "1\n")
         write(tmp_path, "proc/modules", "")
@@ -90,6 +90,6 @@ def test_a_missing_module_has_a_remedy(machine: Path) -> None:
     assert modules(machine).remedy("ip_vs_sh") == "modprobe ip_vs_sh, or use a kernel with CONFIG_IP_VS_SH"
 
 
-def test_a_container_without_modules_is_told_so(tmp_path: Path) -> None:
+def test_the_remedy_mentions_a_module_directory_missing_in_a_container(tmp_path: Path) -> None:
     write(tmp_path, "proc/modules", "")
     assert "mount the node's /lib/modules" in modules(tmp_path).remedy("ip_vs")

@@ -1,4 +1,4 @@
-"""Kernel settings of a namespace made for it."""
+"""Kernel settings of a network namespace made for the test."""
 
 import errno
 import sys
@@ -41,7 +41,7 @@ def test_settings_of_several_numbers_are_compared_as_such(inside: Namespace) -> 
     assert not inside.inside(lambda: sysctl.ensure(PORTS, "40000 50000"))
 
 
-def test_a_setting_that_this_kernel_does_not_have() -> None:
+def test_a_setting_that_the_kernel_lacks() -> None:
     with pytest.raises(HostError) as caught:
         sysctl.ensure("net/ipv4/no_such_setting", 1)
     assert str(caught.value) == "can't read sysctl net/ipv4/no_such_setting: No such file or directory"
@@ -54,8 +54,8 @@ def test_a_value_that_the_kernel_refuses(inside: Namespace) -> None:
     assert str(caught.value) == f"can't set sysctl {PORTS} to high: Invalid argument"
 
 
-def test_read_only_settings_are_a_problem_only_if_they_are_wrong(inside: Namespace) -> None:
-    """As in a container without privileges."""
+def test_read_only_settings_fail_only_if_they_differ(inside: Namespace) -> None:
+    """As in an unprivileged container."""
     program = f"""if True:
         from kproxy_core.host import sysctl
         from kproxy_core.host.errors import HostError

@@ -1,4 +1,4 @@
-"""Questions that a copy of the process answers, in a network namespace that ends with it."""
+"""Questions answered by a fork of the process, in a network namespace that ends with it."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ def namespace_id() -> str:
     return os.readlink("/proc/self/ns/net")
 
 
-def test_what_is_tried_happens_elsewhere() -> None:
+def test_a_trial_does_not_affect_the_node() -> None:
     def question(namespace: Namespace) -> tuple[str, int, list[str], str]:
         problem = namespace.enter()
         subprocess.run(["ip", "link", "add", "kpt-trial", "type", "veth"], check=True)
@@ -33,7 +33,7 @@ def test_what_is_tried_happens_elsewhere() -> None:
     assert "kpt-trial" not in [name for _, name in socket.if_nameindex()]
 
 
-def test_before_it_enters_it_sees_the_node() -> None:
+def test_before_it_enters_a_namespace_the_fork_sees_the_node() -> None:
     assert ask(lambda _: namespace_id()) == namespace_id()
 
 
@@ -50,12 +50,12 @@ def test_a_big_answer_arrives() -> None:
     ],
     ids=["crash", "exit", "error"],
 )
-def test_whatever_happens_there_harms_nobody(how: object, told: str) -> None:
+def test_a_fork_that_crashes_gives_no_answer(how: object, told: str) -> None:
     with pytest.raises(NoAnswer, match=told):
         ask(how)  # type: ignore[arg-type]
 
 
-def test_who_takes_too_long_is_ended() -> None:
+def test_a_fork_that_hangs_is_killed() -> None:
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     before = children.read_text()
     with pytest.raises(NoAnswer, match=r"no answer within 0\.1 s"):

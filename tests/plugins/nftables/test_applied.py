@@ -1,4 +1,4 @@
-"""The difference between what the kernel acknowledged and what is wanted."""
+"""The difference between acknowledged and wanted elements."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +26,7 @@ def test_indices_hold_exactly_the_wanted_endpoints(
 
 
 @given(SLOTS, SLOTS)
-def test_an_endpoint_that_stays_keeps_its_index_if_that_exists(
+def test_a_remaining_endpoint_keeps_its_index_if_that_exists(
     old: tuple[Destination, ...], wanted: tuple[Destination, ...]
 ) -> None:
     arranged = arrange(old, wanted)
@@ -40,7 +40,7 @@ def plans_with(count: int, *, without: int = -1) -> dict[ServicePortKey, Service
     return plans(NODE, service(), endpoint_slice("web", *endpoints))
 
 
-def test_one_endpoint_leaving_costs_at_most_five_elements() -> None:
+def test_removing_an_endpoint_changes_at_most_five_elements() -> None:
     applied = Applied()
     applied.acknowledge(applied.difference(plans_with(200)))
     for leaving in (1, 100, 200):
@@ -48,7 +48,7 @@ def test_one_endpoint_leaving_costs_at_most_five_elements() -> None:
         assert len({element[:2] for element in difference.deletes + difference.adds}) <= 5
 
 
-def test_one_endpoint_replaced_costs_one_element() -> None:
+def test_replacing_an_endpoint_changes_one_element() -> None:
     applied = Applied()
     applied.acknowledge(
         applied.difference(plans(NODE, service(), endpoint_slice("web", "10.0.0.1", "10.0.0.2")))
@@ -57,13 +57,13 @@ def test_one_endpoint_replaced_costs_one_element() -> None:
     assert len(difference.adds) == len(difference.deletes) == 1
 
 
-def test_nothing_is_remembered_before_the_kernel_has_acknowledged() -> None:
+def test_only_an_acknowledgement_changes_the_state() -> None:
     applied = Applied()
     first = applied.difference(plans_with(3))
     assert applied.difference(plans_with(3)).adds == first.adds
 
 
-def test_a_shared_element_lives_as_long_as_its_last_owner() -> None:
+def test_a_shared_element_is_deleted_with_its_last_owner() -> None:
     two_ports = plans(NODE, service("web", "a:80", "b:81"), endpoint_slice("web", ports=("a:80", "b:81")))
     applied = Applied()
     applied.acknowledge(applied.difference(two_ports))
@@ -79,7 +79,7 @@ def test_a_shared_element_lives_as_long_as_its_last_owner() -> None:
 
 @st.composite
 def some_plans(draw: st.DrawFn) -> dict[ServicePortKey, ServicePlan]:
-    """The plans of up to four Services of any shape, each with its own addresses, some named twice."""
+    """Draw the plans of up to four Services of any shape, each with its own addresses, some named twice."""
     found: dict[ServicePortKey, ServicePlan] = {}
     for number in draw(st.sets(st.integers(1, 4))):
         vip, external, balancer = (f"{net}.{number}" for net in ("10.96.0", "198.51.100", "203.0.113"))
@@ -101,7 +101,7 @@ def some_plans(draw: st.DrawFn) -> dict[ServicePortKey, ServicePlan]:
 
 
 def without_index(elements: list[Element]) -> set[tuple[str, bytes, object]]:
-    """Elements with the index taken out of endpoint keys: which index an endpoint has is arbitrary."""
+    """Return elements without the index in endpoint keys, which is arbitrary."""
     return {
         (container, key[:-4] if container.endswith("-endpoints") else key, value)
         for container, key, value in elements

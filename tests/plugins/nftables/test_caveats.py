@@ -1,4 +1,4 @@
-"""What the nftables mode says that it does not do."""
+"""The caveats of the nftables mode."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the plugin finds out about this machine."""
+"""Detection of the mode's requirements on this machine."""
 
 import subprocess
 import sys
@@ -26,11 +26,11 @@ def nft(command: str) -> str:
 
 
 def tried() -> Detection:
-    """As ``kproxy modes --probe`` asks."""
+    """Detect as ``kproxy modes --probe`` does."""
     return trial.ask(lambda namespace: detect(BOTH, namespace, load_modules=False))
 
 
-def test_each_feature_is_tried_elsewhere_and_leaves_no_trace() -> None:
+def test_each_feature_is_tried_in_a_namespace_and_leaves_no_trace() -> None:
     found = tried()
     assert found.usable, found.because
     assert "libnftables" in found.because
@@ -40,7 +40,7 @@ def test_each_feature_is_tried_elsewhere_and_leaves_no_trace() -> None:
     assert nft("list ruleset") == ""
 
 
-def test_outside_of_a_trial_the_kernel_checks_the_rules_without_keeping_them() -> None:
+def test_without_a_trial_the_kernel_checks_the_rules_without_applying_them() -> None:
     found = detect(BOTH, None, load_modules=False)
     assert found.usable, found.because
     assert {"ip: all rules of the mode", "ip6: all rules of the mode"} <= {
@@ -49,21 +49,21 @@ def test_outside_of_a_trial_the_kernel_checks_the_rules_without_keeping_them() -
     assert nft("list ruleset") == ""
 
 
-def test_what_the_kernel_refuses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_feature_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kproxy_nftables.detect.FEATURES", (*FEATURES, UNHEARD))
     missing = [r for r in tried().requirements if not r.met]
     assert [r.what for r in missing] == ["ip: quantum lookup", "ip6: quantum lookup"]
 
 
 @pytest.mark.parametrize("release", ["5.4.0-old", "4.18.0-553.el8"])
-def test_an_old_kernel_that_has_everything_will_do(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_kernel_with_all_features_is_accepted(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.release", lambda: release)
     (version, *_) = tried().requirements
     assert version.met
     assert "which has what is needed" in version.found
 
 
-def test_without_the_privilege_nothing_of_the_kernel_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_privilege_features_are_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(privileges, "held", frozenset)
     found = detect(BOTH, None, load_modules=False)
     assert found.refuted
@@ -71,7 +71,7 @@ def test_without_the_privilege_nothing_of_the_kernel_is_known(monkeypatch: pytes
     assert {r.guessed for r in found.requirements if r.what.endswith("of the mode")} == {True}
 
 
-def test_without_the_binding_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_binding_the_remedy_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nftables", None)
     found = tried()
     assert found.refuted
@@ -80,14 +80,14 @@ def test_without_the_binding_it_says_what_to_install(monkeypatch: pytest.MonkeyP
         NftablesBackend(BOTH).kproxy_begin()
 
 
-def test_a_backend_begins_by_asking_the_kernel_and_leaves_no_trace() -> None:
+def test_starting_a_backend_tries_the_features_and_leaves_no_trace() -> None:
     backend = NftablesBackend(BOTH)
     assert backend.kproxy_begin()
     assert nft("list ruleset") == ""
     backend.kproxy_close()
 
 
-def test_what_the_kernel_lacks_is_named() -> None:
+def test_a_missing_feature_is_named() -> None:
     kernel = Kernel()
     first, second = lacking(kernel, tuple(Family), (*FEATURES, UNHEARD))
     assert first.startswith("no quantum lookup in family ip (nft: Error: ")
@@ -95,5 +95,5 @@ def test_what_the_kernel_lacks_is_named() -> None:
     kernel.close()
 
 
-def test_while_it_is_checked_nothing_is_in_the_way_of_packets() -> None:
+def test_a_check_never_affects_packets() -> None:
     assert features.check([Family.IPV4]).count("flags dormant") == len(FEATURES)

@@ -1,4 +1,4 @@
-"""The backend on the real nf_tables of an empty network namespace."""
+"""The backend with the real nf_tables of an empty network namespace."""
 
 import subprocess
 import threading
@@ -74,7 +74,7 @@ def contents(family: Family = Family.IPV4) -> list[Element]:
 
 
 def rich(family: Family = Family.IPV4) -> Plans:
-    """Services of every kind."""
+    """Return the plans of Services of every kind."""
     if family is Family.IPV6:
         vip, pod, external, ranges = "fd00:96::", "fd00:1::", "2001:db8:1::", "2001:db8::/32"
     else:
@@ -97,7 +97,7 @@ def rich(family: Family = Family.IPV4) -> Plans:
 
 
 @pytest.mark.parametrize("family", Family)
-def test_a_restart_over_a_right_table_writes_nothing(backend: NftablesBackend, family: Family) -> None:
+def test_a_restart_over_a_correct_table_writes_nothing(backend: NftablesBackend, family: Family) -> None:
     assert resync(backend, rich(family), NODES[family]).operations > 50
     again = NftablesBackend(BOTH)
     assert resync(again, rich(family), NODES[family]).operations == 0
@@ -105,7 +105,7 @@ def test_a_restart_over_a_right_table_writes_nothing(backend: NftablesBackend, f
 
 
 @pytest.mark.parametrize("family", Family)
-def test_what_is_rendered_is_what_is_programmed(
+def test_the_rendered_text_equals_the_programmed_table(
     backend: NftablesBackend, family: Family, tmp_path: Path
 ) -> None:
     wanted = rich(family)
@@ -119,7 +119,7 @@ def test_what_is_rendered_is_what_is_programmed(
 
 
 def normal(listing: str) -> list[str]:
-    """The lines of a listing in an order of their own: sets are listed in hash order."""
+    """Return the sorted lines of a listing, because sets are listed in hash order."""
     flat = listing.replace(",\n", "\n").replace("{ ", "{\n").replace(" }", "\n}").replace(", ", "\n")
     return sorted(line.strip() for line in flat.splitlines())
 
@@ -179,30 +179,30 @@ def test_foreign_damage_is_noticed_named_and_repaired(
 ) -> None:
     resync(backend, rich())
     healthy = normal(nft("list table ip kproxy"))
-    told: list[tuple[Family, str]] = []
+    reported: list[tuple[Family, str]] = []
     noticed = threading.Event()
 
     def damaged(family: Family, what: str) -> None:
-        told.append((family, what))
+        reported.append((family, what))
         noticed.set()
 
     assert backend.kproxy_watch(damaged)
     nft(command)
     assert noticed.wait(5)
-    assert told[0][0] is Family.IPV4
-    assert what in told[0][1]
-    assert " by nft[" in told[0][1]
+    assert reported[0][0] is Family.IPV4
+    assert what in reported[0][1]
+    assert " by nft[" in reported[0][1]
     resync(backend, rich())
     assert normal(nft("list table ip kproxy")) == healthy
 
 
 def test_own_and_unrelated_changes_are_no_damage(backend: NftablesBackend) -> None:
     resync(backend, rich())
-    told: list[str] = []
+    reported: list[str] = []
     noticed = threading.Event()
 
     def damaged(family: Family, what: str) -> None:
-        told.append(what)
+        reported.append(what)
         noticed.set()
 
     backend.kproxy_watch(damaged)
@@ -210,21 +210,21 @@ def test_own_and_unrelated_changes_are_no_damage(backend: NftablesBackend) -> No
     change(backend, dict(rich()))
     nft("add table ip other")
     nft("add table inet kproxy")
-    nft("add table ip6 kproxy")  # ours in the other family: the one thing to be told
+    nft("add table ip6 kproxy")  # ours in the other family: the only change to be reported
     assert noticed.wait(5)
-    assert len(told) == 1
-    assert told[0].startswith("table added")
+    assert len(reported) == 1
+    assert reported[0].startswith("table added")
 
 
 def test_changes_before_the_watch_count_as_damage(backend: NftablesBackend) -> None:
     resync(backend, rich())
     nft("flush ruleset")
-    told: list[Family] = []
-    backend.kproxy_watch(lambda family, what: told.append(family))
-    assert told == list(Family)
+    reported: list[Family] = []
+    backend.kproxy_watch(lambda family, what: reported.append(family))
+    assert reported == list(Family)
 
 
-def test_an_unexpected_kernel_is_reported_and_nothing_is_remembered(backend: NftablesBackend) -> None:
+def test_an_unexpected_kernel_state_is_reported_and_not_acknowledged(backend: NftablesBackend) -> None:
     resync(backend, rich())
     nft("flush map ip kproxy tcp-vip-endpoints")
     with pytest.raises(TrustLost):
@@ -264,7 +264,7 @@ def test_leftover_chains_and_sets_in_our_table_are_swept(backend: NftablesBacken
 
 
 class ReluctantKernel(Kernel):
-    """Calls chains busy for a while, as kernels before 6.2 do."""
+    """Reports chains busy for a while, as kernels before 6.2 do."""
 
     busy = False
 
@@ -309,7 +309,7 @@ def test_node_facts_change_without_a_resync(backend: NftablesBackend) -> None:
     assert "10.96.0.0/16" in nft("list set ip kproxy service-cidrs")
 
 
-def test_what_does_not_fit_into_one_transaction_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_too_large_for_one_transaction_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Kernel()
     kernel.apply_text("add table ip kproxy; add map ip kproxy vips { typeof ip daddr : verdict; }")
     old: list[Element] = [(names.VIPS, n.to_bytes(4, "big"), "drop") for n in range(5000)]
@@ -332,12 +332,12 @@ def test_a_missing_table_has_no_elements() -> None:
     kernel.close()
 
 
-def test_nft_complaints_are_told_in_its_words() -> None:
+def test_errors_hold_the_message_of_nft() -> None:
     with pytest.raises(SyncFailed, match=r"No such file or directory"):
         Kernel().apply_text("add rule ip nowhere nothing drop")
 
 
-def test_cleanup_removes_our_tables_and_kube_proxys_and_nothing_else(backend: NftablesBackend) -> None:
+def test_cleanup_deletes_our_tables_and_kube_proxys_only(backend: NftablesBackend) -> None:
     resync(backend, rich())
     for table in ("ip kube-proxy", "ip6 kube-proxy", "inet kproxy", "ip foreign"):
         nft(f"add table {table}")
@@ -350,10 +350,10 @@ def test_cleanup_removes_our_tables_and_kube_proxys_and_nothing_else(backend: Nf
 
 
 @pytest.mark.parametrize("count", [100, 3000])
-def test_one_change_costs_the_kernel_and_us_the_same_at_any_size(
+def test_a_change_writes_as_much_at_any_number_of_services(
     backend: NftablesBackend, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counted in bytes that are sent and received, not in seconds."""
+    """Counted in elements, not in seconds."""
     wanted: Plans = {}
     for number in range(count):
         svc = service(f"web{number}", ip=f"10.96.{number >> 8}.{number & 255}")

@@ -1,4 +1,4 @@
-"""What each kind of Service wants in the kernel, read as nft text."""
+"""The elements and rules of each kind of Service, as nft text."""
 
 import re
 from dataclasses import replace
@@ -21,12 +21,12 @@ REMOTE = endpoint("10.244.2.5", "node2")
 
 
 def from_pods(**source: str) -> NodeView:
-    """A node that knows its pods by the *source* of their traffic."""
+    """Return a node that recognises its pods by the *source* of their traffic."""
     return replace(node_view(), local_source=LocalSource(**source))  # type: ignore[arg-type]
 
 
 def elements_of(text: str) -> dict[str, list[str]]:
-    """Elements by container in rendered *text*."""
+    """Return the elements by container in rendered *text*."""
     found = re.findall(r"add element ip6? kproxy (\S+) \{\n(.*?)\n\}", text, re.DOTALL)
     return {name: [line.strip(" ,") for line in body.splitlines()] for name, body in found}
 
@@ -37,7 +37,7 @@ def rendered(svc: Service, *endpoints: object, node: NodeView = NODE) -> dict[st
 
 
 def rules_of(text: str, chain: str) -> list[str]:
-    """The rules of one *chain* in rendered *text*."""
+    """Return the rules of one *chain* in rendered *text*."""
     prefix = f"add rule ip kproxy {chain} "
     return [line.removeprefix(prefix) for line in text.splitlines() if line.startswith(prefix)]
 
@@ -95,7 +95,7 @@ def test_remote_endpoints_need_no_hairpin() -> None:
     assert "hairpins" not in rendered(service(), REMOTE)
 
 
-def test_source_ranges_stand_before_the_load_balancer_ip_only() -> None:
+def test_source_ranges_apply_to_the_load_balancer_ip_only() -> None:
     svc = service(source_ranges="192.0.2.0/24 198.51.100.7/32", **LB)
     found = rendered(svc, REMOTE)
     (to_ranges,) = [e for e in found["vips"] if e.startswith("203.0.113.1")]
@@ -127,7 +127,7 @@ def test_affinity_is_shared_by_all_frontends_unless_a_policy_is_local() -> None:
     ],
     ids=["internal", "external", "both"],
 )
-def test_with_a_local_policy_affinity_is_by_who_may_go_where(
+def test_a_local_policy_separates_affinity_groups(
     policies: dict[str, Any], cluster_ip: str, from_inside: str, from_outside: str
 ) -> None:
     found = rendered(service("web", "80@30080", affinity=60, **policies, **LB), LOCAL, REMOTE)
@@ -161,7 +161,7 @@ def test_traffic_to_cluster_ips_is_masqueraded(node: NodeView, masquerade: list[
     assert rules_of(text, "tcp-cluster-1")[:-1] == masquerade
 
 
-def test_rules_do_not_know_how_many_services_there_are() -> None:
+def test_rules_do_not_depend_on_the_number_of_services() -> None:
     def rules(count: int) -> int:
         wanted = {}
         for number in range(count):
@@ -188,12 +188,12 @@ TEMPLATES = st.builds(
 
 
 @given(TEMPLATES)
-def test_a_template_is_its_name(template: Template) -> None:
+def test_a_templates_name_encodes_it(template: Template) -> None:
     assert parse_template(template.name) == template
 
 
 @pytest.mark.parametrize(
     "name", ["services", "drop", "cluster-", "cluster-x", "pin-tcp-cluster-1", "cluster-1", ""]
 )
-def test_other_names_are_no_templates(name: str) -> None:
+def test_other_names_are_not_templates(name: str) -> None:
     assert parse_template(name) is None
