@@ -1,27 +1,14 @@
 """Removal of every trace of the mode: its chains and rules, and those of all versions of kube-proxy."""
 
-from collections.abc import Collection, Iterable
-from functools import partial
+from collections.abc import Iterable
 
 from kproxy_core.backend.api import Leftovers
 from kproxy_iptables import names
-from kproxy_iptables.names import NAT
+from kproxy_iptables.owned_chains import OLDER_CHAINS, is_older, plan_cleanup, plan_supersede
 from kproxy_iptables.skeleton import JUMPS
 from kproxy_xtables.cleanup import clean_up
-from kproxy_xtables.removal import Removal, plan_removal
-from kproxy_xtables.rules import ChainKey, RulesByChain, has_rule, parse_jump
-from kproxy_xtables.shared_chains import FIREWALL, ipset_mode_chains, is_ipset_firewall_jump
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import Variant, find_used_and_unused, find_variants
-
-_OLDER = frozenset({(NAT, "KUBE-MARK-DROP")})
-"""Chains of kube-proxy up to 1.27. Kubelet up to 1.27 has this one too, and creates it again."""
-
-_IPVS_CHAINS = frozenset({(NAT, "KUBE-LOAD-BALANCER"), (NAT, "KUBE-NODE-PORT"), (NAT, "KUBE-FIRE-WALL")})
-"""Chains of kube-proxy's ipvs mode that jump to shared ones."""
-
-_SNAT_COMMENT = '"kubernetes service traffic requiring SNAT"'
-"""Comment of a rule that old versions had in POSTROUTING itself, before it had a chain of its own."""
 
 
 def cleanup(*, dry_run: bool) -> Leftovers:
@@ -32,7 +19,7 @@ def cleanup(*, dry_run: bool) -> Leftovers:
 def supersede(*, dry_run: bool) -> Leftovers:
     """Remove the leftovers of older versions, and all rules from the variant that this node does not use."""
     used, unused = find_used_and_unused()
-    older = clean_up(what_is_superseded, used, dry_run=dry_run, is_affected=_has_older)
+    older = clean_up(plan_supersede, used, dry_run=dry_run, is_affected=_has_older)
     elsewhere = _clean(unused, dry_run=dry_run)
     return Leftovers(
         "iptables", (*older.removed, *elsewhere.removed), (*older.errors, *elsewhere.errors)
@@ -40,39 +27,13 @@ def supersede(*, dry_run: bool) -> Leftovers:
 
 
 def _clean(variants: Iterable[Variant], *, dry_run: bool) -> Leftovers:
-    cleaned = clean_up(what_to_remove, variants, dry_run=dry_run, counted=names.SERVICE_PREFIXES)
+    cleaned = clean_up(plan_cleanup, variants, dry_run=dry_run, counted=names.SERVICE_PREFIXES)
     return Leftovers("iptables", tuple(cleaned.removed), tuple(cleaned.errors))
 
 
 def _has_older(tables: Tables) -> bool:
     """Return whether older versions left anything. Reads only a few chains, because there may be many."""
-    return any(tables.has_chain(*key) for key in _OLDER) or any(
-        _is_older(key, rule)
+    return any(tables.has_chain(*key) for key in OLDER_CHAINS) or any(
+        is_older(key, rule)
         for key in sorted({(jump.table, jump.chain) for jump in JUMPS}) for rule in tables.rules(*key)
     )  # fmt: skip
-
-
-def what_to_remove(held: RulesByChain) -> Removal:
-    """Decide which rules and chains in *held* are this mode's."""
-    ours = {key for key in held if names.is_ours(*key) or key in _OLDER} - ipset_mode_chains(held)
-    return plan_removal(held, ours, partial(_is_own, ours), _IPVS_CHAINS.__contains__)
-
-
-def what_is_superseded(held: RulesByChain) -> Removal:
-    """Decide which rules and chains in *held* are leftovers of older versions of this mode."""
-    return plan_removal(held, _OLDER & held.keys(), _is_older, _IPVS_CHAINS.__contains__)
-
-
-def _is_older(key: ChainKey, rule: str) -> bool:
-    current = [jump.spec for jump in JUMPS if (jump.table, jump.chain) == key]
-    return _is_own(names.OUR_CHAINS | _OLDER, key, rule) and not has_rule(current, rule)
-
-
-def _is_own(ours: Collection[ChainKey], key: ChainKey, rule: str) -> bool:
-    """Return whether a rule in a built-in chain jumps to one of *ours*, or is the old rule in POSTROUTING."""
-    found = parse_jump(key, rule)
-    if found is None:
-        return rule.endswith("-j MASQUERADE") and _SNAT_COMMENT in rule
-    target = found.target_key
-    wanted = target in ours or (target == FIREWALL and not is_ipset_firewall_jump(key, rule))
-    return wanted and found.comment.startswith("kube")

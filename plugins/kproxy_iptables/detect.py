@@ -4,37 +4,25 @@ from kproxy_core.backend.api import BackendSettings, Detection, Requirement, Tri
 from kproxy_core.host.attempts import Attempts, sysctl_finding
 from kproxy_core.host.modules import Modules
 from kproxy_iptables.settings import read_settings
-from kproxy_xtables.requirements import (
-    ADDRTYPE,
-    COMMENTS,
-    CONNTRACK,
-    KERNEL_OPTIONS,
-    MARKS,
-    MASQUERADE,
-    PORTS,
-    REJECT,
-    Feature,
-    check_privileges,
-    check_programs,
-    try_rules,
-)
+from kproxy_xtables import requirements
+from kproxy_xtables.requirements import Feature
 from kproxy_xtables.tables import Tables
 
 _MODE = "iptables"
 _FEATURES = (
-    COMMENTS,
-    PORTS,
+    requirements.COMMENTS,
+    requirements.PORTS,
     Feature("ports of SCTP", ("xt_sctp",), "-p sctp -m sctp --dport 80 -j RETURN"),
-    CONNTRACK,
-    ADDRTYPE,
+    requirements.CONNTRACK,
+    requirements.ADDRTYPE,
     Feature("statistic match", ("xt_statistic",),
             "-m statistic --mode random --probability 0.5 -j RETURN"),
     Feature("recent match", ("xt_recent",),
             "-m recent --name kproxy-check --rcheck --seconds 10800 --reap -j RETURN"),
-    MARKS,
+    requirements.MARKS,
     Feature("DNAT", ("xt_nat",), "-p tcp -m tcp -j DNAT --to-destination {address}:80"),
-    MASQUERADE,
-    REJECT,
+    requirements.MASQUERADE,
+    requirements.REJECT,
 )  # fmt: skip
 
 
@@ -43,9 +31,9 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
 
     Without a *trial*, read only the nat tables, and conclude the rest from kernel modules.
     """
-    modules = Modules(KERNEL_OPTIONS)
-    installed, variant = check_programs(modules, load_modules=load_modules)
-    found = [check_privileges(variant), installed]
+    modules = Modules(requirements.KERNEL_OPTIONS)
+    installed, variant = requirements.check_programs(modules, load_modules=load_modules)
+    found = [requirements.check_privileges(variant), installed]
     if read_settings(settings).localhost_node_ports:
         found.append(sysctl_finding("net/ipv4/conf/all/route_localnet", 1,
                                     "set it, or iptables.localhostNodePorts to false"))  # fmt: skip
@@ -53,6 +41,6 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
         why_not = "only looked at" if trial is None else trial.enter()
         for family in settings.families:
             attempts = Attempts(modules, why_not=why_not, load_modules=load_modules)
-            found += try_rules(
+            found += requirements.try_rules(
                 Tables(family, variant), attempts, _FEATURES, ("filter", "mangle"))
     return Detection(_MODE, tuple(Requirement(*finding) for finding in found))

@@ -1,0 +1,47 @@
+"""Decisions about which chains and rules in a kernel belong to the mode. Pure."""
+
+from collections.abc import Collection
+from functools import partial
+
+from kproxy_iptables import names
+from kproxy_iptables.names import NAT
+from kproxy_iptables.skeleton import JUMPS
+from kproxy_xtables.removal import Removal, plan_removal
+from kproxy_xtables.rules import ChainKey, RulesByChain, has_rule, parse_jump
+from kproxy_xtables.shared_chains import FIREWALL, ipset_mode_chains, is_ipset_firewall_jump
+
+OLDER_CHAINS = frozenset({(NAT, "KUBE-MARK-DROP")})
+"""Chains of kube-proxy up to 1.27. Kubelet up to 1.27 has this one too, and creates it again."""
+
+_IPVS_CHAINS = frozenset({(NAT, "KUBE-LOAD-BALANCER"), (NAT, "KUBE-NODE-PORT"), (NAT, "KUBE-FIRE-WALL")})
+"""Chains of kube-proxy's ipvs mode that jump to shared ones."""
+
+_SNAT_COMMENT = '"kubernetes service traffic requiring SNAT"'
+"""Comment of a rule that old versions had in POSTROUTING itself, before it had a chain of its own."""
+
+
+def plan_cleanup(held: RulesByChain) -> Removal:
+    """Decide which rules and chains in *held* are this mode's."""
+    ours = {key for key in held if names.is_ours(*key) or key in OLDER_CHAINS} - ipset_mode_chains(held)
+    return plan_removal(held, ours, partial(_is_own, ours), _IPVS_CHAINS.__contains__)
+
+
+def plan_supersede(held: RulesByChain) -> Removal:
+    """Decide which rules and chains in *held* are leftovers of older versions of this mode."""
+    return plan_removal(held, OLDER_CHAINS & held.keys(), is_older, _IPVS_CHAINS.__contains__)
+
+
+def is_older(key: ChainKey, rule: str) -> bool:
+    """Return whether a rule in a built-in chain is an older version's."""
+    current = [jump.spec for jump in JUMPS if (jump.table, jump.chain) == key]
+    return _is_own(names.OUR_CHAINS | OLDER_CHAINS, key, rule) and not has_rule(current, rule)
+
+
+def _is_own(ours: Collection[ChainKey], key: ChainKey, rule: str) -> bool:
+    """Return whether a rule in a built-in chain jumps to one of *ours*, or is the old rule in POSTROUTING."""
+    found = parse_jump(key, rule)
+    if found is None:
+        return rule.endswith("-j MASQUERADE") and _SNAT_COMMENT in rule
+    target = found.target_key
+    wanted = target in ours or (target == FIREWALL and not is_ipset_firewall_jump(key, rule))
+    return wanted and found.comment.startswith("kube")
