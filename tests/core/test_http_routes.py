@@ -99,6 +99,17 @@ def test_the_health_server_answers_and_counts() -> None:
     assert counted['kubeproxy_proxy_livez_total{code="200"}'] == 1
 
 
+@pytest.mark.parametrize("method", ["DELETE", "TRACE"])
+@pytest.mark.parametrize("path", ["/healthz", "/livez"])
+def test_health_checks_are_neither_deleted_nor_traced(path: str, method: str) -> None:
+    metrics = Metrics("x", "0")
+    health = ProxyHealth((Family.IPV4,), timeout=60, node_required=False)
+    answer = ask(health_routes(health, metrics), path, method)
+    assert (answer.status, dict(answer.headers)["Allow"]) == (405, "GET, HEAD, POST, PUT, OPTIONS")
+    assert not any("_proxy_" in name for name in values(metrics))
+    assert ask(server(), "/healthz", method).status == 405
+
+
 def test_configz_has_the_configuration_under_its_group() -> None:
     configuration = {"kind": "KubeProxyConfiguration", "conntrack": {"min": 131072}}
     answer = ask(server(configuration=configuration), "/configz")

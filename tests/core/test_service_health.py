@@ -92,7 +92,7 @@ def test_a_new_count_shows_on_the_same_socket(server: HttpServer) -> None:
         ("127.0.0.1", port), timeout=10
     )  # in the queue of this socket, or served
     proxy.apply({WEB: (port, 0)})
-    early.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    early.sendall(b"GET / HTTP/1.0\r\n\r\n")
     assert early.recv(12) == b"HTTP/1.1 503"
     early.close()
 
@@ -191,7 +191,7 @@ def test_an_unchanged_place_leaves_connections_alone(server: HttpServer) -> None
     proxy.apply({WEB: (port, 1)})
     with socket.create_connection(("127.0.0.1", port), timeout=10) as early:
         proxy.place(("127.0.0.1",))
-        early.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        early.sendall(b"GET / HTTP/1.0\r\n\r\n")
         assert early.recv(12) == b"HTTP/1.1 200"
 
 
@@ -207,7 +207,7 @@ def test_a_taken_port_is_reported_harms_no_other_and_is_had_when_free(
         assert service == WEB
         assert problem.startswith(f"port {port} cannot be opened: ")
         (record,) = caplog.records
-        assert record.fields["for"] == "health check node port of default/web"  # type: ignore[attr-defined]
+        assert record.fields["listener"] == "health check node port of default/web"  # type: ignore[attr-defined]
         assert record.fields["on"] == f"0.0.0.0:{port}"  # type: ignore[attr-defined]
     assert eventually(lambda: not is_refused(port))
     assert get(port).status == 200

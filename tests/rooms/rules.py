@@ -41,7 +41,7 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
     "objects": frozenset({"msgspec", "yaml"}),
     "apiclient": frozenset({"kubernetes", "msgspec", "urllib3", "yaml"}),
     "sources": frozenset({"msgspec"}),
-    "observe": frozenset({"prometheus_client"}),
+    "observe": frozenset({"h11", "prometheus_client"}),
     "sync": frozenset(),
     "modes": frozenset(),
     "process": frozenset({"pluggy"}),

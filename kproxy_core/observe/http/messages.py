@@ -1,17 +1,13 @@
-"""HTTP/1 requests and answers as values: what arrived means, and what is sent. Pure."""
+"""HTTP/1 requests and answers as values, and their framing by h11. No I/O."""
 
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import NamedTuple
+
+import h11
 
 LONGEST_HEAD = 16 * 1024
 LONGEST_BODY = 64 * 1024
-
-_REASONS = {
-    200: "OK", 302: "Found", 400: "Bad Request", 404: "Not Found", 406: "Not Acceptable", 409: "Conflict",
-    411: "Length Required", 413: "Content Too Large",
-    431: "Request Header Fields Too Large", 500: "Internal Server Error", 503: "Service Unavailable",
-    505: "HTTP Version Not Supported",
-}  # fmt: skip
 
 
 class Request(NamedTuple):
@@ -22,12 +18,12 @@ class Request(NamedTuple):
     """Without the query."""
     query: str
     accept: str = ""
-    """The media types that the client takes; "": any."""
+    """Media types that the client accepts; "": any."""
     body: bytes = b""
 
 
 class Answer(NamedTuple):
-    """What a handler answers."""
+    """A handler's response."""
 
     status: int
     body: bytes
@@ -36,85 +32,85 @@ class Answer(NamedTuple):
 
 
 class Slow(NamedTuple):
-    """An answer that takes its time: it is made on a thread of its own."""
+    """An answer that takes long, and is made on a thread of its own."""
 
     make: Callable[[], Answer]
     seconds: float
-    """How long that takes, at most."""
+    """Upper bound of the time it takes."""
 
 
 Handler = Callable[[Request], Answer | Slow]
-"""Answers one request, quickly: it runs on the server's thread, and all other clients wait."""
+"""Answers one request, quickly: it runs on the server's thread while all other clients wait."""
 
 
 class Refused(Exception):
-    """What arrived is no request that this server serves."""
+    """The client sent no request that this server serves."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status)
-        self.answer = Answer(status, (_REASONS[status] + "\n").encode())
+        self.answer = Answer(status, (HTTPStatus(status).phrase + "\n").encode())
 
 
-def parse(received: bytes) -> Request | None:
-    """The request that *received* holds; None: it is not complete yet. Raises Refused.
+class Exchange:
+    """One connection's only request and its answer."""
 
-    A body is waited for, also so that closing the connection doesn't reset it.
-    """
-    head, end, body = received.partition(b"\r\n\r\n")
-    if len(head) > LONGEST_HEAD:
-        raise Refused(431)
-    if not end:
-        return None
-    first, *lines = head.decode("latin-1").split("\r\n")
-    words = first.split(" ")
-    if len(words) != 3 or not (words[0].isascii() and words[0].isalpha()) or not words[2].startswith("HTTP/"):
-        raise Refused(400)
-    method, target, version = words
-    if not version.startswith("HTTP/1."):
-        raise Refused(505)
-    if target.startswith("http://"):
-        target = "/" + target.removeprefix("http://").partition("/")[2]
-    if not target.startswith("/"):
-        raise Refused(400)
-    length, accept = _length_and_accept(lines)
-    if len(body) < length:
-        return None
-    path, _, query = target.partition("?")
-    return Request(method, path, query, accept, body[:length])
+    def __init__(self) -> None:
+        self._connection = h11.Connection(h11.SERVER, max_incomplete_event_size=LONGEST_HEAD)
+        self._request: h11.Request | None = None
+        self._body = bytearray()
 
+    def receive(self, data: bytes) -> Request | None:
+        """Take in *data*. Return the request once it is complete, its body included. Raises Refused."""
+        try:
+            self._connection.receive_data(data)
+            while True:
+                match self._connection.next_event():
+                    case h11.Request() as request:
+                        self._request = request
+                        self._check_length(request)
+                    case h11.Data() as part:
+                        self._body += part.data
+                        if len(self._body) > LONGEST_BODY:
+                            raise Refused(413)
+                    case h11.EndOfMessage():
+                        return self._complete()
+                    case _:
+                        return None
+        except h11.RemoteProtocolError as error:
+            raise Refused(error.error_status_hint) from error
+        except ValueError as error:  # from h11, for a length with thousands of digits
+            raise Refused(400) from error
 
-def _length_and_accept(lines: list[str]) -> tuple[int, str]:
-    length = 0
-    accepted = []
-    for line in lines:
-        name, colon, value = line.partition(":")
-        if not colon:
+    def render(self, answer: Answer, date: str) -> bytes:
+        """Return the bytes of *answer*, sent at *date* (RFC 9110), after which the connection ends."""
+        headers = [
+            ("Content-Type", answer.content_type), ("X-Content-Type-Options", "nosniff"), *answer.headers,
+            ("Date", date), ("Content-Length", str(len(answer.body))), ("Connection", "close"),
+        ]
+        with_body = self._request is None or self._request.method != b"HEAD"
+        parts = (
+            h11.Response(status_code=answer.status, headers=headers, reason=HTTPStatus(answer.status).phrase),
+            h11.Data(data=answer.body if with_body else b""),
+            h11.EndOfMessage(),
+        )
+        return b"".join(self._connection.send(part) or b"" for part in parts)
+
+    @staticmethod
+    def _check_length(request: h11.Request) -> None:
+        length = dict(request.headers).get(b"content-length", b"0")
+        if len(length) > 9 or int(length) > LONGEST_BODY:
+            raise Refused(413)
+
+    def _complete(self) -> Request:
+        assert self._request is not None
+        if not self._request.http_version.startswith(b"1."):
+            raise Refused(505)
+        target = self._request.target.decode("latin-1")
+        if target.startswith("http://"):
+            target = "/" + target.removeprefix("http://").partition("/")[2]
+        if not target.startswith("/"):
             raise Refused(400)
-        match name.lower():
-            case "content-length":
-                value = value.strip()
-                if not (value.isascii() and value.isdigit()):
-                    raise Refused(400)
-                if len(value) > 9 or int(value) > LONGEST_BODY:
-                    raise Refused(413)
-                length = int(value)
-            case "transfer-encoding":
-                raise Refused(411)
-            case "accept":
-                accepted.append(value.strip())
-    return length, ",".join(accepted)
-
-
-def render(answer: Answer, date: str, with_body: bool = True) -> bytes:
-    """The bytes of *answer*, sent at *date* (RFC 9110), after which the connection ends."""
-    head = [
-        f"HTTP/1.1 {answer.status} {_REASONS.get(answer.status, '')}",
-        f"Content-Type: {answer.content_type}",
-        "X-Content-Type-Options: nosniff",
-        *(f"{name}: {value}" for name, value in answer.headers),
-        f"Date: {date}",
-        f"Content-Length: {len(answer.body)}",
-        "Connection: close",
-        "\r\n",
-    ]
-    return "\r\n".join(head).encode("latin-1") + (answer.body if with_body else b"")
+        path, _, query = target.partition("?")
+        accept = b",".join(value for name, value in self._request.headers if name == b"accept")
+        method = self._request.method.decode()
+        return Request(method, path, query, accept.decode("latin-1"), bytes(self._body))

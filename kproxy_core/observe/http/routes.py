@@ -14,40 +14,46 @@ from kproxy_core.observe.metrics import Metrics
 from kproxy_core.observe.slis import HealthcheckSlis
 
 _NOT_FOUND = Answer(404, b"404 page not found\n")
+_NOT_ALLOWED = Answer(405, b"405 method not allowed\n", headers=(("Allow", "GET, HEAD, POST, PUT, OPTIONS"),))
+_REFUSED_METHODS = ("DELETE", "TRACE")
+"""Health checks cannot be deleted, and a TRACE would be answered with the request. kube-proxy takes both."""
 
 
 def health_routes(health: ProxyHealth, metrics: Metrics) -> Handler:
-    """``/healthz`` and ``/livez`` (port 10256)."""
+    """Return the handler of ``/healthz`` and ``/livez`` (port 10256)."""
 
     def answer(request: Request) -> Answer:
         match request.path:
             case "/healthz":
-                said = health.healthz()
+                check = health.healthz
             case "/livez":
-                said = health.livez()
+                check = health.livez
             case _:
                 return _NOT_FOUND
-        status = 200 if said.ok else 503
+        if request.method in _REFUSED_METHODS:
+            return _NOT_ALLOWED
+        result = check()
+        status = 200 if result.ok else 503
         metrics.record_health_answer(request.path.removeprefix("/"), status)
-        return Answer(status, said.body, "application/json")
+        return Answer(status, result.body, "application/json")
 
     return answer
 
 
 @dataclass(slots=True, kw_only=True)
 class About:
-    """What the metrics server tells of the process besides metrics. Mode and configuration may change."""
+    """Facts about the process for the metrics server. Mode and configuration may change."""
 
     mode: str
     fallback: Fallback | None = None
-    """Why that is not the mode which was asked for."""
+    """The reason why that is not the configured mode."""
     version: str = ""
     started: float = field(default_factory=time.time)
     """Seconds since the epoch."""
     configuration: Mapping[str, object] = field(default_factory=dict)
-    """The KubeProxyConfiguration in effect, as JSON has it, with apiVersion and kind."""
+    """The effective KubeProxyConfiguration in JSON types, with apiVersion and kind."""
     flags: Mapping[str, str] = field(default_factory=dict)
-    """By name without dashes, as they are in effect."""
+    """Effective values by name without dashes."""
     statusz: bool = True
     """Serve ``/statusz`` (gate ComponentStatusz)."""
     flagz: bool = True
@@ -57,11 +63,11 @@ class About:
 
 
 def metrics_routes(metrics: Metrics, about: About) -> Handler:
-    """``/metrics``, ``/proxyMode``, ``/healthz``, ``/configz`` ... (port 10249)."""
+    """Return the handler of ``/metrics``, ``/proxyMode``, ``/healthz``, ``/configz`` ... (port 10249)."""
     slis = HealthcheckSlis(about.started)
     handlers: dict[str, Handler] = {
         "/configz": lambda _: _configz(about.configuration),
-        "/healthz": lambda request: Answer(200, _healthz(request.query, slis)),
+        "/healthz": lambda request: _healthz(request, slis),
         "/healthz/ping": lambda _: Answer(200, b"ok"),
         "/metrics": lambda request: Answer(200, *metrics.exposition(request.accept)),
         "/metrics/slis": lambda request: _slis(request, slis),
@@ -82,7 +88,7 @@ def metrics_routes(metrics: Metrics, about: About) -> Handler:
 
 
 def _proxy_mode(about: About) -> Answer:
-    """The mode alone, for scripts that compare it; headers say what was asked for instead, and why."""
+    """Answer with the mode alone, for scripts that compare it. Headers explain a fallback."""
     headers: tuple[tuple[str, str], ...] = ()
     if about.fallback is not None and about.fallback.serving == about.mode:
         reason = about.fallback.because.encode("ascii", "replace").decode()
@@ -91,7 +97,7 @@ def _proxy_mode(about: About) -> Answer:
 
 
 def _configz(configuration: Mapping[str, object]) -> Answer:
-    """The form that all of Kubernetes' components share: their configurations by API group."""
+    """Answer in the form of all Kubernetes components: configurations by API group."""
     body = json.dumps({"kubeproxy.config.k8s.io": configuration}, separators=(",", ":"))
     return Answer(200, body.encode(), "application/json")
 
@@ -103,9 +109,11 @@ def _slis(request: Request, slis: HealthcheckSlis) -> Answer:
     return Answer(200, *slis.exposition(request.accept))
 
 
-def _healthz(query: str, slis: HealthcheckSlis) -> bytes:
-    """The only check of this server is that it answers; the forms are those of all Kubernetes' servers."""
-    options = [option.partition("=") for option in query.split("&") if option]
+def _healthz(request: Request, slis: HealthcheckSlis) -> Answer:
+    """Answer the only check of this server, ``ping``, with the options of all Kubernetes servers."""
+    if request.method in _REFUSED_METHODS:
+        return _NOT_ALLOWED
+    options = [option.partition("=") for option in request.query.split("&") if option]
     excluded = dict.fromkeys(value for name, _, value in options if name == "exclude")
     lines = []
     if "ping" in excluded:
@@ -114,8 +122,8 @@ def _healthz(query: str, slis: HealthcheckSlis) -> bytes:
         slis.record_check()
         lines.append("[+]ping ok\n")
     if not any(name == "verbose" for name, _, _ in options):
-        return b"ok"
+        return Answer(200, b"ok")
     unknown = ",".join(f'"{name}"' for name in excluded if name != "ping")
     if unknown:
         lines.append(f"warn: some health checks cannot be excluded: no matches for {unknown}\n")
-    return ("".join(lines) + "healthz check passed\n").encode()
+    return Answer(200, ("".join(lines) + "healthz check passed\n").encode())

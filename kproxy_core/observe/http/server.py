@@ -1,7 +1,7 @@
-"""Every HTTP listener of the process on one thread that sleeps while nobody asks.
+"""All HTTP listeners of the process, on one thread that sleeps while there is no client.
 
-Small on purpose: one request per connection, no TLS, no keep-alive. A slow client costs a file
-descriptor until its deadline and delays nobody.
+One request per connection, without TLS. A slow client holds a file descriptor until its deadline and delays
+no other client. All clients together get at most a fifth of one CPU, so that they do not delay syncs.
 """
 
 import errno
@@ -15,11 +15,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kproxy_core.model.address import Address, family_of, format_address, format_socket
-from kproxy_core.observe.http.messages import Answer, Handler, Refused, Request, Slow, parse, render
+from kproxy_core.observe.http.messages import Answer, Exchange, Handler, Refused, Request, Slow
 
 log = logging.getLogger("kproxy.http")
 
 _MOST_CONNECTIONS = 256
+_REST_SHARE = 4
+"""Rest this many times as long as serving clients took."""
+_LONGEST_REST = 0.25
+"""Seconds."""
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _NO_SUCH_FAMILY = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 
@@ -28,7 +32,7 @@ Binding = tuple[Address, int]
 
 
 class Listener:
-    """Sockets that share a handler; made by `HttpServer.listen`, whose thread owns all but `close`."""
+    """Sockets that share a handler. Made by `HttpServer.listen`, whose thread owns all but `close`."""
 
     def __init__(
         self,
@@ -50,26 +54,26 @@ class Listener:
 
     @property
     def port(self) -> int:
-        """The port that the first binding got, once bound (`HttpServer.settle`); 0: not bound."""
+        """The port of the first binding (see `HttpServer.settle`); 0: not bound."""
         return int(self.sockets[0].getsockname()[1]) if self.sockets else 0
 
     def close(self) -> None:
-        """Stop listening; takes effect before anything asked of the server later."""
+        """Stop listening, before any later call to the server takes effect."""
         self._server.close(self)
 
     def open(self) -> Sequence[socket.socket] | None:
-        """Listen; None if not all sockets could be had: then there are none."""
+        """Listen on all bindings. Return None if one failed: the others are closed."""
         sockets: list[socket.socket] = []
         try:
             for address, port in self._bindings:
-                sockets.append(_listening(address, port, self._both_families))
+                sockets.append(_listen(address, port, self._both_families))
         except OSError as error:
             for opened in sockets:
                 opened.close()
             self._report(error)
             return None
         if self._problem:
-            log.info("listening at last", extra={"fields": {"for": self.name}})
+            log.info("listening again", extra={"fields": {"listener": self.name}})
             self._problem = ""
         self.sockets = sockets
         return sockets
@@ -79,7 +83,8 @@ class Listener:
             return
         self._problem = str(error)
         where = ",".join(format_socket(*binding) for binding in self._bindings)
-        log.error("can't listen", extra={"fields": {"for": self.name, "on": where, "error": error}})
+        log.error("cannot listen", extra={
+            "fields": {"listener": self.name, "addresses": where, "error": str(error)}})
         if self._failed is not None:
             self._failed(error)
 
@@ -87,26 +92,25 @@ class Listener:
 class _Connection:
     """One client's only request."""
 
-    __slots__ = ("answering", "deadline", "handler", "received", "socket", "unsent", "with_body")
+    __slots__ = ("answering", "deadline", "exchange", "handler", "socket", "unsent")
 
     def __init__(self, connected: socket.socket, handler: Handler, deadline: float) -> None:
         self.socket = connected
         self.handler = handler
         self.deadline = deadline
-        self.received = bytearray()
+        self.exchange = Exchange()
         self.answering = False
         """A slow answer is being made."""
-        self.with_body = True
         self.unsent = memoryview(b"")
 
 
 class HttpServer:
-    """Serves any number of listeners. All methods may be called from any thread."""
+    """Serves any number of listeners. Any thread may call."""
 
     def __init__(self, *, retry_seconds: float = 5.0, connection_seconds: float = 15.0) -> None:
-        """*retry_seconds*: between attempts to bind (as in kube-proxy, 5).
+        """*retry_seconds*: time between attempts to bind (as in kube-proxy, 5).
 
-        *connection_seconds*: for a client to send its request and receive the answer.
+        *connection_seconds*: time for a client to send its request and receive the answer.
         """
         self._retry_seconds = retry_seconds
         self._connection_seconds = connection_seconds
@@ -115,18 +119,18 @@ class HttpServer:
         self._selector.register(self._alarm, selectors.EVENT_READ)
         self._todo: deque[Callable[[], None]] = deque()
         self._unbound: dict[Listener, float] = {}
-        """When to try again."""
+        """Time of the next attempt."""
         self._connections: dict[_Connection, None] = {}
-        """The oldest first."""
+        """Oldest first."""
         self._running = True
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
     def start(self) -> None:
-        """Start the thread (a daemon)."""
+        """Start the thread, a daemon."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Close everything and end the thread, if it was started; returns when it has ended."""
+        """Close everything, and return when the thread has ended."""
         self._do(self._finish)
         if self._thread.is_alive():
             self._thread.join()
@@ -140,11 +144,11 @@ class HttpServer:
         both_families: bool = False,
         failed: Callable[[OSError], None] | None = None,
     ) -> Listener:
-        """Serve *handler* on all *bindings*, or on none of them: then it is tried again later.
+        """Serve *handler* on all *bindings*, or on none if one fails; that is retried. Returns at once.
 
         *both_families*: an unspecified address of either family listens on both (as Go's "tcp").
-        *failed* is called on the server's thread for each new problem, which is logged as well.
-        *name* is for the log. Returns at once.
+        *failed* is called on the server's thread for each new problem, which is also logged.
+        *name* is for the log.
         """
         listener = Listener(self, name, bindings, handler, both_families, failed)
         self._do(lambda: self._bind(listener))
@@ -155,7 +159,7 @@ class HttpServer:
         self._do(lambda: self._unbind(listener))
 
     def settle(self, timeout: float = 5.0) -> None:
-        """Wait until everything asked so far has been done (each bind tried once).
+        """Wait until earlier calls have taken effect, each bind tried once.
 
         Raises TimeoutError after *timeout* seconds.
         """
@@ -168,11 +172,13 @@ class HttpServer:
         self._todo.append(action)
         os.eventfd_write(self._alarm, 1)
 
-    # Everything below runs on the server's thread.
+    # On the server's thread
 
     def _run(self) -> None:
         while self._running:
-            for key, _ in self._selector.select(self._patience()):
+            ready = self._selector.select(self._patience())
+            started = time.thread_time()
+            for key, _ in ready:
                 if isinstance(key.data, _Connection):
                     self._serve(key.data)
                 elif isinstance(key.data, Listener):
@@ -186,9 +192,11 @@ class HttpServer:
                 self._bind(listener)
             for connection in [c for c in self._connections if c.deadline <= now]:
                 self._drop(connection)
+            if self._running:
+                time.sleep(min(_REST_SHARE * (time.thread_time() - started), _LONGEST_REST))
 
     def _patience(self) -> float | None:
-        """Seconds until something is due; None: nothing is."""
+        """Return the seconds until a bind or a deadline is due; None: none is."""
         times = [*self._unbound.values(), *(connection.deadline for connection in self._connections)]
         return max(0.0, min(times) - time.monotonic()) if times else None
 
@@ -224,7 +232,7 @@ class HttpServer:
                 if self._connections:
                     self._drop(next(iter(self._connections)))
                 else:
-                    time.sleep(0.1)  # nobody is being served, and nobody can be
+                    time.sleep(0.1)  # no connection to close in exchange
             return
         connected.setblocking(False)
         if len(self._connections) >= _MOST_CONNECTIONS:
@@ -234,9 +242,9 @@ class HttpServer:
         self._selector.register(connected, selectors.EVENT_READ, connection)
 
     def _serve(self, connection: _Connection) -> None:
-        """Whatever *connection* is ready for."""
+        """Receive or send, whichever *connection* is ready for."""
         if connection not in self._connections:
-            return  # dropped for another one a moment ago
+            return  # dropped in favour of another one in this turn
         try:
             if connection.unsent:
                 self._send(connection)
@@ -254,11 +262,9 @@ class HttpServer:
             self._drop(connection)
             return
         if connection.answering:
-            return  # whatever follows the request
-        connection.received += data
-        connection.with_body = not connection.received.startswith(b"HEAD ")
+            return  # data after the request
         try:
-            request = parse(bytes(connection.received))
+            request = connection.exchange.receive(data)
         except Refused as refused:
             self._answer(connection, refused.answer)
             return
@@ -273,9 +279,9 @@ class HttpServer:
     def _made(make: Callable[[], Answer | Slow], request: Request) -> Answer | Slow:
         try:
             return make()
-        except Exception:  # a handler's mistake must not end the server
+        except Exception:  # a bug in a handler must not end the server
             asked = f"{request.method} {request.path}"[:80]
-            log.exception("can't answer", extra={"fields": {"request": asked}})
+            log.exception("HTTP handler failed", extra={"fields": {"request": asked}})
             return Answer(500, b"internal error\n")
 
     def _make_slowly(self, connection: _Connection, request: Request, slow: Slow) -> None:
@@ -298,7 +304,7 @@ class HttpServer:
 
     def _answer(self, connection: _Connection, answer: Answer) -> None:
         date = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime())
-        connection.unsent = memoryview(render(answer, date, connection.with_body))
+        connection.unsent = memoryview(connection.exchange.render(answer, date))
         self._send(connection)
 
     def _send(self, connection: _Connection) -> None:
@@ -318,7 +324,7 @@ class HttpServer:
         connection.socket.close()
 
 
-def _listening(address: Address, port: int, both_families: bool) -> socket.socket:
+def _listen(address: Address, port: int, both_families: bool) -> socket.socket:
     unspecified = not any(address)
     if both_families and unspecified:
         try:
