@@ -15,7 +15,7 @@ def read(name: str) -> str:
     try:
         return (_ROOT / name).read_text(encoding="ascii").strip()
     except OSError as error:
-        raise HostError(f"can't read sysctl {name}", error) from error
+        raise HostError(f"cannot read sysctl {name}", error) from error
 
 
 def ensure(name: str, value: int | str) -> bool:
@@ -29,5 +29,5 @@ def ensure(name: str, value: int | str) -> bool:
     try:
         (_ROOT / name).write_text(wanted, encoding="ascii")
     except OSError as error:
-        raise HostError(f"can't set sysctl {name} to {wanted}", error) from error
+        raise HostError(f"cannot set sysctl {name} to {wanted}", error) from error
     return True

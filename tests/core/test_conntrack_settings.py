@@ -71,7 +71,7 @@ def test_a_limit_that_is_not_ours_to_set_is_told_and_the_rest_is_set(node: Names
     applied = node.inside(lambda: apply(ConntrackLimits(
         max_per_core=1, min=other, tcp_close_wait_timeout=62)))
     assert [str(error) for error in applied.refused] == [
-        f"can't set sysctl net/netfilter/nf_conntrack_max to {other}: Permission denied"]
+        f"cannot set sysctl net/netfilter/nf_conntrack_max to {other}: Permission denied"]
     assert value(node, "nf_conntrack_tcp_timeout_close_wait") == 62
 
 

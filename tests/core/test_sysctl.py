@@ -44,14 +44,14 @@ def test_settings_of_several_numbers_are_compared_as_such(inside: Namespace) -> 
 def test_a_setting_that_the_kernel_lacks() -> None:
     with pytest.raises(HostError) as caught:
         sysctl.ensure("net/ipv4/no_such_setting", 1)
-    assert str(caught.value) == "can't read sysctl net/ipv4/no_such_setting: No such file or directory"
+    assert str(caught.value) == "cannot read sysctl net/ipv4/no_such_setting: No such file or directory"
     assert caught.value.errno == errno.ENOENT
 
 
 def test_a_value_that_the_kernel_refuses(inside: Namespace) -> None:
     with pytest.raises(HostError) as caught:
         inside.inside(lambda: sysctl.ensure(PORTS, "high"))
-    assert str(caught.value) == f"can't set sysctl {PORTS} to high: Invalid argument"
+    assert str(caught.value) == f"cannot set sysctl {PORTS} to high: Invalid argument"
 
 
 def test_read_only_settings_fail_only_if_they_differ(inside: Namespace) -> None:
@@ -70,4 +70,4 @@ def test_read_only_settings_fail_only_if_they_differ(inside: Namespace) -> None:
         "unshare", "--mount", "sh", "-c", f'{remount} && exec "$0" -c "$1"', sys.executable, program,
         cwd=CHECKOUT,
     )
-    assert printed == f"False\ncan't set sysctl {FORWARD} to 1: Read-only file system\n"
+    assert printed == f"False\ncannot set sysctl {FORWARD} to 1: Read-only file system\n"

@@ -25,7 +25,7 @@ _TABLE: Final = 1
 
 
 class Kind(enum.StrEnum):
-    """What a commit did to an object."""
+    """A kind of change to an object of nf_tables."""
 
     TABLE_ADDED = "table added"
     TABLE_DELETED = "table deleted"
