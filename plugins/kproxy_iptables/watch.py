@@ -8,26 +8,20 @@ there the canaries, chains without a purpose, show by their absence that everyth
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
 
 from kproxy_core.backend.api import Damage
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.netlink.messages import (
-    NETLINK_NETFILTER,
-    NFGENMSG,
-    attributes,
-    messages,
-    sender,
-    text,
-)
+from kproxy_core.host.netlink import commits
+from kproxy_core.host.netlink.commits import Change, Commit, CommitReader, Kind
+from kproxy_core.host.netlink.messages import NETLINK_NETFILTER, sender
 from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.host.netlink.watch import Watch
 from kproxy_core.host.programs import OwnProcesses
-from kproxy_core.model.address import FAMILY_BY_AF, Family
+from kproxy_core.model.address import Family
 from kproxy_iptables import names
 from kproxy_iptables.skeleton import BUILT_IN_CHAINS, JUMPS
-from kproxy_xtables.rules import ChainKey, missing_jumps
+from kproxy_xtables.rules import missing_jumps
 from kproxy_xtables.tables import Tables
 
 log = logging.getLogger("kproxy.iptables")
@@ -36,17 +30,12 @@ _FLUSH_TIMEOUT = 5.0
 """Seconds to wait for the rest of a flush, which would delete what is written during it."""
 _FLUSH_POLL = 0.1
 
-_NFNLGRP_NFTABLES = 7
 _RECEIVE_SPACE = 8 << 20
 """Bytes of notifications that may wait. If a foreign flush is larger, the loss is noticed instead."""
 
-_NFTABLES = 10 << 8
-_GETGEN, _NEWGEN = 16, 15
-_NEW_RULE, _DELETE_RULE, _NEW_CHAIN, _DELETE_CHAIN, _DELETE_TABLE = 6, 8, 3, 5, 2
-_CHANGES = {
-    _NEW_RULE: "rule added", _DELETE_RULE: "rule deleted",
-    _NEW_CHAIN: "chain added", _DELETE_CHAIN: "chain deleted", _DELETE_TABLE: "table deleted",
-}  # fmt: skip
+_OUR_KINDS = frozenset({
+    Kind.RULE_ADDED, Kind.RULE_DELETED, Kind.CHAIN_ADDED, Kind.CHAIN_DELETED, Kind.TABLE_DELETED,
+})  # fmt: skip
 _TABLES = (names.FILTER, names.NAT, names.MANGLE)
 
 
@@ -61,7 +50,7 @@ class Watcher:
         self._own = own
         self._damaged = damaged
         self._canary_period = canary_period
-        self._commits = Commits()
+        self._commits = CommitReader()
         self._watch = self._watch_commits() if any(each.variant.nft for each in tables) else None
         self._stopped = threading.Event()
         self._canaries = threading.Thread(target=self._watch_canaries, name="iptables-canary", daemon=True)
@@ -79,7 +68,7 @@ class Watcher:
     def _watch_commits(self) -> Watch | None:
         try:
             events = NetlinkSocket.open(
-                NETLINK_NETFILTER, groups=[_NFNLGRP_NFTABLES], receive_space=_RECEIVE_SPACE
+                NETLINK_NETFILTER, groups=[commits.NFNLGRP], receive_space=_RECEIVE_SPACE
             )
         except OSError as error:
             log.warning("cannot watch nf_tables commits", extra={"fields": {"error": str(error)}})
@@ -90,23 +79,28 @@ class Watcher:
         for data in datagrams:
             # The first netlink socket of a program has the process id as its port.
             if sender(data) not in self._own:
-                for change in self._commits.read(data):
-                    self._judge(change)
+                for commit in self._commits.read(data):
+                    self._judge(commit)
         if lost:
-            self._commits = Commits()
+            self._commits = CommitReader()
             for family in self._tables:
                 self._damaged(family, "notifications were lost")
 
-    def _judge(self, change: "ForeignChange") -> None:
-        tables = self._tables.get(change.family)
-        if tables is None:
-            return
+    def _judge(self, commit: Commit) -> None:
+        damage = commit.summary(_concerns_ours)
+        suspected = commit.summary(_may_delete_jump)
+        for family, what in {**suspected, **damage}.items():
+            if family in self._tables and (family in damage or self._lacks_jump(family, commit)):
+                self._damaged(family, what)
+
+    def _lacks_jump(self, family: Family, commit: Commit) -> bool:
+        """Return whether a jump to our chains may be among the deleted rules, which have no contents."""
+        chains = {(change.table, change.name) for change in commit.changes
+                  if change.family is family and _may_delete_jump(change)}  # fmt: skip
         try:
-            damaged = change.certain or any(_lacks_jump(tables, *chain) for chain in change.suspected)
+            return any(_lacks_jump(self._tables[family], *chain) for chain in chains)
         except HostError:
-            damaged = True
-        if damaged:
-            self._damaged(change.family, change.what)
+            return True
 
     # Canaries -----------------------------------------------------------------------------
 
@@ -157,65 +151,20 @@ def _lacks_jump(tables: Tables, table: str, chain: str) -> bool:
     return bool(missing_jumps(jumps, {(table, chain): tables.rules(table, chain)}))
 
 
+def _concerns_ours(change: Change) -> bool:
+    if change.table not in _TABLES or change.kind not in _OUR_KINDS:
+        return False
+    return change.kind is Kind.TABLE_DELETED or names.is_ours(change.table, change.name)
+
+
+def _may_delete_jump(change: Change) -> bool:
+    return change.table in _TABLES and change.kind is Kind.RULE_DELETED and change.name in BUILT_IN_CHAINS
+
+
 def read_generation() -> int:
     """Return the number of the last commit to nf_tables; 0 if it can't be read."""
     try:
         with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-            answers = sock.request(_NFTABLES | _GETGEN, 0, NFGENMSG.pack(0, 0, 0))
+            return commits.generation(sock)
     except OSError:
         return 0
-    for data, start, end in answers:
-        return int.from_bytes(attributes(data, start + NFGENMSG.size, end).get(1, b""), "big")
-    return 0
-
-
-class ForeignChange(NamedTuple):
-    """The changes that one foreign commit made in one family."""
-
-    family: Family
-    what: str
-    certain: bool
-    """It changed our chains."""
-    suspected: frozenset[ChainKey]
-    """Built-in chains that lost rules; the notification does not say which rules."""
-
-
-class Commits:
-    """Collects notifications until the end of each commit."""
-
-    def __init__(self) -> None:
-        self._changes: dict[Family, dict[str, int]] = {}
-        self._suspected: dict[Family, set[ChainKey]] = {}
-
-    def read(self, data: bytes) -> Iterator[ForeignChange]:
-        """Take one datagram. Yield the changes of each commit that ends in it and concerns our chains."""
-        for kind, _, _, start, end in messages(data):
-            if kind == _NFTABLES | _NEWGEN:
-                yield from self._ended(data, start + NFGENMSG.size, end)
-            elif kind & ~0xFF == _NFTABLES and kind & 0xFF in _CHANGES and data[start] in FAMILY_BY_AF:
-                self._note(FAMILY_BY_AF[data[start]], kind & 0xFF, data, start + NFGENMSG.size, end)
-
-    def _note(self, family: Family, kind: int, data: bytes, start: int, end: int) -> None:
-        found = attributes(data, start, end)
-        table = text(found.get(1, b""))
-        if table not in _TABLES:
-            return
-        # NFTA_CHAIN_NAME or NFTA_RULE_CHAIN
-        chain = text(found.get(3 if kind in (_NEW_CHAIN, _DELETE_CHAIN) else 2, b""))
-        if kind == _DELETE_TABLE or names.is_ours(table, chain):
-            changes = self._changes.setdefault(family, {})
-            changes[_CHANGES[kind]] = changes.get(_CHANGES[kind], 0) + 1
-        elif kind == _DELETE_RULE and chain in BUILT_IN_CHAINS:
-            self._suspected.setdefault(family, set()).add((table, chain))
-
-    def _ended(self, data: bytes, start: int, end: int) -> Iterator[ForeignChange]:
-        if not (self._changes or self._suspected):
-            return
-        found = attributes(data, start, end)
-        by = f" by {text(found[3])}" if 3 in found else ""
-        for family in {*self._changes, *self._suspected}:
-            changes = self._changes.get(family, {})
-            suspected = frozenset(self._suspected.get(family, ()))
-            what = ", ".join(f"{what} ({n}x)" if n > 1 else what for what, n in changes.items())
-            yield ForeignChange(family, (what or "rule deleted") + by, bool(changes), suspected)
-        self._changes, self._suspected = {}, {}
