@@ -1,35 +1,54 @@
-"""API objects, lists and watch lines: from JSON to what they mean.
+"""API objects, lists and watch lines, from JSON to readings.
 
-The good path decodes a whole list page into typed structs at once. Only when
-that fails are its objects taken one by one, so that a bad one is refused with
-its name and field while the others work.
+A list page, or a watch line, is decoded into typed structs in one pass. Only if that fails are its objects
+decoded one by one, so that a bad one is refused with its name and field while the others are used.
 """
 
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from msgspec import Raw, Struct, field
 
-from kproxy_core.model.address import Cidr
-from kproxy_core.model.endpoint import EndpointSlice
+from kproxy_core.model.endpoint import EndpointSlice, SliceName
+from kproxy_core.model.service import ServiceName
 from kproxy_core.objects import wire
 from kproxy_core.objects.mirror import read_endpoints
 from kproxy_core.objects.node import read_node, read_service_cidr
 from kproxy_core.objects.reading import Findings, Reading, Refused, checked_label, checked_subdomain
 from kproxy_core.objects.service import read_service
 from kproxy_core.objects.slice import read_slice
-from kproxy_core.store.events import NodeSet, ServiceGone, ServiceSet, SliceGone, SliceSet
+from kproxy_core.store.events import (
+    Event,
+    NodeGone,
+    NodeSet,
+    ServiceCidrGone,
+    ServiceCidrSet,
+    ServiceGone,
+    ServiceSet,
+    SliceGone,
+    SliceSet,
+)
 
-W = TypeVar("W", bound=Struct)
+
+class HasMetadata(Protocol):
+    """An API object as it travels."""
+
+    @property
+    def metadata(self) -> wire.ObjectMeta | None: ...
+
+
+W = TypeVar("W", bound=HasMetadata)
 V = TypeVar("V")
+Name = tuple[str, str]
+"""Namespace ("" for kinds that have none) and name."""
 
 UNDECODABLE = (msgspec.MsgspecError, RecursionError, ValueError)
-"""What msgspec raises for bytes or values that it can't use: ValueError for text that is not
-UTF-8 and for huge numbers, RecursionError for deep nesting."""
+"""Errors of msgspec for bytes or values of no use: ValueError for text that is not UTF-8 and for huge
+numbers, RecursionError for deep nesting."""
 
 MAX_OBJECT_BYTES = 3 << 20
-"""The largest object that an API server takes; decoding a larger one might cost any amount of memory."""
+"""Size in bytes of the largest object that an API server accepts; larger ones are not decoded."""
 
 
 class Malformed(ValueError):
@@ -37,13 +56,13 @@ class Malformed(ValueError):
 
 
 class StatusDetails(Struct, frozen=True, gc=False, rename="camel"):
-    """What a Status says besides."""
+    """meta/v1 StatusDetails."""
 
     retry_after_seconds: int | None = None
 
 
 class Status(Struct, frozen=True, gc=False):
-    """meta/v1 Status: why a request failed."""
+    """meta/v1 Status: the reason why a request failed."""
 
     code: int | None = None
     reason: str | None = None
@@ -70,9 +89,9 @@ class WatchLine(NamedTuple, Generic[V]):
     reading: Reading[V] | None = None
     """The object of ADDED, MODIFIED and DELETED."""
     status: Status | None = None
-    """What an ERROR says."""
+    """The content of an ERROR."""
     initial_events_end: bool = False
-    """This BOOKMARK ends the initial events of a streaming list (KEP-3157)."""
+    """This BOOKMARK ends the initial events of a watch-list (KEP-3157)."""
 
 
 class _ListMeta(Struct, frozen=True, gc=False):
@@ -90,22 +109,18 @@ class _RawList(Struct, frozen=True):
     items: list[Raw] | None = None
 
 
-class _Line(Struct, frozen=True, gc=False):
+class _Line(Struct, Generic[W], frozen=True):
+    type: str
+    object: W
+
+
+class _RawLine(Struct, frozen=True, gc=False):
     type: str
     object: Raw
 
 
-class _BookmarkAnnotations(Struct, frozen=True, gc=False):
-    initial_events_end: str | None = field(default=None, name="k8s.io/initial-events-end")
-
-
-class _VersionMeta(Struct, frozen=True, gc=False):
-    resource_version: str | None = field(default=None, name="resourceVersion")
-    annotations: _BookmarkAnnotations | None = None
-
-
 class _Versioned(Struct, frozen=True, gc=False):
-    metadata: _VersionMeta | None = None
+    metadata: wire.ObjectMeta | None = None
 
 
 class _Identity(Struct, frozen=True):
@@ -118,14 +133,14 @@ class _Identified(Struct, frozen=True):
 
 
 _decode_raw_list = msgspec.json.Decoder(_RawList).decode
-_decode_line = msgspec.json.Decoder(_Line).decode
+_decode_raw_line = msgspec.json.Decoder(_RawLine).decode
 _decode_versioned = msgspec.json.Decoder(_Versioned).decode
 _decode_status = msgspec.json.Decoder(Status).decode
 _decode_identified = msgspec.json.Decoder(_Identified).decode
 
 
 class Resource(Generic[W, V]):
-    """One kind of API object: how to decode it, and what it means."""
+    """One kind of API object: its place in the API, how to decode it, and the events that follow from it."""
 
     def __init__(
         self,
@@ -134,17 +149,33 @@ class Resource(Generic[W, V]):
         plural: str,
         struct: type[W],
         read: Callable[[W], Reading[V]],
+        gone: Callable[[str, str], Event] | None = None,
         *,
-        namespaced: bool,
+        namespaced: bool = True,
+        optional: bool = False,
     ) -> None:
+        """*gone* makes the event for an object that was deleted or became useless, from namespace and name;
+        None: there is no such event.
+
+        *optional*: older servers do not have this kind, and older roles do not allow to read it.
+        """
         self.kind = kind
         self.api_version = api_version
         self.plural = plural
         self.namespaced = namespaced
-        self._struct = struct
+        self.optional = optional
+        self.path = f"/{'apis' if '/' in api_version else 'api'}/{api_version}/{plural}"
         self._read = read
+        self._gone = gone
         self._decode = msgspec.json.Decoder(struct).decode
         self._decode_list = msgspec.json.Decoder(_List[struct]).decode  # type: ignore[valid-type]
+        self._decode_line: Callable[[bytes], _Line[W]] = (
+            msgspec.json.Decoder(_Line[struct]).decode)  # type: ignore[valid-type]
+
+    def gone(self, name: Name) -> Event:
+        """Return the event for the object *name* that was deleted or can no longer be used."""
+        assert self._gone is not None
+        return self._gone(*name)
 
     def from_json(self, data: bytes | Raw) -> Reading[V]:
         """Read one object from its JSON."""
@@ -173,21 +204,33 @@ class Resource(Generic[W, V]):
 
     def watch_line(self, data: bytes) -> WatchLine[V]:
         """Read one line of a WATCH. Raises Malformed if it is none."""
+        if len(data) > MAX_OBJECT_BYTES:
+            return self._watch_line_by_part(data)
         try:
-            line = _decode_line(data)
+            line = self._decode_line(data)
+        except UNDECODABLE:
+            return self._watch_line_by_part(data)
+        if line.type == "ERROR":
+            return self._watch_line_by_part(data)
+        meta = line.object.metadata
+        if line.type == "BOOKMARK":
+            return _bookmark(meta)
+        return WatchLine(line.type, (meta and meta.resource_version) or "", self._read(line.object))
+
+    def _watch_line_by_part(self, data: bytes) -> WatchLine[V]:
+        try:
+            line = _decode_raw_line(data)
             if line.type == "ERROR":
                 return WatchLine(line.type, "", status=_decode_status(line.object))
-            meta = _decode_versioned(line.object).metadata or _VersionMeta()
+            meta = _decode_versioned(line.object).metadata
         except UNDECODABLE as error:
             raise Malformed(str(error)) from error
-        version = meta.resource_version or ""
         if line.type == "BOOKMARK":
-            end = meta.annotations is not None and meta.annotations.initial_events_end == "true"
-            return WatchLine(line.type, version, initial_events_end=end)
-        return WatchLine(line.type, version, self.from_json(line.object))
+            return _bookmark(meta)
+        return WatchLine(line.type, (meta and meta.resource_version) or "", self.from_json(line.object))
 
     def _refused(self, refused: Refused, data: bytes | Raw) -> Reading[V]:
-        """The refusal of an object that is not decoded, with its name as far as it has one."""
+        """Return the refusal of an object that can't be decoded, with its name if that can be."""
         try:
             meta = _decode_identified(data).metadata or _Identity()
         except UNDECODABLE:
@@ -212,10 +255,15 @@ def _page(meta: _ListMeta | None, readings: list[Reading[V]]) -> Page[V]:
     return Page(meta.resource_version or "", meta.next_page or "", readings)
 
 
-def explained(error: Exception) -> Refused:
-    """The field and problem of one of UNDECODABLE.
+def _bookmark(meta: wire.ObjectMeta | None) -> WatchLine[Any]:
+    meta = meta or wire.ObjectMeta()
+    end = meta.annotations is not None and meta.annotations.initial_events_end == "true"
+    return WatchLine("BOOKMARK", meta.resource_version or "", initial_events_end=end)
 
-    In the words of msgspec, like "Expected `int | null`, got `str` - at `$.spec.ports[0].port`".
+
+def explained(error: Exception) -> Refused:
+    """Return field and problem of one of UNDECODABLE, in the words of msgspec,
+    like "Expected `int | null`, got `str` - at `$.spec.ports[0].port`".
     """
     if isinstance(error, RecursionError):
         return Refused("", "nested too deeply")
@@ -226,14 +274,15 @@ def explained(error: Exception) -> Refused:
 
 
 SERVICES: Resource[wire.Service, ServiceSet | ServiceGone] = Resource(
-    "Service", "v1", "services", wire.Service, read_service, namespaced=True)
+    "Service", "v1", "services", wire.Service, read_service,
+    lambda namespace, name: ServiceGone(ServiceName(namespace, name)))
 ENDPOINT_SLICES: Resource[wire.EndpointSlice, SliceSet | SliceGone] = Resource(
     "EndpointSlice", "discovery.k8s.io/v1", "endpointslices", wire.EndpointSlice, read_slice,
-    namespaced=True)
+    lambda namespace, name: SliceGone(SliceName(namespace, name)))
 ENDPOINTS: Resource[wire.Endpoints, tuple[EndpointSlice, ...]] = Resource(
-    "Endpoints", "v1", "endpoints", wire.Endpoints, read_endpoints, namespaced=True)
+    "Endpoints", "v1", "endpoints", wire.Endpoints, read_endpoints)
 NODES: Resource[wire.Node, NodeSet] = Resource(
-    "Node", "v1", "nodes", wire.Node, read_node, namespaced=False)
-SERVICE_CIDRS: Resource[wire.ServiceCIDR, tuple[Cidr, ...]] = Resource(
+    "Node", "v1", "nodes", wire.Node, read_node, lambda *_: NodeGone(), namespaced=False)
+SERVICE_CIDRS: Resource[wire.ServiceCIDR, ServiceCidrSet] = Resource(
     "ServiceCIDR", "networking.k8s.io/v1", "servicecidrs", wire.ServiceCIDR, read_service_cidr,
-    namespaced=False)
+    lambda _, name: ServiceCidrGone(name), namespaced=False, optional=True)

@@ -1,6 +1,6 @@
 """Nodes and ServiceCIDRs: from the wire to the model."""
 
-from kproxy_core.model.address import Address, Cidr, outermost
+from kproxy_core.model.address import Address, Cidr
 from kproxy_core.model.node import NodeObject
 from kproxy_core.objects import wire
 from kproxy_core.objects.reading import (
@@ -11,14 +11,14 @@ from kproxy_core.objects.reading import (
     checked_cidr,
     checked_subdomain,
 )
-from kproxy_core.store.events import NodeSet, ServiceCidrsSet
+from kproxy_core.store.events import NodeSet, ServiceCidrSet
 
 DELETION_TAINT = "ToBeDeletedByClusterAutoscaler"
-"""The cluster autoscaler is about to remove the node: load balancers should avoid it (KEP-3836)."""
+"""Set by the cluster autoscaler before it removes the node: load balancers should avoid it (KEP-3836)."""
 
 
 def read_node(obj: wire.Node) -> Reading[NodeSet]:
-    """Any Node; which one is this proxy's own is for the source to know."""
+    """Read any Node; the source selects this node's own."""
     meta = obj.metadata or wire.NodeMeta()
     spec = obj.spec or wire.NodeSpec()
     found = Findings("Node", None, meta.name)
@@ -44,7 +44,7 @@ def _pod_cidrs(spec: wire.NodeSpec, found: Findings) -> tuple[Cidr, ...]:
 
 
 def _addresses(status: wire.NodeStatus | None, found: Findings) -> tuple[Address, ...]:
-    """InternalIPs, then ExternalIPs."""
+    """Return the InternalIPs, then the ExternalIPs."""
     kept: dict[Address, None] = {}
     entries = list(enumerate(status.addresses or ())) if status is not None else []
     for kind in ("InternalIP", "ExternalIP"):
@@ -57,8 +57,7 @@ def _addresses(status: wire.NodeStatus | None, found: Findings) -> tuple[Address
     return tuple(kept)
 
 
-def read_service_cidr(obj: wire.ServiceCIDR) -> Reading[tuple[Cidr, ...]]:
-    """The networks of one ServiceCIDR; `ServiceCidrs` joins them."""
+def read_service_cidr(obj: wire.ServiceCIDR) -> Reading[ServiceCidrSet]:
     name = obj.metadata.name if obj.metadata else None
     found = Findings("ServiceCIDR", None, name)
     try:
@@ -66,11 +65,11 @@ def read_service_cidr(obj: wire.ServiceCIDR) -> Reading[tuple[Cidr, ...]]:
     except Refused as refused:
         return Reading(None, None, found.refuse(refused))
     cidrs = read_cidrs("spec.cidrs[{}]", (obj.spec.cidrs if obj.spec else None) or [], found)
-    return Reading(key, cidrs, found.bad)
+    return Reading(key, ServiceCidrSet(key[1], cidrs), found.bad)
 
 
 def read_cidrs(path: str, texts: list[str | None], found: Findings) -> tuple[Cidr, ...]:
-    """The valid networks among *texts*, each once."""
+    """Return the valid networks among *texts*, each once."""
     kept: dict[Cidr, None] = {}
     for i, text in enumerate(texts):
         try:
@@ -78,36 +77,3 @@ def read_cidrs(path: str, texts: list[str | None], found: Findings) -> tuple[Cid
         except Refused as refused:
             found.add(refused.field, refused.problem)
     return tuple(kept)
-
-
-class ServiceCidrs:
-    """The networks of all ServiceCIDR objects; one stays while any object has it.
-
-    Objects may overlap (KEP-1880); a network within another is left out.
-    """
-
-    def __init__(self) -> None:
-        self._objects: dict[tuple[str, str], tuple[Cidr, ...]] = {}
-        self._union: tuple[Cidr, ...] = ()
-
-    def set(self, name: tuple[str, str], cidrs: tuple[Cidr, ...]) -> ServiceCidrsSet | None:
-        """Object *name* now has *cidrs*. The event that follows, None if nothing changed."""
-        self._objects[name] = cidrs
-        return self._changed()
-
-    def remove(self, name: tuple[str, str]) -> ServiceCidrsSet | None:
-        """Object *name* is gone. The event that follows, None if nothing changed."""
-        self._objects.pop(name, None)
-        return self._changed()
-
-    def replace(self, objects: dict[tuple[str, str], tuple[Cidr, ...]]) -> ServiceCidrsSet | None:
-        """These are all objects there are. The event that follows, None if nothing changed."""
-        self._objects = dict(objects)
-        return self._changed()
-
-    def _changed(self) -> ServiceCidrsSet | None:
-        union = outermost(cidr for cidrs in self._objects.values() for cidr in cidrs)
-        if union == self._union:
-            return None
-        self._union = union
-        return ServiceCidrsSet(union)

@@ -1,8 +1,7 @@
-"""The API objects as they travel: only the fields that a proxy reads.
+"""API objects as they travel: only the fields that a proxy reads.
 
-Types are what an API server guarantees; `null` is as good as absent, as in Go.
-Everything else in an object is skipped by the decoder. Labels and annotations
-are structs too, so that only those that count are ever built.
+Types are those that an API server guarantees; `null` equals absent, as in Go. The decoder skips everything
+else. Labels and annotations are structs too, so that only the relevant ones are ever built.
 """
 
 from typing import Annotated
@@ -11,19 +10,31 @@ from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 Text = str | None
 Label = str | UnsetType | None
-"""A label's value; UNSET: the label is absent."""
+"""A label's value; UNSET: it is absent."""
 
 Int32 = Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
+
+
+class Annotations(Struct, frozen=True, gc=False):
+    initial_events_end: Text = field(default=None, name="k8s.io/initial-events-end")
+    """On a bookmark: it ends the initial events of a watch-list (KEP-3157)."""
+
+
+class ObjectMeta(Struct, frozen=True, gc=False):
+    """meta/v1 ObjectMeta, of every kind."""
+
+    name: Text = None
+    namespace: Text = None
+    resource_version: Text = field(default=None, name="resourceVersion")
+    annotations: Annotations | None = None
 
 
 class ServiceLabels(Struct, frozen=True, gc=False):
     proxy_name: Label = field(default=UNSET, name="service.kubernetes.io/service-proxy-name")
 
 
-class ServiceMeta(Struct, frozen=True, gc=False, rename="camel"):
-    name: Text = None
-    namespace: Text = None
-    creation_timestamp: Text = None
+class ServiceMeta(ObjectMeta, frozen=True, gc=False):
+    creation_timestamp: Text = field(default=None, name="creationTimestamp")
     labels: ServiceLabels | None = None
 
 
@@ -83,20 +94,18 @@ class SliceLabels(Struct, frozen=True, gc=False):
     headless: Label = field(default=UNSET, name="service.kubernetes.io/headless")
 
 
-class SliceAnnotations(Struct, frozen=True, gc=False):
+class SliceAnnotations(Annotations, frozen=True, gc=False):
     trigger_time: Text = field(default=None, name="endpoints.kubernetes.io/last-change-trigger-time")
 
 
-class SliceMeta(Struct, frozen=True, gc=False):
-    name: Text = None
-    namespace: Text = None
+class SliceMeta(ObjectMeta, frozen=True, gc=False):
     labels: SliceLabels | None = None
     annotations: SliceAnnotations | None = None
 
 
 class SlicePort(Struct, frozen=True, gc=False):
     name: str | UnsetType | None = UNSET
-    """UNSET: an API server makes it ""; None: explicitly nothing."""
+    """UNSET: an API server makes it ""; None: an explicit null."""
     protocol: Text = None
     port: Int32 | None = None
 
@@ -136,10 +145,9 @@ class NodeLabels(Struct, frozen=True, gc=False):
     zone: Text = field(default=None, name="topology.kubernetes.io/zone")
 
 
-class NodeMeta(Struct, frozen=True, gc=False, rename="camel"):
-    name: Text = None
+class NodeMeta(ObjectMeta, frozen=True, gc=False):
     labels: NodeLabels | None = None
-    deletion_timestamp: Text = None
+    deletion_timestamp: Text = field(default=None, name="deletionTimestamp")
 
 
 class Taint(Struct, frozen=True, gc=False):
@@ -169,11 +177,6 @@ class Node(Struct, frozen=True, gc=False):
     status: NodeStatus | None = None
 
 
-class ObjectMeta(Struct, frozen=True, gc=False):
-    name: Text = None
-    namespace: Text = None
-
-
 class ServiceCIDRSpec(Struct, frozen=True, gc=False):
     cidrs: list[Text] | None = None
 
@@ -190,14 +193,12 @@ class EndpointsLabels(Struct, frozen=True, gc=False):
     skip_mirror: Text = field(default=None, name="endpointslice.kubernetes.io/skip-mirror")
 
 
-class EndpointsAnnotations(Struct, frozen=True, gc=False):
+class EndpointsAnnotations(Annotations, frozen=True, gc=False):
     leader: Label = field(default=UNSET, name="control-plane.alpha.kubernetes.io/leader")
     trigger_time: Text = field(default=None, name="endpoints.kubernetes.io/last-change-trigger-time")
 
 
-class EndpointsMeta(Struct, frozen=True, gc=False):
-    name: Text = None
-    namespace: Text = None
+class EndpointsMeta(ObjectMeta, frozen=True, gc=False):
     labels: EndpointsLabels | None = None
     annotations: EndpointsAnnotations | None = None
 

@@ -1,4 +1,4 @@
-"""What sources tell the store: typed events, already decoded and checked."""
+"""The events that sources send to the store: typed, decoded and checked."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from kproxy_core.model.service import Service, ServiceName
 
 @dataclass(frozen=True, slots=True)
 class ServiceSet:
-    """A Service that this proxy serves was added or changed."""
+    """A Service for this proxy was added or changed."""
 
     service: Service
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceGone:
-    """A Service is gone, or is no longer this proxy's to serve."""
+    """A Service was deleted, or was given to another proxy."""
 
     name: ServiceName
 
@@ -33,7 +33,7 @@ class SliceSet:
 
 @dataclass(frozen=True, slots=True)
 class SliceGone:
-    """An EndpointSlice is gone or can no longer be used."""
+    """An EndpointSlice was deleted or can no longer be used."""
 
     name: SliceName
 
@@ -51,10 +51,18 @@ class NodeGone:
 
 
 @dataclass(frozen=True, slots=True)
-class ServiceCidrsSet:
-    """The networks that ClusterIPs come from, all of them."""
+class ServiceCidrSet:
+    """A ServiceCIDR was added or changed."""
 
+    name: str
     cidrs: tuple[Cidr, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceCidrGone:
+    """A ServiceCIDR was deleted."""
+
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +78,7 @@ class BadObject:
 
     kind: str
     name: str
-    """``namespace/name`` as far as known, or where it was found."""
+    """``namespace/name`` as far as known, else the file or line that holds it."""
     field: str
     """Path of the offending field, e.g. ``spec.ports[0].port``; "" for the whole object."""
     problem: str
@@ -81,22 +89,40 @@ class BadObject:
 
 
 Event = (
-    ServiceSet | ServiceGone | SliceSet | SliceGone | NodeSet | NodeGone | ServiceCidrsSet
-    | Complete | BadObject
+    ServiceSet | ServiceGone | SliceSet | SliceGone | NodeSet | NodeGone | ServiceCidrSet
+    | ServiceCidrGone | Complete | BadObject
 )
 
+MOST_COMPLAINTS = 100
+"""Limit for the `BadObject` events of one file, or of one batch from the API server."""
+
+
+def limit_complaints(events: list[Event], kind: str, name: str) -> list[Event]:
+    """Return *events* with at most `MOST_COMPLAINTS` bad objects, and one that counts the rest.
+
+    *kind* and *name* are for that one: each complaint costs the loop a line of the log.
+    """
+    left = MOST_COMPLAINTS
+    kept: list[Event] = []
+    for event in events:
+        left -= isinstance(event, BadObject)
+        if left >= 0 or not isinstance(event, BadObject):
+            kept.append(event)
+    return kept if left >= 0 else [*kept, BadObject(kind, name, "", f"{-left} more problems")]
+
+
 Emit = Callable[[list[Event]], None]
-"""Hands a batch of events to the loop; may be called from any thread, never blocks for long."""
+"""Passes a batch of events to the loop. Any thread may call it; it does not block."""
 
 
 class Source(Protocol):
-    """Something that delivers events from its own threads until it is stopped."""
+    """Delivers events from its own threads until it is stopped."""
 
     kinds: tuple[str, ...]
-    """The names under which it will announce `Complete`."""
+    """The names under which it announces `Complete`."""
 
     def start(self, emit: Emit) -> None:
-        """Begin delivering to *emit*; returns at once."""
+        """Start delivering to *emit*, and return at once."""
 
     def stop(self) -> None:
-        """Stop delivering; returns when no further event will come."""
+        """Stop delivering. No event follows once this returns."""

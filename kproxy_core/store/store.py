@@ -1,14 +1,14 @@
-"""What the sources have told, folded into one state, and which Services changed by it.
+"""The events of all sources folded into one state, with the Services that changed.
 
-The state depends only on the last event for each object, never on their order; but a Node without
-addresses or pod networks keeps those it had.
+The state depends only on the last event for each object, never on their order. One exception: a Node
+without addresses or pod networks keeps those it had.
 """
 
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from kproxy_core.model.address import Cidr, Family
+from kproxy_core.model.address import Cidr, Family, outermost
 from kproxy_core.model.endpoint import EndpointSlice, SliceName
 from kproxy_core.model.node import NodeObject
 from kproxy_core.model.service import Service, ServiceName
@@ -18,7 +18,8 @@ from kproxy_core.store.events import (
     Event,
     NodeGone,
     NodeSet,
-    ServiceCidrsSet,
+    ServiceCidrGone,
+    ServiceCidrSet,
     ServiceGone,
     ServiceSet,
     SliceGone,
@@ -35,12 +36,12 @@ class Counts:
     service_changes: int = 0
     """Service events, once for each family."""
     endpoint_changes: int = 0
-    """EndpointSlice events, whether or not they changed anything."""
+    """EndpointSlice events, even those that changed nothing."""
     bad_objects: int = 0
 
 
 class _OfFamily:
-    """The EndpointSlices of one family, what changed in it, and when."""
+    """The EndpointSlices of one family, and its changes with their times."""
 
     __slots__ = ("changed", "pending_services", "pending_slices", "slices", "trigger_times")
 
@@ -55,10 +56,10 @@ class _OfFamily:
 class Store:
     """All objects of the families served.
 
-    *families*: those this node serves; slices of others are forgotten at once.
-    *kinds*: the sources to wait for. *started*: trigger times before it (seconds since the
-    epoch) are ignored, as they would measure how long this process was not running.
-    *external_ips*: whether Services may have any (feature gate AllowServiceExternalIPs; CVE-2020-8554).
+    *families*: those that this node serves; slices of others are dropped. *kinds*: the sources to wait
+    for. *started*: earlier trigger times (seconds since the epoch) are ignored, because they would measure
+    the downtime of this process. *external_ips*: allow Services to have any (feature gate
+    AllowServiceExternalIPs; CVE-2020-8554).
     """
 
     def __init__(
@@ -66,11 +67,13 @@ class Store:
     ) -> None:
         self.services: dict[ServiceName, Service] = {}
         self.node: NodeObject | None = None
-        """The Node object. It outlives its deletion, and its addresses and networks outlive its being
-        registered anew without them, as in kube-proxy: node ports must not be lost meanwhile."""
+        """This node's Node object. It is kept when it is deleted, and its addresses and networks when it is
+        registered again without them, as in kube-proxy, so that node ports are not lost meanwhile."""
         self.service_cidrs: tuple[Cidr, ...] = ()
+        """The networks that ClusterIPs are from, none within another."""
+        self._service_cidrs: dict[str, tuple[Cidr, ...]] = {}
         self.missing = set(kinds)
-        """The sources that have not delivered everything yet."""
+        """The sources that have not delivered everything that existed."""
         self.counts = Counts()
         self._started = started
         self._external_ips = external_ips
@@ -83,7 +86,7 @@ class Store:
         return not self.missing
 
     def fold(self, event: Event) -> None:
-        """Take in one event."""
+        """Apply one event to the state."""
         match event:
             case SliceSet(piece):
                 self._set_slice(piece)
@@ -96,37 +99,45 @@ class Store:
             case NodeSet(node):
                 self.node = self._filled_in(node)
             case NodeGone():
-                log.info("this node's Node object is gone; what it said last goes on to count")
-            case ServiceCidrsSet(cidrs):
-                self.service_cidrs = cidrs
+                log.info("Node object of this node deleted, keeping its last state")
+            case ServiceCidrSet(cidr_name, cidrs):
+                self._service_cidrs[cidr_name] = cidrs
+                self._join_service_cidrs()
+            case ServiceCidrGone(cidr_name):
+                self._service_cidrs.pop(cidr_name, None)
+                self._join_service_cidrs()
             case Complete(source):
                 self.missing.discard(source)
             case BadObject():
                 self.counts.bad_objects += 1
 
     def _filled_in(self, node: NodeObject) -> NodeObject:
-        """*node*, with what was known where it has nothing: others fill in a node that is registered anew."""
+        """Return *node*, with the known addresses and networks where it has none yet."""
         known = self.node or node
         return replace(node, addresses=node.addresses or known.addresses,
                        pod_cidrs=node.pod_cidrs or known.pod_cidrs)
 
+    def _join_service_cidrs(self) -> None:
+        """Join the networks of all ServiceCIDRs, which may overlap (KEP-1880)."""
+        self.service_cidrs = outermost(cidr for cidrs in self._service_cidrs.values() for cidr in cidrs)
+
     def slices(self, family: Family, name: ServiceName) -> Mapping[str, EndpointSlice] | None:
-        """The slices of the Service *name* in *family*, by name."""
+        """Return the slices of the Service *name* in *family*, by their name."""
         return self._families[family].slices.get(name)
 
     def changed(self, family: Family) -> bool:
-        """Whether `take_changed` has anything to tell."""
+        """Return whether `take_changed` would return any Service."""
         return bool(self._families[family].changed)
 
     def take_changed(self, family: Family) -> set[ServiceName]:
-        """The Services that may look different in *family* since the last call."""
+        """Return the Services that may have changed in *family* since the last call."""
         state = self._families[family]
         changed, state.changed = state.changed, set()
         state.pending_services = state.pending_slices = 0
         return changed
 
     def take_trigger_times(self, family: Family) -> list[float]:
-        """When the endpoint changes since the last call happened."""
+        """Return the times of the endpoint changes since the last call."""
         state = self._families[family]
         times = [time for of_service in state.trigger_times.values() for time in of_service]
         state.trigger_times.clear()
@@ -181,7 +192,7 @@ class Store:
             self._remove(known)
 
     def _remove(self, piece: EndpointSlice) -> None:
-        """Forget *piece*; the times that its Service collected would mislead now (as in kube-proxy)."""
+        """Remove *piece* and the trigger times of its Service, which would mislead now (as in kube-proxy)."""
         del self._slices[piece.name]
         state = self._families[piece.family]
         of_service = state.slices[piece.service]

@@ -14,7 +14,8 @@ from kproxy_core.store.events import (
     Event,
     NodeGone,
     NodeSet,
-    ServiceCidrsSet,
+    ServiceCidrGone,
+    ServiceCidrSet,
     ServiceGone,
     ServiceSet,
     SliceGone,
@@ -33,7 +34,7 @@ class Observed:
         self.services: dict[ServiceName, Service] = {}
         self.slices: dict[SliceName, EndpointSlice] = {}
         self.node: NodeObject | None = None
-        self.cidrs: tuple[Cidr, ...] = ()
+        self._cidrs: dict[str, tuple[Cidr, ...]] = {}
         self.complete: list[str] = []
         self.bad: list[BadObject] = []
         self.gone: list[ServiceName] = []
@@ -48,6 +49,11 @@ class Observed:
                 self._fold(event)
             self.events += len(events)
             self._changed.notify_all()
+
+    @property
+    def cidrs(self) -> tuple[Cidr, ...]:
+        """The networks of all ServiceCIDRs."""
+        return tuple(cidr for cidrs in self._cidrs.values() for cidr in cidrs)
 
     @property
     def names(self) -> set[str]:
@@ -74,8 +80,10 @@ class Observed:
                 self.node = node
             case NodeGone():
                 self.node = None
-            case ServiceCidrsSet(cidrs):
-                self.cidrs = cidrs
+            case ServiceCidrSet(cidr_name, cidrs):
+                self._cidrs[cidr_name] = cidrs
+            case ServiceCidrGone(cidr_name):
+                self._cidrs.pop(cidr_name, None)
             case Complete(source):
                 self.complete.append(source)
             case BadObject():

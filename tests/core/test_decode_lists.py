@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy_core.objects import wire
+from kproxy_core.objects import decode, wire
 from kproxy_core.objects.decode import (
     ENDPOINT_SLICES,
     ENDPOINTS,
@@ -80,6 +80,13 @@ def test_an_object_in_a_watch(kind: str) -> None:
     assert (line.type, line.resource_version, line.status) == (kind, "7", None)
     assert line.reading is not None
     assert line.reading.name == ("default", "web")
+
+
+def test_a_good_line_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "_decode_raw_line", None)
+    assert SERVICES.watch_line(encoded({"type": "ADDED", "object": web()})).reading is not None
+    with pytest.raises(TypeError):
+        SERVICES.watch_line(encoded({"type": "ADDED", "object": web(ip=[])}))
 
 
 def test_a_bad_object_in_a_watch() -> None:

@@ -7,8 +7,7 @@ import pytest
 
 from kproxy_core.model.node import NodeObject
 from kproxy_core.objects.decode import NODES, SERVICE_CIDRS
-from kproxy_core.objects.node import ServiceCidrs
-from kproxy_core.store.events import NodeSet, ServiceCidrsSet
+from kproxy_core.store.events import NodeSet, ServiceCidrSet
 from kproxy_core.testing.builders import addresses, cidrs
 
 Json = dict[str, Any]
@@ -76,7 +75,8 @@ def test_nodes_refused_as_a_whole(value: Json) -> None:
 def test_the_networks_of_a_service_cidr() -> None:
     reading = SERVICE_CIDRS.from_json(msgspec.json.encode(
         {"metadata": {"name": "kubernetes"}, "spec": {"cidrs": ["10.96.0.0/12", "junk", "fd00::/108"]}}))
-    assert (reading.name, reading.value) == (("", "kubernetes"), cidrs("10.96.0.0/12 fd00::/108"))
+    assert (reading.name, reading.value) == (
+        ("", "kubernetes"), ServiceCidrSet("kubernetes", cidrs("10.96.0.0/12 fd00::/108")))
     assert [bad.field for bad in reading.bad] == ["spec.cidrs[1]"]
 
 
@@ -84,25 +84,3 @@ def test_the_networks_of_a_service_cidr() -> None:
 def test_service_cidrs_refused_as_a_whole(value: Json) -> None:
     reading = SERVICE_CIDRS.from_json(msgspec.json.encode(value))
     assert (reading.value, len(reading.bad)) == (None, 1)
-
-
-def test_a_network_stays_while_any_object_has_it() -> None:
-    known = ServiceCidrs()
-    one, two = ("", "one"), ("", "two")
-    assert known.set(one, cidrs("10.96.0.0/12")) == ServiceCidrsSet(cidrs("10.96.0.0/12"))
-    assert known.set(two, cidrs("10.96.0.0/12 10.0.0.0/24")) == (
-        ServiceCidrsSet(cidrs("10.0.0.0/24 10.96.0.0/12")))
-    assert known.set(two, cidrs("10.0.0.0/24 10.96.0.0/12")) is None
-    assert known.remove(one) is None
-    assert known.remove(one) is None
-    assert known.remove(two) == ServiceCidrsSet(())
-    assert known.replace({one: cidrs("fd00::/108")}) == ServiceCidrsSet(cidrs("fd00::/108"))
-
-
-def test_of_networks_that_overlap_the_widest_is_told() -> None:
-    known = ServiceCidrs()
-    one, two = ("", "one"), ("", "two")
-    known.set(one, cidrs("10.96.8.0/24 fd00::/108 10.96.0.0/20"))
-    assert known.set(two, cidrs("10.96.4.0/22 a00:1::/32 10.96.0.0/16")) == (
-        ServiceCidrsSet(cidrs("10.96.0.0/16 a00:1::/32 fd00::/108")))
-    assert known.remove(two) == ServiceCidrsSet(cidrs("10.96.0.0/20 fd00::/108"))

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
+from kproxy_core.apiclient import requests
 from kproxy_core.apiclient.access import Access
 from kproxy_core.apiclient.lines import MAX_LINE
 from kproxy_core.apiclient.transport import Transport
@@ -318,6 +319,36 @@ def test_an_endless_line_is_left_out(follow: ScriptedRun) -> None:
     _, observed = follow(step)
     observed.wait_for(lambda o: "b" in o.names)
     assert [bad.problem for bad in observed.bad] == [f"longer than {MAX_LINE} bytes"]
+
+
+def test_a_page_that_is_too_large_is_logged_and_asked_for_in_smaller_pages(
+    follow: ScriptedRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(requests, "MAX_PAGE", 1000)
+    large = [service(f"s{number}") for number in range(20)]
+    server, observed = follow(OLD_SERVER, listed(*large, version=10), listed(service("a"), version=10))
+    observed.wait_for(lambda o: "services" in o.complete)
+    assert observed.names == {"a"}
+    assert queries(server, "limit")[:3] == [None, "500", "62"]
+    problem, = (record.fields["problem"] for record in caplog.records)  # type: ignore[attr-defined]
+    assert problem == "an answer of more than 1000 bytes"
+
+
+def test_an_endless_list_ends(follow: ScriptedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "MAX_LIST", 2000)
+    pages = [listed(service(f"s{number}"), version=1, rest="more") for number in range(20)]
+    server, observed = follow(OLD_SERVER, *pages)
+    observed.wait_for(lambda _: queries(server, "limit").count("500") > 1)
+    assert "services" not in observed.complete
+
+
+def test_complaints_about_one_answer_are_limited_and_counted(follow: ScriptedRun) -> None:
+    broken = [service(f"s{number}") | {"spec": []} for number in range(250)]
+    _, observed = follow(OLD_SERVER, listed(*broken, service("a"), version=10))
+    observed.wait_for(lambda o: "services" in o.complete)
+    assert observed.names == {"a"}
+    assert len(observed.bad) == 101
+    assert str(observed.bad[-1]) == "Service (from the API server): 150 more problems"
 
 
 def test_bytes_may_come_one_by_one(follow: ScriptedRun) -> None:

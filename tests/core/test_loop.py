@@ -13,7 +13,7 @@ from kproxy_core.store.events import (
     Complete,
     Event,
     NodeSet,
-    ServiceCidrsSet,
+    ServiceCidrSet,
     ServiceGone,
     ServiceSet,
     SliceGone,
@@ -194,7 +194,7 @@ def test_service_cidrs_and_interface_addresses_reach_the_backend_with_the_node()
     settings = NodeSettings(name="node1", node_ports=cidrs("192.0.2.0/24"))
     rig = Rig(settings=settings, addresses=addresses("192.0.2.1 10.1.1.1"))
     rig.start(WEB)
-    updates = rig.say(ServiceCidrsSet(cidrs("10.96.0.0/12 fd00::/108")))
+    updates = rig.say(ServiceCidrSet("kubernetes", cidrs("10.96.0.0/12 fd00::/108")))
     assert [u.node.service_cidrs for u in updates] == [cidrs("10.96.0.0/12"), cidrs("fd00::/108")]
     assert [(u.node_changed, u.changed) for u in updates] == [(True, {}), (True, {})]
     rig.loop.set_addresses(frozenset(addresses("192.0.2.1 192.0.2.2")))

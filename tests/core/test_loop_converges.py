@@ -16,7 +16,7 @@ from kproxy_core.store.events import (
     Event,
     NodeGone,
     NodeSet,
-    ServiceCidrsSet,
+    ServiceCidrSet,
     ServiceGone,
     ServiceSet,
     SliceGone,
@@ -67,7 +67,7 @@ events = st.one_of(
     st.builds(SliceGone, st.builds(SliceName, st.sampled_from("ab"), st.sampled_from(SLICES))),
     st.builds(lambda zone: NodeSet(NodeObject("node1", zone=zone)), st.sampled_from(["z1", "z2"])),
     st.just(NodeGone()),
-    st.builds(ServiceCidrsSet, st.sampled_from([(), cidrs("10.96.0.0/12")])),
+    st.builds(ServiceCidrSet, st.just("kubernetes"), st.sampled_from([(), cidrs("10.96.0.0/12")])),
 )
 problems = st.one_of(
     st.none(), st.builds(SyncFailed), st.builds(TrustLost), st.builds(lambda: ValueError("a bug"))

@@ -17,7 +17,8 @@ from kproxy_core.store.events import (
     Event,
     NodeGone,
     NodeSet,
-    ServiceCidrsSet,
+    ServiceCidrGone,
+    ServiceCidrSet,
     ServiceGone,
     ServiceSet,
     SliceGone,
@@ -132,9 +133,25 @@ def test_external_ips_that_are_not_allowed_are_not_there() -> None:
     assert store.services[WEB] == service("web")
 
 
-def test_service_cidrs_replace_each_other() -> None:
-    store = store_with(ServiceCidrsSet(cidrs("10.96.0.0/12")), ServiceCidrsSet(cidrs("10.96.0.0/16")))
-    assert store.service_cidrs == cidrs("10.96.0.0/16")
+def test_a_service_network_is_kept_while_any_object_has_it() -> None:
+    store = store_with(ServiceCidrSet("one", cidrs("10.96.0.0/12")))
+    for event, joined in (
+        (ServiceCidrSet("two", cidrs("10.96.0.0/12 10.0.0.0/24")), "10.0.0.0/24 10.96.0.0/12"),
+        (ServiceCidrGone("one"), "10.0.0.0/24 10.96.0.0/12"),
+        (ServiceCidrGone("one"), "10.0.0.0/24 10.96.0.0/12"),
+        (ServiceCidrSet("two", cidrs("10.0.0.0/24")), "10.0.0.0/24"),
+        (ServiceCidrGone("two"), ""),
+    ):
+        store.fold(event)
+        assert store.service_cidrs == cidrs(joined)
+
+
+def test_of_service_networks_that_overlap_the_widest_is_kept() -> None:
+    store = store_with(ServiceCidrSet("one", cidrs("10.96.8.0/24 fd00::/108 10.96.0.0/20")),
+                       ServiceCidrSet("two", cidrs("10.96.4.0/22 a00:1::/32 10.96.0.0/16")))
+    assert store.service_cidrs == cidrs("10.96.0.0/16 a00:1::/32 fd00::/108")
+    store.fold(ServiceCidrGone("two"))
+    assert store.service_cidrs == cidrs("10.96.0.0/20 fd00::/108")
 
 
 def test_trigger_times_since_the_start_are_handed_over_once() -> None:

@@ -8,17 +8,15 @@ from typing import Any
 
 from kproxy_core.apiclient.access import CurrentAccess
 from kproxy_core.apiclient.requests import ApiRequest, ApiRequests, Observe
-from kproxy_core.model.endpoint import SliceName
-from kproxy_core.model.service import ServiceName
-from kproxy_core.objects.decode import ENDPOINT_SLICES, NODES, SERVICE_CIDRS, SERVICES
-from kproxy_core.objects.node import ServiceCidrs
-from kproxy_core.sources.apiserver.reflector import Kind, Reflector
+from kproxy_core.objects.decode import ENDPOINT_SLICES, NODES, SERVICE_CIDRS, SERVICES, Resource
+from kproxy_core.sources.apiserver.reflector import Reflector
 from kproxy_core.sources.apiserver.trouble import Trouble
-from kproxy_core.store.events import Emit, NodeGone, ServiceGone, SliceGone
+from kproxy_core.store.events import Emit
 from kproxy_core.timing.token_bucket import TokenBucket
 
 STOP_SECONDS = 2.0
-"""A thread that is still looking up a name after this long is left behind; it emits nothing."""
+"""Timeout for ending a thread. One that still resolves a name or loads credentials is left behind, and emits
+nothing."""
 
 
 def _unobserved(_: ApiRequest) -> None:
@@ -28,15 +26,14 @@ def _unobserved(_: ApiRequest) -> None:
 class KubernetesSource:
     """Follows an API server, each kind in a thread and on a connection of its own.
 
-    A `kproxy_core.store.events.Source`. What is asked for is what kube-proxy
-    1.36 asks for (cmd/kube-proxy/app/server.go). Server, credentials and what
-    happens without *master* and *kubeconfig*: see `load_access`.
+    A `kproxy_core.store.events.Source`. It asks for the same objects as kube-proxy 1.36
+    (cmd/kube-proxy/app/server.go). For the server, the credentials and the defaults of *master* and
+    *kubeconfig* see `load_access`.
 
-    *qps* and *burst* limit requests as clientConnection's do (a *qps* below 0: no limit);
-    *observe* is told of each. *clock*: monotonic seconds; *chance*: uniform in [0, 1).
+    *qps* and *burst* limit requests as clientConnection's do; a *qps* of 0 or less sets no limit. *observe*
+    is told of each request. *clock*: monotonic seconds; *chance*: uniform in [0, 1).
 
-    What does not change is not asked for again: kube-proxy's configSyncPeriod
-    replays what it has in memory, for which there is no need here.
+    Unchanged objects are not asked for again: kube-proxy's configSyncPeriod only replays its memory.
 
     Raises AccessError.
     """
@@ -55,37 +52,35 @@ class KubernetesSource:
         self._node_name = node_name
         self._clock = clock
         self._chance = chance
-        self._reflectors: list[Reflector[Any, Any]] = []
+        self._reflectors: list[Reflector[Any]] = []
         self._threads: list[threading.Thread] = []
 
     def start(self, emit: Emit) -> None:
-        """Begin delivering to *emit*; returns at once."""
-        for kind in _kinds(self._node_name):
+        """Start delivering to *emit*, and return at once."""
+        for resource, selectors in _selectors(self._node_name):
             requests = ApiRequests(self._access, self._rate, self._observe, self._clock)
-            reflector = Reflector(kind, requests, emit, self._trouble, self._clock, self._chance)
-            thread = threading.Thread(target=reflector.run, name=f"watch {kind.resource.plural}", daemon=True)
+            reflector = Reflector(
+                resource, selectors, requests, emit, self._trouble, self._clock, self._chance)
+            thread = threading.Thread(target=reflector.run, name=f"watch {resource.plural}", daemon=True)
             self._reflectors.append(reflector)
             self._threads.append(thread)
             thread.start()
 
     def stop(self) -> None:
-        """Close the connections and stop delivering; returns when no further event will come."""
+        """Close the connections and stop delivering. No event follows once this returns."""
         for reflector in self._reflectors:
             reflector.stop()
         for thread in self._threads:
             thread.join(STOP_SECONDS)
 
 
-def _kinds(node_name: str) -> tuple[Kind[Any, Any], ...]:
-    cidrs = ServiceCidrs()
+def _selectors(node_name: str) -> tuple[tuple[Resource[Any, Any], dict[str, str]], ...]:
+    """Return the resources to follow, each with its labelSelector and fieldSelector."""
     return (
-        # The largest first: the server works on it while we are still starting the others.
-        Kind(ENDPOINT_SLICES, {"labelSelector": "!service.kubernetes.io/headless"},
-             present=lambda _, event: event, gone=lambda name: SliceGone(SliceName(*name))),
-        Kind(SERVICES, {"labelSelector": "!service.kubernetes.io/service-proxy-name",
-                        "fieldSelector": "spec.clusterIP!=None"},
-             present=lambda _, event: event, gone=lambda name: ServiceGone(ServiceName(*name))),
-        Kind(NODES, {"fieldSelector": f"metadata.name={node_name}"},
-             present=lambda _, event: event, gone=lambda _: NodeGone()),
-        Kind(SERVICE_CIDRS, {}, present=cidrs.set, gone=cidrs.remove, optional=True),
+        # The largest first: the server works on it while we start the others.
+        (ENDPOINT_SLICES, {"labelSelector": "!service.kubernetes.io/headless"}),
+        (SERVICES, {"labelSelector": "!service.kubernetes.io/service-proxy-name",
+                    "fieldSelector": "spec.clusterIP!=None"}),
+        (NODES, {"fieldSelector": f"metadata.name={node_name}"}),
+        (SERVICE_CIDRS, {}),
     )

@@ -1,4 +1,4 @@
-"""Says once what is wrong with an API server, however many threads meet it and however often."""
+"""Logs each problem with an API server once, however many threads meet it and however often."""
 
 import logging
 import threading
@@ -9,19 +9,19 @@ _MOST_REMEMBERED = 50
 
 
 class Trouble:
-    """What is wrong, of all kinds that are followed together. Any thread may call."""
+    """The problems of all kinds that are followed together. Any thread may call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._met: dict[str, set[str]] = {}
-        """What each resource has met since it was last followed."""
-        self._missing: set[str] = set()
+        self._problems: dict[str, set[str]] = {}
+        """Problems of each resource since it was last followed."""
+        self._not_served: set[str] = set()
 
-    def met(self, resource: str, problem: str, retry_in: float) -> None:
-        """*resource* can't be followed; it is tried again in so many seconds."""
+    def failed(self, resource: str, problem: str, retry_in: float) -> None:
+        """Log *problem*, because of which *resource* is followed only after *retry_in* seconds."""
         with self._lock:
-            known = any(problem in problems for problems in self._met.values())
-            problems = self._met.setdefault(resource, set())
+            known = any(problem in problems for problems in self._problems.values())
+            problems = self._problems.setdefault(resource, set())
             if not known and len(problems) >= _MOST_REMEMBERED:
                 problems.clear()
             problems.add(problem)
@@ -29,19 +29,19 @@ class Trouble:
             log.warning("can't follow the API server", extra={"fields": {
                 "resource": resource, "problem": problem, "retry_in": round(retry_in, 1)}})
 
-    def missing(self, resource: str, problem: str) -> None:
-        """*resource* is not to be had from this server, which is no trouble."""
+    def not_served(self, resource: str, answer: str) -> None:
+        """Log that the server does not serve *resource*, which is optional."""
         with self._lock:
-            known = resource in self._missing
-            self._missing.add(resource)
+            known = resource in self._not_served
+            self._not_served.add(resource)
         if not known:
-            log.info("the API server does not show this, and it is not needed",
-                     extra={"fields": {"resource": resource, "answer": problem}})
+            log.info("optional resource not served by the API server",
+                     extra={"fields": {"resource": resource, "answer": answer}})
 
-    def over(self, resource: str) -> None:
-        """*resource* is followed."""
+    def recovered(self, resource: str) -> None:
+        """Log that the server is followed again, once all resources are."""
         with self._lock:
-            self._missing.discard(resource)
-            last = self._met.pop(resource, None) is not None and not self._met
+            self._not_served.discard(resource)
+            last = self._problems.pop(resource, None) is not None and not self._problems
         if last:
             log.info("following the API server again")

@@ -9,23 +9,19 @@ be read. Endpoints count as EndpointSlices while their Service has none itself.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kproxy_core.model.endpoint import EndpointSlice, SliceName
+from kproxy_core.model.endpoint import EndpointSlice
 from kproxy_core.model.service import ServiceName
 from kproxy_core.objects.decode import (
     ENDPOINT_SLICES,
     ENDPOINTS,
     NODES,
-    SERVICE_CIDRS,
-    SERVICES,
     Malformed,
 )
-from kproxy_core.objects.node import ServiceCidrs
 from kproxy_core.objects.reading import shown
-from kproxy_core.sources.directory.manifests import Key, Manifest
+from kproxy_core.sources.directory.manifests import RESOURCES, Key, Manifest
 from kproxy_core.store.events import (
     BadObject,
     Event,
-    NodeGone,
     ServiceGone,
     SliceGone,
     SliceSet,
@@ -51,7 +47,6 @@ class Inventory:
         self._own_slices: dict[ServiceName, int] = {}
         self._mirrored: dict[ServiceName, tuple[EndpointSlice, ...]] = {}
         """The slices announced for Endpoints objects."""
-        self._cidrs = ServiceCidrs()
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -132,28 +127,20 @@ class Inventory:
     def _differences(self, before: Values) -> list[Event]:
         """The events that lead from what was *before* to what is now."""
         events: list[Event] = []
-        cidrs: Event | None = None
         mirrors: dict[ServiceName, None] = {}
         for key, old in before.items():
             new = self._value(key)
             if new == old:
                 continue
             kind, name = key
-            if kind == SERVICES.kind:
-                events.append(new or ServiceGone(ServiceName(*name)))
-            elif kind == ENDPOINT_SLICES.kind:
-                events.append(new or SliceGone(SliceName(*name)))
-                mirrors.update(dict.fromkeys(self._count_slices(old, new)))
-            elif kind == ENDPOINTS.kind:
+            if kind == ENDPOINTS.kind:
                 mirrors[ServiceName(*name)] = None
-            elif kind == NODES.kind:
-                events.append(new or NodeGone())
-            elif kind == SERVICE_CIDRS.kind:
-                cidrs = (self._cidrs.remove(name) if new is None else self._cidrs.set(name, new)) or cidrs
+                continue
+            events.append(RESOURCES[kind].gone(name) if new is None else new)
+            if kind == ENDPOINT_SLICES.kind:
+                mirrors.update(dict.fromkeys(self._count_slices(old, new)))
         for service in mirrors:
             events.extend(self._mirror(service))
-        if cidrs is not None:
-            events.append(cidrs)
         return events
 
     def _count_slices(self, old: SliceSet | None, new: SliceSet | None) -> Iterator[ServiceName]:

@@ -22,13 +22,13 @@ from kproxy_core.objects.reading import quoted, shown
 from kproxy_core.objects.yaml_documents import NotYaml, documents
 from kproxy_core.store.events import BadObject
 
-RESOURCES: tuple[Resource[Any, Any], ...] = (SERVICES, ENDPOINT_SLICES, ENDPOINTS, NODES, SERVICE_CIDRS)
-"""What a manifest may hold for a proxy. Other kinds are passed over in silence."""
+RESOURCES: dict[str, Resource[Any, Any]] = {
+    resource.kind: resource for resource in (SERVICES, ENDPOINT_SLICES, ENDPOINTS, NODES, SERVICE_CIDRS)}
+"""The kinds that a manifest may hold for a proxy. Other kinds are ignored."""
 
 Key = tuple[str, tuple[str, str]]
 """Kind, and namespace and name, of an object."""
 
-_BY_KIND = {resource.kind: resource for resource in RESOURCES}
 _MAX_LISTS = 4
 """Lists in Lists: as deep as anybody might mean it."""
 
@@ -110,7 +110,7 @@ def _collect(manifest: Manifest, where: str, value: bytes | Raw, lists: int = 0)
         return manifest._complain(kind, where, "apiVersion", "is missing")
     if kind == "List" and version == "v1":
         return _collect_items(manifest, where, head, None, lists + 1)
-    resource = _BY_KIND.get(kind.removesuffix("List"))
+    resource = RESOURCES.get(kind.removesuffix("List"))
     if resource is None or _group(version) != _group(resource.api_version):
         return None  # another kind, perhaps another API's of the same name
     if version != resource.api_version:

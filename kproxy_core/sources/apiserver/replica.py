@@ -1,0 +1,65 @@
+"""The objects of one kind that were delivered, and the events that keep a store equal to the server."""
+
+from typing import Any, Generic, TypeVar
+
+from kproxy_core.objects.decode import Name, Resource
+from kproxy_core.objects.reading import Reading
+from kproxy_core.store.events import Complete, Event
+
+V = TypeVar("V", bound=Event)
+
+
+class Replica(Generic[V]):
+    """Names of the objects that a store has of one kind.
+
+    While everything is listed again, it also knows the objects that have not been listed yet: those that
+    are left at the end were deleted meanwhile.
+    """
+
+    def __init__(self, resource: Resource[Any, V]) -> None:
+        self._resource = resource
+        self._known: set[Name] = set()
+        self._unseen: set[Name] | None = None
+        """Objects not listed yet; None: no listing is under way."""
+        self._complete = False
+
+    @property
+    def is_listing(self) -> bool:
+        """Return whether a listing is under way."""
+        return self._unseen is not None
+
+    def start_listing(self) -> None:
+        self._unseen = self._known.copy()
+
+    def abandon_listing(self) -> None:
+        """Keep everything: what was not listed may exist all the same."""
+        self._unseen = None
+
+    def set(self, reading: Reading[V]) -> list[Event]:
+        """Return the events for an object that was listed, added or changed."""
+        events: list[Event] = []
+        name = reading.name
+        if name is not None:
+            self._known.add(name)
+            if self._unseen is not None:
+                self._unseen.discard(name)
+            events.append(self._resource.gone(name) if reading.value is None else reading.value)
+        return [*events, *reading.bad]
+
+    def delete(self, name: Name) -> list[Event]:
+        """Return the events for an object that was deleted."""
+        self._known.discard(name)
+        return [self._resource.gone(name)]
+
+    def end_listing(self) -> list[Event]:
+        """Return the events for the objects that were not listed, and the first time `Complete`."""
+        events = [event for name in self._unseen or () for event in self.delete(name)]
+        self._unseen = None
+        return events + self.complete()
+
+    def complete(self) -> list[Event]:
+        """Return `Complete`, the first time."""
+        if self._complete:
+            return []
+        self._complete = True
+        return [Complete(self._resource.plural)]
