@@ -5,7 +5,7 @@ with a new minor, meanings change only with a new major.
 """
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -14,7 +14,7 @@ from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 
-CONTRACT = (1, 2)
+CONTRACT = (1, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,9 @@ class Description:
     """The mode to serve in where this one is asked for and the machine lacks what it needs; "": none."""
     interfaces: tuple[str, ...] = ()
     """Network interfaces that the mode makes for itself: their addresses are not the node's."""
+    base: str = ""
+    """The mode that this one stands on: the core makes that mode's backend too, and this one's hooks wrap its
+    (``@hookimpl(wrapper=True)``). "": none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,17 @@ class Leftovers:
     errors: tuple[str, ...] = ()
     waiting: int = 0
     """Established connections for whose sake something stays (see `hookspecs.kproxy_retire`)."""
+
+    @classmethod
+    def merged(cls, mode: str, found: "Iterable[Leftovers]") -> "Leftovers":
+        """Return several answers about *mode* as one."""
+        answers = list(found)
+        return cls(
+            mode,
+            tuple(line for answer in answers for line in answer.removed),
+            tuple(line for answer in answers for line in answer.errors),
+            sum(answer.waiting for answer in answers),
+        )
 
 
 class Caveat(NamedTuple):

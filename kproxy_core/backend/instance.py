@@ -22,13 +22,17 @@ class BackendInstance:
     """
 
     def __init__(
-        self, description: Description, settings: BackendSettings, backend: object, call: Callable[..., Any]
+        self, description: Description, settings: BackendSettings, backends: tuple[object, ...],
+        call: Callable[..., Any],
     ) -> None:
-        """*call* takes the name of a hook and its arguments, and returns the answer of *backend*."""
+        """*backends*: the base's first, where the mode has one.
+
+        *call* takes the name of a hook and its arguments, and returns the answer of *backends*.
+        """
         self.description = description
         self.settings = settings
         """What it was made with."""
-        self.backend = backend
+        self.backends = backends
         self._call = call
 
     @property

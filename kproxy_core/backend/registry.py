@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -28,15 +27,18 @@ from kproxy_core.backend.api import (
     Trial,
     Update,
 )
+from kproxy_core.backend.entry_points import (
+    OBSERVERS,
+    BrokenPlugin,
+    distribution_of,
+    installed_entry_points,
+)
 from kproxy_core.backend.errors import BackendError
 from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.backend.named import PluginNotFound, import_named, read_names
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
-
-OBSERVERS = "kproxy.observers"
-"""Entry point group of plugins that provide no mode: they watch or wrap the hooks of those that do."""
 
 PLUGIN_HOOKS = ("kproxy_describe", "kproxy_detect", "kproxy_cleanup", "kproxy_make_backend")
 BACKEND_HOOKS = ("kproxy_sync", "kproxy_render", "kproxy_watch", "kproxy_close")
@@ -55,19 +57,6 @@ class UnknownMode(BackendError):
 
 class PluginRefused(BackendError):
     """A plugin, or the backend that it made, does not keep the contract."""
-
-
-@dataclass(frozen=True, slots=True)
-class BrokenPlugin:
-    """A plugin that was kept out, and why."""
-
-    name: str
-    """Of its entry point."""
-    distribution: str
-    problem: str
-
-    def __str__(self) -> str:
-        return f"plugin {self.name!r} of {self.distribution} is not used: {self.problem}"
 
 
 class Registry:
@@ -91,7 +80,7 @@ class Registry:
         named = read_names(plugins)
         for name in named.blocked:
             self.manager.set_blocked(name)
-        installed = list(_installed() if entry_points is None else entry_points)
+        installed = list(installed_entry_points() if entry_points is None else entry_points)
         for entry in installed:
             if self.manager.is_blocked(entry.name):
                 continue
@@ -100,7 +89,7 @@ class Registry:
             elif entry.group != hookspecs.ENTRY_POINTS:
                 continue
             elif entry.name in self._offered:
-                first = _distribution(self._offered[entry.name])
+                first = distribution_of(self._offered[entry.name])
                 self._refuse(entry, f"mode {entry.name!r} is already provided by {first}")
             else:
                 self._offered[entry.name] = entry
@@ -146,12 +135,36 @@ class Registry:
         """Whether *interface* is the node's own, and not one that a loaded backend makes for itself."""
         return all(interface not in known.interfaces for known in tuple(self.descriptions.values()))
 
+    def layers(self, mode: str) -> tuple[str, ...]:
+        """Return *mode*, after the mode that it stands on if there is one.
+
+        Raises UnknownMode or PluginRefused.
+        """
+        base = self.load(mode).base
+        if not base:
+            return (mode,)
+        if self.load(base).base:
+            raise PluginRefused(f"mode {mode!r} stands on {base!r}, which stands on another mode itself")
+        return (base, mode)
+
     def make_backend(self, mode: str, settings: BackendSettings) -> BackendInstance:
-        """Have the plugin for *mode* make its backend, and register that for the hooks of work.
+        """Make the backend for *mode*, and its base's before it, and register both for the hooks of work.
 
         Raises UnknownMode, PluginRefused, or Unsupported if it can't work on this machine.
         """
-        description = self.load(mode)
+        backends: list[object] = []
+        try:
+            backends.extend(self._make(layer, settings) for layer in self.layers(mode))
+        except BaseException:
+            for made in backends:
+                self.manager.unregister(made)
+            raise
+        together = tuple(backends)
+        instance = BackendInstance(self.load(mode), settings, together, partial(self._call, together))
+        self._instances.append(instance)
+        return instance
+
+    def _make(self, mode: str, settings: BackendSettings) -> object:
         made = self.manager.hook.kproxy_make_backend(mode=mode, settings=settings)
         if made is None:
             raise PluginRefused(f"the plugin for mode {mode!r} made no backend for it")
@@ -159,9 +172,7 @@ class Registry:
             self._register(made, f"{mode} backend {id(made):x}", BACKEND_HOOKS)
         except (PluginRefused, pluggy.PluginValidationError, ValueError) as error:
             raise PluginRefused(f"the backend of mode {mode!r}: {_reason(error)}") from error
-        instance = BackendInstance(description, settings, made, partial(self._call, made))
-        self._instances.append(instance)
-        return instance
+        return made
 
     def close_backend(self, instance: BackendInstance) -> None:
         """Have a backend let go of everything, and forget it. The kernel stays as it is."""
@@ -169,22 +180,29 @@ class Registry:
             instance.close()
         finally:
             self._instances.remove(instance)
-            self.manager.unregister(instance.backend)
+            for backend in instance.backends:
+                self.manager.unregister(backend)
 
     def prepare(self, mode: str, settings: BackendSettings) -> None:
         """Have the plugin for *mode* set what it needs of the whole machine, if it needs anything.
 
         Raises UnknownMode, PluginRefused, or what the plugin raises.
         """
-        self._ask(mode, "kproxy_prepare", settings=settings)
+        for layer in self.layers(mode):
+            self._ask(layer, "kproxy_prepare", settings=settings)
 
     def caveats(self, mode: str, update: Update, settings: BackendSettings) -> tuple[Caveat, ...]:
         """What of *update* the *mode* does differently or not at all, as far as its plugin says so.
 
         Raises UnknownMode, PluginRefused, or what the plugin raises.
         """
-        found = self._answers(mode, "kproxy_caveats", {"update": update, "settings": settings})
-        return tuple(caveat for answer in found for caveat in answer)
+        arguments = {"update": update, "settings": settings}
+        return tuple(
+            caveat
+            for layer in self.layers(mode)
+            for answer in self._answers(layer, "kproxy_caveats", arguments)
+            for caveat in answer
+        )
 
     def detect(
         self, mode: str, settings: BackendSettings, trial: Trial | None = None, *, load_modules: bool = False
@@ -193,6 +211,14 @@ class Registry:
 
         For *trial* and *load_modules* see `hookspecs.kproxy_detect`. Raises UnknownMode or PluginRefused.
         """
+        found = [
+            self._detect(layer, settings, trial, load_modules=load_modules) for layer in self.layers(mode)
+        ]
+        return Detection(mode, tuple(requirement for layer in found for requirement in layer.requirements))
+
+    def _detect(
+        self, mode: str, settings: BackendSettings, trial: Trial | None, *, load_modules: bool
+    ) -> Detection:
         try:
             answer = self._ask(
                 mode, "kproxy_detect", settings=settings, trial=trial, load_modules=load_modules)
@@ -225,7 +251,11 @@ class Registry:
 
     def supersede(self, mode: str, *, dry_run: bool) -> Leftovers:
         """Remove what kube-proxy left in *mode*, which serves. Raises UnknownMode or PluginRefused."""
-        return self._leftovers(mode, "kproxy_supersede", arguments={"dry_run": dry_run})
+        found = [
+            self._leftovers(layer, "kproxy_supersede", arguments={"dry_run": dry_run})
+            for layer in self.layers(mode)
+        ]
+        return Leftovers.merged(mode, found)
 
     def _leftovers(
         self, mode: str, hook: str, *, instance: BackendInstance | None = None, traces: bool = True,
@@ -235,12 +265,7 @@ class Registry:
             answers = self._answers(mode, hook, arguments, instance=instance, plugin=traces)
             wrong = [answer for answer in answers if not isinstance(answer, Leftovers)]
             if not wrong:
-                return Leftovers(
-                    mode,
-                    tuple(line for answer in answers for line in answer.removed),
-                    tuple(line for answer in answers for line in answer.errors),
-                    sum(answer.waiting for answer in answers),
-                )
+                return Leftovers.merged(mode, answers)
             problem = f"answered {type(wrong[0]).__name__}, not Leftovers"
         except (Exception, SystemExit) as error:  # noqa: BLE001 - as in `load`
             problem = _reason(error)
@@ -258,13 +283,19 @@ class Registry:
         """What the *plugin* for *mode* says, the backend of *instance*, and observers."""
         self.load(mode)
         others = [found for other, found in self._plugins.items() if other != mode or not plugin]
-        others += [other.backend for other in self._instances if other is not instance]
+        others += [
+            backend for other in self._instances if other is not instance for backend in other.backends]
         answers: list[Any] = self.manager.subset_hook_caller(hook, others)(**arguments)
         return answers
 
-    def _call(self, backend: object, hook: str, **arguments: object) -> Any:
-        """Have *backend*, and no other, do its work."""
-        others = [instance.backend for instance in self._instances if instance.backend is not backend]
+    def _call(self, backends: tuple[object, ...], hook: str, **arguments: object) -> Any:
+        """Have *backends*, and no others, do their work."""
+        others = [
+            backend
+            for instance in self._instances
+            if instance.backends is not backends
+            for backend in instance.backends
+        ]
         return self.manager.subset_hook_caller(hook, others)(**arguments)
 
     def _load_named(self, name: str, installed: Iterable[EntryPoint]) -> None:
@@ -321,17 +352,10 @@ class Registry:
             raise
 
     def _refuse(self, entry: EntryPoint, problem: str) -> BrokenPlugin:
-        broken = BrokenPlugin(entry.name, _distribution(entry), problem)
+        broken = BrokenPlugin(entry.name, distribution_of(entry), problem)
         if broken not in self.broken:
             self.broken.append(broken)
         return broken
-
-
-def _installed() -> Iterable[EntryPoint]:
-    from importlib.metadata import entry_points  # 25 ms, and tests bring their own
-
-    found = entry_points()
-    return [*found.select(group=OBSERVERS), *found.select(group=hookspecs.ENTRY_POINTS)]
 
 
 def _describe(plugin: object, mode: str) -> Description:
@@ -350,10 +374,6 @@ def _describe(plugin: object, mode: str) -> Description:
     if description.mode != mode or not _MODE.fullmatch(mode):
         raise PluginRefused(f"its entry point is named {mode!r}, it calls itself {description.mode!r}")
     return description
-
-
-def _distribution(entry: EntryPoint) -> str:
-    return f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else "an unknown distribution"
 
 
 def _reason(error: BaseException) -> str:

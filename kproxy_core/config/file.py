@@ -220,6 +220,10 @@ class Kproxy(_Section, frozen=True, kw_only=True, rename="camel"):
     """For backends that have no section among kube-proxy's, by mode."""
 
 
+_SECTIONS = {"ebpf": "nftables"}
+"""Modes without a section of their own that go by the one of the mode that they stand on."""
+
+
 class KubeProxyConfiguration(_Section, frozen=True, kw_only=True, rename="camel"):
     """The whole file. "" for an address or a mode means: not said."""
 
@@ -251,9 +255,10 @@ class KubeProxyConfiguration(_Section, frozen=True, kw_only=True, rename="camel"
     kproxy: Kproxy = Kproxy()
 
     def section_of(self, mode: str) -> tuple[str, ModeSection]:
-        """Name and content of the section that *mode* goes by: its own, if it has one, else iptables."""
-        section = getattr(self, mode, None) if mode.isidentifier() else None
-        return (mode, section) if isinstance(section, ModeSection) else ("iptables", self.iptables)
+        """Name and content of the section that *mode* goes by: its own, its base's, or else iptables."""
+        name = _SECTIONS.get(mode, mode)
+        section = getattr(self, name, None) if name.isidentifier() else None
+        return (name, section) if isinstance(section, ModeSection) else ("iptables", self.iptables)
 
 
 @dataclass(frozen=True, slots=True)

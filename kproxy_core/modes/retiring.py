@@ -58,17 +58,12 @@ class Retiring:
 
         Without a *instance*, what was left by whom; not while the mode serves.
         """
-        leaving = _Leaving(mode, instance)
         with self._changed:
+            layers: tuple[str, ...] = (mode,)
             if instance is not None:
                 self._serving.discard(mode)
-            if self._closed or mode in self._serving or self._step(leaving):
-                return 0
-            self._leaving.append(leaving)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kproxy-retiring", daemon=True)
-                self._thread.start()
-        return leaving.waiting
+                layers = self._registry.layers(mode)
+            return sum(self._leave(layer, instance if layer == mode else None) for layer in reversed(layers))
 
     def call_off(self, mode: str) -> bool:
         """*mode* is to serve: leave in the kernel what is there. A backend of it still finishes its own.
@@ -77,10 +72,25 @@ class Retiring:
         """
         with self._changed:
             self._serving.add(mode)
-            called_off = [leaving for leaving in self._leaving if leaving.mode == mode and leaving.traces]
+            layers = self._registry.layers(mode)
+            called_off = [leaving for leaving in self._leaving if leaving.mode in layers and leaving.traces]
             for leaving in called_off:
                 leaving.traces = False
             return bool(called_off)
+
+    def _leave(self, mode: str, instance: BackendInstance | None) -> int:
+        """Start retiring one layer; return how many connections still depend on it. The lock is held."""
+        is_in_use = any(mode in self._registry.layers(serving) for serving in self._serving)
+        if self._closed or (is_in_use and instance is None):
+            return 0
+        leaving = _Leaving(mode, instance, traces=not is_in_use)
+        if self._step(leaving):
+            return 0
+        self._leaving.append(leaving)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kproxy-retiring", daemon=True)
+            self._thread.start()
+        return leaving.waiting
 
     def close(self) -> None:
         """Let all backends go, with the connections that they carry; what is in the kernel stays."""

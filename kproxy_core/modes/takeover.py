@@ -53,7 +53,8 @@ class Heir:
     def _take_over(self) -> None:
         mode = self._switch.instance.mode
         try:
-            others = [other for other in self._registry.modes if other != mode and self._left(other)]
+            layers = self._registry.layers(mode)
+            others = [other for other in self._registry.modes if other not in layers and self._left(other)]
             superseded = bool(self._ask(lambda: self._registry.supersede(mode, dry_run=True), mode).removed)
             if (others or superseded) and not self._proven([*others, *([mode] if superseded else [])]):
                 return

@@ -139,7 +139,7 @@ def instance_of(backend: object, families: Sequence[Family]) -> BackendInstance:
     manager.add_hookspecs(hookspecs)
     manager.register(backend)
     return BackendInstance(
-        Description("test", "remembers", CONTRACT), BackendSettings(tuple(families)), backend,
+        Description("test", "remembers", CONTRACT), BackendSettings(tuple(families)), (backend,),
         lambda hook, **arguments: getattr(manager.hook, hook)(**arguments),
     )
 
