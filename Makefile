@@ -8,7 +8,7 @@ VENV := .venv
 READY := $(VENV)/.ready
 PACKAGES := conntrack curl iproute2 ipset iptables kmod libyaml-0-2 nftables procps python3-bpfcc python3-nftables python3-venv
 GUEST_PACKAGES := bc bison flex gcc kmod libc6-dev make user-mode-linux xz-utils
-CHECKED := kproxy_core plugins tests examples
+CHECKED := kproxy_core plugins bpf tests examples
 
 .PHONY: env demo test lint guest bench clean packages
 
@@ -45,7 +45,7 @@ $(READY): setup.cfg pyproject.toml Makefile kproxy_core/__init__.py | packages
 	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check 'setuptools >= 66' wheel
 	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation \
 	    --config-settings editable_mode=compat --editable '.[test]'
-	@echo '$(CURDIR)/plugins' > "$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kproxy-plugins.pth"
+	@printf '%s\n' '$(CURDIR)/plugins' '$(CURDIR)/bpf' > "$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kproxy-plugins.pth"
 	@touch $@
 
 demo: env

@@ -1,0 +1,2 @@
+#define KERNEL_VERSION(a, b, c) (((a) << 16) + ((b) << 8) + ((c) > 255 ? 255 : (c)))
+#define LINUX_VERSION_CODE KERNEL_VERSION(5, 10, 0)

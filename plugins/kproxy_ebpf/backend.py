@@ -1,0 +1,131 @@
+"""The backend: maps and programs in front of the base mode's rules.
+
+Its hooks wrap those of the base. The rules serve whatever the programs leave alone, so neither the order of
+the two nor a failure of the programs can lose a connection.
+"""
+
+import logging
+from collections.abc import Generator
+
+from kproxy_core.backend.api import BackendSettings, Damage, Measurement, SyncReport, Update
+from kproxy_core.backend.errors import SyncFailed, Unsupported
+from kproxy_core.backend.hookspecs import hookimpl
+from kproxy_core.host.errors import HostError
+from kproxy_ebpf.detect import lacking
+from kproxy_ebpf.family import FamilyState
+from kproxy_ebpf.kernel.port import Kernel
+from kproxy_ebpf.kernel.programs import Compilation
+from kproxy_ebpf.render import render_text
+from kproxy_ebpf.settings import read_settings
+from kproxy_ebpf.watch import Watcher
+
+log = logging.getLogger("kproxy.ebpf")
+
+
+class EbpfBackend:
+    """Programs the maps of both families; see `kproxy_core.backend.hookspecs` for the contract."""
+
+    def __init__(self, settings: BackendSettings) -> None:
+        self._settings = read_settings(settings)
+        self._families_served = settings.families
+        self._compilation: Compilation | None = None
+        self._kernel: Kernel | None = None
+        self._families: dict[object, FamilyState] = {}
+        self._watcher: Watcher | None = None
+        self._attached = False
+
+    @hookimpl(wrapper=True)
+    def kproxy_begin(self) -> Generator[None, bool, bool]:
+        """Check the base, then what programs need; start the compiler if necessary. Raises Unsupported."""
+        can_begin = yield
+        missing = lacking(self._settings)
+        if missing:
+            raise Unsupported("; ".join(missing))
+        try:
+            self._compilation = Compilation()
+        except HostError as error:
+            raise Unsupported(str(error)) from error
+        return can_begin
+
+    @hookimpl(wrapper=True)
+    def kproxy_sync(self, update: Update) -> Generator[None, SyncReport, SyncReport]:
+        """Withdraw endpoints, have the rules changed, then add endpoints."""
+        kernel = self._kernel
+        if kernel is None:
+            report = yield
+            kernel = self._open()
+            if kernel is None:
+                return report
+            state = self._families[update.family]
+            difference = state.withdraw(update)
+        else:
+            state = self._families[update.family]
+            difference = state.withdraw(update)
+            try:
+                report = yield
+            except SyncFailed:
+                state.distrust()
+                raise
+        try:
+            operations = state.write(update, difference)
+        except SyncFailed:
+            state.distrust()
+            raise
+        complete = all(state.is_synced for state in self._families.values())
+        if complete and (not self._attached or kernel.problem()):
+            kernel.attach()
+            self._attached = True
+        return SyncReport(report.operations + operations, report.detail, report.unserved)
+
+    @hookimpl(wrapper=True)
+    def kproxy_render(self, update: Update) -> Generator[None, str, str]:
+        """Return the base's rules, and the maps as comments."""
+        rules = yield
+        return rules + render_text(update)
+
+    @hookimpl(wrapper=True)
+    def kproxy_watch(self, damaged: Damage) -> Generator[None, bool, bool]:
+        """Watch the programs' links besides the rules."""
+        watches = yield
+        self._watcher = Watcher(self._problem, self._families_served, damaged)
+        return watches
+
+    @hookimpl
+    def kproxy_measure(self) -> list[Measurement]:
+        """Return whether the programs are attached."""
+        attached = self._attached and not self._problem()
+        about = "1 while the BPF programs translate local sockets"
+        return [Measurement("kproxy_ebpf_attached", about, "gauge", float(attached))]
+
+    @hookimpl(wrapper=True)
+    def kproxy_close(self) -> Generator[None, None, None]:
+        """Close descriptors; programs and maps go on by their pins."""
+        if self._watcher is not None:
+            self._watcher.close()
+        if self._compilation is not None:
+            self._compilation.close()
+        if self._kernel is not None:
+            self._kernel.close()
+        return (yield)
+
+    def _open(self) -> Kernel | None:
+        """Return the kernel's maps and programs; None where they cannot be had: the rules serve alone.
+
+        Tried once for each process.
+        """
+        if self._compilation is None:
+            return None
+        try:
+            compiled = self._compilation.result()
+            kernel = Kernel(self._settings)
+            kernel.open(compiled)
+        except (HostError, SyncFailed) as error:
+            log.error("local sockets are left to the rules", extra={"fields": {"error": str(error)}})
+            self._compilation = None
+            return None
+        self._kernel = kernel
+        self._families = {family: FamilyState(family, kernel) for family in self._families_served}
+        return kernel
+
+    def _problem(self) -> str:
+        return self._kernel.problem() if self._kernel is not None else ""

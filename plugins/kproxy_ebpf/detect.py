@@ -1,0 +1,143 @@
+"""Finds out whether this machine can run the programs: each thing that they need is tried."""
+
+import errno
+import os
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from kproxy_core.backend.api import BackendSettings, Detection, Requirement, Trial
+from kproxy_core.backend.errors import BackendError
+from kproxy_core.host import privileges
+from kproxy_core.host.errors import HostError
+from kproxy_core.host.modules import kernel_version
+from kproxy_ebpf import names
+from kproxy_ebpf.kernel import bpf, mounts
+from kproxy_ebpf.kernel.port import namespace_cookie
+from kproxy_ebpf.kernel.programs import BCC_REMEDY, Compilation, has_compiler
+from kproxy_ebpf.settings import Settings, read_settings
+
+MODE = "ebpf"
+_PERMISSION = "grant CAP_BPF and CAP_NET_ADMIN, and a seccomp profile that allows bpf(2)"
+_ARRAY = bpf.MapDefinition(type=2, key=4, value=4, entries=1, flags=0)
+_SK_STORAGE = bpf.MapDefinition(type=bpf.SK_STORAGE, key=4, value=8, entries=0, flags=1)
+_LRU = bpf.MapDefinition(type=9, key=8, value=8, entries=64, flags=0)
+_CGROUP = "mount the host's cgroup2 tree at /sys/fs/cgroup, or set kproxy.backendOptions.ebpf.cgroup"
+_FOREIGN = "remove the exclusive program of the cgroup or an ancestor, or name another cgroup"
+_ACCEPT = struct.pack("=BBhi", 0xB7, 0, 0, 1) + struct.pack("=BBhi", 0x95, 0, 0, 0)
+"""``r0 = 1; exit``"""
+
+
+def detect(settings: BackendSettings, trial: Trial | None) -> Detection:
+    """Try bpf(2), maps, the cgroup, the BPF file system and the compiler;
+
+    attach programs in a *trial* only.
+    """
+    options = read_settings(settings)
+    requirements = [*_quick(options)]
+    if trial is not None:
+        requirements.append(_attach(options))
+    return Detection(MODE, tuple(requirements))
+
+
+def lacking(options: Settings) -> list[str]:
+    """Return what is missing, as far as that can be found out in milliseconds."""
+    return [f"{r.what}: {r.found}. {r.remedy}".rstrip() for r in _quick(options) if not r.met]
+
+
+def _quick(options: Settings) -> Iterator[Requirement]:
+    yield _tried("bpf(2)", lambda: os.close(bpf.create_map("kproxy_probe", _ARRAY)), "works")
+    yield _tried("BPF socket storage and LRU maps", _make_maps, f"work (Linux {_version()})",
+                 "use Linux 5.8 or newer")  # fmt: skip
+    yield _tried("cookie of the network namespace", namespace_cookie, "known", "use Linux 5.14 or newer")
+    try:
+        os.close(mounts.open_cgroup(options.cgroup))
+        yield Requirement("cgroup", True, options.cgroup or "root of the cgroup2 tree")
+    except (HostError, OSError) as error:
+        yield Requirement("cgroup", False, str(error), _CGROUP)
+    yield _pin_directory(options.pin_directory)
+    yield _compiler()
+
+
+def _pin_directory(directory: str) -> Requirement:
+    what = "BPF file system"
+    if mounts.is_bpf_file_system(directory):
+        return Requirement(what, True, f"holds {directory}")
+    parent = Path(directory).parent
+    if parent.is_dir() and "CAP_SYS_ADMIN" in privileges.held():
+        return Requirement(what, True, f"can be mounted at {parent}", guessed=True)
+    return Requirement(what, False, f"{parent} is not one", f"mount -t bpf bpf {parent}")
+
+
+def _compiler() -> Requirement:
+    what = "compiled BPF programs"
+    try:
+        compilation = Compilation(start=False)
+        if compilation.is_cached:
+            return Requirement(what, True, "cached")
+        met = has_compiler()
+    except (HostError, OSError) as error:
+        return Requirement(what, False, str(error), BCC_REMEDY)
+    return Requirement(
+        what, met, "bcc compiles them" if met else "bcc is not installed", "" if met else BCC_REMEDY
+    )
+
+
+def _attach(options: Settings) -> Requirement:
+    """Attach a program of each kind to a new child of the cgroup, and remove both."""
+    what = "programs at a cgroup"
+    child = f"kproxy-probe-{os.getpid()}"
+    try:
+        parent = mounts.open_cgroup(options.cgroup)
+    except (HostError, OSError) as error:
+        return Requirement(what, False, str(error), "see above")
+    try:
+        os.mkdir(child, dir_fd=parent)
+        try:
+            problem = _attach_all(os.open(child, os.O_RDONLY | os.O_DIRECTORY, dir_fd=parent))
+        finally:
+            os.rmdir(child, dir_fd=parent)
+    except OSError as error:
+        return Requirement(what, True, f"not tried: {error}", guessed=True)
+    finally:
+        os.close(parent)
+    return Requirement(what, not problem, problem or "all attach", problem and _FOREIGN)
+
+
+def _attach_all(cgroup: int) -> str:
+    """Return why a program cannot be attached to the new *cgroup*, which is closed; "" if all can."""
+    try:
+        for name, attach_type in names.ATTACH_TYPES.items():
+            program = bpf.load_program(names.PROGRAM_TYPE, attach_type, "kproxy_probe", _ACCEPT)
+            try:
+                os.close(bpf.create_link(program, cgroup, attach_type))
+            except OSError as error:
+                foreign = bpf.attached(cgroup, attach_type)
+                return f"{name}: {error}" + (
+                    f"; the programs with ids {foreign} are attached" if foreign else ""
+                )
+            finally:
+                os.close(program)
+    except OSError as error:
+        return str(error)
+    finally:
+        os.close(cgroup)
+    return ""
+
+
+def _make_maps() -> None:
+    for definition in (_SK_STORAGE, _LRU):
+        os.close(bpf.create_map("kproxy_probe", definition))
+
+
+def _tried(what: str, act: Callable[[], object], found: str, remedy: str = _PERMISSION) -> Requirement:
+    try:
+        act()
+    except (OSError, BackendError) as error:
+        permission = isinstance(error, OSError) and error.errno in (errno.EPERM, errno.EACCES)
+        return Requirement(what, False, str(error), _PERMISSION if permission else remedy)
+    return Requirement(what, True, found)
+
+
+def _version() -> str:
+    return ".".join(map(str, kernel_version()))

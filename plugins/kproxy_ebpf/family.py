@@ -1,0 +1,60 @@
+"""One family's elements of the maps, and the steps that bring them to the plans."""
+
+from kproxy_core.backend.api import Scope, Update
+from kproxy_core.backend.errors import TrustLost
+from kproxy_core.model.address import Family
+from kproxy_ebpf import names
+from kproxy_ebpf.applied import Applied, Difference, recover
+from kproxy_ebpf.kernel.port import Kernel
+from kproxy_ebpf.wanted import node_addresses
+
+
+class FamilyState:
+    """What the maps hold for one family, as far as the kernel has acknowledged it."""
+
+    def __init__(self, family: Family, kernel: Kernel) -> None:
+        self._family = family
+        self._kernel = kernel
+        self._applied: Applied | None = None
+        """None: only a resync will do."""
+        self._node_addresses: dict[bytes, bytes] = {}
+
+    @property
+    def is_synced(self) -> bool:
+        """The maps hold what was planned."""
+        return self._applied is not None
+
+    def withdraw(self, update: Update) -> Difference:
+        """Remove what must not be chosen any more, before the rules change. `write` does the rest.
+
+        Raises SyncFailed, TrustLost.
+        """
+        if update.scope is Scope.RESYNC:
+            self._applied = None
+            actual = self._kernel.contents(self._family)
+            self._node_addresses = actual.pop(names.NODE_ADDRESSES)
+            difference = recover(self._family, update.plans, actual)
+        elif self._applied is None:
+            raise TrustLost("the maps have not been read yet")
+        else:
+            difference = self._applied.difference(update.changed)
+        self._kernel.withdraw(difference)
+        return difference
+
+    def write(self, update: Update, difference: Difference) -> int:
+        """Add what may be chosen from now on. Return the number of elements written and deleted.
+
+        Raises TrustLost.
+        """
+        self._kernel.configure(update.node)
+        wanted = node_addresses(update.node)
+        operations = self._kernel.replace(names.NODE_ADDRESSES, self._node_addresses, wanted)
+        self._kernel.write(difference)
+        applied = self._applied if self._applied is not None else Applied(self._family)
+        applied.acknowledge(difference)
+        self._applied, self._node_addresses = applied, wanted
+        return operations + difference.operations
+
+    def distrust(self) -> None:
+        """Believe nothing of what was acknowledged: a write failed half-way."""
+        self._applied = None

@@ -1,0 +1,74 @@
+"""The plugin: kproxy's questions, answered without importing anything heavy."""
+
+from collections.abc import Sequence
+
+from kproxy_core.backend.api import (
+    BackendSettings,
+    Caveat,
+    Description,
+    Detection,
+    Leftovers,
+    Trial,
+    Update,
+)
+from kproxy_core.backend.hookspecs import hookimpl
+
+MODE = "ebpf"
+
+
+@hookimpl
+def kproxy_describe() -> Description:
+    """Describe the mode."""
+    return Description(
+        mode=MODE,
+        summary="endpoints chosen at connect() by BPF programs, in front of the nftables rules",
+        contract=(1, 3),
+        preference=5,
+        default_node_port_addresses=("primary",),
+        fallback="nftables",
+        base="nftables",
+    )
+
+
+@hookimpl
+def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: bool) -> Detection:
+    """Try what the programs need."""
+    from kproxy_ebpf.detect import detect
+
+    return detect(settings, trial)
+
+
+@hookimpl
+def kproxy_cleanup(settings: BackendSettings, dry_run: bool) -> Leftovers:
+    """Detach the programs and remove their pins."""
+    from kproxy_ebpf.cleanup import cleanup
+
+    return cleanup(settings, dry_run=dry_run)
+
+
+@hookimpl
+def kproxy_retire(settings: BackendSettings) -> Leftovers:
+    """Stop choosing endpoints; remove the rest when late replies have come."""
+    from kproxy_ebpf.retire import retire
+
+    return retire(settings)
+
+
+@hookimpl
+def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat]:
+    """Yield what connect-time translation does differently."""
+    from kproxy_ebpf.caveats import caveats
+    from kproxy_ebpf.settings import read_settings
+
+    options = read_settings(settings)
+    return tuple(caveats(update, clients=options.clients, whole_node=not options.cgroup))
+
+
+@hookimpl
+def kproxy_make_backend(mode: str, settings: BackendSettings) -> object | None:
+    """Make the backend, if *mode* is ours."""
+    if mode != MODE:
+        return None
+    from kproxy_ebpf.backend import EbpfBackend
+
+    return EbpfBackend(settings)

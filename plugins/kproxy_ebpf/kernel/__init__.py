@@ -1,0 +1,2 @@
+"""The kernel objects of the ebpf mode: bpf(2), maps, programs, pins and cgroups. All of its input and
+output."""

@@ -1,0 +1,51 @@
+"""Compile the BPF programs with bcc. A script for a short-lived process: bcc and LLVM take 120 MiB.
+
+Usage: ``python compile.py SOURCE HEADERS PROGRAMS MAPS``, the last two as names with commas between. Writes
+JSON to standard output: the instructions of each program, where they refer to maps, and how those maps are
+made. Imports nothing of kproxy, so that any interpreter that finds bcc can run it.
+"""
+
+import base64
+import json
+import os
+import struct
+import sys
+
+_LD_IMM64 = 0x18
+_PSEUDO_MAP_FD = 1
+
+
+def main(source: str, headers: str, programs: list[str], maps: list[str]) -> None:
+    """Compile the file *source* against the directory *headers*, and print the result."""
+    os.environ["BCC_KERNEL_SOURCE"] = headers  # Read when bcc is imported.
+    from bcc import BPF, lib
+
+    with open(source, encoding="utf-8") as file:
+        module = BPF(text=file.read(), cflags=["-Wall", "-Werror", "-Wno-unused-function"])
+    definitions = {}
+    by_fd = {}
+    for name in maps:
+        number = lib.bpf_table_id(module.module, name.encode())
+        by_fd[lib.bpf_table_fd(module.module, name.encode())] = name
+        definitions[name] = {
+            "type": lib.bpf_table_type_id(module.module, number),
+            "key": lib.bpf_table_key_size_id(module.module, number),
+            "value": lib.bpf_table_leaf_size_id(module.module, number),
+            "entries": lib.bpf_table_max_entries_id(module.module, number),
+            "flags": lib.bpf_table_flags_id(module.module, number),
+        }
+    compiled = {}
+    for name in programs:
+        code = bytearray(module.dump_func(name.encode()))
+        references = []
+        for at in range(0, len(code), 8):
+            operation, registers, _, value = struct.unpack_from("=BBhi", code, at)
+            if operation == _LD_IMM64 and registers >> 4 == _PSEUDO_MAP_FD:
+                references.append((at, by_fd[value]))
+                struct.pack_into("=i", code, at + 4, 0)
+        compiled[name] = {"code": base64.b64encode(code).decode(), "maps": references}
+    json.dump({"maps": definitions, "programs": compiled}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3].split(","), sys.argv[4].split(","))

@@ -1,0 +1,261 @@
+"""The maps and programs of one network namespace in the kernel."""
+
+import os
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from kproxy_core.backend.errors import SyncFailed, TrustLost
+from kproxy_core.host.errors import HostError
+from kproxy_core.model.address import Family
+from kproxy_core.model.node import NodeView
+from kproxy_ebpf import names
+from kproxy_ebpf.applied import Contents, Difference
+from kproxy_ebpf.batch import (
+    CONNECTED_UDP,
+    IGNORE_MASQUERADE,
+    KEEP_PEER,
+    ONLY_NODE_CLIENTS,
+    frontend_family,
+    id_family,
+    parse_number,
+    service_of_slot,
+    settings_value,
+)
+from kproxy_ebpf.kernel import bpf, mounts
+from kproxy_ebpf.kernel.programs import Compiled
+from kproxy_ebpf.settings import Settings
+from kproxy_ebpf.wanted import only_node_clients
+
+_SO_NETNS_COOKIE = 71
+_FAMILY_OF_KEY: dict[str, Callable[[bytes], Family]] = {
+    names.FRONTENDS: frontend_family,
+    names.NODE_ADDRESSES: frontend_family,
+    names.SLOTS: lambda key: id_family(service_of_slot(key)),
+    names.ENDPOINTS: lambda key: id_family(parse_number(key)),
+}
+
+
+class Kernel:
+    """The mode's maps, programs and links. `open` first; then all methods may be called from any thread."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._namespace = namespace_cookie()
+        self._home = Path(settings.pin_directory) / str(self._namespace)
+        self._links_directory = self._home / "links"
+        self._lock = threading.RLock()
+        self._compiled: Compiled | None = None
+        self._maps: dict[str, int] = {}
+        self._programs: dict[str, int] = {}
+        self._links: dict[str, int] = {}
+        self._cgroup = -1
+        self._cgroup_id = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Maps and programs exist."""
+        return bool(self._programs)
+
+    def open(self, compiled: Compiled) -> None:
+        """Find or make the maps, and load the programs. Nothing is attached yet.
+
+        Raises SyncFailed.
+        """
+        with self._lock:
+            try:
+                self._cgroup = mounts.open_cgroup(self._settings.cgroup)
+                self._cgroup_id = mounts.cgroup_id(self._cgroup)
+                self._make_directories(compiled)
+                directory = self._maps_directory(compiled)
+                for name, definition in compiled.maps.items():
+                    self._maps[name] = _open_map(directory / name, name, definition)
+                self._compiled = compiled
+                programs: dict[str, int] = {}
+                for name in names.PROGRAMS:
+                    programs[name] = compiled.load(name, self._maps)
+                self._programs = programs
+            except (OSError, HostError) as error:
+                self.close()
+                raise SyncFailed(f"the BPF programs cannot be set up: {error}") from error
+
+    def configure(self, node: NodeView) -> None:
+        """Write the settings that programs read at each call. Raises SyncFailed."""
+        settings = self._settings
+        flags = (
+            ONLY_NODE_CLIENTS * only_node_clients(settings.clients, node)
+            | KEEP_PEER * settings.getpeername
+            | CONNECTED_UDP * settings.connected_udp
+            | IGNORE_MASQUERADE * (settings.clients == "all")
+        )
+        with self._lock, _reporting():
+            bpf.update(self._maps[names.SETTINGS], bytes(4), settings_value(self._namespace, flags))
+
+    def contents(self, family: Family) -> Contents:
+        """Return all elements of *family*. Raises SyncFailed."""
+        with self._lock, _reporting():
+            return {
+                name: {
+                    key: value
+                    for key, value in bpf.elements(self._maps[name], self._definition(name))
+                    if _FAMILY_OF_KEY[name](key) is family
+                }
+                for name in names.PER_FAMILY
+            }
+
+    def withdraw(self, difference: Difference) -> None:
+        """Take the first step of *difference*. Raises TrustLost."""
+        with self._lock, _reporting(TrustLost):
+            for name, elements in difference.withdrawn.items():
+                bpf.delete_all(self._maps[name], list(elements))
+
+    def write(self, difference: Difference) -> None:
+        """Take the remaining steps of *difference*. Raises TrustLost."""
+        with self._lock, _reporting(TrustLost):
+            for name, elements in difference.updates.items():
+                bpf.update_all(self._maps[name], elements)
+            for name, elements in difference.unused.items():
+                bpf.delete_all(self._maps[name], list(elements))
+
+    def replace(self, name: str, before: dict[bytes, bytes], after: dict[bytes, bytes]) -> int:
+        """Bring one map from *before* to *after*; return the number of elements written. Raises TrustLost."""
+        updates = {key: value for key, value in after.items() if before.get(key) != value}
+        deletes = [key for key in before if key not in after]
+        with self._lock, _reporting(TrustLost):
+            if updates:
+                bpf.update_all(self._maps[name], updates)
+            bpf.delete_all(self._maps[name], deletes)
+        return len(updates) + len(deletes)
+
+    def attach(self) -> None:
+        """Have the programs run, or replace older ones without a gap. Raises SyncFailed."""
+        compiled = self._compiled
+        assert compiled is not None
+        with self._lock, _reporting():
+            for name in names.PROGRAMS:
+                self._attach(name)
+            self._remove_other_maps(compiled)
+
+    def detach(self, programs: Iterable[str]) -> list[str]:
+        """Stop *programs* and remove their pins; return the paths that were removed."""
+        with self._lock:
+            for name in programs:
+                if name in self._links:
+                    os.close(self._links.pop(name))
+        return detach_pins(self._links_directory, programs)
+
+    def problem(self) -> str:
+        """Return what is no longer as `attach` left it; "" if all is."""
+        with self._lock:
+            for name, link in self._links.items():
+                try:
+                    info = bpf.link_info(link)
+                except OSError as error:
+                    return f"the link of {name} cannot be read: {error}"
+                if info.cgroup != self._cgroup_id:
+                    return f"the BPF program {name} was detached"
+                if info.program != bpf.program_id(self._programs[name]):
+                    return f"the BPF program {name} was replaced"
+                if not (self._links_directory / name).exists():
+                    return f"the pin of the BPF program {name} was removed"
+        return ""
+
+    def close(self) -> None:
+        """Close all descriptors. What is pinned and attached goes on."""
+        with self._lock:
+            for descriptor in (*self._maps.values(), *self._programs.values(), *self._links.values()):
+                os.close(descriptor)
+            if self._cgroup >= 0:
+                os.close(self._cgroup)
+            self._maps, self._programs, self._links, self._cgroup = {}, {}, {}, -1
+
+    def _attach(self, name: str) -> None:
+        pin = self._links_directory / name
+        link = self._links.get(name)
+        if link is None:
+            with suppress(OSError):
+                link = bpf.open_pin(str(pin))
+        program = self._programs[name]
+        if link is not None and bpf.link_info(link).cgroup == self._cgroup_id:
+            if bpf.link_info(link).program != bpf.program_id(program):
+                bpf.update_link(link, program)
+        else:
+            if link is not None:
+                os.close(link)
+                self._links.pop(name, None)
+            with suppress(FileNotFoundError):
+                pin.unlink()
+            link = bpf.create_link(program, self._cgroup, names.ATTACH_TYPES[name])
+        self._links[name] = link
+        if not pin.exists():
+            bpf.pin(link, str(pin))
+
+    def _definition(self, name: str) -> bpf.MapDefinition:
+        assert self._compiled is not None
+        return self._compiled.maps[name]
+
+    def _make_directories(self, compiled: Compiled) -> None:
+        directory = self._settings.pin_directory
+        if not mounts.is_bpf_file_system(directory):
+            parent = str(Path(directory).parent)
+            Path(parent).mkdir(mode=0o700, parents=True, exist_ok=True)
+            mounts.mount_bpf_file_system(parent)
+        for path in (self._links_directory, self._maps_directory(compiled)):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def _maps_directory(self, compiled: Compiled) -> Path:
+        return self._home / f"maps-{compiled.layout}"
+
+    def _remove_other_maps(self, compiled: Compiled) -> None:
+        """Remove the maps of a version with another layout: no program uses them any more."""
+        for path in self._home.glob("maps-*"):
+            if path != self._maps_directory(compiled):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def namespace_cookie() -> int:
+    """Return the kernel's identity of this thread's network namespace (SO_NETNS_COOKIE, Linux 5.14).
+
+    Raises SyncFailed.
+    """
+    with _reporting(), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        return int.from_bytes(probe.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8), "little")
+
+
+def detach_pins(directory: Path, programs: Iterable[str]) -> list[str]:
+    """Detach the links that are pinned in *directory*, whoever holds them; return the pins removed."""
+    removed = []
+    for name in programs:
+        pin = directory / name
+        try:
+            link = bpf.open_pin(str(pin))
+        except FileNotFoundError:
+            continue
+        try:
+            bpf.detach_link(link)
+        finally:
+            os.close(link)
+        pin.unlink()
+        removed.append(str(pin))
+    return removed
+
+
+def _open_map(path: Path, name: str, definition: bpf.MapDefinition) -> int:
+    """Return the map that is pinned at *path*, or a new one that is pinned there from now on."""
+    with suppress(FileNotFoundError):
+        return bpf.open_pin(str(path))
+    made = bpf.create_map(names.OBJECT_PREFIX + name, definition)
+    bpf.pin(made, str(path))
+    return made
+
+
+@contextmanager
+def _reporting(failure: type[SyncFailed] = SyncFailed) -> Iterator[None]:
+    """Turn errors of the kernel into *failure*."""
+    try:
+        yield
+    except OSError as error:
+        raise failure(f"BPF: {error}") from error

@@ -1,0 +1,160 @@
+"""The compiled programs: from the cache, or from a process that runs bcc.
+
+A start that finds its programs in the cache needs neither bcc nor a compiler.
+"""
+
+import base64
+import hashlib
+import json
+import os
+import struct
+import subprocess
+import sys
+from contextlib import suppress
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from kproxy_core.host.errors import HostError
+from kproxy_ebpf.kernel.bpf import MapDefinition, load_program
+from kproxy_ebpf.names import ATTACH_TYPES, MAPS, OBJECT_PREFIX, PROGRAM_TYPE, PROGRAMS
+
+CACHE = "/run/kproxy"
+_SCRIPT = str(Path(__file__).with_name("compile.py"))
+_DISTRIBUTION_PYTHON = "/usr/bin/python3"
+_TIMEOUT = 60.0
+"""Seconds for one compilation: half a second on a node, 17 on a kernel that is emulated."""
+BCC_REMEDY = "install the BPF Compiler Collection for Python (Debian: apt-get install python3-bpfcc)"
+
+
+class Program(NamedTuple):
+    """One compiled program."""
+
+    code: bytes
+    references: tuple[tuple[int, str], ...]
+    """Offsets in the code, and the maps whose descriptors belong there."""
+
+
+class Compiled(NamedTuple):
+    """All programs, and the maps that they share."""
+
+    maps: dict[str, MapDefinition]
+    programs: dict[str, Program]
+
+    @property
+    def layout(self) -> str:
+        """Name of this set of maps: programs with the same one can go on with each other's maps."""
+        return hashlib.sha256(repr(sorted(self.maps.items())).encode()).hexdigest()[:16]
+
+    def load(self, name: str, maps: dict[str, int]) -> int:
+        """Load one program with *maps* by name, and return its descriptor. Raises OSError."""
+        program = self.programs[name]
+        code = bytearray(program.code)
+        for at, wanted in program.references:
+            struct.pack_into("=i", code, at + 4, maps[wanted])
+        return load_program(PROGRAM_TYPE, ATTACH_TYPES[name], OBJECT_PREFIX + name, bytes(code))
+
+
+class Compilation:
+    """The programs being compiled, or found in the cache at once."""
+
+    def __init__(self, cache: str = CACHE, *, start: bool = True) -> None:
+        """Start the compiler unless *cache* has the result, or only look.
+
+        Raises HostError if it cannot be started.
+        """
+        source = files("kproxy_bpf")
+        text = (source / "services.c").read_bytes()
+        key = hashlib.sha256(text + Path(_SCRIPT).read_bytes()).hexdigest()[:32]
+        self._cached = Path(cache) / f"ebpf-{key}.json"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._compiled = self._read()
+        if start and self._compiled is None:
+            try:
+                self._process = subprocess.Popen(
+                    [_interpreter(), "-B", _SCRIPT, str(source / "services.c"), str(source),
+                     ",".join(PROGRAMS), ",".join(MAPS)],
+                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                )  # fmt: skip
+            except OSError as error:
+                raise HostError(f"the BPF compiler could not be started: {error}") from error
+
+    @property
+    def is_cached(self) -> bool:
+        """No compiler is needed."""
+        return self._compiled is not None
+
+    def result(self) -> Compiled:
+        """Wait for the compiler if necessary. Raises HostError with the end of what it said."""
+        if self._compiled is not None:
+            return self._compiled
+        process = self._process
+        if process is None:
+            raise HostError("the BPF programs could not be compiled before")
+        self._process = None
+        try:
+            out, said = process.communicate(timeout=_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            raise HostError(f"the BPF compiler did not finish in {_TIMEOUT:g} s") from None
+        if process.returncode:
+            told = said.decode(errors="replace").strip().rpartition("\n")[2][-300:]
+            raise HostError(f"the BPF programs could not be compiled: {told or process.returncode}")
+        self._compiled = _parse(out)
+        with suppress(OSError):  # Compiling again is the only loss.
+            self._write(out)
+        return self._compiled
+
+    def close(self) -> None:
+        """End a compiler that still runs."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def _read(self) -> Compiled | None:
+        try:
+            if self._cached.stat().st_uid != os.geteuid():
+                return None
+            return _parse(self._cached.read_bytes())
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _write(self, out: bytes) -> None:
+        self._cached.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        scratch = self._cached.with_suffix(f".{os.getpid()}")
+        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(out)
+        scratch.rename(self._cached)
+
+
+def has_compiler() -> bool:
+    """Return whether bcc can be imported by this interpreter or the distribution's."""
+    if find_spec("bcc") is not None:
+        return True
+    look = "import importlib.util as u; raise SystemExit(u.find_spec('bcc') is None)"
+    done = subprocess.run(
+        [_DISTRIBUTION_PYTHON, "-c", look], stdin=subprocess.DEVNULL, capture_output=True, timeout=_TIMEOUT,
+        check=False,
+    )  # fmt: skip
+    return done.returncode == 0
+
+
+def _interpreter() -> str:
+    """Return the Python that finds bcc: it comes with the distribution's."""
+    return sys.executable if find_spec("bcc") is not None else _DISTRIBUTION_PYTHON
+
+
+def _parse(text: bytes) -> Compiled:
+    """Read what compile.py printed. Raises ValueError, KeyError or TypeError."""
+    read = json.loads(text)
+    return Compiled(
+        {name: MapDefinition(**fields) for name, fields in read["maps"].items()},
+        {
+            name: Program(base64.b64decode(p["code"]), tuple(map(tuple, p["maps"])))
+            for name, p in read["programs"].items()
+        },
+    )

@@ -1,0 +1,34 @@
+"""Names of the maps and programs, and the attach types of the programs (linux/bpf.h)."""
+
+FRONTENDS = "frontends"
+SLOTS = "slots"
+ENDPOINTS = "endpoints"
+NODE_ADDRESSES = "node_addresses"
+PINS = "pins"
+HAIRPINS = "hairpins"
+SETTINGS = "settings"
+FLOWS = "kept"
+PEERS = "peer"
+
+MAPS = (FRONTENDS, SLOTS, ENDPOINTS, NODE_ADDRESSES, PINS, HAIRPINS, SETTINGS, FLOWS, PEERS)
+
+PER_FAMILY = (FRONTENDS, SLOTS, ENDPOINTS, NODE_ADDRESSES)
+"""The maps whose elements come from Services and the node."""
+
+ON_THE_WAY_OUT = ("connect4", "connect6", "sendmsg4", "sendmsg6")
+"""The programs that choose endpoints."""
+ON_THE_WAY_BACK = ("recvmsg4", "recvmsg6", "getpeername4", "getpeername6")
+"""The programs that restore the address that was dialled."""
+PROGRAMS = ON_THE_WAY_BACK + ON_THE_WAY_OUT
+"""In the order of attachment: a reply is translated before a first request is."""
+
+PROGRAM_TYPE = 18
+"""BPF_PROG_TYPE_CGROUP_SOCK_ADDR"""
+ATTACH_TYPES = {
+    "connect4": 10, "connect6": 11, "sendmsg4": 14, "sendmsg6": 15, "recvmsg4": 19, "recvmsg6": 20,
+    "getpeername4": 29, "getpeername6": 30,
+}  # fmt: skip
+"""enum bpf_attach_type of each program."""
+
+OBJECT_PREFIX = "kproxy_"
+"""Of the names of programs and maps in the kernel's lists."""

@@ -1,0 +1,34 @@
+"""The elements of the maps as text for people."""
+
+from collections.abc import Iterator
+
+from kproxy_core.backend.api import Update
+from kproxy_core.model.address import format_address, format_socket
+from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_ebpf.wanted import Group, wanted
+
+
+def render_text(update: Update) -> str:
+    """Return what local sockets are sent where, as comments behind the rules of the base mode."""
+    lines = ["# BPF maps: local sockets that dial a frontend are sent to one of its endpoints."]
+    for _, plan in sorted(update.plans.items()):
+        for group in wanted(plan):
+            lines += _group(plan, group)
+    return "\n".join(lines) + "\n"
+
+
+def _group(plan: ServicePlan, group: Group) -> Iterator[str]:
+    affinity = f", affinity {group.affinity_seconds} s" if group.affinity_seconds else ""
+    yield f"# {plan.key} ({group.name}{affinity})"
+    protocol = plan.key.protocol.name.lower()
+    for frontend in plan.frontends():
+        if frontend.address is None:
+            where = f"node port {frontend.port}"
+        else:
+            where = format_socket(frontend.address, frontend.port)
+        yield f"#   frontend {where}/{protocol}"
+    for target in group.targets:
+        hairpin = (
+            ", unless the client is " + format_address(target.destination.address) if target.is_local else ""
+        )
+        yield f"#   endpoint {format_socket(*target.destination)}{hairpin}"

@@ -1,0 +1,34 @@
+"""Leaves local sockets to another mode without changing the address that a late reply bears."""
+
+import time
+from collections.abc import Callable
+
+from kproxy_core.backend.api import BackendSettings, Leftovers
+from kproxy_core.backend.errors import BackendError
+from kproxy_ebpf import names
+from kproxy_ebpf.cleanup import MODE, pin_directory
+from kproxy_ebpf.kernel.port import detach_pins
+
+GRACE = 5.0
+"""Seconds in which replies to datagrams that were sent through a frontend still bear its address."""
+
+_since: dict[str, float] = {}
+"""When the programs of a directory stopped choosing endpoints, by the monotonic clock."""
+
+
+def retire(settings: BackendSettings, clock: Callable[[], float] = time.monotonic) -> Leftovers:
+    """Stop choosing endpoints at once; keep translating replies for a while.
+
+    Established TCP connections need nothing of this mode.
+    """
+    try:
+        home = pin_directory(settings)
+        if not home.exists():
+            return Leftovers(MODE)
+        removed = detach_pins(home / "links", names.ON_THE_WAY_OUT)
+        if removed:
+            _since[str(home)] = clock()
+    except (OSError, BackendError) as error:
+        return Leftovers(MODE, errors=(str(error),))
+    waiting = clock() - _since.get(str(home), -GRACE) < GRACE
+    return Leftovers(MODE, tuple(f"BPF pin {path}" for path in removed), waiting=int(waiting))

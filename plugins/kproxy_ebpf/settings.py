@@ -1,0 +1,62 @@
+"""The options of the mode, under ``kproxy.backendOptions.ebpf`` of the configuration file."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from kproxy_core.backend.api import BackendSettings
+from kproxy_core.backend.errors import Unsupported
+
+DEFAULT_PIN_DIRECTORY = "/sys/fs/bpf/kproxy"
+
+
+class Settings(NamedTuple):
+    """The options of this mode."""
+
+    cgroup: str = ""
+    """Sockets created in this cgroup and below it are translated; "": the root of the node's cgroup2 tree."""
+    clients: str = "auto"
+    """Whose sockets are translated: ``node``, those of the node's own network namespace; ``all``; ``auto``,
+    all of which the rules would keep the source address."""
+    pin_directory: str = DEFAULT_PIN_DIRECTORY
+    """Where maps and links are kept between runs, in a BPF file system."""
+    getpeername: bool = True
+    """getpeername(2) of a TCP socket returns the address that was dialled."""
+    connected_udp: bool = False
+    """Translate connected UDP sockets too, and destroy those whose endpoint is removed."""
+
+
+def read_settings(settings: BackendSettings) -> Settings:
+    """Return the options in effect. Raises Unsupported naming an option with a wrong value."""
+    options = settings.options
+    return Settings(
+        cgroup=_path(options, "cgroup", ""),
+        clients=_choice(options, "clients", ("auto", "all", "node")),
+        pin_directory=_path(options, "pinDirectory", DEFAULT_PIN_DIRECTORY),
+        getpeername=_boolean(options, "getpeername", default=True),
+        connected_udp=_choice(options, "connectedUdp", ("rules", "destroy")) == "destroy",
+    )
+
+
+def _path(options: Mapping[str, object], name: str, default: str) -> str:
+    value = options.get(name) or default
+    if not isinstance(value, str) or (value and not value.startswith("/")) or "\0" in value:
+        raise _wrong(name, value, "must be an absolute path")
+    return value
+
+
+def _choice(options: Mapping[str, object], name: str, choices: tuple[str, ...]) -> str:
+    value = options.get(name, choices[0])
+    if value not in choices:
+        raise _wrong(name, value, f"must be {', '.join(choices[:-1])} or {choices[-1]}")
+    return str(value)
+
+
+def _boolean(options: Mapping[str, object], name: str, *, default: bool) -> bool:
+    value = options.get(name, default)
+    if not isinstance(value, bool):
+        raise _wrong(name, value, "must be true or false")
+    return value
+
+
+def _wrong(name: str, value: object, problem: str) -> Unsupported:
+    return Unsupported(f"ebpf.{name}: {value!r}: {problem}")

@@ -1,0 +1,98 @@
+"""What a service plan wants in the maps. Pure.
+
+Frontends that the rules must decide are left out: those without usable endpoints, SCTP, and load balancer IPs
+with source ranges, because the source of a connection is unknown when it is dialled.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from kproxy_core.model.address import Address, Protocol
+from kproxy_core.model.endpoint import Destination
+from kproxy_core.model.node import NodeView
+from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_ebpf.batch import address_key, frontend_key, node_port_key
+
+
+class Target(NamedTuple):
+    """An endpoint as a program sees it."""
+
+    destination: Destination
+    is_local: bool
+    """It is on this node: a client may be the endpoint itself, which the rules serve."""
+
+
+class Frontend(NamedTuple):
+    """What a local socket dials."""
+
+    key: bytes
+    """Of the map of frontends."""
+    masquerades_pods: bool
+    """The rules give traffic of pods the node's address as source."""
+
+
+class Group(NamedTuple):
+    """Frontends of one service port that lead to the same endpoints."""
+
+    name: str
+    """``cluster`` or ``local``: which of the plan's endpoints."""
+    frontends: tuple[Frontend, ...]
+    targets: tuple[Target, ...]
+    affinity_seconds: int
+
+
+def wanted(plan: ServicePlan) -> Iterator[Group]:
+    """Yield the groups of frontends of *plan* that programs translate.
+
+    External frontends use the endpoints of the whole cluster whatever their policy is: a local socket takes
+    the short circuit (kube-proxy 1.36, pkg/proxy/topology.go).
+    """
+    if plan.key.protocol is Protocol.SCTP:
+        return
+    internal: list[Frontend] = []
+    if plan.cluster_ip is not None:
+        internal.append(Frontend(frontend_key(plan.cluster_ip, plan.key.protocol, plan.port), False))
+    keys = [
+        frontend_key(address, plan.key.protocol, plan.port)
+        for address in (plan.external_ips if plan.source_ranges else plan.external_addresses)
+    ]
+    if plan.node_port:
+        keys.append(node_port_key(plan.family, plan.key.protocol, plan.node_port))
+    external = [Frontend(key, not plan.external_policy_local) for key in keys]
+    hairpins = frozenset(plan.hairpins)
+    if plan.internal_policy_local:
+        yield from _group("local", internal, plan.local, hairpins, plan.affinity_seconds)
+        internal = []
+    yield from _group("cluster", internal + external, plan.cluster, hairpins, plan.affinity_seconds)
+
+
+def node_addresses(node: NodeView) -> dict[bytes, bytes]:
+    """Return the elements of the map of addresses that serve node ports.
+
+    The value is 1 where only the node's own namespace may use the address: loopback, which every pod has too.
+    """
+    found = {address_key(address): b"\0\0\0\0" for address in node.node_port_addresses}
+    if node.node_ports_on_loopback:
+        found[address_key(node.family.loopback)] = b"\1\0\0\0"
+    return found
+
+
+def only_node_clients(clients: str, node: NodeView) -> bool:
+    """Return whether sockets of pods are left to the rules. *clients* is the mode's option of that name.
+
+    The source of a connection is unknown when it is dialled: rules that masquerade by it decide themselves.
+    """
+    by_interface = node.local_source is not None and node.local_source.cidr is None
+    return clients == "node" or node.masquerade_all or (clients == "auto" and by_interface)
+
+
+def _group(
+    name: str,
+    frontends: list[Frontend],
+    endpoints: tuple[Destination, ...],
+    hairpins: frozenset[Address],
+    affinity_seconds: int,
+) -> Iterator[Group]:
+    if frontends and endpoints:
+        targets = tuple(Target(where, where.address in hairpins) for where in endpoints)
+        yield Group(name, tuple(frontends), targets, affinity_seconds)

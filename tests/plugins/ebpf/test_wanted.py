@@ -1,0 +1,100 @@
+"""The frontends that programs translate, and those that they leave to the rules."""
+
+import pytest
+
+from kproxy_core.model.address import Family, Protocol, parse_address
+from kproxy_core.model.endpoint import EndpointSlice
+from kproxy_core.model.service import Service, ServicePortKey
+from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_core.testing.builders import destinations, endpoint, endpoint_slice, node_view, plans, service
+from kproxy_ebpf.batch import frontend_key, node_port_key
+from kproxy_ebpf.wanted import Frontend, Group, Target, node_addresses, wanted
+
+NODE = node_view("node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1")
+REMOTE = "10.244.2.1"
+
+
+def groups(plans: dict[ServicePortKey, ServicePlan]) -> list[Group]:
+    return [group for plan in plans.values() for group in wanted(plan)]
+
+
+def internal(address: str) -> Frontend:
+    return Frontend(frontend_key(parse_address(address), Protocol.TCP, 80), False)
+
+
+def external(address: str) -> Frontend:
+    return Frontend(frontend_key(parse_address(address), Protocol.TCP, 80), True)
+
+
+NODE_PORT = Frontend(node_port_key(Family.IPV4, Protocol.TCP, 30080), True)
+
+
+def remote(text: str = f"{REMOTE}:8080") -> tuple[Target, ...]:
+    return tuple(Target(where, False) for where in destinations(text))
+
+
+def test_all_frontends_of_a_service_port_share_one_group() -> None:
+    found = groups(
+        plans(
+            NODE,
+            service("web", "80@30080", external_ips="198.51.100.1", load_balancer_ips="203.0.113.1"),
+            endpoint_slice("web", REMOTE),
+        )
+    )
+    frontends = (internal("10.96.0.1"), external("198.51.100.1"), external("203.0.113.1"), NODE_PORT)
+    assert found == [Group("cluster", frontends, remote(), 0)]
+
+
+def test_internal_policy_local_separates_the_cluster_ip() -> None:
+    found = groups(
+        plans(
+            NODE,
+            service("web", "80@30080", internal_local=True),
+            endpoint_slice("web", endpoint("10.244.1.1", "node1"), endpoint(REMOTE, "node2")),
+        )
+    )
+    local = tuple(Target(where, True) for where in destinations("10.244.1.1:8080"))
+    assert found == [
+        Group("local", (internal("10.96.0.1"),), local, 0),
+        Group("cluster", (NODE_PORT,), local + remote(), 0),
+    ]
+
+
+def test_external_policy_local_does_not_concern_local_sockets() -> None:
+    found = groups(
+        plans(NODE, service(external_ips="198.51.100.1", external_local=True), endpoint_slice("web", REMOTE))
+    )
+    assert [group.targets for group in found] == [remote()]
+    assert not any(frontend.masquerades_pods for group in found for frontend in group.frontends)
+
+
+@pytest.mark.parametrize(
+    ("what", "found"),
+    [
+        (service("web", "80/SCTP"), endpoint_slice("web", REMOTE, ports=("8080/SCTP",))),
+        (service(), endpoint_slice("web", endpoint(REMOTE, ready=False))),
+        (service(internal_local=True), endpoint_slice("web", endpoint(REMOTE, "node2"))),
+    ],
+    ids=["SCTP", "no ready endpoint", "internal policy Local without a local endpoint"],
+)
+def test_frontends_left_to_the_rules(what: Service, found: EndpointSlice) -> None:
+    assert groups(plans(NODE, what, found)) == []
+
+
+def test_a_load_balancer_ip_with_source_ranges_is_left_to_the_rules() -> None:
+    found = groups(
+        plans(
+            NODE,
+            service(
+                load_balancer_ips="203.0.113.1", external_ips="198.51.100.1", source_ranges="192.0.2.0/24"
+            ),
+            endpoint_slice("web", REMOTE),
+        )
+    )
+    assert [group.frontends for group in found] == [(internal("10.96.0.1"), external("198.51.100.1"))]
+
+
+def test_loopback_serves_node_ports_to_the_node_alone() -> None:
+    node = node_view(node_port_addresses="192.0.2.1", anywhere=True)
+    values = {key[-4:]: value for key, value in node_addresses(node).items()}
+    assert values == {parse_address("192.0.2.1"): b"\0\0\0\0", parse_address("127.0.0.1"): b"\1\0\0\0"}
