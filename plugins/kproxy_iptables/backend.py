@@ -103,5 +103,5 @@ class IptablesBackend:
             found[family] = FamilyState(
                 tables, localhost_node_ports=self._settings.localhost_node_ports
             )
-        log.info("writing rules with %s", variant)
+        log.info("iptables variant chosen", extra={"fields": {"variant": str(variant)}})
         return found

@@ -79,11 +79,11 @@ def check_programs(modules: Modules, *, load_modules: bool) -> tuple[Finding, Va
         return Finding(what, False, str(missing), remedy), None
     legacy = probe("-legacy")
     if legacy is not None and legacy.version >= OLDEST:
-        told = f"{legacy}; no other is run, that would load nf_tables"
-        return Finding(what, True, told, guessed=True), legacy
+        found = f"{legacy}; iptables-nft not run because that would load nf_tables"
+        return Finding(what, True, found, guessed=True), legacy
     if not programs.find(PROGRAM[Family.IPV4]):
         return Finding(what, False, "iptables is not installed", remedy), None
-    return Finding(what, True, "installed; not run, that would load nf_tables", guessed=True), None
+    return Finding(what, True, "installed, not run because that would load nf_tables", guessed=True), None
 
 
 def try_rules(
