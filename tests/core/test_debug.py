@@ -123,7 +123,7 @@ def test_memory_that_is_kept_is_told_by_line(port: int) -> None:
 
 def test_others_are_served_while_a_profile_is_taken(port: int) -> None:
     with connect(port) as client:
-        client.sendall(b"GET /debug/pprof/profile?seconds=1 HTTP/1.1\r\n\r\n")
+        client.sendall(b"GET /debug/pprof/profile?seconds=1 HTTP/1.0\r\n\r\n")
         assert get(port, "/debug/pprof/cmdline").status == 200
         assert get(port, "/debug/pprof/heap?seconds=1").status == 409
         assert received(client).startswith(b"HTTP/1.1 200 OK\r\n")
@@ -132,7 +132,7 @@ def test_others_are_served_while_a_profile_is_taken(port: int) -> None:
 
 def test_a_client_that_leaves_early_harms_nobody(port: int) -> None:
     with connect(port) as client:
-        client.sendall(b"GET /debug/pprof/profile?seconds=0.2 HTTP/1.1\r\n\r\n")
+        client.sendall(b"GET /debug/pprof/profile?seconds=0.2 HTTP/1.0\r\n\r\n")
     while get(port, "/debug/pprof/heap?seconds=0.01").status == 409:
         time.sleep(0.01)
     assert get(port, "/debug/pprof/cmdline").status == 200

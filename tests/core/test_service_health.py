@@ -208,7 +208,7 @@ def test_a_taken_port_is_reported_harms_no_other_and_is_had_when_free(
         assert problem.startswith(f"port {port} cannot be opened: ")
         (record,) = caplog.records
         assert record.fields["listener"] == "health check node port of default/web"  # type: ignore[attr-defined]
-        assert record.fields["on"] == f"0.0.0.0:{port}"  # type: ignore[attr-defined]
+        assert record.fields["addresses"] == f"0.0.0.0:{port}"  # type: ignore[attr-defined]
     assert eventually(lambda: not is_refused(port))
     assert get(port).status == 200
 
