@@ -74,6 +74,10 @@ class Duration(float):
         return sign + text
 
 
+class DefaultDuration(Duration):
+    """A default that is told apart from the same duration in a file or flag."""
+
+
 class NumberOrDuration(Duration):
     """A duration that a file may also have as a number of nanoseconds; kubeadm writes 0 so."""
 
@@ -167,7 +171,7 @@ class ModeSection(_Section, frozen=True, kw_only=True, rename="camel"):
 
     ZERO_IS_DEFAULT = frozenset({"sync_period", "min_sync_period"})
     sync_period: Duration = Duration(30)
-    min_sync_period: Duration = Duration(1)
+    min_sync_period: Duration = DefaultDuration(1)
 
 
 class Iptables(ModeSection, frozen=True, kw_only=True, rename="camel"):
@@ -179,7 +183,7 @@ class Iptables(ModeSection, frozen=True, kw_only=True, rename="camel"):
 
 
 class Ipvs(ModeSection, frozen=True, kw_only=True, rename="camel"):
-    min_sync_period: Duration = Duration(0)
+    min_sync_period: Duration = DefaultDuration(0)
     scheduler: str = ""
     exclude_cidrs: tuple[str, ...] = msgspec.field(default=(), name="excludeCIDRs")
     strict_arp: bool = msgspec.field(default=False, name="strictARP")

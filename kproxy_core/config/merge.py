@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kproxy_core.config.file import (
-    Duration,
+    DefaultDuration,
     FileConfig,
     Ipvs,
     KubeProxyConfiguration,
@@ -48,7 +48,7 @@ def merge(flags: Flags, file: FileConfig | None) -> Merged:
         merged = Merged(file.document, list(file.notices))
     else:
         # The default of the flags, for every mode; that of the file differs for this one.
-        merged = Merged(KubeProxyConfiguration(ipvs=Ipvs(min_sync_period=Duration(1))), [])
+        merged = Merged(KubeProxyConfiguration(ipvs=Ipvs(min_sync_period=DefaultDuration(1))), [])
         merged.origins = {path: f"--{flag.name}" for flag in FLAGS.values() for path in flag.fields}
     for parameter, flag in FLAGS.items():
         if flags.get(parameter):

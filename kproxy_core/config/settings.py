@@ -19,6 +19,8 @@ from kproxy_core.config.file import (
     ClientConnection,
     ConfigError,
     Conntrack,
+    DefaultDuration,
+    Duration,
     FileConfig,
     KubeProxyConfiguration,
     Problem,
@@ -96,6 +98,7 @@ class Config:
     masquerade_bit: int
     sync_period: float
     min_sync_period: float
+    """0: syncs are paced by their cost, as where neither file nor flag gives a period."""
     client: ClientConnection
     """`client.kubeconfig` is the one to use, from the flag or the file."""
     conntrack: Conntrack
@@ -120,6 +123,11 @@ class Config:
     """What flags and file say together, as a file would."""
     notices: tuple[str, ...] = ()
     """What an operator should be told although nothing is wrong enough to stop."""
+
+
+def _written(period: Duration) -> float:
+    """Return *period* if a file or flag gives it, else 0."""
+    return 0.0 if isinstance(period, DefaultDuration) else period
 
 
 def resolve(flags: Flags, file: FileConfig | None) -> Config:
@@ -159,7 +167,7 @@ def resolve(flags: Flags, file: FileConfig | None) -> Config:
         masquerade_all=getattr(section, "masquerade_all", document.iptables.masquerade_all),
         masquerade_bit=getattr(section, "masquerade_bit", document.iptables.masquerade_bit),
         sync_period=section.sync_period,
-        min_sync_period=section.min_sync_period,
+        min_sync_period=_written(section.min_sync_period),
         client=document.client_connection,
         conntrack=document.conntrack,
         oom_score_adj=document.oom_score_adj,

@@ -1,5 +1,7 @@
 """Flags and file become one Config, and every mistake is named by the option it was made in."""
 
+from dataclasses import replace
+
 import pytest
 
 from kproxy_core.config.file import API_VERSION, decode
@@ -40,8 +42,10 @@ def bind(address: str, port: int) -> BindAddress:
 
 
 def test_without_anything_it_is_kube_proxys_default() -> None:
-    """The file that kube-proxy writes for its defaults says what we take without a file."""
-    assert resolve(Flags(), load(str(golden("default-config.yaml")))) == resolve(Flags(mode="iptables"), None)
+    """kube-proxy's own file for its defaults means the same as no file, but for the period written in it."""
+    written = resolve(Flags(), load(str(golden("default-config.yaml"))))
+    assert written.min_sync_period == 1
+    assert replace(written, min_sync_period=0.0) == resolve(Flags(mode="iptables"), None)
     assert resolve(Flags(), None).mode == ""
     assert resolve(Flags(), None).notices == ()
 
@@ -70,6 +74,21 @@ def test_a_mode_goes_by_its_own_section_else_by_that_of_iptables(
     assert (config.masquerade_all, config.masquerade_bit) == (everything, bit)
     assert options.items() <= config.backend_options.items()
     assert config.notices == ()
+
+
+@pytest.mark.parametrize("mode", ["", "iptables", "nftables", "ipvs", "ebpf"])
+@pytest.mark.parametrize("section", ["{}", "{minSyncPeriod: 0s}", "{minSyncPeriod: null}"])
+def test_without_a_minimum_period_syncs_are_paced_by_their_cost(mode: str, section: str) -> None:
+    config = from_file(f"mode: {mode}\niptables: {section}\nnftables: {section}\nipvs: {section}\n")
+    assert config.min_sync_period == 0
+    assert resolve(Flags(mode=mode), None).min_sync_period == 0
+
+
+def test_a_minimum_period_equal_to_kube_proxys_default_is_obeyed_where_it_is_written() -> None:
+    config = from_file("mode: nftables\nnftables: {minSyncPeriod: 1s}\niptables: {minSyncPeriod: 1s}\n")
+    assert config.min_sync_period == 1
+    assert resolve(Flags(mode="iptables", iptables_min_sync_period="1s"), None).min_sync_period == 1
+    assert resolve(Flags(mode="ipvs", ipvs_min_sync_period="1s"), None).min_sync_period == 1
 
 
 def test_a_section_of_ones_own_at_the_top_is_an_unknown_field() -> None:
