@@ -126,7 +126,7 @@ def _written(report: Report, output: str) -> str:
 def switch(mode: str, check: bool) -> None:
     """Have the proxy that runs here serve in another MODE. Connections don't notice."""
     from kproxy_core.cli import switching
-    from kproxy_core.modes.control import NobodyThere, Refused
+    from kproxy_core.modes.control import NoProxy, RequestRefused
 
     try:
         if check:
@@ -134,7 +134,7 @@ def switch(mode: str, check: bool) -> None:
                 raise click.ClickException(f"with {mode} something would be lost")
         else:
             switching.switch(mode, click.echo)
-    except (NobodyThere, Refused) as error:
+    except (NoProxy, RequestRefused) as error:
         raise click.ClickException(str(error)) from error
 
 
@@ -264,7 +264,7 @@ def _prepared(flags: Flags) -> tuple[Config, Registry, Configuration]:
     configuration = Configuration.read(flags)
     config = configuration.of(configuration.mode)
     registry = _registry(config.plugins)
-    mode = Journal(config.state_directory).mode_to_start(config.mode, registry.modes) or config.mode
+    mode = Journal(config.state_directory).starting_mode(config.mode, registry.modes) or config.mode
     if mode != config.mode:
         config = configuration.of(mode)
     if mode:

@@ -9,11 +9,11 @@ CAPABILITIES = {
 """The capabilities that a service proxy may need, and their numbers."""
 
 
-def held() -> frozenset[str]:
-    """Return those of `CAPABILITIES` that are effective."""
+def held(pid: int | None = None) -> frozenset[str]:
+    """Return those of `CAPABILITIES` that are effective for process *pid* (None: this one)."""
     try:
-        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+        status = Path(f"/proc/{pid or 'self'}/status").read_text(encoding="ascii", errors="replace")
     except OSError:
         return frozenset()
-    mask = next((int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")), 0)
+    mask = next((int(line.split()[1], 16) for line in status.splitlines() if line.startswith("CapEff:")), 0)
     return frozenset(name for name, number in CAPABILITIES.items() if mask >> number & 1)

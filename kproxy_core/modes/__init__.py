@@ -1,1 +1,1 @@
-"""The change of modes: start, switch, prove, retire, clean up."""
+"""The change of modes: start, switch, prove, retire, take over. Knows no mode by name."""

@@ -1,159 +1,224 @@
 """The socket through which ``kproxy switch`` talks to the proxy of its network namespace.
 
-Its address is abstract (unix(7)): it belongs to the network namespace, as the rules do, and goes with the
-process. Who is not root, nor of the process's own user, is turned away. One request, a line of JSON; answers
-are lines of JSON, the last of which has ``"ok"``.
+Its address is abstract (unix(7)): it belongs to the network namespace, as the rules do, and disappears with
+the process. Every process of the namespace may take any abstract name, so the name is random, clients read
+the existing ones from /proc/net/unix, and both ends check whom they talk to (`Peer`). A request is one line
+of JSON; the answer is lines of JSON, the last of which has ``"ok"``.
 """
 
 import contextlib
 import json
 import logging
-import os
+import re
+import secrets
 import socket
-import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
+
+from kproxy_core.modes.peer import Peer
 
 log = logging.getLogger("kproxy.run")
 
-ADDRESS = b"\0kproxy/control"
-_LONGEST_REQUEST = 4096
-_PATIENCE = 5.0
-"""Seconds for a request, and for a client to take an answer."""
-_RETRY = 5.0
-"""Seconds until the address is asked for again that another process has."""
+PREFIX = "kproxy/control/"
+"""All names begin with this, after the null byte that marks an abstract one."""
 
-_CREDENTIALS = struct.Struct("3i")
+_LONGEST_LINE = 4096
+_TIMEOUT = 5.0
+"""Seconds for a client to send its request, and to take an answer."""
+_MAX_CLIENTS = 16
+"""Clients that are served at the same time."""
 
-Answer = Callable[[Mapping[str, Any], Callable[[str], None]], Mapping[str, Any]]
-"""Does what a request asks for, telling lines about it meanwhile; returns what the last answer adds."""
-
-
-class Refused(Exception):
-    """A request that can't be fulfilled; one line for who asked."""
+ReportProgress = Callable[[str], None]
+Handler = Callable[[Mapping[str, Any], ReportProgress], Mapping[str, Any]]
+"""Handles a request. Calls its second argument with lines of progress, and returns the fields of the final
+answer. Raises RequestRefused."""
 
 
-class NobodyThere(Exception):
-    """No proxy runs in this network namespace."""
+class RequestRefused(Exception):
+    """A request that was not fulfilled; one line for the person who made it."""
+
+
+class NoProxy(Exception):
+    """No proxy that can be trusted runs in this network namespace."""
 
 
 class ControlServer:
-    """Answers one client at a time, in a thread of its own."""
+    """Serves each client in a thread of its own."""
 
-    def __init__(self, answer: Answer) -> None:
-        """*answer* raises Refused."""
-        self._answer = answer
-        self._stopping = threading.Event()
-        self._socket: socket.socket | None = None
-        self._thread = threading.Thread(target=self._run, name="kproxy-control", daemon=True)
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._slots = threading.BoundedSemaphore(_MAX_CLIENTS)
+        self._refused = False
 
     def start(self) -> None:
-        self._thread.start()
+        """Start serving. Without a socket, which is logged, the mode cannot be switched while running."""
+        try:
+            self._listener.bind(f"\0{PREFIX}{secrets.token_hex(16)}")
+            self._listener.listen()
+        except OSError as error:
+            log.warning("control socket unavailable, `kproxy switch` will not work", extra={
+                "fields": {"error": error.strerror}})
+            return
+        threading.Thread(target=self._run, name="kproxy-control", daemon=True).start()
 
     def stop(self) -> None:
         """Take no more requests."""
-        self._stopping.set()
-        if self._socket is not None:
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
 
     def _run(self) -> None:
-        listener = self._listen()
-        if listener is None:
-            return
-        with listener:
-            while not self._stopping.is_set():
-                try:
-                    client, _ = listener.accept()
-                except OSError:
-                    return
-                with client:
-                    client.settimeout(_PATIENCE)
-                    with contextlib.suppress(OSError, ValueError):
-                        self._serve(client)
-
-    def _listen(self) -> socket.socket | None:
-        """The socket, once no other process has its address; None if stopped before."""
-        self._socket = listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        told = False
-        while not self._stopping.is_set():
+        while True:
             try:
-                listener.bind(ADDRESS)
-                listener.listen()
-                return listener
-            except OSError as error:
-                if not told:
-                    log.warning("can't be reached by `kproxy switch`: another kproxy runs here", extra={
-                        "fields": {"error": error.strerror}})
-                told = True
-                self._stopping.wait(_RETRY)
-        listener.close()
-        return None
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            if not (self._admit(client) and self._slots.acquire(blocking=False)):
+                client.close()
+                continue
+            threading.Thread(
+                target=self._serve, args=(client,), name="kproxy-control-client", daemon=True).start()
+
+    def _admit(self, client: socket.socket) -> bool:
+        """Return whether *client* may send requests. One that may not is told why at once."""
+        client.settimeout(_TIMEOUT)
+        try:
+            problem = _problem_with_peer(client)
+            if problem:
+                # Every process of the network namespace may try, and as often as it likes.
+                level = logging.DEBUG if self._refused else logging.WARNING
+                log.log(level, "control request refused", extra={"fields": {"because": problem}})
+                self._refused = True
+                _send(client, {"ok": False, "problem": f"permission denied: {problem}"})
+        except OSError:
+            return False
+        return not problem
 
     def _serve(self, client: socket.socket) -> None:
-        _, user, _ = _CREDENTIALS.unpack(
-            client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-        if user not in (0, os.geteuid()):
-            _send(client, {"ok": False, "problem": "only root may do that"})
-            return
-        request = json.loads(_read_line(client))
+        try:
+            with client:
+                self._answer(client)
+        except (OSError, ValueError, RecursionError) as error:  # the last one is about nested JSON
+            log.debug("control request dropped", extra={"fields": {"error": repr(error)}})
+        finally:
+            self._slots.release()
+
+    def _answer(self, client: socket.socket) -> None:
+        with client.makefile("rb") as file:
+            request = json.loads(file.readline(_LONGEST_LINE))
         if not isinstance(request, dict):
             raise ValueError("not an object")
         gone = threading.Event()
 
-        def tell(line: str) -> None:
+        def report_progress(line: str) -> None:
             if not gone.is_set():
                 try:
                     _send(client, {"told": line})
-                except OSError:  # what was begun is finished all the same
+                except OSError:  # The request is completed even if its client has gone.
                     gone.set()
 
         try:
-            _send(client, {"ok": True, **self._answer(request, tell)})
-        except Refused as error:
-            _send(client, {"ok": False, "problem": str(error)})
+            answer = {"ok": True, **self._handler(request, report_progress)}
+        except RequestRefused as error:
+            answer = {"ok": False, "problem": str(error)}
+        _send(client, answer)
 
 
-def ask(request: Mapping[str, Any], told: Callable[[str], None]) -> Mapping[str, Any]:
-    """Have the proxy of this network namespace do something; *told* gets what it tells meanwhile.
+def send_request(request: Mapping[str, Any], report_progress: ReportProgress) -> Mapping[str, Any]:
+    """Send *request* to the proxy of this network namespace and return its final answer.
 
-    Raises NobodyThere, or Refused.
+    Calls *report_progress* with each line in between. All texts are printable. Raises NoProxy or
+    RequestRefused.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+    with _connect() as connection:
         try:
-            connection.connect(ADDRESS)
+            with contextlib.suppress(BrokenPipeError):  # A refusal may precede the request.
+                _send(connection, request)
+            with connection.makefile("rb") as file:
+                while line := file.readline(1 << 20):
+                    answer = json.loads(line)
+                    if "told" in answer:
+                        report_progress(printable(str(answer["told"])))
+                    elif answer["ok"]:
+                        return dict(_printable(answer))
+                    else:
+                        raise RequestRefused(printable(str(answer["problem"])))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise RequestRefused(f"the proxy's answer makes no sense: {error!r}") from error
         except OSError as error:
-            raise NobodyThere("no kproxy runs in this network namespace") from error
-        _send(connection, request)
-        for line in _lines(connection):
-            answer = json.loads(line)
-            if "told" in answer:
-                told(str(answer["told"]))
-            elif answer["ok"]:
-                return dict(answer)
-            else:
-                raise Refused(str(answer["problem"]))
-    raise Refused("the proxy ended before it was done")
+            raise RequestRefused(f"the connection to the proxy failed: {error.strerror}") from error
+    raise RequestRefused("the proxy ended before it had answered")
+
+
+def printable(text: str) -> str:
+    """Return *text* with everything escaped that a terminal might act on."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _printable(value: Any) -> Any:
+    match value:
+        case str():
+            return printable(value)
+        case list():
+            return [_printable(item) for item in value]
+        case dict():
+            return {printable(key): _printable(item) for key, item in value.items()}
+    return value
+
+
+def _connect() -> socket.socket:
+    """Return a connection to the only proxy that can be trusted. Raises NoProxy."""
+    trusted: list[socket.socket] = []
+    problems: list[str] = []
+    for name in _names():
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.setblocking(False)  # A full queue is an error at once.
+        try:
+            connection.connect("\0" + name)
+            problem = _problem_with_peer(connection)
+        except OSError:
+            problem = ""
+        else:
+            if not problem:
+                trusted.append(connection)
+                continue
+        connection.close()
+        problems += [problem] if problem else []
+    if len(trusted) == 1:
+        trusted[0].setblocking(True)
+        return trusted[0]
+    for connection in trusted:
+        connection.close()
+    if trusted:
+        raise NoProxy(f"{len(trusted)} kproxy processes run in this network namespace: stop all but one")
+    ignored = f" (not trusted: {problems[0]})" if problems else ""
+    raise NoProxy(f"no kproxy runs in this network namespace{ignored}")
+
+
+def _names() -> Iterator[str]:
+    """Yield the names of all listening control sockets, without the null byte."""
+    pattern = re.compile(rf"@({re.escape(PREFIX)}[0-9a-f]{{32}})")
+    try:
+        sockets = Path("/proc/thread-self/net/unix").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return
+    for line in sockets.splitlines():
+        found = pattern.fullmatch(line.rpartition(" ")[2])
+        if found and line.split()[3] == "00010000":  # __SO_ACCEPTCON
+            yield found[1]
+
+
+def _problem_with_peer(connection: socket.socket) -> str:
+    """See `Peer.problem`. Raises OSError."""
+    peer = Peer.of(connection)
+    try:
+        return peer.problem()
+    finally:
+        peer.close()
 
 
 def _send(to: socket.socket, message: Mapping[str, Any]) -> None:
     to.sendall(json.dumps(message).encode() + b"\n")
-
-
-def _read_line(connection: socket.socket) -> bytes:
-    data = b""
-    while not data.endswith(b"\n") and len(data) < _LONGEST_REQUEST:
-        piece = connection.recv(_LONGEST_REQUEST - len(data))
-        if not piece:
-            break
-        data += piece
-    return data
-
-
-def _lines(connection: socket.socket) -> Iterator[bytes]:
-    try:
-        with connection.makefile("rb") as file:
-            yield from file
-    except OSError:
-        return

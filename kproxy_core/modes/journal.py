@@ -1,8 +1,8 @@
-"""Which mode serves, when that is not what the configuration says: kept on disk while a switch is under
-way, and after it until the configuration names another mode.
+"""The journal of mode switches: the serving mode, while that is not the one in the configuration.
 
-The file lives as long as the rules do: in a directory that a reboot empties, one for each network
-namespace (SO_NETNS_COOKIE of include/uapi/asm-generic/socket.h, Linux 5.14, is never used twice).
+It is written before and after each switch, and kept until the configuration names another mode. It lives as
+long as the rules do: in a directory that a reboot empties, one file for each network namespace
+(SO_NETNS_COOKIE of include/uapi/asm-generic/socket.h, Linux 5.14, is never used twice).
 """
 
 import enum
@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import socket
+import stat
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,15 +18,16 @@ from pathlib import Path
 log = logging.getLogger("kproxy.run")
 
 _SO_NETNS_COOKIE = 71
+_MOST_BYTES = 4096
 
 
 class Phase(enum.Enum):
-    """How far a switch has come."""
+    """The progress of a switch."""
 
     TRYING = "trying"
-    """The rules of the new mode come in beside the old ones: to be rolled back."""
+    """The new mode's rules are being added beside the old ones. The next start rolls back."""
     SERVING = "serving"
-    """The new mode serves: to be finished."""
+    """The new mode serves. The next start finishes the switch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +42,12 @@ class Entry:
 
     @property
     def serving(self) -> str:
-        """Which mode is to serve if the process starts now."""
+        """The mode to serve in if the process starts now."""
         return self.after if self.phase is Phase.SERVING else self.before
 
 
 class JournalFailed(Exception):
-    """The file can't be written; one line for the operator."""
+    """The file cannot be written; one line for the operator."""
 
 
 class Journal:
@@ -55,58 +57,67 @@ class Journal:
         self._path = Path(directory) / f"mode-{_namespace()}.json"
 
     def read(self) -> Entry | None:
-        """What was written last; None: nothing, or nothing that makes sense (which is logged)."""
+        """Return the last entry. None: there is none, or the file is unusable, which is logged."""
         try:
-            found = json.loads(self._path.read_text(encoding="utf-8"))
+            found = json.loads(self._content())
             return Entry(
                 str(found["configured"]), str(found["before"]), str(found["after"]), Phase(found["phase"]))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            log.warning("the journal of mode switches can't be used", extra={
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            log.warning("ignoring unusable journal of mode switches", extra={
                 "fields": {"file": str(self._path), "error": repr(error)}})
             return None
 
     def write(self, entry: Entry) -> None:
-        """Keep *entry* instead of what was there. Raises JournalFailed."""
-        beside = self._path.with_suffix(".new")
+        """Replace the last entry by *entry*. Raises JournalFailed."""
+        new = self._path.with_suffix(".new")
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with beside.open("w", encoding="utf-8") as file:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            new.unlink(missing_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            with open(os.open(new, flags, 0o600), "w", encoding="utf-8") as file:
                 json.dump({**asdict(entry), "phase": entry.phase.value}, file)
                 file.flush()
                 os.fsync(file.fileno())
-            beside.rename(self._path)
+            new.rename(self._path)
         except OSError as error:
             raise JournalFailed(
-                f"{self._path} can't be written ({error.strerror}): see kproxy.stateDirectory") from error
+                f"cannot write {self._path} ({error.strerror}): see kproxy.stateDirectory") from error
 
-    def forget(self) -> None:
-        """The configuration is right again."""
+    def clear(self) -> None:
+        """Delete the entry: the configured mode serves."""
         try:
             self._path.unlink(missing_ok=True)
         except OSError as error:
-            log.warning("the journal of mode switches stays", extra={
+            log.warning("could not delete the journal of mode switches", extra={
                 "fields": {"file": str(self._path), "error": error.strerror}})
 
-    def mode_to_start(self, configured: str, modes: Collection[str]) -> str:
-        """Which of *modes* is to serve although *configured* is what the configuration says; "": that one.
+    def starting_mode(self, configured: str, modes: Collection[str]) -> str:
+        """Return the mode of *modes* to start in instead of the *configured* one; "": the configured one.
 
-        A switch that was not finished is finished or rolled back by that, for a start removes what other
-        modes left. An entry for another configuration counts no more.
+        This finishes or rolls back an unfinished switch, because a start removes what other modes left. An
+        entry for another configuration does not count.
         """
         entry = self.read()
-        if entry is None:
+        if entry is None or entry.configured != configured or entry.serving not in modes:
             return ""
-        mode = entry.serving
-        if entry.configured != configured or mode == configured or mode not in modes:
-            self.forget()
-            return ""
-        return mode
+        return "" if entry.serving == configured else entry.serving
+
+    def _content(self) -> bytes:
+        """Return what the file holds. Raises OSError, or ValueError if kproxy cannot have written it."""
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(self._path, flags), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ValueError("not a regular file")
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise ValueError(f"longer than {_MOST_BYTES} bytes")
+        return content
 
 
 def _namespace() -> str:
-    """What tells this network namespace from all others since boot."""
+    """Return a text that identifies this network namespace among all others since boot."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
             cookie = any_socket.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8)

@@ -1,4 +1,4 @@
-"""A connection through a service port that only a new backend has: proof that its rules are at work."""
+"""A connection through a service port that only one backend knows, which proves that its rules work."""
 
 import secrets
 import socket
@@ -16,45 +16,44 @@ KEY = ServicePortKey("kproxy", "mode-switch", "probe", Protocol.TCP)
 
 _ATTEMPTS = 3
 _PATIENCE = 1.0
-"""Seconds for one."""
-
+"""Seconds for one attempt."""
 
 
 class ProbeFailed(Exception):
-    """The new rules did not bring the connection to its endpoint."""
+    """The rules did not take the connection to its endpoint."""
 
 
-class CanNotProbe(Exception):
-    """There is nothing to connect to, or no way to get there."""
+class ProbeImpossible(Exception):
+    """No VIP to connect to, or no route to it."""
 
 
 class Probe:
-    """A ClusterIP of *full*, a port of it that nobody uses, and an endpoint of ours behind it."""
+    """An unused port of a ClusterIP in *full*, with an endpoint in this process."""
 
     def __init__(self, full: Update, addresses: frozenset[Address]) -> None:
-        """*addresses*: of this machine. Raises CanNotProbe."""
+        """*addresses* are this machine's. Raises ProbeImpossible."""
         self._full = full
         self._word = secrets.token_bytes(16)
         vip = next((p.cluster_ip for p in full.plans.values() if p.cluster_ip is not None), None)
         if vip is None:
-            raise CanNotProbe("there is no Service")
+            raise ProbeImpossible("there is no Service with a ClusterIP")
         own = full.node.node_ip
         if own is None or own not in addresses:
-            raise CanNotProbe("the node's address is not one of this machine")
+            raise ProbeImpossible("the node's address is not on this machine")
         self._vip = vip
         self._listener = socket.create_server((format_address(own), 0), family=full.family.af)
         self._port = self._listener.getsockname()[1]
         self._endpoint = Destination(own, self._port)
         if any(p.cluster_ip == vip and p.port == self._port for p in full.plans.values()):
             self._listener.close()
-            raise CanNotProbe(f"{self} is taken")
+            raise ProbeImpossible(f"{self} belongs to a Service")
 
     def __str__(self) -> str:
         return format_socket(self._vip, self._port)
 
     @property
-    def come(self) -> Update:
-        """What gives the backend the probe."""
+    def addition(self) -> Update:
+        """The update that adds the probe's service port."""
         plan = ServicePlan(
             key=KEY, family=self._full.family, created="", port=self._port, cluster_ip=self._vip,
             cluster=(self._endpoint,), hairpins=(self._endpoint.address,), has_endpoints=True,
@@ -62,12 +61,12 @@ class Probe:
         return self._update(plan)
 
     @property
-    def go(self) -> Update:
-        """What takes it away again."""
+    def removal(self) -> Update:
+        """The update that removes it."""
         return self._update(None)
 
     def connect(self) -> None:
-        """Connect, and see who answers. Raises ProbeFailed, or CanNotProbe if there is no route."""
+        """Connect, and check who answers. Raises ProbeFailed, or ProbeImpossible without a route."""
         with self._answering():
             problem = ""
             for _ in range(_ATTEMPTS):
@@ -77,20 +76,20 @@ class Probe:
                     problem = str(error)
                 if not problem:
                     return
-            raise ProbeFailed(f"{self} did not lead to its endpoint: {problem}")
+            raise ProbeFailed(f"{self} did not reach its endpoint: {problem}")
 
     def close(self) -> None:
         self._listener.close()
 
     def _attempt(self) -> str:
-        """What went wrong; "": nothing."""
+        """Return the reason why an attempt failed; "" if it succeeded."""
         with socket.socket(self._full.family.af) as connection:
             connection.settimeout(_PATIENCE)
             try:
                 connection.connect((format_address(self._vip), self._port))
             except OSError as error:
                 if "unreachable" in str(error):
-                    raise CanNotProbe(f"no route to {self}") from error
+                    raise ProbeImpossible(f"no route to {self}") from error
                 raise
             found = connection.recv(len(self._word))
         return "" if found == self._word else "somebody else answered"

@@ -1,4 +1,4 @@
-"""Proof that a mode serves what it should, before anything of another one is removed."""
+"""Proof that a mode is at work, before anything of another mode is removed."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -6,47 +6,50 @@ from functools import partial
 from kproxy_core.backend.api import Update
 from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.model.address import Address
-from kproxy_core.modes.probe import CanNotProbe, Probe, ProbeFailed
+from kproxy_core.modes.probe import Probe, ProbeFailed, ProbeImpossible
 from kproxy_core.sync.loop import Loop
 
 _TRIES = 3
-"""Somebody else may change the rules meanwhile."""
+"""Other processes may change the rules in between."""
 
-Tell = Callable[[str], None]
-"""Takes a line about what was done."""
-
-
-class NotProven(Exception):
-    """What was programmed is not what the kernel has, or does not work; one line says which."""
+ReportProgress = Callable[[str], None]
+"""Takes one line for the operator."""
 
 
-def prove(loop: Loop, instance: BackendInstance, updates: Sequence[Update], tell: Tell) -> None:
-    """Read back what *instance* was given with *updates*, and send a connection through it in each family.
+class ProofFailed(Exception):
+    """The kernel does not hold what was programmed, or a connection failed; one line says which."""
 
-    The loop holds meanwhile. Raises NotProven, or what the backend raises.
+
+def prove(
+    loop: Loop, instance: BackendInstance, updates: Sequence[Update], report_progress: ReportProgress
+) -> None:
+    """Check that the kernel holds *updates*, and send a connection through *instance* in each family.
+
+    A second full sync that writes nothing proves the first. The loop must be on hold. Raises ProofFailed, or
+    whatever the backend raises.
     """
     for _ in range(_TRIES):
         if not sum(loop.call(partial(instance.sync, update)).operations for update in updates):
             break
     else:
-        raise NotProven(f"{instance.mode}: what was programmed is not what is read back")
-    tell("read back: all is there")
+        raise ProofFailed(f"{instance.mode}: the kernel does not hold what was programmed")
+    report_progress("read back: complete")
     addresses = loop.call(lambda: loop.addresses)
     for update in updates:
         try:
-            tell(f"{update.family.label}: {_probe(loop, instance, update, addresses)} was answered")
-        except CanNotProbe as reason:
-            tell(f"{update.family.label}: not probed, {reason}")
+            report_progress(f"{update.family.label}: {_probe(loop, instance, update, addresses)} answered")
+        except ProbeImpossible as reason:
+            report_progress(f"{update.family.label}: not probed: {reason}")
         except ProbeFailed as error:
-            raise NotProven(f"{instance.mode}: {error}") from error
+            raise ProofFailed(f"{instance.mode}: {error}") from error
 
 
 def _probe(loop: Loop, instance: BackendInstance, full: Update, addresses: frozenset[Address]) -> str:
     probe = Probe(full, addresses)
     try:
-        loop.call(partial(instance.sync, probe.come))
+        loop.call(partial(instance.sync, probe.addition))
         probe.connect()
     finally:
-        loop.call(partial(instance.sync, probe.go))
+        loop.call(partial(instance.sync, probe.removal))
         probe.close()
     return str(probe)

@@ -1,4 +1,4 @@
-"""Modes that serve no longer: what they left goes, and what established connections need goes after those."""
+"""Modes that no longer serve: their rules are removed, those in use once their connections have ended."""
 
 import logging
 import threading
@@ -13,25 +13,28 @@ from kproxy_core.backend.registry import Registry
 log = logging.getLogger("kproxy.run")
 
 INTERVAL = 2.0
-"""Seconds between two looks at connections that are waited for."""
+"""Seconds between two checks for remaining connections."""
 _TRIES = 5
-"""Looks that may go wrong one after another: nobody knows then who waits."""
+"""Consecutive checks that may fail before the mode is cleaned up regardless."""
 
 
 @dataclass(slots=True)
-class _Leaving:
+class _RetiringMode:
+    """One mode, until nothing of it is left."""
+
     mode: str
     instance: BackendInstance | None
     """The backend that served; None: an earlier process did."""
     traces: bool = True
-    """What it left in the kernel is to be removed, too."""
+    """Remove its rules from the kernel, too."""
     waiting: int = 0
+    """Connections that still depend on it."""
     failures: int = 0
-    """Looks that went wrong since one did not."""
+    """Consecutive failed checks."""
 
 
-class Retiring:
-    """All methods may be called from any thread; one of its own waits for connections."""
+class RetiringModes:
+    """Removes modes that no longer serve. Every method may be called from any thread."""
 
     def __init__(
         self, registry: Registry, settings_of: Callable[[str], BackendSettings], serving: str
@@ -39,24 +42,24 @@ class Retiring:
         self._registry = registry
         self._settings_of = settings_of
         self._serving = {serving}
-        """Modes that serve, or are being tried."""
+        """Modes that serve or are being tried."""
         self._changed = threading.Condition()
-        self._leaving: list[_Leaving] = []
+        self._leaving: list[_RetiringMode] = []
         self._thread: threading.Thread | None = None
         self._closed = False
 
     def measure(self) -> list[Measurement]:
-        """For the metrics endpoint; never waits for who removes something."""
+        """Return the remaining connections of each mode. Never blocks on a removal."""
         return [
             Measurement("kproxy_retiring_connections", "Connections that still go through a mode that serves "
                         "no longer", "gauge", leaving.waiting, {"mode": leaving.mode})
             for leaving in list(self._leaving)
         ]  # fmt: skip
 
-    def add(self, mode: str, instance: BackendInstance | None = None) -> int:
-        """Begin to remove what *mode* left; returns for how many connections' sake something stays.
+    def retire(self, mode: str, instance: BackendInstance | None = None) -> int:
+        """Start removing the leftovers of *mode*. Return how many connections still depend on them.
 
-        Without a *instance*, what was left by whom; not while the mode serves.
+        Without an *instance*, remove what any earlier process left. Does nothing while the mode is serving.
         """
         with self._changed:
             layers: tuple[str, ...] = (mode,)
@@ -65,25 +68,25 @@ class Retiring:
                 layers = self._registry.layers(mode)
             return sum(self._leave(layer, instance if layer == mode else None) for layer in reversed(layers))
 
-    def call_off(self, mode: str) -> bool:
-        """*mode* is to serve: leave in the kernel what is there. A backend of it still finishes its own.
+    def cancel(self, mode: str) -> bool:
+        """Keep the rules of *mode*, which is about to serve. A retiring backend still finishes.
 
-        True if something was still to be removed.
+        Return whether anything was still to be removed.
         """
         with self._changed:
             self._serving.add(mode)
             layers = self._registry.layers(mode)
-            called_off = [leaving for leaving in self._leaving if leaving.mode in layers and leaving.traces]
-            for leaving in called_off:
+            cancelled = [leaving for leaving in self._leaving if leaving.mode in layers and leaving.traces]
+            for leaving in cancelled:
                 leaving.traces = False
-            return bool(called_off)
+            return bool(cancelled)
 
     def _leave(self, mode: str, instance: BackendInstance | None) -> int:
         """Start retiring one layer; return how many connections still depend on it. The lock is held."""
         is_in_use = any(mode in self._registry.layers(serving) for serving in self._serving)
         if self._closed or (is_in_use and instance is None):
             return 0
-        leaving = _Leaving(mode, instance, traces=not is_in_use)
+        leaving = _RetiringMode(mode, instance, traces=not is_in_use)
         if self._step(leaving):
             return 0
         self._leaving.append(leaving)
@@ -93,7 +96,7 @@ class Retiring:
         return leaving.waiting
 
     def close(self) -> None:
-        """Let all backends go, with the connections that they carry; what is in the kernel stays."""
+        """Close all retiring backends with the connections that they carry. Leave the kernel as it is."""
         with self._changed:
             self._closed = True
             leaving, self._leaving = self._leaving, []
@@ -109,8 +112,8 @@ class Retiring:
                 self._leaving = [leaving for leaving in self._leaving if not self._step(leaving)]
             self._thread = None
 
-    def _step(self, leaving: _Leaving) -> bool:
-        """One look. True: nothing of it is left."""
+    def _step(self, leaving: _RetiringMode) -> bool:
+        """Check and remove once. Return whether nothing is left."""
         try:
             settings = self._settings_of(leaving.mode)
             found = self._registry.retire(
@@ -128,15 +131,15 @@ class Retiring:
                 report(leaving.mode, found)
         except Exception as error:  # noqa: BLE001 - a plugin's; the mode that serves must go on
             problem = str(error) if isinstance(error, BackendError) else repr(error)
-            log.warning("leftovers are not looked for", extra={
+            log.warning("could not look for leftovers", extra={
                 "fields": {"mode": leaving.mode, "error": problem}})
         return True
 
 
 def report(mode: str, found: Leftovers) -> None:
-    """A line in the log if something was removed, and one for each thing that could not be."""
+    """Log what was removed in one line, and every failure in a line of its own."""
     if found.removed:
-        log.info("removed what was left", extra={
+        log.info("removed leftovers", extra={
             "fields": {"mode": mode, "objects": len(found.removed), "first": found.removed[0]}})
     for problem in found.errors:
-        log.warning("something that was left stays", extra={"fields": {"mode": mode, "error": problem}})
+        log.warning("could not remove leftovers", extra={"fields": {"mode": mode, "error": problem}})

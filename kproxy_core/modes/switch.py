@@ -1,9 +1,9 @@
-"""A running node goes from one mode to another, and no connection notices.
+"""The switch of a running node from one mode to another, without breaking a connection.
 
-The new mode's rules come in beside the old ones, are read back, and a connection is sent through them; only
-then the new mode serves, and the old one retires. A step that fails is rolled back; a process that is killed
-leaves a `Journal`, and the next one finishes or rolls back. kube-proxy removes the old mode's rules before
-the new ones exist (1.36, cmd/kube-proxy/app/server_linux.go).
+The new mode's rules are added beside the old ones, are read back, and a connection is sent through them. Only
+then does the new mode serve, and the old one retires. A failed step is rolled back. A killed process leaves a
+`Journal`, and the next one finishes the switch or rolls it back. kube-proxy removes the old mode's rules
+before the new ones exist (1.36, cmd/kube-proxy/app/server_linux.go).
 """
 
 import logging
@@ -18,10 +18,10 @@ from kproxy_core.backend.api import BackendSettings, Caveat, Scope, SyncReport, 
 from kproxy_core.backend.errors import BackendError, SyncFailed, Unsupported
 from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.backend.registry import Registry
-from kproxy_core.modes.beginning import begin
 from kproxy_core.modes.journal import Entry, Journal, JournalFailed, Phase
-from kproxy_core.modes.proof import NotProven, Tell, prove
-from kproxy_core.modes.retiring import Retiring, report
+from kproxy_core.modes.proof import ProofFailed, ReportProgress, prove
+from kproxy_core.modes.retiring import RetiringModes, report
+from kproxy_core.modes.starting import start_backend
 from kproxy_core.sync.loop import Loop
 from kproxy_core.sync.node_facts import NodeSettings
 from kproxy_core.timing.pacing import Pacing
@@ -29,18 +29,18 @@ from kproxy_core.timing.pacing import Pacing
 log = logging.getLogger("kproxy.run")
 
 _TRIES = 3
-"""Syncs of the new mode before it is given up."""
+"""Attempts to sync the new mode."""
 _PAUSE = 0.5
-"""Seconds between them."""
+"""Seconds between two attempts."""
 
 
 class SwitchFailed(Exception):
-    """The mode is what it was; one line says why."""
+    """The old mode still serves; one line says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What a mode would serve with, as the configuration has it."""
+    """The settings that the configuration gives a mode."""
 
     settings: BackendSettings
     node: NodeSettings
@@ -48,37 +48,41 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """What changes for this node's Services with the mode."""
+class Comparison:
+    """The caveats by which two modes differ for this node's Services."""
 
-    comes: tuple[Caveat, ...]
-    """The new mode has it, the old one did not."""
-    goes: tuple[Caveat, ...]
+    appearing: tuple[Caveat, ...]
+    """Caveats of the new mode alone."""
+    disappearing: tuple[Caveat, ...]
+    """Caveats of the old mode alone."""
 
     @property
     def loses(self) -> bool:
-        """Something would not be served any more."""
-        return any(caveat.lost for caveat in self.comes) or any(caveat.only_here for caveat in self.goes)
+        """Whether the new mode would stop serving anything that the old one serves."""
+        return (
+            any(caveat.lost for caveat in self.appearing)
+            or any(caveat.only_here for caveat in self.disappearing)
+        )
 
 
-class Switch:
-    """Does one switch at a time. All methods may be called from any thread but the loop's."""
+class ModeSwitch:
+    """Switches modes, one switch at a time. Every method may be called from any thread but the loop's."""
 
     def __init__(
         self,
         loop: Loop,
         registry: Registry,
-        retiring: Retiring,
+        retiring: RetiringModes,
         journal: Journal,
         *,
         instance: BackendInstance,
         configured: str,
         terms: Callable[[str], Terms],
-        serves: Callable[[BackendInstance], None],
+        mode_changed: Callable[[BackendInstance], None],
     ) -> None:
-        """*instance* serves at first; *configured*: the configuration's mode, "" for none.
+        """*instance* serves already. *configured* is the configuration's mode, "" for none.
 
-        *terms* raises what a wrong configuration raises; *serves* is told who serves from now on.
+        *terms* raises what a wrong configuration raises. *mode_changed* is called after each switch.
         """
         self._loop = loop
         self._registry = registry
@@ -87,45 +91,47 @@ class Switch:
         self.configured = configured
         """The mode in the configuration; "": none."""
         self._terms = terms
-        self._serves = serves
+        self._mode_changed = mode_changed
         self._busy = threading.Lock()
         self.instance = instance
-        """Who serves."""
+        """The backend that serves."""
 
-    def compare(self, mode: str) -> Difference:
-        """What would change with *mode*. Raises SwitchFailed if it can't serve here."""
+    def compare(self, mode: str) -> Comparison:
+        """Compare *mode* with the one that serves. Raises SwitchFailed if it cannot serve here."""
         now, then = self.instance.mode, mode
         with _failures():
-            self._usable(mode)
+            self._require_usable(mode)
             caveats = {of: self._caveats(of) for of in (now, then)}
-        return Difference(
+        return Comparison(
             tuple(caveat for caveat in caveats[then] if caveat not in caveats[now]),
             tuple(caveat for caveat in caveats[now] if caveat not in caveats[then]),
         )
 
-    def to(self, mode: str, tell: Tell, *, configured: str | None = None) -> None:
-        """Have *mode* serve. *configured*: what the configuration says from now on, if that changed.
+    def switch_to(
+        self, mode: str, report_progress: ReportProgress, *, configured: str | None = None
+    ) -> None:
+        """Switch to *mode*. *configured* is the configuration's new mode, if that has changed.
 
         Raises SwitchFailed if the old mode still serves.
         """
         if not self._busy.acquire(blocking=False):
-            raise SwitchFailed("another switch is under way")
+            raise SwitchFailed("another switch is in progress")
         try:
             if configured is not None:
                 self.configured = configured
             if mode == self.instance.mode:
-                tell(f"{mode} serves already")
+                report_progress(f"{mode} already serves")
                 self._settle(mode)
                 return
             if not self._loop.settled:
                 raise SwitchFailed(f"{self.instance.mode} is not in sync yet")
             with _failures():
-                self._go(mode, tell)
+                self._switch(mode, report_progress)
         finally:
             self._busy.release()
 
     def prove(self) -> None:
-        """See that what serves is in the kernel and at work. Raises SwitchFailed."""
+        """Prove that the serving mode's rules are in the kernel and work. Raises SwitchFailed."""
         with self._busy, _failures():
             terms, instance = self._terms(self.instance.mode), self.instance
 
@@ -139,39 +145,40 @@ class Switch:
                 self._loop.call(
                     lambda: self._loop.serve_with(instance, terms.node, terms.pacing, Scope.CHANGED))
 
-    def _go(self, mode: str, tell: Tell) -> None:
+    def _switch(self, mode: str, report_progress: ReportProgress) -> None:
         terms, old = self._terms(mode), self.instance
         try:
-            new = self._loop.call(partial(begin, self._registry, mode, terms.settings))
+            new = self._loop.call(partial(start_backend, self._registry, mode, terms.settings))
         except Unsupported as error:
             raise SwitchFailed(_does_not_work(mode, str(error))) from error
-        tell(f"{mode} works here")
+        report_progress(f"{mode} works here")
         try:
             self._journal.write(Entry(self.configured, old.mode, mode, Phase.TRYING))
         except JournalFailed:
             self._registry.close_backend(new)
             raise
-        if self._retiring.call_off(mode):  # The node may use another interface of iptables by now.
+        if self._retiring.cancel(mode):  # The node may have changed to another variant of iptables.
             report(mode, self._registry.supersede(mode, dry_run=False))
-        log.info("the mode is being switched", extra={"fields": {"before": old.mode, "after": mode}})
+        log.info("switching modes", extra={"fields": {"before": old.mode, "after": mode}})
         try:
-            self._try_out(new, terms.node, tell)
+            self._try_out(new, terms.node, report_progress)
             self._journal.write(Entry(self.configured, old.mode, mode, Phase.SERVING))
         except Exception as error:
-            tell(f"rolling back: {error}")
+            report_progress(f"rolling back: {error}")
             self._roll_back(new)
             raise
         self._loop.call(lambda: self._loop.serve_with(new, terms.node, terms.pacing, Scope.CHANGED))
         self.instance = new
-        self._serves(new)
-        tell(f"{mode} serves")
-        log.info("the mode was switched", extra={"fields": {"before": old.mode, "after": mode}})
-        waiting = self._retiring.add(old.mode, old)
-        tell(f"{waiting} connections still go through {old.mode}" if waiting else f"{old.mode} is gone")
+        self._mode_changed(new)
+        report_progress(f"{mode} serves")
+        log.info("switched modes", extra={"fields": {"before": old.mode, "after": mode}})
+        waiting = self._retiring.retire(old.mode, old)
+        left = f"{waiting} connections still use {old.mode}" if waiting else f"{old.mode} is removed"
+        report_progress(left)
         self._settle(mode)
 
-    def _try_out(self, new: BackendInstance, node: NodeSettings, tell: Tell) -> None:
-        """Program everything, see that it is there, and send a connection through it."""
+    def _try_out(self, new: BackendInstance, node: NodeSettings, report_progress: ReportProgress) -> None:
+        """Program everything and prove it. Raises ProofFailed, or whatever the backend raises."""
         loop = self._loop
 
         def program() -> list[Update]:
@@ -179,15 +186,15 @@ class Switch:
             updates = loop.updates(node)
             for update in updates:
                 for key, problem in _sync(new, update).unserved.items():
-                    raise NotProven(f"{new.mode}: {key} would not be served: {problem}")
+                    raise ProofFailed(f"{new.mode}: {key} would not be served: {problem}")
             return updates
 
         updates = loop.call(program)
-        tell(f"programmed {max(len(update.plans) for update in updates)} service ports")
-        prove(loop, new, updates, tell)
+        report_progress(f"programmed {max(len(update.plans) for update in updates)} service ports")
+        prove(loop, new, updates, report_progress)
 
     def _roll_back(self, new: BackendInstance) -> None:
-        """Have the old mode make everything right again; then what the new one made retires."""
+        """Resync the old mode, then retire the new one."""
         old = self.instance
         terms = self._terms(old.mode)
 
@@ -195,28 +202,28 @@ class Switch:
             try:
                 for update in self._loop.updates(terms.node):
                     _sync(old, update)
-            finally:  # what could not be restored now is tried again and again
+            finally:  # the loop retries whatever could not be restored now
                 self._loop.serve_with(old, terms.node, terms.pacing, Scope.RESYNC)
 
         try:
             self._loop.call(restore)
-        except Exception as error:  # noqa: BLE001 - what the new mode has in the kernel may be all there is
-            log.error("the switch can't be rolled back now; what it left goes at the next start", extra={
+        except Exception as error:  # noqa: BLE001 - the new mode's rules may be the only ones
+            log.error("could not roll back the switch; the next start removes its leftovers", extra={
                 "fields": {"mode": old.mode, "tried": new.mode, "error": repr(error)}})
             self._registry.close_backend(new)
             return
-        self._retiring.add(new.mode, new)
+        self._retiring.retire(new.mode, new)
         self._settle(old.mode)
-        log.warning("the switch was rolled back", extra={"fields": {"mode": old.mode, "tried": new.mode}})
+        log.warning("rolled back the switch", extra={"fields": {"mode": old.mode, "tried": new.mode}})
 
     def _settle(self, mode: str) -> None:
-        """*mode* serves, alone. The journal is needed only if the configuration says something else."""
+        """Keep a journal entry only if *mode*, which serves, is not the configured one."""
         if mode == self.configured:
-            self._journal.forget()
+            self._journal.clear()
         else:
             self._journal.write(Entry(self.configured, mode, mode, Phase.SERVING))
 
-    def _usable(self, mode: str) -> None:
+    def _require_usable(self, mode: str) -> None:
         detection = self._registry.detect(mode, self._terms(mode).settings)
         if not detection.usable:
             raise SwitchFailed(_does_not_work(mode, detection.because))
@@ -237,7 +244,7 @@ def _does_not_work(mode: str, because: str) -> str:
 
 
 def _sync(instance: BackendInstance, update: Update) -> SyncReport:
-    """Sync, and again if that fails: somebody else may hold a lock. Raises SyncFailed."""
+    """Sync, and retry a failure: another process may hold a lock. Raises SyncFailed."""
     for _ in range(_TRIES - 1):
         try:
             return instance.sync(update)
@@ -248,13 +255,13 @@ def _sync(instance: BackendInstance, update: Update) -> SyncReport:
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """What is known to go wrong is a SwitchFailed; anything else is a plugin's mistake and said to be one."""
+    """Turn every failure into a SwitchFailed, and log those that only a bug explains."""
     try:
         yield
     except SwitchFailed:
         raise
-    except (BackendError, JournalFailed, NotProven) as error:
+    except (BackendError, JournalFailed, ProofFailed) as error:
         raise SwitchFailed(str(error)) from error
     except Exception as error:
-        log.exception("a switch of modes went wrong")
+        log.exception("mode switch failed unexpectedly")
         raise SwitchFailed(repr(error)) from error

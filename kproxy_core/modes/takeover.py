@@ -1,4 +1,4 @@
-"""What others left in the kernel goes once this mode serves: never before, so there is no gap.
+"""Removal of other proxies' leftovers, only after this mode serves, so that there is no gap.
 
 kube-proxy cleans up at its start, before its own rules exist (1.36, cmd/kube-proxy/app/server_linux.go).
 """
@@ -10,25 +10,25 @@ from collections.abc import Callable, Collection
 from kproxy_core.backend.api import BackendSettings, Leftovers
 from kproxy_core.backend.errors import BackendError
 from kproxy_core.backend.registry import Registry
-from kproxy_core.modes.retiring import Retiring, report
-from kproxy_core.modes.switch import Switch, SwitchFailed
+from kproxy_core.modes.retiring import RetiringModes, report
+from kproxy_core.modes.switch import ModeSwitch, SwitchFailed
 from kproxy_core.observe.health import ProxyHealth
 
 log = logging.getLogger("kproxy.run")
 
 _RETRY = 10.0
-"""Seconds until what can't be proven is tried again."""
+"""Seconds until a failed proof is tried again."""
 
 
-class Heir:
-    """Takes a node over from whatever served it before: other modes, or kube-proxy."""
+class Takeover:
+    """Takes a node over from kube-proxy or from another mode."""
 
     def __init__(
         self,
         registry: Registry,
         settings_of: Callable[[str], BackendSettings],
-        switch: Switch,
-        retiring: Retiring,
+        switch: ModeSwitch,
+        retiring: RetiringModes,
         health: ProxyHealth,
     ) -> None:
         self._registry = registry
@@ -38,16 +38,15 @@ class Heir:
         self._health = health
         self._stopped = threading.Event()
 
-    def take_over_in_background(self) -> None:
-        """Have the traces of others removed, once it is proven that ours are at work; then release health.
+    def start(self) -> None:
+        """Remove the others' leftovers in the background once our rules are proven; then release health.
 
-        Returns at once. What established connections need goes later (`Retiring`); health doesn't wait
-        for that.
+        Health does not wait for established connections (`RetiringModes`).
         """
         threading.Thread(target=self._take_over, name="kproxy-leftovers", daemon=True).start()
 
     def stop(self) -> None:
-        """Remove nothing more."""
+        """Remove nothing further."""
         self._stopped.set()
 
     def _take_over(self) -> None:
@@ -59,29 +58,29 @@ class Heir:
             if (others or superseded) and not self._proven([*others, *([mode] if superseded else [])]):
                 return
             for other in others:
-                self._retiring.add(other)
+                self._retiring.retire(other)
             if superseded:
                 report(mode, self._ask(lambda: self._registry.supersede(mode, dry_run=False), mode))
         finally:
             self._health.release()
 
     def _left(self, mode: str) -> bool:
-        """Whether there is anything of *mode*."""
+        """Return whether *mode* left anything."""
         settings = self._settings_of(mode)
         found = self._ask(lambda: self._registry.cleanup(mode, settings, dry_run=True), mode)
         for problem in found.errors:
-            log.warning("leftovers are not looked for", extra={"fields": {"mode": mode, "error": problem}})
+            log.warning("could not look for leftovers", extra={"fields": {"mode": mode, "error": problem}})
         return bool(found.removed)
 
     def _proven(self, left: Collection[str]) -> bool:
-        """Wait until what we serve is seen to be at work. False: stopped before."""
+        """Wait until our rules are proven to work. Return False if stopped before."""
         while not self._stopped.is_set():
             try:
                 self._switch.prove()
                 return True
             except SwitchFailed as error:
-                self._health.hold(f"what {', '.join(left)} left stays: {error}")
-                log.error("what others left stays until ours is proven", extra={
+                self._health.hold(f"the leftovers of {', '.join(left)} are kept: {error}")
+                log.error("keeping leftovers until our rules are proven to work", extra={
                     "fields": {"left": ",".join(left), "error": str(error)}})
             self._stopped.wait(_RETRY)
         return False

@@ -24,9 +24,9 @@ from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServiceName
 from kproxy_core.modes.control import ControlServer
 from kproxy_core.modes.journal import Journal
-from kproxy_core.modes.retiring import Retiring
-from kproxy_core.modes.switch import Switch
-from kproxy_core.modes.takeover import Heir
+from kproxy_core.modes.retiring import RetiringModes
+from kproxy_core.modes.switch import ModeSwitch
+from kproxy_core.modes.takeover import Takeover
 from kproxy_core.observe import logs
 from kproxy_core.observe.client_metrics import ClientMetrics
 from kproxy_core.observe.events.recorder import Events
@@ -150,6 +150,11 @@ def run(config: Config, registry: Registry, configuration: Configuration) -> Non
     preparation.tune_interpreter()
     preparation.protect_from_oom_killer(config.oom_score_adj)
     preparation.raise_file_limit()
+    if config.mode == configuration.mode:
+        Journal(config.state_directory).clear()
+    else:
+        log.info("resuming earlier mode switch", extra={
+            "fields": {"configured": configuration.mode, "mode": config.mode}})
     choice = choose(configuration, registry, config.mode, served_families())
     if problem := unservable(choice.config, choice.families):
         raise StartFailed(problem)
@@ -174,9 +179,6 @@ class _Proxy:
         }})
         log.debug("flags", extra={"fields": configuration.flags})
         journal = Journal(config.state_directory)
-        if (entry := journal.read()) is not None:
-            log.info("an earlier switch of modes counts", extra={
-                "fields": {"configured": entry.configured, "before": entry.before, "after": entry.after}})
         self._metrics = Metrics(config.mode, __version__)
         self._sync_metrics = SyncMetrics(self._metrics.registry, config.mode, families, time.time)
         for name, enabled in config.feature_gates.items():
@@ -201,13 +203,13 @@ class _Proxy:
         self._server = HttpServer()
         self._loop = self._make_loop(instance)
         settings_of = settings_of_modes(configuration, families)
-        self._retiring = Retiring(registry, settings_of, config.mode)
-        self._switch = Switch(
+        self._retiring = RetiringModes(registry, settings_of, config.mode)
+        self._switch = ModeSwitch(
             self._loop, registry, self._retiring, journal, instance=instance, configured=configuration.mode,
-            terms=terms_of_modes(configuration, registry, families), serves=self._serves,
+            terms=terms_of_modes(configuration, registry, families), mode_changed=self._mode_changed,
         )
         self._metrics.add_collector(lambda: [*self._switch.instance.measure(), self._retiring.measure()])
-        self._heir = Heir(registry, settings_of, self._switch, self._retiring, self._health)
+        self._takeover = Takeover(registry, settings_of, self._switch, self._retiring, self._health)
         self._failures: list[str] = []
 
     def _make_loop(self, instance: BackendInstance) -> Loop:
@@ -256,7 +258,7 @@ class _Proxy:
             self._loop.run()
         finally:
             control.stop()
-            self._heir.stop()
+            self._takeover.stop()
             followed.close()
             self._source.stop()
             self._events.close()
@@ -297,7 +299,7 @@ class _Proxy:
             for doubt in doubts(self._config, self._node, self._families, self._store.node):
                 log.warning("the configuration may not be what is meant", extra={
                     "fields": {"because": doubt}})
-            self._heir.take_over_in_background()
+            self._takeover.start()
         else:
             self._health.release()
         self._events.start()
@@ -305,7 +307,7 @@ class _Proxy:
     def _service_health_failed(self, service: ServiceName, problem: str) -> None:
         self._events.service(service.namespace, service.name, "FailedToStartServiceHealthcheck", problem)
 
-    def _serves(self, instance: BackendInstance) -> None:
+    def _mode_changed(self, instance: BackendInstance) -> None:
         """Another mode, from now on."""
         self._metrics.set_mode(instance.mode)
         self._sync_metrics.set_mode(instance.mode)

@@ -15,7 +15,7 @@ from kproxy_core.backend.registry import PluginRefused, Registry
 from kproxy_core.config.settings import Config
 from kproxy_core.host import privileges
 from kproxy_core.model.address import Family, family_of
-from kproxy_core.modes.beginning import begin
+from kproxy_core.modes.starting import start_backend
 from kproxy_core.process.terms import Configuration, backend_settings
 
 log = logging.getLogger("kproxy.run")
@@ -69,14 +69,14 @@ def _begin(
     cmd/kube-proxy/app/server_linux.go). Raises UnknownMode, PluginRefused or Unsupported.
     """
     try:
-        return begin(registry, mode, backend_settings(config, families), insist=insist)
+        return start_backend(registry, mode, backend_settings(config, families), insist=insist)
     except Unsupported as error:
         served = tuple(family for family in families if family is not error.family)
         if served == families or primary(config) not in served:
             raise
         log.warning("an IP family is not served", extra={"fields": {
             "mode": mode, "ip_family": error.family.label if error.family else "", "because": str(error)}})
-        return begin(registry, mode, backend_settings(config, served))
+        return start_backend(registry, mode, backend_settings(config, served))
 
 
 def primary(config: Config) -> Family:

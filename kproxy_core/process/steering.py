@@ -10,28 +10,28 @@ from kproxy_core.backend.api import Caveat
 from kproxy_core.config.settings import ConfigError, load
 from kproxy_core.host.files.file_watch import FileWatch
 from kproxy_core.model.service import ServicePortKey
-from kproxy_core.modes.control import Answer, Refused
-from kproxy_core.modes.switch import Difference, Switch, SwitchFailed
+from kproxy_core.modes.control import Handler, ReportProgress, RequestRefused
+from kproxy_core.modes.switch import Comparison, ModeSwitch, SwitchFailed
 from kproxy_core.observe.events.recorder import Events
 from kproxy_core.process.terms import Configuration
 
 log = logging.getLogger("kproxy.run")
 
 
-def answer_requests(switch: Switch) -> Answer:
+def answer_requests(switch: ModeSwitch) -> Handler:
     """What the control socket's clients may ask for."""
 
-    def answer(request: Mapping[str, Any], tell: Callable[[str], None]) -> Mapping[str, Any]:
+    def answer(request: Mapping[str, Any], report_progress: ReportProgress) -> Mapping[str, Any]:
         try:
             match request:
                 case {"do": "switch", "mode": str(mode)}:
-                    switch.to(mode, tell)
+                    switch.switch_to(mode, report_progress)
                     return {"mode": switch.instance.mode, "configured": switch.configured}
                 case {"do": "compare", "mode": str(mode)}:
                     return {"mode": switch.instance.mode, **_described(switch.compare(mode))}
         except SwitchFailed as error:
-            raise Refused(str(error)) from error
-        raise Refused("no such request")
+            raise RequestRefused(str(error)) from error
+        raise RequestRefused("no such request")
 
     return answer
 
@@ -40,7 +40,7 @@ class FollowedFile:
     """The configuration file, watched. A change of nothing but the mode may be followed without a restart."""
 
     def __init__(
-        self, configuration: Configuration, switch: Switch, events: Events, restart: Callable[[], None]
+        self, configuration: Configuration, switch: ModeSwitch, events: Events, restart: Callable[[], None]
     ) -> None:
         """*restart* is called once when only a restart will do."""
         self._configuration = configuration
@@ -92,8 +92,7 @@ class FollowedFile:
             return False
         known.follow(new.file)
         try:
-            self._switch.to(asked, lambda line: log.info("mode switch", extra={"fields": {"step": line}}),
-                            configured=asked)
+            self._switch.switch_to(asked, _log_progress, configured=asked)
         except SwitchFailed as error:
             log.error("the mode in the configuration file is not followed", extra={
                 "fields": {"mode": asked, "error": str(error)}})
@@ -101,7 +100,11 @@ class FollowedFile:
         return True
 
 
-def _described(difference: Difference) -> dict[str, object]:
+def _log_progress(line: str) -> None:
+    log.info("mode switch", extra={"fields": {"step": line}})
+
+
+def _described(found: Comparison) -> dict[str, object]:
     def described(caveats: Sequence[Caveat]) -> list[dict[str, object]]:
         return [
             {"what": caveat.what, "lost": caveat.lost, "only_here": caveat.only_here,
@@ -109,8 +112,8 @@ def _described(difference: Difference) -> dict[str, object]:
             for caveat in caveats
         ]
 
-    return {"comes": described(difference.comes), "goes": described(difference.goes),
-            "loses": difference.loses}
+    return {"appearing": described(found.appearing), "disappearing": described(found.disappearing),
+            "loses": found.loses}
 
 
 def _named(key: ServicePortKey | None) -> str:

@@ -26,8 +26,8 @@ from kproxy_core.backend.registry import Registry
 from kproxy_core.model.address import Family, parse_address
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.modes.journal import Journal
-from kproxy_core.modes.retiring import Retiring
-from kproxy_core.modes.switch import Switch, Terms
+from kproxy_core.modes.retiring import RetiringModes
+from kproxy_core.modes.switch import ModeSwitch, Terms
 from kproxy_core.store.events import Complete, ServiceSet
 from kproxy_core.sync.node_facts import NodeSettings
 from kproxy_core.testing.builders import service
@@ -159,12 +159,12 @@ class Room:
         self.rig = Rig(families=[V4], instance=instance, settings=self.node, addresses=[SELF],
                        all_synced=self.synced.set)
         self.journal = Journal(str(directory))
-        self.retiring = Retiring(self.registry, lambda mode: SETTINGS, "old")
+        self.retiring = RetiringModes(self.registry, lambda mode: SETTINGS, "old")
         self.told: list[str] = []
         self.serving: list[BackendInstance] = []
-        self.switch = Switch(
+        self.switch = ModeSwitch(
             self.rig.loop, self.registry, self.retiring, self.journal, instance=instance, configured="old",
-            terms=self.terms, serves=self.serving.append,
+            terms=self.terms, mode_changed=self.serving.append,
         )
         self.thread = threading.Thread(target=self.rig.loop.run, daemon=True)
 
@@ -179,7 +179,7 @@ class Room:
         self.story.clear()
 
     def to(self, mode: str) -> None:
-        self.switch.to(mode, self.told.append)
+        self.switch.switch_to(mode, self.told.append)
 
     def settle(self) -> None:
         """Wait until the loop has done what it was asked for."""

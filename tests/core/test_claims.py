@@ -79,7 +79,7 @@ def test_all_kinds_of_addresses_contend_with_each_other() -> None:
     assert only_plan(claims, "balancer").load_balancer_ips == (parse_address("192.0.2.1"),)
 
 
-def test_the_heir_takes_over_when_the_winner_leaves_and_gives_back_when_it_returns() -> None:
+def test_the_takeover_takes_over_when_the_winner_leaves_and_gives_back_when_it_returns() -> None:
     claims = Claims()
     winner = service("a", ip="10.96.0.1", created=OLD)
     want(claims, winner)

@@ -1,115 +1,256 @@
-"""The socket of a running proxy, in a network namespace of the test's own."""
+"""The control socket of a running proxy, and who may use it."""
 
 import contextlib
+import ctypes
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
-import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 
+from kproxy_core.host import privileges
 from kproxy_core.modes import control
-from kproxy_core.modes.control import ControlServer, NobodyThere, Refused
+from kproxy_core.modes.control import ControlServer, NoProxy, RequestRefused, send_request
+
+CLIENT = """
+import contextlib, socket, sys
+with socket.socket(socket.AF_UNIX) as connection:
+    connection.connect(chr(0) + sys.argv[1])
+    with contextlib.suppress(OSError):
+        connection.sendall(b'{"do": "count", "to": 0}' + bytes([10]))
+    print(connection.makefile().readline())
+"""
 
 
-@pytest.fixture
-def address(monkeypatch: pytest.MonkeyPatch) -> bytes:
+@pytest.fixture(autouse=True)
+def prefix(monkeypatch: pytest.MonkeyPatch) -> str:
     """One that no proxy on this machine has."""
-    own = b"\0kproxy/test-%d" % os.getpid()
-    monkeypatch.setattr(control, "ADDRESS", own)
+    own = f"kproxy/test-{secrets.token_hex(4)}/"
+    monkeypatch.setattr(control, "PREFIX", own)
     return own
 
 
-def answer(request: Mapping[str, Any], tell: Callable[[str], None]) -> Mapping[str, Any]:
+def answer(request: Mapping[str, Any], report_progress: Callable[[str], None]) -> Mapping[str, Any]:
     if request.get("do") != "count":
-        raise Refused("no such request")
+        raise RequestRefused("no such request")
     for number in range(int(request["to"])):
-        tell(str(number))
+        report_progress(str(number))
     return {"counted": request["to"]}
 
 
 @pytest.fixture
-def server(address: bytes) -> Iterator[ControlServer]:
+def server() -> Iterator[ControlServer]:
     server = ControlServer(answer)
     server.start()
-    for _ in range(500):
-        try:
-            control.ask({"do": "count", "to": 0}, lambda line: None)
-            break
-        except NobodyThere:
-            threading.Event().wait(0.01)
     yield server
     server.stop()
 
 
+def count(to: int = 1) -> object:
+    return send_request({"do": "count", "to": to}, lambda line: None)["counted"]
+
+
+def connected() -> socket.socket:
+    (name,) = control._names()
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.connect("\0" + name)
+    connection.settimeout(5)
+    return connection
+
+
+def answer_to_client(*command: str, **options: Any) -> dict[str, Any]:
+    """What a client in a process of its own, started by *command*, is answered."""
+    (name,) = control._names()
+    done = subprocess.run([*command, sys.executable, "-c", CLIENT, name], capture_output=True, text=True,
+                          timeout=60, check=True, **options)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
 def test_a_request_is_answered_line_by_line(server: ControlServer) -> None:
-    told: list[str] = []
-    assert control.ask({"do": "count", "to": 3}, told.append)["counted"] == 3
-    assert told == ["0", "1", "2"]
+    lines: list[str] = []
+    assert send_request({"do": "count", "to": 3}, lines.append)["counted"] == 3
+    assert lines == ["0", "1", "2"]
 
 
-def test_what_can_not_be_done_is_said(server: ControlServer) -> None:
-    with pytest.raises(Refused, match="no such request"):
-        control.ask({"do": "dance"}, print)
+def test_a_refused_request_says_why(server: ControlServer) -> None:
+    with pytest.raises(RequestRefused, match="no such request"):
+        send_request({"do": "dance"}, print)
 
 
-@pytest.mark.parametrize("nonsense", [b"\n", b"not json\n", b"[]\n", b"x" * 10_000, b""])
-def test_nonsense_ends_only_its_own_connection(
-    server: ControlServer, address: bytes, nonsense: bytes
-) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.connect(address)
+@pytest.mark.parametrize("nonsense", [
+    b"\n", b"not json\n", b"[]\n", b"x" * 10_000, b"", b"[" * 4095 + b"\n", b'{"do":' * 600 + b"\n",
+], ids=repr)  # fmt: skip
+def test_nonsense_ends_only_its_own_connection(server: ControlServer, nonsense: bytes) -> None:
+    with connected() as connection:
         connection.sendall(nonsense)
         connection.shutdown(socket.SHUT_WR)
-        connection.settimeout(5)
         with contextlib.suppress(ConnectionResetError):
             assert connection.recv(1000) == b""
-    assert control.ask({"do": "count", "to": 1}, lambda line: None)["counted"] == 1
+    assert count() == 1
 
 
-def test_a_client_that_goes_away_does_not_stop_what_it_began(server: ControlServer, address: bytes) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.connect(address)
+def test_a_client_that_disconnects_does_not_stop_its_request(server: ControlServer) -> None:
+    with connected() as connection:
         connection.sendall(json.dumps({"do": "count", "to": 100_000}).encode() + b"\n")
-    assert control.ask({"do": "count", "to": 1}, lambda line: None)["counted"] == 1
+    assert count() == 1
 
 
-def test_who_is_neither_root_nor_the_user_is_turned_away(server: ControlServer, address: bytes) -> None:
-    program = (
-        "import socket\n"
-        "with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:\n"
-        f"    connection.connect({address!r})\n"
-        "    print(connection.recv(1000).decode())\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], user=65534, capture_output=True, text=True)
-    assert json.loads(done.stdout) == {"ok": False, "problem": "only root may do that"}
-
-
-def test_the_next_proxy_gets_the_address_when_the_first_ends(
+def test_idle_clients_do_not_delay_the_next_one(
     server: ControlServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "_RETRY", 0.01)
-    second = ControlServer(lambda request, tell: {"who": "second"})
+    monkeypatch.setattr(control, "_TIMEOUT", 3600.0)
+    with contextlib.ExitStack() as idle:
+        for _ in range(5):
+            idle.enter_context(connected())
+        assert count() == 1
+
+
+def test_idle_clients_without_permission_take_no_place(server: ControlServer) -> None:
+    (name,) = control._names()
+    program = f"""
+import socket, sys
+held = [socket.socket(socket.AF_UNIX) for _ in range(100)]
+for connection in held:
+    connection.connect("\\0{name}")
+print("connected", flush=True)
+sys.stdin.read()
+"""
+    idle = subprocess.Popen(
+        [sys.executable, "-c", program], user=65534, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with idle:
+        assert idle.stdout is not None
+        assert idle.stdout.readline() == b"connected\n"
+        assert count() == 1
+        idle.communicate(b"")
+
+
+def test_another_user_is_refused(server: ControlServer) -> None:
+    problem = "permission denied: user 65534 is neither root nor the user that runs kproxy"
+    assert answer_to_client(user=65534) == {"ok": False, "problem": problem}
+
+
+@pytest.mark.parametrize(("command", "problem"), [
+    ((), ""),
+    (("unshare", "--mount"), ""),
+    (("unshare", "--pid", "--fork"), ""),
+    (("unshare", "--user", "--map-root-user"), "is in another user namespace"),
+    (("unshare", "--user", "--map-root-user", "--pid", "--fork"), "is in another user namespace"),
+], ids=" ".join)  # fmt: skip
+def test_a_root_user_in_a_user_namespace_is_refused(
+    server: ControlServer, command: tuple[str, ...], problem: str
+) -> None:
+    found = answer_to_client(*command)
+    assert found["ok"] == (not problem)
+    assert problem in found.get("problem", "")
+
+
+def test_a_root_user_without_the_capability_is_refused(server: ControlServer) -> None:
+    found = answer_to_client(preexec_fn=drop_net_admin)
+    assert not found["ok"]
+    assert found["problem"].endswith("does not have CAP_NET_ADMIN")
+
+
+def test_a_process_of_another_pid_namespace_is_refused(prefix: str) -> None:
+    """Its process id means nothing here: the proxy runs in a container, the client does not."""
+    program = f"""
+from kproxy_core.modes import control
+control.PREFIX = {prefix!r}
+server = control.ControlServer(lambda request, report_progress: {{}})
+server.start()
+print("serving", flush=True)
+input()
+"""
+    command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", program]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"serving\n"
+        found = answer_to_client()
+        process.communicate(b"\n")
+    assert not found["ok"]
+    assert "another PID namespace" in found["problem"]
+
+
+def drop_net_admin() -> None:
+    """Drop the capability from the bounding set: exec then grants root all but this one."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(24, privileges.CAPABILITIES["CAP_NET_ADMIN"], 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "PR_CAPBSET_DROP")
+
+
+def test_a_socket_of_another_user_does_not_hide_the_proxy(server: ControlServer, prefix: str) -> None:
+    with squatter(prefix):
+        assert len(list(control._names())) == 2
+        assert count() == 1
+
+
+def test_without_a_proxy_that_is_said(prefix: str) -> None:
+    with pytest.raises(NoProxy, match=r"^no kproxy runs in this network namespace$"):
+        count()
+    with squatter(prefix), pytest.raises(NoProxy, match=r"\(not trusted: user 65534 is neither root nor"):
+        count()
+
+
+@contextlib.contextmanager
+def squatter(prefix: str) -> Iterator[None]:
+    """Another user's process that listens under a name that a proxy could have."""
+    program = f"""
+import socket, sys
+listener = socket.socket(socket.AF_UNIX)
+listener.bind("\\0{prefix}{'0' * 32}")
+listener.listen()
+print("listening", flush=True)
+sys.stdin.read()
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], user=65534, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"listening\n"
+        try:
+            yield
+        finally:
+            process.communicate(b"")
+
+
+def test_two_proxies_in_one_namespace_are_not_confused(server: ControlServer) -> None:
+    second = ControlServer(answer)
     second.start()
-    server.stop()
-    try:
-        for _ in range(500):
-            try:
-                found = control.ask({"do": "count", "to": 0}, lambda line: None)
-            except (NobodyThere, Refused):
-                found = {}
-            if found.get("who") == "second":
-                return
-            threading.Event().wait(0.01)
-        pytest.fail("the second proxy can't be reached")
-    finally:
-        second.stop()
+    with pytest.raises(NoProxy, match="2 kproxy processes"):
+        count()
+    second.stop()
+    deadline = time.monotonic() + 10
+    while len(list(control._names())) > 1 and time.monotonic() < deadline:
+        pass
+    assert count() == 1
 
 
-def test_without_a_proxy_that_is_said(address: bytes) -> None:
-    with pytest.raises(NobodyThere, match="no kproxy runs in this network namespace"):
-        control.ask({"do": "count", "to": 0}, print)
+@pytest.mark.parametrize("reply", [
+    b'{"ok": false, "problem": "\\u001b]0;hacked\\u0007"}\n', b'{"ok": true, "x": [{"y": "\\u001b[2J"}]}\n',
+    b'{"told": "\\u001b[2J\\u009b"}\n', b"{}\n", b"[]\n", b"[" * 50_000 + b"\n", b"\x1b[2J\n", b"",
+], ids=repr)  # fmt: skip
+def test_a_hostile_answer_is_an_error_in_printable_text(reply: bytes, prefix: str) -> None:
+    lines: list[str] = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(f"\0{prefix}{'f' * 32}")
+        listener.listen()
+        process = os.fork()
+        if not process:
+            client, _ = listener.accept()
+            client.recv(1000)
+            client.sendall(reply)
+            os._exit(0)
+        try:
+            lines.append(str(send_request({"do": "count"}, lines.append)))
+        except RequestRefused as error:
+            lines.append(str(error))
+        os.waitpid(process, 0)
+    assert lines
+    assert all(line.isprintable() for line in lines), lines

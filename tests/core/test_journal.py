@@ -1,11 +1,13 @@
 """What is remembered of a switch of modes over a restart."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from kproxy_core.modes.journal import Entry, Journal, JournalFailed, Phase
 
+ENTRY = Entry("a", "a", "b", Phase.SERVING)
 MODES = ("iptables", "ipvs", "nftables")
 
 
@@ -27,24 +29,54 @@ def test_the_next_start_finishes_or_rolls_back(
         journal.write(entry)
     again = Journal(str(tmp_path / "not-there-yet"))
     assert again.read() == entry
-    assert again.mode_to_start(configured, MODES) == mode
-    if not mode:
-        assert again.read() is None, "what does not count any more is gone"
+    assert again.starting_mode(configured, MODES) == mode
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"phase": "never heard of"}', "\N{SNOWMAN}"])
-def test_a_file_that_makes_no_sense_counts_as_none(
+@pytest.mark.parametrize("content", [
+    "", "{", "[]", '{"phase": "never heard of"}', "\N{SNOWMAN}", "[" * 4000, '{"a":' * 800, " " * 100_000_000,
+], ids=lambda content: repr(content[:10]))  # fmt: skip
+def test_an_unusable_file_counts_as_none_and_is_logged_once(
     tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     journal = Journal(str(tmp_path))
     journal.write(Entry("a", "a", "b", Phase.SERVING))
     (written,) = tmp_path.iterdir()
     written.write_text(content)
-    assert journal.mode_to_start("a", ("a", "b")) == ""
-    assert "can't be used" in caplog.text
+    assert journal.starting_mode("a", ("a", "b")) == ""
+    assert caplog.text.count("ignoring unusable journal") == 1
+
+
+def test_a_link_or_a_pipe_is_not_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    journal = Journal(str(tmp_path))
+    journal.write(ENTRY)
+    (written,) = tmp_path.iterdir()
+    for make in ("link", "pipe"):
+        written.rename(tmp_path / "elsewhere")
+        if make == "link":
+            written.symlink_to(tmp_path / "elsewhere")
+        else:
+            os.mkfifo(written)
+        assert journal.read() is None
+        assert "ignoring unusable journal" in caplog.text
+        caplog.clear()
+        journal.write(ENTRY)
+        assert journal.read() == ENTRY
+        assert written.is_file()
+
+
+def test_a_link_in_place_of_the_new_file_is_replaced(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path / "state"))
+    journal.write(ENTRY)
+    (written,) = (tmp_path / "state").iterdir()
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    written.with_suffix(".new").symlink_to(victim)
+    journal.write(ENTRY)
+    assert victim.read_text() == "precious"
+    assert journal.read() == ENTRY
 
 
 def test_a_directory_that_can_not_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(JournalFailed, match=r"file/.* can't be written .*kproxy\.stateDirectory"):
+    with pytest.raises(JournalFailed, match=r"cannot write .*file/.*kproxy\.stateDirectory"):
         Journal(str(tmp_path / "file")).write(Entry("a", "a", "b", Phase.TRYING))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kproxy_core.modes import takeover as leftovers
-from kproxy_core.modes.takeover import Heir
+from kproxy_core.modes.takeover import Takeover
 from tests.core.switch_room import SETTINGS, Room, names
 
 
@@ -20,8 +20,8 @@ def room(tmp_path: Path) -> Iterator[Room]:
     room.stop()
 
 
-def heir(room: Room) -> Heir:
-    return Heir(room.registry, lambda mode: SETTINGS, room.switch, room.retiring, room.rig.health)
+def heir(room: Room) -> Takeover:
+    return Takeover(room.registry, lambda mode: SETTINGS, room.switch, room.retiring, room.rig.health)
 
 
 def await_that(holds: Callable[[], bool]) -> None:
@@ -37,14 +37,14 @@ def ready(room: Room) -> bool:
 
 
 def test_where_nothing_was_left_nothing_is_done(room: Room) -> None:
-    heir(room).take_over_in_background()
+    heir(room).start()
     await_that(lambda: ready(room))
     assert room.story == []
 
 
 def test_what_another_mode_left_goes_after_the_proof(room: Room) -> None:
     room.new.rules = dict(room.old.rules)
-    heir(room).take_over_in_background()
+    heir(room).start()
     await_that(lambda: ready(room))
     assert room.story == ["old full", "retire new, 0 left", "clean up new"]
     assert names(room.old) == {"web"}
@@ -52,7 +52,7 @@ def test_what_another_mode_left_goes_after_the_proof(room: Room) -> None:
 
 def test_what_kube_proxy_left_in_the_same_mode_goes_after_the_proof(room: Room) -> None:
     room.old.strangers = True
-    heir(room).take_over_in_background()
+    heir(room).start()
     await_that(lambda: ready(room))
     assert room.story == ["old full", "supersede in old"]
 
@@ -63,8 +63,9 @@ def test_without_a_proof_everything_stays_and_readiness_waits(
     monkeypatch.setattr(leftovers, "_RETRY", 0.01)
     room.new.rules = dict(room.old.rules)
     room.old.restless = True
-    heir(room).take_over_in_background()
-    await_that(lambda: b"what new left stays: old: what was programmed" in room.rig.health.healthz().body)
+    heir(room).start()
+    kept = b"the leftovers of new are kept: old: the kernel does not hold"
+    await_that(lambda: kept in room.rig.health.healthz().body)
     assert not ready(room)
     assert names(room.new) == {"web"}
     room.old.restless = False
@@ -75,7 +76,7 @@ def test_without_a_proof_everything_stays_and_readiness_waits(
 def test_connections_that_are_waited_for_do_not_hold_readiness_up(room: Room) -> None:
     room.new.rules = dict(room.old.rules)
     room.new.connections = 3
-    heir(room).take_over_in_background()
+    heir(room).start()
     await_that(lambda: ready(room))
     assert names(room.new) == {"web"}
     (measured,) = room.retiring.measure()
@@ -85,5 +86,5 @@ def test_connections_that_are_waited_for_do_not_hold_readiness_up(room: Room) ->
 def test_a_mode_that_was_switched_to_meanwhile_is_spared(room: Room) -> None:
     room.new.rules = dict(room.old.rules)
     room.to("new")
-    room.retiring.add("new")
+    room.retiring.retire("new")
     assert names(room.new) == {"web"}

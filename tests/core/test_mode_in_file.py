@@ -91,7 +91,7 @@ def test_a_switch_is_remembered_until_the_configuration_changes(
         proxy.await_health()
         assert proxy.get(10249, "/proxyMode") == (200, "iptables")
         _, log = proxy.end()
-        assert "an earlier switch of modes counts" in log
+        assert "resuming earlier mode switch" in log
     file.write("userspace")
     with running(node, file.option) as proxy:
         proxy.await_health()

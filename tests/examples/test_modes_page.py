@@ -27,8 +27,9 @@ def test_the_mode_that_serves_is_told(printed: str) -> None:
 
 def test_the_mode_is_switched_there_and_back(printed: str) -> None:
     lines = printed.splitlines()
-    assert lines.index("iptables serves") < lines.index("nftables is gone")
-    assert lines.index("nftables is gone") < lines.index("nftables serves") < lines.index("iptables is gone")
+    assert lines.index("iptables serves") < lines.index("nftables is removed")
+    assert lines.index("nftables is removed") < lines.index("nftables serves")
+    assert lines.index("nftables serves") < lines.index("iptables is removed")
 
 
 def test_cleaning_up_says_what_it_removes(printed: str) -> None:
@@ -38,10 +39,10 @@ def test_cleaning_up_says_what_it_removes(printed: str) -> None:
 
 def test_what_the_page_quotes_is_what_kproxy_says() -> None:
     said = {
-        "another mode serves than the one asked for": "kproxy_core/cli/choice.py",
-        "ModeFallback": "kproxy_core/cli/process.py",
-        "kproxy_mode_fallback": "kproxy_core/run/metrics.py",
-        "Kproxy-Mode-Fallback-Reason": "kproxy_core/run/routes.py",
+        "another mode serves than the one asked for": "kproxy_core/process/choice.py",
+        "ModeFallback": "kproxy_core/process/assembly.py",
+        "kproxy_mode_fallback": "kproxy_core/observe/metrics.py",
+        "Kproxy-Mode-Fallback-Reason": "kproxy_core/observe/http/routes.py",
     }
     page = PAGE.read_text()
     for words, module in said.items():

@@ -21,7 +21,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "sources": frozenset({"apiclient", "timing", "objects", "store", "host", "model"}),
     "observe": frozenset({"sync", "apiclient", "timing", "store", "backend", "plan", "model"}),
     "sync": frozenset({"timing", "backend", "store", "host", "plan", "model"}),
-    "modes": frozenset({"sync", "timing", "observe", "backend", "plan", "model"}),
+    "modes": frozenset({"host", "sync", "timing", "observe", "backend", "plan", "model"}),
     "process": frozenset(
         {"modes", "sync", "timing", "observe", "sources", "apiclient", "store", "config", "host", "backend",
          "plan", "model"}

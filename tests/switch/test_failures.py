@@ -83,7 +83,7 @@ def test_a_backend_that_fails_is_rolled_back(
         arm(environment, "kproxy_sync", number, what)
         done = where.kproxy("switch", "iptables")
         assert done.returncode == 1
-        reason = "is not what is read back" if what == "restless" else "failed on purpose"
+        reason = "does not hold what was programmed" if what == "restless" else "failed on purpose"
         assert reason in done.stderr
         Path(environment["KPROXY_FAULT"]).unlink(missing_ok=True)
         await_traces(where, loads, "nftables")

@@ -1,4 +1,4 @@
-"""A backend begins: made, and found able to work before anything depends on it."""
+"""The start of a backend: it is made and checked before anything depends on it."""
 
 import logging
 from collections.abc import Callable
@@ -14,36 +14,36 @@ log = logging.getLogger("kproxy.run")
 _T = TypeVar("_T")
 
 
-def begin(
+def start_backend(
     registry: Registry, mode: str, settings: BackendSettings, *, insist: bool = False
 ) -> BackendInstance:
-    """The backend of *mode*, made and able to work as far as can be known without programming anything.
+    """Make the backend of *mode*, and check that it can work as far as possible without programming rules.
 
-    With *insist* it is enough that it could be made. Raises UnknownMode, PluginRefused or Unsupported.
+    With *insist*, a failed check is only logged. Raises UnknownMode, PluginRefused or Unsupported.
     """
-    instance = _judged(lambda: registry.make_backend(mode, settings))
+    instance = _checked(lambda: registry.make_backend(mode, settings))
     try:
-        if not _judged(instance.begin):
+        if not _checked(instance.begin):
             detection = registry.detect(mode, settings, load_modules=True)
             if detection.refuted:
                 raise Unsupported(detection.because)
     except SyncFailed as error:
-        # That may pass, and the sync loop tries again and again.
-        log.info("a mode begins with trouble", extra={"fields": {"mode": mode, "error": str(error)}})
+        # It may pass, and the sync loop retries.
+        log.info("backend start failed, retrying", extra={"fields": {"mode": mode, "error": str(error)}})
     except Unsupported as error:
         if not insist:
             registry.close_backend(instance)
             raise
-        log.warning("a mode may not work", extra={"fields": {"mode": mode, "because": str(error)}})
+        log.warning("mode may not work", extra={"fields": {"mode": mode, "because": str(error)}})
     return instance
 
 
-def _judged(act: Callable[[], _T]) -> _T:
-    """The result of what a plugin does; what goes wrong there must not harm other modes."""
+def _checked(act: Callable[[], _T]) -> _T:
+    """Return the result of a plugin's *act*. An unexpected exception counts as Unsupported."""
     try:
         return act()
     except BackendError:
         raise
     except Exception as error:
-        log.exception("a plugin failed in a way of its own")
+        log.exception("plugin raised an unexpected exception")
         raise Unsupported(f"{type(error).__name__}: {' '.join(str(error).split())}") from error

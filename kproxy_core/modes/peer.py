@@ -1,0 +1,80 @@
+"""The process at the other end of a local socket, and whether it may change this node's service proxy."""
+
+import contextlib
+import errno
+import os
+import select
+import socket
+import struct
+from typing import Final, NamedTuple
+
+from kproxy_core.host import privileges
+
+_CREDENTIALS = struct.Struct("3i")
+_SO_PEERPIDFD: Final = 77
+"""Linux 6.5, include/uapi/asm-generic/socket.h."""
+
+_REQUIRED: Final = "CAP_NET_ADMIN"
+"""With this capability a process could rewrite the rules by itself."""
+
+
+class Peer(NamedTuple):
+    """A process as the kernel identified it when it connected, or when it began to listen."""
+
+    pid: int
+    """0: in another PID namespace, and not visible from this one."""
+    uid: int
+    pidfd: int
+    """-1: the process cannot be followed."""
+
+    @classmethod
+    def of(cls, connection: socket.socket) -> "Peer":
+        """Return the other end of *connection*. Raises OSError. Close the result."""
+        pid, uid, _ = _CREDENTIALS.unpack(
+            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        return cls(pid, uid, _pidfd(connection, pid))
+
+    def close(self) -> None:
+        """Release the descriptor."""
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+
+    def problem(self) -> str:
+        """Return why this process has no power over this node's rules; "" if it has.
+
+        User id 0 proves nothing: a container may run as root, in the node's network namespace, without any
+        capability, or with all of them in a user namespace of its own.
+        """
+        if self.uid not in (0, os.geteuid()):
+            return f"user {self.uid} is neither root nor the user that runs kproxy"
+        if self.pid == 0 or self.pidfd < 0:
+            return "the process is in another PID namespace, such as that of another container"
+        try:
+            same_user_namespace = os.path.samefile(f"/proc/{self.pid}/ns/user", "/proc/self/ns/user")
+            lacking = (privileges.held() & {_REQUIRED}) - privileges.held(self.pid)
+        except OSError as error:
+            return f"the privileges of process {self.pid} cannot be read: {error.strerror}"
+        if not same_user_namespace:
+            return f"process {self.pid} is in another user namespace"
+        if lacking:
+            return f"process {self.pid} does not have {_REQUIRED}"
+        if _has_ended(self.pidfd):  # Its number may belong to another process by now.
+            return f"process {self.pid} has ended"
+        return ""
+
+
+def _pidfd(connection: socket.socket, pid: int) -> int:
+    try:
+        return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError as error:
+        if error.errno != errno.ENOPROTOOPT:
+            return -1
+    with contextlib.suppress(OSError):
+        return os.pidfd_open(pid) if pid else -1
+    return -1
+
+
+def _has_ended(pidfd: int) -> bool:
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    return bool(poller.poll(0))
