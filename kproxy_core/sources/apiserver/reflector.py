@@ -234,7 +234,7 @@ class Reflector(Generic[V]):
             data = self._requests.list(self._target({"limit": str(limit)} | query), first=not query)
             received += len(data)
             if received > MAX_LIST:
-                raise TooLarge(MAX_LIST)
+                raise Malformed(f"a list of more than {MAX_LIST} bytes")
             page = self._resource.page(data)
             if not page.resource_version:
                 raise Malformed("a list without metadata.resourceVersion")
