@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from kproxy_core.model.address import Cidr
 from kproxy_core.model.endpoint import EndpointSlice, SliceName
@@ -97,13 +97,16 @@ MOST_COMPLAINTS = 100
 """Limit for the `BadObject` events of one file, or of one batch from the API server."""
 
 
-def limit_complaints(events: list[Event], kind: str, name: str) -> list[Event]:
+E = TypeVar("E", bound=Event)
+
+
+def limit_complaints(events: list[E], kind: str, name: str) -> list[E | BadObject]:
     """Return *events* with at most `MOST_COMPLAINTS` bad objects, and one that counts the rest.
 
     *kind* and *name* are for that one: each complaint costs the loop a line of the log.
     """
     left = MOST_COMPLAINTS
-    kept: list[Event] = []
+    kept: list[E | BadObject] = []
     for event in events:
         left -= isinstance(event, BadObject)
         if left >= 0 or not isinstance(event, BadObject):

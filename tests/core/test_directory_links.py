@@ -208,14 +208,14 @@ def said() -> Iterator[Said]:
 
 def test_a_directory_that_does_not_exist_yet(tmp_path: Path, said: Said) -> None:
     with followed(tmp_path / "a" / "b" / "manifests") as state:
-        assert "is not there" in said.messages.get(timeout=PATIENCE)
+        assert "is missing" in said.messages.get(timeout=PATIENCE)
         write(tmp_path / "a" / "other", service("other"))
         write(tmp_path / "a" / "b" / "other", service("other"))
         assert not state.store.complete
         write(tmp_path / "a" / "b" / "manifests" / "web.yaml", service("web"))
         state.wait(serving(web=80))
         state.wait(lambda s: s.store.complete)
-        assert said.messages.get(timeout=PATIENCE) == "read the directory of manifests"
+        assert said.messages.get(timeout=PATIENCE) == "directory of manifests read"
     assert said.messages.empty()
 
 

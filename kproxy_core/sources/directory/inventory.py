@@ -1,9 +1,8 @@
-"""Which manifest file holds which object, and what follows when files change.
+"""The objects of all manifest files, and the events that follow when files change.
 
-Of an object that several files hold, the first file by name counts; the others
-wait to step in. An object that became invalid keeps its last good version, as an
-API server would have refused the update; so do all objects of a file that can't
-be read. Endpoints count as EndpointSlices while their Service has none itself.
+If several files hold an object, the first file by name is used, and the next one when that is deleted. An
+object that becomes invalid keeps its last good version, as an API server would have refused the update; so
+do all objects of a malformed file. Endpoints are mirrored as EndpointSlices while their Service has none.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,25 +24,26 @@ from kproxy_core.store.events import (
     ServiceGone,
     SliceGone,
     SliceSet,
+    limit_complaints,
 )
 
 Values = dict[Key, Any]
-"""What objects mean: the `Reading.value` of each."""
+"""The `Reading.value` of each object."""
 
 
 class Inventory:
-    """The objects of all files, as far as they concern the node *node_name*."""
+    """The objects of all files. Nodes other than *node_name* are ignored."""
 
     def __init__(self, node_name: str) -> None:
         self._node_name = node_name
         self._files: dict[str, Values] = {}
         self._holders: dict[Key, tuple[str, ...]] = {}
-        """The files that hold an object, sorted: the first one counts."""
+        """The files that hold an object, sorted: the first one is used."""
         self._bad: dict[str, frozenset[BadObject]] = {}
-        """What has been reported of each file, as long as it is so."""
+        """The problems reported for each file, as long as it has them."""
         self._failures: dict[str, str] = {}
         self._spares: dict[Key, frozenset[str]] = {}
-        """The files that do not count for an object and have been reported for it."""
+        """The unused files of an object that have been reported."""
         self._own_slices: dict[ServiceName, int] = {}
         self._mirrored: dict[ServiceName, tuple[EndpointSlice, ...]] = {}
         """The slices announced for Endpoints objects."""
@@ -52,7 +52,7 @@ class Inventory:
         return len(self._holders)
 
     def apply(self, changes: Mapping[str, Manifest | Malformed | None]) -> list[Event]:
-        """The events that follow as files now read like this; None: they are gone."""
+        """Return the events for files with new content; None: the file is gone."""
         before: Values = {}
         reports: list[BadObject] = []
         for file, content in changes.items():
@@ -62,12 +62,11 @@ class Inventory:
                 self._failures.pop(file, None)
                 reports.extend(self._take(file, content or Manifest(), before))
         events = self._differences(before)
-        for key in before:
-            reports.extend(self._report_spares(key))
-        return [*events, *reports]
+        spares = [report for key in before for report in self._report_spares(key)]
+        return [*events, *reports, *limit_complaints(spares, "directory", "(objects in several files)")]
 
     def has_failed(self, file: str) -> bool:
-        """Whether *file* could not be read when it was tried last."""
+        """Return whether *file* was malformed when it was read last."""
         return file in self._failures
 
     def _fail(self, file: str, problem: str) -> list[BadObject]:
@@ -77,7 +76,7 @@ class Inventory:
         return [BadObject("file", shown(file), "", problem)]
 
     def _take(self, file: str, manifest: Manifest, before: Values) -> list[BadObject]:
-        """Note the new content of *file*; put what counted so far in *before*, for each object concerned."""
+        """Record the new content of *file*. Put the values used so far, of changed objects, into *before*."""
         old = self._files.get(file, {})
         new: Values = {}
         bad = list(manifest.bad)
@@ -119,13 +118,13 @@ class Inventory:
             del self._holders[key]
 
     def _value(self, key: Key) -> Any:
-        """What counts as the object *key* now; None: it is not there, or is not for this proxy."""
+        """Return the value used for the object *key*; None: there is none, or it is not for this proxy."""
         holders = self._holders.get(key)
         value = self._files[holders[0]].get(key) if holders else None
         return None if isinstance(value, (ServiceGone, SliceGone)) else value
 
     def _differences(self, before: Values) -> list[Event]:
-        """The events that lead from what was *before* to what is now."""
+        """Return the events that lead from the values *before* to those used now."""
         events: list[Event] = []
         mirrors: dict[ServiceName, None] = {}
         for key, old in before.items():
@@ -144,7 +143,7 @@ class Inventory:
         return events
 
     def _count_slices(self, old: SliceSet | None, new: SliceSet | None) -> Iterator[ServiceName]:
-        """Count the Services' own slices; yields a Service that has its first or lost its last."""
+        """Count the Services' own slices. Yield each Service that got its first or lost its last one."""
         for change, event in ((1, new), (-1, old)):
             if event is not None:
                 service = event.slice.service
@@ -157,7 +156,7 @@ class Inventory:
                     yield service
 
     def _mirror(self, service: ServiceName) -> Iterator[Event]:
-        """Bring the slices that stand for the Endpoints of *service* up to date."""
+        """Yield the events that update the slices mirroring the Endpoints of *service*."""
         wanted: tuple[EndpointSlice, ...] = ()
         if service not in self._own_slices:
             wanted = self._value((ENDPOINTS.kind, service)) or ()
@@ -171,7 +170,7 @@ class Inventory:
             yield SliceGone(name)
 
     def _report_spares(self, key: Key) -> Iterator[BadObject]:
-        """Say which files hold *key* in vain, each once."""
+        """Report each file that holds *key* but is not used for it, once."""
         first, *spares = self._holders.get(key, ("",))
         reported = self._spares.pop(key, frozenset())
         if spares:

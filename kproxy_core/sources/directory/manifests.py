@@ -1,4 +1,4 @@
-"""Manifest files: from bytes to readings of the API objects in them."""
+"""Manifest files, from bytes to readings of the API objects in them."""
 
 from codecs import BOM_UTF8
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ from kproxy_core.objects.decode import (
 )
 from kproxy_core.objects.reading import quoted, shown
 from kproxy_core.objects.yaml_documents import NotYaml, documents
-from kproxy_core.store.events import BadObject
+from kproxy_core.store.events import BadObject, limit_complaints
 
 RESOURCES: dict[str, Resource[Any, Any]] = {
     resource.kind: resource for resource in (SERVICES, ENDPOINT_SLICES, ENDPOINTS, NODES, SERVICE_CIDRS)}
@@ -30,7 +30,9 @@ Key = tuple[str, tuple[str, str]]
 """Kind, and namespace and name, of an object."""
 
 _MAX_LISTS = 4
-"""Lists in Lists: as deep as anybody might mean it."""
+"""Limit for the nesting of Lists."""
+MOST_STRAY = 1000
+"""Limit for documents and items that are no API objects: a file with more of them is no manifest."""
 
 
 class _Head(Struct, frozen=True, rename="camel"):
@@ -45,12 +47,14 @@ _decode_items = msgspec.json.Decoder(list[Raw] | None).decode
 
 @dataclass(slots=True)
 class Manifest:
-    """What one file holds."""
+    """The content of one file."""
 
     objects: list[tuple[Key, Any]] = field(default_factory=list)
-    """Every object that has a usable name and its `Reading.value`, in the order of the file."""
+    """Every object with a usable name, and its `Reading.value`, in the order of the file."""
     bad: list[BadObject] = field(default_factory=list)
-    """All that is wrong in the file."""
+    """The problems in the file, at most `MOST_COMPLAINTS` and one that counts the rest."""
+    stray: int = 0
+    """Documents and items that are no API objects."""
 
     def _add(self, where: str, resource: Resource[Any, Any], value: bytes | Raw) -> None:
         reading = resource.from_json(value)
@@ -61,23 +65,33 @@ class Manifest:
 
     def _complain(self, kind: str, where: str, path: str, problem: str) -> None:
         self.bad.append(BadObject(shown(kind), where, path, problem))
+        self.stray += 1
+        if self.stray > MOST_STRAY:
+            raise Malformed(f"more than {MOST_STRAY} documents or items are no API objects")
 
 
 def read_manifest(name: str, data: bytes) -> Manifest:
-    """The objects in *data*, the content of the file *name*.
+    """Return the objects in *data*, the content of the file *name*.
 
-    Read as JSON if it is called that or looks like it, else as YAML. Raises Malformed
-    if the file as a whole is neither.
+    It is read as JSON if the name or the first character says so, else as YAML. Raises Malformed if the file
+    as a whole is neither.
     """
     if not data or data.isspace():
         raise Malformed("is empty")
-    where = shown(name)
+    manifest = _read(name, data, shown(name))
+    manifest.bad = limit_complaints(manifest.bad, "file", shown(name))
+    return manifest
+
+
+def _read(name: str, data: bytes, where: str) -> Manifest:
     is_json = name.endswith(".json")
     if is_json or data[:64].lstrip().startswith(b"{"):
         manifest = Manifest()
         try:
             _collect(manifest, where, data.removeprefix(BOM_UTF8))
             return manifest
+        except Malformed:
+            raise
         except UNDECODABLE as error:
             if is_json:
                 raise Malformed(f"is not a JSON object: {explained(error).problem}") from error
@@ -93,15 +107,17 @@ def read_manifest(name: str, data: bytes) -> Manifest:
 
 
 def _collect_value(manifest: Manifest, where: str, value: object) -> None:
-    """Add what one YAML document is or contains."""
+    """Add the objects of one YAML document."""
     try:
         _collect(manifest, where, msgspec.json.encode(value))
+    except Malformed:
+        raise
     except UNDECODABLE as error:
         manifest._complain("object", where, "", explained(error).problem)
 
 
 def _collect(manifest: Manifest, where: str, value: bytes | Raw, lists: int = 0) -> None:
-    """Add what *value* is or contains. Raises one of UNDECODABLE if it is no JSON object."""
+    """Add the object or objects of *value*. Raises one of UNDECODABLE if it is no JSON object."""
     head = _decode_head(value)
     kind, version = head.kind, head.api_version
     if not isinstance(kind, str) or not kind:
@@ -112,7 +128,7 @@ def _collect(manifest: Manifest, where: str, value: bytes | Raw, lists: int = 0)
         return _collect_items(manifest, where, head, None, lists + 1)
     resource = RESOURCES.get(kind.removesuffix("List"))
     if resource is None or _group(version) != _group(resource.api_version):
-        return None  # another kind, perhaps another API's of the same name
+        return None  # another kind, perhaps one of the same name in another API
     if version != resource.api_version:
         return manifest._complain(
             kind, where, "apiVersion", f"{quoted(version)} is not {resource.api_version}")
@@ -124,7 +140,7 @@ def _collect(manifest: Manifest, where: str, value: bytes | Raw, lists: int = 0)
 def _collect_items(
     manifest: Manifest, where: str, head: _Head, resource: Resource[Any, Any] | None, lists: int
 ) -> None:
-    """Add the items of a list: of *resource*, or each of the kind that it names itself."""
+    """Add the items of a list: of *resource*, or None: each of the kind that it names itself."""
     if lists > _MAX_LISTS:
         return manifest._complain(head.kind, where, "", "lists within lists within lists")
     try:
@@ -138,6 +154,8 @@ def _collect_items(
                 _collect(manifest, place, item, lists)
             else:
                 manifest._add(place, resource, item)
+        except Malformed:
+            raise
         except UNDECODABLE as error:
             manifest._complain("object", place, "", explained(error).problem)
     return None

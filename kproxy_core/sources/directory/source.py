@@ -1,13 +1,13 @@
 """Services, endpoints and nodes from a directory of manifests, followed as they change.
 
-The kernel says what happens in the directory (inotify); nothing is polled, and a
-change costs the files it touches. A file is read when its writer closes it or
-renames it into place. What vanishes is given a moment to come back, because many
-programs replace a file by removing it first; what changed after it waits as long, so
-that changes take effect in their order.
+The kernel reports changes in the directory (inotify); nothing is polled, and a change costs the files that
+it touches. A file is read when its writer closes it or renames it into place. A file that vanishes is given
+a moment to return, because many programs replace a file by removing it first; later changes wait as long,
+so that all take effect in order. A file that can't be read for lack of resources is read again until it can.
 """
 
 import enum
+import errno
 import logging
 import os
 import select
@@ -20,43 +20,50 @@ from math import ceil
 from kproxy_core.host.files import inotify
 from kproxy_core.host.files.directory_watch import DirectoryWatch, Hints, is_manifest
 from kproxy_core.objects.decode import ENDPOINT_SLICES, NODES, SERVICE_CIDRS, SERVICES, Malformed
+from kproxy_core.objects.reading import shown
 from kproxy_core.sources.directory.inventory import Inventory
 from kproxy_core.sources.directory.manifests import Manifest, read_manifest
 from kproxy_core.store.events import Complete, Emit, Event
+from kproxy_core.timing.backoff import Backoff
 
 log = logging.getLogger("kproxy.sources")
 
 GRACE = 0.02
-"""Seconds that a file may be away, or be written to without being closed, before that counts."""
+"""Seconds before a missing file is gone, and a file that is written but not closed is read."""
 _LONGEST_HOLD = 2 * GRACE
-"""Seconds that changes wait for removals before them at most: files may vanish all the time."""
+"""Limit in seconds for which changes wait for removals before them: files may vanish all the time."""
 _DOUBT = 1.0
-"""Seconds that a file which appeared with broken content may be quiet before its writer is done with it."""
+"""Seconds without a write after which a file that appeared with broken content is final."""
 MAX_BYTES = 16 << 20
-"""The largest manifest that is read."""
+"""Limit in bytes for a manifest."""
 _BATCH = 256
 """Files between two deliveries of events in a scan."""
+_FINAL = frozenset({errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR})
+"""Errors of reading that only a change to the file ends, which is noticed; all others may pass."""
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN})
+"""Errors that are no fault of the file: until such files were read, not everything that exists is known."""
 
 Content = Manifest | Malformed | None
+"""None: there is no such file."""
 
 
 class _Why(enum.Enum):
-    """Why a file is to be looked at in a moment."""
+    """The reason for reading a file in a moment."""
 
     VANISHED = enum.auto()
     LINKED = enum.auto()
-    """It appeared with content; its writer may be at work, or it was complete when linked here."""
+    """It appeared with content: its writer is not done yet, or it was complete when linked here."""
     DOUBTED = enum.auto()
     """It appeared with content that was broken a moment later."""
     WRITTEN = enum.auto()
-    """It is being written to, and tells by itself when it is complete (JSON)."""
+    """It is being written, and is complete once it is valid (JSON)."""
 
 
 class DirectorySource:
-    """Delivers the objects in the manifests in directory *path* that concern the node *node_name*.
+    """Delivers the objects in the manifests in directory *path*, for the node *node_name*.
 
-    Files ``*.yaml``, ``*.yml`` and ``*.json`` count, not those in directories below. The
-    directory may come later, go, and come back; while it is away its last state holds.
+    Manifests are the files ``*.yaml``, ``*.yml`` and ``*.json`` in the directory itself. It may be created
+    later, deleted and created again; while it is missing, its last state is kept.
     """
 
     kinds = tuple(kind.plural for kind in (SERVICES, ENDPOINT_SLICES, NODES, SERVICE_CIDRS))
@@ -65,19 +72,27 @@ class DirectorySource:
         self._path = os.path.abspath(path)
         self._inventory = Inventory(node_name)
         self._known: dict[str, int] = {}
-        """Every manifest that was looked at: a fingerprint of what was seen."""
+        """The fingerprint of every manifest that was read."""
         self._links: set[str] = set()
         """The manifests that are symbolic links."""
         self._due: dict[str, tuple[float, _Why]] = {}
-        """Manifests to look at, and when (monotonic seconds)."""
+        """Manifests to read, and when (monotonic seconds)."""
         self._certain_at = 0.0
-        """When it will be certain of all that vanished that it is gone (monotonic seconds)."""
+        """Time at which all files that vanished are gone for certain (monotonic seconds)."""
+        self._unread: dict[str, int | None] = {}
+        """The errno of manifests that could not be read when they were tried last."""
+        self._unlisted = False
+        """The directory could not be listed when that was tried last."""
+        self._retry_at: float | None = None
+        """Time at which both are tried again (monotonic seconds)."""
+        self._backoff = Backoff()
+        self._scanned = False
         self._complete = False
         self._missing = False
         self._stopping = False
 
     def start(self, emit: Emit) -> None:
-        """Begin to deliver. Raises OSError if the kernel grants no inotify instance."""
+        """Start delivering. Raises OSError if the kernel grants no inotify instance."""
         self._emit = emit
         self._watch = DirectoryWatch(self._path)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
@@ -114,41 +129,42 @@ class DirectorySource:
                 at_the_latest = now + _LONGEST_HOLD
             self._follow(hints, changes)
             self._look_at_due(changes, now)
+            self._retry(changes, now)
             apply_at = min(self._certain_at, at_the_latest)
             if apply_at <= now:
                 apply_at = 0.0
 
     def _milliseconds_to_next(self, apply_at: float | None) -> int | None:
         times = [when for when, _ in self._due.values()]
-        if apply_at is not None:
-            times.append(apply_at)
+        times += [at for at in (apply_at, self._retry_at) if at is not None]
         return max(0, ceil(1000 * (min(times) - time.monotonic()))) if times else None
 
     def _renew(self) -> None:
-        """Find the directory; if it is there anew, read it."""
+        """Find the directory, and read it if it is another one."""
         before = self._watch.directory
         self._watch.renew(self._links)
         if self._watch.directory is None:
             if not self._missing:
-                log.warning("the directory of manifests is not there; waiting for it", extra={
+                log.warning("directory of manifests is missing, waiting for it", extra={
                     "fields": {"directory": self._path, "objects_kept": len(self._inventory)}})
             self._missing = True
         elif self._watch.directory != before:
             self._missing = False
             self._scan()
-            log.info("read the directory of manifests", extra={"fields": {
+            log.info("directory of manifests read", extra={"fields": {
                 "directory": self._path, "files": len(self._known), "objects": len(self._inventory)}})
 
     def _scan(self) -> None:
-        """Read every manifest that does not look as it did when it was read last."""
+        """Read every manifest whose fingerprint differs from that of the last reading."""
         try:
             with os.scandir(self._path) as entries:
                 found = {entry.name: entry for entry in entries if is_manifest(entry.name)}
             links = {name for name, entry in found.items() if entry.is_symlink()}
         except OSError as error:
-            log.error("can't read the directory of manifests", extra={"fields": {
-                "directory": self._path, "error": error.strerror}})
+            self._postpone("can't list the directory of manifests, trying again", self._path, error)
+            self._unlisted = True
             return
+        self._unlisted = False
         if links != self._links:
             self._links = links
             self._watch.renew(links)
@@ -159,14 +175,12 @@ class DirectorySource:
             if self._stopping:
                 return
             if not self._is_known(found[name]):
-                changes[name] = self._read(name)
+                self._read_into(changes, name)
             if len(changes) == _BATCH:
                 self._apply(changes)
                 changes = {}
+        self._scanned = True
         self._apply(changes)
-        if not self._complete:
-            self._complete = True
-            self._emit([Complete(kind) for kind in self.kinds])
 
     def _is_known(self, entry: os.DirEntry[str]) -> bool:
         try:
@@ -176,7 +190,7 @@ class DirectorySource:
             return False
 
     def _follow(self, hints: Hints, changes: dict[str, Content]) -> None:
-        """Read into *changes* what is certain by now; note what is to be looked at in a moment."""
+        """Read into *changes* every file that is complete, and schedule the others."""
         if hints.directory:
             self._renew()
         elif hints.links:
@@ -196,12 +210,12 @@ class DirectorySource:
         self._note_links(settled)
         for name in settled:
             if os.path.exists(self._path_of(name)):
-                changes[name] = self._read(name)
+                self._read_into(changes, name)
             else:
                 self._look_later(name, _Why.VANISHED)
 
     def _is_settled(self, name: str, mask: int) -> bool:
-        """Whether a manifest can be read right after *mask* happened to it; if not, it may be due later."""
+        """Return whether a manifest is complete right after *mask*. If it may be later, schedule it."""
         if mask & (inotify.CLOSE_WRITE | inotify.MOVED_TO):
             return True
         if mask & (inotify.DELETE | inotify.MOVED_FROM):
@@ -219,7 +233,7 @@ class DirectorySource:
         return bool(mask & inotify.ATTRIB) and self._inventory.has_failed(name)
 
     def _is_linked(self, name: str) -> bool:
-        """Whether a manifest that has just appeared is a link, not a file whose writer is at work."""
+        """Return whether a manifest that has just appeared is a link, not a file that is being written."""
         try:
             status = os.stat(self._path_of(name))
         except OSError:
@@ -242,18 +256,57 @@ class DirectorySource:
         for name, why in due:
             del self._due[name]
             if why is _Why.VANISHED and name not in self._links and os.path.exists(self._path_of(name)):
-                continue  # it is back, and its writer will close it
-            content = self._read(name)
+                continue  # it returned, and its writer will close it
+            read: dict[str, Content] = {}
+            self._read_into(read, name)
+            if name not in read:
+                continue
+            content = read[name]
             if why in (_Why.WRITTEN, _Why.LINKED) and not isinstance(content, Manifest):
                 if why is _Why.LINKED:
                     self._due[name] = now + _DOUBT, _Why.DOUBTED
                 continue  # not complete yet
             if content is None and not os.path.isdir(self._path):
-                continue  # it went with the directory
+                continue  # the whole directory is missing
             changes[name] = content
 
+    def _read_into(self, changes: dict[str, Content], name: str) -> None:
+        """Read the manifest *name* into *changes*; if it can't be read for now, try again later."""
+        try:
+            changes[name] = self._read(name)
+        except OSError as error:
+            self._known[name] = 0
+            self._postpone("can't read a manifest, trying again", name, error)
+            self._unread[name] = error.errno
+        else:
+            self._unread.pop(name, None)
+
+    def _postpone(self, event: str, name: str, error: OSError) -> None:
+        """Schedule another attempt, and log the first problem since everything could be read."""
+        if self._retry_at is not None:
+            return
+        first = not (self._unread or self._unlisted)
+        delay = self._backoff.delay()
+        self._retry_at = time.monotonic() + delay
+        if first:
+            log.warning(event, extra={"fields": {
+                "file": shown(name), "error": error.strerror, "retry_in": round(delay, 1)}})
+
+    def _retry(self, changes: dict[str, Content], now: float) -> None:
+        """Read again the manifests, and the directory, that could not be read before."""
+        if self._retry_at is None or now < self._retry_at:
+            return
+        self._retry_at = None
+        for name in sorted(self._unread):
+            self._read_into(changes, name)
+        if self._unlisted:
+            self._scan()
+        if not self._unread and not self._unlisted:
+            self._backoff.reset()
+            log.info("all manifests can be read again")
+
     def _note_links(self, names: Iterable[str]) -> None:
-        """Before *names* are read: watch what is behind those that are new links."""
+        """Watch the targets of the new links among *names*, which are read next."""
         paths = {name: self._path_of(name) for name in names}
         links = {name for name, path in paths.items() if os.path.islink(path)}
         if links - self._links or (paths.keys() - links) & self._links:
@@ -264,7 +317,7 @@ class DirectorySource:
         return os.path.join(self._path, name)
 
     def _read(self, name: str) -> Content:
-        """What the manifest *name* holds now; None: there is none."""
+        """Return the content of the manifest *name*. Raises OSError if it can't be read for now."""
         path = self._path_of(name)
         try:
             status = os.stat(path)
@@ -283,32 +336,34 @@ class DirectorySource:
             self._known[name] = 0
             return Malformed("is a symbolic link to nothing")
         except OSError as error:
+            if error.errno not in _FINAL:
+                raise
             self._known[name] = 0
             return Malformed(f"can't be read: {error.strerror}")
         except Malformed as error:
             return error.with_traceback(None)
 
     def _apply(self, changes: dict[str, Content]) -> None:
-        """Deliver what follows from *changes*."""
+        """Deliver the events for *changes*, and `Complete` once everything that existed was read."""
         for name, content in changes.items():
             if content is None:
                 self._known.pop(name, None)
                 self._links.discard(name)
         events: list[Event] = self._inventory.apply(changes) if changes else []
+        if self._scanned and not self._complete and _EXHAUSTED.isdisjoint(self._unread.values()):
+            self._complete = True
+            events += [Complete(kind) for kind in self.kinds]
         if events and not self._stopping:
             self._emit(events)
 
 
 def _open(path: str, flags: int) -> int:
-    """Open without waiting, should *path* have become a pipe."""
+    """Open *path* without blocking, even if it has become a pipe."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def _fingerprint(status: os.stat_result) -> int:
-    """The same number as long as a file stays as it is; 0 if that can't be told.
-
-    A file changed a moment ago may change again without showing it in its times.
-    """
+    """Return a number that changes with the file; 0: unknown, as its time stamp is too recent."""
     if time.time_ns() - status.st_mtime_ns < 50_000_000:
         return 0
     return hash((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))

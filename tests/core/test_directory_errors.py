@@ -1,0 +1,111 @@
+"""Manifests that can't be read for a moment are read once they can be, and lose nothing meanwhile."""
+
+import logging
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+
+from kproxy_core.sources.directory import source
+from tests.core.directory_rig import PATIENCE, followed, service, serving, text
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[SimpleQueue[str]]:
+    """The messages of the sources, as they are logged."""
+    messages: SimpleQueue[str] = SimpleQueue()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.put(record.getMessage())
+
+    caplog.set_level(logging.INFO, "kproxy.sources")
+    handler = Handler()
+    source.log.addHandler(handler)
+    yield messages
+    source.log.removeHandler(handler)
+
+
+@contextmanager
+def no_descriptors_left() -> Iterator[None]:
+    """Have this process hold as many descriptors as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            held.extend(iter(lambda: os.dup(0), None))
+        yield
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def wait_for(said: "SimpleQueue[str]", message: str) -> None:
+    while said.get(timeout=PATIENCE) != message:
+        pass
+
+
+def test_a_manifest_that_changed_without_a_descriptor_left_is_read_later(
+    tmp_path: Path, said: "SimpleQueue[str]",
+) -> None:
+    (tmp_path / "web.yaml").write_text(text(service("web")))
+    (tmp_path / "next").write_text(text(service("web", port=81)))
+    with followed(tmp_path) as state:
+        state.wait(lambda s: s.store.complete)
+        with no_descriptors_left():
+            (tmp_path / "next").rename(tmp_path / "web.yaml")
+            wait_for(said, "can't read a manifest, trying again")
+            assert state.services == {"web": 80}
+        state.wait(serving(web=81))
+        wait_for(said, "all manifests can be read again")
+    assert state.complaints == []
+
+
+def test_nothing_is_complete_before_the_directory_could_be_read(
+    tmp_path: Path, said: "SimpleQueue[str]", monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "web.yaml").write_text(text(service("web")))
+    failures = [24, 24, 24]  # EMFILE
+    scandir = os.scandir
+
+    def failing(path: str) -> object:
+        if failures:
+            raise OSError(failures.pop(), "Too many open files", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", failing)
+    with followed(tmp_path) as state:
+        wait_for(said, "can't list the directory of manifests, trying again")
+        state.wait(lambda s: s.store.complete)
+        assert state.services == {"web": 80}
+
+
+@pytest.mark.parametrize("error", [24, 5], ids=["EMFILE", "EIO"])
+def test_only_a_lack_of_resources_delays_what_else_exists(
+    tmp_path: Path, said: "SimpleQueue[str]", monkeypatch: pytest.MonkeyPatch, error: int,
+) -> None:
+    for name in ("bad", "web"):
+        (tmp_path / f"{name}.yaml").write_text(text(service(name, ip=f"10.96.0.{len(name)}")))
+    opened = source._open
+    failing = True
+
+    def fail_for_bad(path: str, flags: int) -> int:
+        if failing and path.endswith("bad.yaml"):
+            raise OSError(error, os.strerror(error), path)
+        return opened(path, flags)
+
+    monkeypatch.setattr(source, "_open", fail_for_bad)
+    with followed(tmp_path) as state:
+        state.wait(lambda s: "web" in s.services)
+        if error == 5:
+            state.wait(lambda s: s.store.complete)
+        assert state.store.complete == (error == 5)
+        failing = False
+        state.wait(lambda s: s.store.complete and "bad" in s.services)
+    assert state.complaints == []
