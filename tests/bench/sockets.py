@@ -1,0 +1,180 @@
+"""What connect() and datagrams cost through a ClusterIP in ebpf mode, through its rules, and directly.
+
+    .venv/bin/python -m tests.bench.sockets [ROUNDS]
+
+As root. Makes two network namespaces and a cgroup, and removes them. All ways are measured in turn, in one
+thread: figures of separate runs differ by more than what is measured.
+"""
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import yaml
+
+from tests.core.namespaces import Namespace, namespace
+from tests.plugins.ebpf.conftest import cgroup2_tree
+
+CLIENT, SERVER, VIP, PORT = "192.0.2.1", "192.0.2.2", "10.96.0.10", 8080
+BATCH = 60
+"""Sockets of each way that are made at once: a socket keeps the cgroup in which it was made."""
+
+Operation = Callable[[socket.socket, str], None]
+
+
+def connect(client: socket.socket, address: str) -> None:
+    """Open one TCP connection."""
+    client.connect((address, PORT))
+
+
+def datagram(client: socket.socket, address: str) -> None:
+    """Send one datagram, and wait for the answer."""
+    client.sendto(b"x", (address, PORT))
+    client.recvfrom(10)
+
+
+def known_flow(client: socket.socket, address: str) -> None:
+    """Exchange twenty datagrams after the first."""
+    for _ in range(20):
+        datagram(client, address)
+
+
+WAYS = {"direct": (SERVER, False), "rules": (VIP, False), "ebpf": (VIP, True)}
+
+
+def main(rounds: int) -> None:
+    """Print a table of medians in microseconds, and ratios to the direct way."""
+    with _stage() as (client, cgroup):
+        for what, kind, warm, operation, repeats in (
+            ("TCP connect()", socket.SOCK_STREAM, False, connect, 1),
+            ("UDP, new socket", socket.SOCK_DGRAM, False, datagram, 1),
+            ("UDP, known flow", socket.SOCK_DGRAM, True, known_flow, 20),
+        ):
+            times = client.inside(partial(_rounds, rounds, cgroup, kind, operation, warm=warm))
+            medians = {way: statistics.median(found) / repeats / 1000 for way, found in times.items()}
+            direct = medians["direct"]
+            row = "   ".join(f"{way} {us:6.2f} us ({us / direct:4.2f})" for way, us in medians.items())
+            print(f"{what:16} {row}")
+
+
+def _rounds(
+    rounds: int, cgroup: Path, kind: socket.SocketKind, operation: Operation, *, warm: bool
+) -> dict[str, list[int]]:
+    """Return how many nanoseconds each operation took, by way."""
+    times: dict[str, list[int]] = {way: [] for way in WAYS}
+    thread = str(threading.get_native_id())
+    for number in range(rounds):
+        sockets = {}
+        for way, (_, inside) in WAYS.items():
+            (cgroup if inside else cgroup.parent).joinpath("cgroup.threads").write_text(thread)
+            sockets[way] = [socket.socket(socket.AF_INET, kind) for _ in range(BATCH)]
+        for at in range(BATCH):
+            for way in sorted(WAYS, reverse=bool((number + at) % 2)):
+                client, (address, _) = sockets[way][at], WAYS[way]
+                if warm:
+                    datagram(client, address)
+                begun = time.perf_counter_ns()
+                operation(client, address)
+                times[way].append(time.perf_counter_ns() - begun)
+                client.close()
+    return times
+
+
+@contextmanager
+def _stage() -> Iterator[tuple[Namespace, Path]]:
+    """Two namespaces, kproxy in ebpf mode in the client's, and the cgroup that it translates."""
+    home = cgroup2_tree() / f"kpb-{os.getpid()}"
+    cgroup = home / "node"
+    cgroup.mkdir(parents=True)
+    (cgroup / "cgroup.type").write_text("threaded")
+    (home / "cgroup.procs").write_text(str(os.getpid()))
+    try:
+        with namespace() as client, namespace() as server, tempfile.TemporaryDirectory() as directory:
+            client.ip(f"link add eth0 type veth peer name eth0 netns {server.name}",
+                      f"address add {CLIENT}/24 dev eth0", "link set eth0 up",
+                      f"route add default via {SERVER}")  # fmt: skip
+            server.ip(f"address add {SERVER}/24 dev eth0", "link set eth0 up")
+            server.inside(_serve)
+            with _proxy(client, Path(directory), cgroup):
+                yield client, cgroup
+    finally:
+        (cgroup2_tree() / "cgroup.procs").write_text(str(os.getpid()))
+        cgroup.rmdir()
+        home.rmdir()
+
+
+def _serve() -> None:
+    listener = socket.create_server(("", PORT), backlog=1024)
+    echo = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    echo.bind(("", PORT))
+
+    def accept() -> None:
+        while True:
+            listener.accept()[0].close()
+
+    def answer() -> None:
+        while True:
+            echo.sendto(*echo.recvfrom(100))
+
+    for loop in (accept, answer):
+        threading.Thread(target=loop, daemon=True).start()
+
+
+@contextmanager
+def _proxy(client: Namespace, directory: Path, cgroup: Path) -> Iterator[None]:
+    ports = [("tcp", "TCP"), ("udp", "UDP")]
+    objects = [
+        {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "node1"},
+         "status": {"addresses": [{"type": "InternalIP", "address": CLIENT}]}},
+        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "web", "namespace": "default"},
+         "spec": {"clusterIP": VIP, "ports": [
+             {"name": name, "port": PORT, "protocol": protocol} for name, protocol in ports]}},
+        {"apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
+         "metadata": {"name": "web-1", "namespace": "default",
+                      "labels": {"kubernetes.io/service-name": "web"}},
+         "endpoints": [{"addresses": [SERVER]}],
+         "ports": [{"name": name, "port": PORT, "protocol": protocol} for name, protocol in ports]},
+    ]  # fmt: skip
+    manifests = directory / "manifests"
+    manifests.mkdir()
+    for number, made in enumerate(objects):
+        (manifests / f"{number}.json").write_text(json.dumps(made))
+    config = directory / "config.yaml"
+    config.write_text(yaml.safe_dump({
+        "apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration",
+        "clusterCIDR": "10.244.0.0/16", "kproxy": {"backendOptions": {"ebpf": {"cgroup": str(cgroup)}}},
+    }))  # fmt: skip
+    kproxy = str(Path(sys.executable).with_name("kproxy"))
+    process = subprocess.Popen([
+        "ip", "netns", "exec", client.name, kproxy, "--mode=ebpf", f"--config={config}",
+        f"--manifests={manifests}", "--hostname-override=node1"], stderr=subprocess.DEVNULL)  # fmt: skip
+    try:
+        while not client.inside(_is_ready):
+            time.sleep(0.1)
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _is_ready() -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", 10256), 1) as page:
+            page.sendall(b"GET /healthz HTTP/1.1\r\nHost: node1\r\nConnection: close\r\n\r\n")
+            return b" 200 " in page.recv(100)
+    except OSError:
+        return False
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 40)

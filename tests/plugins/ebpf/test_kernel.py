@@ -1,0 +1,217 @@
+"""Maps, programs and pins in the real kernel."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kproxy_core.backend.api import BackendSettings
+from kproxy_core.backend.errors import SyncFailed
+from kproxy_core.host.errors import HostError
+from kproxy_core.model.address import Family
+from kproxy_core.testing.builders import endpoint_slice, full_update, node_view, plans, service
+from kproxy_ebpf import names
+from kproxy_ebpf.cleanup import cleanup
+from kproxy_ebpf.family import FamilyState
+from kproxy_ebpf.kernel import bpf
+from kproxy_ebpf.kernel.port import Kernel
+from kproxy_ebpf.kernel.programs import Compilation, Compiled
+from kproxy_ebpf.retire import GRACE, retire
+from kproxy_ebpf.settings import Settings
+
+V4 = Family.IPV4
+NODE = node_view("node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1")
+UPDATE = full_update(
+    NODE, plans(NODE, service("web", "80@30080"), endpoint_slice("web", "10.244.2.1", "10.244.2.2"))
+)
+
+
+@pytest.fixture
+def kernel(settings: Settings, compiled: Compiled) -> Iterator[Kernel]:
+    made = Kernel(settings)
+    made.open(compiled)
+    yield made
+    made.close()
+
+
+def sync(kernel: Kernel) -> int:
+    state = FamilyState(V4, kernel)
+    return state.write(UPDATE, state.withdraw(UPDATE))
+
+
+def backend_settings(settings: Settings) -> BackendSettings:
+    return BackendSettings(
+        tuple(Family), options={"cgroup": settings.cgroup, "pinDirectory": settings.pin_directory}
+    )
+
+
+def links(settings: Settings) -> Path:
+    return next(Path(settings.pin_directory).glob("*/links"))
+
+
+def attached(settings: Settings) -> dict[str, int]:
+    """How many programs run for the cgroup at each attach point."""
+    cgroup = os.open(settings.cgroup, os.O_RDONLY)
+    try:
+        return {name: len(bpf.attached(cgroup, kind)) for name, kind in names.ATTACH_TYPES.items()}
+    finally:
+        os.close(cgroup)
+
+
+def test_a_second_full_sync_writes_nothing(kernel: Kernel, settings: Settings) -> None:
+    assert sync(kernel) > 0
+    kernel.attach()
+    assert sync(kernel) == 0
+    assert set(attached(settings).values()) == {1}
+    assert kernel.problem() == ""
+
+
+def test_a_restart_finds_its_maps_and_replaces_the_programs(
+    kernel: Kernel, settings: Settings, compiled: Compiled
+) -> None:
+    sync(kernel)
+    kernel.attach()
+    kernel.close()
+    assert set(attached(settings).values()) == {1}
+    again = Kernel(settings)
+    again.open(compiled)
+    try:
+        assert sync(again) == 0
+        again.attach()
+        assert again.problem() == ""
+        assert set(attached(settings).values()) == {1}
+    finally:
+        again.close()
+
+
+def test_a_new_layout_of_the_maps_replaces_the_old_one(
+    kernel: Kernel, settings: Settings, compiled: Compiled
+) -> None:
+    sync(kernel)
+    kernel.attach()
+    larger = {**compiled.maps, names.PINS: compiled.maps[names.PINS]._replace(entries=128)}
+    again = Kernel(settings)
+    again.open(compiled._replace(maps=larger))
+    try:
+        assert sync(again) > 0
+        again.attach()
+        assert len(list(links(settings).parent.glob("maps-*"))) == 1
+        assert set(attached(settings).values()) == {1}
+    finally:
+        again.close()
+
+
+def detach(settings: Settings) -> None:
+    link = bpf.open_pin(str(links(settings) / "connect4"))
+    bpf.detach_link(link)
+    os.close(link)
+
+
+def remove_pin(settings: Settings) -> None:
+    (links(settings) / "connect4").unlink()
+
+
+@pytest.mark.parametrize("damage", [detach, remove_pin])
+def test_damage_by_others_is_noticed_and_repaired(
+    kernel: Kernel, settings: Settings, damage: Callable[[Settings], None]
+) -> None:
+    kernel.attach()
+    damage(settings)
+    assert "connect4" in kernel.problem()
+    kernel.attach()
+    assert kernel.problem() == ""
+    assert set(attached(settings).values()) == {1}
+
+
+def test_elements_changed_by_others_are_repaired_by_a_full_sync(kernel: Kernel, settings: Settings) -> None:
+    sync(kernel)
+    path = next(Path(settings.pin_directory).glob(f"*/maps-*/{names.FRONTENDS}"))
+    frontends = bpf.open_pin(str(path))
+    found = dict(bpf.elements(frontends, bpf.map_definition(frontends)))
+    bpf.delete_all(frontends, list(found)[:1])
+    bpf.update(frontends, bytes(10) + b"\xff\xff" + bytes(8), bytes(16))
+    assert sync(kernel) == 2
+    assert dict(bpf.elements(frontends, bpf.map_definition(frontends))) == found
+    os.close(frontends)
+
+
+def test_the_programs_of_others_stay(kernel: Kernel, settings: Settings, compiled: Compiled) -> None:
+    definitions = {name: bpf.create_map("other", made) for name, made in compiled.maps.items()}
+    other = compiled.load("connect4", definitions)
+    cgroup = os.open(settings.cgroup, os.O_RDONLY)
+    link = bpf.create_link(other, cgroup, names.ATTACH_TYPES["connect4"])
+    kernel.attach()
+    assert attached(settings)["connect4"] == 2
+    cleanup(backend_settings(settings), dry_run=False)
+    assert attached(settings)["connect4"] == 1
+    for descriptor in (link, cgroup, other, *definitions.values()):
+        os.close(descriptor)
+
+
+def test_a_clean_up_leaves_nothing_and_a_dry_run_says_the_same(kernel: Kernel, settings: Settings) -> None:
+    sync(kernel)
+    kernel.attach()
+    dry = cleanup(backend_settings(settings), dry_run=True)
+    assert set(attached(settings).values()) == {1}
+    assert dry.removed
+    assert cleanup(backend_settings(settings), dry_run=False) == dry
+    assert set(attached(settings).values()) == {0}
+    assert list(Path(settings.pin_directory).iterdir()) == []
+    assert cleanup(backend_settings(settings), dry_run=False).removed == ()
+
+
+def test_who_retires_stops_choosing_at_once_and_translates_late_replies(
+    kernel: Kernel, settings: Settings
+) -> None:
+    kernel.attach()
+    now = 100.0
+    assert retire(backend_settings(settings), lambda: now).waiting == 1
+    assert {name for name, count in attached(settings).items() if count} == set(names.ON_THE_WAY_BACK)
+    now += GRACE
+    assert retire(backend_settings(settings), lambda: now).waiting == 0
+
+
+def test_a_missing_cgroup_is_named(settings: Settings, compiled: Compiled) -> None:
+    kernel = Kernel(settings._replace(cgroup="/sys/fs/cgroup/does-not-exist"))
+    with pytest.raises(SyncFailed, match="does-not-exist"):
+        kernel.open(compiled)
+
+
+def test_programs_load_with_the_capabilities_of_the_deployed_pod(tmp_path: Path, compiled: Compiled) -> None:
+    """Root hides that the verifier is stricter without CAP_PERFMON."""
+    program = (
+        "from kproxy_ebpf.kernel import bpf; from kproxy_ebpf.kernel.programs import Compilation as C\n"
+        f"c = C({str(tmp_path)!r}).result()\n"
+        "m = {name: bpf.create_map('kproxy_test', made) for name, made in c.maps.items()}\n"
+        "print(*sorted(name for name in c.programs if c.load(name, m)))"
+    )
+    allowed = "-all,+bpf,+net_admin"
+    done = subprocess.run(
+        ["setpriv", f"--bounding-set={allowed}", f"--inh-caps={allowed}", sys.executable, "-c", program],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.split() == sorted(compiled.programs), done.stderr
+
+
+def test_a_cached_result_needs_no_compiler(tmp_path: Path, compiled: Compiled) -> None:
+    Compilation(str(tmp_path)).result()
+    again = Compilation(str(tmp_path), start=False)
+    assert again.is_cached
+    assert again.result() == compiled
+
+
+def test_a_damaged_cache_is_compiled_again(tmp_path: Path, compiled: Compiled) -> None:
+    Compilation(str(tmp_path)).result()
+    next(tmp_path.iterdir()).write_bytes(b"{}")
+    assert Compilation(str(tmp_path)).result() == compiled
+
+
+def test_a_compiler_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "compile.py"
+    script.write_text("raise SystemExit('no LLVM here')")
+    monkeypatch.setattr("kproxy_ebpf.kernel.programs._SCRIPT", str(script))
+    with pytest.raises(HostError, match="no LLVM here"):
+        Compilation(str(tmp_path / "cache")).result()
