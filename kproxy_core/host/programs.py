@@ -55,7 +55,7 @@ def find(name: str) -> str | None:
 
 
 def run(*argv: str, stdin: str = "", own: OwnProcesses | None = None) -> Done:
-    """Run a program and return its result, failed or not. Raises ProgramFailed without a result."""
+    """Run a program and return its result. Raises ProgramFailed if it cannot start or times out."""
     with _started(argv, own) as process:
         try:
             out, err = process.communicate(stdin, timeout=TIMEOUT)
