@@ -20,6 +20,8 @@ from kproxy_xtables.rules import ChainKey, has_rule, missing_jumps
 
 Plans = Mapping[ServicePortKey, ServicePlan]
 _EMPTY = Wanted({}, [])
+_CHAINS = "chains of service ports"
+"""Key beside the tables in counts of rules."""
 
 
 @dataclass(slots=True)
@@ -46,7 +48,9 @@ class Difference:
     references: References
     plans: Mapping[ServicePortKey, ServicePlan | None]
     rules: Counter[str]
-    """Growth of the number of rules by table."""
+    """Growth of the number of rules by table, and of those in chains of service ports."""
+    chain_rules: int
+    """Number of rules in the chains of the changed service ports."""
     endpoints: int
     """Growth of the number of endpoints."""
 
@@ -59,11 +63,19 @@ class Applied:
         self.endpoints = 0
         """See `count_endpoints`."""
         self.rules: Counter[str] = Counter()
-        """Number of rules by table."""
+        """Number of rules by table, and of those in chains of service ports."""
 
     def endpoints_after(self, changed: Mapping[ServicePortKey, ServicePlan | None]) -> int:
         """Return the number of endpoints once the *changed* plans are applied."""
         return self.endpoints + self._growth(changed)
+
+    def last_rules(self, difference: Difference | None = None) -> dict[str, int]:
+        """Return the number of rules that kube-proxy writes in a sync, by table: all without a *difference*.
+
+        With one, it leaves out the chains of the service ports that did not change.
+        """
+        unchanged = 0 if difference is None else self.rules[_CHAINS] - difference.chain_rules
+        return {FILTER: self.rules[FILTER], NAT: self.rules[NAT] - unchanged}
 
     def _growth(self, changed: Mapping[ServicePortKey, ServicePlan | None]) -> int:
         return sum(_endpoints(new) - _endpoints(self.plans.get(key)) for key, new in changed.items())
@@ -73,6 +85,7 @@ class Applied:
         chains: dict[str, str] = {}
         stale: dict[str, None] = {}
         growth: Counter[str] = Counter()
+        chain_rules = 0
         removed: list[Rule] = []
         added: list[Rule] = []
         for key, plan in changed.items():
@@ -85,7 +98,9 @@ class Applied:
             stale.update((name, None) for name in before.chains if name not in after.chains)
             removed += [rule for rule in before.rules if rule not in after.rules]
             added += [rule for rule in after.rules if rule not in before.rules]
-            growth.update(_count(after))
+            counted = _count(after)
+            chain_rules += counted[_CHAINS]
+            growth.update(counted)
             growth.subtract(_count(before))
         references = References(stale=[name for name in stale if name not in chains])
         for table, chain, spec in removed:
@@ -98,7 +113,8 @@ class Applied:
         # the localhost rule of a node port must stand before the general one.
         for table, chain, spec in reversed(added):
             references.section(table).lines.append(f"-I {chain} {spec}")
-        return Difference(list(chains.items()), references, changed, growth, self._growth(changed))
+        return Difference(
+            list(chains.items()), references, changed, growth, chain_rules, self._growth(changed))
 
     def acknowledge(self, difference: Difference) -> None:
         """Record that the kernel has accepted *difference*."""
@@ -213,10 +229,10 @@ def _endpoints(plan: ServicePlan | None) -> int:
 
 
 def _count(want: Wanted) -> dict[str, int]:
-    """Return the number of rules in *want* by table."""
+    """Return the number of rules in *want* by table, and of those in its own chains."""
     refusals = sum(rule.table == FILTER for rule in want.rules)
     own = sum(body.count("\n") for body in want.chains.values())
-    return {NAT: own + len(want.rules) - refusals, FILTER: refusals}
+    return {NAT: own + len(want.rules) - refusals, FILTER: refusals, _CHAINS: own}
 
 
 def _is_equivalent(held: list[str] | None, rules: list[str], last: list[str]) -> bool:

@@ -91,15 +91,6 @@ def deletions(stale: Sequence[str], chains_per_call: int) -> Iterator[str]:
         yield Section().text(NAT, stale=stale[start : start + chains_per_call])
 
 
-def count_rules(text: str) -> dict[str, int]:
-    """Return how many rules an input adds, by table."""
-    counted: dict[str, int] = {}
-    for section in text.split("COMMIT\n"):
-        table = section[1 : section.find("\n")]
-        counted[table] = counted.get(table, 0) + section.count("\n-A ") + section.count("\n-I ")
-    return counted
-
-
 def _declaration(chain: str) -> str:
     return f":{chain} - [0:0]\n"
 

@@ -1,7 +1,6 @@
 """Kernel state of one IP family, and the steps that bring it to the plans."""
 
 import logging
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import chain
 
@@ -55,9 +54,8 @@ class FamilyState:
         inputs = batch.inputs(
             difference.chains, lambda: references, chains_per_call=self.tables.chains_per_call
         )
-        written = Counter[str]()
         try:
-            self._send(chain(inputs, batch.deletions(late, self.tables.chains_per_call)), written)
+            self._send(chain(inputs, batch.deletions(late, self.tables.chains_per_call)))
         except Busy:
             raise
         except HostError as error:
@@ -65,7 +63,7 @@ class FamilyState:
             self.counts.partial_failures += 1
             raise TrustLost(str(error)) from error
         self._applied.acknowledge(difference)
-        self._acknowledged(node, written)
+        self._acknowledged(node, self._applied.last_rules(difference))
         return SyncReport(len(difference.chains) + references.operations + len(late))
 
     def resync(self, node: NodeView, plans: Plans) -> SyncReport:
@@ -80,10 +78,9 @@ class FamilyState:
         self._facts = read_facts(localhost_node_ports=localhost)
         if localhost:
             enable_route_localnet()
-        written = Counter[str]()
         for _ in range(_MOST_REFUSED):
             try:
-                return self._compare_and_send(node, plans, written)
+                return self._compare_and_send(node, plans)
             except RestoreFailed as failure:
                 style = make_style(node, self._facts, count_endpoints(plans))
                 key = owner_of(failure.line, plans, style) if failure.line else None
@@ -93,9 +90,9 @@ class FamilyState:
                     "fields": {"service_port": str(key), "protocol": key.protocol.name, "error": str(failure)}
                 })
                 plans = {other: plan for other, plan in plans.items() if other != key}
-        return self._compare_and_send(node, plans, written)
+        return self._compare_and_send(node, plans)
 
-    def _compare_and_send(self, node: NodeView, plans: Plans, written: Counter[str]) -> SyncReport:
+    def _compare_and_send(self, node: NodeView, plans: Plans) -> SyncReport:
         style = make_style(node, self._facts, count_endpoints(plans))
         comparison = Comparison(rules.read(self.tables), plans, node, style, self._facts)
         self._send(
@@ -104,19 +101,18 @@ class FamilyState:
                 comparison.references,
                 mark_masq=comparison.mark_masq(),
                 chains_per_call=self.tables.chains_per_call,
-            ),
-            written,
+            )
         )
         try:
-            self._send(batch.deletions(comparison.stale, self.tables.chains_per_call), written)
+            self._send(batch.deletions(comparison.stale, self.tables.chains_per_call))
         except HostError as error:  # A foreign rule may jump to one of them.
             log.warning("stale chains not deleted", extra={"fields": {"error": str(error)}})
         self._applied = comparison.acknowledged()
-        self._acknowledged(node, written)
+        self._acknowledged(node, self._applied.last_rules())
         return SyncReport(comparison.operations)
 
-    def _send(self, inputs: Iterable[str], written: Counter[str]) -> None:
-        """Give *inputs* to iptables-restore, and count the rules in *written*.
+    def _send(self, inputs: Iterable[str]) -> None:
+        """Give *inputs* to iptables-restore.
 
         Raises Busy if nothing has changed, else what `Tables.restore` raises.
         """
@@ -131,10 +127,9 @@ class FamilyState:
             except RestoreFailed:
                 self.counts.failures += 1
                 raise
-            written.update(batch.count_rules(text))
 
-    def _acknowledged(self, node: NodeView, written: Counter[str]) -> None:
+    def _acknowledged(self, node: NodeView, last: Mapping[str, int]) -> None:
         self._node = node
         for table in self.counts.rules:
             self.counts.rules[table] = self._applied.rules[table]
-            self.counts.written[table] = written[table]
+            self.counts.last[table] = last[table]

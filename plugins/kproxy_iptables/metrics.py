@@ -29,8 +29,8 @@ class Counts:
     family: Family
     rules: dict[str, int] = field(default_factory=lambda: {FILTER: 0, NAT: 0})
     """Rules in the kernel by table."""
-    written: dict[str, int] = field(default_factory=lambda: {FILTER: 0, NAT: 0})
-    """Rules that the last successful sync wrote, by table."""
+    last: dict[str, int] = field(default_factory=lambda: {FILTER: 0, NAT: 0})
+    """Rules that kube-proxy would have written in the last sync, by table."""
     failures: int = 0
     """Failed calls of iptables-restore."""
     partial_failures: int = 0
@@ -47,8 +47,9 @@ def measurements(counts: Iterable[Counts]) -> Iterator[Measurement]:
             labels = {"table": table, **family}
             yield Measurement(f"{_SYNC}_total", "Rules in place", "gauge", of.rules[table], labels)
             yield Measurement(
-                f"{_SYNC}_last", "Rules that the last sync wrote", "gauge", of.written[table], labels
-            )
+                f"{_SYNC}_last", "Rules of the last sync, as kube-proxy counts them", "gauge",
+                of.last[table], labels,
+            )  # fmt: skip
         yield Measurement(
             f"{_SYNC}_restore_failures_total", "Failures of iptables-restore", "counter", of.failures, family
         )

@@ -8,6 +8,8 @@ from kproxy_core.backend.api import BackendSettings
 from kproxy_core.backend.errors import TrustLost
 from kproxy_core.testing.builders import changed_update, full_update
 from kproxy_iptables.backend import IptablesBackend
+from kproxy_iptables.skeleton import Facts
+from kproxy_iptables.wanted import make_style, wanted
 from tests.core.golden import golden
 from tests.plugins.iptables.rig import NFT, V4, V6, run
 from tests.plugins.iptables.scenes import NODES, Scene, all_plans, plain
@@ -37,7 +39,7 @@ def test_names_and_labels_are_kube_proxys(netns: None) -> None:
 
 def test_rules_are_counted_by_table(netns: None) -> None:
     backend = IptablesBackend(BackendSettings((V4,)))
-    plans = all_plans(V4, plain(1, 1, 2), Scene(2, "TCP", (), "node port", False, False, False))
+    plans = all_plans(V4, plain(1, 1, 2), plain(3, 1), Scene(2, "TCP", (), "node port", False, False, False))
     backend.kproxy_sync(full_update(NODES[V4], plans))
     saved = run(NFT, "save").partition("*nat")
     before = measured(backend)
@@ -45,11 +47,20 @@ def test_rules_are_counted_by_table(netns: None) -> None:
         # Jumps from built-in chains and kubelet's chain do not count, as in kube-proxy.
         held = text.count("\n-A KUBE-") - text.count("\n-A KUBE-FIREWALL")
         assert before[f"{SYNC}_total", "IPv4", table] == held
+        assert before[f"{SYNC}_last", "IPv4", table] == held, "a full sync counts everything"
     backend.kproxy_sync(changed_update(NODES[V4], plans | (new := all_plans(V4, plain(1, 1, 3))), new))
     after = measured(backend)
     assert after[f"{SYNC}_total", "IPv4", "nat"] == before[f"{SYNC}_total", "IPv4", "nat"]
-    # Two in the new endpoint's chain, three in the Service's chain.
-    assert after[f"{SYNC}_last", "IPv4", "nat"] == 5
+    # kube-proxy writes the whole filter table, and in nat all but the chains of unchanged Services.
+    assert after[f"{SYNC}_last", "IPv4", "filter"] == after[f"{SYNC}_total", "IPv4", "filter"]
+    style = make_style(NODES[V4], Facts(), 1)
+    chains = {chain for plan in plans.values() if plan.key not in new for chain in wanted(plan, style).chains}
+    unchanged = sum(line.split(" ")[1] in chains for line in saved[2].splitlines() if line.startswith("-A"))
+    assert unchanged > 0
+    assert after[f"{SYNC}_last", "IPv4", "nat"] == after[f"{SYNC}_total", "IPv4", "nat"] - unchanged
+    backend.kproxy_sync(full_update(NODES[V4], plans | new))
+    again = measured(backend)
+    assert again[f"{SYNC}_last", "IPv4", "nat"] == again[f"{SYNC}_total", "IPv4", "nat"], "nothing to write"
 
 
 def test_failures_are_counted(netns: None) -> None:
