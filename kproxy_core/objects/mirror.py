@@ -27,7 +27,7 @@ from kproxy_core.objects.slice import MAX_DESTINATIONS, MAX_ENDPOINTS, read_port
 
 
 def read_endpoints(obj: wire.Endpoints) -> Reading[tuple[EndpointSlice, ...]]:
-    """The slices that mirror *obj*: one for each subset and family; none if it asks not to be mirrored."""
+    """Read the slices that mirror *obj*, one for each subset and family; none if it is not to be mirrored."""
     meta = obj.metadata or wire.EndpointsMeta()
     subsets = (obj.subsets or ()) if _is_mirrored(meta) else ()
 
@@ -67,7 +67,7 @@ def _slices(
             endpoint = Endpoint(address, node, ready=field == "addresses")
             of_family.setdefault(family_of(address), {}).setdefault(address, endpoint)
     return [
-        # The colon keeps these names apart from those of real slices.
+        # No real slice has a colon in its name.
         EndpointSlice(
             SliceName(service.namespace, f"endpoints:{service.name}:{index}:{family.label}"),
             service, family, ports, tuple(endpoints.values()),

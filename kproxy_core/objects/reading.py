@@ -1,4 +1,4 @@
-"""What decoding one API object yields, and the checks that all kinds share."""
+"""The result of decoding one API object, and the checks that all kinds share."""
 
 import re
 import sys
@@ -28,11 +28,11 @@ class Reading(NamedTuple, Generic[V]):
     """One API object, read."""
 
     name: tuple[str, str] | None
-    """Namespace ("" for kinds that have none) and name; None if even they are unusable."""
+    """Namespace ("" for kinds that have none) and name; None: they are unusable too."""
     value: V | None
-    """What it means; None: refused as a whole, `bad` says why."""
+    """The decoded object; None: it is refused as a whole, for the reason in `bad`."""
     bad: tuple[BadObject, ...] = ()
-    """What in it could not be used."""
+    """The parts that could not be used."""
 
 
 class Refused(Exception):
@@ -45,7 +45,7 @@ class Refused(Exception):
 
 
 class Findings:
-    """Collects what is wrong with one object."""
+    """Collects the problems of one object."""
 
     __slots__ = ("_kind", "_name", "bad")
 
@@ -58,19 +58,19 @@ class Findings:
         self.bad += (BadObject(self._kind, shown(self._name), field, problem),)
 
     def last_refuses(self) -> Refused:
-        """The refusal of the whole object for what was added last."""
+        """Return the refusal of the whole object for the problem added last."""
         *others, last = self.bad
         self.bad = tuple(others)
         return Refused(last.field, last.problem)
 
     def refuse(self, refused: Refused) -> tuple[BadObject, ...]:
-        """Everything found, and why the whole object is of no use."""
+        """Return all problems, with that of *refused*, for which the whole object is refused."""
         self.add(refused.field, refused.problem)
         return self.bad
 
 
 class Metadata(TypingProtocol):
-    """What all kinds have."""
+    """The metadata of all kinds."""
 
     @property
     def name(self) -> str | None: ...
@@ -80,20 +80,20 @@ class Metadata(TypingProtocol):
 
 
 def shown(text: str, limit: int = 80) -> str:
-    """*text* fit for one line of a log: as it is if plain and short, else quoted and cut."""
+    """Return *text* for one line of a log: unchanged if plain and short, else quoted and cut."""
     plain = text.isascii() and text.isprintable() and len(text) <= limit
     return text if plain else quoted(text, limit)
 
 
 def checked_label(text: str | None, field: str) -> str:
-    """*text*, a DNS label (RFC 1123: at most 63 of a-z, 0-9, "-"). Raises Refused."""
+    """Return *text* if it is a DNS label (RFC 1123: at most 63 of a-z, 0-9, "-"). Raises Refused."""
     if text and _is_label(text):
         return text
     raise Refused(field, f"{quoted(text)} is not a DNS label" if text else "is missing")
 
 
 def checked_subdomain(text: str | None, field: str) -> str:
-    """*text*, DNS labels joined by dots, at most 253 characters. Raises Refused."""
+    """Return *text* if it is DNS labels joined by dots, at most 253 characters. Raises Refused."""
     if text and (_is_label(text) or _is_subdomain(text)):
         return text
     raise Refused(field, f"{quoted(text)} is not a DNS name" if text else "is missing")
@@ -107,7 +107,7 @@ def read_namespaced(
     *,
     check: Callable[[str | None, str], str] = checked_label,
 ) -> Reading[V]:
-    """An object of a *kind* that has namespaces: what it is *named*, and its *value*, which may be Refused.
+    """Read an object of a namespaced *kind*: *named* makes its name, *value* its value. Both may be Refused.
 
     *check* is for the name; a namespace is a DNS label, and that of a manifest without one is ``default``.
     """
@@ -125,17 +125,17 @@ def read_namespaced(
 
 
 def service_name(namespace: str, name: str) -> ServiceName:
-    """The name of a Service, which many objects speak of."""
+    """Return the name of a Service. It is interned: many objects hold it."""
     return ServiceName(namespace, sys.intern(name))
 
 
 def is_label(text: str) -> bool:
-    """Whether *text* is a DNS label."""
+    """Return whether *text* is a DNS label."""
     return _is_label(text) is not None
 
 
 def checked_address(text: str | None, field: str) -> Address:
-    """The address *text* names, if one that traffic can be sent to. Raises Refused."""
+    """Return the address *text* if traffic can be sent to it. Raises Refused."""
     try:
         address = parse_address(text or "")
     except ValueError:
@@ -146,7 +146,7 @@ def checked_address(text: str | None, field: str) -> Address:
 
 
 def checked_cidr(text: str | None, field: str) -> Cidr:
-    """The network *text* names. Raises Refused."""
+    """Return the network *text*. Raises Refused."""
     try:
         return parse_cidr(text or "")
     except ValueError:
@@ -154,7 +154,7 @@ def checked_cidr(text: str | None, field: str) -> Cidr:
 
 
 def is_special(address: Address) -> bool:
-    """Whether *address* is unspecified, loopback, multicast or broadcast.
+    """Return whether *address* is unspecified, loopback, multicast or broadcast.
 
     An API server keeps those out of Services and endpoints; a directory of manifests has none.
     """
@@ -164,7 +164,7 @@ def is_special(address: Address) -> bool:
 
 
 def quoted(text: str | None, limit: int = 60) -> str:
-    """A string from outside for the text of a problem: quoted, ASCII, cut."""
+    """Return a string from outside for the text of a problem: quoted, in ASCII, cut."""
     if text is None:
         return "nothing"
     return ascii(text if len(text) <= limit else text[:limit] + "...")

@@ -1,7 +1,6 @@
-"""Services: from the wire to the model.
+"""Services, from the wire to the model.
 
-kube-proxy 1.36, pkg/proxy/serviceport.go and pkg/proxy/util; absent fields get
-the values that an API server would fill in.
+As kube-proxy 1.36, pkg/proxy/serviceport.go and pkg/proxy/util. Absent fields get the API server's defaults.
 """
 
 import sys
@@ -30,7 +29,7 @@ from kproxy_core.objects.reading import (
 from kproxy_core.store.events import ServiceGone, ServiceSet
 
 AFFINITY_SECONDS = 10800
-"""What an API server makes of ClientIP affinity without a timeout."""
+"""The API server's default for the timeout of ClientIP affinity."""
 _MAX_AFFINITY_SECONDS = 86400
 _TYPES = frozenset({None, "", "ClusterIP", "NodePort", "LoadBalancer"})
 _FAMILIES: dict[str | None, Family] = {family.label: family for family in Family}
@@ -39,7 +38,7 @@ T = TypeVar("T")
 
 
 def read_service(obj: wire.Service) -> Reading[ServiceSet | ServiceGone]:
-    """What *obj* means for this proxy; gone if it is not this proxy's to serve."""
+    """Read *obj*; ServiceGone if this proxy does not serve it."""
     meta = obj.metadata or wire.ServiceMeta()
     return read_namespaced("Service", meta, service_name, lambda name, found: _value(name, meta, obj, found))
 
@@ -76,7 +75,7 @@ def _value(
         cluster_ips=cluster_ips,
         external_ips=external_ips,
         load_balancer_ips=_load_balancer_ips(obj.status, found),
-        source_ranges=_unless_everybody(source_ranges),
+        source_ranges=_restricting(source_ranges),
         affinity_seconds=_affinity_seconds(spec, found),
         internal_policy_local=_is_local(
             spec.internal_traffic_policy, "spec.internalTrafficPolicy", found),
@@ -89,7 +88,7 @@ def _value(
 
 
 def _cluster_ips(spec: wire.ServiceSpec) -> tuple[Address, ...]:
-    """The ClusterIPs, one a family; () for a Service without, such as a headless one. Raises Refused."""
+    """Return the ClusterIPs, one a family; () if there are none, as of a headless Service. Raises Refused."""
     texts, path = spec.cluster_ips, "spec.clusterIPs[{}]"
     if not texts:
         texts, path = [spec.cluster_ip], "spec.clusterIP"
@@ -117,7 +116,7 @@ def _cluster_ips(spec: wire.ServiceSpec) -> tuple[Address, ...]:
 
 
 def _ports(ports: list[wire.ServicePort], found: Findings) -> tuple[PortSpec, ...]:
-    """The valid ones of *ports*. Raises Refused if there are none."""
+    """Return the valid ones of *ports*. Raises Refused if there are none."""
     kept: dict[tuple[str, int], PortSpec] = {}
     for i, port in enumerate(ports):
         name = port.name or ""
@@ -145,12 +144,12 @@ def _ports(ports: list[wire.ServicePort], found: Findings) -> tuple[PortSpec, ..
 
 @lru_cache(maxsize=1024)
 def _shared_ports(ports: tuple[PortSpec, ...]) -> tuple[PortSpec, ...]:
-    """The one tuple that stands for all equal ones: many Services have the same ports."""
+    """Return one tuple for all equal ones: many Services have the same ports."""
     return ports
 
 
 def _load_balancer_ips(status: wire.ServiceStatus | None, found: Findings) -> tuple[Address, ...]:
-    """The addresses to serve: not host names, nor what ``ipMode: Proxy`` leaves to others (KEP-1860)."""
+    """Return the addresses to serve: no host names, and none with ``ipMode: Proxy`` (KEP-1860)."""
     if status is None or status.load_balancer is None or not status.load_balancer.ingress:
         return ()
     texts = [
@@ -162,7 +161,7 @@ def _load_balancer_ips(status: wire.ServiceStatus | None, found: Findings) -> tu
 def _each(
     texts: Iterable[str | None], field: str, check: Callable[[str | None, str], T], found: Findings
 ) -> tuple[T, ...]:
-    """What *check* makes of the *texts*, each once; blank ones are dropped, bad ones reported too."""
+    """Return the results of *check* for *texts*, each once. Blank texts are dropped, bad ones reported."""
     kept: dict[T, None] = {}
     for i, text in enumerate(texts):
         if text and (text := text.strip()):
@@ -173,8 +172,8 @@ def _each(
     return tuple(kept)
 
 
-def _unless_everybody(ranges: tuple[Cidr, ...]) -> tuple[Cidr, ...]:
-    """*ranges* without those of a family in which some range covers every address."""
+def _restricting(ranges: tuple[Cidr, ...]) -> tuple[Cidr, ...]:
+    """Return *ranges* without those of a family in which a range covers every address."""
     if not ranges:
         return ranges
     open_to_all = {r.family for r in ranges if r.prefix == 0}
@@ -215,7 +214,7 @@ def _health_check_node_port(port: int | None, found: Findings) -> int:
 
 
 def _created(stamp: str | None, found: Findings) -> str:
-    """*stamp* in UTC and whole seconds, so that such texts sort by time."""
+    """Return *stamp* in UTC and whole seconds, so that such texts sort by time."""
     if not stamp:
         return ""
     try:

@@ -1,7 +1,6 @@
-"""EndpointSlices: from the wire to the model.
+"""EndpointSlices, from the wire to the model.
 
-kube-proxy 1.36, pkg/proxy/endpointslicecache.go; absent fields get the values
-that an API server would fill in.
+As kube-proxy 1.36, pkg/proxy/endpointslicecache.go. Absent fields get the API server's defaults.
 """
 
 import sys
@@ -29,16 +28,16 @@ from kproxy_core.objects.reading import (
 from kproxy_core.store.events import SliceGone, SliceSet
 
 MAX_ENDPOINTS = 1000
-"""What an API server accepts in one slice."""
+"""Limit of the API server for one slice."""
 MAX_PORTS = 20_000
-"""Likewise."""
+"""Limit of the API server for one slice."""
 MAX_DESTINATIONS = 100_000
-"""Endpoints times ports. No real slice comes near; memory should not hang on one that does."""
+"""Limit for endpoints times ports, far above any real slice, to bound memory."""
 _FAMILIES = {family.label: family for family in Family}
 
 
 def read_slice(obj: wire.EndpointSlice) -> Reading[SliceSet | SliceGone]:
-    """What *obj* means for this proxy; gone if it can't belong to a Service that is served."""
+    """Read *obj*; SliceGone if it can't belong to a Service that is served."""
     meta = obj.metadata or wire.SliceMeta()
     return read_namespaced(
         "EndpointSlice", meta, SliceName, lambda name, found: _value(name, meta, obj, found),
@@ -79,7 +78,7 @@ def _value(
 
 
 def read_ports(ports: list[wire.SlicePort], path: str, found: Findings) -> tuple[SlicePort, ...]:
-    """The usable ones of *ports*; *path* is where they are in the object."""
+    """Return the usable ones of *ports*, which are at *path* in the object."""
     kept = []
     for i, port in enumerate(ports):
         name = "" if port.name is UNSET else port.name
@@ -107,7 +106,7 @@ def _endpoints(
     for i, entry in enumerate(endpoints):
         if not entry.addresses:
             continue
-        text = entry.addresses[0]  # the API gives further ones no meaning
+        text = entry.addresses[0]  # the API defines no meaning for further ones
         try:
             address = parse_address(text)
         except ValueError:
@@ -146,12 +145,12 @@ def _shared_names(names: tuple[str, ...]) -> frozenset[str]:
 
 @lru_cache(maxsize=1024)
 def _shared_ports(ports: tuple[SlicePort, ...]) -> tuple[SlicePort, ...]:
-    """The one tuple that stands for all equal ones: most slices of a cluster have the same ports."""
+    """Return one tuple for all equal ones: most slices of a cluster have the same ports."""
     return ports
 
 
 def read_trigger_time(stamp: str, found: Findings) -> float | None:
-    """The moment that *stamp* (RFC 3339, any fraction) names, in seconds since the epoch."""
+    """Return *stamp* (RFC 3339, any fraction) in seconds since the epoch."""
     try:
         moment = datetime.fromisoformat(stamp)
         if moment.tzinfo is not None:

@@ -12,11 +12,11 @@ from types import ModuleType
 from typing import Any
 
 MAX_DEPTH = 100
-"""Nesting that no API object comes near."""
+"""Limit for nesting, far above that of any API object."""
 MAX_NODES = 1_000_000
-"""Values and collections in one document: about 100 MB of memory, for a moment."""
+"""Limit for the values and collections in one document: about 100 MB of memory, for a moment."""
 MAX_ALIASED = 100_000
-"""Nodes that all aliases of one file together may stand for."""
+"""Limit for the nodes that all aliases of one file stand for."""
 
 _CONSTANTS: dict[str, Any] = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL")),
@@ -42,12 +42,12 @@ class NotYaml(ValueError):
 
 
 class _Key:
-    """Stands where a mapping waits for its next key."""
+    """Marker of a mapping that expects a key."""
 
 
 def documents(data: bytes) -> Iterator[Any]:
-    """The documents in *data*, one value each. Raises NotYaml, perhaps after some of them."""
-    import yaml  # takes longer to import than many a directory to read
+    """Yield the documents in *data*, one value each. Raises NotYaml, perhaps after some of them."""
+    import yaml  # importing it takes longer than reading a small directory
 
     loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
     try:
@@ -66,8 +66,8 @@ def _build(next_event: Callable[[], Any], yaml: ModuleType) -> Iterator[Any]:
     starts = {yaml.SequenceStartEvent: list, yaml.MappingStartEvent: dict}
     ends = (yaml.SequenceEndEvent, yaml.MappingEndEvent)
     document: list[Any] = []
-    here: Any = document  # the collection that the next value goes into
-    key: Any = None  # if that is a dict: the value's key, or _Key if a key comes next
+    here: Any = document  # the collection that gets the next value
+    key: Any = None  # if that is a dict: the value's key, or _Key if a key is next
     outer: list[tuple[Any, Any, str | None, int]] = []
     anchors: dict[str, tuple[Any, int]] = {}
     nodes = aliased = 0
@@ -128,7 +128,7 @@ def _build(next_event: Callable[[], Any], yaml: ModuleType) -> Iterator[Any]:
 
 
 def _scalar(event: Any) -> Any:
-    """The value of a scalar that is not quoted."""
+    """Return the value of a scalar that is not quoted."""
     text: str = event.value
     if event.tag is not None:
         if event.tag in _TEXT_TAGS:
@@ -150,7 +150,7 @@ def _scalar(event: Any) -> Any:
 
 
 def _merge(mapping: dict[str, Any], value: Any, event: Any) -> None:
-    """Take over what the merge key ``<<`` refers to; keys that *mapping* has itself win."""
+    """Add the entries that the merge key ``<<`` refers to; the mapping's own keys take precedence."""
     for source in value if isinstance(value, list) else [value]:
         if not isinstance(source, dict):
             raise _unusable(event, "a merge key (<<) without a mapping")

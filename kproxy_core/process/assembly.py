@@ -29,7 +29,7 @@ from kproxy_core.modes.switch import ModeSwitch
 from kproxy_core.modes.takeover import Takeover
 from kproxy_core.observe import logs
 from kproxy_core.observe.client_metrics import ClientMetrics
-from kproxy_core.observe.events.recorder import Events
+from kproxy_core.observe.events.recorder import EventRecorder
 from kproxy_core.observe.health import ProxyHealth
 from kproxy_core.observe.http.debug import Debug
 from kproxy_core.observe.http.messages import Handler
@@ -100,15 +100,15 @@ def make_store(config: Config, families: tuple[Family, ...], source: Source) -> 
     return Store(families, source.kinds, time.time(), external_ips=external_ips)
 
 
-def make_events(config: Config, node_name: str, counted: ClientMetrics) -> Events:
+def make_events(config: Config, node_name: str, counted: ClientMetrics) -> EventRecorder:
     """Who tells the cluster's operators; without an API server, nobody is told. Requests are *counted*."""
     if config.manifests:
-        return Events(node_name, None)
+        return EventRecorder(node_name, None)
     from kproxy_core.observe.events.writer import EventWriter
 
     host = socket.gethostname().strip().lower()
     writer = EventWriter(config.master, config.client.kubeconfig, host, _counting(counted))
-    return Events(node_name, writer.write)
+    return EventRecorder(node_name, writer.write)
 
 
 def about(config: Config, flags: Flags) -> About:
@@ -189,11 +189,11 @@ class _Proxy:
         self._source = make_source(config, self._node.name, self._metrics.client)
         self._store = make_store(config, families, self._source)
         self._events = make_events(config, self._node.name, self._metrics.client)
-        self._events.node("Normal", "Starting")
+        self._events.report_node("Normal", "Starting")
         self._told = about(config, configuration.flags)
         if fallback is not None:
             self._metrics.set_fallback(fallback.wanted, fallback.serving)
-            self._events.node("Warning", "ModeFallback", str(fallback))
+            self._events.report_node("Warning", "ModeFallback", str(fallback))
             self._told.fallback = fallback
         self._limits = preparation.limits(config)
         self._privileged = "CAP_NET_ADMIN" in privileges.held()
@@ -280,7 +280,7 @@ class _Proxy:
     def _listen_at(self, name: str, reason: str, where: BindAddress, handler: Handler) -> None:
         def failed(error: OSError) -> None:
             problem = f"{name} can't listen on {where}: {error}"
-            self._events.node("Warning", reason, problem)
+            self._events.report_node("Warning", reason, problem)
             self._end(problem)
 
         give_up = failed if self._config.bind_address_hard_fail else None
@@ -305,7 +305,8 @@ class _Proxy:
         self._events.start()
 
     def _service_health_failed(self, service: ServiceName, problem: str) -> None:
-        self._events.service(service.namespace, service.name, "FailedToStartServiceHealthcheck", problem)
+        self._events.report_service(
+            service.namespace, service.name, "FailedToStartServiceHealthcheck", problem)
 
     def _mode_changed(self, instance: BackendInstance) -> None:
         """Another mode, from now on."""
@@ -313,7 +314,7 @@ class _Proxy:
         self._sync_metrics.set_mode(instance.mode)
         self._told.mode = instance.mode
         self._told.configuration = effective(self._configuration.of(instance.mode))
-        self._events.node("Normal", "ModeSwitched", instance.mode)
+        self._events.report_node("Normal", "ModeSwitched", instance.mode)
 
 
 def _counting(counted: ClientMetrics) -> "Observe":

@@ -10,7 +10,7 @@ from pathlib import Path
 from kproxy_core.config.settings import Config
 from kproxy_core.host.conntrack.settings import READ_ONLY_SYS, ConntrackLimits, apply
 from kproxy_core.host.errors import HostError
-from kproxy_core.observe.events.recorder import Events
+from kproxy_core.observe.events.recorder import EventRecorder
 
 log = logging.getLogger("kproxy.run")
 
@@ -62,7 +62,7 @@ def limits(config: Config) -> ConntrackLimits:
     )
 
 
-def tune_conntrack(wanted: ConntrackLimits, events: Events) -> bool:
+def tune_conntrack(wanted: ConntrackLimits, events: EventRecorder) -> bool:
     """Set limits and timeouts of tracked connections; what may not be written is logged.
 
     False while the kernel does not track connections at all: rules of ours will change that.
@@ -80,5 +80,5 @@ def tune_conntrack(wanted: ConntrackLimits, events: Events) -> bool:
     if applied.read_only_sys:
         note = "the table of tracked connections can't be enlarged, /sys is read-only: lookups may get slow"
         log.warning(note)
-        events.node("Warning", READ_ONLY_SYS, note)
+        events.report_node("Warning", READ_ONLY_SYS, note)
     return True

@@ -12,7 +12,7 @@ from kproxy_core.host.files.file_watch import FileWatch
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.modes.control import Handler, ReportProgress, RequestRefused
 from kproxy_core.modes.switch import Comparison, ModeSwitch, SwitchFailed
-from kproxy_core.observe.events.recorder import Events
+from kproxy_core.observe.events.recorder import EventRecorder
 from kproxy_core.process.terms import Configuration
 
 log = logging.getLogger("kproxy.run")
@@ -40,7 +40,8 @@ class FollowedFile:
     """The configuration file, watched. A change of nothing but the mode may be followed without a restart."""
 
     def __init__(
-        self, configuration: Configuration, switch: ModeSwitch, events: Events, restart: Callable[[], None]
+        self, configuration: Configuration, switch: ModeSwitch, events: EventRecorder,
+        restart: Callable[[], None],
     ) -> None:
         """*restart* is called once when only a restart will do."""
         self._configuration = configuration
@@ -96,7 +97,7 @@ class FollowedFile:
         except SwitchFailed as error:
             log.error("the mode in the configuration file is not followed", extra={
                 "fields": {"mode": asked, "error": str(error)}})
-            self._events.node("Warning", "ModeSwitchFailed", f"{asked}: {error}")
+            self._events.report_node("Warning", "ModeSwitchFailed", f"{asked}: {error}")
         return True
 
 

@@ -1,4 +1,4 @@
-"""Events: what the API server is told, how often, and that nothing waits for it."""
+"""Cluster events: their content, their rate, and that nothing waits for them."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ import pytest
 from kproxy_core.config.settings import Flags, resolve
 from kproxy_core.observe.client_metrics import ClientMetrics
 from kproxy_core.observe.events.api_event import Event, NotWritten
-from kproxy_core.observe.events.recorder import SAME_AGAIN, Events
+from kproxy_core.observe.events.recorder import SAME_AGAIN, EventRecorder
 from kproxy_core.process.assembly import make_events
 from tests.core.namespaces import namespace
 
@@ -65,13 +65,13 @@ def server() -> Iterator[Taker]:
             thread.join()
 
 
-def events_to(server: Taker) -> Events:
+def events_to(server: Taker) -> EventRecorder:
     return make_events(resolve(Flags(master=server.url), None), "node1", ClientMetrics())
 
 
 def test_a_birth_cry_is_an_event_of_the_node(server: Taker) -> None:
     events = events_to(server)
-    events.node("Normal", "Starting")
+    events.report_node("Normal", "Starting")
     events.start()
     assert server.taken.acquire(timeout=10)
     events.close()
@@ -91,7 +91,8 @@ def test_a_birth_cry_is_an_event_of_the_node(server: Taker) -> None:
 
 def test_an_event_about_a_service_is_in_its_namespace(server: Taker) -> None:
     events = events_to(server)
-    events.service("shop", "web", "FailedToStartServiceHealthcheck", "port 30000 can't be opened: in use")
+    events.report_service(
+        "shop", "web", "FailedToStartServiceHealthcheck", "port 30000 can't be opened: in use")
     events.close()
     ((path, _, event),) = server.posted
     assert path == "/apis/events.k8s.io/v1/namespaces/shop/events"
@@ -103,7 +104,7 @@ def test_an_event_about_a_service_is_in_its_namespace(server: Taker) -> None:
 def test_what_is_too_long_for_the_api_server_is_cut(server: Taker) -> None:
     node = "n" * 200 + "." + "d" * 52
     events = make_events(resolve(Flags(master=server.url), None), node, ClientMetrics())
-    events.node("Warning", "ModeFallback", "\N{SNOWMAN}" * 400)
+    events.report_node("Warning", "ModeFallback", "\N{SNOWMAN}" * 400)
     events.close()
     ((_, _, event),) = server.posted
     assert event["note"] == "\N{SNOWMAN}" * 341
@@ -143,8 +144,8 @@ def test_a_server_that_must_be_had_and_is_not_is_told_at_the_end(flag: str, reas
 def test_a_server_in_trouble_is_asked_again_and_one_that_refuses_is_not(server: Taker) -> None:
     server.statuses = [503, 201, 403]
     events = events_to(server)
-    events.node("Normal", "Starting")
-    events.node("Warning", "Other")
+    events.report_node("Normal", "Starting")
+    events.report_node("Warning", "Other")
     events.start()
     for _ in range(3):
         assert server.taken.acquire(timeout=10)
@@ -154,7 +155,7 @@ def test_a_server_in_trouble_is_asked_again_and_one_that_refuses_is_not(server: 
 
 def test_without_a_server_the_end_is_not_delayed() -> None:
     events = make_events(resolve(Flags(master="http://127.0.0.1:1"), None), "node1", ClientMetrics())
-    events.node("Normal", "Starting")
+    events.report_node("Normal", "Starting")
     events.start()
     closing = threading.Thread(target=events.close)
     closing.start()
@@ -164,7 +165,7 @@ def test_without_a_server_the_end_is_not_delayed() -> None:
 
 def test_manifests_have_nobody_to_tell(tmp_path: Path) -> None:
     events = make_events(resolve(Flags(manifests=str(tmp_path)), None), "node1", ClientMetrics())
-    events.node("Normal", "Starting")
+    events.report_node("Normal", "Starting")
     events.start()
     events.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "events"]
@@ -176,7 +177,8 @@ class Recorded:
     def __init__(self) -> None:
         self.now = 0.0
         self.written: list[Event] = []
-        self.events = Events("node1", lambda event, _: self.written.append(event), clock=lambda: self.now)
+        self.events = EventRecorder(
+            "node1", lambda event, _: self.written.append(event), clock=lambda: self.now)
 
     def end(self) -> list[str]:
         self.events.close()
@@ -186,17 +188,17 @@ class Recorded:
 def test_the_same_again_is_told_after_a_while_only() -> None:
     recorded = Recorded()
     for recorded.now in (0.0, 1.0, SAME_AGAIN - 1, SAME_AGAIN + 1):
-        recorded.events.node("Warning", "Same")
+        recorded.events.report_node("Warning", "Same")
     assert recorded.end() == ["Same", "Same"]
 
 
 def test_a_flood_is_cut_off_and_there_is_room_again_later() -> None:
     recorded = Recorded()
     for number in range(100):
-        recorded.events.service("shop", f"web{number}", "Flood", "")
+        recorded.events.report_service("shop", f"web{number}", "Flood", "")
     recorded.now = 60.0
     for number in range(100):
-        recorded.events.service("shop", f"late{number}", "Later", "")
+        recorded.events.report_service("shop", f"late{number}", "Later", "")
     assert recorded.end() == ["Flood"] * 25 + ["Later"] * 5
 
 
@@ -209,8 +211,8 @@ def test_what_can_not_be_written_costs_only_itself() -> None:
         written.append(event.reason)
 
     written: list[str] = []
-    events = Events("node1", write)
+    events = EventRecorder("node1", write)
     for reason in ("Bad", "Refused", "Good"):
-        events.node("Normal", reason)
+        events.report_node("Normal", reason)
     events.close()
     assert written == ["Good"]

@@ -1,11 +1,11 @@
-"""Events as the API has them, and what it means that one was not taken."""
+"""Events as in the API, and the error for one that was not written."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Regarding:
-    """The object that an event is about. As in kube-proxy, `uid` is its name."""
+    """The object of an event. As in kube-proxy, `uid` is its name."""
 
     kind: str
     name: str
@@ -18,7 +18,7 @@ class Regarding:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happened, in the words of events.k8s.io/v1."""
+    """An event of events.k8s.io/v1."""
 
     type: str
     """``Normal`` or ``Warning``."""
@@ -29,7 +29,7 @@ class Event:
 
 
 class NotWritten(Exception):
-    """The server did not take the event. `again`: it may do so later."""
+    """The server did not accept the event. `again`: it may do so later."""
 
     def __init__(self, problem: str, again: bool) -> None:
         super().__init__(problem)

@@ -1,6 +1,6 @@
-"""What the cluster's operators are told through events: rarely, in the background, and never at a cost.
+"""Events for the cluster's operators, delivered in the background.
 
-An event that can't be delivered is given up; nothing waits for it, and nothing fails with it.
+An event that can't be delivered is dropped; nothing waits for it, and nothing fails with it.
 """
 
 import logging
@@ -20,16 +20,16 @@ SAME_AGAIN = 600.0
 
 _BURST = 25
 _REFILL = 12.0
-"""So many events at once, and one more for each so many seconds."""
+"""Events that may be sent at once, and the seconds after which one more may."""
 
 _TRIES = (0.0, 1.0, 5.0, 15.0, 60.0)
-"""Seconds to wait before each."""
+"""Seconds to wait before each attempt."""
 
 _AT_THE_END = 2.0
-"""Seconds that the last events may take when the process ends."""
+"""Timeout in seconds for the last events when the process ends."""
 
 Write = Callable[[Event, int], None]
-"""Delivers an event of a time in nanoseconds since the epoch; raises NotWritten."""
+"""Delivers an event, with its time in nanoseconds since the epoch. Raises NotWritten."""
 
 
 class _Waiting(NamedTuple):
@@ -37,14 +37,14 @@ class _Waiting(NamedTuple):
     happened: int
 
 
-class Events:
+class EventRecorder:
     """Sends events about one node and its Services. All methods may be called from any thread."""
 
     def __init__(
         self, node_name: str, write: Write | None, *,
         clock: Callable[[], float] = time.monotonic, wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        """*write*: how; None: there is nobody to tell."""
+        """*write* delivers the events; None: there is no API server, and they are dropped."""
         self._node = Regarding("Node", node_name)
         self._write = write
         self._clock = clock
@@ -56,16 +56,16 @@ class Events:
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def node(self, type_: str, reason: str, note: str = "") -> None:
-        """Something happened to the proxy as a whole; *type_*: ``Normal`` or ``Warning``."""
+    def report_node(self, type_: str, reason: str, note: str = "") -> None:
+        """Report an event of the proxy as a whole. *type_*: ``Normal`` or ``Warning``."""
         self._record(Event(type_, reason, "StartKubeProxy", self._node, note))
 
-    def service(self, namespace: str, name: str, reason: str, note: str) -> None:
-        """A Service can't be served as it asks."""
+    def report_service(self, namespace: str, name: str, reason: str, note: str) -> None:
+        """Report that a Service can't be served as its spec demands."""
         self._record(Event("Warning", reason, "Listen", Regarding("Service", name, namespace), note))
 
     def start(self) -> None:
-        """Begin delivering; until then events wait."""
+        """Start delivering; until then events wait."""
         with self._lock:
             if self._write is not None and self._thread is None:
                 self._thread = threading.Thread(
@@ -73,7 +73,7 @@ class Events:
                 self._thread.start()
 
     def close(self) -> None:
-        """Deliver what waits if that goes quickly, and end."""
+        """Deliver the events that wait if that is quick, and end."""
         if not self._queue.empty():
             self.start()
         self._ending.set()
@@ -103,10 +103,10 @@ class Events:
                     write(waiting.event, waiting.happened)
                     break
                 except NotWritten as error:
-                    log.debug("an event was not taken", extra={
+                    log.debug("event refused by the API server", extra={
                         "fields": {"reason": waiting.event.reason, "error": str(error)}})
                     if not error.again:
                         break
-                except Exception:  # telling about trouble must not be trouble
-                    log.exception("an event could not be written")
+                except Exception:  # reporting a problem must not cause one
+                    log.exception("bug: event not written")
                     break

@@ -9,10 +9,10 @@ from kproxy_core.apiclient.transport import ProtocolError, Transport
 from kproxy_core.observe.events.api_event import Event, NotWritten
 
 _CONTROLLER = "kube-proxy"
-"""Under this name operators look for the events of a node's service proxy."""
+"""The name that operators look for: any service proxy reports under it."""
 
 _MAX_NOTE, _MAX_NAME = 1024, 253
-"""Bytes that the API server takes: longer ones are refused with the whole event."""
+"""Limits of the API server in bytes: with a longer one it refuses the whole event."""
 
 _SILENCE = 10.0
 """Seconds without a byte after which the answer is given up."""
@@ -84,5 +84,5 @@ def _document(event: Event, namespace: str, happened: int, host: str) -> dict[st
 
 
 def _name(regarding: str, suffix: str) -> str:
-    """A name for an event; that of the longest node leaves no room for a *suffix*."""
+    """Return the name of an event, cut where that of the longest node leaves no room for *suffix*."""
     return regarding[:_MAX_NAME - len(suffix)].rstrip(".-") + suffix
