@@ -55,6 +55,15 @@ def kproxy_retire(settings: BackendSettings) -> Leftovers:
 
 
 @hookimpl
+def kproxy_prepare(settings: BackendSettings) -> None:
+    """Mount the BPF file system where it is not mounted."""
+    from kproxy_ebpf.kernel.port import prepare
+    from kproxy_ebpf.settings import read_settings
+
+    prepare(read_settings(settings))
+
+
+@hookimpl
 def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat]:
     """Yield what connect-time translation does differently."""
     from kproxy_ebpf.caveats import caveats

@@ -62,8 +62,26 @@ def test_a_config_map_that_is_there_is_used() -> None:
 
 
 def test_the_overlay_for_kubeadm_uses_its_config_map_on_chosen_nodes() -> None:
-    kustomization = yaml.safe_load((DEPLOY / "kubeadm/kustomization.yaml").read_text())
-    daemon_set = copy.deepcopy(base()["DaemonSet"])
+    daemon_set, deleted = patched(base()["DaemonSet"], "kubeadm")
+    pod = daemon_set["spec"]["template"]["spec"]
+    assert pod["volumes"][0] == {"name": "config", "configMap": {"name": "kube-proxy"}}
+    assert pod["nodeSelector"] == {"kubernetes.io/os": "linux", "service-proxy": "kproxy"}
+    assert deleted == ["ConfigMap"]
+
+
+def test_the_component_for_ebpf_adds_what_the_chart_adds() -> None:
+    daemon_set, _ = patched(base()["DaemonSet"], "ebpf")
+    theirs = chart(ebpf=True)["DaemonSet"]
+    for container in containers(theirs):
+        del container["imagePullPolicy"]
+    assert theirs == daemon_set
+    assert daemon_set != base()["DaemonSet"]
+
+
+def patched(daemon_set: Object, overlay: str) -> tuple[Object, list[str]]:
+    """Return *daemon_set* with the patches of an overlay, and the kinds that it deletes."""
+    kustomization = yaml.safe_load((DEPLOY / overlay / "kustomization.yaml").read_text())
+    result = copy.deepcopy(daemon_set)
     deleted = []
     for patch in kustomization["patches"]:
         content = yaml.safe_load(patch["patch"])
@@ -73,15 +91,15 @@ def test_the_overlay_for_kubeadm_uses_its_config_map_on_chosen_nodes() -> None:
             continue
         for operation in content:
             *path, last = operation["path"].removeprefix("/").split("/")
-            at: Any = daemon_set
+            at: Any = result
             for step in path:
                 at = at[int(step)] if isinstance(at, list) else at[step]
-            assert (last in at) == (operation["op"] == "replace")
-            at[last] = operation["value"]
-    pod = daemon_set["spec"]["template"]["spec"]
-    assert pod["volumes"][0] == {"name": "config", "configMap": {"name": "kube-proxy"}}
-    assert pod["nodeSelector"] == {"kubernetes.io/os": "linux", "service-proxy": "kproxy"}
-    assert deleted == ["ConfigMap"]
+            if last == "-":
+                at.append(operation["value"])
+            else:
+                assert (last in at) == (operation["op"] == "replace")
+                at[last] = operation["value"]
+    return result, deleted
 
 
 def test_the_role_allows_what_is_asked_for_and_nothing_else() -> None:

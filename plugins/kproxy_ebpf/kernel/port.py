@@ -198,11 +198,7 @@ class Kernel:
         return self._compiled.maps[name]
 
     def _make_directories(self, compiled: Compiled) -> None:
-        directory = self._settings.pin_directory
-        if not mounts.is_bpf_file_system(directory):
-            parent = str(Path(directory).parent)
-            Path(parent).mkdir(mode=0o700, parents=True, exist_ok=True)
-            mounts.mount_bpf_file_system(parent)
+        prepare(self._settings)
         for path in (self._links_directory, self._maps_directory(compiled)):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -223,6 +219,16 @@ def namespace_cookie() -> int:
     """
     with _reporting(), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         return int.from_bytes(probe.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8), "little")
+
+
+def prepare(settings: Settings) -> None:
+    """Mount a BPF file system for the pins where there is none. Raises SyncFailed."""
+    if mounts.is_bpf_file_system(settings.pin_directory):
+        return
+    parent = Path(settings.pin_directory).parent
+    with _reporting():
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mounts.mount_bpf_file_system(str(parent))
 
 
 def detach_pins(directory: Path, programs: Iterable[str]) -> list[str]:
