@@ -125,9 +125,10 @@ def about(config: Config, flags: Flags) -> About:
 
 
 def set_up(config: Config, registry: Registry, configuration: Configuration) -> None:
-    """What needs all privileges: afterwards, `run` does with fewer.
+    """Do everything that needs all privileges; `run` then needs fewer.
 
-    Raises BackendError, HostError or StartFailed.
+    Prepares every mode to which the proxy could be switched later. Raises BackendError, HostError or
+    StartFailed for the mode that will serve; another mode's failure is only logged.
     """
     families = served_families()
     config, instance, _, families = choose(configuration, registry, config.mode, families)
@@ -137,8 +138,11 @@ def set_up(config: Config, registry: Registry, configuration: Configuration) -> 
     if not preparation.tune_conntrack(preparation.limits(config), events):
         log.warning("the kernel does not track connections yet; their limits and timeouts are not set")
     registry.prepare(config.mode, backend_settings(config, families))
+    others = preparation.prepare_others(
+        registry, config.mode, settings_of_modes(configuration, families))
     events.close()
-    log.info("what needs all privileges is done", extra={"fields": {"mode": config.mode}})
+    log.info("privileged initialisation finished", extra={
+        "fields": {"mode": config.mode, "also_prepared": ",".join(others)}})
 
 
 def run(config: Config, registry: Registry, configuration: Configuration) -> None:
@@ -297,7 +301,7 @@ class _Proxy:
             log.warning("the kernel does not track connections; their limits and timeouts are not set")
         if self._privileged:
             for doubt in doubts(self._config, self._node, self._families, self._store.node):
-                log.warning("the configuration may not be what is meant", extra={
+                log.warning("suspicious configuration", extra={
                     "fields": {"because": doubt}})
             self._takeover.start()
         else:

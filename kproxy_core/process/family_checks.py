@@ -1,6 +1,6 @@
-"""Whether the configuration, the node and the machine mean the same IP families.
+"""Checks that the configuration, the node and the machine agree on the IP families.
 
-kube-proxy 1.36 checks the same, cmd/kube-proxy/app/server.go; there, more of it ends the process.
+kube-proxy 1.36 makes the same checks (cmd/kube-proxy/app/server.go), and more of them end its process.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,7 +12,7 @@ from kproxy_core.sync.node_facts import NodeSettings, primary_family
 
 
 def unservable(config: Config, families: Sequence[Family]) -> str:
-    """Why *config* can't be served on a machine with *families*; "": it can."""
+    """Return why *config* cannot be served on a machine with *families*; "" if it can."""
     if any(config.bind_address) and family_of(config.bind_address) not in families:
         return f"bindAddress is {family_of(config.bind_address).label}, which this machine does not have"
     if len(families) == 1 and _none_in(families[0], config.cluster_cidrs):
@@ -24,7 +24,7 @@ def unservable(config: Config, families: Sequence[Family]) -> str:
 def doubts(
     config: Config, settings: NodeSettings, families: Sequence[Family], node: NodeObject | None
 ) -> Iterator[str]:
-    """What is allowed and probably not meant; one sentence each."""
+    """Yield suspicious settings that are allowed and probably a mistake, one sentence each."""
     primary = primary_family(settings.bind_address, node)
     single = len(families) == 1
     kind = f"the cluster is {primary.label}-{'only' if single else 'primary'}"
@@ -34,11 +34,7 @@ def doubts(
     if settings.node_ports == ():
         yield "nodePortAddresses is unset: node ports are served on all local addresses; consider `primary`"
     elif settings.node_ports != "primary":
-        given = {cidr.family for cidr in settings.node_ports}
-        if given == {_other(primary)}:
-            yield f"{kind}, but nodePortAddresses has only {other}"
-        elif given == {primary} and len({cidr.family for cidr in config.cluster_cidrs}) == 2:
-            yield f"clusterCIDR has both IP families, but nodePortAddresses has only {primary.label}"
+        yield from _node_ports_of_one_family(config, settings.node_ports, families, node)
     if _none_in(primary, config.cluster_cidrs):
         yield f"{kind}, but clusterCIDR has only {other}"
     if node is not None and _none_in(primary, node.pod_cidrs):
@@ -47,6 +43,21 @@ def doubts(
         yield "detectLocalMode is NodeCIDR, but the Node has no pod networks yet"
     if single:
         yield from _single_stack(config, kind, primary)
+
+
+def _node_ports_of_one_family(
+    config: Config, given: Sequence[Cidr], families: Sequence[Family], node: NodeObject | None
+) -> Iterator[str]:
+    """Warn of a family without any node ports. kube-proxy serves it on all addresses instead."""
+    used = {cidr.family for cidr in config.cluster_cidrs}
+    if node is not None:
+        used |= {family_of(address) for address in node.addresses}
+    for family in families:
+        if family in used and _none_in(family, given):
+            everywhere = "::/0" if family is Family.IPV6 else "0.0.0.0/0"
+            yield (
+                f"nodePortAddresses has only {_other(family).label}: {family.label} node ports are not"
+                f" served; add {everywhere} to serve them on all addresses, as kube-proxy does")
 
 
 def _single_stack(config: Config, kind: str, primary: Family) -> Iterator[str]:
@@ -62,7 +73,7 @@ def _single_stack(config: Config, kind: str, primary: Family) -> Iterator[str]:
 
 
 def _none_in(family: Family, cidrs: Iterable[Cidr]) -> bool:
-    """There are some, and all are of the other family."""
+    """Return whether *cidrs* has networks, but none of *family*."""
     return {cidr.family for cidr in cidrs} == {_other(family)}
 
 

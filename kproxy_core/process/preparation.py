@@ -1,12 +1,15 @@
-"""What is set once for the process and the node before anything is served."""
+"""Settings of the process and of the node that are made once, before anything is served."""
 
 import errno
 import gc
 import logging
 import resource
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+from kproxy_core.backend.api import BackendSettings
+from kproxy_core.backend.registry import Registry
 from kproxy_core.config.settings import Config
 from kproxy_core.host.conntrack.settings import READ_ONLY_SYS, ConntrackLimits, apply
 from kproxy_core.host.errors import HostError
@@ -16,17 +19,17 @@ log = logging.getLogger("kproxy.run")
 
 
 def tune_interpreter() -> None:
-    """Let a change get from its watch to the loop at once, and memory alone until the first sync is done."""
-    # A thread that wants to run asks for the interpreter's lock only after this long. The default is
-    # 5 ms, longer than everything else between a change and its rules together.
+    """Shorten thread switches, and turn off the garbage collector until the first sync is done."""
+    # A waiting thread asks for the interpreter's lock only after this long. The default of 5 ms exceeds
+    # all other latency between a change and its rules.
     sys.setswitchinterval(0.0005)
-    # What comes in at the start stays. Looking through it again and again for cycles would find none
-    # and takes longer than the first sync itself.
+    # Objects that are read at the start live on. Searching them for cycles would take longer than the
+    # first sync itself, and find none.
     gc.disable()
 
 
 def settle_memory() -> None:
-    """What lives after the first sync mostly lives on: take it out of the collector's sight."""
+    """Exclude what exists after the first sync, which mostly lives on, from garbage collection."""
     gc.collect()
     gc.freeze()
     # Values are freed by their reference counts; cycles come from rare exceptions only.
@@ -35,21 +38,22 @@ def settle_memory() -> None:
 
 
 def raise_file_limit() -> None:
-    """As many open files as this process may have: each health check node port is one."""
+    """Raise the limit of open files to the most allowed: each health check node port needs one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def protect_from_oom_killer(score: int) -> None:
+    """Set this process's oom_score_adj to *score*, if that is permitted."""
     try:
         Path("/proc/self/oom_score_adj").write_text(str(score), encoding="ascii")
     except OSError as error:
-        log.info("oom_score_adj stays as it is", extra={"fields": {"wanted": score, "error": str(error)}})
+        log.info("could not set oom_score_adj", extra={"fields": {"wanted": score, "error": str(error)}})
 
 
 def limits(config: Config) -> ConntrackLimits:
-    """What the configuration says about tracked connections."""
+    """Return the configured limits and timeouts of tracked connections."""
     said = config.conntrack
     return ConntrackLimits(
         max_per_core=said.max_per_core,
@@ -63,10 +67,9 @@ def limits(config: Config) -> ConntrackLimits:
 
 
 def tune_conntrack(wanted: ConntrackLimits, events: EventRecorder) -> bool:
-    """Set limits and timeouts of tracked connections; what may not be written is logged.
+    """Set limits and timeouts of tracked connections. Log those that may not be written.
 
-    False while the kernel does not track connections at all: rules of ours will change that.
-    Raises HostError.
+    Return False if the kernel does not track connections yet; our rules will make it. Raises HostError.
     """
     try:
         applied = apply(wanted)
@@ -75,10 +78,34 @@ def tune_conntrack(wanted: ConntrackLimits, events: EventRecorder) -> bool:
             return False
         raise
     if applied.refused:
-        log.warning("not everything about tracked connections could be set", extra={
+        log.warning("some conntrack settings could not be applied", extra={
             "fields": {"first": str(applied.refused[0]), "refused": len(applied.refused)}})
     if applied.read_only_sys:
-        note = "the table of tracked connections can't be enlarged, /sys is read-only: lookups may get slow"
+        note = "the conntrack hash table cannot be enlarged, /sys is read-only: lookups may become slow"
         log.warning(note)
         events.report_node("Warning", READ_ONLY_SYS, note)
     return True
+
+
+def prepare_others(
+    registry: Registry, serving: str, settings_of: Callable[[str], BackendSettings]
+) -> list[str]:
+    """Prepare this machine for all usable modes but *serving*, so that a running proxy can switch to them.
+
+    Return the prepared modes. Failures are logged.
+    """
+    prepared = []
+    for mode in [description.mode for description in registry.load_all()]:
+        if mode == serving:
+            continue
+        try:
+            settings = settings_of(mode)
+            if registry.detect(mode, settings, load_modules=True).refuted:
+                continue
+            registry.prepare(mode, settings)
+        except Exception as error:  # noqa: BLE001 - a plugin's, or a setting of a mode that does not serve
+            log.warning("could not prepare another mode, switching to it may fail", extra={
+                "fields": {"mode": mode, "error": str(error)}})
+        else:
+            prepared.append(mode)
+    return prepared

@@ -224,6 +224,12 @@ def test_what_needs_all_privileges_can_be_done_by_itself(node: Namespace, manife
     assert node.run("nft", "list", "ruleset") == before
 
 
+def test_init_only_prepares_every_mode_that_could_be_switched_to(node: Namespace, manifests: Path) -> None:
+    node.run(KPROXY, "--init-only", "--mode=nftables", f"--manifests={manifests}")
+    assert node.run("sysctl", "-n", "net.ipv4.conf.all.route_localnet").strip() == "1", "for iptables"
+    assert "kproxy" not in node.run("nft", "list", "ruleset")
+
+
 @pytest.mark.parametrize(
     "asked", ["--nodeport-addresses=192.0.2.0/24", "--nodeport-addresses=primary",
               "--iptables-localhost-nodeports=false"],

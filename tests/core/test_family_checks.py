@@ -14,6 +14,12 @@ from kproxy_core.testing.builders import addresses, cidrs
 
 V4, V6 = Family.IPV4, Family.IPV6
 EVERYWHERE = "nodePortAddresses is unset: node ports are served on all local addresses; consider `primary`"
+ONLY_IPV4 = (
+    "nodePortAddresses has only IPv4: IPv6 node ports are not served; add ::/0 to serve them on all"
+    " addresses, as kube-proxy does")
+ONLY_IPV6 = (
+    "nodePortAddresses has only IPv6: IPv4 node ports are not served; add 0.0.0.0/0 to serve them on all"
+    " addresses, as kube-proxy does")
 FOUR = NodeObject("node1", addresses=addresses("192.0.2.1 2001:db8::1"))
 SIX = NodeObject("node1", addresses=addresses("2001:db8::1 192.0.2.1"))
 
@@ -59,10 +65,12 @@ def test_what_can_not_be_served_ends_the_start(text: str, families: tuple[Family
         ("", (V4, V6), FOUR, [EVERYWHERE]),
         ("nodePortAddresses: [primary]", (V4, V6), FOUR, []),
         ("nodePortAddresses: ['fd00::/8']", (V4, V6), FOUR,
-         ["the cluster is IPv4-primary, but nodePortAddresses has only IPv6"]),
-        ("nodePortAddresses: [10.0.0.0/8]", (V4, V6), FOUR, []),
-        ("nodePortAddresses: [10.0.0.0/8], clusterCIDR: '10.0.0.0/8,fd00::/8'", (V4, V6), FOUR,
-         ["clusterCIDR has both IP families, but nodePortAddresses has only IPv4"]),
+         [ONLY_IPV6]),
+        ("nodePortAddresses: [10.0.0.0/8]", (V4, V6), FOUR, [ONLY_IPV4]),
+        ("nodePortAddresses: [10.0.0.0/8]", (V4,), FOUR, []),
+        ("nodePortAddresses: [10.0.0.0/8]", (V4, V6), NodeObject("n", addresses=addresses("192.0.2.1")), []),
+        ("nodePortAddresses: [10.0.0.0/8], clusterCIDR: '10.0.0.0/8,fd00::/8'", (V4, V6), None, [ONLY_IPV4]),
+        ("nodePortAddresses: [10.0.0.0/8, '::/0']", (V4, V6), FOUR, []),
         ("nodePortAddresses: [primary], clusterCIDR: 10.0.0.0/8", (V4, V6), SIX,
          ["the cluster is IPv6-primary, but clusterCIDR has only IPv4"]),
         ("nodePortAddresses: [primary]", (V4, V6), NodeObject("n", pod_cidrs=cidrs("fd00::/64")),
