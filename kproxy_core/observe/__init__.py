@@ -1,1 +1,1 @@
-"""What operators observe: metrics, health, logs and events. Decides nothing about packets."""
+"""Metrics, health, logs and cluster events, for operators. Nothing here decides about packets."""

@@ -1,8 +1,7 @@
 """Structured logging: one line per event, to standard error.
 
-Rooms log with ``logging.getLogger("kproxy.<room>")`` and put values into
-``extra={"fields": {...}}``. Verbosity as Kubernetes counts it: 0 shows INFO and above, 2 DEBUG
-as well, and n > 2 what is logged at level ``12 - n``.
+Rooms log with ``logging.getLogger("kproxy.<room>")`` and put values into ``extra={"fields": {...}}``.
+Verbosity counts as in Kubernetes: 0 shows INFO and above, 2 also DEBUG, and n > 2 also level ``12 - n``.
 """
 
 import logging
@@ -16,11 +15,8 @@ _PLAIN = re.compile(r"""[^\s"'=\\]+""")
 
 
 def set_up(verbosity: int, form: Literal["text", "json"], stream: TextIO | None = None) -> None:
-    """Send all of kproxy's logs to *stream* (standard error) as ``text`` or ``json``.
-
-    Replaces what an earlier call set up.
-    """
-    logging.raiseExceptions = False  # a closed standard error is no reason to fail
+    """Send all logs to *stream* (standard error) as ``text`` or ``json``. Replaces earlier calls."""
+    logging.raiseExceptions = False  # a closed standard error must not fail the process
     logging.logMultiprocessing = False
     handler = logging.StreamHandler(stream)
     handler.setFormatter(_JsonFormatter() if form == "json" else _TextFormatter())
@@ -31,7 +27,6 @@ def set_up(verbosity: int, form: Literal["text", "json"], stream: TextIO | None 
 
 
 def set_verbosity(verbosity: int) -> None:
-    """Log as much as *verbosity* asks for from now on."""
     logging.getLogger(_ROOT).setLevel(logging.INFO if verbosity < 2 else max(1, 12 - verbosity))
 
 
@@ -47,7 +42,7 @@ class _JsonFormatter(logging.Formatter):
     """One object: ts, level, room, msg, then the fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        import json  # only for those who ask for it
+        import json  # loaded for this format only
 
         head = {"ts": _time(record), "level": record.levelname, "room": _room(record),
                 "msg": record.getMessage()}
@@ -62,7 +57,7 @@ def _fields(record: logging.LogRecord) -> dict[str, object]:
 
 
 def _time(record: logging.LogRecord) -> str:
-    """RFC 3339 in UTC, to the millisecond."""
+    """Format the time of *record* as RFC 3339 in UTC, to the millisecond."""
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
 
 
@@ -81,7 +76,7 @@ def _quoted(value: object) -> str:
 
 
 def _escaped(text: str) -> str:
-    """*text* without anything that ends a line, moves a cursor or can't be encoded."""
+    """Return *text* with everything escaped that ends a line, moves a cursor or cannot be encoded."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,4 +1,4 @@
-"""What the kernel says about this process, beyond what prometheus_client tells."""
+"""Metrics of this process beyond those of prometheus_client, from the kernel."""
 
 import os
 import resource
@@ -13,15 +13,15 @@ _UNLIMITED = float(2**64)
 _PLATFORMS = {"x86_64": "amd64", "aarch64": "arm64", "i686": "386", "armv7l": "arm"}
 
 KUBERNETES = "1.36"
-"""The Kubernetes whose kube-proxy this process stands for."""
+"""Version of Kubernetes whose kube-proxy this process replaces."""
 
 
 def build_info(version: str) -> Measurement:
-    """``kubernetes_build_info``: alerts on differing versions in a cluster compare its ``git_version``."""
+    """Return ``kubernetes_build_info``. Alerts on version skew in a cluster compare its ``git_version``."""
     major, minor = KUBERNETES.split(".")
     machine = os.uname().machine
     return Measurement(
-        "kubernetes_build_info", "Always 1; the Kubernetes that this proxy stands for", "gauge", 1,
+        "kubernetes_build_info", "Always 1; the Kubernetes whose kube-proxy this replaces", "gauge", 1,
         {
             "major": major, "minor": minor, "git_version": f"v{KUBERNETES}.0+kproxy-{version}",
             "git_commit": "", "git_tree_state": "", "build_date": "", "compiler": sys.implementation.name,
@@ -31,10 +31,10 @@ def build_info(version: str) -> Measurement:
 
 
 def measure_process() -> Iterator[Measurement]:
-    """What is read anew at each scrape. A value that can't be had is left out."""
+    """Yield the metrics that are read at each scrape. A value that cannot be read is left out."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     yield Measurement(
-        "process_virtual_memory_max_bytes", "Most virtual memory that this process may have", "gauge",
+        "process_virtual_memory_max_bytes", "Limit of this process's virtual memory", "gauge",
         _UNLIMITED if limit == resource.RLIM_INFINITY else limit,
     )  # fmt: skip
     received, sent = _network_bytes()
@@ -44,12 +44,12 @@ def measure_process() -> Iterator[Measurement]:
             "process_network_receive_bytes_total", about.format("received"), "counter", received)
         yield Measurement("process_network_transmit_bytes_total", about.format("sent"), "counter", sent)
     threads = threading.active_count()
-    yield Measurement("go_threads", "Threads; under the name that dashboards look for", "gauge", threads)
-    yield Measurement("go_goroutines", "Threads; under the name that dashboards look for", "gauge", threads)
+    yield Measurement("go_threads", "Threads, under the name that dashboards expect", "gauge", threads)
+    yield Measurement("go_goroutines", "Threads, under the name that dashboards expect", "gauge", threads)
 
 
 def _network_bytes() -> tuple[int | None, int | None]:
-    """Octets in and out, from two lines of /proc/self/net/netstat: the names and the values."""
+    """Return the bytes received and sent, from the names and values in /proc/self/net/netstat."""
     try:
         with open("/proc/self/net/netstat", encoding="ascii") as file:
             lines = [line.split() for line in file if line.startswith("IpExt:")]

@@ -1,4 +1,4 @@
-"""What this node is like, from the configuration, its Node object and its interfaces."""
+"""Facts about this node, from the configuration, its Node object and its interfaces."""
 
 import logging
 from collections.abc import Callable
@@ -21,24 +21,24 @@ log = logging.getLogger("kproxy.run")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
-    """What the operator decided about the node."""
+    """Settings of the operator for the node."""
 
     name: str
     local: LocalSource | tuple[Cidr, ...] | None = ()
-    """Where local traffic comes from: an interface for both families; networks, of which the first of
-    each family counts; None: the pod networks of the Node object."""
+    """Source of local traffic: an interface for both families, or networks, the first of each family.
+    None: the pod networks of the Node object."""
     node_ports: tuple[Cidr, ...] | Literal["primary"] = ()
-    """Networks whose addresses serve node ports; (): all addresses; primary: the node's own."""
+    """Networks whose addresses serve node ports. (): all addresses; primary: the node's own."""
     bind_address: Address | None = None
-    """Takes the place of the Node object's address of its family."""
+    """Overrides the Node object's address of its family."""
     guess_address: Callable[[Family], Address | None] | None = None
-    """The node's address while there is no Node object; None: it is unknown then."""
+    """Returns the node's address while there is no Node object. None: it is unknown until then."""
     masquerade_all: bool = False
     masquerade_bit: int = 14
 
 
 class NodeFacts:
-    """What is known about the node at the moment; `view` gives it to one family."""
+    """Current facts about the node. `view` selects those of one family."""
 
     def __init__(self, settings: NodeSettings, addresses: frozenset[Address]) -> None:
         self.node: NodeObject | None = None
@@ -50,7 +50,7 @@ class NodeFacts:
         self._pod_networks: dict[Family, Cidr] = {}
 
     def with_settings(self, settings: NodeSettings) -> "NodeFacts":
-        """The same node, if the operator had decided otherwise."""
+        """Return the same node with other *settings*."""
         facts = NodeFacts(settings, self.addresses)
         facts.node, facts.service_cidrs = self.node, self.service_cidrs
         facts._reported = dict(self._reported)
@@ -58,17 +58,17 @@ class NodeFacts:
         return facts
 
     def view(self, family: Family) -> NodeView:
-        """The node as *family* sees it now. A reason not to serve node ports is logged when it comes up."""
+        """Return *family*'s view of the node. Log why it serves no node ports when that changes."""
         view, problem = self._look(family)
         self._report(family, problem)
         return view
 
     def look(self, family: Family) -> NodeView:
-        """The same, and nothing is logged."""
+        """Return the same as `view`, without logging."""
         return self._look(family)[0]
 
     def _look(self, family: Family) -> tuple[NodeView, str]:
-        """The node, and why it serves no node ports; "": it does."""
+        """Return the view, and why it serves no node ports; "": it does."""
         settings = self._settings
         own = self._own_address(family)
         choice = node_port_choice(settings.node_ports, own)
@@ -108,15 +108,15 @@ class NodeFacts:
         return LocalSource(cidr=found) if found is not None else None
 
     def _pod_network(self, family: Family) -> Cidr | None:
-        """The network of this node's pods. kube-proxy exits when it changes; here the rules follow."""
+        """Return the network of this node's pods. kube-proxy exits when it changes; our rules follow."""
         pod_cidrs = self.node.pod_cidrs if self.node else ()
         found = next((cidr for cidr in pod_cidrs if cidr.family is family), None)
         before = self._pod_networks.get(family)
         if found is not None and found != before:
             self._pod_networks[family] = found
             if before is not None:
-                log.info("this node's pods have another network, the rules follow", extra={
-                    "fields": {"ip_family": family.label, "before": before, "now": found}})
+                log.info("pod network changed", extra={
+                    "fields": {"ip_family": family.label, "before": before, "after": found}})
         return found
 
     def _report(self, family: Family, problem: str) -> None:
@@ -124,14 +124,14 @@ class NodeFacts:
             self._reported[family] = problem
             if problem:
                 log.warning("node ports are not served", extra={
-                    "fields": {"ip_family": family.label, "because": problem}
+                    "fields": {"ip_family": family.label, "reason": problem}
                 })
 
 
 def primary_family(bind_address: Address | None, node: NodeObject | None) -> Family:
-    """The family that the cluster's single-stack Services have: that of the node's first address.
+    """Return the family of the cluster's single-stack Services: that of the node's first address.
 
-    *bind_address*: what the operator says it is, if anything.
+    A *bind_address* overrides it.
     """
     if bind_address is not None:
         return family_of(bind_address)
@@ -141,7 +141,7 @@ def primary_family(bind_address: Address | None, node: NodeObject | None) -> Fam
 def node_port_choice(
     node_ports: tuple[Cidr, ...] | Literal["primary"], own: Address | None
 ) -> NodePortChoice:
-    """What *node_ports* asks for in a family in which *own* is the node's address, if that is known."""
+    """Return the choice that *node_ports* makes in the family of *own*, the node's address if known."""
     if node_ports == "primary":
         return PrimaryOnly(() if own is None else (own,))
     return WithinNetworks(node_ports) if node_ports else Everywhere()

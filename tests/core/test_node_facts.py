@@ -75,7 +75,7 @@ def test_other_pod_networks_of_the_node_are_followed_and_told_once(caplog: pytes
         views = [known.view(V4) for _ in range(2)]
     assert [view.local_source for view in views] == [LocalSource(cidr=cidrs("10.2.0.0/24")[0])] * 2
     assert [record.getMessage() for record in caplog.records] == [
-        "this node's pods have another network, the rules follow"]
+        "pod network changed"]
 
 
 def test_node_ports_are_served_on_all_addresses_unless_something_else_is_said() -> None:

@@ -1,1 +1,1 @@
-"""The HTTP pages and the server that answers them."""
+"""The HTTP server and its pages."""

@@ -1,6 +1,6 @@
-"""What an operator who profiles asks for: ``/debug/pprof/...`` and ``/debug/flags/...``.
+"""Profiles and verbosity: ``/debug/pprof/...`` and ``/debug/flags/...``.
 
-kube-proxy 1.36 serves these paths with enableProfiling; profiles have what a Python process can tell.
+kube-proxy 1.36 serves these paths with enableProfiling. The profiles are those of a Python process.
 """
 
 import sys
@@ -17,7 +17,7 @@ _LARGEST_ALLOCATIONS = 50
 
 _PROFILES = {
     "cmdline": "the command line of this process",
-    "goroutine": "what every thread is doing",
+    "goroutine": "the stack of every thread",
     "heap": "memory allocated, and kept, in ?seconds=N (10), by the lines that allocated most",
     "profile": "processor time of ?seconds=N (30); ?debug=1 for folded stacks instead of pprof's format",
 }
@@ -26,7 +26,7 @@ _HTML = "text/html; charset=utf-8"
 
 
 class Debug:
-    """Answers requests for paths that begin with ``/debug/``. One profile at a time."""
+    """The handler of all paths below ``/debug/``. Takes one profile at a time."""
 
     def __init__(self, set_verbosity: Callable[[int], None]) -> None:
         self._set_verbosity = set_verbosity
@@ -45,7 +45,6 @@ class Debug:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """All paths that there are."""
         return tuple(self._handlers)
 
     def __call__(self, request: Request) -> Answer | Slow:
@@ -53,7 +52,7 @@ class Debug:
         return handler(request) if handler else Answer(404, b"404 page not found\n")
 
     def _profile(self, request: Request) -> Answer | Slow:
-        from kproxy_core.observe.http import profiling  # rarely asked for
+        from kproxy_core.observe.http import profiling  # loaded for the first profile
 
         as_text = _option(request.query, "debug") not in ("", "0")
 
@@ -101,7 +100,7 @@ class Debug:
 
 
 def _option(query: str, name: str) -> str:
-    """The value of *name* in *query*; "" if it is not there."""
+    """Return the value of *name* in *query*, else ""."""
     return dict(pair.partition("=")[::2] for pair in query.split("&")).get(name, "")
 
 
@@ -113,7 +112,7 @@ def _index(path: str, entries: dict[str, str]) -> bytes:
 
 
 def _threads() -> str:
-    """The stack of each thread, the innermost call last."""
+    """Return the stack of each thread, the innermost call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"thread {ident} [{names.get(ident, 'unknown')}]:\n{''.join(traceback.format_stack(frame))}"
@@ -122,7 +121,7 @@ def _threads() -> str:
 
 
 def _allocations(seconds: float) -> str:
-    """What was allocated within *seconds* and is still there: the lines that allocated most."""
+    """Return the lines that allocated most of the memory allocated within *seconds* and kept."""
     import time
     import tracemalloc
 

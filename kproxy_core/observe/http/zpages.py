@@ -1,7 +1,7 @@
-"""``/statusz`` and ``/flagz``: what this process is, and with which flags it was started.
+"""``/statusz`` and ``/flagz``: version, uptime and flags of this process.
 
-Text by default; who accepts ``application/json;v=v1beta1;g=config.k8s.io;as=Statusz`` (or ``Flagz``) gets
-an object (Kubernetes 1.36, KEP-4827 and KEP-4828).
+Text by default. A client that accepts ``application/json;v=v1beta1;g=config.k8s.io;as=Statusz`` (or
+``Flagz``) gets an object (Kubernetes 1.36, KEP-4827 and KEP-4828).
 """
 
 import json
@@ -23,7 +23,7 @@ _NAME = "kproxy"
 def statusz(
     version: str, started: float, paths: Sequence[str], wall: Callable[[], float] = time.time
 ) -> Handler:
-    """*started*: seconds since the epoch; *paths*: what else this server answers."""
+    """Return the handler of ``/statusz``. *started*: seconds since the epoch; *paths*: all others."""
 
     def text(up: int) -> str:
         began = time.strftime("%a %b %d %H:%M:%S UTC %Y", time.gmtime(started))
@@ -50,7 +50,7 @@ def statusz(
 
 
 def flagz(flags: Mapping[str, str]) -> Handler:
-    """*flags*: the value in effect of each, by its name without dashes."""
+    """Return the handler of ``/flagz``. *flags*: effective values by name without dashes."""
     lines = "".join(f"{name}={flags[name]}\n" for name in sorted(flags))
 
     def answer(request: Request) -> Answer:
@@ -60,7 +60,7 @@ def flagz(flags: Mapping[str, str]) -> Handler:
 
 
 def _negotiated(request: Request, kind: str, text: str, fields: Mapping[str, object]) -> Answer:
-    """In the first form that the client accepts; 406 if it accepts none."""
+    """Answer in the first form that the client accepts; 406 if it accepts none."""
     for entry in request.accept.split(",") if request.accept else ("*/*",):
         media, *parameters = (part.strip() for part in entry.split(";"))
         if media in ("*/*", "text/*", "text/plain"):
