@@ -14,11 +14,11 @@ LOOPBACK = (parse_address("127.0.0.1"), parse_address("::1"))
 ANYWHERE = (Address(bytes(4)), Address(bytes(16)))
 
 PATIENCE = 10.0
-"""Seconds after which a peer that says nothing has failed the test."""
+"""Timeout in seconds for a peer."""
 
 
 class Reply(NamedTuple):
-    """What a client got."""
+    """One response."""
 
     status: int
     headers: dict[str, str]
@@ -50,7 +50,7 @@ def is_refused(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def received(client: socket.socket) -> bytes:
-    """Everything until the server closes."""
+    """Return everything until the server closes."""
     parts = []
     while part := client.recv(65536):
         parts.append(part)
@@ -58,7 +58,7 @@ def received(client: socket.socket) -> bytes:
 
 
 def free_port() -> int:
-    """A port that nobody listens on, in either family."""
+    """Return a port without a listener in either family."""
     with socket.socket(socket.AF_INET6) as probe:
         probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         probe.bind(("::", 0))
@@ -76,7 +76,7 @@ def serving(**options: float) -> Iterator[HttpServer]:
 
 
 def eventually(holds: Callable[[], bool]) -> bool:
-    """Whether *holds* becomes true while a test has patience."""
+    """Return whether *holds* becomes true within `PATIENCE`."""
     end = time.monotonic() + PATIENCE
     while not holds():
         if time.monotonic() > end:

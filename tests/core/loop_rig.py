@@ -1,4 +1,4 @@
-"""A loop that runs by hand: an injected clock, and a backend that remembers what it was told."""
+"""A loop that runs step by step, with an injected clock and a recording backend."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -43,7 +43,7 @@ WALL = 1_000_000.0
 
 
 class Clock:
-    """Shows what it is set to, in seconds."""
+    """A clock that shows `now`, in seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -53,7 +53,7 @@ class Clock:
 
 
 class RecordingBackend:
-    """Holds plans as a kernel would, and fails on demand.
+    """A backend that holds plans as a kernel would, and fails on demand.
 
     `problems` are raised by the next syncs, one each; `unserved` can't be served; a sync takes `seconds`.
     """
@@ -66,7 +66,7 @@ class RecordingBackend:
         self.unserved: dict[ServicePortKey, str] = {}
         self.damaged: Damage | None = None
         self.watches = True
-        """It notices what others change."""
+        """It notices foreign changes."""
         self.seconds = 0.0
         self._clock = clock
 
@@ -100,13 +100,13 @@ class RecordingBackend:
         return self.watches
 
     def take(self) -> list[Update]:
-        """The updates since the last call."""
+        """Return the updates since the last call."""
         taken, self.updates = self.updates, []
         return taken
 
 
 class RecordingServiceHealth(ServiceHealth):
-    """Remembers instead of listening."""
+    """Records instead of listening."""
 
     def __init__(self) -> None:
         super().__init__(HttpServer(), lambda: True)
@@ -124,7 +124,7 @@ class RecordingServiceHealth(ServiceHealth):
 
 
 class RecordingCleaner:
-    """Remembers which flows were to be deleted, and says they are when asked to."""
+    """Records the flows to delete."""
 
     def __init__(self) -> None:
         self.under_way: list[tuple[Family, StaleFlows]] = []
@@ -134,7 +134,7 @@ class RecordingCleaner:
 
 
 def instance_of(backend: object, families: Sequence[Family]) -> BackendInstance:
-    """What the core knows *backend* by."""
+    """Return the core's handle of *backend*."""
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     manager.register(backend)
@@ -145,7 +145,7 @@ def instance_of(backend: object, families: Sequence[Family]) -> BackendInstance:
 
 
 class Rig:
-    """A loop with everything around it."""
+    """A loop with all its parts."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class Rig:
         backend: object = None,
         instance: BackendInstance | None = None,
     ) -> None:
-        """*backend*, or the one of *instance*, takes the place of the recording one."""
+        """*backend*, or the one of *instance*, replaces the recording one."""
         self.clock = Clock()
         self.backend = RecordingBackend(self.clock)
         instance = instance or instance_of(backend or self.backend, families)
@@ -185,21 +185,21 @@ class Rig:
         )
 
     def start(self, *events: Event) -> list[Update]:
-        """Deliver *events* and say that this was all there is; returns the first updates."""
+        """Deliver *events* as all that exist. Return the first updates."""
         return self.say(*events, Complete("test"))
 
     def say(self, *events: Event) -> list[Update]:
-        """Deliver *events* in one batch and let the loop have a turn; returns the updates made."""
+        """Deliver *events* in one batch and run a turn. Return its updates."""
         self.loop.emit(list(events))
         return self.turn()
 
     def turn(self) -> list[Update]:
-        """Let the loop do what is due."""
+        """Run one turn. Return its updates."""
         self.loop.turn()
         return self.backend.take()
 
     def settle(self, limit: int = 50) -> list[Update]:
-        """Go on, forward in time where need be, until nothing is due within a minute."""
+        """Run turns and move the clock until nothing is due within a minute. Return the updates."""
         updates = self.turn()
         for _ in range(limit):
             at = self.loop.next_wakeup()
@@ -210,14 +210,14 @@ class Rig:
         raise AssertionError("the loop does not come to rest")
 
     def flows_deleted(self, deleted: int | None = 0) -> None:
-        """All flows that are being deleted are gone now; None: they could not be deleted."""
+        """Finish the deletion of all flows; None: it fails."""
         under_way, self.cleaner.under_way = self.cleaner.under_way, []
         for family, stale in under_way:
             self.loop.post(partial(self.flows.finish, CleanupResult(family, stale, deleted, 0.01)))
         self.loop.turn()
 
     def value(self, sample: str) -> float:
-        """One sample of the metrics, by name and labels."""
+        """Return one sample of the metrics by name and labels."""
         return values(self.metrics)[sample]
 
     def _service_health(self) -> RecordingServiceHealth:

@@ -1,4 +1,4 @@
-"""What an operator who profiles gets, over real sockets."""
+"""Profiles and verbosity, over real sockets."""
 
 import gzip
 import threading
@@ -54,7 +54,7 @@ def burn_processor_time() -> None:
         pass
 
 
-def test_the_index_links_what_there_is(port: int) -> None:
+def test_the_index_links_all_profiles(port: int) -> None:
     moved = get(port, "/debug/pprof")
     assert (moved.status, moved.headers["Location"]) == (302, "/debug/pprof/")
     index = get(port, "/debug/pprof/")
@@ -69,7 +69,7 @@ def test_the_command_line(port: int) -> None:
         assert get(port, "/debug/pprof/cmdline").body + b"\0" == file.read()
 
 
-def test_every_thread_shows_what_it_does(port: int) -> None:
+def test_every_thread_shows_its_stack(port: int) -> None:
     with thread("sleeper", lambda: time.sleep(0.01)):
         dump = get(port, "/debug/pprof/goroutine?debug=2").body.decode()
     assert "[sleeper]:\n" in dump
@@ -77,7 +77,7 @@ def test_every_thread_shows_what_it_does(port: int) -> None:
     assert "time.sleep(0.01)" in dump
 
 
-def test_folded_stacks_show_who_uses_the_processor(port: int) -> None:
+def test_folded_stacks_show_the_busy_function(port: int) -> None:
     with thread("burner", burn_processor_time), thread("sleeper", lambda: time.sleep(0.01)):
         lines = get(port, "/debug/pprof/profile?seconds=0.5&debug=1").body.decode().splitlines()
     stack, _, microseconds = lines[0].rpartition(" ")
@@ -109,7 +109,7 @@ def test_a_profile_is_in_the_format_of_pprof(port: int) -> None:
         assert strings[int(label[1][0])] == "thread"
 
 
-def test_memory_that_is_kept_is_told_by_line(port: int) -> None:
+def test_kept_memory_is_shown_by_line(port: int) -> None:
     kept: list[bytearray] = []
 
     def allocate() -> None:
@@ -130,7 +130,7 @@ def test_others_are_served_while_a_profile_is_taken(port: int) -> None:
     assert get(port, "/debug/pprof/heap?seconds=0.01").status == 200
 
 
-def test_a_client_that_leaves_early_harms_nobody(port: int) -> None:
+def test_a_client_that_disconnects_early_affects_no_other(port: int) -> None:
     with connect(port) as client:
         client.sendall(b"GET /debug/pprof/profile?seconds=0.2 HTTP/1.0\r\n\r\n")
     while get(port, "/debug/pprof/heap?seconds=0.01").status == 409:
@@ -139,7 +139,7 @@ def test_a_client_that_leaves_early_harms_nobody(port: int) -> None:
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "301", "nan", "inf", "x", "1e9"])
-def test_a_senseless_length_is_refused(port: int, seconds: str) -> None:
+def test_an_invalid_duration_is_refused(port: int, seconds: str) -> None:
     assert get(port, f"/debug/pprof/profile?seconds={seconds}").status == 400
 
 
@@ -166,7 +166,7 @@ Fields = dict[int, list[int | bytes]]
 
 
 def decode(message: bytes) -> Fields:
-    """The fields of a protobuf message, numbers and bytes, by their numbers."""
+    """Return the fields of a protobuf message, numbers and bytes, by their numbers."""
     fields: Fields = {}
     at = 0
 

@@ -1,4 +1,4 @@
-"""What ``/healthz`` and ``/livez`` say, told with clocks that only the tests move."""
+"""``/healthz`` and ``/livez``, with clocks that only the tests move."""
 
 import json
 from datetime import UTC, datetime
@@ -52,13 +52,13 @@ def test_it_is_ready_once_every_family_has_synced() -> None:
     assert node.verdicts == GOOD
 
 
-def test_waiting_for_the_sources_is_not_death() -> None:
+def test_a_proxy_that_waits_for_its_sources_is_alive() -> None:
     node = Node()
     node.wait(3600)
     assert node.verdicts == NOT_YET
 
 
-def test_a_first_sync_that_never_succeeds_is() -> None:
+def test_a_first_sync_that_never_succeeds_is_unhealthy() -> None:
     node = Node()
     node.health.record_request(V4)
     node.wait(60)
@@ -136,7 +136,7 @@ def test_the_body_is_kube_proxys() -> None:
     )
 
 
-def test_a_bad_body_tells_when_it_was_last_good_and_why_it_is_not() -> None:
+def test_a_failing_body_has_the_time_of_the_last_success_and_the_problem() -> None:
     node = Node().in_sync()
     node.nanoseconds = 1
     node.health.record_success(V6)

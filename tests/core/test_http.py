@@ -1,4 +1,4 @@
-"""The HTTP server, over real sockets: it answers everybody, whatever some clients do."""
+"""The HTTP server over real sockets: no client can keep it from answering the others."""
 
 import errno
 import os
@@ -104,7 +104,7 @@ def test_each_byte_is_parsed_once(monkeypatch: pytest.MonkeyPatch, server: HttpS
 
 
 def test_clients_that_drip_bytes_get_a_fifth_of_a_cpu(server: HttpServer, port: int) -> None:
-    """Syncs run in the same process. Each drop wakes the server's thread, and costs more than its byte."""
+    """Syncs run in the same process, and each byte that arrives alone wakes the server's thread."""
     thread = next(thread for thread in threading.enumerate() if thread.name == "http")
     schedstat = Path(f"/proc/self/task/{thread.native_id}/schedstat")
     clients = [connect(port) for _ in range(20)]
@@ -160,7 +160,7 @@ def test_a_large_answer_arrives_whole(server: HttpServer) -> None:
         (b"GET / HTTP/1.1\r\nHost: a\r\n\r\nGET / HTTP/1.1\r\nHost: a\r\n\r\n", 200),
     ],
 )
-def test_what_is_no_request_gets_an_answer_that_says_so(port: int, sent: bytes, status: int) -> None:
+def test_malformed_and_unusual_requests(port: int, sent: bytes, status: int) -> None:
     with connect(port) as client:
         client.sendall(sent)
         assert received(client).startswith(f"HTTP/1.1 {status} ".encode())
@@ -180,14 +180,14 @@ def test_a_failing_handler_harms_only_its_own_request(
     assert [record.message for record in caplog.records] == ["HTTP handler failed"]
 
 
-def test_clients_that_say_nothing_delay_nobody(port: int) -> None:
+def test_silent_clients_delay_no_other(port: int) -> None:
     idle = [connect(port) for _ in range(100)]
     assert get(port).status == 200
     for client in idle:
         client.close()
 
 
-def test_a_client_that_does_not_read_delays_nobody(server: HttpServer, port: int) -> None:
+def test_a_client_that_does_not_read_delays_no_other(server: HttpServer, port: int) -> None:
     listener = server.listen("large", [(V4, 0)], lambda _: Answer(200, bytes(32 << 20)))
     server.settle()
     with connect(listener.port) as client:
@@ -257,7 +257,9 @@ def test_an_unspecified_address_listens_on_both_families_if_asked(
 @pytest.mark.parametrize(
     ("unspecified", "host", "other"), [(ANYWHERE[0], "127.0.0.1", "::1"), (ANYWHERE[1], "::1", "127.0.0.1")]
 )
-def test_else_only_on_its_own(server: HttpServer, unspecified: Address, host: str, other: str) -> None:
+def test_an_unspecified_address_listens_on_its_own_family_by_default(
+    server: HttpServer, unspecified: Address, host: str, other: str
+) -> None:
     listener = server.listen("one", [(unspecified, 0)], echo)
     server.settle()
     assert get(listener.port, host=host).status == 200
@@ -272,7 +274,7 @@ def test_both_families_can_have_the_same_port_with_different_handlers(server: Ht
     assert (get(port).body, get(port, host="::1").body) == (b"4", b"6")
 
 
-def test_a_taken_port_is_tried_again_until_it_is_free(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_taken_port_is_retried_until_it_is_free(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     with serving(retry_seconds=0.02) as server, socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -289,7 +291,7 @@ def test_a_taken_port_is_tried_again_until_it_is_free(caplog: pytest.LogCaptureF
     ]
 
 
-def test_each_new_problem_is_told_once_to_who_wants_to_know() -> None:
+def test_each_new_problem_is_reported_once() -> None:
     errors: list[OSError] = []
     with serving(retry_seconds=0.01) as server:
         listener = server.listen("elsewhere", [(parse_address("192.0.2.1"), 0)], echo, failed=errors.append)
@@ -302,7 +304,7 @@ def test_each_new_problem_is_told_once_to_who_wants_to_know() -> None:
         listener.close()
 
 
-def test_a_closed_listener_refuses_and_its_port_can_be_had_again_at_once(server: HttpServer) -> None:
+def test_a_closed_listener_frees_its_port_at_once(server: HttpServer) -> None:
     port = free_port()
     first = server.listen("first", [(V4, port)], lambda _: Answer(200, b"first"))
     server.settle()
@@ -361,7 +363,7 @@ def test_hundreds_of_listeners_need_one_thread(server: HttpServer) -> None:
 
 
 def test_an_idle_server_sleeps(server: HttpServer, port: int) -> None:
-    """Not even a timer is left once the last client is served."""
+    """No timer is left once the last client is served."""
     get(port)
     server.settle()
     thread = next(thread for thread in threading.enumerate() if thread.name == "http")

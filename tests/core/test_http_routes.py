@@ -1,4 +1,4 @@
-"""What the health and the metrics server answer to which path."""
+"""Answers of the health and the metrics server by path."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def ask(routes: Handler, target: str, method: str = "GET", accept: str = "", bod
 
 
 def server(**about: object) -> Handler:
-    """A metrics server that tells *about*."""
+    """Return the handler of a metrics server that knows *about*."""
     return metrics_routes(Metrics("some-mode", "0"), About(mode="some-mode", **about))  # type: ignore[arg-type]
 
 

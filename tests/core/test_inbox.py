@@ -1,4 +1,4 @@
-"""Calls for one thread: none is lost, and whoever waits is woken or gives up in time."""
+"""Calls for one thread: none is lost, and a waiting thread is woken or times out."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ def test_calls_are_taken_in_their_order() -> None:
     assert inbox.take(0) == []
 
 
-def test_who_waits_is_woken() -> None:
+def test_a_waiting_thread_is_woken() -> None:
     inbox = Inbox()
     threading.Timer(0.05, inbox.put, [lambda: None]).start()
     assert len(inbox.take(None)) == 1

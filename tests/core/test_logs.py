@@ -1,4 +1,4 @@
-"""Log lines: one per event, readable by people and machines, whatever is in them."""
+"""Log lines: one per event, readable by people and machines, whatever their values."""
 
 import io
 import json
@@ -116,7 +116,7 @@ def test_setting_up_again_replaces() -> None:
     assert old.getvalue() == ""
 
 
-def test_a_closed_stream_stops_nobody() -> None:
+def test_a_closed_stream_does_not_stop_the_process() -> None:
     stream = io.StringIO()
     set_up(0, "text", stream)
     stream.close()

@@ -1,4 +1,4 @@
-"""The loop: what reaches the backend, when, and what follows."""
+"""The sync loop: its updates to the backend, their times, and its reports to observers."""
 
 import threading
 
@@ -74,7 +74,7 @@ def test_watching_begins_once_after_the_first_success() -> None:
     assert rig.backend.damaged is not None
 
 
-def test_it_is_told_once_that_every_family_has_synced() -> None:
+def test_the_first_sync_of_every_family_is_reported_once() -> None:
     told: list[str] = []
     rig = Rig(all_synced=lambda: told.append("synced"))
     rig.backend.problems = [None, SyncFailed("no")]
@@ -88,7 +88,7 @@ def test_it_is_told_once_that_every_family_has_synced() -> None:
 # One change
 
 
-def test_a_change_is_handed_over_by_itself_in_its_family() -> None:
+def test_an_update_holds_only_the_change_in_its_family() -> None:
     rig = Rig()
     rig.start(WEB, WEB_SLICE, ServiceSet(service("other", ip="10.96.0.2")))
     (update,) = rig.say(SliceSet(endpoint_slice("web", "10.0.0.1", "10.0.0.2")))
@@ -100,7 +100,7 @@ def test_a_change_is_handed_over_by_itself_in_its_family() -> None:
     assert not update.node_changed
 
 
-def test_a_port_and_a_service_that_go_are_told_as_gone() -> None:
+def test_a_removed_port_or_service_is_part_of_the_update() -> None:
     rig = Rig(families=[V4])
     rig.start(ServiceSet(service("web", "a:80", "b:81")))
     (update,) = rig.say(ServiceSet(service("web", "a:80")))
@@ -122,7 +122,7 @@ def test_a_port_and_a_service_that_go_are_told_as_gone() -> None:
     ],
     ids=["same service", "same slice", "there and back", "irrelevant", "stray slice", "gone and back"],
 )
-def test_what_makes_no_difference_never_reaches_the_backend(events: list[Event]) -> None:
+def test_an_event_without_effect_never_reaches_the_backend(events: list[Event]) -> None:
     rig = Rig()
     rig.start(WEB, WEB_SLICE)
     assert rig.say(*events) == []
@@ -144,7 +144,7 @@ def test_a_burst_waits_for_the_minimum_interval_and_becomes_one_update() -> None
     assert [plan.cluster for plan in update.changed.values() if plan] == [destinations("10.0.0.99:8080")]
 
 
-def test_an_older_service_that_comes_later_takes_its_frontend_from_the_younger() -> None:
+def test_an_older_service_that_arrives_later_takes_its_frontend_from_the_younger() -> None:
     rig = Rig(families=[V4])
     rig.start(ServiceSet(service("young", created="2026-01-02T00:00:00Z")))
     (update,) = rig.say(ServiceSet(service("old", created="2026-01-01T00:00:00Z")))
@@ -168,7 +168,7 @@ def test_everything_is_synced_again_after_the_period() -> None:
     assert (update.scope, update.changed, len(update.plans)) == (Scope.RESYNC, {}, 1)
 
 
-def test_a_backend_that_is_not_told_of_changes_looks_for_them() -> None:
+def test_a_backend_that_does_not_watch_gets_frequent_full_syncs() -> None:
     rig = Rig(full_period=3600.0)
     rig.backend.watches = False
     rig.start(WEB, WEB_SLICE)
@@ -180,7 +180,7 @@ def test_a_backend_that_is_not_told_of_changes_looks_for_them() -> None:
 # The node
 
 
-def test_a_new_zone_plans_every_service_anew() -> None:
+def test_a_new_zone_replans_every_service() -> None:
     rig = Rig(families=[V4])
     hinted = endpoint_slice("web", endpoint("10.0.0.1", zones="a"), endpoint("10.0.0.2", zones="b"))
     rig.start(WEB, SliceSet(hinted), NodeSet(NodeObject("node1", zone="a")))
@@ -207,7 +207,7 @@ def test_service_cidrs_and_interface_addresses_reach_the_backend_with_the_node()
 # Failures
 
 
-def test_a_failed_update_is_tried_again_with_all_that_came_meanwhile() -> None:
+def test_a_failed_update_is_retried_with_later_changes() -> None:
     rig = Rig(families=[V4])
     rig.start(WEB, WEB_SLICE)
     rig.backend.problems = [SyncFailed("EBUSY")]
@@ -218,7 +218,7 @@ def test_a_failed_update_is_tried_again_with_all_that_came_meanwhile() -> None:
     assert rig.backend.held[V4] == update.plans
 
 
-def test_the_delay_grows_and_nothing_the_backend_remembers_is_believed_any_more() -> None:
+def test_the_retry_delay_grows_and_the_second_retry_is_a_full_sync() -> None:
     rig = Rig(families=[V4])
     rig.start(WEB)
     rig.backend.problems = [SyncFailed("EBUSY")] * 4
@@ -234,7 +234,7 @@ def test_the_delay_grows_and_nothing_the_backend_remembers_is_believed_any_more(
     assert [u.scope for u in updates] == [Scope.CHANGED, Scope.CHANGED, Scope.RESYNC, Scope.RESYNC]
 
 
-def test_what_can_not_be_served_is_tried_again_and_delays_nothing_else() -> None:
+def test_an_unserved_service_port_is_retried_and_delays_no_other() -> None:
     rig = Rig(families=[V4])
     (update,) = rig.start(WEB)
     (web,) = update.plans
@@ -258,7 +258,7 @@ def test_what_can_not_be_served_is_tried_again_and_delays_nothing_else() -> None
     assert rig.loop.next_wakeup() == pytest.approx(3600.0)
 
 
-def test_a_service_that_can_not_be_served_may_go() -> None:
+def test_an_unserved_service_can_be_removed() -> None:
     rig = Rig(families=[V4])
     (update,) = rig.start(WEB)
     (web,) = update.plans
@@ -294,7 +294,7 @@ def test_lost_trust_is_followed_by_a_full_update_at_once(problem: Exception) -> 
     assert (update.scope, len(update.changed)) == (Scope.RESYNC, 1)
 
 
-def test_a_backend_that_can_not_work_here_ends_the_loop() -> None:
+def test_an_unsupported_backend_ends_the_loop() -> None:
     rig = Rig(families=[V4])
     rig.backend.problems = [Unsupported("no such kernel feature")]
     with pytest.raises(Unsupported, match="no such kernel feature"):
@@ -314,7 +314,7 @@ def test_damage_is_repaired_at_once_whatever_the_minimum_interval() -> None:
     assert rig.value('kproxy_foreign_changes_total{ip_family="IPv4"}') == 1
 
 
-def test_who_damages_all_the_time_gets_a_fifth_of_the_time_at_most() -> None:
+def test_repairs_of_constant_damage_take_a_fifth_of_the_time_at_most() -> None:
     rig = Rig(families=[V4])
     rig.start(WEB)
     rig.backend.seconds = 0.3
@@ -340,7 +340,7 @@ def test_damage_during_a_repair_is_repaired_after_it() -> None:
     assert kinds(rig.settle()) == [("IPv4", "full")]
 
 
-# The readers
+# The observers
 
 
 def test_health_check_node_ports_follow_the_acknowledgement() -> None:
@@ -386,7 +386,7 @@ def test_flows_that_could_not_be_deleted_are_due_again_after_the_next_sync() -> 
     assert len(rig.cleaner.under_way) == 1
 
 
-def test_a_change_of_serving_endpoints_counts_even_if_the_plan_stays_the_same() -> None:
+def test_serving_endpoints_are_compared_even_if_the_plan_is_the_same() -> None:
     rig = Rig(families=[V4])
     dns = ServiceSet(service("dns", "53/UDP"))
     ready, gone = endpoint("10.0.0.1"), endpoint("10.0.0.2", ready=False, serving=True, terminating=True)
@@ -396,7 +396,7 @@ def test_a_change_of_serving_endpoints_counts_even_if_the_plan_stays_the_same() 
     assert len(rig.cleaner.under_way) == 1
 
 
-def test_metrics_tell_what_happened() -> None:
+def test_metrics_follow_syncs() -> None:
     rig = Rig(families=[V4])
     local = service("local", internal_local=True)
     rig.start(ServiceSet(local), SliceSet(endpoint_slice("local", "10.0.0.1")))
@@ -411,7 +411,7 @@ def test_metrics_tell_what_happened() -> None:
     assert rig.value("kubeproxy_sync_proxy_rules_endpoint_changes_pending") == 0
 
 
-def test_a_bad_object_is_logged_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bad_object_is_logged_and_affects_no_other(caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig(families=[V4])
     first = rig.start(BadObject("Service", "a/b", "spec.ports[0].port", "0 is not a port"), WEB)
     assert len(first[0].plans) == 1
@@ -428,7 +428,7 @@ def test_a_conflict_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 # Threads
 
 
-def test_it_hears_of_events_while_it_sleeps_and_stops_when_told_to() -> None:
+def test_events_and_stop_wake_a_sleeping_loop() -> None:
     synced = threading.Event()
     rig = Rig(families=[V4], all_synced=synced.set)
     thread = threading.Thread(target=rig.loop.run)

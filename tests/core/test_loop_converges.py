@@ -1,4 +1,4 @@
-"""Whatever comes in whichever order, and whatever fails, the kernel ends as a fresh start would leave it."""
+"""Any order of events and failures leaves the kernel as a start with the final objects does."""
 
 from collections.abc import Mapping
 
@@ -75,7 +75,7 @@ problems = st.one_of(
 
 
 def from_scratch(history: list[Event]) -> Rig:
-    """What a start with the final objects makes of it."""
+    """Return the result of a start with the final objects."""
     rig = Rig()
     rig.start(*history)
     return rig
@@ -104,7 +104,7 @@ def test_any_batching_ends_where_a_start_with_the_final_objects_would(
 
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.lists(events, max_size=3), problems, problems, st.booleans()), max_size=10))
-def test_nothing_is_lost_whatever_fails(
+def test_no_change_is_lost_whatever_fails(
     steps: list[tuple[list[Event], Exception | None, Exception | None, bool]]
 ) -> None:
     rig = Rig()

@@ -1,4 +1,4 @@
-"""One change costs what it touches: counted in function calls, which do not flicker as seconds do."""
+"""The cost of one change does not depend on the number of Services, counted in function calls."""
 
 import sys
 from collections.abc import Callable
@@ -18,7 +18,7 @@ FIRST_TIME = 10
 
 
 class Reader:
-    """A backend that looks at what changed only."""
+    """A backend that reads only the changes."""
 
     changed = 0
 
@@ -42,7 +42,7 @@ def vip(number: int) -> str:
 
 
 def cluster(services: int) -> list[Event]:
-    """That many Services with three endpoints each; every tenth is UDP, every 50th has a Local policy."""
+    """Return Services with three endpoints each. Every tenth is UDP, every 50th has a Local policy."""
     events: list[Event] = []
     for number in range(services):
         name, port = f"ns/svc-{number}", "53/UDP" if number % 10 == 0 else "80"
@@ -55,7 +55,7 @@ def cluster(services: int) -> list[Event]:
 
 
 def calls(action: Callable[[], object]) -> int:
-    """How many functions *action* calls, of Python and of C."""
+    """Return the number of functions that *action* calls, of Python and of C."""
     count = 0
 
     def called(frame: object, event: str, argument: object) -> None:

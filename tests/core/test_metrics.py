@@ -1,4 +1,4 @@
-"""Metrics have kube-proxy's names, types, labels and buckets, and count what they say."""
+"""Metrics have kube-proxy's names, types, labels and buckets, and the right values."""
 
 import itertools
 import math
@@ -45,7 +45,7 @@ class Recorded:
 
 
 def exercised(mode: str) -> Recorded:
-    """Metrics in which everything happened once."""
+    """Return metrics in which each event was recorded once."""
     recorded = Recorded(mode)
     metrics, sync = recorded.metrics, recorded.sync
     local = service("a", "80@30000", internal_local=True, external_local=True)
@@ -72,7 +72,7 @@ def exercised(mode: str) -> Recorded:
 
 
 def shapes(exposition: str) -> dict[str, str]:
-    """Name -> type, labels and buckets, as in ``shared/golden``."""
+    """Return type, labels and buckets by name, as in ``shared/golden``."""
     found = {}
     for family in text_string_to_metric_families(exposition):
         if not family.samples:
@@ -151,7 +151,7 @@ def test_the_programming_buckets_are_kube_proxys() -> None:
         ('rest_client_response_size_bytes_sum{host="api:6443",verb="GET"}', 700),
     ],
 )
-def test_each_metric_counts_what_it_says(sample: str, value: float) -> None:
+def test_values_of_metrics(sample: str, value: float) -> None:
     recorded = exercised("x")
     assert values(recorded.metrics)[sample] == value
     line = next(line for line in recorded.text().splitlines() if line.startswith(sample + " "))
@@ -242,7 +242,7 @@ def test_measurements_of_backends_are_read_at_each_scrape() -> None:
     assert "# TYPE b gauge\nb 2.5\n" in text
 
 
-def test_the_build_is_told_as_the_kubernetes_that_it_stands_for() -> None:
+def test_the_build_is_that_of_the_kubernetes_it_replaces() -> None:
     text = exercised("x").text()
     (build,) = (f for f in text_string_to_metric_families(text) if f.name == "kubernetes_build_info")
     labels = build.samples[0].labels
@@ -250,7 +250,7 @@ def test_the_build_is_told_as_the_kubernetes_that_it_stands_for() -> None:
     assert re.match(r"v1\.36\.0\+kproxy-0\.1$", labels["git_version"])
 
 
-def test_the_process_is_told_as_it_is() -> None:
+def test_metrics_of_the_process() -> None:
     found = values(exercised("x").metrics)
     assert found["process_virtual_memory_max_bytes"] == float(2**64)
     assert found["process_network_receive_bytes_total"] > 0

@@ -1,4 +1,4 @@
-"""A running proxy, scraped: kube-proxy's dashboards, alerts and tools find what they look for."""
+"""A running proxy, scraped: kube-proxy's dashboards, alerts and tools find their metrics."""
 
 import http.client
 import json
@@ -31,7 +31,7 @@ DASHBOARD = [
     "process_resident_memory_bytes", "process_cpu_seconds_total", "process_start_time_seconds",
     "go_goroutines", 'kubernetes_build_info{build_date="",',
 ]  # fmt: skip
-"""What the dashboard "Kubernetes / Proxy" and the alerts of kubernetes-mixin look for."""
+"""Samples that the dashboard "Kubernetes / Proxy" and the alerts of kubernetes-mixin use."""
 
 
 class Scraped:
@@ -43,7 +43,7 @@ class Scraped:
     def get(
         self, path: str, port: int = 10249, method: str = "GET", body: str | None = None
     ) -> tuple[int, str]:
-        """Status and body."""
+        """Return status and body."""
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
         connection.sock = self._node.inside(lambda: socket.create_connection(("127.0.0.1", port), PATIENCE))
         connection.request(method, path, body)
@@ -51,7 +51,7 @@ class Scraped:
         return answer.status, answer.read().decode()
 
     def exposition_with(self, *samples: str) -> str:
-        """All metrics, once the *samples* are among them."""
+        """Return all metrics, once the *samples* are among them."""
         deadline = time.monotonic() + PATIENCE
         while True:
             try:
@@ -94,7 +94,7 @@ def change_endpoints(server: BenchServer) -> None:
 
 
 @pytest.mark.parametrize("mode", ["iptables", "nftables"])
-def test_all_that_kube_proxy_tells_is_told(mode: str, tmp_path: Path) -> None:
+def test_all_metrics_of_kube_proxy_are_exposed(mode: str, tmp_path: Path) -> None:
     with scraped(mode, tmp_path) as (proxy, server):
         proxy.exposition_with('kubeproxy_sync_full_proxy_rules_duration_seconds_count{ip_family="IPv6"}')
         proxy.get("/healthz", 10256)
@@ -115,7 +115,7 @@ def test_all_that_kube_proxy_tells_is_told(mode: str, tmp_path: Path) -> None:
         assert f"\n{sample}" in exposition
 
 
-def test_the_pages_tell_what_is_in_effect(tmp_path: Path) -> None:
+def test_the_pages_show_the_effective_configuration(tmp_path: Path) -> None:
     with scraped("nftables", tmp_path, enableProfiling=True, clusterCIDR="10.244.0.0/16") as (proxy, _):
         proxy.exposition_with("kproxy_build_info")
         assert proxy.get("/proxyMode") == (200, "nftables")
@@ -133,7 +133,7 @@ def test_the_pages_tell_what_is_in_effect(tmp_path: Path) -> None:
         assert proxy.get("/readyz")[0] == 404
 
 
-def test_profiles_are_for_those_who_enabled_them(tmp_path: Path) -> None:
+def test_profiles_are_served_only_if_enabled(tmp_path: Path) -> None:
     with scraped("nftables", tmp_path) as (proxy, _):
         proxy.exposition_with("kproxy_build_info")
         for path in ("/debug/pprof/", "/debug/pprof/profile", "/debug/flags/v"):

@@ -1,4 +1,4 @@
-"""What the node is like, from configuration, Node object and interfaces."""
+"""Facts about the node, from configuration, Node object and interfaces."""
 
 import logging
 
@@ -58,7 +58,7 @@ def test_without_a_node_object_the_address_is_guessed_if_that_is_allowed() -> No
     ],
     ids=["nothing configured", "cluster CIDR", "the node's CIDRs", "interface"],
 )
-def test_where_local_traffic_comes_from(local: object, four: object, six: object) -> None:
+def test_sources_of_local_traffic(local: object, four: object, six: object) -> None:
     known = facts(local=local)
     assert (known.view(V4).local_source, known.view(V6).local_source) == (four, six)
 
@@ -67,7 +67,7 @@ def test_the_pod_networks_of_a_node_that_is_not_known_are_not_known() -> None:
     assert facts(None, local=None).view(V4).local_source is None
 
 
-def test_other_pod_networks_of_the_node_are_followed_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_new_pod_network_is_followed_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     known = facts(local=None)
     with caplog.at_level(logging.INFO):
         known.view(V4)
@@ -78,7 +78,7 @@ def test_other_pod_networks_of_the_node_are_followed_and_told_once(caplog: pytes
         "pod network changed"]
 
 
-def test_node_ports_are_served_on_all_addresses_unless_something_else_is_said() -> None:
+def test_node_ports_are_served_on_all_addresses_by_default() -> None:
     known = facts()
     view = known.view(V4)
     assert view.node_ports_anywhere

@@ -1,4 +1,4 @@
-"""When the sync loop runs, told with a clock that only the tests move."""
+"""Times of the sync loop's runs, with a clock that only the tests move."""
 
 import pytest
 from hypothesis import given
@@ -11,7 +11,7 @@ CHANGED, RESYNC = Scope.CHANGED, Scope.RESYNC
 
 
 class Loop:
-    """Runs as soon as it may, as the sync loop does; a run takes no time unless told."""
+    """Runs as soon as the pacing allows. A run takes `takes` seconds."""
 
     def __init__(
         self, min_interval: float = 1.0, retry_cap: float = 30.0, burst: int = 2,
@@ -35,7 +35,7 @@ class Loop:
         self.pacing.request(self.now, scope)
 
     def until(self, end: float) -> list[tuple[float, Scope]]:
-        """Sleep and run until *end* seconds after the start; what ran, and when."""
+        """Sleep and run until *end* seconds after the start. Return the runs with their times."""
         self.runs.clear()
         for _ in range(1000):
             scope = self.pacing.due(self.now)
@@ -54,7 +54,7 @@ class Loop:
 
 
 def started(loop: Loop) -> Loop:
-    """*loop* after its first full sync, at second 10."""
+    """Return *loop* after its first full sync, at second 10."""
     loop.request(RESYNC)
     assert loop.until(10) == [(0, RESYNC)]
     return loop
@@ -109,7 +109,7 @@ def test_without_an_interval_a_cheap_run_waits_for_a_millisecond() -> None:
 
 @pytest.mark.parametrize(("takes", "period"), [(0.002, 0.01), (0.1, 0.5), (2.0, 10.0), (10.0, 40.0)])
 def test_without_an_interval_runs_rest_four_times_their_duration(takes: float, period: float) -> None:
-    """But by no more than the retry cap, so that health checks do not fail over it."""
+    """The retry cap limits the rest, so that health checks do not fail."""
     loop = started(Loop(min_interval=0.0))
     loop.takes = takes
     at: list[float] = []
@@ -159,7 +159,7 @@ def test_a_cheap_repair_rests_too() -> None:
     assert loop.until(11) == [(10.02, RESYNC)]
 
 
-def test_a_failed_run_is_repeated_ever_more_slowly_up_to_the_cap() -> None:
+def test_a_failed_run_is_retried_with_growing_delays_up_to_the_cap() -> None:
     loop = started(Loop(min_interval=0.001, retry_cap=2.0))
     loop.ok = False
     loop.request()
@@ -168,7 +168,7 @@ def test_a_failed_run_is_repeated_ever_more_slowly_up_to_the_cap() -> None:
     assert loop.until(3000) == [(19.1, CHANGED)]
 
 
-def test_back_off_starts_afresh_after_a_success() -> None:
+def test_the_back_off_is_reset_by_a_success() -> None:
     loop = started(Loop(min_interval=0.001))
     for begin in (20, 40):
         loop.until(begin)
@@ -206,7 +206,7 @@ def test_a_change_soon_after_a_failure_waits_a_second() -> None:
     assert loop.until(24) == [(23.7, CHANGED)]
 
 
-def test_a_full_run_comes_a_period_after_the_last_full_one() -> None:
+def test_a_full_run_is_due_a_period_after_the_last_full_one() -> None:
     loop = started(Loop())
     loop.until(1000)
     loop.request()
@@ -214,13 +214,13 @@ def test_a_full_run_comes_a_period_after_the_last_full_one() -> None:
     assert loop.until(8000) == [(3600, RESYNC), (7200, RESYNC)]
 
 
-def test_full_runs_look_often_where_nobody_tells_of_changes() -> None:
+def test_full_runs_are_frequent_without_a_watch() -> None:
     loop = started(Loop(retry_cap=30.0))
     loop.pacing.look_often()
     assert loop.until(100) == [(30, RESYNC), (60, RESYNC), (90, RESYNC)]
 
 
-def test_full_runs_come_also_where_the_first_run_was_none() -> None:
+def test_full_runs_follow_a_partial_first_run() -> None:
     loop = Loop(retry_cap=30.0)
     loop.pacing.look_often()
     loop.request()
@@ -253,7 +253,7 @@ def test_a_full_request_is_not_settled_by_a_partial_run() -> None:
     assert loop.until(20) == [(10, RESYNC)]
 
 
-def test_what_is_requested_during_a_run_is_run_after_it() -> None:
+def test_a_request_during_a_run_is_run_after_it() -> None:
     loop = started(Loop())
     loop.request()
     loop.now += 1
@@ -288,7 +288,7 @@ def test_no_request_is_forgotten_and_the_rate_is_kept(
         assert third - first >= interval - 1e-5
 
 
-def test_what_was_left_undone_delays_nothing_and_is_tried_again() -> None:
+def test_unserved_service_ports_are_retried_and_delay_no_change() -> None:
     pacing = started(Loop()).pacing
     pacing.request(1010.0)
     pacing.ran(1010.0, 1010.0, CHANGED, True, unserved=True)

@@ -1,4 +1,4 @@
-"""Health check node ports, asked as a load balancer asks."""
+"""Health check node ports, as load balancers use them."""
 
 import json
 import socket
@@ -73,7 +73,7 @@ def test_the_answer_is_kube_proxys(server: HttpServer) -> None:
 @pytest.mark.parametrize(
     ("ready", "healthy", "status"), [(1, True, 200), (0, True, 503), (1, False, 503), (0, False, 503)]
 )
-def test_it_takes_an_endpoint_and_a_healthy_proxy(
+def test_success_needs_an_endpoint_and_a_healthy_proxy(
     server: HttpServer, ready: int, healthy: bool, status: int
 ) -> None:
     proxy, port = Proxy(server), free_port()
@@ -132,7 +132,7 @@ def test_only_the_addresses_of_node_ports_are_served(server: HttpServer) -> None
     assert is_refused(port, "::1")
 
 
-def test_loopback_is_served_too_where_it_was_asked_for(server: HttpServer) -> None:
+def test_loopback_is_served_where_node_ports_are(server: HttpServer) -> None:
     proxy, port = Proxy(server), free_port()
     node = NodeView(family=V4, name="node", node_port_addresses=(parse_address("127.0.0.2"),),
                     node_ports_on_loopback=True)
@@ -186,7 +186,7 @@ def test_listeners_follow_the_nodes_addresses(server: HttpServer) -> None:
     assert get(port, host="127.0.0.2").status == 200
 
 
-def test_an_unchanged_place_leaves_connections_alone(server: HttpServer) -> None:
+def test_unchanged_addresses_keep_connections(server: HttpServer) -> None:
     proxy, port = Proxy(server, addresses=("127.0.0.1",)), free_port()
     proxy.apply({WEB: (port, 1)})
     with socket.create_connection(("127.0.0.1", port), timeout=10) as early:
@@ -195,7 +195,7 @@ def test_an_unchanged_place_leaves_connections_alone(server: HttpServer) -> None
         assert early.recv(12) == b"HTTP/1.1 200"
 
 
-def test_a_taken_port_is_reported_harms_no_other_and_is_had_when_free(
+def test_a_taken_port_is_reported_and_opened_once_it_is_free(
     server: HttpServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     proxy, other = Proxy(server), free_port()
@@ -222,7 +222,7 @@ def test_a_hostile_name_stays_text(server: HttpServer) -> None:
     assert "X" not in reply.headers
 
 
-def test_addresses_are_not_needed_before_the_first_place(server: HttpServer) -> None:
+def test_ports_may_be_set_before_the_node(server: HttpServer) -> None:
     ports, port = ServiceHealth(server, lambda: True), free_port()
     ports.apply({WEB: HealthCheck(port, 1)})
     server.settle()

@@ -20,8 +20,10 @@ from kproxy_core.observe.http.messages import Answer, Exchange, Handler, Refused
 log = logging.getLogger("kproxy.http")
 
 _MOST_CONNECTIONS = 256
+_BURST = 0.002
+"""Seconds of CPU time that clients may take before the thread rests."""
 _REST_SHARE = 4
-"""Rest this many times as long as serving clients took."""
+"""Rest this many times as long as clients took."""
 _LONGEST_REST = 0.25
 """Seconds."""
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -175,6 +177,7 @@ class HttpServer:
     # On the server's thread
 
     def _run(self) -> None:
+        used = 0.0
         while self._running:
             ready = self._selector.select(self._patience())
             started = time.thread_time()
@@ -192,8 +195,10 @@ class HttpServer:
                 self._bind(listener)
             for connection in [c for c in self._connections if c.deadline <= now]:
                 self._drop(connection)
-            if self._running:
-                time.sleep(min(_REST_SHARE * (time.thread_time() - started), _LONGEST_REST))
+            used += time.thread_time() - started
+            if used > _BURST and self._running:
+                time.sleep(min(_REST_SHARE * used, _LONGEST_REST))
+                used = 0.0
 
     def _patience(self) -> float | None:
         """Return the seconds until a bind or a deadline is due; None: none is."""
