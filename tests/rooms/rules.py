@@ -77,7 +77,7 @@ NAMES_A_BACKEND = frozenset(
 """KubeProxyConfiguration has a section and flags for each of kube-proxy's modes; and the kit looks at what
 iptables' programs, whoever runs them, left in a kernel."""
 
-SHARED_BY_PLUGINS = frozenset({"kproxy_xtables"})
+SHARED_BY_PLUGINS = frozenset({"kproxy_bpf", "kproxy_xtables"})
 """Packages beside the plugins that any plugin may import."""
 
 LONGEST_MODULE = 400
@@ -100,16 +100,13 @@ def rooms_of_the_core(module: Module) -> Iterator[str]:
 
 
 def plugins_know_the_contract(module: Module) -> Iterator[str]:
-    """A plugin imports the contract's side of the core, and no other plugin; ebpf may wrap nftables."""
+    """A plugin imports the contract's side of the core, and no other plugin."""
     for imported in module.imports():
         where = f"{module.name}:{imported.line} imports {imported.module}"
         if imported.top == "kproxy_core":
             if imported.room not in PLUGINS_MAY_IMPORT:
                 yield f"{where}: a plugin may import {', '.join(sorted(PLUGINS_MAY_IMPORT))}"
-        elif imported.top.startswith("kproxy_") and (module.top, imported.top) not in {
-            (module.top, module.top),
-            ("kproxy_ebpf", "kproxy_nftables"),
-        } and imported.top not in SHARED_BY_PLUGINS:
+        elif imported.top.startswith("kproxy_") and imported.top not in {module.top, *SHARED_BY_PLUGINS}:
             yield f"{where}: plugins do not know each other"
 
 

@@ -107,6 +107,7 @@ OFFENCES: list[tuple[Rule, str, str]] = [
     (rules.plugins_know_the_contract, "kproxy_nftables.backend", "from kproxy_core.sync.loop import Loop"),
     (rules.plugins_know_the_contract, "kproxy_nftables.backend", "import kproxy_core.sources"),
     (rules.plugins_know_the_contract, "kproxy_nftables.backend", "from kproxy_core import config"),
+    (rules.plugins_know_the_contract, "kproxy_ebpf.backend", "from kproxy_nftables.kernel import Kernel"),
     (rules.plugins_know_the_contract, "kproxy_ipvs.kernel.requirements", "import kproxy_iptables.kernel"),
     (rules.pure_modules_do_no_io, "kproxy_core.plan.usable", "import logging"),
     (rules.pure_modules_do_no_io, "kproxy_core.model.node", "from os import environ"),
