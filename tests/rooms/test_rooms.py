@@ -138,7 +138,7 @@ def test_offence_is_noticed(rule: Rule, name: str, source: str) -> None:
         (rules.rooms_of_the_core, "kproxy_core.sync.loop", "import queue, kproxy_core.host.conntrack.flows"),
         (rules.rooms_of_the_core, "kproxy_core.cli", "import click, kproxy_core.sync.loop"),
         (rules.rooms_of_the_core, "kproxy_core.plan.usable", "from .verdict import x; from ..model import y"),
-        (rules.plugins_know_the_contract, "kproxy_ebpf.hooks", "import kproxy_nftables.wanted, bcc"),
+        (rules.plugins_know_the_contract, "kproxy_ipvs.hooks", "import kproxy_xtables.tables, pyroute2"),
         (rules.pure_modules_do_no_io, "kproxy_nftables.kernel", "import os, socket"),
         (rules.pure_modules_do_no_io, "kproxy_nftables.applied", "from kproxy_nftables.names import NAME"),
         (rules.pure_modules_do_no_io, "kproxy_ipvs.batch", "from kproxy_core.host.netlink import messages"),
