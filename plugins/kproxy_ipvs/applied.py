@@ -4,11 +4,11 @@
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from kproxy_core.model.address import Address
+from kproxy_core.model.address import Address, Cidr, Protocol, format_address
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
@@ -233,6 +233,31 @@ def compare_all(
     difference.bind = wanted_addresses - held_addresses
     difference.unbind = held_addresses - wanted_addresses
     return difference
+
+
+def is_owned(
+    key: ServerKey,
+    on_device: Collection[Address],
+    entries: Entries,
+    excluded: Iterable[Cidr],
+    is_own_mark: Callable[[int], bool],
+) -> bool:
+    """Tell whether a virtual server is this mode's: its mark, the device or a set refers to it.
+
+    Other tools own those in *excluded* networks.
+    """
+    if key.address is None:
+        return is_own_mark(key.mark)
+    if any(key.address in cidr for cidr in excluded):
+        return False
+    text = format_address(key.address)
+    every, _ = names.NODE_PORT_SETS[Protocol(key.protocol)]
+    entry = str(key.port) if every.type == "bitmap:port" else f"{text},sctp:{key.port}"
+    return (
+        key.address in on_device
+        or text in entries.get(names.IPVS_IPS, ())
+        or entry in entries.get(every, ())
+    )
 
 
 def compare_server(

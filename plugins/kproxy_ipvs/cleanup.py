@@ -1,5 +1,6 @@
-"""Removing every trace of the mode: ours, which is kube-proxy's as well."""
+"""Removal of every trace of the mode, of this program and of kube-proxy."""
 
+import errno
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
@@ -7,9 +8,9 @@ from functools import partial
 from kproxy_core.backend.api import Leftovers
 from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
-from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_address
+from kproxy_core.model.address import Address, Cidr, Family
 from kproxy_ipvs import names
-from kproxy_ipvs.applied import Entries
+from kproxy_ipvs.applied import Entries, is_owned
 from kproxy_ipvs.batch.servers import DeleteServer
 from kproxy_ipvs.kernel import device, listing, sets
 from kproxy_ipvs.kernel.virtual_servers import VirtualServers
@@ -29,10 +30,10 @@ _OF_BOTH = frozenset({
     (FILTER, names.NODE_PORT), (FILTER, names.IPVS_FILTER),
     (NAT, names.NODE_PORT), (NAT, names.LOAD_BALANCER),
 })  # fmt: skip
-"""Chains that kube-proxy has and we have."""
+"""Chains of both kube-proxy and this program."""
 _KUBE_PROXYS = frozenset({(FILTER, names.SOURCE_RANGES), (FILTER, "KUBE-IPVS-OUT-FILTER")})
 _OLDER = frozenset({(NAT, "KUBE-FIRE-WALL"), (NAT, "KUBE-MARK-DROP")})
-"""Up to kube-proxy 1.24 and 1.27. The second is kubelet's, too, which makes it again."""
+"""Chains of kube-proxy up to 1.24 and up to 1.27. kubelet has the second as well, and recreates it."""
 
 _NEVER_KUBE_PROXYS = frozenset({
     (MANGLE, names.IPVS_ACCESS), (MANGLE, names.SOURCE_RANGES), (MANGLE, names.SHORT_CIRCUITS),
@@ -40,23 +41,24 @@ _NEVER_KUBE_PROXYS = frozenset({
 _SETS_NEVER_KUBE_PROXYS = (names.SHORT_CIRCUIT, names.NO_LOCAL)
 
 _CHAIN_OF_IPTABLES = re.compile("KUBE-(?:NODEPORTS|(?:SVC|SVL|SEP|FW|EXT|XLB)-[A-Z2-7]{16})")
-"""Chains of the iptables mode that lead to shared ones."""
+"""Chains of the iptables mode that jump to shared ones."""
 
 
 def cleanup(excluded: Sequence[Cidr] = (), *, dry_run: bool, own_only: bool = False) -> Leftovers:
-    """Remove what is there, of both families. Virtual servers of others and in *excluded* networks stay.
+    """Remove all objects of the mode, of both families.
 
-    *own_only* leaves what kube-proxy in this mode has under the same names.
+    Virtual servers of other tools and in *excluded* networks are kept. *own_only* also keeps objects that
+    kube-proxy's ipvs mode has under the same names.
     """
     entries: EntriesByFamily = {}
     if programs.find("ipset"):
         try:
             entries = {family: sets.read(family) for family in Family}
         except HostError as error:
-            if "Operation not permitted" in str(error):
+            if error.errno == errno.EPERM:
                 return Leftovers("ipvs", (), (str(error),))
     kinds = _SETS_NEVER_KUBE_PROXYS if own_only else (*names.SETS, *names.OLDER_SETS)
-    return _performed(
+    return _run(
         partial(_servers, excluded, entries, dry_run, own_only),
         partial(_rules, entries, dry_run, own_only),
         *(() if own_only else [partial(_device, dry_run)]),
@@ -65,17 +67,17 @@ def cleanup(excluded: Sequence[Cidr] = (), *, dry_run: bool, own_only: bool = Fa
 
 
 def supersede(*, dry_run: bool) -> Leftovers:
-    """Remove what only kube-proxy has, and all rules from the interface that this node does not use."""
+    """Remove objects that only kube-proxy has, and all rules in the unused variant of iptables."""
     used, unused = find_used_and_unused()
-    return _performed(
-        partial(clean_up, what_only_kube_proxy_has, used, dry_run=dry_run),
-        partial(clean_up, what_to_remove, unused, dry_run=dry_run),
+    return _run(
+        partial(clean_up, plan_kube_proxy_cleanup, used, dry_run=dry_run),
+        partial(clean_up, plan_cleanup, unused, dry_run=dry_run),
         partial(_sets, names.OLDER_SETS, dry_run),
     )
 
 
-def _performed(*steps: Callable[[], CleanupResult]) -> Leftovers:
-    """What came of *steps*, one after another; one that fails keeps no other from being tried."""
+def _run(*steps: Callable[[], CleanupResult]) -> Leftovers:
+    """Run all *steps* in order. A failed step does not prevent the next ones."""
     removed: list[str] = []
     errors: list[str] = []
     for step in steps:
@@ -96,67 +98,57 @@ def _servers(
         return CleanupResult()
     servers = VirtualServers()
     try:
-        gone: list[DeleteServer] = []
+        deleted: list[DeleteServer] = []
         for family in Family:
             on_device = device.read(family)[0]
-            gone += [
+            deleted += [
                 DeleteServer(key)
                 for key in servers.read(family)
                 if (key.address is None or not own_only)
-                and is_left(key, on_device, entries.get(family, {}), excluded)
+                and is_leftover(key, on_device, entries.get(family, {}), excluded)
             ]
         if not dry_run:
-            servers.write(gone)
+            servers.write(deleted)
     finally:
         servers.close()
-    return CleanupResult([f"virtual server {operation.key}" for operation in gone])
+    return CleanupResult([f"virtual server {operation.key}" for operation in deleted])
 
 
-def is_left(
+def is_leftover(
     key: ServerKey, on_device: Collection[Address], entries: Entries, excluded: Iterable[Cidr]
 ) -> bool:
-    """Whether a virtual server is this mode's: our device or our sets speak of it."""
-    if key.address is None:
-        return key.mark in entries.get(names.SHORT_CIRCUIT, {}).values()
-    if any(key.address in cidr for cidr in excluded):
-        return False
-    text = format_address(key.address)
-    every, _ = names.NODE_PORT_SETS[Protocol(key.protocol)]
-    entry = str(key.port) if every.type == "bitmap:port" else f"{text},sctp:{key.port}"
-    return (
-        key.address in on_device
-        or text in entries.get(names.IPVS_IPS, ())
-        or entry in entries.get(every, ())
-    )
+    """Tell whether a virtual server is this mode's. Its mark must be in the set of short circuits."""
+    marks = entries.get(names.SHORT_CIRCUIT, {}).values()
+    return is_owned(key, on_device, entries, excluded, lambda mark: mark in marks)
 
 
 def _rules(entries: EntriesByFamily, dry_run: bool, own_only: bool) -> CleanupResult:
-    bare = not any(entries.values()) and not device.exists()
+    no_other_objects = not any(entries.values()) and not device.exists()
     marker = (MANGLE, names.IPVS_ACCESS) if own_only else (NAT, names.NODE_PORT)
 
     def is_affected(tables: Tables) -> bool:
-        """If nothing else of this mode is there, ask for one chain: the iptables mode's rules may be many."""
-        return not (bare and tables.variant.nft) or tables.has_chain(*marker)
+        """Look for one chain if no other object exists: to list the iptables mode's rules may take long."""
+        return not (no_other_objects and tables.variant.nft) or tables.has_chain(*marker)
 
-    decide = what_only_we_have if own_only else what_to_remove
+    decide = plan_own_cleanup if own_only else plan_cleanup
     return clean_up(decide, find_variants(), dry_run=dry_run, is_affected=is_affected)
 
 
-def what_to_remove(held: RulesByChain, kept: frozenset[ChainKey] = frozenset()) -> Removal:
-    """Decide what of *held* is this mode's, and goes unless it is to be *kept*.
+def plan_cleanup(held: RulesByChain, kept: frozenset[ChainKey] = frozenset()) -> Removal:
+    """Select all chains and rules of this mode, except the chains *kept*.
 
-    What the iptables mode has taken over is left to it.
+    Shared chains that the iptables mode has taken over are not selected.
     """
     ours = (_OF_BOTH | _KUBE_PROXYS | _OLDER | _NEVER_KUBE_PROXYS | ipset_mode_chains(held)) - kept
 
     def is_own(key: ChainKey, rule: str) -> bool:
-        return _leads_to(ours, key, rule) or is_ipset_firewall_jump(key, rule)
+        return _jumps_to(ours, key, rule) or is_ipset_firewall_jump(key, rule)
 
     return plan_removal(held, ours, is_own, _is_of_iptables)
 
 
-def what_only_kube_proxy_has(held: RulesByChain) -> Removal:
-    """What of *held* this mode has no use for."""
+def plan_kube_proxy_cleanup(held: RulesByChain) -> Removal:
+    """Select the chains and rules of kube-proxy's ipvs mode that this program does not use."""
     ours = _KUBE_PROXYS | _OLDER | (ipset_mode_chains(held) & {FIREWALL})
     targets = ours | _OF_BOTH | ipset_mode_chains(held)
     current = {(jump.table, jump.chain, jump.spec) for jump in JUMPS}
@@ -164,21 +156,21 @@ def what_only_kube_proxy_has(held: RulesByChain) -> Removal:
     def is_own(key: ChainKey, rule: str) -> bool:
         if is_ipset_firewall_jump(key, rule):
             return True
-        return _leads_to(targets, key, rule) and (*key, rule) not in current
+        return _jumps_to(targets, key, rule) and (*key, rule) not in current
 
     return plan_removal(held, ours, is_own, _is_of_iptables)
 
 
-def what_only_we_have(held: RulesByChain) -> Removal:
-    """What of *held* can't be kube-proxy's."""
+def plan_own_cleanup(held: RulesByChain) -> Removal:
+    """Select the chains and rules that kube-proxy never has."""
     return plan_removal(
-        held, _NEVER_KUBE_PROXYS, partial(_leads_to, _NEVER_KUBE_PROXYS), _is_of_iptables
+        held, _NEVER_KUBE_PROXYS, partial(_jumps_to, _NEVER_KUBE_PROXYS), _is_of_iptables
     )
 
 
-def _leads_to(ours: Collection[ChainKey], key: ChainKey, rule: str) -> bool:
-    found = parse_jump(key, rule)
-    return found is not None and found.target_key in ours and found.comment.startswith("kube")
+def _jumps_to(chains: Collection[ChainKey], key: ChainKey, rule: str) -> bool:
+    jump = parse_jump(key, rule)
+    return jump is not None and jump.target_key in chains and jump.comment.startswith("kube")
 
 
 def _is_of_iptables(key: ChainKey) -> bool:
@@ -195,8 +187,8 @@ def _device(dry_run: bool) -> CleanupResult:
 
 def _sets(kinds: Iterable[names.SetKind], dry_run: bool) -> CleanupResult:
     found = sets.existing(kinds)
-    stay = {} if dry_run else sets.destroy(found)
+    failed = {} if dry_run else sets.destroy(found)
     return CleanupResult(
-        [f"ipset {name}" for name in found if name not in stay],
-        [f"ipset {name}: {error}" for name, error in stay.items()],
+        [f"ipset {name}" for name in found if name not in failed],
+        [f"ipset {name}: {error}" for name, error in failed.items()],
     )

@@ -2,17 +2,18 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from kproxy_core.backend.api import SyncReport
 from kproxy_core.backend.errors import TrustLost
 from kproxy_core.host.errors import HostError
-from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket
+from kproxy_core.model.address import Address, Family, format_socket
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_ipvs import names, skeleton
-from kproxy_ipvs.applied import Applied, Difference, Entries, compare_all
+from kproxy_ipvs.applied import Applied, Difference, compare_all, is_owned
 from kproxy_ipvs.batch.rules import difference as rules_difference
 from kproxy_ipvs.batch.servers import Operation, PutDestination
 from kproxy_ipvs.kernel import device, rules, sets
@@ -90,7 +91,11 @@ class FamilyState:
         expected = Applied.after(plans, style, self._applied)
         with self._draining.lock:
             held = self._servers.read(self.family)
-            foreign = [key for key in held if self._is_foreign(key, on_device, entries, style)]
+            is_own_mark = partial(names.is_own_mark, masquerade_bit=node.masquerade_bit)
+            foreign = [
+                key for key in held
+                if not is_owned(key, on_device, entries, self._settings.exclude_cidrs, is_own_mark)
+            ]  # fmt: skip
             difference = compare_all(expected, held, entries, on_device, foreign)
             self._draining.clear()
             chains = rules.read(self._tables)
@@ -118,21 +123,6 @@ class FamilyState:
             masquerade_bit=node.masquerade_bit,
             elsewhere=elsewhere,
         )  # fmt: skip
-
-    def _is_foreign(
-        self, key: ServerKey, on_device: frozenset[Address], entries: Entries, style: Style
-    ) -> bool:
-        """Tell whether another tool owns a virtual server: no address, set or mark of ours refers to it."""
-        if key.address is None:
-            return not names.is_own_mark(key.mark, style.masquerade_bit)
-        if any(key.address in cidr for cidr in self._settings.exclude_cidrs):
-            return True
-        text = format_address(key.address)
-        if key.address in on_device or text in entries.get(names.IPVS_IPS, ()):
-            return False
-        every, _ = names.NODE_PORT_SETS[Protocol(key.protocol)]
-        entry = str(key.port) if every.type == "bitmap:port" else f"{text},sctp:{key.port}"
-        return entry not in entries.get(every, ())
 
     def _write(
         self, difference: Difference, rules_text: str = "", *, takeover: bool = False

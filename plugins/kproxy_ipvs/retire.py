@@ -1,21 +1,18 @@
-"""Leaving the node to another mode without ending connections.
+"""Retirement: leaving the node to another mode without breaking connections.
 
-That mode's rules decide about new connections before IPVS sees them: a packet to a VIP has another
-destination by then. Connections that go through IPVS still need their virtual server, their real server, and
-the VIP on our device. Everything else goes at once.
+The other mode's rules translate new connections before IPVS sees them. Connections through IPVS still need
+their virtual server, their real server, and the VIP on the device. Everything else is deleted at once.
 
-Rules of nat are not asked about a flow that connection tracking knows. So those of UDP stay with IPVS, too,
-until connection tracking forgets them; the next datagram is the other mode's. A connection of IPVS that ends
-takes what is tracked under its addresses and ports along (ip_vs_conn_drop_conntrack, ip_vs_nfct.c), and all
-of a real server end soon after it is deleted (since Linux 5.9): hence nothing that is in use may be deleted.
+UDP flows that conntrack knows bypass the nat rules and remain with IPVS until conntrack forgets them; the
+next datagram then meets the other mode. An IPVS connection that ends deletes the conntrack entry with its
+addresses and ports (ip_vs_conn_drop_conntrack, ip_vs_nfct.c), and since Linux 5.9 all connections of a real server end
+soon after it is deleted. Therefore nothing in use may be deleted.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import chain
-from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from kproxy_core.backend.api import Leftovers
 from kproxy_core.host import programs
@@ -30,7 +27,7 @@ from kproxy_ipvs import names
 from kproxy_ipvs.applied import Entries
 from kproxy_ipvs.batch.rules import difference as rules_difference
 from kproxy_ipvs.batch.servers import DeleteDestination, DeleteServer, Listed, Operation, PutDestination
-from kproxy_ipvs.cleanup import is_left, what_to_remove
+from kproxy_ipvs.cleanup import is_leftover, plan_cleanup
 from kproxy_ipvs.kernel import device, listing, rules, sets
 from kproxy_ipvs.kernel.listing import Translation
 from kproxy_ipvs.kernel.virtual_servers import VirtualServers
@@ -41,22 +38,20 @@ from kproxy_xtables.removal import describe, restore_inputs
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import find_variants
 
-T = TypeVar("T")
-
 _KEPT_CHAINS = frozenset({(FILTER, names.FORWARD), (FILTER, names.IPVS_FILTER)})
-"""Answers are forwarded, and VIPs stay on the device."""
+"""Chains that admit answers, and that protect programs on the node while the device has VIPs."""
 
 _KEPT_SETS = frozenset({
     names.IPVS_IPS, names.SHORT_CIRCUIT, *(kind for kinds in names.NODE_PORT_SETS.values() for kind in kinds)
 })  # fmt: skip
-"""Those that tell our virtual servers from others."""
+"""Sets that tell our virtual servers from those of other tools."""
 
 Frontends = Mapping[int, Collection[Frontend]]
-"""What leads to a virtual server with a mark."""
+"""The frontends of each mark."""
 
 
 def retire(excluded: Sequence[Cidr]) -> Leftovers:
-    """Remove what no connection needs; virtual servers of others and in *excluded* networks stay."""
+    """Delete all objects that no connection needs. Virtual servers in *excluded* networks are kept."""
     removed: list[str] = []
     errors: list[str] = []
     waiting = 0
@@ -71,7 +66,7 @@ def retire(excluded: Sequence[Cidr]) -> Leftovers:
             try:
                 one = _Retirement(family, servers, excluded)
                 try:
-                    removed += one.end_new_connections()
+                    removed += one.release_new_connections()
                 except HostError as error:  # The next call tries again.
                     errors.append(str(error))
                 waiting += one.remove_unneeded(removed)
@@ -83,74 +78,70 @@ def retire(excluded: Sequence[Cidr]) -> Leftovers:
 
 
 class _Retirement:
-    """One look at one family, and what follows from it."""
+    """One pass over one family."""
 
     def __init__(self, family: Family, servers: VirtualServers, excluded: Sequence[Cidr]) -> None:
-        """Raises HostError."""
+        """Read the kernel. Raises HostError."""
         self._family = family
         self._servers = servers
         self._excluded = excluded
         self._entries = sets.read(family)
         self._on_device = device.read(family)[0]
 
-    def end_new_connections(self) -> list[str]:
-        """Remove what would meddle with the other mode's; returns a line for each object.
-
-        Raises HostError.
-        """
+    def release_new_connections(self) -> list[str]:
+        """Delete what interferes with the other mode. Return a line for each object. Raises HostError."""
         if names.CLUSTER_IP not in self._entries:
-            return []  # It is done.
+            return []  # An earlier call has done it.
         source = default_source_address(self._family)
         if source is not None:
             device.lend_source(self._on_device, source, self._family)
         return self._remove_rules()
 
     def remove_unneeded(self, removed: list[str]) -> int:
-        """Remove virtual servers and addresses; returns for how many connections' sake others stay.
+        """Delete unneeded virtual servers and addresses. Return how many connections need the others.
 
-        *removed* gets a line for each object. Raises HostError.
+        Adds a line for each object to *removed*. Raises HostError.
         """
         counted = self._servers.count(self._family)
         ours = {
             key: items for key, (_, items) in counted.items()
-            if is_left(key, self._on_device, self._entries, self._excluded)
+            if is_leftover(key, self._on_device, self._entries, self._excluded)
         }  # fmt: skip
         marked = short_circuits(self._entries)
         verdict = judge(ours, marked, self._in_use(ours, marked))
         self._servers.write(verdict.operations)
-        removed += [f"virtual server {key}" for key in verdict.gone]
-        staying = counted.keys() - set(verdict.gone)
-        needed = {frontend.address for key in staying for frontend in frontends(key, marked)}
+        removed += [f"virtual server {key}" for key in verdict.deleted]
+        kept = counted.keys() - set(verdict.deleted)
+        needed = {frontend.address for key in kept for frontend in frontends(key, marked)}
         return verdict.waiting + self._remove_addresses(self._on_device - needed, removed)
 
     def _in_use(
         self, servers: Mapping[ServerKey, Sequence[Listed]], marked: Frontends
     ) -> Counter[Translation]:
-        """What `judge` has to know about those that IPVS calls inactive."""
+        """Count the connections that IPVS calls inactive but that may continue."""
         protocols = {
             frontend.protocol for key, items in servers.items() if any(item.inactive for item in items)
             for frontend in frontends(key, marked)
         }  # fmt: skip
         found: Counter[Translation] = Counter()
         if protocols - {Protocol.UDP}:
-            found += _twice(lambda: listing.closing(_lines(listing.CONNECTIONS)))
+            found += listing.count_closing()
         if Protocol.UDP in protocols:
             to = [frontend.address for key in servers for frontend in frontends(key, marked)]
-            found += conntrack.read_udp_flows(self._family, frozenset(filter(None, to)), through_ipvs)
+            found += conntrack.read_udp_flows(self._family, frozenset(filter(None, to)), count_untranslated)
         return found
 
     def _remove_addresses(self, addresses: AbstractSet[Address], removed: list[str]) -> int:
-        """Take *addresses* off the device, but for those that the node's own connections come from.
+        """Delete *addresses* from the device, except the sources of the node's own connections.
 
-        It began them when the other mode had its rules already, but the address was local.
+        The node opened those under the other mode's rules while the address was still local. Returns how many
+        there are; adds a line for each deleted address to *removed*.
         """
-        sockets = listing.SOCKETS[self._family]
-        connected = _twice(
-            lambda: listing.connected_from(addresses, chain.from_iterable(map(_lines, sockets))))
-        if waiting := addresses - connected.keys():  # Sockets that are not connected wait for answers, too.
+        connected = listing.count_connected_from(addresses, self._family)
+        if rest := addresses - connected.keys():  # Unconnected sockets may wait for answers as well.
             connected += conntrack.read_udp_flows(
-                self._family, waiting,
-                lambda flows: Counter(flow.source for flow in flows if flow.source in waiting),
+                self._family, rest,
+                lambda flows: Counter(flow.source for flow in flows if flow.source in rest),
             )  # fmt: skip
         unbound = sorted(addresses - connected.keys())
         device.unbind(unbound, self._family)
@@ -161,16 +152,16 @@ class _Retirement:
         return connected.total()
 
     def _remove_rules(self) -> list[str]:
-        """What decides about new connections, and the sets that only those rules read."""
+        """Delete the rules for new connections, and the sets that only those rules read."""
         removed: list[str] = []
         kept = {(FILTER, names.IPVS_FILTER): [no_frontend(self._family)]}
         for variant in find_variants():
             tables = Tables(self._family, variant)
             held = rules.read(tables)
-            removal = what_to_remove(held, _KEPT_CHAINS)
+            removal = plan_cleanup(held, _KEPT_CHAINS)
             if not removal.chains:
                 continue
-            jumps = [jump for jump in JUMPS if (jump.table, jump.target) in kept]
+            jumps = [jump for jump in JUMPS if jump.target_key in kept]
             text = rules_difference(held, kept, jumps)
             tables.restore(text + "".join(restore_inputs(removal, tables.chains_per_call)))
             removed += [f"{tables.program}: {line}" for line in describe(removal)]
@@ -181,34 +172,34 @@ class _Retirement:
 
 
 class Verdict(NamedTuple):
-    """What becomes of virtual servers."""
+    """The operations that retire virtual servers."""
 
     operations: list[Operation]
-    gone: list[ServerKey]
+    deleted: list[ServerKey]
     waiting: int
-    """Connections that the others have."""
+    """Connections of the virtual servers that are kept."""
 
 
 def judge(
     servers: Mapping[ServerKey, Sequence[Listed]], marked: Frontends, in_use: Mapping[Translation, int]
 ) -> Verdict:
-    """Which of our *servers* stay for the sake of their connections, without taking new ones.
+    """Decide which of our *servers* to keep for their connections, without accepting new ones.
 
-    *in_use*: how many of those that IPVS calls inactive may go on (`listing.closing`, `through_ipvs`).
+    *in_use* counts connections that IPVS calls inactive but that may continue.
     """
     operations: list[Operation] = []
-    gone: list[ServerKey] = []
+    deleted: list[ServerKey] = []
     waiting = 0
     for key, items in servers.items():
         reached_by = frontends(key, marked)
         alive: dict[Destination, int] = {}
         for item in items:
-            going_on = sum(in_use.get(Translation(frontend, item.where), 0) for frontend in reached_by)
-            if count := item.active + min(item.inactive, going_on):
+            continuing = sum(in_use.get(Translation(frontend, item.where), 0) for frontend in reached_by)
+            if count := item.active + min(item.inactive, continuing):
                 alive[item.where] = count
         if not alive:
             operations.append(DeleteServer(key))
-            gone.append(key)
+            deleted.append(key)
             continue
         waiting += sum(alive.values())
         for item in items:
@@ -216,11 +207,11 @@ def judge(
                 operations.append(DeleteDestination(key, item.where))
             elif item.weight:
                 operations.append(PutDestination(key, item.where, 0, new=False))
-    return Verdict(operations, gone, waiting)
+    return Verdict(operations, deleted, waiting)
 
 
-def through_ipvs(flows: Iterable[Flow]) -> Counter[Translation]:
-    """How many of *flows* are not another mode's."""
+def count_untranslated(flows: Iterable[Flow]) -> Counter[Translation]:
+    """Count those UDP *flows* that no other mode's rules translate."""
     found: Counter[Translation] = Counter()
     for flow in flows:
         if not flow.translated:
@@ -230,14 +221,14 @@ def through_ipvs(flows: Iterable[Flow]) -> Counter[Translation]:
 
 
 def frontends(key: ServerKey, marked: Frontends) -> Collection[Frontend]:
-    """What leads to a virtual server."""
+    """Return the frontends of a virtual server."""
     if key.address is None:
         return marked.get(key.mark, ())
     return (Frontend(key.address, Protocol(key.protocol), key.port),)
 
 
 def short_circuits(entries: Entries) -> Frontends:
-    """What the set of short circuits says."""
+    """Return the frontends by mark, from the set of short circuits."""
     found: dict[int, list[Frontend]] = {}
     for entry, mark in entries.get(names.SHORT_CIRCUIT, {}).items():
         address, _, rest = entry.partition(",")
@@ -245,16 +236,3 @@ def short_circuits(entries: Entries) -> Frontends:
         frontend = Frontend(parse_address(address), Protocol[protocol.upper()], int(port))
         found.setdefault(mark, []).append(frontend)
     return found
-
-
-def _twice(read: Callable[[], Counter[T]]) -> Counter[T]:
-    """What *read* counts in /proc, where some are passed over when others end at the same time."""
-    return read() | read()
-
-
-def _lines(path: Path) -> Iterator[str]:
-    try:
-        with path.open(encoding="ascii") as lines:
-            yield from lines
-    except OSError as error:
-        raise HostError(f"{path} can't be read", error) from error

@@ -1,57 +1,83 @@
-"""Entries of ipsets as netlink messages (linux/netfilter/ipset/ip_set.h, protocol 6)."""
+"""Entries of ipsets as netlink messages (linux/netfilter/ipset/ip_set.h, protocol 6), and as text."""
 
 import errno
 import os
-import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby, islice
 from typing import NamedTuple
 
-from kproxy_core.host.netlink.messages import attribute, nested
-from kproxy_core.model.address import Family, Protocol, parse_address
-from kproxy_ipvs.kernel.exchange import Request
+from kproxy_core.host.netlink.messages import (
+    NFGENMSG,
+    NLA_F_NET_BYTEORDER,
+    Request,
+    Span,
+    attribute,
+    attribute_spans,
+    attributes,
+    nested,
+    text_attribute,
+)
+from kproxy_core.model.address import Address, Family, Protocol, format_address, parse_address
 from kproxy_ipvs.names import SetKind
 from kproxy_ipvs.wanted import Element
 
 _SUBSYSTEM = 6 << 8
-_ADD, _DELETE = 9, 10
+LIST_SET = _SUBSYSTEM | 7
+_ADD, _DELETE = _SUBSYSTEM | 9, _SUBSYSTEM | 10
 
 _PROTOCOL, _NAME, _DATA, _ENTRIES, _LINE = 1, 2, 7, 8, 9
 _IP, _PORT, _NUMBER, _IP2, _LENGTH2, _MARK = 1, 4, 7, 20, 21, 27
 _ADDRESS = {Family.IPV4: 1, Family.IPV6: 2}
-_NET_ORDER = 0x4000
-"""NLA_F_NET_BYTEORDER"""
 
 _NUMBERS = {protocol.name.lower(): bytes([protocol]) for protocol in Protocol}
+_PROTOCOLS = {number: name for name, number in _NUMBERS.items()}
 
 _PER_MESSAGE = 300
-"""Entries in one message: together they are one attribute, which can't be longer than 64 KiB."""
+"""Entries per message. All of them are one attribute, whose length is limited to 64 KiB."""
 
 _OWN_ERRORS = 4096
-_PROBLEMS = {errno.ENOENT: "there is no such set", 4352: "it is full"}
-"""Among them IPSET_ERR_HASH_FULL."""
+_PROBLEMS = {errno.ENOENT: "the set does not exist", 4352: "the set is full"}
+"""The second is IPSET_ERR_HASH_FULL."""
 
 
 class Batch(NamedTuple):
-    """Some entries for one set."""
+    """A request that adds entries to one set or deletes them."""
 
     name: str
     request: Request
 
 
 def batches(family: Family, elements: Iterable[Element], *, delete: bool = False) -> Iterator[Batch]:
-    """Messages that add or delete *elements*, whether or not they are there."""
-    header = struct.pack("=BBH", family.af, 0, 0) + attribute(_PROTOCOL, b"\x06")
+    """Encode the addition or deletion of *elements*. Existing or missing entries are no error."""
     for kind, group in groupby(elements, key=lambda element: element.set):
         name = kind.full_name(family)
-        start = header + attribute(_NAME, name.encode() + b"\0") + attribute(_LINE, bytes(4))
+        start = _named(family, name) + attribute(_LINE, bytes(4))
         while some := list(islice(group, _PER_MESSAGE)):
             entries = nested(_ENTRIES, *(nested(_DATA, *_entry(family, kind, e)) for e in some))
-            yield Batch(name, Request(_SUBSYSTEM | (_DELETE if delete else _ADD), 0, start + entries))
+            yield Batch(name, Request(_DELETE if delete else _ADD, 0, start + entries))
+
+
+def list_set(family: Family, kind: SetKind) -> bytes:
+    """Encode the payload of the dump request for one set."""
+    return _named(family, kind.full_name(family))
+
+
+def decode_entries(family: Family, kind: SetKind, answers: Iterable[Span]) -> dict[str, int]:
+    """Return the entries in the *answers* to `list_set` as ipset prints them, with their marks."""
+    found: dict[str, int] = {}
+    format_entry = _FORMATS[kind.type]
+    for data, start, end in answers:
+        for outer, first, last in attribute_spans(data, start + NFGENMSG.size, end):
+            if outer == _ENTRIES:
+                for _, begin, until in attribute_spans(data, first, last):
+                    entry = attributes(data, begin, until)
+                    mark = int.from_bytes(entry[_MARK][:4], "big") if _MARK in entry else 0
+                    found[format_entry(family, entry)] = mark
+    return found
 
 
 def render(family: Family, kinds: Iterable[SetKind], elements: Iterable[Element] = ()) -> str:
-    """The input of ``ipset restore`` that makes sets and their entries."""
+    """Return the input of ``ipset restore`` that creates sets and their entries."""
     lines = [f"create {kind.create(family)}\n" for kind in kinds]
     for kind, entry, mark in elements:
         option = f" skbmark {mark:#x}" if mark else ""
@@ -60,12 +86,16 @@ def render(family: Family, kinds: Iterable[SetKind], elements: Iterable[Element]
 
 
 def problem(code: int) -> str:
-    """What error *code* of an ipset means."""
+    """Return the meaning of an error number of ipset."""
     return _PROBLEMS.get(code) or (f"error {code}" if code >= _OWN_ERRORS else os.strerror(code))
 
 
+def _named(family: Family, name: str) -> bytes:
+    return NFGENMSG.pack(family.af, 0, 0) + attribute(_PROTOCOL, b"\x06") + text_attribute(_NAME, name)
+
+
 def _entry(family: Family, kind: SetKind, element: Element) -> Iterator[bytes]:
-    """The attributes of an entry, from its text as ipset has it."""
+    """Yield the attributes of an entry."""
     if kind.type == "bitmap:port":
         yield _port(element.entry)
         return
@@ -81,13 +111,52 @@ def _entry(family: Family, kind: SetKind, element: Element) -> Iterator[bytes]:
         if kind.type.endswith(",net"):
             yield attribute(_LENGTH2, bytes([int(length or family.bits)]))
     if element.mark:
-        # With all bits in the mask the packet's whole mark is replaced: IPVS compares all of it.
-        yield attribute(_MARK | _NET_ORDER, struct.pack(">II", element.mark, 0xFFFFFFFF))
+        # With all bits in the mask the packet's whole mark is replaced, as IPVS compares all of it.
+        yield attribute(_MARK | NLA_F_NET_BYTEORDER, element.mark.to_bytes(4, "big") + b"\xff\xff\xff\xff")
 
 
 def _address(kind: int, family: Family, text: str) -> bytes:
-    return nested(kind, attribute(_ADDRESS[family] | _NET_ORDER, parse_address(text)))
+    return nested(kind, attribute(_ADDRESS[family] | NLA_F_NET_BYTEORDER, parse_address(text)))
 
 
 def _port(text: str) -> bytes:
-    return attribute(_PORT | _NET_ORDER, int(text).to_bytes(2, "big"))
+    return attribute(_PORT | NLA_F_NET_BYTEORDER, int(text).to_bytes(2, "big"))
+
+
+_Attributes = dict[int, bytes]
+
+
+def _format_port(family: Family, entry: _Attributes) -> str:
+    return str(int.from_bytes(entry[_PORT], "big"))
+
+
+def _format_ip(family: Family, entry: _Attributes) -> str:
+    return _format_address(family, entry[_IP])
+
+
+def _format_ip_port(family: Family, entry: _Attributes) -> str:
+    protocol = _PROTOCOLS.get(entry[_NUMBER]) or entry[_NUMBER][0]
+    return f"{_format_ip(family, entry)},{protocol}:{_format_port(family, entry)}"
+
+
+def _format_ip_port_ip(family: Family, entry: _Attributes) -> str:
+    return f"{_format_ip_port(family, entry)},{_format_address(family, entry[_IP2])}"
+
+
+def _format_ip_port_net(family: Family, entry: _Attributes) -> str:
+    length = entry[_LENGTH2][0]
+    return _format_ip_port_ip(family, entry) + ("" if length == family.bits else f"/{length}")
+
+
+def _format_address(family: Family, value: bytes) -> str:
+    # The address is the only nested attribute, behind a header of four bytes.
+    return format_address(Address(value[4 : 4 + family.size]))
+
+
+_FORMATS: dict[str, Callable[[Family, _Attributes], str]] = {
+    "bitmap:port": _format_port,
+    "hash:ip": _format_ip,
+    "hash:ip,port": _format_ip_port,
+    "hash:ip,port,ip": _format_ip_port_ip,
+    "hash:ip,port,net": _format_ip_port_net,
+}

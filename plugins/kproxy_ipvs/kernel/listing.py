@@ -1,29 +1,32 @@
-"""What /proc tells about IPVS and about the node's own connections.
+"""IPVS and the node's own connections as listed in /proc.
 
-net/netfilter/ipvs/ip_vs_ctl.c and ip_vs_conn.c, net/ipv4/tcp_ipv4.c and udp.c: what ends in ``seq_show``.
-
-Netlink gives the real servers of one virtual server at a time; here one file has them all. Others may
-change things while it is read, and a virtual server may then be missing.
+Sources: the ``seq_show`` functions of net/netfilter/ipvs/ip_vs_ctl.c and ip_vs_conn.c, net/ipv4/tcp_ipv4.c
+and udp.c. Netlink lists the real servers of one virtual server at a time, a file in /proc lists all. A
+virtual server may be missing from it if others change while it is read.
 """
 
 import struct
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Address, Family, Protocol, parse_address
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_ipvs.batch.servers import Listed
 from kproxy_ipvs.wanted import ServerKey
 
+_T = TypeVar("_T")
+
 _DIRECTORY = Path("/proc/thread-self/net")
-"""Of the network namespace of the calling thread."""
+"""Files of the calling thread's network namespace."""
 
 SERVERS = _DIRECTORY / "ip_vs"
 CONNECTIONS = _DIRECTORY / "ip_vs_conn"
-SOCKETS = {
+_SOCKETS = {
     Family.IPV4: (_DIRECTORY / "tcp", _DIRECTORY / "udp"),
     Family.IPV6: (_DIRECTORY / "tcp6", _DIRECTORY / "udp6"),
 }
@@ -31,31 +34,53 @@ SOCKETS = {
 _PROTOCOLS = {protocol.name: protocol for protocol in Protocol}
 
 _OPEN = frozenset({"ESTABLISHED", "SYN_SENT", "SYN_RECV", "SYNACK"})
-"""States of TCP and SCTP connections that IPVS calls active."""
+"""States of TCP and SCTP connections that IPVS counts as active."""
 _ENDED = frozenset({"TIME_WAIT", "CLOSE", "CLOSED", "REJECTED"})
-"""States in which nobody has anything new to say."""
-_REPEATING = 117
-"""Seconds of the two minutes of TIME_WAIT that are left while a last segment may have to be sent again: the
-state begins when IPVS sees that segment, and anew when it does again."""
+"""States in which neither side has new data to send."""
+_RETRANSMITTING = 117
+"""Remaining seconds of TIME_WAIT, of 120, down to which a last segment may be retransmitted.
+
+The timer starts when IPVS sees that segment, and restarts with every retransmission.
+"""
 
 _NO_CONNECTION = frozenset({"03", "06", "07", "0A", "0C"})
 """States of sockets, linux/tcp_states.h: SYN_RECV, TIME_WAIT, CLOSE, LISTEN, NEW_SYN_RECV.
 
-One of UDP that is connected is in the state ESTABLISHED.
+A connected UDP socket has the state ESTABLISHED.
 """
 
 
 class Translation(NamedTuple):
-    """What IPVS does to connections: they are for the one, and lead to the other."""
+    """A frontend and the real server to which IPVS forwards its connections."""
 
     frontend: Frontend
     real_server: Destination
 
 
-def real_servers(lines: Iterable[str]) -> dict[ServerKey, list[Listed]]:
-    """The real servers by virtual server, from the lines of `SERVERS`.
+def read_real_servers() -> dict[ServerKey, list[Listed]]:
+    """Return the real servers of those virtual servers that /proc lists; {} if it can't be read."""
+    try:
+        return parse_real_servers(_lines(SERVERS))
+    except HostError:
+        return {}
 
-    Virtual servers known by a mark are left out: the list does not tell their family.
+
+def count_closing() -> Counter[Translation]:
+    """Count the connections of `parse_closing`. Raises HostError."""
+    return _twice(lambda: parse_closing(_lines(CONNECTIONS)))
+
+
+def count_connected_from(addresses: Container[Address], family: Family) -> Counter[Address]:
+    """Count the node's own connections from *addresses* by source. Raises HostError."""
+    return _twice(
+        lambda: parse_connected_from(addresses, chain.from_iterable(map(_lines, _SOCKETS[family])))
+    )
+
+
+def parse_real_servers(lines: Iterable[str]) -> dict[ServerKey, list[Listed]]:
+    """Return the real servers by virtual server, from the lines of `SERVERS`.
+
+    Virtual servers with a mark are left out, because the file does not name their family.
     """
     found: dict[ServerKey, list[Listed]] = {}
     current: list[Listed] = []
@@ -74,11 +99,10 @@ def real_servers(lines: Iterable[str]) -> dict[ServerKey, list[Listed]]:
     return found
 
 
-def closing(lines: Iterable[str]) -> Counter[Translation]:
-    """How many connections have a side that may still send, though IPVS calls them inactive.
+def parse_closing(lines: Iterable[str]) -> Counter[Translation]:
+    """Count inactive connections with a side that may still send, from the lines of `CONNECTIONS`.
 
-    From the lines of `CONNECTIONS`. What persistence remembers of clients stands there as well, with port 0.
-    Those of UDP are left out: IPVS does not know whether they have ended.
+    Leaves out persistence templates, which have port 0, and UDP, whose end IPVS does not know.
     """
     found: Counter[Translation] = Counter()
     for line in lines:
@@ -86,14 +110,14 @@ def closing(lines: Iterable[str]) -> Counter[Translation]:
         protocol = _PROTOCOLS.get(words[0])
         if protocol is None or protocol is Protocol.UDP or words[2] == "0000" or words[7] in _OPEN:
             continue
-        if words[7] not in _ENDED or (words[7] == "TIME_WAIT" and int(words[8]) >= _REPEATING):
+        if words[7] not in _ENDED or (words[7] == "TIME_WAIT" and int(words[8]) >= _RETRANSMITTING):
             frontend = Frontend(_address(words[3]), protocol, int(words[4], 16))
             found[Translation(frontend, Destination(_address(words[5]), int(words[6], 16)))] += 1
     return found
 
 
-def connected_from(addresses: Container[Address], lines: Iterable[str]) -> Counter[Address]:
-    """How many connections of the node's own come from *addresses*, from the lines of `SOCKETS`."""
+def parse_connected_from(addresses: Container[Address], lines: Iterable[str]) -> Counter[Address]:
+    """Count connections from *addresses* by source, from the lines of /proc/net/tcp and the like."""
     found: Counter[Address] = Counter()
     for line in lines:
         words = line.split(maxsplit=4)
@@ -105,6 +129,19 @@ def connected_from(addresses: Container[Address], lines: Iterable[str]) -> Count
         if address in addresses:
             found[address] += 1
     return found
+
+
+def _twice(count: Callable[[], Counter[_T]]) -> Counter[_T]:
+    """Return the greater of two counts of each item: a file lacks items if others end while it is read."""
+    return count() | count()
+
+
+def _lines(path: Path) -> Iterator[str]:
+    try:
+        with path.open(encoding="ascii") as lines:
+            yield from lines
+    except OSError as error:
+        raise HostError(f"cannot read {path}", error) from error
 
 
 def _socket(text: str) -> tuple[Address, int]:

@@ -1,46 +1,54 @@
-"""The ipsets of one IP family: sets by ``ipset``, their entries by netlink."""
+"""The ipsets of one IP family: entries over netlink, sets by the program ``ipset``."""
 
+import errno
 from collections.abc import Iterable, Iterator, Sequence
 
 from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.netlink import messages as netlink
+from kproxy_core.host.netlink.messages import NETLINK_NETFILTER
+from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.model.address import Family
 from kproxy_ipvs.batch import sets as messages
-from kproxy_ipvs.kernel.exchange import exchange
 from kproxy_ipvs.names import SETS, SetKind
 from kproxy_ipvs.wanted import Element
 
 
 def read(family: Family) -> dict[SetKind, dict[str, int]]:
-    """Every set that exists, with its entries and their marks. Raises HostError."""
-    kinds = {kind.full_name(family): kind for kind in SETS}
+    """Return all existing sets, with their entries and the entries' marks. Raises HostError."""
     found: dict[SetKind, dict[str, int]] = {}
-    for line in programs.output("ipset", "save").splitlines():
-        words = line.split()
-        kind = kinds.get(words[1]) if len(words) > 2 else None
-        if kind is None:
-            continue
-        if words[0] == "create":
-            found[kind] = {}
-        else:
-            mark = words[words.index("skbmark") + 1] if "skbmark" in words else "0"
-            found[kind][words[2]] = int(mark.partition("/")[0], 16)
+    try:
+        with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
+            for kind in SETS:
+                entries = _read(sock, family, kind)
+                if entries is not None:
+                    found[kind] = entries
+    except OSError as error:
+        raise HostError("cannot read ipsets", error) from error
     return found
 
 
+def _read(sock: NetlinkSocket, family: Family, kind: SetKind) -> dict[str, int] | None:
+    """Return the entries of one set; None if it does not exist. Raises OSError."""
+    try:
+        return sock.dump(
+            messages.LIST_SET, messages.list_set(family, kind),
+            lambda answers: messages.decode_entries(family, kind, answers),
+        )  # fmt: skip
+    except OSError as error:
+        if error.errno == errno.ENOENT:
+            return None
+        raise
+
+
 def create(family: Family, kinds: Iterable[SetKind]) -> None:
-    """Create sets; those that are there may stay. Raises HostError."""
-    text = messages.render(family, kinds)
-    if text:
-        programs.output("ipset", "restore", "-exist", stdin=text)
+    """Create sets; existing ones are no error. Raises HostError."""
+    _restore(messages.render(family, kinds))
 
 
 def write(family: Family, adds: Iterable[Element] = (), deletes: Iterable[Element] = ()) -> None:
-    """Add entries, then delete others; what is as it should be is no problem.
+    """Add entries, then delete others. Entries that exist or are missing already are no error.
 
-    Without a program: its start would take longer than all the rest of most changes.
-    Raises HostError if entries are refused; all others are written then.
+    Raises HostError if entries are refused, after all others are written.
     """
     batches = [
         *messages.batches(family, sorted(adds)),
@@ -49,24 +57,24 @@ def write(family: Family, adds: Iterable[Element] = (), deletes: Iterable[Elemen
     if not batches:
         return
     try:
-        with netlink.open_socket(netlink.NETLINK_NETFILTER) as sock:
-            refused = exchange(sock, [batch.request for batch in batches])
+        with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
+            refused = sock.exchange([batch.request for batch in batches])
     except OSError as error:
-        raise HostError("can't write ipsets", error) from error
+        raise HostError("cannot write ipsets", error) from error
     for at, code in refused:
         raise HostError(f"ipset {batches[at].name} refuses entries: {messages.problem(code)}")
 
 
 def destroy(names: Sequence[str]) -> dict[str, HostError]:
-    """Delete sets by their full names; returns why some stay, such as that a rule uses them."""
+    """Delete sets by their full names. Return the errors by name, such as for a set that a rule uses."""
     try:
         _destroy(names)
-    except HostError:  # It has stopped at the first that stays.
-        return dict(_stubborn(names))
+    except HostError:  # The program has stopped at the first failure.
+        return dict(_destroy_each(names))
     return {}
 
 
-def _stubborn(names: Iterable[str]) -> Iterator[tuple[str, HostError]]:
+def _destroy_each(names: Iterable[str]) -> Iterator[tuple[str, HostError]]:
     for name in names:
         try:
             _destroy([name])
@@ -75,12 +83,15 @@ def _stubborn(names: Iterable[str]) -> Iterator[tuple[str, HostError]]:
 
 
 def _destroy(names: Iterable[str]) -> None:
-    text = "".join(f"destroy {name}\n" for name in names)
+    _restore("".join(f"destroy {name}\n" for name in names))
+
+
+def _restore(text: str) -> None:
     if text:
         programs.output("ipset", "restore", "-exist", stdin=text)
 
 
 def existing(kinds: Iterable[SetKind]) -> list[str]:
-    """The full names of those sets that exist, of both families. Raises HostError."""
+    """Return the full names of those sets that exist, in both families. Raises HostError."""
     ours = {kind.full_name(family) for kind in kinds for family in Family}
     return [name for name in programs.output("ipset", "list", "-name").splitlines() if name in ours]

@@ -1,20 +1,20 @@
-"""The kernel's virtual servers of one IP family, through generic netlink."""
+"""The kernel's virtual servers, read and written over generic netlink (net/netfilter/ipvs/ip_vs_ctl.c)."""
 
 import errno
 import os
-import socket
-import struct
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.netlink import messages as netlink
+from kproxy_core.host.netlink.messages import NETLINK_GENERIC, Request, attributes, text_attribute
+from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.model.address import Family, format_socket
 from kproxy_core.model.endpoint import Destination
 from kproxy_ipvs.applied import HeldServer
 from kproxy_ipvs.batch import servers as messages
 from kproxy_ipvs.batch.servers import (
-    Body,
+    GENERIC,
     DeleteDestination,
     DeleteServer,
     Listed,
@@ -24,97 +24,92 @@ from kproxy_ipvs.batch.servers import (
 )
 from kproxy_ipvs.kernel import listing
 from kproxy_ipvs.kernel.draining import RealServers
-from kproxy_ipvs.kernel.exchange import Request, exchange
 from kproxy_ipvs.wanted import Scheduling, ServerKey
 
-NETLINK_GENERIC = 16
-_CONTROL = 0x10
+# linux/genetlink.h
+_CONTROLLER = 0x10
 _GET_FAMILY = 3
+_FAMILY_ID, _FAMILY_NAME = 1, 2
 
-_CHECK_MARK = 0xFFFFFFFF
-"""Of a virtual server that lasts for a moment; none of ours has it."""
+_SERVICE, _DESTINATION = 1, 2
+"""IPVS_CMD_ATTR_SERVICE and IPVS_CMD_ATTR_DEST of linux/ip_vs.h."""
 
-_GONE = frozenset({errno.ESRCH, errno.ENOENT})
-_NEVER = frozenset({errno.EINVAL, errno.EAFNOSUPPORT})
-"""What the kernel says to a real server at an address that is none of a single host (ip_vs_ctl.c)."""
+_TRIAL_MARK = 0xFFFFFFFF
+"""The mark of a virtual server that exists for a moment; `names.mark` never returns it."""
+
+_ABSENT = frozenset({errno.ESRCH, errno.ENOENT})
+_NO_UNICAST = frozenset({errno.EINVAL, errno.EAFNOSUPPORT})
+"""The kernel's answers to a real server whose address is not that of a single host."""
 
 
 class VirtualServers:
-    """Reads and writes. Also used by the thread that waits for connections to end; calls take turns."""
+    """Reads and writes virtual servers. Safe to use from several threads."""
 
     def __init__(self) -> None:
         """Raises HostError if the kernel has no IPVS."""
         self._lock = threading.RLock()
-        self._socket: socket.socket | None = None
         try:
-            self._socket = netlink.open_socket(NETLINK_GENERIC)
-            self._family = _family_number(self._socket)
+            self._socket = NetlinkSocket.open(NETLINK_GENERIC)
+        except OSError as error:
+            raise HostError("no generic netlink", error) from error
+        try:
+            self._family = self._read_family()
         except OSError as error:
             self.close()
-            raise HostError(f"IPVS does not answer, is ip_vs loaded? {error.strerror}") from error
+            raise HostError("IPVS does not answer, is ip_vs loaded?", error) from error
 
     def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        self._socket.close()
 
     def read(self, family: Family) -> dict[ServerKey, HeldServer]:
-        """All virtual servers of *family*. Raises HostError."""
+        """Return all virtual servers of *family*. Raises HostError."""
         return {
             key: HeldServer(scheduling, {item.where: item.weight for item in items})
             for key, (scheduling, items) in self.count(family).items()
         }
 
     def count(self, family: Family) -> dict[ServerKey, tuple[Scheduling, list[Listed]]]:
-        """All virtual servers of *family*, and their real servers with connections. Raises HostError."""
+        """Return all virtual servers of *family*, with connection counts. Raises HostError."""
         with self._lock:
-            listed = _listed()
-            decoded = map(messages.decode_server, self._dump(messages.dump_servers(), 1))
-            found = [server for server in decoded if server is not None and server[0].family is family]
+            listed = listing.read_real_servers()
+            found = map(messages.decode_server, self._dump(messages.dump_servers(), _SERVICE))
             return {
                 key: (scheduling, listed[key] if key in listed else self.destinations(key))
-                for key, scheduling in found
-            }
+                for key, scheduling in filter(None, found) if key.family is family
+            }  # fmt: skip
 
     def destinations(self, key: ServerKey) -> list[Listed]:
-        """The real servers of *key*; none if it is gone. Raises HostError."""
+        """Return the real servers of *key*; none if it does not exist. Raises HostError."""
         with self._lock:
-            answers = self._dump(messages.dump_destinations(key), 2)
-            return [messages.decode_destination(key.family, attributes) for attributes in answers]
+            answers = self._dump(messages.dump_destinations(key), _DESTINATION)
+            return [messages.decode_destination(key.family, answer) for answer in answers]
 
     def write(self, operations: Sequence[Operation]) -> None:
-        """Do all *operations* in order. What is to be deleted may be gone.
+        """Execute *operations* in order. Deletions of missing objects succeed.
 
-        Raises HostError about the first that is refused; all others are done.
+        Raises HostError about the first refusal, after all others are done.
         """
         for operation, error in self._refused(operations):
-            raise HostError(f"{_told(operation)}: {error.strerror}") from error
+            raise HostError(_describe(operation), error)
 
     def write_usable(self, operations: Sequence[Operation]) -> list[PutDestination]:
-        """The same, but returns the real servers that can't be; the rest does not suffer from them."""
+        """Execute *operations* like `write`, but return real servers with unusable addresses."""
         unusable: list[PutDestination] = []
         for operation, error in self._refused(operations):
-            if not isinstance(operation, PutDestination) or error.errno not in _NEVER:
-                raise HostError(f"{_told(operation)}: {error.strerror}") from error
+            if not isinstance(operation, PutDestination) or error.errno not in _NO_UNICAST:
+                raise HostError(_describe(operation), error)
             unusable.append(operation)
         return unusable
 
-    def _refused(self, operations: Sequence[Operation]) -> list[tuple[Operation, OSError]]:
-        """Do all *operations* in order; returns what was refused and not gone already."""
-        with self._lock:
-            refused = self._exchange([messages.encode(operation) for operation in operations])
-            found = [(operations[at], error) for at, error in refused]
-        return [(one, error) for one, error in found if not (_takes_away(one) and error.errno in _GONE)]
-
-    def delete_drained(self, leaving: RealServers) -> RealServers:
-        """Delete those real servers that have no connections any more; returns the others.
+    def delete_drained(self, draining: RealServers) -> RealServers:
+        """Delete those of the *draining* real servers that have no connections; return the others.
 
         Raises HostError.
         """
         drained: list[Operation] = []
         left: dict[ServerKey, set[Destination]] = {}
         with self._lock:
-            for key, places in leaving.items():
+            for key, places in draining.items():
                 for item in self.destinations(key):
                     if item.where not in places or item.weight:
                         continue
@@ -126,60 +121,53 @@ class VirtualServers:
         return left
 
     def set_timeouts(self, tcp: int, tcp_fin: int, udp: int) -> None:
-        """See `messages.set_timeouts`. Raises HostError."""
-        with self._lock:
-            self._exchange([messages.set_timeouts(tcp, tcp_fin, udp)])
+        """Set the timeouts of connections in seconds; 0 keeps the kernel's value. Raises HostError."""
+        for error in self._exchange([messages.set_timeouts(tcp, tcp_fin, udp)]).values():
+            raise HostError("cannot set IPVS timeouts", error)
 
-    def _exchange(self, bodies: Sequence[Body]) -> list[tuple[int, OSError]]:
-        """Send *bodies*; returns what was refused: index and reason."""
-        if not bodies:
-            return []
-        requests = [Request(self._family, 0, body.payload) for body in bodies]
+    def _refused(self, operations: Sequence[Operation]) -> list[tuple[Operation, OSError]]:
+        """Execute *operations* in order; return those that were refused for another reason than absence."""
+        refused = self._exchange([messages.encode(operation) for operation in operations])
+        return [
+            (operations[at], error) for at, error in refused.items()
+            if not (_is_removal(operations[at]) and error.errno in _ABSENT)
+        ]  # fmt: skip
+
+    def _exchange(self, payloads: Sequence[bytes]) -> dict[int, OSError]:
+        """Send *payloads*; return the errors of those that were refused, by index."""
         try:
-            refused = exchange(self._open(), requests)
+            with self._lock:
+                refused = self._socket.exchange([Request(self._family, 0, payload) for payload in payloads])
         except OSError as error:
-            raise HostError(f"IPVS: {error.strerror}") from error
-        return [(at, OSError(code, os.strerror(code))) for at, code in refused]
+            raise HostError("cannot write to IPVS", error) from error
+        return {at: OSError(code, os.strerror(code)) for at, code in refused}
 
-    def _dump(self, body: Body, attribute: int) -> list[dict[int, bytes]]:
-        """The attributes nested in *attribute* of every answer; none if what is asked about is gone."""
-        request = netlink.message(self._family, netlink.NLM_F_DUMP, body.payload)
-
-        def read() -> list[dict[int, bytes]]:
-            return [
-                netlink.attributes(found[attribute], 0, len(found[attribute]))
-                for data, start, end in netlink.dump(self._open(), request)
-                if attribute in (found := netlink.attributes(data, start + 4, end))
-            ]
-
+    def _dump(self, payload: bytes, kind: int) -> list[dict[int, bytes]]:
+        """Return the attributes nested in attribute *kind* of each answer; [] for a missing object."""
         try:
-            return netlink.uninterrupted(read)
+            return self._socket.dump(self._family, payload, lambda answers: [
+                attributes(found[kind], 0, len(found[kind]))
+                for data, start, end in answers
+                if kind in (found := attributes(data, start + GENERIC.size, end))
+            ])  # fmt: skip
         except OSError as error:
-            if error.errno in _GONE:
+            if error.errno in _ABSENT:
                 return []
-            raise HostError(f"IPVS can't be read: {error.strerror}") from error
+            raise HostError("cannot read from IPVS", error) from error
 
-    def _open(self) -> socket.socket:
-        if self._socket is None:
-            raise OSError(errno.EBADF, "closed")
-        return self._socket
-
-
-def _listed() -> dict[ServerKey, list[Listed]]:
-    """The real servers of as many virtual servers as /proc tells of: one file instead of a dump for each."""
-    try:
-        with listing.SERVERS.open(encoding="ascii") as lines:
-            return listing.real_servers(lines)
-    except OSError:
-        return {}
+    def _read_family(self) -> int:
+        """Return the number of the generic netlink family IPVS. Raises OSError."""
+        payload = GENERIC.pack(_GET_FAMILY, 1, 0) + text_attribute(_FAMILY_NAME, "IPVS")
+        (data, start, end), *_ = self._socket.request(_CONTROLLER, 0, payload)
+        return int.from_bytes(attributes(data, start + GENERIC.size, end)[_FAMILY_ID], sys.byteorder)
 
 
 def refusal(scheduler: str, family: Family) -> str:
-    """What the kernel has against virtual servers of *family* with *scheduler*; "" if nothing.
+    """Return why the kernel refuses virtual servers of *family* with *scheduler*; "" if it accepts them.
 
-    Makes one that no packet gets to, and deletes it.
+    Creates a virtual server that no packet reaches, and deletes it.
     """
-    key = ServerKey(family, _CHECK_MARK, None, 0, 0)
+    key = ServerKey.marked(family, _TRIAL_MARK)
     try:
         servers = VirtualServers()
     except HostError as error:
@@ -193,31 +181,13 @@ def refusal(scheduler: str, family: Family) -> str:
     return ""
 
 
-def _takes_away(operation: Operation) -> bool:
-    leaving = isinstance(operation, PutDestination) and not operation.weight
-    return leaving or isinstance(operation, DeleteServer | DeleteDestination)
+def _is_removal(operation: Operation) -> bool:
+    drains = isinstance(operation, PutDestination) and not operation.weight
+    return drains or isinstance(operation, DeleteServer | DeleteDestination)
 
 
-def _told(operation: Operation) -> str:
+def _describe(operation: Operation) -> str:
     text = f"virtual server {operation.key}"
     if isinstance(operation, PutDestination | DeleteDestination):
         text += f", real server {format_socket(*operation.where)}"
     return text
-
-
-def _family_number(sock: socket.socket) -> int:
-    """The number of the generic netlink family IPVS. Raises OSError."""
-    payload = struct.pack("=BBH", _GET_FAMILY, 1, 0) + netlink.attribute(2, b"IPVS\0")
-    sock.send(netlink.message(_CONTROL, 0, payload))
-    for found in _answers(sock.recv(netlink.RECEIVE_SIZE)):
-        if 1 in found:
-            return int(struct.unpack("=H", found[1])[0])
-    raise OSError(errno.ENOENT, "no family IPVS")
-
-
-def _answers(data: bytes) -> Iterator[dict[int, bytes]]:
-    for kind, _, _, start, end in netlink.messages(data):
-        if kind == netlink.NLMSG_ERROR:
-            netlink.raise_for(netlink.error_code(data, start))
-        else:
-            yield netlink.attributes(data, start + 4, end)

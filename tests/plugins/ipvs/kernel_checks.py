@@ -388,7 +388,7 @@ def test_what_happens_to_the_device_is_noticed_and_repaired(
     change(backend, web("10.244.2.1"))
     backend.kproxy_sync(changed_update(NODES[Family.IPV4], wanted, web("10.244.2.1")))
     for damage, told in (
-        ("address del 10.96.0.2/32 dev kube-ipvs0", "10.96.0.2 taken off kube-ipvs0"),
+        ("address del 10.96.0.2/32 dev kube-ipvs0", "10.96.0.2 deleted from kube-ipvs0"),
         ("link delete kube-ipvs0", "interface kube-ipvs0 deleted"),
     ):
         subprocess.run(["ip", *damage.split()], check=True)

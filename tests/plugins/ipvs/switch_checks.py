@@ -257,7 +257,7 @@ def test_connections_through_ipvs_outlive_the_mode(
     own_flows = [lab.datagrams(net.dns, 53, inside=True) for _ in range(4)]
     answering = list(map(answered_by, [*flows, *own_flows]))
     assert all(map(answers, held))
-    until(lambda: listing.closing(read(listing.CONNECTIONS)).total() == 1)
+    until(lambda: listing.count_closing().total() == 1)
     late = lab.datagrams(net.dns, 53)
     late.send(b"wait")
 

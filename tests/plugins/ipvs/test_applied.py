@@ -177,8 +177,9 @@ class Kernel:
 PODS = st.lists(st.sampled_from(["1.5", "1.6", "2.5", "2.6"]), unique=True)
 SERVICES = st.builds(
     lambda name, pods, variant, port: planned(
-        name, *pods, variant=variant, port=f"{ord(name)}{port}", ip="10.96.0.1"),
-    st.sampled_from("abc"), PODS, st.integers(0, len(VARIANTS) - 1), st.sampled_from(["", "/UDP", "@30080"]),
+        name, *pods, variant=variant, port=port.format(ord(name)), ip="10.96.0.1"),
+    st.sampled_from("abc"), PODS, st.integers(0, len(VARIANTS) - 1),
+    st.sampled_from(["{}", "{}/UDP", "{0}@300{0}"]),
 )  # fmt: skip
 STEPS = st.lists(
     st.tuples(st.one_of(SERVICES, st.builds(deleted, st.sampled_from("abc"))), st.booleans()), max_size=12

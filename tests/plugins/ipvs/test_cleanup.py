@@ -3,7 +3,7 @@
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import node_view
 from kproxy_ipvs import names
-from kproxy_ipvs.cleanup import what_only_kube_proxy_has, what_only_we_have, what_to_remove
+from kproxy_ipvs.cleanup import plan_cleanup, plan_kube_proxy_cleanup, plan_own_cleanup
 from kproxy_ipvs.names import FILTER, MANGLE, NAT
 from kproxy_ipvs.skeleton import JUMPS, skeleton
 from kproxy_xtables.rules import ChainKey
@@ -23,7 +23,7 @@ def held_by_us() -> dict[ChainKey, list[str]]:
 
 
 def test_all_of_ours_goes_and_nothing_else() -> None:
-    removal = what_to_remove(held_by_us())
+    removal = plan_cleanup(held_by_us())
     assert set(removal.chains) == set(skeleton(node_view(family=Family.IPV4)))
     assert sorted(removal.rules) == sorted((jump.table, jump.chain, jump.spec) for jump in JUMPS)
     assert (removal.emptied, removal.kept) == ([], [])
@@ -32,7 +32,7 @@ def test_all_of_ours_goes_and_nothing_else() -> None:
 def test_chains_that_the_iptables_mode_has_taken_over_stay() -> None:
     held = held_by_us()
     held[NAT, names.SERVICES] = ["-d 10.96.0.1/32 -p tcp -j KUBE-SVC-AAAAAAAAAAAAAAAA"]
-    removal = what_to_remove(held)
+    removal = plan_cleanup(held)
     for shared in (names.SERVICES, names.POSTROUTING, names.MARK_MASQ):
         assert (NAT, shared) not in removal.chains
     assert not {(NAT, "PREROUTING"), (FILTER, "FORWARD")} & {rule[:2] for rule in removal.rules}
@@ -40,12 +40,12 @@ def test_chains_that_the_iptables_mode_has_taken_over_stay() -> None:
     assert removal.kept == []
 
 
-def test_what_only_kube_proxy_has_goes_too() -> None:
+def test_plan_kube_proxy_cleanup_goes_too() -> None:
     held = held_by_us()
     held[FIREWALL] = ["-m set --match-set KUBE-LOAD-BALANCER-FW dst,dst -j KUBE-SOURCE-RANGES-FIREWALL"]
     held[FILTER, "KUBE-SOURCE-RANGES-FIREWALL"] = ["-j DROP"]
     held[FILTER, "INPUT"].append(KUBE_PROXYS_JUMP)
-    removal = what_to_remove(held)
+    removal = plan_cleanup(held)
     assert {FIREWALL, (FILTER, "KUBE-SOURCE-RANGES-FIREWALL")} <= set(removal.chains)
     assert (FILTER, "INPUT", KUBE_PROXYS_JUMP) in removal.rules
 
@@ -55,37 +55,37 @@ def test_firewall_of_the_iptables_mode_stays_without_jumps_of_this_one() -> None
         FIREWALL: ["-d 203.0.113.1/32 -p tcp -j DROP"],
         (FILTER, "INPUT"): [JUMP_OF_IPTABLES, KUBE_PROXYS_JUMP],
     }
-    removal = what_to_remove(held)
+    removal = plan_cleanup(held)
     assert (removal.chains, removal.kept) == ([], [])
     assert removal.rules == [(FILTER, "INPUT", KUBE_PROXYS_JUMP)]
 
 
 def test_an_empty_firewall_is_whose_jump_leads_to_it() -> None:
     held: dict[ChainKey, list[str]] = {FIREWALL: [], (FILTER, "INPUT"): [JUMP_OF_IPTABLES]}
-    assert what_to_remove(held) == ([], [], [], [])
+    assert plan_cleanup(held) == ([], [], [], [])
     held[FILTER, "INPUT"] = [KUBE_PROXYS_JUMP]
-    assert what_to_remove(held) == ([(FILTER, "INPUT", KUBE_PROXYS_JUMP)], [FIREWALL], [], [])
+    assert plan_cleanup(held) == ([(FILTER, "INPUT", KUBE_PROXYS_JUMP)], [FIREWALL], [], [])
 
 
 def test_chains_that_kube_proxy_never_has_can_be_removed_beside_it() -> None:
     held = held_by_us()
     held[FILTER, "INPUT"].append(KUBE_PROXYS_JUMP)
     held[FIREWALL] = []
-    removal = what_only_we_have(held)
+    removal = plan_own_cleanup(held)
     assert set(removal.chains) == {key for key in skeleton(node_view()) if key[0] == MANGLE}
     assert {rule[0] for rule in removal.rules} == {MANGLE}
 
 
 def test_jumps_as_they_were_once_go_where_the_mode_serves() -> None:
     held = held_by_us()
-    assert what_only_kube_proxy_has(held) == ([], [], [], [])
+    assert plan_kube_proxy_cleanup(held) == ([], [], [], [])
     older = '-m comment --comment "kubernetes forward rules" -j KUBE-FORWARD'
     held[FILTER, "FORWARD"] += [older, KUBE_PROXYS_JUMP]
     held[FIREWALL] = []
-    removal = what_only_kube_proxy_has(held)
+    removal = plan_kube_proxy_cleanup(held)
     assert removal.rules == [(FILTER, "FORWARD", older), (FILTER, "FORWARD", KUBE_PROXYS_JUMP)]
     assert removal.chains == [FIREWALL]
 
 
 def test_there_is_nothing_to_do_in_an_empty_kernel() -> None:
-    assert what_to_remove({}) == ([], [], [], [])
+    assert plan_cleanup({}) == ([], [], [], [])

@@ -10,7 +10,7 @@ from kproxy_ipvs import names
 from kproxy_ipvs.batch.servers import DeleteDestination, DeleteServer, Listed, Operation, PutDestination
 from kproxy_ipvs.kernel import listing
 from kproxy_ipvs.kernel.listing import Translation
-from kproxy_ipvs.retire import judge, short_circuits, through_ipvs
+from kproxy_ipvs.retire import count_untranslated, judge, short_circuits
 from kproxy_ipvs.wanted import ServerKey
 
 VIP = parse_address("10.96.0.1")
@@ -49,7 +49,7 @@ fd00:0001:0000:0000:0000:0000:0000:0005 1F90 FIN_WAIT     115
 
 def test_real_servers_as_proc_lists_them() -> None:
     v6 = Destination(parse_address("fd00:1::5"), 53)
-    assert listing.real_servers(SERVERS.splitlines(keepends=True)) == {
+    assert listing.parse_real_servers(SERVERS.splitlines(keepends=True)) == {
         WEB: [Listed(ONE, 1, 2, 3), Listed(TWO, 0, 0, 0)],
         ServerKey(Family.IPV6, 0, parse_address("fd00::1"), Protocol.UDP, 53): [Listed(v6, 1, 0, 7)],
         ServerKey(Family.IPV4, 0, VIP, Protocol.SCTP, 9): [],
@@ -60,7 +60,7 @@ def test_connections_with_a_side_that_may_still_send() -> None:
     v6 = Translation(
         Frontend(parse_address("fd00::1"), Protocol.TCP, 80), Destination(parse_address("fd00:1::5"), 8080)
     )
-    closing = listing.closing(CONNECTIONS.splitlines(keepends=True))
+    closing = listing.parse_closing(CONNECTIONS.splitlines(keepends=True))
     assert closing == {Translation(TO_WEB, ONE): 1, Translation(TO_WEB, TWO): 1, v6: 1}
 
 
@@ -72,10 +72,10 @@ def test_connections_that_come_from_vips() -> None:
    2: 0100600A:A002 0100600A:0050 06 00000000:00000000 00:00000000 00000000     0        0 1 1 0 100 0 0 10 0
    3: 0100007F:A003 0100600A:0050 01 00000000:00000000 00:00000000 00000000     0        0 1 1 0 100 0 0 10 0
 """
-    assert listing.connected_from({VIP}, v4.splitlines()) == {VIP: 1}
+    assert listing.parse_connected_from({VIP}, v4.splitlines()) == {VIP: 1}
     vip = parse_address("fd00::1")
     v6 = "0: 000000FD000000000000000001000000:A000 000000FD000000000000000001000000:0050 08 0:0 0:0 0 0 0"
-    assert listing.connected_from({vip}, [v6]) == {vip: 1}
+    assert listing.parse_connected_from({vip}, [v6]) == {vip: 1}
 
 
 JUDGED = [
@@ -102,7 +102,7 @@ def test_what_connections_need(
     verdict = judge({key: items}, {}, {Translation(frontend, ONE): in_use})
     assert verdict.operations == [operation._replace(key=key) for operation in operations]
     assert verdict.waiting == waiting
-    assert verdict.gone == ([] if waiting else [key])
+    assert verdict.deleted == ([] if waiting else [key])
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
@@ -114,10 +114,10 @@ def test_a_short_circuit_has_the_connections_of_what_leads_to_it(protocol: str) 
     assert verdict.waiting == 3
 
 
-def test_flows_that_no_rule_translates_go_through_ipvs() -> None:
+def test_flows_that_no_rule_translates_go_count_untranslated() -> None:
     client, dns = parse_address("192.0.2.10"), (VIP, 53)
     flows = [Flow(client, dns, ONE, translated=False)] * 2 + [
         Flow(client, dns, ONE, translated=True), Flow(VIP, dns, TWO, translated=False),
     ]  # fmt: skip
     to_dns = Frontend(VIP, Protocol.UDP, 53)
-    assert through_ipvs(flows) == {Translation(to_dns, ONE): 2, Translation(to_dns, TWO): 1}
+    assert count_untranslated(flows) == {Translation(to_dns, ONE): 2, Translation(to_dns, TWO): 1}
