@@ -1,7 +1,7 @@
-"""Whether this machine can run the mode: tried with the programs and messages that it would use."""
+"""The requirements of the mode, tried with the programs and messages that the mode uses."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from kproxy_core.backend.api import BackendSettings, Detection, Requirement, Trial
@@ -34,7 +34,7 @@ _MODE = "ipvs"
 _OLDEST_IPSET = (6, 0)
 _VERSION = re.compile(r"v(\d+)\.(\d+)")
 _CONNTRACK_IN_ONE = (4, 19)
-"""Since when there is one module for both families."""
+"""The first Linux with one module for both families."""
 
 _SET_MODULES = {
     "hash:ip": "ip_set_hash_ip", "hash:ip,port": "ip_set_hash_ipport",
@@ -44,9 +44,9 @@ _SET_MODULES = {
 
 
 def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool) -> Detection:
-    """Look for privileges, programs and sysctls, then try virtual servers, the device, sets and rules.
+    """Check privileges, programs and sysctls, then try virtual servers, the device, sets and rules.
 
-    Outside of a *trial* most is concluded from modules.
+    Without a *trial* namespace, most findings are concluded from kernel modules.
     """
     try:
         scheduler = read_settings(settings).scheduler
@@ -76,35 +76,28 @@ def _kernel(attempts: Attempts, scheduler: str, families: tuple[Family, ...]) ->
         yield attempts.attempt(
             f"{family.label}: virtual server with scheduler {scheduler}",
             ("ip_vs", f"ip_vs_{scheduler}", conntrack), partial(refusal, scheduler, family))  # fmt: skip
-    yield attempts.attempt("dummy interface", ("dummy",), _device_refusal)
+    yield attempts.attempt("dummy interface", ("dummy",), partial(_problem, device.ensure))
     for family in families:
         for kind in {kind.type: kind for kind in names.SETS}.values():
             yield attempts.attempt(
                 f"{family.label}: set of type {kind.type}", (_SET_MODULES[kind.type],),
-                partial(_set_refusal, family, kind), rests_on=("nfnetlink", "ip_set"))  # fmt: skip
+                partial(_problem, partial(sets.create, family, [kind])),
+                rests_on=("nfnetlink", "ip_set"))  # fmt: skip
 
 
 def _rules(tables: Tables, attempts: Attempts) -> Iterator[Finding]:
-    a_set = names.IPVS_IPS.full_name(tables.family)
+    set_name = names.IPVS_IPS.full_name(tables.family)
     features = (
-        Feature("set match", ("xt_set", "ip_set_hash_ip"), f"-m set --match-set {a_set} dst -j RETURN"),
-        COMMENTS, CONNTRACK, ADDRTYPE, MARKS,
-        MASQUERADE, REJECT,
+        Feature("set match", ("xt_set", "ip_set_hash_ip"), f"-m set --match-set {set_name} dst -j RETURN"),
+        COMMENTS, CONNTRACK, ADDRTYPE, MARKS, MASQUERADE, REJECT,
     )  # fmt: skip
     return try_rules(tables, attempts, features, ("filter", "mangle"))
 
 
-def _set_refusal(family: Family, kind: names.SetKind) -> str:
+def _problem(action: Callable[[], object]) -> str:
+    """Return why *action* fails; "" if it succeeds."""
     try:
-        sets.create(family, [kind])
-    except HostError as error:
-        return str(error)
-    return ""
-
-
-def _device_refusal() -> str:
-    try:
-        device.ensure()
+        action()
     except HostError as error:
         return str(error)
     return ""
@@ -123,5 +116,5 @@ def _ipset(modules: Modules, *, load_modules: bool) -> Finding:
         return Finding(what, False, str(error), remedy)
     found = _VERSION.search(said)
     if found is None or (int(found[1]), int(found[2])) < _OLDEST_IPSET:
-        return Finding(what, False, said.strip() or "says no version", remedy)
+        return Finding(what, False, said.strip() or "version unknown", remedy)
     return Finding(what, True, f"ipset {found[1]}.{found[2]}")

@@ -5,8 +5,8 @@ their virtual server, their real server, and the VIP on the device. Everything e
 
 UDP flows that conntrack knows bypass the nat rules and remain with IPVS until conntrack forgets them; the
 next datagram then meets the other mode. An IPVS connection that ends deletes the conntrack entry with its
-addresses and ports (ip_vs_conn_drop_conntrack, ip_vs_nfct.c), and since Linux 5.9 all connections of a real server end
-soon after it is deleted. Therefore nothing in use may be deleted.
+addresses and ports (ip_vs_conn_drop_conntrack, ip_vs_nfct.c), and since Linux 5.9 all connections of a real
+server end soon after it is deleted. Therefore nothing in use may be deleted.
 """
 
 from collections import Counter

@@ -56,5 +56,5 @@ class Guest:
 
     @property
     def output(self) -> str:
-        """What it has printed so far."""
+        """The output so far."""
         return self.log.read_text(errors="replace")

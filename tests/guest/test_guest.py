@@ -1,4 +1,4 @@
-"""The guest itself: a kernel for all modes, live output, exit statuses, and a host that stays as it is."""
+"""The guest: a kernel for all modes, live output, exit statuses, and an unchanged host."""
 
 import subprocess
 import time
@@ -34,19 +34,19 @@ def test_kernel_has_what_the_modes_need(tmp_path: Path) -> None:
     assert output.endswith("\ns\n")
 
 
-def test_exit_status_is_carried_out(tmp_path: Path) -> None:
+def test_exit_status_is_that_of_the_command(tmp_path: Path) -> None:
     assert run("exit 7", tmp_path)[0] == 7
     assert run("kill -9 $$", tmp_path)[0] == 128 + 9
 
 
-def test_guest_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+def test_guest_is_ended_after_its_time_limit(tmp_path: Path) -> None:
     status, output = run("echo begun; sleep 600", tmp_path, seconds=6)
     assert status == 124
     assert "begun" in output
 
 
-def test_nothing_is_left_of_a_guest_that_is_ended_early(tmp_path: Path) -> None:
-    """Its kernel is told by the directory that it was given."""
+def test_guest_that_is_ended_early_leaves_nothing(tmp_path: Path) -> None:
+    """Its kernel is recognised by its directory."""
     command, environment = ["sh", "-c", "echo begun; sleep 600"], {"TMPDIR": str(tmp_path)}
     with Guest(command, tmp_path / "log", share=tmp_path, seconds=60, environment=environment) as guest:
         while "begun" not in guest.output:
@@ -65,7 +65,7 @@ def processes_that_name(path: Path) -> list[str]:
     return [line for line in found if str(path) in line]
 
 
-def test_only_the_shared_directory_keeps_what_is_written(tmp_path: Path) -> None:
+def test_only_the_shared_directory_keeps_changes(tmp_path: Path) -> None:
     elsewhere = Path("/var/tmp") / f"kproxy-guest-{uuid.uuid4()}"
     status, output = run(
         f"echo kept > {tmp_path}/kept; echo lost > {elsewhere} && cat {elsewhere}", tmp_path
@@ -76,7 +76,7 @@ def test_only_the_shared_directory_keeps_what_is_written(tmp_path: Path) -> None
     assert not elsewhere.exists()
 
 
-def test_without_a_command_it_says_what_it_is() -> None:
+def test_usage_is_printed_without_a_command() -> None:
     done = subprocess.run([RUN], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "COMMAND" in done.stdout

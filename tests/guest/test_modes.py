@@ -59,7 +59,7 @@ def read(path: Path) -> str:
 
 
 def mode(seen: Path, name: str, wanted: str) -> dict[str, Any]:
-    """What one probe says of one mode."""
+    """Return the result for one mode of one probe."""
     (found,) = [m for m in json.loads((seen / f"{name}.json").read_text())["modes"] if m["mode"] == wanted]
     assert isinstance(found, dict)
     return found

@@ -47,6 +47,7 @@ _ROUTE_CHECKS, _CHECK_PERIOD = 5000, 0.0002
 """How often to check for a route, and seconds between two checks."""
 
 _PRESENT = frozenset({errno.EEXIST})
+_UNREACHABLE = frozenset({errno.ENETUNREACH, errno.EHOSTUNREACH})
 _ABSENT = frozenset({errno.EADDRNOTAVAIL, errno.ENODEV, errno.ESRCH})
 
 
@@ -135,13 +136,23 @@ def _await_local(address: Address) -> None:
     try:
         with NetlinkSocket.open(NETLINK_ROUTE) as sock:
             for _ in range(_ROUTE_CHECKS):
-                for data, start, _ in sock.request(_RTM_GETROUTE, 0, payload):
-                    if _RTMSG.unpack_from(data, start)[7] == _TYPE_LOCAL:
-                        return
+                if _is_local(sock, payload):
+                    return
                 time.sleep(_CHECK_PERIOD)
     except OSError as error:
         raise HostError(f"cannot read the route to {format_address(address)}", error) from error
     raise HostError(f"{format_address(address)} on {DEVICE} does not become local")
+
+
+def _is_local(sock: NetlinkSocket, request: bytes) -> bool:
+    """Tell whether RTM_GETROUTE finds a local route. Raises OSError."""
+    try:
+        answers = sock.request(_RTM_GETROUTE, 0, request)
+    except OSError as error:
+        if error.errno in _UNREACHABLE:
+            return False
+        raise
+    return any(_RTMSG.unpack_from(data, start)[7] == _TYPE_LOCAL for data, start, _ in answers)
 
 
 def unbind(addresses: Collection[Address], family: Family) -> None:

@@ -49,13 +49,10 @@ class VirtualServers:
         """Raises HostError if the kernel has no IPVS."""
         self._lock = threading.RLock()
         try:
+            with NetlinkSocket.open(NETLINK_GENERIC) as sock:
+                self._family = _read_family_number(sock)
             self._socket = NetlinkSocket.open(NETLINK_GENERIC)
         except OSError as error:
-            raise HostError("no generic netlink", error) from error
-        try:
-            self._family = self._read_family()
-        except OSError as error:
-            self.close()
             raise HostError("IPVS does not answer, is ip_vs loaded?", error) from error
 
     def close(self) -> None:
@@ -155,13 +152,6 @@ class VirtualServers:
                 return []
             raise HostError("cannot read from IPVS", error) from error
 
-    def _read_family(self) -> int:
-        """Return the number of the generic netlink family IPVS. Raises OSError."""
-        payload = GENERIC.pack(_GET_FAMILY, 1, 0) + text_attribute(_FAMILY_NAME, "IPVS")
-        (data, start, end), *_ = self._socket.request(_CONTROLLER, 0, payload)
-        return int.from_bytes(attributes(data, start + GENERIC.size, end)[_FAMILY_ID], sys.byteorder)
-
-
 def refusal(scheduler: str, family: Family) -> str:
     """Return why the kernel refuses virtual servers of *family* with *scheduler*; "" if it accepts them.
 
@@ -179,6 +169,13 @@ def refusal(scheduler: str, family: Family) -> str:
     finally:
         servers.close()
     return ""
+
+
+def _read_family_number(sock: NetlinkSocket) -> int:
+    """Return the number of the generic netlink family IPVS. Raises OSError."""
+    payload = GENERIC.pack(_GET_FAMILY, 1, 0) + text_attribute(_FAMILY_NAME, "IPVS")
+    (data, start, end), *_ = sock.request(_CONTROLLER, 0, payload)
+    return int.from_bytes(attributes(data, start + GENERIC.size, end)[_FAMILY_ID], sys.byteorder)
 
 
 def _is_removal(operation: Operation) -> bool:

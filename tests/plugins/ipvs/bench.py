@@ -1,4 +1,4 @@
-"""What syncs cost: ``tests/guest/run .venv/bin/python -m tests.plugins.ipvs.bench [SERVICES...]``.
+"""Cost of syncs: ``tests/guest/run .venv/bin/python -m tests.plugins.ipvs.bench [SERVICES...]``.
 
 The guest's system calls are several times as dear as a machine's, so what counts is how figures grow. A
 profiler would measure the calls with which it reads the clock; so the parts of a full sync are timed.
@@ -38,14 +38,14 @@ REPEATED = 3
 
 
 def planned(number: int, endpoints: int = ENDPOINTS) -> dict[ServicePortKey, ServicePlan]:
-    """The Service *number*."""
+    """Return the plans of Service *number*."""
     svc = service(f"web-{number}", ip=f"10.{96 + number // 65536}.{number // 256 % 256}.{number % 256}")
     pods = [f"10.{128 + number % 64}.{number // 64}.{pod + 1}" for pod in range(endpoints)]
     return plans(NODE, svc, endpoint_slice(str(svc.name), *pods, family=Family.IPV4))
 
 
 def measure(what: str, action: Callable[[], object], times: int = 1) -> None:
-    """Print how long the fastest of a few *times* took."""
+    """Print the duration of the fastest of *times* runs."""
     taken = []
     for _ in range(times):
         began, used = time.monotonic(), time.process_time()
@@ -84,7 +84,7 @@ def bench(services: int) -> None:
 
 
 def parts(wanted: dict[ServicePortKey, ServicePlan]) -> None:
-    """What a full sync with nothing to do spends its time on."""
+    """Print the durations of the parts of a full sync with nothing to write."""
     style = Style(
         family=Family.IPV4, scheduler="rr", node_ip=NODE.node_ip,
         node_port_addresses=NODE.node_port_addresses, masquerade_bit=NODE.masquerade_bit,

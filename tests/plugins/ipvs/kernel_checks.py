@@ -1,4 +1,4 @@
-"""The backend on a real kernel with IPVS. `test_kernel` runs these in a guest, which is theirs alone."""
+"""The backend on a kernel with IPVS. `test_kernel` runs these tests in a guest of their own."""
 
 import socket
 import struct
@@ -12,6 +12,7 @@ from queue import Queue
 import pytest
 
 from kproxy_core.backend.errors import SyncFailed
+from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family, Protocol, parse_address, parse_cidr
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.testing.builders import changed_update, endpoint_slice, plans, service
@@ -31,14 +32,14 @@ from tests.plugins.ipvs.rig import NODES, WEB, Plans, answers, change, everythin
 
 
 @pytest.mark.parametrize("family", list(Family))
-def test_second_process_has_nothing_to_write(family: Family, make: Callable[..., IpvsBackend]) -> None:
+def test_restart_writes_nothing(family: Family, make: Callable[..., IpvsBackend]) -> None:
     wanted = everything(family)
     assert full(make(), wanted) > 0
     assert full(make(), wanted) == 0
 
 
 @pytest.mark.parametrize("family", list(Family))
-def test_proc_tells_what_netlink_tells(
+def test_proc_and_netlink_agree(
     family: Family, make: Callable[..., IpvsBackend], kernel: VirtualServers
 ) -> None:
     full(make(), everything(family))
@@ -72,13 +73,63 @@ def test_damage_is_repaired(
     assert full(backend, wanted) == 0
 
 
+STEPS: list[tuple[object, str]] = [
+    (sets, "write"), (VirtualServers, "write_usable"), (VirtualServers, "write"),
+    (device, "bind"), (device, "unbind"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("place", "name"), STEPS, ids=[name for _, name in STEPS])
+def test_sync_after_a_failed_kernel_call_completes_the_change(
+    place: object, name: str, make: Callable[..., IpvsBackend], kernel: VirtualServers,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    node, one = NODES[Family.IPV4], web("10.244.2.1")
+    others = {key: plan for key, plan in everything(Family.IPV4).items() if key.name != "web-1"}
+    gone = [key for key in others if key.name == "web-2"]
+    wanted = one | {key: plan for key, plan in others.items() if key not in gone}
+    full(make(), wanted)
+    expected = state(Family.IPV4, kernel)
+    backend = make()
+    full(backend, {key: others[key] for key in gone})
+    update = changed_update(node, wanted, [*wanted, *gone])
+    with monkeypatch.context() as patch:
+
+        def fail(*_: object) -> None:
+            raise HostError("refused")
+
+        patch.setattr(place, name, fail)
+        with pytest.raises(SyncFailed, match="refused"):
+            backend.kproxy_sync(update)
+    assert backend.kproxy_sync(update).operations > 0
+    assert state(Family.IPV4, kernel) == expected
+    assert backend.kproxy_sync(update).operations == 0
+
+
+def test_change_without_the_device_fails_and_the_next_sync_repairs_it(
+    make: Callable[..., IpvsBackend], kernel: VirtualServers
+) -> None:
+    both = web("10.244.2.1") | everything(Family.IPV4)
+    full(make(), both)
+    expected = state(Family.IPV4, kernel)
+    cleanup(dry_run=False)
+    backend = make()
+    full(backend, web("10.244.2.1"))
+    subprocess.run(["ip", "link", "delete", "kube-ipvs0"], check=True)
+    update = changed_update(NODES[Family.IPV4], both, both)
+    with pytest.raises(SyncFailed, match="kube-ipvs0 does not exist"):
+        backend.kproxy_sync(update)
+    assert backend.kproxy_sync(update).operations > 0
+    assert state(Family.IPV4, kernel) == expected
+
+
 def rules_of(family: Family) -> dict[ChainKey, list[str]]:
-    """All that iptables holds."""
+    """Return all chains with their rules."""
     return rules.read(Tables(family, find_variant()))
 
 
 def state(family: Family, kernel: VirtualServers) -> tuple[object, ...]:
-    """All that the mode has in the kernel."""
+    """Return all objects of the mode in the kernel."""
     held = rules_of(family)
     ours = {key: held.get(key) for key in skeleton.skeleton(NODES[family])}
     jumps = [jump.spec in held[jump.table, jump.chain] for jump in skeleton.JUMPS]
@@ -97,7 +148,7 @@ def test_one_endpoint_costs_the_same_beside_many_services(make: Callable[..., Ip
     assert change(backend, web("10.244.2.2")) == 1
 
 
-def test_service_that_goes_takes_everything_along(
+def test_deleted_service_leaves_no_objects(
     make: Callable[..., IpvsBackend], kernel: VirtualServers
 ) -> None:
     backend = make()
@@ -113,7 +164,7 @@ def test_service_that_goes_takes_everything_along(
     assert state(Family.IPV4, kernel) == empty
 
 
-def test_virtual_servers_of_others_stay(make: Callable[..., IpvsBackend], kernel: VirtualServers) -> None:
+def test_foreign_virtual_servers_are_kept(make: Callable[..., IpvsBackend], kernel: VirtualServers) -> None:
     theirs = {
         ServerKey(Family.IPV4, 0, parse_address("192.0.2.99"), Protocol.TCP, 80),
         ServerKey(Family.IPV4, 77, None, 0, 0),
@@ -126,7 +177,7 @@ def test_virtual_servers_of_others_stay(make: Callable[..., IpvsBackend], kernel
     kernel.write([DeleteServer(key) for key in theirs])
 
 
-def test_excluded_networks_are_not_touched(
+def test_virtual_servers_in_excluded_networks_are_kept(
     make: Callable[..., IpvsBackend], kernel: VirtualServers
 ) -> None:
     full(make(), web("10.244.2.1"))
@@ -147,7 +198,7 @@ def test_scheduler(scheduler: str, make: Callable[..., IpvsBackend], kernel: Vir
     assert full(backend, web("10.244.2.1")) == 0
 
 
-def test_settings_of_the_kernel(make: Callable[..., IpvsBackend]) -> None:
+def test_sysctls_are_set(make: Callable[..., IpvsBackend]) -> None:
     values = {
         "net/ipv4/vs/conntrack": "1", "net/ipv4/vs/expire_nodest_conn": "1",
         "net/ipv4/vs/expire_quiescent_template": "1", "net/ipv4/ip_forward": "1",
@@ -157,7 +208,7 @@ def test_settings_of_the_kernel(make: Callable[..., IpvsBackend]) -> None:
     assert {name: Path("/proc/sys", name).read_text().strip() for name in values} == values
 
 
-def test_cleanup_removes_all_and_a_dry_run_nothing(
+def test_cleanup_removes_everything_and_dry_run_nothing(
     make: Callable[..., IpvsBackend], kernel: VirtualServers
 ) -> None:
     for family in Family:
@@ -182,7 +233,7 @@ def test_cleanup_removes_all_and_a_dry_run_nothing(
 @pytest.mark.parametrize(("family", "vip", "own"), [
     (Family.IPV4, "10.96.0.1", "192.0.2.1"), (Family.IPV6, "fd00::1", "2001:db8::1"),
 ])  # fmt: skip
-def test_another_source_for_what_the_node_sends_to_a_vip(family: Family, vip: str, own: str) -> None:
+def test_lent_source_is_used_for_connections_to_a_vip(family: Family, vip: str, own: str) -> None:
     version = "-4" if family is Family.IPV4 else "-6"
     number = socket.AF_INET if family is Family.IPV4 else socket.AF_INET6
 
@@ -208,7 +259,7 @@ def test_another_source_for_what_the_node_sends_to_a_vip(family: Family, vip: st
         subprocess.run(["ip", version, "address", "del", own, "dev", "lo"], check=True)
 
 
-def test_endpoint_that_leaves_keeps_its_connections(
+def test_removed_endpoint_keeps_its_connections(
     make: Callable[..., IpvsBackend], kernel: VirtualServers, pods: tuple[str, str]
 ) -> None:
     leaving, other = pods
@@ -235,7 +286,7 @@ def test_endpoint_that_leaves_keeps_its_connections(
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_nobody_new_waits_for_an_endpoint_that_leaves(
+def test_new_connections_avoid_draining_endpoints(
     scheduler: str, make: Callable[..., IpvsBackend], kernel: VirtualServers, pods: tuple[str, str]
 ) -> None:
     backend = make(scheduler=scheduler)
@@ -249,7 +300,7 @@ def test_nobody_new_waits_for_an_endpoint_that_leaves(
                 assert answers(another)
 
 
-def test_endpoint_without_connections_leaves_at_once(
+def test_removed_endpoint_without_connections_is_deleted_at_once(
     make: Callable[..., IpvsBackend], kernel: VirtualServers, pods: tuple[str, str]
 ) -> None:
     backend = make()
@@ -258,7 +309,7 @@ def test_endpoint_without_connections_leaves_at_once(
     assert weight(kernel.read(Family.IPV4), pods[1]) is None
 
 
-def test_weights_that_somebody_else_set_are_put_right(
+def test_changed_weights_are_corrected(
     make: Callable[..., IpvsBackend], kernel: VirtualServers
 ) -> None:
     backend = make()
@@ -269,7 +320,7 @@ def test_weights_that_somebody_else_set_are_put_right(
     assert weight(kernel.read(Family.IPV4), "10.244.2.1") == 1
 
 
-def test_an_endpoint_that_can_not_be_harms_no_other(
+def test_unusable_endpoint_does_not_affect_others(
     make: Callable[..., IpvsBackend], kernel: VirtualServers, caplog: pytest.LogCaptureFixture
 ) -> None:
     subprocess.run(["ip", "address", "add", "192.0.2.65/26", "brd", "192.0.2.127", "dev", "lo"], check=True)
@@ -293,7 +344,7 @@ def test_an_endpoint_that_can_not_be_harms_no_other(
         subprocess.run(["ip", "address", "del", "192.0.2.65/26", "dev", "lo"], check=True)
 
 
-def test_failures_of_iptables_are_counted(make: Callable[..., IpvsBackend]) -> None:
+def test_iptables_failures_are_counted(make: Callable[..., IpvsBackend]) -> None:
     backend = make()
     full(backend, web("10.244.2.1"))
     assert [found.value for found in backend.kproxy_measure()] == [0, 0]
@@ -308,7 +359,7 @@ def test_failures_of_iptables_are_counted(make: Callable[..., IpvsBackend]) -> N
     assert full(backend, web("10.244.2.1")) == 0
 
 
-def test_excluded_networks_survive_clean_up_and_retirement(
+def test_cleanup_and_retirement_keep_excluded_networks(
     make: Callable[..., IpvsBackend], kernel: VirtualServers
 ) -> None:
     full(make(), web("10.244.2.1"))
@@ -323,7 +374,7 @@ def test_excluded_networks_survive_clean_up_and_retirement(
     kernel.write([DeleteServer(WEB), DeleteServer(stray)])
 
 
-def test_clean_up_as_the_operator_has_it(make: Callable[..., IpvsBackend], kernel: VirtualServers) -> None:
+def test_cleanup_flags(make: Callable[..., IpvsBackend], kernel: VirtualServers) -> None:
     full(make(), web("10.244.2.1"))
     run("--cleanup", "--cleanup-ipvs=false")
     assert WEB in kernel.read(Family.IPV4)
@@ -336,8 +387,8 @@ def test_clean_up_as_the_operator_has_it(make: Callable[..., IpvsBackend], kerne
     assert not kernel.read(Family.IPV4)
 
 
-def test_what_needs_all_privileges_can_be_done_by_itself(tmp_path: Path) -> None:
-    """Modules and sysctls; nothing that a packet would notice."""
+def test_init_only_loads_modules_and_sets_sysctls(tmp_path: Path) -> None:
+    """It leaves addresses, sets and rules alone."""
     subprocess.run(["modprobe", "ip_vs"], check=True)
     subprocess.run(["modprobe", "-r", "ip_vs_sed"], check=True)
     values = {"net/ipv4/vs/conntrack": "1", "net/ipv4/ip_forward": "1", "net/ipv4/conf/all/arp_announce": "2"}
@@ -352,13 +403,13 @@ def test_what_needs_all_privileges_can_be_done_by_itself(tmp_path: Path) -> None
 
 
 def run(*options: str) -> None:
-    """The program itself."""
+    """Run the program."""
     program = Path(sys.executable).with_name("kproxy")
     done = subprocess.run([program, *options], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_timeouts_of_connections(make: Callable[..., IpvsBackend], pods: tuple[str, str]) -> None:
+def test_connection_timeouts_are_set(make: Callable[..., IpvsBackend], pods: tuple[str, str]) -> None:
     dns = service("dns", "53/UDP", ip="10.96.0.2")
     piece = endpoint_slice("dns", pods[0], ports=["53/UDP"])
     wanted = web(pods[0]) | plans(NODES[Family.IPV4], dns, piece)
@@ -376,7 +427,7 @@ def test_timeouts_of_connections(make: Callable[..., IpvsBackend], pods: tuple[s
     assert 500 < expires["UDP", "UDP"] <= 555
 
 
-def test_what_happens_to_the_device_is_noticed_and_repaired(
+def test_damage_to_the_device_is_reported_and_repaired(
     make: Callable[..., IpvsBackend], kernel: VirtualServers
 ) -> None:
     backend = make()

@@ -1,4 +1,4 @@
-"""What the checks in the guest have in common: backends, service ports, and servers that answer."""
+"""Fixtures of the checks in the guest: backends, service ports, and servers that answer."""
 
 import contextlib
 import socket
@@ -50,7 +50,7 @@ def _nothing_is_left() -> Iterator[None]:
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., IpvsBackend]]:
-    """Makes backends, and closes them at the end."""
+    """Return a function that makes backends. They are closed at the end of the test."""
     with contextlib.ExitStack() as stack:
 
         def made(**options: object) -> IpvsBackend:
@@ -70,7 +70,7 @@ def kernel() -> Iterator[VirtualServers]:
 
 
 def everything(family: Family) -> Plans:
-    """Service ports of every kind."""
+    """Return service ports of every kind."""
     v4 = family is Family.IPV4
     node = NODES[family]
     prefix = "10.96.0." if v4 else "fd00::"
@@ -95,7 +95,7 @@ def everything(family: Family) -> Plans:
 
 
 def web(*endpoints: str) -> Plans:
-    """One Service at `VIP`, with endpoints on port 8080."""
+    """Return one Service at `VIP`, with endpoints on port 8080."""
     return plans(NODES[Family.IPV4], service(), endpoint_slice("web", *endpoints, family=Family.IPV4))
 
 
@@ -110,7 +110,7 @@ def change(backend: IpvsBackend, wanted: Plans) -> int:
 
 @pytest.fixture
 def pods() -> Iterator[tuple[str, str]]:
-    """Two addresses of this machine that echo on port 8080."""
+    """Yield two addresses of this machine with echo servers on port 8080."""
     addresses = ("192.0.2.71", "192.0.2.72")
     listeners = []
     for address in addresses:
@@ -143,7 +143,7 @@ def answers(connection: socket.socket) -> bool:
 
 
 def weight(held: Mapping[ServerKey, HeldServer], address: str) -> int | None:
-    """The weight of a real server of `WEB`; None: it is not there."""
+    """Return the weight of a real server of `WEB`; None if it does not exist."""
     return held[WEB].weights.get(Destination(parse_address(address), 8080))
 
 

@@ -1,4 +1,4 @@
-"""From and to the iptables mode with connections under way. `test_kernel` runs these in a guest.
+"""Switches between the ipvs and iptables modes with open connections. `test_kernel` runs these in a guest.
 
 A client outside, this node, and two pods, each in a namespace; rules of both modes are in the kernel at the
 same time, as they are during a switch.
@@ -50,12 +50,12 @@ class Net(NamedTuple):
     family: Family
     client: str
     node: str
-    """As the client sees it."""
+    """The node as seen by the client."""
     gateway: str
-    """As pods see the node."""
+    """The node as seen by pods."""
     pods: tuple[str, str]
     network: str
-    """That of this node's pods, and of the other pod as well."""
+    """The network of all pods."""
     vip: str
     idle: str
     dns: str
@@ -63,7 +63,7 @@ class Net(NamedTuple):
 
     @property
     def update(self) -> Update:
-        """A Service with a node port and a short circuit, one that nobody uses, and one of UDP."""
+        """A Service with a node port and a short circuit, an unused one, and one with UDP."""
         node = node_view(
             "node1", family=self.family, pods=self.network, node_port_addresses=self.node, ip=self.node,
             anywhere=True,
@@ -89,7 +89,7 @@ NETS = [
 
 
 class Lab:
-    """The machines around this node."""
+    """The machines around this node, each in a namespace."""
 
     def __init__(self, net: Net, client: Namespace, sockets: contextlib.ExitStack) -> None:
         self.net = net
@@ -97,10 +97,10 @@ class Lab:
         self.client = client
         self._sockets = sockets
         self.last_word = threading.Event()
-        """Servers that were asked to wait say goodbye."""
+        """Set it to make waiting servers answer."""
 
     def dial(self, address: str, port: int = 80, *, inside: bool = False) -> socket.socket:
-        """A connection from outside, or from the node itself."""
+        """Connect from outside, or from the node itself."""
 
         def connect() -> socket.socket:
             return socket.create_connection((address, port), timeout=20)
@@ -108,7 +108,7 @@ class Lab:
         return self._sockets.enter_context(connect() if inside else self.client.inside(connect))
 
     def datagrams(self, address: str, port: int, *, inside: bool = False) -> socket.socket:
-        """A socket for datagrams from outside, or from the node itself."""
+        """Return a connected UDP socket outside, or on the node itself."""
 
         def make() -> socket.socket:
             return socket.socket(self.number, socket.SOCK_DGRAM)
@@ -120,7 +120,7 @@ class Lab:
 
     @contextlib.contextmanager
     def echoing(self, pod: Namespace, address: str) -> Iterator[None]:
-        """Servers in *pod*, TCP and UDP."""
+        """Run a TCP and a UDP echo server in *pod*."""
         listener = pod.inside(lambda: socket.create_server((address, 8080), family=self.number))
         datagrams = pod.inside(lambda: socket.socket(self.number, socket.SOCK_DGRAM))
         datagrams.bind((address, 8080))
@@ -201,7 +201,7 @@ def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
 
 @pytest.fixture
 def iptables() -> Iterator[IptablesBackend]:
-    """The iptables mode, and a kernel without its rules afterwards."""
+    """Yield a backend of the iptables mode; remove its rules afterwards."""
     backend = IptablesBackend(BackendSettings(tuple(Family)))
     yield backend
     backend.kproxy_close()
@@ -218,7 +218,7 @@ def answered_by(flow: socket.socket) -> bytes:
 
 
 def forget_flows(net: Net) -> None:
-    """Delete from connection tracking what it knows of the Service of UDP."""
+    """Delete the conntrack entries of the UDP Service."""
     family = net.family.label.lower()
     command = ["conntrack", "-D", "-f", family, "-p", "udp", "--orig-dst", net.dns]
     subprocess.run(command, check=True, capture_output=True)
@@ -235,7 +235,7 @@ def until(holds: Callable[[], bool]) -> None:
     assert holds()
 
 
-def test_connections_through_ipvs_outlive_the_mode(
+def test_connections_survive_a_switch_to_iptables(
     lab: Lab, make: Callable[..., IpvsBackend], iptables: IptablesBackend, kernel: VirtualServers
 ) -> None:
     net, update = lab.net, lab.net.update
@@ -250,7 +250,7 @@ def test_connections_through_ipvs_outlive_the_mode(
     half_closed.sendall(b"wait")
     assert half_closed.recv(100) == b"wait"
     half_closed.shutdown(socket.SHUT_WR)
-    with lab.dial(vip) as connection:  # It is in TIME_WAIT for two minutes, and nobody waits for that.
+    with lab.dial(vip) as connection:  # TIME_WAIT lasts two minutes; retirement does not wait.
         connection.shutdown(socket.SHUT_WR)
         assert connection.recv(100) == b""
     flows = [lab.datagrams(net.dns, 53) for _ in range(6)]
@@ -292,7 +292,7 @@ def test_connections_through_ipvs_outlive_the_mode(
     for connection in held:
         connection.close()
     until(lambda: retire(()).waiting == len([*flows, *own_flows, late]))
-    forget_flows(net)  # As when their endpoint leaves. What the node's own come from is local all the same.
+    forget_flows(net)  # As when their endpoint is removed. The node's own flows keep their source local.
     until(lambda: retire(()).waiting == len(own_flows))
     assert device.read(family)[0] == set(addresses(net.dns))
     assert not kernel.read(family)
@@ -312,7 +312,7 @@ def test_connections_through_ipvs_outlive_the_mode(
     assert all(map(answers, flows))
 
 
-def test_ipvs_takes_over_without_a_gap(
+def test_switch_from_iptables_has_no_gap(
     lab: Lab, make: Callable[..., IpvsBackend], iptables: IptablesBackend, kernel: VirtualServers,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -323,7 +323,7 @@ def test_ipvs_takes_over_without_a_gap(
     restore, restored = Tables.restore, []
 
     def observed(tables: Tables, text: str) -> None:
-        """What new connections need is there before the rules of the other mode go."""
+        """Check that new connections are served before the other mode's rules are replaced."""
         restored.append(text)
         assert key in kernel.read(net.family)
         assert key.address in device.read(net.family)[0]
@@ -349,7 +349,7 @@ def test_ipvs_takes_over_without_a_gap(
     fresh.close()
 
 
-def test_ipvs_comes_back_before_it_has_left(
+def test_switch_back_during_retirement(
     lab: Lab, make: Callable[..., IpvsBackend], iptables: IptablesBackend, kernel: VirtualServers
 ) -> None:
     net, update = lab.net, lab.net.update
@@ -370,7 +370,7 @@ def test_ipvs_comes_back_before_it_has_left(
 
 @contextlib.contextmanager
 def clients(lab: Lab) -> Iterator[list[str]]:
-    """New connections all the time, from outside and from the node; yields what went wrong with them."""
+    """Open connections continuously, from outside and from the node. Yields the failures."""
     failures: list[str] = []
     over = threading.Event()
 

@@ -1,4 +1,4 @@
-"""What the ipvs mode says that it does not do, or otherwise."""
+"""The caveats of the ipvs mode."""
 
 import pytest
 
@@ -21,14 +21,14 @@ def found(node: NodeView, of: Service, **options: object) -> list[Caveat]:
     return list(kproxy_caveats(update, BackendSettings((node.family,), options=options)))
 
 
-def test_the_scheduler_and_the_addresses_concern_all() -> None:
+def test_scheduler_and_addresses_are_caveats_of_every_service() -> None:
     assert found(NODE, service()) == OF_ALL
     by_load = Caveat("connections are scheduled by lc", lost=False, only_here=True)
     assert by_load in found(NODE, service(), scheduler="lc")
     assert list(kproxy_caveats(full_update(NODE, {}), BackendSettings((Family.IPV4,)))) == []
 
 
-def test_node_ports_are_at_addresses_of_interfaces() -> None:
+def test_node_ports_are_served_at_interface_addresses_only() -> None:
     caveats = found(NODE, service("shop/web", "80@30080"))
     assert [(caveat.what, caveat.lost) for caveat in caveats if caveat not in OF_ALL] == [
         ("IPv4 node ports are not served on local addresses that no interface has", True),
@@ -46,7 +46,7 @@ def test_node_ports_are_at_addresses_of_interfaces() -> None:
     (service("shop/web", "9/SCTP"), ["SCTP is served if the IPVS of this kernel has it"]),
     (service("shop/web", internal_local=True, external_local=True, external_ips="203.0.113.1"), []),
 ], ids=["affinity", "short affinity", "UDP", "frontends", "SCTP", "Local policies"])  # fmt: skip
-def test_what_persistence_and_protocols_are_like(of: Service, expected: list[str]) -> None:
+def test_caveats_of_affinity_and_protocols(of: Service, expected: list[str]) -> None:
     caveats = [caveat for caveat in found(NODE, of) if caveat not in OF_ALL]
     assert [caveat.what for caveat in caveats] == expected
     assert all(str(caveat.service_port) == "shop/web" for caveat in caveats)

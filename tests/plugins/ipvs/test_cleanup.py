@@ -1,4 +1,4 @@
-"""Which rules clean-up takes for this mode's, where the iptables mode has chains of the same names."""
+"""Selection of rules to clean up, where the iptables mode has chains of the same names."""
 
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import node_view
@@ -15,21 +15,21 @@ JUMP_OF_IPTABLES = '-m comment --comment "kubernetes load balancer firewall" -j 
 
 
 def held_by_us() -> dict[ChainKey, list[str]]:
-    """A kernel with our rules, and one of somebody else in every built-in chain."""
+    """Return our rules, with a foreign rule in every built-in chain."""
     held: dict[ChainKey, list[str]] = dict(skeleton(node_view(pods="10.244.1.0/24")))
     for jump in JUMPS:
         held.setdefault((jump.table, jump.chain), [FOREIGN]).append(jump.spec)
     return held
 
 
-def test_all_of_ours_goes_and_nothing_else() -> None:
+def test_own_rules_are_removed_and_foreign_ones_kept() -> None:
     removal = plan_cleanup(held_by_us())
     assert set(removal.chains) == set(skeleton(node_view(family=Family.IPV4)))
     assert sorted(removal.rules) == sorted((jump.table, jump.chain, jump.spec) for jump in JUMPS)
     assert (removal.emptied, removal.kept) == ([], [])
 
 
-def test_chains_that_the_iptables_mode_has_taken_over_stay() -> None:
+def test_chains_taken_over_by_the_iptables_mode_are_kept() -> None:
     held = held_by_us()
     held[NAT, names.SERVICES] = ["-d 10.96.0.1/32 -p tcp -j KUBE-SVC-AAAAAAAAAAAAAAAA"]
     removal = plan_cleanup(held)
@@ -40,7 +40,7 @@ def test_chains_that_the_iptables_mode_has_taken_over_stay() -> None:
     assert removal.kept == []
 
 
-def test_plan_kube_proxy_cleanup_goes_too() -> None:
+def test_chains_of_kube_proxy_alone_are_removed() -> None:
     held = held_by_us()
     held[FIREWALL] = ["-m set --match-set KUBE-LOAD-BALANCER-FW dst,dst -j KUBE-SOURCE-RANGES-FIREWALL"]
     held[FILTER, "KUBE-SOURCE-RANGES-FIREWALL"] = ["-j DROP"]
@@ -50,7 +50,7 @@ def test_plan_kube_proxy_cleanup_goes_too() -> None:
     assert (FILTER, "INPUT", KUBE_PROXYS_JUMP) in removal.rules
 
 
-def test_firewall_of_the_iptables_mode_stays_without_jumps_of_this_one() -> None:
+def test_firewall_of_the_iptables_mode_is_kept_without_our_jumps() -> None:
     held: dict[ChainKey, list[str]] = {
         FIREWALL: ["-d 203.0.113.1/32 -p tcp -j DROP"],
         (FILTER, "INPUT"): [JUMP_OF_IPTABLES, KUBE_PROXYS_JUMP],
@@ -60,14 +60,14 @@ def test_firewall_of_the_iptables_mode_stays_without_jumps_of_this_one() -> None
     assert removal.rules == [(FILTER, "INPUT", KUBE_PROXYS_JUMP)]
 
 
-def test_an_empty_firewall_is_whose_jump_leads_to_it() -> None:
+def test_empty_firewall_belongs_to_the_mode_that_jumps_to_it() -> None:
     held: dict[ChainKey, list[str]] = {FIREWALL: [], (FILTER, "INPUT"): [JUMP_OF_IPTABLES]}
     assert plan_cleanup(held) == ([], [], [], [])
     held[FILTER, "INPUT"] = [KUBE_PROXYS_JUMP]
     assert plan_cleanup(held) == ([(FILTER, "INPUT", KUBE_PROXYS_JUMP)], [FIREWALL], [], [])
 
 
-def test_chains_that_kube_proxy_never_has_can_be_removed_beside_it() -> None:
+def test_own_cleanup_keeps_what_kube_proxy_uses() -> None:
     held = held_by_us()
     held[FILTER, "INPUT"].append(KUBE_PROXYS_JUMP)
     held[FIREWALL] = []
@@ -76,7 +76,7 @@ def test_chains_that_kube_proxy_never_has_can_be_removed_beside_it() -> None:
     assert {rule[0] for rule in removal.rules} == {MANGLE}
 
 
-def test_jumps_as_they_were_once_go_where_the_mode_serves() -> None:
+def test_jumps_of_older_kube_proxies_are_removed() -> None:
     held = held_by_us()
     assert plan_kube_proxy_cleanup(held) == ([], [], [], [])
     older = '-m comment --comment "kubernetes forward rules" -j KUBE-FORWARD'
@@ -87,5 +87,5 @@ def test_jumps_as_they_were_once_go_where_the_mode_serves() -> None:
     assert removal.chains == [FIREWALL]
 
 
-def test_there_is_nothing_to_do_in_an_empty_kernel() -> None:
+def test_empty_kernel_needs_no_cleanup() -> None:
     assert plan_cleanup({}) == ([], [], [], [])

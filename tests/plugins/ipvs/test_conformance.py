@@ -25,7 +25,7 @@ LEFT_OUT = {
         " which it keeps for two minutes: no shorter timeout can be had"
     ),
 }
-"""Scenarios of the harness that are not played, and why."""
+"""Scenarios of the harness that are not played, with the reason."""
 
 FILES = {scenario.name: scenario for scenario in [*scenarios(), *map(Scenario.read, OWN.glob("*.yaml"))]}
 
@@ -41,7 +41,7 @@ def cases() -> list[Case]:
 
 
 def play(items: Sequence[pytest.Item], directory: Path) -> dict[Case, Outcome]:
-    """What became of the cases of *items*."""
+    """Return the outcomes of the cases of *items*."""
     chosen = {
         case
         for item in items

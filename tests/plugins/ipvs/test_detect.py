@@ -1,4 +1,4 @@
-"""What the plugin finds out about this machine. A kernel with IPVS is asked in the guest."""
+"""Detection on a kernel without IPVS. The guest has tests for one with IPVS."""
 
 import pytest
 
@@ -18,17 +18,17 @@ def _a_scheduler_that_no_kernel_has(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tried(settings: BackendSettings = BOTH) -> Detection:
-    """As ``kproxy modes --probe`` asks."""
+    """Detect as ``kproxy modes --probe`` does."""
     return trial.ask(lambda namespace: detect(settings, namespace, load_modules=False))
 
 
-def test_an_unknown_scheduler_is_refused() -> None:
+def test_unknown_scheduler_is_refused() -> None:
     found = tried(BackendSettings((Family.IPV4,), options={"scheduler": "fastest"}))
     assert found.refuted
     assert "'fastest' is none of rr, wrr" in found.because
 
 
-def test_what_the_kernel_refuses_is_missing_and_the_rest_is_not(netns: None) -> None:
+def test_only_refused_features_are_missing(netns: None) -> None:
     found = {requirement.what: requirement for requirement in tried().requirements}
     servers = found["IPv4: virtual server with scheduler none"]
     assert not servers.met
@@ -38,13 +38,13 @@ def test_what_the_kernel_refuses_is_missing_and_the_rest_is_not(netns: None) -> 
     assert programs.output("ipset", "list", "-name") == ""
 
 
-def test_a_backend_says_what_is_missing_before_anything_depends_on_it(netns: None) -> None:
+def test_backend_start_names_what_is_missing(netns: None) -> None:
     with pytest.raises(Unsupported, match=r"no virtual servers for IPv4: .*CONFIG_IP_VS_NONE"):
         IpvsBackend(BOTH).kproxy_begin()
 
 
 @pytest.mark.parametrize("program", ["ipset", "iptables"])
-def test_without_its_programs_it_says_what_to_install(
+def test_missing_program_is_named_with_its_package(
     netns: None, program: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = programs.find

@@ -1,4 +1,4 @@
-"""What `kernel_checks` and `switch_checks` found, one case for each of their tests.
+"""Results of `kernel_checks` and `switch_checks`, one case for each of their tests.
 
 They run in a guest with IPVS:
 ``tests/guest/run .venv/bin/python -m pytest -p tests.plugins.ipvs.rig tests/plugins/ipvs/kernel_checks.py``

@@ -1,4 +1,4 @@
-"""What each kind of Service wants in the kernel, read as text for ipvsadm, ipset and iptables."""
+"""The kernel objects of each kind of Service, as text for ipvsadm, ipset and iptables."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def entries(lines: list[str], name: str) -> set[str]:
 
 
 def short_circuit(lines: list[str]) -> set[str]:
-    """The real servers of all virtual servers known by a mark."""
+    """Return the real servers of all virtual servers with a mark."""
     return {line.partition(" -r ")[2].partition(" ")[0] for line in lines if line.startswith("-a -f ")}
 
 
@@ -118,7 +118,7 @@ def test_this_node_reaches_every_endpoint_of_a_local_frontend() -> None:
 
 
 @pytest.mark.parametrize("endpoints", [(), (LOCAL,)])
-def test_no_short_circuit_where_it_would_lead_the_same_way(endpoints: tuple[object, ...]) -> None:
+def test_no_short_circuit_without_other_endpoints(endpoints: tuple[object, ...]) -> None:
     assert not short_circuit(rendered(service(external_local=True, **LB), *endpoints))
 
 
@@ -126,12 +126,12 @@ def test_affinity_is_persistence() -> None:
     assert "-A -t 10.96.0.1:80 -s wlc -p 600" in rendered(service(affinity=600), settings=Settings("wlc"))
 
 
-def test_hashing_schedulers_pass_over_who_leaves() -> None:
+def test_hashing_schedulers_have_a_fallback() -> None:
     assert "-A -t 10.96.0.1:80 -s mh -b mh-fallback,mh-port" in rendered(service(), settings=Settings("mh"))
     assert "-A -t 10.96.0.1:80 -s sh -b sh-fallback" in rendered(service(), settings=Settings("sh"))
 
 
-def test_names_of_the_other_family_keep_to_what_the_kernel_takes() -> None:
+def test_ipv6_set_names_fit_the_kernel_limit() -> None:
     node = node_view("node1", family=Family.IPV6, node_port_addresses="2001:db8::1")
     lines = rendered(service(ip="fd00::1"), endpoint("fd00:1::5"), node=node)
     names = [line.split()[1] for line in lines if line.startswith("create ")]
@@ -140,7 +140,7 @@ def test_names_of_the_other_family_keep_to_what_the_kernel_takes() -> None:
     assert real_servers(lines, "-t [fd00::1]:80") == {"-r [fd00:1::5]:8080 -m -w 1"}
 
 
-def test_rules_do_not_know_how_many_services_there_are() -> None:
+def test_rules_do_not_depend_on_services() -> None:
     def rules(*services: Service) -> list[str]:
         update = full_update(NODE, {k: v for svc in services for k, v in plans(NODE, svc).items()})
         text = render_text(update, Settings())
@@ -150,7 +150,7 @@ def test_rules_do_not_know_how_many_services_there_are() -> None:
     assert rules() == rules(*many)
 
 
-def test_settings_are_those_of_the_ipvs_section() -> None:
+def test_settings_of_the_ipvs_section() -> None:
     options = {"scheduler": "sh", "strictARP": True, "excludeCIDRs": ["192.0.2.0/24"], "tcpFinTimeout": 30.0}
     read = read_settings(BackendSettings((Family.IPV4,), options=options))
     assert read.scheduler == "sh"

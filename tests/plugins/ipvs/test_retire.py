@@ -1,4 +1,4 @@
-"""What stays of the mode for the sake of connections, as far as it can be told without a kernel."""
+"""Retirement: parsing of /proc, and decisions about which objects connections need."""
 
 import pytest
 
@@ -47,7 +47,7 @@ fd00:0001:0000:0000:0000:0000:0000:0005 1F90 FIN_WAIT     115
 """
 
 
-def test_real_servers_as_proc_lists_them() -> None:
+def test_parse_real_servers() -> None:
     v6 = Destination(parse_address("fd00:1::5"), 53)
     assert listing.parse_real_servers(SERVERS.splitlines(keepends=True)) == {
         WEB: [Listed(ONE, 1, 2, 3), Listed(TWO, 0, 0, 0)],
@@ -56,7 +56,7 @@ def test_real_servers_as_proc_lists_them() -> None:
     }
 
 
-def test_connections_with_a_side_that_may_still_send() -> None:
+def test_parse_closing_connections() -> None:
     v6 = Translation(
         Frontend(parse_address("fd00::1"), Protocol.TCP, 80), Destination(parse_address("fd00:1::5"), 8080)
     )
@@ -64,7 +64,7 @@ def test_connections_with_a_side_that_may_still_send() -> None:
     assert closing == {Translation(TO_WEB, ONE): 1, Translation(TO_WEB, TWO): 1, v6: 1}
 
 
-def test_connections_that_come_from_vips() -> None:
+def test_parse_connections_from_vips() -> None:
     v4 = """\
   sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
    0: 0100600A:0050 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 1 1 0 100 0 0 10 0
@@ -79,7 +79,7 @@ def test_connections_that_come_from_vips() -> None:
 
 
 JUDGED = [
-    ("nobody", [Listed(ONE, 1, 0, 0)], 0, [DeleteServer(WEB)], 0),
+    ("no connection", [Listed(ONE, 1, 0, 0)], 0, [DeleteServer(WEB)], 0),
     ("only what has ended", [Listed(ONE, 1, 0, 9)], 0, [DeleteServer(WEB)], 0),
     ("open", [Listed(ONE, 1, 2, 9)], 0, [PutDestination(WEB, ONE, 0, new=False)], 2),
     ("open, seen before", [Listed(ONE, 0, 2, 9)], 0, [], 2),
@@ -94,7 +94,7 @@ JUDGED = [
 @pytest.mark.parametrize(
     ("items", "in_use", "operations", "waiting"), [row[1:] for row in JUDGED], ids=[row[0] for row in JUDGED]
 )
-def test_what_connections_need(
+def test_servers_with_connections_are_kept(
     items: list[Listed], in_use: int, operations: list[Operation], waiting: int, protocol: Protocol
 ) -> None:
     key = WEB._replace(protocol=protocol)
@@ -106,7 +106,7 @@ def test_what_connections_need(
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_a_short_circuit_has_the_connections_of_what_leads_to_it(protocol: str) -> None:
+def test_short_circuit_has_the_connections_of_its_frontends(protocol: str) -> None:
     entries = {names.SHORT_CIRCUIT: {f"10.96.0.1,{protocol}:80": MARKED.mark}}
     frontend = TO_WEB._replace(protocol=Protocol[protocol.upper()])
     in_use = {Translation(frontend, ONE): 3}
@@ -114,7 +114,7 @@ def test_a_short_circuit_has_the_connections_of_what_leads_to_it(protocol: str) 
     assert verdict.waiting == 3
 
 
-def test_flows_that_no_rule_translates_go_count_untranslated() -> None:
+def test_untranslated_flows_are_counted() -> None:
     client, dns = parse_address("192.0.2.10"), (VIP, 53)
     flows = [Flow(client, dns, ONE, translated=False)] * 2 + [
         Flow(client, dns, ONE, translated=True), Flow(VIP, dns, TWO, translated=False),

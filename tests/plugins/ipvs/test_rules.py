@@ -1,4 +1,4 @@
-"""Rules and sets as the kernel lists them: what is right is recognised, so that it is not written again."""
+"""Rules and sets are read from the kernel as they were written, so that no sync writes them again."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def node(family: Family, style: str) -> NodeView:
 
 
 def written(at: Namespace, tables: Tables, view: NodeView) -> str:
-    """Bring *tables* to the skeleton for *view*; returns what then still seems to differ."""
+    """Write the skeleton for *view* to *tables*; return the difference found afterwards."""
 
     def action() -> str:
         sets.create(view.family, names.SETS)
@@ -42,13 +42,13 @@ def written(at: Namespace, tables: Tables, view: NodeView) -> str:
 
 @pytest.mark.parametrize("variant", find_variants(), ids=str)
 @pytest.mark.parametrize("family", list(Family))
-def test_rules_are_listed_as_they_were_written(variant: Variant, family: Family) -> None:
+def test_rules_are_listed_as_written(variant: Variant, family: Family) -> None:
     with namespace() as here:
         for style in STYLES:
             assert written(here, Tables(family, variant), node(family, style)) == "", style
 
 
-def test_only_the_chain_that_differs_is_written() -> None:
+def test_only_the_differing_chain_is_written() -> None:
     with namespace() as here:
         tables = Tables(Family.IPV4, find_variants()[0])
         view = node(Family.IPV4, "network")
@@ -61,7 +61,7 @@ def test_only_the_chain_that_differs_is_written() -> None:
 
 
 @pytest.mark.parametrize("family", list(Family))
-def test_entries_are_listed_as_they_were_written(family: Family) -> None:
+def test_entries_are_listed_as_written(family: Family) -> None:
     v4 = family is Family.IPV4
     address, net = ("192.0.2.1", "198.18.0.0/15") if v4 else ("2001:db8::1", "fd00:18::/32")
     elements = [
