@@ -9,11 +9,11 @@ from pathlib import Path
 RUN = Path(__file__).with_name("run")
 
 _GRACE = 20
-"""Seconds that the script has to end its guest and to tidy up."""
+"""Seconds for the script to end its guest and clean up."""
 
 
 class Guest:
-    """A command in a guest, under way. Ends with the context, however that is left."""
+    """A command that runs in a guest. Leaving the context ends the guest."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class Guest:
         seconds: int,
         environment: Mapping[str, str] = {},
     ) -> None:
-        """*log* gets the output, *share* is what the guest may write to, *seconds* its longest life.
+        """Start a guest that lives *seconds* at most, writes its output to *log*, and may change *share*.
 
         *environment* is added to that of the guest and of `run`.
         """
@@ -51,7 +51,7 @@ class Guest:
                 self._process.wait()
 
     def status(self) -> int:
-        """The exit status of the command, once it has ended."""
+        """Wait for the command to end and return its exit status."""
         return self._process.wait()
 
     @property
