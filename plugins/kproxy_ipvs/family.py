@@ -132,15 +132,18 @@ class FamilyState:
         The rules decide about masquerading, so they precede new virtual servers. In a *takeover* the rules
         end the other mode, so they are written after all additions, and only if those succeeded.
 
-        Tries every step. Returns the real servers that the kernel refused. Raises the first HostError.
+        Returns the real servers that the kernel refused. Raises the first HostError, after trying the other
+        steps.
         """
         problems: list[HostError] = []
 
-        def attempt(step: Callable[[], object]) -> None:
+        def attempt(step: Callable[[], object]) -> bool:
             try:
                 step()
             except HostError as error:
                 problems.append(error)
+                return False
+            return True
 
         unusable: list[PutDestination] = []
         operations = [self._revived(operation) for operation in difference.servers]
@@ -153,11 +156,12 @@ class FamilyState:
             attempt(lambda: device.bind(difference.bind, self.family))
             if rules_text and takeover and not problems:
                 attempt(lambda: self._restore(rules_text))
-            attempt(lambda: self._servers.write(difference.deleted))
             for operation in difference.deleted:
                 self._draining.forget_server(operation.key)
-            attempt(lambda: device.unbind(difference.unbind, self.family))
-            attempt(lambda: sets.write(self.family, (), difference.deletes))
+            # Addresses and entries show that a virtual server is ours, so they must outlive it.
+            if attempt(lambda: self._servers.write(difference.deleted)):
+                attempt(lambda: device.unbind(difference.unbind, self.family))
+                attempt(lambda: sets.write(self.family, (), difference.deletes))
             attempt(lambda: self._draining.add(difference.draining))
         for one in unusable:
             if (one.key, one.where) not in self._unusable:

@@ -112,7 +112,7 @@ def plugins_know_the_contract(module: Module) -> Iterator[str]:
 
 def pure_modules_do_no_io(module: Module) -> Iterator[str]:
     """model, plan and a plugin's pure modules import no input or output, nor a module that does."""
-    pure_plugin = module.top != "kproxy_core" and module.last in PURE_MODULES
+    pure_plugin = module.top != "kproxy_core" and module.room in PURE_MODULES
     if not pure_plugin and module.room not in ("model", "plan"):
         return
     for imported in module.imports():

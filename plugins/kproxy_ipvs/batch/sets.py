@@ -1,7 +1,5 @@
 """Entries of ipsets as netlink messages (linux/netfilter/ipset/ip_set.h, protocol 6), and as text."""
 
-import errno
-import os
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby, islice
 from typing import NamedTuple
@@ -34,10 +32,6 @@ _PROTOCOLS = {number: name for name, number in _NUMBERS.items()}
 
 _PER_MESSAGE = 300
 """Entries per message. All of them are one attribute, whose length is limited to 64 KiB."""
-
-_OWN_ERRORS = 4096
-_PROBLEMS = {errno.ENOENT: "the set does not exist", 4352: "the set is full"}
-"""The second is IPSET_ERR_HASH_FULL."""
 
 
 class Batch(NamedTuple):
@@ -83,11 +77,6 @@ def render(family: Family, kinds: Iterable[SetKind], elements: Iterable[Element]
         option = f" skbmark {mark:#x}" if mark else ""
         lines.append(f"add {kind.full_name(family)} {entry}{option}\n")
     return "".join(lines)
-
-
-def problem(code: int) -> str:
-    """Return the meaning of an error number of ipset."""
-    return _PROBLEMS.get(code) or (f"error {code}" if code >= _OWN_ERRORS else os.strerror(code))
 
 
 def _named(family: Family, name: str) -> bytes:

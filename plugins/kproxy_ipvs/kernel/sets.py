@@ -1,6 +1,7 @@
 """The ipsets of one IP family: entries over netlink, sets by the program ``ipset``."""
 
 import errno
+import os
 from collections.abc import Iterable, Iterator, Sequence
 
 from kproxy_core.host import programs
@@ -11,6 +12,11 @@ from kproxy_core.model.address import Family
 from kproxy_ipvs.batch import sets as messages
 from kproxy_ipvs.names import SETS, SetKind
 from kproxy_ipvs.wanted import Element
+
+_OWN_ERRORS = 4096
+"""The least error number that is ipset's own (IPSET_ERR_PRIVATE)."""
+_PROBLEMS = {errno.ENOENT: "the set does not exist", 4352: "the set is full"}
+"""The second is IPSET_ERR_HASH_FULL."""
 
 
 def read(family: Family) -> dict[SetKind, dict[str, int]]:
@@ -62,7 +68,12 @@ def write(family: Family, adds: Iterable[Element] = (), deletes: Iterable[Elemen
     except OSError as error:
         raise HostError("cannot write ipsets", error) from error
     for at, code in refused:
-        raise HostError(f"ipset {batches[at].name} refuses entries: {messages.problem(code)}")
+        raise HostError(f"ipset {batches[at].name} refuses entries: {_describe(code)}")
+
+
+def _describe(code: int) -> str:
+    """Return the meaning of an error number of ipset."""
+    return _PROBLEMS.get(code) or (f"error {code}" if code >= _OWN_ERRORS else os.strerror(code))
 
 
 def destroy(names: Sequence[str]) -> dict[str, HostError]:
