@@ -218,10 +218,14 @@ def answered_by(flow: socket.socket) -> bytes:
 
 
 def forget_flows(net: Net) -> None:
-    """Delete the conntrack entries of the UDP Service."""
+    """Delete the conntrack entries of the UDP Service.
+
+    None may be left: an IPVS connection that ends deletes the entry with its addresses and ports.
+    """
     family = net.family.label.lower()
     command = ["conntrack", "-D", "-f", family, "-p", "udp", "--orig-dst", net.dns]
-    subprocess.run(command, check=True, capture_output=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 or "0 flow entries have been deleted" in done.stderr, done.stderr
 
 
 def read(path: Path) -> list[str]:
