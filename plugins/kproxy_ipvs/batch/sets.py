@@ -21,6 +21,7 @@ from kproxy_ipvs.wanted import Element
 
 _SUBSYSTEM = 6 << 8
 LIST_SET = _SUBSYSTEM | 7
+_DESTROY_SET = _SUBSYSTEM | 3
 _ADD, _DELETE = _SUBSYSTEM | 9, _SUBSYSTEM | 10
 
 _PROTOCOL, _NAME, _DATA, _ENTRIES, _LINE = 1, 2, 7, 8, 9
@@ -45,7 +46,7 @@ def batches(family: Family, elements: Iterable[Element], *, delete: bool = False
     """Encode the addition or deletion of *elements*. Existing or missing entries are no error."""
     for kind, group in groupby(elements, key=lambda element: element.set):
         name = kind.full_name(family)
-        start = _named(family, name) + attribute(_LINE, bytes(4))
+        start = _named(name, family) + attribute(_LINE, bytes(4))
         while some := list(islice(group, _PER_MESSAGE)):
             entries = nested(_ENTRIES, *(nested(_DATA, *_entry(family, kind, e)) for e in some))
             yield Batch(name, Request(_DELETE if delete else _ADD, 0, start + entries))
@@ -53,7 +54,12 @@ def batches(family: Family, elements: Iterable[Element], *, delete: bool = False
 
 def list_set(family: Family, kind: SetKind) -> bytes:
     """Encode the payload of the dump request for one set."""
-    return _named(family, kind.full_name(family))
+    return _named(kind.full_name(family), family)
+
+
+def destroy_set(name: str) -> Request:
+    """Encode the deletion of a set by its full name."""
+    return Request(_DESTROY_SET, 0, _named(name))
 
 
 def decode_entries(family: Family, kind: SetKind, answers: Iterable[Span]) -> dict[str, int]:
@@ -79,7 +85,7 @@ def render(family: Family, kinds: Iterable[SetKind], elements: Iterable[Element]
     return "".join(lines)
 
 
-def _named(family: Family, name: str) -> bytes:
+def _named(name: str, family: Family = Family.IPV4) -> bytes:
     return NFGENMSG.pack(family.af, 0, 0) + attribute(_PROTOCOL, b"\x06") + text_attribute(_NAME, name)
 
 

@@ -1,13 +1,13 @@
-"""The ipsets of one IP family: entries over netlink, sets by the program ``ipset``."""
+"""The ipsets of one IP family, over netlink; the program ``ipset`` creates them."""
 
 import errno
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.netlink.messages import NETLINK_NETFILTER
-from kproxy_core.host.netlink.sockets import NetlinkSocket
+from kproxy_core.host.netlink.messages import NETLINK_NETFILTER, Request
+from kproxy_core.host.netlink.sockets import NetlinkSocket, Refusal
 from kproxy_core.model.address import Family
 from kproxy_ipvs.batch import sets as messages
 from kproxy_ipvs.names import SETS, SetKind
@@ -15,8 +15,8 @@ from kproxy_ipvs.wanted import Element
 
 _OWN_ERRORS = 4096
 """The least error number that is ipset's own (IPSET_ERR_PRIVATE)."""
-_PROBLEMS = {errno.ENOENT: "the set does not exist", 4352: "the set is full"}
-"""The second is IPSET_ERR_HASH_FULL."""
+_PROBLEMS = {errno.ENOENT: "the set does not exist", 4100: "a rule uses the set", 4352: "the set is full"}
+"""The last two are IPSET_ERR_BUSY and IPSET_ERR_HASH_FULL."""
 
 
 def read(family: Family) -> dict[SetKind, dict[str, int]]:
@@ -48,7 +48,9 @@ def _read(sock: NetlinkSocket, family: Family, kind: SetKind) -> dict[str, int] 
 
 def create(family: Family, kinds: Iterable[SetKind]) -> None:
     """Create sets; existing ones are no error. Raises HostError."""
-    _restore(messages.render(family, kinds))
+    text = messages.render(family, kinds)
+    if text:
+        programs.output("ipset", "restore", "-exist", stdin=text)
 
 
 def write(family: Family, adds: Iterable[Element] = (), deletes: Iterable[Element] = ()) -> None:
@@ -62,12 +64,7 @@ def write(family: Family, adds: Iterable[Element] = (), deletes: Iterable[Elemen
     ]
     if not batches:
         return
-    try:
-        with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-            refused = sock.exchange([batch.request for batch in batches])
-    except OSError as error:
-        raise HostError("cannot write ipsets", error) from error
-    for at, code in refused:
+    for at, code in _exchange([batch.request for batch in batches]):
         raise HostError(f"ipset {batches[at].name} refuses entries: {_describe(code)}")
 
 
@@ -77,29 +74,21 @@ def _describe(code: int) -> str:
 
 
 def destroy(names: Sequence[str]) -> dict[str, HostError]:
-    """Delete sets by their full names. Return the errors by name, such as for a set that a rule uses."""
+    """Delete sets by their full names; missing ones are no error. Return the other errors by name.
+
+    Raises HostError if no set can be deleted, such as without privileges.
+    """
+    refused = _exchange([messages.destroy_set(name) for name in names])
+    return {names[at]: HostError(_describe(code)) for at, code in refused if code != errno.ENOENT}
+
+
+def _exchange(requests: Sequence[Request]) -> list[Refusal]:
+    """Send *requests* and return the refused ones. Raises HostError."""
     try:
-        _destroy(names)
-    except HostError:  # The program has stopped at the first failure.
-        return dict(_destroy_each(names))
-    return {}
-
-
-def _destroy_each(names: Iterable[str]) -> Iterator[tuple[str, HostError]]:
-    for name in names:
-        try:
-            _destroy([name])
-        except HostError as error:
-            yield name, error
-
-
-def _destroy(names: Iterable[str]) -> None:
-    _restore("".join(f"destroy {name}\n" for name in names))
-
-
-def _restore(text: str) -> None:
-    if text:
-        programs.output("ipset", "restore", "-exist", stdin=text)
+        with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
+            return sock.exchange(requests)
+    except OSError as error:
+        raise HostError("cannot write ipsets", error) from error
 
 
 def existing(kinds: Iterable[SetKind]) -> list[str]:

@@ -85,3 +85,13 @@ def test_entries_are_listed_as_written(family: Family) -> None:
         assert here.inside(action) == set(elements)
         here.inside(lambda: sets.write(family, (), elements))
         assert here.inside(lambda: sets.read(family)) == {kind: {} for kind in names.SETS}
+
+
+def test_set_in_use_is_not_destroyed() -> None:
+    with namespace() as here:
+        tables = Tables(Family.IPV4, find_variants()[0])
+        written(here, tables, node(Family.IPV4, "network"))
+        errors = here.inside(lambda: sets.destroy(["KUBE-CLUSTER-IP", "KUBE-MISSING", "KUBE-6-CLUSTER-IP"]))
+        told = {name: str(error) for name, error in errors.items()}
+        assert told == {"KUBE-CLUSTER-IP": "a rule uses the set"}
+        assert here.inside(lambda: sets.existing([names.CLUSTER_IP])) == ["KUBE-CLUSTER-IP"]
