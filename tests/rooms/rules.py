@@ -53,7 +53,8 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
 PLUGINS_MAY_IMPORT = frozenset({"model", "plan", "backend", "host"})
 
 PURE_MODULES = frozenset(
-    {"wanted", "applied", "skeleton", "names", "batch", "owned_chains", "caveats"}
+    {"wanted", "applied", "skeleton", "names", "batch", "owned_chains", "caveats",
+     "rules", "saved", "removal", "shared_chains"}
 )  # fmt: skip
 """The modules of a plugin that only compute; each backend that has one has it under this name."""
 
@@ -119,7 +120,8 @@ def pure_modules_do_no_io(module: Module) -> Iterator[str]:
         where = f"{module.name}:{imported.line} imports {imported.module}"
         if imported.top in INPUT_AND_OUTPUT and (module.name, imported.top) not in ONLY_COMPUTES:
             yield f"{where}: this module only computes"
-        elif pure_plugin and imported.top == module.top and imported.room not in PURE_MODULES:
+        elif (pure_plugin and imported.top in {module.top, *SHARED_BY_PLUGINS}
+              and imported.room not in PURE_MODULES):
             yield f"{where}: a pure module imports pure modules only"
         elif pure_plugin and f"{imported.module}.".startswith(f"{ONLY_ENCODES}."):
             continue
