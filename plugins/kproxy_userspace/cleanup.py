@@ -5,7 +5,7 @@ from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family
 from kproxy_userspace.kernel.portals import NftPortals, may_have_portals
-from kproxy_userspace.owned_chains import what_is_not_kube_proxys, what_to_remove
+from kproxy_userspace.removal import what_is_not_kube_proxys, what_to_remove
 from kproxy_xtables.cleanup import clean_up
 from kproxy_xtables.variant import find_variants
 

@@ -12,7 +12,7 @@ from kproxy_core.model.address import Address, Family
 from kproxy_userspace import batch
 from kproxy_userspace.batch import JUMPS, NFT_FAMILY, PORTAL_CHAINS, Redirect
 from kproxy_userspace.names import NON_LOCAL, TABLE
-from kproxy_userspace.owned_chains import what_to_remove
+from kproxy_userspace.removal import what_to_remove
 from kproxy_xtables.cleanup import apply_removal
 from kproxy_xtables.removal import describe, kubernetes_rules
 from kproxy_xtables.rules import Jump
