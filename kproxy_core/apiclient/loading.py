@@ -9,8 +9,11 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
+
+import kproxy_core
 
 SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 """Directory with the token and the CA that the kubelet mounts into a pod."""
@@ -59,8 +62,9 @@ def load(master: str, kubeconfig: str) -> Loaded:
     Raises NotLoaded.
     """
     # The import path is no variable of the environment: a plugin, which may be Python too, inherits that.
-    program = f"import sys; sys.path[:] = {sys.path!r}; from kproxy_core.apiclient.loader import main; main()"
-    command = [sys.executable, "-c", program, master, kubeconfig, SERVICE_ACCOUNT]
+    path = [str(Path(kproxy_core.__file__).parents[1]), *sys.path]
+    program = f"import sys; sys.path[:] = {path!r}; from kproxy_core.apiclient.loader import main; main()"
+    command = [sys.executable, "-S", "-c", program, master, kubeconfig, SERVICE_ACCOUNT]
     # In a session of its own, so that a plugin ends with it.
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                           start_new_session=True) as child:

@@ -15,8 +15,8 @@ from kproxy_core.store.events import Emit
 from kproxy_core.timing.token_bucket import TokenBucket
 
 STOP_SECONDS = 2.0
-"""Timeout for ending a thread. One that still resolves a name or loads credentials is left behind, and emits
-nothing."""
+"""Timeout for ending all threads. One that still resolves a name or loads credentials is left behind, and
+emits nothing."""
 
 
 def _unobserved(_: ApiRequest) -> None:
@@ -70,8 +70,9 @@ class KubernetesSource:
         """Close the connections and stop delivering. No event follows once this returns."""
         for reflector in self._reflectors:
             reflector.stop()
+        deadline = time.monotonic() + STOP_SECONDS
         for thread in self._threads:
-            thread.join(STOP_SECONDS)
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _selectors(node_name: str) -> tuple[tuple[Resource[Any, Any], dict[str, str]], ...]:
