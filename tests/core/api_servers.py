@@ -1,4 +1,4 @@
-"""API servers for tests: the bench's real one, and one that does what a test tells it to."""
+"""API servers for tests: the bench's real one, and one that follows a script."""
 
 import json
 import os
@@ -29,7 +29,7 @@ class BenchServer:
     """``shared/bench/apiserver.py`` as a process; `stop` and `start` again keep the address."""
 
     def __init__(self, *options: str, node: Namespace | None = None) -> None:
-        """*node*: where it runs, if not here."""
+        """*node*: the namespace that it runs in, if another than this one."""
         self._node = node
         self.port = 0
         self._process: subprocess.Popen[str] | None = None
@@ -57,7 +57,7 @@ class BenchServer:
             self._process = None
 
     def freeze(self) -> None:
-        """Let it do nothing, while the kernel keeps up its connections."""
+        """Stop the process, while the kernel keeps its connections open."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
@@ -81,18 +81,18 @@ class BenchServer:
 
 @dataclass(frozen=True)
 class Request:
-    """What a client asked for."""
+    """One request of a client."""
 
     resource: str
     query: Mapping[str, str]
     headers: Mapping[str, str]
     connection: int
-    """Number of the connection it came on."""
+    """Number of its connection."""
 
 
 @dataclass
 class Exchange:
-    """One request at a `ScriptedServer`, to be answered as a test likes."""
+    """One request at a `ScriptedServer`, to be answered by a test's step."""
 
     request: Request
     socket: socket.socket
@@ -193,7 +193,7 @@ def service(name: str, ip: str = "10.96.0.1") -> Json:
 
 @dataclass
 class ScriptedServer:
-    """Answers the requests for each resource with the steps given, one after the other; then it is idle."""
+    """Answers the requests for each resource with the given steps, one after the other, and is idle then."""
 
     scripts: Mapping[str, Sequence[Step]]
     tls: ssl.SSLContext | None = None
@@ -219,7 +219,7 @@ class ScriptedServer:
         return [request.query for request in self.requests if request.resource == resource]
 
     def client_ports(self) -> list[int]:
-        """Where the connections that were made come from."""
+        """The client's port of each connection."""
         with self._lock:
             return [connection.getpeername()[1] for connection in self._sockets]
 
@@ -247,7 +247,7 @@ class ScriptedServer:
             thread.start()
 
     def _serve(self, connection: socket.socket, number: int) -> None:
-        # Whatever goes wrong here is the client's doing, or the end of the test.
+        # Errors here are caused by the client, or by the end of the test.
         with connection:
             with suppress(OSError):
                 if self.tls is None:
@@ -288,14 +288,14 @@ def server_tls(verify: ssl.VerifyMode = ssl.CERT_OPTIONAL, *clients: Path) -> ss
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Give the file at *path* other content in one step: nobody finds half of it."""
+    """Replace the content of the file at *path* in one step, so that no reader finds half of it."""
     new = path.with_name(f".{path.name}.new")
     new.write_text(text)
     new.rename(path)
 
 
 def write_kubeconfig(path: Path, server: str, cluster: Json | None = None, user: Json | None = None) -> str:
-    """A kubeconfig for *server* at *path*, which is returned."""
+    """Write a kubeconfig for *server* to *path*, and return *path*."""
     replace_file(path, json.dumps({
         "apiVersion": "v1", "kind": "Config", "current-context": "here",
         "contexts": [{"name": "here", "context": {"cluster": "c", "user": "u"}}],

@@ -1,4 +1,4 @@
-"""What a source has told so far, for tests to wait on."""
+"""The state that a source has delivered so far, for tests to wait on."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ from kproxy_core.store.events import (
 )
 
 PATIENCE = 30.0
-"""Seconds after which a test gives up waiting; what it waits for takes milliseconds."""
+"""Seconds after which a test gives up waiting for something that takes milliseconds."""
 
 
 class Observed:
@@ -38,7 +38,7 @@ class Observed:
         self.complete: list[str] = []
         self.bad: list[BadObject] = []
         self.gone: list[ServiceName] = []
-        """Services that were announced gone, whether known or not."""
+        """Services that were reported as gone, known or not."""
         self.events = 0
         self._changed = threading.Condition()
 
@@ -61,7 +61,7 @@ class Observed:
         return {name.name for name in self.services}
 
     def wait_for(self, what: Callable[["Observed"], object]) -> None:
-        """Return as soon as *what* is true of the state."""
+        """Return as soon as *what* holds for the state."""
         with self._changed:
             assert self._changed.wait_for(lambda: what(self), PATIENCE), f"never came true, with {vars(self)}"
 
@@ -92,7 +92,7 @@ class Observed:
 
 @contextmanager
 def following(source: Source) -> Iterator[Observed]:
-    """Run *source*; gives what it tells."""
+    """Run *source*. Yields the state that it delivers."""
     observed = Observed()
     before = threading.enumerate()
     source.start(observed)

@@ -50,7 +50,7 @@ def test_an_empty_page(page: Json) -> None:
     assert SERVICES.page(encoded(page)) == ("", "", [])
 
 
-def test_one_bad_object_does_not_harm_its_page() -> None:
+def test_one_bad_object_does_not_affect_its_page() -> None:
     page = SERVICES.page(encoded({
         "metadata": {"resourceVersion": "42"},
         "items": [web("a"), web("b", ip=5), {"metadata": 3}, None, "junk", web("c")]}))
@@ -69,7 +69,7 @@ def test_one_bad_object_does_not_harm_its_page() -> None:
     b"", b"[]", b"null", b'{"items": 5}', b'{"items": [', b'{"metadata": [], "items": []}',
     b'{"metadata": {"resourceVersion": 5}, "items": []}', b"\xff", b'{"items": ' + b"[" * 100_000,
 ])
-def test_what_is_no_page_at_all(data: bytes) -> None:
+def test_data_that_is_no_page_is_refused(data: bytes) -> None:
     with pytest.raises(Malformed):
         SERVICES.page(data)
 
@@ -117,7 +117,7 @@ def test_an_error_in_a_watch() -> None:
     b'{"type": "ADDED", "object": {"metadata": {"resourceVersion": 1}}}', b'{"type": "ADDED", "obj',
     b'{"type": "ADDED", "object": {"metadata": {"resourceVersion": "1"}, "x": ' + b"[" * 100_000,
 ])
-def test_what_is_no_watch_line(data: bytes) -> None:
+def test_data_that_is_no_watch_line_is_refused(data: bytes) -> None:
     with pytest.raises(Malformed):
         SERVICES.watch_line(data)
 

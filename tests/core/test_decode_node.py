@@ -53,7 +53,7 @@ def test_eligible_for_load_balancers(spec: Json, meta: Json, eligible: bool) -> 
     assert read(spec, **meta)[0].eligible is eligible
 
 
-def test_bad_parts_leave_the_rest() -> None:
+def test_bad_parts_of_a_node_do_not_affect_the_rest() -> None:
     spec = {"podCIDRs": ["junk", "10.1.0.0/24"]}
     status = {"addresses": [{"type": "InternalIP", "address": "x"}, {"type": "InternalIP"},
                             {"type": "InternalIP", "address": "192.0.2.1"}]}

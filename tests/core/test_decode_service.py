@@ -90,7 +90,7 @@ def test_every_field_at_once() -> None:
     ({"clusterIP": "junk", "ports": [{"port": 0}]},
      {"labels": {"service.kubernetes.io/service-proxy-name": "other"}}),
 ], ids=str)
-def test_not_this_proxys_to_serve(spec: object, meta: Json) -> None:
+def test_services_that_this_proxy_does_not_serve(spec: object, meta: Json) -> None:
     assert read(spec, **meta) == (("shop", "web"), ServiceGone(service_name("shop/web")), ())
 
 
@@ -178,7 +178,7 @@ def test_refused_as_a_whole(spec: Json, field: str) -> None:
     ({"namespace": "kube system"}, "metadata.namespace"),
     ({"namespace": 7}, "metadata.namespace"),
 ], ids=str)
-def test_names_that_are_none(meta: Json, field: str) -> None:
+def test_invalid_names_are_refused(meta: Json, field: str) -> None:
     reading = read({"clusterIP": "10.96.0.1", "ports": [{"port": 80}]}, **meta)
     assert (reading.name, reading.value) == (None, None)
     (bad,) = reading.bad
@@ -187,7 +187,7 @@ def test_names_that_are_none(meta: Json, field: str) -> None:
     assert str(bad).isprintable()
 
 
-def test_a_bad_port_leaves_the_others_in_place() -> None:
+def test_a_bad_port_does_not_affect_the_others() -> None:
     ports = [
         {"name": "a", "port": 80}, {"name": "b", "port": 0}, {"name": "c", "port": 81, "nodePort": 70000}]
     found, bad = served({"ports": ports})
@@ -195,7 +195,7 @@ def test_a_bad_port_leaves_the_others_in_place() -> None:
     assert bad == ["spec.ports[1].port", "spec.ports[2].nodePort"]
 
 
-def test_of_two_ports_with_one_name_and_protocol_the_first_counts() -> None:
+def test_of_two_ports_with_one_name_and_protocol_the_first_is_used() -> None:
     ports = [{"port": 80}, {"port": 81}, {"port": 53, "protocol": "UDP"}]
     found, bad = served({"ports": ports})
     assert found.ports == (port_spec("80"), port_spec("53/UDP"))
@@ -315,7 +315,7 @@ def test_creation_time(stamp: str | None, created: str, bad: list[str]) -> None:
     assert (found.created, complaints) == (created, bad)
 
 
-def test_a_refusal_reads_like_a_sentence() -> None:
+def test_a_refusal_is_one_readable_line() -> None:
     assert refusal({"clusterIP": "10.96.0.1", "ports": [{"port": "80"}]}) == (
         "Service shop/web: spec.ports[0].port: expected int, got str")
     assert refusal({"clusterIP": "10.96.300.1", "ports": [{"port": 80}]}) == (

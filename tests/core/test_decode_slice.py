@@ -76,7 +76,7 @@ def test_absent_conditions(conditions: object, ready: bool, serving: bool, termi
     ({}, {"labels": SERVICE | {"service.kubernetes.io/headless": ""}}),
     ({"addressType": "FQDN", "endpoints": [{"addresses": ["web.example"]}]}, {}),
 ], ids=str)
-def test_not_for_any_service_here(piece: Json, meta: Json) -> None:
+def test_slices_that_belong_to_no_served_service(piece: Json, meta: Json) -> None:
     assert read(piece, **meta) == (("shop", "web-1"), SliceGone(SliceName("shop", "web-1")), ())
 
 
@@ -156,7 +156,7 @@ def test_refused_as_a_whole(piece: Json, meta: Json, field: str) -> None:
     {"name": None}, {"name": "web 1"}, {"name": 'web"\n'}, {"name": "x" * 254}, {"name": "a..b"}, {"name": 1},
     {"namespace": "Shop"}, {"namespace": "a.b"},
 ], ids=str)
-def test_names_that_are_none(meta: Json) -> None:
+def test_invalid_names_are_refused(meta: Json) -> None:
     reading = read({}, **meta)
     assert (reading.name, reading.value, len(reading.bad)) == (None, None, 1)
 
@@ -220,7 +220,7 @@ def test_endpoints_that_are_not_to_be_mirrored(meta: Json) -> None:
     assert mirrored([{"addresses": [{"ip": "10.1.0.1"}], "ports": [{"port": 80}]}], **meta) == ((), [])
 
 
-def test_a_label_that_does_not_say_true_skips_nothing() -> None:
+def test_a_skip_mirror_label_other_than_true_is_ignored() -> None:
     meta = {"labels": {"endpointslice.kubernetes.io/skip-mirror": "false"}}
     assert len(mirrored([{"addresses": [{"ip": "10.1.0.1"}], "ports": [{"port": 80}]}], **meta)[0]) == 1
 
@@ -230,7 +230,7 @@ def test_empty_endpoints(subsets: object) -> None:
     assert mirrored(subsets) == ((), [])
 
 
-def test_bad_parts_of_endpoints_leave_the_rest() -> None:
+def test_bad_parts_of_endpoints_do_not_affect_the_rest() -> None:
     subsets = [{"addresses": [{"ip": "junk"}, {"ip": "10.1.0.1"}, {}, {"ip": "127.0.0.1"}],
                 "ports": [{"name": "a", "port": 0}, {"name": "b", "port": 80}]}]
     slices, bad = mirrored(subsets)

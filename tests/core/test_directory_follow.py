@@ -41,7 +41,7 @@ def ever_gone(state: State, name: str) -> bool:
     return ServiceGone(service_name(name)) in itertools.chain.from_iterable(state.batches)
 
 
-def test_everything_there_comes_before_complete(tmp_path: Path) -> None:
+def test_everything_that_exists_is_delivered_before_complete(tmp_path: Path) -> None:
     for i in range(600):
         content = service(f"s{i}", ip=f"10.96.{i // 250}.{i % 250 + 1}")
         (tmp_path / f"{i}.json").write_text(json.dumps(content))
@@ -83,7 +83,7 @@ def test_a_file_removed(state: State, tmp_path: Path) -> None:
     state.wait(serving())
 
 
-def test_a_removal_takes_effect_no_later_than_what_changes_after_it(state: State, tmp_path: Path) -> None:
+def test_a_removal_takes_effect_before_later_changes(state: State, tmp_path: Path) -> None:
     for name in ("one", "two", "three"):
         (tmp_path / f"{name}.yaml").write_text(text(service(name)))
         state.wait(lambda s, name=name: name in s.services)  # type: ignore[misc]
@@ -95,7 +95,7 @@ def test_a_removal_takes_effect_no_later_than_what_changes_after_it(state: State
         assert gone not in state.services
 
 
-def test_files_that_vanish_all_the_time_hold_up_no_change(
+def test_files_that_vanish_all_the_time_delay_no_change(
     state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(directory, "GRACE", 1.0)  # longer than a busy machine's pauses
@@ -168,7 +168,7 @@ def test_a_nameless_file_linked_into_place(state: State, tmp_path: Path) -> None
 # --- editors and half-written files
 
 
-def test_a_half_written_file_does_not_count_until_it_is_closed(state: State, tmp_path: Path) -> None:
+def test_a_half_written_file_is_not_read_until_it_is_closed(state: State, tmp_path: Path) -> None:
     """Half of it is valid YAML, too: without the second object."""
     (tmp_path / "both.yaml").write_text(text(service("one"), service("two", ip="10.96.0.2")))
     state.wait(lambda s: len(s.services) == 3)
@@ -185,7 +185,7 @@ def test_a_half_written_file_does_not_count_until_it_is_closed(state: State, tmp
     assert state.bad == []
 
 
-def test_a_new_file_does_not_count_until_it_is_closed(state: State, tmp_path: Path) -> None:
+def test_a_new_file_is_not_read_until_it_is_closed(state: State, tmp_path: Path) -> None:
     with open(tmp_path / "new.yaml", "w") as file:
         file.write(text(service("one")))
         file.flush()
@@ -194,7 +194,7 @@ def test_a_new_file_does_not_count_until_it_is_closed(state: State, tmp_path: Pa
     state.wait(lambda s: "one" in s.services)
 
 
-def test_a_json_file_counts_once_it_is_complete_though_never_closed(state: State, tmp_path: Path) -> None:
+def test_a_json_file_is_read_once_it_is_complete_though_never_closed(state: State, tmp_path: Path) -> None:
     content = json.dumps(service("one"))
     with open(tmp_path / "one.json", "w") as file:
         file.write(content[:-1])
@@ -254,7 +254,7 @@ def test_files_that_are_no_manifests(state: State, tmp_path: Path, name: str) ->
     assert state.bad == []
 
 
-def test_directories_below_do_not_count(state: State, tmp_path: Path) -> None:
+def test_subdirectories_are_ignored(state: State, tmp_path: Path) -> None:
     (tmp_path / "more.yaml").mkdir()
     (tmp_path / "more.yaml" / "other.yaml").write_text(text(service("other")))
     wait_past_everything(state, tmp_path)
@@ -262,7 +262,7 @@ def test_directories_below_do_not_count(state: State, tmp_path: Path) -> None:
     assert state.bad == []
 
 
-def test_a_pipe_is_not_waited_for(state: State, tmp_path: Path) -> None:
+def test_a_pipe_does_not_block(state: State, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.yaml")
     state.wait(lambda s: s.complaints == ["file pipe.yaml: is not a regular file"])
     wait_past_everything(state, tmp_path)
@@ -311,7 +311,7 @@ def test_more_changes_than_the_kernel_remembers(state: State, tmp_path: Path) ->
     assert len(state.batches) > before
 
 
-def test_create_and_remove_in_one_breath(state: State, tmp_path: Path) -> None:
+def test_a_file_created_and_removed_at_once(state: State, tmp_path: Path) -> None:
     for _ in range(500):
         (tmp_path / "brief.yaml").write_text(text(service("brief")))
         (tmp_path / "brief.yaml").unlink()
@@ -319,7 +319,7 @@ def test_create_and_remove_in_one_breath(state: State, tmp_path: Path) -> None:
     assert state.services == {"web": 80}
 
 
-def test_a_change_makes_nobody_read_other_files(tmp_path: Path) -> None:
+def test_a_change_reads_no_other_file(tmp_path: Path) -> None:
     for i in range(50):
         (tmp_path / f"{i}.yaml").write_text(text(service(f"s{i}", ip=f"10.96.0.{i + 1}", port=80)))
     with ExitStack() as mapped:
@@ -338,7 +338,7 @@ def test_a_change_makes_nobody_read_other_files(tmp_path: Path) -> None:
             assert state.services == {"s0": 81} | {f"s{i}": 80 for i in range(1, 50)}
 
 
-def test_nothing_comes_after_the_end(tmp_path: Path) -> None:
+def test_no_event_follows_a_stop(tmp_path: Path) -> None:
     with followed(tmp_path) as state:
         state.wait(lambda s: s.store.complete)
     before = len(state.batches)
@@ -348,7 +348,7 @@ def test_nothing_comes_after_the_end(tmp_path: Path) -> None:
     assert len(state.batches) == before
 
 
-def test_stopping_gives_back_what_the_kernel_gave(tmp_path: Path) -> None:
+def test_stopping_closes_every_descriptor(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         with followed(tmp_path) as state:

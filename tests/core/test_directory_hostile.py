@@ -24,7 +24,7 @@ def good_ones_work(state: State) -> bool:
         state.endpoints(name) == addresses for name, addresses in GOOD_ENDPOINTS.items())
 
 
-def test_the_good_ones_work_and_each_bad_one_is_reported_once(tmp_path: Path) -> None:
+def test_good_manifests_work_and_each_bad_one_is_reported_once(tmp_path: Path) -> None:
     expected = write(tmp_path)
     assert len(expected) >= 100
     with followed(tmp_path) as state:
@@ -73,7 +73,7 @@ def test_complaints_about_objects_in_two_files_are_limited_and_counted(tmp_path:
         assert state.complaints[-1].endswith("150 more problems")
 
 
-def test_they_may_come_while_it_runs(tmp_path: Path) -> None:
+def test_bad_manifests_may_appear_at_run_time(tmp_path: Path) -> None:
     with followed(tmp_path) as state:
         state.wait(lambda s: s.store.complete)
         expected = write(tmp_path)

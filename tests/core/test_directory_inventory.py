@@ -47,7 +47,7 @@ class Directory(State):
         return events
 
 
-def test_objects_come_change_and_go() -> None:
+def test_objects_are_added_changed_and_deleted() -> None:
     directory = Directory(a=[service("web"), endpoint_slice("web", "10.1.0.1")])
     assert (directory.services, directory.endpoints()) == ({"web": 80}, {"10.1.0.1"})
     assert len(directory.write(a=[service("web", port=81), endpoint_slice("web", "10.1.0.1")])) == 1
@@ -59,7 +59,7 @@ def test_objects_come_change_and_go() -> None:
     assert directory.bad == []
 
 
-def test_what_did_not_change_is_not_told_again() -> None:
+def test_unchanged_objects_cause_no_event() -> None:
     content = [service("web"), endpoint_slice("web", "10.1.0.1"), node(), service_cidr("a", "10.96.0.0/12")]
     directory = Directory(a=content)
     assert directory.write(a=content) == []
@@ -73,7 +73,7 @@ def test_moving_an_object_to_another_file_is_no_change() -> None:
     assert directory.services == {"web": 80}
 
 
-def test_of_two_files_with_one_object_the_first_by_name_counts() -> None:
+def test_of_two_files_with_one_object_the_first_by_name_is_used() -> None:
     directory = Directory(b=[service("web", port=2)])
     directory.write(a=[service("web", port=1)])
     assert directory.services == {"web": 1}
@@ -89,7 +89,7 @@ def test_of_two_files_with_one_object_the_first_by_name_counts() -> None:
     assert len(directory.bad) == 2
 
 
-def test_a_spare_may_change_in_silence() -> None:
+def test_a_change_of_an_unused_duplicate_causes_no_event() -> None:
     directory = Directory(a=[service("web", port=1)], b=[service("web", port=2)])
     assert directory.write(b=[service("web", port=3)]) == []
     directory.write(a=None)
@@ -141,14 +141,14 @@ def test_an_unreadable_file_keeps_its_last_good_state() -> None:
     assert directory.services == {}
 
 
-def test_a_service_that_is_not_for_us_any_more() -> None:
+def test_a_service_given_to_another_proxy() -> None:
     directory = Directory(a=[service("web")])
     directory.write(a=[service("web", ip="None")])
     assert directory.services == {}
     assert directory.write(a=None) == []
 
 
-def test_only_this_nodes_object_counts() -> None:
+def test_only_this_nodes_object_is_used() -> None:
     directory = Directory(a=[node("node2", "z2")], b=[node(NODE, "z1")])
     assert directory.store.node is not None
     assert (directory.store.node.name, directory.store.node.zone) == (NODE, "z1")
@@ -163,7 +163,7 @@ def test_service_networks_are_joined() -> None:
     assert directory.store.service_cidrs == cidrs("10.96.0.0/12")
 
 
-def test_endpoints_stand_in_until_there_is_a_slice() -> None:
+def test_endpoints_are_mirrored_until_there_is_a_slice() -> None:
     directory = Directory(a=[service("web"), endpoints("web", "10.1.0.9")])
     assert directory.endpoints() == {"10.1.0.9"}
     directory.write(b=[endpoint_slice("web", "10.1.0.1")])
@@ -201,7 +201,7 @@ def outcome(directory: Directory) -> object:
 
 
 @given(st.lists(CHANGES, max_size=8))
-def test_any_path_ends_where_a_restart_would(history: list[Files]) -> None:
+def test_any_sequence_of_changes_ends_where_a_restart_would(history: list[Files]) -> None:
     walked = Directory()
     final: Files = {}
     for changes in history:
@@ -221,7 +221,7 @@ def test_the_order_in_which_files_are_read_does_not_matter(files: dict[str, list
 
 
 @pytest.mark.parametrize("count", [10, 1000])
-def test_a_change_costs_what_it_touches(count: int) -> None:
+def test_the_cost_of_a_change_is_that_of_its_objects(count: int) -> None:
     directory = Directory(**{f"f{i:04}": [service(f"s{i}", ip=f"10.96.{i // 250}.{i % 250 + 1}")]
                              for i in range(count)})
     assert len(directory.write(f0003=[service("s3", ip="10.96.0.4", port=81)])) == 1

@@ -59,7 +59,7 @@ def test_a_link_to_a_file_elsewhere(state: State, manifests: Path, tmp_path: Pat
     assert state.bad == []
 
 
-def test_a_link_that_is_there_from_the_start(manifests: Path, tmp_path: Path) -> None:
+def test_a_link_that_exists_at_the_start(manifests: Path, tmp_path: Path) -> None:
     write(tmp_path / "elsewhere" / "shop", service("web"))
     (manifests / "web.yaml").symlink_to("../elsewhere/shop")
     with followed(manifests) as state:
@@ -105,7 +105,7 @@ def test_a_chain_of_links(state: State, manifests: Path, tmp_path: Path) -> None
     state.wait(serving(web=3))
 
 
-def test_a_link_to_nothing_is_reported_and_followed_once_there_is_something(
+def test_a_dangling_link_is_reported_and_followed_once_its_target_exists(
     state: State, manifests: Path, tmp_path: Path
 ) -> None:
     (manifests / "web.yaml").symlink_to(tmp_path / "later")
@@ -114,7 +114,7 @@ def test_a_link_to_nothing_is_reported_and_followed_once_there_is_something(
     state.wait(serving(web=80))
 
 
-def test_a_link_whose_target_vanishes_keeps_what_it_held(
+def test_a_link_whose_target_vanishes_keeps_its_objects(
     state: State, manifests: Path, tmp_path: Path
 ) -> None:
     write(tmp_path / "one", service("web"))

@@ -79,7 +79,7 @@ def test_two_json_documents_in_a_yaml_file() -> None:
     ("ServiceList", "v1", WEB), ("EndpointSliceList", "discovery.k8s.io/v1", endpoint_slice("web")),
     ("NodeList", "v1", node()),
 ])
-def test_lists_of_one_kind_need_not_repeat_it(kind: str, version: str, item: Json) -> None:
+def test_items_of_a_typed_list_need_no_kind(kind: str, version: str, item: Json) -> None:
     bare = {key: value for key, value in item.items() if key not in ("kind", "apiVersion")}
     assert len(names("a.json", json.dumps(a_list(bare, bare, kind=kind, version=version)))) == 2
 
@@ -91,7 +91,7 @@ def test_lists_of_one_kind_need_not_repeat_it(kind: str, version: str, item: Jso
     {"apiVersion": "v1", "kind": "List", "items": None},
     {"apiVersion": "v1", "kind": "List"},
 ])
-def test_what_is_not_for_a_proxy_is_passed_over(data: Json) -> None:
+def test_other_kinds_are_ignored(data: Json) -> None:
     assert names("a.json", json.dumps(data)) == []
 
 
@@ -110,11 +110,11 @@ def test_what_is_not_for_a_proxy_is_passed_over(data: Json) -> None:
     ("# one\n---\n---\napiVersion: v1\nkind: Service\n---\n---\nx: y",
      "Service web.yaml document 2: metadata.name: is missing"),
 ])
-def test_what_is_said(data: str, complaint: str) -> None:
+def test_complaints_name_place_and_problem(data: str, complaint: str) -> None:
     assert complaints(data)[0] == complaint
 
 
-def test_lists_end_somewhere() -> None:
+def test_the_nesting_of_lists_is_limited() -> None:
     nested: Json = WEB
     for _ in range(50):
         nested = a_list(nested)
@@ -135,6 +135,6 @@ def test_lists_end_somewhere() -> None:
     ("a.yaml", b"a: [", "is not YAML"),
     ("a.yaml", bytes(range(256)), "is not YAML"),
 ])
-def test_files_that_are_nothing(name: str, data: bytes, problem: str) -> None:
+def test_files_that_are_no_manifests_are_refused(name: str, data: bytes, problem: str) -> None:
     with pytest.raises(Malformed, match=problem):
         read_manifest(name, data)

@@ -69,7 +69,7 @@ def events_to(server: Taker) -> EventRecorder:
     return make_events(resolve(Flags(master=server.url), None), "node1", ClientMetrics())
 
 
-def test_a_birth_cry_is_an_event_of_the_node(server: Taker) -> None:
+def test_the_starting_event_is_about_the_node(server: Taker) -> None:
     events = events_to(server)
     events.report_node("Normal", "Starting")
     events.start()
@@ -101,7 +101,7 @@ def test_an_event_about_a_service_is_in_its_namespace(server: Taker) -> None:
         "Warning", "Listen", "port 30000 can't be opened: in use")
 
 
-def test_what_is_too_long_for_the_api_server_is_cut(server: Taker) -> None:
+def test_a_note_too_long_for_the_api_server_is_cut(server: Taker) -> None:
     node = "n" * 200 + "." + "d" * 52
     events = make_events(resolve(Flags(master=server.url), None), node, ClientMetrics())
     events.report_node("Warning", "ModeFallback", "\N{SNOWMAN}" * 400)
@@ -120,7 +120,7 @@ def test_what_is_too_long_for_the_api_server_is_cut(server: Taker) -> None:
         ("--metrics-bind-address", "FailedToStartMetricServer"),
     ],
 )
-def test_a_server_that_must_be_had_and_is_not_is_told_at_the_end(flag: str, reason: str) -> None:
+def test_events_that_wait_are_delivered_at_the_end(flag: str, reason: str) -> None:
     with namespace() as node, node.inside(Taker) as taker:
         thread = threading.Thread(target=taker.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -141,7 +141,7 @@ def test_a_server_that_must_be_had_and_is_not_is_told_at_the_end(flag: str, reas
     assert "can't listen on 192.0.2.1:9999" in told[reason][1]
 
 
-def test_a_server_in_trouble_is_asked_again_and_one_that_refuses_is_not(server: Taker) -> None:
+def test_a_server_error_is_retried_and_a_refusal_is_not(server: Taker) -> None:
     server.statuses = [503, 201, 403]
     events = events_to(server)
     events.report_node("Normal", "Starting")
@@ -163,7 +163,7 @@ def test_without_a_server_the_end_is_not_delayed() -> None:
     assert not closing.is_alive()
 
 
-def test_manifests_have_nobody_to_tell(tmp_path: Path) -> None:
+def test_without_an_api_server_events_are_dropped(tmp_path: Path) -> None:
     events = make_events(resolve(Flags(manifests=str(tmp_path)), None), "node1", ClientMetrics())
     events.report_node("Normal", "Starting")
     events.start()
@@ -185,14 +185,14 @@ class Recorded:
         return [event.reason for event in self.written]
 
 
-def test_the_same_again_is_told_after_a_while_only() -> None:
+def test_a_repeated_event_is_sent_only_after_a_while() -> None:
     recorded = Recorded()
     for recorded.now in (0.0, 1.0, SAME_AGAIN - 1, SAME_AGAIN + 1):
         recorded.events.report_node("Warning", "Same")
     assert recorded.end() == ["Same", "Same"]
 
 
-def test_a_flood_is_cut_off_and_there_is_room_again_later() -> None:
+def test_a_flood_of_events_is_limited() -> None:
     recorded = Recorded()
     for number in range(100):
         recorded.events.report_service("shop", f"web{number}", "Flood", "")
@@ -202,7 +202,7 @@ def test_a_flood_is_cut_off_and_there_is_room_again_later() -> None:
     assert recorded.end() == ["Flood"] * 25 + ["Later"] * 5
 
 
-def test_what_can_not_be_written_costs_only_itself() -> None:
+def test_an_event_that_can_not_be_written_affects_no_other() -> None:
     def write(event: Event, _: int) -> None:
         if event.reason == "Bad":
             raise ValueError("a mistake")

@@ -1,4 +1,4 @@
-"""Following the bench's API server: a proxy knows what exists, and every change of it."""
+"""Following the bench's API server: all existing objects, and every change of them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -29,7 +29,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[BenchServer]:
 
 @pytest.fixture
 def observed(server: BenchServer) -> Iterator[Observed]:
-    """A source that follows the server and has delivered what was there."""
+    """A source that follows the server and has delivered everything that existed."""
     with following(KubernetesSource(server.url, None, NODE)) as observed:
         observed.wait_for(lambda o: len(o.complete) == len(EVERYTHING))
         yield observed
@@ -67,7 +67,7 @@ def test_a_changed_slice_is_delivered(server: BenchServer, observed: Observed) -
     assert len(observed.slices) == 30
 
 
-def test_services_come_and_go(server: BenchServer, observed: Observed) -> None:
+def test_services_are_added_and_deleted(server: BenchServer, observed: Observed) -> None:
     server.post("apply", **a_service("new"))
     observed.wait_for(lambda o: "new" in o.names)
     server.post("delete", resource="services", namespace="default", name="new")
@@ -95,7 +95,7 @@ def test_the_node_and_the_service_networks_are_followed(server: BenchServer, obs
     observed.wait_for(lambda o: len(o.cidrs) == 1 and o.node is None)
 
 
-def test_an_expired_history_is_made_up_for(server: BenchServer, observed: Observed) -> None:
+def test_everything_is_listed_again_after_an_expiry(server: BenchServer, observed: Observed) -> None:
     def lose_history(left: int) -> None:
         server.post("expire")
         server.post("delete", resource="services", namespace="bench-0000", name=f"svc-{left:06d}")
@@ -108,7 +108,7 @@ def test_an_expired_history_is_made_up_for(server: BenchServer, observed: Observ
 
 
 @pytest.mark.parametrize("count", [3, 40], ids=["less", "more"])
-def test_state_stays_while_the_server_is_away_and_follows_when_it_returns(
+def test_state_is_kept_while_the_server_is_away_and_updated_when_it_returns(
     server: BenchServer, observed: Observed, count: int,
 ) -> None:
     # With fewer objects the new server's resource versions are behind what the proxy has seen.
@@ -125,7 +125,7 @@ def test_state_stays_while_the_server_is_away_and_follows_when_it_returns(
 
 
 
-def test_a_frozen_server_takes_nothing_away(server: BenchServer, observed: Observed) -> None:
+def test_a_frozen_server_removes_nothing(server: BenchServer, observed: Observed) -> None:
     server.freeze()
     with following(KubernetesSource(server.url, None, NODE)) as late:
         server.thaw()
@@ -146,7 +146,7 @@ def test_a_server_that_is_killed_again_and_again_is_followed_to_the_end(
 
 
 @pytest.mark.parametrize("watch_list", ["on", "off"])
-def test_what_is_huge_arrives_whole(watch_list: str) -> None:
+def test_a_huge_state_arrives_whole(watch_list: str) -> None:
     # 60,000 endpoints, 16 MB: many pages, and objects of 27 kB.
     server = BenchServer("--gen", "services=60,endpoints=1000", "--watch-list", watch_list)
     try:
@@ -158,7 +158,7 @@ def test_what_is_huge_arrives_whole(watch_list: str) -> None:
         server.stop()
 
 
-def test_an_endpoint_port_that_no_packet_has_harms_its_own_slice_only(
+def test_an_invalid_endpoint_port_affects_only_its_own_slice(
     server: BenchServer, observed: Observed,
 ) -> None:
     # A real API server takes this, too.

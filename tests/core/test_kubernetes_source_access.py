@@ -122,7 +122,7 @@ def test_the_running_proxy_never_imports_the_kubernetes_package(kubeconfig: Kube
     {"client-certificate": CERT, "client-key": KEY},
     {"client-certificate-data": inline(CERT), "client-key-data": inline(KEY)},
 ], ids=["files", "inline"])
-def test_a_client_certificate_opens_the_door(
+def test_a_client_certificate_authenticates(
     picky_server: ScriptedServer, kubeconfig: Kubeconfig, cluster: Json, user: Json,
 ) -> None:
     assert completes(KubernetesSource(None, kubeconfig(picky_server.url, cluster, user), "n"))
@@ -147,7 +147,7 @@ def test_inline_keys_leave_no_files_behind(
     ({"auth-provider": {"name": "oidc", "config": {"id-token": LASTING}}}, f"Bearer {LASTING}"),
     ({}, None),
 ], ids=["token", "password", "exec", "gcp", "oidc", "nobody"])
-def test_credentials_are_shown(
+def test_credentials_are_sent(
     server: ScriptedServer, kubeconfig: Kubeconfig, user: Json, header: str | None,
 ) -> None:
     assert completes(KubernetesSource(None, kubeconfig(server.url, {"certificate-authority": CA}, user), "n"))
@@ -190,7 +190,7 @@ def test_master_overrides_the_server_of_the_kubeconfig(
     assert tokens(server) == {"Bearer t"}
 
 
-def test_a_server_that_can_not_be_trusted_gets_no_request(
+def test_an_untrusted_server_gets_no_request(
     server: ScriptedServer, kubeconfig: Kubeconfig, caplog: pytest.LogCaptureFixture,
 ) -> None:
     attempts: Queue[ApiRequest] = Queue()
@@ -208,7 +208,7 @@ def test_a_server_that_can_not_be_trusted_gets_no_request(
 @pytest.mark.parametrize("content", [
     "", "- 1\n- 2", "{", "current-context: nowhere", '{"current-context": "x", "contexts": 7}', "\x00",
 ])
-def test_a_kubeconfig_of_no_use_is_refused_with_the_file(tmp_path: Path, content: str) -> None:
+def test_a_broken_kubeconfig_is_refused_with_its_path(tmp_path: Path, content: str) -> None:
     path = tmp_path / "broken"
     path.write_text(content)
     with pytest.raises(AccessError, match=rf"^--kubeconfig: {path}: [^\n]+$"):
@@ -235,7 +235,7 @@ def test_a_kubeconfig_of_no_use_is_refused_with_the_file(tmp_path: Path, content
     ({}, {"token": "two\nlines"}, "token"),
     ({"server": "ftp://x"}, {}, "not an http or https URL"),
 ])
-def test_settings_of_no_use_are_refused_with_the_reason(
+def test_unusable_settings_are_refused_with_the_reason(
     kubeconfig: Kubeconfig, cluster: Json, user: Json, problem: str,
 ) -> None:
     with pytest.raises(AccessError, match=problem):
@@ -263,7 +263,7 @@ def test_a_pod_uses_its_service_account_and_each_new_token(
         assert tokens(server) == {f"bearer {token}"}
 
 
-def test_outside_of_a_pod_something_has_to_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_of_a_pod_an_option_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(AccessError, match="neither --master nor --kubeconfig"):
         KubernetesSource(None, None, "n")

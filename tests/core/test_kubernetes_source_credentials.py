@@ -1,4 +1,4 @@
-"""Credentials that are replaced while the proxy runs: it goes on with the new ones."""
+"""Credentials that are replaced while the proxy runs: it uses the new ones."""
 
 import json
 import ssl
@@ -101,7 +101,7 @@ def test_a_token_file_that_is_empty_for_a_moment_changes_nothing(tmp_path: Path)
     assert access.now.headers == (("Authorization", "Bearer new"),)
 
 
-def test_a_new_token_in_the_kubeconfig_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_new_token_in_the_kubeconfig_is_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def write(token: str) -> str:
         return write_kubeconfig(tmp_path / "config", server.url, CA, {"token": token})
 
@@ -137,7 +137,7 @@ def test_credentials_that_are_refused_are_read_again(tmp_path: Path) -> None:
     assert tokens(server) == ["Bearer first", "Bearer other"]
 
 
-def test_a_new_client_certificate_is_shown_from_the_next_request_on(
+def test_a_new_client_certificate_is_used_from_the_next_request_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture,
 ) -> None:
     for name in ("first", "second"):
@@ -217,7 +217,7 @@ def test_a_plugin_runs_again_when_its_token_has_expired(
     assert not caplog.records
 
 
-def test_a_plugin_may_give_a_certificate(tmp_path: Path) -> None:
+def test_a_plugin_may_return_a_certificate(tmp_path: Path) -> None:
     make_certificate(tmp_path, "plugged")
     status = {"clientCertificateData": (tmp_path / "plugged.crt").read_text(),
               "clientKeyData": (tmp_path / "plugged.key").read_text()}

@@ -150,7 +150,7 @@ def move(server: BenchServer, address: str) -> None:
     server.post("set", ops=[{"slice": SLICE, "index": 0, "address": address}])
 
 
-def test_a_node_serves_while_the_api_server_is_away_and_says_so_once(
+def test_a_node_serves_while_the_api_server_is_away_and_logs_that_once(
     node: Node, server: BenchServer, run: Callable[..., Proxy],
 ) -> None:
     proxy = run(f"--master={server.url}")
@@ -187,7 +187,7 @@ def test_a_proxy_that_starts_before_its_api_server_serves_what_was_there(
     node.await_answer(FIRST, "10.192.0.2")
 
 
-def test_an_endpoint_port_of_70000_harms_nobody_else(
+def test_an_endpoint_port_of_70000_affects_no_other_service(
     node: Node, server: BenchServer, run: Callable[..., Proxy],
 ) -> None:
     def bad_slice(port: int) -> None:

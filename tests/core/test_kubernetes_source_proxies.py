@@ -1,4 +1,4 @@
-"""API servers that are reached through an HTTP proxy."""
+"""API servers that are reached through an HTTP or SOCKS proxy."""
 
 import base64
 import logging
@@ -19,7 +19,7 @@ from tests.core.observed_events import following
 CA = {"certificate-authority": str(TLS / "ca.crt")}
 VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 ELSEWHERE = "api.invalid"
-"""A name that only the proxy knows: as the server's, it shows that nobody went around the proxy."""
+"""A name that only the proxy can resolve: no request for it can bypass the proxy."""
 
 
 class TestProxy:
@@ -134,7 +134,7 @@ def proxy(server: ScriptedServer) -> Iterator[TestProxy]:
 
 
 def hidden(server: ScriptedServer) -> str:
-    """The server's URL, by a name that only the proxy knows."""
+    """The server's URL, with a name that only the proxy can resolve."""
     return f"{'https' if server.tls else 'http'}://{ELSEWHERE}:{server.port}"
 
 
@@ -190,7 +190,7 @@ def test_a_proxy_in_the_environment_leads_to_the_server(
     check_heads(proxy, server)
 
 
-def test_this_machine_is_asked_directly(
+def test_a_loopback_address_is_reached_without_a_proxy(
     server: ScriptedServer, proxy: TestProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("HTTP_PROXY", "HTTPS_PROXY"):
@@ -259,7 +259,7 @@ def test_http_and_https_have_proxies_of_their_own(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("url", ["socks4://p", "ftp://p", "http://", "http://p:x", "http://a b", "http://[::1"])
-def test_a_proxy_of_no_use_is_refused_without_repeating_it(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_proxy_is_refused_without_its_url(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTPS_PROXY", url)
     with pytest.raises(AccessError, match=r"^--master: the proxy's URL needs a host") as refused:
         load_access("https://api.corp", None)

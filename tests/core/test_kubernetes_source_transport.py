@@ -1,4 +1,4 @@
-"""How requests travel: compressed, in few batches, counted, not too many, and not to a dead peer for long."""
+"""Requests are compressed, batched, counted and limited, and a dead peer is noticed."""
 
 import fcntl
 import gzip
@@ -49,7 +49,7 @@ def zipped(exchange: Exchange) -> None:
 
 
 @pytest.mark.parametrize("disabled", [False, True], ids=["compressed", "disable-compression"])
-def test_lists_may_come_compressed_and_changes_may_not(tmp_path: Path, disabled: bool) -> None:
+def test_lists_may_be_compressed_and_watches_may_not(tmp_path: Path, disabled: bool) -> None:
     server = ScriptedServer({"services": [OLD_SERVER, zipped, watched(event("ADDED", service("b"), 2))]})
     config = write_kubeconfig(tmp_path / "config", server.url, {"disable-compression": disabled})
     try:
@@ -64,7 +64,7 @@ def test_lists_may_come_compressed_and_changes_may_not(tmp_path: Path, disabled:
 
 # -- TLS
 
-def test_what_arrived_together_is_one_batch_over_tls(tmp_path: Path) -> None:
+def test_events_that_arrive_together_are_one_batch_over_tls(tmp_path: Path) -> None:
     batches: Queue[list[Event]] = Queue()
     arrived = threading.Event()
 
@@ -98,7 +98,7 @@ def test_what_arrived_together_is_one_batch_over_tls(tmp_path: Path) -> None:
 
 # -- counting
 
-def test_each_request_is_told_to_who_counts() -> None:
+def test_each_request_is_observed() -> None:
     told: list[ApiRequest] = []
     steps = [OLD_SERVER, lambda e: e.send(b"SSH-2.0-OpenSSH\r\n\r\n"), listed(service("a"), version=1),
              watched(event("ADDED", service("b"), 2))]
@@ -117,7 +117,7 @@ def test_each_request_is_told_to_who_counts() -> None:
 
 # -- limits
 
-def test_pages_of_one_list_are_not_held_back() -> None:
+def test_only_the_first_page_of_a_list_waits_for_the_rate_limit() -> None:
     told: list[ApiRequest] = []
     pages = [listed(service(f"s{number}"), version=1, rest="more") for number in range(30)]
     server = ScriptedServer({"services": [OLD_SERVER, *pages, listed(service("last"), version=1)]})
@@ -132,7 +132,7 @@ def test_pages_of_one_list_are_not_held_back() -> None:
     assert not any(request.waited for request in told)
 
 
-def test_a_source_that_is_held_back_stops_at_once() -> None:
+def test_a_source_that_waits_for_the_rate_limit_stops_at_once() -> None:
     server = ScriptedServer({})
     source = KubernetesSource(server.url, None, "n", qps=0.001, burst=1)
     try:
@@ -159,7 +159,7 @@ def two_nodes() -> Iterator[tuple[Namespace, Namespace]]:
         yield ours, theirs
 
 
-def test_a_peer_that_vanished_is_left_for_one_that_answers(
+def test_a_peer_that_vanished_is_replaced_by_one_that_answers(
     two_nodes: tuple[Namespace, Namespace], monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The kernel's part takes seconds here instead of most of a minute.

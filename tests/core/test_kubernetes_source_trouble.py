@@ -1,4 +1,4 @@
-"""A server that refuses, lies, stammers or vanishes: the state stays right, and is followed again."""
+"""A server that refuses, sends nonsense or vanishes: the state is kept, and followed again."""
 
 import gzip
 import logging
@@ -60,9 +60,9 @@ def queries(server: ScriptedServer, key: str) -> list[str | None]:
     return [query.get(key) for query in server.asked("services")]
 
 
-# -- where a watch goes on
+# -- resuming a watch
 
-def test_a_watch_goes_on_after_the_last_event_when_the_connection_breaks(follow: ScriptedRun) -> None:
+def test_a_watch_is_resumed_after_the_last_event_when_the_connection_breaks(follow: ScriptedRun) -> None:
     def breaks_inside_a_chunk(exchange: Exchange) -> None:
         exchange.begin_watch()
         exchange.send(b"5000\r\n" + b"".join(map(line, present("a"))) + line(event("ADDED", service("b"), 12))
@@ -76,7 +76,7 @@ def test_a_watch_goes_on_after_the_last_event_when_the_connection_breaks(follow:
     assert not observed.bad
 
 
-def test_a_bookmark_moves_the_place_where_a_watch_goes_on(follow: ScriptedRun) -> None:
+def test_a_watch_is_resumed_after_a_bookmark(follow: ScriptedRun) -> None:
     server, observed = follow(watched(*present("a"), bookmark(77), hold=False),
                               watched(event("DELETED", service("a"), 78)))
     observed.wait_for(lambda o: "services" in o.complete and not o.names)
@@ -89,7 +89,7 @@ def test_a_bookmark_moves_the_place_where_a_watch_goes_on(follow: ScriptedRun) -
     watched(event("ADDED", service("x"), 3)),
 ], ids=["status", "event", "version went back"])
 @pytest.mark.parametrize("by_list", [False, True], ids=["watch-list", "list"])
-def test_what_vanished_while_history_expired_is_gone(
+def test_objects_deleted_while_the_history_expired_are_reported_as_gone(
     follow: ScriptedRun, expired: Step, by_list: bool,
 ) -> None:
     if by_list:
@@ -121,7 +121,7 @@ def test_a_server_that_came_back_without_the_history_is_listed_at_once(
     observed.wait_for(lambda o: o.names == {"b"})
 
 
-def test_a_broken_streaming_list_makes_nothing_gone(follow: ScriptedRun) -> None:
+def test_a_broken_watch_list_deletes_nothing(follow: ScriptedRun) -> None:
     def broken(exchange: Exchange) -> None:
         exchange.begin_watch()
         exchange.send(b"fff\r\n" + line(event("ADDED", service("b"), 20)))
@@ -148,7 +148,7 @@ def test_a_server_without_watch_list_is_listed_in_pages(follow: ScriptedRun, sta
     assert {query["fieldSelector"] for query in server.asked("services")} == {"spec.clusterIP!=None"}
 
 
-def test_a_list_that_expires_between_pages_starts_anew(follow: ScriptedRun) -> None:
+def test_a_list_that_expires_between_pages_is_started_again(follow: ScriptedRun) -> None:
     server, observed = follow(OLD_SERVER, listed(service("a"), version=10, rest="next"), refuse(410),
                               listed(service("b"), version=20))
     observed.wait_for(lambda o: "services" in o.complete)
@@ -156,7 +156,7 @@ def test_a_list_that_expires_between_pages_starts_anew(follow: ScriptedRun) -> N
     assert queries(server, "continue")[:4] == [None, None, "next", None]
 
 
-def test_a_watch_list_that_ends_without_its_bookmark_is_not_asked_for_again(follow: ScriptedRun) -> None:
+def test_a_watch_list_without_its_final_bookmark_is_followed_by_a_list(follow: ScriptedRun) -> None:
     def ends(exchange: Exchange) -> None:
         exchange.begin_watch()
         exchange.end_watch()
@@ -167,7 +167,7 @@ def test_a_watch_list_that_ends_without_its_bookmark_is_not_asked_for_again(foll
     assert queries(server, "watch")[:2] == ["1", None]
 
 
-def test_a_watch_list_that_failed_once_is_asked_for_when_everything_is_needed_again(
+def test_a_watch_list_is_tried_again_at_the_next_relist(
     follow: ScriptedRun,
 ) -> None:
     server, observed = follow(refuse(500), listed(service("a"), version=10), refuse(410),
@@ -197,7 +197,7 @@ def test_a_server_that_does_not_know_roles_or_kinds_yet_is_not_listed_again(
     watched({"type": "ERROR", "object": {"code": 429, "reason": "Refused", "message": "Refused",
                                          "details": {"retryAfterSeconds": 1}}}),
 ], ids=["429", "503", "date", "details", "event"])
-def test_the_server_decides_how_long_to_wait(
+def test_retry_after_is_respected(
     follow: ScriptedRun, caplog: pytest.LogCaptureFixture, refusal: Step,
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -212,7 +212,7 @@ def test_the_server_decides_how_long_to_wait(
 
 @pytest.mark.parametrize("header", ["Retry-After: Thu, 01 Jan 1970 00:01:00 GMT", "Retry-After: -1",
                                     "Retry-After: \u00b2", "Retry-After: Thu, 99 Foo 1970"])
-def test_a_delay_that_tells_nothing_is_none(follow: ScriptedRun, header: str) -> None:
+def test_an_invalid_retry_after_is_ignored(follow: ScriptedRun, header: str) -> None:
     _, observed = follow(refuse(503, header), watched(*present("a")))
     observed.wait_for(lambda o: o.names == {"a"})
 
@@ -231,7 +231,7 @@ def test_a_delay_that_tells_nothing_is_none(follow: ScriptedRun, header: str) ->
     lambda e: e.answer(200, b"", "Content-Encoding: br"),
 ], ids=["500", "401", "403", "302", "404", "not http", "endless head", "html", "cut", "no version", "deep",
         "not gzip", "cut gzip", "unknown coding"])
-def test_an_answer_of_no_use_is_survived(follow: ScriptedRun, answer: Step) -> None:
+def test_an_unusable_answer_is_retried(follow: ScriptedRun, answer: Step) -> None:
     def answer_and_leave(exchange: Exchange) -> None:
         answer(exchange)
         exchange.leave()
@@ -242,13 +242,13 @@ def test_an_answer_of_no_use_is_survived(follow: ScriptedRun, answer: Step) -> N
 
 
 @pytest.mark.parametrize("status", [403, 404])
-def test_service_networks_that_can_not_be_read_stop_nobody(follow: ScriptedRun, status: int) -> None:
+def test_unreadable_service_cidrs_block_nothing(follow: ScriptedRun, status: int) -> None:
     _, observed = follow(watched(*present("a")), servicecidrs=[refuse(status)] * 3)
     observed.wait_for(lambda o: len(o.complete) == 4)
     assert observed.names == {"a"}
 
 
-def test_a_server_that_answers_again_is_asked_again_soon(
+def test_the_backoff_is_shortened_when_the_server_answers_again(
     follow: ScriptedRun, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     delays: list[float] = []
@@ -264,7 +264,7 @@ def test_a_server_that_answers_again_is_asked_again_soon(
     assert delays == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 1.0, 2.0]
 
 
-def test_service_networks_that_were_read_before_are_missed(
+def test_service_cidrs_that_become_unreadable_are_kept_and_logged(
     follow: ScriptedRun, caplog: pytest.LogCaptureFixture,
 ) -> None:
     # A server that just started knows no roles yet.
@@ -276,9 +276,9 @@ def test_service_networks_that_were_read_before_are_missed(
     assert [record.getMessage() for record in caplog.records] == ["can't follow the API server"]
 
 
-# -- what a watch may tell
+# -- the content of a watch
 
-def test_a_line_that_is_no_json_is_reported_and_the_next_one_counts(follow: ScriptedRun) -> None:
+def test_a_line_that_is_no_json_is_reported_and_the_next_one_used(follow: ScriptedRun) -> None:
     _, observed = follow(watched(*present("a"), b"{garbage", b'{"type":"ADDED"}', b"\xff\xfe",
                                  event("ADDED", service("b"), 11)))
     observed.wait_for(lambda o: "b" in o.names)
@@ -298,7 +298,7 @@ def test_an_object_that_does_not_decode_is_reported_and_no_longer_served(follow:
     assert (bad.kind, bad.name, bad.field) == ("Service", "default/a", "spec.ports[0].port")
 
 
-def test_a_bad_object_in_a_list_harms_no_other(follow: ScriptedRun) -> None:
+def test_a_bad_object_in_a_list_affects_no_other(follow: ScriptedRun) -> None:
     broken = service("a")
     broken["spec"] = []
     _, observed = follow(OLD_SERVER, listed(broken, service("b"), version=10))
@@ -307,7 +307,7 @@ def test_a_bad_object_in_a_list_harms_no_other(follow: ScriptedRun) -> None:
     assert [bad.name for bad in observed.bad] == ["default/a"]
 
 
-def test_an_endless_line_is_left_out(follow: ScriptedRun) -> None:
+def test_an_endless_line_is_skipped(follow: ScriptedRun) -> None:
     def step(exchange: Exchange) -> None:
         exchange.begin_watch()
         exchange.chunk(b"".join(map(line, present("a"))))
@@ -351,7 +351,7 @@ def test_complaints_about_one_answer_are_limited_and_counted(follow: ScriptedRun
     assert str(observed.bad[-1]) == "Service (from the API server): 150 more problems"
 
 
-def test_bytes_may_come_one_by_one(follow: ScriptedRun) -> None:
+def test_bytes_may_arrive_one_by_one(follow: ScriptedRun) -> None:
     def step(exchange: Exchange) -> None:
         lines = b"".join(map(line, [*present("a", "b"), event("DELETED", service("a"), 11)]))
         wire = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -367,7 +367,7 @@ def test_bytes_may_come_one_by_one(follow: ScriptedRun) -> None:
     assert not observed.bad
 
 
-def test_what_arrived_together_is_one_batch(follow: ScriptedRun) -> None:
+def test_events_that_arrive_together_are_one_batch(follow: ScriptedRun) -> None:
     batches: list[int] = []
     server = ScriptedServer({"services": [watched(*present(*(f"s{i}" for i in range(50))))]})
     source = KubernetesSource(server.url, None, "n")
@@ -395,7 +395,7 @@ def test_each_kind_keeps_one_connection(follow: ScriptedRun) -> None:
     assert len({request.connection for request in server.requests}) == 4
 
 
-def test_a_kept_connection_that_the_server_closed_is_no_trouble(
+def test_a_kept_connection_that_the_server_closed_is_no_failure(
     follow: ScriptedRun, caplog: pytest.LogCaptureFixture,
 ) -> None:
     def list_and_leave(exchange: Exchange) -> None:
@@ -407,7 +407,7 @@ def test_a_kept_connection_that_the_server_closed_is_no_trouble(
     assert not caplog.records
 
 
-def test_a_watch_without_bookmarks_is_begun_anew_where_it_was(
+def test_a_silent_watch_is_resumed_on_a_new_connection(
     follow: ScriptedRun, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The server's kernel, or a load balancer, keeps up the connection; behind it, there is nobody.
@@ -419,7 +419,7 @@ def test_a_watch_without_bookmarks_is_begun_anew_where_it_was(
     assert not observed.gone
 
 
-def test_an_older_history_is_noticed_though_the_server_says_nothing_of_it(
+def test_an_older_history_is_noticed_by_its_silence(
     follow: ScriptedRun, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # etcd was restored from a backup: there is no news since version 101, and for long there will be none.
@@ -460,7 +460,7 @@ def test_stopping_waits_for_no_server(accepting: bool) -> None:
         assert observed.events == 0
 
 
-def test_what_is_stopped_before_it_connects_does_not_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_connection_is_opened_after_an_abort(monkeypatch: pytest.MonkeyPatch) -> None:
     connect = Wire._connect
 
     def stopped(wire: Wire, plain: socket.socket, address: object) -> None:
@@ -491,9 +491,9 @@ def _deaf_server(accepting: bool) -> Iterator[int]:
 
 
 
-# -- what is asked for
+# -- requests
 
-def test_only_what_this_proxy_serves_crosses_the_wire(follow: ScriptedRun) -> None:
+def test_the_selectors_are_those_of_kube_proxy(follow: ScriptedRun) -> None:
     # kube-proxy 1.36, cmd/kube-proxy/app/server.go: the same, of each kind.
     server, observed = follow()
     observed.wait_for(lambda o: len(o.complete) == 4)

@@ -1,4 +1,4 @@
-"""Events fold into a state that does not depend on how they came."""
+"""Events fold into a state that does not depend on their order."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -64,7 +64,7 @@ def test_a_service_changes_both_families_and_a_slice_its_own() -> None:
     assert changed(store_with(SliceSet(endpoint_slice("web", "fd00::1")))) == {V4: set(), V6: {WEB}}
 
 
-def test_changes_are_told_once() -> None:
+def test_changes_are_returned_once() -> None:
     store = settled(ServiceSet(service("web")))
     assert changed(store) == {V4: set(), V6: set()}
 
@@ -79,7 +79,7 @@ def test_changes_are_told_once() -> None:
     ],
     ids=lambda event: type(event).__name__,
 )
-def test_what_is_already_so_changes_nothing(again: Event) -> None:
+def test_an_event_without_a_difference_changes_nothing(again: Event) -> None:
     store = settled(ServiceSet(service("web")), SliceSet(endpoint_slice("web", "10.0.0.1")))
     store.fold(again)
     assert changed(store) == {V4: set(), V6: set()}
@@ -112,13 +112,13 @@ def test_slices_of_a_family_that_the_node_lacks_are_not_kept() -> None:
     assert store.take_changed(V4) == {WEB}
 
 
-def test_the_node_object_outlives_its_deletion() -> None:
+def test_the_node_object_is_kept_when_it_is_deleted() -> None:
     node = NodeObject("node1", zone="a")
     store = store_with(NodeSet(node), NodeGone())
     assert store.node == node
 
 
-def test_a_node_that_is_registered_anew_has_its_addresses_until_it_has_others() -> None:
+def test_a_node_registered_again_keeps_its_addresses_until_it_has_others() -> None:
     node = NodeObject("node1", addresses=(parse_address("192.0.2.1"),), pod_cidrs=cidrs("10.244.1.0/24"))
     store = store_with(NodeSet(node), NodeGone(), NodeSet(NodeObject("node1", zone="b")))
     assert store.node == replace(node, zone="b")
@@ -127,7 +127,7 @@ def test_a_node_that_is_registered_anew_has_its_addresses_until_it_has_others() 
     assert store.node == moved
 
 
-def test_external_ips_that_are_not_allowed_are_not_there() -> None:
+def test_disallowed_external_ips_are_dropped() -> None:
     store = Store([V4], kinds=[], started=STARTED, external_ips=False)
     store.fold(ServiceSet(service("web", external_ips="192.0.2.1")))
     assert store.services[WEB] == service("web")
@@ -154,7 +154,7 @@ def test_of_service_networks_that_overlap_the_widest_is_kept() -> None:
     assert store.service_cidrs == cidrs("10.96.0.0/20 fd00::/108")
 
 
-def test_trigger_times_since_the_start_are_handed_over_once() -> None:
+def test_trigger_times_since_the_start_are_returned_once() -> None:
     store = store_with(
         SliceSet(endpoint_slice("web", "10.0.0.1", name="s", trigger_time=999.0)),
         SliceSet(endpoint_slice("web", "10.0.0.2", name="s", trigger_time=1001.0)),
@@ -165,7 +165,7 @@ def test_trigger_times_since_the_start_are_handed_over_once() -> None:
     assert store.take_trigger_times(V4) == []
 
 
-def test_a_slice_that_goes_takes_the_trigger_times_of_its_service_along() -> None:
+def test_a_deleted_slice_drops_the_trigger_times_of_its_service() -> None:
     store = store_with(
         SliceSet(endpoint_slice("web", "10.0.0.1", name="s", trigger_time=1001.0)),
         SliceSet(endpoint_slice("web", "10.0.0.2", name="t")),
@@ -220,14 +220,14 @@ def identity(event: Event) -> object:
 
 
 @given(st.lists(events, max_size=20), st.randoms(use_true_random=False))
-def test_only_the_last_event_for_each_object_counts(history: list[Event], random: object) -> None:
+def test_only_the_last_event_for_each_object_matters(history: list[Event], random: object) -> None:
     last = list({identity(event): event for event in history}.values())
     random.shuffle(last)  # type: ignore[attr-defined]
     assert snapshot(store_with(*history)) == snapshot(store_with(*last))
 
 
 @given(st.lists(events, max_size=20))
-def test_whatever_looks_different_was_named(history: list[Event]) -> None:
+def test_every_changed_service_is_returned(history: list[Event]) -> None:
     store = store_with()
     before = snapshot(store)
     for event in history:
