@@ -9,7 +9,7 @@ from kproxy_core.backend.registry import Registry
 from kproxy_core.config.settings import Config
 from kproxy_core.host.netlink.addresses import node_addresses
 from kproxy_core.model.address import Family
-from kproxy_core.observe.client_metrics import ClientMetrics
+from kproxy_core.observe.metrics.client import ClientMetrics
 from kproxy_core.process.assembly import make_source, make_store
 from kproxy_core.process.terms import StartFailed, backend_settings, node_settings
 from kproxy_core.store.events import BadObject, Event

@@ -28,16 +28,16 @@ from kproxy_core.modes.retiring import RetiringModes
 from kproxy_core.modes.switch import ModeSwitch
 from kproxy_core.modes.takeover import Takeover
 from kproxy_core.observe import logs
-from kproxy_core.observe.client_metrics import ClientMetrics
 from kproxy_core.observe.events.recorder import EventRecorder
 from kproxy_core.observe.health import ProxyHealth
 from kproxy_core.observe.http.debug import Debug
 from kproxy_core.observe.http.messages import Handler
 from kproxy_core.observe.http.routes import About, health_routes, metrics_routes
 from kproxy_core.observe.http.server import HttpServer
-from kproxy_core.observe.metrics import Metrics
+from kproxy_core.observe.metrics.client import ClientMetrics
+from kproxy_core.observe.metrics.registry import Metrics
+from kproxy_core.observe.metrics.sync import SyncMetrics
 from kproxy_core.observe.service_health import ServiceHealth
-from kproxy_core.observe.sync_metrics import SyncMetrics
 from kproxy_core.observe.sync_observers import HealthCheckObserver, HealthObserver
 from kproxy_core.process import preparation
 from kproxy_core.process.choice import Choice, choose

@@ -22,9 +22,9 @@ from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServiceName, ServicePortKey
 from kproxy_core.observe.health import ProxyHealth
 from kproxy_core.observe.http.server import HttpServer
-from kproxy_core.observe.metrics import Metrics
+from kproxy_core.observe.metrics.registry import Metrics
+from kproxy_core.observe.metrics.sync import SyncMetrics
 from kproxy_core.observe.service_health import ServiceHealth
-from kproxy_core.observe.sync_metrics import SyncMetrics
 from kproxy_core.observe.sync_observers import HealthCheckObserver, HealthObserver
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.plan.stale_flows import StaleFlows

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from kproxy_core.config.settings import Flags, resolve
-from kproxy_core.observe.client_metrics import ClientMetrics
 from kproxy_core.observe.events.api_event import Event, NotWritten
 from kproxy_core.observe.events.recorder import SAME_AGAIN, EventRecorder
+from kproxy_core.observe.metrics.client import ClientMetrics
 from kproxy_core.process.assembly import make_events
 from tests.core.namespaces import namespace
 

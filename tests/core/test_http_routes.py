@@ -12,7 +12,7 @@ from kproxy_core.observe.health import ProxyHealth
 from kproxy_core.observe.http.debug import Debug
 from kproxy_core.observe.http.messages import Answer, Handler, Request
 from kproxy_core.observe.http.routes import About, health_routes, metrics_routes
-from kproxy_core.observe.metrics import Metrics
+from kproxy_core.observe.metrics.registry import Metrics
 from tests.core.metric_values import values
 
 STATUSZ = "application/json;v=v1beta1;g=config.k8s.io;as=Statusz"

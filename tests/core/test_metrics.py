@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kproxy_core.backend.api import Measurement, Scope, SyncReport
 from kproxy_core.model.address import Family
-from kproxy_core.observe.metrics import Metrics
-from kproxy_core.observe.sync_metrics import SyncMetrics
+from kproxy_core.observe.metrics.registry import Metrics
+from kproxy_core.observe.metrics.sync import SyncMetrics
 from kproxy_core.plan.service_plan import plan_service
 from kproxy_core.store.events import BadObject
 from kproxy_core.store.store import Store

@@ -41,7 +41,7 @@ def test_what_the_page_quotes_is_what_kproxy_says() -> None:
     said = {
         "another mode serves than the one asked for": "kproxy_core/process/choice.py",
         "ModeFallback": "kproxy_core/process/assembly.py",
-        "kproxy_mode_fallback": "kproxy_core/observe/metrics.py",
+        "kproxy_mode_fallback": "kproxy_core/observe/metrics/registry.py",
         "Kproxy-Mode-Fallback-Reason": "kproxy_core/observe/http/routes.py",
     }
     page = PAGE.read_text()

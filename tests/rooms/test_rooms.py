@@ -100,6 +100,7 @@ OFFENCES: list[tuple[Rule, str, str]] = [
     (rules.rooms_of_the_core, "kproxy_core.host.sysctl", "import kproxy_core.store.events"),
     (rules.rooms_of_the_core, "kproxy_core.host.sysctl", "from kproxy_core import backend"),
     (rules.rooms_of_the_core, "kproxy_core.sync.loop", "import kproxy_core.cli"),
+    (rules.rooms_of_the_core, "kproxy_core.sync.loop", "from kproxy_core.observe.health import ProxyHealth"),
     (rules.rooms_of_the_core, "kproxy_core.sync.loop", "import kproxy_core.config.settings"),
     (rules.rooms_of_the_core, "kproxy_core.sync.loop", "from kproxy_nftables import backend"),
     (rules.rooms_of_the_core, "kproxy_core.cli", "import importlib\nimportlib.import_module('kproxy_ipvs')"),

@@ -10,8 +10,8 @@ from kproxy_core.observe.health import ProxyHealth
 from kproxy_core.observe.http.debug import Debug
 from kproxy_core.observe.http.messages import Answer, Handler, Request, Slow
 from kproxy_core.observe.http.zpages import flagz, statusz
-from kproxy_core.observe.metrics import Metrics
-from kproxy_core.observe.slis import HealthcheckSlis
+from kproxy_core.observe.metrics.registry import Metrics
+from kproxy_core.observe.metrics.slis import HealthcheckSlis
 
 _NOT_FOUND = Answer(404, b"404 page not found\n")
 _NOT_ALLOWED = Answer(405, b"405 method not allowed\n", headers=(("Allow", "GET, HEAD, POST, PUT, OPTIONS"),))

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from kproxy_core.observe.http.messages import Answer, Handler, Request
-from kproxy_core.observe.process_metrics import KUBERNETES
+from kproxy_core.observe.metrics.process import KUBERNETES
 
 _VERSION = "v1beta1"
 _WARNING = (

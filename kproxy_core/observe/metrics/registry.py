@@ -18,8 +18,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from kproxy_core.backend.api import Measurement
-from kproxy_core.observe.client_metrics import ClientMetrics
-from kproxy_core.observe.process_metrics import build_info, measure_process
+from kproxy_core.observe.metrics.client import ClientMetrics
+from kproxy_core.observe.metrics.process import build_info, measure_process
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # kube-proxy has no ..._created series
 

@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from kproxy_core.observe.metrics import exposition
+from kproxy_core.observe.metrics.registry import exposition
 
 
 class HealthcheckSlis:
