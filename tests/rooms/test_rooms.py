@@ -120,6 +120,7 @@ OFFENCES: list[tuple[Rule, str, str]] = [
     (rules.pure_modules_do_no_io, "kproxy_ipvs.names", "from kproxy_core.host import sysctl"),
     (rules.pure_modules_do_no_io, "kproxy_xtables.removal", "from kproxy_xtables.tables import Tables"),
     (rules.pure_modules_do_no_io, "kproxy_iptables.removal", "from kproxy_xtables.tables import Tables"),
+    (rules.pure_modules_do_no_io, "kproxy_core.host.netlink.messages", "import socket"),
     (rules.core_names_no_backend, "kproxy_core.sync.loop", "if mode == 'nftables': pass"),
     (rules.core_names_no_backend, "kproxy_core.cli", "def start_ipvs(): pass"),
     (rules.core_names_no_backend, "kproxy_core.cli", "start(IPTables=1)"),

@@ -3,18 +3,9 @@
 A few hundred bytes of `struct` instead of a library that takes longer to import than kproxy to start.
 """
 
-import contextlib
-import errno
-import os
-import socket
 import struct
-from collections.abc import Callable, Iterator
-from typing import Final, NamedTuple, TypeVar
-
-T = TypeVar("T")
-
-RECEIVE_SIZE: Final = 1 << 16
-_ATTEMPTS: Final = 5
+from collections.abc import Iterator
+from typing import Final, NamedTuple
 
 NETLINK_ROUTE: Final = 0
 NETLINK_NETFILTER: Final = 12
@@ -115,55 +106,3 @@ def error_code(data: bytes, start: int) -> int:
     """Return the error number in the payload of an NLMSG_ERROR or NLMSG_DONE; 0 means success."""
     code: int = _CODE.unpack_from(data, start)[0]
     return -code
-
-
-# For plugins that do not use `sockets` and `watch` yet.
-
-
-def open_socket(protocol: int, groups: int = 0) -> socket.socket:
-    """A netlink socket that gets the notifications of *groups* (a mask). Raises OSError."""
-    sock = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, protocol)
-    try:
-        sock.bind((0, groups))
-    except OSError:
-        sock.close()
-        raise
-    return sock
-
-
-def dump(sock: socket.socket, request: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """Send a dump *request* and yield the answers: each is the payload ``data[start:end]``.
-
-    Raises OSError as the kernel reports it. What changed meanwhile may be missing or be
-    there twice; when the kernel noticed, the end of the dump is an InterruptedError.
-    """
-    sock.send(request)
-    interrupted = False
-    while True:
-        data = sock.recv(RECEIVE_SIZE)
-        for kind, flags, _, start, end in messages(data):
-            interrupted = interrupted or bool(flags & NLM_F_DUMP_INTR)
-            if kind not in (NLMSG_ERROR, NLMSG_DONE):
-                yield data, start, end
-                continue
-            raise_for(error_code(data, start))
-            if interrupted:
-                raise InterruptedError(errno.EINTR, "changed while it was read")
-            return
-
-
-def uninterrupted(read: Callable[[], T]) -> T:
-    """The result of *read*, which reads a dump to its end, without an interruption.
-
-    Tries five times, as kube-proxy does, before it passes on InterruptedError.
-    """
-    for _ in range(_ATTEMPTS - 1):
-        with contextlib.suppress(InterruptedError):
-            return read()
-    return read()
-
-
-def raise_for(code: int) -> None:
-    """Raise the OSError for the error number *code*, if it is not 0."""
-    if code:
-        raise OSError(code, os.strerror(code))
