@@ -7,6 +7,7 @@ from typing import Any
 from kproxy_core.backend.api import BackendSettings, Description, Detection, Requirement
 from kproxy_core.backend.registry import Registry
 from kproxy_core.cli.machine import Fact, facts
+from kproxy_core.cli.terminal import bad, faint, good, hint, is_terminal, strong
 from kproxy_core.host import trial
 from kproxy_core.model.address import Family
 from kproxy_core.process.choice import candidates, primary
@@ -80,6 +81,45 @@ class Report:
         return "\n".join([*(machine if self.machine else ()), *map(str, self.modes), *serving])
 
 
+def formatted(report: Report, output: str) -> str:
+    """Return *report* as *output*: json, yaml, or text, which on a terminal is a table."""
+    if output == "json":
+        import json
+
+        return json.dumps(report.as_document(), indent=2)
+    if output == "yaml":
+        import yaml
+
+        return str(yaml.safe_dump(report.as_document(), sort_keys=False, allow_unicode=True)).rstrip()
+    return _table(report) if report.machine and is_terminal() else str(report)
+
+
+def _table(report: Report) -> str:
+    """Return the machine's facts, a table of modes, and every requirement that is missing or only guessed."""
+    width = max(len(fact.what) for fact in report.machine)
+    lines = [f"{faint(fact.what.ljust(width))}  {fact.found}" for fact in report.machine]
+    lines += ["", strong(f"{'MODE':<12} {'WORKS':<7} {'MET':>7}  MISSING")]
+    found = [mode.detection for mode in report.modes if mode.detection is not None]
+    for detection in found:
+        missing = [r.what for r in detection.requirements if not r.met]
+        works = bad("no".ljust(7)) if missing else good("yes".ljust(7))
+        met = f"{len(detection.requirements) - len(missing)}/{len(detection.requirements)}"
+        lines.append(f"{detection.mode:<12} {works} {met:>7}  {', '.join(missing)}".rstrip())
+    for detection in found:
+        doubtful = [r for r in detection.requirements if not r.met or r.guessed]
+        if doubtful:
+            lines += ["", strong(detection.mode)]
+        for requirement in doubtful:
+            style = hint if requirement.met else bad
+            lines.append(f"  {style(_verdict(requirement).ljust(8))} {requirement.what}: {requirement.found}")
+            if requirement.remedy:
+                lines.append(textwrap.indent(hint(requirement.remedy), " " * 11))
+    serving = report.serving
+    lines += ["", f"a proxy started like this would serve in mode {good(serving)}" if serving
+              else bad("a proxy started like this would not serve")]
+    return "\n".join(lines)
+
+
 def describe(registry: Registry, mode: str) -> Report:
     """Every mode that can be loaded, the preferred one first, or only *mode*.
 
@@ -136,8 +176,11 @@ def _detection(registry: Registry, mode: str, settings: BackendSettings, load_mo
 
 
 def _line(requirement: Requirement) -> str:
-    verdict = ("ok" if requirement.met else "missing") + ("?" if requirement.guessed else "")
-    line = f"  {verdict:<8} {requirement.what}: {requirement.found}"
+    line = f"  {_verdict(requirement):<8} {requirement.what}: {requirement.found}"
     if not requirement.remedy:
         return line
     return f"{line}\n{textwrap.indent(requirement.remedy, ' ' * 11)}"
+
+
+def _verdict(requirement: Requirement) -> str:
+    return ("ok" if requirement.met else "missing") + ("?" if requirement.guessed else "")

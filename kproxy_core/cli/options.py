@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
-from kproxy_core.config.flags import ALIASES, FLAGS, OLDER, Flag
+from kproxy_core.config.flags import ALIASES, FLAGS, OLDER, Flag, Flags
+
+_T = TypeVar("_T")
 
 NORMAL = {
     "help_option_names": ["-h", "--help"],
@@ -43,6 +45,20 @@ class FlagCommand(click.Command):
 
 class FlagGroup(FlagCommand, click.Group):
     """A `FlagCommand` that has commands of its own."""
+
+
+def given(options: dict[str, Any]) -> Flags:
+    """Return the flags among *options* that were given, each as one text."""
+    texts = {name: ",".join(value) if isinstance(value, tuple) else value for name, value in options.items()}
+    return Flags({name: text for name, text in texts.items() if text is not None and options[name] != ()})
+
+
+def parsed(parameter: str, flags: Flags, parse: Callable[[str], _T], default: _T) -> _T:
+    """Return the value of a flag that is not part of the configuration. Raises UsageError."""
+    try:
+        return parse(flags[parameter]) if parameter in flags else default
+    except ValueError as error:
+        raise click.UsageError(f"--{FLAGS[parameter].name}: {flags[parameter]!r}: {error}") from error
 
 
 def _with_value(argument: str) -> str:

@@ -29,7 +29,7 @@ def effective(config: Config) -> dict[str, Any]:
     for name in _SECTIONS:
         if name != active:
             plain[name] |= {"syncPeriod": "0s", "minSyncPeriod": "0s"}
-    everything = "nftables" if mode == "nftables" else "iptables"
+    everything = "nftables" if active == "nftables" else "iptables"
     for name in ("iptables", "nftables"):
         plain[name]["masqueradeAll"] = name == everything and config.masquerade_all
     if config.document.kproxy == Kproxy():

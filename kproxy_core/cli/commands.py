@@ -1,0 +1,141 @@
+"""The commands and their options."""
+
+import sys
+from typing import Any
+
+import click
+
+from kproxy_core.cli.options import NORMAL, FlagCommand, FlagGroup, given, parsed, with_flags
+from kproxy_core.cli.running import cli_errors
+from kproxy_core.config.flags import OLDER, PROCESS, RULES, spared_by_cleanup, truth, version_told
+
+_TEXT_OR_JSON = click.option(
+    "-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
+
+
+def main() -> None:
+    """Run the console script. Exit with status 0, or 1 for every failure."""
+    try:
+        status = kproxy.main(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        status = 1
+    except click.Abort:
+        status = 1
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+@click.group(cls=FlagGroup, invoke_without_command=True, context_settings=NORMAL)
+@with_flags(RULES, PROCESS, OLDER)
+@click.option("-o", "--output", type=click.Choice(["text", "json"]), help="Of --cleanup; text by default.")
+@click.pass_context
+def kproxy(context: click.Context, /, output: str | None, **options: Any) -> None:
+    """A Kubernetes service proxy. Without a command, runs it."""
+    flags = given(options)
+    version = parsed("version", flags, version_told, "")
+    if version:
+        click.echo(version)
+        context.exit()
+    if context.invoked_subcommand is not None:
+        return
+    cleanup = parsed("cleanup", flags, truth, False)
+    dry_run = parsed("dry_run", flags, truth, False)
+    own_only = parsed("own_only", flags, truth, False)
+    if not cleanup and (dry_run or own_only or output):
+        raise click.UsageError("--dry-run, --own-only and --output go with --cleanup")
+    if "write_config_to" in flags:
+        from kproxy_core.cli.running import write_config
+
+        write_config(flags)
+    elif cleanup:
+        from kproxy_core.cli.cleaning import clean
+
+        try:
+            spared = spared_by_cleanup(flags)
+        except ValueError as error:
+            raise click.UsageError(f"--cleanup of some modes: {error}") from error
+        clean(flags, spared, dry_run=dry_run, own_only=own_only, as_json=output == "json")
+    else:
+        from kproxy_core.cli.running import run
+
+        run(flags, init_only=parsed("init_only", flags, truth, False))
+
+
+@kproxy.command(cls=FlagCommand)
+@click.argument("only", metavar="[MODE]", default="")
+@with_flags(RULES)
+@click.option("--probe", is_flag=True, help="Find out which work on this machine, and what is missing.")
+@click.option("--load-modules", is_flag=True, help="With --probe: load kernel modules for it.")
+@click.option("-o", "--output", type=click.Choice(["text", "json", "yaml"]), default="text",
+              show_default=True)
+@click.pass_context
+def modes(
+    context: click.Context, /, only: str, probe: bool, load_modules: bool, output: str, **options: Any
+) -> None:
+    """List the installed backends, the preferred one first, or only MODE.
+
+    With --probe the exit status is 0 if MODE works on this machine (without one: any), else 1.
+    """
+    from kproxy_core.cli.modes import describe, find_out, formatted
+    from kproxy_core.cli.running import open_registry, warn_of_broken
+    from kproxy_core.cli.terminal import show
+    from kproxy_core.process.terms import Configuration
+
+    if load_modules and not probe:
+        raise click.UsageError("--load-modules goes with --probe")
+    flags = given(options)
+    with cli_errors():
+        configuration = Configuration.read(flags)
+        registry = open_registry(configuration.of("").plugins)
+        mode = only or flags.get("mode", "")
+        if probe:
+            report = find_out(registry, mode, configuration, load_modules=load_modules)
+        else:
+            report = describe(registry, mode)
+    show(formatted(report, output))
+    warn_of_broken(registry)
+    if not report.works(mode or configuration.mode):
+        context.exit(1)
+
+
+@kproxy.command()
+@click.argument("mode")
+@click.option("--check", is_flag=True, help="Only say what would change for this node's Services.")
+@_TEXT_OR_JSON
+def switch(mode: str, check: bool, output: str) -> None:
+    """Have the proxy that runs here serve in another MODE. Connections don't notice."""
+    from kproxy_core.cli import switching
+    from kproxy_core.modes.control import NoProxy, RequestRefused
+
+    try:
+        if not check:
+            switching.switch(mode, as_json=output == "json")
+        elif not switching.check(mode, as_json=output == "json"):
+            raise click.ClickException(f"with {mode} something would be lost")
+    except (NoProxy, RequestRefused) as error:
+        raise click.ClickException(str(error)) from error
+
+
+@kproxy.command(cls=FlagCommand)
+@with_flags(RULES)
+@click.option("--family", type=click.Choice(["ipv4", "ipv6"]), help="Only this one.")
+def render(family: str | None, **options: Any) -> None:
+    """Print the rules that the manifests ask for. The kernel is left alone, and no privileges are needed."""
+    from kproxy_core.cli.rendering import render_manifests
+    from kproxy_core.cli.running import prepare
+    from kproxy_core.model.address import Family
+    from kproxy_core.observe import logs
+
+    with cli_errors():
+        config, registry, configuration = prepare(given(options))
+        if not config.manifests:
+            raise click.UsageError("render needs --manifests")
+        if not config.mode:
+            from kproxy_core.process.choice import conclude
+            from kproxy_core.process.terms import served_families
+
+            config = configuration.of(conclude(configuration, registry, served_families()))
+        logs.set_up(0, "text")
+        families = tuple(f for f in Family if family in (None, f.label.lower()))
+        for rules in render_manifests(config, registry, families):
+            click.echo(rules)

@@ -1,0 +1,105 @@
+"""What the commands share, and the command that runs the proxy."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from kproxy_core.backend.registry import Registry
+    from kproxy_core.config.flags import Flags
+    from kproxy_core.config.settings import Config
+    from kproxy_core.process.terms import Configuration
+
+
+def run(flags: Flags, *, init_only: bool) -> None:
+    """Run the proxy, or with *init_only* do only what needs all privileges. Exit with 1 if that fails."""
+    from kproxy_core.observe import logs
+
+    with cli_errors():
+        config, registry, configuration = prepare(flags)
+        logs.set_up(config.verbosity, config.logging_format)
+        from kproxy_core.process import assembly as process
+
+    for notice in (*config.notices, *registry.broken):
+        process.log.warning(str(notice))
+    try:
+        with cli_errors():
+            if init_only:
+                process.set_up(config, registry, configuration)
+            else:
+                process.run(config, registry, configuration)
+    except click.ClickException as error:
+        process.log.error(error.message)
+        sys.exit(1)
+
+
+def write_config(flags: Flags) -> None:
+    """Write the effective configuration to the file that ``--write-config-to`` names."""
+    from kproxy_core.config.write import written
+    from kproxy_core.process.terms import Configuration
+
+    path = flags["write_config_to"]
+    with cli_errors():
+        config = Configuration.read(flags).asked
+        text = written(config)
+        try:
+            with open(path, "w", encoding="utf-8") as output:
+                output.write(text)
+        except OSError as error:
+            raise click.ClickException(f"--write-config-to: {path!r}: {error.strerror}") from error
+    for notice in config.notices:
+        click.echo(f"Warning: {notice}", err=True)
+    click.echo(f"the configuration was written to {path}", err=True)
+
+
+def open_registry(plugins: Iterable[str]) -> Registry:
+    """Return the installed plugins, and *plugins* of the option ``-p``. Raises BackendError."""
+    from kproxy_core.backend.registry import Registry
+
+    return Registry(plugins=plugins)
+
+
+def warn_of_broken(registry: Registry) -> None:
+    """Name the plugins that were left out."""
+    for broken in registry.broken:
+        click.echo(f"Warning: {broken}", err=True)
+
+
+def prepare(flags: Flags) -> tuple[Config, Registry, Configuration]:
+    """Return the effective configuration of the mode to start in, the plugins, and what was asked for.
+
+    Without a mode, the configuration names none either. Raises as `cli_errors` expects.
+    """
+    from kproxy_core.modes.journal import Journal
+    from kproxy_core.process.terms import Configuration
+
+    configuration = Configuration.read(flags)
+    config = configuration.of(configuration.mode)
+    registry = open_registry(config.plugins)
+    mode = Journal(config.state_directory).starting_mode(config.mode, registry.modes) or config.mode
+    if mode != config.mode:
+        config = configuration.of(mode)
+    if mode:
+        registry.load(mode)
+    return config, registry, configuration
+
+
+@contextmanager
+def cli_errors() -> Iterator[None]:
+    """Turn expected errors into one line and status 1. Any other exception is a bug and is shown as one."""
+    from kproxy_core.backend.errors import BackendError
+    from kproxy_core.config.settings import ConfigError
+    from kproxy_core.host.errors import HostError
+    from kproxy_core.process.terms import StartFailed
+
+    try:
+        yield
+    except ConfigError as error:
+        raise click.ClickException("\n".join(map(str, error.problems))) from error
+    except (BackendError, HostError, StartFailed) as error:
+        raise click.ClickException(str(error)) from error

@@ -1,0 +1,129 @@
+"""Output for people on a terminal, for pipes, and for programs."""
+
+import json
+import os
+import pty
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from kproxy_core.backend.api import Description, Detection, Requirement
+from kproxy_core.cli import kproxy
+from kproxy_core.cli.machine import Fact
+from kproxy_core.cli.modes import DescribedMode, Report, formatted
+from kproxy_core.cli.terminal import bad, hint
+from kproxy_core.modes import control
+from kproxy_core.modes.control import ControlServer, RequestRefused
+
+KPROXY = str(Path(sys.executable).with_name("kproxy"))
+
+
+def on_a_terminal(*arguments: str, **environment: str) -> str:
+    """What ``kproxy`` with *arguments* writes to a terminal."""
+    ours, theirs = pty.openpty()
+    known = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+    with subprocess.Popen([KPROXY, *arguments], stdout=theirs, env={**known, **environment}):
+        os.close(theirs)
+        text = b""
+        try:
+            while piece := os.read(ours, 65536):
+                text += piece
+        except OSError:  # EIO: the other end is closed
+            pass
+    os.close(ours)
+    return text.decode()
+
+
+def piped(*arguments: str) -> str:
+    done = subprocess.run([KPROXY, *arguments], stdout=subprocess.PIPE, text=True, check=False, timeout=60)
+    return done.stdout
+
+
+def test_probed_modes_are_a_table_with_colours_on_a_terminal() -> None:
+    text = on_a_terminal("modes", "--probe")
+    assert "MODE         WORKS" in text
+    assert "\x1b[32myes" in text
+
+
+def test_a_missing_requirement_stands_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kproxy_core.cli.modes.is_terminal", lambda: True)
+    missing = Requirement("a warp drive", False, "none", "build one")
+    detection = Detection("warp", (Requirement("a moon", True, "full"), missing))
+    warp = DescribedMode(Description("warp", "", (1, 0)), detection)
+    text = formatted(Report((Fact("kernel", "Linux"),), (warp,)), "text")
+    assert f"warp         {bad('no     ')}     1/2  a warp drive" in text
+    assert f"  {bad('missing ')} a warp drive: none" in text
+    assert hint("build one") in text
+    assert "a moon" not in text
+
+
+def test_no_color_is_respected() -> None:
+    text = on_a_terminal("modes", "--probe", NO_COLOR="1")
+    assert "MODE         WORKS" in text
+    assert "\x1b" not in text
+
+
+def test_without_a_terminal_the_text_is_plain_and_complete() -> None:
+    text = piped("modes", "--probe")
+    assert "\x1b" not in text
+    assert "  ok       CAP_NET_ADMIN: held" in text.splitlines()
+
+
+def test_a_cleanup_counts_on_a_terminal_and_is_json_on_demand() -> None:
+    counted = on_a_terminal("--cleanup", "--dry-run", NO_COLOR="1").splitlines()[-1]
+    found = json.loads(piped("--cleanup", "--dry-run", "-o", "json"))
+    assert found["dry_run"]
+    total = sum(len(mode["removed"]) for mode in found["modes"])
+    counts = ", ".join(f"{mode['mode']} {len(mode['removed'])}" for mode in found["modes"])
+    assert counted == f"{total} objects would be removed ({counts})"
+
+
+def test_output_goes_with_cleanup() -> None:
+    assert CliRunner().invoke(kproxy, ["-o", "json"]).exit_code
+
+
+@pytest.fixture
+def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One that runs here, and answers about modes."""
+    monkeypatch.setattr(control, "PREFIX", f"kproxy/test-{secrets.token_hex(4)}/")
+
+    def answer(request: Mapping[str, Any], report_progress: Callable[[str], None]) -> Mapping[str, Any]:
+        if request["mode"] == "absent":
+            raise RequestRefused("no backend provides mode 'absent'")
+        if request["do"] == "compare":
+            lost = {"what": "is not served", "lost": True, "only_here": False, "service_port": "default/web"}
+            return {"mode": "old", "appearing": [lost], "disappearing": [], "loses": True}
+        report_progress("new works here")
+        return {"mode": "new", "configured": "old"}
+
+    server = ControlServer(answer)
+    server.start()
+    yield
+    server.stop()
+
+
+@pytest.mark.parametrize(("arguments", "status", "printed"), [
+    (["new"], 0, "new works here\n"
+     "the configuration has mode 'old': put 'new' there to keep it after a reboot\n"),
+    (["new", "--check"], 1, "lost: default/web: is not served\n"),
+    (["absent"], 1, ""),
+], ids=str)  # fmt: skip
+def test_a_switch_is_told_in_plain_lines(
+    proxy: None, arguments: list[str], status: int, printed: str
+) -> None:
+    done = CliRunner().invoke(kproxy, ["switch", *arguments])
+    assert (done.exit_code, done.stdout) == (status, printed)
+
+
+def test_a_switch_is_told_in_json(proxy: None) -> None:
+    done = CliRunner().invoke(kproxy, ["switch", "new", "-o", "json"])
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [
+        {"step": "new works here"}, {"ok": True, "mode": "new", "configured": "old"}]
+    checked = json.loads(CliRunner().invoke(kproxy, ["switch", "new", "--check", "-o", "json"]).stdout)
+    assert checked["appearing"][0]["service_port"] == "default/web"
