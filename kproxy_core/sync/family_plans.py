@@ -10,6 +10,7 @@ from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServiceName, ServicePortKey
 from kproxy_core.plan.claims import Claims, Conflict
 from kproxy_core.plan.service_plan import (
+    Frontend,
     ServicePlan,
     count_ready_local,
     plan_service,
@@ -117,6 +118,16 @@ class FamilyPlans:
         self.unserved = dict(unserved)
         self.node_changed = False
         return steps
+
+    def pending_udp_frontends(self) -> frozenset[Frontend]:
+        """Return the frontends, before and after, of the service ports in `take_udp_ports`."""
+        plans = (
+            plan
+            for key in self._udp_ports
+            for plan in (self._before.get(key), self.plans.get(key))
+            if plan is not None
+        )
+        return frozenset(frontend for plan in plans for frontend in plan.frontends())
 
     def take_udp_ports(self) -> frozenset[ServicePortKey]:
         """Return the UDP service ports planned since the last call.

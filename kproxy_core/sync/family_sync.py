@@ -94,6 +94,9 @@ class FamilySync:
         if scope is Scope.CHANGED and not self.plans.differs:
             self._succeeded(started, scope, None)
             return
+        if udp_frontends := self.plans.pending_udp_frontends():
+            for observer in self._observers:
+                observer.programming(self.family, udp_frontends)
         try:
             report = self.instance.sync(self.plans.update(scope))
         except Unsupported:

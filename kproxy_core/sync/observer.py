@@ -8,6 +8,7 @@ from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeObject, NodeView
 from kproxy_core.model.service import ServiceName, ServicePortKey
+from kproxy_core.plan.service_plan import Frontend
 from kproxy_core.store.events import BadObject
 from kproxy_core.sync.family_plans import FamilyPlans, HealthCheck, Step
 
@@ -86,6 +87,9 @@ class SyncObserver:
 
     def sync_started(self, family: Family, *, retry: bool) -> None:
         """A sync starts and takes all pending changes. *retry*: the last one did not do everything."""
+
+    def programming(self, family: Family, udp_frontends: frozenset[Frontend]) -> None:
+        """The backend is about to program plans. *udp_frontends*: of those for UDP, before and after."""
 
     def sync_succeeded(self, synced: Synced) -> None:
         """The kernel agrees with the plans."""

@@ -10,17 +10,53 @@ from typing import NamedTuple, Protocol
 from kproxy_core.host.conntrack.flows import delete_stale_udp
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Address, Family
-from kproxy_core.plan.stale_flows import StaleFlows, StaleFlowTracker, relay
+from kproxy_core.model.address import Protocol as IpProtocol
+from kproxy_core.plan.service_plan import Frontend
+from kproxy_core.plan.stale_flows import Socket, StaleFlows, StaleFlowTracker, relay
 from kproxy_core.sync.observer import Synced, SyncObserver
 
 log = logging.getLogger("kproxy.run")
+
+
+class Deletion:
+    """One set of stale flows while they are being deleted, by a thread that judges each flow when it sees it.
+
+    Newer syncs start flows that the set knows nothing of: flows to their frontends are spared.
+    """
+
+    def __init__(self, stale: StaleFlows) -> None:
+        self.stale = stale
+        self._spared: frozenset[Frontend] = frozenset()
+
+    @property
+    def ports(self) -> frozenset[int]:
+        return self.stale.ports
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Flows were spared, and must be judged again."""
+        return bool(self._spared & self.stale.frontends)
+
+    def spare(self, frontends: frozenset[Frontend]) -> None:
+        """Delete no more flows to *frontends*. Called before the kernel gets rules that start such flows."""
+        self._spared |= frontends
+
+    def is_stale(self, destination: Socket, answered_by: Socket) -> bool:
+        """Return True if a flow to *destination* that *answered_by* replies to must be deleted."""
+        spared = self._spared
+        address, port = destination
+        if spared and not spared.isdisjoint(
+            (Frontend(address, IpProtocol.UDP, port), Frontend(None, IpProtocol.UDP, port))
+        ):
+            return False
+        return self.stale.is_stale(destination, answered_by)
 
 
 class CleanupResult(NamedTuple):
     """Result of deleting one set of stale flows."""
 
     family: Family
-    stale: StaleFlows
+    deletion: Deletion
     deleted: int | None
     """None: it failed, and must be tried again."""
     seconds: float
@@ -29,8 +65,8 @@ class CleanupResult(NamedTuple):
 class Cleaner(Protocol):
     """Deletes stale flows in the background and reports each `CleanupResult`."""
 
-    def clean(self, family: Family, stale: StaleFlows) -> None:
-        """Start deleting the flows of *family* that are *stale*."""
+    def clean(self, family: Family, deletion: Deletion) -> None:
+        """Start deleting the flows of *family* that *deletion* finds stale."""
 
 
 class FlowCleaner:
@@ -39,27 +75,27 @@ class FlowCleaner:
     def __init__(self, done: Callable[[CleanupResult], None]) -> None:
         """*done* is called on the thread."""
         self._done = done
-        self._due: SimpleQueue[tuple[Family, StaleFlows]] = SimpleQueue()
+        self._due: SimpleQueue[tuple[Family, Deletion]] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def clean(self, family: Family, stale: StaleFlows) -> None:
-        self._due.put((family, stale))
+    def clean(self, family: Family, deletion: Deletion) -> None:
+        self._due.put((family, deletion))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kproxy-flows", daemon=True)
             self._thread.start()
 
     def _run(self) -> None:
         while True:
-            family, stale = self._due.get()
+            family, deletion = self._due.get()
             started = time.monotonic()
             deleted: int | None = None
             try:
-                deleted = delete_stale_udp(family, stale)
+                deleted = delete_stale_udp(family, deletion)
             except (HostError, OSError) as error:
                 log.warning("could not delete stale UDP flows", extra={
                     "fields": {"ip_family": family.label, "error": str(error)}
                 })
-            self._done(CleanupResult(family, stale, deleted, time.monotonic() - started))
+            self._done(CleanupResult(family, deletion, deleted, time.monotonic() - started))
 
 
 class StaleFlowObserver(SyncObserver):
@@ -68,8 +104,13 @@ class StaleFlowObserver(SyncObserver):
     def __init__(self, families: Sequence[Family], cleaner: Cleaner) -> None:
         self._cleaner = cleaner
         self._trackers = {family: StaleFlowTracker() for family in families}
-        self._busy: set[Family] = set()
+        self._running: dict[Family, Deletion] = {}
         self._node_port_addresses: dict[Family, frozenset[Address]] = {}
+
+    def programming(self, family: Family, udp_frontends: frozenset[Frontend]) -> None:
+        running = self._running.get(family)
+        if running is not None:
+            running.spare(udp_frontends)
 
     def sync_succeeded(self, synced: Synced) -> None:
         family, plans = synced.family, synced.plans
@@ -81,17 +122,17 @@ class StaleFlowObserver(SyncObserver):
 
     def finish(self, result: CleanupResult) -> None:
         """Take back what could not be deleted, else continue. Called on the loop's thread."""
-        self._busy.discard(result.family)
-        if result.deleted is None:
-            self._trackers[result.family].give_back(result.stale)
-        else:
+        self._running.pop(result.family, None)
+        if result.deleted is None or result.deletion.is_incomplete:
+            self._trackers[result.family].give_back(result.deletion.stale)
+        if result.deleted is not None:
             self._clean(result.family)
 
     def _clean(self, family: Family) -> None:
         """Start deleting, unless a deletion is running: `finish` then continues."""
-        if family in self._busy:
+        if family in self._running:
             return
         stale = self._trackers[family].take(self._node_port_addresses[family])
         if stale:
-            self._busy.add(family)
-            self._cleaner.clean(family, stale)
+            deletion = self._running[family] = Deletion(stale)
+            self._cleaner.clean(family, deletion)

@@ -27,13 +27,12 @@ from kproxy_core.observe.metrics.sync import SyncMetrics
 from kproxy_core.observe.service_health import ServiceHealth
 from kproxy_core.observe.sync_observers import HealthCheckObserver, HealthObserver
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_core.plan.stale_flows import StaleFlows
 from kproxy_core.store.events import Complete, Event
 from kproxy_core.store.store import Store
 from kproxy_core.sync.family_plans import HealthCheck
 from kproxy_core.sync.loop import Loop
 from kproxy_core.sync.node_facts import NodeFacts, NodeSettings
-from kproxy_core.sync.stale_flows import CleanupResult, StaleFlowObserver
+from kproxy_core.sync.stale_flows import CleanupResult, Deletion, StaleFlowObserver
 from kproxy_core.timing.pacing import Pacing
 from tests.core.metric_values import values
 
@@ -127,10 +126,10 @@ class RecordingCleaner:
     """Records the flows to delete."""
 
     def __init__(self) -> None:
-        self.under_way: list[tuple[Family, StaleFlows]] = []
+        self.under_way: list[tuple[Family, Deletion]] = []
 
-    def clean(self, family: Family, stale: StaleFlows) -> None:
-        self.under_way.append((family, stale))
+    def clean(self, family: Family, deletion: Deletion) -> None:
+        self.under_way.append((family, deletion))
 
 
 def instance_of(backend: object, families: Sequence[Family]) -> BackendInstance:
@@ -212,8 +211,8 @@ class Rig:
     def flows_deleted(self, deleted: int | None = 0) -> None:
         """Finish the deletion of all flows; None: it fails."""
         under_way, self.cleaner.under_way = self.cleaner.under_way, []
-        for family, stale in under_way:
-            self.loop.post(partial(self.flows.finish, CleanupResult(family, stale, deleted, 0.01)))
+        for family, deletion in under_way:
+            self.loop.post(partial(self.flows.finish, CleanupResult(family, deletion, deleted, 0.01)))
         self.loop.turn()
 
     def value(self, sample: str) -> float:

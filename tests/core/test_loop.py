@@ -378,6 +378,24 @@ def test_stale_flows_of_a_changed_udp_port_are_deleted_once() -> None:
     assert not stale.is_stale(vip, destinations("10.0.0.1:53")[0])
 
 
+def test_flows_that_a_newer_sync_starts_are_not_deleted_as_stale() -> None:
+    rig = Rig(families=[V4])
+    dns = ServiceSet(service("dns", "53/UDP"))
+    vip, (old, new) = (addresses("10.96.0.1")[0], 53), destinations("10.0.0.1:53 10.0.0.2:53")
+    rig.start(dns, SliceSet(endpoint_slice("dns", "10.0.0.1", ports=["53/UDP"])))
+    rig.flows_deleted()
+    rig.say(SliceSet(endpoint_slice("dns", ports=["53/UDP"], family=V4)))
+    ((_, deletion),) = rig.cleaner.under_way
+    assert deletion.is_stale(vip, old)
+    assert deletion.is_stale(vip, new)
+    rig.say(SliceSet(endpoint_slice("dns", "10.0.0.2", ports=["53/UDP"])))
+    assert not deletion.is_stale(vip, new)
+    rig.flows_deleted()
+    ((_, again),) = rig.cleaner.under_way
+    assert again.is_stale(vip, old)
+    assert not again.is_stale(vip, new)
+
+
 def test_flows_that_could_not_be_deleted_are_due_again_after_the_next_sync() -> None:
     rig = Rig(families=[V4])
     rig.start(ServiceSet(service("dns", "53/UDP")))
