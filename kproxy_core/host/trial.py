@@ -90,7 +90,9 @@ def _answer(question: Callable[[Namespace], T], reader: int, writer: int) -> Non
 def _read(reader: int, deadline: float) -> bytes | None:
     """Return all data up to the end of file; None if that takes too long."""
     data = b""
-    while select.select([reader], [], [], max(0.0, deadline - time.monotonic()))[0]:
+    poller = select.poll()  # select() takes no descriptor above 1,023.
+    poller.register(reader, select.POLLIN)
+    while poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
         part = os.read(reader, 1 << 16)
         if not part:
             return data

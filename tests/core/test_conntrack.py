@@ -110,7 +110,12 @@ class Lab:
     def answer(self, client: socket.socket) -> str:
         """Return the server that answers the next packet of *client*; "" if none does."""
         client.send(b"?")
-        for server in select.select(list(self.servers), [], [], 0.2)[0]:
+        poller = select.poll()
+        by_descriptor = {server.fileno(): server for server in self.servers}
+        for descriptor in by_descriptor:
+            poller.register(descriptor, select.POLLIN)
+        for descriptor, _ in poller.poll(200):
+            server = by_descriptor[descriptor]
             _, sender = server.recvfrom(64)
             server.sendto(self.servers[server].encode(), sender)
             client.settimeout(5)
