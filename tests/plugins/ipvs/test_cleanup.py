@@ -1,5 +1,8 @@
 """Selection of rules to clean up, where the iptables mode has chains of the same names."""
 
+import subprocess
+import sys
+
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import node_view
 from kproxy_ipvs import names
@@ -89,3 +92,14 @@ def test_jumps_of_older_kube_proxies_are_removed() -> None:
 
 def test_empty_kernel_needs_no_cleanup() -> None:
     assert plan_cleanup({}) == ([], [], [], [])
+
+
+def test_cleanup_in_another_mode_does_not_load_pyroute2(netns: None) -> None:
+    """It takes 19 MiB. Only the creation of the device is worth that."""
+    program = (
+        "import sys, subprocess; from kproxy_ipvs import backend, cleanup, retire\n"
+        "subprocess.run(['ip', 'link', 'add', 'kube-ipvs0', 'type', 'bridge'], check=True)\n"
+        "print(cleanup.cleanup(dry_run=False).removed, retire.retire(()).errors, 'pyroute2' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[0] == "('interface kube-ipvs0',) () False"
