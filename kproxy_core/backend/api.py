@@ -1,4 +1,4 @@
-"""The values that cross the border between the core and a backend.
+"""The values that the core and a backend exchange.
 
 `CONTRACT` is (major, minor): fields and optional hook arguments may be added
 with a new minor, meanings change only with a new major.
@@ -19,7 +19,7 @@ CONTRACT = (1, 3)
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a backend says about itself without touching the kernel."""
+    """A backend's description of itself. Making it must not touch the kernel."""
 
     mode: str
     """The name an operator selects: lower case letters, digits and dashes."""
@@ -27,13 +27,13 @@ class Description:
     contract: tuple[int, int]
     """The CONTRACT it was written for, as a literal."""
     preference: int = 0
-    """Without ``--mode`` the usable backend with the highest one is taken."""
+    """Without ``--mode``, the usable backend with the highest preference serves."""
     default_node_port_addresses: tuple[str, ...] = ()
-    """What an empty nodePortAddresses means: () all addresses, ``("primary",)`` the node's own."""
+    """Meaning of an empty nodePortAddresses: () all addresses, ``("primary",)`` the node's own."""
     fallback: str = ""
-    """The mode to serve in where this one is asked for and the machine lacks what it needs; "": none."""
+    """The mode that serves instead if this machine lacks what this one needs; "": none."""
     interfaces: tuple[str, ...] = ()
-    """Network interfaces that the mode makes for itself: their addresses are not the node's."""
+    """Network interfaces that the mode creates for itself; their addresses are not the node's."""
     base: str = ""
     """The mode that this one stands on: the core makes that mode's backend too, and this one's hooks wrap its
     (``@hookimpl(wrapper=True)``). "": none."""
@@ -46,16 +46,16 @@ class Requirement:
     what: str
     met: bool
     found: str
-    """What was looked at and seen, e.g. ``nft 1.0.6``."""
+    """The observation behind `met`, such as ``nft 1.0.6``."""
     remedy: str = ""
-    """What an operator can do about it; "" when met."""
+    """Advice for the operator; "" if met."""
     guessed: bool = False
-    """Concluded from versions or files; the thing itself was not tried."""
+    """Concluded from versions or files, not tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """Whether a mode works here, and why."""
+    """The requirements of a mode, as found on this machine."""
 
     mode: str
     requirements: tuple[Requirement, ...]
@@ -66,12 +66,12 @@ class Detection:
 
     @property
     def refuted(self) -> bool:
-        """It certainly does not: something is missing, and that is not only a guess."""
+        """The mode certainly does not work: a requirement was tried and is not met."""
         return any(not requirement.met and not requirement.guessed for requirement in self.requirements)
 
     @property
     def because(self) -> str:
-        """One line: what is missing, or what was found."""
+        """The unmet requirements, or else all findings, in one line."""
         missing = [r for r in self.requirements if not r.met]
         if missing:
             return "; ".join(f"{r.what}: {r.found}. {r.remedy}".rstrip() for r in missing)
@@ -79,26 +79,26 @@ class Detection:
 
 
 class Trial(Protocol):
-    """Where a plugin may try what it needs, for real."""
+    """A network namespace in which a plugin may try the features it needs."""
 
     def enter(self) -> str:
-        """Move this process into an empty network namespace that ends with it, there to change anything.
+        """Move this process into an empty network namespace, which may be changed and ends with it.
 
-        "" once there, with CAP_NET_ADMIN; else why it is impossible. What is to be found out about the
-        node's own namespace, privileges included, has to be found out before.
+        Return "" on success, with CAP_NET_ADMIN there, else the reason why it is impossible. Read everything
+        about the node's own namespace, privileges included, before calling this.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Leftovers:
-    """What a clean-up removed, or in a dry run would remove."""
+    """The result of a clean-up: removed objects, or in a dry run those that would be."""
 
     mode: str
     removed: tuple[str, ...] = ()
     """One line per object, in the words of the field: ``table ip kproxy``."""
     errors: tuple[str, ...] = ()
     waiting: int = 0
-    """Established connections for whose sake something stays (see `hookspecs.kproxy_retire`)."""
+    """Established connections that still depend on the mode (see `hookspecs.kproxy_retire`)."""
 
     @classmethod
     def merged(cls, mode: str, found: "Iterable[Leftovers]") -> "Leftovers":
@@ -113,81 +113,81 @@ class Leftovers:
 
 
 class Caveat(NamedTuple):
-    """Something that a mode does not do as a Service asks, or not as other modes do."""
+    """A deviation of a mode from what a Service asks for, or from other modes."""
 
     what: str
     """In the words of the field: ``node port 30080 is not served on 127.0.0.1``."""
     service_port: ServicePortKey | None = None
-    """Whom it concerns; None: the node."""
+    """None: the whole node."""
     lost: bool = True
-    """Traffic that another mode serves is not served, or a promise is not kept; else it only differs."""
+    """Traffic that another mode serves is not served, or a promise is broken. False: it only differs."""
     only_here: bool = False
-    """It was asked for, and no other mode does it: who leaves this mode loses it."""
+    """Requested, and provided by no other mode: leaving this mode loses it."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackendSettings:
-    """What a backend is made with. It may change only by making a new one."""
+    """The settings of a backend. They never change; other settings need a new backend."""
 
     families: tuple[Family, ...]
     masquerade_bit: int = 14
     options: Mapping[str, object] = field(default_factory=dict)
-    """What the configuration file has for this backend alone: its section among kube-proxy's, if it has
-    one, and what stands under ``kproxy.backendOptions`` for its mode."""
+    """The part of the configuration file for this backend: its section in kube-proxy's format, if it has one,
+    and its mode's entry in ``kproxy.backendOptions``."""
     loopback_node_ports: tuple[Family, ...] = tuple(Family)
-    """In which families nodePortAddresses includes loopback, as `NodeView.node_ports_on_loopback` says."""
+    """Families in which nodePortAddresses includes loopback (`NodeView.node_ports_on_loopback`)."""
 
 
 class Damage(Protocol):
-    """Called from any thread when somebody else changed what the backend programmed."""
+    """Callback for changes by other processes to what the backend programmed. Callable from any thread."""
 
     def __call__(self, family: Family, what: str) -> None: ...
 
 
 class Scope(enum.Enum):
-    """How much an update covers."""
+    """The extent of an update."""
 
     CHANGED = "partial"
-    """Only `Update.changed` is new."""
+    """Only `Update.changed` and the node may differ from the last update."""
     RESYNC = "full"
-    """Nothing that the backend remembers is to be believed: compare with the kernel."""
+    """Trust nothing that the backend remembers: compare with a fresh dump of the kernel."""
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one family of the kernel must be brought to."""
+    """The desired state of one family, and the changes since the last success."""
 
     family: Family
     scope: Scope
     node: NodeView
     changed: Mapping[ServicePortKey, ServicePlan | None]
-    """The service ports that changed; None: gone. In a RESYNC: what changed since the last success."""
+    """The service ports that changed since the last success; None: deleted."""
     plans: Mapping[ServicePortKey, ServicePlan]
-    """Every service port there is, `changed` included. Only valid during the call."""
+    """All service ports, including `changed`. Valid only during the call."""
     node_changed: bool = False
     """`node` differs from that of the last successful update."""
 
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """What a successful sync did."""
+    """The result of a successful sync."""
 
     operations: int
-    """Kernel objects written or deleted for service ports and the node, constant rules not counted;
-    0 when everything was as it should be."""
+    """Kernel objects written or deleted for service ports and the node, without the constant rules. 0 if the
+    kernel already held all of them."""
     detail: Mapping[str, int] = field(default_factory=dict)
-    """Counts worth a log field, by name."""
+    """Counts for the log line of the sync, by field name."""
     unserved: Mapping[ServicePortKey, str] = field(default_factory=dict)
-    """Service ports that the kernel can't be brought to for now, or not at all of their frontends, and why:
-    their own trouble alone, such as a port that somebody else has. Everything else is done. They are among
-    `Update.changed` again soon, after a growing delay."""
+    """Service ports that are not, or only partly, programmed, with the reason. The cause concerns that
+    service port only, such as a port in use; everything else is programmed. After a growing delay they are in
+    `Update.changed` again."""
 
 
 class Measurement(NamedTuple):
-    """One value that a backend counts by itself, for the metrics endpoint."""
+    """One value for the metrics endpoint that a backend counts itself."""
 
     name: str
-    """As in Prometheus; that of a counter ends in ``_total``."""
+    """A Prometheus name; a counter's ends in ``_total``."""
     about: str
     kind: Literal["counter", "gauge"]
     value: float

@@ -1,4 +1,4 @@
-"""Caveats that several modes have: in the same words, so that they cancel out when modes are compared."""
+"""Caveats that several modes share, in the same words, so that they cancel out in a comparison of modes."""
 
 from collections.abc import Iterator
 
@@ -8,15 +8,15 @@ from kproxy_core.plan.service_plan import ServicePlan
 
 
 def sorted_plans(update: Update) -> list[ServicePlan]:
-    """The plans of *update* in the order of their keys."""
+    """Return the plans of *update* in the order of their keys."""
     return [plan for _, plan in sorted(update.plans.items())]
 
 
 def of_node_ports(update: Update, *, loopback: bool, any_local_address: bool) -> Iterator[Caveat]:
-    """Where node ports are not served, configured so or not; nothing on a node without node ports.
+    """Yield the addresses on which node ports are not served, by configuration or not.
 
-    *loopback*: the mode serves them there, now. *any_local_address*: it can serve them on one that no
-    interface has.
+    Yields nothing on a node without node ports. *loopback*: the mode now serves them on loopback.
+    *any_local_address*: it can serve them on local addresses that no interface has.
     """
     plans = [plan for plan in sorted_plans(update) if plan.node_port]
     if not plans:
@@ -35,6 +35,6 @@ def of_node_ports(update: Update, *, loopback: bool, any_local_address: bool) ->
 
 
 def of_unclaimed_ports(update: Update) -> Iterator[Caveat]:
-    """For a mode that leaves ClusterIPs alone but for the ports of their Services."""
+    """Yield the caveat of a mode that handles only the Services' own ports of their ClusterIPs."""
     if any(plan.cluster_ip is not None for plan in update.plans.values()):
         yield Caveat("connections to other ports of ClusterIPs are not refused", lost=False)

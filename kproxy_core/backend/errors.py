@@ -1,21 +1,21 @@
-"""What a backend raises. The loop chooses by type; it never reads a message."""
+"""The errors that a backend raises. The sync loop distinguishes them by type and never parses a message."""
 
 from kproxy_core.model.address import Family
 
 
 class BackendError(Exception):
-    """Anything a backend reports as failed."""
+    """Any failure that a backend reports."""
 
 
 class SyncFailed(BackendError):
-    """The kernel refused an update as a whole; nothing of it was remembered.
+    """The kernel refused an update as a whole, and the backend remembers nothing of it.
 
-    The loop tries the same changes again, after a growing delay.
+    The loop retries the same changes after a growing delay.
     """
 
 
 class TrustLost(SyncFailed):
-    """The kernel does not hold what the backend believes it does.
+    """The kernel does not hold what it has acknowledged to the backend.
 
     The loop follows up with a full update, for which the backend reads the kernel afresh.
     """
@@ -25,6 +25,6 @@ class Unsupported(BackendError):
     """This kernel or machine lacks what the backend needs; retrying is pointless."""
 
     def __init__(self, problem: str = "", family: Family | None = None) -> None:
-        """*family*: the only IP family that can't be served; None: nothing can."""
+        """*family* is the only IP family that cannot be served; None: none can."""
         super().__init__(problem)
         self.family = family

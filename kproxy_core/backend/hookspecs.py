@@ -1,10 +1,9 @@
 """The hooks of a kproxy backend.
 
-Questions (`kproxy_describe`, `kproxy_detect`, `kproxy_cleanup`) go to every
-plugin. Work goes to one: `kproxy_make_backend` returns an instance, which is
-registered and alone implements the remaining hooks. Observers may wrap any of
-them (``@hookimpl(wrapper=True)``). An implementation may leave out arguments
-that it does not use.
+Every plugin answers questions: `kproxy_describe`, `kproxy_detect`, `kproxy_cleanup` and the optional ones.
+Work belongs to one plugin: its `kproxy_make_backend` returns an instance, which is registered and alone
+implements the remaining hooks. Observers may wrap any hook (``@hookimpl(wrapper=True)``). An implementation
+may leave out arguments that it does not use.
 """
 
 from collections.abc import Sequence
@@ -36,39 +35,38 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def kproxy_describe() -> Description:
-    """Say which mode this plugin provides. Must not import anything heavy or touch the kernel."""
+    """Describe the mode that this plugin provides. Import nothing heavy and leave the kernel alone."""
     raise NotImplementedError
 
 
 @hookspec
 def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: bool) -> Detection:
-    """Say whether the mode works on this kernel; name each requirement and its remedy.
+    """Report whether the mode works on this kernel, with each requirement and its remedy.
 
-    Changes nothing. Never raises for something that is missing. With a *trial* this is a process made for
-    the question: what the mode needs is to be tried in `Trial.enter`'s namespace. Without one, what can't
-    be known by looking is concluded, and `Requirement.guessed`. Kernels load modules for whoever asks for
-    what they do: without *load_modules* nothing may be tried that would have that effect.
+    Changes nothing, and never raises because something is missing. With a *trial*, this process exists for
+    the question only: enter its namespace (`Trial.enter`) and try what the mode needs. Without one, draw
+    conclusions from what can be read, and mark them as `Requirement.guessed`. Kernels load modules for
+    processes that use their features: without *load_modules*, try nothing that has this effect.
     """
     raise NotImplementedError
 
 
 @hookspec
 def kproxy_cleanup(settings: BackendSettings, dry_run: bool, own_only: bool) -> Leftovers:
-    """Remove every trace that this mode leaves in the kernel, and nothing else.
+    """Remove every trace of this mode from the kernel, and nothing else.
 
-    Idempotent; covers what kube-proxy leaves in the same mode, but with *own_only* leaves whatever a
-    running kube-proxy of any mode may be using. What cannot be removed is reported in
-    `Leftovers.errors`, not raised.
+    Idempotent. Covers kube-proxy's traces of the same mode, too, but with *own_only* leaves everything that a
+    running kube-proxy of any mode may use. Report failures in `Leftovers.errors` instead of raising them.
     """
     raise NotImplementedError
 
 
 @hookspec
 def kproxy_retire(settings: BackendSettings) -> Leftovers:
-    """Another mode serves now: remove what no established connection needs, and take no new ones.
+    """Remove what no established connection needs, and accept no new connections: another mode serves now.
 
-    Optional, for plugins whose traces carry connections, and for backends that carry them in their own
-    process. Called every few seconds while anything is `Leftovers.waiting`; `kproxy_close` and
+    Optional, for plugins whose rules carry established connections, and for backends that relay connections
+    in their own process. Called every few seconds while `Leftovers.waiting` is not 0; `kproxy_close` and
     `kproxy_cleanup` follow. Errors as in `kproxy_cleanup`.
     """
     raise NotImplementedError
@@ -76,47 +74,48 @@ def kproxy_retire(settings: BackendSettings) -> Leftovers:
 
 @hookspec
 def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat]:
-    """What of *update* this mode does differently from others, or not at all.
+    """Return everything in *update* that this mode does differently from other modes, or not at all.
 
-    Optional. Pure: asks the values alone, never the kernel.
+    Optional. Pure: decides from the arguments alone, never from the kernel.
     """
     raise NotImplementedError
 
 
 @hookspec
 def kproxy_supersede(dry_run: bool) -> Leftovers:
-    """Remove what kube-proxy left in the same mode, where it is nothing that this mode uses itself.
+    """Remove kube-proxy's leftovers of the same mode that this mode does not use itself.
 
-    Optional. Called once, when this mode serves, and before it serves again while it is still retiring; may
-    run beside syncs. Errors as in `kproxy_cleanup`.
+    Optional. Called once when this mode serves, and again if it is to serve while it is still retiring. May
+    run concurrently with syncs. Errors as in `kproxy_cleanup`.
     """
     raise NotImplementedError
 
 
 @hookspec
 def kproxy_prepare(settings: BackendSettings) -> None:
-    """Set what the mode needs of the whole machine, such as sysctls, and serving must not need to set again.
+    """Make the settings of the whole machine that the mode needs, such as sysctls, so that serving need not.
 
-    Optional. Called for ``--init-only``, with all privileges; the rules are left alone.
-    Raises SyncFailed.
+    Optional. Called for ``--init-only``, with all privileges, for the mode that will serve and for every
+    usable mode to which the proxy may be switched. Leaves rules alone. Raises SyncFailed.
     """
 
 
 @hookspec(firstresult=True)
 def kproxy_make_backend(mode: str, settings: BackendSettings) -> Backend | None:
-    """Make the backend if *mode* is this plugin's, else return None. The kernel is left alone.
+    """Return a new backend if *mode* is this plugin's, else None. Leave the kernel alone.
 
-    Raises Unsupported if it can't work here.
+    Raises Unsupported if the mode cannot work here.
     """
 
 
 @hookspec(firstresult=True)
 def kproxy_begin() -> bool:
-    """Find out, before anything depends on it, whether the mode can work; what was found out may be kept.
+    """Check that the mode can work, before anything depends on it. May keep what it finds out.
 
-    Optional; without it `kproxy_detect` is asked. Called once when this backend is to serve, and to be
-    answered in milliseconds. May set what serving needs of the machine. True if it can; raises
-    Unsupported if not, whereupon another mode may be taken, or SyncFailed for what may pass.
+    Optional; without it, `kproxy_detect` decides. Called once before this backend serves, and must answer
+    within milliseconds. May make settings of the machine that serving needs. Return True if the mode can
+    work. Raises Unsupported if it cannot, and another mode may be chosen; raises SyncFailed for a problem
+    that may pass.
     """
     raise NotImplementedError
 
@@ -125,46 +124,47 @@ def kproxy_begin() -> bool:
 def kproxy_sync(update: Update) -> SyncReport:
     """Make the kernel agree with *update*; on return it does.
 
-    Called from one thread, once per family and batch. A failed call has remembered nothing.
-    Raises SyncFailed, or TrustLost to be called again with `Scope.RESYNC`.
+    Called from one thread, once per family and batch. A failed call has remembered nothing. Raises
+    SyncFailed, or TrustLost to be called again with `Scope.RESYNC`.
     """
     raise NotImplementedError
 
 
 @hookspec(firstresult=True)
 def kproxy_relays(family: Family, key: ServicePortKey) -> frozenset[int]:
-    """The ports of this node where this process itself takes what is sent to a service port, and answers it.
+    """Return the ports of this node on which this process itself relays traffic of a service port.
 
-    Optional, for modes that relay. UDP flows that lead to one are not stale when endpoints go: who relays
-    knows of that, and an answer may be under way. Asked after each sync that changed the service port.
+    Optional, for modes that relay. UDP flows to these ports are not stale when endpoints disappear, because
+    the relay learns of that and an answer may be under way. Called after each sync that changed the service
+    port.
     """
     raise NotImplementedError
 
 
 @hookspec(firstresult=True)
 def kproxy_render(update: Update) -> str:
-    """The complete rules that *update* asks for, as text in the mechanism's own language.
+    """Return the complete rules for *update* as text in the mechanism's own language.
 
-    Touches no kernel and needs no privileges.
+    Leaves the kernel alone and needs no privileges.
     """
     raise NotImplementedError
 
 
 @hookspec(firstresult=True)
 def kproxy_watch(damaged: Damage) -> bool:
-    """Begin telling *damaged* about changes by others to what this backend programmed.
+    """Start calling *damaged* whenever another process changes what this backend programmed.
 
-    Called once, after the first successful sync. True if they will be noticed, False if this
-    backend can't tell, so that periodic full syncs have to do.
+    Called once, after the first successful sync. Return True if changes will be noticed; False if they cannot
+    be, so that the core must look for them in periodic full syncs.
     """
     raise NotImplementedError
 
 
 @hookspec
 def kproxy_measure() -> Sequence[Measurement]:
-    """What is worth a metric besides what the core counts. Optional.
+    """Return values worth a metric that the core does not count itself. Optional.
 
-    Called at each scrape, from another thread than the rest. Must not raise.
+    Called at each scrape, from a different thread than the other hooks. Must not raise.
     """
     raise NotImplementedError
 
@@ -173,5 +173,5 @@ def kproxy_measure() -> Sequence[Measurement]:
 def kproxy_close() -> None:
     """Release sockets and threads; leave the kernel as it is.
 
-    Only rules that lead into this process go: what they lead to is nobody's then, or anybody's.
+    Delete only rules that redirect to this process: after it exits, another process may own those ports.
     """

@@ -1,4 +1,4 @@
-"""One backend that was made, and how the core talks to it."""
+"""The core's handle of one backend."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ from kproxy_core.model.service import ServicePortKey
 class BackendInstance:
     """The hooks of work of one backend, with what observers wrap around them.
 
-    While the mode is being switched there are two; each call reaches one of them only.
+    During a switch of modes two exist; each call reaches only one of them.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class BackendInstance:
         """
         self.description = description
         self.settings = settings
-        """What it was made with."""
+        """The settings that it was made with."""
         self.backends = backends
         self._call = call
 
@@ -40,7 +40,7 @@ class BackendInstance:
         return self.description.mode
 
     def begin(self) -> bool:
-        """See `hookspecs.kproxy_begin`. False: the backend has nothing to say."""
+        """See `hookspecs.kproxy_begin`. False: the backend does not implement it."""
         return bool(self._call("kproxy_begin"))
 
     def sync(self, update: Update) -> SyncReport:
@@ -62,7 +62,7 @@ class BackendInstance:
         return bool(self._call("kproxy_watch", damaged=damaged))
 
     def measure(self) -> Sequence[Sequence[Measurement]]:
-        """See `hookspecs.kproxy_measure`; of observers as well."""
+        """See `hookspecs.kproxy_measure`; includes the observers' answers."""
         answers: Sequence[Sequence[Measurement]] = self._call("kproxy_measure")
         return answers
 

@@ -1,6 +1,6 @@
-"""The plugins that an operator names: ``-p NAME_OR_MODULE`` loads one, ``-p no:NAME`` keeps one out.
+"""Plugins named by the operator: ``-p NAME_OR_MODULE`` loads one, ``-p no:NAME`` blocks one.
 
-As in pytest. A name is that of an entry point: a mode, or what an observer calls itself.
+As in pytest. A name is that of an entry point: a mode, or an observer's own name.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*(:[^\W\d]\w*(\.[^\W\d]\w*)*)?")
 
 
 class PluginNotFound(BackendError):
-    """Nothing has the name that an operator gave."""
+    """No plugin has the name that the operator gave."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedPlugins:
-    """What is to be loaded whatever else is needed, and what is never to be loaded."""
+    """Plugins to load in any case, and plugins never to load."""
 
     wanted: tuple[str, ...] = ()
     blocked: frozenset[str] = frozenset()
 
 
 def read_names(words: Iterable[str]) -> NamedPlugins:
-    """What *words* say; of two about one plugin, the later one counts."""
+    """Parse *words*. Of two words about one plugin, the later one counts."""
     said: dict[str, bool] = {}
     for word in map(str.strip, words):
         name = word.removeprefix(_KEEP_OUT)
@@ -46,9 +46,9 @@ def read_names(words: Iterable[str]) -> NamedPlugins:
 
 
 def import_named(name: str, installed: Iterable[EntryPoint]) -> object:
-    """The module, or the object ``module:object``, that *name* says.
+    """Import the module *name*, or the object ``module:object``, and return it.
 
-    Raises PluginNotFound if there is none, or whatever a stranger's module raises.
+    Raises PluginNotFound if it does not exist, or any exception that the module raises.
     """
     from importlib.metadata import EntryPoint
 
@@ -59,7 +59,7 @@ def import_named(name: str, installed: Iterable[EntryPoint]) -> object:
             return plugin
         except ModuleNotFoundError as error:
             if not error.name or not f"{name.partition(':')[0]}.".startswith(f"{error.name}."):
-                raise  # The module is there, and lacks another.
+                raise  # The module exists, but fails to import another one.
             found = str(error)
     names = ", ".join(sorted({entry.name for entry in installed})) or "none"
     raise PluginNotFound(

@@ -1,8 +1,8 @@
-"""Finds backend plugins, keeps out those that don't fit, and gives the work to one.
+"""The registry of backend plugins: finds them, rejects those that do not fit, and addresses one of them.
 
-A plugin is whatever an entry point in the group ``kproxy.backends`` names: a module or
+A plugin is the object that an entry point in the group ``kproxy.backends`` names: a module or
 object with the hooks of `hookspecs`. The entry point's name is the mode. Each is
-loaded by itself and only when needed, so a broken one costs nobody else anything.
+loaded separately and only when needed, so a broken one harms no other.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ _MODE = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
 
 
 class UnknownMode(BackendError):
-    """No plugin provides the mode that was asked for."""
+    """No plugin provides the requested mode."""
 
     def __init__(self, mode: str, known: Iterable[str], *, blocked: bool = False) -> None:
-        problem = f"the plugin of mode {mode!r} is kept out by -p no:{mode}" if blocked else (
+        problem = f"the plugin of mode {mode!r} is blocked by -p no:{mode}" if blocked else (
             f"no backend provides mode {mode!r}")
         super().__init__(f"{problem}; {'others' if blocked else 'installed'}: {', '.join(known) or 'none'}")
 
 
 class PluginRefused(BackendError):
-    """A plugin, or the backend that it made, does not keep the contract."""
+    """A plugin, or a backend that it made, violates the contract."""
 
 
 class Registry:
@@ -65,14 +65,14 @@ class Registry:
     def __init__(
         self, entry_points: Iterable[EntryPoint] | None = None, *, plugins: Iterable[str] = ()
     ) -> None:
-        """*plugins* are what ``-p`` was given: see `named`.
+        """*plugins* are the values of ``-p``: see `named`.
 
         Raises PluginNotFound or PluginRefused for one of those.
         """
         self.manager = pluggy.PluginManager(hookspecs.PROJECT)
         self.manager.add_hookspecs(hookspecs)
         self.descriptions: dict[str, Description] = {}
-        """What the plugins loaded so far say about themselves, by mode."""
+        """Descriptions of the loaded plugins, by mode."""
         self.broken: list[BrokenPlugin] = []
         self._plugins: dict[str, object] = {}
         self._instances: list[BackendInstance] = []
@@ -98,11 +98,11 @@ class Registry:
 
     @property
     def modes(self) -> list[str]:
-        """All modes offered, loaded or not, sorted."""
+        """All installed modes, loaded or not, sorted."""
         return sorted({*self._offered, *self.descriptions})
 
     def load(self, mode: str) -> Description:
-        """Load the plugin that provides *mode*, unless it is loaded.
+        """Load the plugin that provides *mode*, unless it is loaded already. Return its description.
 
         Raises UnknownMode or PluginRefused.
         """
@@ -116,14 +116,14 @@ class Registry:
             plugin = entry.load()
             description = _describe(plugin, mode)
             self._register(plugin, mode, PLUGIN_HOOKS)
-        except (Exception, SystemExit) as error:  # a stranger's module may do anything at all
+        except (Exception, SystemExit) as error:  # foreign code may raise anything
             raise PluginRefused(str(self._refuse(entry, _reason(error)))) from error
         self.descriptions[mode] = description
         self._plugins[mode] = plugin
         return description
 
     def load_all(self) -> list[Description]:
-        """Load every plugin; those that can't be are in `broken`. Most preferred first."""
+        """Load every plugin; `broken` has those that fail. Return the descriptions, most preferred first."""
         for mode in self.modes:
             try:
                 self.load(mode)
@@ -132,7 +132,7 @@ class Registry:
         return sorted(self.descriptions.values(), key=lambda d: (-d.preference, d.mode))
 
     def is_of_node(self, interface: str) -> bool:
-        """Whether *interface* is the node's own, and not one that a loaded backend makes for itself."""
+        """Return whether *interface* is the node's own, and not created by a loaded backend for itself."""
         return all(interface not in known.interfaces for known in tuple(self.descriptions.values()))
 
     def layers(self, mode: str) -> tuple[str, ...]:
@@ -175,7 +175,7 @@ class Registry:
         return made
 
     def close_backend(self, instance: BackendInstance) -> None:
-        """Have a backend let go of everything, and forget it. The kernel stays as it is."""
+        """Close a backend and unregister it. Leave the kernel as it is."""
         try:
             instance.close()
         finally:
@@ -184,17 +184,17 @@ class Registry:
                 self.manager.unregister(backend)
 
     def prepare(self, mode: str, settings: BackendSettings) -> None:
-        """Have the plugin for *mode* set what it needs of the whole machine, if it needs anything.
+        """Have the plugin for *mode* make the settings of the whole machine that it needs.
 
-        Raises UnknownMode, PluginRefused, or what the plugin raises.
+        Raises UnknownMode, PluginRefused, or any exception of the plugin.
         """
         for layer in self.layers(mode):
             self._ask(layer, "kproxy_prepare", settings=settings)
 
     def caveats(self, mode: str, update: Update, settings: BackendSettings) -> tuple[Caveat, ...]:
-        """What of *update* the *mode* does differently or not at all, as far as its plugin says so.
+        """Return the caveats that *mode* has for *update*.
 
-        Raises UnknownMode, PluginRefused, or what the plugin raises.
+        Raises UnknownMode, PluginRefused, or any exception of the plugin.
         """
         arguments = {"update": update, "settings": settings}
         return tuple(
@@ -207,7 +207,7 @@ class Registry:
     def detect(
         self, mode: str, settings: BackendSettings, trial: Trial | None = None, *, load_modules: bool = False
     ) -> Detection:
-        """Whether *mode* works here, in the words of its plugin; a plugin that fails to say does not.
+        """Ask the plugin for *mode* whether it works here. A plugin that fails to answer does not work.
 
         For *trial* and *load_modules* see `hookspecs.kproxy_detect`. Raises UnknownMode or PluginRefused.
         """
@@ -232,7 +232,7 @@ class Registry:
     def cleanup(
         self, mode: str, settings: BackendSettings, *, dry_run: bool, own_only: bool = False
     ) -> Leftovers:
-        """Remove all that *mode* leaves in the kernel. Raises UnknownMode or PluginRefused."""
+        """Remove every trace of *mode* from the kernel. Raises UnknownMode or PluginRefused."""
         arguments = {"settings": settings, "dry_run": dry_run, "own_only": own_only}
         return self._leftovers(mode, "kproxy_cleanup", arguments=arguments)
 
@@ -240,17 +240,17 @@ class Registry:
         self, mode: str, settings: BackendSettings, *, instance: BackendInstance | None = None,
         traces: bool = True,
     ) -> Leftovers:
-        """Remove what *mode* leaves, except what established connections need: they are `waiting`.
+        """Remove the traces of *mode*, except those that `waiting` established connections need.
 
-        *instance*: the backend that served in this process; *traces*: also what is not bound to it.
-        To be called until none waits; then `close_backend`, if there is one, and `cleanup` are due.
+        *instance* is the backend that served in this process, if any. *traces*: include what is not bound to
+        it. Call this until none waits, then `close_backend` for the *instance*, and `cleanup`.
         Raises UnknownMode or PluginRefused.
         """
         return self._leftovers(
             mode, "kproxy_retire", instance=instance, traces=traces, arguments={"settings": settings})
 
     def supersede(self, mode: str, *, dry_run: bool) -> Leftovers:
-        """Remove what kube-proxy left in *mode*, which serves. Raises UnknownMode or PluginRefused."""
+        """Remove kube-proxy's leftovers of *mode*, which serves. Raises UnknownMode or PluginRefused."""
         found = [
             self._leftovers(layer, "kproxy_supersede", arguments={"dry_run": dry_run})
             for layer in self.layers(mode)
@@ -272,7 +272,7 @@ class Registry:
         return Leftovers(mode, errors=(problem,))
 
     def _ask(self, mode: str, hook: str, **arguments: object) -> object:
-        """Put a question to the plugin for *mode* alone, and to the observers."""
+        """Return the answer of the plugin for *mode*. Calls only that plugin and the observers."""
         answers = self._answers(mode, hook, arguments)
         return answers[-1] if answers else None
 
@@ -280,7 +280,7 @@ class Registry:
         self, mode: str, hook: str, arguments: Mapping[str, object],
         *, instance: BackendInstance | None = None, plugin: bool = True,
     ) -> list[Any]:
-        """What the *plugin* for *mode* says, the backend of *instance*, and observers."""
+        """Return the answers of the *plugin* for *mode*, of the backend of *instance*, and of observers."""
         self.load(mode)
         others = [found for other, found in self._plugins.items() if other != mode or not plugin]
         others += [
@@ -289,7 +289,7 @@ class Registry:
         return answers
 
     def _call(self, backends: tuple[object, ...], hook: str, **arguments: object) -> Any:
-        """Have *backends*, and no others, do their work."""
+        """Call *hook* of *backends* and of no other backend."""
         others = [
             backend
             for instance in self._instances
@@ -299,7 +299,7 @@ class Registry:
         return self.manager.subset_hook_caller(hook, others)(**arguments)
 
     def _load_named(self, name: str, installed: Iterable[EntryPoint]) -> None:
-        """Load what is installed under *name*, or else the module: a backend, or an observer."""
+        """Load the plugin installed under *name*, or else the module: a backend or an observer."""
         if name in self._offered:
             self.load(name)
             return
@@ -313,7 +313,7 @@ class Registry:
             if not hasattr(plugin, "kproxy_describe"):
                 self._register(plugin, name, ())
                 if not self.manager.get_hookcallers(plugin):
-                    raise PluginRefused("it has no hook of kproxy's")
+                    raise PluginRefused("it has none of kproxy's hooks")
                 return
             mode = plugin.kproxy_describe().mode
             if mode in self.modes:
@@ -334,7 +334,7 @@ class Registry:
             self._refuse(entry, _reason(error))
 
     def _register(self, plugin: object, name: str, required: Iterable[str]) -> None:
-        """Register *plugin* if all its hooks are known and the *required* ones are there."""
+        """Register *plugin* if all its hooks are known and none of the *required* ones is missing."""
         try:
             self.manager.register(plugin, name=name)
             callers = {caller.name: caller for caller in self.manager.get_hookcallers(plugin) or ()}
@@ -359,7 +359,7 @@ class Registry:
 
 
 def _describe(plugin: object, mode: str) -> Description:
-    """What *plugin* says about itself, checked before any other of its hooks is looked at."""
+    """Return the description of *plugin*, checked before any other of its hooks is called."""
     describe = getattr(plugin, "kproxy_describe", None)
     if describe is None:
         raise PluginRefused("it lacks the hook kproxy_describe")

@@ -45,12 +45,12 @@ class Cidr(NamedTuple):
 
 
 def family_of(address: Address) -> Family:
-    """The family of a packed *address*."""
+    """Return the family of a packed *address*."""
     return Family.IPV4 if len(address) == 4 else Family.IPV6
 
 
 def parse_address(text: str) -> Address:
-    """The packed form of *text*.
+    """Return the packed form of *text*.
 
     As kube-proxy reads addresses: leading zeros in IPv4 octets are decimal
     (``172.30.0.041`` is ``172.30.0.41``), an IPv4-mapped IPv6 address is IPv4.
@@ -73,12 +73,12 @@ def parse_address(text: str) -> Address:
 
 
 def format_address(address: Address) -> str:
-    """The canonical text of a packed *address*."""
+    """Return the canonical text of a packed *address*."""
     return socket.inet_ntop(family_of(address).af, address)
 
 
 def parse_cidr(text: str) -> Cidr:
-    """The network *text* names, host bits cleared.
+    """Return the network that *text* names, with host bits cleared.
 
     Raises ValueError if *text* is not ``address/prefix``.
     """
@@ -91,10 +91,10 @@ def parse_cidr(text: str) -> Cidr:
 
 
 def outermost(cidrs: Iterable[Cidr]) -> tuple[Cidr, ...]:
-    """*cidrs* without those that lie within another, IPv4 first, sorted by address."""
+    """Return *cidrs* without those contained in another, IPv4 first, sorted by address."""
     kept: list[Cidr] = []
     for cidr in sorted(cidrs, key=lambda cidr: (len(cidr.network), cidr)):
-        # Whatever contains a network comes before it, and between the two only what it contains as well.
+        # A network sorts after every network that contains it, with only further contained ones in between.
         if not (kept and cidr.network in kept[-1]):
             kept.append(cidr)
     return tuple(kept)
@@ -106,7 +106,7 @@ def is_loopback(address: Address) -> bool:
 
 
 def format_socket(address: Address, port: int) -> str:
-    """``address:port``, IPv6 in brackets."""
+    """Return ``address:port``, with IPv6 in brackets."""
     text = format_address(address)
     return f"{text}:{port}" if len(address) == 4 else f"[{text}]:{port}"
 

@@ -9,7 +9,7 @@ from kproxy_core.model.service import ServiceName
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One address of an EndpointSlice, with the conditions that count (absent ones filled in)."""
+    """One address of an EndpointSlice, with the relevant conditions (absent ones filled in)."""
 
     address: Address
     node: str = ""
@@ -30,7 +30,7 @@ class SlicePort(NamedTuple):
 
 
 class SliceName(NamedTuple):
-    """What identifies an EndpointSlice."""
+    """The identity of an EndpointSlice."""
 
     namespace: str
     name: str
@@ -54,7 +54,7 @@ class EndpointSlice:
 
 
 class Destination(NamedTuple):
-    """Where a connection ends up: an endpoint's address and port."""
+    """The address and port of an endpoint, at which a connection ends."""
 
     address: Address
     port: int

@@ -19,15 +19,15 @@ class NodeObject:
     """Not being deleted and without the cluster autoscaler's deletion taint."""
 
     def address(self, family: Family) -> Address | None:
-        """The node's first address of *family*."""
+        """Return the node's first address of *family*."""
         return next((a for a in self.addresses if family_of(a) is family), None)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalSource:
-    """How to recognise traffic that starts at a pod of this node: exactly one field is set.
+    """The mark of traffic that starts at a pod of this node. Exactly one field is set.
 
-    The core says what is local, each backend says how to match it.
+    The core decides what is local, each backend how to match it.
     """
 
     cidr: Cidr | None = None
@@ -37,21 +37,21 @@ class LocalSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
-    """What the plans and backends of one family know about the node."""
+    """The node as the plans and backends of one family see it."""
 
     family: Family
     name: str
     zone: str = ""
     local_source: LocalSource | None = None
-    """None: local traffic can't be told apart; rules that need it are left out."""
+    """None: local traffic cannot be recognised; rules that need it are omitted."""
     node_port_addresses: tuple[Address, ...] = ()
-    """Addresses that serve node ports, sorted; loopback never among them."""
+    """Addresses that serve node ports, sorted, without loopback."""
     node_ports_anywhere: bool = False
-    """Node ports are served on every local address that is not loopback, also one that no interface has."""
+    """Every local address except loopback serves node ports, including those that no interface has."""
     node_ports_on_loopback: bool = False
-    """Loopback was asked for too, by name or with all addresses, if the mode can serve node ports there."""
+    """Node ports are requested on loopback, too, by name or with all addresses. Not every mode can."""
     node_ip: Address | None = None
     service_cidrs: tuple[Cidr, ...] = ()
-    """Where ClusterIPs come from; none lies within another."""
+    """The networks of ClusterIPs; none contains another."""
     masquerade_all: bool = False
     masquerade_bit: int = 14

@@ -1,4 +1,4 @@
-"""Services: what a user declared, with every field checked and parsed once.
+"""Services as declared by users, with every field checked and parsed once.
 
 The rules for each field are in kube-proxy 1.36, pkg/proxy/serviceport.go and
 servicechangetracker.go; a Service that yields no service port at all (headless,
@@ -22,7 +22,7 @@ class ServiceName(NamedTuple):
 
 
 class ServicePortKey(NamedTuple):
-    """What identifies a service port: ports match by name and protocol, never by number."""
+    """The identity of a service port. Ports match by name and protocol, never by number."""
 
     namespace: str
     name: str
@@ -70,7 +70,7 @@ class Service:
     health_check_node_port: int = 0
 
     def cluster_ip(self, family: Family) -> Address | None:
-        """The ClusterIP of one *family*, if the Service has one."""
+        """Return the ClusterIP of one *family*, if the Service has one."""
         for address in self.cluster_ips:
             if family_of(address) is family:
                 return address

@@ -1,4 +1,4 @@
-"""Who gets a frontend that several service ports want: the oldest Service.
+"""Ownership of frontends that several service ports want: the oldest Service wins.
 
 Kubernetes keeps ClusterIPs and node ports unique, but external IPs, load balancer
 IPs and objects from files may collide. kube-proxy lets whichever comes last
@@ -22,7 +22,7 @@ _AFTER_ANY_TIME = "~"
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """*loser* wants a frontend that is *winner*'s."""
+    """A frontend that *loser* wants and *winner* holds."""
 
     frontend: Frontend
     winner: ServicePortKey
@@ -31,11 +31,11 @@ class Conflict:
     def __str__(self) -> str:
         address, protocol, port = self.frontend
         where = f"port {port} of the node" if address is None else format_socket(address, port)
-        return f"{self.loser} goes without {where}/{protocol.name}: it belongs to {self.winner}"
+        return f"{self.loser} is not served on {where}/{protocol.name}: it belongs to {self.winner}"
 
 
 class Claims:
-    """The frontends of one family and who holds them.
+    """The frontends of one family and tsuccessor holders.
 
     A change costs in proportion to its own frontends and, where they are contested,
     to the logarithm of the number of rivals (moving a list apart).
@@ -45,14 +45,14 @@ class Claims:
         self._wanted: dict[ServiceName, tuple[ServicePlan, ...]] = {}
         self._holder: dict[Frontend, ServicePortKey] = {}
         self._contested: dict[Frontend, list[Rank]] = {}
-        """All who want a frontend, best first, where there are at least two."""
+        """All rivals for a frontend, best first, for frontends with at least two."""
         self._lost: dict[ServicePortKey, set[Frontend]] = {}
         self._unreported: dict[tuple[ServicePortKey, Frontend], None] = {}
 
     def want(self, name: ServiceName, plans: tuple[ServicePlan, ...]) -> set[ServiceName]:
-        """Let the Service *name* want all that is in *plans*, and nothing else (empty: it is gone).
+        """Replace the wishes of the Service *name* by *plans*; empty: the Service was deleted.
 
-        Returns the other Services whose granted plans changed by it.
+        Return the other Services whose granted plans have changed.
         """
         before = self._wanted.get(name, ())
         touched: set[ServiceName] = set()
@@ -69,11 +69,11 @@ class Claims:
         return touched
 
     def wanted(self, name: ServiceName) -> tuple[ServicePlan, ...]:
-        """What the Service *name* wants, as last told."""
+        """Return the plans that the Service *name* last wanted."""
         return self._wanted.get(name, ())
 
     def granted(self, name: ServiceName) -> tuple[ServicePlan, ...]:
-        """What the Service *name* gets: its plans without the frontends that are others'."""
+        """Return the plans of the Service *name* without the frontends that other Services hold."""
         plans = self._wanted.get(name, ())
         if not self._lost:
             return plans
@@ -88,7 +88,7 @@ class Claims:
         )
 
     def take_conflicts(self) -> list[Conflict]:
-        """The conflicts that arose since the last call and still exist."""
+        """Return the conflicts that arose since the last call and still exist."""
         found = [
             Conflict(frontend, self._holder[frontend], loser) for loser, frontend in self._unreported
         ]
@@ -118,18 +118,18 @@ class Claims:
             return
         place = bisect_left(rivals, rank)
         del rivals[place]
-        heir = rivals[0][1]
+        successor = rivals[0][1]
         if place == 0:
-            self._holder[frontend] = heir
-            self._win(heir, frontend)
-            touched.add(heir.service)
+            self._holder[frontend] = successor
+            self._win(successor, frontend)
+            touched.add(successor.service)
         else:
             self._win(rank[1], frontend)
         if len(rivals) == 1:
             del self._contested[frontend]
 
     def _age_of(self, holder: ServicePortKey, rival: Rank) -> str:
-        """The age of a holder that had no rivals until now."""
+        """Return the age of a holder that had no rivals until now."""
         if holder.service == rival[1].service:
             return rival[0]
         return _age(self._wanted[holder.service][0])
@@ -139,7 +139,7 @@ class Claims:
         self._unreported[key, frontend] = None
 
     def _win(self, key: ServicePortKey, frontend: Frontend) -> None:
-        """*key* gets *frontend*, or no longer cares."""
+        """Record that *key* holds *frontend*, or no longer wants it."""
         lost = self._lost[key]
         lost.discard(frontend)
         if not lost:
@@ -152,7 +152,7 @@ def _age(plan: ServicePlan) -> str:
 
 
 def _claims(plans: tuple[ServicePlan, ...]) -> object:
-    """What of *plans* matters here, for comparing."""
+    """Return the parts of *plans* that claims depend on, for comparison."""
     return [
         (p.key, p.created, p.cluster_ip, p.port, p.node_port, p.external_ips, p.load_balancer_ips,
          p.health_check_node_port)
@@ -161,7 +161,7 @@ def _claims(plans: tuple[ServicePlan, ...]) -> object:
 
 
 def _frontends(plans: tuple[ServicePlan, ...]) -> Iterator[tuple[Frontend, ServicePortKey]]:
-    """Every frontend of a Service's *plans*, with the one who wants it.
+    """Yield every frontend of a Service's *plans*, with the service port that wants it.
 
     The health check node port is shared by all ports of a Service; the first claims it for them.
     """
@@ -177,7 +177,7 @@ def _health_check(plan: ServicePlan) -> Frontend:
 
 
 def _without(plan: ServicePlan, lost: Set[Frontend], unchecked: bool) -> ServicePlan:
-    """*plan* less the frontends it *lost*, and the health check node port if that is gone as well."""
+    """Return *plan* without the frontends it *lost*, nor its health check node port if *unchecked*."""
     protocol, port = plan.key.protocol, plan.port
 
     def kept(addresses: tuple[Address, ...]) -> tuple[Address, ...]:

@@ -1,9 +1,8 @@
-"""Which addresses of the node serve node ports.
+"""The addresses of the node that serve node ports.
 
-kube-proxy 1.36, pkg/proxy/util/nodeport_addresses.go. Unlike there, node ports are served nowhere
-in a family when it is known that they should be restricted but not to what: when
-``primary`` was asked for and the node's address is unknown, and when networks
-were named, but none of that family.
+kube-proxy 1.36, pkg/proxy/util/nodeport_addresses.go. Unlike there, a family serves no node
+ports at all if they are restricted to an unknown set of addresses: with ``primary``
+while the node's address is unknown, and with networks of the other family only.
 """
 
 from collections.abc import Collection, Iterable
@@ -15,7 +14,7 @@ from kproxy_core.model.address import Address, Cidr, Family, family_of, is_loopb
 
 @dataclass(frozen=True, slots=True)
 class Everywhere:
-    """Every address of the node: nothing was configured."""
+    """Every address of the node, because nothing is configured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,25 +32,25 @@ class PrimaryOnly:
 
 
 NodePortChoice = Everywhere | WithinNetworks | PrimaryOnly
-"""What nodePortAddresses asks for. An unknown primary address is not the same as no restriction."""
+"""The request in nodePortAddresses. An unknown primary address is not the same as no restriction."""
 
 
 class NodePortSelection(NamedTuple):
-    """The outcome for one family, as `NodeView` has it."""
+    """The result for one family, in the terms of `NodeView`."""
 
     addresses: tuple[Address, ...]
     """Sorted, without loopback."""
     anywhere: bool = False
-    """On every local address that is not loopback, also one that no interface has."""
+    """Every local address except loopback serves, including those that no interface has."""
     problem: str = ""
-    """Why node ports are served nowhere, for the operator; "" if they are served."""
+    """The reason why node ports are not served, for the operator; "" if they are."""
 
 
 def select_node_port_addresses(
     choice: NodePortChoice, addresses: Collection[Address], family: Family
 ) -> NodePortSelection:
-    """Apply *choice* to all *addresses* of the node's interfaces."""
-    everywhere = (Cidr(Address(bytes(family.size)), 0),)
+    """Select those of the node's *addresses* that *choice* admits."""
+    everywhere = (Cidr(family.unspecified, 0),)
     match choice:
         case Everywhere():
             return NodePortSelection(_within(everywhere, addresses), anywhere=True)
@@ -73,7 +72,7 @@ def select_node_port_addresses(
 
 
 def includes_loopback(choice: NodePortChoice, family: Family) -> bool:
-    """Whether *choice* asks for loopback addresses of *family* too."""
+    """Return whether *choice* includes loopback addresses of *family*."""
     match choice:
         case Everywhere():
             return True

@@ -1,4 +1,4 @@
-"""The decision for one service port in one family: what backends are given."""
+"""Service plans: the decision for one service port in one family, as backends receive it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from kproxy_core.plan.usable import Candidates, categorize
 
 
 class Frontend(NamedTuple):
-    """What clients dial. ``address`` None: a node port, on whatever addresses serve those."""
+    """The address, protocol and port that clients dial. ``address`` None: a node port."""
 
     address: Address | None
     protocol: Protocol
@@ -28,11 +28,11 @@ class Frontend(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServicePlan:
-    """What must hold for one service port in one family.
+    """The desired state of one service port in one family.
 
     Three kinds of frontend: the ClusterIP (internal), external addresses (external
-    IPs and load balancer IPs) and the node port. Which endpoints serve which, and
-    what happens without any, is in the properties; see kube-proxy 1.36,
+    IPs and load balancer IPs) and the node port. The properties tell which endpoints
+    serve each, and what happens without any; see kube-proxy 1.36,
     pkg/proxy/topology.go and KEP-1669, KEP-2086, KEP-2433.
     """
 
@@ -62,7 +62,7 @@ class ServicePlan:
     hairpins: tuple[Address, ...] = ()
     """Addresses of this node's endpoints among `cluster` and `local`."""
     has_endpoints: bool = False
-    """Some endpoint anywhere is usable, whatever the policies."""
+    """An endpoint on some node is usable, regardless of the policies."""
 
     @property
     def external_addresses(self) -> tuple[Address, ...]:
@@ -87,7 +87,7 @@ class ServicePlan:
         return self.cluster + tuple(d for d in self.local if d not in known)
 
     def frontends(self) -> Iterator[Frontend]:
-        """All frontends of this plan."""
+        """Yield all frontends of this plan."""
         protocol = self.key.protocol
         if self.cluster_ip is not None:
             yield Frontend(self.cluster_ip, protocol, self.port)
@@ -100,7 +100,7 @@ class ServicePlan:
 def plan_service(
     service: Service, slices: Mapping[str, EndpointSlice] | None, node: NodeView
 ) -> tuple[ServicePlan, ...]:
-    """The plans of all ports of *service* in the family of *node*.
+    """Plan all ports of *service* in the family of *node*.
 
     *slices* are the service's EndpointSlices of that family by name. Empty when the
     Service has no ClusterIP in the family.
@@ -108,7 +108,8 @@ def plan_service(
     cluster_ip = service.cluster_ip(node.family)
     if cluster_ip is None:
         return ()
-    # An address is served in one way only. What guards a load balancer IP holds if it is an external IP, too.
+    # Each address is served in one way. Source ranges also apply to a load balancer IP that is an
+    # external IP.
     load_balancer_ips = of_family(service.load_balancer_ips, node.family, (cluster_ip,))
     external_ips = of_family(service.external_ips, node.family, (cluster_ip, *load_balancer_ips))
     source_ranges = _source_ranges(service, load_balancer_ips, node)
@@ -161,10 +162,10 @@ def _plan_port(
 def _endpoints_of(
     port: PortSpec, slices: Mapping[str, EndpointSlice] | None
 ) -> Candidates:
-    """The endpoints of one service port, without duplicates, in string order of ``address:port``.
+    """Return the endpoints of one service port without duplicates, in string order of ``address:port``.
 
-    Of two entries with the same address and port one that does not terminate wins,
-    then the later slice by name (kube-proxy leaves that open).
+    Of two entries with the same address and port, one that is not terminating wins,
+    then the later slice by name (undefined in kube-proxy).
     """
     if not slices:
         return ()
@@ -185,7 +186,7 @@ def _endpoints_of(
 def of_family(
     addresses: Sequence[Address], family: Family, other_than: Sequence[Address] = ()
 ) -> tuple[Address, ...]:
-    """The *addresses* of one *family*, each once, in their order."""
+    """Return the *addresses* of one *family*, in their order and without duplicates."""
     if not addresses:
         return ()
     return tuple(dict.fromkeys([a for a in addresses if family_of(a) is family and a not in other_than]))
@@ -194,10 +195,10 @@ def of_family(
 def _source_ranges(
     service: Service, load_balancer_ips: tuple[Address, ...], node: NodeView
 ) -> tuple[Cidr, ...]:
-    """Whom the load balancer IPs serve: () for everybody.
+    """Return the sources that may use the load balancer IPs; () admits all.
 
-    A range that covers the node lets the node in under the load balancer IP too:
-    where that address is local, it is the source of the node's own connections.
+    A range that covers the node also admits the load balancer IP as a source: if that
+    address is local, the node's own connections come from it.
     """
     if not service.source_ranges or not load_balancer_ips:
         return ()
@@ -212,7 +213,7 @@ def _source_ranges(
 def serving_destinations(
     port: PortSpec, slices: Mapping[str, EndpointSlice] | None
 ) -> frozenset[Destination]:
-    """Every serving endpoint of one service port, whatever the policies: where its UDP flows may go."""
+    """Return every serving endpoint of one service port regardless of policies: valid UDP destinations."""
     return frozenset(where for where, endpoint in _endpoints_of(port, slices) if endpoint.serving)
 
 

@@ -1,22 +1,21 @@
-"""Which tracked UDP flows lead nowhere since Services or endpoints changed.
+"""Tracked UDP flows that changes of Services or endpoints have made stale.
 
-The kernel decides about NAT on a flow's first packet only. A UDP client that keeps
-sending stays with an endpoint that has left, or with no endpoint at all if it began
-before the Service did, until its flow is deleted; the next packet then begins a new
-one. Connections of TCP and SCTP end by themselves.
+The kernel decides about NAT on a flow's first packet only. A UDP client that keeps sending reaches a deleted
+endpoint, or none at all if it started before the Service existed, until its flow is deleted; the next packet
+then starts a new one. Connections of TCP and SCTP end by themselves.
 
 As kube-proxy 1.36 (pkg/proxy/conntrack/cleanup.go): a flow to a frontend is stale
 unless a serving endpoint answers it, and policies, hints and termination do not
-matter, for a change of those must not cut flows that work. Unlike there
+matter, because changing them must not cut working flows. Unlike there
 
-- only frontends whose flows may have become stale are looked at;
+- only frontends whose flows may have become stale are examined;
 - a node port means the addresses that serve node ports, not every destination;
 - a changed Service counts like a changed endpoint;
-- a mode that relays in its own process answers flows itself, and knows of endpoints that go;
-- without any serving endpoint, and when a frontend goes away, flows that were sent to an
+- a mode that relays in its own process answers flows itself, and handles deleted endpoints;
+- without any serving endpoint, and when a frontend is deleted, flows that were sent to an
   endpoint are stale too. kube-proxy left them, as later flows are rejected anyway; but
   clients that never pause never make a later flow (kubernetes issue 139628; changed in
-  its pull requests 139629 and 141371). Flows that nobody translated are left alone then:
+  its pull requests 139629 and 141371). Untranslated flows are kept in that case:
   nothing here could serve them better.
 """
 
@@ -35,15 +34,15 @@ Socket = tuple[Address, int]
 
 @dataclass(frozen=True, slots=True)
 class StaleFlows:
-    """The stale ones among the UDP flows of one family; false in a condition if there can't be any."""
+    """The condition for UDP flows of one family to be stale; falsy if none can be."""
 
     frontends: frozenset[Frontend]
-    """What was asked about."""
+    """The examined frontends."""
     vips: Mapping[Socket, frozenset[Destination]]
-    """Who may answer, by ClusterIP, external IP or load balancer IP, and port. Nobody: the frontend is
-    gone, or its Service has no serving endpoint."""
+    """Valid answering endpoints by VIP and port. Empty: the frontend was deleted, or its Service has no
+    serving endpoint."""
     node_ports: Mapping[int, frozenset[Destination]]
-    """The same by node port."""
+    """Valid answering endpoints by node port."""
     node_port_addresses: frozenset[Address]
 
     def __bool__(self) -> bool:
@@ -55,10 +54,10 @@ class StaleFlows:
         return frozenset(frontend.port for frontend in self.frontends)
 
     def is_stale(self, destination: Socket, answered_by: Socket) -> bool:
-        """Whether the flow from some client to *destination* must go.
+        """Return whether a flow to *destination* must be deleted.
 
-        *answered_by* is the source of its answers: an endpoint, or *destination* itself if
-        nobody translated the flow.
+        *answered_by* is the source of its replies: an endpoint, or *destination* itself if
+        the flow is not translated.
         """
         serving = self.vips.get(destination)
         if serving is None and destination[0] in self.node_port_addresses:
@@ -69,8 +68,8 @@ class StaleFlows:
 
 
 def relay(family: Family, port: int) -> Destination:
-    """What stands for a port of this node, at whichever of its addresses, among those who may answer."""
-    return Destination(Address(bytes(family.size)), port)
+    """Return the answering endpoint that stands for *port* at any address of this node."""
+    return Destination(family.unspecified, port)
 
 
 def _at_any_address(socket: Socket) -> Socket:
@@ -79,18 +78,18 @@ def _at_any_address(socket: Socket) -> Socket:
 
 
 class _UdpPort(NamedTuple):
-    """What decides about the flows of one UDP service port."""
+    """The frontends of one UDP service port, and the endpoints that may answer."""
 
     frontends: frozenset[Frontend] = frozenset()
     serving: frozenset[Destination] = frozenset()
 
 
 class StaleFlowTracker:
-    """Knows which frontends of one family have flows to look at. No I/O, not thread-safe.
+    """Tracks the frontends of one family whose flows may be stale. No I/O, not thread-safe.
 
-    Tell it what the kernel was brought to, `take` what is due and delete that; if
-    deleting fails, `give_back`. Nothing is due after changes that leave every flow right, such
-    as one more endpoint. A new one takes every frontend for one to look at.
+    `put` what the kernel holds, `take` the stale flows and delete them; if that fails,
+    `give_back`. Changes that leave every flow valid, such as an additional endpoint, make
+    nothing due. A new tracker treats every frontend as possibly stale.
     """
 
     def __init__(self) -> None:
@@ -100,11 +99,11 @@ class StaleFlowTracker:
         self._node_port_addresses: frozenset[Address] = frozenset()
 
     def put(self, key: ServicePortKey, plan: ServicePlan | None, serving: frozenset[Destination]) -> None:
-        """The kernel now holds *plan* for *key*; None: nothing. Protocols other than UDP are ignored.
+        """Record that the kernel now holds *plan* for *key*; None: nothing. Ignores protocols other than UDP.
 
-        *serving* are the endpoints named by `serving_destinations`, and what stands for a `relay`. They can
-        change while the plan does not. Endpoints that the plan uses although they do not serve, as
-        publishNotReadyAddresses has it, keep their flows too.
+        *serving* are the endpoints of `serving_destinations`, and those that stand for a `relay`. They can
+        change while the plan does not. Endpoints that the plan uses although they do not serve
+        (publishNotReadyAddresses) keep their flows, too.
         """
         if key.protocol is not Protocol.UDP:
             return
@@ -126,10 +125,10 @@ class StaleFlowTracker:
             self._due |= after.frontends
 
     def take(self, node_port_addresses: frozenset[Address]) -> StaleFlows:
-        """What is due. *node_port_addresses* are all that serve node ports now.
+        """Return the condition for flows that are due. *node_port_addresses* serve node ports now.
 
-        Where any local address serves node ports, those are all addresses of the node. One that was not
-        there at the last call may have older flows to node ports.
+        These are all addresses of the node if any local address serves node ports. An address that is new
+        since the last call may have older flows to node ports.
         """
         if node_port_addresses - self._node_port_addresses:
             self._due.update(frontend for frontend in self._owners if frontend.address is None)
@@ -143,7 +142,7 @@ class StaleFlowTracker:
             else:
                 vips[frontend.address, frontend.port] = self._serving(frontend)
         if node_ports:
-            # A VIP that is an address of the node goes before a node port of the same number.
+            # A VIP that is an address of the node takes precedence over a node port of the same number.
             for frontend in self._owners:
                 address, _, port = frontend
                 if address is not None and port in node_ports and address in node_port_addresses:
@@ -151,11 +150,11 @@ class StaleFlowTracker:
         return StaleFlows(due, vips, node_ports, node_port_addresses)
 
     def give_back(self, stale: StaleFlows) -> None:
-        """What `take` returned could not be deleted: it is due again, to be judged by what holds then."""
+        """Make *stale*, which could not be deleted, due again. It is judged by the state at that time."""
         self._due |= stale.frontends
 
     def _serving(self, frontend: Frontend) -> frozenset[Destination]:
-        """Who may answer flows to *frontend*."""
+        """Return the endpoints that may answer flows to *frontend*."""
         owner = self._owners.get(frontend)
         if owner is None and frontend.address in self._node_port_addresses:
             owner = self._owners.get(frontend._replace(address=None))

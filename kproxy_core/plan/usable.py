@@ -1,4 +1,4 @@
-"""Which endpoints count: readiness, topology hints and traffic policies.
+"""The choice of usable endpoints by readiness, topology hints and traffic policies.
 
 kube-proxy 1.36, pkg/proxy/topology.go; KEP-1669 (terminating endpoints),
 KEP-2433 (topology hints), KEP-3015 (same-node hints).
@@ -15,7 +15,7 @@ Candidates = Sequence[tuple[Destination, Endpoint]]
 
 
 class Usable(NamedTuple):
-    """The outcome for one service port; see the fields of ServicePlan."""
+    """The result for one service port; see the fields of ServicePlan."""
 
     cluster: tuple[Destination, ...] = ()
     local: tuple[Destination, ...] = ()
@@ -29,11 +29,11 @@ _NONE = Usable()
 def categorize(
     candidates: Candidates, node: NodeView, *, use_cluster: bool, use_local: bool
 ) -> Usable:
-    """Choose among the endpoints of one service port.
+    """Choose the usable endpoints of one service port.
 
-    *use_cluster*: some traffic may go anywhere. *use_local*: some policy is Local.
-    Falling back to endpoints that terminate but still serve is decided for both
-    lists separately, and hints never apply to it.
+    *use_cluster*: some traffic may use endpoints on any node. *use_local*: some policy is
+    Local. The fallback to terminating endpoints that still serve is decided for each of
+    the two lists separately, and hints never apply to it.
     """
     if not candidates:
         return _NONE
@@ -45,7 +45,7 @@ def categorize(
     local: Candidates = ()
     any_usable = False
     if use_cluster:
-        # Without ready endpoints the ones that terminate step in, a ready one never being among them.
+        # Terminating endpoints replace missing ready ones; none of them is ready itself.
         cluster = _near(ready, node) or fallback
         any_usable = bool(cluster)
     if use_local:
@@ -61,19 +61,19 @@ def categorize(
 
 
 def on_node(candidates: Candidates, node: NodeView) -> Candidates:
-    """Those of *candidates* that are on *node*; none if it does not know its name."""
+    """Return the *candidates* on *node*; none if its name is unknown."""
     name = node.name
     return [item for item in candidates if item[1].node == name] if name else ()
 
 
 def _near(ready: list[tuple[Destination, Endpoint]], node: NodeView) -> Candidates:
-    """The ready endpoints that hints leave for this node.
+    """Return the ready endpoints that hints assign to this node.
 
     Hints count only if every ready endpoint has them and one names this node, or its zone.
     """
     if not ready:
         return ready
-    first = ready[0][1]  # mostly without hints, which settles it
+    first = ready[0][1]  # usually has no hints, so that no other endpoint needs to be checked
     if first.node_hints and all(endpoint.node_hints for _, endpoint in ready):
         near = [item for item in ready if node.name in item[1].node_hints]
         if near:

@@ -105,7 +105,7 @@ def test_a_conflict_is_reported_once_as_long_as_it_lasts() -> None:
     want(claims, service("a", ip="10.96.0.1", created=OLD))
     want(claims, service("b", ip="10.96.0.1", created=NEW))
     assert [str(c) for c in claims.take_conflicts()] == [
-        "default/b goes without 10.96.0.1:80/TCP: it belongs to default/a"
+        "default/b is not served on 10.96.0.1:80/TCP: it belongs to default/a"
     ]
     want(claims, service("b", ip="10.96.0.1", created=NEW, affinity=10))
     assert claims.take_conflicts() == []

@@ -105,7 +105,7 @@ def test_what_can_not_be_rendered_is_said(manifests: Path) -> None:
     done = kproxy("render", "--mode=nftables", f"--manifests={manifests}", "--family=ipv4")
     assert done.returncode == 0
     assert "Service shop/bad: spec.ports[0].port" in done.stderr
-    assert "shop/web goes without 10.96.0.10:80/TCP: it belongs to shop/twin" in done.stderr
+    assert "shop/web is not served on 10.96.0.10:80/TCP: it belongs to shop/twin" in done.stderr
 
 
 # The process

@@ -66,7 +66,7 @@ def test_a_mode_that_is_kept_out_is_not_listed_chosen_or_loaded(here: Path) -> N
     assert "one" not in registry.modes
     assert "one" not in {description.mode for description in registry.load_all()}
     assert conclude(Configuration(Flags({}), None), registry, SETTINGS.families) == "two"
-    with pytest.raises(UnknownMode, match=r"mode 'one' is kept out by -p no:one; others: .*two"):
+    with pytest.raises(UnknownMode, match=r"mode 'one' is blocked by -p no:one; others: .*two"):
         registry.make_backend("one", SETTINGS)
 
 
@@ -112,7 +112,7 @@ def test_a_module_without_a_mode_observes_and_order_is_as_it_says(here: Path) ->
         (plugin("one"), "mode 'one' is provided by another plugin"),
         (plugin("new", contract="(9, 0)"), "it was written for contract 9.0"),
         (plugin("new").replace("def kproxy_cleanup", "def x"), "it has a hook x, which"),
-        ("nothing = 1", "it has no hook of kproxy's"),
+        ("nothing = 1", "it has none of kproxy's hooks"),
         ("raise RuntimeError('broken')", "RuntimeError: broken"),
         ("import no_such_module_anywhere", "No module named 'no_such_module_anywhere'"),
     ],
@@ -149,7 +149,7 @@ def test_the_command_line_and_the_file_say_it(here: Path) -> None:
         "mode: one\nkproxy: {plugins: ['no:one', 'no:two']}\n"
     )
     render = ("render", "--config", str(file), "--manifests", str(here))
-    assert "kept out by -p no:one" in kproxy(*render, path=here).stderr
+    assert "blocked by -p no:one" in kproxy(*render, path=here).stderr
     assert kproxy(*render, "-p", "one", path=here).returncode == 0
 
 
