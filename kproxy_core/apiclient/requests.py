@@ -19,7 +19,8 @@ SILENCE = 60.0
 """Seconds without a byte after which an answer is given up."""
 
 ALLOWANCE = 60.0
-"""Seconds that a page of a list may take, besides those for its size (`wire.SLOWEST`)."""
+"""Seconds that a page of a list, or a watch's initial events, may take besides those for the size
+(`wire.SLOWEST`)."""
 
 MAX_PAGE = 32 << 20
 """Limit in bytes for one page of a list, decompressed."""
@@ -106,7 +107,7 @@ class ApiRequests:
         waited, code = self._wait_for_turn(), "<error>"
         started = self._clock()
         try:
-            response = self._transport.get(target, SILENCE)
+            response = self._transport.get(target, SILENCE, allowance=ALLOWANCE)
             code = str(response.status)
         finally:
             self._observe(ApiRequest(self._access.authority, code, waited, self._clock() - started, None))
@@ -115,7 +116,7 @@ class ApiRequests:
         return response
 
     def allow_silence(self, seconds: float) -> None:
-        """Let the watch be silent for *seconds* from now on."""
+        """Let the watch last as long as it is not silent for *seconds*."""
         self._transport.allow_silence(seconds)
 
     def disconnect(self) -> None:

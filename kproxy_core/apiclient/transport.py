@@ -141,8 +141,8 @@ class Transport:
         return self._wire.has_more()
 
     def allow_silence(self, seconds: float) -> None:
-        """Let the answer be silent for *seconds* from now on."""
-        self._wire.silence = seconds
+        """Let the answer last as long as it is not silent for *seconds*."""
+        self._wire.start_answer(seconds)
 
     def close(self) -> None:
         """Close the connection; the next request makes a new one."""

@@ -3,6 +3,7 @@
 import gzip
 import logging
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -332,6 +333,39 @@ def test_a_page_that_is_too_large_is_logged_and_asked_for_in_smaller_pages(
     assert queries(server, "limit")[:3] == [None, "500", "62"]
     problem, = (record.fields["problem"] for record in caplog.records)  # type: ignore[attr-defined]
     assert problem == "an answer of more than 1000 bytes"
+
+
+def test_a_dripping_watch_list_is_followed_by_a_list(
+    follow: ScriptedRun, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(requests, "ALLOWANCE", 0.3)
+    pause = threading.Event()
+
+    def drip(exchange: Exchange) -> None:
+        exchange.begin_watch()
+        while not pause.wait(0.02):
+            exchange.chunk(b" ")
+
+    server, observed = follow(drip, listed(service("a"), version=10))
+    observed.wait_for(lambda o: "services" in o.complete)
+    assert observed.names == {"a"}
+    assert queries(server, "watch")[:2] == ["1", None]
+
+
+def test_a_watch_may_last_longer_than_a_list(follow: ScriptedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "ALLOWANCE", 0.2)
+    pause = threading.Event()
+
+    def slow(exchange: Exchange) -> None:
+        exchange.begin_watch()
+        exchange.chunk(b"".join(map(line, present("a"))))
+        pause.wait(0.5)
+        exchange.chunk(line(event("ADDED", service("b"), 11)))
+        exchange.until_closed()
+
+    server, observed = follow(slow)
+    observed.wait_for(lambda o: o.names == {"a", "b"})
+    assert len(server.asked("services")) == 1
 
 
 def test_an_endless_list_ends(follow: ScriptedRun, monkeypatch: pytest.MonkeyPatch) -> None:
