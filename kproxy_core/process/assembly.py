@@ -19,6 +19,7 @@ from kproxy_core.config.flags import Flags
 from kproxy_core.config.settings import BindAddress, Config
 from kproxy_core.config.write import effective, effective_flags
 from kproxy_core.host import privileges
+from kproxy_core.host.cpu import cpu_seconds
 from kproxy_core.host.netlink.addresses import AddressWatch
 from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServiceName
@@ -225,6 +226,7 @@ class _Proxy:
             self._observers(),
             pacing=lambda: pacing(self._config),
             clock=time.monotonic,
+            cpu=cpu_seconds,
             all_synced=self._all_synced,
         )
 

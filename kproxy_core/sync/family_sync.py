@@ -25,9 +25,9 @@ class FamilySync:
 
     def __init__(
         self, plans: FamilyPlans, instance: BackendInstance, pacing: Pacing,
-        observers: Sequence[SyncObserver], clock: Callable[[], float],
+        observers: Sequence[SyncObserver], clock: Callable[[], float], cpu: Callable[[], float],
     ) -> None:
-        """*clock*: monotonic seconds."""
+        """*clock*: monotonic seconds. *cpu*: CPU seconds of the loop's thread and its children."""
         self.plans = plans
         self.instance = instance
         self.family = plans.family
@@ -36,6 +36,8 @@ class FamilySync:
         self._pacing = pacing
         self._observers = observers
         self._clock = clock
+        self._cpu = cpu
+        self._cpu_before = 0.0
         self._trigger_times: list[float] = []
         self._failures = 0
         self._damage = ""
@@ -85,7 +87,7 @@ class FamilySync:
             self._sync(scope)
 
     def _sync(self, scope: Scope) -> None:
-        started = self._clock()
+        started, self._cpu_before = self._clock(), self._cpu()
         for observer in self._observers:
             observer.sync_started(self.family, retry=bool(self._failures or self.plans.unserved))
         for conflict in self.plans.plan():
@@ -116,7 +118,8 @@ class FamilySync:
             problem = self._log_unserved(report)
             steps = self.plans.acknowledge(report.unserved)
             self.is_synced = True
-        self._pacing.ran(started, ended, scope, True, unserved=bool(self.plans.unserved))
+        self._pacing.ran(
+            started, ended, scope, True, cost=self._cost(), unserved=bool(self.plans.unserved))
         trigger_times, self._trigger_times = self._trigger_times, []
         synced = Synced(
             plans=self.plans, instance=self.instance, scope=scope, seconds=ended - started, report=report,
@@ -132,7 +135,7 @@ class FamilySync:
         expected = isinstance(error, SyncFailed)
         self._failures += 1
         del self._trigger_times[:-_REMEMBERED_TRIGGERS]
-        self._pacing.ran(started, ended, scope, False)
+        self._pacing.ran(started, ended, scope, False, cost=self._cost())
         if scope is Scope.CHANGED:
             if isinstance(error, TrustLost) or not expected:
                 self._pacing.request_repair()
@@ -149,6 +152,10 @@ class FamilySync:
             }},
             exc_info=None if expected else error,
         )
+
+    def _cost(self) -> float:
+        """Return the CPU seconds of the sync so far. A busy machine makes it longer, but not costlier."""
+        return self._cpu() - self._cpu_before
 
     def _log_unserved(self, report: SyncReport) -> str:
         """Return the service ports that are not served, for people. Log when they change."""

@@ -44,9 +44,11 @@ class Loop:
         *,
         pacing: Callable[[], Pacing],
         clock: Callable[[], float],
+        cpu: Callable[[], float],
         all_synced: Callable[[], None] = lambda: None,
     ) -> None:
-        """*pacing* is called for each of *families*. *clock*: monotonic seconds.
+        """*pacing* is called for each of *families*. *clock*: monotonic seconds. *cpu*: CPU
+        seconds of the calling thread and its children.
 
         *all_synced* is called once, when every family has synced.
         """
@@ -56,7 +58,7 @@ class Loop:
         self._observers = observers
         self._clock = clock
         self._syncs = {
-            family: FamilySync(FamilyPlans(family, store), instance, pacing(), observers, clock)
+            family: FamilySync(FamilyPlans(family, store), instance, pacing(), observers, clock, cpu)
             for family in families
         }
         self._all_synced = all_synced

@@ -7,7 +7,7 @@ from kproxy_core.timing.backoff import Backoff
 from kproxy_core.timing.token_bucket import TokenBucket
 
 _REST_SHARE = 4
-"""Rest this many times as long as a run took: runs cost at most a fifth of one CPU."""
+"""Rest this many times the CPU time of a run: runs cost at most a fifth of one CPU."""
 
 _SHORTEST_REPAIR_REST = 0.02
 """Seconds."""
@@ -16,9 +16,9 @@ _SHORTEST_REPAIR_REST = 0.02
 class Pacing:
     """Bounds how often one family is synced, without delaying a lone change.
 
-    Without a *min_interval* runs are paced by their cost: after a partial run the next may start once four
-    times as long has passed as that run took. A full run delays no change, because a change costs less. With
-    a *min_interval* a run takes a token; there are *burst* of them, and one is added every *min_interval*
+    Without a *min_interval* runs are paced by their cost in CPU time: after a partial run the next may start
+    once four times as long has passed. A full run delays no change, because a change costs less. With a
+    *min_interval* a run takes a token; there are *burst* of them, and one is added every *min_interval*
     seconds while nothing runs (kube-proxy's bounded-frequency runner).
 
     A failed run is repeated after a delay that doubles from *retry_start* to *retry_cap*. A request in the
@@ -26,8 +26,8 @@ class Pacing:
     may fix it. A successful run that left service ports unserved is repeated after the same delays, but
     holds up no other change. A full run is due *full_period* after the last successful one.
 
-    A repair is a full run that ignores all of these limits. It rests four times as long as the last full run
-    took, so that a tool flushing our rules in a loop costs at most a fifth of one CPU.
+    A repair is a full run that ignores all of these limits. It rests four times the cost of the last full
+    run, so that a tool flushing our rules in a loop costs at most a fifth of one CPU.
 
     All times are the caller's clock, monotonic, in seconds.
     """
@@ -102,12 +102,14 @@ class Pacing:
             times += [max(at, self._earliest()) for at in (self._full_at, self._again_at) if at is not None]
         return max(now, min(times)) if times else None
 
-    def ran(self, started: float, ended: float, scope: Scope, ok: bool, *, unserved: bool = False) -> None:
-        """Record a run from *started* to *ended*.
+    def ran(
+        self, started: float, ended: float, scope: Scope, ok: bool, *, cost: float, unserved: bool = False,
+    ) -> None:
+        """Record a run from *started* to *ended* that took *cost* seconds of CPU time.
 
         If *ok*, it settles all requests up to *started*; a request for RESYNC only if the run was one.
         """
-        rest = _REST_SHARE * (ended - started)
+        rest = _REST_SHARE * cost
         self._ended_at = ended
         self._tokens.charge(started, ended)
         if scope is Scope.RESYNC:

@@ -180,7 +180,7 @@ class Rig:
             families, self.store, facts, instance, observers,
             pacing=lambda: Pacing(
                 min_interval=min_interval, retry_cap=30.0, full_period=full_period, shortest_rest=0.0),
-            clock=self.clock, all_synced=all_synced,
+            clock=self.clock, cpu=self.clock, all_synced=all_synced,
         )
 
     def start(self, *events: Event) -> list[Update]:

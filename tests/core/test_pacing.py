@@ -42,7 +42,7 @@ class Loop:
             if scope is not None:
                 self.runs.append((round(self.now - 1000, 6), scope))
                 started, self.now = self.now, self.now + self.takes
-                self.pacing.ran(started, self.now, scope, self.ok)
+                self.pacing.ran(started, self.now, scope, self.ok, cost=self.takes)
                 continue
             wakeup = self.pacing.next_wakeup(self.now)
             if wakeup is None or wakeup > 1000 + end:
@@ -126,6 +126,13 @@ def test_without_an_interval_the_first_change_after_quiet_runs_at_once() -> None
     assert loop.until(20) == [(10, CHANGED)]
     loop.request()
     assert loop.until(30) == [(20, CHANGED)]
+
+
+def test_a_run_that_waited_for_a_cpu_is_not_followed_by_a_longer_rest() -> None:
+    loop = started(Loop(min_interval=0.0))
+    loop.pacing.ran(1010.0, 1012.0, CHANGED, True, cost=0.01)
+    loop.pacing.request(1012.0)
+    assert loop.pacing.next_wakeup(1012.0) == pytest.approx(1012.04)
 
 
 def test_without_an_interval_a_full_run_delays_no_change() -> None:
@@ -249,7 +256,7 @@ def test_a_full_request_is_not_settled_by_a_partial_run() -> None:
     loop.request(CHANGED)
     assert loop.pacing.due(loop.now) is CHANGED
     loop.request(RESYNC)
-    loop.pacing.ran(loop.now, loop.now, CHANGED, True)
+    loop.pacing.ran(loop.now, loop.now, CHANGED, True, cost=0.0)
     assert loop.until(20) == [(10, RESYNC)]
 
 
@@ -258,7 +265,7 @@ def test_a_request_during_a_run_is_run_after_it() -> None:
     loop.request()
     loop.now += 1
     loop.request()
-    loop.pacing.ran(loop.now - 0.5, loop.now + 1, CHANGED, True)
+    loop.pacing.ran(loop.now - 0.5, loop.now + 1, CHANGED, True, cost=0.0)
     loop.now += 1
     assert loop.until(20) == [(12, CHANGED)]
 
@@ -291,14 +298,14 @@ def test_no_request_is_forgotten_and_the_rate_is_kept(
 def test_unserved_service_ports_are_retried_and_delay_no_change() -> None:
     pacing = started(Loop()).pacing
     pacing.request(1010.0)
-    pacing.ran(1010.0, 1010.0, CHANGED, True, unserved=True)
+    pacing.ran(1010.0, 1010.0, CHANGED, True, cost=0.0, unserved=True)
     assert pacing.next_wakeup(1010.0) == pytest.approx(1010.1)
     assert (pacing.due(1010.0), pacing.due(1010.1)) == (None, CHANGED)
     pacing.request(1010.05)
     assert pacing.due(1010.05) is CHANGED
-    pacing.ran(1010.1, 1010.1, CHANGED, True, unserved=True)
-    pacing.ran(1020.0, 1020.0, RESYNC, True, unserved=True)
+    pacing.ran(1010.1, 1010.1, CHANGED, True, cost=0.0, unserved=True)
+    pacing.ran(1020.0, 1020.0, RESYNC, True, cost=0.0, unserved=True)
     assert pacing.next_wakeup(1020.0) == pytest.approx(1020.4), "a change is enough"
     assert pacing.due(1020.4) is CHANGED
-    pacing.ran(1020.4, 1020.4, CHANGED, True)
+    pacing.ran(1020.4, 1020.4, CHANGED, True, cost=0.0)
     assert pacing.next_wakeup(1020.4) == 1020.0 + 3600.0
