@@ -38,6 +38,8 @@ class Access:
     """Every file read for this, and its stamp then."""
     expires: float | None = None
     """Expiry of the credentials in seconds since the epoch; None: unknown."""
+    generated: bool = False
+    """The credentials are from a plugin or provider, which may return others at any time."""
 
     @property
     def authority(self) -> str:
@@ -82,7 +84,7 @@ def load_access(master: str | None, kubeconfig: str | None) -> Access:
         return Access(
             server=url, tls=_tls(loaded) if _is_secure(url) else None, server_name=loaded.server_name,
             headers=tuple(loaded.headers), proxy=_checked_proxy(loaded.proxy), compression=loaded.compression,
-            files=tuple(loaded.files), expires=loaded.expires)
+            files=tuple(loaded.files), expires=loaded.expires, generated=loaded.generated)
     except (NotLoaded, OSError) as error:
         raise AccessError(f"{option}: {error}") from error
 
@@ -177,12 +179,12 @@ class CurrentAccess:
         self.now = load_access(master, kubeconfig)
 
     def renew(self, refused: Access) -> None:
-        """Load the options again, unless another thread did so since it took *refused* from here.
+        """Load the options again if that may give other credentials than *refused*, taken from here.
 
         Raises AccessError, having changed nothing.
         """
         with self._lock:
-            if self.now is refused:
+            if self.now is refused and (refused.generated or refused.is_outdated(self._wall())):
                 self.now = load_access(*self._options)
 
     def keep_up(self) -> None:

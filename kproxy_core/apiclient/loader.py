@@ -99,7 +99,8 @@ def _from_kubeconfig(path: str, master: str) -> Loaded:
             headers=[*_authorization(getattr(loader, "token", "")), *_impersonation(user)],
             proxy=cluster.get("proxy-url") or proxy_of_environment(config.host),
             compression=not cluster.get("disable-compression"), files=files,
-            expires=expiry.timestamp() if expiry else None)
+            expires=expiry.timestamp() if expiry else None,
+            generated=bool(user.get("exec") or user.get("auth-provider")))
 
 
 def _active(config: Any, loader: Any) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -52,6 +52,8 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Every file read, and its stamp from before the reading."""
     expires: float | None = None
     """Expiry of the credentials in seconds since the epoch; None: unknown."""
+    generated: bool = False
+    """The credentials are from a plugin or provider, which may return others at any time."""
     problem: str = ""
     """The reason why nothing else is set."""
 

@@ -186,7 +186,8 @@ def _manager(access: Access) -> PoolManager:
 
         return SOCKSProxyManager(access.proxy, user, password, **options)
     headers = make_headers(proxy_basic_auth=f"{user}:{password or ''}") if user else None
-    return ProxyManager(access.proxy, proxy_headers=headers, **options)
+    # As client-go, which trusts the CA of the cluster for an https proxy too.
+    return ProxyManager(access.proxy, proxy_headers=headers, proxy_ssl_context=access.tls, **options)
 
 
 def _root(error: BaseException) -> BaseException:

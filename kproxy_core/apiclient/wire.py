@@ -181,6 +181,8 @@ class Wire:
         except TimeoutError:
             self._left()
             raise TimeoutError(f"silent for {self._patience:g} s") from None
+        finally:
+            connected.settimeout(self._patience)  # for what urllib3 does next
         self._received += size or 0
         return size
 
@@ -262,7 +264,7 @@ def on_wire(base: type[HTTPConnection], wire: Wire) -> type[HTTPConnection]:
             made = None
             try:
                 super().connect()
-                made = self.sock
+                made = getattr(self.sock, "socket", self.sock)  # TLS to a server within TLS to a proxy
             finally:
                 wire.end_handshake(made)
             wire.is_connecting = False

@@ -185,6 +185,20 @@ def test_a_new_ca_is_trusted_once_the_server_has_it(tmp_path: Path) -> None:
             observed.wait_for(lambda o: o.names == {"a"})
 
 
+def test_unchanged_files_are_not_loaded_again_for_a_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = write_kubeconfig(tmp_path / "config", "https://127.0.0.1:1", CA, {"token": "t"})
+    access = CurrentAccess(None, config)
+    monkeypatch.setattr("kproxy_core.apiclient.access.load_access", None)
+    refused = access.now
+    access.renew(refused)
+    assert access.now is refused
+    replace_file(tmp_path / "config", "changed")
+    with pytest.raises(TypeError):
+        access.renew(refused)
+
+
 # -- credential plugins
 
 def plugin(directory: Path, status: Json) -> Json:

@@ -3,6 +3,7 @@
 import base64
 import logging
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -27,8 +28,11 @@ class TestProxy:
 
     __test__ = False
 
-    def __init__(self, port: int, refusing: bool = False, socks: bool = False) -> None:
+    def __init__(
+        self, port: int, refusing: bool = False, socks: bool = False, tls: ssl.SSLContext | None = None,
+    ) -> None:
         self._socks = socks
+        self._tls = tls
         self.heads: list[str] = []
         """The first request of each connection, without its end."""
         self._to = port
@@ -51,6 +55,8 @@ class TestProxy:
         with suppress(OSError):
             while True:
                 client = self._listener.accept()[0]
+                if self._tls is not None:
+                    client = self._tls.wrap_socket(client, server_side=True)
                 self._sockets.append(client)
                 self._start(self._serve, client)
 
@@ -179,6 +185,18 @@ def test_a_socks_proxy_leads_to_the_server(server: ScriptedServer, tmp_path: Pat
         proxy.close()
     assert proxy.heads == [f"me:s@cret {ELSEWHERE}:{server.port}"] * 4
     assert {request.headers["authorization"] for request in server.requests} == {"Bearer t"}
+
+
+def test_a_proxy_may_be_reached_by_tls(tmp_path: Path) -> None:
+    server = ScriptedServer({}, tls=server_tls())
+    proxy = TestProxy(server.port, tls=server_tls())
+    cluster = CA | {"proxy-url": f"https://127.0.0.1:{proxy.port}", "tls-server-name": "api.test"}
+    try:
+        completes(KubernetesSource(None, write_kubeconfig(tmp_path / "config", hidden(server), cluster), "n"))
+    finally:
+        proxy.close()
+        server.close()
+    check_heads(proxy, server)
 
 
 def test_a_proxy_in_the_environment_leads_to_the_server(
