@@ -1,4 +1,4 @@
-"""What there is to know about this machine before any mode is asked: facts, not judgements."""
+"""Facts about this machine that concern all modes."""
 
 import os
 import platform
@@ -13,14 +13,14 @@ from kproxy_core.model.address import Family
 
 
 class Fact(NamedTuple):
-    """One line."""
+    """One line of the report."""
 
     what: str
     found: str
 
 
 def facts(families: Iterable[Family]) -> Iterator[Fact]:
-    """Of this machine, as this process sees it."""
+    """Yield the facts about this machine, as this process sees it."""
     modules = Modules()
     yield Fact("kernel", f"{platform.system()} {platform.release()} {platform.machine()}")
     yield Fact("IP families", ", ".join(family.label for family in families))
@@ -47,9 +47,9 @@ def _namespaces() -> str:
 
 def _modules(modules: Modules) -> str:
     if modules.fixed:
-        return "none can be loaded: what there is is built in, or there already"
+        return "none can be loaded; only built-in and loaded ones exist"
     if modules.directory_missing:
-        return f"/lib/modules/{modules.release} is not there: which could be loaded can't be told"
+        return f"/lib/modules/{modules.release} does not exist: loadable modules are unknown"
     return f"in /lib/modules/{modules.release}"
 
 

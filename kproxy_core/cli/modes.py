@@ -1,4 +1,4 @@
-"""What ``kproxy modes`` has to say about this machine and each installed backend."""
+"""The report of ``kproxy modes`` about this machine and the installed backends."""
 
 import textwrap
 from dataclasses import dataclass
@@ -51,16 +51,16 @@ class DescribedMode:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that is said."""
+    """The whole report."""
 
     machine: tuple[Fact, ...]
-    """Nothing, unless the modes were probed."""
+    """Empty unless the modes were probed."""
     modes: tuple[DescribedMode, ...]
     serving: str = ""
-    """The mode that a proxy here would serve in, as far as that was found out; "": none."""
+    """The mode that a proxy would serve in here, if probed; "": none."""
 
     def works(self, mode: str) -> bool:
-        """Whether *mode* is usable, as far as that was asked; "": any."""
+        """Return whether *mode* (or "": any mode) is usable. Modes that were not probed count as usable."""
         return any(
             described.detection is None or described.detection.usable
             for described in self.modes
@@ -121,7 +121,7 @@ def _table(report: Report) -> str:
 
 
 def describe(registry: Registry, mode: str) -> Report:
-    """Every mode that can be loaded, the preferred one first, or only *mode*.
+    """Describe every mode that can be loaded, the preferred one first, or only *mode*.
 
     Raises UnknownMode or PluginRefused.
     """
@@ -132,7 +132,8 @@ def describe(registry: Registry, mode: str) -> Report:
 def find_out(
     registry: Registry, mode: str, configuration: Configuration, *, load_modules: bool
 ) -> Report:
-    """As `describe`, with whether each works here. Changes nothing but that *load_modules* may load modules.
+    """Describe and probe modes as in `describe`. Changes nothing, except that *load_modules* may load
+    modules.
 
     Raises UnknownMode, PluginRefused or ConfigError.
     """
@@ -153,7 +154,7 @@ def _look(
     registry: Registry, mode: str, configuration: Configuration, families: tuple[Family, ...],
     load_modules: bool,
 ) -> Detection:
-    """Whether *mode* works for *families*, or else for the primary one, which is enough for it to serve."""
+    """Probe *mode* for all *families*, or else for the primary one, which suffices to serve."""
     config = configuration.of(mode)
     found = _detection(registry, mode, backend_settings(config, families), load_modules)
     others = [family.label for family in families if family is not primary(config)]
@@ -167,7 +168,7 @@ def _look(
 
 
 def _detection(registry: Registry, mode: str, settings: BackendSettings, load_modules: bool) -> Detection:
-    """Asked of a process of its own: a namespace is left only by ending, and a plugin may fail in any way."""
+    """Probe in a child process, which can enter a namespace and crash without harm."""
     try:
         return trial.ask(
             lambda namespace: registry.detect(mode, settings, namespace, load_modules=load_modules))

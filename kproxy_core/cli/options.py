@@ -23,7 +23,7 @@ _SWITCHES = frozenset(flag.name for flag in FLAGS.values() if not flag.metavar)
 
 
 def with_flags(*groups: Sequence[Flag]) -> Callable[[Any], Any]:
-    """Give a command an option for each flag of *groups*; values arrive as text, None: not given."""
+    """Add an option to a command for each flag of *groups*. Values are text; None: not given."""
 
     def add(command: Any) -> Any:
         for flag in reversed([flag for group in groups for flag in group]):
@@ -37,7 +37,7 @@ def with_flags(*groups: Sequence[Flag]) -> Callable[[Any], Any]:
 
 
 class FlagCommand(click.Command):
-    """Takes switches with and without a value, and a value after ``=`` behind a short name."""
+    """A command that accepts switches with and without a value, and ``-v=N``."""
 
     def parse_args(self, context: click.Context, arguments: list[str]) -> list[str]:
         return super().parse_args(context, [_with_value(argument) for argument in arguments])

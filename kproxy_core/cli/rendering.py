@@ -1,4 +1,4 @@
-"""What ``kproxy render`` prints: the rules for a directory of manifests, without touching the kernel."""
+"""``kproxy render``: the rules for a directory of manifests, without touching the kernel."""
 
 import logging
 from collections.abc import Iterator
@@ -21,10 +21,10 @@ log = logging.getLogger("kproxy.run")
 
 
 def render_manifests(config: Config, registry: Registry, families: tuple[Family, ...]) -> Iterator[str]:
-    """The complete rules of each of *families*, as the backend of ``config.mode`` writes them.
+    """Yield the complete rules of each of *families* in the text format of the backend of ``config.mode``.
 
-    The node's addresses are those of its Node object, else this machine's. What can't be
-    used is logged. Raises BackendError, HostError or StartFailed.
+    The node's addresses are those of its Node object, else this machine's. Unusable
+    objects are logged. Raises BackendError, HostError or StartFailed.
     """
     settings = node_settings(config, registry.load(config.mode))
     instance = registry.make_backend(config.mode, backend_settings(config, families))
@@ -44,7 +44,7 @@ def render_manifests(config: Config, registry: Registry, families: tuple[Family,
 
 
 def _read(config: Config, node_name: str, families: tuple[Family, ...]) -> Store:
-    """Everything in the manifests as of now."""
+    """Read all manifests once."""
     source = make_source(config, node_name, ClientMetrics())
     store = make_store(config, families, source)
     delivered: SimpleQueue[list[Event]] = SimpleQueue()

@@ -1,4 +1,4 @@
-"""What the commands share, and the command that runs the proxy."""
+"""``kproxy`` without a command, and functions that several commands share."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What must hold for a configuration beside the types of its fields.
+"""Rules for a configuration beyond the types of its fields.
 
-The rules are kube-proxy 1.36's, pkg/proxy/apis/config/validation; fields that hold addresses are
-judged where they are parsed, in `kproxy_core.config.settings`.
+The rules are kube-proxy 1.36's, pkg/proxy/apis/config/validation. Fields that hold addresses are
+checked where they are parsed, in `kproxy_core.config.settings`.
 """
 
 import re
@@ -19,10 +19,10 @@ class Gate(NamedTuple):
 
     default: bool
     stage: str
-    """``ALPHA``, ``BETA``, or "" once it is for all."""
+    """``ALPHA``, ``BETA``, or "" for general availability."""
     locked: bool = False
     no_effect: str = ""
-    """Why it has none."""
+    """The reason why the gate changes nothing; "" if it does."""
 
 
 FEATURE_GATES = {
@@ -36,11 +36,11 @@ FEATURE_GATES = {
     "NativeHistograms": Gate(False, "ALPHA", no_effect="histograms have buckets"),
     "PreferSameTrafficDistribution": Gate(True, "", locked=True),
 }
-"""The gates that mean something to a service proxy. Others are no mistake: a cluster gives the same
-gates to all its components."""
+"""The gates of a service proxy. Others are no error, because a cluster gives all its components the same
+gates."""
 
 _STAGES = {"AllAlpha": "ALPHA", "AllBeta": "BETA"}
-"""Gates that stand for all of a stage, except those that are named."""
+"""Gates that stand for all gates of a stage that are not named themselves."""
 
 NO_EFFECT = {
     "logging.flushFrequency": "each line is written at once",
@@ -54,10 +54,10 @@ NO_EFFECT = {
     "winkernel": "it is for Windows",
     "windowsRunAsService": "it is for Windows",
 }
-"""The fields that are taken and judged, and change nothing."""
+"""Fields that are accepted and checked, but change nothing, with the reason."""
 
 OUTSIDE_SECTIONS = {"userspace": ("bindAddress", "portRange")}
-"""By mode, the fields that were options of it alone, or mean more there (kube-proxy 1.25)."""
+"""By mode, the fields outside of its section that are options of this mode (kube-proxy 1.25)."""
 
 _ONLY_FOR = {"portRange": "userspace"}
 
@@ -65,14 +65,14 @@ _PREVIOUS_MINOR = "1.35"
 
 
 def gates_in_effect(given: Mapping[str, bool]) -> dict[str, bool]:
-    """Every gate we know, as *given*, else as its whole stage was given, else its default."""
+    """Return the value of every known gate: *given*, else that of its whole stage, else the default."""
     stages = {stage: given[name] for name, stage in _STAGES.items() if name in given}
     return {name: given.get(name, stages.get(gate.stage, gate.default))
             for name, gate in FEATURE_GATES.items()}
 
 
 def notices_about(document: KubeProxyConfiguration) -> Iterator[tuple[str, str]]:
-    """What was said and changes nothing: the path of the field, and why."""
+    """Yield the path of every given field that changes nothing, with the reason."""
     for path, reason in NO_EFFECT.items():
         if field_at(document, path) != field_at(_DEFAULT, path):
             yield path, reason
@@ -91,7 +91,7 @@ _DEFAULT = KubeProxyConfiguration()
 
 
 def problems_of(document: KubeProxyConfiguration) -> Iterator[Problem]:
-    """Everything that is wrong with *document*."""
+    """Yield every problem of *document*."""
     if not re.fullmatch(r"[a-z0-9-]*", document.mode, re.ASCII):
         yield Problem("mode", document.mode, "must be lower case letters, digits and dashes")
     if document.kproxy.mode_fallback not in ("auto", "never"):
@@ -168,7 +168,7 @@ def _logging(logging: Logging, alpha: bool) -> Iterator[Problem]:
 
 
 def field_at(document: msgspec.Struct, path: str) -> Any:
-    """The value at *path*, as the file spells it."""
+    """Return the value at *path*, in the spelling of the file."""
     found: Any = document
     for name in path.split("."):
         found = getattr(found, next(f.name for f in msgspec.structs.fields(found) if f.encode_name == name))

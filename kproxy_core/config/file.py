@@ -16,7 +16,7 @@ KIND = "KubeProxyConfiguration"
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong with the configuration."""
+    """One error in the configuration."""
 
     option: str
     """The flag (``--mode``) or the path of the field (``conntrack.min``)."""
@@ -29,7 +29,7 @@ class Problem(NamedTuple):
 
 
 class ConfigError(Exception):
-    """The configuration can't be used."""
+    """The configuration is invalid."""
 
     def __init__(self, problems: tuple[Problem, ...]) -> None:
         super().__init__("; ".join(map(str, problems)))
@@ -37,7 +37,7 @@ class ConfigError(Exception):
 
 
 class Duration(float):
-    """A length of time in seconds that is read and written as Go does: ``1m30s``, ``50ms``, ``0s``."""
+    """A duration in seconds, read and written in Go's format: ``1m30s``, ``50ms``, ``0s``."""
 
     __slots__ = ()
 
@@ -75,11 +75,11 @@ class Duration(float):
 
 
 class DefaultDuration(Duration):
-    """A default that is told apart from the same duration in a file or flag."""
+    """A default, distinguishable from the same duration in a file or flag."""
 
 
 class NumberOrDuration(Duration):
-    """A duration that a file may also have as a number of nanoseconds; kubeadm writes 0 so."""
+    """A duration that a file may also give as a number of nanoseconds, as kubeadm does for 0."""
 
     __slots__ = ()
 
@@ -101,11 +101,11 @@ Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     ZERO_IS_DEFAULT: ClassVar[frozenset[str]] = frozenset()
-    """Fields in which 0 or "" means the default, not zero."""
+    """Fields in which 0 or "" means the default."""
 
 
 class ClientConnection(_Section, frozen=True, kw_only=True, rename="camel"):
-    """How to talk to the API server; qps in requests per second."""
+    """The connection to the API server; qps in requests per second."""
 
     ZERO_IS_DEFAULT = frozenset({"content_type", "qps", "burst"})
     kubeconfig: str = ""
@@ -137,7 +137,7 @@ class VModule(_Section, frozen=True, kw_only=True, rename="camel"):
 
 
 class Logging(_Section, frozen=True, kw_only=True, rename="camel"):
-    """What is logged, and how."""
+    """Log format and verbosity."""
 
     ZERO_IS_DEFAULT = frozenset({"format", "flush_frequency"})
     format: str = "text"
@@ -160,14 +160,14 @@ class Conntrack(_Section, frozen=True, kw_only=True, rename="camel"):
 
 
 class DetectLocal(_Section, frozen=True, kw_only=True, rename="camel"):
-    """How local traffic is recognised, where detectLocalMode needs a name."""
+    """The interface names that some values of detectLocalMode need."""
 
     bridge_interface: str = ""
     interface_name_prefix: str = ""
 
 
 class ModeSection(_Section, frozen=True, kw_only=True, rename="camel"):
-    """What one mode has for itself."""
+    """The section of one mode."""
 
     ZERO_IS_DEFAULT = frozenset({"sync_period", "min_sync_period"})
     sync_period: Duration = Duration(30)
@@ -175,7 +175,7 @@ class ModeSection(_Section, frozen=True, kw_only=True, rename="camel"):
 
 
 class Iptables(ModeSection, frozen=True, kw_only=True, rename="camel"):
-    """Also where modes look that have no such field of their own."""
+    """Also used by modes without a section of their own."""
 
     masquerade_bit: Int32 = 14
     masquerade_all: bool = False
@@ -198,7 +198,7 @@ class Nftables(ModeSection, frozen=True, kw_only=True, rename="camel"):
 
 
 class Winkernel(_Section, frozen=True, kw_only=True, rename="camel"):
-    """What kube-proxy has for Windows."""
+    """kube-proxy's section for Windows."""
 
     enable_dsr: bool = msgspec.field(default=False, name="enableDSR")
     forward_health_check_vip: bool = False
@@ -208,28 +208,28 @@ class Winkernel(_Section, frozen=True, kw_only=True, rename="camel"):
 
 
 class Kproxy(_Section, frozen=True, kw_only=True, rename="camel"):
-    """What kube-proxy does not have."""
+    """The section that kube-proxy does not have."""
 
     manifests: str = ""
     """Directory to read objects from; "": an API server."""
     state_directory: str = "/run/kproxy"
-    """What must be known after a restart of the process, and not after a reboot."""
+    """Directory of state that must outlive the process, but not a reboot."""
     mode_fallback: str = "auto"
-    """``auto``: where the machine lacks what the mode needs, another may serve; ``never``: none may."""
+    """``auto``: another mode may serve if this machine lacks what the mode needs; ``never``: none may."""
     live_mode_switch: bool = False
     """Follow a changed `mode` in this file without a restart."""
     plugins: tuple[str, ...] = ()
-    """Plugins to load, by name or module, and ``no:NAME`` for those to keep out."""
+    """Plugins to load, by name or module, and ``no:NAME`` for those to block."""
     backend_options: dict[str, dict[str, Any]] = {}
-    """For backends that have no section among kube-proxy's, by mode."""
+    """Options of backends without a section in kube-proxy's format, by mode."""
 
 
 _SECTIONS = {"ebpf": "nftables"}
-"""Modes without a section of their own that go by the one of the mode that they stand on."""
+"""Modes without a section of their own, with the mode whose section they use."""
 
 
 class KubeProxyConfiguration(_Section, frozen=True, kw_only=True, rename="camel"):
-    """The whole file. "" for an address or a mode means: not said."""
+    """The whole file. An address or mode of "" is not set."""
 
     ZERO_IS_DEFAULT = frozenset({"bind_address", "config_sync_period"})
     feature_gates: dict[str, bool] = {}
@@ -259,7 +259,7 @@ class KubeProxyConfiguration(_Section, frozen=True, kw_only=True, rename="camel"
     kproxy: Kproxy = Kproxy()
 
     def section_of(self, mode: str) -> tuple[str, ModeSection]:
-        """Name and content of the section that *mode* goes by: its own, its base's, or else iptables."""
+        """Return name and content of the section of *mode*: its own, its base's, or else iptables."""
         name = _SECTIONS.get(mode, mode)
         section = getattr(self, name, None) if name.isidentifier() else None
         return (name, section) if isinstance(section, ModeSection) else ("iptables", self.iptables)
@@ -271,10 +271,10 @@ class FileConfig:
 
     document: KubeProxyConfiguration
     notices: tuple[str, ...] = ()
-    """What its author should know: fields that don't exist or are there twice."""
+    """Warnings for its author: unknown and duplicate fields."""
     path: str = field(default="", compare=False)
     content: bytes = field(default=b"", compare=False)
-    """What stood in it."""
+    """The bytes of the file."""
 
 
 def load(path: str) -> FileConfig:
@@ -308,8 +308,8 @@ def decode(text: str) -> FileConfig:
 
 
 def _unknown_field(path: str, name: object, kind: type[msgspec.Struct]) -> str:
-    """The notice about field *name* at *path*, which *kind* does not have."""
-    import difflib  # not needed for a file without mistakes
+    """Return the notice about the unknown field *name* of *kind* at *path*."""
+    import difflib  # needed only for a file with mistakes
 
     known = [f.encode_name for f in msgspec.structs.fields(kind)]
     nearest = difflib.get_close_matches(str(name), known, n=1)
@@ -321,14 +321,14 @@ _S = TypeVar("_S", bound=_Section)
 
 
 class _Found:
-    """What decoding one file came across."""
+    """Decodes one file, and collects notices and problems."""
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
         self.notices: list[str] = []
 
     def section(self, kind: type[_S], raw: Mapping[object, object], path: str) -> _S:
-        """The section *raw* at *path* (ending in a dot), with whatever of it is right."""
+        """Return the section *raw* at *path* (ending in a dot), with all its valid fields."""
         fields = {f.encode_name: f for f in msgspec.structs.fields(kind)}
         values: dict[str, object] = {}
         for name, value in raw.items():
@@ -349,7 +349,7 @@ class _Found:
         return kind(**values)
 
     def parse(self, text: str) -> object:
-        """*text* as plain values; duplicate keys are noted and the last one counts."""
+        """Parse *text* into plain values. Duplicate keys are noted, and the last one counts."""
         if text.lstrip().startswith("{"):
             import json
 
@@ -389,7 +389,7 @@ def _mismatch(path: str, value: object, error: msgspec.ValidationError) -> Probl
 
 
 def duration_from(kind: type, value: object) -> object:
-    """A `Duration` of *value*; the rest is left to msgspec. Raises ValueError."""
+    """Return the `Duration` of *value*, and leave other types to msgspec. Raises ValueError."""
     if not issubclass(kind, Duration):
         raise NotImplementedError
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Every flag of the command line: what it is called, what it stands for, and when it counts.
+"""The flags of the command line: names, the fields they stand for, and when they apply.
 
 Names, meanings and defaults are kube-proxy 1.36's, and those of older releases that manifests
 still carry. The standard library only: ``--help`` and ``--version`` answer at once.
@@ -17,13 +17,13 @@ class Flag(NamedTuple):
     """"": a switch, which may be given as ``--name`` or ``--name=false``."""
     help: str
     fields: tuple[str, ...] = ()
-    """The fields of the file that it stands for."""
+    """The fields of the file that it sets."""
     beside_a_file: bool = False
-    """It counts although there is a file, and wins; others are replaced by the file as a whole."""
+    """It applies beside a file, and wins. A file replaces all other flags."""
     repeats: bool = False
     """Given several times, the values are joined by commas."""
     no_effect: str = ""
-    """Why it has none."""
+    """The reason why it changes nothing; "" if it does."""
 
     @property
     def parameter(self) -> str:
@@ -75,7 +75,7 @@ RULES = (
     Flag("plugin", "PLUGIN", "Load a plugin, by name or module; no:NAME keeps one out.",
          ("kproxy.plugins",), True, repeats=True),
 )
-"""What decides about the rules."""
+"""Flags that affect the rules."""
 
 PROCESS = (
     Flag("write-config-to", "FILE", "Write the configuration in effect, and exit.", beside_a_file=True),
@@ -129,7 +129,7 @@ PROCESS = (
     Flag("log-json-info-buffer-size", "SIZE", "Has no effect: nothing is buffered.",
          ("logging.options.json.infoBufferSize",), True),
 )
-"""What decides about the process."""
+"""Flags that affect the process."""
 
 _LOG_FILES = "the log is standard error"
 _LOG_HEADS = "each line begins with its time and level"
@@ -151,17 +151,17 @@ OLDER = (
       for name in ("skip-headers", "skip-log-headers", "add-dir-header")),
     Flag("log-backtrace-at", "WHERE", "", beside_a_file=True, no_effect="it names kube-proxy's source files"),
 )
-"""What is taken for the sake of old manifests; ``--help`` does not show it."""
+"""Flags accepted for old manifests, and not shown by ``--help``."""
 
 ALIASES = {"mode": ("--proxy-mode",), "plugin": ("-p",), "v": ("-v",)}
-"""What else a flag is called."""
+"""Other names of flags."""
 
 FLAGS = {flag.parameter: flag for flag in (*RULES, *PROCESS, *OLDER)}
-"""All of them by parameter name."""
+"""All flags by parameter name."""
 
 
 def truth(text: str) -> bool:
-    """The value of a switch, in the words that Go takes. Raises ValueError."""
+    """Parse the value of a switch, in Go's spellings. Raises ValueError."""
     if text in ("1", "t", "T", "true", "TRUE", "True"):
         return True
     if text in ("0", "f", "F", "false", "FALSE", "False"):
@@ -170,12 +170,12 @@ def truth(text: str) -> bool:
 
 
 def spared_by_cleanup(flags: Flags) -> tuple[str, ...]:
-    """The modes whose rules ``--cleanup`` leaves. Raises ValueError."""
+    """Return the modes whose rules ``--cleanup`` keeps. Raises ValueError."""
     return () if truth(flags.get("cleanup_ipvs") or "true") else ("ipvs",)
 
 
 def version_told(given: str) -> str:
-    """What ``--version=given`` prints; "": nothing, the process runs. Raises ValueError."""
+    """Return the output of ``--version=given``; "": none, run the proxy. Raises ValueError."""
     if given == "raw":
         import platform
 

@@ -1,4 +1,4 @@
-"""Flags and file, merged into one document; which flag set which field is remembered for messages."""
+"""The merge of flags and file into one document. Messages name the flag that set a field."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,34 +20,34 @@ from kproxy_core.config.flags import FLAGS, Flag, Flags, truth
 
 @dataclass(slots=True)
 class Merged:
-    """What flags and file say together; nothing of it is judged yet."""
+    """The document of flags and file together, not checked yet."""
 
     document: KubeProxyConfiguration
     notices: list[str]
     problems: list[Problem] = field(default_factory=list)
-    """Flags whose values are not of their type."""
+    """Flags whose values have the wrong type."""
     origins: dict[str, str] = field(default_factory=dict)
-    """The flag behind each field that one stands for."""
+    """The flag that set each field, by path."""
     healthz_port: int = 10256
     metrics_port: int = 10249
     no_health_server: bool = False
 
     def option(self, path: str) -> str:
-        """The field at *path*, under the name of the flag that set it, if one did."""
+        """Return the name of the flag that set the field at *path*, else the path."""
         path, bracket, index = path.partition("[")
         return self.origins.get(path, path) + bracket + index
 
     def as_given(self, problem: Problem) -> Problem:
-        """*problem* under the name of the flag that set the field, if one did."""
+        """Return *problem* under the name of the flag that set the field, if one did."""
         return problem._replace(option=self.option(problem.option))
 
 
 def merge(flags: Flags, file: FileConfig | None) -> Merged:
-    """The document in effect. An empty text flag is as good as none, as in kube-proxy."""
+    """Merge *flags* and *file*. As in kube-proxy, an empty text flag counts as not given."""
     if file:
         merged = Merged(file.document, list(file.notices))
     else:
-        # The default of the flags, for every mode; that of the file differs for this one.
+        # The flags have one default for all modes; that of the file differs for this one.
         merged = Merged(KubeProxyConfiguration(ipvs=Ipvs(min_sync_period=DefaultDuration(1))), [])
         merged.origins = {path: f"--{flag.name}" for flag in FLAGS.values() for path in flag.fields}
     for parameter, flag in FLAGS.items():
@@ -75,7 +75,7 @@ def _take(merged: Merged, flag: Flag, text: str, has_file: bool) -> None:
 
 
 def _take_ports(merged: Merged, flags: Flags) -> None:
-    """The ports of kube-proxy's first releases: they complete an address that is without one."""
+    """Apply the port flags of kube-proxy's first releases, which complete an address without a port."""
     for parameter in ("healthz_port", "metrics_port"):
         text = flags.get(parameter)
         if text is None:
@@ -96,7 +96,7 @@ _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 
 def _with(section: _Struct, path: list[str], text: str) -> _Struct:
-    """*section* with the field at *path*, as the file spells it, set to what *text* says.
+    """Return *section* with the field at *path*, in the spelling of the file, parsed from *text*.
 
     Raises ValueError.
     """
@@ -110,7 +110,7 @@ def _with(section: _Struct, path: list[str], text: str) -> _Struct:
 
 
 def _with_key(mapping: Mapping[str, Any], path: list[str], text: str) -> dict[str, Any]:
-    """*mapping*, which has no types of its own, with the value at *path* set to *text*."""
+    """Return the untyped *mapping* with the value at *path* set to *text*."""
     key, rest = path[0], path[1:]
     return {**mapping, key: _with_key(mapping.get(key, {}), rest, text) if rest else text}
 
@@ -136,7 +136,7 @@ def _value(found: msgspec.structs.FieldInfo, text: str, before: object) -> objec
 
 
 def _wanted(refusal: str) -> str:
-    """What should have been given, in place of msgspec's *refusal*."""
+    """Return the expectation behind msgspec's *refusal*, in our words."""
     if refusal.startswith(("Expected `int`", "Expected `float`")):
         return "must be a whole number" if "`int`" in refusal else "must be a number"
     return refusal.replace("`", "")

@@ -1,4 +1,4 @@
-"""Flags and configuration file -> one frozen Config; an error names the option."""
+"""The effective configuration: flags and file as one frozen Config. Errors name the option."""
 
 import enum
 import re
@@ -43,13 +43,13 @@ __all__ = [
 
 
 _OF_INTERFACES = re.compile(r"""(?:(?![/:*"\\])[!-~])+""")
-"""What interfaces may be called (linux/if.h), without what means something to nft."""
+"""Names of interfaces (linux/if.h), without characters that are special to nft."""
 _LONGEST_NAME = 15
-"""Of an interface."""
+"""Characters of an interface's name."""
 
 
 class DetectLocalMode(enum.Enum):
-    """How traffic of this node's pods is recognised."""
+    """The way to recognise traffic of this node's pods."""
 
     CLUSTER_CIDR = "ClusterCIDR"
     NODE_CIDR = "NodeCIDR"
@@ -58,7 +58,7 @@ class DetectLocalMode(enum.Enum):
 
 
 NodePortAddresses = tuple[Cidr, ...] | Literal["primary"]
-"""Networks whose addresses serve node ports; (): not said, the mode decides; primary: the node's own."""
+"""Networks whose addresses serve node ports; (): the mode decides; primary: the node's own addresses."""
 
 
 class BindAddress(NamedTuple):
@@ -73,10 +73,10 @@ class BindAddress(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Everything an operator decided, checked. Periods in seconds."""
+    """All settings, checked. Periods in seconds."""
 
     mode: str
-    """"": not said; the preferred usable backend."""
+    """"": the preferred usable mode."""
     hostname_override: str
     """Trimmed and in lower case; "": the machine's name."""
     manifests: str
@@ -104,25 +104,25 @@ class Config:
     conntrack: Conntrack
     oom_score_adj: int
     feature_gates: Mapping[str, bool]
-    """Every gate this proxy knows, as it is in effect (e.g. ``AllowServiceExternalIPs``)."""
+    """The effective value of every known gate (e.g. ``AllowServiceExternalIPs``)."""
     verbosity: int
     logging_format: Literal["text", "json"]
     state_directory: str
-    """Where the journal of mode switches is."""
+    """Directory of the journal of mode switches."""
     mode_fallback: Literal["auto", "never"]
-    """Whether another mode may serve where this one does not work."""
+    """``auto``: another mode may serve if this one does not work here."""
     live_mode_switch: bool
-    """A changed mode in the file is followed without a restart."""
+    """Follow a changed mode in the file without a restart."""
     plugins: tuple[str, ...]
-    """Plugins to load, and ``no:NAME`` for those to keep out; the last word about one counts."""
+    """Plugins to load, and ``no:NAME`` for those to block; the last word about a plugin counts."""
     backend_options: Mapping[str, object]
-    """What the file has for the mode alone, names as in the file; durations are floats in seconds."""
+    """The file's options of this mode, named as in the file; durations are floats in seconds."""
     reported_version: str = ""
-    """What to say instead of our own version; "": nothing else."""
+    """The version to report; "": our own."""
     document: KubeProxyConfiguration = field(default=KubeProxyConfiguration(), compare=False)
-    """What flags and file say together, as a file would."""
+    """Flags and file together, in the form of a file."""
     notices: tuple[str, ...] = ()
-    """What an operator should be told although nothing is wrong enough to stop."""
+    """Notices for the operator that do not prevent a start."""
 
 
 def _written(period: Duration) -> float:
@@ -131,12 +131,12 @@ def _written(period: Duration) -> float:
 
 
 def resolve(flags: Flags, file: FileConfig | None) -> Config:
-    """The configuration in effect.
+    """Return the effective configuration.
 
-    A file replaces the flags, as in kube-proxy, except those that count beside it (see
-    `kproxy_core.config.flags`); others that were given get a notice. Unlike there, ``--mode`` wins.
-    Without a mode in either, the settings are those for no mode in particular: once one is
-    chosen, resolve again with ``--mode`` set to it.
+    As in kube-proxy, a file replaces all flags except those that apply beside it (see
+    `kproxy_core.config.flags`); other given flags get a notice. Unlike there, ``--mode`` wins.
+    Without a mode in either, the settings belong to no mode in particular: resolve again with
+    ``--mode`` once a mode is chosen.
 
     Raises ConfigError with every problem found.
     """
@@ -191,7 +191,7 @@ def resolve(flags: Flags, file: FileConfig | None) -> Config:
 
 
 def parse_node_port_addresses(words: Sequence[str]) -> NodePortAddresses:
-    """CIDRs, or the single word ``primary``. Raises ConfigError naming each wrong one."""
+    """Parse CIDRs, or the single word ``primary``. Raises ConfigError that names each wrong word."""
     if list(words) == ["primary"]:
         return "primary"
     cidrs, problems = [], []
@@ -206,7 +206,7 @@ def parse_node_port_addresses(words: Sequence[str]) -> NodePortAddresses:
 
 
 class _Parser:
-    """Turns the text of one document into values, collecting what can't be."""
+    """Parses the text fields of one document, and collects the problems."""
 
     def __init__(self, document: KubeProxyConfiguration) -> None:
         self._document = document
@@ -227,7 +227,7 @@ class _Parser:
             return Address(bytes(4))
 
     def server(self, path: str, text: str, default_address: str, default_port: int) -> BindAddress:
-        """``IP:port``; either may be missing."""
+        """Parse ``IP:port``; either part may be missing."""
         try:
             return BindAddress(parse_address(text or default_address), default_port)
         except ValueError:
@@ -289,7 +289,7 @@ class _Parser:
 
 
 def _options(document: KubeProxyConfiguration) -> dict[str, object]:
-    """What kube-proxy has for the mode: its own section or fields beside those; and what ours adds."""
+    """Return the options of the mode: its section or fields in kube-proxy's format, and our additions."""
     name, section = document.section_of(document.mode)
     own = {f.encode_name: getattr(section, f.name) for f in msgspec.structs.fields(section)}
     if name != document.mode:

@@ -1,7 +1,7 @@
-"""The configuration in effect, written as kube-proxy's ``--write-config-to`` writes it.
+"""The effective configuration in the format of kube-proxy's ``--write-config-to``.
 
-Byte for byte what kube-proxy 1.36 writes for the same settings, plus our own section where it says
-something.
+The output equals that of kube-proxy 1.36 for the same settings byte for byte, plus our own section unless
+that is empty.
 """
 
 from typing import Any
@@ -18,10 +18,10 @@ _STRING = "tag:yaml.org,2002:str"
 
 
 def effective(config: Config) -> dict[str, Any]:
-    """The object that a file for *config* holds, in plain values.
+    """Return the content of a file for *config* in plain values.
 
-    Without a mode it names the one that kube-proxy takes then. As there, only the section that
-    counts in the mode has its periods; a file without a period means the default again.
+    Without a mode it names kube-proxy's default. As there, only the section of the mode has
+    periods; a file without a period means the default.
     """
     plain = _plain(config.document)
     mode = config.mode or "iptables"
@@ -46,11 +46,11 @@ def effective(config: Config) -> dict[str, Any]:
 
 
 def written(config: Config) -> str:
-    """The file for *config*."""
-    import yaml  # what only shows the configuration does without
+    """Return the text of a file for *config*."""
+    import yaml  # expensive, and showing the configuration does not need it
 
     class Dumper(yaml.SafeDumper):
-        """Quotes as Go's encoder does: double where a plain text would be read as something else."""
+        """Quotes like Go's encoder: with double quotes if plain text would be parsed as another type."""
 
     def represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
         ambiguous = not text or dumper.resolve(yaml.ScalarNode, text, (True, False)) != _STRING  # type: ignore[no-untyped-call]
@@ -61,7 +61,7 @@ def written(config: Config) -> str:
 
 
 def effective_flags(flags: Flags) -> dict[str, str]:
-    """Every flag of kube-proxy 1.36 and ours with the value given, else its default; names without dashes."""
+    """Return the value of every flag, given or default, by name without dashes."""
     default = _plain(KubeProxyConfiguration())
     values = {}
     for parameter, flag in FLAGS.items():

@@ -1,4 +1,4 @@
-"""The running proxy, put together: configuration in, threads and loop out."""
+"""The running proxy, assembled from its parts."""
 
 import logging
 import signal
@@ -68,13 +68,13 @@ log = logging.getLogger("kproxy.run")
 
 
 FILE_CHANGED = "the content of the configuration file has changed: a restart is needed"
-"""Why the process ends then; whoever runs it starts it again."""
+"""The reason for an exit after which the supervisor restarts the process."""
 
 
 def make_source(config: Config, node_name: str, counted: ClientMetrics) -> Source:
-    """Where Services come from; requests to an API server are *counted*.
+    """Return the source of objects. *counted* counts requests to an API server.
 
-    Raises StartFailed if that can't be.
+    Raises StartFailed if the source cannot be used.
     """
     if config.manifests:
         from kproxy_core.sources.directory.source import DirectorySource
@@ -86,7 +86,7 @@ def make_source(config: Config, node_name: str, counted: ClientMetrics) -> Sourc
 
     client, usual = config.client, ClientConnection()
     for wanted in {client.content_type, client.accept_content_types} - {CONTENT_TYPE, usual.content_type, ""}:
-        log.info("the API server is asked for JSON, whatever clientConnection says",
+        log.info("ignoring the content type in clientConnection, requesting JSON",
                  extra={"fields": {"configured": wanted}})
     try:
         return KubernetesSource(config.master, client.kubeconfig, node_name,
@@ -96,13 +96,13 @@ def make_source(config: Config, node_name: str, counted: ClientMetrics) -> Sourc
 
 
 def make_store(config: Config, families: tuple[Family, ...], source: Source) -> Store:
-    """Where all that *source* delivers is kept."""
+    """Return the store for the objects of *source*."""
     external_ips = config.feature_gates.get("AllowServiceExternalIPs", True)
     return Store(families, source.kinds, time.time(), external_ips=external_ips)
 
 
 def make_events(config: Config, node_name: str, counted: ClientMetrics) -> EventRecorder:
-    """Who tells the cluster's operators; without an API server, nobody is told. Requests are *counted*."""
+    """Return the recorder of cluster events; silent without an API server. *counted* counts requests."""
     if config.manifests:
         return EventRecorder(node_name, None)
     from kproxy_core.observe.events.writer import EventWriter
@@ -113,7 +113,7 @@ def make_events(config: Config, node_name: str, counted: ClientMetrics) -> Event
 
 
 def about(config: Config, flags: Flags) -> About:
-    """What the metrics server tells besides metrics."""
+    """Return the information of the metrics server's other pages."""
     return About(
         mode=config.mode,
         version=config.reported_version or __version__,
@@ -147,10 +147,10 @@ def set_up(config: Config, registry: Registry, configuration: Configuration) -> 
 
 
 def run(config: Config, registry: Registry, configuration: Configuration) -> None:
-    """Be the proxy until SIGTERM or SIGINT, or until the file that *config* is from changes.
+    """Run the proxy until SIGTERM, SIGINT or a change of the configuration file.
 
-    In the mode of *config*, else in what that falls back to, or without one in the best that works.
-    The rules stay, where they don't lead into this process. Raises BackendError, HostError or StartFailed.
+    Serves in the mode of *config* or its fallback, or without a mode in the best that works. The rules remain
+    after the end, except those that redirect to this process. Raises BackendError, HostError or StartFailed.
     """
     preparation.tune_interpreter()
     preparation.protect_from_oom_killer(config.oom_score_adj)
@@ -168,10 +168,10 @@ def run(config: Config, registry: Registry, configuration: Configuration) -> Non
 
 
 class _Proxy:
-    """The parts of a running proxy, and what they tell each other."""
+    """The parts of a running proxy and their connections."""
 
     def __init__(self, choice: Choice, registry: Registry, configuration: Configuration) -> None:
-        """Nothing is started yet. Raises StartFailed."""
+        """Make all parts without starting them. Raises StartFailed."""
         config, instance, fallback, families = choice
         self._config = config
         self._registry = registry
@@ -190,7 +190,7 @@ class _Proxy:
             self._metrics.set_gate(name, FEATURE_GATES[name].stage, enabled)
         self._health = ProxyHealth(
             families, timeout=2 * config.sync_period, node_required=not config.manifests)
-        self._health.hold("what other modes left has not been removed yet")
+        self._health.hold("other modes' leftovers have not been removed yet")
         self._source = make_source(config, self._node.name, self._metrics.client)
         self._store = make_store(config, families, self._source)
         self._events = make_events(config, self._node.name, self._metrics.client)
@@ -203,7 +203,7 @@ class _Proxy:
         self._limits = preparation.limits(config)
         self._privileged = "CAP_NET_ADMIN" in privileges.held()
         if not self._privileged:
-            log.info("without CAP_NET_ADMIN, what others left and tracked connections stay as they are")
+            log.info("without CAP_NET_ADMIN, leftovers and conntrack entries are not touched")
         self._tuned = not self._privileged or preparation.tune_conntrack(self._limits, self._events)
         self._server = HttpServer()
         self._loop = self._make_loop(instance)
@@ -249,7 +249,7 @@ class _Proxy:
         self._loop.post(partial(self._finish_flows, result))
 
     def run(self) -> None:
-        """Until a signal, or what only a restart can mend. Raises StartFailed for that."""
+        """Run until a signal. Raises StartFailed if a restart is needed."""
         self._listen()
         watcher = AddressWatch(self._loop.set_addresses, self._registry.is_of_node)
         self._loop.set_addresses(watcher.addresses)
@@ -297,7 +297,7 @@ class _Proxy:
         self._loop.stop()
 
     def _all_synced(self) -> None:
-        """The first time that every family is."""
+        """Finish the start, once every family is in sync."""
         preparation.settle_memory()
         if not self._tuned and not preparation.tune_conntrack(self._limits, self._events):
             log.warning("the kernel does not track connections; their limits and timeouts are not set")
@@ -315,7 +315,7 @@ class _Proxy:
             service.namespace, service.name, "FailedToStartServiceHealthcheck", problem)
 
     def _mode_changed(self, instance: BackendInstance) -> None:
-        """Another mode, from now on."""
+        """Report *instance* as the one that serves."""
         self._metrics.set_mode(instance.mode)
         self._sync_metrics.set_mode(instance.mode)
         self._told.mode = instance.mode
@@ -336,8 +336,8 @@ def _counting(counted: ClientMetrics) -> "Observe":
 def _stop_on_signals(stop: Callable[[], None]) -> None:
     """Call *stop* from a thread.
 
-    A handler runs in the main thread, and one whose signal comes just before that falls asleep would run only
-    when something else wakes it; Python writes to a descriptor at once.
+    A signal handler runs in the main thread. If the signal arrives just before that thread falls asleep, the
+    handler runs only at the next wake-up, whereas Python writes to the wake-up descriptor at once.
     """
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)

@@ -1,4 +1,4 @@
-"""Which mode serves: the one asked for, what it falls back to, or the best that works.
+"""The choice of the mode to serve in: the requested one, its fallback, or the best that works.
 
 Older kube-proxy fell back from ipvs to iptables and from there to userspace when the kernel or a program
 was missing (1.23, cmd/kube-proxy/app/server_others.go).
@@ -22,22 +22,22 @@ log = logging.getLogger("kproxy.run")
 
 
 class Choice(NamedTuple):
-    """What is going to serve."""
+    """The chosen mode, with its backend."""
 
     config: Config
-    """In effect for the mode that was chosen."""
+    """The effective configuration of the chosen mode."""
     instance: BackendInstance
     fallback: Fallback | None
     families: tuple[Family, ...]
-    """What it serves: all there are, unless the mode lacks something for one that is not the primary one."""
+    """The served families: all, unless the mode lacks something for the secondary one."""
 
 
 def choose(
     configuration: Configuration, registry: Registry, wanted: str, families: tuple[Family, ...]
 ) -> Choice:
-    """The first mode that works, of *wanted* and what it falls back to; or, without one, of all.
+    """Start the first working mode of *wanted* and its fallbacks; without *wanted*, of all modes.
 
-    A process that may not ask the kernel can't know what that lacks: it stays with what is *wanted*.
+    A process without CAP_NET_ADMIN cannot find out what the kernel lacks, and does not fall back.
     Raises ConfigError, UnknownMode or PluginRefused, or Unsupported if no such mode works.
     """
     privileged = "CAP_NET_ADMIN" in privileges.held()
@@ -51,11 +51,11 @@ def choose(
             if mode == wanted and isinstance(error, PluginRefused):
                 raise
             problems[mode] = str(error)
-            log.info("a mode does not work here", extra={"fields": {"mode": mode, "because": str(error)}})
+            log.info("mode does not work here", extra={"fields": {"mode": mode, "because": str(error)}})
             continue
         fallback = Fallback(wanted, mode, problems[wanted]) if wanted in problems else None
         if fallback:
-            log.warning("another mode serves than the one asked for", extra={"fields": fallback._asdict()})
+            log.warning("falling back to another mode", extra={"fields": fallback._asdict()})
         return Choice(configuration.of(mode), instance, fallback, instance.settings.families)
     raise Unsupported(_nothing_works(registry, wanted, problems))
 
@@ -63,9 +63,9 @@ def choose(
 def _begin(
     registry: Registry, mode: str, config: Config, families: tuple[Family, ...], *, insist: bool
 ) -> BackendInstance:
-    """The backend of *mode*, for those of *families* that it can serve.
+    """Start the backend of *mode* for those of *families* that it can serve.
 
-    kube-proxy, too, serves one family where iptables has no nat table for the other (1.36,
+    kube-proxy also serves one family where iptables has no nat table for the other (1.36,
     cmd/kube-proxy/app/server_linux.go). Raises UnknownMode, PluginRefused or Unsupported.
     """
     try:
@@ -74,13 +74,13 @@ def _begin(
         served = tuple(family for family in families if family is not error.family)
         if served == families or primary(config) not in served:
             raise
-        log.warning("an IP family is not served", extra={"fields": {
+        log.warning("IP family is not served", extra={"fields": {
             "mode": mode, "ip_family": error.family.label if error.family else "", "because": str(error)}})
         return start_backend(registry, mode, backend_settings(config, served))
 
 
 def primary(config: Config) -> Family:
-    """The family without which a mode is of no use."""
+    """Return the primary family, which a mode must be able to serve."""
     return family_of(config.bind_address) if any(config.bind_address) else Family.IPV4
 
 

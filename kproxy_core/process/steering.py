@@ -1,4 +1,4 @@
-"""Which mode serves, decided while the process runs: at the socket, or in the configuration file."""
+"""Changes of the mode while the process runs: by the control socket or the configuration file."""
 
 import logging
 import threading
@@ -19,7 +19,7 @@ log = logging.getLogger("kproxy.run")
 
 
 def answer_requests(switch: ModeSwitch) -> Handler:
-    """What the control socket's clients may ask for."""
+    """Return the handler of the control socket's requests."""
 
     def answer(request: Mapping[str, Any], report_progress: ReportProgress) -> Mapping[str, Any]:
         try:
@@ -31,19 +31,19 @@ def answer_requests(switch: ModeSwitch) -> Handler:
                     return {"mode": switch.instance.mode, **_described(switch.compare(mode))}
         except SwitchFailed as error:
             raise RequestRefused(str(error)) from error
-        raise RequestRefused("no such request")
+        raise RequestRefused("unknown request")
 
     return answer
 
 
 class FollowedFile:
-    """The configuration file, watched. A change of nothing but the mode may be followed without a restart."""
+    """The watched configuration file. A change of only the mode can be followed without a restart."""
 
     def __init__(
         self, configuration: Configuration, switch: ModeSwitch, events: EventRecorder,
         restart: Callable[[], None],
     ) -> None:
-        """*restart* is called once when only a restart will do."""
+        """*restart* is called once if a change needs a restart."""
         self._configuration = configuration
         self._switch = switch
         self._events = events
@@ -53,7 +53,7 @@ class FollowedFile:
         self._closed = False
 
     def start(self) -> None:
-        """Watch, if there is a file."""
+        """Start watching if a file is configured."""
         with self._lock:
             file = self._configuration.file
             if self._watch is not None:
@@ -71,14 +71,14 @@ class FollowedFile:
             watch.close()
 
     def _changed(self) -> None:
-        """In the watch's thread, which ends with this."""
+        """Handle a change, in the watch's thread, which then ends."""
         if self._follow():
             threading.Thread(target=self.start, name="config file again", daemon=True).start()
         else:
             self._restart()
 
     def _follow(self) -> bool:
-        """Switch, if that is all that is asked for. False: it is not, or can't be had."""
+        """Switch modes if nothing else changed. Return False if a restart is needed instead."""
         known = self._configuration
         assert known.file is not None
         serving = self._switch.instance.mode
@@ -95,7 +95,7 @@ class FollowedFile:
         try:
             self._switch.switch_to(asked, _log_progress, configured=asked)
         except SwitchFailed as error:
-            log.error("the mode in the configuration file is not followed", extra={
+            log.error("could not switch to the mode in the configuration file", extra={
                 "fields": {"mode": asked, "error": str(error)}})
             self._events.report_node("Warning", "ModeSwitchFailed", f"{asked}: {error}")
         return True

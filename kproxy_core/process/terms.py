@@ -1,4 +1,4 @@
-"""What a mode serves with on this machine, as the configuration has it."""
+"""The settings with which a mode serves on this machine."""
 
 import socket
 from collections.abc import Callable
@@ -25,11 +25,11 @@ from kproxy_core.timing.pacing import Pacing
 
 
 class StartFailed(Exception):
-    """What was asked for can't be had; one line for the operator."""
+    """The proxy cannot start as requested; one line for the operator."""
 
 
 class Configuration:
-    """Flags and file together, for whichever mode is asked about."""
+    """Flags and file, resolved for any mode."""
 
     def __init__(self, flags: Flags, file: FileConfig | None) -> None:
         self.flags = flags
@@ -38,34 +38,34 @@ class Configuration:
 
     @classmethod
     def read(cls, flags: Flags) -> "Configuration":
-        """*flags*, and the file that they name, if any. Raises ConfigError."""
+        """Read the file that *flags* name, if any. Raises ConfigError."""
         return cls(flags, load(flags["config"]) if flags.get("config") else None)
 
     @property
     def asked(self) -> Config:
-        """What they say, a mode or none. Raises ConfigError."""
+        """The configuration as given, with or without a mode. Raises ConfigError."""
         return resolve(self.flags, self.file)
 
     @property
     def mode(self) -> str:
-        """What is asked for; "": the best that works. Raises ConfigError."""
+        """The requested mode; "": the best that works. Raises ConfigError."""
         return self.asked.mode
 
     def of(self, mode: str) -> Config:
-        """What is in effect when *mode* serves, worked out once. Raises ConfigError."""
+        """Return the effective configuration of *mode*, which is cached. Raises ConfigError."""
         config = self._configs.get(mode)
         if config is None:
             config = self._configs[mode] = resolve(Flags(self.flags, mode=mode), self.file)
         return config
 
     def follow(self, file: FileConfig | None) -> None:
-        """*file* has another content now."""
+        """Replace the file by its new content."""
         self.file = file
         self._configs = {}
 
 
 def served_families() -> tuple[Family, ...]:
-    """The IP families of this machine, as kube-proxy judges them; IPv4 is always there."""
+    """Return the IP families of this machine by kube-proxy's rules, which always include IPv4."""
     interfaces = Path("/proc/net/if_inet6")
     disabled = Path("/proc/sys/net/ipv6/conf/all/disable_ipv6")
     try:
@@ -77,7 +77,7 @@ def served_families() -> tuple[Family, ...]:
 
 
 def backend_settings(config: Config, families: tuple[Family, ...]) -> BackendSettings:
-    """What a backend is made with."""
+    """Return the settings for a backend."""
     choice = node_port_choice(config.node_port_addresses, None)
     loopback = tuple(family for family in families if includes_loopback(choice, family))
     return BackendSettings(families, config.masquerade_bit, config.backend_options, loopback)
@@ -86,12 +86,12 @@ def backend_settings(config: Config, families: tuple[Family, ...]) -> BackendSet
 def settings_of_modes(
     configuration: Configuration, families: tuple[Family, ...]
 ) -> Callable[[str], BackendSettings]:
-    """What the backend of each mode is made with, if it is made."""
+    """Return a function from a mode to its backend's settings."""
     return lambda mode: backend_settings(configuration.of(mode), families)
 
 
 def node_settings(config: Config, description: Description) -> NodeSettings:
-    """What the operator, or else the mode, decides about the node. Raises StartFailed if it has no name."""
+    """Return the node's settings of the operator, else the mode's. Raises StartFailed without a node name."""
     node_ports = config.node_port_addresses
     if node_ports == ():
         node_ports = parse_node_port_addresses(description.default_node_port_addresses)
@@ -110,14 +110,14 @@ def node_settings(config: Config, description: Description) -> NodeSettings:
 
 
 def pacing(config: Config) -> Pacing:
-    """How often a family is synced."""
+    """Return the pacing of one family's syncs."""
     return Pacing(min_interval=config.min_sync_period, retry_cap=config.sync_period)
 
 
 def terms_of_modes(
     configuration: Configuration, registry: Registry, families: tuple[Family, ...]
 ) -> Callable[[str], Terms]:
-    """What each mode would serve with."""
+    """Return a function from a mode to the terms it would serve with."""
 
     def terms(mode: str) -> Terms:
         config = configuration.of(mode)

@@ -1,4 +1,4 @@
-"""Short ways to write down Services, endpoints, nodes and updates in tests.
+"""Short notations for Services, endpoints, nodes and updates in tests.
 
 Addresses and ports are given as text, in the words of the field: ``10.96.0.1``,
 ``http:80/TCP@30080`` (a port's name, number, protocol and node port; only the number is needed).
@@ -26,29 +26,29 @@ _PORT = re.compile(r"(?:(?P<name>[^:]*):)?(?P<port>\d+)(?:/(?P<protocol>TCP|UDP|
 
 
 def service_name(text: str) -> ServiceName:
-    """``namespace/name``; the namespace is ``default`` if left out."""
+    """Parse ``namespace/name``; the namespace is ``default`` if omitted."""
     namespace, _, name = text.rpartition("/")
     return ServiceName(namespace or "default", name)
 
 
 def addresses(text: str) -> tuple[Address, ...]:
-    """The addresses in *text*, separated by blanks."""
+    """Parse addresses separated by blanks."""
     return tuple(map(parse_address, text.split()))
 
 
 def cidrs(text: str) -> tuple[Cidr, ...]:
-    """The networks in *text*, separated by blanks."""
+    """Parse networks separated by blanks."""
     return tuple(map(parse_cidr, text.split()))
 
 
 def destinations(text: str) -> tuple[Destination, ...]:
-    """``10.0.0.1:80 [fd00::1]:80`` and so on."""
+    """Parse destinations such as ``10.0.0.1:80 [fd00::1]:80``."""
     parts = (part.rpartition(":") for part in text.split())
     return tuple(Destination(parse_address(host.strip("[]")), int(port)) for host, _, port in parts)
 
 
 def port_spec(text: str) -> PortSpec:
-    """One Service port, e.g. ``80`` or ``dns:53/UDP@30053``."""
+    """Parse one Service port, e.g. ``80`` or ``dns:53/UDP@30053``."""
     found = _PORT.fullmatch(text)
     if found is None:
         raise ValueError(f"{text!r} is not a port")
@@ -70,7 +70,7 @@ def service(
     external_local: bool = False,
     health_check_node_port: int = 0,
 ) -> Service:
-    """A Service; without *ports* it has ``80``. *ip* may list one address of each family."""
+    """Return a Service; without *ports* it has ``80``. *ip* may list one address of each family."""
     return Service(
         name=service_name(name),
         created=created,
@@ -96,7 +96,7 @@ def endpoint(
     zones: str = "",
     nodes: str = "",
 ) -> Endpoint:
-    """An endpoint; *serving* is what *ready* is unless given. *zones* and *nodes* are its hints."""
+    """Return an endpoint. *serving* defaults to *ready*. *zones* and *nodes* are its hints."""
     return Endpoint(
         parse_address(address),
         node,
@@ -116,7 +116,7 @@ def endpoint_slice(
     family: Family | None = None,
     trigger_time: float | None = None,
 ) -> EndpointSlice:
-    """A slice of the Service *service*, of the *family* of its endpoints; plain text is a ready endpoint."""
+    """Return a slice of *service*, of the family of its endpoints. Plain text stands for a ready endpoint."""
     of = service_name(service)
     built = tuple(endpoint(e) if isinstance(e, str) else e for e in endpoints)
     specs = map(port_spec, ports)
@@ -142,7 +142,7 @@ def node_view(
     service_cidrs: str = "",
     masquerade_all: bool = False,
 ) -> NodeView:
-    """A node; *pods* is the network that local traffic comes from."""
+    """Return a node. *pods* is the network of local traffic."""
     return NodeView(
         family=family,
         name=name,
@@ -160,13 +160,13 @@ def node_view(
 def plans(
     node: NodeView, service: Service, *slices: EndpointSlice
 ) -> dict[ServicePortKey, ServicePlan]:
-    """The plans of one Service with *slices*."""
+    """Return the plans of one Service with *slices*."""
     by_name = {piece.name.name: piece for piece in slices}
     return {plan.key: plan for plan in plan_service(service, by_name, node)}
 
 
 def full_update(node: NodeView, plans: Mapping[ServicePortKey, ServicePlan]) -> Update:
-    """The update of a process that has just started."""
+    """Return the update of a process that has just started."""
     return Update(node.family, Scope.RESYNC, node, dict(plans), plans, node_changed=True)
 
 
@@ -175,5 +175,5 @@ def changed_update(
     plans: Mapping[ServicePortKey, ServicePlan],
     changed: Iterable[ServicePortKey],
 ) -> Update:
-    """The update after *changed* were brought to what *plans* says, or were removed from it."""
+    """Return the update after *changed* have become what *plans* says, or were removed from it."""
     return Update(node.family, Scope.CHANGED, node, {key: plans.get(key) for key in changed}, plans)

@@ -57,7 +57,8 @@ def test_without_anything_it_is_kube_proxys_default() -> None:
         ("iptables", 11, 1.5, True, 5, {"localhostNodePorts": True, "masqueradeBit": 5}),
         ("ipvs", 22, 0, True, 5, {"scheduler": "sh"}),
         ("nftables", 33, 0.05, False, 7, {"minSyncPeriod": 0.05}),
-        ("ebpf", 11, 1.5, True, 5, {"maps": 3}),
+        ("other", 11, 1.5, True, 5, {"maps": 3}),
+        ("ebpf", 33, 0.05, False, 7, {"maps": 4}),
     ],
 )
 def test_a_mode_goes_by_its_own_section_else_by_that_of_iptables(
@@ -68,7 +69,7 @@ def test_a_mode_goes_by_its_own_section_else_by_that_of_iptables(
         "iptables: {syncPeriod: 11s, minSyncPeriod: 1500ms, masqueradeAll: true, masqueradeBit: 5}\n"
         "ipvs: {syncPeriod: 22s, scheduler: sh}\n"
         "nftables: {syncPeriod: 33s, minSyncPeriod: 50ms, masqueradeBit: 7}\n"
-        "kproxy: {backendOptions: {ebpf: {maps: 3}}}\n"
+        "kproxy: {backendOptions: {other: {maps: 3}, ebpf: {maps: 4}}}\n"
     )
     assert (config.sync_period, config.min_sync_period) == (sync, minimum)
     assert (config.masquerade_all, config.masquerade_bit) == (everything, bit)

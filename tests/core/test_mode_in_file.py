@@ -75,7 +75,7 @@ def test_a_mode_in_the_file_that_does_not_work_leaves_the_one_that_does(
         file.write("iptables")
         await_mode(proxy, "iptables")
         _, log = proxy.end()
-    assert "the mode in the configuration file is not followed mode=no-such-mode" in log
+    assert "could not switch to the mode in the configuration file mode=no-such-mode" in log
 
 
 def test_a_switch_is_remembered_until_the_configuration_changes(

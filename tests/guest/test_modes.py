@@ -97,7 +97,7 @@ def test_nftables_falls_back_to_iptables(seen: Path) -> None:
     assert "Kproxy-Mode-Wanted: nftables" in head
     assert "no chains of type nat in family ip" in head
     assert 'kproxy_mode_fallback{serving="iptables",wanted="nftables"} 1' in (seen / "metrics").read_text()
-    assert "another mode serves than the one asked for" in (seen / "kproxy.log").read_text()
+    assert "falling back to another mode" in (seen / "kproxy.log").read_text()
 
 
 def test_never_ends_with_the_reason(seen: Path) -> None:
