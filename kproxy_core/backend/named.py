@@ -63,6 +63,6 @@ def import_named(name: str, installed: Iterable[EntryPoint]) -> object:
             found = str(error)
     names = ", ".join(sorted({entry.name for entry in installed})) or "none"
     raise PluginNotFound(
-        f"there is no plugin {name!r}: it is no module ({found or 'nor could it be one'}),"
-        f" and those installed are: {names}"
+        f"there is no plugin {name!r}: not a module ({found or 'not a module name'}),"
+        f" and the installed ones are: {names}"
     )

@@ -136,7 +136,7 @@ class Registry:
         return all(interface not in known.interfaces for known in tuple(self.descriptions.values()))
 
     def layers(self, mode: str) -> tuple[str, ...]:
-        """Return *mode*, after the mode that it stands on if there is one.
+        """Return *mode*, preceded by the mode that it stands on, if any.
 
         Raises UnknownMode or PluginRefused.
         """

@@ -82,7 +82,7 @@ def notices_about(document: KubeProxyConfiguration) -> Iterator[tuple[str, str]]
     for name, value in sorted(document.feature_gates.items()):
         gate = FEATURE_GATES.get(name)
         if gate is None and name not in _STAGES:
-            yield f"featureGates.{name}", "there is no such gate here"
+            yield f"featureGates.{name}", "unknown feature gate"
         elif gate is not None and gate.no_effect and value is not gate.default:
             yield f"featureGates.{name}", gate.no_effect
 

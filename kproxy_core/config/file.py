@@ -314,7 +314,7 @@ def _unknown_field(path: str, name: object, kind: type[msgspec.Struct]) -> str:
     known = [f.encode_name for f in msgspec.structs.fields(kind)]
     nearest = difflib.get_close_matches(str(name), known, n=1)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    return f"{path}{name}: there is no such field, it has no effect{hint}"
+    return f"{path}{name}: unknown field, ignored{hint}"
 
 
 _S = TypeVar("_S", bound=_Section)
@@ -375,7 +375,7 @@ class _Found:
 
     def _pairs(self, pairs: list[tuple[object, object]]) -> dict[object, object]:
         names = [name for name, _ in pairs]
-        self.notices += [f"{name}: is there twice, the last one counts"
+        self.notices += [f"{name}: duplicate field, the last one counts"
                          for name in dict.fromkeys(names) if names.count(name) > 1]
         return dict(pairs)
 

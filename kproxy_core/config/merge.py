@@ -89,7 +89,7 @@ def _take_ports(merged: Merged, flags: Flags) -> None:
         elif parameter == "healthz_port":
             merged.no_health_server = True
         else:
-            merged.problems.append(Problem(option, text, "there is always a metrics server"))
+            merged.problems.append(Problem(option, text, "the metrics server cannot be disabled"))
 
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)

@@ -92,7 +92,7 @@ class Probe:
                     raise ProbeImpossible(f"no route to {self}") from error
                 raise
             found = connection.recv(len(self._word))
-        return "" if found == self._word else "somebody else answered"
+        return "" if found == self._word else "another process answered"
 
     @contextmanager
     def _answering(self) -> Iterator[None]:

@@ -58,7 +58,7 @@ class Comparison:
 
     @property
     def loses(self) -> bool:
-        """Whether the new mode would stop serving anything that the old one serves."""
+        """True if the new mode would not serve something that the old one serves."""
         return (
             any(caveat.lost for caveat in self.appearing)
             or any(caveat.only_here for caveat in self.disappearing)

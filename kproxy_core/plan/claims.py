@@ -1,9 +1,9 @@
 """Ownership of frontends that several service ports want: the oldest Service wins.
 
 Kubernetes keeps ClusterIPs and node ports unique, but external IPs, load balancer
-IPs and objects from files may collide. kube-proxy lets whichever comes last
-through its maps win, which can flip at each sync. Here the owner depends only on
-what is wanted now, never on the order in which it came to be wanted.
+IPs and objects from files may collide. In kube-proxy the last one
+in the order of its maps wins, which can change at each sync. Here the owner depends only on
+the current wishes, never on the order in which they arose.
 """
 
 from bisect import bisect_left, insort

@@ -94,7 +94,7 @@ def test_a_minimum_period_equal_to_kube_proxys_default_is_obeyed_where_it_is_wri
 
 def test_a_section_of_ones_own_at_the_top_is_an_unknown_field() -> None:
     config = from_file("mode: ebpf\nebpf: {maps: 3}\n")
-    assert config.notices == ("ebpf: there is no such field, it has no effect",)
+    assert config.notices == ("ebpf: unknown field, ignored",)
     assert config.backend_options == {}
 
 
@@ -237,7 +237,7 @@ def test_feature_gates() -> None:
     config = from_file("featureGates: {AllowServiceExternalIPs: false, SidecarContainers: true}\n")
     assert not config.feature_gates["AllowServiceExternalIPs"]
     assert config.notices == (
-        "featureGates.SidecarContainers has no effect: there is no such gate here",
+        "featureGates.SidecarContainers has no effect: unknown feature gate",
     )
 
 

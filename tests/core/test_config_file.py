@@ -237,16 +237,16 @@ def test_a_broken_file_is_one_problem(text: str) -> None:
     [
         (
             "nodePortAdresses: []\n",
-            "nodePortAdresses: there is no such field, it has no effect; did you mean 'nodePortAddresses'?",
+            "nodePortAdresses: unknown field, ignored; did you mean 'nodePortAddresses'?",
         ),
         (
             "iptables: {masqueradeal: true}\n",
-            "iptables.masqueradeal: there is no such field, it has no effect; did you mean 'masqueradeAll'?",
+            "iptables.masqueradeal: unknown field, ignored; did you mean 'masqueradeAll'?",
         ),
-        ("conntrack: {zzz: 1}\n", "conntrack.zzz: there is no such field, it has no effect"),
-        ("conntrack: {7: 1}\n", "conntrack.7: there is no such field, it has no effect"),
-        ("mode: ipvs\nmode: nftables\n", "mode: is there twice, the last one counts"),
-        ("ipvs: {scheduler: rr, scheduler: sh}\n", "scheduler: is there twice, the last one counts"),
+        ("conntrack: {zzz: 1}\n", "conntrack.zzz: unknown field, ignored"),
+        ("conntrack: {7: 1}\n", "conntrack.7: unknown field, ignored"),
+        ("mode: ipvs\nmode: nftables\n", "mode: duplicate field, the last one counts"),
+        ("ipvs: {scheduler: rr, scheduler: sh}\n", "scheduler: duplicate field, the last one counts"),
     ],
 )
 def test_an_unknown_or_repeated_field_is_noticed_and_the_rest_counts(text: str, notice: str) -> None:
@@ -258,7 +258,7 @@ def test_an_unknown_or_repeated_field_is_noticed_and_the_rest_counts(text: str, 
 def test_json_is_read_too() -> None:
     head = f'"apiVersion": "{API_VERSION}",\n\t"kind": "KubeProxyConfiguration"'
     assert decode("{" + head + ', "mode": "ipvs", "mode": "nftables"}') == FileConfig(
-        KubeProxyConfiguration(mode="nftables"), ("mode: is there twice, the last one counts",)
+        KubeProxyConfiguration(mode="nftables"), ("mode: duplicate field, the last one counts",)
     )
     assert decode("{" + head.replace("\t", "") + ", mode: ipvs}").document.mode == "ipvs"
 

@@ -271,7 +271,7 @@ def test_the_older_ports_complete_an_address_without_one(
 @pytest.mark.parametrize(
     ("argument", "problem"),
     [
-        ("--metrics-port=0", "--metrics-port: '0': there is always a metrics server"),
+        ("--metrics-port=0", "--metrics-port: '0': the metrics server cannot be disabled"),
         ("--healthz-port=70000", "--healthz-port: '70000': must be a port"),
         ("--conntrack-min=many", "--conntrack-min: 'many': must be a whole number"),
         ("--kube-api-qps=fast", "--kube-api-qps: 'fast': must be a number"),

@@ -126,7 +126,7 @@ def test_a_module_that_does_not_fit_is_refused(here: Path, source: str, problem:
 
 @pytest.mark.parametrize("name", ["no_such_thing", "os.no_such_thing", "two words", "-x", "a..b"])
 def test_what_can_not_be_found_is_told_with_what_can(here: Path, name: str) -> None:
-    with pytest.raises(PluginNotFound, match=r"there is no plugin '.*installed are: .*one.*two"):
+    with pytest.raises(PluginNotFound, match=r"there is no plugin '.*installed ones are: .*one.*two"):
         Registry(plugins=[name])
 
 
