@@ -5,6 +5,7 @@ no other client. All clients together get at most a fifth of one CPU, so that th
 """
 
 import errno
+import itertools
 import logging
 import os
 import selectors
@@ -20,6 +21,11 @@ from kproxy_core.observe.http.messages import Answer, Exchange, Handler, Refused
 log = logging.getLogger("kproxy.http")
 
 _MOST_CONNECTIONS = 256
+_PAUSE = 0.05
+"""Seconds before a connection with an incomplete request is read again. A client that sends single bytes
+costs no more than 20 reads a second."""
+_RECEIVE = 64 * 1024
+"""Bytes of one read."""
 _BURST = 0.002
 """Seconds of CPU time that clients may take before the thread rests."""
 _REST_SHARE = 4
@@ -124,6 +130,8 @@ class HttpServer:
         """Time of the next attempt."""
         self._connections: dict[_Connection, None] = {}
         """Oldest first."""
+        self._paused: dict[_Connection, float] = {}
+        """Time of the next read, in ascending order."""
         self._running = True
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
@@ -191,6 +199,9 @@ class HttpServer:
             while self._todo and self._running:
                 self._todo.popleft()()
             now = time.monotonic()
+            for connection in [c for c, at in self._paused.items() if at <= now]:
+                del self._paused[connection]
+                self._selector.register(connection.socket, selectors.EVENT_READ, connection)
             for listener in [listener for listener, at in self._unbound.items() if at <= now]:
                 self._bind(listener)
             for connection in [c for c in self._connections if c.deadline <= now]:
@@ -201,8 +212,9 @@ class HttpServer:
                 used = 0.0
 
     def _patience(self) -> float | None:
-        """Return the seconds until a bind or a deadline is due; None: none is."""
+        """Return the seconds until a bind, a read or a deadline is due; None: none is."""
         times = [*self._unbound.values(), *(connection.deadline for connection in self._connections)]
+        times += itertools.islice(self._paused.values(), 1)
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _finish(self) -> None:
@@ -260,25 +272,32 @@ class HttpServer:
 
     def _receive(self, connection: _Connection) -> None:
         try:
-            data = connection.socket.recv(16 * 1024)
+            data = connection.socket.recv(_RECEIVE)
         except BlockingIOError:
             return
         if not data:
             self._drop(connection)
             return
         if connection.answering:
-            return  # data after the request
+            self._pause(connection)  # data after the request
+            return
         try:
             request = connection.exchange.receive(data)
         except Refused as refused:
             self._answer(connection, refused.answer)
             return
-        if request is not None:
+        if request is None:
+            self._pause(connection)
+        else:
             answer = self._made(lambda: connection.handler(request), request)
             if isinstance(answer, Slow):
                 self._make_slowly(connection, request, answer)
             else:
                 self._answer(connection, answer)
+
+    def _pause(self, connection: _Connection) -> None:
+        self._selector.unregister(connection.socket)
+        self._paused[connection] = time.monotonic() + _PAUSE
 
     @staticmethod
     def _made(make: Callable[[], Answer | Slow], request: Request) -> Answer | Slow:
@@ -308,6 +327,8 @@ class HttpServer:
                 self._drop(connection)
 
     def _answer(self, connection: _Connection, answer: Answer) -> None:
+        if self._paused.pop(connection, None) is not None:
+            self._selector.register(connection.socket, selectors.EVENT_READ, connection)
         date = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime())
         connection.unsent = memoryview(connection.exchange.render(answer, date))
         self._send(connection)
@@ -325,7 +346,8 @@ class HttpServer:
 
     def _drop(self, connection: _Connection) -> None:
         del self._connections[connection]
-        self._selector.unregister(connection.socket)
+        if self._paused.pop(connection, None) is None:
+            self._selector.unregister(connection.socket)
         connection.socket.close()
 
 
