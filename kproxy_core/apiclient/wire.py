@@ -1,7 +1,8 @@
 """The sockets under urllib3: opened, read and shut down here, so that another thread can end them.
 
 urllib3 has no way to interrupt a connection attempt or to bound a whole answer, and reads a burst of chunks
-one by one. Its connections get these sockets and buffers and do the rest: TLS, proxies, framing.
+one by one. Its connections use these sockets and buffers (through the methods that its own SOCKS connection
+overrides) and do the rest: TLS, proxies, framing. A connection attempt through SOCKS can't be interrupted.
 """
 
 import contextlib
@@ -17,7 +18,6 @@ import time
 from typing import Any
 
 from urllib3.connection import HTTPConnection
-from urllib3.util.connection import _TYPE_SOCKET_OPTIONS
 
 CONNECT_TIMEOUT = 10.0
 """Timeout in seconds for connecting, for a proxy's answer and for each step of a TLS handshake."""
@@ -34,8 +34,10 @@ PEER_TIMEOUT = KEEPALIVE_IDLE + KEEPALIVE_INTERVAL * KEEPALIVE_PROBES
 SLOWEST = 16 << 10
 """Bytes a second that a list has to arrive with in the long run."""
 
+SocketOptions = list[tuple[int, int, int]]
 
-def socket_options() -> _TYPE_SOCKET_OPTIONS:
+
+def socket_options() -> SocketOptions:
     return [
         (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -77,13 +79,13 @@ class Wire:
 
     # -- opening and ending
 
-    def open(self, host: str, port: int, options: _TYPE_SOCKET_OPTIONS | None) -> socket.socket:
+    def open(self, host: str, port: int, options: SocketOptions) -> socket.socket:
         """Return a socket connected to the first address of *host* that accepts. Raises OSError."""
         problem: OSError = OSError(f"{host} has no address")
         for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             plain = socket.socket(family, kind, protocol)
             try:
-                for option in options or ():
+                for option in options:
                     plain.setsockopt(*option)
                 self._connect(plain, address)
                 return plain
@@ -255,7 +257,7 @@ def on_wire(base: type[HTTPConnection], wire: Wire) -> type[HTTPConnection]:
             if hasattr(self, "_socks_options"):
                 made: socket.socket = super()._new_conn()
             else:
-                made = wire.open(self._dns_host.strip("[]"), self.port, self.socket_options)
+                made = wire.open(self._dns_host.strip("[]"), self.port, socket_options())
             wire.start_handshake(made)
             return made
 
