@@ -52,6 +52,10 @@ class Peer(NamedTuple):
         try:
             same_user_namespace = os.path.samefile(f"/proc/{self.pid}/ns/user", "/proc/self/ns/user")
             lacking = (privileges.held() & {_REQUIRED}) - privileges.held(self.pid)
+        except PermissionError:  # ptrace(2): it has privileges that this process lacks, or is not dumpable.
+            return (
+                f"the user namespace of process {self.pid} cannot be read: its capabilities differ; run"
+                f" `kproxy switch` with those of the proxy, for example in its container")
         except OSError as error:
             return f"the privileges of process {self.pid} cannot be read: {error.strerror}"
         if not same_user_namespace:

@@ -178,6 +178,33 @@ input()
     assert "another PID namespace" in found["problem"]
 
 
+def test_between_processes_with_the_same_few_capabilities_it_works(prefix: str) -> None:
+    """As in the pod, whose main process and whose `kubectl exec` have only CAP_NET_ADMIN."""
+    few = ("setpriv", "--bounding-set=-all,+net_admin", "--inh-caps=-all", sys.executable, "-c")
+    serve = f"""
+from kproxy_core.modes import control
+control.PREFIX = {prefix!r}
+server = control.ControlServer(lambda request, report_progress: {{"served": True}})
+server.start()
+print("serving", flush=True)
+input()
+"""
+    ask = f"""
+from kproxy_core.modes import control
+control.PREFIX = {prefix!r}
+print(control.send_request({{}}, print)["served"])
+"""
+    process = subprocess.Popen([*few, serve], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"serving\n"
+        done = subprocess.run([*few, ask], capture_output=True, text=True, check=False)
+        refused = answer_to_client()
+        process.communicate(b"\n")
+    assert done.stdout == "True\n", done.stderr
+    assert "run `kproxy switch` with those of the proxy" in refused["problem"]
+
+
 def drop_net_admin() -> None:
     """Drop the capability from the bounding set: exec then grants root all but this one."""
     libc = ctypes.CDLL(None, use_errno=True)
