@@ -39,6 +39,20 @@ class SliceName(NamedTuple):
         return f"{self.namespace}/{self.name}"
 
 
+class Destination(NamedTuple):
+    """The address and port of an endpoint, at which a connection ends."""
+
+    address: Address
+    port: int
+
+
+Candidate = tuple[Destination, Endpoint]
+"""An endpoint of one service port, with its conditions."""
+
+Row = tuple[str, Candidate]
+"""A candidate after its ``address:port``, by which candidates are sorted."""
+
+
 @dataclass(frozen=True, slots=True)
 class EndpointSlice:
     """One EndpointSlice of one family."""
@@ -51,10 +65,6 @@ class EndpointSlice:
     trigger_time: float | None = field(default=None, compare=False)
     """When the change that this slice reports happened (seconds since the epoch), from the
     annotation ``endpoints.kubernetes.io/last-change-trigger-time``."""
-
-
-class Destination(NamedTuple):
-    """The address and port of an endpoint, at which a connection ends."""
-
-    address: Address
-    port: int
+    rows: dict[tuple[str, Protocol], list[Row]] = field(
+        default_factory=dict, compare=False, repr=False, hash=False)
+    """What planning has derived from this slice, by name and protocol of a service port."""

@@ -10,12 +10,12 @@ from kproxy_core.model.address import (
     Family,
     Protocol,
     family_of,
-    format_socket,
 )
-from kproxy_core.model.endpoint import Destination, Endpoint, EndpointSlice
+from kproxy_core.model.endpoint import Destination, EndpointSlice
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import PortSpec, Service, ServicePortKey
-from kproxy_core.plan.usable import Candidates, categorize
+from kproxy_core.plan.candidates import Candidates, endpoints_of
+from kproxy_core.plan.usable import categorize
 
 
 class Frontend(NamedTuple):
@@ -114,7 +114,7 @@ def plan_service(
     external_ips = of_family(service.external_ips, node.family, (cluster_ip, *load_balancer_ips))
     source_ranges = _source_ranges(service, load_balancer_ips, node)
     return tuple(
-        _plan_port(service, port, _endpoints_of(port, slices), node, cluster_ip,
+        _plan_port(service, port, endpoints_of(port, slices), node, cluster_ip,
                    external_ips, load_balancer_ips, source_ranges)
         for port in service.ports
     )
@@ -159,30 +159,6 @@ def _plan_port(
     )
 
 
-def _endpoints_of(
-    port: PortSpec, slices: Mapping[str, EndpointSlice] | None
-) -> Candidates:
-    """Return the endpoints of one service port without duplicates, in string order of ``address:port``.
-
-    Of two entries with the same address and port, one that is not terminating wins,
-    then the later slice by name (undefined in kube-proxy).
-    """
-    if not slices:
-        return ()
-    found: dict[str, tuple[Destination, Endpoint]] = {}
-    for name in sorted(slices) if len(slices) > 1 else slices:
-        piece = slices[name]
-        for slice_port in piece.ports:
-            if slice_port.name != port.name or slice_port.protocol is not port.protocol:
-                continue
-            number = slice_port.port
-            for endpoint in piece.endpoints:
-                text = format_socket(endpoint.address, number)
-                if not (endpoint.terminating and text in found):
-                    found[text] = Destination(endpoint.address, number), endpoint
-    return [found[text] for text in sorted(found)]
-
-
 def of_family(
     addresses: Sequence[Address], family: Family, other_than: Sequence[Address] = ()
 ) -> tuple[Address, ...]:
@@ -214,7 +190,7 @@ def serving_destinations(
     port: PortSpec, slices: Mapping[str, EndpointSlice] | None
 ) -> frozenset[Destination]:
     """Return every serving endpoint of one service port regardless of policies: valid UDP destinations."""
-    return frozenset(where for where, endpoint in _endpoints_of(port, slices) if endpoint.serving)
+    return frozenset(where for where, endpoint in endpoints_of(port, slices) if endpoint.serving)
 
 
 def count_ready_local(slices: Mapping[str, EndpointSlice] | None, node: NodeView) -> int:

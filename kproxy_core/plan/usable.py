@@ -4,14 +4,12 @@ kube-proxy 1.36, pkg/proxy/topology.go; KEP-1669 (terminating endpoints),
 KEP-2433 (topology hints), KEP-3015 (same-node hints).
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from kproxy_core.model.address import Address
-from kproxy_core.model.endpoint import Destination, Endpoint
+from kproxy_core.model.endpoint import Candidate, Destination
 from kproxy_core.model.node import NodeView
-
-Candidates = Sequence[tuple[Destination, Endpoint]]
+from kproxy_core.plan.candidates import Candidates
 
 
 class Usable(NamedTuple):
@@ -66,7 +64,7 @@ def on_node(candidates: Candidates, node: NodeView) -> Candidates:
     return [item for item in candidates if item[1].node == name] if name else ()
 
 
-def _near(ready: list[tuple[Destination, Endpoint]], node: NodeView) -> Candidates:
+def _near(ready: list[Candidate], node: NodeView) -> Candidates:
     """Return the ready endpoints that hints assign to this node.
 
     Hints count only if every ready endpoint has them and one names this node, or its zone.

@@ -16,6 +16,7 @@ from kproxy_nftables import names
 from kproxy_nftables.owned_chains import owned_objects
 from kproxy_nftables.wanted import (
     Element,
+    Slot,
     Value,
     elements,
     endpoint_key,
@@ -26,6 +27,9 @@ from kproxy_nftables.wanted import (
 
 Slots = tuple[Destination, ...]
 """Endpoints in the order of their indices."""
+
+_Values = dict[tuple[str, bytes], Value]
+"""Values of elements by container and key."""
 
 Contents = dict[str, dict[bytes, Value]]
 """Elements by container, as read from the kernel."""
@@ -67,7 +71,7 @@ class Applied:
     def elements(self) -> Iterator[Element]:
         """Yield every element that the kernel holds for service ports."""
         for one in self.held.values():
-            yield from elements(*one)
+            yield from elements(one.plan, enumerate(one.cluster), enumerate(one.local))
         yield from self._counts
 
     def difference(self, changed: Mapping[ServicePortKey, ServicePlan | None]) -> Difference:
@@ -77,8 +81,7 @@ class Applied:
             old = self.held.get(key)
             new = None if plan is None else hold(plan, old)
             result.held[key] = new
-            before = dict_of(elements(*old)) if old else {}
-            after = dict_of(elements(*new)) if new else {}
+            before, after = _differing(old, new)
             _compare(before, after, result)
             self._count(old, new, result)
             owned_before = owned_objects(old.plan) if old else {}
@@ -139,18 +142,58 @@ def arrange(old: Slots, wanted: Slots) -> Slots:
     """
     if old == wanted or not old:
         return wanted
-    remaining = dict.fromkeys(wanted)
-    slots: list[Destination | None] = [None] * len(wanted)
-    for at, where in enumerate(old[: len(wanted)]):
-        if where in remaining:
-            slots[at] = where
-            del remaining[where]
-    rest = iter(remaining)
-    arranged = tuple([where if where is not None else next(rest) for where in slots])
+    count = len(wanted)
+    staying, known = set(wanted), set(old[:count])
+    newcomers = iter([where for where in wanted if where not in known])
+    slots = list(old[:count])
+    for at in [at for at, where in enumerate(slots) if where not in staying]:
+        slots[at] = next(newcomers)
+    arranged = (*slots, *newcomers)
     return wanted if arranged == wanted else arranged
 
 
-def dict_of(items: Iterable[Element]) -> dict[tuple[str, bytes], Value]:
+def _differing(old: Held | None, new: Held | None) -> tuple[_Values, _Values]:
+    """Return the elements of both without those of equal slots, where the frontends are the same.
+
+    What remains costs as much as what differs: a Service may have thousands of endpoints.
+    """
+    if old is None or new is None or _frontend_fields(old.plan) != _frontend_fields(new.plan):
+        return _values(old), _values(new)
+    cluster, local = _changed(old.cluster, new.cluster), _changed(old.local, new.local)
+    before = elements(old.plan, _at(old.cluster, cluster), _at(old.local, local))
+    after = elements(new.plan, _at(new.cluster, cluster), _at(new.local, local))
+    return dict_of(before), dict_of(after)
+
+
+def _values(held: Held | None) -> _Values:
+    if held is None:
+        return {}
+    return dict_of(elements(held.plan, enumerate(held.cluster), enumerate(held.local)))
+
+
+def _frontend_fields(plan: ServicePlan) -> tuple[object, ...]:
+    """Return the fields that decide in which maps the endpoints of *plan* are."""
+    return (
+        plan.cluster_ip, plan.port, plan.external_addresses, plan.node_port,
+        plan.internal_policy_local, plan.external_policy_local,
+    )  # fmt: skip
+
+
+def _changed(old: Slots, new: Slots) -> list[int]:
+    """Return the indices at which the two differ."""
+    if old is new:
+        return []
+    pairs = enumerate(zip(old, new, strict=False))
+    changed = [at for at, (one, other) in pairs if one is not other and one != other]
+    changed += range(min(len(old), len(new)), max(len(old), len(new)))
+    return changed
+
+
+def _at(slots: Slots, indices: Iterable[int]) -> list[Slot]:
+    return [(at, slots[at]) for at in indices if at < len(slots)]
+
+
+def dict_of(items: Iterable[Element]) -> _Values:
     """Return the values of elements by container and key."""
     return {(container, key): value for container, key, value in items}
 

@@ -17,7 +17,11 @@ _PROTOCOLS = {protocol.value: protocol.name.lower() for protocol in Protocol}
 def render_text(update: Update) -> str:
     """Return the commands that bring an empty kernel to *update*."""
     plans = list(update.plans.values())
-    wanted = [element for plan in plans for element in elements(plan, plan.cluster, plan.local)]
+    wanted = [
+        element
+        for plan in plans
+        for element in elements(plan, enumerate(plan.cluster), enumerate(plan.local))
+    ]
     wanted += dict.fromkeys(element for plan in plans for element in shared_elements(plan))
     wanted += node_elements(update.node)
     templates = skeleton.used_templates(verdict for plan in plans for verdict in verdicts(plan))

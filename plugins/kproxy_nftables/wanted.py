@@ -5,7 +5,7 @@ to 4 bytes, addresses and ports big-endian, the index in host order. A verdict i
 """
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from kproxy_core.model.address import Address, Protocol
@@ -16,6 +16,9 @@ from kproxy_nftables import names
 
 Value = bytes | str | None
 Element = tuple[str, bytes, Value]
+
+Slot = tuple[int, Destination]
+"""An endpoint with its index."""
 
 _PORT_KEY = struct.Struct(">B3xH2x")
 _PORT = struct.Struct(">H2x")
@@ -57,17 +60,15 @@ def shared_elements(plan: ServicePlan) -> list[Element]:
     return wanted
 
 
-def elements(
-    plan: ServicePlan, cluster: Sequence[Destination], local: Sequence[Destination]
-) -> list[Element]:
+def elements(plan: ServicePlan, cluster: Iterable[Slot], local: Iterable[Slot]) -> list[Element]:
     """Return the elements that belong to this service port alone.
 
-    *cluster* and *local* are the plan's endpoints in the order of their indices.
+    *cluster* and *local* are the plan's endpoints with their indices: all, or those of interest.
     """
     wanted: list[Element] = []
     protocol = plan.key.protocol
-    cluster_values = [destination_value(d) for d in cluster]
-    local_values = [destination_value(d) for d in local]
+    cluster_values = [(index(at), destination_value(where)) for at, where in cluster]
+    local_values = [(index(at), destination_value(where)) for at, where in local]
     if plan.cluster_ip is not None:
         key = vip_key(plan.cluster_ip, protocol, plan.port)
         frontend = endpoint_key(plan.cluster_ip, plan.port)
@@ -119,8 +120,10 @@ def index(at: int) -> bytes:
     return _INDEXES[at] if at < len(_INDEXES) else _INDEX.pack(at)
 
 
-def _endpoints(wanted: list[Element], container: str, key: bytes, values: list[bytes]) -> None:
-    wanted += [(container, key + index(i), value) for i, value in enumerate(values)]
+def _endpoints(
+    wanted: list[Element], container: str, key: bytes, values: list[tuple[bytes, bytes]]
+) -> None:
+    wanted += [(container, key + at, value) for at, value in values]
 
 
 def _affinity(

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy_core.model.address import Address
+from kproxy_core.model.address import Address, format_address
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
@@ -33,6 +33,28 @@ def test_a_remaining_endpoint_keeps_its_index_if_that_exists(
     for at, where in enumerate(old[: len(wanted)]):
         if where in wanted:
             assert arranged[at] == where
+
+
+@given(SLOTS, SLOTS, st.booleans(), st.booleans())
+def test_a_difference_leads_from_one_content_to_the_other(
+    old: tuple[Destination, ...], wanted: tuple[Destination, ...], was_local: bool, is_local: bool
+) -> None:
+    def planned(ends: tuple[Destination, ...], *, local: bool) -> dict[ServicePortKey, ServicePlan]:
+        found = [endpoint(format_address(end.address), f"node{1 + end.address[3] % 2}") for end in ends]
+        web = service("web", "80@30080", external_ips="192.0.2.9", external_local=local)
+        return plans(NODE, web, *([endpoint_slice("web", *found)] if found else []))
+
+    applied = Applied()
+    applied.acknowledge(applied.difference(planned(old, local=was_local)))
+    contents = {element[:2]: element[2] for element in applied.elements()}
+    difference = applied.difference(planned(wanted, local=is_local))
+    for container, key, _ in difference.deletes:
+        del contents[container, key]
+    for container, key, value in difference.adds:
+        assert (container, key) not in contents
+        contents[container, key] = value
+    applied.acknowledge(difference)
+    assert contents == {element[:2]: element[2] for element in applied.elements()}
 
 
 def plans_with(count: int, *, without: int = -1) -> dict[ServicePortKey, ServicePlan]:
