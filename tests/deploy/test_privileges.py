@@ -37,13 +37,14 @@ endpoints: [{addresses: [10.1.2.3]}]
 ports: [{name: "", port: 8080}]
 """
 
-# Everything is mounted once more, read-only as in a container; only the lock file stays as it is. The
-# program takes the place of all shells, so it has the id of the process that is started here.
+# Everything is mounted again, read-only as in a container; only the lock file and /run/kproxy are writable.
+# The program replaces all shells, so it has the id of the process that is started here.
 CONTAINER = """
 root=$1 lock=$2 privileged=$3 capabilities=$4; shift 4
 mount --rbind / "$root"
 mount -t tmpfs tmpfs "$root/run"
 touch "$root/run/xtables.lock"
+mkdir "$root/run/kproxy"
 findmnt -rno TARGET -R "$root" | while read -r at; do
     case $at in
         "$root/run/"*) continue ;;  # hidden now
@@ -52,6 +53,7 @@ findmnt -rno TARGET -R "$root" | while read -r at; do
     mount -o remount,ro,bind "$at"
 done
 mount --bind "$lock" "$root/run/xtables.lock"
+mount -t tmpfs tmpfs "$root/run/kproxy"
 if chroot "$root" touch /probe 2>/dev/null; then echo "the root can be written to" >&2; exit 99; fi
 if test "$privileged" = true; then exec chroot "$root" "$@"; fi
 exec chroot "$root" setpriv --bounding-set="$capabilities" --inh-caps=-all --no-new-privs "$@"
@@ -157,3 +159,22 @@ def test_iptables_of_the_legacy_kind_needs_raw_sockets(node: Namespace, tmp_path
 def test_nothing_is_left_of_the_containers() -> None:
     mounts = Path("/proc/self/mounts").read_text()
     assert f"pytest-of-{os.environ.get('USER', 'root')}" not in mounts
+
+
+def test_the_mode_is_switched_in_the_pod_whatever_the_configured_one_needs(
+    node: Namespace, tmp_path: Path
+) -> None:
+    pod = Pod(node, tmp_path, "nftables")
+    pod.init()
+    with pod.main() as proxy:
+        proxy.await_health(READY)
+        for mode in ("iptables", "nftables"):
+            # As `kubectl exec` runs it: in the container's namespaces, with its capabilities.
+            done = subprocess.run(
+                ["nsenter", f"--target={proxy.pid}", "--mount", "--net", "--root", "setpriv",
+                 "--bounding-set=-all,+net_admin", "--inh-caps=-all", "--no-new-privs",
+                 KPROXY, "switch", mode],
+                capture_output=True, text=True, check=False, timeout=60,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert f"{mode} serves" in done.stdout.splitlines()
