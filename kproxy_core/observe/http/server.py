@@ -24,8 +24,8 @@ _MOST_CONNECTIONS = 256
 _PAUSE = 0.05
 """Seconds before a connection with an incomplete request is read again. A client that sends single bytes
 costs no more than 20 reads a second."""
-_RECEIVE = 64 * 1024
-"""Bytes of one read."""
+_RECEIVE = 4096
+"""Bytes of one read. Those of a client that sends them one by one cost the kernel 0.3 us each."""
 _BURST = 0.002
 """Seconds of CPU time that clients may take before the thread rests."""
 _REST_SHARE = 4
