@@ -1,4 +1,4 @@
-"""The plugin: what kproxy asks every mode, answered without importing anything heavy."""
+"""The plugin: the hooks that kproxy calls for every mode. Imports nothing heavy."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ MODE = "plain"
 
 @hookimpl
 def kproxy_describe() -> Description:
-    """The mode; node ports on the node's own address only."""
+    """Describe the mode. Its node ports are served on the node's own address only."""
     return Description(
         mode=MODE,
         summary="plain nftables rules, a chain for each service port",
@@ -30,7 +30,7 @@ def kproxy_describe() -> Description:
 
 @hookimpl
 def kproxy_detect(settings: BackendSettings) -> Detection:
-    """Have nft check the constant rules against this kernel, which keeps nothing of them."""
+    """Let nft check the constant rules against this kernel, without applying them."""
     from kproxy_plain.table import try_rules
 
     problem = try_rules(settings.families)
@@ -38,9 +38,9 @@ def kproxy_detect(settings: BackendSettings) -> Detection:
         MODE,
         (
             Requirement(
-                what="an nft that may program this kernel",
+                what="nft, and permission to program this kernel",
                 met=not problem,
-                found=problem or "nft takes the rules",
+                found=problem or "nft accepts the rules",
                 remedy="run as root, and install nftables" if problem else "",
             ),
         ),
@@ -49,7 +49,7 @@ def kproxy_detect(settings: BackendSettings) -> Detection:
 
 @hookimpl
 def kproxy_caveats(update: Update) -> Sequence[Caveat]:
-    """What this mode leaves out."""
+    """Return the features of *update* that this mode does not implement."""
     found = []
     for key, plan in update.plans.items():
         if plan.affinity_seconds:
@@ -61,7 +61,7 @@ def kproxy_caveats(update: Update) -> Sequence[Caveat]:
 
 @hookimpl
 def kproxy_cleanup(dry_run: bool) -> Leftovers:
-    """Delete our tables. kube-proxy has nothing of this mode, so there is nothing to spare for it."""
+    """Delete our tables. kube-proxy never uses them, so *own_only* makes no difference."""
     from kproxy_plain.table import delete_tables
 
     return delete_tables(dry_run)
@@ -69,7 +69,7 @@ def kproxy_cleanup(dry_run: bool) -> Leftovers:
 
 @hookimpl
 def kproxy_make_backend(mode: str, settings: BackendSettings) -> Backend | None:
-    """The backend, if *mode* is ours."""
+    """Return the backend if *mode* is ours."""
     if mode != MODE:
         return None
     from kproxy_plain.backend import PlainBackend

@@ -1,4 +1,4 @@
-"""The backend: compare what is wanted with what is there, write the difference, remember it."""
+"""The backend: compares the desired rules with the kernel's, writes the difference and remembers it."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from kproxy_plain.table import read_table, write_table
 
 
 class PlainBackend:
-    """Holds what the kernel has acknowledged: the constant rules, and those of each service port."""
+    """Remembers what the kernel has acknowledged: the constant rules, and those of each service port."""
 
     def __init__(self, families: Sequence[Family], masquerade_bit: int) -> None:
         self._bit = masquerade_bit
@@ -21,7 +21,7 @@ class PlainBackend:
 
     @hookimpl
     def kproxy_sync(self, update: Update) -> SyncReport:
-        """A full sync compares with the kernel, any other with what is held."""
+        """Write the difference to the kernel's rules in a full sync, or else to the remembered ones."""
         family, held = update.family, self._held[update.family]
         base = base_rules(update.node, self._bit)
         if update.scope is Scope.RESYNC:
@@ -31,8 +31,8 @@ class PlainBackend:
             self._base[family], self._held[family] = base, parts
             return SyncReport(count_changes(old or Rules(), new))
         if family not in self._base:
-            raise TrustLost("nothing is known of the kernel yet")
-        # What a service port wants depends on the node as well: when that changes, all are looked at.
+            raise TrustLost("no full sync yet")
+        # The rules of a service port depend on the node as well: when it changes, compare all.
         keys = {*update.changed, *update.plans} if update.node_changed else {*update.changed}
         parts = {
             key: service_rules(plan, update.node, self._bit)
@@ -41,7 +41,7 @@ class PlainBackend:
         before = together([self._base[family], *(held[key] for key in keys if key in held)])
         after = together([base, *parts.values()])
         write_table(family, before, after)
-        # Only now: a sync that failed has remembered nothing.
+        # Only now: a failed sync must remember nothing.
         self._base[family] = base
         for key in keys:
             held.pop(key, None)
@@ -50,19 +50,19 @@ class PlainBackend:
 
     @hookimpl
     def kproxy_render(self, update: Update) -> str:
-        """The whole table, as ``nft -f`` takes it."""
+        """Return the whole table in the syntax of ``nft -f``."""
         return table_text(
             update.family, together([base_rules(update.node, self._bit), *self._rules(update).values()])
         )
 
     @hookimpl
     def kproxy_watch(self, damaged: Damage) -> bool:
-        """Nobody tells us about changes by others: the full sync that comes now and then has to do."""
+        """Return False: foreign changes are found by the full sync every syncPeriod."""
         return False
 
     @hookimpl
     def kproxy_close(self) -> None:
-        """Nothing is open, and the rules stay."""
+        """Do nothing: no socket is open, and the rules are kept."""
 
     def _rules(self, update: Update) -> dict[ServicePortKey, Rules]:
         return {key: service_rules(plan, update.node, self._bit) for key, plan in update.plans.items()}

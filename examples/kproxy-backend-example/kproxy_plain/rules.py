@@ -1,7 +1,7 @@
-"""What a node and its service plans want in nftables. Pure: values in, text out.
+"""The desired nftables rules for a node and its service plans. Pure: values in, text out.
 
-Every line is written just as ``nft list table`` prints it, so that what is in the kernel can be compared
-with what is wanted, chain by chain.
+Every line is written exactly as ``nft list table`` prints it, so that the kernel's rules can be compared with
+the desired ones, chain by chain.
 """
 
 import re
@@ -27,14 +27,14 @@ MAPS = {
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Some of a table: the lines of chains by name, and the verdicts of map elements by map and key."""
+    """Part of a table: the lines of chains by name, and the verdicts of map elements by map and key."""
 
     chains: dict[str, tuple[str, ...]] = field(default_factory=dict)
     elements: dict[tuple[str, str], str] = field(default_factory=dict)
 
 
 def together(parts: Iterable[Rules]) -> Rules:
-    """All of *parts*, which have no chain or element in common."""
+    """Return the union of *parts*, which have no chain or element in common."""
     whole = Rules()
     for part in parts:
         whole.chains.update(part.chains)
@@ -43,7 +43,7 @@ def together(parts: Iterable[Rules]) -> Rules:
 
 
 def base_rules(node: NodeView, bit: int) -> Rules:
-    """What is there without any Service: how packets find their service port, and masquerading."""
+    """Return the constant rules: dispatch of packets to service ports, and masquerading."""
     ip = NFT_FAMILY[node.family]
     dispatch = [f"{ip} daddr . meta l4proto . th dport vmap @frontends"]
     if node.node_ports_anywhere:
@@ -64,7 +64,7 @@ def base_rules(node: NodeView, bit: int) -> Rules:
 
 
 def service_rules(plan: ServicePlan, node: NodeView, bit: int) -> Rules:
-    """The chains of one service port, and the elements that lead to them."""
+    """Return the chains of one service port, and the map elements that point to them."""
     ip = NFT_FAMILY[plan.family]
     name, protocol = _chain_name(plan.key), plan.key.protocol
     rules = Rules()
@@ -94,7 +94,7 @@ def service_rules(plan: ServicePlan, node: NodeView, bit: int) -> Rules:
 
 
 def _cluster_ip(plan: ServicePlan, node: NodeView, bit: int) -> Iterator[str]:
-    """Clients outside the pod network are masqueraded: their replies must come back through this node."""
+    """Masquerade clients outside the pod network: their replies must return through this node."""
     if node.masquerade_all:
         yield _masquerade(bit)
     elif node.local_source is not None:
@@ -104,7 +104,7 @@ def _cluster_ip(plan: ServicePlan, node: NodeView, bit: int) -> Iterator[str]:
 
 
 def _external(plan: ServicePlan, node: NodeView, bit: int) -> Iterator[str]:
-    """Policy Cluster masquerades every client; Local keeps them, and gives pods and the node any endpoint."""
+    """Policy Cluster masquerades every client. Local keeps its address; pods and the node reach any endpoint."""
     if not plan.external_policy_local:
         yield _masquerade(bit)
         yield from _forward(plan, plan.cluster)
@@ -119,7 +119,7 @@ def _external(plan: ServicePlan, node: NodeView, bit: int) -> Iterator[str]:
 
 
 def _forward(plan: ServicePlan, endpoints: Sequence[Destination]) -> Iterator[str]:
-    """To one of *endpoints*; without any, refused if there are none anywhere, else dropped in silence."""
+    """Forward to one of *endpoints*. Without any, reject if no node has one, else drop."""
     if endpoints:
         yield _dnat(plan, endpoints)
     elif plan.has_endpoints:
@@ -137,14 +137,14 @@ def _dnat(plan: ServicePlan, endpoints: Sequence[Destination]) -> str:
 
 
 def _hairpin(plan: ServicePlan, bit: int) -> Iterator[str]:
-    """An endpoint that dials its own Service may reach itself, and must not see itself as the client."""
+    """Masquerade an endpoint that dials its own Service: it must not see itself as the client."""
     if plan.hairpins:
         hairpins = _among(format_address(address) for address in sorted(plan.hairpins))
         yield f"{NFT_FAMILY[plan.family]} saddr {hairpins} {_masquerade(bit)}"
 
 
 def _source(node: NodeView, negation: str = "") -> str:
-    """Matches what starts at a pod: of the cluster or of this node, as the operator says."""
+    """Return a match for traffic from pods: of the cluster or of this node, as configured."""
     source = node.local_source
     assert source is not None
     if source.cidr is not None:
@@ -171,7 +171,7 @@ def _among(values: Iterable[str]) -> str:
 
 
 def _chain_name(key: ServicePortKey) -> str:
-    """Readable if its parts are what Kubernetes takes for names; else nft need not see them."""
+    """Return a readable name, or a hash if a part is not a valid Kubernetes name: nft might misread it."""
     parts = [key.namespace, key.name, key.port_name or "-"]
     if not all(re.fullmatch(r"[a-z0-9.-]{1,63}", part) for part in parts):
         parts = [sha256("/".join(parts).encode()).hexdigest()[:32]]
@@ -179,7 +179,7 @@ def _chain_name(key: ServicePortKey) -> str:
 
 
 def table_text(family: Family, rules: Rules) -> str:
-    """A whole table, as ``nft -f`` takes it and ``nft list table`` prints it."""
+    """Return a whole table in the syntax of ``nft -f`` and ``nft list table``."""
     blocks = []
     for name, kind in MAPS.items():
         lines = [f"\t\t{kind.format(address='ipv4_addr' if family is Family.IPV4 else 'ipv6_addr')}\n"]
@@ -196,7 +196,7 @@ def table_text(family: Family, rules: Rules) -> str:
 
 
 def parse_table(text: str) -> Rules:
-    """What ``nft -s list table`` printed; chains and elements of others' making come along."""
+    """Parse the output of ``nft -s list table``, including chains and elements that we did not make."""
     rules = Rules()
     kind = name = ""
     lines: list[str] = []
@@ -219,7 +219,7 @@ def parse_table(text: str) -> Rules:
 
 
 def commands(family: Family, old: Rules, new: Rules) -> str:
-    """What turns *old* into *new*, for ``nft -f``: one transaction, so that no packet sees half of it."""
+    """Return the ``nft -f`` commands that turn *old* into *new* in one transaction."""
     table = f"{NFT_FAMILY[family]} {TABLE}"
     gone = [name for name in old.chains if name not in new.chains]
     text = [
@@ -227,7 +227,7 @@ def commands(family: Family, old: Rules, new: Rules) -> str:
         for (where, key), to in old.elements.items() if new.elements.get((where, key)) != to
     ]  # fmt: skip
     changed = {name: lines for name, lines in new.chains.items() if old.chains.get(name) != lines}
-    # A chain that another one goes to must be there first.
+    # A chain must exist before another one jumps to it.
     text += [f"add chain {table} {name}" for name in changed if name not in BASE_CHAINS]
     text += [f"flush chain {table} {name}" for name in [*changed, *gone] if name in old.chains]
     if changed:
@@ -241,7 +241,7 @@ def commands(family: Family, old: Rules, new: Rules) -> str:
 
 
 def count_changes(old: Rules, new: Rules) -> int:
-    """Chains and elements of service ports that differ."""
+    """Return the number of chains and elements of service ports that differ."""
     chains = (old.chains.keys() | new.chains.keys()) - set(BASE_CHAINS)
     different = sum(old.chains.get(name) != new.chains.get(name) for name in chains)
     elements = old.elements.keys() | new.elements.keys()

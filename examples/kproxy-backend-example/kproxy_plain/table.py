@@ -11,7 +11,7 @@ from kproxy_plain.rules import NFT_FAMILY, TABLE, Rules, base_rules, commands, p
 
 
 def read_table(family: Family) -> Rules | None:
-    """What is in the kernel; None: no table. Raises SyncFailed."""
+    """Return the kernel's rules; None without a table. Raises SyncFailed."""
     name = f"table {NFT_FAMILY[family]} {TABLE}"
     if name not in _nft("list", "tables").splitlines():
         return None
@@ -19,14 +19,14 @@ def read_table(family: Family) -> Rules | None:
 
 
 def write_table(family: Family, old: Rules | None, new: Rules) -> None:
-    """Turn *old*, None if there is no table, into *new*; all of it or nothing. Raises SyncFailed."""
+    """Replace *old*, None without a table, by *new* in one transaction. Raises SyncFailed."""
     text = table_text(family, new) if old is None else commands(family, old, new)
     if text:
         _nft("-f", "-", stdin=text)
 
 
 def try_rules(families: Iterable[Family]) -> str:
-    """Why nft does not take the constant rules; "" if it does. Changes nothing."""
+    """Return why nft rejects the constant rules; "" if it accepts them. Changes nothing."""
     try:
         for family in families:
             rules = base_rules(NodeView(family=family, name=""), 0)
@@ -37,7 +37,7 @@ def try_rules(families: Iterable[Family]) -> str:
 
 
 def delete_tables(dry_run: bool) -> Leftovers:
-    """Delete the tables of both families, or only say that they are there."""
+    """Delete the tables of both families, or with *dry_run* only list them."""
     removed: list[str] = []
     errors: list[str] = []
     try:
@@ -54,7 +54,7 @@ def delete_tables(dry_run: bool) -> Leftovers:
 
 
 def _nft(*arguments: str, stdin: str = "") -> str:
-    """What nft prints. Raises SyncFailed with the first line of its complaint."""
+    """Return the output of nft. Raises SyncFailed with the first line of its error."""
     try:
         done = subprocess.run(["nft", *arguments], input=stdin, capture_output=True, text=True, check=False)
     except OSError as error:

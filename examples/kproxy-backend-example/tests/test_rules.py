@@ -1,4 +1,4 @@
-"""What plans want in nftables; the kit does the rest."""
+"""The nftables rules for service plans. The kit tests everything else."""
 
 from collections.abc import Mapping
 
@@ -42,7 +42,7 @@ def test_chain(found: Mapping[ServicePortKey, ServicePlan], chain: str, lines: t
     assert rules(found).chains[chain] == lines
 
 
-def test_frontends_lead_to_chains() -> None:
+def test_frontends_jump_to_chains() -> None:
     assert rules(WEB, SHOP).elements == {
         ("frontends", "10.96.0.1 . tcp . 80"): "goto cluster/default/web/http/tcp",
         ("node-ports", "tcp . 30080"): "goto external/default/web/http/tcp",
@@ -51,11 +51,11 @@ def test_frontends_lead_to_chains() -> None:
     }
 
 
-def test_a_table_is_read_as_it_is_written() -> None:
+def test_a_written_table_is_parsed_back() -> None:
     whole = together([base_rules(NODE, 14), rules(WEB, SHOP)])
     assert parse_table(table_text(Family.IPV4, whole)) == whole
 
 
-def test_nothing_to_do_is_no_command() -> None:
+def test_equal_rules_need_no_commands() -> None:
     assert commands(Family.IPV4, rules(WEB), rules(WEB)) == ""
     assert commands(Family.IPV4, rules(WEB), rules(SHOP)) != ""
