@@ -104,7 +104,7 @@ def _cluster_ip(plan: ServicePlan, node: NodeView, bit: int) -> Iterator[str]:
 
 
 def _external(plan: ServicePlan, node: NodeView, bit: int) -> Iterator[str]:
-    """Policy Cluster masquerades every client. Local keeps its address; pods and the node use any endpoint."""
+    """Under Cluster masquerade every client. Local keeps its address; pods and the node use any endpoint."""
     if not plan.external_policy_local:
         yield _masquerade(bit)
         yield from _forward(plan, plan.cluster)
