@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from kproxy_core.model.address import Family
+from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
-from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_core.plan.fate import Fate, Packet
+from kproxy_core.plan.service_plan import Frontend, ServicePlan
 
-CONTRACT = (1, 3)
+CONTRACT = (1, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +183,40 @@ class SyncReport:
     """Service ports that are not, or only partly, programmed, with the reason. The cause concerns that
     service port only, such as a port in use; everything else is programmed. After a growing delay they are in
     `Update.changed` again."""
+
+
+class KernelObject(NamedTuple):
+    """One rule, element, virtual server or relay that a packet meets, in the order of its way."""
+
+    where: str
+    """Its place: ``chain services``, ``map vips``, ``virtual server``."""
+    text: str
+    """As the mechanism's own program prints it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One packet, and the plan that it concerns; see `hookspecs.kproxy_explain`."""
+
+    packet: Packet
+    node: NodeView
+    frontend: Frontend | None
+    """None: the packet is for no frontend."""
+    plan: ServicePlan | None
+    """Of the service port that owns `frontend`."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSide:
+    """The way of one packet through the kernel's objects."""
+
+    objects: tuple[KernelObject, ...]
+    fate: Fate | None = None
+    """The result that these objects give; None: it cannot be told from them."""
+    remembered: Destination | None = None
+    """The endpoint to which session affinity has pinned the sender."""
+    deviation: str = ""
+    """The reason why this mode decides differently by design, if it does."""
 
 
 class Measurement(NamedTuple):

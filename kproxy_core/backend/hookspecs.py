@@ -17,8 +17,10 @@ from kproxy_core.backend.api import (
     Damage,
     Description,
     Detection,
+    KernelSide,
     Leftovers,
     Measurement,
+    Question,
     SyncReport,
     Trial,
     Update,
@@ -146,6 +148,17 @@ def kproxy_render(update: Update) -> str:
     """Return the complete rules for *update* as text in the mechanism's own language.
 
     Leaves the kernel alone and needs no privileges.
+    """
+    raise NotImplementedError
+
+
+@hookspec(firstresult=True)
+def kproxy_explain(questions: Sequence[Question], live: bool) -> Sequence[KernelSide]:
+    """Return the kernel objects that each packet meets, and the fate that these give it.
+
+    Optional. With *live*, read them from the kernel now; without it, return those that a sync would write,
+    which needs no privileges. Changes nothing. Called from a different thread than the other hooks, while
+    syncs run: use sockets of its own. All questions are about one family. Raises BackendError or HostError.
     """
     raise NotImplementedError
 

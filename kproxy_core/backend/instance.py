@@ -7,7 +7,9 @@ from kproxy_core.backend.api import (
     BackendSettings,
     Damage,
     Description,
+    KernelSide,
     Measurement,
+    Question,
     SyncReport,
     Update,
 )
@@ -56,6 +58,11 @@ class BackendInstance:
     def render(self, update: Update) -> str:
         """See `hookspecs.kproxy_render`."""
         return str(self._call("kproxy_render", update=update))
+
+    def explain(self, questions: Sequence[Question], *, live: bool) -> Sequence[KernelSide] | None:
+        """See `hookspecs.kproxy_explain`. None: the backend does not implement it."""
+        sides: Sequence[KernelSide] | None = self._call("kproxy_explain", questions=questions, live=live)
+        return sides
 
     def watch(self, damaged: Damage) -> bool:
         """See `hookspecs.kproxy_watch`."""

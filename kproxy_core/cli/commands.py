@@ -117,6 +117,44 @@ def switch(mode: str, check: bool, output: str) -> None:
 
 
 @kproxy.command(cls=FlagCommand)
+@click.argument("words", metavar="[FROM] TO", nargs=-1, required=True)
+@click.option("--from", "sender", metavar="ADDRESS", help="The sender's address.")
+@click.option("--from-pod", "origin", flag_value="pod", help="The sender is a pod of this node.")
+@click.option("--from-node", "origin", flag_value="node", help="The sender is a process of this node.")
+@with_flags(RULES)
+@_TEXT_OR_JSON
+def explain(
+    words: tuple[str, ...], sender: str | None, origin: str | None, output: str, **options: Any
+) -> None:
+    """Explain the fate of packets to a frontend, from the plans and from the kernel.
+
+    TO is ADDRESS:PORT[/PROTOCOL], node:PORT[/PROTOCOL] or NAMESPACE/SERVICE[:PORT NAME]. FROM is an address,
+    pod, node or outside; without it, the answer has one of each. The running proxy answers. With --manifests,
+    --kubeconfig, --master or --config the answer is from those objects, and shows the rules that a proxy
+    would write.
+    """
+    from kproxy_core.cli.explaining import ask_proxy, explain_objects, formatted
+    from kproxy_core.cli.terminal import show
+    from kproxy_core.explain.request import NoAnswer
+    from kproxy_core.modes.control import NoProxy, RequestRefused
+
+    if len(words) > 2 or (len(words) == 2 and sender):
+        raise click.UsageError("give [FROM] TO")
+    sender = sender or (words[0] if len(words) == 2 else "")
+    request = {"to": words[-1], "from": sender, "origin": origin or ""}
+    flags = given(options)
+    try:
+        if {"manifests", "kubeconfig", "master", "config"} & set(flags):
+            with cli_errors():
+                packets = explain_objects(request, flags)
+        else:
+            packets = ask_proxy(request)
+    except (NoAnswer, NoProxy, RequestRefused) as error:
+        raise click.ClickException(str(error)) from error
+    show(formatted(packets, output))
+
+
+@kproxy.command(cls=FlagCommand)
 @with_flags(RULES)
 @click.option("--family", type=click.Choice(["ipv4", "ipv6"]), help="Only this one.")
 def render(family: str | None, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""The socket through which ``kproxy switch`` talks to the proxy of its network namespace.
+"""The socket through which commands talk to the proxy of their network namespace.
 
 Its address is abstract (unix(7)): it belongs to the network namespace, as the rules do, and disappears with
 the process. Every process of the namespace may take any abstract name, so the name is random, clients read
@@ -25,6 +25,7 @@ PREFIX = "kproxy/control/"
 """All names begin with this, after the null byte that marks an abstract one."""
 
 _LONGEST_LINE = 4096
+_LONGEST_ANSWER = 64 << 20
 _TIMEOUT = 5.0
 """Seconds for a client to send its request, and to take an answer."""
 _MAX_CLIENTS = 16
@@ -138,7 +139,7 @@ def send_request(request: Mapping[str, Any], report_progress: ReportProgress) ->
             with contextlib.suppress(BrokenPipeError):  # A refusal may precede the request.
                 _send(connection, request)
             with connection.makefile("rb") as file:
-                while line := file.readline(1 << 20):
+                while line := file.readline(_LONGEST_ANSWER):
                     answer = json.loads(line)
                     if "told" in answer:
                         report_progress(printable(str(answer["told"])))

@@ -87,6 +87,10 @@ class Claims:
             for plan, lost in zip(plans, losses, strict=True)
         )
 
+    def holder(self, frontend: Frontend) -> ServicePortKey | None:
+        """Return the service port that holds *frontend*; None: nobody wants it."""
+        return self._holder.get(frontend)
+
     def take_conflicts(self) -> list[Conflict]:
         """Return the conflicts that arose since the last call and still exist."""
         found = [

@@ -5,10 +5,10 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kproxy_core import __version__
 from kproxy_core.backend.instance import BackendInstance
@@ -42,6 +42,7 @@ from kproxy_core.observe.service_health import ServiceHealth
 from kproxy_core.observe.sync_observers import HealthCheckObserver, HealthObserver
 from kproxy_core.process import preparation
 from kproxy_core.process.choice import Choice, choose
+from kproxy_core.process.explaining import explain_running
 from kproxy_core.process.family_checks import doubts, unservable
 from kproxy_core.process.steering import FollowedFile, answer_requests
 from kproxy_core.process.terms import (
@@ -257,7 +258,7 @@ class _Proxy:
         followed = FollowedFile(
             self._configuration, self._switch, self._events, partial(self._end, FILE_CHANGED))
         followed.start()
-        control = ControlServer(answer_requests(self._switch))
+        control = ControlServer(answer_requests(self._switch, self._explain))
         control.start()
         self._source.start(self._loop.emit)
         try:
@@ -274,6 +275,9 @@ class _Proxy:
             self._registry.close_backend(self._switch.instance)
         if self._failures:
             raise StartFailed("; ".join(self._failures))
+
+    def _explain(self, request: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        return explain_running(request, self._loop, self._registry, self._switch.instance)
 
     def _listen(self) -> None:
         self._server.start()

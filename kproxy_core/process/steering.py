@@ -8,6 +8,7 @@ from typing import Any
 
 from kproxy_core.backend.api import Caveat
 from kproxy_core.config.settings import ConfigError, load
+from kproxy_core.explain.request import NoAnswer
 from kproxy_core.host.files.file_watch import FileWatch
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.modes.control import Handler, ReportProgress, RequestRefused
@@ -17,9 +18,12 @@ from kproxy_core.process.terms import Configuration
 
 log = logging.getLogger("kproxy.run")
 
+Explain = Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]]
+"""Answers a request of ``kproxy explain``: one answer for each packet."""
 
-def answer_requests(switch: ModeSwitch) -> Handler:
-    """Return the handler of the control socket's requests."""
+
+def answer_requests(switch: ModeSwitch, explain: Explain) -> Handler:
+    """Return the handler of the control socket's requests. *explain* may raise NoAnswer."""
 
     def answer(request: Mapping[str, Any], report_progress: ReportProgress) -> Mapping[str, Any]:
         try:
@@ -29,7 +33,9 @@ def answer_requests(switch: ModeSwitch) -> Handler:
                     return {"mode": switch.instance.mode, "configured": switch.configured}
                 case {"do": "compare", "mode": str(mode)}:
                     return {"mode": switch.instance.mode, **_described(switch.compare(mode))}
-        except SwitchFailed as error:
+                case {"do": "explain", "to": str()}:
+                    return {"mode": switch.instance.mode, "packets": explain(request)}
+        except (SwitchFailed, NoAnswer) as error:
             raise RequestRefused(str(error)) from error
         raise RequestRefused("unknown request")
 

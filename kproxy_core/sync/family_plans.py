@@ -8,6 +8,7 @@ from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServiceName, ServicePortKey
+from kproxy_core.plan.candidates import Candidates, endpoints_of
 from kproxy_core.plan.claims import Claims, Conflict
 from kproxy_core.plan.service_plan import (
     Frontend,
@@ -144,6 +145,20 @@ class FamilyPlans:
         """
         taken, self._health_checked = self._health_checked, set()
         return {name: self._health_check(name) for name in taken}
+
+    def owner(self, frontend: Frontend) -> ServicePlan | None:
+        """Return the plan to which *frontend* belongs. None: it is nobody's, or a health check node port."""
+        key = self._claims.holder(frontend)
+        plan = self.plans.get(key) if key is not None else None
+        return plan if plan is not None and frontend in plan.frontends() else None
+
+    def candidates(self, key: ServicePortKey) -> Candidates:
+        """Return all endpoints of one service port, usable or not."""
+        service = self._store.services.get(key.service)
+        for port in service.ports if service is not None else ():
+            if (port.name, port.protocol) == (key.port_name, key.protocol):
+                return endpoints_of(port, self._store.slices(self.family, key.service))
+        return ()
 
     def serving(self, key: ServicePortKey) -> frozenset[Destination]:
         """Return all serving endpoints of one service port."""

@@ -5,7 +5,7 @@ backend, and reports the result to the observers.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
@@ -160,6 +160,11 @@ class Loop:
     def settled(self) -> bool:
         """Every family has synced."""
         return self._settled
+
+    @property
+    def plans(self) -> Mapping[Family, FamilyPlans]:
+        """The plans of each family."""
+        return {family: sync.plans for family, sync in self._syncs.items()}
 
     def hold(self) -> None:
         """Pause syncs until `serve_with`, while two modes are programmed in the kernel."""

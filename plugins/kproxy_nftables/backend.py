@@ -1,12 +1,22 @@
 """The nftables mode: one table for each IP family."""
 
 import logging
+from collections.abc import Sequence
 
-from kproxy_core.backend.api import BackendSettings, Damage, Measurement, SyncReport, Update
+from kproxy_core.backend.api import (
+    BackendSettings,
+    Damage,
+    KernelSide,
+    Measurement,
+    Question,
+    SyncReport,
+    Update,
+)
 from kproxy_core.backend.errors import Unsupported
 from kproxy_core.backend.family_sync import sync_family
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.host import privileges
+from kproxy_nftables.explain import explain
 from kproxy_nftables.family import FamilyState
 from kproxy_nftables.features import PERMISSION, lacking
 from kproxy_nftables.kernel import Kernel
@@ -47,6 +57,11 @@ class NftablesBackend:
     def kproxy_render(self, update: Update) -> str:
         """Return the whole table as input for `nft -f`."""
         return render_text(update)
+
+    @hookimpl
+    def kproxy_explain(self, questions: Sequence[Question], live: bool) -> Sequence[KernelSide]:
+        """Return the rules and elements that each packet meets. Raises BackendError."""
+        return explain(questions, live=live)
 
     @hookimpl
     def kproxy_watch(self, damaged: Damage) -> bool:

@@ -57,6 +57,11 @@ def element_list(container: str) -> bytes:
     return text_attribute(_LIST_TABLE, TABLE) + text_attribute(_LIST_SET, container)
 
 
+def one_element(container: str, key: bytes) -> bytes:
+    """Encode the attributes that name one element of a *container*."""
+    return element_list(container) + nested(_LIST_ELEMENTS, _element(key, None))
+
+
 def batches(
     family: Family, deletes: Sequence[Element], adds: Sequence[Element], limit: int
 ) -> Iterator[tuple[bytes, int]]:

@@ -22,6 +22,7 @@ from kproxy_nftables.batch import (
     GETTABLE,
     batches,
     element_list,
+    one_element,
     parse_elements,
     payload,
 )
@@ -98,6 +99,31 @@ class Kernel:
         """Yield the elements of a map or set, in no order; none if it does not exist."""
         for span in self._dump(GETSETELEM, family, element_list(container)):
             yield from parse_elements(*span)
+
+    def element(self, family: Family, container: str, key: bytes) -> Value:
+        """Return the value of one element of a map. Raises KeyError if it does not exist."""
+        try:
+            found = self._connection().request(
+                GETSETELEM, 0, payload(family, one_element(container, key)))
+        except FileNotFoundError as error:
+            raise KeyError(key) from error
+        except OSError as error:
+            raise _failure(error) from error
+        for data, start, end in found:
+            for _, value in parse_elements(data, start + netlink.NFGENMSG.size, end):
+                return value
+        raise KeyError(key)
+
+    def rules_text(self, family: Family) -> str:
+        """Return our table as nft prints it, with handles and without elements; "" if it does not exist."""
+        nft = self._libnftables()
+        nft.set_handle_output(True)
+        nft.set_terse_output(True)
+        try:
+            return str(nft.cmd(f"list table {NFT_FAMILY[family]} {TABLE}")[1])
+        finally:
+            nft.set_handle_output(False)
+            nft.set_terse_output(False)
 
     def library_version(self) -> str:
         """Return e.g. ``libnftables 1.0.6``. Raises Unsupported without the Python binding."""

@@ -1,0 +1,109 @@
+"""``kproxy explain``."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from kproxy_core.cli.terminal import bad, faint, good, hint, strong
+from kproxy_core.config.flags import Flags
+from kproxy_core.modes.control import NoProxy, send_request
+
+Packets = Sequence[Mapping[str, Any]]
+
+_INDENT = 14
+_SENDERS = {"pod": "a pod", "node": "this node", "outside": "outside"}
+_OUTCOMES = {"forwarded": good, "refused": bad, "dropped": bad, "not touched": hint}
+_VERDICTS = {"agrees": good, "differs": bad, "deviates by design": hint, "cannot be told": hint}
+
+
+def ask_proxy(request: Mapping[str, str]) -> Packets:
+    """Return the answers of the proxy of this network namespace. Raises RequestRefused or NoProxy."""
+    try:
+        packets: Packets = send_request({"do": "explain", **request}, lambda line: None)["packets"]
+    except NoProxy as error:
+        raise NoProxy(f"{error}; to ask about objects instead, give --manifests or --kubeconfig") from error
+    return packets
+
+
+def explain_objects(request: Mapping[str, str], flags: Flags) -> Packets:
+    """Return the answers for the objects that *flags* name. Raises NoAnswer, and as `cli_errors` expects."""
+    from kproxy_core.cli.planning import read_plans
+    from kproxy_core.cli.running import prepare
+    from kproxy_core.observe import logs
+    from kproxy_core.process.choice import conclude
+    from kproxy_core.process.explaining import explain_written
+    from kproxy_core.process.terms import backend_settings, served_families
+
+    config, registry, configuration = prepare(flags)
+    families = served_families()
+    if not config.mode:
+        config = configuration.of(conclude(configuration, registry, families))
+    logs.set_up(0, "text")
+    instance = registry.make_backend(config.mode, backend_settings(config, families))
+    try:
+        return explain_written(request, read_plans(config, registry, families), registry, instance)
+    finally:
+        registry.close_backend(instance)
+
+
+def formatted(packets: Packets, output: str) -> str:
+    """Return the answers as text or JSON."""
+    if output == "json":
+        return json.dumps({"packets": packets}, indent=2)
+    parts = []
+    for target, answers in groupby(packets, key=lambda packet: (packet["to"], packet["protocol"])):
+        found = list(answers)
+        parts.append("\n".join([strong(_title(target, found[0])), *(
+            line for packet in found for line in ("", *_answer(packet)))]))
+    return "\n\n".join(parts)
+
+
+def _title(target: tuple[str, str], packet: Mapping[str, Any]) -> str:
+    where = "/".join(target)
+    frontend = packet["frontend"]
+    if frontend is None:
+        return f"{where} is no Service's frontend"
+    created = f", created {frontend['created']}" if frontend["created"] else ""
+    return f"{where}: {frontend['kind']} of {frontend['service_port']}{created}"
+
+
+def _answer(packet: Mapping[str, Any]) -> Iterator[str]:
+    typical = ", as an example" if packet["typical_sender"] else ""
+    yield f"from {_SENDERS[packet['origin']]} ({packet['from']}{typical})"
+    yield _line("outcome", f"{_OUTCOMES[packet['outcome']](packet['outcome'])}: {packet['because']}")
+    if packet["near"]:
+        yield _line("nearest", packet["near"])
+    yield from _table("endpoints", [
+        (e["endpoint"], f"{e['share']:.1%}{', masqueraded' if e['masqueraded'] else ''}")
+        for e in packet["endpoints"]
+    ])  # fmt: skip
+    yield from _table("not chosen", [(e["endpoint"], e["because"]) for e in packet["not_chosen"]])
+    if packet["source"]:
+        yield _line("source", packet["source"])
+    if affinity := packet["affinity"]:
+        pinned = affinity["remembered"]
+        yield _line("affinity", f"{affinity['seconds']} s; " + (
+            f"this sender is pinned to {pinned}" if pinned else "no endpoint is remembered for this sender"))
+    for caveat in packet["caveats"]:
+        yield _line("caveat", caveat)
+    yield from _kernel(packet["kernel"])
+
+
+def _kernel(kernel: Mapping[str, Any]) -> Iterator[str]:
+    how = "read now" if kernel["live"] else "as a proxy would write it"
+    verdict = kernel["verdict"]
+    yield _line("kernel", f"{_VERDICTS[verdict](verdict)} ({kernel['mode']}, {how})")
+    for difference in kernel["differences"]:
+        yield _line("", difference)
+    yield from _table("", [(item["where"], faint(item["text"])) for item in kernel["objects"]])
+
+
+def _table(label: str, rows: Sequence[tuple[str, str]]) -> Iterator[str]:
+    width = max((len(row[0]) for row in rows), default=0)
+    for at, (first, second) in enumerate(rows):
+        yield _line("" if at else label, f"{first:{width}}  {second}")
+
+
+def _line(label: str, text: str) -> str:
+    return f"  {label:{_INDENT - 2}}{text}"

@@ -1,0 +1,160 @@
+"""From a request to packets: the frontends that it means, and the senders."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import NamedTuple, Protocol
+
+from kproxy_core.backend.api import Question
+from kproxy_core.explain.request import NoAnswer, Sender, ServiceTarget, Socket
+from kproxy_core.model.address import Address, Family, family_of, format_address, format_socket, is_loopback
+from kproxy_core.model.node import NodeView
+from kproxy_core.model.service import ServicePortKey
+from kproxy_core.plan.candidates import Candidates
+from kproxy_core.plan.fate import Origin, Packet, origin_of, serves_node_ports, stand_in
+from kproxy_core.plan.service_plan import Frontend, ServicePlan
+
+
+class Plans(Protocol):
+    """The plans of one family."""
+
+    @property
+    def node(self) -> NodeView: ...
+
+    @property
+    def plans(self) -> Mapping[ServicePortKey, ServicePlan]: ...
+
+    def owner(self, frontend: Frontend) -> ServicePlan | None: ...
+
+    def candidates(self, key: ServicePortKey) -> Candidates: ...
+
+
+class Case(NamedTuple):
+    """One packet with everything that decides its fate."""
+
+    question: Question
+    candidates: Candidates
+    """All endpoints of the service port, usable or not."""
+    is_typical: bool
+    """The sender's address stands for any sender of its origin."""
+    near: str
+    """For a packet to no frontend: what is nearest."""
+    has_cluster_ip: bool
+    """The destination is some Service's ClusterIP."""
+
+
+def cases(plans: Mapping[Family, Plans], target: Socket | ServiceTarget, sender: Sender) -> list[Case]:
+    """Return the packets that *sender* may send to *target*. Raises NoAnswer."""
+    found: list[Case] = []
+    for family, of_family in plans.items():
+        if sender.address is not None and family_of(sender.address) is not family:
+            continue
+        for destination, frontend in _destinations(of_family, target):
+            for origin, source, is_typical in _senders(of_family, sender):
+                found.append(_case(
+                    of_family, Packet(origin, source, destination, frontend.protocol, frontend.port),
+                    frontend, is_typical=is_typical,
+                ))  # fmt: skip
+    if not found:
+        raise NoAnswer(_nothing(plans, target, sender))
+    return found
+
+
+def _case(plans: Plans, packet: Packet, frontend: Frontend, *, is_typical: bool) -> Case:
+    node = plans.node
+    plan = plans.owner(frontend)
+    if plan is None:
+        near, has_cluster_ip = _near(plans, packet)
+        return Case(Question(packet, node, None, None), (), is_typical, near, has_cluster_ip)
+    return Case(Question(packet, node, frontend, plan), plans.candidates(plan.key), is_typical, "", False)
+
+
+def _destinations(
+    plans: Plans, target: Socket | ServiceTarget
+) -> Iterator[tuple[Address, Frontend]]:
+    node = plans.node
+    if isinstance(target, ServiceTarget):
+        for key, plan in sorted(plans.plans.items()):
+            if (key.namespace, key.name) == target[:2] and target.port in (None, key.port_name):
+                for frontend in plan.frontends():
+                    address = frontend.address or _node_address(node)
+                    if address is not None:
+                        yield address, frontend
+        return
+    frontend = Frontend(*target)
+    if target.address is None:
+        address = _node_address(node)
+        if address is not None:
+            yield address, frontend
+    elif family_of(target.address) is node.family:
+        if plans.owner(frontend) is None and serves_node_ports(target.address, node):
+            node_port = frontend._replace(address=None)
+            frontend = node_port if plans.owner(node_port) else frontend
+        yield target.address, frontend
+
+
+def _node_address(node: NodeView) -> Address | None:
+    """Return the address to dial for a node port."""
+    if node.node_ip in node.node_port_addresses:
+        return node.node_ip
+    return next(iter(node.node_port_addresses), None)
+
+
+def _senders(plans: Plans, sender: Sender) -> Iterator[tuple[Origin, Address, bool]]:
+    node = plans.node
+    if sender.address is not None:
+        yield sender.origin or origin_of(sender.address, node, _pods_here(plans)), sender.address, False
+        return
+    for origin in [sender.origin] if sender.origin else Origin:
+        yield origin, stand_in(origin, node), True
+
+
+def _pods_here(plans: Plans) -> Sequence[Address]:
+    if plans.node.local_source is None or plans.node.local_source.cidr is not None:
+        return ()
+    return [address for plan in plans.plans.values() for address in plan.hairpins]
+
+
+def _near(plans: Plans, packet: Packet) -> tuple[str, bool]:
+    """Return what is nearest to a packet for no frontend, and whether it is for somebody's ClusterIP."""
+    where, protocol = packet.destination, packet.protocol
+    of_node = serves_node_ports(where, plans.node)
+    same: list[str] = []
+    has_cluster_ip = False
+    for key, plan in sorted(plans.plans.items()):
+        has_cluster_ip = has_cluster_ip or plan.cluster_ip == where
+        same += [
+            f"{frontend.port}/{frontend.protocol.name} of {key}" for frontend in plan.frontends()
+            if frontend.address == where or (of_node and frontend.address is None)
+        ]
+    if same:
+        more = f", and {len(same) - 5} more" if len(same) > 5 else ""
+        return f"{format_address(where)} serves {', '.join(same[:5])}{more}", has_cluster_ip
+    if is_loopback(where) and plans.owner(Frontend(None, protocol, packet.port)):
+        return f"node port {packet.port} is served on loopback in some modes only", False
+    for cidr in plans.node.service_cidrs:
+        if where in cidr:
+            return f"it is in the ServiceCIDR {cidr}, and no Service has it", False
+    return "", False
+
+
+def _nothing(plans: Mapping[Family, Plans], target: Socket | ServiceTarget, sender: Sender) -> str:
+    if isinstance(target, ServiceTarget):
+        known = {str(key.service): key for of_family in plans.values() for key in of_family.plans}
+        wanted = f"{target.namespace}/{target.name}"
+        if wanted in known and target.port is not None:
+            ports = sorted({key.port_name for of_family in plans.values() for key in of_family.plans
+                            if str(key.service) == wanted})
+            if target.port not in ports:
+                return f"Service {wanted} has no port {target.port!r}, but {', '.join(map(repr, ports))}"
+        if wanted in known:
+            return f"Service {wanted} has no frontend that this sender could dial in its IP family"
+        near = get_close_matches(wanted, known, n=5, cutoff=0.5) or [
+            name for name in sorted(known) if name.endswith(f"/{target.name}")][:5]
+        hint = f"; near names: {', '.join(near)}" if near else ""
+        return f"no Service {wanted} with a ClusterIP is known here ({len(known)} are){hint}"
+    if target.address is None:
+        return "no address of this node serves node ports"
+    if sender.address is not None and family_of(sender.address) is not family_of(target.address):
+        return (f"sender {format_address(sender.address)} and target "
+                f"{format_socket(target.address, target.port)} are of different IP families")
+    return f"{family_of(target.address).label} is not served on this node"

@@ -1,0 +1,104 @@
+"""Serves the hook `kproxy_explain`: the rules and elements that packets meet."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from kproxy_core.backend.api import KernelSide, Question
+from kproxy_core.backend.errors import BackendError
+from kproxy_core.model.address import Address, Family
+from kproxy_core.model.node import NodeView
+from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_nftables import skeleton
+from kproxy_nftables.kernel import Kernel
+from kproxy_nftables.names import NFT_FAMILY, SERVICE_CIDRS, TABLE
+from kproxy_nftables.walk import Table, walk
+from kproxy_nftables.wanted import Value, elements, node_elements, shared_elements, verdicts
+
+
+def explain(questions: Sequence[Question], *, live: bool) -> list[KernelSide]:
+    """Return the way of each packet. Raises BackendError."""
+    if not live:
+        return [_side(question, _Written(question.node, question.plan)) for question in questions]
+    kernel = Kernel()
+    try:
+        table = _InKernel(kernel, questions[0].node.family)
+        return [_side(question, table) for question in questions]
+    finally:
+        kernel.close()
+
+
+def _side(question: Question, table: Table) -> KernelSide:
+    way = walk(question.packet, question.node, table)
+    return KernelSide(way.objects, way.fate, way.remembered)
+
+
+class _InKernel:
+    """The kernel's table. The rules are read once, elements when they are needed."""
+
+    def __init__(self, kernel: Kernel, family: Family) -> None:
+        """Raises BackendError if the table cannot be read."""
+        self._kernel = kernel
+        self._family = family
+        self._rules = _listed(kernel.rules_text(family).splitlines())
+        if not self._rules:
+            of = f"{NFT_FAMILY[family]} {TABLE}"
+            raise BackendError(f"cannot read table {of}: it does not exist, or CAP_NET_ADMIN is missing")
+
+    def rules(self, chain: str) -> Sequence[str]:
+        return self._rules.get(chain, ())
+
+    def find(self, container: str, key: bytes) -> Value:
+        return self._kernel.element(self._family, container, key)
+
+    def in_service_cidrs(self, address: Address) -> bool:
+        try:
+            self.find(SERVICE_CIDRS, address)
+        except KeyError:
+            return False
+        return True
+
+
+class _Written:
+    """The table that a sync would write for one plan, or none."""
+
+    def __init__(self, node: NodeView, plan: ServicePlan | None) -> None:
+        self._node = node
+        plans = [plan] if plan else []
+        templates = skeleton.used_templates(verdict for plan in plans for verdict in verdicts(plan))
+        self._rules = _rules(skeleton.rules_text(node, templates, plans).splitlines())
+        wanted = node_elements(node)
+        for one in plans:
+            wanted += [*elements(one, enumerate(one.cluster), enumerate(one.local)), *shared_elements(one)]
+        self._elements = {(container, key): value for container, key, value in wanted}
+
+    def rules(self, chain: str) -> Sequence[str]:
+        return self._rules.get(chain, ())
+
+    def find(self, container: str, key: bytes) -> Value:
+        return self._elements[container, key]
+
+    def in_service_cidrs(self, address: Address) -> bool:
+        return any(address in cidr for cidr in self._node.service_cidrs)
+
+
+def _rules(commands: Iterable[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = defaultdict(list)
+    for command in commands:
+        if command.startswith("add rule "):
+            _, _, _, _, chain, rule = command.split(" ", 5)
+            found[chain].append(rule)
+    return found
+
+
+def _listed(lines: Iterable[str]) -> dict[str, list[str]]:
+    """Return the rules of each chain, from the lines that nft prints."""
+    found: dict[str, list[str]] = {}
+    rules: list[str] | None = None
+    for line in map(str.strip, lines):
+        if line.startswith("chain "):
+            rules = found[line.split()[1]] = []
+        elif line == "}":
+            rules = None
+        elif rules is not None and line and not line.startswith("type "):
+            rules.append(line)
+    return found

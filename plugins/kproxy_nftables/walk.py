@@ -1,0 +1,336 @@
+"""The way of a packet through the rules, as nft prints them or as we write them. Pure.
+
+Understands the statements of `skeleton` and `owned_chains`. Any other rule in our table makes the result
+uncertain.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from kproxy_core.backend.api import KernelObject
+from kproxy_core.model.address import Address, format_address, format_socket, parse_address, parse_cidr
+from kproxy_core.model.endpoint import Destination
+from kproxy_core.model.node import NodeView
+from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome, Packet
+from kproxy_nftables import names
+from kproxy_nftables.wanted import Value, endpoint_key, index, parse_destination, port_key, vip_key
+
+
+class Table(Protocol):
+    """The table of one IP family: in the kernel, or as it would be written."""
+
+    def rules(self, chain: str) -> Sequence[str]:
+        """Return the rules of a *chain*; none if it does not exist."""
+
+    def find(self, container: str, key: bytes) -> Value:
+        """Return the value of an element, None in a set. Raises KeyError."""
+
+    def in_service_cidrs(self, address: Address) -> bool:
+        """Return whether *address* is in the set of the ClusterIPs' networks."""
+
+
+class Way(NamedTuple):
+    """The result of a walk."""
+
+    objects: tuple[KernelObject, ...]
+    fate: Fate | None
+    remembered: Destination | None
+
+
+def walk(packet: Packet, node: NodeView, table: Table) -> Way:
+    """Return the way of *packet*, the first of its connection."""
+    return _Walk(packet, node, table).way()
+
+
+_DROPPED = Outcome.DROPPED
+_REFUSED = Outcome.REFUSED
+_NAT, _FILTER = "nat", "filter"
+_IGNORED = re.compile(r"# handle \d+$")
+
+
+class _Walk:
+    def __init__(self, packet: Packet, node: NodeView, table: Table) -> None:
+        self._first = packet
+        self._packet = packet
+        self._node = node
+        self._table = table
+        self._objects: dict[KernelObject, None] = {}
+        self._marked = False
+        self._dnat = False
+        self._masqueraded = False
+        self._chosen: list[Destination | None] | None = None
+        """The endpoint of each number that may be drawn; None: the kernel has none."""
+        self._remembered: Destination | None = None
+        self._strange = ""
+
+    def way(self) -> Way:
+        outgoing = self._first.origin is Origin.NODE
+        end = self._chain("nat-output" if outgoing else "nat-prerouting")
+        if isinstance(end, Outcome):
+            fate = Fate(end, self._last())
+        elif self._chosen is None:
+            end = self._chain("filter-output" if outgoing else self._onwards(self._first.destination))
+            fate = Fate(end, self._last()) if isinstance(end, Outcome) else Fate(
+                Outcome.UNTOUCHED, "no rule applies")
+        else:
+            fate = self._translated(self._chosen, outgoing=outgoing)
+        if self._strange:
+            return Way(tuple(self._objects), None, self._remembered)
+        return Way(tuple(self._objects), fate, self._remembered)
+
+    def _translated(self, chosen: Sequence[Destination | None], *, outgoing: bool) -> Fate:
+        """Follow a packet whose destination is one of *chosen* now."""
+        choices: dict[Destination, Choice] = {}
+        marked, share = self._marked, 1 / len(chosen)
+        for where in filter(None, chosen):
+            self._packet = self._first._replace(destination=where.address, port=where.port)
+            self._dnat, self._marked, self._masqueraded = True, marked, False
+            end = self._chain("filter-output" if outgoing else self._onwards(where.address))
+            if isinstance(end, Outcome):
+                return Fate(end, self._last())
+            self._chain("nat-postrouting")
+            known = choices.get(where)
+            choices[where] = Choice(where, (known.share if known else 0.0) + share, self._masqueraded)
+        return Fate(Outcome.FORWARDED, self._last(), tuple(choices.values()))
+
+    def _onwards(self, destination: Address) -> str:
+        return "filter-input" if self._is_local(destination) else "filter-forward"
+
+    def _is_local(self, address: Address) -> bool:
+        node = self._node
+        return address in node.node_port_addresses or address in (node.node_ip, node.family.loopback)
+
+    def _last(self) -> str:
+        last = next(reversed(self._objects), None)
+        return f"{last.where}: {last.text}" if last else ""
+
+    def _chain(self, name: str) -> Outcome | bool:
+        """Return the verdict of a chain; True: destination translated, False: none."""
+        for text in self._table.rules(name):
+            rule = _IGNORED.sub("", text).strip()
+            end = self._rule(KernelObject(f"chain {name}", text), rule)
+            if end is not None:
+                return end
+        return False
+
+    def _rule(self, shown: KernelObject, rule: str) -> Outcome | bool | None:
+        """Return the verdict of a rule; None: the next one decides."""
+        rest = rule
+        while rest:
+            steps = ((found, do) for pattern, do in _STATEMENTS if (found := pattern.match(rest)))
+            step = next(steps, None)
+            if step is None:
+                self._strange = self._strange or rule
+                self._objects[KernelObject(shown.where, f"{shown.text}  (not understood)")] = None
+                return None
+            found, handle = step
+            rest = rest[found.end():].lstrip()
+            end = handle(self, shown, found)
+            if end is False:
+                return None
+            if end is not True:
+                return self._end(end)
+        return None
+
+    def _end(self, end: "Outcome | _Jump | _Translated") -> Outcome | bool | None:
+        if isinstance(end, Outcome):
+            return end
+        if isinstance(end, _Translated):
+            return True
+        verdict = self._chain(end.chain)
+        if verdict is not False:
+            return verdict
+        return False if end.for_good else None
+
+    def _met(self, shown: KernelObject) -> None:
+        self._objects[shown] = None
+
+    # Statements: True if the rule continues, False if it does not match, else its verdict.
+
+    def _verdict_map(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
+        container = found["map"]
+        packet = self._first if "recorded" in container else self._packet
+        if "ports" in container:
+            key, text = port_key(packet.protocol, packet.port), ""
+        else:
+            key = vip_key(packet.destination, packet.protocol, packet.port)
+            text = f"{format_address(packet.destination)} . "
+        try:
+            verdict = self._table.find(container, key)
+        except KeyError:
+            return False
+        self._met(shown)
+        text += f"{packet.protocol.name.lower()} . {packet.port}"
+        assert isinstance(verdict, str)
+        self._met(KernelObject(f"map {container}", f"{text} : {verdict}"))
+        return _verdict(verdict)
+
+    def _to_local(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
+        return self._is_local(self._packet.destination)
+
+    def _destination_is(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
+        inside = self._packet.destination in parse_cidr(_as_cidr(found["net"]))
+        return inside is not bool(found["no"])
+
+    def _destination_in(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
+        address, container = self._packet.destination, found["set"]
+        if container == names.SERVICE_CIDRS:
+            inside = self._table.in_service_cidrs(address)
+        else:
+            inside = self._holds(container, address)
+        if inside:
+            self._met(KernelObject(f"set {container}", format_address(address)))
+        return inside
+
+    def _holds(self, container: str, key: bytes) -> bool:
+        try:
+            self._table.find(container, key)
+        except KeyError:
+            return False
+        return True
+
+    def _source_is(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
+        return (self._packet.source in parse_cidr(_as_cidr(found["net"]))) is not bool(found["no"])
+
+    def _from_interface(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
+        return (self._packet.origin is Origin.POD) is not bool(found["no"])
+
+    def _from_local(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
+        return self._packet.origin is Origin.NODE
+
+    def _mark(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
+        self._met(shown)
+        self._marked = True
+        return True
+
+    def _is_marked(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
+        return self._marked
+
+    def _masquerade(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
+        self._met(shown)
+        self._masqueraded = True
+        return _Translated()
+
+    def _is_hairpin(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
+        source, destination = self._packet.source, self._packet.destination
+        if not self._holds(names.HAIRPINS, source + destination):
+            return False
+        text = f"{format_address(source)} . {format_address(destination)}"
+        self._met(KernelObject(f"set {names.HAIRPINS}", text))
+        return True
+
+    def _is_new(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
+        return True
+
+    def _is_translated(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
+        return self._dnat
+
+    def _is_protocol(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
+        return found["protocol"] == self._packet.protocol.name.lower()
+
+    def _to_chain(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
+        self._met(shown)
+        return _verdict(f"{found['how']} {found['chain']}")
+
+    def _drop(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
+        self._met(shown)
+        return _DROPPED
+
+    def _reject(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
+        if "reset" in found[0] and self._packet.protocol.name != "TCP":
+            return False
+        self._met(shown)
+        return _REFUSED
+
+    def _balance(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
+        self._met(shown)
+        packet, container = self._packet, found["map"]
+        key = endpoint_key(packet.destination if found["address"] else b"", packet.port)
+        dialled = f"{format_address(packet.destination)} . {packet.port}" if found["address"] else packet.port
+        chosen: list[Destination | None] = []
+        for at in range(int(found["count"])):
+            try:
+                value = self._table.find(container, key + index(at))
+            except KeyError:
+                chosen.append(None)
+                text = f"{dialled} . {at}  (missing)"
+            else:
+                assert isinstance(value, bytes)
+                chosen.append(parse_destination(value))
+                text = f"{dialled} . {at} : {format_socket(*parse_destination(value))}"
+            self._met(KernelObject(f"map {container}", text))
+        self._chosen = chosen
+        return _Translated()
+
+    def _pin(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
+        """Note the remembered endpoint, and go on as for a new client."""
+        try:
+            value = self._table.find(found["map"], self._packet.source)
+        except KeyError:
+            return False
+        assert isinstance(value, bytes)
+        where = Destination(Address(value[:len(self._packet.source)]), int(found["port"]))
+        self._remembered = where
+        self._met(shown)
+        text = f"{format_address(self._packet.source)} : {format_address(where.address)}"
+        self._met(KernelObject(f"map {found['map']}", text))
+        return False
+
+    def _record(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
+        return False
+
+
+class _Jump(NamedTuple):
+    chain: str
+    for_good: bool
+
+
+class _Translated:
+    """The address was translated, and no later rule of the hook applies."""
+
+
+_Step = bool | Outcome | _Jump | _Translated
+
+
+def _verdict(text: str) -> _Step:
+    how, _, chain = text.partition(" ")
+    if how == "drop":
+        return _DROPPED
+    return _Jump(chain, how == "goto")
+
+
+def _as_cidr(text: str) -> str:
+    return text if "/" in text else f"{text}/{len(parse_address(text)) * 8}"
+
+
+_Handler = Callable[[_Walk, KernelObject, "re.Match[str]"], _Step]
+_IP = r"ip6? "
+_NAME = r"[^\s:]+"
+_STATEMENTS: tuple[tuple["re.Pattern[str]", _Handler], ...] = tuple(
+    (re.compile(pattern), handler) for pattern, handler in (
+        (rf"ct original .*vmap @(?P<map>{_NAME})", _Walk._record),
+        (rf"ct original .*@{names.NODE_IPS}", _Walk._record),
+        (rf"({_IP}daddr \. )?meta l4proto \. th dport vmap @(?P<map>{_NAME})", _Walk._verdict_map),
+        (r"fib daddr type local", _Walk._to_local),
+        (r"fib saddr type local", _Walk._from_local),
+        (rf"{_IP}daddr @(?P<set>{_NAME})", _Walk._destination_in),
+        (rf"{_IP}daddr (?P<no>!= )?(?P<net>[0-9a-f:./]+)(?=\s)", _Walk._destination_is),
+        (rf"{_IP}saddr \. {_IP}daddr @{names.HAIRPINS}", _Walk._is_hairpin),
+        (rf"{_IP}saddr (?P<no>!= )?(?P<net>[0-9a-f:./]+)(?=\s)", _Walk._source_is),
+        (r'iifname (?P<no>!= )?"[^"]*"', _Walk._from_interface),
+        (r"meta mark set (meta )?mark (\||or) 0x[0-9a-f]+", _Walk._mark),
+        (r"meta mark (&|and) 0x[0-9a-f]+ != 0(x0+)? meta mark set (meta )?mark (\^|xor) 0x[0-9a-f]+",
+         _Walk._is_marked),
+        (r"masquerade fully-random", _Walk._masquerade),
+        (r"ct state new", _Walk._is_new),
+        (r"ct status dnat", _Walk._is_translated),
+        (r"meta l4proto (?P<protocol>tcp|udp|sctp)", _Walk._is_protocol),
+        (rf"(?P<how>jump|goto) (?P<chain>{_NAME})", _Walk._to_chain),
+        (r"drop", _Walk._drop),
+        (r"reject( with tcp reset)?", _Walk._reject),
+        (rf"dnat (ip6? )?to (?P<address>{_IP}daddr \. )?(tcp|udp|sctp) dport \. "
+         rf"numgen random mod (?P<count>\d+) map @(?P<map>{_NAME})", _Walk._balance),
+        (rf"dnat (ip6? )?to {_IP}saddr map @(?P<map>{_NAME}?) ?: ?(?P<port>\d+)", _Walk._pin),
+    )
+)  # fmt: skip

@@ -1,0 +1,209 @@
+"""Questions about packets: the decision, the endpoints left out, near names, and the verdict."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from kproxy_core.backend.api import KernelObject, KernelSide
+from kproxy_core.explain.answer import Json, answer, decide_case
+from kproxy_core.explain.question import Case, cases
+from kproxy_core.explain.request import NoAnswer, parse_sender, parse_target
+from kproxy_core.model.address import Family
+from kproxy_core.model.endpoint import Endpoint, EndpointSlice
+from kproxy_core.model.node import NodeView
+from kproxy_core.model.service import Service, ServicePortKey
+from kproxy_core.plan.candidates import Candidates, endpoints_of
+from kproxy_core.plan.fate import Choice, Fate, Outcome
+from kproxy_core.plan.service_plan import Frontend, ServicePlan
+from kproxy_core.testing.builders import destinations, endpoint, endpoint_slice, node_view, plans, service
+
+NODE = node_view(
+    "node1", zone="a", pods="10.1.0.0/16", node_port_addresses="192.0.2.10", ip="192.0.2.10",
+    service_cidrs="10.96.0.0/16",
+)  # fmt: skip
+
+
+@dataclass
+class Known:
+    """The plans of one node."""
+
+    node: NodeView = NODE
+    plans: dict[ServicePortKey, ServicePlan] = field(default_factory=dict)
+    pieces: dict[ServicePortKey, Candidates] = field(default_factory=dict)
+
+    def serve(self, made: Service, piece: EndpointSlice) -> None:
+        found = plans(self.node, made, piece)
+        self.plans |= found
+        for port, key in zip(made.ports, found, strict=True):
+            self.pieces[key] = endpoints_of(port, {piece.name.name: piece})
+
+    def owner(self, frontend: Frontend) -> ServicePlan | None:
+        return next((plan for plan in self.plans.values() if frontend in plan.frontends()), None)
+
+    def candidates(self, key: ServicePortKey) -> Candidates:
+        return self.pieces[key]
+
+
+def known(*endpoints: Endpoint | str, **options: object) -> Known:
+    made = Known()
+    made.serve(
+        service("shop/web", "http:80@30080", external_ips="203.0.113.1", load_balancer_ips="203.0.113.2",
+                **options),  # type: ignore[arg-type]
+        endpoint_slice("shop/web", *endpoints, ports=["http:8080"]),
+    )  # fmt: skip
+    return made
+
+
+HERE, THERE = endpoint("10.1.1.1", "node1"), endpoint("10.1.2.1", "node2")
+
+
+def asked(of: Known, to: str, sender: str = "", origin: str = "") -> list[Case]:
+    return cases({Family.IPV4: of}, parse_target(to), parse_sender(sender, origin))
+
+
+def only(of: Known, to: str, sender: str) -> Json:
+    (case,) = asked(of, to, sender)
+    return answer(case, None, mode="test", live=False)
+
+
+FATES: dict[str, tuple[dict[str, object], str, str, str, str]] = {
+    # service options, target, sender: outcome, endpoints with * where the client is hidden
+    "pod to ClusterIP": ({}, "10.96.0.1:80", "10.1.9.9", "forwarded", "10.1.1.1 10.1.2.1"),
+    "node to ClusterIP": ({}, "10.96.0.1:80", "node", "forwarded", "10.1.1.1* 10.1.2.1*"),
+    "hairpin": ({}, "10.96.0.1:80", "10.1.1.1", "forwarded", "10.1.1.1* 10.1.2.1"),
+    "no hairpin on another node": ({}, "10.96.0.1:80", "10.1.2.1", "forwarded", "10.1.1.1 10.1.2.1"),
+    "outside to node port": ({}, "node:30080", "198.51.100.1", "forwarded", "10.1.1.1* 10.1.2.1*"),
+    "pod to external IP": ({}, "203.0.113.1:80", "pod", "forwarded", "10.1.1.1* 10.1.2.1*"),
+    "internal Local": ({"internal_local": True}, "10.96.0.1:80", "pod", "forwarded", "10.1.1.1"),
+    "external Local, outside": ({"external_local": True}, "node:30080", "outside", "forwarded", "10.1.1.1"),
+    "external Local, pod": (
+        {"external_local": True}, "node:30080", "pod", "forwarded", "10.1.1.1 10.1.2.1"),
+    "external Local, node": (
+        {"external_local": True}, "node:30080", "node", "forwarded", "10.1.1.1* 10.1.2.1*"),
+    "admitted": (
+        {"source_ranges": "198.51.100.0/24"}, "203.0.113.2:80", "198.51.100.1", "forwarded",
+        "10.1.1.1* 10.1.2.1*"),
+    "not admitted": ({"source_ranges": "198.51.100.0/24"}, "203.0.113.2:80", "pod", "dropped", ""),
+    "ranges are for load balancers": (
+        {"source_ranges": "198.51.100.0/24"}, "203.0.113.1:80", "outside", "forwarded",
+        "10.1.1.1* 10.1.2.1*"),
+    "another port of a ClusterIP": ({}, "10.96.0.1:81", "pod", "refused", ""),
+    "an unused ClusterIP": ({}, "10.96.0.9:80", "pod", "dropped", ""),
+    "another protocol": ({}, "node:30080/udp", "outside", "not touched", ""),
+    "nobody": ({}, "198.51.100.9:80", "pod", "not touched", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FATES)
+def test_a_packet_s_fate_follows_from_policies_and_sender(name: str) -> None:
+    options, to, sender, outcome, expected = FATES[name]
+    found = only(known(HERE, THERE, **options), to, sender)
+    assert found["outcome"] == outcome
+    assert " ".join(
+        e["endpoint"].removesuffix(":8080") + "*" * e["masqueraded"] for e in found["endpoints"]) == expected
+
+
+def test_without_endpoints_packets_are_refused_and_without_local_ones_dropped() -> None:
+    assert only(known(), "10.96.0.1:80", "pod")["outcome"] == "refused"
+    found = only(known(THERE, external_local=True), "node:30080", "outside")
+    assert (found["outcome"], found["not_chosen"]) == ("dropped", [
+        {"endpoint": "10.1.2.1:8080", "because": "on node node2, and the policy is Local"}])
+
+
+LEFT_OUT = {
+    "not ready": endpoint("10.1.1.2", ready=False),
+    "terminating, and not serving any more": endpoint(
+        "10.1.1.2", ready=False, serving=False, terminating=True),
+    "terminating; a ready endpoint exists": endpoint(
+        "10.1.1.2", ready=False, serving=True, terminating=True),
+    "its hints assign it to zone b; this node is in a": endpoint("10.1.1.2", zones="b"),
+    "its hints assign it to node node2": endpoint("10.1.1.2", nodes="node2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("because", LEFT_OUT)
+def test_the_reason_is_given_for_each_endpoint_that_is_not_chosen(because: str) -> None:
+    used = endpoint("10.1.1.1", "node1", zones="a", nodes="node1")
+    found = only(known(used, LEFT_OUT[because]), "10.96.0.1:80", "pod")
+    assert found["not_chosen"] == [{"endpoint": "10.1.1.2:8080", "because": because}]
+
+
+def test_a_service_is_asked_about_at_all_its_frontends_by_senders_of_every_origin() -> None:
+    found = asked(known(HERE), "shop/web")
+    assert {case.question.packet.port for case in found} == {80, 30080}
+    assert len(found) == 4 * 3
+
+
+ERRORS = {
+    "shop/wbe": "near names: shop/web",
+    "other/web": "near names: shop/web",
+    "shop/web:https": "has no port 'https', but 'http'",
+    "10.96.0.1": "is not a target",
+    "10.96.0.1:80/icmp": "'icmp' is not tcp, udp or sctp",
+    "10.96.0.1:70000": "70000 is not a port",
+    "10.96.0.999:80": "is not an IP address",
+    "[fd00::1]:80": "IPv6 is not served",
+}
+
+
+@pytest.mark.parametrize("to", ERRORS)
+def test_a_question_without_answer_says_what_would_help(to: str) -> None:
+    with pytest.raises(NoAnswer, match=ERRORS[to]):
+        asked(known(HERE), to)
+
+
+def test_the_nearest_frontends_of_an_address_are_named() -> None:
+    assert only(known(HERE), "10.96.0.1:81", "pod")["near"] == "10.96.0.1 serves 80/TCP of shop/web:http"
+    assert "no Service has it" in only(known(HERE), "10.96.0.9:80", "pod")["near"]
+
+
+def test_senders_are_checked() -> None:
+    assert parse_sender("pod") == parse_sender("", "pod")
+    for wrong in (("pod", "node"), ("elsewhere", ""), ("", "mars")):
+        with pytest.raises(NoAnswer):
+            parse_sender(*wrong)
+
+
+def side(fate: Fate | None, deviation: str = "") -> KernelSide:
+    return KernelSide((KernelObject("chain a", "rule"),), fate, deviation=deviation)
+
+
+def forwarded(text: str, *, hidden: bool = False, shares: Sequence[float] = (0.5, 0.5)) -> Fate:
+    ends = zip(destinations(text), shares, strict=True)
+    return Fate(Outcome.FORWARDED, "", tuple(Choice(where, share, hidden) for where, share in ends))
+
+
+BOTH = "10.1.1.1:8080 10.1.2.1:8080"
+VERDICTS = {
+    "the same": (forwarded(BOTH), "agrees", ""),
+    "another order": (forwarded("10.1.2.1:8080 10.1.1.1:8080"), "agrees", ""),
+    "masqueraded": (forwarded(BOTH, hidden=True), "differs", "sees an address of the node"),
+    "one missing": (forwarded("10.1.1.1:8080", shares=[1.0]), "differs", "10.1.2.1:8080 is missing"),
+    "a stranger": (forwarded(f"{BOTH} 10.1.3.1:80", shares=[0.5, 0.5, 0.0]), "differs", "should not"),
+    "unfair": (forwarded(BOTH, shares=[0.9, 0.1]), "differs", "90.0%"),
+    "a hole": (forwarded(BOTH, shares=[0.5, 0.25]), "differs", "25% of new connections find no endpoint"),
+    "refused": (Fate(Outcome.REFUSED, ""), "differs", "is refused, and should be forwarded"),
+    "uncertain": (None, "cannot be told", "not every rule"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_the_kernel_is_judged(name: str) -> None:
+    fate, verdict, difference = VERDICTS[name]
+    (case,) = asked(known(HERE, THERE), "10.96.0.1:80", "10.1.9.9")
+    assert decide_case(case).outcome is Outcome.FORWARDED
+    found = answer(case, side(fate), mode="test", live=True)["kernel"]
+    assert found["verdict"] == verdict
+    assert difference in "; ".join(found["differences"])
+    if fate is not None and verdict == "differs":
+        meant = answer(case, side(fate, "by design"), mode="test", live=True)["kernel"]
+        assert (meant["verdict"], meant["differences"][0]) == ("deviates by design", "by design")
+
+
+def test_an_endpoint_that_is_remembered_must_be_one_that_may_be_chosen() -> None:
+    (case,) = asked(known(HERE, THERE, affinity=60), "10.96.0.1:80", "10.1.9.9")
+    (pinned,) = destinations("10.1.3.1:80")
+    found = answer(case, KernelSide((), forwarded(BOTH), pinned), mode="test", live=True)
+    assert found["affinity"] == {"seconds": 60, "remembered": "10.1.3.1:80"}
+    assert "pinned to 10.1.3.1:80" in found["kernel"]["differences"][0]

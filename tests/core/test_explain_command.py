@@ -1,0 +1,56 @@
+"""``kproxy explain`` as an operator uses it, beside a running proxy and without one."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from tests.core.namespaces import Namespace
+from tests.core.processes import KPROXY, running
+from tests.core.test_cli import manifests, node
+
+__all__ = ["manifests", "node"]
+
+SHOP = Path(__file__).parents[2] / "examples" / "shop"
+
+
+def kernel_of(output: str) -> dict[str, Any]:
+    (packet,) = json.loads(output)["packets"]
+    found: dict[str, Any] = packet["kernel"]
+    return found
+
+
+def test_the_running_proxy_explains_with_the_rules_that_the_kernel_holds(
+    node: Namespace, manifests: Path
+) -> None:
+    with running(node, "--mode=nftables", f"--manifests={manifests}") as proxy:
+        proxy.await_health()
+        question = (KPROXY, "explain", "10.1.9.9", "10.96.0.10:80", "-o", "json")
+        kernel = kernel_of(node.run(*question))
+        assert (kernel["verdict"], kernel["mode"], kernel["live"]) == ("agrees", "nftables", True)
+        listed = node.run("nft", "-a", "list", "chain", "ip", "kproxy", "services")
+        (rule,) = [item["text"] for item in kernel["objects"] if item["where"] == "chain services"]
+        assert rule in listed
+        assert node.run(KPROXY, "explain", "shop/web").count("10.1.2.3:8080  100.0%") == 3
+
+
+def test_manifests_are_explained_with_the_rules_that_a_proxy_would_write() -> None:
+    done = subprocess.run(
+        [KPROXY, "explain", "pod", "shop/web:http", "--mode=nftables", f"--manifests={SHOP}"],
+        capture_output=True, text=True, check=True,
+    )
+    assert "10.96.0.10:80/TCP: ClusterIP of shop/web:http" in done.stdout
+    assert "kernel      agrees (nftables, as a proxy would write it)" in done.stdout
+
+
+def test_questions_without_an_answer_end_with_one_line(node: Namespace) -> None:
+    def complaint(*words: str) -> str:
+        done = subprocess.run(
+            ["ip", "netns", "exec", node.name, KPROXY, "explain", *words],
+            capture_output=True, text=True, check=False,
+        )
+        assert done.returncode == 1
+        return done.stderr.splitlines()[-1]
+
+    assert "no kproxy runs in this network namespace" in complaint("10.96.0.10:80")
+    assert "near names: shop/web" in complaint("shop/wbe", "--mode=nftables", f"--manifests={SHOP}")
