@@ -218,6 +218,8 @@ class Kproxy(_Section, frozen=True, kw_only=True, rename="camel"):
     """``auto``: another mode may serve if this machine lacks what the mode needs; ``never``: none may."""
     live_mode_switch: bool = False
     """Follow a changed `mode` in this file without a restart."""
+    switch_modes: tuple[str, ...] = ()
+    """Modes besides `mode` for which ``--init-only`` sets sysctls and loads modules."""
     plugins: tuple[str, ...] = ()
     """Plugins to load, by name or module, and ``no:NAME`` for those to block."""
     backend_options: dict[str, dict[str, Any]] = {}

@@ -113,6 +113,8 @@ class Config:
     """``auto``: another mode may serve if this one does not work here."""
     live_mode_switch: bool
     """Follow a changed mode in the file without a restart."""
+    switch_modes: tuple[str, ...]
+    """Modes to prepare the machine for besides the one that serves."""
     plugins: tuple[str, ...]
     """Plugins to load, and ``no:NAME`` for those to block; the last word about a plugin counts."""
     backend_options: Mapping[str, object]
@@ -177,6 +179,7 @@ def resolve(flags: Flags, file: FileConfig | None) -> Config:
         state_directory=document.kproxy.state_directory,
         mode_fallback="never" if document.kproxy.mode_fallback == "never" else "auto",
         live_mode_switch=document.kproxy.live_mode_switch,
+        switch_modes=document.kproxy.switch_modes,
         plugins=document.kproxy.plugins,
         backend_options=_options(document),
         document=document,

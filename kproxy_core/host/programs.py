@@ -9,11 +9,16 @@ from contextlib import contextmanager
 
 from kproxy_core.host.errors import HostError
 
-TIMEOUT = 300
-"""Seconds for one run of a program."""
+TIMEOUT = 10
+"""Seconds for one run of a program, at least: a program that hangs holds up all syncs."""
+
+_LINES_A_SECOND = 2_000
+"""Lines of input for which a run gets another second: iptables-restore of a large table takes that long."""
 
 _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 _MAX_COMPLAINT = 500
+_BATCH = 1 << 20
+"""Bytes of output that are read at once."""
 _MAX_REMEMBERED = 100
 """Kernel notifications are delayed, but never by more processes than this."""
 
@@ -49,6 +54,39 @@ class OwnProcesses:
             del self._ids[next(iter(self._ids))]
 
 
+class _Running:
+    """The programs that are running, so that the end of the process need not wait for them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._processes: set[subprocess.Popen[str]] = set()
+        self._interrupted = False
+
+    def add(self, process: subprocess.Popen[str]) -> None:
+        with self._lock:
+            self._processes.add(process)
+            if self._interrupted:
+                process.kill()
+
+    def discard(self, process: subprocess.Popen[str]) -> None:
+        with self._lock:
+            self._processes.discard(process)
+
+    def interrupt(self) -> None:
+        with self._lock:
+            self._interrupted = True
+            for process in self._processes:
+                process.kill()
+
+
+_running = _Running()
+
+
+def interrupt() -> None:
+    """Kill all programs that are running, and those that are started from now on: this process is ending."""
+    _running.interrupt()
+
+
 def find(name: str) -> str | None:
     """Return the path of a program. Also searches the directories for root's programs."""
     return shutil.which(name, path=_PATH)
@@ -56,11 +94,12 @@ def find(name: str) -> str | None:
 
 def run(*argv: str, stdin: str = "", own: OwnProcesses | None = None) -> Done:
     """Run a program and return its result. Raises ProgramFailed if it cannot start or times out."""
+    timeout = TIMEOUT + stdin.count("\n") / _LINES_A_SECOND
     with _started(argv, own) as process:
         try:
-            out, err = process.communicate(stdin, timeout=TIMEOUT)
+            out, err = process.communicate(stdin, timeout=timeout)
         except subprocess.TimeoutExpired as error:
-            raise ProgramFailed(f"{argv[0]} timed out after {TIMEOUT} s") from error
+            raise ProgramFailed(f"{argv[0]} timed out after {timeout:g} s") from error
     return Done(argv, process.returncode, out, err)
 
 
@@ -73,13 +112,34 @@ def output(*argv: str, stdin: str = "") -> str:
 
 
 def lines(*argv: str, own: OwnProcesses | None = None) -> Generator[str, None, None]:
-    """Run a program and yield its output line by line. Kills it when closed. Raises ProgramFailed."""
+    """Run a program and yield its output line by line. Kills it when closed.
+
+    Raises ProgramFailed, also if a line takes longer than `TIMEOUT`.
+    """
     with _started(argv, own) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdin.close()
-        yield from process.stdout
+        timed_out = False
+
+        def give_up() -> None:
+            nonlocal timed_out
+            timed_out = True
+            process.kill()
+
+        while True:
+            timer = threading.Timer(TIMEOUT, give_up)
+            timer.start()
+            try:
+                batch = process.stdout.readlines(_BATCH)
+            finally:
+                timer.cancel()
+            if not batch:
+                break
+            yield from batch
+        if timed_out:
+            raise ProgramFailed(f"{argv[0]} timed out after {TIMEOUT:g} s without output")
         problem = process.stderr.read()
         if code := process.wait(TIMEOUT):
             raise ProgramFailed(failure(Done(argv, code, "", problem)))
@@ -109,8 +169,10 @@ def _started(argv: tuple[str, ...], own: OwnProcesses | None) -> "Iterator[subpr
             raise ProgramFailed(f"cannot start {argv[0]}", error) from error
         own.remember(process.pid)
     with process:
+        _running.add(process)
         try:
             yield process
         finally:
+            _running.discard(process)
             if process.poll() is None:
                 process.kill()

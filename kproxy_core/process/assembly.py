@@ -1,11 +1,9 @@
 """The running proxy, assembled from its parts."""
 
 import logging
-import signal
 import socket
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +40,7 @@ from kproxy_core.observe.service_health import ServiceHealth
 from kproxy_core.observe.sync_observers import HealthCheckObserver, HealthObserver
 from kproxy_core.process import preparation
 from kproxy_core.process.choice import Choice, choose
+from kproxy_core.process.ending import stop_on_signals
 from kproxy_core.process.explaining import explain_running
 from kproxy_core.process.family_checks import doubts, unservable
 from kproxy_core.process.steering import FollowedFile, answer_requests
@@ -129,8 +128,8 @@ def about(config: Config, flags: Flags) -> About:
 def set_up(config: Config, registry: Registry, configuration: Configuration) -> None:
     """Do everything that needs all privileges; `run` then needs fewer.
 
-    Prepares every mode to which the proxy could be switched later. Raises BackendError, HostError or
-    StartFailed for the mode that will serve; another mode's failure is only logged.
+    Also prepares the modes in `Config.switch_modes`. Raises BackendError, HostError or StartFailed for the
+    mode that will serve; another mode's failure is only logged.
     """
     families = served_families()
     config, instance, _, families = choose(configuration, registry, config.mode, families)
@@ -141,7 +140,7 @@ def set_up(config: Config, registry: Registry, configuration: Configuration) -> 
         log.warning("the kernel does not track connections yet; their limits and timeouts are not set")
     registry.prepare(config.mode, backend_settings(config, families))
     others = preparation.prepare_others(
-        registry, config.mode, settings_of_modes(configuration, families))
+        registry, config.switch_modes, settings_of_modes(configuration, families))
     events.close()
     log.info("privileged initialisation finished", extra={
         "fields": {"mode": config.mode, "also_prepared": ",".join(others)}})
@@ -254,7 +253,7 @@ class _Proxy:
         self._listen()
         watcher = AddressWatch(self._loop.set_addresses, self._registry.is_of_node)
         self._loop.set_addresses(watcher.addresses)
-        _stop_on_signals(self._loop.stop)
+        stop_on_signals(self._loop.stop)
         followed = FollowedFile(
             self._configuration, self._switch, self._events, partial(self._end, FILE_CHANGED))
         followed.start()
@@ -335,22 +334,3 @@ def _counting(counted: ClientMetrics) -> "Observe":
         )  # fmt: skip
 
     return observe
-
-
-def _stop_on_signals(stop: Callable[[], None]) -> None:
-    """Call *stop* from a thread.
-
-    A signal handler runs in the main thread. If the signal arrives just before that thread falls asleep, the
-    handler runs only at the next wake-up, whereas Python writes to the wake-up descriptor at once.
-    """
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    signal.set_wakeup_fd(theirs.detach(), warn_on_full_buffer=False)
-
-    def wait() -> None:
-        while ours.recv(1):
-            stop()
-
-    threading.Thread(target=wait, name="kproxy-signals", daemon=True).start()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)

@@ -5,7 +5,7 @@ import gc
 import logging
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from kproxy_core.backend.api import BackendSettings
@@ -88,20 +88,17 @@ def tune_conntrack(wanted: ConntrackLimits, events: EventRecorder) -> bool:
 
 
 def prepare_others(
-    registry: Registry, serving: str, settings_of: Callable[[str], BackendSettings]
+    registry: Registry, modes: Iterable[str], settings_of: Callable[[str], BackendSettings]
 ) -> list[str]:
-    """Prepare this machine for all usable modes but *serving*, so that a running proxy can switch to them.
+    """Prepare this machine for *modes*, so that a running proxy can switch to them.
 
-    Return the prepared modes. Failures are logged.
+    Return the prepared modes. Failures are logged. Not every installed mode is prepared: the settings of one
+    weaken a node that does not run it, as route_localnet does without its guarding rules (CVE-2020-8558).
     """
     prepared = []
-    for mode in [description.mode for description in registry.load_all()]:
-        if mode == serving:
-            continue
+    for mode in modes:
         try:
             settings = settings_of(mode)
-            if registry.detect(mode, settings, load_modules=True).refuted:
-                continue
             registry.prepare(mode, settings)
         except Exception as error:  # noqa: BLE001 - a plugin's, or a setting of a mode that does not serve
             log.warning("could not prepare another mode, switching to it may fail", extra={

@@ -1,6 +1,8 @@
 """The command line, as an operator meets it: real processes, in a network namespace where they act."""
 
+import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,7 +15,7 @@ import pytest
 from kproxy_core import __version__
 from tests.core.golden import golden
 from tests.core.namespaces import Namespace, namespace
-from tests.core.processes import KPROXY, kproxy, running
+from tests.core.processes import KPROXY, kproxy, running, started
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -123,6 +125,34 @@ def test_it_serves_until_told_to_end_and_leaves_the_rules(node: Namespace, manif
     assert "10.1.2.3" in node.run("nft", "list", "table", "ip", "kproxy")
 
 
+def test_it_ends_while_a_program_hangs(node: Namespace, manifests: Path, tmp_path: Path) -> None:
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name in ("iptables-nft-restore", "iptables-legacy-restore", "iptables-restore"):
+        (programs / name).write_text("#!/bin/sh\nexec sleep 1000\n")
+        (programs / name).chmod(0o755)
+    environment = ["env", f"PATH={programs}:{os.environ['PATH']}"]
+    command = [KPROXY, "--mode=iptables", f"--manifests={manifests}"]
+    with started(node, ["ip", "netns", "exec", node.name, *environment, *command]) as proxy:
+        deadline = time.monotonic() + 20
+        while "sleep\0001000" not in children(proxy.pid):
+            assert time.monotonic() < deadline, "the program was not started"
+            time.sleep(0.05)
+        status, log = proxy.end()
+    assert status == 0
+    assert "timed out" not in log, "it waited for the program"
+
+
+def children(pid: int) -> str:
+    """Return the command lines of a process's children."""
+    found = ""
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if status.read_text().rpartition(")")[2].split()[1] == str(pid):
+                found += (status.parent / "cmdline").read_text()
+    return found
+
+
 def test_control_c_ends_it_without_a_traceback(node: Namespace, manifests: Path) -> None:
     with running(node, "--mode=nftables", f"--manifests={manifests}", "--logging-format=json") as proxy:
         proxy.await_health()
@@ -224,9 +254,16 @@ def test_what_needs_all_privileges_can_be_done_by_itself(node: Namespace, manife
     assert node.run("nft", "list", "ruleset") == before
 
 
-def test_init_only_prepares_every_mode_that_could_be_switched_to(node: Namespace, manifests: Path) -> None:
-    node.run(KPROXY, "--init-only", "--mode=nftables", f"--manifests={manifests}")
-    assert node.run("sysctl", "-n", "net.ipv4.conf.all.route_localnet").strip() == "1", "for iptables"
+@pytest.mark.parametrize(("modes", "value"), [("[]", "0"), ("[iptables]", "1")])
+def test_init_only_prepares_the_modes_that_are_named(
+    node: Namespace, manifests: Path, tmp_path: Path, modes: str, value: str
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\nmode: nftables\n"
+        f"kproxy: {{switchModes: {modes}}}\n")
+    node.run(KPROXY, "--init-only", f"--config={config}", f"--manifests={manifests}")
+    assert node.run("sysctl", "-n", "net.ipv4.conf.all.route_localnet").strip() == value
     assert "kproxy" not in node.run("nft", "list", "ruleset")
 
 

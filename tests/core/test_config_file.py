@@ -130,6 +130,7 @@ def changed(value: object) -> dict[str, object]:
         "featureGates": {"AllowServiceExternalIPs": False},
         "backendOptions": {"ebpf": {"maps": 3}},
         "plugins": ["no:ipvs"],
+        "switchModes": ["iptables"],
         "nodePortAddresses": ["10.0.0.0/8"],
         "excludeCIDRs": ["10.0.0.0/8"],
         "vmodule": [{"filePattern": "loop", "verbosity": 4}],

@@ -1,6 +1,8 @@
 """Programs that succeed, fail, hang or do not exist."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,3 +63,20 @@ def test_each_owner_remembers_its_own_processes() -> None:
     assert pid not in yours
     assert list(programs.lines("true", own=yours)) == []
     assert len(yours._ids) == 1
+
+
+def test_a_program_that_stops_in_the_middle_of_its_output_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "TIMEOUT", 0.05)
+    with pytest.raises(ProgramFailed, match="sh timed out after"):
+        list(programs.lines("sh", "-c", "echo one; exec sleep 1000"))
+
+
+def test_the_end_of_the_process_kills_programs_now_and_later() -> None:
+    program = (
+        "import threading\nfrom kproxy_core.host import programs\n"
+        "threading.Timer(0.2, programs.interrupt).start()\n"
+        "print(programs.run('sleep', '1000').returncode, programs.run('sleep', '1000').returncode)"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "-9 -9\n"

@@ -63,14 +63,15 @@ exec chroot "$root" setpriv --bounding-set="$capabilities" --inh-caps=-all --no-
 class Pod:
     """A node with the files of a pod, in which its containers run one after the other."""
 
-    def __init__(self, node: Namespace, directory: Path, mode: str) -> None:
+    def __init__(self, node: Namespace, directory: Path, mode: str, *switch_modes: str) -> None:
         self.node = node
         self._root = directory / "root"
         self._root.mkdir()
         self._lock = directory / "xtables.lock"
         self._lock.touch()
         self._config = directory / "config.conf"
-        self._config.write_text(yaml.safe_dump(CONFIG | {"mode": mode}))
+        self._config.write_text(yaml.safe_dump(
+            CONFIG | {"mode": mode, "kproxy": {"switchModes": list(switch_modes)}}))
         self._manifests = directory / "manifests"
         self._manifests.mkdir()
         (self._manifests / "web.yaml").write_text(WEB)
@@ -161,20 +162,32 @@ def test_nothing_is_left_of_the_containers() -> None:
     assert f"pytest-of-{os.environ.get('USER', 'root')}" not in mounts
 
 
-def test_the_mode_is_switched_in_the_pod_whatever_the_configured_one_needs(
-    node: Namespace, tmp_path: Path
-) -> None:
-    pod = Pod(node, tmp_path, "nftables")
+def test_the_mode_is_switched_in_the_pod_to_modes_that_were_prepared(node: Namespace, tmp_path: Path) -> None:
+    pod = Pod(node, tmp_path, "nftables", "iptables")
     pod.init()
     with pod.main() as proxy:
         proxy.await_health(READY)
         for mode in ("iptables", "nftables"):
-            # As `kubectl exec` runs it: in the container's namespaces, with its capabilities.
-            done = subprocess.run(
-                ["nsenter", f"--target={proxy.pid}", "--mount", "--net", "--root", "setpriv",
-                 "--bounding-set=-all,+net_admin", "--inh-caps=-all", "--no-new-privs",
-                 KPROXY, "switch", mode],
-                capture_output=True, text=True, check=False, timeout=60,
-            )  # fmt: skip
+            done = switch(proxy, mode)
             assert done.returncode == 0, done.stdout + done.stderr
             assert f"{mode} serves" in done.stdout.splitlines()
+
+
+def test_a_check_says_what_an_unprepared_mode_lacks(node: Namespace, tmp_path: Path) -> None:
+    pod = Pod(node, tmp_path, "nftables")
+    pod.init()
+    with pod.main() as proxy:
+        proxy.await_health(READY)
+        done = switch(proxy, "iptables", "--check")
+        assert done.returncode == 1
+        assert "route_localnet" in done.stdout + done.stderr
+
+
+def switch(proxy: Proxy, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Switch as `kubectl exec` runs it: in the container's namespaces, with its capabilities."""
+    return subprocess.run(
+        ["nsenter", f"--target={proxy.pid}", "--mount", "--net", "--root", "setpriv",
+         "--bounding-set=-all,+net_admin", "--inh-caps=-all", "--no-new-privs",
+         KPROXY, "switch", *arguments],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
