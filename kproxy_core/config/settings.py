@@ -15,12 +15,11 @@ from kproxy_core.config.check import (
     notices_about,
     problems_of,
 )
+from kproxy_core.config.duration import DefaultDuration, Duration
 from kproxy_core.config.file import (
     ClientConnection,
     ConfigError,
     Conntrack,
-    DefaultDuration,
-    Duration,
     FileConfig,
     KubeProxyConfiguration,
     Problem,

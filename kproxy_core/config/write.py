@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from kproxy_core.config.file import API_VERSION, KIND, Duration, Kproxy, KubeProxyConfiguration
+from kproxy_core.config.duration import Duration
+from kproxy_core.config.file import API_VERSION, KIND, Kproxy, KubeProxyConfiguration
 from kproxy_core.config.flags import FLAGS, Flags
 from kproxy_core.config.settings import Config
 

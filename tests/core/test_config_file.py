@@ -8,10 +8,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kproxy_core.config.duration import Duration
 from kproxy_core.config.file import (
     API_VERSION,
     ConfigError,
-    Duration,
     FileConfig,
     KubeProxyConfiguration,
     ModeSection,
