@@ -1,14 +1,24 @@
 """The backend instance: one `FamilyState` for each IP family."""
 
 import logging
+from collections.abc import Sequence
 
-from kproxy_core.backend.api import BackendSettings, Damage, Measurement, SyncReport, Update
+from kproxy_core.backend.api import (
+    BackendSettings,
+    Damage,
+    KernelSide,
+    Measurement,
+    Question,
+    SyncReport,
+    Update,
+)
 from kproxy_core.backend.errors import SyncFailed, Unsupported
 from kproxy_core.backend.family_sync import sync_family
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.programs import OwnProcesses
 from kproxy_core.model.address import Family
+from kproxy_iptables.explain import explain
 from kproxy_iptables.family import FamilyState
 from kproxy_iptables.metrics import measurements
 from kproxy_iptables.render import render_text
@@ -60,6 +70,11 @@ class IptablesBackend:
     def kproxy_render(self, update: Update) -> str:
         """Return the complete input for iptables-restore."""
         return render_text(update, localhost_node_ports=self._settings.localhost_node_ports)
+
+    @hookimpl
+    def kproxy_explain(self, questions: Sequence[Question], live: bool) -> Sequence[KernelSide]:
+        """Return the rules that each packet meets. Raises HostError, Unsupported."""
+        return explain(questions, live=live)
 
     @hookimpl
     def kproxy_watch(self, damaged: Damage) -> bool:

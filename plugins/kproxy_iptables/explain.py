@@ -1,0 +1,131 @@
+"""Serves the hook `kproxy_explain`: the rules that packets meet."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from kproxy_core.backend.api import KernelSide, Question
+from kproxy_core.model.address import Address, format_address
+from kproxy_core.plan.fate import Choice, Fate, Kind, Origin, Outcome, kind_of
+from kproxy_iptables.names import FILTER, NAT
+from kproxy_iptables.skeleton import JUMPS, Facts, constant_rules
+from kproxy_iptables.wanted import make_style, wanted
+from kproxy_xtables.rules import ChainKey
+from kproxy_xtables.saved import SavedChain
+from kproxy_xtables.tables import Tables
+from kproxy_xtables.variant import find_variant
+from kproxy_xtables.walk import End, Flight, Ruleset, Walk
+
+_RECENT = Path("/proc/thread-self/net/xt_recent")
+
+
+def explain(questions: Sequence[Question], *, live: bool) -> list[KernelSide]:
+    """Return the way of each packet. Raises HostError, or NoVariant without iptables."""
+    if not live:
+        return [_side(question, _Rules(_written(question))) for question in questions]
+    tables = Tables(questions[0].node.family, find_variant())
+    ruleset = _Rules(_saved(tables.save()))
+    return [_side(question, ruleset) for question in questions]
+
+
+class _Rules:
+    """Rules by table and chain, and the kernel's lists of recent clients."""
+
+    def __init__(self, rules: Mapping[ChainKey, Sequence[str]]) -> None:
+        self._rules = rules
+
+    def rules(self, table: str, chain: str) -> Sequence[str]:
+        return self._rules.get((table, chain), ())
+
+    def in_set(self, name: str, sides: Sequence[str], packet: Flight) -> int | None:
+        return None
+
+    def is_recent(self, name: str, source: Address) -> bool:
+        try:
+            lines = (_RECENT / name).read_text(encoding="ascii").splitlines()
+        except OSError:
+            return False
+        # The kernel writes IPv6 addresses in full.
+        text = format_address(source) if len(source) == 4 else source.hex(":", 2)
+        return any(f"src={text} " in line for line in lines)
+
+
+def _saved(chains: Iterable[SavedChain]) -> dict[ChainKey, list[str]]:
+    return {(chain.table, chain.name): chain.rules for chain in chains}
+
+
+def _written(question: Question) -> dict[ChainKey, list[str]]:
+    """Return the rules that a sync would write for one plan, or none."""
+    node, plan = question.node, question.plan
+    found: dict[ChainKey, list[str]] = defaultdict(list)
+    for jump in reversed(JUMPS):
+        found[jump.table, jump.chain].append(jump.spec)
+    if plan is not None:
+        own = wanted(plan, make_style(node, Facts(), len(plan.reachable)))
+        for chain, text in own.chains.items():
+            found[NAT, chain] = [line.removeprefix(f"-A {chain} ") for line in text.splitlines()]
+        for rule in own.rules:
+            found[rule.table, rule.chain].append(rule.spec)
+    for key, rules in constant_rules(node, Facts()).items():
+        found[key] += rules
+    return found
+
+
+def _side(question: Question, ruleset: Ruleset) -> KernelSide:
+    walk = Walk(ruleset, question.node)
+    fate = follow(question, walk)
+    return KernelSide(
+        tuple(walk.objects), None if walk.strange else fate, walk.remembered, _deviation(question))
+
+
+def follow(question: Question, walk: Walk) -> Fate:
+    """Return the fate of a packet that the nat table may translate."""
+    outgoing = question.packet.origin is Origin.NODE
+    choices: dict[object, Choice] = {}
+    ends = walk.through(NAT, "OUTPUT" if outgoing else "PREROUTING", Flight.of(question.packet))
+    for end in ends:
+        last = _last(walk, end, outgoing=outgoing)
+        if last.outcome is not None:
+            return Fate(last.outcome, _reason(walk))
+        flight = last.flight
+        if flight.translated:
+            known = choices.get(flight.where)
+            share = end.share + (known.share if known else 0.0)
+            choices[flight.where] = Choice(flight.where, share, flight.masqueraded)
+    if choices:
+        return Fate(Outcome.FORWARDED, _reason(walk), tuple(choices.values()))
+    return Fate(Outcome.UNTOUCHED, "no rule applies")
+
+
+def _last(walk: Walk, end: End, *, outgoing: bool) -> End:
+    """Follow one way through the filter table, and the nat table after it."""
+    to_node = walk.is_local(end.flight.destination)
+    hooks = ["OUTPUT"] if outgoing else [] if to_node else ["FORWARD"]
+    for hook in [*hooks, "INPUT"] if to_node else hooks:
+        for passed in walk.through(FILTER, hook, end.flight):
+            if passed.outcome is not None:
+                return passed
+            end = passed
+    for passed in walk.through(NAT, "POSTROUTING", end.flight) if end.flight.translated else ():
+        end = passed
+    return end
+
+
+def _reason(walk: Walk) -> str:
+    last = next(reversed(walk.objects), None)
+    return f"{last.where}: {last.text}" if last else ""
+
+
+def _deviation(question: Question) -> str:
+    """Return what this mode, like kube-proxy's, does differently by design for such a packet."""
+    plan, frontend = question.plan, question.frontend
+    if plan is None or frontend is None:
+        return "kube-proxy's iptables rules do not refuse packets to other ports and addresses of ClusterIPs"
+    kind = kind_of(frontend, plan)
+    if plan.has_endpoints or kind is Kind.CLUSTER_IP:
+        return ""
+    if question.packet.origin is Origin.NODE and kind is not Kind.NODE_PORT:
+        return "kube-proxy's iptables rules do not refuse the node's own packets to external frontends"
+    if kind is Kind.LOAD_BALANCER_IP and plan.source_ranges:
+        return "kube-proxy's iptables rules do not check source ranges without endpoints"
+    return ""

@@ -1,0 +1,285 @@
+"""The way of a packet through iptables rules, as iptables-save prints them. Pure.
+
+Understands the matches and targets of the backends' rules. In built-in chains, only rules that lead to other
+chains are followed: what other tools add there is theirs.
+"""
+
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal, NamedTuple, Protocol
+
+from kproxy_core.backend.api import KernelObject
+from kproxy_core.model.address import Address, parse_address, parse_cidr
+from kproxy_core.model.endpoint import Destination
+from kproxy_core.model.node import NodeView
+from kproxy_core.plan.fate import Origin, Outcome, Packet
+from kproxy_xtables.rules import BUILT_IN_CHAINS
+
+
+class Ruleset(Protocol):
+    """The tables of one IP family: in the kernel, or as they would be written."""
+
+    def rules(self, table: str, chain: str) -> Sequence[str]:
+        """Return the rules of a chain, without ``-A CHAIN``; none if it does not exist."""
+
+    def in_set(self, name: str, sides: Sequence[str], packet: "Flight") -> int | None:
+        """Return the mark of the entry for *packet* in an ipset, 0 without marks; None: it has no entry."""
+
+    def is_recent(self, name: str, source: Address) -> bool:
+        """Return whether the list *name* of the match ``recent`` holds *source*."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A packet on its way."""
+
+    packet: Packet
+    """As it was sent."""
+    destination: Address
+    port: int
+    mark: int = 0
+    translated: bool = False
+    masqueraded: bool = False
+    local: int = 0
+    """The port of this node to which it was redirected; 0: it was not."""
+
+    @classmethod
+    def of(cls, packet: Packet) -> "Flight":
+        return cls(packet, packet.destination, packet.port)
+
+    @property
+    def where(self) -> Destination:
+        return Destination(self.destination, self.port)
+
+
+class End(NamedTuple):
+    """One of the ways that a packet may take through a chain."""
+
+    share: float
+    outcome: Outcome | None
+    """None: accepted."""
+    flight: Flight
+
+
+class Walk:
+    """Follows packets through chains, and notes what they meet."""
+
+    def __init__(self, ruleset: Ruleset, node: NodeView) -> None:
+        self._ruleset = ruleset
+        self._node = node
+        self.objects: dict[KernelObject, None] = {}
+        self.remembered: Destination | None = None
+        self.strange = ""
+        """A rule that is not understood; "": none."""
+
+    def through(self, table: str, chain: str, flight: Flight) -> list[End]:
+        """Return the ways through a built-in chain."""
+        return [
+            End(share, done if isinstance(done, Outcome) else None, end)
+            for share, done, end in self._chain(table, chain, flight)
+        ]
+
+    def is_local(self, address: Address) -> bool:
+        """Return whether *address* is one of the node's."""
+        node = self._node
+        return address in node.node_port_addresses or address in (node.node_ip, node.family.loopback)
+
+    def note(self, where: str, text: str) -> None:
+        """Note an object that the packet meets."""
+        self.objects[KernelObject(where, text)] = None
+
+    def _chain(self, table: str, chain: str, flight: Flight, start: int = 0) -> Iterator["_Branch"]:
+        """Yield each way through the rules from number *start* on."""
+        left = 1.0
+        rules = self._ruleset.rules(table, chain)
+        for number in range(start, len(rules)):
+            text = rules[number]
+            rule = _parsed(text)
+            if chain in BUILT_IN_CHAINS and (not rule.target or rule.target in _TARGETS):
+                continue
+            if rule.strange:
+                self.strange = self.strange or text
+                self.note(f"{table} {chain}", f"{text}  (not understood)")
+                continue
+            chance = self._chance(rule, table, flight)
+            if not chance:
+                continue
+            self.note(f"{table} {chain}", text)
+            for share, done, end in self._take(rule, table, flight):
+                share *= left * chance
+                if done is not None or rule.goto or rule.target == "RETURN":
+                    yield _Branch(share, done, end)
+                    continue
+                for rest in self._chain(table, chain, end, number + 1):
+                    yield rest._replace(share=share * rest.share)
+            left *= 1 - chance
+            if not left:
+                return
+        yield _Branch(left, None, flight)
+
+    def _take(self, rule: "_Rule", table: str, flight: Flight) -> Iterator["_Branch"]:
+        options = rule.options
+        match rule.target:
+            case "DROP":
+                yield _Branch(1.0, Outcome.DROPPED, flight)
+            case "REJECT":
+                yield _Branch(1.0, Outcome.REFUSED, flight)
+            case "ACCEPT":
+                yield _Branch(1.0, True, flight)
+            case "RETURN" | "":
+                yield _Branch(1.0, None, flight)
+            case "MARK":
+                value, mask = _value_and_mask(options["--set-xmark"])
+                yield _Branch(1.0, None, replace(flight, mark=(flight.mark & ~mask) ^ value))
+            case "SET":
+                name, sides = options["--map-set"].split()
+                mark = self._ruleset.in_set(name, sides.split(","), flight)
+                yield _Branch(1.0, None, replace(flight, mark=mark or flight.mark))
+            case "MASQUERADE":
+                yield _Branch(1.0, True, replace(flight, masqueraded=True))
+            case "DNAT":
+                where = _socket(options["--to-destination"])
+                yield _Branch(1.0, True, replace(
+                    flight, destination=where.address, port=where.port, translated=True))
+            case "REDIRECT":
+                yield _Branch(1.0, True, replace(
+                    flight, translated=True, local=int(options["--to-ports"])))
+            case chain:
+                yield from self._chain(table, chain, flight)
+
+    def _chance(self, rule: "_Rule", table: str, flight: Flight) -> float:
+        """Return the probability that *rule* matches."""
+        chance = 1.0
+        for name, value, negated in rule.matches:
+            if name == "--probability":
+                chance *= float(value)
+            elif name == "--rcheck":
+                self._remember(rule, table, flight)
+                return 0.0
+            elif self._matches(name, value, flight) is negated:
+                return 0.0
+        return chance
+
+    def _remember(self, rule: "_Rule", table: str, flight: Flight) -> None:
+        """Note the endpoint that affinity gives the client. The walk goes on as for a new client."""
+        name = rule.options["--name"]
+        if self._ruleset.is_recent(name, flight.packet.source):
+            self.note(f"list {name}", "holds the sender")
+            for text in self._ruleset.rules(table, rule.target):
+                other = _parsed(text)
+                if other.target == "DNAT":
+                    self.remembered = _socket(other.options["--to-destination"])
+
+    def _matches(self, name: str, value: str, flight: Flight) -> bool:
+        return _MATCHES[name](self, value, flight)
+
+    def _destination(self, value: str, flight: Flight) -> bool:
+        return flight.destination in parse_cidr(value)
+
+    def _source(self, value: str, flight: Flight) -> bool:
+        return flight.packet.source in parse_cidr(value)
+
+    def _protocol(self, value: str, flight: Flight) -> bool:
+        return value == flight.packet.protocol.name.lower()
+
+    def _interface(self, value: str, flight: Flight) -> bool:
+        return flight.packet.origin is Origin.POD
+
+    def _port(self, value: str, flight: Flight) -> bool:
+        return int(value) == flight.port
+
+    def _to_local(self, value: str, flight: Flight) -> bool:
+        return value == "LOCAL" and self.is_local(flight.destination)
+
+    def _from_local(self, value: str, flight: Flight) -> bool:
+        return value == "LOCAL" and flight.packet.origin is Origin.NODE
+
+    def _state(self, value: str, flight: Flight) -> bool:
+        states = value.split(",")
+        return "NEW" in states or (flight.translated and "DNAT" in states)
+
+    def _marked(self, value: str, flight: Flight) -> bool:
+        wanted, mask = _value_and_mask(value)
+        return flight.mark & mask == wanted
+
+    def _in_set(self, value: str, flight: Flight) -> bool:
+        name, sides = value.split()
+        found = self._ruleset.in_set(name, sides.split(","), flight)
+        if found is not None:
+            self.note(f"ipset {name}", f"holds the packet ({sides})")
+        return found is not None
+
+
+class _Branch(NamedTuple):
+    share: float
+    done: Outcome | Literal[True] | None
+    """True: accepted; None: no verdict, so that the calling chain goes on."""
+    flight: Flight
+
+
+class _Rule(NamedTuple):
+    matches: tuple[tuple[str, str, bool], ...]
+    """Name, value, and whether it is negated."""
+    target: str
+    goto: bool
+    options: Mapping[str, str]
+    strange: bool
+
+
+_TARGETS = frozenset({"DROP", "REJECT", "ACCEPT", "RETURN", "MARK", "SET", "MASQUERADE", "DNAT", "REDIRECT"})
+_MATCHES: Mapping[str, Callable[[Walk, str, Flight], bool]] = {
+    "-d": Walk._destination, "-s": Walk._source, "-p": Walk._protocol, "-i": Walk._interface,
+    "--dport": Walk._port, "--dst-type": Walk._to_local, "--src-type": Walk._from_local,
+    "--ctstate": Walk._state, "--state": Walk._state, "--mark": Walk._marked, "--match-set": Walk._in_set,
+}  # fmt: skip
+_OTHER_MATCHES = frozenset({"--probability"})
+_FLAGS = frozenset({"--rsource", "--reap", "--random-fully", "--random", "--map-mark", "--set"})
+_VALUES = frozenset({
+    "--comment", "--mode", "--name", "--mask", "--seconds", "--nfacct-name", "--reject-with",
+    "--set-xmark", "--to-destination", "--to-ports",
+})  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _parsed(text: str) -> _Rule:
+    """Return a rule in parts. Without an unknown part it is understood."""
+    matches: list[tuple[str, str, bool]] = []
+    options: dict[str, str] = {}
+    target, goto, negated, strange = "", False, False, False
+    words = iter(shlex.split(text))
+    for word in words:
+        if word == "!":
+            negated = True
+            continue
+        if word in ("-j", "-g"):
+            target, goto = next(words), word == "-g"
+        elif word == "--rcheck":
+            matches.append((word, "", False))
+        elif word == "--match-set" or word == "--map-set":
+            value = f"{next(words)} {next(words)}"
+            if word == "--map-set":
+                options[word] = value
+            else:
+                matches.append((word, value, negated))
+        elif word in _MATCHES or word in _OTHER_MATCHES:
+            matches.append((word, next(words), negated))
+        elif word in _VALUES:
+            options[word] = next(words)
+        elif word == "-m":
+            next(words)
+        elif word not in _FLAGS:
+            strange = True
+        negated = False
+    return _Rule(tuple(matches), target, goto, options, strange)
+
+
+def _value_and_mask(text: str) -> tuple[int, int]:
+    value, _, mask = text.partition("/")
+    return int(value, 0), int(mask, 0) if mask else 0xFFFFFFFF
+
+
+def _socket(text: str) -> Destination:
+    host, _, port = text.rpartition(":")
+    return Destination(parse_address(host.strip("[]")), int(port))

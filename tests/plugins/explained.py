@@ -1,0 +1,53 @@
+"""Packets to every frontend of every feature, and a node whose kernel holds a mode's rules for them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kproxy_core.backend.api import Question
+from kproxy_core.model.address import Family, parse_address
+from kproxy_core.plan.fate import Fate, Origin, Packet, decide, stand_in
+from kproxy_core.testing.conformance.features import ADDRESSES, everything
+from kproxy_core.testing.conformance.network import node_only
+from kproxy_core.testing.conformance.subject import Subject, Wanted, full
+
+
+@contextmanager
+def serving(mode: str, family: Family) -> Iterator[None]:
+    """The calling thread is on a node where *mode* serves every feature."""
+    node = node_only()
+    try:
+        with node.entered():
+            subject = Subject(Wanted(mode), (family,))
+            full(subject.start(), family, everything(family))
+            yield
+            subject.end_all()
+    finally:
+        node.close()
+
+
+def questions(family: Family) -> list[Question]:
+    """Return packets to every frontend, by senders of each origin, by an endpoint and by a client."""
+    at, found = ADDRESSES[family], []
+    view = at.view()
+    senders = [(origin, stand_in(origin, view)) for origin in Origin]
+    senders += [(Origin.POD, parse_address(at.near[0])), (Origin.OUTSIDE, parse_address(at.clients[0]))]
+    for plan in everything(family).values():
+        for frontend in plan.frontends():
+            to = frontend.address or view.node_port_addresses[0]
+            for origin, source in senders:
+                packet = Packet(origin, source, to, frontend.protocol, frontend.port)
+                found.append(Question(packet, view, frontend, plan))
+    return found
+
+
+def decided(question: Question) -> Fate:
+    """Return the fate that follows from the plan."""
+    assert question.frontend is not None
+    assert question.plan is not None
+    return decide(question.packet, question.frontend, question.plan, question.node)
+
+
+def essence(fate: Fate | None) -> object:
+    """Return what two fates have in common if they are the same."""
+    assert fate is not None
+    return fate.outcome, {(c.where, round(c.share, 4), c.masqueraded) for c in fate.choices}

@@ -1,0 +1,59 @@
+"""The rules that packets meet in the iptables mode, as the kernel holds them and as written."""
+
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from kproxy_core.model.address import Family
+from kproxy_core.plan.fate import Origin, Outcome
+from kproxy_iptables.explain import explain
+from tests.plugins.explained import decided, essence, questions, serving
+
+FAMILIES = pytest.mark.parametrize("family", Family, ids=lambda family: family.label)
+
+
+@pytest.fixture
+def kernel(family: Family) -> Iterator[None]:
+    with serving("iptables", family):
+        yield
+
+
+@FAMILIES
+def test_the_rules_in_the_kernel_decide_as_the_plans_say(family: Family, kernel: None) -> None:
+    asked = questions(family)
+    for question, side in zip(asked, explain(asked, live=True), strict=True):
+        assert essence(side.fate) == essence(decided(question)) or side.deviation, side.objects
+
+
+@FAMILIES
+def test_the_rules_that_would_be_written_decide_as_the_plans_say(family: Family) -> None:
+    asked = questions(family)
+    for question, side in zip(asked, explain(asked, live=False), strict=True):
+        assert essence(side.fate) == essence(decided(question)) or side.deviation, side.objects
+
+
+DAMAGE = {
+    "-t nat -F KUBE-SERVICES": Outcome.UNTOUCHED,
+    "-t filter -I KUBE-SERVICES -j DROP": Outcome.DROPPED,
+    "-t nat -F KUBE-POSTROUTING": Outcome.FORWARDED,
+}
+
+
+@pytest.mark.parametrize("family", [Family.IPV4])
+@pytest.mark.parametrize("command", DAMAGE)
+def test_damage_is_seen_on_the_packet_s_way(family: Family, kernel: None, command: str) -> None:
+    asked = [q for q in questions(family) if q.packet.origin is Origin.NODE and len(decided(q).choices) > 1]
+    subprocess.run(["iptables", *command.split()], check=True)
+    fate = explain(asked[:1], live=True)[0].fate
+    assert fate is not None
+    assert fate.outcome is DAMAGE[command]
+    assert essence(fate) != essence(decided(asked[0]))
+
+
+@pytest.mark.parametrize("family", [Family.IPV4])
+def test_a_rule_that_is_not_understood_makes_the_result_uncertain(family: Family, kernel: None) -> None:
+    subprocess.run(["iptables", "-t", "nat", "-I", "KUBE-SERVICES", "-m", "ttl", "--ttl-eq", "7"], check=True)
+    (side, *_) = explain(questions(family)[:1], live=True)
+    assert side.fate is None
+    assert any("not understood" in item.text for item in side.objects)
