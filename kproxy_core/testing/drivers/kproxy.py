@@ -1,0 +1,87 @@
+"""kproxy, fed by a directory of manifests or by an API server."""
+
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kproxy_core.testing.apiserver.server import Server
+from kproxy_core.testing.apiserver.store import Store
+from kproxy_core.testing.drivers.driver import ProxyDriver, merged
+from kproxy_core.testing.network.addresses import NODE
+from kproxy_core.testing.network.topology import Topology
+from kproxy_core.testing.suite.objects import Json, base_objects
+
+KPROXY = str(Path(sys.executable).with_name("kproxy"))
+"""The command of the kproxy that is installed beside this interpreter."""
+
+
+class KproxyDriver(ProxyDriver):
+    """kproxy with its objects in a directory, one YAML file each."""
+
+    name = "kproxy"
+
+    def __init__(self, topology: Topology, directory: Path, command: str = KPROXY) -> None:
+        super().__init__(topology, directory, command)
+        self._cgroup = topology.node_cgroup
+        self._prepare()
+        for obj in base_objects():
+            self.apply(obj)
+
+    def _prepare(self) -> None:
+        self._manifests = self.directory / "manifests"
+        self._manifests.mkdir()
+
+    def finish_config(self, config: Json) -> Json:
+        if self._cgroup is None:
+            return config
+        options = {config["mode"]: {"cgroup": str(self._cgroup.path)}}
+        return merged(config, {"kproxy": {"backendOptions": options}})
+
+    def apply(self, obj: Json) -> None:
+        path = self._path(obj)
+        scratch = path.with_name(f".{path.name}.tmp")
+        scratch.write_text(yaml.safe_dump(obj, sort_keys=False))
+        scratch.replace(path)
+
+    def delete(self, obj: Mapping[str, Any]) -> None:
+        self._path(obj).unlink(missing_ok=True)
+
+    def arguments(self, mode: str, config: Path) -> list[str]:
+        return [f"--mode={mode}", f"--config={config}", *self._source(), f"--hostname-override={NODE}"]
+
+    def _source(self) -> list[str]:
+        return [f"--manifests={self._manifests}"]
+
+    def _path(self, obj: Mapping[str, Any]) -> Path:
+        meta = obj["metadata"]
+        return self._manifests / f"{obj['kind']}_{meta.get('namespace', '')}_{meta['name']}.yaml".lower()
+
+
+class ThroughApiDriver(KproxyDriver):
+    """kproxy with its objects from the static API server, which serves on the node's loopback."""
+
+    name = "kproxy-through-api"
+
+    def _prepare(self) -> None:
+        self._store = Store({})
+        with self.node.entered():
+            self._server = Server(("127.0.0.1", 0), self._store)
+        self._server.start()
+
+    def apply(self, obj: Json) -> None:
+        self._store.apply(obj)
+
+    def delete(self, obj: Mapping[str, Any]) -> None:
+        with suppress(KeyError):
+            self._store.remove(obj)
+
+    def _source(self) -> list[str]:
+        return [f"--master=http://127.0.0.1:{self._server.port}"]
+
+    def close(self) -> None:
+        super().close()
+        self._server.stop()

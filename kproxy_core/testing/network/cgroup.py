@@ -1,0 +1,53 @@
+"""A cgroup for the sockets of the node and its pods: a mode that works at sockets serves these only."""
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+
+class NodeCgroup:
+    """A cgroup (version 2) for the threads of this process that act as the node or one of its pods.
+
+    A proxy that works at sockets attaches its programs to `path`. It is a threaded cgroup below one of the
+    whole process, because only there threads of one process can be in different cgroups.
+    """
+
+    def __init__(self) -> None:
+        """Raises OSError where cgroups can't be made."""
+        self._root = _root()
+        self._home = self._root / f"kproxy-test-{os.getpid()}"
+        self.path = self._home / "node"
+        self.path.mkdir(parents=True)
+        _write(self.path / "cgroup.type", "threaded")
+        _write(self._home / "cgroup.procs", os.getpid())
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Move the calling thread into the cgroup."""
+        thread = threading.get_native_id()
+        _write(self.path / "cgroup.threads", thread)
+        try:
+            yield
+        finally:
+            _write(self._home / "cgroup.threads", thread)
+
+    def close(self) -> None:
+        """Return this process to the root cgroup, and delete both cgroups."""
+        _write(self._root / "cgroup.procs", os.getpid())
+        for path in (self.path, self._home):
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+
+def _root() -> Path:
+    for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines():
+        _, where, kind = line.split()[:3]
+        if kind == "cgroup2":
+            return Path(where)
+    raise FileNotFoundError("no file system of type cgroup2 is mounted")
+
+
+def _write(path: Path, value: object) -> None:
+    path.write_text(str(value), encoding="ascii")

@@ -1,0 +1,1 @@
+"""Scenarios as data, and the player that plays them against any driver."""

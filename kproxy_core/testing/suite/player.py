@@ -1,0 +1,309 @@
+"""The player: performs the steps of one scenario in one mode and family."""
+
+import collections
+import re
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import yaml
+
+from kproxy_core.testing.drivers.driver import Driver, DriverError, Rejected
+from kproxy_core.testing.network.addresses import FAMILIES, expand, resolve
+from kproxy_core.testing.network.dialing import (
+    ATTEMPT_TIMEOUT,
+    DROPPED,
+    REACHED,
+    Conversation,
+    HttpAnswer,
+    Outcome,
+    Traffic,
+    dial,
+    http_get,
+    wait_until,
+)
+from kproxy_core.testing.network.namespaces import Namespace
+from kproxy_core.testing.network.topology import Topology
+from kproxy_core.testing.suite import objects
+from kproxy_core.testing.suite.barrier import Barrier
+from kproxy_core.testing.suite.evidence import ruleset
+from kproxy_core.testing.suite.expectation import Attempts, Expectation, Remembered
+from kproxy_core.testing.suite.objects import Json, Key
+from kproxy_core.testing.suite.scenario import Scenario, Step
+
+DEADLINE = 10.0
+"""Seconds until an expectation must have come true, multiplied by `patience`."""
+SILENT = 0.4
+"""Seconds without an answer after which an attempt counts as dropped, where that is what is expected."""
+_AT_ONCE = 16
+"""Attempts side by side, where none is to be answered."""
+
+
+class Failure(Exception):
+    """An expectation that did not come true."""
+
+
+class Player:
+    """Plays one scenario in one mode and family."""
+
+    def __init__(
+        self, scenario: Scenario, mode: str, family: str, topology: Topology, driver: Driver, barrier: Barrier
+    ) -> None:
+        self.scenario = scenario
+        self.applied: dict[Key, Json] = {}
+        """The objects of the scenario, as they are now."""
+        self.step_text = ""
+        """The step that is performed."""
+        self._mode = mode
+        self._family = family
+        self._topology = topology
+        self._driver = driver
+        self._barrier = barrier
+        self._affected = FAMILIES if scenario.both_families else (family,)
+        self._conversations: dict[str, Conversation] = {}
+        self._traffic: dict[str, Traffic] = {}
+        self._remembered: Remembered = {}
+        self._actions: Mapping[str, Callable[[Any, Step], None]] = {
+            "apply": self._apply, "apply_invalid": self._apply, "delete": self._delete,
+            "probe": self._probe, "open": self._open, "exchange": self._exchange, "close": self._close,
+            "traffic": self._start_traffic, "stop_traffic": self._stop_traffic,
+            "exec": self._exec, "http": self._http, "proxy": self._proxy, "rules": self._rules,
+            "wait": self._wait, "repeat": self._repeat,
+        }  # fmt: skip
+
+    def play(self) -> None:
+        """Play the whole scenario. Raises Failure at the first expectation that does not come true."""
+        self._driver.ensure(self._mode, self._config(self.scenario.config))
+        self._step({"apply": list(self.scenario.objects)})
+        for step in self.scenario.steps:
+            self._step(step)
+
+    def tidy(self) -> None:
+        """Take back what the scenario left, and wait until the proxy has noticed."""
+        for traffic in self._traffic.values():
+            traffic.stop()
+        for conversation in self._conversations.values():
+            conversation.close()
+        base = {objects.key_of(obj): obj for obj in objects.base_objects()}
+        for key, obj in self.applied.items():
+            if key in base:
+                self._driver.apply(base[key])
+            elif obj["kind"] != "Node":
+                self._driver.delete(obj)
+        if self._driver.is_running:
+            self._barrier.wait()
+        self._topology["node"].attempt("conntrack", "-F")
+
+    def _config(self, overrides: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        found: Mapping[str, Any] | None = objects.substitute(overrides, self._family)
+        return found
+
+    def _step(self, step: Step) -> None:
+        limits = {"modes": self._mode, "families": self._family, "drivers": self._driver.name}
+        if any(key in step and mine not in step[key] for key, mine in limits.items()):
+            return
+        (action,) = [name for name in self._actions if name in step]
+        self.step_text = yaml.safe_dump(dict(step), default_flow_style=None, width=100)
+        self._actions[action](step[action], step)
+
+    # Objects
+
+    def _sync(self, step: Step) -> None:
+        if step.get("sync", True):
+            self._barrier.wait(self._affected)
+
+    def _apply(self, entries: Sequence[Step], step: Step) -> None:
+        may_be_rejected = "apply_invalid" in step
+        for entry in entries:
+            obj = objects.build(entry, self._family)
+            with suppress(*([Rejected] if may_be_rejected else [])):
+                self._driver.apply(obj)
+                self.applied[objects.key_of(obj)] = obj
+        self._sync(step)
+
+    def _delete(self, references: Sequence[str], step: Step) -> None:
+        for text in references:
+            obj = objects.reference(text)
+            self._driver.delete(obj)
+            self.applied.pop(objects.key_of(obj), None)
+        self._sync(step)
+
+    # Packets
+
+    def _sources(self, spec: Step) -> list[str | None]:
+        source = spec.get("source")
+        if source is None:
+            return [None]
+        listed = source if isinstance(source, list) else [source]
+        return [resolve(symbol, self._family) for symbol in expand(listed)]
+
+    def _target(self, spec: Step) -> tuple[Namespace, str, int]:
+        return self._topology[spec["from"]], resolve(spec["to"], self._family), spec["port"]
+
+    def _probe(self, spec: Step, step: Step) -> None:
+        expectation = Expectation(step.get("expect", {}), self._family, self._remembered)
+        timeout = spec.get("timeout", ATTEMPT_TIMEOUT if expectation.answers else SILENT)
+        count = spec.get("count", expectation.default_count)
+        sources = [source for source in self._sources(spec) for _ in range(count)]
+
+        def attempt(source: str | None) -> Outcome:
+            protocol = spec.get("proto", "tcp")
+            return dial(*self._target(spec), source=source, timeout=timeout, protocol=protocol)
+
+        def burst() -> Attempts:
+            if not expectation.answers:
+                with ThreadPoolExecutor(_AT_ONCE) as pool:
+                    return list(zip(sources, pool.map(attempt, sources), strict=True))
+            attempts: list[tuple[str | None, Outcome]] = []
+            for source in sources:
+                attempts.append((source, attempt(source)))
+                if attempts[-1][1].kind == DROPPED:
+                    break
+            return attempts
+
+        self._expect(expectation, burst, spec)
+
+    def _open(self, spec: Step, step: Step) -> None:
+        def attempt() -> Attempts:
+            conversation = Conversation(
+                *self._target(spec), protocol=spec.get("proto", "tcp"), source=self._sources(spec)[0],
+                source_port=spec.get("source_port", 0),
+            )  # fmt: skip
+            if previous := self._conversations.pop(spec["name"], None):
+                previous.close()
+            self._conversations[spec["name"]] = conversation
+            return [(None, conversation.start())]
+
+        self._expect_of_one(attempt, spec, step)
+
+    def _exchange(self, spec: str | Step, step: Step) -> None:
+        named = {"name": spec} if isinstance(spec, str) else spec
+        conversation = self._conversations[named["name"]]
+        self._expect_of_one(lambda: [(None, conversation.exchange())], named, step)
+
+    def _expect_of_one(self, attempt: Callable[[], Attempts], spec: Step, step: Step) -> None:
+        """Judge a conversation by its single answers."""
+        expect = step.get("expect", {})
+        self._expect(Expectation(expect, self._family, self._remembered, all_of=False), attempt, spec)
+
+    def _expect(self, expectation: Expectation, attempts: Callable[[], Attempts], spec: Step) -> None:
+        """Make *attempts* until they are as expected. Raises Failure after the deadline."""
+        problem = ""
+
+        def is_as_expected() -> bool:
+            nonlocal problem
+            problem = expectation.judge(attempts())
+            return not problem
+
+        if not wait_until(is_as_expected, 0 if spec.get("at_once") else spec.get("deadline", DEADLINE)):
+            raise Failure(problem)
+        expectation.remember()
+
+    def _close(self, name: str, _: Step) -> None:
+        self._conversations.pop(name).close()
+
+    def _start_traffic(self, spec: Step, _: Step) -> None:
+        attempt = partial(
+            dial, *self._target(spec), protocol=spec.get("proto", "tcp"), timeout=spec.get("timeout", 2)
+        )
+        self._traffic[spec["name"]] = Traffic(attempt, spec.get("interval", 0.005))
+
+    def _stop_traffic(self, spec: str | Step, _: Step) -> None:
+        named: Step = {"name": spec} if isinstance(spec, str) else spec
+        outcomes = self._traffic.pop(named["name"]).stop()
+        bad = [outcome for outcome in outcomes if outcome.kind != REACHED]
+        if len(bad) > named.get("max_failures", 0):
+            kinds = collections.Counter(outcome.kind for outcome in bad)
+            raise Failure(f"{len(bad)} of {len(outcomes)} conversations failed: {dict(kinds)}")
+        if len(outcomes) < named.get("at_least", 20):
+            raise Failure(f"only {len(outcomes)} conversations took place")
+
+    # The node and the proxy
+
+    def _exec(self, spec: Step, step: Step) -> None:
+        command = objects.substitute(spec["run"], self._family)
+        expect = step.get("expect", {})
+        seen = ""
+
+        def is_as_expected() -> bool:
+            nonlocal seen
+            done = self._topology[spec.get("in", "node")].attempt("sh", "-c", command)
+            seen = f"exit {done.returncode}\n{done.stdout}"
+            return (
+                done.returncode == expect.get("exit", 0)
+                and all(text in done.stdout for text in expect.get("has", ()))
+                and not any(text in done.stdout for text in expect.get("lacks", ()))
+            )
+
+        if not wait_until(is_as_expected, spec.get("deadline", 0), interval=0.1):
+            raise Failure(f"expected {expect}, got {seen}")
+
+    def _http(self, spec: Step, step: Step) -> None:
+        expect = step.get("expect", {})
+        host = self._topology[spec.get("from", "node")]
+        address = resolve(spec.get("to", "127.0.0.1"), self._family)
+        problems: list[str] = []
+
+        def is_as_expected() -> bool:
+            problems[:] = _http_problems(
+                http_get(host, address, spec["port"], spec["path"], spec.get("headers")), expect
+            )
+            return not problems
+
+        if not wait_until(is_as_expected, spec.get("deadline", DEADLINE), interval=0.1):
+            raise Failure("; ".join(problems))
+
+    def _proxy(self, spec: str | Step, step: Step) -> None:
+        named: Step = {"do": spec} if isinstance(spec, str) else spec
+        do = named["do"]
+        if do in ("stop", "restart", "kill"):
+            self._driver.stop(signal.SIGKILL if do == "kill" else signal.SIGTERM)
+        if do == "cleanup":
+            self._driver.cleanup()
+        if do in ("start", "restart"):
+            config = self._config(named.get("config", self.scenario.config))
+            self._driver.start(named.get("mode", self._mode), config)
+            self._sync(step)
+
+    def _rules(self, spec: Step, _: Step) -> None:
+        text = ruleset(self._topology["node"])
+        for pattern in spec.get("has", ()):
+            if not re.search(pattern, text, re.M):
+                raise Failure(f"the ruleset has nothing like {pattern!r}")
+        for pattern in spec.get("lacks", ()):
+            if found := re.search(pattern, text, re.M):
+                raise Failure(f"the ruleset has {found.group()!r}")
+
+    def _wait(self, seconds: float, _: Step) -> None:
+        time.sleep(seconds)
+
+    def _repeat(self, spec: Step, _: Step) -> None:
+        for _round in range(spec["times"]):
+            for step in spec["steps"]:
+                self._step(step)
+
+
+def _http_problems(answer: HttpAnswer | None, expect: Any) -> list[str]:
+    if answer is None or expect == "no answer":
+        return [] if answer is None and expect == "no answer" else [f"answer: {answer}"]
+    found = [f"no {text!r} in the body" for text in expect.get("has", ()) if not _has(text, answer.body)]
+    found += [f"{text!r} in the body" for text in expect.get("lacks", ()) if _has(text, answer.body)]
+    found += [
+        f"header {name} is {answer.headers.get(name)!r}, not {value!r}"
+        for name, value in expect.get("headers", {}).items() if answer.headers.get(name) != value
+    ]  # fmt: skip
+    if answer.status != expect.get("status", 200):
+        found.append(f"status {answer.status}")
+    return [*found, f"body: {answer.body[:1000]}"] if found else []
+
+
+def _has(pattern: str, text: str) -> bool:
+    return re.search(pattern, text, re.M) is not None
+
+
+PROBLEMS = (Failure, DriverError, Rejected)
+"""How a scenario fails. Anything else that is raised is a mistake in the scenario or in the player."""

@@ -1,0 +1,77 @@
+"""Scenario files, as far as they say where they apply."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kproxy_core.testing.network.addresses import FAMILIES
+
+SCENARIOS = Path(__file__).parents[1] / "scenarios"
+"""The scenarios that every proxy is played."""
+
+Step = Mapping[str, Any]
+
+_KEYS = {
+    "description", "objects", "steps", "config", "modes", "families", "drivers", "both_families", "oracle",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One scenario: objects, and steps that change them and send packets."""
+
+    name: str
+    description: str
+    objects: tuple[Step, ...] = ()
+    """Applied first."""
+    steps: tuple[Step, ...] = ()
+    config: Mapping[str, Any] | None = None
+    """Merged into the KubeProxyConfiguration."""
+    modes: tuple[str, ...] = ()
+    """Empty: every mode."""
+    families: tuple[str, ...] = FAMILIES
+    drivers: tuple[str, ...] = ()
+    """Empty: every driver."""
+    both_families: bool = False
+    """Objects are of both families."""
+    oracle_differs: str = ""
+    """Why kube-proxy is known to fail it."""
+
+    def unsuitable_for(self, mode: str, family: str, driver: str) -> str:
+        """Return why the scenario does not apply; "" if it does."""
+        if self.modes and mode not in self.modes:
+            return f"not for mode {mode}"
+        if family not in self.families:
+            return f"not for {family}"
+        if self.drivers and driver not in self.drivers:
+            return f"not for driver {driver}"
+        if self.oracle_differs and driver == "kube-proxy":
+            return f"kube-proxy differs: {self.oracle_differs}"
+        return ""
+
+
+def read(path: Path) -> Scenario:
+    """Read a scenario file. Raises ValueError, with the path, for one that is malformed."""
+    body = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if unknown := sorted(body.keys() - _KEYS):
+        raise ValueError(f"{path}: unknown keys {', '.join(unknown)}")
+    try:
+        description = " ".join(body["description"].split())
+    except KeyError:
+        raise ValueError(f"{path}: no description") from None
+    return Scenario(
+        path.stem, description, tuple(body.get("objects") or ()), tuple(body.get("steps") or ()),
+        body.get("config"), tuple(body.get("modes") or ()), tuple(body.get("families") or FAMILIES),
+        tuple(body.get("drivers") or ()), bool(body.get("both_families")),
+        (body.get("oracle") or {}).get("differs", ""),
+    )  # fmt: skip
+
+
+def find(directories: Iterable[Path] = (SCENARIOS,), pattern: str = "*") -> list[Scenario]:
+    """Return the scenarios in *directories* and below whose name matches *pattern*, by name."""
+    paths = [path for directory in directories for path in directory.rglob("*.yaml")]
+    return [read(path) for path in sorted(paths, key=lambda path: path.name) if fnmatch(path.stem, pattern)]

@@ -1,0 +1,124 @@
+"""The stage: topology, servers and one proxy, on which scenarios are played one after the other."""
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+from kproxy_core.testing.drivers.driver import Driver
+from kproxy_core.testing.network.cgroup import NodeCgroup
+from kproxy_core.testing.network.namespaces import CommandFailed
+from kproxy_core.testing.network.servers import EchoServers
+from kproxy_core.testing.network.topology import Topology
+from kproxy_core.testing.suite.barrier import Barrier
+from kproxy_core.testing.suite.evidence import Capture, state
+from kproxy_core.testing.suite.player import PROBLEMS, Player
+from kproxy_core.testing.suite.scenario import Scenario
+
+PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The result of one scenario in one mode and family."""
+
+    scenario: str
+    mode: str
+    family: str
+    status: str
+    """`PASSED`, `FAILED` or `SKIPPED`."""
+    detail: str = ""
+    seconds: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Stage:
+    """A context. Scenarios with equal configuration are best played one after the other: fewer restarts."""
+
+    def __init__(
+        self, make_driver: Callable[[Topology, Path], Driver], directory: Path, *, at_sockets: bool = False
+    ) -> None:
+        """*directory* is for logs, and evidence of failures. *at_sockets*: the mode works at sockets, so
+        those of the node and its pods are created in a cgroup of their own."""
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            cgroup = None
+            if at_sockets:
+                cgroup = NodeCgroup()
+                stack.callback(cgroup.close)
+            self.topology = Topology(cgroup)
+            stack.callback(self.topology.close)
+            stack.callback(EchoServers(self.topology).close)
+            self._capture = Capture(self.topology["node"])
+            stack.callback(self._capture.close)
+            self.driver = make_driver(self.topology, directory)
+            stack.callback(self.driver.close)
+            self.barrier = Barrier(self.topology["node"], self.driver)
+            self.close = stack.pop_all().close
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def play(self, scenario: Scenario, mode: str, family: str) -> Result:
+        """Play one scenario, once."""
+        if reason := scenario.unsuitable_for(mode, family, self.driver.name):
+            return Result(scenario.name, mode, family, SKIPPED, reason)
+        began = time.monotonic()
+        self._capture.clear()
+        player = Player(scenario, mode, family, self.topology, self.driver, self.barrier)
+        problem = ""
+        try:
+            player.play()
+        except (*PROBLEMS, CommandFailed) as error:
+            problem = str(error)
+        except (KeyError, TypeError, ValueError) as error:
+            problem = f"malformed step: {error!r}"
+        status, detail = PASSED, ""
+        if problem:
+            status, detail = FAILED, self._explain(player, mode, family, problem)
+        try:
+            player.tidy()
+        except PROBLEMS as error:
+            status, detail = FAILED, detail or f"after its last step: {error}"
+        if status == FAILED:
+            self.driver.discard()
+        return Result(scenario.name, mode, family, status, detail, round(time.monotonic() - began, 2))
+
+    def write_packets(self, path: Path) -> None:
+        """Write the node's packets of the last scenario to *path*."""
+        self._capture.write(path)
+
+    def _explain(self, player: Player, mode: str, family: str, problem: str) -> str:
+        """Save the evidence of a failure, and return all that is needed to understand it."""
+        base = self.directory / f"{player.scenario.name}-{mode}-{family}"
+        state_path, packets_path = base.with_suffix(".state"), base.with_suffix(".pcap")
+        self._capture.write(packets_path)
+        state_path.write_text(state(self.topology["node"]))
+        shown = yaml.safe_dump_all(
+            player.applied.values(), sort_keys=False, default_flow_style=None, width=120
+        )
+        return "\n".join(
+            [
+                f"{player.scenario.name} in mode {mode}, {family}: {player.scenario.description}",
+                f"step:\n{_indented(player.step_text)}",
+                f"problem: {problem}",
+                f"rules, connections and counters: {state_path}",
+                f"packets at the node: {packets_path}",
+                f"log of the proxy: {self.directory / 'proxy.log'}",
+                f"objects:\n{_indented(shown)}",
+            ]
+        )
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.strip().splitlines())
