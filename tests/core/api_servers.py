@@ -1,7 +1,6 @@
 """API servers for tests: the bench's real one, and one that follows a script."""
 
 import json
-import os
 import signal
 import socket
 import ssl
@@ -19,14 +18,13 @@ from urllib.parse import parse_qsl, urlsplit
 from tests.core.namespaces import Namespace
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-SHARED = Path(os.environ.get("KPROXY_SHARED") or CHECKOUT.parent / "shared")
 TLS = Path(__file__).parent / "tls"
 
 Json = dict[str, Any]
 
 
 class BenchServer:
-    """``shared/bench/apiserver.py`` as a process; `stop` and `start` again keep the address."""
+    """`kproxy_core.testing.apiserver` as a process; `stop` and `start` again keep the address."""
 
     def __init__(self, *options: str, node: Namespace | None = None) -> None:
         """*node*: the namespace that it runs in, if another than this one."""
@@ -41,11 +39,10 @@ class BenchServer:
 
     def start(self, *options: str) -> None:
         """Start it, and return when it listens."""
-        program = SHARED / "bench" / "apiserver.py"
-        assert program.is_file(), f"no {program}: put shared beside the checkout, or name it in KPROXY_SHARED"
+        program = ["-m", "kproxy_core.testing.apiserver"]
         there = ["ip", "netns", "exec", self._node.name] if self._node else []
         self._process = subprocess.Popen(
-            [*there, sys.executable, str(program), "--port", str(self.port), *options],
+            [*there, sys.executable, *program, "--port", str(self.port), *options],
             stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         self.port = int(self._process.stdout.readline().rsplit(":", 1)[1])

@@ -72,7 +72,7 @@ def exercised(mode: str) -> Recorded:
 
 
 def shapes(exposition: str) -> dict[str, str]:
-    """Return type, labels and buckets by name, as in ``shared/golden``."""
+    """Return type, labels and buckets by name, as in ``tests/golden``."""
     found = {}
     for family in text_string_to_metric_families(exposition):
         if not family.samples:

@@ -1,6 +1,6 @@
 """kproxy takes kube-proxy's place on a running node, and gives it back, as docs/deploy.md has it.
 
-kube-proxy is here what it leaves in the kernel: rules of a real one (``shared/golden``), or a table of its
+kube-proxy is here what it leaves in the kernel: rules of a real one (``tests/golden``), or a table of its
 nftables mode's name. Meanwhile a client keeps one connection and makes new ones all the time.
 """
 

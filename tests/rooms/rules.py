@@ -47,7 +47,7 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
     "modes": frozenset(),
     "explain": frozenset(),
     "process": frozenset({"pluggy"}),
-    "testing": frozenset({"hypothesis", "pytest"}),
+    "testing": frozenset({"hypothesis", "pytest", "yaml"}),
     "cli": frozenset({"click", "pluggy", "yaml"}),
 }
 """Which packages from outside each room may import."""
@@ -74,7 +74,8 @@ NAMES_A_BACKEND = frozenset(
     f"kproxy_core.{name}"
     for name in (
         "config.settings", "config.check", "config.file", "config.flags", "config.merge", "config.write",
-        "testing.conformance.kernel_state", "testing.conformance.rendering",
+        "testing.conformance.kernel_state", "testing.conformance.rendering", "testing.drivers.driver",
+        "testing.suite.evidence", "testing.__main__",
     )
 )  # fmt: skip
 """KubeProxyConfiguration has a section and flags for each of kube-proxy's modes; and the kit looks at what

@@ -1,4 +1,4 @@
-"""kube-proxy's rules as data (``shared/golden/iptables``), and kproxy's update for the same objects."""
+"""kube-proxy's rules as data (``tests/golden/iptables``), and kproxy's update for the same objects."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -20,9 +20,9 @@ from kproxy_core.store.events import Event
 from kproxy_core.store.store import Store
 from kproxy_core.sync.node_facts import NodeFacts, NodeSettings
 from kproxy_core.testing.builders import full_update
-from tests.core.golden import SHARED
+from tests.core.golden import GOLDEN
 
-CASES = SHARED / "golden" / "iptables"
+CASES = GOLDEN / "iptables"
 
 NODE = "kc-node"
 ADDRESSES = frozenset(

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.harness import FAMILIES, HARNESS, KPROXY, Case, Outcome, Scenario, scenarios
+from kproxy_core.testing.network.patience import PATIENCE
+from kproxy_core.testing.suite.scenario import SCENARIOS, find
+from kproxy_core.testing.suite.stage import FAILED, PASSED, Result
+from tests.conformance.cases import Case, cases_of, undocumented
 from tests.guest.guest import Guest
 
 MODE = "ipvs"
-OWN = Path(__file__).with_name("scenarios")
-PLAY = Path(__file__).with_name("play_scenarios")
 LONGEST = 1200
 """Seconds; both families take four minutes on a quiet machine."""
 
@@ -27,21 +28,12 @@ LEFT_OUT = {
 }
 """Scenarios of the harness that are not played, with the reason."""
 
-FILES = {scenario.name: scenario for scenario in [*scenarios(), *map(Scenario.read, OWN.glob("*.yaml"))]}
+FOUND = {scenario.name: scenario for scenario in find()}
+CASES = cases_of(MODE, FOUND.values(), LEFT_OUT)
 
 
-def cases() -> list[Case]:
-    return [
-        Case(MODE, family, scenario.name)
-        for family in FAMILIES
-        for scenario in FILES.values()
-        if MODE in (scenario.modes or (MODE,)) and family in scenario.families
-        if scenario.name not in LEFT_OUT
-    ]
-
-
-def play(items: Sequence[pytest.Item], directory: Path) -> dict[Case, Outcome]:
-    """Return the outcomes of the cases of *items*."""
+def play(items: Sequence[pytest.Item], directory: Path) -> dict[Case, Result]:
+    """Return the results of the cases of *items*."""
     chosen = {
         case
         for item in items
@@ -49,27 +41,30 @@ def play(items: Sequence[pytest.Item], directory: Path) -> dict[Case, Outcome]:
     }
     (directory / "scenarios").mkdir()
     for name in {case.scenario for case in chosen}:
-        (directory / "scenarios" / f"{name}.yaml").symlink_to(FILES[name].path)
-    command: list[str | Path] = [PLAY, directory, sys.executable, "-B", HARNESS / "run", "--command", KPROXY]
-    with Guest(command, directory / "log", share=directory, seconds=LONGEST) as guest:
+        (directory / "scenarios" / f"{name}.yaml").symlink_to(SCENARIOS / f"{name}.yaml")
+    report = directory / "report.json"
+    # The log and the manifests are not in the share, which is the host's: the guest is not notified of files
+    # that change there. The evidence of failures is printed.
+    command: list[str | Path] = [sys.executable, "-B", "-m", "kproxy_core.testing", "--mode", MODE]
+    command += ["--dir", directory / "scenarios", "--report", report]
+    environment = {PATIENCE: "4"}
+    with Guest(
+        command, directory / "log", share=directory, seconds=LONGEST, environment=environment
+    ) as guest:
         guest.status()
-        lost = Outcome("lost", f"the guest did not report it:\n{guest.output[-4000:]}")
-        return dict.fromkeys(chosen, lost) | {
-            Case(MODE, result["family"], result["scenario"]): Outcome(result["status"], result["detail"])
-            for report in directory.glob("*.json")
-            for result in json.loads(report.read_text())["results"]
+        lost = f"the guest did not report it:\n{guest.output[-4000:]}"
+        results = [Result(**result) for result in json.loads(report.read_text())] if report.exists() else []
+        found = {Case(MODE, result.family, result.scenario): result for result in results}
+        return {
+            case: found.get(case, Result(case.scenario, MODE, case.family, FAILED, lost)) for case in chosen
         }
 
 
 def test_only_documented_scenarios_are_left_out() -> None:
-    assert set(LEFT_OUT) <= set(FILES), "LEFT_OUT names what does not exist"
-    played = {case.scenario for case in cases()}
-    for scenario in FILES.values():
-        meant_for_another_mode = scenario.modes and MODE not in scenario.modes
-        assert scenario.name in played | set(LEFT_OUT) or meant_for_another_mode, scenario.name
+    assert undocumented(CASES, FOUND.values(), LEFT_OUT) == []
 
 
 @pytest.mark.in_a_guest(play=play)
-@pytest.mark.parametrize("case", cases(), ids=str)
-def test_scenario(case: Case, from_guest: dict[Case, Outcome]) -> None:
-    assert from_guest[case].status == "passed", from_guest[case].detail
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_scenario(case: Case, from_guest: dict[Case, Result]) -> None:
+    assert from_guest[case].status == PASSED, from_guest[case].detail

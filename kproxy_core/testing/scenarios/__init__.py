@@ -1,0 +1,1 @@
+"""Scenarios as data, one file each; CONTRIBUTING.md says how to write one."""

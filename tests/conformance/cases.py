@@ -1,0 +1,58 @@
+"""The modes that scenarios are played in, and the scenarios that one of them leaves out."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kproxy_core.testing.network.addresses import FAMILIES
+from kproxy_core.testing.suite.scenario import Scenario
+
+LEGACY = "-legacy"
+"""Suffix of a mode: with the iptables programs for the kernel's legacy interface."""
+THROUGH_API = "-through-api"
+"""Suffix of a mode: with objects from an API server instead of manifests."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Case:
+    """One scenario in one mode and family."""
+
+    mode: str
+    family: str
+    scenario: str
+
+    @property
+    def kernel_mode(self) -> str:
+        """The mode that kproxy is started in."""
+        return kernel_mode(self.mode)
+
+    def __str__(self) -> str:
+        return f"{self.mode}-{self.family}-{self.scenario}"
+
+
+def kernel_mode(mode: str) -> str:
+    return mode.removesuffix(LEGACY).removesuffix(THROUGH_API)
+
+
+def cases_of(mode: str, scenarios: Iterable[Scenario], left_out: Iterable[str] = ()) -> list[Case]:
+    """Return the cases of *mode* for all scenarios but those *left_out*.
+
+    Scenarios with equal configuration follow each other, so that the proxy is seldom restarted.
+    """
+    ordered = sorted(scenarios, key=lambda s: (json.dumps(s.config, sort_keys=True), s.name))
+    return [
+        Case(mode, family, scenario.name)
+        for scenario in ordered if scenario.name not in left_out
+        for family in FAMILIES if not scenario.unsuitable_for(kernel_mode(mode), family, "kproxy")
+    ]  # fmt: skip
+
+
+def undocumented(cases: Sequence[Case], scenarios: Iterable[Scenario], left_out: Iterable[str]) -> list[str]:
+    """Return the scenarios that no case plays, though nothing says why; and *left_out* that do not exist."""
+    known = {scenario.name: scenario for scenario in scenarios}
+    modes = {case.kernel_mode for case in cases}
+    played = {case.scenario for case in cases} | set(left_out)
+    return [name for name in left_out if name not in known] + [
+        name for name, scenario in known.items()
+        if name not in played and (not scenario.modes or set(scenario.modes) & modes)
+    ]  # fmt: skip

@@ -1,0 +1,56 @@
+"""The stage of one mode after the other, for the tests of a module."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kproxy_core.testing.drivers.driver import Driver
+from kproxy_core.testing.drivers.kproxy import KproxyDriver, ThroughApiDriver
+from kproxy_core.testing.network.topology import Topology
+from kproxy_core.testing.suite.stage import Stage
+from tests.conformance.cases import LEGACY, THROUGH_API
+
+
+class Stages:
+    """At most one stage at a time: tests are ordered by mode."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._mode = ""
+        self._stage: Stage | None = None
+        self._patch = pytest.MonkeyPatch()
+
+    def of(self, mode: str) -> Stage:
+        """Return the stage of *mode*; that of another mode is closed."""
+        if self._stage is None or self._mode != mode:
+            self.close()
+            directory = self._directory / mode
+            directory.mkdir()
+            if mode.endswith(LEGACY):
+                self._prefer_legacy(directory)
+
+            def make_driver(topology: Topology, directory: Path) -> Driver:
+                kind = ThroughApiDriver if mode.endswith(THROUGH_API) else KproxyDriver
+                return kind(topology, directory)
+
+            self._stage, self._mode = Stage(make_driver, directory), mode
+        return self._stage
+
+    def close(self) -> None:
+        if self._stage is not None:
+            self._stage.close()
+            self._stage = None
+        self._patch.undo()
+
+    def _prefer_legacy(self, directory: Path) -> None:
+        """Have the legacy programs found first: which iptables is the default is decided by PATH."""
+        programs = directory / "programs"
+        programs.mkdir()
+        for base in ("iptables", "ip6tables"):
+            for action in ("", "-save", "-restore"):
+                program = shutil.which(f"{base}{LEGACY}{action}")
+                assert program, f"{base}{LEGACY}{action} is not installed"
+                (programs / f"{base}{action}").symlink_to(program)
+        self._patch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
