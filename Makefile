@@ -3,7 +3,6 @@
 # kproxy runs on the distribution's own python3: Debian's nftables and bcc bindings are visible to no other.
 
 PYTHON ?= /usr/bin/python3
-SHARED ?= ../shared
 VENV := .venv
 READY := $(VENV)/.ready
 PACKAGES := conntrack curl iproute2 ipset iptables kmod libyaml-0-2 nftables procps python3-bpfcc python3-nftables python3-venv
@@ -66,7 +65,7 @@ guest:
 
 # All measurements; `make bench ARGS='--services 1000'` for one.
 bench: env
-	@$(VENV)/bin/python -B $(SHARED)/bench/bench.py --services 1000 --min-sync 1ms $(ARGS) \
+	@$(VENV)/bin/python -B -m tests.bench --services 1000 --min-sync 1ms $(ARGS) \
 	    --proxy 'kproxy=$(CURDIR)/$(VENV)/bin/kproxy --mode={mode} --config {config} --master {master} --hostname-override {node}'
 
 clean:

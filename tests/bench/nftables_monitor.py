@@ -43,7 +43,7 @@ class Monitor:
     wait_for(ip) registers an address; poll(timeout) reads what has come in.
     `seen` maps address -> CLOCK_MONOTONIC time; `commits` counts the commits,
     `lost` the times the kernel had more to say than the buffer holds.
-    The addresses must be in 10.192.0.0/10 (gen.py's range for changes).
+    The addresses must be in 10.192.0.0/10 (the range of `objects` for changes).
     """
     PATTERN = re.compile(rb"\x0a[\xc0-\xff][\x00-\xff]{2}", re.S)
 
@@ -97,6 +97,9 @@ class Monitor:
                         at = m.end()
                     else:
                         at = m.start() + 1
+
+    def has_seen(self, address: str) -> bool:
+        return address in self.seen
 
     def close(self) -> None:
         self.sock.close()
