@@ -35,7 +35,7 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
     "model": frozenset(),
     "plan": frozenset(),
     "backend": frozenset({"pluggy"}),
-    "host": frozenset({"pyroute2"}),
+    "host": frozenset(),
     "timing": frozenset(),
     "config": frozenset({"msgspec", "yaml"}),
     "store": frozenset(),
@@ -46,11 +46,24 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
     "sync": frozenset(),
     "modes": frozenset(),
     "explain": frozenset(),
-    "process": frozenset({"pluggy"}),
-    "testing": frozenset({"hypothesis", "pytest", "yaml"}),
-    "cli": frozenset({"click", "pluggy", "yaml"}),
+    "process": frozenset(),
+    "testing": frozenset({"pytest", "yaml"}),
+    "cli": frozenset({"click", "yaml"}),
 }
-"""Which packages from outside each room may import."""
+"""Packages from outside that each room imports; docs/dependencies.md has the cost of each."""
+
+THIRD_PARTY_OF_PLUGINS: dict[str, frozenset[str]] = {
+    "kproxy_ebpf": frozenset({"bcc"}),
+    "kproxy_ipvs": frozenset({"pyroute2"}),
+    "kproxy_nftables": frozenset({"nftables"}),
+}
+"""Packages from outside that each plugin imports."""
+
+FROM_THE_DISTRIBUTION = frozenset({"bcc", "nftables"})
+"""Packages that pip cannot install."""
+
+IMPORTED_AS = {"prometheus-client": "prometheus_client", "pyyaml": "yaml"}
+"""Modules of distributions with another name."""
 
 PLUGINS_MAY_IMPORT = frozenset({"model", "plan", "backend", "host"})
 
@@ -110,8 +123,12 @@ def plugins_know_the_contract(module: Module) -> Iterator[str]:
         if imported.top == "kproxy_core":
             if imported.room not in PLUGINS_MAY_IMPORT:
                 yield f"{where}: a plugin may import {', '.join(sorted(PLUGINS_MAY_IMPORT))}"
-        elif imported.top.startswith("kproxy_") and imported.top not in {module.top, *SHARED_BY_PLUGINS}:
-            yield f"{where}: plugins do not know each other"
+        elif imported.top.startswith("kproxy_"):
+            if imported.top not in {module.top, *SHARED_BY_PLUGINS}:
+                yield f"{where}: plugins do not know each other"
+        elif (not imported.from_standard_library
+              and imported.top not in THIRD_PARTY_OF_PLUGINS.get(module.top, ())):
+            yield f"{where}: not for {module.top}"
 
 
 def pure_modules_do_no_io(module: Module) -> Iterator[str]:

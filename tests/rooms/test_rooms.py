@@ -1,8 +1,10 @@
 """The architecture as a test: who may import whom, and what each module may know."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from configparser import ConfigParser
 from importlib.metadata import entry_points
 
 import pytest
@@ -53,6 +55,37 @@ def test_every_room_has_a_rule() -> None:
     rooms = {module.room for module in modules_of_core()} - {""}
     assert rooms <= {*rules.ROOMS, "cli"}
     assert rooms <= set(rules.THIRD_PARTY)
+
+
+def test_rooms_may_import_only_packages_that_they_use() -> None:
+    used: dict[str, set[str]] = {}
+    for module in [*modules_of_core(), *modules_of_plugins()]:
+        room = module.room if module.top == "kproxy_core" else module.top
+        used.setdefault(room, set()).update(
+            imported.top for imported in module.imports()
+            if not imported.from_standard_library and not imported.top.startswith("kproxy_"))
+    allowed = {**rules.THIRD_PARTY, **rules.THIRD_PARTY_OF_PLUGINS}
+    assert {room: packages for room, packages in used.items() if packages} == {
+        room: packages for room, packages in allowed.items() if packages}
+
+
+def test_every_declared_dependency_is_imported_and_every_import_declared() -> None:
+    settings = ConfigParser()
+    settings.read(CHECKOUT / "setup.cfg")
+    wanted = [settings["options"]["install_requires"], settings["options.extras_require"]["conformance"]]
+    names = [re.match(r"[\w-]+", line) for text in wanted for line in text.split("\n")]
+    declared = {rules.IMPORTED_AS.get(name[0], name[0]) for name in names if name}
+    used = set().union(*rules.THIRD_PARTY.values(), *rules.THIRD_PARTY_OF_PLUGINS.values())
+    assert declared == used - rules.FROM_THE_DISTRIBUTION
+
+
+def test_the_page_of_dependencies_names_each() -> None:
+    page = (CHECKOUT / "docs" / "dependencies.md").read_text(encoding="utf-8")
+    names = {module: name for name, module in rules.IMPORTED_AS.items()}
+    for package in set().union(*rules.THIRD_PARTY.values()) | {"pyroute2"}:
+        assert f"| {names.get(package, package)}" in page
+    for path in re.findall(r"`((?:tests|kproxy_\w+)/[\w/.]+)`", page):
+        assert (CHECKOUT / path).exists() or (CHECKOUT / "plugins" / path).exists(), path
 
 
 def test_every_module_is_shipped() -> None:
@@ -107,6 +140,7 @@ OFFENCES: list[tuple[Rule, str, str]] = [
     (rules.rooms_of_the_core, "kproxy_core.cli", "import requests"),
     (rules.plugins_know_the_contract, "kproxy_nftables.backend", "from kproxy_core.sync.loop import Loop"),
     (rules.plugins_know_the_contract, "kproxy_nftables.backend", "import kproxy_core.sources"),
+    (rules.plugins_know_the_contract, "kproxy_nftables.backend", "import pyroute2"),
     (rules.plugins_know_the_contract, "kproxy_nftables.backend", "from kproxy_core import config"),
     (rules.plugins_know_the_contract, "kproxy_ebpf.backend", "from kproxy_nftables.kernel import Kernel"),
     (rules.plugins_know_the_contract, "kproxy_ipvs.kernel.requirements", "import kproxy_iptables.kernel"),
