@@ -9,7 +9,7 @@ PACKAGES := conntrack curl iproute2 ipset iptables kmod libyaml-0-2 nftables pro
 GUEST_PACKAGES := bc bison flex gcc kmod libc6-dev make user-mode-linux xz-utils
 CHECKED := kproxy_core plugins bpf tests examples
 
-.PHONY: env demo test lint guest bench clean packages
+.PHONY: env demo check test lint guest bench clean packages
 
 env: packages $(READY)
 
@@ -50,18 +50,21 @@ $(READY): setup.cfg pyproject.toml Makefile kproxy_core/__init__.py | packages
 demo: env
 	@$(VENV)/bin/python -m examples.demo
 
-test: env
-	@$(MAKE) --no-print-directory -j2 lint guest
-	@$(VENV)/bin/python -m pytest
+# Before every commit: lint, types, rooms, pure tests, and packets of one family in mode nftables.
+check: env
+	@$(VENV)/bin/python -m tests.lanes check
+
+# Every test, or those of some lanes: `make test LANE=ipvs`.
+test: env guest
+	@$(VENV)/bin/python -m tests.lanes $(LANE)
 
 lint: env
 	@$(VENV)/bin/ruff check $(CHECKED)
 	@$(VENV)/bin/mypy $(CHECKED)
 
-# What tests/guest needs: User Mode Linux, and the modules that Debian's lacks.
+# What tests in a guest kernel need; without it they are left out, and the lanes say so.
 guest:
-	$(call install,$(GUEST_PACKAGES))
-	@tests/guest/modules >/dev/null
+	-$(call install,$(GUEST_PACKAGES))
 
 # All measurements; `make bench ARGS='--services 1000'` for one.
 bench: env

@@ -1,3 +1,3 @@
 """kproxy: a Kubernetes service proxy as a framework of backend plugins."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

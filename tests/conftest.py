@@ -20,6 +20,21 @@ Play = Callable[[Sequence[pytest.Item], Path], Any]
 GUESTS = pytest.StashKey[dict[Play, "Future[Any]"]]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", metavar="N/M", default="1/1", help="run part N of M of the chosen tests")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep one part of the chosen tests; neighbours, which often share a fixture, stay together."""
+    part, _, parts = config.getoption("--part").partition("/")
+    size = -(-len(items) // int(parts))
+    chosen = items[(int(part) - 1) * size : int(part) * size]
+    if len(chosen) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _no_namespace_is_left() -> Iterator[None]:
     """Tests name their network namespaces with the process id; at the end none may be left."""

@@ -179,7 +179,9 @@ def version_told(given: str) -> str:
     if given == "raw":
         import platform
 
-        return (f"kproxy {__version__}, as kube-proxy 1.36, configuration kubeproxy.config.k8s.io/v1alpha1, "
+        from kproxy_core.config.release import named
+
+        return (f"{named(__version__)}, as kube-proxy 1.36, configuration kubeproxy.config.k8s.io/v1alpha1, "
                 f"Python {platform.python_version()}, {platform.system()} {platform.release()} "
                 f"{platform.machine()}")
     if given.startswith("v"):
@@ -188,4 +190,8 @@ def version_told(given: str) -> str:
         if re.fullmatch(r"v\d+\.\d+\.\d+([-+][0-9A-Za-z.+-]+)?", given, re.ASCII):
             return ""
         raise ValueError("must be true, false, raw or a version such as v1.36.2")
-    return f"kproxy {__version__}" if truth(given) else ""
+    if not truth(given):
+        return ""
+    from kproxy_core.config.release import named
+
+    return named(__version__)

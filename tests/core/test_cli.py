@@ -58,7 +58,11 @@ def test_the_version_is_told_without_importing_anything_heavy() -> None:
     )
     told = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout
     version, modules = told.splitlines()
-    assert version == f"kproxy {__version__}"
+    commit = subprocess.run(
+        ["git", "-c", "safe.directory=*", "rev-parse", "HEAD"],
+        cwd=Path(__file__).parent, capture_output=True, text=True, check=False,
+    ).stdout.strip()  # fmt: skip
+    assert version == f"kproxy {__version__}" + (f" (commit {commit[:12]})" if commit else "")
     heavy = {"msgspec", "yaml", "pluggy", "nftables", "pyroute2", "kubernetes", "socket", "kproxy_core.model"}
     assert not heavy & set(modules.split())
 

@@ -1,0 +1,201 @@
+"""Run lanes of tests side by side: ``python -m tests.lanes [LANE...]``; `make check` and `make test` do.
+
+A lane is a process with an own log, because most of what tests do with packets is waiting. Progress is
+printed as lanes start, move on and end; the last line is ``N passed, N failed``. The exit status is 1 if
+anything failed.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kproxy_core.testing.network.patience import PATIENCE, patience
+
+CHECKOUT = Path(__file__).parents[1]
+MODULES = CHECKOUT / "tests" / "guest" / "modules"
+AT_A_TIME = 2 * (os.cpu_count() or 1)
+"""Lanes that run at a time."""
+REPORTED = 20.0
+"""Seconds between two reports of progress."""
+
+_CODE = ("kproxy_core", "plugins", "bpf", "tests", "examples")
+_NOT_IN_A_GUEST = ("-m", "not in_a_guest")
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Some of the tests."""
+
+    name: str
+    arguments: tuple[str, ...]
+    """For pytest; another program with its arguments if *is_program*."""
+    is_program: bool = False
+    in_a_guest: bool = False
+
+    def command(self) -> list[str]:
+        if self.is_program:
+            return list(self.arguments)
+        return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *self.arguments]
+
+
+def _program(name: str) -> str:
+    return str(Path(sys.executable).with_name(name))
+
+
+def _scenarios(mode: str, parts: int) -> list[Lane]:
+    """Return the lanes for the scenarios of *mode*, which are divided into *parts*."""
+    selected = ("tests/conformance", "-k", f"{mode}-ipv4 or {mode}-ipv6")
+    return [Lane(mode, (*selected, f"--part={part}/{parts}")) for part in range(1, parts + 1)]
+
+
+LINT = (
+    Lane("lint", (_program("ruff"), "check", *_CODE), is_program=True),
+    Lane("types", (_program("mypy"), *_CODE), is_program=True),
+)
+ALL = (
+    Lane("ipvs", ("tests/plugins/ipvs", "-m", "in_a_guest"), in_a_guest=True),
+    Lane("guest", ("tests/guest", "tests/kit", "tests/switch", "tests/leftovers", "-m", "in_a_guest"),
+         in_a_guest=True),
+    *LINT,
+    Lane("switch", ("tests/switch", *_NOT_IN_A_GUEST)),
+    *_scenarios("userspace", 2),
+    *_scenarios("iptables", 2),
+    *_scenarios("iptables-legacy", 2),
+    *_scenarios("nftables", 2),
+    *_scenarios("nftables-through-api", 2),
+    Lane("core", ("tests/core",)),
+    Lane("kit", ("tests/kit", *_NOT_IN_A_GUEST)),
+    Lane("leftovers", ("tests/leftovers", *_NOT_IN_A_GUEST)),
+    Lane("plugins", ("tests/plugins", *_NOT_IN_A_GUEST)),
+    Lane("deploy", ("tests/deploy",)),
+    Lane("rest", ("tests/rooms", "tests/examples", "tests/guest", "tests/conformance", *_NOT_IN_A_GUEST,
+                  "-k", "not test_scenario and not test_packets")),
+)  # fmt: skip
+"""Every test, in one lane each; those that take longest come first."""
+CHECK = (
+    *LINT,
+    *(Lane("nftables", ("tests/conformance", "-k", "test_scenario and nftables-ipv4", f"--part={part}/3"))
+      for part in (1, 2, 3)),
+    Lane("rooms", ("tests/rooms",)),
+    Lane("pure", ("tests/core", "tests/plugins/nftables", "-k",
+                  "addresses or choice or claims or config or decode or flags or pacing or plan or stale or "
+                  "store or usable or applied or wanted or render or batch")),
+)  # fmt: skip
+"""What one runs before every commit."""
+
+
+@dataclass
+class Run:
+    """A lane under way, and its result."""
+
+    lane: Lane
+    log: Path
+    process: "subprocess.Popen[bytes] | None" = None
+    began: float = 0.0
+    seconds: float = 0.0
+    tally: Counter[str] = field(default_factory=Counter)
+
+    def start(self, environment: dict[str, str]) -> None:
+        self.began = time.monotonic()
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                self.lane.command(), stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=CHECKOUT,
+                env=environment,
+            )  # fmt: skip
+
+    def has_ended(self) -> bool:
+        """Return whether it has ended; then its tally is known."""
+        if self.process is None or (status := self.process.poll()) is None:
+            return False
+        self.seconds = time.monotonic() - self.began
+        for line in self._lines()[-1:]:
+            for number, what in re.findall(r"(\d+) (passed|failed|error)", line):
+                self.tally["passed" if what == "passed" else "failed"] += int(number)
+        if self.lane.is_program:
+            self.tally = Counter({"failed" if status else "passed": 1})
+        elif status and not self.tally["failed"]:
+            self.tally["failed"] += 1  # it ended without a verdict
+        return True
+
+    def _lines(self) -> list[str]:
+        return self.log.read_text(errors="replace").splitlines()
+
+    def position(self) -> str:
+        """Return how far it is."""
+        found = re.findall(r"\[ *(\d+%)\]", self.log.read_text(errors="replace"))
+        return f"{self.lane.name} {found[-1] if found else '0%'}"
+
+    def report(self) -> None:
+        passed, failed = self.tally["passed"], self.tally["failed"]
+        print(f"{self.lane.name:22}{passed:5} passed {failed:3} failed {self.seconds:6.0f} s", flush=True)
+        if failed:
+            print("\n".join(self._lines()), flush=True)
+
+
+def run(lanes: Sequence[Lane], directory: Path) -> Counter[str]:
+    """Run *lanes*, and return how many tests passed and failed."""
+    # Measured once, while nothing else runs; the lanes share the machine.
+    environment = {**os.environ, PATIENCE: f"{2 * patience():.2f}"}
+    waiting = [Run(lane, directory / f"{number}-{lane.name}.log") for number, lane in enumerate(lanes)]
+    under_way: list[Run] = []
+    ended: list[Run] = []
+    reported = time.monotonic()
+    try:
+        while waiting or under_way:
+            while waiting and len(under_way) < AT_A_TIME:
+                under_way.append(waiting.pop(0))
+                under_way[-1].start(environment)
+            time.sleep(0.1)
+            for each in [each for each in under_way if each.has_ended()]:
+                under_way.remove(each)
+                ended.append(each)
+                each.report()
+            if time.monotonic() - reported > REPORTED and under_way:
+                reported = time.monotonic()
+                print("  ... " + ", ".join(each.position() for each in under_way), flush=True)
+    finally:
+        for each in under_way:
+            if each.process is not None:
+                each.process.terminate()
+                each.process.wait()
+    slowest = max(ended, key=lambda each: each.seconds)
+    print(f"slowest: {slowest.lane.name}, {slowest.seconds:.0f} s; logs: {directory}")
+    return sum((each.tally for each in ended), Counter())
+
+
+def guest_is_available() -> bool:
+    """Return whether the guest's modules exist or can be built; say what follows if not."""
+    done = subprocess.run([MODULES], capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(done.stderr.strip())
+        print("lanes ipvs and guest are left out: without a guest kernel, the mode ipvs and the loading of")
+        print("kernel modules are not tested")
+    return done.returncode == 0
+
+
+def main() -> int:
+    names = sys.argv[1:]
+    lanes = CHECK if names == ["check"] else [lane for lane in ALL if not names or lane.name in names]
+    if not lanes:
+        known = dict.fromkeys(["check", *(lane.name for lane in ALL)])
+        sys.exit(f"no such lane; known are {', '.join(known)}")
+    missing = 0
+    if any(lane.in_a_guest for lane in lanes) and not guest_is_available():
+        lanes = [lane for lane in lanes if not lane.in_a_guest]
+        missing = 1 if "CI" in os.environ or not lanes else 0
+    directory = Path(tempfile.mkdtemp(prefix="kproxy-lanes-"))
+    tally = run(lanes, directory) if lanes else Counter[str]()
+    failed = tally["failed"] + missing
+    print(f"{tally['passed']} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
