@@ -128,9 +128,9 @@ class Run:
         return self.log.read_text(errors="replace").splitlines()
 
     def position(self) -> str:
-        """Return how far it is."""
-        found = re.findall(r"\[ *(\d+%)\]", self.log.read_text(errors="replace"))
-        return f"{self.lane.name} {found[-1] if found else '0%'}"
+        """Return how far it is: the number of tests that have ended."""
+        rows = [re.sub(r" *\[ *\d+%\]$", "", line) for line in self._lines()]
+        return f"{self.lane.name} at {sum(len(row) for row in rows if re.fullmatch('[.FEs]+', row))}"
 
     def report(self) -> None:
         passed, failed = self.tally["passed"], self.tally["failed"]
