@@ -65,15 +65,17 @@ def answer(
             remembered = side.remembered if side else None
             pinned = format_socket(*remembered) if remembered else ""
             found["affinity"] = {"seconds": plan.affinity_seconds, "remembered": pinned}
-    found["kernel"] = _kernel(fate, side, mode, live=live)
+    found["kernel"] = _kernel(packet, fate, side, mode, live=live)
     return found
 
 
-def _kernel(fate: Fate, side: KernelSide | None, mode: str, *, live: bool) -> Json:
+def _kernel(
+    packet: Packet, fate: Fate, side: KernelSide | None, mode: str, *, live: bool
+) -> Json:
     if side is None:
         return {"mode": mode, "live": live, "verdict": "cannot be told", "differences": [
             f"mode {mode} does not say what its rules do"], "objects": []}
-    verdict, differences = judge(fate, side)
+    verdict, differences = judge(packet, fate, side)
     return {
         "mode": mode, "live": live, "verdict": verdict, "differences": differences,
         "objects": [{"where": item.where, "text": item.text} for item in side.objects],

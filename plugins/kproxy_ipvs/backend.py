@@ -1,14 +1,25 @@
 """One instance of the backend; a `FamilyState` per IP family."""
 
 import logging
+from collections.abc import Sequence
 
-from kproxy_core.backend.api import BackendSettings, Damage, Measurement, Scope, SyncReport, Update
+from kproxy_core.backend.api import (
+    BackendSettings,
+    Damage,
+    KernelSide,
+    Measurement,
+    Question,
+    Scope,
+    SyncReport,
+    Update,
+)
 from kproxy_core.backend.errors import SyncFailed, Unsupported
 from kproxy_core.backend.family_sync import sync_family
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.modules import Modules
 from kproxy_core.model.address import Family
+from kproxy_ipvs.explain import explain
 from kproxy_ipvs.family import FamilyState
 from kproxy_ipvs.kernel import device, requirements, sets
 from kproxy_ipvs.kernel.virtual_servers import VirtualServers, refusal
@@ -56,6 +67,11 @@ class IpvsBackend:
     def kproxy_render(self, update: Update) -> str:
         """Return all kernel objects as input for ipvsadm, ipset, ip and iptables-restore."""
         return render_text(update, self._settings)
+
+    @hookimpl
+    def kproxy_explain(self, questions: Sequence[Question], live: bool) -> Sequence[KernelSide]:
+        """Return the rules, set entries and virtual servers that each packet meets. Raises HostError."""
+        return explain(questions, self._settings, live=live)
 
     @hookimpl
     def kproxy_watch(self, damaged: Damage) -> bool:

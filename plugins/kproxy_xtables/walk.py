@@ -5,7 +5,7 @@ chains are followed: what other tools add there is theirs.
 """
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple, Protocol
@@ -66,9 +66,11 @@ class End(NamedTuple):
 class Walk:
     """Follows packets through chains, and notes what they meet."""
 
-    def __init__(self, ruleset: Ruleset, node: NodeView) -> None:
+    def __init__(self, ruleset: Ruleset, node: NodeView, local: Container[Address] = ()) -> None:
+        """*local*: addresses that are this node's, besides those of *node*."""
         self._ruleset = ruleset
         self._node = node
+        self._local = local
         self.objects: dict[KernelObject, None] = {}
         self.remembered: Destination | None = None
         self.strange = ""
@@ -84,7 +86,8 @@ class Walk:
     def is_local(self, address: Address) -> bool:
         """Return whether *address* is one of the node's."""
         node = self._node
-        return address in node.node_port_addresses or address in (node.node_ip, node.family.loopback)
+        own = (node.node_ip, node.family.loopback, *node.node_port_addresses)
+        return address in own or address in self._local
 
     def note(self, where: str, text: str) -> None:
         """Note an object that the packet meets."""

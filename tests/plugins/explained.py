@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kproxy_core.backend.api import Question
+from kproxy_core.backend.api import KernelSide, Question
+from kproxy_core.explain.verdict import AGREES, judge
 from kproxy_core.model.address import Family, parse_address
 from kproxy_core.plan.fate import Fate, Origin, Packet, decide, stand_in
 from kproxy_core.testing.conformance.features import ADDRESSES, everything
@@ -45,6 +46,11 @@ def decided(question: Question) -> Fate:
     assert question.frontend is not None
     assert question.plan is not None
     return decide(question.packet, question.frontend, question.plan, question.node)
+
+
+def agrees(question: Question, side: KernelSide) -> bool:
+    """Return whether the kernel's objects decide as the plan does."""
+    return judge(question.packet, decided(question), side)[0] == AGREES
 
 
 def essence(fate: Fate | None) -> object:

@@ -77,6 +77,11 @@ def count_connected_from(addresses: Container[Address], family: Family) -> Count
     )
 
 
+def read_template(client: Address, frontend: Destination) -> Destination | None:
+    """Return the real server to which persistence has pinned *client*. Raises HostError."""
+    return parse_template(client, frontend, _lines(CONNECTIONS))
+
+
 def parse_real_servers(lines: Iterable[str]) -> dict[ServerKey, list[Listed]]:
     """Return the real servers by virtual server, from the lines of `SERVERS`.
 
@@ -114,6 +119,19 @@ def parse_closing(lines: Iterable[str]) -> Counter[Translation]:
             frontend = Frontend(_address(words[3]), protocol, int(words[4], 16))
             found[Translation(frontend, Destination(_address(words[5]), int(words[6], 16)))] += 1
     return found
+
+
+def parse_template(
+    client: Address, frontend: Destination, lines: Iterable[str]
+) -> Destination | None:
+    """Return the real server in the persistence template of *client*, from the lines of `CONNECTIONS`."""
+    for line in lines:
+        words = line.split()
+        if words[0] not in _PROTOCOLS or words[2] != "0000":
+            continue
+        if _address(words[1]) == client and (_address(words[3]), int(words[4], 16)) == frontend:
+            return Destination(_address(words[5]), int(words[6], 16))
+    return None
 
 
 def parse_connected_from(addresses: Container[Address], lines: Iterable[str]) -> Counter[Address]:

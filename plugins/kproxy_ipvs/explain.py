@@ -1,0 +1,197 @@
+"""Serves the hook `kproxy_explain`: the rules, sets and virtual servers that packets meet."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from kproxy_core.backend.api import KernelSide, Question
+from kproxy_core.host.errors import HostError
+from kproxy_core.model.address import Address, Family, format_address, format_socket, parse_cidr
+from kproxy_core.model.endpoint import Destination
+from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome, Packet
+from kproxy_ipvs.applied import Applied
+from kproxy_ipvs.kernel import device, listing, sets
+from kproxy_ipvs.kernel.virtual_servers import VirtualServers
+from kproxy_ipvs.names import FILTER, MANGLE, NAT, SETS, SetKind
+from kproxy_ipvs.settings import Settings
+from kproxy_ipvs.skeleton import JUMPS, skeleton
+from kproxy_ipvs.wanted import ServerKey, Style
+from kproxy_xtables.rules import ChainKey
+from kproxy_xtables.tables import Tables
+from kproxy_xtables.variant import find_variant
+from kproxy_xtables.walk import Flight, Walk
+
+Weights = Mapping[Destination, int]
+
+
+class Servers(Protocol):
+    """The virtual servers: in the kernel, or as they would be written."""
+
+    def find(self, key: ServerKey) -> Weights | None:
+        """Return the real servers with their weights; None: no such virtual server, or none that has any."""
+
+    def remembered(self, key: ServerKey, client: Address) -> Destination | None:
+        """Return the real server to which persistence has pinned *client*."""
+
+
+class State(NamedTuple):
+    """All kernel objects of one family."""
+
+    rules: Mapping[ChainKey, Sequence[str]]
+    sets: Mapping[SetKind, Mapping[str, int]]
+    servers: Servers
+    local: frozenset[Address]
+    """The addresses of the device."""
+
+
+def explain(questions: Sequence[Question], settings: Settings, *, live: bool) -> list[KernelSide]:
+    """Return the way of each packet. Raises HostError."""
+    if not live:
+        return [_side(question, _written(question, settings)) for question in questions]
+    family = questions[0].node.family
+    servers = VirtualServers()
+    try:
+        rules = {
+            (chain.table, chain.name): chain.rules for chain in Tables(family, find_variant()).save()}
+        state = State(rules, sets.read(family), _InKernel(servers), device.read(family)[0])
+        return [_side(question, state) for question in questions]
+    finally:
+        servers.close()
+
+
+def _side(question: Question, state: State) -> KernelSide:
+    walk = Walk(_Rules(question.node.family, state), question.node, state.local)
+    fate, remembered = _follow(question.packet, walk, state)
+    deviation = "" if question.plan else "IPVS refuses packets to addresses of Services only"
+    return KernelSide(tuple(walk.objects), None if walk.strange else fate, remembered, deviation)
+
+
+class _Rules:
+    def __init__(self, family: Family, state: State) -> None:
+        self._state = state
+        self._kinds = {kind.full_name(family): kind for kind in SETS}
+
+    def rules(self, table: str, chain: str) -> Sequence[str]:
+        return self._state.rules.get((table, chain), ())
+
+    def in_set(self, name: str, sides: Sequence[str], packet: Flight) -> int | None:
+        kind = self._kinds.get(name)
+        entries = self._state.sets.get(kind, {}) if kind is not None else {}
+        if kind is None or not entries:
+            return None
+        source = packet.packet.source
+        if kind.type == "bitmap:port":
+            return entries.get(str(packet.port))
+        if kind.type == "hash:ip":
+            return entries.get(format_address(source if sides[0] == "src" else packet.destination))
+        entry = (f"{format_address(packet.destination)},{packet.packet.protocol.name.lower()}"
+                 f":{packet.port}")
+        if kind.type == "hash:ip,port":
+            return entries.get(entry)
+        if kind.type == "hash:ip,port,ip":
+            return entries.get(f"{entry},{format_address(source)}")
+        networks = (text.rpartition(",")[2] for text in entries if text.startswith(f"{entry},"))
+        return 0 if any(_contains(network, source) for network in networks) else None
+
+    def is_recent(self, name: str, source: Address) -> bool:
+        return False
+
+
+def _follow(packet: Packet, walk: Walk, state: State) -> tuple[Fate, Destination | None]:
+    """Return the fate of *packet* and its remembered endpoint. No rule of this mode chooses at random."""
+    outgoing = packet.origin is Origin.NODE
+    hook = "OUTPUT" if outgoing else "PREROUTING"
+    flight = Flight.of(packet)
+    for table in (MANGLE, NAT):
+        (end,) = walk.through(table, hook, flight)
+        if end.outcome is not None:
+            return Fate(end.outcome, _reason(walk)), None
+        flight = end.flight
+    key, servers = _server(packet, flight, state)
+    if not outgoing or servers is None:
+        hook = "INPUT" if walk.is_local(packet.destination) else "FORWARD"
+        (end,) = walk.through(FILTER, hook, flight)
+        if end.outcome is not None:
+            return Fate(end.outcome, _reason(walk)), None
+    if servers is None:
+        return Fate(Outcome.UNTOUCHED, "no virtual server"), None
+    walk.note("virtual server", str(key))
+    usable = {where: weight for where, weight in servers.items() if weight}
+    for where, weight in servers.items():
+        walk.note("real server", f"{format_socket(*where)} weight {weight}")
+    if not usable:
+        return Fate(Outcome.REFUSED, f"virtual server {key} has no real server that takes connections"), None
+    total = sum(usable.values())
+    choices = []
+    for where, weight in usable.items():
+        translated = Flight(packet, where.address, where.port, flight.mark, translated=True)
+        (end,) = walk.through(NAT, "POSTROUTING", translated)
+        choices.append(Choice(where, weight / total, end.flight.masqueraded))
+    return Fate(Outcome.FORWARDED, f"virtual server {key}", tuple(choices)), state.servers.remembered(
+        key, packet.source)
+
+
+def _server(packet: Packet, flight: Flight, state: State) -> tuple[ServerKey, Weights | None]:
+    """Return the virtual server of a packet: IPVS looks up marks before addresses."""
+    if flight.mark:
+        key = ServerKey.marked(packet.family, flight.mark)
+        servers = state.servers.find(key)
+        if servers is not None:
+            return key, servers
+    key = ServerKey(packet.family, 0, packet.destination, packet.protocol, packet.port)
+    return key, state.servers.find(key)
+
+
+class _InKernel:
+    def __init__(self, servers: VirtualServers) -> None:
+        self._servers = servers
+
+    def find(self, key: ServerKey) -> Weights | None:
+        if not self._servers.exists(key):
+            return None
+        return {item.where: item.weight for item in self._servers.destinations(key)}
+
+    def remembered(self, key: ServerKey, client: Address) -> Destination | None:
+        if key.address is None:
+            return None
+        try:
+            return listing.read_template(client, Destination(key.address, key.port))
+        except HostError:
+            return None
+
+
+class _Written:
+    def __init__(self, applied: Applied) -> None:
+        self._servers = applied.servers
+
+    def find(self, key: ServerKey) -> Weights | None:
+        server = self._servers.get(key)
+        return None if server is None else dict.fromkeys(server.destinations, 1)
+
+    def remembered(self, key: ServerKey, client: Address) -> Destination | None:
+        return None
+
+
+def _written(question: Question, settings: Settings) -> State:
+    """Return the objects that a sync would write for one plan, or none."""
+    node, plan = question.node, question.plan
+    style = Style(
+        family=node.family, scheduler=settings.scheduler, node_ip=node.node_ip,
+        node_port_addresses=node.node_port_addresses, masquerade_bit=node.masquerade_bit,
+    )
+    applied = Applied.after({plan.key: plan} if plan else {}, style)
+    rules: dict[ChainKey, list[str]] = skeleton(node)
+    for jump in reversed(JUMPS):
+        rules.setdefault((jump.table, jump.chain), []).append(jump.spec)
+    entries: dict[SetKind, dict[str, int]] = {}
+    for element in applied.elements:
+        entries.setdefault(element.set, {})[element.entry] = element.mark
+    return State(rules, entries, _Written(applied), frozenset(applied.addresses))
+
+
+def _contains(network: str, address: Address) -> bool:
+    return address in parse_cidr(network if "/" in network else f"{network}/{len(address) * 8}")
+
+
+def _reason(walk: Walk) -> str:
+    last = next(reversed(walk.objects), None)
+    return f"{last.where}: {last.text}" if last else ""
