@@ -5,13 +5,22 @@ the two nor a failure of the programs can lose a connection.
 """
 
 import logging
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
-from kproxy_core.backend.api import BackendSettings, Damage, Measurement, SyncReport, Update
+from kproxy_core.backend.api import (
+    BackendSettings,
+    Damage,
+    KernelSide,
+    Measurement,
+    Question,
+    SyncReport,
+    Update,
+)
 from kproxy_core.backend.errors import SyncFailed, Unsupported
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.host.errors import HostError
 from kproxy_ebpf.detect import lacking
+from kproxy_ebpf.explain import explain
 from kproxy_ebpf.family import FamilyState
 from kproxy_ebpf.kernel.port import Kernel
 from kproxy_ebpf.kernel.programs import Compilation
@@ -82,6 +91,16 @@ class EbpfBackend:
         """Return the base's rules, and the maps as comments."""
         rules = yield
         return rules + render_text(update)
+
+    @hookimpl(wrapper=True)
+    def kproxy_explain(
+        self, questions: Sequence[Question], live: bool
+    ) -> Generator[None, Sequence[KernelSide], Sequence[KernelSide]]:
+        """Return the base's rules, behind the map elements that programs use for local sockets."""
+        rules = yield
+        if live and self._kernel is None:
+            return rules
+        return explain(questions, rules, self._settings, self._kernel if live else None)
 
     @hookimpl(wrapper=True)
     def kproxy_watch(self, damaged: Damage) -> Generator[None, bool, bool]:

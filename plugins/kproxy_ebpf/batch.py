@@ -2,8 +2,10 @@
 
 import struct
 import sys
+from typing import NamedTuple
 
 from kproxy_core.model.address import Address, Family, Protocol
+from kproxy_core.model.endpoint import Destination
 
 _FRONTEND = struct.Struct("=16sHBB")
 _SERVICE = struct.Struct("=IIII")
@@ -57,6 +59,26 @@ def service_of(value: bytes) -> tuple[int, int]:
     """Return the service's id and number of endpoints of a frontend's value."""
     identity, endpoints, _, _ = _SERVICE.unpack(value)
     return identity, endpoints
+
+
+class ServiceValue(NamedTuple):
+    """The value of a frontend."""
+
+    identity: int
+    endpoints: int
+    masquerades_pods: bool
+
+
+def parse_service(value: bytes) -> ServiceValue:
+    """Return the parts of a frontend's value."""
+    identity, endpoints, _, flags = _SERVICE.unpack(value)
+    return ServiceValue(identity, endpoints, bool(flags & 2))
+
+
+def parse_endpoint(value: bytes, family: Family) -> Destination:
+    """Return the endpoint that `endpoint_value` made bytes of."""
+    address, port, _, _ = _ENDPOINT.unpack(value)
+    return Destination(Address(address[-family.size:]), _network(port))
 
 
 def slot_key(service: int, index: int) -> bytes:

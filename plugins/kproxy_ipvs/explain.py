@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 
 from kproxy_core.backend.api import KernelSide, Question
 from kproxy_core.host.errors import HostError
-from kproxy_core.model.address import Address, Family, format_address, format_socket, parse_cidr
+from kproxy_core.model.address import Address, Family, format_address, format_socket
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome, Packet
 from kproxy_ipvs.applied import Applied
@@ -18,7 +18,7 @@ from kproxy_ipvs.wanted import ServerKey, Style
 from kproxy_xtables.rules import ChainKey
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import find_variant
-from kproxy_xtables.walk import Flight, Walk
+from kproxy_xtables.walk import Flight, Walk, network
 
 Weights = Mapping[Destination, int]
 
@@ -89,8 +89,8 @@ class _Rules:
             return entries.get(entry)
         if kind.type == "hash:ip,port,ip":
             return entries.get(f"{entry},{format_address(source)}")
-        networks = (text.rpartition(",")[2] for text in entries if text.startswith(f"{entry},"))
-        return 0 if any(_contains(network, source) for network in networks) else None
+        sources = (text.rpartition(",")[2] for text in entries if text.startswith(f"{entry},"))
+        return 0 if any(source in network(text) for text in sources) else None
 
     def is_recent(self, name: str, source: Address) -> bool:
         return False
@@ -186,10 +186,6 @@ def _written(question: Question, settings: Settings) -> State:
     for element in applied.elements:
         entries.setdefault(element.set, {})[element.entry] = element.mark
     return State(rules, entries, _Written(applied), frozenset(applied.addresses))
-
-
-def _contains(network: str, address: Address) -> bool:
-    return address in parse_cidr(network if "/" in network else f"{network}/{len(address) * 8}")
 
 
 def _reason(walk: Walk) -> str:

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from kproxy_core.backend.api import (
     BackendSettings,
     Damage,
+    KernelSide,
     Leftovers,
     Measurement,
+    Question,
     SyncReport,
     Update,
 )
@@ -21,13 +23,14 @@ from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.service import ServicePortKey
 from kproxy_userspace.batch import JUMPS, Redirect, iptables_rewrite, nft_rewrite
+from kproxy_userspace.explain import explain
 from kproxy_userspace.family import GRACE_SECONDS, FamilyRelays
 from kproxy_userspace.kernel.portals import NoPortals, Portals, find_tables, open_portals
 from kproxy_userspace.kernel.ports import Allocator
 from kproxy_userspace.kernel.workers import Workers
 from kproxy_userspace.metrics import measurements
 from kproxy_userspace.settings import read_settings
-from kproxy_userspace.wanted import wanted_relays
+from kproxy_userspace.wanted import WantedRelay, wanted_relays
 from kproxy_userspace.worker.counters import Counter
 
 log = logging.getLogger("kproxy.userspace")
@@ -103,6 +106,16 @@ class UserspaceBackend:
         if find_tables(update.family) is None:
             return nft_rewrite(update.family, redirects, at)
         return iptables_rewrite(redirects, JUMPS)
+
+    @hookimpl
+    def kproxy_explain(self, questions: Sequence[Question], live: bool) -> Sequence[KernelSide]:
+        """Return the portals and the relay that each packet meets. Raises HostError."""
+        relays = self._families.get(questions[0].node.family)
+
+        def find(protocol: Protocol, port: int) -> WantedRelay | None:
+            return None if relays is None else relays.relay_at(protocol, port)
+
+        return explain(questions, self._settings, find, live=live)
 
     @hookimpl
     def kproxy_watch(self, damaged: Damage) -> bool:

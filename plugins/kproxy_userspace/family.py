@@ -118,6 +118,14 @@ class FamilyRelays:
         relays = self._relays.get(key, {}).values()
         return frozenset(relay.holder.port for relay in relays if relay.wanted.endpoints)
 
+    def relay_at(self, protocol: Protocol, port: int) -> WantedRelay | None:
+        """Return the relay that listens at a port of the node. From any thread."""
+        for relays in list(self._relays.values()):
+            for relay in list(relays.values()):
+                if (relay.wanted.protocol, relay.holder.port) == (protocol, port):
+                    return relay.wanted
+        return None
+
     def settle(self) -> None:
         """Close what nobody is on the way to any more. From any thread; raises HostError or SyncFailed."""
         before = time.monotonic() - GRACE_SECONDS

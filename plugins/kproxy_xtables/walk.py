@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple, Protocol
 
 from kproxy_core.backend.api import KernelObject
-from kproxy_core.model.address import Address, parse_address, parse_cidr
+from kproxy_core.model.address import Address, Cidr, parse_address, parse_cidr
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.node import NodeView
 from kproxy_core.plan.fate import Origin, Outcome, Packet
@@ -179,10 +179,10 @@ class Walk:
         return _MATCHES[name](self, value, flight)
 
     def _destination(self, value: str, flight: Flight) -> bool:
-        return flight.destination in parse_cidr(value)
+        return flight.destination in network(value)
 
     def _source(self, value: str, flight: Flight) -> bool:
-        return flight.packet.source in parse_cidr(value)
+        return flight.packet.source in network(value)
 
     def _protocol(self, value: str, flight: Flight) -> bool:
         return value == flight.packet.protocol.name.lower()
@@ -202,6 +202,9 @@ class Walk:
     def _state(self, value: str, flight: Flight) -> bool:
         states = value.split(",")
         return "NEW" in states or (flight.translated and "DNAT" in states)
+
+    def _bridged(self, value: str, flight: Flight) -> bool:
+        return False
 
     def _marked(self, value: str, flight: Flight) -> bool:
         wanted, mask = _value_and_mask(value)
@@ -235,9 +238,11 @@ _TARGETS = frozenset({"DROP", "REJECT", "ACCEPT", "RETURN", "MARK", "SET", "MASQ
 _MATCHES: Mapping[str, Callable[[Walk, str, Flight], bool]] = {
     "-d": Walk._destination, "-s": Walk._source, "-p": Walk._protocol, "-i": Walk._interface,
     "--dport": Walk._port, "--dst-type": Walk._to_local, "--src-type": Walk._from_local,
-    "--ctstate": Walk._state, "--state": Walk._state, "--mark": Walk._marked, "--match-set": Walk._in_set,
+    "--physdev-is-in": Walk._bridged, "--ctstate": Walk._state, "--state": Walk._state,
+    "--mark": Walk._marked, "--match-set": Walk._in_set,
 }  # fmt: skip
 _OTHER_MATCHES = frozenset({"--probability"})
+_BARE_MATCHES = frozenset({"--rcheck", "--physdev-is-in"})
 _FLAGS = frozenset({"--rsource", "--reap", "--random-fully", "--random", "--map-mark", "--set"})
 _VALUES = frozenset({
     "--comment", "--mode", "--name", "--mask", "--seconds", "--nfacct-name", "--reject-with",
@@ -258,8 +263,8 @@ def _parsed(text: str) -> _Rule:
             continue
         if word in ("-j", "-g"):
             target, goto = next(words), word == "-g"
-        elif word == "--rcheck":
-            matches.append((word, "", False))
+        elif word in _BARE_MATCHES:
+            matches.append((word, "", negated))
         elif word == "--match-set" or word == "--map-set":
             value = f"{next(words)} {next(words)}"
             if word == "--map-set":
@@ -276,6 +281,11 @@ def _parsed(text: str) -> _Rule:
             strange = True
         negated = False
     return _Rule(tuple(matches), target, goto, options, strange)
+
+
+def network(text: str) -> Cidr:
+    """Return a network as iptables and ipset write it: a single address has no prefix length."""
+    return parse_cidr(text if "/" in text else f"{text}/{len(parse_address(text)) * 8}")
 
 
 def _value_and_mask(text: str) -> tuple[int, int]:

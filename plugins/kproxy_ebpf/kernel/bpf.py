@@ -80,6 +80,16 @@ def update(fd: int, key: bytes, value: bytes) -> None:
     _patiently(lambda: _call(_MAP_UPDATE, struct.pack("=IxxxxQQQ", fd, _at(keys), _at(values), 0)))
 
 
+def lookup(fd: int, key: bytes, size: int) -> bytes | None:
+    """Return the value of *size* bytes of one element; None: it does not exist."""
+    wanted, found = _buffer(key), ctypes.create_string_buffer(size)
+    try:
+        _call(_MAP_LOOKUP, struct.pack("=IxxxxQQQ", fd, _at(wanted), _at(found), 0))
+    except FileNotFoundError:
+        return None
+    return found.raw
+
+
 def update_all(fd: int, elements: dict[bytes, bytes]) -> None:
     """Set *elements*. Each becomes visible on its own. E2BIG: the map is full."""
     keys, values = list(elements), list(elements.values())

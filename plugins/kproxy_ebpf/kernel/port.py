@@ -106,6 +106,11 @@ class Kernel:
                 for name in names.PER_FAMILY
             }
 
+    def find(self, name: str, key: bytes) -> bytes | None:
+        """Return the value of one element; None: it does not exist. Raises SyncFailed."""
+        with self._lock, _reporting():
+            return bpf.lookup(self._maps[name], key, self._definition(name).value)
+
     def withdraw(self, difference: Difference) -> None:
         """Take the first step of *difference*. Raises TrustLost."""
         with self._lock, _reporting(TrustLost):

@@ -1,0 +1,118 @@
+"""Serves the hook `kproxy_explain`: the map elements that decide for local sockets, in front of the rules."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kproxy_core.backend.api import KernelObject, KernelSide, Question
+from kproxy_core.model.address import format_socket
+from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome
+from kproxy_ebpf import names
+from kproxy_ebpf.batch import (
+    address_key,
+    frontend_key,
+    node_port_key,
+    parse_endpoint,
+    parse_service,
+    slot_key,
+)
+from kproxy_ebpf.kernel.port import Kernel
+from kproxy_ebpf.settings import Settings
+from kproxy_ebpf.wanted import Group, only_node_clients, wanted
+
+
+def explain(
+    questions: Sequence[Question], rules: Sequence[KernelSide], settings: Settings, kernel: Kernel | None
+) -> list[KernelSide]:
+    """Return *rules*, the base's answers, with what programs decide before them.
+
+    *kernel* None: with the elements that would be written. Raises SyncFailed.
+    """
+    return [
+        _in_front(question, side, settings, kernel)
+        for question, side in zip(questions, rules, strict=True)
+    ]
+
+
+def _in_front(
+    question: Question, side: KernelSide, settings: Settings, kernel: Kernel | None
+) -> KernelSide:
+    if not _may_translate(question, settings):
+        return side
+    found = _written(question) if kernel is None else _held(question, kernel)
+    if found is None:
+        return side
+    objects, choices, masquerades_pods = found
+    pod = question.packet.origin is Origin.POD
+    if pod and masquerades_pods and settings.clients != "all":
+        return side
+    fate = Fate(Outcome.FORWARDED, "a BPF program chooses when a socket connects", choices)
+    return replace(side, objects=(*objects, *side.objects), fate=fate)
+
+
+def _may_translate(question: Question, settings: Settings) -> bool:
+    """Return whether programs decide for this client. The Service's own endpoints are left to the rules."""
+    packet, plan = question.packet, question.plan
+    if packet.origin is Origin.OUTSIDE or (plan is not None and packet.source in plan.hairpins):
+        return False
+    return packet.origin is Origin.NODE or not only_node_clients(settings.clients, question.node)
+
+
+_Found = tuple[list[KernelObject], tuple[Choice, ...], bool]
+"""Objects, choices, and whether the rules masquerade what pods send there."""
+
+
+def _keys(question: Question) -> list[bytes]:
+    packet = question.packet
+    keys = [frontend_key(packet.destination, packet.protocol, packet.port)]
+    if packet.destination in question.node.node_port_addresses:
+        keys.append(node_port_key(packet.family, packet.protocol, packet.port))
+    return keys
+
+
+def _written(question: Question) -> _Found | None:
+    if question.plan is None:
+        return None
+    for group in wanted(question.plan):
+        for frontend in group.frontends:
+            if frontend.key in _keys(question):
+                return [*_texts(question, group)], _choices(group), frontend.masquerades_pods
+    return None
+
+
+def _texts(question: Question, group: Group) -> Sequence[KernelObject]:
+    dialled = format_socket(question.packet.destination, question.packet.port)
+    return [KernelObject(f"BPF map {names.FRONTENDS}", f"{dialled} -> {len(group.targets)} endpoints")] + [
+        KernelObject(f"BPF map {names.ENDPOINTS}", format_socket(*target.destination))
+        for target in group.targets
+    ]
+
+
+def _choices(group: Group) -> tuple[Choice, ...]:
+    share = 1 / len(group.targets)
+    return tuple(Choice(target.destination, share, masqueraded=False) for target in group.targets)
+
+
+def _held(question: Question, kernel: Kernel) -> _Found | None:
+    """Return what the maps hold for a frontend; None: the rules decide."""
+    packet = question.packet
+    key, value = next(
+        ((key, value) for key in _keys(question)
+         if (value := kernel.find(names.FRONTENDS, key)) is not None), (b"", b""))
+    on_node = kernel.find(names.NODE_ADDRESSES, address_key(packet.destination)) is not None
+    if not value or (key != _keys(question)[0] and not on_node):
+        return None
+    service = parse_service(value)
+    dialled = format_socket(packet.destination, packet.port)
+    text = f"{dialled} -> service {service.identity}, {service.endpoints} endpoints"
+    objects = [KernelObject(f"BPF map {names.FRONTENDS}", text)]
+    choices: list[Choice] = []
+    for index in range(service.endpoints):
+        identity = kernel.find(names.SLOTS, slot_key(service.identity, index))
+        endpoint = None if identity is None else kernel.find(names.ENDPOINTS, identity)
+        if endpoint is None:
+            objects.append(KernelObject(f"BPF map {names.SLOTS}", f"{index}  (missing)"))
+            continue
+        where = parse_endpoint(endpoint, packet.family)
+        objects.append(KernelObject(f"BPF map {names.ENDPOINTS}", f"{index} : {format_socket(*where)}"))
+        choices.append(Choice(where, 1 / service.endpoints, masqueraded=False))
+    return objects, tuple(choices), service.masquerades_pods

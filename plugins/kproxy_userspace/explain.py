@@ -1,0 +1,170 @@
+"""Serves the hook `kproxy_explain`: the portals that packets meet, and the relays behind them."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from kproxy_core.backend.api import KernelObject, KernelSide, Question
+from kproxy_core.host import programs
+from kproxy_core.model.address import (
+    Address,
+    Protocol,
+    format_address,
+    format_socket,
+    parse_address,
+)
+from kproxy_core.model.endpoint import Destination
+from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome, Packet
+from kproxy_userspace.batch import JUMPS, NFT_FAMILY, Redirect, iptables_rules
+from kproxy_userspace.kernel.portals import find_tables, may_have_portals
+from kproxy_userspace.names import TABLE, Endpoint
+from kproxy_userspace.settings import Settings
+from kproxy_userspace.wanted import WantedRelay, wanted_relays
+from kproxy_xtables.rules import ChainKey
+from kproxy_xtables.walk import Flight, Walk, network
+
+FindRelay = Callable[[Protocol, int], WantedRelay | None]
+"""Returns the relay of this process at a port of the node."""
+
+_ELEMENT = re.compile(r"([0-9a-z][0-9a-z.:/ ]*) : (\d+)")
+_IN_SOURCE_ORDER = re.compile(r"(\S+) \. (.+)")
+
+_RELAYED = "relays make connections of their own: endpoints see an address of the node, and use all endpoints"
+_NOT_RELAYED = "this mode leaves such packets to the node"
+
+
+def explain(
+    questions: Sequence[Question], settings: Settings, find: FindRelay, *, live: bool
+) -> list[KernelSide]:
+    """Return the way of each packet. *find* returns the relays that run. Raises HostError."""
+    if not live:
+        return [_as_written(question, settings) for question in questions]
+    portals = _Portals(questions[0])
+    return [_as_is(question, settings, portals, find) for question in questions]
+
+
+def _as_is(question: Question, settings: Settings, portals: "_Portals", find: FindRelay) -> KernelSide:
+    packet = question.packet
+    if settings.listen is not None:
+        port = packet.port if packet.destination == settings.listen else 0
+        objects: list[KernelObject] = []
+    else:
+        port, objects = portals.follow(question)
+    relay = find(packet.protocol, port) if port else None
+    if port and relay is None:
+        objects.append(KernelObject("relay", f"port {port}: this process has none"))
+        return KernelSide(tuple(objects), Fate(Outcome.REFUSED, f"nobody listens at port {port}"))
+    side = _side(relay, port, objects)
+    as_written = _as_written(question, settings).fate
+    meant = side.fate is not None and as_written is not None and _same(side.fate, as_written)
+    return KernelSide(side.objects, side.fate, deviation=side.deviation if meant else "")
+
+
+def _as_written(question: Question, settings: Settings) -> KernelSide:
+    packet, node, plan = question.packet, question.node, question.plan
+    relays = {} if plan is None else wanted_relays(plan, node, settings.listen)
+    for name, relay in relays.items():
+        if settings.listen is not None and (packet.destination, packet.port) == (settings.listen, name.port):
+            return _side(relay, 0, [])
+    written = Walk(_Rules(_portal_rules(relays.values(), settings.bind_in(node.family))), node)
+    (end,) = written.through("nat", _hook(packet), Flight.of(packet))
+    relay_of_packet = next(iter(relays.values()), None) if end.flight.translated else None
+    return _side(relay_of_packet, 0, list(written.objects))
+
+
+def _side(relay: WantedRelay | None, port: int, objects: Sequence[KernelObject]) -> KernelSide:
+    """Return the answer for a packet that meets *objects*, then *relay*; *port* 0: not known."""
+    if relay is None:
+        fate = Fate(Outcome.UNTOUCHED, "no portal applies")
+        return KernelSide(tuple(objects), fate, deviation=_NOT_RELAYED)
+    endpoints = [_destination(endpoint) for endpoint in relay.endpoints]
+    where = f"port {port}" if port else "a free port"
+    texts = ", ".join(format_socket(*endpoint) for endpoint in endpoints) or "no endpoint: it refuses clients"
+    shown = (*objects, KernelObject("relay", f"{where}: {texts}"))
+    if not endpoints:
+        return KernelSide(shown, Fate(Outcome.REFUSED, "the relay has no endpoint"), deviation=_RELAYED)
+    choices = tuple(Choice(where, 1 / len(endpoints), masqueraded=True) for where in endpoints)
+    return KernelSide(shown, Fate(Outcome.FORWARDED, "relayed", choices), deviation=_RELAYED)
+
+
+class _Portals:
+    """The portals of one family in the kernel: iptables rules, or the elements of nft maps."""
+
+    def __init__(self, question: Question) -> None:
+        """Raises HostError."""
+        family = question.node.family
+        self._rules: dict[ChainKey, list[str]] = {}
+        self._elements: dict[str, int] = {}
+        tables = find_tables(family)
+        if tables is not None and may_have_portals(tables):
+            self._rules = {(chain.table, chain.name): chain.rules for chain in tables.save("nat")}
+            return
+        listed = programs.run("nft", "list", "table", NFT_FAMILY[family], TABLE).stdout
+        self._elements = {found[1]: int(found[2]) for found in _ELEMENT.finditer(listed)}
+
+    def follow(self, question: Question) -> tuple[int, list[KernelObject]]:
+        """Return the port of this node that the packet is redirected to, 0 for none, and what it meets."""
+        packet = question.packet
+        if self._rules:
+            walk = Walk(_Rules(self._rules), question.node)
+            (end,) = walk.through("nat", _hook(packet), Flight.of(packet))
+            return end.flight.local or (end.flight.port if end.flight.translated else 0), list(walk.objects)
+        last = f"{packet.protocol.name.lower()} . {packet.port}"
+        dialled = f"{format_address(packet.destination)} . {last}"
+        wanted = [dialled, *self._ranged(packet, dialled)]
+        if Walk(_Rules({}), question.node).is_local(packet.destination):
+            wanted.append(last)
+        for key in wanted:
+            if key in self._elements:
+                port = self._elements[key]
+                return port, [KernelObject(f"table {TABLE}", f"{key} : {port}")]
+        return 0, []
+
+    def _ranged(self, packet: Packet, dialled: str) -> list[str]:
+        """Return the keys of elements that are for a network of sources which has the packet's."""
+        found = []
+        for key in self._elements:
+            parts = _IN_SOURCE_ORDER.fullmatch(key)
+            if parts and parts[2] == dialled and packet.source in network(parts[1]):
+                found.append(key)
+        return found
+
+
+class _Rules:
+    def __init__(self, rules: Mapping[ChainKey, Sequence[str]]) -> None:
+        self._rules = rules
+
+    def rules(self, table: str, chain: str) -> Sequence[str]:
+        return self._rules.get((table, chain), ())
+
+    def in_set(self, name: str, sides: Sequence[str], packet: Flight) -> int | None:
+        return None
+
+    def is_recent(self, name: str, source: Address) -> bool:
+        return False
+
+
+def _portal_rules(relays: Iterable[WantedRelay], at: Address | None) -> dict[ChainKey, list[str]]:
+    """Return the rules that lead to *relays*, whose ports are not known."""
+    found: dict[ChainKey, list[str]] = {}
+    for jump in JUMPS:
+        place = found.setdefault((jump.table, jump.chain), [])
+        place.insert(len(place) if jump.at_end else 0, jump.spec)
+    for relay in relays:
+        for portal in relay.portals:
+            for table, rules in iptables_rules(Redirect(portal, 0, at)).items():
+                for rule in rules:
+                    chain, _, text = rule.partition(" ")
+                    found.setdefault((table, chain), []).append(text)
+    return found
+
+
+def _hook(packet: Packet) -> str:
+    return "OUTPUT" if packet.origin is Origin.NODE else "PREROUTING"
+
+
+def _destination(endpoint: Endpoint) -> Destination:
+    return Destination(parse_address(endpoint[0]), endpoint[1])
+
+
+def _same(one: Fate, other: Fate) -> bool:
+    return one.outcome is other.outcome and set(one.choices) == set(other.choices)

@@ -1,0 +1,59 @@
+"""The portals and relays that packets meet in the userspace mode."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from kproxy_core.backend.api import BackendSettings, KernelSide, Question
+from kproxy_core.backend.registry import Registry
+from kproxy_core.explain.verdict import AGREES, DEVIATES, judge
+from kproxy_core.model.address import Family, format_socket
+from kproxy_core.plan.fate import Outcome
+from kproxy_core.testing.conformance.features import everything
+from kproxy_core.testing.conformance.network import node_only
+from kproxy_core.testing.conformance.subject import full
+from tests.plugins.explained import decided, questions
+
+FAMILIES = pytest.mark.parametrize("family", Family, ids=lambda family: family.label)
+
+
+@pytest.fixture
+def sides(family: Family) -> Iterator[list[tuple[Question, KernelSide, KernelSide]]]:
+    """Each question with the kernel's objects, and with those that would be written."""
+    node = node_only()
+    registry = Registry()
+    try:
+        with node.entered():
+            instance = registry.make_backend("userspace", BackendSettings((family,)))
+            full(instance, family, everything(family))
+            asked = questions(family)
+            live, written = instance.explain(asked, live=True), instance.explain(asked, live=False)
+            assert live is not None
+            assert written is not None
+            yield list(zip(asked, live, written, strict=True))
+            registry.close_backend(instance)
+    finally:
+        node.close()
+
+
+@FAMILIES
+def test_relays_serve_what_the_plans_say_but_for_sources_and_policies(
+    family: Family, sides: list[tuple[Question, KernelSide, KernelSide]]
+) -> None:
+    for question, live, written in sides:
+        for side in (live, written):
+            assert judge(question.packet, decided(question), side)[0] in (AGREES, DEVIATES), (question, side)
+
+
+@FAMILIES
+def test_the_relay_of_a_packet_is_named_with_its_port_and_endpoints(
+    family: Family, sides: list[tuple[Question, KernelSide, KernelSide]]
+) -> None:
+    for question, live, _ in sides:
+        if live.fate is not None and live.fate.outcome is Outcome.FORWARDED:
+            assert question.plan is not None
+            relay = live.objects[-1]
+            assert relay.where == "relay"
+            assert relay.text.startswith("port ")
+            for where in question.plan.cluster or question.plan.local:
+                assert format_socket(*where) in relay.text
