@@ -22,8 +22,8 @@ from pathlib import Path
 
 import yaml
 
+from tests.core.bpf_places import cgroup2_tree
 from tests.core.namespaces import Namespace, namespace
-from tests.plugins.ebpf.conftest import cgroup2_tree
 
 CLIENT, SERVER, VIP, PORT = "192.0.2.1", "192.0.2.2", "10.96.0.10", 8080
 BATCH = 60

@@ -14,6 +14,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from kproxy_ebpf.kernel import bpf
+from kproxy_ebpf.kernel.programs import Compilation
+from kproxy_ebpf.names import ATTACH_TYPES
+from tests.core.bpf_places import inside, new_bpf_file_system, new_cgroup
 from tests.core.namespaces import Namespace, namespace
 from tests.switch import traffic
 from tests.switch.traffic import Target
@@ -27,13 +31,16 @@ CLIENT, CLIENT6 = "203.0.113.2", "fd00:203::2"
 PODS = {"here": ("10.244.1.11", "fd00:244:1::11"), "elsewhere": ("10.244.2.12", "fd00:244:2::12")}
 PORT = 8080
 
-OPTIONS = {"backendOptions": {"userspace": {"udpIdleTimeout": "5s"}}}
+UDP_IDLE_TIMEOUT = "5s"
 """On a machine that is busy an answer may take longer than the 250 ms that a relay waits for it."""
 
 UDP_TIMEOUT = "20s"
 """Of IPVS: less than connection tracking's, and less than the time until clients use a port again."""
 
 HINT = "KUBE-IPTABLES-HINT"
+
+EBPF = "ebpf"
+"""Trace of programs at the room's cgroup, or of their pins."""
 
 TRACES = {
     "nftables": r"table ip6? kproxy\n",
@@ -124,8 +131,11 @@ FROM_NODE = (
     Target("tcp", "fd00:96::10", 80),
     Target("tcp", NODE, 30080),
     Target("udp", "10.96.0.53", 53),
+    Target("sendto", "10.96.0.53", 53),
     Target("tcp", "10.96.0.20", 80),
+    Target("tcp", "10.96.0.30", 80),
 )
+"""As of the client's, their number has no divisor in common with `traffic.ORDERLY`."""
 CONTROL = [Target("tcp", address, PORT) for address, _ in PODS.values()]
 """Endpoints themselves: whatever is wrong there is wrong with the machine."""
 
@@ -146,10 +156,11 @@ class Failure(NamedTuple):
 class Load:
     """A program of `traffic` that uses Services all the time."""
 
-    def __init__(self, where: Namespace, targets: Sequence[Target]) -> None:
-        self._where = where.name
+    def __init__(self, command: Sequence[str], targets: Sequence[Target], *, counted: bool) -> None:
+        """*command* runs another one where the load comes from. *counted*: towards `Loads.made`."""
+        self.is_counted = counted
         self._process = subprocess.Popen(
-            ["ip", "netns", "exec", where.name, sys.executable, "-B", traffic.__file__, "client",
+            [*command, sys.executable, "-B", traffic.__file__, "client",
              json.dumps(targets), json.dumps(CONTROL)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
@@ -223,7 +234,7 @@ class Loads:
 
     @property
     def made(self) -> int:
-        return sum(load.made for load in self._loads)
+        return sum(load.made for load in self._loads if load.is_counted)
 
     def failures(self, since: float = 0) -> list[str]:
         """What was given up from *since* (of the monotonic clock) on and was not the machine's fault."""
@@ -290,9 +301,15 @@ class Proxy:
 class Room:
     """Namespaces, endpoints, and what runs in them."""
 
-    def __init__(self, stack: ExitStack, directory: Path) -> None:
+    def __init__(self, stack: ExitStack, directory: Path, *, sockets: bool) -> None:
+        """*sockets*: the node's sockets are in a cgroup of their own, and only their connections count."""
         self._stack = stack
         self.directory = directory
+        self._cgroup: Path | None = None
+        if sockets:
+            self._cgroup = stack.enter_context(new_cgroup())
+            self._pins = stack.enter_context(new_bpf_file_system(directory / "bpf")) / "kproxy"
+            Compilation().result()  # Beside the load it would take a guest half a minute.
         self.client, self.node = stack.enter_context(namespace()), stack.enter_context(namespace())
         pods = {name: stack.enter_context(namespace()) for name in PODS}
         _connect(self.client, self.node, pods)
@@ -326,18 +343,23 @@ class Room:
     ) -> Iterator[Proxy]:
         """Running, ready, and alone: what other modes left is gone."""
         config = self.directory / "config.conf"
+        backends: dict[str, object] = {"userspace": {"udpIdleTimeout": UDP_IDLE_TIMEOUT}}
+        if self._cgroup is not None:
+            backends["ebpf"] = {"cgroup": str(self._cgroup), "pinDirectory": str(self._pins)}
         config.write_text(json.dumps({
             "apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration", "mode": mode,
             "clusterCIDR": "10.244.0.0/16", "conntrack": {"maxPerCore": 0},
             "ipvs": {"udpTimeout": UDP_TIMEOUT},
-            "kproxy": {"stateDirectory": str(self.directory / "state"), **OPTIONS, **options},
+            "kproxy": {
+                "stateDirectory": str(self.directory / "state"), "backendOptions": backends, **options,
+            },
         }))  # fmt: skip
         self._starts += 1
         path = self.directory / f"kproxy-{self._starts}.log"
         with path.open("wb") as log:
             process = subprocess.Popen([
-                "ip", "netns", "exec", self.node.name, KPROXY, "--config", str(config), "--manifests",
-                str(self.manifests), "--hostname-override", "here",
+                *self._on_node(), KPROXY, "--config", str(config), "--manifests", str(self.manifests),
+                "--hostname-override", "here",
             ], stderr=log, env={**os.environ, **environment})  # fmt: skip
         proxy = Proxy(self.node, process, path)
         try:
@@ -360,7 +382,11 @@ class Room:
     @contextmanager
     def used(self) -> Iterator[Loads]:
         """Somebody uses all Services all the time; nothing may fail."""
-        loads = [Load(self.client, FROM_CLIENT), Load(self.node, FROM_NODE)]
+        client = ["ip", "netns", "exec", self.client.name]
+        loads = [
+            Load(client, FROM_CLIENT, counted=self._cgroup is None),
+            Load(self._on_node(), FROM_NODE, counted=True),
+        ]
         try:
             for load, targets in zip(loads, (FROM_CLIENT, FROM_NODE), strict=True):
                 load.wait_for(2 * len(targets))
@@ -388,7 +414,26 @@ class Room:
                 ["ip", "netns", "exec", self.node.name, *dump], capture_output=True, text=True, check=False)
             interface = " (legacy)" if "legacy" in dump[0] else ""
             found |= {f"{of}{interface}" for of, pattern in TRACES.items() if re.search(pattern, done.stdout)}
+        if self._cgroup is not None and (self._is_attached(self._cgroup) or any(self._pins.rglob("*"))):
+            found.add(EBPF)
         return found
+
+    def tables(self) -> set[str]:
+        """Return the tables of nf_tables on the node with the handles that the kernel gave them."""
+        return set(self.node.run("nft", "-a", "list", "tables").splitlines())
+
+    def _on_node(self) -> list[str]:
+        """Return the beginning of a command that runs another one on the node."""
+        command = ["ip", "netns", "exec", self.node.name]
+        return command if self._cgroup is None else inside(self._cgroup, command)
+
+    @staticmethod
+    def _is_attached(cgroup: Path) -> bool:
+        descriptor = os.open(cgroup, os.O_RDONLY)
+        try:
+            return any(bpf.attached(descriptor, kind) for kind in ATTACH_TYPES.values())
+        finally:
+            os.close(descriptor)
 
 
 def _connect(client: Namespace, node: Namespace, pods: Mapping[str, Namespace]) -> None:
@@ -428,6 +473,6 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 @contextmanager
-def room(directory: Path) -> Iterator[Room]:
+def room(directory: Path, *, sockets: bool = False) -> Iterator[Room]:
     with ExitStack() as stack:
-        yield Room(stack, directory)
+        yield Room(stack, directory, sockets=sockets)

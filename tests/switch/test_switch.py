@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.guest.guest import Guest
-from tests.switch.tour import COMMAND, CONNECTIONS, GUESTS, HERE, LEGS, Leg, belongs
+from tests.switch.tour import COMMAND, CONNECTIONS, GUESTS, HERE, LEGS, SOCKETS, Leg, belongs
 
 PACE = ("SWITCH_PATIENCE=240", "SWITCH_EACH_TICK=8")
 """Of a guest, whose only processor does a tenth of the work of one here."""
@@ -32,10 +32,21 @@ def read(directory: Path) -> dict[tuple[str, str], Leg]:
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Leg]:
-    directory = tmp_path_factory.mktemp("tour")
-    command = ["nice", "-n", "5", *COMMAND, str(directory), str(CONNECTIONS), *HERE]
-    subprocess.run(command, cwd=CHECKOUT, check=False, timeout=LONGEST)
-    return read(directory)
+    """Both tours in this kernel, at the same time."""
+    directories = {stops: tmp_path_factory.mktemp("tour") for stops in (HERE, SOCKETS)}
+    running = [
+        subprocess.Popen(
+            ["nice", "-n", "5", *COMMAND, str(directory), str(CONNECTIONS), *stops], cwd=CHECKOUT)
+        for stops, directory in directories.items()
+    ]
+    try:
+        for process in running:
+            process.wait(LONGEST)
+    finally:
+        for process in running:
+            process.terminate()
+            process.wait()
+    return {way: leg for directory in directories.values() for way, leg in read(directory).items()}
 
 
 def play(
@@ -49,14 +60,14 @@ def play(
 
 
 def test_tours_go_every_way_there_is() -> None:
-    tours = (HERE, *GUESTS)
+    tours = (HERE, SOCKETS, *GUESTS)
     iptables = {"iptables-nft", "iptables-legacy"}  # one mode: kproxy is started again for the other
     stops = {stop for tour in tours for stop in tour}
     gone = {way for tour in tours for way in pairwise(tour)}
     assert gone == {way for way in permutations(stops, 2) if set(way) != iptables}
 
 
-@pytest.mark.parametrize(("before", "after"), list(pairwise(HERE)))
+@pytest.mark.parametrize(("before", "after"), [*pairwise(HERE), *pairwise(SOCKETS)])
 def test_no_connection_is_lost(here: dict[tuple[str, str], Leg], before: str, after: str) -> None:
     check_leg(here, before, after)
 
@@ -71,6 +82,14 @@ def test_no_connection_is_lost_where_there_is_ipvs(
     from_guest: dict[tuple[str, str], Leg], before: str, after: str
 ) -> None:
     check_leg(from_guest, before, after)
+
+
+@pytest.mark.parametrize("way", [("nftables", "ebpf"), ("ebpf", "nftables")])
+def test_the_rules_that_ebpf_stands_on_are_kept(
+    here: dict[tuple[str, str], Leg], way: tuple[str, str]
+) -> None:
+    kept = [table.partition(" #")[0] for table in here[way].kept]
+    assert {"table ip kproxy", "table ip6 kproxy"} <= set(kept)
 
 
 def check_leg(legs: dict[tuple[str, str], Leg], before: str, after: str) -> None:

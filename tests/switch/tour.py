@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from tests.switch.room import PATIENCE, Loads, Room, room
+from tests.switch.room import EBPF, PATIENCE, Loads, Room, room
 
 COMMAND = [sys.executable, "-B", "-m", "tests.switch.tour"]
 CONNECTIONS = 10_000
@@ -24,8 +24,12 @@ HERE = (
     "nftables", "iptables-nft", "nftables", "iptables-legacy", "nftables", "userspace", "iptables-nft",
     "userspace", "iptables-legacy", "userspace", "nftables",
 )  # fmt: skip
+SOCKETS = (
+    "ebpf", "nftables", "ebpf", "iptables-nft", "ebpf", "iptables-legacy", "ebpf", "userspace", "ebpf",
+)  # fmt: skip
+"""A tour of its own, made at the same time: only connections of sockets in the room's cgroup count."""
 GUESTS = (
-    ("ipvs", "nftables", "ipvs", "iptables-nft", "ipvs"),
+    ("ipvs", "nftables", "ipvs", "iptables-nft", "ipvs", "ebpf", "ipvs"),
     ("iptables-legacy", "ipvs", "userspace", "ipvs", "iptables-legacy"),
 )
 """Where there is IPVS: with its rules in one of the kernel's interfaces, and in the other."""
@@ -53,6 +57,8 @@ class Leg:
     failures: list[str]
     left: list[str]
     """What `Room.traces` found at the end."""
+    kept: list[str]
+    """Tables of nf_tables that existed before the switch, and still do."""
 
 
 def mode_of(stop: str) -> str:
@@ -68,6 +74,8 @@ def belongs(traces: Collection[str], stop: str) -> bool:
     if stop == "ipvs":
         return len(kinds) == len(IPVS) and set(kinds.values()) == IPVS
     serving = [trace for trace, kind in kinds.items() if kind not in IPVS]
+    if stop == EBPF:
+        return sorted(kinds[trace] for trace in serving) == [EBPF, "nftables"]
     if stop.startswith("iptables-"):
         return serving == ["iptables (legacy)" if stop.endswith("-legacy") else "iptables"]
     return [kinds[trace] for trace in serving] == [stop]
@@ -75,7 +83,7 @@ def belongs(traces: Collection[str], stop: str) -> bool:
 
 def tour(directory: Path, connections: int, stops: Sequence[str]) -> Iterator[Leg]:
     """Go from the first stop to the last; ends early where a switch fails."""
-    with room(directory) as where:
+    with room(directory, sockets=EBPF in stops) as where:
         _choose_iptables(where, stops[0])
         with where.proxy(mode_of(stops[0])), where.used() as loads:
             for before, after in pairwise(stops):
@@ -86,7 +94,7 @@ def tour(directory: Path, connections: int, stops: Sequence[str]) -> Iterator[Le
 
 
 def _leg(where: Room, loads: Loads, before: str, after: str, connections: int) -> Leg:
-    since, made, exchanged = time.monotonic(), loads.made, loads.exchanged
+    since, made, exchanged, tables = time.monotonic(), loads.made, loads.exchanged, where.tables()
     _choose_iptables(where, after)
     loads.more(connections // 4)
     begun = time.monotonic()
@@ -99,7 +107,7 @@ def _leg(where: Room, loads: Loads, before: str, after: str, connections: int) -
     return Leg(
         before, after, done.returncode, done.stdout + done.stderr, round(seconds, 3),
         loads.made - made, loads.exchanged - exchanged, loads.failures(since),
-        sorted(_left(where, after)),
+        sorted(_left(where, after)), sorted(tables & where.tables()),
     )  # fmt: skip
 
 

@@ -41,9 +41,10 @@ STALL = 0.1
 """Seconds that an exchange with an endpoint itself takes only if the machine is busy."""
 PATIENCE = float(os.environ.get("SWITCH_PATIENCE", "60")) / 20
 """Seconds after which an answer does not count any more."""
-PORTS = range(1_024, 32_000)
+PORTS = range(1_024, 30_000)
 """A client's own, a part for each target: IPVS confuses connections from one port to one endpoint that were
-made through different frontends. One is used again after a minute or more, see docs/ipvs.md as well."""
+made through different frontends. None is a node port, on which a relay must be able to listen. One is used
+again after a minute or more, see docs/ipvs.md as well."""
 ORDERLY = 4
 """Every so many connections one ends with FINs; a reset spares both sides the time after that."""
 
@@ -60,7 +61,7 @@ class Target(NamedTuple):
     """What clients dial."""
 
     protocol: str
-    """``tcp`` or ``udp``."""
+    """``tcp``, ``udp`` (a connected socket), or ``sendto`` (a socket that names the frontend each time)."""
     address: str
     port: int
 
@@ -91,7 +92,7 @@ class Conversation:
         self.since = time.monotonic()
         self.waiting = True
         """For an answer; else a lasting one pauses."""
-        self.connected = target.protocol == "udp"
+        self.connected = target.protocol != "tcp"
         family = socket.AF_INET6 if ":" in target.address else socket.AF_INET
         kind = socket.SOCK_DGRAM if self.connected else socket.SOCK_STREAM
         self.socket = socket.socket(family, kind | socket.SOCK_NONBLOCK)
@@ -100,8 +101,9 @@ class Conversation:
         self._heard = b""
         self._endpoint = b""
         self._bind(ports)
-        with contextlib.suppress(BlockingIOError):
-            self.socket.connect((target.address, target.port))
+        if target.protocol != "sendto":
+            with contextlib.suppress(BlockingIOError):
+                self.socket.connect((target.address, target.port))
         if self.connected:
             self.say()
 
@@ -121,7 +123,10 @@ class Conversation:
         self._said = _QUESTION.pack(self._later, self._program, next(self._questions))
         self._heard = b""
         self.since, self.waiting = time.monotonic(), True
-        self.socket.send(self._said)
+        if self.target.protocol == "sendto":
+            self.socket.sendto(self._said, (self.target.address, self.target.port))
+        else:
+            self.socket.send(self._said)
 
     def go_on(self) -> bool:
         """Something happened. True: it was answered. Raises Failure or OSError."""
@@ -129,14 +134,18 @@ class Conversation:
             self.say()
             self.connected = True
             return False
-        heard = self.socket.recv(100)
+        heard, sender = self.socket.recvfrom(100)
+        if self.target.protocol == "sendto" and sender[:2] != (self.target.address, self.target.port):
+            raise Failure(f"{sender} answered")
         if not heard and self.target.protocol == "tcp":
             raise Failure("closed by the other side")
         self._heard += heard
         if len(self._heard) < _ANSWER:
             return False
         endpoint = self._heard[_QUESTION.size :]
-        if self._heard[: _QUESTION.size] != self._said or self._endpoint not in (b"", endpoint):
+        # Between two modes, a socket that is not connected may be served by another endpoint.
+        stays = self.target.protocol == "sendto" or self._endpoint in (b"", endpoint)
+        if self._heard[: _QUESTION.size] != self._said or not stays:
             raise Failure("somebody else answered")
         self._endpoint = endpoint
         if self.target.protocol == "tcp":

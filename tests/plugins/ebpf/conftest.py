@@ -1,44 +1,27 @@
 """Cgroups and BPF file systems that a test made, for programs that touch nothing else of the machine."""
 
-import ctypes
-import itertools
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kproxy_ebpf.kernel.mounts import mount_bpf_file_system
 from kproxy_ebpf.kernel.programs import Compilation, Compiled
 from kproxy_ebpf.settings import Settings
-
-_numbers = itertools.count()
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def cgroup2_tree() -> Path:
-    """Return where the cgroup2 tree is mounted."""
-    lines = Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
-    return Path(next(line.split()[1] for line in lines if line.split()[2] == "cgroup2"))
+from tests.core.bpf_places import new_bpf_file_system, new_cgroup
 
 
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
     """A new cgroup without processes."""
-    made = cgroup2_tree() / f"kpt-{os.getpid()}-{next(_numbers)}"
-    made.mkdir()
-    yield made
-    made.rmdir()
+    with new_cgroup() as made:
+        yield made
 
 
 @pytest.fixture
 def pins(tmp_path: Path) -> Iterator[Path]:
     """A directory in a new BPF file system."""
-    point = tmp_path / "bpf"
-    point.mkdir()
-    mount_bpf_file_system(str(point))
-    yield point / "kproxy"
-    assert _libc.umount2(os.fsencode(point), 2) == 0
+    with new_bpf_file_system(tmp_path / "bpf") as point:
+        yield point / "kproxy"
 
 
 @pytest.fixture

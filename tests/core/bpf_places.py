@@ -1,0 +1,55 @@
+"""A cgroup and a BPF file system of a test's own, so that programs touch nothing else of the machine."""
+
+import ctypes
+import itertools
+import os
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_DETACH = 2
+"""MNT_DETACH"""
+_PATIENCE = 5.0
+"""Seconds for the processes in a cgroup to end."""
+_libc = ctypes.CDLL(None, use_errno=True)
+_numbers = itertools.count()
+
+
+def cgroup2_tree() -> Path:
+    """Return where the cgroup2 tree is mounted."""
+    lines = Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
+    return Path(next(line.split()[1] for line in lines if line.split()[2] == "cgroup2"))
+
+
+@contextmanager
+def new_cgroup() -> Iterator[Path]:
+    """Yield a new child of the root cgroup, without processes. They have ended when the context is left."""
+    made = cgroup2_tree() / f"kpt-{os.getpid()}-{next(_numbers)}"
+    made.mkdir()
+    try:
+        yield made
+    finally:
+        deadline = time.monotonic() + _PATIENCE
+        while (made / "cgroup.procs").read_text() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        made.rmdir()
+
+
+@contextmanager
+def new_bpf_file_system(point: Path) -> Iterator[Path]:
+    """Mount a BPF file system at the new directory *point*."""
+    point.mkdir()
+    if _libc.mount(b"bpf", os.fsencode(point), b"bpf", 0, None):
+        raise OSError(ctypes.get_errno(), f"no BPF file system at {point}")
+    try:
+        yield point
+    finally:
+        with suppress(FileNotFoundError):
+            assert _libc.umount2(os.fsencode(point), _DETACH) == 0
+
+
+def inside(cgroup: Path, command: Sequence[str]) -> list[str]:
+    """Return a command that runs *command* in *cgroup*: sockets belong to it from the first one on."""
+    return ["sh", "-c", f'echo $$ > {shlex.quote(str(cgroup))}/cgroup.procs && exec "$@"', "sh", *command]
