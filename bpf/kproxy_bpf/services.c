@@ -43,6 +43,8 @@ struct settings { u64 node_netns; u32 flags; u32 padding; };
 struct flow { struct frontend frontend; u32 endpoint; u32 address[4]; u16 port; u16 padding; };
 struct flows { struct flow flow[4]; u32 next; u32 padding; };
 
+struct connection { u32 address[4]; u16 port; u16 padding; u32 endpoint; };
+
 #define ONLY_NODE_CLIENTS 1
 #define KEEP_PEER 2
 #define CONNECTED_UDP 4
@@ -65,6 +67,8 @@ BPF_TABLE("lru_hash", struct client, struct pin, pins, 65536);
  * and if only these choices were left to them, the client itself would be chosen too rarely.
  */
 BPF_TABLE("lru_hash", struct client, u32, hairpins, 16384);
+/* Connected UDP sockets by cookie: they are destroyed when their endpoint is removed. */
+BPF_TABLE("lru_hash", u64, struct connection, connected, 16384);
 BPF_ARRAY(settings, struct settings, 1);
 /* Sockets that send datagrams to several destinations, and connected sockets. */
 BPF_SK_STORAGE(kept, struct flows);
@@ -227,7 +231,8 @@ static __always_inline bool choose(struct bpf_sock_addr *ctx, struct frontend *f
 		}
 	}
 	/* A datagram's socket cannot be bound here: that of a client to itself is not masqueraded. */
-	if (e->is_local && !datagram && (v4 ? is_own4(ctx, e) : is_own6(ctx, e))) {
+	/* The node's own clients keep the node's address, and may be allowed to bind any (ip_nonlocal_bind). */
+	if (e->is_local && !datagram && c.netns != set->node_netns && (v4 ? is_own4(ctx, e) : is_own6(ctx, e))) {
 		u32 one = 1;
 		hairpins.update(&c, &one);
 		return false;
@@ -253,6 +258,13 @@ static __always_inline bool choose(struct bpf_sock_addr *ctx, struct frontend *f
 			w->address[2] = to->address[2];
 			w->address[3] = to->address[3];
 			w->port = to->port;
+		}
+		if (f->protocol == IPPROTO_UDP) {
+			u64 cookie = bpf_get_socket_cookie(ctx);
+			struct connection made = {
+				.address = { to->address[0], to->address[1], to->address[2], to->address[3] },
+				.port = to->port, .endpoint = id };
+			connected.update(&cookie, &made);
 		}
 	}
 	return true;

@@ -117,6 +117,10 @@ class Applied:
                 after += [new] if new is not None else []
         return compare(_contents(before), _contents(after), held, ids)
 
+    def endpoint_ids(self) -> set[int]:
+        """Return the ids of all endpoints."""
+        return {identity for held in self._held.values() for identity in held.endpoints}
+
     def acknowledge(self, difference: Difference) -> None:
         """Take over what the kernel has done."""
         for (key, name), held in difference.held.items():

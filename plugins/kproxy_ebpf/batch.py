@@ -12,6 +12,8 @@ _SERVICE = struct.Struct("=IIII")
 _SLOT = struct.Struct("=II")
 _ENDPOINT = struct.Struct("=16sHHI")
 _NUMBER = struct.Struct("=I")
+_COOKIE = struct.Struct("=Q")
+_CONNECTION = struct.Struct("=16sHHI")
 _SETTINGS = struct.Struct("=QII")
 
 _MAPPED = bytes(10) + b"\xff\xff"
@@ -104,6 +106,17 @@ def parse_number(value: bytes) -> int:
 def endpoint_value(address: Address, port: int, *, is_local: bool, service: int) -> bytes:
     """Return the value of an endpoint."""
     return _ENDPOINT.pack(address_key(address), _network(port), is_local, service)
+
+
+def cookie_key(cookie: int) -> bytes:
+    """Return the key of a connected socket."""
+    return _COOKIE.pack(cookie)
+
+
+def parse_connection(value: bytes) -> tuple[Address, int, int]:
+    """Return the address (16 bytes), port and endpoint's id to which a socket was connected."""
+    address, port, _, endpoint = _CONNECTION.unpack(value)
+    return Address(address), _network(port), endpoint
 
 
 def settings_value(node_namespace: int, flags: int) -> bytes:

@@ -11,6 +11,7 @@ from kproxy_core.backend.errors import BackendError
 from kproxy_core.host import privileges
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.modules import kernel_version
+from kproxy_core.host.netlink.udp_sockets import udp_destruction_problem
 from kproxy_ebpf import names
 from kproxy_ebpf.kernel import bpf, mounts
 from kproxy_ebpf.kernel.port import namespace_cookie
@@ -57,6 +58,10 @@ def _quick(options: Settings) -> Iterator[Requirement]:
         yield Requirement("cgroup", False, str(error), _CGROUP)
     yield _pin_directory(options.pin_directory)
     yield _compiler()
+    if options.connected_udp:
+        problem = udp_destruction_problem()
+        found = f"{problem}: connected UDP sockets are left to the rules" if problem else "works"
+        yield Requirement("destruction of UDP sockets", True, found)
 
 
 def _pin_directory(directory: str) -> Requirement:

@@ -5,6 +5,7 @@ from kproxy_core.backend.errors import TrustLost
 from kproxy_core.model.address import Family
 from kproxy_ebpf import names
 from kproxy_ebpf.applied import Applied, Difference, recover
+from kproxy_ebpf.batch import id_family, parse_number
 from kproxy_ebpf.kernel.port import Kernel
 from kproxy_ebpf.wanted import node_addresses
 
@@ -53,7 +54,17 @@ class FamilyState:
         applied = self._applied if self._applied is not None else Applied(self._family)
         applied.acknowledge(difference)
         self._applied, self._node_addresses = applied, wanted
+        self._destroy_connected_sockets(update.scope, applied, difference)
         return operations + difference.operations
+
+    def _destroy_connected_sockets(self, scope: Scope, applied: Applied, difference: Difference) -> None:
+        """Have clients of removed endpoints connect again: what they find then is complete."""
+        if scope is Scope.RESYNC:
+            present = applied.endpoint_ids()
+            self._kernel.destroy_connected_sockets(
+                lambda identity: id_family(identity) is self._family and identity not in present)
+        elif removed := {parse_number(key) for key in difference.withdrawn.get(names.ENDPOINTS, ())}:
+            self._kernel.destroy_connected_sockets(removed.__contains__)
 
     def distrust(self) -> None:
         """Believe nothing of what was acknowledged: a write failed half-way."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 NETLINK_ROUTE: Final = 0
+NETLINK_SOCK_DIAG: Final = 4
 NETLINK_NETFILTER: Final = 12
 NETLINK_GENERIC: Final = 16
 

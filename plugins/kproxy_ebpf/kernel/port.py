@@ -1,5 +1,6 @@
 """The maps and programs of one network namespace in the kernel."""
 
+import logging
 import os
 import shutil
 import socket
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from kproxy_core.backend.errors import SyncFailed, TrustLost
 from kproxy_core.host.errors import HostError
+from kproxy_core.host.netlink.udp_sockets import udp_destruction_problem
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeView
 from kproxy_ebpf import names
@@ -26,9 +28,12 @@ from kproxy_ebpf.batch import (
     settings_value,
 )
 from kproxy_ebpf.kernel import bpf, mounts
+from kproxy_ebpf.kernel.connected import destroy_connected_sockets
 from kproxy_ebpf.kernel.programs import Compiled
 from kproxy_ebpf.settings import Settings
 from kproxy_ebpf.wanted import only_node_clients
+
+log = logging.getLogger("kproxy.ebpf")
 
 _SO_NETNS_COOKIE = 71
 _FAMILY_OF_KEY: dict[str, Callable[[bytes], Family]] = {
@@ -54,6 +59,10 @@ class Kernel:
         self._links: dict[str, int] = {}
         self._cgroup = -1
         self._cgroup_id = 0
+        self._connected_udp = settings.connected_udp
+        if problem := udp_destruction_problem() if settings.connected_udp else "":
+            log.warning("connected UDP sockets are left to the rules", extra={"fields": {"error": problem}})
+            self._connected_udp = False
 
     @property
     def is_open(self) -> bool:
@@ -88,7 +97,7 @@ class Kernel:
         flags = (
             ONLY_NODE_CLIENTS * only_node_clients(settings.clients, node)
             | KEEP_PEER * settings.getpeername
-            | CONNECTED_UDP * settings.connected_udp
+            | CONNECTED_UDP * self._connected_udp
             | IGNORE_MASQUERADE * (settings.clients == "all")
         )
         with self._lock, _reporting():
@@ -134,6 +143,16 @@ class Kernel:
                 bpf.update_all(self._maps[name], updates)
             bpf.delete_all(self._maps[name], deletes)
         return len(updates) + len(deletes)
+
+    def destroy_connected_sockets(self, is_removed: Callable[[int], bool]) -> None:
+        """Destroy connected UDP sockets that were sent to an endpoint that *is_removed*, by id, if wanted.
+
+        Raises SyncFailed.
+        """
+        if self._connected_udp:
+            with self._lock, _reporting():
+                destroy_connected_sockets(
+                    self._maps[names.CONNECTED], self._definition(names.CONNECTED), is_removed)
 
     def attach(self) -> None:
         """Have the programs run, or replace older ones without a gap. Raises SyncFailed."""

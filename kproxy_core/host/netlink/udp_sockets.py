@@ -1,0 +1,108 @@
+"""Connected UDP sockets, listed and destroyed (linux/sock_diag.h, linux/inet_diag.h).
+
+Everything acts on the network namespace of the calling thread.
+"""
+
+import errno
+import os
+import socket
+import struct
+from collections.abc import Iterable, Iterator
+from typing import Final, NamedTuple
+
+from kproxy_core.host.errors import HostError
+from kproxy_core.host.netlink.messages import NETLINK_SOCK_DIAG, Request, Span
+from kproxy_core.host.netlink.sockets import NetlinkSocket
+from kproxy_core.model.address import Address
+
+_SOCK_DIAG_BY_FAMILY: Final = 20
+_SOCK_DESTROY: Final = 21
+_ESTABLISHED: Final = 1 << 1
+"""TCP_ESTABLISHED, which is the state of connected UDP sockets too."""
+
+_REQUEST = struct.Struct("=BBxxI48s")
+"""inet_diag_req_v2: family, protocol, states, socket."""
+_MESSAGE = struct.Struct("=B3x48s")
+"""Beginning of inet_diag_msg: family, socket."""
+_REMOTE = struct.Struct(">2xH16x16s")
+"""Within inet_diag_sockid: the other side's port and address."""
+_COOKIE = struct.Struct("=40xQ")
+_NOBODY: Final = bytes(40) + b"\xff" * 8
+"""An inet_diag_sockid of no socket: without a cookie, any socket that has its addresses would match."""
+
+
+class UdpSocket(NamedTuple):
+    """A connected UDP socket."""
+
+    family: int
+    """AF_INET or AF_INET6, which may have an IPv4-mapped peer."""
+    identity: bytes
+    """inet_diag_sockid"""
+
+    @property
+    def cookie(self) -> int:
+        """The number that identifies the socket until the machine is restarted (SO_COOKIE)."""
+        return int(_COOKIE.unpack(self.identity)[0])
+
+    @property
+    def peer(self) -> tuple[Address, int]:
+        """The remote address and port; IPv4-mapped addresses have 16 bytes."""
+        port, address = _REMOTE.unpack(self.identity)
+        return Address(address[:4] if self.family == socket.AF_INET else address), port
+
+
+def connected_udp_sockets() -> list[UdpSocket]:
+    """Return all connected UDP sockets of both families. Raises HostError."""
+    found: list[UdpSocket] = []
+    try:
+        with NetlinkSocket.open(NETLINK_SOCK_DIAG) as sock:
+            for family in (socket.AF_INET, socket.AF_INET6):
+                request = _REQUEST.pack(family, socket.IPPROTO_UDP, _ESTABLISHED, bytes(48))
+                found += sock.dump(_SOCK_DIAG_BY_FAMILY, request, lambda spans: list(_sockets(spans)))
+    except OSError as error:
+        raise HostError("cannot list UDP sockets", error) from error
+    return found
+
+
+def destroy_udp_sockets(sockets: Iterable[UdpSocket]) -> int:
+    """Destroy *sockets*: calls on them fail with ECONNABORTED. Return how many still existed.
+
+    Raises HostError if one exists and cannot be destroyed; all others have been destroyed then.
+    """
+    requests = [_destruction(family, identity) for family, identity in sockets]
+    if not requests:
+        return 0
+    try:
+        with NetlinkSocket.open(NETLINK_SOCK_DIAG) as sock:
+            refused = sock.exchange(requests)
+    except OSError as error:
+        raise HostError("cannot destroy UDP sockets", error) from error
+    for refusal in refused:
+        if refusal.code not in (errno.ENOENT, errno.ESTALE):  # Closed or connected elsewhere meanwhile.
+            raise HostError("cannot destroy UDP sockets", refusal.error)
+    return len(requests) - len(refused)
+
+
+def udp_destruction_problem() -> str:
+    """Return why the kernel cannot destroy UDP sockets; "" if it can. Tries it with a socket of nobody."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            with NetlinkSocket.open(NETLINK_SOCK_DIAG) as sock:
+                refused = sock.exchange([_destruction(family, _NOBODY)])
+        except OSError as error:
+            return str(error)
+        codes = {refusal.code for refusal in refused}
+        if errno.EOPNOTSUPP in codes:
+            return "the kernel has no CONFIG_INET_DIAG_DESTROY"
+        if codes != {errno.ENOENT}:
+            return ", ".join(os.strerror(code) for code in sorted(codes))
+    return ""
+
+
+def _destruction(family: int, identity: bytes) -> Request:
+    return Request(_SOCK_DESTROY, 0, _REQUEST.pack(family, socket.IPPROTO_UDP, _ESTABLISHED, identity))
+
+
+def _sockets(spans: Iterable[Span]) -> Iterator[UdpSocket]:
+    for data, start, _ in spans:
+        yield UdpSocket(*_MESSAGE.unpack_from(data, start))
