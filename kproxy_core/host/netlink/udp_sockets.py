@@ -17,6 +17,7 @@ from kproxy_core.model.address import Address
 
 _SOCK_DIAG_BY_FAMILY: Final = 20
 _SOCK_DESTROY: Final = 21
+_FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
 _ESTABLISHED: Final = 1 << 1
 """TCP_ESTABLISHED, which is the state of connected UDP sockets too."""
 
@@ -47,7 +48,7 @@ class UdpSocket(NamedTuple):
     @property
     def peer(self) -> tuple[Address, int]:
         """The remote address and port; IPv4-mapped addresses have 16 bytes."""
-        port, address = _REMOTE.unpack(self.identity)
+        port, address = _REMOTE.unpack_from(self.identity)
         return Address(address[:4] if self.family == socket.AF_INET else address), port
 
 
@@ -56,7 +57,7 @@ def connected_udp_sockets() -> list[UdpSocket]:
     found: list[UdpSocket] = []
     try:
         with NetlinkSocket.open(NETLINK_SOCK_DIAG) as sock:
-            for family in (socket.AF_INET, socket.AF_INET6):
+            for family in _FAMILIES:
                 request = _REQUEST.pack(family, socket.IPPROTO_UDP, _ESTABLISHED, bytes(48))
                 found += sock.dump(_SOCK_DIAG_BY_FAMILY, request, lambda spans: list(_sockets(spans)))
     except OSError as error:
@@ -85,18 +86,16 @@ def destroy_udp_sockets(sockets: Iterable[UdpSocket]) -> int:
 
 def udp_destruction_problem() -> str:
     """Return why the kernel cannot destroy UDP sockets; "" if it can. Tries it with a socket of nobody."""
-    for family in (socket.AF_INET, socket.AF_INET6):
-        try:
-            with NetlinkSocket.open(NETLINK_SOCK_DIAG) as sock:
-                refused = sock.exchange([_destruction(family, _NOBODY)])
-        except OSError as error:
-            return str(error)
-        codes = {refusal.code for refusal in refused}
-        if errno.EOPNOTSUPP in codes:
-            return "the kernel has no CONFIG_INET_DIAG_DESTROY"
-        if codes != {errno.ENOENT}:
-            return ", ".join(os.strerror(code) for code in sorted(codes))
-    return ""
+    try:
+        connected_udp_sockets()  # Without udp_diag, the answer below would be the same.
+        with NetlinkSocket.open(NETLINK_SOCK_DIAG) as sock:
+            refused = sock.exchange([_destruction(family, _NOBODY) for family in _FAMILIES])
+    except (HostError, OSError) as error:
+        return str(error)
+    codes = {refusal.code for refusal in refused} - {errno.ENOENT}
+    if errno.EOPNOTSUPP in codes:
+        return "the kernel has no CONFIG_INET_DIAG_DESTROY"
+    return ", ".join(os.strerror(code) for code in sorted(codes))
 
 
 def _destruction(family: int, identity: bytes) -> Request:

@@ -14,6 +14,7 @@ from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import endpoint_slice, full_update, node_view, plans, service
 from kproxy_ebpf import names
+from kproxy_ebpf.batch import CONNECTED_UDP
 from kproxy_ebpf.cleanup import cleanup
 from kproxy_ebpf.family import FamilyState
 from kproxy_ebpf.kernel import bpf
@@ -172,6 +173,24 @@ def test_who_retires_stops_choosing_at_once_and_translates_late_replies(
     assert {name for name, count in attached(settings).items() if count} == set(names.ON_THE_WAY_BACK)
     now += GRACE
     assert retire(backend_settings(settings), lambda: now).waiting == 0
+
+
+@pytest.mark.parametrize(("problem", "translated"), [("", True), ("no CONFIG_INET_DIAG_DESTROY", False)])
+def test_connected_udp_is_left_to_the_rules_where_sockets_cannot_be_destroyed(
+    settings: Settings, compiled: Compiled, monkeypatch: pytest.MonkeyPatch, problem: str, translated: bool
+) -> None:
+    monkeypatch.setattr("kproxy_ebpf.kernel.port.udp_destruction_problem", lambda: problem)
+    kernel = Kernel(settings._replace(connected_udp=True))
+    kernel.open(compiled)
+    try:
+        kernel.configure(NODE)
+        (path,) = Path(settings.pin_directory).glob(f"*/maps-*/{names.SETTINGS}")
+        found = bpf.open_pin(str(path))
+        ((_, value),) = bpf.elements(found, bpf.map_definition(found))
+        os.close(found)
+        assert bool(value[8] & CONNECTED_UDP) is translated
+    finally:
+        kernel.close()
 
 
 def test_a_missing_cgroup_is_named(settings: Settings, compiled: Compiled) -> None:

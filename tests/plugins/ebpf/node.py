@@ -1,0 +1,251 @@
+"""A node with a pod, endpoints elsewhere, and a kproxy in ebpf mode for sockets in a cgroup of the test."""
+
+import json
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from ipaddress import IPv6Address
+from pathlib import Path
+from typing import Any
+
+from kproxy_core.model.address import Protocol, parse_address
+from kproxy_ebpf import names
+from kproxy_ebpf.batch import frontend_key, service_of, slot_key
+from kproxy_ebpf.kernel import bpf
+from tests.core.bpf_places import inside, new_bpf_file_system, new_cgroup
+from tests.core.namespaces import Namespace, namespace
+from tests.core.processes import KPROXY, Proxy, started
+from tests.plugins.ebpf.sockets import Sockets, sockets_in
+
+NODE, NODE6 = "203.0.113.1", "fd00:203::1"
+POD, POD6 = "10.244.1.11", "fd00:244:1::11"
+REMOTE = tuple(f"10.244.2.{number}" for number in range(11, 16))
+REMOTE6 = tuple(f"fd00:244:2::{number}" for number in range(11, 16))
+PORT = 8080
+PATIENCE = 30.0
+
+Json = dict[str, Any]
+
+
+class Node:
+    """The namespaces of node, pod and another node, the endpoints in them, and the objects of the cluster."""
+
+    def __init__(self, stack: ExitStack, directory: Path) -> None:
+        self._stack = stack
+        self._directory = directory
+        self.cgroup = stack.enter_context(new_cgroup())
+        self.pins = stack.enter_context(new_bpf_file_system(directory / "bpf")) / "kproxy"
+        self.host, self.pod, self.elsewhere = (stack.enter_context(namespace()) for _ in range(3))
+        _connect(self.host, self.pod, self.elsewhere)
+        self.manifests = directory / "manifests"
+        self.manifests.mkdir()
+        self._write("node", {
+            "apiVersion": "v1", "kind": "Node", "metadata": {"name": "here"},
+            "status": {"addresses": [{"type": "InternalIP", "address": a} for a in (NODE, NODE6)]},
+        })  # fmt: skip
+        self.echo = stack.enter_context(echo(self.elsewhere, (*REMOTE, *REMOTE6)))
+        stack.enter_context(echo(self.pod, (POD, POD6)))
+
+    def sockets(self, where: Namespace, *, translated: bool = True) -> Sockets:
+        """Return a maker of sockets in *where*. *translated*: inside the cgroup."""
+        return self._stack.enter_context(sockets_in(where, self.cgroup if translated else None))
+
+    @contextmanager
+    def proxy(
+        self, options: Mapping[str, object] = {}, settings: Mapping[str, object] = {}
+    ) -> Iterator[Proxy]:
+        """Start a kproxy, ready to serve, with *options* of the mode and other *settings*."""
+        config = self._directory / "config.json"
+        ebpf = {"cgroup": str(self.cgroup), "pinDirectory": str(self.pins), **options}
+        config.write_text(json.dumps({
+            "apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration",
+            "mode": "ebpf", "clusterCIDR": "10.244.0.0/16,fd00:244::/32", "conntrack": {"maxPerCore": 0},
+            "kproxy": {"stateDirectory": str(self._directory / "state"), "backendOptions": {"ebpf": ebpf}},
+            **settings,
+        }))  # fmt: skip
+        command = ["ip", "netns", "exec", self.host.name, KPROXY, "--config", str(config),
+                   "--manifests", str(self.manifests), "--hostname-override", "here"]  # fmt: skip
+        with started(self.host, inside(self.cgroup, command)) as proxy:
+            proxy.await_health()
+            yield proxy
+
+    def serve(
+        self, name: str, cluster_ip: str, endpoints: Sequence[str], *, protocol: str = "TCP", **spec: object
+    ) -> None:
+        """Write a Service with one port, 80, and its endpoints."""
+        node_port = spec.pop("node_port", None)
+        port: Json = {"port": 80, "protocol": protocol} | ({"nodePort": node_port} if node_port else {})
+        kind = "NodePort" if node_port else "ClusterIP"
+        self._write(f"{name}-service", {
+            "apiVersion": "v1", "kind": "Service", "metadata": {"name": name, "namespace": "default"},
+            "spec": {"clusterIP": cluster_ip, "type": kind, "ports": [port], **spec},
+        })  # fmt: skip
+        self._write(f"{name}-slice", {
+            "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice",
+            "metadata": {"name": f"{name}-1", "namespace": "default",
+                         "labels": {"kubernetes.io/service-name": name}},
+            "addressType": "IPv6" if ":" in cluster_ip else "IPv4",
+            "endpoints": [
+                {"addresses": [a], "nodeName": "here" if a in (POD, POD6) else "elsewhere"} for a in endpoints
+            ],
+            "ports": [{"port": PORT, "protocol": protocol}],
+        })  # fmt: skip
+
+    def await_endpoints(self, cluster_ip: str, *endpoints: str) -> None:
+        """Wait until programs choose among these endpoints for a UDP Service."""
+        key = frontend_key(parse_address(cluster_ip), Protocol.UDP, 80)
+        until(lambda: self._behind(key) == set(endpoints))
+
+    def _behind(self, frontend: bytes) -> set[str]:
+        """Return the addresses to which the maps lead from a frontend."""
+        contents = {}
+        for name in (names.FRONTENDS, names.SLOTS, names.ENDPOINTS):
+            (path,) = self.pins.glob(f"*/maps-*/{name}")
+            descriptor = bpf.open_pin(str(path))
+            contents[name] = dict(bpf.elements(descriptor, bpf.map_definition(descriptor)))
+            os.close(descriptor)
+        service, count = service_of(contents[names.FRONTENDS].get(frontend, bytes(16)))
+        slots = [contents[names.SLOTS].get(slot_key(service, index)) for index in range(count)]
+        values = [contents[names.ENDPOINTS].get(identity) for identity in slots if identity is not None]
+        addresses = [IPv6Address(value[:16]) for value in values if value is not None]
+        return {str(address.ipv4_mapped or address) for address in addresses}
+
+    def _write(self, name: str, content: Json) -> None:
+        scratch = self._directory / "scratch"
+        scratch.write_text(json.dumps(content))
+        scratch.rename(self.manifests / f"{name}.json")
+
+
+class Echo:
+    """Tells every client the address that it reached, and the address that it was seen with."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._poll = selectors.DefaultSelector()
+        self._held: list[tuple[socket.socket, bytes, Any]] = []
+        self._opened: list[socket.socket] = []
+        self._ended = False
+        for address in addresses:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            listener = socket.create_server((address, PORT), family=family, backlog=1024)
+            self._add(listener, self._accept, address)
+            datagrams = socket.socket(family, socket.SOCK_DGRAM)
+            datagrams.bind((address, PORT))
+            self._add(datagrams, self._answer, address)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def release(self) -> None:
+        """Send the answers to all datagrams that asked for a late one."""
+        for sock, answer, to in self._held:
+            sock.sendto(answer, to)
+        self._held.clear()
+
+    def await_held(self, number: int) -> None:
+        """Wait until so many answers wait for `release`."""
+        until(lambda: len(self._held) >= number)
+
+    def close(self) -> None:
+        self._ended = True
+        self._thread.join()
+        for opened in self._opened:
+            opened.close()
+
+    def _run(self) -> None:
+        while not self._ended:
+            for key, _ in self._poll.select(0.1):
+                act, address = key.data
+                act(key.fileobj, address)
+
+    def _add(self, sock: socket.socket, act: Any, address: str) -> None:
+        self._opened.append(sock)
+        self._poll.register(sock, selectors.EVENT_READ, (act, address))
+
+    def _accept(self, listener: socket.socket, address: str) -> None:
+        connection, client = listener.accept()
+        connection.sendall(f"{address} {client[0]}\n".encode())
+        self._add(connection, self._hear, address)
+
+    def _hear(self, connection: socket.socket, _: str) -> None:
+        try:
+            heard = connection.recv(100)
+            if heard:
+                connection.sendall(heard)
+        except OSError:
+            heard = b""
+        if not heard:
+            self._poll.unregister(connection)
+            self._opened.remove(connection)
+            connection.close()
+
+    def _answer(self, sock: socket.socket, address: str) -> None:
+        said, client = sock.recvfrom(100)
+        answer = f"{address} {client[0]}\n".encode()
+        if said == b"late":
+            self._held.append((sock, answer, client))
+        else:
+            sock.sendto(answer, client)
+
+
+@contextmanager
+def echo(where: Namespace, addresses: Sequence[str]) -> Iterator[Echo]:
+    """Answer at *addresses*, over TCP and UDP."""
+    answering = where.inside(partial(Echo, addresses))
+    try:
+        yield answering
+    finally:
+        answering.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for *condition*."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@contextmanager
+def node(directory: Path) -> Iterator[Node]:
+    with ExitStack() as stack:
+        yield Node(stack, directory)
+
+
+def _connect(host: Namespace, pod: Namespace, elsewhere: Namespace) -> None:
+    for one in (host, pod, elsewhere):  # Addresses can be used at once.
+        one.run("sysctl", "-qw", "net.ipv6.conf.default.accept_dad=0", "net.ipv6.conf.all.accept_dad=0")
+    host.run("sysctl", "-qw", "net.ipv4.ip_forward=1", "net.ipv6.conf.all.forwarding=1")
+    host.ip(
+        f"link add pod type veth peer eth0 netns {pod.name}", "link set pod up",
+        "addr add 10.244.1.1/24 dev pod", "addr add fd00:244:1::1/64 dev pod",
+        f"link add out type veth peer eth0 netns {elsewhere.name}", "link set out up",
+        f"addr add {NODE}/24 dev out", f"addr add {NODE6}/64 dev out",
+    )  # fmt: skip
+    pod.ip(
+        "link set eth0 up", f"addr add {POD}/24 dev eth0", f"addr add {POD6}/64 dev eth0",
+        "route add default via 10.244.1.1", "route add default via fd00:244:1::1",
+    )  # fmt: skip
+    elsewhere.ip(
+        "link set eth0 up", "addr add 203.0.113.2/24 dev eth0", "addr add fd00:203::2/64 dev eth0",
+        *(f"addr add {address}/32 dev lo" for address in REMOTE),
+        *(f"addr add {address}/128 dev lo" for address in REMOTE6),
+        f"route add default via {NODE}", f"route add default via {NODE6}",
+    )  # fmt: skip
+    host.ip("route add default via 203.0.113.2", "route add default via fd00:203::2")
+
+
+def hammer(sockets: Sockets, where: tuple[str, int], ended: threading.Event) -> tuple[int, list[str]]:
+    """Open TCP connections until *ended*; return how many were answered, and what failed."""
+    made, failures = 0, []
+    while not ended.is_set():
+        with sockets.open(socket.AF_INET, socket.SOCK_STREAM) as client:
+            try:
+                client.connect(where)
+                made += bool(client.recv(100))
+            except OSError as error:
+                failures.append(str(error))
+    return made, failures

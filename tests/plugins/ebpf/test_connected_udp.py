@@ -1,0 +1,136 @@
+"""Connected UDP sockets under ``connectedUdp: destroy`` when their endpoint is removed."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from kproxy_core.host.netlink import udp_sockets
+from kproxy_core.host.netlink.udp_sockets import (
+    connected_udp_sockets,
+    destroy_udp_sockets,
+    udp_destruction_problem,
+)
+from tests.core.namespaces import Namespace, namespace
+from tests.plugins.ebpf.node import PORT, REMOTE, REMOTE6, Node, node
+from tests.plugins.ebpf.sockets import Sockets
+
+UDP = socket.SOCK_DGRAM
+DNS, DNS6 = "10.96.0.53", "fd00:96::53"
+
+
+@pytest.fixture(scope="module")
+def where(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    with node(tmp_path_factory.mktemp("node")) as made, made.proxy({"connectedUdp": "destroy"}):
+        yield made
+
+
+@pytest.fixture(params=["node", "pod"])
+def sockets(request: pytest.FixtureRequest, where: Node) -> Sockets:
+    """Of the proxy's own network namespace, and of another."""
+    return where.sockets(where.host if request.param == "node" else where.pod)
+
+
+def connect(sockets: Sockets, family: socket.AddressFamily, address: str, port: int = 80) -> socket.socket:
+    client = sockets.open(family, UDP)
+    client.connect((address, port))
+    return client
+
+
+def answer(client: socket.socket) -> str:
+    client.send(b"now")
+    return client.recv(100).decode().split()[0]
+
+
+def error_of(client: socket.socket) -> int:
+    return client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+
+
+@pytest.mark.parametrize(
+    ("family", "dialled", "address", "endpoints"),
+    [
+        (socket.AF_INET, DNS, DNS, REMOTE),
+        (socket.AF_INET6, DNS6, DNS6, REMOTE6),
+        (socket.AF_INET6, f"::ffff:{DNS}", DNS, REMOTE),
+    ],
+    ids=["IPv4", "IPv6", "IPv4-mapped"],
+)
+def test_the_sockets_of_a_removed_endpoint_are_destroyed_and_no_other(
+    where: Node, sockets: Sockets, family: socket.AddressFamily, dialled: str, address: str,
+    endpoints: tuple[str, ...],
+) -> None:
+    where.serve("dns", address, endpoints[:1], protocol="UDP")
+    where.await_endpoints(address, endpoints[0])
+    prefix = dialled.removesuffix(address)
+    with (
+        connect(sockets, family, dialled) as leaving,
+        connect(sockets, family, f"{prefix}{endpoints[0]}", PORT) as direct,
+        connect(sockets, family, dialled) as moved,
+        sockets.open(family, UDP) as bound,
+    ):
+        assert answer(leaving) == answer(moved) == answer(direct) == endpoints[0]
+        assert leaving.getpeername()[:2] == (dialled, 80)
+        bound.bind(("", 0))
+        moved.connect((f"{prefix}{endpoints[1]}", PORT))
+        where.serve("dns", address, endpoints[1:2], protocol="UDP")
+        where.await_endpoints(address, endpoints[1])
+        with pytest.raises(ConnectionAbortedError):
+            leaving.recv(100)
+        leaving.connect((dialled, 80))
+        assert answer(leaving) == answer(moved) == endpoints[1]
+        assert answer(direct) == endpoints[0]
+        assert error_of(bound) == 0
+        bound.sendto(b"now", (dialled, 80))
+        assert bound.recv(100).decode().split()[0] == endpoints[1]
+
+
+def test_sockets_connected_before_a_restart_are_destroyed(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The endpoint is removed while no proxy runs."""
+    with node(tmp_path_factory.mktemp("node")) as where:
+        where.serve("dns", DNS, REMOTE[:1], protocol="UDP")
+        with where.proxy({"connectedUdp": "destroy"}):
+            client = connect(where.sockets(where.pod), socket.AF_INET, DNS)
+            assert answer(client) == REMOTE[0]
+        where.serve("dns", DNS, REMOTE[1:2], protocol="UDP")
+        with closing(client), where.proxy({"connectedUdp": "destroy"}):
+            with pytest.raises(ConnectionAbortedError):
+                client.recv(100)
+
+
+@pytest.fixture
+def apart() -> Iterator[Namespace]:
+    with namespace() as made:
+        yield made
+
+
+def test_only_connected_sockets_are_listed(apart: Namespace) -> None:
+    def listed() -> list[tuple[bytes, int]]:
+        with socket.socket(type=UDP) as bound, socket.socket(type=UDP) as client:
+            bound.bind(("127.0.0.1", 0))
+            client.connect(bound.getsockname())
+            assert [one.peer[1] for one in connected_udp_sockets()] == [bound.getsockname()[1]]
+            return [one.peer for one in connected_udp_sockets()]
+
+    assert [address for address, _ in apart.inside(listed)] == [socket.inet_aton("127.0.0.1")]
+
+
+def test_a_socket_closed_meanwhile_is_no_error(apart: Namespace) -> None:
+    def destroy() -> int:
+        with socket.socket(type=UDP) as client:
+            client.connect(("127.0.0.1", 9))
+            found = connected_udp_sockets()
+        return destroy_udp_sockets(found)
+
+    assert apart.inside(destroy) == 0
+
+
+def test_destruction_is_available_here() -> None:
+    assert udp_destruction_problem() == ""
+
+
+def test_a_kernel_without_destruction_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unix sockets cannot be destroyed by any kernel; the refusal is the same."""
+    request = udp_sockets._destruction(socket.AF_UNIX, bytes(48))
+    monkeypatch.setattr(udp_sockets, "_destruction", lambda *_: request)
+    assert udp_destruction_problem() == "the kernel has no CONFIG_INET_DIAG_DESTROY"

@@ -1,0 +1,204 @@
+"""Local sockets and the Services that they dial, through a whole kproxy and real packets."""
+
+import socket
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.plugins.ebpf.node import NODE, NODE6, POD, REMOTE, REMOTE6, Node, node
+from tests.plugins.ebpf.sockets import Sockets
+
+TCP, UDP = socket.SOCK_STREAM, socket.SOCK_DGRAM
+WEB, WEB6, DNS, DNS6 = "10.96.0.10", "fd00:96::10", "10.96.0.53", "fd00:96::53"
+OWN = "10.96.0.20"
+"""Its endpoints are the pod on the node and a pod elsewhere."""
+SINGLE = tuple(f"10.96.1.{number}" for number in range(5))
+"""Of UDP Services with one endpoint each."""
+NODE_PORT = 30080
+
+
+@pytest.fixture(scope="module")
+def where(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    with node(tmp_path_factory.mktemp("node")) as made:
+        made.serve("web", WEB, REMOTE, node_port=NODE_PORT)
+        made.serve("web6", WEB6, REMOTE6, node_port=NODE_PORT)
+        made.serve("dns", DNS, REMOTE, protocol="UDP")
+        made.serve("dns6", DNS6, REMOTE6, protocol="UDP")
+        made.serve("own", OWN, [POD, REMOTE[0]])
+        for number, address in enumerate(SINGLE):
+            made.serve(f"single-{number}", address, [REMOTE[number]], protocol="UDP")
+        with made.proxy(settings={"nodePortAddresses": ["0.0.0.0/0", "::/0"]}):
+            yield made
+
+
+@pytest.fixture(scope="module")
+def host(where: Node) -> Sockets:
+    return where.sockets(where.host)
+
+
+@pytest.fixture(scope="module")
+def pod(where: Node) -> Sockets:
+    return where.sockets(where.pod)
+
+
+class Way(NamedTuple):
+    """A family of sockets, and how it writes addresses."""
+
+    family: socket.AddressFamily
+    prefix: str
+
+    def address(self, text: str) -> str:
+        return f"{self.prefix}{text}"
+
+
+V4, V6, MAPPED = Way(socket.AF_INET, ""), Way(socket.AF_INET6, ""), Way(socket.AF_INET6, "::ffff:")
+WAYS = pytest.mark.parametrize(
+    ("way", "web", "dns", "endpoints"),
+    [(V4, WEB, DNS, REMOTE), (V6, WEB6, DNS6, REMOTE6), (MAPPED, WEB, DNS, REMOTE)],
+    ids=["IPv4", "IPv6", "IPv4-mapped"],
+)
+
+
+def dial(sockets: Sockets, way: Way, address: str, port: int = 80) -> tuple[str, str, Any]:
+    """Return the endpoint that answered, the client's address there, and what getpeername(2) returned."""
+    with sockets.open(way.family, TCP) as client:
+        client.connect((way.address(address), port))
+        endpoint, seen = client.recv(100).decode().split()
+        return endpoint, seen, client.getpeername()[:2]
+
+
+def ask(client: socket.socket, address: str, what: bytes = b"now") -> tuple[str, Any]:
+    """Send one datagram; return the endpoint that answered, and the sender of the answer."""
+    client.sendto(what, (address, 80))
+    answer, sender = client.recvfrom(100)
+    return answer.decode().split()[0], sender[:2]
+
+
+@WAYS
+def test_a_connection_reaches_an_endpoint_and_shows_the_frontend(
+    pod: Sockets, way: Way, web: str, dns: str, endpoints: tuple[str, ...]
+) -> None:
+    endpoint, _, peer = dial(pod, way, web)
+    assert endpoint in endpoints
+    assert peer == (way.address(web), 80)
+
+
+@WAYS
+def test_the_answer_to_a_datagram_bears_the_frontend(
+    pod: Sockets, way: Way, web: str, dns: str, endpoints: tuple[str, ...]
+) -> None:
+    with pod.open(way.family, UDP) as client:
+        endpoint, sender = ask(client, way.address(dns))
+        assert endpoint in endpoints
+        assert sender == (way.address(dns), 80)
+        client.sendmsg([b"now"], [], 0, (way.address(dns), 80))
+        assert client.recvmsg(100)[3][:2] == (way.address(dns), 80)
+
+
+def test_packets_of_translated_sockets_carry_the_endpoint(where: Node, pod: Sockets) -> None:
+    with pod.open(socket.AF_INET, TCP) as client:
+        client.connect((WEB, 80))
+        endpoint = client.recv(100).decode().split()[0]
+        _, port = client.getsockname()
+        assert f"{endpoint}:8080" in where.pod.run("ss", "-tnH", "sport", "=", f":{port}")
+
+
+def test_sockets_outside_the_cgroup_are_served_by_the_rules(where: Node) -> None:
+    outside = where.sockets(where.pod, translated=False)
+    with outside.open(socket.AF_INET, TCP) as client:
+        client.connect((WEB, 80))
+        assert client.recv(100).decode().split()[0] in REMOTE
+        _, port = client.getsockname()
+        assert f"{WEB}:80" in where.pod.run("ss", "-tnH", "sport", "=", f":{port}")
+
+
+def test_connections_use_all_endpoints_evenly(pod: Sockets) -> None:
+    """Chi-squared with four degrees of freedom exceeds 33.4 once in a million runs."""
+    counts = dict.fromkeys(REMOTE, 0)
+    for _ in range(250):
+        counts[dial(pod, V4, WEB)[0]] += 1
+    assert sum((count - 50) ** 2 / 50 for count in counts.values()) < 33.4
+
+
+def test_datagrams_of_one_socket_stay_with_one_endpoint(pod: Sockets) -> None:
+    with pod.open(socket.AF_INET, UDP) as client:
+        assert len({ask(client, DNS)[0] for _ in range(40)}) == 1
+
+
+def test_two_frontends_of_one_socket_are_kept_apart(pod: Sockets) -> None:
+    with pod.open(socket.AF_INET, UDP) as client:
+        for _ in range(3):
+            for number in (0, 1):
+                assert ask(client, SINGLE[number]) == (REMOTE[number], (SINGLE[number], 80))
+
+
+def test_a_socket_remembers_its_last_four_frontends(where: Node, pod: Sockets) -> None:
+    """With a fifth, answers to the first one bear its endpoint's address, as the documentation says."""
+    with pod.open(socket.AF_INET, UDP) as client:
+        for number, address in enumerate(SINGLE):
+            client.sendto(b"late", (address, 80))
+            where.echo.await_held(number + 1)
+        where.echo.release()
+        answers = dict(client.recvfrom(100) for _ in SINGLE)
+    senders = {answer.decode().split()[0]: sender for answer, sender in answers.items()}
+    assert senders == {
+        REMOTE[0]: (REMOTE[0], 8080),
+        **{REMOTE[number]: (SINGLE[number], 80) for number in range(1, 5)},
+    }
+
+
+@pytest.mark.parametrize(
+    ("way", "address"), [(V4, "127.0.0.1"), (V6, "::1"), (V4, NODE), (V6, NODE6)], ids=str
+)
+def test_node_ports_serve_the_node_itself(host: Sockets, way: Way, address: str) -> None:
+    endpoint, _, peer = dial(host, way, address, NODE_PORT)
+    assert endpoint in (*REMOTE, *REMOTE6)
+    assert peer == (address, NODE_PORT)
+
+
+@pytest.mark.parametrize(("way", "address"), [(V4, NODE), (V6, NODE6)], ids=str)
+def test_node_ports_serve_pods(pod: Sockets, way: Way, address: str) -> None:
+    assert dial(pod, way, address, NODE_PORT)[0] in (*REMOTE, *REMOTE6)
+
+
+@pytest.mark.parametrize(("way", "address"), [(V4, "127.0.0.1"), (V6, "::1")], ids=str)
+def test_a_pod_s_loopback_is_its_own(pod: Sockets, way: Way, address: str) -> None:
+    with pod.open(way.family, TCP) as client, pytest.raises(ConnectionRefusedError):
+        client.connect((address, NODE_PORT))
+
+
+def test_a_pod_that_dials_itself_does_not_see_itself(pod: Sockets) -> None:
+    """Once the programs have chosen the pod itself, the rules serve its connections to this Service."""
+    seen = {endpoint: client for endpoint, client, _ in (dial(pod, V4, OWN) for _ in range(60))}
+    assert set(seen) == {POD, REMOTE[0]}
+    assert seen[POD] != POD
+
+
+def test_the_node_reaches_its_own_pod(host: Sockets) -> None:
+    assert {dial(host, V4, OWN)[0] for _ in range(60)} == {POD, REMOTE[0]}
+
+
+def test_a_node_that_may_bind_any_address_reaches_its_own_pod(where: Node, host: Sockets) -> None:
+    """The programs find out with bind(2) whether a client is the endpoint itself."""
+    where.host.run("sysctl", "-qw", "net.ipv4.ip_nonlocal_bind=1")
+    try:
+        assert {dial(host, V4, OWN)[0] for _ in range(60)} == {POD, REMOTE[0]}
+    finally:
+        where.host.run("sysctl", "-qw", "net.ipv4.ip_nonlocal_bind=0")
+
+
+def test_a_late_answer_of_a_removed_endpoint_bears_the_frontend(where: Node, pod: Sockets) -> None:
+    address = "10.96.2.1"
+    where.serve("leaving", address, [REMOTE[0]], protocol="UDP")
+    where.await_endpoints(address, REMOTE[0])
+    with pod.open(socket.AF_INET, UDP) as client:
+        client.sendto(b"late", (address, 80))
+        where.echo.await_held(1)
+        where.serve("leaving", address, [REMOTE[1]], protocol="UDP")
+        where.await_endpoints(address, REMOTE[1])
+        where.echo.release()
+        answer, sender = client.recvfrom(100)
+        assert answer.decode().split()[0] == REMOTE[0]
+        assert sender == (address, 80)
+        assert ask(client, address) == (REMOTE[1], (address, 80))
