@@ -372,6 +372,10 @@ class Room:
         finally:
             _end(process)
 
+    def log_tail(self) -> str:
+        """Return the end of the log of the proxy that was started last."""
+        return (self.directory / f"kproxy-{self._starts}.log").read_text(errors="replace")[-8000:]
+
     def kproxy(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
         """A command of an operator, on the node."""
         return subprocess.run(
@@ -396,13 +400,19 @@ class Room:
                 load.end()
 
     def choose_iptables(self, variant: str) -> None:
-        """Have the node use iptables for the kernel's ``nft`` or ``legacy`` interface, as kubelet would."""
+        """Have the node use iptables for the kernel's ``nft`` or ``legacy`` interface, as kubelet would.
+
+        Fails, with what the programs said, unless the hint is in that interface and in no other.
+        """
+        said = []
         for other in ("nft", "legacy"):
+            program = [f"iptables-{other}", "-w", "-t", "mangle"]
+            program = ["ip", "netns", "exec", self.node.name, *program]
             action = "-N" if other == variant else "-X"
-            program = [f"iptables-{other}", "-w", "-t", "mangle", action, HINT]
-            subprocess.run(
-                ["ip", "netns", "exec", self.node.name, *program], stderr=subprocess.DEVNULL, check=False)
-        self.node.run(f"iptables-{variant}", "-t", "mangle", "-S", HINT)
+            done = subprocess.run([*program, action, HINT], capture_output=True, text=True, check=False)
+            seen = subprocess.run([*program, "-S", HINT], capture_output=True, text=True, check=False)
+            said.append(f"{other}: {done.stderr.strip()}; then: {seen.stdout.strip() or seen.stderr.strip()}")
+            assert (seen.returncode == 0) is (other == variant), f"no choice of {variant}: {' | '.join(said)}"
 
     def traces(self) -> set[str]:
         """Keys of `TRACES` that apply to the node, each marked if it is in iptables' legacy interface."""

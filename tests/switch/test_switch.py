@@ -99,4 +99,5 @@ def check_leg(legs: dict[tuple[str, str], Leg], before: str, after: str) -> None
     assert leg.failures == []
     assert leg.made >= CONNECTIONS
     assert leg.exchanged > 0
-    assert belongs(leg.left, after), f"on the node: {[(of.after, of.left) for of in legs.values()]}"
+    left = [(of.after, of.left) for of in legs.values()]
+    assert belongs(leg.left, after), f"on the node: {left}\n{leg.log}"

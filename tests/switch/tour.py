@@ -59,6 +59,8 @@ class Leg:
     """What `Room.traces` found at the end."""
     kept: list[str]
     """Tables of nf_tables that existed before the switch, and still do."""
+    log: str = ""
+    """The end of the proxy's log, if *left* is not what it should be."""
 
 
 def mode_of(stop: str) -> str:
@@ -104,10 +106,12 @@ def _leg(where: Room, loads: Loads, before: str, after: str, connections: int) -
     loads.renew()  # what still holds on to the old mode is not waited for
     loads.more(connections - (loads.made - made))
     loads.renew()  # what is under way is this leg's
+    left = _left(where, after)
+    log = "" if belongs(left, after) else where.log_tail()
     return Leg(
         before, after, done.returncode, done.stdout + done.stderr, round(seconds, 3),
         loads.made - made, loads.exchanged - exchanged, loads.failures(since),
-        sorted(_left(where, after)), sorted(tables & where.tables()),
+        sorted(left), sorted(tables & where.tables()), log,
     )  # fmt: skip
 
 
