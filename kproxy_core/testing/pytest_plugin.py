@@ -29,6 +29,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("kproxy", "conformance of kproxy backends")
     group.addoption("--kproxy-mode", metavar="MODE", help="Ask the backend of MODE every check.")
     group.addoption(
+        "--kproxy-scenarios",
+        action="store_true",
+        help="Play every scenario against a whole kproxy in that mode, too.",
+    )
+    group.addoption(
         "--kproxy-plugin",
         metavar="PLUGIN",
         action="append",
@@ -73,6 +78,10 @@ def pytest_collection_modifyitems(
         report = collector.ihook.pytest_make_collect_report(collector=collector)
         collector.ihook.pytest_collectreport(report=report)
         items += report.result
+        if config.getoption("--kproxy-scenarios"):
+            from kproxy_core.testing.scenario_items import scenario_items
+
+            items += scenario_items(collector, _wanted(config, mode))
 
 
 class Conformance(pytest.Collector):
@@ -173,9 +182,11 @@ def _ours(reports: Sequence[pytest.TestReport]) -> Iterator[pytest.TestReport]:
 def _wanted(config: pytest.Config, mode: str) -> Wanted:
     from kproxy_core.testing.conformance import contract, lifecycle, packets
     from kproxy_core.testing.conformance.subject import Wanted
+    from kproxy_core.testing.suite.scenario import SCENARIOS
 
     declared = dict(map(_declared, config.getini("kproxy_not_applicable")))
     known = {check.name for check in (*lifecycle.CHECKS, *contract.CHECKS, *packets.CHECKS)}
+    known |= {path.stem for path in SCENARIOS.glob("*.yaml")}
     if unknown := sorted(declared.keys() - known):
         raise pytest.UsageError(f"kproxy_not_applicable: there is no check {', '.join(unknown)}")
     return Wanted(
