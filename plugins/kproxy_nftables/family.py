@@ -1,6 +1,8 @@
 """One IP family's table: its known state, and the steps that bring it to the plans."""
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from kproxy_core.backend.api import SyncReport
 from kproxy_core.backend.errors import SyncFailed, TrustLost
@@ -22,6 +24,15 @@ Pinned = Mapping[str, frozenset[bytes]]
 """Affinity map -> the endpoint addresses that its clients may be pinned to."""
 
 
+class _Rules(NamedTuple):
+    """Constant rules as written, and as the kernel then held them."""
+
+    text: bytes
+    """Digest of the commands."""
+    kernel: bytes
+    """See `Kernel.fingerprint`."""
+
+
 class FamilyState:
     """The table ``kproxy`` of one IP family."""
 
@@ -31,6 +42,8 @@ class FamilyState:
         self._applied = Applied()
         self._node: NodeView | None = None
         """The node for which the table was last written; None: the next sync must be a resync."""
+        self._rules: _Rules | None = None
+        """The constant rules that the last resync wrote; None: other processes may have written meanwhile."""
         self._templates: set[Template] = set()
         """Template chains that exist in the kernel."""
         self._stale: list[str] = []
@@ -74,13 +87,15 @@ class FamilyState:
     def resync(self, node: NodeView, plans: Mapping[ServicePortKey, ServicePlan]) -> SyncReport:
         """Reconcile the table with *plans* from a fresh read of the kernel, without a gap in service.
 
+        Writes only what differs, except that the first resync of a process always writes the constant rules.
         Raises SyncFailed, TrustLost.
         """
         self._node = None
         templates = skeleton.template_closure(
             skeleton.used_templates(verdict for plan in plans.values() for verdict in verdicts(plan))
         )
-        self._apply_all_rules(skeleton.rules_text(node, templates, plans.values()))
+        wanted = _object_names(plans, templates)
+        self._bring_rules(skeleton.rules_text(node, templates, plans.values()), wanted)
         actual: Contents = {
             container: dict(self._kernel.elements(self._family, container))
             for container in names.ELEMENT_CONTAINERS
@@ -93,7 +108,7 @@ class FamilyState:
             pinned |= affinity_maps(plan)
         self._write(deletes, adds, pinned)
         self._applied, self._templates, self._node, self._stale = applied, templates, node, []
-        self._sweep(plans)
+        self._sweep(wanted)
         return SyncReport(len(deletes) + len(adds))
 
     def _rules_change(
@@ -108,6 +123,22 @@ class FamilyState:
         if node.service_cidrs != before.service_cidrs:
             text += skeleton.service_cidrs(node)
         return text + "".join(difference.owned.values())
+
+    def _bring_rules(self, text: str, wanted: Collection[str]) -> None:
+        """Write the constant rules, unless the kernel still holds them as they were last written.
+
+        *wanted* are the names of the objects that *text* defines.
+        """
+        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        known, self._rules = self._rules, None
+        if known == _Rules(digest, self._kernel.fingerprint(self._family, wanted)):
+            self._rules = known
+            return
+        before = self._kernel.generation()
+        self._apply_all_rules(text)
+        written = self._kernel.fingerprint(self._family, wanted)
+        if self._kernel.generation() == before + 1:  # Otherwise another process may have changed our rules.
+            self._rules = _Rules(digest, written)
 
     def _apply_all_rules(self, text: str) -> None:
         try:
@@ -163,13 +194,10 @@ class FamilyState:
             if self._clean_up(delete_objects(self._family, self._stale)):
                 self._stale = []
 
-    def _sweep(self, plans: Mapping[ServicePortKey, ServicePlan]) -> None:
+    def _sweep(self, wanted: Collection[str]) -> None:
         """Delete unwanted chains, maps and sets in our table, which belongs to us as a whole."""
-        wanted = {name for plan in plans.values() for name in owned_objects(plan)}
-        wanted |= skeleton.chain_names() | {template.name for template in self._templates}
-        wanted |= {*names.ELEMENT_CONTAINERS, names.SERVICE_CIDRS}
-        chains = self._kernel.chains(self._family) - wanted
-        containers = self._kernel.containers(self._family) - wanted
+        chains = self._kernel.chains(self._family).difference(wanted)
+        containers = self._kernel.containers(self._family).difference(wanted)
         self._clean_up(skeleton.delete_foreign(self._family, chains, containers))
 
     def _clean_up(self, text: str) -> bool:
@@ -180,3 +208,15 @@ class FamilyState:
             self.cleanup_failures += 1
             return False
         return True
+
+
+def _object_names(
+    plans: Mapping[ServicePortKey, ServicePlan], templates: Collection[Template]
+) -> Collection[str]:
+    """Return the names of all chains, maps and sets that belong into the table."""
+    return (
+        {name for plan in plans.values() for name in owned_objects(plan)}
+        | skeleton.chain_names()
+        | {template.name for template in templates}
+        | {*names.ELEMENT_CONTAINERS, names.SERVICE_CIDRS}
+    )

@@ -7,7 +7,7 @@ import errno
 import os
 import re
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kproxy_core.backend.errors import SyncFailed, TrustLost, Unsupported
@@ -17,6 +17,7 @@ from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.model.address import Family
 from kproxy_nftables.batch import (
     GETCHAIN,
+    GETRULE,
     GETSET,
     GETSETELEM,
     GETTABLE,
@@ -26,7 +27,8 @@ from kproxy_nftables.batch import (
     parse_elements,
     payload,
 )
-from kproxy_nftables.names import NFT_FAMILY, TABLE
+from kproxy_nftables.fingerprint import KINDS, Object, fingerprint, is_anonymous, parse_objects
+from kproxy_nftables.names import NFT_FAMILY, SERVICE_CIDRS, TABLE
 from kproxy_nftables.wanted import Element, Value
 
 if TYPE_CHECKING:
@@ -150,7 +152,22 @@ class Kernel:
 
     def containers(self, family: Family) -> set[str]:
         """Return the names of the maps and sets in our table, except anonymous ones."""
-        return {name for name in self._names(GETSET, family) if not name.startswith("__")}
+        return {name for name in self._names(GETSET, family) if not is_anonymous(name)}
+
+    def fingerprint(self, family: Family, wanted: Collection[str]) -> bytes:
+        """Return a digest of our table's chains, rules, maps and sets named in *wanted*.
+
+        The elements of maps and sets are left out, except those that belong to the constant rules.
+        """
+        objects: list[Object] = []
+        for kind in KINDS:
+            of_table = netlink.text_attribute(_TABLE_ATTRIBUTE, TABLE) if kind in (GETRULE, GETSET) else b""
+            objects += parse_objects(kind, self._dump(kind, family, of_table), wanted)
+        constant = [SERVICE_CIDRS, *(item.name for item in objects if is_anonymous(item.name))]
+        for name in constant:
+            elements = sorted((key, str(value)) for key, value in self.elements(family, name))
+            objects.append(Object(GETSETELEM, name, repr(elements).encode()))
+        return fingerprint(objects)
 
     def generation(self) -> int:
         """Return the number of the last commit by any process in this network namespace."""

@@ -203,6 +203,16 @@ class AlwaysBusy(Sabotage):
         return SyncReport(report.operations + again)
 
 
+class WritesTheSameAgain(Sabotage):
+    """Every sync writes what the kernel holds already."""
+
+    check, words = "second-full-sync-writes-nothing", "wrote to the kernel: 1 commits to nf_tables"
+
+    @hookimpl(tryfirst=True)
+    def kproxy_sync(self) -> None:
+        nft("add table ip kproxy-kit-again; delete table ip kproxy-kit-again")
+
+
 class BusyAtStart(AlwaysBusy):
     """Only the first full sync of a process."""
 
@@ -383,6 +393,7 @@ MORE_QUESTIONS: tuple[Sabotage, ...] = (
 )
 SYNCS: tuple[Sabotage, ...] = (
     BusyAtStart(),
+    WritesTheSameAgain(),
     LooksAtAll(),
     IgnoresTheNode(),
     LosesWhatMoves(),

@@ -60,6 +60,11 @@ class Bench:
         if changes := difference(before.lines, self.state().lines):
             raise Failed(f"{what}:\n{changes}")
 
+    def unwritten(self, commits: int, what: str) -> None:
+        """Fail if nf_tables was written since it had *commits*, even if that changed nothing."""
+        if written := kernel_state.commits() - commits:
+            raise Failed(f"{what}: {written} commits to nf_tables")
+
     def as_much(self, before: KernelState, what: str) -> None:
         """Fail unless there is as much in use as *before*, numbers and addresses aside."""
         if changes := difference(before.shape, self.state().shape):

@@ -24,6 +24,9 @@ _IPVS = Path("/proc/net/ip_vs")
 _NETLINK_NETFILTER = 12
 _GET_TABLES = struct.pack("=IHHIIBBH", 20, 0x0A01, 0x0301, 0, 0, 0, 0, 0)
 """A dump of NFT_MSG_GETTABLE (linux/netlink.h, linux/netfilter/nf_tables.h)."""
+_GET_GENERATION = struct.pack("=IHHIIBBH", 20, 0x0A10, 0x0001, 0, 0, 0, 0, 0)
+"""NFT_MSG_GETGEN. The number is the first attribute of the answer."""
+_GENERATION = slice(24, 28)
 _KIND, _ENDS = struct.Struct("=4xH"), (2, 3)
 """Of a message; NLMSG_ERROR and NLMSG_DONE."""
 _LEFT_EMPTY = re.compile(r"table ip6? (filter|nat|mangle|raw|security)\b")
@@ -77,6 +80,19 @@ def take(commands: Sequence[str] = ()) -> KernelState:
         done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)  # noqa: S602
         lines += [f"{command}: {line}" for line in done.stdout.splitlines()]
     return KernelState(tuple(sorted(lines)))
+
+
+def commits() -> int:
+    """Return the number of the last commit to nf_tables in the calling thread's namespace, by any process."""
+    try:
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_NETFILTER) as sock:
+            sock.send(_GET_GENERATION)
+            answer = sock.recv(4096)
+    except OSError:
+        return 0
+    if _KIND.unpack_from(answer)[0] in _ENDS:  # This kernel lacks nf_tables.
+        return 0
+    return int.from_bytes(answer[_GENERATION], "big")
 
 
 def destroy(links: Sequence[str], commands: Sequence[str] = ()) -> None:

@@ -31,7 +31,9 @@ BOTH = BackendSettings(families=tuple(Family))
 Plans = dict[ServicePortKey, ServicePlan]
 
 NODES = {
-    Family.IPV4: node_view("node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1"),
+    Family.IPV4: node_view(
+        "node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1", service_cidrs="10.96.0.0/12"
+    ),
     Family.IPV6: node_view(
         "node1", family=Family.IPV6, pods="fd00:1::/64", node_port_addresses="2001:db8::1"
     ),
@@ -105,6 +107,40 @@ def test_a_restart_over_a_correct_table_writes_nothing(backend: NftablesBackend,
 
 
 @pytest.mark.parametrize("family", Family)
+def test_a_second_full_sync_commits_nothing(backend: NftablesBackend, family: Family) -> None:
+    node, kernel = NODES[family], Kernel()
+    resync(backend, rich(family), node)
+    before = kernel.generation()
+    resync(backend, rich(family), node)
+    assert kernel.generation() == before
+    change(backend, dict.fromkeys(rich(family)), node)
+    change(backend, dict(rich(family)), node)
+    resync(backend, rich(family), node)
+    before = kernel.generation()
+    resync(backend, rich(family), node)
+    assert kernel.generation() == before
+    kernel.close()
+
+
+def test_rules_that_another_process_changed_during_the_write_are_written_again(
+    backend: NftablesBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply_text = Kernel.apply_text
+
+    def apply_and_be_disturbed(kernel: Kernel, text: str) -> None:
+        apply_text(kernel, text)
+        if "nat-output" in text:
+            nft("flush chain ip kproxy nat-output")
+
+    with monkeypatch.context() as disturbed:
+        disturbed.setattr(Kernel, "apply_text", apply_and_be_disturbed)
+        resync(backend, rich())
+    assert "jump services" not in nft("list chain ip kproxy nat-output")
+    resync(backend, rich())
+    assert "jump services" in nft("list chain ip kproxy nat-output")
+
+
+@pytest.mark.parametrize("family", Family)
 def test_the_rendered_text_equals_the_programmed_table(
     backend: NftablesBackend, family: Family, tmp_path: Path
 ) -> None:
@@ -170,6 +206,15 @@ DAMAGE = [
     ("flush ruleset", "table deleted"),
     ("add rule ip kproxy services drop", "rule added"),
     ("add element ip kproxy cluster-ips { 192.0.2.77 }", "element added"),
+    ("flush set ip kproxy service-cidrs", "element deleted"),
+    ("add chain ip kproxy filter-forward { policy drop ; }", "chain added"),
+    ("add table ip kproxy { flags dormant ; }", "table added"),
+    ("flush chain ip kproxy nat-output; add rule ip kproxy nat-output accept", "rule added"),
+    ("flush chain ip kproxy nat-output; add rule ip kproxy nat-output jump record", "rule added"),
+    ("flush chain ip kproxy nat-postrouting; delete chain ip kproxy nat-postrouting;"
+     " add chain ip kproxy nat-postrouting", "chain deleted"),
+    ("flush chain ip kproxy masquerading; delete set ip kproxy hairpins;"
+     " add set ip kproxy hairpins { type inet_service ; }", "set deleted"),
 ]
 
 
