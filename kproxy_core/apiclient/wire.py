@@ -18,6 +18,7 @@ import time
 from typing import Any
 
 from urllib3.connection import HTTPConnection
+from urllib3.exceptions import NewConnectionError
 
 CONNECT_TIMEOUT = 10.0
 """Timeout in seconds for connecting, for a proxy's answer and for each step of a TLS handshake."""
@@ -257,7 +258,11 @@ def on_wire(base: type[HTTPConnection], wire: Wire) -> type[HTTPConnection]:
             if hasattr(self, "_socks_options"):
                 made: socket.socket = super()._new_conn()
             else:
-                made = wire.open(self._dns_host.strip("[]"), self.port, socket_options())
+                try:
+                    made = wire.open(self._dns_host.strip("[]"), self.port, socket_options())
+                except OSError as error:
+                    # urllib3 takes a bare ConnectionResetError for one of a connection that was made.
+                    raise NewConnectionError(self, str(error)) from error
             wire.start_handshake(made)
             return made
 

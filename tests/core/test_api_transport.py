@@ -1,6 +1,8 @@
 """Answers of an API server arrive whole however they are cut, within their limits, or not at all."""
 
+import errno
 import gzip
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from kproxy_core.apiclient import wire
 from kproxy_core.apiclient.access import Access
 from kproxy_core.apiclient.lines import Lines
-from kproxy_core.apiclient.transport import ProtocolError, TooLarge, Transport
+from kproxy_core.apiclient.transport import ProtocolError, TooLarge, Transport, Unreachable
 
 EXTENSIONS = st.sampled_from([b"", b";x", b' ; name="a;b"'])
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -191,6 +193,17 @@ def test_a_silent_answer_ends() -> None:
 
     with server(silent) as transport, pytest.raises(TimeoutError, match=r"silent for 0\.2 s"):
         transport.get("/", 0.2).read_all(10_000)
+
+
+def test_a_server_that_resets_connections_while_they_are_made_can_not_be_reached(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reset(wire: wire.Wire, plain: socket.socket, address: object) -> None:
+        raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+
+    monkeypatch.setattr(wire.Wire, "_connect", reset)
+    with server(answering()) as transport, pytest.raises(Unreachable, match=r"can't connect to 127\.0\.0\.1"):
+        transport.get("/", 1.0)
 
 
 # -- lines
