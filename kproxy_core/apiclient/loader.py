@@ -120,9 +120,9 @@ def _check_credentials(user: dict[str, Any], loader: Any, complaints: list[str])
         raise NotLoaded(text if text.startswith("exec: ") or "exec" not in user else f"exec: {text}")
     provider = user.get("auth-provider")
     if provider and not getattr(loader, "token", None):
-        raise NotLoaded(f"auth-provider {provider.get('name')!a}: it gave no token")
+        raise NotLoaded(f"auth-provider {provider.get('name')!a}: it returned no token")
     if user.get("tokenFile") and not getattr(loader, "token", None):
-        raise NotLoaded(f"{user['tokenFile']} holds no token")
+        raise NotLoaded(f"{user['tokenFile']} contains no token")
 
 
 def _in_cluster(directory: str) -> Loaded:
@@ -165,7 +165,7 @@ def _impersonation(user: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _header(name: str, value: object, field: str) -> tuple[str, str]:
     if not isinstance(value, str) or not value.isascii() or not value.isprintable():
-        raise NotLoaded(f"{field}: characters that a header can't have")
+        raise NotLoaded(f"{field}: contains characters that a header cannot have")
     return name, value
 
 

@@ -27,7 +27,7 @@ class TooLarge(ProtocolError):
     """An answer is larger than its limit."""
 
     def __init__(self, limit: int) -> None:
-        super().__init__(f"an answer of more than {limit} bytes")
+        super().__init__(f"answer exceeds {limit} bytes")
 
 
 class Unreachable(OSError):

@@ -201,7 +201,7 @@ class Wire:
         lasted = time.monotonic() - started
         left = allowance + self._received / SLOWEST - lasted
         if left <= 0:
-            raise TooSlow(f"only {self._received} bytes in {lasted:.0f} s")
+            raise TooSlow(f"received only {self._received} bytes in {lasted:.0f} s")
         return left
 
 

@@ -144,7 +144,7 @@ class Registry:
         if not base:
             return (mode,)
         if self.load(base).base:
-            raise PluginRefused(f"mode {mode!r} stands on {base!r}, which stands on another mode itself")
+            raise PluginRefused(f"mode {mode!r} has the base {base!r}, which has a base itself")
         return (base, mode)
 
     def make_backend(self, mode: str, settings: BackendSettings) -> BackendInstance:
@@ -227,7 +227,7 @@ class Registry:
             problem = f"answered {type(answer).__name__}, not Detection"
         except (Exception, SystemExit) as error:  # noqa: BLE001 - as in `load`
             problem = _reason(error)
-        return Detection(mode, (Requirement("an answer of the plugin", False, problem),))
+        return Detection(mode, (Requirement("an answer from the plugin", False, problem),))
 
     def cleanup(
         self, mode: str, settings: BackendSettings, *, dry_run: bool, own_only: bool = False
@@ -340,7 +340,7 @@ class Registry:
             callers = {caller.name: caller for caller in self.manager.get_hookcallers(plugin) or ()}
             problems = [f"it lacks the hook {hook}" for hook in required if hook not in callers]
             problems += [
-                f"it has a hook {hook}, which this kproxy does not know"
+                f"it has a hook {hook}, unknown to this version of kproxy"
                 for hook, caller in callers.items()
                 if not caller.has_spec()
             ]

@@ -42,7 +42,7 @@ def kproxy(context: click.Context, /, output: str | None, **options: Any) -> Non
     dry_run = parsed("dry_run", flags, truth, False)
     own_only = parsed("own_only", flags, truth, False)
     if not cleanup and (dry_run or own_only or output):
-        raise click.UsageError("--dry-run, --own-only and --output go with --cleanup")
+        raise click.UsageError("--dry-run, --own-only and --output require --cleanup")
     if "write_config_to" in flags:
         from kproxy_core.cli.running import write_config
 
@@ -82,7 +82,7 @@ def modes(
     from kproxy_core.process.terms import Configuration
 
     if load_modules and not probe:
-        raise click.UsageError("--load-modules goes with --probe")
+        raise click.UsageError("--load-modules requires --probe")
     flags = given(options)
     with cli_errors():
         configuration = Configuration.read(flags)
@@ -111,7 +111,7 @@ def switch(mode: str, check: bool, output: str) -> None:
         if not check:
             switching.switch(mode, as_json=output == "json")
         elif not switching.check(mode, as_json=output == "json"):
-            raise click.ClickException(f"with {mode} something would be lost")
+            raise click.ClickException(f"with {mode} would not serve everything")
     except (NoProxy, RequestRefused) as error:
         raise click.ClickException(str(error)) from error
 

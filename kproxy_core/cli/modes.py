@@ -173,7 +173,7 @@ def _detection(registry: Registry, mode: str, settings: BackendSettings, load_mo
         return trial.ask(
             lambda namespace: registry.detect(mode, settings, namespace, load_modules=load_modules))
     except trial.NoAnswer as error:
-        return Detection(mode, (Requirement("an answer of the plugin", False, str(error)),))
+        return Detection(mode, (Requirement("an answer from the plugin", False, str(error)),))
 
 
 def _line(requirement: Requirement) -> str:

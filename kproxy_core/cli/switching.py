@@ -40,7 +40,7 @@ def switch(mode: str, *, as_json: bool) -> None:
         click.echo(json.dumps(done))
     elif done["configured"] != mode:
         named = f"mode {done['configured']!r}" if done["configured"] else "no mode"
-        show(f"the configuration has {named}: put {mode!r} there to keep it after a reboot")
+        show(f"the configuration has {named}: set {mode!r} to keep it after a reboot")
 
 
 def _step_printer(as_json: bool) -> Callable[[str], None]:

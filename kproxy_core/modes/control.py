@@ -148,10 +148,10 @@ def send_request(request: Mapping[str, Any], report_progress: ReportProgress) ->
                     else:
                         raise RequestRefused(printable(str(answer["problem"])))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise RequestRefused(f"the proxy's answer makes no sense: {error!r}") from error
+            raise RequestRefused(f"the proxy's answer is malformed: {error!r}") from error
         except OSError as error:
             raise RequestRefused(f"the connection to the proxy failed: {error.strerror}") from error
-    raise RequestRefused("the proxy ended before it had answered")
+    raise RequestRefused("the proxy exited before it answered")
 
 
 def printable(text: str) -> str:

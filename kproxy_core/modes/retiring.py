@@ -51,8 +51,8 @@ class RetiringModes:
     def measure(self) -> list[Measurement]:
         """Return the remaining connections of each mode. Never blocks on a removal."""
         return [
-            Measurement("kproxy_retiring_connections", "Connections that still go through a mode that serves "
-                        "no longer", "gauge", leaving.waiting, {"mode": leaving.mode})
+            Measurement("kproxy_retiring_connections", "Connections that still depend on a mode that no "
+                        "longer serves", "gauge", leaving.waiting, {"mode": leaving.mode})
             for leaving in list(self._leaving)
         ]  # fmt: skip
 

@@ -53,7 +53,7 @@ def _slices(
     if count > MAX_ENDPOINTS:
         raise Refused(path, f"{count} addresses; at most {MAX_ENDPOINTS} are mirrored")
     if count * len(subset.ports or ()) > MAX_DESTINATIONS:
-        raise Refused(path, f"{count} addresses with {len(subset.ports or ())} ports each is too much")
+        raise Refused(path, f"{count} addresses with {len(subset.ports or ())} ports each are too many")
     ports = read_ports(subset.ports or [], f"{path}.ports", found)
     of_family: dict[Family, dict[Address, Endpoint]] = {}
     for field, entries in (("addresses", ready), ("notReadyAddresses", not_ready)):

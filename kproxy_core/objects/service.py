@@ -96,7 +96,7 @@ def _cluster_ips(spec: wire.ServiceSpec) -> tuple[Address, ...]:
     if not first or first == "None":
         return ()
     if first != texts[0]:
-        raise Refused(path.format(0), f"{quoted(texts[0])} is not what spec.clusterIP says")
+        raise Refused(path.format(0), f"{quoted(texts[0])} differs from spec.clusterIP")
     families = []
     for i, label in enumerate(spec.ip_families or ()):
         if label not in _FAMILIES:

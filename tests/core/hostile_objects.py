@@ -75,7 +75,7 @@ def bad_services() -> Iterator[Refused]:
     yield one("spec.clusterIP", {"ip": "10.96.0.1"}, "spec.clusterIP: expected str, got object")
     yield one("spec.clusterIPs", "10.96.0.1", "spec.clusterIPs: expected array, got str")
     yield one("spec.clusterIPs", ["10.96.0.1", "x"], "spec.clusterIPs[1]: 'x' is not an IP address")
-    yield one("spec.clusterIPs", ["10.96.0.9"], "spec.clusterIPs[0]: '10.96.0.9' is not what spec")
+    yield one("spec.clusterIPs", ["10.96.0.9"], "spec.clusterIPs[0]: '10.96.0.9' differs from spec")
     yield one("spec.ipFamilies", ["IPv6"], "spec.clusterIP: 10.96.0.1 is not an IPv6 address")
     yield one("spec.ipFamilies", ["IPv4", "IPX"], "spec.ipFamilies[1]: 'IPX' is not an IP family")
     yield one("spec.type", "Potato", "spec.type: 'Potato' is not a type of Service")

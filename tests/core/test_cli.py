@@ -77,7 +77,7 @@ def test_the_version_is_told_without_importing_anything_heavy() -> None:
         (["--cleanup=perhaps"], "--cleanup: 'perhaps': must be true or false"),
         (["--write-config-to=/no/such/file"], "--write-config-to: '/no/such/file': No such file"),
         (["--v=loud"], "--v: 'loud': must be a whole number"),
-        (["--dry-run"], "--dry-run, --own-only and --output go with --cleanup"),
+        (["--dry-run"], "--dry-run, --own-only and --output require --cleanup"),
         (["--mode=nftable", "--manifests=/tmp"], "no backend provides mode 'nftable'; installed: "),
         (["--cluster-cidr=10.0.0.0/33"], "--cluster-cidr: '10.0.0.0/33': must be a CIDR"),
         (["--cluster_cidr=10.0.0.0/33"], "--cluster-cidr: '10.0.0.0/33': must be a CIDR"),

@@ -60,7 +60,7 @@ def test_a_manifest_that_changed_without_a_descriptor_left_is_read_later(
         state.wait(lambda s: s.store.complete)
         with no_descriptors_left():
             (tmp_path / "next").rename(tmp_path / "web.yaml")
-            wait_for(said, "can't read a manifest, trying again")
+            wait_for(said, "cannot read a manifest, retrying")
             assert state.services == {"web": 80}
         state.wait(serving(web=81))
         wait_for(said, "all manifests can be read again")
@@ -81,7 +81,7 @@ def test_nothing_is_complete_before_the_directory_could_be_read(
 
     monkeypatch.setattr(os, "scandir", failing)
     with followed(tmp_path) as state:
-        wait_for(said, "can't list the directory of manifests, trying again")
+        wait_for(said, "cannot list the directory of manifests, retrying")
         state.wait(lambda s: s.store.complete)
         assert state.services == {"web": 80}
 

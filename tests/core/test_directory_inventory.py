@@ -80,8 +80,8 @@ def test_of_two_files_with_one_object_the_first_by_name_is_used() -> None:
     directory.write(c=[service("web", port=3)])
     assert directory.services == {"web": 1}
     assert directory.complaints == [
-        "Service default/web: is in b too; the one in a counts",
-        "Service default/web: is in c too; the one in a counts"]
+        "Service default/web: is in b as well; the one in a is used",
+        "Service default/web: is in c as well; the one in a is used"]
     directory.write(a=None)
     assert directory.services == {"web": 2}
     directory.write(b=[service("other")])

@@ -119,7 +119,7 @@ def test_the_nesting_of_lists_is_limited() -> None:
     for _ in range(50):
         nested = a_list(nested)
     (complaint,) = complaints(json.dumps(nested))
-    assert complaint.endswith("lists within lists within lists")
+    assert complaint.endswith("lists are nested too deeply")
 
 
 @pytest.mark.parametrize(("name", "data", "problem"), [

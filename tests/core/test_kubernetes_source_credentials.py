@@ -93,7 +93,7 @@ def test_a_token_file_that_is_empty_for_a_moment_changes_nothing(tmp_path: Path)
     config = write_kubeconfig(tmp_path / "config", "https://127.0.0.1:1", CA, {"tokenFile": "token"})
     access = CurrentAccess(None, config)
     token.write_text("")
-    with pytest.raises(AccessError, match="token holds no token"):
+    with pytest.raises(AccessError, match="token contains no token"):
         access.keep_up()
     assert access.now.headers == (("Authorization", "Bearer old"),)
     token.write_text("new")

@@ -158,7 +158,7 @@ def test_a_node_serves_while_the_api_server_is_away_and_logs_that_once(
     node.await_answer(FIRST, "10.192.0.1")
     wait_until(lambda: node.health() == 200, "the proxy is healthy")
     server.stop()
-    proxy.await_log("can't follow the API server")
+    proxy.await_log("cannot follow the API server")
     assert node.answers(FIRST) == "10.192.0.1"
     assert node.answers(SECOND)
     assert node.health() == 200
@@ -166,7 +166,7 @@ def test_a_node_serves_while_the_api_server_is_away_and_logs_that_once(
     move(server, "10.192.0.2")
     node.await_answer(FIRST, "10.192.0.2")
     proxy.await_log("following the API server again")
-    assert len(proxy.logged("can't follow the API server")) == 1
+    assert len(proxy.logged("cannot follow the API server")) == 1
     assert len(proxy.logged("following the API server again")) == 1
     assert node.health() == 200
 
@@ -180,7 +180,7 @@ def test_a_proxy_that_starts_before_its_api_server_serves_what_was_there(
     first.close()
     server.stop()
     second = run(f"--master={server.url}")
-    second.await_log("can't follow the API server")
+    second.await_log("cannot follow the API server")
     assert node.answers(FIRST) == "10.192.0.1"
     server.start("--gen", "services=2,endpoints=1")
     move(server, "10.192.0.2")

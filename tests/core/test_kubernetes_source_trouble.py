@@ -274,7 +274,7 @@ def test_service_cidrs_that_become_unreadable_are_kept_and_logged(
     observed.wait_for(lambda o: len(server.asked("servicecidrs")) == 4)
     assert [query.get("resourceVersion") for query in server.asked("servicecidrs")] == [None, "5", "5", "5"]
     assert observed.cidrs == cidrs("10.96.0.0/16")
-    assert [record.getMessage() for record in caplog.records] == ["can't follow the API server"]
+    assert [record.getMessage() for record in caplog.records] == ["cannot follow the API server"]
 
 
 # -- the content of a watch
@@ -332,7 +332,7 @@ def test_a_page_that_is_too_large_is_logged_and_asked_for_in_smaller_pages(
     assert observed.names == {"a"}
     assert queries(server, "limit")[:3] == [None, "500", "62"]
     problem, = (record.fields["problem"] for record in caplog.records)  # type: ignore[attr-defined]
-    assert problem == "an answer of more than 1000 bytes"
+    assert problem == "answer exceeds 1000 bytes"
 
 
 def test_a_dripping_watch_list_is_followed_by_a_list(

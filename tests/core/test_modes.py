@@ -95,7 +95,7 @@ def test_without_a_mode_one_that_works_is_enough(node: Namespace) -> None:
     ("arguments", "problem"),
     [
         (("nftable",), "no backend provides mode 'nftable'"),
-        (("--load-modules",), "--load-modules goes with --probe"),
+        (("--load-modules",), "--load-modules requires --probe"),
         (("--probe", "--config=/no/such/file"), "can't be read"),
     ],
 )

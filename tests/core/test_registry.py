@@ -123,7 +123,7 @@ MISFITS = {
     "no description": (plugin("bad").replace("return Description", "return dict"), "dict, not Description"),
     "other name": (plugin("other"), "its entry point is named 'bad', it calls itself 'other'"),
     "missing hook": (plugin("bad").replace("@hookimpl\ndef kproxy_cleanup", "def x"), "lacks the hook"),
-    "unknown hook": (plugin("bad").replace("def kproxy_detect", "def detect"), "it has a hook detect, which"),
+    "unknown hook": (plugin("bad").replace("def kproxy_detect", "def detect"), "a hook detect, unknown"),
     "unknown argument": (plugin("bad").replace("(dry_run)", "(wet_run)"), "wet_run"),
 }
 

@@ -41,7 +41,7 @@ class Metrics:
         self._version = version
         self._build = Gauge("kproxy_build_info", "Always 1", ("version", "mode"), registry=self.registry)
         self._fallback = Gauge(
-            "kproxy_mode_fallback", "1: another mode serves than the one asked for", ("wanted", "serving"),
+            "kproxy_mode_fallback", "1: a fallback mode serves", ("wanted", "serving"),
             registry=self.registry)
         self.set_mode(mode)
         build = build_info(version)

@@ -26,7 +26,7 @@ class Trouble:
                 problems.clear()
             problems.add(problem)
         if not known:
-            log.warning("can't follow the API server", extra={"fields": {
+            log.warning("cannot follow the API server", extra={"fields": {
                 "resource": resource, "problem": problem, "retry_in": round(retry_in, 1)}})
 
     def not_served(self, resource: str, answer: str) -> None:

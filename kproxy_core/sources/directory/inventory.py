@@ -177,7 +177,7 @@ class Inventory:
             self._spares[key] = frozenset(spares)
         for file in spares:
             if file not in reported:
-                yield _report(key, f"is in {shown(file)} too; the one in {shown(first)} counts")
+                yield _report(key, f"is in {shown(file)} as well; the one in {shown(first)} is used")
 
 
 def _report(key: Key, problem: str) -> BadObject:

@@ -142,7 +142,7 @@ def _collect_items(
 ) -> None:
     """Add the items of a list: of *resource*, or None: each of the kind that it names itself."""
     if lists > _MAX_LISTS:
-        return manifest._complain(head.kind, where, "", "lists within lists within lists")
+        return manifest._complain(head.kind, where, "", "lists are nested too deeply")
     try:
         items = _decode_items(head.items) or []
     except UNDECODABLE:

@@ -161,7 +161,7 @@ class DirectorySource:
                 found = {entry.name: entry for entry in entries if is_manifest(entry.name)}
             links = {name for name, entry in found.items() if entry.is_symlink()}
         except OSError as error:
-            self._postpone("can't list the directory of manifests, trying again", self._path, error)
+            self._postpone("cannot list the directory of manifests, retrying", self._path, error)
             self._unlisted = True
             return
         self._unlisted = False
@@ -276,7 +276,7 @@ class DirectorySource:
             changes[name] = self._read(name)
         except OSError as error:
             self._known[name] = 0
-            self._postpone("can't read a manifest, trying again", name, error)
+            self._postpone("cannot read a manifest, retrying", name, error)
             self._unread[name] = error.errno
         else:
             self._unread.pop(name, None)

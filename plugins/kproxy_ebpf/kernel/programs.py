@@ -91,7 +91,7 @@ class Compilation:
             return self._compiled
         process = self._process
         if process is None:
-            raise HostError("the BPF programs could not be compiled before")
+            raise HostError("an earlier attempt to compile the BPF programs failed")
         self._process = None
         try:
             out, said = process.communicate(timeout=_TIMEOUT)
