@@ -110,7 +110,7 @@ def test_a_backend_that_only_promises_is_found_out_by_a_connection(
     with proxy(where, "nftables", tmp_path, environment) as running, where.used() as loads:
         done = where.kproxy("switch", "hollow")
         assert (done.returncode, running.mode) == (1, "nftables")
-        assert "did not lead to its endpoint" in done.stderr
+        assert "did not reach its endpoint" in done.stderr
         await_traces(where, loads, "nftables")
         assert loads.failures() == []
 
