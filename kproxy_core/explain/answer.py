@@ -5,7 +5,7 @@ from typing import Any
 
 from kproxy_core.backend.api import Caveat, KernelSide
 from kproxy_core.explain.question import Case
-from kproxy_core.explain.verdict import judge
+from kproxy_core.explain.verdict import UNKNOWN, judge
 from kproxy_core.model.address import format_address, format_socket
 from kproxy_core.model.endpoint import Destination, Endpoint
 from kproxy_core.model.node import NodeView
@@ -40,11 +40,7 @@ def answer(
         "outcome": fate.outcome.value,
         "because": fate.because,
         "policy": fate.policy.value if fate.policy else "",
-        "endpoints": [
-            {"endpoint": format_socket(*choice.where), "share": round(choice.share, 6),
-             "masqueraded": choice.masqueraded}
-            for choice in fate.choices
-        ],
+        "endpoints": _endpoints(fate),
         "not_chosen": [],
         "source": "",
         "near": case.near,
@@ -73,13 +69,25 @@ def _kernel(
     packet: Packet, fate: Fate, side: KernelSide | None, mode: str, *, live: bool
 ) -> Json:
     if side is None:
-        return {"mode": mode, "live": live, "verdict": "cannot be told", "differences": [
-            f"mode {mode} does not say what its rules do"], "objects": []}
+        return {
+            "mode": mode, "live": live, "verdict": UNKNOWN, "outcome": "", "endpoints": [], "objects": [],
+            "differences": [f"mode {mode} does not say what its rules do"],
+        }  # fmt: skip
     verdict, differences = judge(packet, fate, side)
     return {
         "mode": mode, "live": live, "verdict": verdict, "differences": differences,
+        "outcome": side.fate.outcome.value if side.fate else "",
+        "endpoints": _endpoints(side.fate) if side.fate else [],
         "objects": [{"where": item.where, "text": item.text} for item in side.objects],
     }  # fmt: skip
+
+
+def _endpoints(fate: Fate) -> list[Json]:
+    return [
+        {"endpoint": format_socket(*choice.where), "share": round(choice.share, 6),
+         "masqueraded": choice.masqueraded}
+        for choice in fate.choices
+    ]
 
 
 def _source(packet: Packet, fate: Fate, node: NodeView) -> str:

@@ -1,0 +1,66 @@
+"""The differences between what the kernel does with packets and what the plans say, by frontend."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from kproxy_core.backend.api import KernelSide
+from kproxy_core.explain.answer import Json, decide_case
+from kproxy_core.explain.question import Case, Plans
+from kproxy_core.explain.verdict import DIFFERS, UNKNOWN, judge
+from kproxy_core.model.address import format_socket
+from kproxy_core.model.node import NodeView
+from kproxy_core.plan.fate import Origin, Packet, stand_in
+from kproxy_core.plan.service_plan import Frontend
+
+
+def differences(cases: Sequence[Case], sides: Sequence[KernelSide]) -> Iterator[Json]:
+    """Yield each difference once, with the senders that it concerns."""
+    found: dict[tuple[str, str, str, str], list[str]] = {}
+    for case, side in zip(cases, sides, strict=True):
+        packet = case.question.packet
+        verdict, texts = judge(packet, decide_case(case), side)
+        if verdict in (DIFFERS, UNKNOWN):
+            plan = case.question.plan
+            where = format_socket(packet.destination, packet.port)
+            for text in texts:
+                key = (verdict, f"{where}/{packet.protocol.name}", str(plan.key) if plan else "", text)
+                found.setdefault(key, []).append(packet.origin.value)
+    for (verdict, frontend, service_port, text), origins in found.items():
+        yield {
+            "kind": "unclear" if verdict == UNKNOWN else "frontend", "frontend": frontend,
+            "service_port": service_port, "difference": text, "senders": list(dict.fromkeys(origins)),
+        }  # fmt: skip
+
+
+def stale(frontends: Iterable[Frontend], plans: Plans) -> Iterator[Json]:
+    """Yield the *frontends* in the kernel that no Service wants."""
+    for frontend in sorted(set(frontends), key=str):
+        if plans.owner(frontend) is None and not _is_node_port(frontend, plans):
+            address, protocol, port = frontend
+            where = f"node port {port}" if address is None else format_socket(address, port)
+            yield {
+                "kind": "stale", "frontend": f"{where}/{protocol.name}", "service_port": "",
+                "difference": "the kernel serves it, and no Service wants it", "senders": [],
+            }  # fmt: skip
+
+
+def packets_to_all(plans: Plans) -> Iterator[Case]:
+    """Yield a packet of each origin to every frontend."""
+    node = plans.node
+    for plan in plans.plans.values():
+        for frontend in plan.frontends():
+            for origin in Origin:
+                packet = _packet(frontend, origin, node)
+                if packet is not None:
+                    yield Case.of(plans, packet, frontend, is_typical=True)
+
+
+def _packet(frontend: Frontend, origin: Origin, node: NodeView) -> Packet | None:
+    to = frontend.address or next(iter(node.node_port_addresses), None)
+    if to is None:
+        return None
+    return Packet(origin, stand_in(origin, node), to, frontend.protocol, frontend.port)
+
+
+def _is_node_port(frontend: Frontend, plans: Plans) -> bool:
+    """Return whether a frontend with an address stands for a node port there."""
+    return frontend.address is not None and plans.owner(frontend._replace(address=None)) is not None

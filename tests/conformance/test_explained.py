@@ -1,0 +1,110 @@
+"""Real packets do what `kproxy explain` predicts: Services and senders of any kind."""
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from kproxy_core.model.address import format_socket, parse_address
+from kproxy_core.modes.control import send_request
+from kproxy_core.testing.network.addresses import FAMILIES, SERVERS, resolve
+from tests.conformance.any_services import Attempt, Fate, World
+from tests.conformance.test_any_services import SIDE_BY_SIDE, Play
+
+ROUNDS = 16
+"""Of 15 packets each on average."""
+COUNTED = 12
+"""Packets whose rules' counters are read."""
+
+_CHAINS = ("KUBE-SVC-", "KUBE-SVL-", "KUBE-EXT-", "KUBE-FW-", "KUBE-SEP-")
+_COUNTED_RULE = re.compile(r"\[(\d+):\d+\] -A (\S+) (.+)")
+
+
+class ExplainedPlay(Play):
+    """A play whose proxy is asked before packets are sent."""
+
+    def explained(self, attempt: Attempt) -> dict[str, Any]:
+        """Return the answer for *attempt*, over the control socket of the node."""
+        to = format_socket(parse_address(resolve(attempt.to, self._family)), attempt.port)
+        sender = "node" if attempt.client == "node" else resolve(attempt.client, self._family)
+        request = {"do": "explain", "to": f"{to}/{attempt.protocol.lower()}", "from": sender}
+        with self._stage.topology["node"].entered():
+            (answer,) = send_request(request, lambda line: None)["packets"]
+        return dict(answer)
+
+    def predicted(self, attempt: Attempt, answer: dict[str, Any]) -> Fate:
+        """Return the fate that the kernel's side of *answer* promises."""
+        hosts = {resolve(host, self._family): host for host in SERVERS}
+        kernel = answer["kernel"]
+        found = set()
+        for endpoint in kernel["endpoints"]:
+            host, _, port = endpoint["endpoint"].rpartition(":")
+            found.add((hosts[host.strip("[]")], int(port)))
+        others = [e for e in kernel["endpoints"] if answer["from"] not in e["endpoint"]]
+        outcomes = {"forwarded": "reached", "refused": "refused"}
+        return Fate(outcomes.get(kernel["outcome"], "dropped"), frozenset(found),
+                    masqueraded=any(e["masqueraded"] for e in others))  # fmt: skip
+
+    def counted(self, attempt: Attempt) -> set[str]:
+        """Return the rules of iptables' service chains that one packet of *attempt* passes."""
+        node = self._stage.topology["node"]
+        program = "iptables" if self._family == "ipv4" else "ip6tables"
+        node.run(program, "-t", "nat", "-Z")
+        self._try(attempt, 2.0)
+        lines = node.run(f"{program}-save", "-c", "-t", "nat").splitlines()
+        found = filter(None, map(_COUNTED_RULE.match, lines))
+        return {
+            f"{rule[2]} {rule[3]}" for rule in found if rule[1] != "0" and rule[2].startswith(_CHAINS)}
+
+
+@pytest.fixture
+def play(mode: str, family: str, tmp_path: Path) -> Iterator[ExplainedPlay]:
+    play = ExplainedPlay(mode, family, tmp_path)
+    try:
+        yield play
+    finally:
+        play.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mode", ["nftables", "iptables"])
+def test_packets_go_where_the_explanation_says(play: ExplainedPlay, mode: str, family: str) -> None:
+    world = World(Random(f"explained {mode} {family}"))
+    cases = 0
+    for _ in range(ROUNDS):
+        play.apply(world)
+        asked = [(attempt, play.explained(attempt)) for attempt in world.attempts()]
+        cases += len(asked)
+        verdicts = {answer["kernel"]["verdict"] for _, answer in asked}
+        assert verdicts <= ({"agrees"} if mode == "nftables" else {"agrees", "deviates by design"})
+        assert [answer for _, answer in asked if answer["kernel"]["verdict"] == "agrees"
+                and answer["outcome"] != answer["kernel"]["outcome"]] == []  # fmt: skip
+        with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+            problems = pool.map(lambda each: play.problem(each[0], play.predicted(*each)), asked)
+        assert [problem for problem in problems if problem] == []
+    assert cases > 200
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mode", ["iptables"])
+def test_the_rules_that_count_a_packet_are_those_of_the_explanation(
+    play: ExplainedPlay, mode: str, family: str
+) -> None:
+    world = World(Random(f"counted {mode} {family}"))
+    left = COUNTED
+    while left > 0:
+        play.apply(world)
+        for attempt in world.attempts():
+            answer = play.explained(attempt)
+            if answer["outcome"] != "forwarded" or attempt.sticky:
+                continue
+            objects = answer["kernel"]["objects"]
+            shown = {f"{item['where'].partition(' ')[2]} {item['text']}" for item in objects}
+            counted = play.counted(attempt)
+            assert counted
+            assert counted <= shown
+            left -= 1
