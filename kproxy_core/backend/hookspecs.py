@@ -27,6 +27,7 @@ from kproxy_core.backend.api import (
 )
 from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServicePortKey
+from kproxy_core.plan.service_plan import Frontend
 
 PROJECT = "kproxy"
 ENTRY_POINTS = "kproxy.backends"
@@ -159,6 +160,15 @@ def kproxy_explain(questions: Sequence[Question], live: bool) -> Sequence[Kernel
     Optional. With *live*, read them from the kernel now; without it, return those that a sync would write,
     which needs no privileges. Changes nothing. Called from a different thread than the other hooks, while
     syncs run: use sockets of its own. All questions are about one family. Raises BackendError or HostError.
+    """
+    raise NotImplementedError
+
+
+@hookspec(firstresult=True)
+def kproxy_frontends(family: Family) -> Sequence[Frontend]:
+    """Return the frontends that the kernel's objects of this mode serve now, wanted or not.
+
+    Optional; serves ``kproxy diff``. Called as `kproxy_explain`. Raises BackendError or HostError.
     """
     raise NotImplementedError
 

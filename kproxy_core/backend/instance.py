@@ -15,6 +15,7 @@ from kproxy_core.backend.api import (
 )
 from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServicePortKey
+from kproxy_core.plan.service_plan import Frontend
 
 
 class BackendInstance:
@@ -63,6 +64,11 @@ class BackendInstance:
         """See `hookspecs.kproxy_explain`. None: the backend does not implement it."""
         sides: Sequence[KernelSide] | None = self._call("kproxy_explain", questions=questions, live=live)
         return sides
+
+    def frontends(self, family: Family) -> Sequence[Frontend] | None:
+        """See `hookspecs.kproxy_frontends`. None: the backend does not implement it."""
+        found: Sequence[Frontend] | None = self._call("kproxy_frontends", family=family)
+        return found
 
     def watch(self, damaged: Damage) -> bool:
         """See `hookspecs.kproxy_watch`."""

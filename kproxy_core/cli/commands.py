@@ -133,7 +133,7 @@ def explain(
     --kubeconfig, --master or --config the answer is from those objects, and shows the rules that a proxy
     would write.
     """
-    from kproxy_core.cli.explaining import ask_proxy, explain_objects, formatted
+    from kproxy_core.cli.explaining import OBJECTS, ask_proxy, explain_objects, formatted
     from kproxy_core.cli.terminal import show
     from kproxy_core.explain.request import NoAnswer
     from kproxy_core.modes.control import NoProxy, RequestRefused
@@ -144,7 +144,7 @@ def explain(
     request = {"to": words[-1], "from": sender, "origin": origin or ""}
     flags = given(options)
     try:
-        if {"manifests", "kubeconfig", "master", "config"} & set(flags):
+        if OBJECTS & set(flags):
             with cli_errors():
                 packets = explain_objects(request, flags)
         else:
@@ -152,6 +152,35 @@ def explain(
     except (NoAnswer, NoProxy, RequestRefused) as error:
         raise click.ClickException(str(error)) from error
     show(formatted(packets, output))
+
+
+@kproxy.command(cls=FlagCommand)
+@with_flags(RULES)
+@_TEXT_OR_JSON
+@click.pass_context
+def diff(context: click.Context, /, output: str, **options: Any) -> None:
+    """Compare the kernel with the Services, by what it does with packets. Nothing is written.
+
+    Exit status: 0 the same, 1 different, 2 it cannot be told. The running proxy answers. With --manifests,
+    --kubeconfig, --master or --config this process compares, also beside a kube-proxy that writes the rules
+    of the same mode.
+    """
+    from kproxy_core.cli.comparing import UNCLEAR, compare, formatted, status_of
+    from kproxy_core.cli.terminal import show
+    from kproxy_core.explain.request import NoAnswer
+    from kproxy_core.modes.control import NoProxy, RequestRefused
+
+    try:
+        with cli_errors():
+            found = compare(given(options))
+    except click.ClickException as error:
+        error.show()
+        context.exit(UNCLEAR)
+    except (NoAnswer, NoProxy, RequestRefused) as error:
+        click.ClickException(str(error)).show()
+        context.exit(UNCLEAR)
+    show(formatted(found, output))
+    context.exit(status_of(found))
 
 
 @kproxy.command(cls=FlagCommand)

@@ -1,15 +1,39 @@
 """``kproxy explain``."""
 
+from __future__ import annotations
+
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kproxy_core.cli.terminal import bad, faint, good, hint, strong
 from kproxy_core.config.flags import Flags
 from kproxy_core.modes.control import NoProxy, send_request
 
+if TYPE_CHECKING:
+    from kproxy_core.backend.api import BackendSettings
+    from kproxy_core.backend.instance import BackendInstance
+    from kproxy_core.backend.registry import Registry
+    from kproxy_core.model.address import Family
+    from kproxy_core.sync.family_plans import FamilyPlans
+
 Packets = Sequence[Mapping[str, Any]]
+
+OBJECTS = frozenset({"manifests", "kubeconfig", "master", "config"})
+"""Flags that say where objects are, so that no running proxy is asked."""
+
+
+class Objects(NamedTuple):
+    """The plans for objects that were read without a running proxy, and a backend of the mode."""
+
+    plans: Mapping[Family, FamilyPlans]
+    registry: Registry
+    instance: BackendInstance
+    settings_of: Callable[[str], BackendSettings]
+    """Returns the settings of each mode."""
+
 
 _INDENT = 14
 _SENDERS = {"pod": "a pod", "node": "this node", "outside": "outside"}
@@ -28,12 +52,20 @@ def ask_proxy(request: Mapping[str, str]) -> Packets:
 
 def explain_objects(request: Mapping[str, str], flags: Flags) -> Packets:
     """Return the answers for the objects that *flags* name. Raises NoAnswer, and as `cli_errors` expects."""
+    from kproxy_core.process.explaining import explain_written
+
+    with read_objects(flags) as (plans, registry, instance, _):
+        return explain_written(request, plans, registry, instance)
+
+
+@contextmanager
+def read_objects(flags: Flags) -> Iterator[Objects]:
+    """Yield the plans for the objects that *flags* name. Raises as `cli_errors` expects."""
     from kproxy_core.cli.planning import read_plans
     from kproxy_core.cli.running import prepare
     from kproxy_core.observe import logs
     from kproxy_core.process.choice import conclude
-    from kproxy_core.process.explaining import explain_written
-    from kproxy_core.process.terms import backend_settings, served_families
+    from kproxy_core.process.terms import backend_settings, served_families, settings_of_modes
 
     config, registry, configuration = prepare(flags)
     families = served_families()
@@ -42,7 +74,8 @@ def explain_objects(request: Mapping[str, str], flags: Flags) -> Packets:
     logs.set_up(0, "text")
     instance = registry.make_backend(config.mode, backend_settings(config, families))
     try:
-        return explain_written(request, read_plans(config, registry, families), registry, instance)
+        plans = read_plans(config, registry, families)
+        yield Objects(plans, registry, instance, settings_of_modes(configuration, families))
     finally:
         registry.close_backend(instance)
 

@@ -8,6 +8,7 @@ from kproxy_core.explain.question import Case, Plans
 from kproxy_core.explain.verdict import DIFFERS, UNKNOWN, judge
 from kproxy_core.model.address import format_socket
 from kproxy_core.model.node import NodeView
+from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.fate import Origin, Packet, stand_in
 from kproxy_core.plan.service_plan import Frontend
 
@@ -43,15 +44,14 @@ def stale(frontends: Iterable[Frontend], plans: Plans) -> Iterator[Json]:
             }  # fmt: skip
 
 
-def packets_to_all(plans: Plans) -> Iterator[Case]:
-    """Yield a packet of each origin to every frontend."""
-    node = plans.node
-    for plan in plans.plans.values():
+def packets_to(plans: Plans, keys: Iterable[ServicePortKey]) -> list[Case]:
+    """Return a packet of each origin to every frontend of the service ports *keys* that still exist."""
+    found: list[Case] = []
+    for plan in filter(None, map(plans.plans.get, keys)):
         for frontend in plan.frontends():
-            for origin in Origin:
-                packet = _packet(frontend, origin, node)
-                if packet is not None:
-                    yield Case.of(plans, packet, frontend, is_typical=True)
+            packets = (_packet(frontend, origin, plans.node) for origin in Origin)
+            found += [Case.of(plans, packet, frontend, is_typical=True) for packet in packets if packet]
+    return found
 
 
 def _packet(frontend: Frontend, origin: Origin, node: NodeView) -> Packet | None:

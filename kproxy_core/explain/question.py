@@ -41,6 +41,17 @@ class Case(NamedTuple):
     has_cluster_ip: bool
     """The destination is some Service's ClusterIP."""
 
+    @classmethod
+    def of(cls, plans: Plans, packet: Packet, frontend: Frontend, *, is_typical: bool) -> "Case":
+        """Return the case of a *packet* to *frontend*, which need not be anybody's."""
+        node = plans.node
+        plan = plans.owner(frontend)
+        if plan is None:
+            near, has_cluster_ip = _near(plans, packet)
+            return cls(Question(packet, node, None, None), (), is_typical, near, has_cluster_ip)
+        candidates = plans.candidates(plan.key)
+        return cls(Question(packet, node, frontend, plan), candidates, is_typical, "", has_cluster_ip=False)
+
 
 def cases(plans: Mapping[Family, Plans], target: Socket | ServiceTarget, sender: Sender) -> list[Case]:
     """Return the packets that *sender* may send to *target*. Raises NoAnswer."""
@@ -50,22 +61,13 @@ def cases(plans: Mapping[Family, Plans], target: Socket | ServiceTarget, sender:
             continue
         for destination, frontend in _destinations(of_family, target):
             for origin, source, is_typical in _senders(of_family, sender):
-                found.append(_case(
+                found.append(Case.of(
                     of_family, Packet(origin, source, destination, frontend.protocol, frontend.port),
                     frontend, is_typical=is_typical,
                 ))  # fmt: skip
     if not found:
         raise NoAnswer(_nothing(plans, target, sender))
     return found
-
-
-def _case(plans: Plans, packet: Packet, frontend: Frontend, *, is_typical: bool) -> Case:
-    node = plans.node
-    plan = plans.owner(frontend)
-    if plan is None:
-        near, has_cluster_ip = _near(plans, packet)
-        return Case(Question(packet, node, None, None), (), is_typical, near, has_cluster_ip)
-    return Case(Question(packet, node, frontend, plan), plans.candidates(plan.key), is_typical, "", False)
 
 
 def _destinations(

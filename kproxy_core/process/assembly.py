@@ -41,7 +41,7 @@ from kproxy_core.observe.sync_observers import HealthCheckObserver, HealthObserv
 from kproxy_core.process import preparation
 from kproxy_core.process.choice import Choice, choose
 from kproxy_core.process.ending import stop_on_signals
-from kproxy_core.process.explaining import explain_running
+from kproxy_core.process.explaining import compare_running, explain_running, leftovers
 from kproxy_core.process.family_checks import doubts, unservable
 from kproxy_core.process.steering import FollowedFile, answer_requests
 from kproxy_core.process.terms import (
@@ -207,7 +207,7 @@ class _Proxy:
         self._tuned = not self._privileged or preparation.tune_conntrack(self._limits, self._events)
         self._server = HttpServer()
         self._loop = self._make_loop(instance)
-        settings_of = settings_of_modes(configuration, families)
+        settings_of = self._settings_of = settings_of_modes(configuration, families)
         self._retiring = RetiringModes(registry, settings_of, config.mode)
         self._switch = ModeSwitch(
             self._loop, registry, self._retiring, journal, instance=instance, configured=configuration.mode,
@@ -257,7 +257,7 @@ class _Proxy:
         followed = FollowedFile(
             self._configuration, self._switch, self._events, partial(self._end, FILE_CHANGED))
         followed.start()
-        control = ControlServer(answer_requests(self._switch, self._explain))
+        control = ControlServer(answer_requests(self._switch, self._explain, self._compare))
         control.start()
         self._source.start(self._loop.emit)
         try:
@@ -277,6 +277,13 @@ class _Proxy:
 
     def _explain(self, request: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         return explain_running(request, self._loop, self._registry, self._switch.instance)
+
+    def _compare(self) -> Sequence[Mapping[str, Any]]:
+        instance = self._switch.instance
+        return [
+            *compare_running(self._loop, instance),
+            *leftovers(self._registry, self._settings_of, instance.mode),
+        ]
 
     def _listen(self) -> None:
         self._server.start()

@@ -1,18 +1,25 @@
-"""Answers to ``kproxy explain``: from the plans of the running proxy, or of objects that were just read."""
+"""Answers to ``kproxy explain`` and ``kproxy diff``, from the running proxy's plans or from others."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from kproxy_core.backend.api import Caveat, KernelSide, Scope, Update
+from kproxy_core.backend.api import BackendSettings, Caveat, KernelSide, Scope, Update
 from kproxy_core.backend.errors import BackendError
 from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.backend.registry import Registry
 from kproxy_core.explain.answer import answer
+from kproxy_core.explain.difference import differences, packets_to, stale
 from kproxy_core.explain.question import Case, Plans, cases
 from kproxy_core.explain.request import NoAnswer, parse_sender, parse_target
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family
+from kproxy_core.model.service import ServicePortKey
+from kproxy_core.plan.service_plan import Frontend
 from kproxy_core.sync.loop import Loop
+
+_AT_ONCE = 100
+"""Service ports that the loop's thread looks up in one call."""
 
 
 class Request:
@@ -60,12 +67,7 @@ def answers(
     sides: dict[int, KernelSide] = {}
     for family in Family:
         of_family = [at for at, case in enumerate(found) if case.question.node.family is family]
-        if not of_family:
-            continue
-        try:
-            given = instance.explain([found[at].question for at in of_family], live=live)
-        except (BackendError, HostError) as error:
-            raise NoAnswer(f"the kernel's {family.label} state cannot be read: {error}") from error
+        given = _ask(instance, [found[at] for at in of_family], live=live)
         sides |= dict(zip(of_family, given or (), strict=given is not None))
     return [
         answer(case, sides.get(at), mode=instance.mode, live=live, caveats=caveats[at])
@@ -84,3 +86,76 @@ def caveats_of(case: Case, registry: Registry, instance: BackendInstance) -> lis
         caveat for caveat in registry.caveats(instance.mode, update, instance.settings)
         if caveat.service_port == question.plan.key
     ]
+
+
+def compare_running(loop: Loop, instance: BackendInstance) -> list[dict[str, Any]]:
+    """Return the differences between the kernel and the running proxy's plans. Raises NoAnswer.
+
+    The loop's thread looks up a few Services at a time, so that syncs are not delayed.
+    """
+    found: list[dict[str, Any]] = []
+    for family, plans in loop.call(lambda: loop.plans).items():
+        keys: list[ServicePortKey] = loop.call(partial(list, plans.plans))
+        packets = [
+            case for start in range(0, len(keys), _AT_ONCE)
+            for case in loop.call(partial(packets_to, plans, keys[start:start + _AT_ONCE]))
+        ]
+        frontends = frontends_of(instance, family)
+        found += compare(instance, packets)
+        found += loop.call(partial(list, stale(frontends, plans)))
+    return found
+
+
+def compare_with(plans: Mapping[Family, Plans], instance: BackendInstance) -> list[dict[str, Any]]:
+    """Return the differences between the kernel and *plans*. Raises NoAnswer."""
+    found: list[dict[str, Any]] = []
+    for family, of_family in plans.items():
+        found += compare(instance, packets_to(of_family, list(of_family.plans)))
+        found += stale(frontends_of(instance, family), of_family)
+    return found
+
+
+def compare(instance: BackendInstance, packets: Sequence[Case]) -> list[dict[str, Any]]:
+    """Return what the live kernel does differently with *packets*. Raises NoAnswer."""
+    sides = _ask(instance, packets, live=True)
+    if sides is None:
+        raise NoAnswer(f"mode {instance.mode} does not say what its rules do")
+    return list(differences(packets, sides))
+
+
+def frontends_of(instance: BackendInstance, family: Family) -> Sequence[Frontend]:
+    """Return the frontends in the kernel; none if the mode does not tell. Raises NoAnswer."""
+    try:
+        return instance.frontends(family) or ()
+    except (BackendError, HostError) as error:
+        raise NoAnswer(f"the kernel's {family.label} state cannot be read: {error}") from error
+
+
+def _ask(
+    instance: BackendInstance, packets: Sequence[Case], *, live: bool
+) -> Sequence[KernelSide] | None:
+    """Return the kernel's side of packets of one family; None: the mode has none. Raises NoAnswer."""
+    if not packets:
+        return ()
+    try:
+        return instance.explain([case.question for case in packets], live=live)
+    except (BackendError, HostError) as error:
+        family = packets[0].question.node.family.label
+        raise NoAnswer(f"the kernel's {family} state cannot be read: {error}") from error
+
+
+def leftovers(
+    registry: Registry, settings_of: Callable[[str], BackendSettings], serving: str
+) -> list[dict[str, Any]]:
+    """Return what other modes than the *serving* one left in the kernel, as differences."""
+    used = registry.layers(serving)
+    found: list[dict[str, Any]] = []
+    for mode in [description.mode for description in registry.load_all()]:
+        if mode not in used:
+            left = registry.cleanup(mode, settings_of(mode), dry_run=True, own_only=True)
+            found += [
+                {"kind": "leftover", "frontend": f"mode {mode}", "service_port": "", "senders": [],
+                 "difference": f"left {line}"}
+                for line in left.removed
+            ]
+    return found

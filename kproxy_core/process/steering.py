@@ -21,9 +21,12 @@ log = logging.getLogger("kproxy.run")
 Explain = Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]]
 """Answers a request of ``kproxy explain``: one answer for each packet."""
 
+CompareKernel = Callable[[], Sequence[Mapping[str, Any]]]
+"""Returns the differences between the kernel and the plans."""
 
-def answer_requests(switch: ModeSwitch, explain: Explain) -> Handler:
-    """Return the handler of the control socket's requests. *explain* may raise NoAnswer."""
+
+def answer_requests(switch: ModeSwitch, explain: Explain, compare_kernel: CompareKernel) -> Handler:
+    """Return the handler of the control socket's requests. The last two may raise NoAnswer."""
 
     def answer(request: Mapping[str, Any], report_progress: ReportProgress) -> Mapping[str, Any]:
         try:
@@ -35,6 +38,8 @@ def answer_requests(switch: ModeSwitch, explain: Explain) -> Handler:
                     return {"mode": switch.instance.mode, **_described(switch.compare(mode))}
                 case {"do": "explain", "to": str()}:
                     return {"mode": switch.instance.mode, "packets": explain(request)}
+                case {"do": "diff"}:
+                    return {"mode": switch.instance.mode, "differences": compare_kernel()}
         except (SwitchFailed, NoAnswer) as error:
             raise RequestRefused(str(error)) from error
         raise RequestRefused("unknown request")

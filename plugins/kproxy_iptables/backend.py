@@ -18,7 +18,8 @@ from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.programs import OwnProcesses
 from kproxy_core.model.address import Family
-from kproxy_iptables.explain import explain
+from kproxy_core.plan.service_plan import Frontend
+from kproxy_iptables.explain import explain, frontends
 from kproxy_iptables.family import FamilyState
 from kproxy_iptables.metrics import measurements
 from kproxy_iptables.render import render_text
@@ -75,6 +76,11 @@ class IptablesBackend:
     def kproxy_explain(self, questions: Sequence[Question], live: bool) -> Sequence[KernelSide]:
         """Return the rules that each packet meets. Raises HostError, Unsupported."""
         return explain(questions, live=live)
+
+    @hookimpl
+    def kproxy_frontends(self, family: Family) -> Sequence[Frontend]:
+        """Return the frontends that the kernel serves now. Raises BackendError or HostError."""
+        return frontends(family)
 
     @hookimpl
     def kproxy_watch(self, damaged: Damage) -> bool:

@@ -1,13 +1,15 @@
 """Serves the hook `kproxy_explain`: the rules that packets meet."""
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from kproxy_core.backend.api import KernelSide, Question
-from kproxy_core.model.address import Address, format_address
+from kproxy_core.model.address import Address, Family, Protocol, format_address, is_loopback, parse_address
 from kproxy_core.plan.fate import Choice, Fate, Kind, Origin, Outcome, kind_of
-from kproxy_iptables.names import FILTER, NAT
+from kproxy_core.plan.service_plan import Frontend
+from kproxy_iptables.names import EXTERNAL_SERVICES, FILTER, NAT, NODE_PORTS, SERVICES
 from kproxy_iptables.skeleton import JUMPS, Facts, constant_rules
 from kproxy_iptables.wanted import make_style, wanted
 from kproxy_xtables.rules import ChainKey
@@ -26,6 +28,24 @@ def explain(questions: Sequence[Question], *, live: bool) -> list[KernelSide]:
     tables = Tables(questions[0].node.family, find_variant())
     ruleset = _Rules(_saved(tables.save()))
     return [_side(question, ruleset) for question in questions]
+
+
+_DIALLED = re.compile(r"(?:.*-d (\S+)/\d+ )?.*-p (tcp|udp|sctp) .*--dport (\d+) -[jg] (\S+)")
+_OF_SERVICES = ("KUBE-SVC-", "KUBE-SVL-", "KUBE-EXT-", "KUBE-FW-", "REJECT", "DROP")
+
+
+def frontends(family: Family) -> list[Frontend]:
+    """Return the frontends that rules in the kernel match. Raises HostError, NoVariant."""
+    saved = _saved(Tables(family, find_variant()).save())
+    places = ((NAT, SERVICES), (NAT, NODE_PORTS), (FILTER, SERVICES), (FILTER, EXTERNAL_SERVICES))
+    found: dict[Frontend, None] = {}
+    for rule in (rule for place in places for rule in saved.get(place, ())):
+        match = _DIALLED.match(rule)
+        if match and match[4].startswith(_OF_SERVICES):
+            address = parse_address(match[1]) if match[1] else None
+            if address is None or not is_loopback(address):
+                found[Frontend(address, Protocol[match[2].upper()], int(match[3]))] = None
+    return list(found)
 
 
 class _Rules:

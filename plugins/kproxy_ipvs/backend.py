@@ -19,7 +19,8 @@ from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.modules import Modules
 from kproxy_core.model.address import Family
-from kproxy_ipvs.explain import explain
+from kproxy_core.plan.service_plan import Frontend
+from kproxy_ipvs.explain import explain, frontends
 from kproxy_ipvs.family import FamilyState
 from kproxy_ipvs.kernel import device, requirements, sets
 from kproxy_ipvs.kernel.virtual_servers import VirtualServers, refusal
@@ -72,6 +73,11 @@ class IpvsBackend:
     def kproxy_explain(self, questions: Sequence[Question], live: bool) -> Sequence[KernelSide]:
         """Return the rules, set entries and virtual servers that each packet meets. Raises HostError."""
         return explain(questions, self._settings, live=live)
+
+    @hookimpl
+    def kproxy_frontends(self, family: Family) -> Sequence[Frontend]:
+        """Return the frontends that the kernel serves now. Raises BackendError or HostError."""
+        return frontends(family)
 
     @hookimpl
     def kproxy_watch(self, damaged: Damage) -> bool:

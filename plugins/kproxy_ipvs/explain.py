@@ -6,8 +6,10 @@ from typing import NamedTuple, Protocol
 from kproxy_core.backend.api import KernelSide, Question
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Address, Family, format_address, format_socket
+from kproxy_core.model.address import Protocol as TransportProtocol
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome, Packet
+from kproxy_core.plan.service_plan import Frontend
 from kproxy_ipvs.applied import Applied
 from kproxy_ipvs.kernel import device, listing, sets
 from kproxy_ipvs.kernel.virtual_servers import VirtualServers
@@ -54,6 +56,18 @@ def explain(questions: Sequence[Question], settings: Settings, *, live: bool) ->
             (chain.table, chain.name): chain.rules for chain in Tables(family, find_variant()).save()}
         state = State(rules, sets.read(family), _InKernel(servers), device.read(family)[0])
         return [_side(question, state) for question in questions]
+    finally:
+        servers.close()
+
+
+def frontends(family: Family) -> list[Frontend]:
+    """Return the addresses of the kernel's virtual servers. Raises HostError."""
+    servers = VirtualServers()
+    try:
+        return [
+            Frontend(key.address, TransportProtocol(key.protocol), key.port)
+            for key in servers.keys(family) if key.address is not None
+        ]
     finally:
         servers.close()
 

@@ -16,7 +16,9 @@ from kproxy_core.backend.errors import Unsupported
 from kproxy_core.backend.family_sync import sync_family
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.host import privileges
-from kproxy_nftables.explain import explain
+from kproxy_core.model.address import Family
+from kproxy_core.plan.service_plan import Frontend
+from kproxy_nftables.explain import explain, frontends
 from kproxy_nftables.family import FamilyState
 from kproxy_nftables.features import PERMISSION, lacking
 from kproxy_nftables.kernel import Kernel
@@ -62,6 +64,11 @@ class NftablesBackend:
     def kproxy_explain(self, questions: Sequence[Question], live: bool) -> Sequence[KernelSide]:
         """Return the rules and elements that each packet meets. Raises BackendError."""
         return explain(questions, live=live)
+
+    @hookimpl
+    def kproxy_frontends(self, family: Family) -> Sequence[Frontend]:
+        """Return the frontends that the kernel serves now. Raises BackendError or HostError."""
+        return frontends(family)
 
     @hookimpl
     def kproxy_watch(self, damaged: Damage) -> bool:

@@ -7,12 +7,19 @@ from kproxy_core.backend.api import KernelSide, Question
 from kproxy_core.backend.errors import BackendError
 from kproxy_core.model.address import Address, Family
 from kproxy_core.model.node import NodeView
-from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_core.plan.service_plan import Frontend, ServicePlan
 from kproxy_nftables import skeleton
 from kproxy_nftables.kernel import Kernel
-from kproxy_nftables.names import NFT_FAMILY, SERVICE_CIDRS, TABLE
+from kproxy_nftables.names import NFT_FAMILY, NODE_PORTS, SERVICE_CIDRS, TABLE, VIPS
 from kproxy_nftables.walk import Table, walk
-from kproxy_nftables.wanted import Value, elements, node_elements, shared_elements, verdicts
+from kproxy_nftables.wanted import (
+    Value,
+    elements,
+    node_elements,
+    parse_port_key,
+    shared_elements,
+    verdicts,
+)
 
 
 def explain(questions: Sequence[Question], *, live: bool) -> list[KernelSide]:
@@ -23,6 +30,18 @@ def explain(questions: Sequence[Question], *, live: bool) -> list[KernelSide]:
     try:
         table = _InKernel(kernel, questions[0].node.family)
         return [_side(question, table) for question in questions]
+    finally:
+        kernel.close()
+
+
+def frontends(family: Family) -> list[Frontend]:
+    """Return the frontends in the maps of the kernel. Raises BackendError."""
+    kernel = Kernel()
+    try:
+        found = [Frontend(Address(key[:family.size]), *parse_port_key(key[family.size:]))
+                 for key, _ in kernel.elements(family, VIPS)]  # fmt: skip
+        return found + [
+            Frontend(None, *parse_port_key(key)) for key, _ in kernel.elements(family, NODE_PORTS)]
     finally:
         kernel.close()
 

@@ -36,6 +36,12 @@ def port_key(protocol: Protocol, port: int) -> bytes:
     return _PORT_KEY.pack(protocol, port)
 
 
+def parse_port_key(key: bytes) -> tuple[Protocol, int]:
+    """Decode the key that `port_key` encodes."""
+    protocol, port = _PORT_KEY.unpack(key)
+    return Protocol(protocol), port
+
+
 def endpoint_key(address: bytes, port: int) -> bytes:
     """Return the key of a frontend in an endpoint map, without the index: ``[daddr .] dport``."""
     return address + _PORT.pack(port)

@@ -22,8 +22,9 @@ from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.service import ServicePortKey
+from kproxy_core.plan.service_plan import Frontend
 from kproxy_userspace.batch import JUMPS, Redirect, iptables_rewrite, nft_rewrite
-from kproxy_userspace.explain import explain
+from kproxy_userspace.explain import explain, frontends
 from kproxy_userspace.family import GRACE_SECONDS, FamilyRelays
 from kproxy_userspace.kernel.portals import NoPortals, Portals, find_tables, open_portals
 from kproxy_userspace.kernel.ports import Allocator
@@ -116,6 +117,11 @@ class UserspaceBackend:
             return None if relays is None else relays.relay_at(protocol, port)
 
         return explain(questions, self._settings, find, live=live)
+
+    @hookimpl
+    def kproxy_frontends(self, family: Family) -> Sequence[Frontend]:
+        """Return the frontends that the kernel serves now. Raises BackendError or HostError."""
+        return frontends(family)
 
     @hookimpl
     def kproxy_watch(self, damaged: Damage) -> bool:

@@ -7,6 +7,7 @@ from kproxy_core.backend.api import KernelObject, KernelSide, Question
 from kproxy_core.host import programs
 from kproxy_core.model.address import (
     Address,
+    Family,
     Protocol,
     format_address,
     format_socket,
@@ -14,7 +15,8 @@ from kproxy_core.model.address import (
 )
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome, Packet
-from kproxy_userspace.batch import JUMPS, NFT_FAMILY, Redirect, iptables_rules
+from kproxy_core.plan.service_plan import Frontend
+from kproxy_userspace.batch import JUMPS, NFT_FAMILY, PORTAL_CHAINS, Redirect, iptables_rules
 from kproxy_userspace.kernel.portals import find_tables, may_have_portals
 from kproxy_userspace.names import TABLE, Endpoint
 from kproxy_userspace.settings import Settings
@@ -26,6 +28,7 @@ FindRelay = Callable[[Protocol, int], WantedRelay | None]
 """Returns the relay of this process at a port of the node."""
 
 _ELEMENT = re.compile(r"([0-9a-z][0-9a-z.:/ ]*) : (\d+)")
+_DIALLED = re.compile(r"(?:.*-d (\S+)/\d+ )?.*-p (tcp|udp) .*--dport (\d+) ")
 _IN_SOURCE_ORDER = re.compile(r"(\S+) \. (.+)")
 
 _RELAYED = "relays make connections of their own: endpoints see an address of the node, and use all endpoints"
@@ -38,8 +41,25 @@ def explain(
     """Return the way of each packet. *find* returns the relays that run. Raises HostError."""
     if not live:
         return [_as_written(question, settings) for question in questions]
-    portals = _Portals(questions[0])
+    portals = _Portals(questions[0].node.family)
     return [_as_is(question, settings, portals, find) for question in questions]
+
+
+def frontends(family: Family) -> list[Frontend]:
+    """Return the frontends of the portals in the kernel. Raises HostError."""
+    portals = _Portals(family)
+    found: dict[Frontend, None] = {}
+    for (_, chain), rules in portals.rules.items():
+        for rule in rules if chain in PORTAL_CHAINS else ():
+            match = _DIALLED.match(rule)
+            if match:
+                address = parse_address(match[1]) if match[1] else None
+                found[Frontend(address, Protocol[match[2].upper()], int(match[3]))] = None
+    for key in portals.elements:
+        *addresses, protocol, port = key.split(" . ")
+        address = parse_address(addresses[-1]) if addresses else None
+        found[Frontend(address, Protocol[protocol.upper()], int(port))] = None
+    return list(found)
 
 
 def _as_is(question: Question, settings: Settings, portals: "_Portals", find: FindRelay) -> KernelSide:
@@ -89,23 +109,22 @@ def _side(relay: WantedRelay | None, port: int, objects: Sequence[KernelObject])
 class _Portals:
     """The portals of one family in the kernel: iptables rules, or the elements of nft maps."""
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, family: Family) -> None:
         """Raises HostError."""
-        family = question.node.family
-        self._rules: dict[ChainKey, list[str]] = {}
-        self._elements: dict[str, int] = {}
+        self.rules: dict[ChainKey, list[str]] = {}
+        self.elements: dict[str, int] = {}
         tables = find_tables(family)
         if tables is not None and may_have_portals(tables):
-            self._rules = {(chain.table, chain.name): chain.rules for chain in tables.save("nat")}
+            self.rules = {(chain.table, chain.name): chain.rules for chain in tables.save("nat")}
             return
         listed = programs.run("nft", "list", "table", NFT_FAMILY[family], TABLE).stdout
-        self._elements = {found[1]: int(found[2]) for found in _ELEMENT.finditer(listed)}
+        self.elements = {found[1]: int(found[2]) for found in _ELEMENT.finditer(listed)}
 
     def follow(self, question: Question) -> tuple[int, list[KernelObject]]:
         """Return the port of this node that the packet is redirected to, 0 for none, and what it meets."""
         packet = question.packet
-        if self._rules:
-            walk = Walk(_Rules(self._rules), question.node)
+        if self.rules:
+            walk = Walk(_Rules(self.rules), question.node)
             (end,) = walk.through("nat", _hook(packet), Flight.of(packet))
             return end.flight.local or (end.flight.port if end.flight.translated else 0), list(walk.objects)
         last = f"{packet.protocol.name.lower()} . {packet.port}"
@@ -114,15 +133,15 @@ class _Portals:
         if Walk(_Rules({}), question.node).is_local(packet.destination):
             wanted.append(last)
         for key in wanted:
-            if key in self._elements:
-                port = self._elements[key]
+            if key in self.elements:
+                port = self.elements[key]
                 return port, [KernelObject(f"table {TABLE}", f"{key} : {port}")]
         return 0, []
 
     def _ranged(self, packet: Packet, dialled: str) -> list[str]:
         """Return the keys of elements that are for a network of sources which has the packet's."""
         found = []
-        for key in self._elements:
+        for key in self.elements:
             parts = _IN_SOURCE_ORDER.fullmatch(key)
             if parts and parts[2] == dialled and packet.source in network(parts[1]):
                 found.append(key)

@@ -54,3 +54,32 @@ def test_questions_without_an_answer_end_with_one_line(node: Namespace) -> None:
 
     assert "no kproxy runs in this network namespace" in complaint("10.96.0.10:80")
     assert "near names: shop/web" in complaint("shop/wbe", "--mode=nftables", f"--manifests={SHOP}")
+
+
+def test_damage_is_a_difference_until_it_is_repaired(node: Namespace, manifests: Path) -> None:
+    """Beside no proxy, so that nothing repairs it."""
+    flags = ("--mode=iptables", f"--manifests={manifests}")
+    with running(node, *flags) as proxy:
+        proxy.await_health()
+        assert "does what the plans say" in node.run(KPROXY, "diff")
+
+    def diff(*more: str) -> tuple[int, str]:
+        done = subprocess.run(
+            ["ip", "netns", "exec", node.name, KPROXY, "diff", *more],
+            capture_output=True, text=True, check=False,
+        )
+        return done.returncode, done.stdout
+
+    assert diff(*flags)[0] == 0
+    rules = node.run("iptables", "-t", "nat", "-S", "KUBE-SERVICES").splitlines()
+    (rule,) = [line for line in rules if "10.96.0.10" in line]
+    node.run("sh", "-c", f"iptables -t nat {rule.replace('-A', '-D', 1)}")
+    node.run("sh", "-c", "iptables -A KUBE-SERVICES -d 10.96.0.66 -p tcp --dport 80 -j DROP")
+    node.run("nft", "add", "table", "ip", "kproxy")
+    status, text = diff(*flags)
+    assert status == 1
+    assert "10.96.0.10:80/TCP of shop/web: the packet is not touched, and should be forwarded" in text
+    assert "10.96.0.66:80/TCP: the kernel serves it, and no Service wants it" in text
+    found = json.loads(diff(*flags, "-o", "json")[1])
+    assert {difference["kind"] for difference in found["differences"]} == {"frontend", "stale", "leftover"}
+    assert diff()[0] == 2

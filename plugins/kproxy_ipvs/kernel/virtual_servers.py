@@ -75,6 +75,12 @@ class VirtualServers:
                 for key, scheduling in filter(None, found) if key.family is family
             }  # fmt: skip
 
+    def keys(self, family: Family) -> list[ServerKey]:
+        """Return the identities of all virtual servers of *family*. Raises HostError."""
+        with self._lock:
+            found = map(messages.decode_server, self._dump(messages.dump_servers(), _SERVICE))
+            return [key for key, _ in filter(None, found) if key.family is family]
+
     def exists(self, key: ServerKey) -> bool:
         """Return whether the virtual server *key* exists. Raises HostError."""
         try:

@@ -7,7 +7,7 @@ import pytest
 
 from kproxy_core.model.address import Family
 from kproxy_core.plan.fate import Origin, Outcome
-from kproxy_iptables.explain import explain
+from kproxy_iptables.explain import explain, frontends
 from tests.plugins.explained import decided, essence, questions, serving
 
 FAMILIES = pytest.mark.parametrize("family", Family, ids=lambda family: family.label)
@@ -31,6 +31,11 @@ def test_the_rules_that_would_be_written_decide_as_the_plans_say(family: Family)
     asked = questions(family)
     for question, side in zip(asked, explain(asked, live=False), strict=True):
         assert essence(side.fate) == essence(decided(question)) or side.deviation, side.objects
+
+
+@FAMILIES
+def test_the_frontends_in_the_kernel_are_those_of_the_plans(family: Family, kernel: None) -> None:
+    assert set(frontends(family)) == {question.frontend for question in questions(family)}
 
 
 DAMAGE = {

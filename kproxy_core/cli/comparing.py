@@ -1,0 +1,56 @@
+"""``kproxy diff``."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kproxy_core.cli.explaining import OBJECTS, read_objects
+from kproxy_core.cli.terminal import bad, good, hint
+from kproxy_core.config.flags import Flags
+from kproxy_core.modes.control import send_request
+
+SAME, DIFFERENT, UNCLEAR = 0, 1, 2
+"""Exit status."""
+
+Found = Mapping[str, Any]
+
+
+def compare(flags: Flags) -> Found:
+    """Return the mode and the differences.
+
+    With objects in *flags*, this process reads the kernel; else the running proxy does. Raises NoProxy,
+    RequestRefused or NoAnswer, and as `cli_errors` expects.
+    """
+    if not OBJECTS & set(flags):
+        return send_request({"do": "diff"}, lambda line: None)
+    from kproxy_core.process.explaining import compare_with, leftovers
+
+    with read_objects(flags) as (plans, registry, instance, settings_of):
+        left = leftovers(registry, settings_of, instance.mode)
+        return {"mode": instance.mode, "differences": [*compare_with(plans, instance), *left]}
+
+
+def status_of(found: Found) -> int:
+    """Return the exit status."""
+    kinds = {difference["kind"] for difference in found["differences"]}
+    if not kinds:
+        return SAME
+    return UNCLEAR if kinds == {"unclear"} else DIFFERENT
+
+
+def formatted(found: Found, output: str) -> str:
+    """Return the differences as text or JSON."""
+    if output == "json":
+        return json.dumps(found, indent=2)
+    differences: Sequence[Mapping[str, Any]] = found["differences"]
+    if not differences:
+        return good(f"the kernel does what the plans say ({found['mode']})")
+    return "\n".join(map(_line, differences))
+
+
+def _line(difference: Mapping[str, Any]) -> str:
+    style = hint if difference["kind"] == "unclear" else bad
+    of = f" of {difference['service_port']}" if difference["service_port"] else ""
+    senders = difference["senders"]
+    whom = f" (packets from {', '.join(senders)})" if senders and len(senders) < 3 else ""
+    return f"{difference['frontend']}{of}: {style(difference['difference'])}{whom}"
