@@ -1,1 +1,1 @@
-"""The userspace backend: portals redirect to relays, which move the bytes."""
+"""The userspace backend: portals redirect to relays, which copy the bytes between clients and endpoints."""

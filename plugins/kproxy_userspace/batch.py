@@ -1,48 +1,29 @@
-"""Portals as text: for iptables-restore, in kube-proxy's chains; or for nft, as elements of a few maps."""
+"""Portals encoded as text: iptables-restore input with kube-proxy's chains, or nft commands. Pure."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_address, format_socket
 from kproxy_userspace import names
-from kproxy_userspace.names import TABLE
-from kproxy_userspace.wanted import Portal
-from kproxy_xtables.rules import TO_THIS_NODE, Jump
-
-
-class Redirect(NamedTuple):
-    """A portal, and where it leads to."""
-
-    portal: Portal
-    port: int
-    """Of the relay."""
-    at: Address | None = None
-    """Where that listens; None: at every address."""
-
-
-PORTAL_CHAINS = (
-    names.PORTALS_CONTAINER, names.PORTALS_HOST, names.NODE_PORT_CONTAINER, names.NODE_PORT_HOST,
-)  # fmt: skip
+from kproxy_userspace.names import PORTAL_CHAINS, TABLE
+from kproxy_userspace.skeleton import (
+    NFT_FAMILY,
+    NFT_MAPS,
+    NODE_PORTS,
+    PIN,
+    RANGED_VIPS,
+    VIPS,
+    nft_skeleton,
+)
+from kproxy_userspace.wanted import Portal, Redirect
+from kproxy_xtables.rules import Jump
 
 _LONGEST_COMMENT = 255
 
 
-_FIRST = "handle ClusterIPs; NOTE: this must be before the NodePort rules"
-_LAST = "handle service NodePorts; NOTE: this must be the last rule in the chain"
-_FILTER = "Ensure that non-local NodePort traffic can flow"
-JUMPS = (
-    Jump("nat", "PREROUTING", names.PORTALS_CONTAINER, _FIRST),
-    Jump("nat", "OUTPUT", names.PORTALS_HOST, _FIRST),
-    Jump("nat", "PREROUTING", names.NODE_PORT_CONTAINER, _LAST, TO_THIS_NODE, at_end=True),
-    Jump("nat", "OUTPUT", names.NODE_PORT_HOST, _LAST, TO_THIS_NODE, at_end=True),
-    Jump("filter", "INPUT", names.NON_LOCAL, _FILTER),
-)
-
-
 def iptables_rules(redirect: Redirect) -> dict[str, list[str]]:
-    """The rules of one portal, by table, each with its chain in front.
+    """Return the rules of one portal by table, each after the name of its chain.
 
-    kube-proxy sent the node's own traffic to the node's address; REDIRECT does without one.
+    kube-proxy used DNAT to the node's address for the node's own traffic. REDIRECT needs no address.
     """
     portal, proxy_port, at = redirect
     protocol = portal.protocol.name.lower()
@@ -71,7 +52,7 @@ def iptables_rules(redirect: Redirect) -> dict[str, list[str]]:
 
 
 def iptables_change(deletes: Iterable[Redirect], adds: Iterable[Redirect]) -> str:
-    """What takes rules out and puts others in, for ``iptables-restore --noflush``."""
+    """Return input for ``iptables-restore --noflush`` that deletes rules and adds others."""
     lines: dict[str, list[str]] = {"nat": [], "filter": []}
     for action, redirects in (("-D", deletes), ("-A", adds)):
         for redirect in redirects:
@@ -81,7 +62,7 @@ def iptables_change(deletes: Iterable[Redirect], adds: Iterable[Redirect]) -> st
 
 
 def iptables_rewrite(redirects: Iterable[Redirect], missing: Sequence[Jump]) -> str:
-    """What makes the chains hold exactly the rules for *redirects*, and adds *missing* jumps."""
+    """Return input that makes our chains hold exactly the rules of *redirects*, and adds *missing* jumps."""
     lines = {
         "nat": [f":{chain} - [0:0]" for chain in PORTAL_CHAINS],
         "filter": [f":{names.NON_LOCAL} - [0:0]"],
@@ -94,18 +75,9 @@ def iptables_rewrite(redirects: Iterable[Redirect], missing: Sequence[Jump]) -> 
     return _tables(lines)
 
 
-_PIN = "-m comment --comment \"kproxy: established connections stay translated\" -m conntrack --ctstate NEW"
-"""A rule that does nothing."""
-
-
 def iptables_pin() -> str:
-    """What makes the chain of the filter table hold nothing but a rule that needs connection tracking."""
-    return _tables({"filter": [f":{names.NON_LOCAL} - [0:0]", f"-A {names.NON_LOCAL} {_PIN}"]})
-
-
-def is_pin(rule: str) -> bool:
-    """Whether *rule* is that one, without its chain."""
-    return rule == _PIN
+    """Return input that leaves only the rule without effect in our chain of the filter table."""
+    return _tables({"filter": [f":{names.NON_LOCAL} - [0:0]", f"-A {names.NON_LOCAL} {PIN}"]})
 
 
 def _tables(lines: dict[str, list[str]]) -> str:
@@ -114,56 +86,8 @@ def _tables(lines: dict[str, list[str]]) -> str:
     )
 
 
-NFT_FAMILY = {Family.IPV4: "ip", Family.IPV6: "ip6"}
-
-_VIPS, _RANGED, _NODE_PORTS = "vips", "ranged-vips", "node-ports"
-
-
-def nft_target(at: Address | None) -> str:
-    """How nft writes where a portal leads to, without the port."""
-    return "redirect to :" if at is None else f"dnat to {format_socket(at, 0).removesuffix('0')}"
-
-
-def nft_skeleton(family: Family, at: Address | None = None) -> str:
-    """The empty table, whatever was in it, for relays that listen *at*; None: at every address."""
-    ip = NFT_FAMILY[family]
-    protocol = "meta l4proto { tcp, udp }"
-    to = nft_target(at)
-    address = "ipv4_addr" if family is Family.IPV4 else "ipv6_addr"
-    return f"""\
-add table {ip} {TABLE}
-delete table {ip} {TABLE}
-table {ip} {TABLE} {{
-    comment "VIPs and node ports lead to the relays of kproxy"
-    map {_VIPS} {{
-        type {address} . inet_proto . inet_service : inet_service
-    }}
-    map {_RANGED} {{
-        type {address} . {address} . inet_proto . inet_service : inet_service
-        flags interval
-    }}
-    map {_NODE_PORTS} {{
-        type inet_proto . inet_service : inet_service
-    }}
-    chain portals {{
-        {protocol} {to}{ip} daddr . meta l4proto . th dport map @{_VIPS}
-        {protocol} {to}{ip} saddr . {ip} daddr . meta l4proto . th dport map @{_RANGED}
-        fib daddr type local {protocol} {to}meta l4proto . th dport map @{_NODE_PORTS}
-    }}
-    chain nat-prerouting {{
-        type nat hook prerouting priority dstnat
-        jump portals
-    }}
-    chain nat-output {{
-        type nat hook output priority -100
-        jump portals
-    }}
-}}
-"""
-
-
 def nft_change(family: Family, deletes: Iterable[Redirect], adds: Iterable[Redirect]) -> str:
-    """Commands that take elements out and put others in."""
+    """Return commands that delete elements and add others."""
     ip = NFT_FAMILY[family]
     text = ""
     for action, redirects in (("delete", deletes), ("add", adds)):
@@ -177,25 +101,24 @@ def nft_change(family: Family, deletes: Iterable[Redirect], adds: Iterable[Redir
 
 
 def nft_empty(family: Family) -> str:
-    """Commands that take all elements out."""
-    maps = (_VIPS, _RANGED, _NODE_PORTS)
-    return "".join(f"flush map {NFT_FAMILY[family]} {TABLE} {name}\n" for name in maps)
+    """Return commands that delete all elements."""
+    return "".join(f"flush map {NFT_FAMILY[family]} {TABLE} {name}\n" for name in NFT_MAPS)
 
 
 def nft_rewrite(family: Family, redirects: Iterable[Redirect], at: Address | None) -> str:
-    """Commands that make the table anew with just these."""
+    """Return commands that replace the table by one with exactly *redirects*."""
     return nft_skeleton(family, at) + nft_change(family, (), redirects)
 
 
 def nft_key(portal: Portal) -> tuple[str, str]:
-    """The map that an element is in, and its key as nft writes it."""
+    """Return the map of a portal's element, and its key as nft prints it."""
     last = f"{Protocol(portal.protocol).name.lower()} . {portal.port}"
     if portal.address is None:
-        return _NODE_PORTS, last
+        return NODE_PORTS, last
     last = f"{format_address(portal.address)} . {last}"
-    return (_VIPS, last) if portal.source is None else (_RANGED, f"{_source(portal.source)} . {last}")
+    return (VIPS, last) if portal.source is None else (RANGED_VIPS, f"{_source(portal.source)} . {last}")
 
 
 def _source(cidr: Cidr) -> str:
-    """Without the length if that says nothing."""
+    """Return *cidr* as nft prints it: without the length if it is one address."""
     return str(cidr).removesuffix(f"/{8 * len(cidr.network)}")

@@ -1,4 +1,4 @@
-"""What this mode does not do as a Service asks, or as other modes do. Pure."""
+"""Deviations of this mode from what a Service asks, or from other modes. Pure."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,17 +9,17 @@ from kproxy_core.plan.service_plan import ServicePlan
 
 
 def caveats(update: Update, *, listen: Address | None, udp_idle_seconds: float) -> Sequence[Caveat]:
-    """*listen* and *udp_idle_seconds* as in `kproxy_userspace.settings.Settings`."""
+    """Return all deviations. *listen* and *udp_idle_seconds* are those of `settings.Settings`."""
     plans = sorted_plans(update)
     return (
-        *_where(update, listen),
+        *_of_addresses(update, listen),
         *_of_all(plans, udp_idle_seconds),
         *(caveat for plan in plans for caveat in _of_service_port(plan)),
     )
 
 
-def _where(update: Update, listen: Address | None) -> Iterator[Caveat]:
-    """Which addresses serve."""
+def _of_addresses(update: Update, listen: Address | None) -> Iterator[Caveat]:
+    """Yield the deviations of the addresses that serve."""
     if listen is None:
         yield from of_node_ports(
             update, loopback=update.node.node_ports_on_loopback, any_local_address=True)
@@ -46,7 +46,7 @@ def _of_service_port(plan: ServicePlan) -> Iterator[Caveat]:
     if plan.key.protocol is Protocol.SCTP:
         yield Caveat("SCTP is not relayed", plan.key)
         return
-    # Of a ClusterIP alone the endpoints elsewhere are nobody's, so that policy is kept.
+    # A plan with only a ClusterIP has no endpoints on other nodes, so the policy is respected.
     if plan.internal_policy_local and (plan.node_port or plan.external_addresses):
         yield Caveat("the internal traffic policy Local is ignored", plan.key)
     if plan.external_policy_local:

@@ -1,4 +1,4 @@
-"""Whether this machine can run the mode: tried with the programs that it would use."""
+"""Requirements of the mode, tried with the programs that it would use."""
 
 from functools import partial
 
@@ -9,8 +9,8 @@ from kproxy_core.host.attempts import Attempts, Finding
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.modules import Modules
 from kproxy_core.model.address import Family, format_address
-from kproxy_userspace.batch import nft_skeleton
 from kproxy_userspace.settings import read_settings
+from kproxy_userspace.skeleton import nft_skeleton
 from kproxy_xtables.requirements import (
     ADDRTYPE,
     COMMENTS,
@@ -38,9 +38,9 @@ _NFT_MODULES = ("nf_tables", "nft_chain_nat", "nft_redir", "nft_fib", "nft_fib_i
 
 
 def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool) -> Detection:
-    """Try to redirect each family, with iptables, else nft; or nothing at all when there are no portals.
+    """Try to redirect each family with iptables, or else with nft. Without portals nothing is needed.
 
-    Outside of a *trial* most is concluded from modules.
+    Without a *trial*, most findings are concluded from kernel modules.
     """
     try:
         options = read_settings(settings)
@@ -75,7 +75,7 @@ def _by_nft(family: Family, attempts: Attempts) -> Finding:
 
 
 def _rootless(finding: Finding) -> Finding:
-    """With the way out that this mode has."""
+    """Add the remedy of serving without portals, unless the finding is met."""
     if finding.met:
         return finding
     return finding._replace(remedy=f"{finding.remedy}, {_ROOTLESS}" if finding.remedy else _ROOTLESS)

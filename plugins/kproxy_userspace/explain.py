@@ -16,15 +16,16 @@ from kproxy_core.model.address import (
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome, Packet
 from kproxy_core.plan.service_plan import Frontend
-from kproxy_userspace.batch import JUMPS, NFT_FAMILY, PORTAL_CHAINS, Redirect, iptables_rules
+from kproxy_userspace.batch import iptables_rules
 from kproxy_userspace.kernel.portals import find_tables, may_have_portals
-from kproxy_userspace.names import TABLE, Endpoint
+from kproxy_userspace.names import PORTAL_CHAINS, TABLE, Endpoint
 from kproxy_userspace.settings import Settings
-from kproxy_userspace.wanted import WantedRelay, wanted_relays
+from kproxy_userspace.skeleton import JUMPS, NFT_FAMILY
+from kproxy_userspace.wanted import Redirect, Wanted, wanted
 from kproxy_xtables.rules import ChainKey
 from kproxy_xtables.walk import Flight, Walk, network
 
-FindRelay = Callable[[Protocol, int], WantedRelay | None]
+FindRelay = Callable[[Protocol, int], Wanted | None]
 """Returns the relay of this process at a port of the node."""
 
 _ELEMENT = re.compile(r"([0-9a-z][0-9a-z.:/ ]*) : (\d+)")
@@ -81,7 +82,7 @@ def _as_is(question: Question, settings: Settings, portals: "_Portals", find: Fi
 
 def _as_written(question: Question, settings: Settings) -> KernelSide:
     packet, node, plan = question.packet, question.node, question.plan
-    relays = {} if plan is None else wanted_relays(plan, node, settings.listen)
+    relays = {} if plan is None else wanted(plan, node, settings.listen)
     for name, relay in relays.items():
         if settings.listen is not None and (packet.destination, packet.port) == (settings.listen, name.port):
             return _side(relay, 0, [])
@@ -91,7 +92,7 @@ def _as_written(question: Question, settings: Settings) -> KernelSide:
     return _side(relay_of_packet, 0, list(written.objects))
 
 
-def _side(relay: WantedRelay | None, port: int, objects: Sequence[KernelObject]) -> KernelSide:
+def _side(relay: Wanted | None, port: int, objects: Sequence[KernelObject]) -> KernelSide:
     """Return the answer for a packet that meets *objects*, then *relay*; *port* 0: not known."""
     if relay is None:
         fate = Fate(Outcome.UNTOUCHED, "no portal applies")
@@ -129,10 +130,10 @@ class _Portals:
             return end.flight.local or (end.flight.port if end.flight.translated else 0), list(walk.objects)
         last = f"{packet.protocol.name.lower()} . {packet.port}"
         dialled = f"{format_address(packet.destination)} . {last}"
-        wanted = [dialled, *self._ranged(packet, dialled)]
+        keys = [dialled, *self._ranged(packet, dialled)]
         if Walk(_Rules({}), question.node).is_local(packet.destination):
-            wanted.append(last)
-        for key in wanted:
+            keys.append(last)
+        for key in keys:
             if key in self.elements:
                 port = self.elements[key]
                 return port, [KernelObject(f"table {TABLE}", f"{key} : {port}")]
@@ -162,7 +163,7 @@ class _Rules:
         return False
 
 
-def _portal_rules(relays: Iterable[WantedRelay], at: Address | None) -> dict[ChainKey, list[str]]:
+def _portal_rules(relays: Iterable[Wanted], at: Address | None) -> dict[ChainKey, list[str]]:
     """Return the rules that lead to *relays*, whose ports are not known."""
     found: dict[ChainKey, list[str]] = {}
     for jump in JUMPS:

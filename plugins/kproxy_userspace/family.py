@@ -1,12 +1,11 @@
-"""One family's relays and portals: what was acknowledged, and how to get from there to what is wanted."""
+"""Relays and portals of one IP family, and the steps that bring them to the plans."""
 
 import itertools
 import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from kproxy_core.backend.api import SyncReport
 from kproxy_core.backend.errors import TrustLost
@@ -16,130 +15,108 @@ from kproxy_core.model.address import Address, Family, Protocol, format_address,
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_userspace.batch import Redirect
-from kproxy_userspace.flows import RelayedFlows
-from kproxy_userspace.kernel.arrivals import Port, arriving
+from kproxy_userspace.applied import Applied, Departing, Difference, Relay, RelayedFlows
+from kproxy_userspace.kernel.arrivals import arriving
 from kproxy_userspace.kernel.portals import Portals
-from kproxy_userspace.kernel.ports import Allocator, Holder, NoPort, hold
-from kproxy_userspace.kernel.workers import Workers
-from kproxy_userspace.wanted import Portal, RelayName, WantedRelay, wanted_relays
+from kproxy_userspace.kernel.ports import NoPort, RelayPorts, Reservations
+from kproxy_userspace.kernel.workers import WorkerPool
+from kproxy_userspace.wanted import Place, Redirect, RelayName, Wanted, wanted
 from kproxy_userspace.worker.wire import Serve
 
 log = logging.getLogger("kproxy.userspace")
 
 GRACE_SECONDS = 5.0
-"""After a portal has gone, packets that had passed its rule may not be known to connection tracking yet."""
+"""Time after the deletion of a portal in which conntrack may not know all clients that its rule matched."""
 
 _numbers = itertools.count(1)
 
 Plans = Mapping[ServicePortKey, ServicePlan]
-Place = tuple[Protocol, Address | None, int]
-"""A port at an address, None: at every one."""
 
 
-class Relay:
-    """One relay that is open, with the port that it has."""
-
-    __slots__ = ("holder", "key", "left", "number", "wanted")
-
-    def __init__(self, key: ServicePortKey, holder: Holder, wanted: WantedRelay) -> None:
-        self.key = key
-        self.holder = holder
-        self.number = next(_numbers)
-        self.wanted = wanted
-        self.left = 0.0
-        """When the last portal to it went, on the monotonic clock."""
-
-    @property
-    def port(self) -> Port:
-        return Port(self.wanted.protocol, self.holder.port)
-
-
-class FamilyRelays:
-    """All relays of one family; workers and portals follow."""
+class FamilyState:
+    """All relays and portals of one family."""
 
     def __init__(
-        self, family: Family, portals: Portals, workers: Workers, allocator: Allocator,
+        self, family: Family, portals: Portals, workers: WorkerPool, ports: RelayPorts,
         listen: Address | None, bind: Address | None,
     ) -> None:
-        """*listen*: at the ports of Services, there; *bind*: at any port, there; both None: everywhere."""
+        """With *listen*, bind relays to the ports of Services there, else to any port at *bind*.
+
+        None means every address.
+        """
         self.family = family
         self._portals = portals
         self._workers = workers
-        self._allocator = allocator
+        self._ports = ports
         self._listen = listen
         self._bind = bind
-        address = listen or bind
-        self._address = format_address(family.unspecified if address is None else address)
-        self._relays: dict[ServicePortKey, dict[RelayName, Relay]] = {}
-        self._applied: dict[ServicePortKey, frozenset[Redirect]] = {}
-        """What the kernel holds."""
-        self._held: dict[ServicePortKey, dict[Place, Holder | None]] = {}
-        """Ports that nobody else on this node may take; None: the address is not this node's."""
+        self._reservations = Reservations(family)
+        self._applied = Applied()
         self._unserved: dict[ServicePortKey, str] = {}
-        self._closing: list[Relay] = []
-        """What goes as soon as no portal leads to it."""
-        self._leaving: list[Relay] = []
-        """No portal leads to these, but somebody may be on the way: their ports must be nobody else's."""
         self._writing = threading.Lock()
-        """For the portals, which are what was applied but while somebody has this, and for what leaves."""
+        """Guards the portals, in the kernel and in `_applied`, and the departing relays."""
         self._withdrawn = False
         self._node: NodeView | None = None
-        """The node as of the last full sync; None: there was none, or it failed."""
+        """Node of the last acknowledged resync; None: there was none, or it failed."""
+
+    @property
+    def unserved(self) -> int:
+        """Number of service ports that are not, or only partly, served."""
+        return len(self._unserved)
 
     def must_resync(self, node: NodeView) -> bool:
         """Return whether the node has changed: every portal may depend on its addresses."""
         return node != self._node
 
     def resync(self, node: NodeView, plans: Plans) -> SyncReport:
-        """Bring everything to *plans*, believing nothing."""
-        gone = dict.fromkeys(self._relays.keys() - plans.keys())
+        """Bring everything to *plans*, and compare the portals with a fresh read of the kernel."""
+        deleted = dict.fromkeys(self._applied.relays.keys() - plans.keys())
         self._node = None
-        report = self._bring(node, {**gone, **plans}, anew=True)
+        report = self._bring(node, {**deleted, **plans}, is_resync=True)
         self._node = node
         return report
 
     def change(self, node: NodeView, changed: Mapping[ServicePortKey, ServicePlan | None]) -> SyncReport:
-        """Bring only *changed* to what they are now."""
-        return self._bring(node, changed, anew=False)
+        """Bring only the *changed* service ports to their plans. O(changed)."""
+        return self._bring(node, changed, is_resync=False)
 
-    @property
-    def unserved(self) -> int:
-        """Service ports that are not served, or not at all of their places."""
-        return len(self._unserved)
-
-    def intact(self) -> bool:
-        """Whether the portals are there. From any thread; raises HostError."""
+    def is_intact(self) -> bool:
+        """Return whether the portals exist. From any thread; raises HostError."""
         with self._writing:
-            return not self._portals.differences(_all(self._applied))
+            return not self._portals.differences(self._applied.all_portals())
 
-    def ports(self, key: ServicePortKey) -> frozenset[int]:
-        """Where relays take what is sent to a service port."""
-        relays = self._relays.get(key, {}).values()
-        return frozenset(relay.holder.port for relay in relays if relay.wanted.endpoints)
+    def listening_ports(self, key: ServicePortKey) -> frozenset[int]:
+        """Return the ports at which relays accept the traffic of a service port."""
+        relays = self._applied.relays.get(key, {}).values()
+        return frozenset(relay.port for relay in relays if relay.is_listening)
 
-    def relay_at(self, protocol: Protocol, port: int) -> WantedRelay | None:
+    def relay_at(self, protocol: Protocol, port: int) -> Wanted | None:
         """Return the relay that listens at a port of the node. From any thread."""
-        for relays in list(self._relays.values()):
+        for relays in list(self._applied.relays.values()):
             for relay in list(relays.values()):
-                if (relay.wanted.protocol, relay.holder.port) == (protocol, port):
+                if (relay.wanted.protocol, relay.port) == (protocol, port):
                     return relay.wanted
         return None
 
-    def settle(self) -> None:
-        """Close what nobody is on the way to any more. From any thread; raises HostError or SyncFailed."""
+    def close_departed(self) -> None:
+        """Close relays once no client is on its way to them. From any thread.
+
+        Raises HostError or SyncFailed.
+        """
         before = time.monotonic() - GRACE_SECONDS
         with self._writing:
-            leaving = [relay for relay in self._leaving if relay.left <= before]
-        reached = arriving(self.family, {relay.port for relay in leaving})
-        free = [relay for relay in leaving if relay.port not in reached]
-        self._workers.stop_accepting(relay.number for relay in free)
+            departing = [each for each in self._applied.departing if each.since <= before]
+        reached = arriving(self.family, {each.relay.local_port for each in departing})
+        departed = [each for each in departing if each.relay.local_port not in reached]
+        self._workers.stop_accepting(each.relay.number for each in departed)
         with self._writing:
-            self._leaving = [relay for relay in self._leaving if relay not in free]
-        self._release(free)
+            self._applied.acknowledge_departed(departed)
+        self._release(each.relay for each in departed)
+
+    # Leaving the node to another mode ------------------------------------------------------
 
     def withdraw(self) -> list[str]:
-        """Have no portal lead to a relay, once: from then on they are somebody else's. Says what there was.
+        """Delete all portals, once: later ones belong to another instance. Return a line for each object.
 
         Raises HostError.
         """
@@ -148,202 +125,161 @@ class FamilyRelays:
         with self._writing:
             removed = self._portals.withdraw()
             self._withdrawn = True
-        self._let_go()
+        self._reservations.release_all()
         return removed
 
     def arriving(self) -> Counter[Protocol]:
-        """How many clients of each protocol still get to relays though portals were withdrawn.
+        """Return how many clients of each protocol are on their way to a relay. Raises HostError.
 
-        Those of TCP are not accepted yet. Raises HostError.
+        TCP clients that were accepted are not counted.
         """
-        listening = {relay.port for relay in self._all_relays() if relay.wanted.endpoints}
+        listening = {relay.local_port for relay in self._applied.all_relays() if relay.is_listening}
         found: Counter[Protocol] = Counter()
         for port, clients in arriving(self.family, listening).items():
             found[port.protocol] += clients
         return found
 
-    def accept_no_more(self) -> None:
-        """Stop listening; and UDP clients that get no answer here begin anew with who serves now.
+    def stop_accepting(self) -> None:
+        """Stop listening, and delete the flows of UDP clients that get no answer here.
 
         Raises HostError or SyncFailed.
         """
-        self._workers.stop_accepting(relay.number for relay in self._all_relays())
-        refusing = {relay.holder.port for relay in self._all_relays() if not relay.wanted.endpoints}
-        self._forget_flows(redirect for redirect in _all(self._applied) if redirect.port in refusing)
+        relays = self._applied.all_relays()
+        self._workers.stop_accepting(relay.number for relay in relays)
+        refusing = {relay.port for relay in relays if not relay.is_listening}
+        self._delete_flows(each for each in self._applied.all_portals() if each.port in refusing)
 
-    def leave(self) -> None:
-        """Have nothing lead here any more: portals and flows would lead to whoever has the ports next."""
+    def disconnect(self) -> None:
+        """Delete portals and UDP flows: they would lead to the next process that binds our ports."""
         try:
             self.withdraw()
-            self._forget_flows(_all(self._applied))
+            self._delete_flows(self._applied.all_portals())
         except HostError as error:
-            log.warning("portals or flows stay", extra={"fields": {"error": str(error)}})
+            log.warning("could not delete portals or flows", extra={"fields": {"error": str(error)}})
 
     def close(self) -> None:
-        """Let go of all ports."""
-        for relay in self._all_relays():
-            relay.holder.close()
-        self._let_go()
+        """Release all ports."""
+        self._release(self._applied.all_relays())
+        self._reservations.release_all()
 
-    def _forget_flows(self, of: Iterable[Redirect]) -> None:
-        """Have UDP clients begin anew with whoever serves now. Raises HostError."""
+    def _delete_flows(self, of: Iterable[Redirect]) -> None:
+        """Let the UDP clients of these portals start new flows. Raises HostError."""
         delete_stale_udp(self.family, RelayedFlows.of(of))
 
-    def _all_relays(self) -> list[Relay]:
-        return [*(relay for relays in self._relays.values() for relay in relays.values()), *self._leaving]
-
-    def _let_go(self) -> None:
-        """The node's ports are anybody's: perhaps the next backend's of this mode."""
-        held, self._held = self._held, {}
-        for holder in [holder for places in held.values() for holder in places.values()]:
-            if holder is not None:
-                holder.close()
+    # Synchronisation -----------------------------------------------------------------------
 
     def _bring(
-        self, node: NodeView, changed: Mapping[ServicePortKey, ServicePlan | None], *, anew: bool
+        self, node: NodeView, changed: Mapping[ServicePortKey, ServicePlan | None], *, is_resync: bool
     ) -> SyncReport:
-        orders: dict[int, Serve | None] = {}
-        redirects: dict[ServicePortKey, frozenset[Redirect]] = {}
-        wanted = {
-            key: {} if plan is None else wanted_relays(plan, node, self._listen)
-            for key, plan in changed.items()
+        relays_of = {
+            key: {} if plan is None else wanted(plan, node, self._listen) for key, plan in changed.items()
         }
-        for key, relays in wanted.items():  # All of them first: others may want the same ports.
-            self._give_up(key, relays)
-        operations = self._close_relays() if self._listen is not None else 0
-        for key, relays in wanted.items():
-            if changed[key] is not None and key.protocol is Protocol.SCTP and key not in self._applied:
-                log.warning("SCTP is not relayed", extra={"fields": {"service_port": str(key)}})
+        unserved = {key: reason for key, reason in self._unserved.items() if key not in changed}
+        # Everything is released before anything is bound: ports may move between service ports.
+        for key, relays in relays_of.items():
+            self._reservations.keep_only(key, {p.place for relay in relays.values() for p in relay.portals})
+        surplus = self._applied.surplus(relays_of)
+        operations = self._close_relays(surplus) if self._listen is not None else 0
+        opened = list(self._open_all(relays_of, unserved))
+        failures = self._workers.serve({relay.number: self._order(relay) for relay in opened})
+        self._applied.acknowledge_relays(opened)
+        portals = {key: set[Redirect]() for key in changed}
+        for relay in opened:
+            portals[relay.name.key].update(self._reserved_portals(relay, unserved))
+        with self._writing:
+            difference = self._applied.difference({key: frozenset(each) for key, each in portals.items()})
+            operations += self._write(difference, is_resync=is_resync)
+            self._applied.acknowledge(difference)
+        if self._listen is None:
+            operations += self._close_relays(surplus)
+        for relay in self._applied.all_relays():
+            if relay.number in failures:  # Others belong to the other family, whose next sync reports them.
+                unserved[relay.name.key] = f"a relay can't listen: {failures[relay.number]}"
+        self._unserved = unserved
+        return SyncReport(operations, unserved=dict(unserved))
+
+    def _open_all(
+        self, relays_of: Mapping[ServicePortKey, Mapping[RelayName, Wanted]],
+        unserved: dict[ServicePortKey, str],
+    ) -> Iterator[Relay]:
+        """Yield the wanted relays with their ports, which are bound if necessary."""
+        for key, relays in relays_of.items():
+            held = self._applied.relays.get(key, {})
             for name, want in relays.items():
-                relay = self._opened(name, want)
-                if relay is not None:
-                    orders[relay.number] = self._serve(relay)
-            redirects[key] = frozenset(self._redirects(key))
-        failures = self._workers.serve(orders)
-        with self._writing:
-            operations += self._redirect(redirects, anew=anew)
-        operations += self._close_relays()
-        if failures:  # Perhaps also of the other family, which hears of its own at its turn.
-            for relay in self._all_relays():
-                if relay.number in failures:
-                    self._unserved[relay.key] = f"a relay can't listen: {failures[relay.number]}"
-        return SyncReport(operations, unserved=dict(self._unserved))
+                relay = held.get(name)
+                try:
+                    yield self._open(name, want) if relay is None else relay._replace(wanted=want)
+                except NoPort as error:
+                    unserved[key] = str(error)
 
-    def _give_up(self, key: ServicePortKey, wanted: Mapping[RelayName, WantedRelay]) -> None:
-        """Let go of what a service port no longer wants, but for what clients may be on the way to."""
-        self._unserved.pop(key, None)
-        relays = self._relays.get(key, {})
-        self._closing += [relays.pop(name) for name in list(relays) if name not in wanted]
-        if not relays:
-            self._relays.pop(key, None)
-        places = {_place(portal) for want in wanted.values() for portal in want.portals}
-        held = self._held.get(key, {})
-        for place in held.keys() - places:
-            holder = held.pop(place)
-            if holder is not None:
-                holder.close()
-        if not held:
-            self._held.pop(key, None)
-
-    def _close_relays(self) -> int:
-        """Close what no portal leads to any more; how many those are.
-
-        What another relay of the same service port replaces listens while somebody is on the way to it.
-        """
-        closing = self._closing
-        gone = [relay for relay in closing if not self._replaced(relay)]
-        self._workers.serve({relay.number: None for relay in gone})
-        self._closing = []
-        for relay in gone:
-            relay.wanted = replace(relay.wanted, endpoints=())
+    def _open(self, name: RelayName, want: Wanted) -> Relay:
+        """Bind the port of a relay. Raises NoPort."""
+        port = self._ports.open(self.family, Place(want.protocol, self._listen or self._bind, name.port))
+        relay = Relay(next(_numbers), name, port, want)
+        self._applied.acknowledge_relays([relay.not_listening()])
         if self._listen is not None:
-            self._release(closing)
-            return len(closing)
-        now = time.monotonic()
-        for relay in closing:
-            relay.left = now
-        with self._writing:
-            self._leaving += closing
-        return len(closing)
+            log.info("listening", extra={"fields": {
+                "service_port": str(name.key), "port": name.port,
+                "at": format_socket(self._listen, port), "protocol": want.protocol.name,
+            }})  # fmt: skip
+        return relay
 
-    def _replaced(self, relay: Relay) -> bool:
-        """Whether portals lead from *relay*, which closes, to another that serves."""
-        others = self._relays.get(relay.key, {}).values() if self._listen is None else ()
-        return bool(relay.wanted.endpoints) and any(other.wanted.endpoints for other in others)
+    def _order(self, relay: Relay) -> Serve:
+        address = self._listen or self._bind or self.family.unspecified
+        want = relay.wanted
+        return Serve(relay.number, want.protocol is Protocol.UDP, format_address(address), relay.port,
+                     want.endpoints, want.affinity_seconds)  # fmt: skip
+
+    def _reserved_portals(self, relay: Relay, unserved: dict[ServicePortKey, str]) -> Iterator[Redirect]:
+        """Yield the portals of *relay* except those whose port another program has."""
+        for portal in relay.wanted.portals:
+            try:
+                self._reservations.reserve(relay.name.key, portal.place)
+            except NoPort as error:
+                unserved[relay.name.key] = str(error)
+            else:
+                yield Redirect(portal, relay.port, self._bind)
+
+    def _write(self, difference: Difference, *, is_resync: bool) -> int:
+        """Write portals, in a resync all of them if the kernel's differ. Return how many changed."""
+        if is_resync:
+            portals = sorted(self._applied.after(difference), key=str)
+            operations = self._portals.differences(portals)
+            if operations:
+                self._portals.rewrite(portals)
+            return operations
+        if difference.deletes or difference.adds:
+            try:
+                self._portals.change(difference.deletes, difference.adds)
+            except HostError as error:
+                raise TrustLost(str(error)) from error
+        return len(difference.deletes) + len(difference.adds)
+
+    def _close_relays(self, surplus: Collection[Relay]) -> int:
+        """Close relays without portals. Return their number.
+
+        A relay that another one of its service port replaces listens while clients are on their way to it.
+        """
+        replaced = [relay for relay in surplus if self._is_replaced(relay, surplus)]
+        closing = [relay for relay in surplus if relay not in replaced]
+        self._workers.serve({relay.number: None for relay in closing})
+        if self._listen is not None:
+            self._applied.acknowledge_closed(surplus)
+            self._release(surplus)
+            return len(surplus)
+        now = time.monotonic()
+        departing = [*replaced, *(relay.not_listening() for relay in closing)]
+        with self._writing:
+            self._applied.acknowledge_closed(surplus, [Departing(relay, now) for relay in departing])
+        return len(surplus)
+
+    def _is_replaced(self, relay: Relay, surplus: Collection[Relay]) -> bool:
+        """Return whether the clients of *relay* are redirected to another relay that listens."""
+        if self._listen is not None or not relay.is_listening:
+            return False
+        others = self._applied.relays.get(relay.name.key, {}).values()
+        return any(other.is_listening for other in others if other not in surplus)
 
     def _release(self, relays: Iterable[Relay]) -> None:
         for relay in relays:
-            self._allocator.release(self.family, relay.wanted.protocol, relay.holder)
-
-    def _redirect(self, redirects: dict[ServicePortKey, frozenset[Redirect]], *, anew: bool) -> int:
-        """Make the portals of these service ports so; returns how many that changes."""
-        deletes: list[Redirect] = []
-        adds: list[Redirect] = []
-        for key, wanted in redirects.items():
-            known = self._applied.get(key, frozenset())
-            deletes += known - wanted
-            adds += wanted - known
-        operations = len(deletes) + len(adds)
-        if anew:
-            everything = sorted(_all({**self._applied, **redirects}), key=str)
-            operations = self._portals.differences(everything)
-            if operations:
-                self._portals.rewrite(everything)
-        elif deletes or adds:
-            try:
-                self._portals.change(deletes, adds)
-            except HostError as error:
-                raise TrustLost(str(error)) from error
-        for key, wanted in redirects.items():
-            if wanted:
-                self._applied[key] = wanted
-            else:
-                self._applied.pop(key, None)
-        return operations
-
-    def _opened(self, name: RelayName, wanted: WantedRelay) -> Relay | None:
-        """The relay of that name, as it is wanted now; None if there is no port for it."""
-        relay = self._relays.get(name.key, {}).get(name)
-        if relay is None:
-            address = self._listen or self._bind
-            try:
-                holder = self._allocator.open(self.family, wanted.protocol, address, name.port)
-            except NoPort as error:
-                self._unserved[name.key] = str(error)
-                return None
-            if self._listen is not None:
-                log.info("listening", extra={"fields": {
-                    "service_port": str(name.key), "port": name.port,
-                    "at": format_socket(self._listen, holder.port), "protocol": wanted.protocol.name,
-                }})
-            relay = Relay(name.key, holder, wanted)
-            self._relays.setdefault(name.key, {})[name] = relay
-        relay.wanted = wanted
-        return relay
-
-    def _serve(self, relay: Relay) -> Serve:
-        wanted = relay.wanted
-        return Serve(relay.number, wanted.protocol is Protocol.UDP, self._address, relay.holder.port,
-                     wanted.endpoints, wanted.affinity_seconds)
-
-    def _redirects(self, key: ServicePortKey) -> Iterator[Redirect]:
-        """The portals of one service port, but for those whose port on this node somebody else has."""
-        for relay in self._relays.get(key, {}).values():
-            for portal in relay.wanted.portals:
-                held = self._held.setdefault(key, {})
-                place = _place(portal)
-                if place not in held:
-                    try:
-                        held[place] = hold(self.family, *place)
-                    except NoPort as error:
-                        self._unserved[key] = str(error)
-                        continue
-                yield Redirect(portal, relay.holder.port, self._bind)
-
-
-def _all(applied: Mapping[ServicePortKey, frozenset[Redirect]]) -> list[Redirect]:
-    return [redirect for found in list(applied.values()) for redirect in found]
-
-
-def _place(portal: Portal) -> Place:
-    return portal.protocol, portal.address, portal.port
+            self._ports.release(self.family, relay.wanted.protocol, relay.port)

@@ -1,4 +1,4 @@
-"""The plugin: what kproxy asks of it, answered without importing anything heavy."""
+"""The hook implementations of the userspace mode. Heavy modules are imported when a hook needs them."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ MODE = "userspace"
 
 @hookimpl
 def kproxy_describe() -> Description:
-    """The last resort: every other mode forwards in the kernel."""
+    """Describe the mode, the last resort: every other one forwards in the kernel."""
     return Description(
         mode=MODE,
         summary="redirects to relays of its own; also without any privileges",
@@ -30,7 +30,7 @@ def kproxy_describe() -> Description:
 
 @hookimpl
 def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: bool) -> Detection:
-    """Whether traffic can be redirected here."""
+    """Try whether traffic can be redirected."""
     from kproxy_userspace.detect import detect
 
     return detect(settings, trial, load_modules=load_modules)
@@ -38,7 +38,7 @@ def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: 
 
 @hookimpl
 def kproxy_cleanup(dry_run: bool, own_only: bool) -> Leftovers:
-    """Remove the portals, kube-proxy's as well."""
+    """Delete the portals, including kube-proxy's."""
     from kproxy_userspace.cleanup import cleanup
 
     return cleanup(dry_run=dry_run, own_only=own_only)
@@ -46,7 +46,7 @@ def kproxy_cleanup(dry_run: bool, own_only: bool) -> Leftovers:
 
 @hookimpl
 def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat]:
-    """What a relay can't do: clients' addresses, policies, SCTP, to outlive its process."""
+    """Return the limits of relays: hidden client addresses, no traffic policies, no SCTP."""
     from kproxy_userspace.caveats import caveats
     from kproxy_userspace.settings import read_settings
 
@@ -56,7 +56,7 @@ def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat
 
 @hookimpl
 def kproxy_make_backend(mode: str, settings: BackendSettings) -> Backend | None:
-    """The backend, if *mode* is ours."""
+    """Return the backend if *mode* is ours."""
     if mode != MODE:
         return None
     from kproxy_userspace.backend import UserspaceBackend

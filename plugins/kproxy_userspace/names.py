@@ -1,4 +1,4 @@
-"""What this mode calls an endpoint, and the names of its rules (kube-proxy 1.25, pkg/proxy/userspace)."""
+"""Names of the mode's chains (kube-proxy 1.25, pkg/proxy/userspace) and table, and its type of endpoints."""
 
 PORTALS_CONTAINER = "KUBE-PORTALS-CONTAINER"
 PORTALS_HOST = "KUBE-PORTALS-HOST"
@@ -6,8 +6,11 @@ NODE_PORT_CONTAINER = "KUBE-NODEPORT-CONTAINER"
 NODE_PORT_HOST = "KUBE-NODEPORT-HOST"
 NON_LOCAL = "KUBE-NODEPORT-NON-LOCAL"
 
+PORTAL_CHAINS = (PORTALS_CONTAINER, PORTALS_HOST, NODE_PORT_CONTAINER, NODE_PORT_HOST)
+"""Our chains of the nat table. `NON_LOCAL` is the only one of the filter table."""
+
 TABLE = "kproxy-userspace"
-"""The nftables table that holds the same where there is no iptables."""
+"""The nftables table that holds the portals on a machine without iptables."""
 
 Endpoint = tuple[str, int]
-"""Address as text, and port: what connect(2) is given."""
+"""Address as text, and port: the argument of connect(2)."""

@@ -1,4 +1,4 @@
-"""What the ``userspace`` section of the configuration file says."""
+"""The section ``backendOptions.userspace`` of the configuration file."""
 
 import re
 from collections.abc import Mapping
@@ -7,39 +7,47 @@ from typing import NamedTuple
 from kproxy_core.backend.api import BackendSettings
 from kproxy_core.backend.errors import Unsupported
 from kproxy_core.model.address import Address, Family, is_loopback, parse_address
-from kproxy_userspace.kernel.ports import parse_port_range
+from kproxy_userspace.worker.wire import WorkerSettings
 
-FOR_EVER = -1.0
+FOREVER = -1.0
 
+_RANGE = re.compile(r"(\d{1,5})(?:([-+])(\d{1,5}))?")
 _PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
 _DURATION = re.compile(f"({_PART.pattern})+")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class Settings(NamedTuple):
-    """The options of this mode; seconds throughout."""
+    """Options of this mode. Times are seconds."""
 
     listen: Address | None = None
-    """Serve the ports of Services at this local address, without portals; None: portals."""
+    """Local address at which the ports of Services are bound, without portals; None: use portals."""
     bind: Address | None = None
-    """Where relays listen, and portals lead to; None: at every address."""
+    """Local address of relays, and destination of portals; None: every address."""
     port_range: range | None = None
-    """Where relays listen; None: wherever the kernel says."""
+    """Ports of relays; None: chosen by the kernel."""
     udp_idle_seconds: float = 0.25
-    drain_seconds: float = FOR_EVER
-    """What a connection may go on for once its endpoint is gone; FOR_EVER: kube-proxy leaves it alone."""
+    drain_seconds: float = FOREVER
+    """Time limit for connections to a removed endpoint; FOREVER: none, as in kube-proxy."""
+    half_closed_seconds: float = 3600.0
+    """Idle time after which a half-closed connection is reset; default as conntrack.tcpCloseWaitTimeout."""
     workers: int = 0
-    """Relay processes; 0: one for each processor."""
+    """Number of relay processes; 0: one for each processor."""
     check_seconds: float = 30.0
-    """Between two looks at whether the portals are still there."""
+    """Interval of checks that the portals exist."""
 
     def bind_in(self, family: Family) -> Address | None:
-        """`bind`, if it is an address of *family*."""
+        """Return `bind` if it is an address of *family*."""
         return self.bind if self.bind is not None and len(self.bind) == family.size else None
+
+    @property
+    def of_workers(self) -> WorkerSettings:
+        """The options that every worker needs."""
+        return WorkerSettings(self.udp_idle_seconds, self.drain_seconds, self.half_closed_seconds)
 
 
 def read_settings(settings: BackendSettings) -> Settings:
-    """The options in effect. Raises Unsupported naming an option with a wrong value."""
+    """Return the options in effect. Raises Unsupported with the name of an option that has a wrong value."""
     options = settings.options
     removed = options.get("removedEndpoints", "leave")
     if removed not in ("leave", "close", "drain"):
@@ -50,10 +58,30 @@ def read_settings(settings: BackendSettings) -> Settings:
         bind=_bind(options),
         port_range=_port_range(options.get("portRange")),
         udp_idle_seconds=_duration(options, "udpIdleTimeout", 0.25),
-        drain_seconds={"leave": FOR_EVER, "close": 0.0}.get(str(removed), drain),
+        drain_seconds={"leave": FOREVER, "close": 0.0}.get(str(removed), drain),
+        half_closed_seconds=_duration(options, "halfClosedTimeout", 3600.0),
         workers=_workers(options.get("workers")),
         check_seconds=_duration(options, "syncPeriod", 30.0),
     )
+
+
+def parse_port_range(text: str) -> range | None:
+    """Return the ports that ``a-b``, ``a+n`` or ``a`` names; None without a range: empty, 0 or 0-0.
+
+    Raises ValueError.
+    """
+    found = _RANGE.fullmatch(text.strip())
+    if found is None:
+        if text.strip():
+            raise ValueError("must be a range of ports such as 10000-20000 or 10000+500")
+        return None
+    first = int(found[1])
+    last = {None: first, "-": int(found[3] or 0), "+": first + int(found[3] or 0)}[found[2]]
+    if first == last == 0:
+        return None
+    if not 0 < first <= last <= 65535:
+        raise ValueError("must be within 1 to 65535, the first port not after the last")
+    return range(first, last + 1)
 
 
 def _address(options: Mapping[str, object], name: str) -> Address | None:
@@ -72,7 +100,7 @@ def _bind(options: Mapping[str, object]) -> Address | None:
         return None
     if is_loopback(address) and not options.get("listen"):
         raise _wrong("bindAddress", options["bindAddress"],
-                     "must not be a loopback address: no portal leads there")
+                     "must not be a loopback address: a portal cannot redirect to it")
     return address
 
 

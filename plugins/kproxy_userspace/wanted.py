@@ -1,7 +1,7 @@
-"""What a service plan wants: relays, and the portals that lead to them. Pure.
+"""Relays and portals of a service plan. Pure.
 
-As in kube-proxy's userspace mode, but node port addresses and source ranges are respected, and a service port
-without endpoints refuses clients instead of accepting and hanging up.
+As in kube-proxy's userspace mode, except that node port addresses and source ranges are respected, and a
+service port without endpoints refuses clients instead of accepting and closing.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,34 +15,56 @@ from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_userspace.names import Endpoint
 
 
+class Place(NamedTuple):
+    """A port at a local address; None: at every local address."""
+
+    protocol: Protocol
+    address: Address | None
+    port: int
+
+
 class Portal(NamedTuple):
     """A frontend whose traffic is redirected to a relay."""
 
     protocol: Protocol
     address: Address | None
-    """None: every local address, for a node port."""
+    """None for a node port at every local address."""
     port: int
     owner: str
     """The service port, for people who read the rules."""
     external: bool = False
-    """An external IP: what this node forwards between bridged pods is not redirected."""
+    """An external IP. Traffic forwarded between bridged pods is not redirected."""
     source: Cidr | None = None
-    """Only for clients from here."""
+    """The network of clients that may use the portal; None: all."""
+
+    @property
+    def place(self) -> Place:
+        return Place(self.protocol, self.address, self.port)
+
+
+class Redirect(NamedTuple):
+    """A portal with its destination."""
+
+    portal: Portal
+    port: int
+    """The relay's port."""
+    at: Address | None = None
+    """The relay's address; None: every local address."""
 
 
 class RelayName(NamedTuple):
-    """What identifies a relay. One that would change in any of this is replaced by another."""
+    """The identity of a relay. A relay that would differ in any of this is replaced."""
 
     key: ServicePortKey
     port: int = 0
-    """Where it is bound; 0: anywhere."""
+    """The port to bind; 0: any."""
     alone: bool = False
-    """Connections are accepted by one worker only. Who is on the way to the others must not be refused."""
+    """One worker accepts all connections. Clients on their way to another worker must not be refused."""
 
 
 @dataclass(frozen=True, slots=True)
-class WantedRelay:
-    """One relay as it must be."""
+class Wanted:
+    """A relay, as it must be."""
 
     protocol: Protocol
     endpoints: tuple[Endpoint, ...]
@@ -50,23 +72,23 @@ class WantedRelay:
     portals: tuple[Portal, ...]
 
 
-def wanted_relays(plan: ServicePlan, node: NodeView, listen: Address | None) -> dict[RelayName, WantedRelay]:
-    """The relays for one service port: none for SCTP.
+def wanted(plan: ServicePlan, node: NodeView, listen: Address | None) -> dict[RelayName, Wanted]:
+    """Return the relays of one service port; none for SCTP.
 
-    With *listen* they are bound to the service port's own numbers at this address, and there are no portals.
+    With *listen*, relays are bound to the service port's own ports at that address, without portals.
     """
     protocol = plan.key.protocol
     if protocol is Protocol.SCTP:
         return {}
-    # Policies are not for this mode: it does not preserve client addresses anyway.
+    # Traffic policies require the client's address, which this mode does not preserve.
     endpoints = tuple((format_address(d.address), d.port) for d in plan.cluster or plan.local)
     if listen is None:
         portals = tuple(_portals(plan, node))
         name = RelayName(plan.key, alone=protocol is Protocol.TCP and bool(plan.affinity_seconds))
-        return {name: WantedRelay(protocol, endpoints, plan.affinity_seconds, portals)}
+        return {name: Wanted(protocol, endpoints, plan.affinity_seconds, portals)}
     if len(listen) != plan.family.size:
         return {}
-    relay = WantedRelay(protocol, endpoints, plan.affinity_seconds, ())
+    relay = Wanted(protocol, endpoints, plan.affinity_seconds, ())
     return {RelayName(plan.key, port): relay for port in (plan.port, plan.node_port) if port}
 
 
@@ -80,12 +102,12 @@ def _portals(plan: ServicePlan, node: NodeView) -> Iterator[Portal]:
     for address in plan.external_ips:
         yield Portal(protocol, address, plan.port, owner, external=True)
     if plan.node_port:
-        for where in _node_port_addresses(node):
-            yield Portal(protocol, where, plan.node_port, owner)
+        for local in _node_port_addresses(node):
+            yield Portal(protocol, local, plan.node_port, owner)
 
 
 def _outermost(ranges: Sequence[Cidr]) -> list[Cidr]:
-    """Those that are within no other: nftables takes none that overlap."""
+    """Return the networks that no other one contains: nftables rejects intervals that overlap."""
     return [
         one for one in dict.fromkeys(ranges)
         if not any(one.network in other and one.prefix > other.prefix for other in ranges)

@@ -19,8 +19,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kproxy_userspace.kernel.workers import Workers
-from kproxy_userspace.worker.wire import Serve
+from kproxy_userspace.kernel.workers import WorkerPool
+from kproxy_userspace.worker.wire import Serve, WorkerSettings
 from tests.bench import load
 
 BULK, ECHO = 19001, 19002
@@ -47,7 +47,7 @@ class Kproxy(Proxy):
 
     def __init__(self, processes: int) -> None:
         super().__init__("kproxy", 18001)
-        self._workers = Workers(processes, 0.25, -1.0)
+        self._workers = WorkerPool(processes, WorkerSettings(0.25, -1.0, 3600.0))
         failures = self._workers.serve({
             1: Serve(1, False, "127.0.0.1", self.bulk, (("127.0.0.1", BULK),), 0),
             2: Serve(2, False, "127.0.0.1", self.echo, (("127.0.0.1", ECHO),), 0),
@@ -55,7 +55,7 @@ class Kproxy(Proxy):
         assert not failures, failures
 
     def pids(self) -> list[int]:
-        return self._workers.pids()
+        return [worker.process.pid for worker in self._workers.running()]
 
     def close(self) -> None:
         self._workers.close()

@@ -1,59 +1,52 @@
-"""Who is still on the way to a relay that no portal leads to any more.
+"""Clients on their way to relays without portals.
 
-Connection tracking leads a client's packets to where its first one went. A SYN that is sent again after a
-minute gets there, and must find the relay listening, or the client is refused.
+Conntrack directs a client's packets to the destination of its first one. A SYN that is repeated a minute
+later still reaches the relay, which must listen then, or the client is refused.
 """
 
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from typing import Final, NamedTuple
+from typing import Final
 
 from kproxy_core.host.conntrack import table as ctnetlink
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.netlink import messages as netlink
 from kproxy_core.host.netlink.addresses import node_addresses
 from kproxy_core.model.address import Address, Family, Protocol
+from kproxy_userspace.applied import LocalPort
 
 # linux/netfilter/nfnetlink_conntrack.h
 _PROTOINFO_TCP: Final = 1
 _STATE: Final = 1
 
 _OPENING: Final = frozenset({0, 1, 2, 8, 9})
-"""States in which a handshake may go on at the relay (nf_conntrack_tcp.h): NONE, SYN_SENT, SYN_RECV and
-SYN_SENT2; and CLOSE: whom a relay has reset may come again from the same port, which is no new connection to
-connection tracking. After any other end a SYN is."""
+"""States in which a SYN or ACK may arrive: NONE, SYN_SENT, SYN_RECV, SYN_SENT2, CLOSE (nf_conntrack_tcp.h).
+
+After a reset, conntrack takes a SYN from the same port for the same connection; after FIN it does not.
+"""
 
 _HALF_OPEN: Final = "03"
-"""TCP_SYN_RECV in /proc/net/tcp: connection tracking has seen an ACK that did not get further."""
+"""TCP_SYN_RECV in /proc/net/tcp: the last ACK was lost after conntrack had seen it."""
 _SOCKETS: Final = {Family.IPV4: "/proc/thread-self/net/tcp", Family.IPV6: "/proc/thread-self/net/tcp6"}
 
 
-class Port(NamedTuple):
-    """A relay's."""
+def arriving(family: Family, ports: Collection[LocalPort]) -> Counter[LocalPort]:
+    """Return the number of clients that may still reach *ports* of relays without portals.
 
-    protocol: Protocol
-    number: int
-
-
-def arriving(family: Family, ports: Collection[Port]) -> Counter[Port]:
-    """How many clients may still reach which of *ports* at this node, though no rule leads there.
-
-    TCP: those whose handshake has not ended, as far as connection tracking and the kernel's sockets know.
-    With SYN cookies, which have no socket, connection tracking alone knows. UDP: those that have a flow.
-    Raises HostError.
+    For TCP these are unfinished handshakes in conntrack or in the kernel's sockets. Handshakes with SYN
+    cookies have no socket. For UDP they are flows. Raises HostError.
     """
     if not ports:
         return Counter()
     try:
-        # In this order: a handshake that connection tracking sees ended may be a half open socket, and
-        # none begins.
+        # Conntrack first: a handshake that has ended there may still be half-open in a socket.
         return Counter(_tracked(family, ports)) + Counter(_half_open(family, ports))
     except OSError as error:
-        raise HostError(f"can't see who is on the way to {family.label} relays", error) from error
+        raise HostError(f"could not read the connections to {family.label} relays", error) from error
 
 
-def _tracked(family: Family, ports: Collection[Port]) -> list[Port]:
+def _tracked(family: Family, ports: Collection[LocalPort]) -> list[LocalPort]:
     wanted = {port.number.to_bytes(2, "big") for port in ports}
     local = node_addresses()
     with ctnetlink.open_socket() as sock:
@@ -64,8 +57,8 @@ def _tracked(family: Family, ports: Collection[Port]) -> list[Port]:
 def _relayed(
     flows: Iterable[ctnetlink.TrackedFlow], wanted: Collection[bytes], local: Collection[Address],
     family: Family,
-) -> Iterator[Port]:  # fmt: skip
-    """Where translated flows lead that are answered by one of the *wanted* ports here."""
+) -> Iterator[LocalPort]:  # fmt: skip
+    """Yield the relay port of each flow that is answered by one of the *wanted* ports of this node."""
     for flow in flows:
         by = ctnetlink.answered_by(family, flow)
         same = (by.address, by.port) == (flow.destination, flow.port)
@@ -73,7 +66,7 @@ def _relayed(
             continue
         protocol = flow.protocol
         if protocol == Protocol.UDP or (protocol == Protocol.TCP and _state(flow) in _OPENING):
-            yield Port(Protocol(protocol), int.from_bytes(by.port, "big"))
+            yield LocalPort(Protocol(protocol), int.from_bytes(by.port, "big"))
 
 
 def _state(flow: ctnetlink.TrackedFlow) -> int:
@@ -84,7 +77,7 @@ def _state(flow: ctnetlink.TrackedFlow) -> int:
     return netlink.attributes(data, start, end).get(_STATE, b"\0")[0]
 
 
-def _half_open(family: Family, ports: Collection[Port]) -> Iterator[Port]:
+def _half_open(family: Family, ports: Collection[LocalPort]) -> Iterator[LocalPort]:
     path = _SOCKETS[family]
     if not os.path.exists(path):
         return  # A kernel without IPv6.
@@ -92,6 +85,6 @@ def _half_open(family: Family, ports: Collection[Port]) -> Iterator[Port]:
         for line in lines:
             words = line.split(maxsplit=4)
             if words[3] == _HALF_OPEN:
-                port = Port(Protocol.TCP, int(words[1].rpartition(":")[2], 16))
+                port = LocalPort(Protocol.TCP, int(words[1].rpartition(":")[2], 16))
                 if port in ports:
                     yield port

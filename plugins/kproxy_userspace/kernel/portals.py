@@ -1,4 +1,4 @@
-"""Portals in the kernel: through iptables, or nft where there is no iptables."""
+"""Portals in the kernel, written by iptables, or by nft on a machine without iptables."""
 
 import re
 from collections import Counter
@@ -10,12 +10,13 @@ from kproxy_core.host import programs
 from kproxy_core.host.programs import ProgramFailed
 from kproxy_core.model.address import Address, Family
 from kproxy_userspace import batch
-from kproxy_userspace.batch import JUMPS, NFT_FAMILY, PORTAL_CHAINS, Redirect
-from kproxy_userspace.names import NON_LOCAL, TABLE
-from kproxy_userspace.removal import what_to_remove
+from kproxy_userspace.names import NON_LOCAL, PORTAL_CHAINS, TABLE
+from kproxy_userspace.removal import plan_cleanup
+from kproxy_userspace.skeleton import JUMPS, NFT_FAMILY, nft_skeleton, nft_target
+from kproxy_userspace.wanted import Redirect
 from kproxy_xtables.cleanup import apply_removal
 from kproxy_xtables.removal import describe, kubernetes_rules
-from kproxy_xtables.rules import Jump
+from kproxy_xtables.rules import Jump, missing_jumps
 from kproxy_xtables.saved import SavedChain
 from kproxy_xtables.tables import Busy, Tables, Unusable
 from kproxy_xtables.variant import NoVariant, find_variant
@@ -31,26 +32,20 @@ class Portals(Protocol):
     """The redirections of one family."""
 
     def rewrite(self, redirects: Sequence[Redirect]) -> None:
-        """Hold exactly these. Raises HostError."""
+        """Replace all portals by *redirects*. Raises HostError."""
 
     def change(self, deletes: Sequence[Redirect], adds: Sequence[Redirect]) -> None:
-        """Take some out and put others in. Raises HostError."""
+        """Delete some portals and add others. Raises HostError."""
 
     def differences(self, redirects: Sequence[Redirect]) -> int:
-        """How many rules or elements are missing, or are there beside those of *redirects*.
-
-        Raises HostError.
-        """
+        """Return how many rules or elements the kernel has too few or too many. Raises HostError."""
 
     def withdraw(self) -> list[str]:
-        """Redirect nobody any more, and leave what is translated already alone; says what there was.
+        """Delete all portals and return a line for each deleted object. Raises HostError.
 
-        Once the last rule of a family goes that needs connection tracking, the kernel translates the packets
-        of established connections no longer, whoever's rules these came through. Raises HostError.
+        One rule that needs connection tracking is kept. Without any, the kernel would stop translating the
+        family's established connections, those of other modes too.
         """
-
-    def remove(self, *, dry_run: bool) -> list[str]:
-        """Remove every trace; says what there was. Raises HostError."""
 
 
 class IptablesPortals:
@@ -83,7 +78,7 @@ class IptablesPortals:
     def withdraw(self) -> list[str]:
         if not may_have_portals(self._tables):
             return []
-        removal = what_to_remove(kubernetes_rules(self._tables.save()))
+        removal = plan_cleanup(kubernetes_rules(self._tables.save()))
         removal = removal._replace(
             rules=[rule for rule in removal.rules if rule[0] == "nat"],
             chains=[key for key in removal.chains if key[0] == "nat"],
@@ -92,16 +87,8 @@ class IptablesPortals:
         apply_removal(removal, self._tables)
         return [f"{self._tables.program}: {line}" for line in describe(removal)]
 
-    def remove(self, *, dry_run: bool) -> list[str]:
-        if not may_have_portals(self._tables):
-            return []
-        removal = what_to_remove(kubernetes_rules(self._tables.save()))
-        if not dry_run:
-            apply_removal(removal, self._tables)
-        return [f"{self._tables.program}: {line}" for line in describe(removal)]
-
     def _saved(self) -> list[SavedChain]:
-        """Our chains, and those that lead to them."""
+        """Return our chains, and the built-in ones with jumps to them."""
         return [
             saved for table in ("nat", "filter") for saved in self._tables.save(table)
             if saved.name in _CHAINS or saved.name in _BUILT_IN
@@ -109,22 +96,21 @@ class IptablesPortals:
 
 
 def may_have_portals(tables: Tables) -> bool:
-    """Whether chains of the mode are there; other modes' rules may be many. Raises HostError.
+    """Return whether a chain of the mode exists, without reading other modes' rules. Raises HostError.
 
-    Those of one table come and go together. A legacy program makes a table when it is asked for one of its
-    chains.
+    All chains of one table are created and deleted together. For legacy programs the answer is True, because
+    they create a table when asked for one of its chains.
     """
     ours = (("filter", NON_LOCAL), ("nat", PORTAL_CHAINS[0]))
     return not tables.variant.nft or any(tables.has_chain(*chain) for chain in ours)
 
 
 def _missing_jumps(saved: Sequence[SavedChain]) -> list[Jump]:
-    held = {(chain.table, chain.name): {rule.rpartition(" ")[2] for rule in chain.rules} for chain in saved}
-    return [jump for jump in JUMPS if jump.target not in held.get((jump.table, jump.chain), ())]
+    return missing_jumps(JUMPS, {(chain.table, chain.name): chain.rules for chain in saved})
 
 
 def _meaning(rule: str) -> frozenset[str]:
-    """What *rule* says, whatever its order: without its comment, and networks with their length."""
+    """Return the words of *rule*, without its comment, and with a length for each network."""
     words = _COMMENT.sub("", rule).split()
     for number, word in enumerate(words[:-1]):
         if word in ("-d", "-s") and "/" not in words[number + 1]:
@@ -133,10 +119,10 @@ def _meaning(rule: str) -> frozenset[str]:
 
 
 class NftPortals:
-    """A small table of our own."""
+    """The portals as elements of an nftables table."""
 
     def __init__(self, family: Family, at: Address | None) -> None:
-        """*at*: where relays listen; None: at every address."""
+        """*at* is the relays' address; None: every local address."""
         self._family = family
         self._at = at
         self._table = (NFT_FAMILY[family], TABLE)
@@ -149,7 +135,7 @@ class NftPortals:
 
     def differences(self, redirects: Sequence[Redirect]) -> int:
         listed = programs.run("nft", "list", "table", *self._table).stdout
-        rules = listed.count(batch.nft_target(self._at)) + listed.count("jump portals")
+        rules = listed.count(nft_target(self._at)) + listed.count("jump portals")
         found = {(element[1], element[2]) for element in _ELEMENT.finditer(listed)}
         wanted = {(batch.nft_key(portal)[1], str(port)) for portal, port, _ in redirects}
         return len(wanted ^ found) + abs(_NFT_RULES - rules)
@@ -174,13 +160,13 @@ class NftPortals:
 
 
 class NoPortals:
-    """The relays are where clients look for them; nothing is redirected."""
+    """No portals: the relays are bound to the ports of Services, so nothing is redirected."""
 
     def rewrite(self, redirects: Sequence[Redirect]) -> None:
-        """There are none."""
+        """Do nothing."""
 
     def change(self, deletes: Sequence[Redirect], adds: Sequence[Redirect]) -> None:
-        """There are none."""
+        """Do nothing."""
 
     def differences(self, redirects: Sequence[Redirect]) -> int:
         return 0
@@ -188,12 +174,9 @@ class NoPortals:
     def withdraw(self) -> list[str]:
         return []
 
-    def remove(self, *, dry_run: bool) -> list[str]:
-        return []
-
 
 def find_tables(family: Family) -> Tables | None:
-    """The tables of the iptables that this node uses, if one is installed: whether they work is not asked."""
+    """Return the tables of the node's iptables variant, which may not work; None if none is installed."""
     try:
         return Tables(family, find_variant())
     except NoVariant:
@@ -201,7 +184,7 @@ def find_tables(family: Family) -> Tables | None:
 
 
 def open_portals(family: Family, at: Address | None) -> Portals:
-    """How this machine redirects to relays that listen *at*; None: at every address.
+    """Return the portals to relays *at* an address, None: at every one, for a program that works here.
 
     Raises Unsupported if it can't, SyncFailed while another program holds the xtables lock.
     """
@@ -218,10 +201,10 @@ def open_portals(family: Family, at: Address | None) -> Portals:
             return IptablesPortals(tables)
     if programs.find("nft"):
         try:
-            programs.output("nft", "--check", "-f", "-", stdin=batch.nft_skeleton(family, at))
+            programs.output("nft", "--check", "-f", "-", stdin=nft_skeleton(family, at))
         except ProgramFailed as error:
-            raise Unsupported(f"{family.label} can't be redirected: {error}", family) from error
+            raise Unsupported(f"{family.label} cannot be redirected: {error}", family) from error
         return NftPortals(family, at)
     if problem:
-        raise Unsupported(f"{family.label} can't be redirected: {problem}", family)
-    raise Unsupported("neither iptables nor nft is installed; userspace.listen needs none of them")
+        raise Unsupported(f"{family.label} cannot be redirected: {problem}", family)
+    raise Unsupported("neither iptables nor nft is installed; userspace.listen needs neither")

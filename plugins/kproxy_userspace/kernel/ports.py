@@ -1,115 +1,130 @@
-"""Which local ports relays listen on, and sockets that keep others from a port (kube-proxy 1.25)."""
+"""Local ports: those of relays, and reservations that keep other programs from a frontend's port."""
 
 import errno
 import random
-import re
 import socket
+from collections.abc import Collection
 
 from kproxy_core.model.address import Address, Family, Protocol, format_address
+from kproxy_core.model.service import ServicePortKey
+from kproxy_userspace.wanted import Place
 
-_RANGE = re.compile(r"(\d{1,5})(?:([-+])(\d{1,5}))?")
 _DISCARD = 9
 
 
 class NoPort(Exception):
-    """There is no port to listen on; the message says why."""
+    """No port is available, for the reason in the message."""
 
 
-def parse_port_range(text: str) -> range | None:
-    """The ports that ``a-b``, ``a+n`` or ``a`` name; None for no range: empty, 0 or 0-0.
+class BoundSocket:
+    """A socket that is bound but serves nothing: the port is taken, and clients are refused."""
 
-    Raises ValueError.
-    """
-    found = _RANGE.fullmatch(text.strip())
-    if found is None:
-        if text.strip():
-            raise ValueError("must be a range of ports such as 10000-20000 or 10000+500")
-        return None
-    first = int(found[1])
-    last = {None: first, "-": int(found[3] or 0), "+": first + int(found[3] or 0)}[found[2]]
-    if first == last == 0:
-        return None
-    if not 0 < first <= last <= 65535:
-        raise ValueError("must be within 1 to 65535, the first port not after the last")
-    return range(first, last + 1)
-
-
-class Holder:
-    """A bound socket that serves nobody: the port is ours, and whoever comes meanwhile is refused."""
-
-    def __init__(self, family: Family, protocol: Protocol, address: str, port: int, *, shared: bool) -> None:
-        """*shared*: relay workers listen on the same port. Raises OSError."""
-        udp = protocol is Protocol.UDP
+    def __init__(self, family: Family, place: Place, *, shared: bool) -> None:
+        """Bind *place*, if *shared* beside the sockets of relay workers. Raises OSError."""
+        udp = place.protocol is Protocol.UDP
         self._sock = socket.socket(family.af, socket.SOCK_DGRAM if udp else socket.SOCK_STREAM)
         try:
             if family is Family.IPV6:
                 self._sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             if shared and not udp:
                 self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._sock.bind((address, port))
+            self._sock.bind((_text(family, place.address), place.port))
             if shared:
-                # Not before: it would get a port that sockets of another relay, or of another process
-                # of ours, are ready to share, and the kernel itself chooses such a port for UDP.
+                # Set before bind(), it would also admit a port that another relay or process shares. For
+                # UDP the kernel itself would choose such a port.
                 self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             self.port: int = self._sock.getsockname()[1]
             if udp:
-                # Connected to somebody who never sends, it takes no datagram from anybody.
+                # Connected to a port that never sends, the socket receives no datagram of any client.
                 self._sock.connect((format_address(family.loopback), _DISCARD))
         except OSError:
             self._sock.close()
             raise
 
     def close(self) -> None:
-        """Let the port go."""
+        """Release the port."""
         self._sock.close()
 
 
-def hold(family: Family, protocol: Protocol, address: Address | None, port: int) -> Holder | None:
-    """Keep everybody else from a node port, or from a port of a VIP; None if *address* is not local.
+class Reservations:
+    """Sockets of one family that keep other programs from the ports of frontends on this node."""
 
-    Raises NoPort if somebody has it.
-    """
-    text = format_address(family.unspecified if address is None else address)
-    try:
-        return Holder(family, protocol, text, port, shared=False)
-    except OSError as error:
-        if error.errno == errno.EADDRNOTAVAIL:
-            return None
-        raise NoPort(f"{protocol.name} port {port} of this node: {error.strerror}") from error
+    def __init__(self, family: Family) -> None:
+        self._family = family
+        self._held: dict[ServicePortKey, dict[Place, BoundSocket | None]] = {}
+        """None: no socket is needed or possible."""
+
+    def keep_only(self, key: ServicePortKey, places: Collection[Place]) -> None:
+        """Release the reservations of a service port that are not among *places*."""
+        held = self._held.pop(key, {})
+        for place in held.keys() - places:
+            _close(held.pop(place))
+        if held:
+            self._held[key] = held
+
+    def reserve(self, key: ServicePortKey, place: Place) -> None:
+        """Reserve *place* for a service port. Raises NoPort if another program has it."""
+        held = self._held.setdefault(key, {})
+        if place not in held:
+            held[place] = self._bind(place)
+
+    def release_all(self) -> None:
+        """Release all reservations."""
+        for key in list(self._held):
+            self.keep_only(key, ())
+
+    def _bind(self, place: Place) -> BoundSocket | None:
+        try:
+            return BoundSocket(self._family, place, shared=False)
+        except OSError as error:
+            # EADDRNOTAVAIL: another node's address, which no local program can bind. EACCES: a port below
+            # 1024 without CAP_NET_BIND_SERVICE, which IPv6 reports for addresses of other nodes as well.
+            if error.errno in (errno.EADDRNOTAVAIL, errno.EACCES):
+                return None
+            raise NoPort(f"{place.protocol.name} port {place.port} of this node: {error.strerror}") from error
 
 
-class Allocator:
-    """Gives relays their ports, each only once."""
+class RelayPorts:
+    """The ports of all relays. No two relays share one."""
 
     def __init__(self, ports: range | None) -> None:
+        """Choose from *ports*; None: leave the choice to the kernel."""
         self._ports = ports
-        self._used: set[tuple[Family, Protocol, int]] = set()
+        self._held: dict[tuple[Family, Protocol, int], BoundSocket] = {}
 
-    def open(self, family: Family, protocol: Protocol, address: Address | None, wanted: int = 0) -> Holder:
-        """A port at *address* (None: all), *wanted* if that can be had. Raises NoPort."""
-        text = format_address(family.unspecified if address is None else address)
+    def open(self, family: Family, place: Place) -> int:
+        """Bind a port at the address of *place*, its own port if possible, and return it. Raises NoPort."""
         problem = "no remaining ports"
-        for port in ([wanted] if wanted else []) + self._candidates():
-            # Nothing keeps sockets of ours that do not listen from sharing one.
-            if (family, protocol, port) in self._used:
+        for port in ([place.port] if place.port else []) + self._candidates():
+            # The kernel lets our sockets share a port as long as none listens.
+            if (family, place.protocol, port) in self._held:
                 continue
             try:
-                holder = Holder(family, protocol, text, port, shared=True)
+                bound = BoundSocket(family, place._replace(port=port), shared=True)
             except OSError as error:
-                problem = f"{protocol.name} {text} port {port}: {error.strerror}"
+                address = _text(family, place.address)
+                problem = f"{place.protocol.name} {address} port {port}: {error.strerror}"
                 continue
-            self._used.add((family, protocol, holder.port))
-            return holder
+            self._held[family, place.protocol, bound.port] = bound
+            return bound.port
         raise NoPort(problem)
 
-    def release(self, family: Family, protocol: Protocol, holder: Holder) -> None:
-        """Nobody listens on the port of *holder* any more."""
-        self._used.discard((family, protocol, holder.port))
-        holder.close()
+    def release(self, family: Family, protocol: Protocol, port: int) -> None:
+        """Release a relay's port, at which nothing listens any more."""
+        _close(self._held.pop((family, protocol, port), None))
 
     def _candidates(self) -> list[int]:
-        """All ports of the range, from somewhere in the middle on, or the kernel's choice."""
+        """Return all ports of the range from a random one on; 0 for the kernel's choice."""
         if self._ports is None:
             return [0]
         offset = random.randrange(len(self._ports))
         return [*self._ports[offset:], *self._ports[:offset]]
+
+
+def _text(family: Family, address: Address | None) -> str:
+    return format_address(family.unspecified if address is None else address)
+
+
+def _close(bound: BoundSocket | None) -> None:
+    if bound is not None:
+        bound.close()

@@ -1,38 +1,34 @@
-"""The relay workers as the proxy sees them: started, told what to serve, started again when one ends."""
+"""The relay workers, as the proxy sees them: processes that obey orders, and are replaced when they exit."""
 
-import logging
 import os
-import select
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kproxy_core.backend.errors import SyncFailed
 from kproxy_userspace.worker import wire
 from kproxy_userspace.worker.counters import GAUGES, Counter, make_counts, open_counts
-from kproxy_userspace.worker.wire import Close, Command, Serve
-
-log = logging.getLogger("kproxy.userspace")
+from kproxy_userspace.worker.wire import Close, Command, Serve, WorkerSettings
 
 _ANSWER_SECONDS = 30.0
-_END_SECONDS = 5.0
+_EXIT_SECONDS = 5.0
 
 
-class _Worker:
-    """One process, and what it serves."""
+class Worker:
+    """One worker process, and the relays that it has acknowledged."""
 
-    def __init__(self, udp_idle_seconds: float, drain_seconds: float) -> None:
-        """Raises OSError if it can't be started."""
+    def __init__(self, settings: WorkerSettings) -> None:
+        """Start the process. Raises OSError."""
         counts = make_counts()
         ours, theirs = socket.socketpair()
         try:
             self.counts = open_counts(counts)
-            arguments = [theirs.fileno(), counts, udp_idle_seconds, drain_seconds]
             path = os.pathsep.join(entry for entry in sys.path if entry)
             self.process = subprocess.Popen(
-                [sys.executable, "-S", "-m", "kproxy_userspace.worker.main", *map(str, arguments)],
+                [sys.executable, "-S", "-m", "kproxy_userspace.worker.main",
+                 *map(str, (theirs.fileno(), counts, *settings))],
                 stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), counts],
                 env={**os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "1"},
             )  # fmt: skip
@@ -47,31 +43,31 @@ class _Worker:
         self.served: dict[int, Serve] = {}
 
     @property
-    def runs(self) -> bool:
-        """It has not ended, nor been told to."""
+    def is_running(self) -> bool:
+        """True until the process exits or is told to."""
         return self.control.fileno() >= 0 and self.process.poll() is None
 
     def hang_up(self) -> None:
-        """Have it end, and with it every connection."""
+        """Tell the process to reset its connections and exit."""
         self.control.close()
 
     def end(self) -> None:
-        """It ends by itself once the socket is closed."""
+        """Wait for the process to exit. It is killed if it takes too long."""
         self.hang_up()
         try:
-            self.process.wait(_END_SECONDS)
+            self.process.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
 
 
-def _send(worker: _Worker, commands: Sequence[Command]) -> dict[int, str]:
+def _send(worker: Worker, commands: Sequence[Command]) -> dict[int, str]:
     wire.send(worker.control, wire.as_values(commands))
     return {}
 
 
-def _hear(worker: _Worker, commands: Sequence[Command]) -> dict[int, str]:
-    """What *worker* could not do of *commands*."""
+def _receive(worker: Worker, commands: Sequence[Command]) -> dict[int, str]:
+    """Return the relays of *commands* that *worker* could not serve, with the reason."""
     answer = wire.receive(worker.control)
     assert isinstance(answer, list)
     failed = dict(answer)
@@ -83,158 +79,118 @@ def _hear(worker: _Worker, commands: Sequence[Command]) -> dict[int, str]:
     return failed
 
 
-class Workers:
+class WorkerPool:
     """All workers of a backend."""
 
-    def __init__(self, count: int, udp_idle_seconds: float, drain_seconds: float) -> None:
-        """*count*: 0 for one on each processor that this process may use."""
+    def __init__(self, count: int, settings: WorkerSettings) -> None:
+        """Start no worker yet. *count* 0 means one for each processor that this process may use."""
         self._count = count or len(os.sched_getaffinity(0))
-        self._arguments = (udp_idle_seconds, drain_seconds)
-        self._workers: list[_Worker] = []
-        self._ended_counts = [0] * len(Counter)
-        """What workers had counted that have ended."""
+        self._settings = settings
+        self._workers: list[Worker] = []
+        self._counts_of_ended = [0] * len(Counter)
         self._wanted: dict[int, Serve] = {}
-        self._telling = threading.Lock()
-        self._watch: threading.Thread | None = None
-        self._ended: Callable[[str], None] | None = None
-        self._stop = -1
+        self._ordering = threading.Lock()
 
     def serve(self, changes: Mapping[int, Serve | None]) -> dict[int, str]:
-        """Have relays served like this from now on, by number; None: no more. Returns what can't be, and why.
+        """Serve relays as ordered, by number; None closes one. Return those that failed, with the reason.
 
-        Relays with affinity are one worker's, who alone knows which client has which endpoint.
-        Workers that have ended are replaced first. Raises SyncFailed; then nothing of it is certain.
+        A relay with affinity is served by one worker, which alone knows the clients' endpoints. Workers that
+        have exited are replaced first. Raises SyncFailed, after which the state of every relay is unknown.
         """
-        with self._telling:
+        with self._ordering:
             for relay, serve in changes.items():
                 if serve is None:
                     self._wanted.pop(relay, None)
                 else:
                     self._wanted[relay] = serve
-            told: list[tuple[_Worker, list[Command]]] = []
-            for number, fresh in self._replace_ended():
+            orders: list[tuple[Worker, list[Command]]] = []
+            for number, is_new in self._replace_ended():
                 worker = self._workers[number]
                 commands = [
                     command
-                    for relay in (self._wanted if fresh else changes)
+                    for relay in (self._wanted if is_new else changes)
                     if (command := self._command(number, worker, relay)) is not None
                 ]
                 if commands:
-                    told.append((worker, commands))
-            return self._tell(told)
+                    orders.append((worker, commands))
+            return self._order(orders)
 
     def stop_accepting(self, relays: Iterable[int]) -> None:
-        """Have no worker accept TCP connections for these any more; those that are open go on.
-
-        Raises SyncFailed.
-        """
-        with self._telling:
+        """Accept no more TCP connections for *relays*. Open ones continue. Raises SyncFailed."""
+        with self._ordering:
             closing = [number for number in relays if number in self._wanted and not self._wanted[number].udp]
             for number in closing:
                 del self._wanted[number]
-            self._tell([
-                (worker, [Close(number, gone=False) for number in closing if number in worker.served])
-                for worker in self._workers if worker.runs
-            ])
+            self._order([
+                (worker, [Close(number, endpoints_removed=False)
+                          for number in closing if number in worker.served])
+                for worker in self._workers if worker.is_running
+            ])  # fmt: skip
 
-    def count(self, what: Counter) -> int:
-        """How many there are, or have been so far, in all workers. From any thread."""
-        workers = [worker for worker in list(self._workers) if what not in GAUGES or worker.runs]
-        return self._ended_counts[what] + sum(worker.counts[what] for worker in workers)
+    def count(self, counter: Counter) -> int:
+        """Return the sum of *counter* over all workers, of those that have ended too. From any thread."""
+        workers = [each for each in list(self._workers) if counter not in GAUGES or each.is_running]
+        return self._counts_of_ended[counter] + sum(worker.counts[counter] for worker in workers)
 
-    def _tell(self, told: Sequence[tuple[_Worker, Sequence[Command]]]) -> dict[int, str]:
-        """Have workers obey; which relays can't be served, and why. Raises SyncFailed."""
-        failures: dict[int, str] = {}
-        problem = ""
-        for act in (_send, _hear):  # All work at the same time.
-            for worker, commands in told:
-                if worker.runs:
-                    try:
-                        failures |= act(worker, commands)
-                    except (wire.PeerGone, TimeoutError) as error:
-                        problem = f"a relay worker does not answer: {error}"
-                        worker.end()
-        if problem:
-            raise SyncFailed(problem)
-        return failures
-
-    def _command(self, number: int, worker: _Worker, relay: int) -> Command | None:
-        """What worker *number* must be told about *relay*, if anything."""
-        serve = self._wanted.get(relay)
-        mine = serve is not None and serve.endpoints and (
-            not serve.affinity_seconds or relay % self._count == number
-        )
-        held = worker.served.get(relay)
-        if serve is None or not mine:
-            return None if held is None else Close(relay, gone=serve is None or not serve.endpoints)
-        return None if held == serve else serve
-
-    def watch(self, ended: Callable[[str], None]) -> None:
-        """Call *ended* from a thread when a worker has ended by itself."""
-        self._ended = ended
-        self._stop = os.eventfd(0)
-        self._watch = threading.Thread(target=self._wait, name="kproxy-relays", daemon=True)
-        self._watch.start()
-
-    def pids(self) -> list[int]:
-        """Of the workers that run."""
-        return [worker.process.pid for worker in self._workers]
-
-    def unwatch(self) -> None:
-        """Tell nobody any more when a worker ends."""
-        if self._watch is not None:
-            os.eventfd_write(self._stop, 1)
-            self._watch.join()
-            os.close(self._stop)
-            self._watch = None
+    def running(self) -> list[Worker]:
+        """Return the workers that have not been replaced. From any thread."""
+        return list(self._workers)
 
     def close(self) -> None:
         """End all workers, and with them every connection."""
-        self.unwatch()
-        with self._telling:
+        with self._ordering:
             for worker in self._workers:
                 worker.hang_up()
             for worker in self._workers:
                 self._end(worker)
             self._workers = []
 
-    def _replace_ended(self) -> list[tuple[int, bool]]:
-        """The numbers of all workers, and whether each was started just now."""
-        fresh = set(range(len(self._workers), self._count))
-        for number, worker in enumerate(self._workers):
-            if not worker.runs:
-                self._end(worker)
-                fresh.add(number)
-        try:
-            started = {number: _Worker(*self._arguments) for number in fresh}
-        except OSError as error:
-            raise SyncFailed(f"a relay worker can't be started: {error}") from error
-        self._workers = [started.get(n) or self._workers[n] for n in range(self._count)]
-        return [(number, number in fresh) for number in range(self._count)]
+    def _order(self, orders: Sequence[tuple[Worker, Sequence[Command]]]) -> dict[int, str]:
+        """Send orders and return the relays that failed, with the reason. Raises SyncFailed."""
+        failures: dict[int, str] = {}
+        problem = ""
+        for exchange in (_send, _receive):  # All workers obey at the same time.
+            for worker, commands in orders:
+                if worker.is_running:
+                    try:
+                        failures |= exchange(worker, commands)
+                    except (wire.PeerGone, TimeoutError) as error:
+                        problem = f"relay worker {worker.process.pid} does not answer: {error}"
+                        worker.end()
+        if problem:
+            raise SyncFailed(problem)
+        return failures
 
-    def _end(self, worker: _Worker) -> None:
+    def _command(self, number: int, worker: Worker, relay: int) -> Command | None:
+        """Return the order about *relay* for worker *number*, None if it needs none."""
+        serve = self._wanted.get(relay)
+        is_served_here = serve is not None and serve.endpoints and (
+            not serve.affinity_seconds or relay % self._count == number
+        )
+        held = worker.served.get(relay)
+        if serve is None or not is_served_here:
+            if held is None:
+                return None
+            return Close(relay, endpoints_removed=serve is None or not serve.endpoints)
+        return None if held == serve else serve
+
+    def _replace_ended(self) -> Iterator[tuple[int, bool]]:
+        """Replace workers that have exited. Yield all numbers, and whether the worker is new."""
+        new = set(range(len(self._workers), self._count))
+        for number, worker in enumerate(self._workers):
+            if not worker.is_running:
+                self._end(worker)
+                new.add(number)
+        try:
+            started = {number: Worker(self._settings) for number in new}
+        except OSError as error:
+            raise SyncFailed(f"could not start a relay worker: {error}") from error
+        self._workers = [started.get(n) or self._workers[n] for n in range(self._count)]
+        return ((number, number in new) for number in range(self._count))
+
+    def _end(self, worker: Worker) -> None:
         worker.end()
         for counter in Counter:
             if counter not in GAUGES:
-                self._ended_counts[counter] += worker.counts[counter]
+                self._counts_of_ended[counter] += worker.counts[counter]
             worker.counts[counter] = 0
-
-    def _wait(self) -> None:
-        """The watch's thread: sleeps until a worker's end of its socket is closed."""
-        reported: set[int] = set()
-        while True:
-            waiting = select.poll()
-            waiting.register(self._stop, select.POLLIN)
-            current = {}
-            for worker in list(self._workers):
-                if worker.process.pid not in reported and worker.control.fileno() >= 0:
-                    waiting.register(worker.control, 0)
-                    current[worker.control.fileno()] = worker
-            for fd, _ in waiting.poll(1000):
-                if fd == self._stop:
-                    return
-                worker = current[fd]
-                reported.add(worker.process.pid)
-                log.error("a relay worker has ended", extra={"fields": {"pid": worker.process.pid}})
-                if self._ended is not None:
-                    self._ended("a relay worker has ended")

@@ -1,1 +1,1 @@
-"""The relay worker: a process of its own that accepts, dials and copies."""
+"""The relay worker: a process that accepts, dials and copies. It must not import what it does not need."""

@@ -1,4 +1,4 @@
-"""What a relay worker counts and the proxy reads, in memory that both have: nobody asks, nobody waits."""
+"""Counters of a relay worker, in memory that it shares with the proxy: reading them costs no message."""
 
 import enum
 import mmap
@@ -6,41 +6,45 @@ import os
 from collections.abc import MutableSequence
 
 Counts = MutableSequence[int]
-"""Of one worker, by `Counter`. Only its own thread writes."""
+"""One worker's counts, indexed by `Counter`. Only its own thread writes."""
 
 _WORD = 8
 
 
 class Counter(enum.IntEnum):
-    """What is counted, and where."""
+    """Indices of the counts."""
 
     CONNECTIONS = 0
     """TCP connections that were accepted and have not ended."""
     ACCEPTED = 1
     DIAL_FAILURES = 2
-    """Attempts to reach an endpoint that were refused, or took too long."""
+    """Attempts to reach an endpoint that were refused or timed out."""
     GIVEN_UP = 3
-    """Connections that got no endpoint at all."""
+    """Connections for which no endpoint answered."""
     BYTES_TO_ENDPOINTS = 4
     BYTES_TO_CLIENTS = 5
     FLOWS = 6
     """UDP clients that have an endpoint now."""
     DATAGRAMS_TO_ENDPOINTS = 7
     DATAGRAMS_TO_CLIENTS = 8
+    SHORTAGES = 9
+    """Times that file descriptors or memory ran out."""
+    HALF_CLOSED_TIMEOUTS = 10
+    """Connections reset because they were half-closed and idle for too long."""
 
 
 GAUGES = (Counter.CONNECTIONS, Counter.FLOWS)
-"""What ends with the worker; all others only grow."""
+"""Counts that end with their worker. All others only grow."""
 
 
 def make_counts() -> int:
-    """A descriptor of memory for the counts of one worker, all 0. Raises OSError."""
+    """Return a descriptor of shared memory that holds the counts of one worker, all 0. Raises OSError."""
     fd = os.memfd_create("kproxy-counts")
     os.ftruncate(fd, _WORD * len(Counter))
     return fd
 
 
 def open_counts(fd: int) -> Counts:
-    """The counts behind *fd*, which may be closed afterwards."""
+    """Map the counts behind *fd*, which may be closed afterwards."""
     counts: Counts = memoryview(mmap.mmap(fd, _WORD * len(Counter))).cast("Q")  # type: ignore[assignment]
     return counts

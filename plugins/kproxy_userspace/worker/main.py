@@ -1,7 +1,7 @@
-"""A relay worker: a process with one event loop, which does what it is told over a socket.
+"""The relay worker's program: one event loop that obeys orders from a socket.
 
-Started as a fresh interpreter that imports nothing it does not need, so it is small. Every worker listens on
-the same ports (SO_REUSEPORT), and the kernel spreads the clients.
+A worker is a fresh interpreter that imports little, so it is small. All workers listen on the same ports
+(SO_REUSEPORT), and the kernel distributes the clients.
 """
 
 import gc
@@ -12,55 +12,50 @@ import signal
 import socket
 import sys
 import time
-from typing import NamedTuple
 
 from kproxy_userspace.names import Endpoint
 from kproxy_userspace.worker import wire
 from kproxy_userspace.worker.balancer import Balancer
 from kproxy_userspace.worker.counters import Counts, open_counts
 from kproxy_userspace.worker.events import READ, Events
-from kproxy_userspace.worker.pipes import Pipes
+from kproxy_userspace.worker.half_closed import HalfClosed
+from kproxy_userspace.worker.resources import DialSockets, Pipes, Resources
 from kproxy_userspace.worker.tcp import Connection, Listener
 from kproxy_userspace.worker.udp import UdpRelay
+from kproxy_userspace.worker.wire import WorkerSettings
 
-_STALE_SECONDS = 30.0
-"""How often affinity entries that nobody used in time are dropped."""
+_EXPIRY_SECONDS = 30.0
+"""Interval at which expired affinity entries are dropped."""
 
 _DESCRIPTORS = 1 << 19
-"""kube-proxy asked for 64000."""
-
-
-class Settings(NamedTuple):
-    """What a worker is started with."""
-
-    udp_idle_seconds: float
-    drain_seconds: float
-    """How long a connection to an endpoint that is gone may go on; negative: for ever."""
+"""Wanted limit of file descriptors. kube-proxy asked for 64000."""
 
 
 class Worker:
     """The relays of one process."""
 
-    def __init__(self, control: socket.socket, counts: Counts, settings: Settings) -> None:
+    def __init__(self, control: socket.socket, counts: Counts, settings: WorkerSettings) -> None:
         self._control = control
         self._counts = counts
         self._settings = settings
         self._events = Events()
-        self._pipes = Pipes()
+        self._tcp = Resources(
+            self._events, counts, Pipes(), DialSockets(), HalfClosed(self._events, settings.half_closed)
+        )
         self._relays: dict[int, Listener | UdpRelay] = {}
 
     def run(self) -> None:
-        """Serve until the proxy ends."""
+        """Serve until the proxy closes the control socket."""
         self._events.watch(self._control.fileno(), self, READ)
-        self._events.timeouts(_STALE_SECONDS).call(self._forget_stale)
+        self._events.timeouts(_EXPIRY_SECONDS).call(self._forget_expired)
         self._events.run()
-        # Else whoever reads until the end would take what came so far for everything.
-        for who in set(self._events.watched.values()):
-            if isinstance(who, Connection):
-                who.reset()
+        # Not closed: a client that reads until end of file must not mistake a part for the whole.
+        for receiver in set(self._events.watched.values()):
+            if isinstance(receiver, Connection):
+                receiver.reset()
 
     def ready(self, fd: int, mask: int) -> None:
-        """Take in what the proxy says, and answer."""
+        """Obey the orders of one message, and answer it."""
         try:
             commands = wire.as_commands(wire.receive(self._control))
             failed: wire.Answer = []
@@ -79,42 +74,42 @@ class Worker:
             except wire.PeerGone:
                 self._events.stopped = True
 
-        # Only when what was closed is closed indeed, which is after the events of now.
+        # Sockets are closed after the current events, and the answer must not be earlier.
         self._events.timeouts(0.0).call(answer)
 
     def _obey(self, command: wire.Command) -> None:
         if isinstance(command, wire.Close):
             relay = self._relays.pop(command.relay, None)
             if relay is not None:
-                gone = relay.balancer.set((), 0) if command.gone else []
+                removed = relay.balancer.set_endpoints((), 0) if command.endpoints_removed else []
                 relay.close()
-                self._leave(relay, gone)
+                self._leave(relay, removed)
             return
         known = self._relays.get(command.relay)
         if known is None:
             known = self._relays[command.relay] = self._open(command)
-        gone = known.balancer.set(command.endpoints, command.affinity_seconds)
-        if gone:
-            self._leave(known, gone)
+        removed = known.balancer.set_endpoints(command.endpoints, command.affinity_seconds)
+        if removed:
+            self._leave(known, removed)
 
     def _open(self, command: wire.Serve) -> Listener | UdpRelay:
         sock = listening_socket(command.udp, command.address, command.port)
         try:
             balancer = Balancer(random.shuffle)
             if command.udp:
-                return UdpRelay(sock, balancer, self._events, self._settings.udp_idle_seconds, self._counts)
-            return Listener(sock, balancer, self._events, self._pipes, self._counts)
+                return UdpRelay(sock, balancer, self._events, self._settings.udp_idle, self._counts)
+            return Listener(sock, balancer, self._tcp)
         except OSError:
             sock.close()
             raise
 
-    def _leave(self, relay: Listener | UdpRelay, gone: list[Endpoint]) -> None:
-        """Deal with what goes on with endpoints that are gone: kube-proxy leaves TCP connections alone."""
+    def _leave(self, relay: Listener | UdpRelay, removed: list[Endpoint]) -> None:
+        """End traffic to *removed* endpoints, as configured. kube-proxy leaves TCP connections alone."""
         if isinstance(relay, UdpRelay):
-            relay.drop_flows(gone)
+            relay.drop_flows(removed)
             return
-        connections = [c for endpoint in gone for c in relay.connections.get(endpoint, ())]
-        seconds = self._settings.drain_seconds
+        connections = [c for endpoint in removed for c in relay.connections.get(endpoint, ())]
+        seconds = self._settings.drain
 
         def reset_all(_: int = 0) -> None:
             for connection in connections:
@@ -125,15 +120,15 @@ class Worker:
         elif seconds > 0 and connections:
             self._events.timeouts(seconds).call(reset_all)
 
-    def _forget_stale(self, _: int) -> None:
+    def _forget_expired(self, _: int) -> None:
         now = time.monotonic()
         for relay in self._relays.values():
-            relay.balancer.forget_stale(now)
-        self._events.timeouts(_STALE_SECONDS).call(self._forget_stale)
+            relay.balancer.forget_expired(now)
+        self._events.timeouts(_EXPIRY_SECONDS).call(self._forget_expired)
 
 
 def listening_socket(udp: bool, address: str, port: int) -> socket.socket:
-    """A socket bound to *address* and *port*, beside those of other workers. Raises OSError."""
+    """Return a socket that shares *address* and *port* with those of other workers. Raises OSError."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_DGRAM if udp else socket.SOCK_STREAM)
     try:
@@ -150,7 +145,7 @@ def listening_socket(udp: bool, address: str, port: int) -> socket.socket:
 
 
 def _allow_descriptors() -> None:
-    """Two for each connection: as many as this process may have."""
+    """Raise the limit of file descriptors as far as possible: a connection needs two."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     for limit in (max(hard, _DESCRIPTORS), hard):
         try:
@@ -161,16 +156,16 @@ def _allow_descriptors() -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """``worker SOCKET COUNTS UDP_IDLE_SECONDS DRAIN_SECONDS``: descriptors of what the proxy shares."""
+    """Run a worker. *arguments* are the descriptors of control socket and counts, then `WorkerSettings`."""
     _allow_descriptors()
-    # Signals for the whole process group are for the proxy; it tells us by closing the socket.
+    # Signals to the process group are meant for the proxy, which ends workers by closing the socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     control = socket.socket(fileno=int(arguments[0]))
     counts = open_counts(int(arguments[1]))
     os.close(int(arguments[1]))
-    worker = Worker(control, counts, Settings(float(arguments[2]), float(arguments[3])))
-    # Connections hold no cycles for long, and a collection over ten thousand of them would be felt.
+    worker = Worker(control, counts, WorkerSettings(*map(float, arguments[2:])))
+    # Connections hold no cycles for long, and a collection over ten thousand of them would add latency.
     gc.freeze()
     gc.set_threshold(50_000, 50, 50)
     worker.run()

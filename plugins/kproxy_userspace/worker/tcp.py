@@ -1,7 +1,7 @@
 """TCP relaying: a connection is two directions, each of which copies small messages and splices large ones.
 
-A read that fills the whole buffer is taken as a sign of bulk data; from then on the bytes stay in the
-kernel. Small messages cost two system calls that way, and no pipe.
+A read that fills the whole buffer is a sign of bulk data, which from then on never enters the process. A
+small message costs two system calls and no pipe.
 """
 
 import contextlib
@@ -13,28 +13,27 @@ import time
 
 from kproxy_userspace.names import Endpoint
 from kproxy_userspace.worker.balancer import Balancer
-from kproxy_userspace.worker.counters import Counter, Counts
-from kproxy_userspace.worker.events import BROKEN, EDGE, READ, WRITE, Events
-from kproxy_userspace.worker.pipes import PIPE_SIZE, Pipe, Pipes
+from kproxy_userspace.worker.counters import Counter
+from kproxy_userspace.worker.events import BROKEN, EDGE, READ, WRITE
+from kproxy_userspace.worker.resources import EXHAUSTED, PIPE_SIZE, Pipe, Resources
 
 DIAL_SECONDS = (0.25, 0.5, 1.0, 2.0)
-"""How long each attempt to reach an endpoint may take (kube-proxy 1.25, proxysocket.go)."""
+"""Timeouts of the attempts to reach an endpoint (kube-proxy 1.25, proxysocket.go)."""
 
 BACKLOG = 4096
 _ACCEPTED_AT_ONCE = 64
 _CHUNK = 16 << 10
 _BUDGET = 2 << 20
-"""Bytes that a direction moves before others have their turn."""
+"""Bytes that a direction moves before others run."""
 
 _KEEPALIVE_SECONDS = 60
 _PAUSE = 0.1
-"""Seconds without accepting once the process has run out of descriptors or memory."""
+"""Seconds to wait after descriptors or memory ran out."""
 
 _RESET = struct.pack("ii", 1, 0)
-_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _SPLICE = os.SPLICE_F_MOVE | os.SPLICE_F_NONBLOCK
 
-# Plain numbers: these are used for each message.
+# Plain numbers, because these are used for each message.
 _CONNECTIONS, _ACCEPTED = int(Counter.CONNECTIONS), int(Counter.ACCEPTED)
 _UP, _DOWN = int(Counter.BYTES_TO_ENDPOINTS), int(Counter.BYTES_TO_CLIENTS)
 
@@ -42,13 +41,11 @@ _UP, _DOWN = int(Counter.BYTES_TO_ENDPOINTS), int(Counter.BYTES_TO_CLIENTS)
 class Listener:
     """The socket of one service port in one worker, and its connections."""
 
-    def __init__(
-        self, sock: socket.socket, balancer: Balancer, events: Events, pipes: Pipes, counts: Counts
-    ) -> None:
+    def __init__(self, sock: socket.socket, balancer: Balancer, shared: Resources) -> None:
         self.balancer = balancer
-        self.counts = counts
-        self.events = events
-        self.pipes = pipes
+        self.shared = shared
+        self.counts = shared.counts
+        self.events = shared.events
         self.connections: dict[Endpoint, set[Connection]] = {}
         """The established ones, by endpoint."""
         self.family = sock.family
@@ -59,26 +56,28 @@ class Listener:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_SECONDS)
         sock.listen(BACKLOG)
-        events.watch(sock.fileno(), self, READ)
+        self.events.watch(sock.fileno(), self, READ)
 
     def ready(self, fd: int, mask: int) -> None:
-        """Accept who is waiting."""
+        """Accept the clients that are waiting."""
         if self._sock is not None:
             self._accept(self._sock)
 
     def _accept(self, sock: socket.socket) -> bool:
-        """Accept some of those who wait; whether there may be more."""
+        """Accept some of the waiting clients. Return whether there may be more."""
         for _ in range(_ACCEPTED_AT_ONCE):
             try:
+                self.shared.sockets.reserve(self.family)
                 client, address = sock.accept()
             except BlockingIOError:
                 return False
             except OSError as error:
-                if error.errno in _EXHAUSTED:
+                if error.errno in EXHAUSTED:  # Clients wait in the backlog.
+                    self.counts[Counter.SHORTAGES] += 1
                     self.events.epoll.modify(sock.fileno(), 0)
                     self.events.timeouts(_PAUSE).call(self._accept_again, sock.fileno())
                     return False
-                continue  # This client is gone already; accept(2) tells of many reasons.
+                continue  # This client has gone; accept(2) lists many reasons.
             Connection(self, client, address[0]).dial()
         return True
 
@@ -87,7 +86,7 @@ class Listener:
             self.events.epoll.modify(fd, READ)
 
     def close(self) -> None:
-        """No new connections but those that wait to be accepted; what is established goes on."""
+        """Accept the clients in the backlog, and no others. Established connections continue."""
         if self._sock is not None:
             for _ in range(BACKLOG // _ACCEPTED_AT_ONCE):
                 if not self._accept(self._sock):
@@ -101,6 +100,7 @@ class Direction:
 
     __slots__ = (
         "_bulk", "_connection", "_counter", "_data", "_filled", "_pipe", "_source", "_target", "ended",
+        "moved",
     )  # fmt: skip
 
     def __init__(
@@ -115,14 +115,16 @@ class Direction:
         self._filled = 0
         self._bulk = False
         self.ended = False
-        """The source has said its last word, and the target has heard it."""
+        """The source has sent FIN, and it was passed on."""
+        self.moved = 0
+        """Bytes read so far."""
 
     def resume(self) -> None:
-        """Go on after others had their turn."""
+        """Continue after other events."""
         self._connection.pump(self)
 
     def pump(self) -> None:
-        """Move all there is, until one side has to be waited for. Raises OSError if a side is broken."""
+        """Move bytes until a side must be waited for. Raises OSError if a side is broken."""
         source, target = self._source, self._target
         counts = self._connection.listener.counts
         budget = _BUDGET
@@ -140,7 +142,7 @@ class Direction:
             if budget <= 0:
                 self._connection.listener.events.again.append(self)
                 return
-            if self._bulk:
+            if self._bulk and self._has_pipe():
                 moved = self._fill(source.fileno())
             else:
                 try:
@@ -156,12 +158,21 @@ class Direction:
                 self.release()
                 target.shutdown(socket.SHUT_WR)
             counts[self._counter] += moved
+            self.moved += moved
             budget -= moved
 
-    def _fill(self, source: int) -> int:
-        """Bytes that are now in the pipe, 0 at the end of the stream; -1: nothing there yet."""
+    def _has_pipe(self) -> bool:
+        """Take a pipe if possible. Without descriptors for one, bytes are copied."""
         if self._pipe is None:
-            self._pipe = self._connection.listener.pipes.take()
+            try:
+                self._pipe = self._connection.listener.shared.pipes.take()
+            except OSError:
+                return False
+        return True
+
+    def _fill(self, source: int) -> int:
+        """Return the number of bytes in the pipe, 0 at the end of the stream, -1 if none have arrived."""
+        assert self._pipe is not None
         try:
             self._filled = os.splice(source, self._pipe.write, PIPE_SIZE, flags=_SPLICE)
         except BlockingIOError:
@@ -173,12 +184,12 @@ class Direction:
     def release(self) -> None:
         """Give the pipe back."""
         if self._pipe is not None:
-            self._connection.listener.pipes.give_back(self._pipe, empty=not self._filled)
+            self._connection.listener.shared.pipes.give_back(self._pipe, empty=not self._filled)
             self._pipe = None
 
 
 class Connection:
-    """A client, the endpoint that it got, and both directions between them."""
+    """A client, its endpoint, and both directions between them."""
 
     __slots__ = (
         "_attempt", "_client", "_down", "_endpoint", "_host", "_server", "_up", "_writable", "listener",
@@ -196,23 +207,28 @@ class Connection:
         listener.counts[_CONNECTIONS] += 1
         listener.counts[_ACCEPTED] += 1
         self._writable = False
-        """The client's socket is watched for room too, which only bulk data needs."""
+        """The client's socket is also watched for space to write, which only bulk data needs."""
 
     def dial(self) -> None:
-        """Try the next endpoint; give up after as many attempts as there are timeouts."""
+        """Try the next endpoint. Give up after as many attempts as there are timeouts."""
         listener = self.listener
         while self._attempt < len(DIAL_SECONDS):
-            endpoint = listener.balancer.choose(self._host, time.monotonic(), anew=self._attempt > 0)
+            endpoint = listener.balancer.choose(self._host, time.monotonic(), is_retry=self._attempt > 0)
             if endpoint is None:
                 break
             try:
-                server = socket.socket(listener.family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, 0)
-            except OSError:
-                break
+                server = listener.shared.sockets.take(listener.family)
+            except OSError as error:
+                if error.errno not in EXHAUSTED:
+                    break
+                listener.counts[Counter.SHORTAGES] += 1
+                listener.events.timeouts(_PAUSE).call(self._dial_again, self._attempt)
+                return
             result = server.connect_ex(endpoint)
             if result in (0, errno.EINPROGRESS):
                 self._server, self._endpoint = server, endpoint
-                listener.events.timeouts(DIAL_SECONDS[self._attempt]).call(self._dialed_long, self._attempt)
+                timeouts = listener.events.timeouts(DIAL_SECONDS[self._attempt])
+                timeouts.call(self._dial_timed_out, self._attempt)
                 listener.events.watch(server.fileno(), self, READ | WRITE | EDGE)
                 return
             server.close()
@@ -222,20 +238,23 @@ class Connection:
         self.reset()
 
     def ready(self, fd: int, mask: int) -> None:
-        """Something happened to the client's socket or the server's."""
+        """Move bytes after an event of the client's socket or the server's."""
         reading, writing = self._up, self._down
         if reading is None or writing is None:
             self._dialed(mask)
             return
         if self._server is not None and fd == self._server.fileno():
             reading, writing = writing, reading
+        if mask & BROKEN and reading.ended:  # Reading from this peer would not show the error any more.
+            self.reset()
+            return
         if mask & (READ | BROKEN):
             self.pump(reading)
         if mask & WRITE:
             self.pump(writing)
 
     def pump(self, direction: Direction) -> None:
-        """Move bytes in one direction, and end with both."""
+        """Move bytes in one direction. Close the connection when both have ended."""
         if self._client is None:
             return
         try:
@@ -248,11 +267,25 @@ class Connection:
         except OSError:
             self.reset()
             return
-        if self._up is not None and self._up.ended and self._down is not None and self._down.ended:
+        if self._up is None or self._down is None or not direction.ended:
+            return
+        if self._up.ended and self._down.ended:
             self.close()
+        else:
+            self.listener.shared.half_closed.add(self)
+
+    @property
+    def moved(self) -> int:
+        """Bytes moved so far, in both directions."""
+        return (self._up.moved if self._up else 0) + (self._down.moved if self._down else 0)
+
+    def time_out(self) -> None:
+        """Reset the connection because it was half-closed and idle for too long."""
+        self.listener.counts[Counter.HALF_CLOSED_TIMEOUTS] += 1
+        self.reset()
 
     def reset(self) -> None:
-        """End at once; who is still there learns that it was no orderly end."""
+        """Close the connection so that both peers see a reset."""
         for sock in (self._client, self._server):
             if sock is not None:
                 with contextlib.suppress(OSError):
@@ -261,6 +294,7 @@ class Connection:
 
     def close(self) -> None:
         """Close both sockets."""
+        self.listener.shared.half_closed.discard(self)
         self._hang_up()
         client, self._client = self._client, None
         if client is not None:
@@ -269,7 +303,7 @@ class Connection:
         for direction in (self._up, self._down):
             if direction is not None:
                 direction.release()
-        self._up = self._down = None  # They refer to us: let go at once, not when the collector comes.
+        self._up = self._down = None  # They refer to the connection: the cycle would wait for the collector.
         if self._endpoint is not None:
             of = self.listener.connections.get(self._endpoint)
             if of is not None:
@@ -303,14 +337,14 @@ class Connection:
             if mask & READ and self._down is not None:
                 self.pump(self._down)
 
-    def _dialed_long(self, attempt: int) -> None:
-        """The time for *attempt* is over; it may have ended before, and we have not heard of it yet."""
+    def _dial_timed_out(self, attempt: int) -> None:
+        """Try the next endpoint unless *attempt* has ended, perhaps by an event that is not handled yet."""
         waiting = self._up is None and self._client is not None and self._attempt == attempt
         if waiting and not self._answered():
             self._dial_next()
 
     def _answered(self) -> bool:
-        """Whether the endpoint has accepted."""
+        """Return whether the endpoint has accepted."""
         if self._server is None:
             return False
         try:
@@ -318,6 +352,11 @@ class Connection:
         except OSError:
             return False
         return True
+
+    def _dial_again(self, attempt: int) -> None:
+        """Continue *attempt*, which had no file descriptor."""
+        if self._client is not None and self._server is None and self._attempt == attempt:
+            self.dial()
 
     def _dial_next(self) -> None:
         self._hang_up()

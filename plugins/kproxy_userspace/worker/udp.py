@@ -1,4 +1,4 @@
-"""UDP relaying: every client has a flow, its own socket towards its endpoint, until it was idle too long."""
+"""UDP relaying: each client has a flow, with a socket of its own to its endpoint, until it is idle."""
 
 import contextlib
 import errno
@@ -11,18 +11,19 @@ from kproxy_userspace.names import Endpoint
 from kproxy_userspace.worker.balancer import Balancer
 from kproxy_userspace.worker.counters import Counter, Counts
 from kproxy_userspace.worker.events import READ, Events
+from kproxy_userspace.worker.resources import EXHAUSTED
 
 LONGEST = 65535
-"""Bytes of a datagram. kube-proxy cut them at 4096."""
+"""Bytes of the longest datagram. kube-proxy cut datagrams at 4096."""
 
 _AT_ONCE = 64
-"""Datagrams of one socket before others have their turn."""
+"""Datagrams of one socket before other events are handled."""
 
 _BUFFER = 1 << 20
-"""Bytes a relay's socket holds for us, if the kernel lets it: a burst must not be lost while we sleep."""
+"""Bytes that a relay's socket may hold, if the kernel allows it, so that bursts are not lost."""
 
 _ANSWER_SECONDS = 5.0
-"""So long an answer may take, as resolvers have it: who waits for one is not idle. kube-proxy lost it."""
+"""Timeout of an answer, as of resolvers: a client that awaits one is not idle. kube-proxy lost it."""
 
 _IP_PKTINFO = 8
 _IN_PKTINFO = struct.Struct("=I4s4s")
@@ -35,7 +36,7 @@ Control = tuple[int, int, bytes]
 
 
 class FlowKey(NamedTuple):
-    """Who sends, and to which of our addresses: replies must come from there."""
+    """A client and the local address that it sends to, from which it expects replies."""
 
     client: tuple[str, int]
     local: bytes
@@ -63,7 +64,7 @@ class UdpRelay:
         events.watch(sock.fileno(), self, READ)
 
     def ready(self, fd: int, mask: int) -> None:
-        """Forward what clients sent."""
+        """Forward the datagrams of clients."""
         sock = self._sock
         if sock is None:
             return
@@ -73,14 +74,14 @@ class UdpRelay:
             except BlockingIOError:
                 return
             except OSError:
-                continue  # An ICMP message about an earlier reply; the socket is as good as before.
+                continue  # An ICMP error about an earlier reply. The socket still works.
             key = FlowKey(sender, self._local_address(control))
             flow = self.flows.get(key) or self._new_flow(key)
             if flow is not None:
                 flow.send(data)
 
     def reply(self, data: bytes, key: FlowKey) -> None:
-        """Send an endpoint's answer to its client, from the address that it had sent to."""
+        """Send an endpoint's answer to its client, from the address that the client had sent to."""
         sock = self._sock
         if sock is None:
             return
@@ -89,17 +90,17 @@ class UdpRelay:
             control = [(socket.IPPROTO_IP, _IP_PKTINFO, _IN_PKTINFO.pack(0, key.local, bytes(4)))]
         elif not key.local.startswith(_LINK_LOCAL):
             control = [(socket.IPPROTO_IPV6, socket.IPV6_PKTINFO, _IN6_PKTINFO.pack(key.local, 0))]
-        with contextlib.suppress(OSError):  # Lost, as a datagram may be.
+        with contextlib.suppress(OSError):  # Datagrams may be lost.
             sock.sendmsg([data], control, 0, key.client)
             self.counts[_DOWN] += 1
 
-    def drop_flows(self, gone: list[Endpoint]) -> None:
-        """Have clients of endpoints that are gone get others with the next datagram."""
-        for flow in [flow for flow in self.flows.values() if flow.endpoint in gone]:
-            flow.leave()
+    def drop_flows(self, removed: list[Endpoint]) -> None:
+        """Give each client of a *removed* endpoint another one with its next datagram."""
+        for flow in [flow for flow in self.flows.values() if flow.endpoint in removed]:
+            flow.retire()
 
     def close(self) -> None:
-        """Serve nobody any more."""
+        """Close the socket and all flows."""
         for flow in list(self.flows.values()):
             flow.close()
         if self._sock is not None:
@@ -112,8 +113,9 @@ class UdpRelay:
             return None
         try:
             upstream = socket.socket(self.family, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK, 0)
-        except OSError:
-            return None  # Out of descriptors: the datagram is lost, others go on.
+        except OSError as error:  # The datagram is lost, other flows continue.
+            self.counts[Counter.SHORTAGES] += error.errno in EXHAUSTED
+            return None
         if upstream.connect_ex(endpoint):
             upstream.close()
             return None
@@ -141,10 +143,10 @@ class Flow:
         self.endpoint = endpoint
         self._last = time.monotonic()
         self._asked = False
-        """An answer may be under way."""
+        """An answer may be on its way."""
         relay.counts[Counter.FLOWS] += 1
         relay.events.watch(sock.fileno(), self, READ)
-        relay.timeouts.call(self._maybe_idle)
+        relay.timeouts.call(self._close_if_idle)
 
     def send(self, data: bytes) -> None:
         """Forward a datagram to the endpoint."""
@@ -160,7 +162,7 @@ class Flow:
                 self.close()
 
     def ready(self, fd: int, mask: int) -> None:
-        """Forward what the endpoint answered."""
+        """Forward the answers of the endpoint."""
         for _ in range(_AT_ONCE):
             if self._sock is None:
                 return
@@ -168,20 +170,20 @@ class Flow:
                 data = self._sock.recv(LONGEST)
             except BlockingIOError:
                 return
-            except OSError:  # Nobody listens there: the next datagram goes to another endpoint.
+            except OSError:  # Nothing listens there: the next datagram is sent to another endpoint.
                 self.close()
                 return
             self._last = time.monotonic()
             self._asked = False
             self._relay.reply(data, self._key)
 
-    def leave(self) -> None:
-        """Only deliver answers that are under way; the client's next datagram begins another flow."""
+    def retire(self) -> None:
+        """Deliver only answers that are on their way. The client's next datagram starts another flow."""
         del self._relay.flows[self._key]
         self._relay.events.timeouts(_ANSWER_SECONDS).call(lambda _: self.close())
 
     def close(self) -> None:
-        """Forget the client."""
+        """Close the flow."""
         if self._sock is not None:
             self._relay.events.close(self._sock)
             self._sock = None
@@ -189,13 +191,13 @@ class Flow:
                 del self._relay.flows[self._key]
             self._relay.counts[Counter.FLOWS] -= 1
 
-    def _maybe_idle(self, _: int) -> None:
+    def _close_if_idle(self, _: int) -> None:
         if self._sock is None:
             return
         timeouts = self._relay.timeouts
         if self._asked and timeouts.seconds < _ANSWER_SECONDS:
             timeouts = self._relay.events.timeouts(_ANSWER_SECONDS)
         if time.monotonic() - self._last < timeouts.seconds:
-            timeouts.call(self._maybe_idle)
+            timeouts.call(self._close_if_idle)
         else:
             self.close()

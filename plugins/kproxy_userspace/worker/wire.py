@@ -1,6 +1,6 @@
-"""What the proxy tells its relay workers, and what they answer.
+"""Messages between the proxy and its relay workers.
 
-Both ends are one program on one interpreter, so messages are marshalled values behind their length.
+Both ends run the same program on the same interpreter, so a message is a marshalled value after its length.
 """
 
 import marshal
@@ -15,30 +15,40 @@ _LENGTH = struct.Struct("=I")
 _AT_ONCE = 1 << 16
 
 
+class WorkerSettings(NamedTuple):
+    """Arguments of every worker, as seconds."""
+
+    udp_idle: float
+    drain: float
+    """Time limit for connections to a removed endpoint; negative: none."""
+    half_closed: float
+    """Time after which a connection that is half-closed and idle is reset."""
+
+
 class Serve(NamedTuple):
-    """Listen for a service port, or serve it from other endpoints from now on."""
+    """An order to listen for a service port, or to serve it from other endpoints."""
 
     relay: int
-    """A number that the proxy chose; it stands for the service port."""
+    """The relay's number, chosen by the proxy."""
     udp: bool
     address: str
-    """Where to listen; it also says which family."""
+    """The local address to listen on, which also determines the family."""
     port: int
     endpoints: tuple[Endpoint, ...]
     affinity_seconds: int
 
 
 class Close(NamedTuple):
-    """Listen no more for a service port."""
+    """An order to stop listening for a service port."""
 
     relay: int
-    gone: bool
-    """Its endpoints are; else somebody else accepts from now on."""
+    endpoints_removed: bool
+    """Its endpoints are removed too; otherwise another worker or mode accepts from now on."""
 
 
 Command = Serve | Close
 Answer = list[tuple[int, str]]
-"""The relays that could not be served, and why."""
+"""The relays that could not be served, with the reason."""
 
 
 Values = Answer | list[tuple[Any, ...]]
@@ -80,11 +90,11 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
 
 
 def as_values(commands: Sequence[Command]) -> Values:
-    """*commands* as marshal takes them."""
+    """Return *commands* as plain tuples, which marshal accepts."""
     return [tuple(command) for command in commands]
 
 
 def as_commands(values: object) -> list[Command]:
-    """The reverse of `as_values`."""
+    """Return the commands that `as_values` made plain."""
     assert isinstance(values, list)
     return [Close(*value) if len(value) == len(Close._fields) else Serve(*value) for value in values]

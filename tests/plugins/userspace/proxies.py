@@ -8,6 +8,7 @@ from kproxy_core.model.endpoint import EndpointSlice
 from kproxy_core.model.service import Service
 from kproxy_core.testing.builders import changed_update, endpoint_slice, full_update, node_view, plans
 from kproxy_userspace.backend import UserspaceBackend
+from kproxy_userspace.kernel.workers import Worker
 
 VIP = "10.96.0.1"
 NODE = {Family.IPV4: node_view(anywhere=True), Family.IPV6: node_view(family=Family.IPV6, anywhere=True)}
@@ -21,6 +22,10 @@ class Proxy:
     def __init__(self, **options: object) -> None:
         self.backend = UserspaceBackend(BackendSettings(tuple(Family), options={"workers": 2, **options}))
         self.damages: list[str] = []
+
+    def workers(self) -> list[Worker]:
+        """Return the relay workers that were started last."""
+        return self.backend._workers.running()
 
     def serve(
         self, of: Service, *hosts: str, ports: str = "9001", family: Family = Family.IPV4

@@ -13,7 +13,8 @@ from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import changed_update, endpoint_slice, full_update, plans, service
 from kproxy_nftables.backend import NftablesBackend
 from kproxy_userspace import backend as backend_module
-from kproxy_userspace import family as relays_module
+from kproxy_userspace import family as family_module
+from kproxy_userspace import retire as retire_module
 from kproxy_userspace.kernel.portals import NftPortals, open_portals
 
 from .endpoints import PATIENCE, connect, endpoints, name_of, reached
@@ -42,8 +43,8 @@ LOST = {
 @pytest.fixture(autouse=True)
 def _no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not time that counts."""
-    monkeypatch.setattr(backend_module, "GRACE_SECONDS", 0.0)
-    monkeypatch.setattr(relays_module, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(retire_module, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(family_module, "GRACE_SECONDS", 0.0)
 
 
 def nft(text: str) -> str:
@@ -187,7 +188,7 @@ def test_a_port_that_somebody_is_on_the_way_to_is_given_to_nobody_else(start: St
 def settle(proxy: Proxy) -> None:
     """What is done now and then."""
     for family in proxy.backend._families.values():
-        family.settle()
+        family.close_departed()
 
 
 def remove(proxy: Proxy, name: str) -> int:

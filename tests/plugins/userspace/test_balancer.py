@@ -11,7 +11,7 @@ A, B, C = ("10.0.0.1", 80), ("10.0.0.2", 80), ("10.0.0.3", 80)
 
 def balancer(*endpoints: Endpoint, affinity: int = 0) -> Balancer:
     made = Balancer(lambda _: None)
-    made.set(endpoints, affinity)
+    made.set_endpoints(endpoints, affinity)
     return made
 
 
@@ -33,14 +33,14 @@ def test_a_client_keeps_its_endpoint_until_it_stays_away_for_the_timeout() -> No
 def test_an_endpoint_that_does_not_answer_is_replaced_for_good() -> None:
     one = balancer(A, B, affinity=10)
     assert one.choose("x", 0.0) == A
-    assert one.choose("x", 0.0, anew=True) == B
+    assert one.choose("x", 0.0, is_retry=True) == B
     assert one.choose("x", 1.0) == B
 
 
 def test_only_clients_of_an_endpoint_that_goes_lose_it() -> None:
     one = balancer(A, B, C, affinity=10)
     kept = {client: one.choose(client, 0.0) for client in "xyz"}
-    assert one.set([B, C], 10) == [A]
+    assert one.set_endpoints([B, C], 10) == [A]
     assert [one.choose(client, 1.0) for client in "yz"] == [kept["y"], kept["z"]]
     assert one.choose("x", 1.0) in (B, C)
 
@@ -48,7 +48,7 @@ def test_only_clients_of_an_endpoint_that_goes_lose_it() -> None:
 def test_the_timeout_of_the_service_is_followed() -> None:
     one = balancer(A, B, affinity=100)
     assert one.choose("x", 0.0) == A
-    one.set([A, B], 5)
+    one.set_endpoints([A, B], 5)
     assert one.choose("x", 6.0) == B
 
 
@@ -62,8 +62,8 @@ def test_nobody_is_sent_to_what_is_gone(steps: list[tuple[list[Endpoint], str, i
     now = 0.0
     for endpoints, client, passed in steps:
         before = set(one.endpoints)
-        assert set(one.set(endpoints, affinity)) == before - set(endpoints)
+        assert set(one.set_endpoints(endpoints, affinity)) == before - set(endpoints)
         now += passed
-        one.forget_stale(now)
+        one.forget_expired(now)
         chosen = one.choose(client, now)
         assert chosen in endpoints if endpoints else chosen is None

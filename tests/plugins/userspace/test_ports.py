@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from kproxy_core.model.address import Family, Protocol
-from kproxy_userspace.kernel.ports import Allocator, NoPort
+from kproxy_userspace.kernel.ports import NoPort, RelayPorts
+from kproxy_userspace.wanted import Place
 from kproxy_userspace.worker.main import listening_socket
 
 FEW = range(40000, 40010)
@@ -18,19 +19,19 @@ def _few_ports(node: None) -> None:
 
 
 @contextmanager
-def relays(allocator: Allocator, protocol: Protocol) -> Iterator[list[int]]:
+def relays(opened: RelayPorts, protocol: Protocol) -> Iterator[list[int]]:
     """As many as there can be, with two workers each; their ports."""
     with ExitStack() as stack:
         ports: list[int] = []
         while len(ports) <= len(FEW):
             try:
-                holder = allocator.open(Family.IPV4, protocol, None)
+                port = opened.open(Family.IPV4, Place(protocol, None, 0))
             except NoPort:
                 break
-            stack.callback(holder.close)
-            ports.append(holder.port)
+            stack.callback(opened.release, Family.IPV4, protocol, port)
+            ports.append(port)
             for _ in range(2):
-                sock = stack.enter_context(listening_socket(protocol is Protocol.UDP, "0.0.0.0", holder.port))
+                sock = stack.enter_context(listening_socket(protocol is Protocol.UDP, "0.0.0.0", port))
                 if protocol is Protocol.TCP:
                     sock.listen()
         yield ports
@@ -39,7 +40,7 @@ def relays(allocator: Allocator, protocol: Protocol) -> Iterator[list[int]]:
 @pytest.mark.parametrize("protocol", [Protocol.TCP, Protocol.UDP])
 @pytest.mark.parametrize("wanted", [None, FEW])
 def test_no_two_relays_share_a_port(protocol: Protocol, wanted: range | None) -> None:
-    with relays(Allocator(wanted), protocol) as ports:
+    with relays(RelayPorts(wanted), protocol) as ports:
         assert sorted(ports) == list(FEW)
         with pytest.raises(NoPort):  # nor do those of a backend that retires and its successor
-            Allocator(wanted).open(Family.IPV4, protocol, None)
+            RelayPorts(wanted).open(Family.IPV4, Place(protocol, None, 0))

@@ -4,16 +4,15 @@ from kproxy_core.model.address import Family, parse_address
 from kproxy_core.model.service import Service
 from kproxy_core.testing.builders import endpoint_slice, node_view, plans, service
 from kproxy_userspace import batch
-from kproxy_userspace.batch import Redirect
-from kproxy_userspace.wanted import WantedRelay, wanted_relays
+from kproxy_userspace.wanted import Redirect, Wanted, wanted
 
 NODE = node_view(anywhere=True)
 
 
-def relay(of: Service, *slices: str) -> WantedRelay:
+def relay(of: Service, *slices: str) -> Wanted:
     found = plans(NODE, of, *([endpoint_slice(of.name.name, *slices)] if slices else []))
-    (wanted,) = wanted_relays(next(iter(found.values())), NODE, None).values()
-    return wanted
+    (only,) = wanted(next(iter(found.values())), NODE, None).values()
+    return only
 
 
 def redirects(of: Service) -> list[Redirect]:
@@ -28,7 +27,7 @@ def test_a_relay_has_the_usable_endpoints() -> None:
 
 def test_sctp_is_not_for_this_mode() -> None:
     (plan,) = plans(NODE, service("web", "80/SCTP")).values()
-    assert wanted_relays(plan, NODE, None) == {}
+    assert wanted(plan, NODE, None) == {}
 
 
 def test_rules_of_a_cluster_ip_and_a_node_port() -> None:
@@ -84,7 +83,7 @@ def test_relays_at_one_address_are_reached_by_dnat() -> None:
 
 def test_with_listen_there_are_relays_at_the_ports_themselves() -> None:
     (plan,) = plans(NODE, service("web", "80@30080")).values()
-    found = wanted_relays(plan, NODE, parse_address("127.0.0.1"))
+    found = wanted(plan, NODE, parse_address("127.0.0.1"))
     assert [name.port for name in found] == [80, 30080]
     assert all(relay.portals == () for relay in found.values())
-    assert wanted_relays(plan, NODE, parse_address("::1")) == {}
+    assert wanted(plan, NODE, parse_address("::1")) == {}

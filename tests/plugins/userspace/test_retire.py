@@ -15,7 +15,7 @@ from kproxy_core.model.service import Service, ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.testing.builders import endpoint_slice, full_update, plans, service
 from kproxy_nftables.backend import NftablesBackend
-from kproxy_userspace import backend as backend_module
+from kproxy_userspace import retire as retire_module
 from kproxy_userspace.cleanup import cleanup
 
 from .endpoints import PATIENCE, connect, datagram, endpoints, name_of, reached
@@ -30,7 +30,7 @@ NAME = f"{HOST}:9001"
 
 @pytest.fixture(autouse=True)
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend_module, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(retire_module, "GRACE_SECONDS", 0.5)
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def retired(proxy: Proxy) -> int:
     while time.monotonic() < deadline:
         found = proxy.backend.kproxy_retire()
         assert not found.errors
-        if proxy.backend._accepts_no_more:
+        if proxy.backend._retirement is not None and not proxy.backend._retirement.is_accepting:
             return found.waiting
         time.sleep(0.1)
     raise TimeoutError
@@ -184,7 +184,7 @@ def test_a_worker_that_dies_is_waited_for_no_longer(start: Start) -> None:
         with connect(VIP, 80) as kept:
             assert name_of(kept) == NAME
             assert retired(proxy) == 1
-            for worker in proxy.backend._workers._workers:
+            for worker in proxy.workers():
                 worker.process.kill()
                 worker.process.wait()
             assert proxy.backend.kproxy_retire().waiting == 0

@@ -7,10 +7,13 @@ import pytest
 from kproxy_core.backend.api import BackendSettings
 from kproxy_core.backend.errors import Unsupported
 from kproxy_core.model.address import Family, Protocol, parse_address
-from kproxy_userspace.kernel.ports import Allocator, Holder, NoPort, hold, parse_port_range
-from kproxy_userspace.settings import FOR_EVER, Settings, read_settings
+from kproxy_core.model.service import ServicePortKey
+from kproxy_userspace.kernel.ports import BoundSocket, NoPort, RelayPorts, Reservations
+from kproxy_userspace.settings import FOREVER, Settings, parse_port_range, read_settings
+from kproxy_userspace.wanted import Place
 
 V4, TCP, UDP = Family.IPV4, Protocol.TCP, Protocol.UDP
+KEY = ServicePortKey("default", "web", "http", TCP)
 
 
 def settings(**options: object) -> Settings:
@@ -18,14 +21,14 @@ def settings(**options: object) -> Settings:
 
 
 def test_defaults_are_kube_proxys() -> None:
-    assert settings() == Settings(None, None, None, 0.25, FOR_EVER, 0, 30.0)
+    assert settings() == Settings(None, None, None, 0.25, FOREVER, 3600.0, 0, 30.0)
 
 
 def test_what_is_said_is_taken() -> None:
     assert settings(
         listen="127.0.0.1", portRange="30000+10", udpIdleTimeout="1.5s", removedEndpoints="drain",
-        drainTimeout="1m", workers=3, syncPeriod="5s",
-    ) == Settings(parse_address("127.0.0.1"), None, range(30000, 30011), 1.5, 60.0, 3, 5.0)
+        drainTimeout="1m", workers=3, syncPeriod="5s", halfClosedTimeout="2m",
+    ) == Settings(parse_address("127.0.0.1"), None, range(30000, 30011), 1.5, 60.0, 120.0, 3, 5.0)
     assert settings(removedEndpoints="close").drain_seconds == 0
 
 
@@ -73,16 +76,15 @@ def test_what_is_no_port_range(text: str) -> None:
 
 @pytest.mark.usefixtures("node")
 def test_ports_come_from_the_range_each_once_and_again_when_free() -> None:
-    ports = Allocator(range(20000, 20003))
-    taken = [ports.open(V4, TCP, None) for _ in range(3)]
-    assert {holder.port for holder in taken} == {20000, 20001, 20002}
+    ports, anywhere = RelayPorts(range(20000, 20003)), Place(TCP, None, 0)
+    taken = [ports.open(V4, anywhere) for _ in range(3)]
+    assert set(taken) == {20000, 20001, 20002}
     with pytest.raises(NoPort, match="no remaining ports"):
-        ports.open(V4, TCP, None)
+        ports.open(V4, anywhere)
     ports.release(V4, TCP, taken[1])
-    again = ports.open(V4, TCP, None)
-    assert again.port == taken[1].port
-    for holder in (taken[0], again, taken[2]):
-        ports.release(V4, TCP, holder)
+    assert ports.open(V4, anywhere) == taken[1]
+    for port in taken:
+        ports.release(V4, TCP, port)
 
 
 def ask(client: socket.socket) -> None:
@@ -94,19 +96,26 @@ def ask(client: socket.socket) -> None:
 @pytest.mark.usefixtures("node")
 @pytest.mark.parametrize("protocol", [TCP, UDP])
 def test_a_held_port_is_nobodys_and_refuses(protocol: Protocol) -> None:
-    holder = hold(V4, protocol, None, 30080)
-    assert holder is not None
+    one, other = Reservations(V4), Reservations(V4)
+    place = Place(protocol, None, 30080)
+    one.reserve(KEY, place)
     kind = socket.SOCK_DGRAM if protocol is UDP else socket.SOCK_STREAM
     with pytest.raises(NoPort, match="port 30080 of this node"):
-        hold(V4, protocol, None, 30080)
+        other.reserve(KEY, place)
     with socket.socket(socket.AF_INET, kind) as client:
         client.settimeout(5)
         with pytest.raises(ConnectionRefusedError):
             ask(client)
-    holder.close()
-    Holder(V4, protocol, "0.0.0.0", 30080, shared=False).close()
+    one.release_all()
+    BoundSocket(V4, place, shared=False).close()
 
 
 @pytest.mark.usefixtures("node")
-def test_what_is_not_this_nodes_is_not_held() -> None:
-    assert hold(V4, TCP, parse_address("10.96.0.1"), 80) is None
+def test_addresses_of_other_nodes_are_not_reserved() -> None:
+    reservations = Reservations(V4)
+    reservations.reserve(KEY, Place(TCP, parse_address("10.96.0.1"), 80))
+    other = Reservations(V4)
+    other.reserve(KEY, Place(TCP, None, 80))
+    with pytest.raises(NoPort):
+        reservations.reserve(KEY, Place(TCP, parse_address("192.0.2.1"), 80))
+    other.release_all()

@@ -2,7 +2,6 @@
 
 import os
 import resource
-import signal
 import socket
 import subprocess
 import threading
@@ -37,7 +36,7 @@ def test_the_same_through_nftables(start: Start, monkeypatch: pytest.MonkeyPatch
         assert reached(VIP, 80) == reached("192.0.2.1", 30080) == A
         proxy.serve(service("web", "81"), "127.0.0.1")
         assert reached(VIP, 81) == A
-        assert [family.intact() for family in proxy.backend._families.values()] == [True]
+        assert [family.is_intact() for family in proxy.backend._families.values()] == [True]
 
 
 def test_ipv6(start: Start) -> None:
@@ -205,8 +204,8 @@ def test_a_worker_that_dies_is_noticed_and_replaced(start: Start) -> None:
             noticed.set()
 
         assert proxy.backend.kproxy_watch(damaged)
-        for pid in proxy.backend._workers.pids():
-            os.kill(pid, signal.SIGKILL)
+        for worker in proxy.workers():
+            worker.process.kill()
         assert noticed.wait(PATIENCE)
         proxy.serve(service(), "127.0.0.1")
         assert reached(VIP, 80) == A
@@ -252,7 +251,7 @@ def test_relays_listen_at_the_bind_address(
         local, loopback = ("2001:db8::1", "::1") if v6 else ("192.0.2.1", "127.0.0.1")
         for place in ((vip, 80), (local, 30080), (loopback, 30080)):
             assert reached(*place) == f"{host}:9001"
-        assert [family.intact() for family in proxy.backend._families.values()] == [True]
+        assert [family.is_intact() for family in proxy.backend._families.values()] == [True]
         listening = subprocess.run(["ss", "-Hltn"], capture_output=True, text=True, check=True).stdout
         assert sum(line.split()[3].strip("[]").startswith(bind) for line in listening.splitlines()) == 2
 
@@ -279,7 +278,7 @@ def test_after_the_end_nothing_leads_anywhere(start: Start) -> None:
     with endpoints(ONE):
         proxy = start()
         proxy.serve(service("web", "80@30080"), "127.0.0.1")
-        pids = proxy.backend._workers.pids()
+        pids = [worker.process.pid for worker in proxy.workers()]
         with connect(VIP, 80) as client:
             assert name_of(client) == A
             proxy.backend.kproxy_close()
@@ -310,7 +309,7 @@ def test_a_relay_that_can_not_listen_is_told_and_tried_again(start: Start) -> No
     with endpoints(ONE):
         proxy = start(workers=1)
         proxy.serve(service(), "127.0.0.1")
-        (pid,) = proxy.backend._workers.pids()
+        (pid,) = [worker.process.pid for worker in proxy.workers()]
         limit = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, limit[1]))
         more = service("more", "81", ip="10.96.0.2")
@@ -371,10 +370,9 @@ def test_what_goes_through_is_counted(start: Start) -> None:
             time.sleep(0.01)  # the answer was here before it was counted
         assert measured("datagrams_total", "client") == 1
         before = measured("accepted_connections_total")
-        for pid in proxy.backend._workers.pids():
-            os.kill(pid, signal.SIGKILL)
-        proxy.backend._workers._workers[0].process.wait()
-        proxy.backend._workers._workers[1].process.wait()
+        for worker in proxy.workers():
+            worker.process.kill()
+            worker.process.wait()
         proxy.damages.append("workers")
         proxy.serve(service(), "127.0.0.1")
         assert measured("accepted_connections_total") == before  # what counts stays, what is open does not

@@ -1,0 +1,145 @@
+"""Acknowledged state of one family: the relays that are open, and the portals that redirect to them. Pure.
+
+Only an acknowledgement of the kernel or of the workers changes it.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Self
+
+from kproxy_core.model.address import Protocol
+from kproxy_core.model.service import ServicePortKey
+from kproxy_core.plan.stale_flows import Socket
+from kproxy_userspace.wanted import Redirect, RelayName, Wanted
+
+
+class LocalPort(NamedTuple):
+    """A port of this node."""
+
+    protocol: Protocol
+    number: int
+
+
+class Relay(NamedTuple):
+    """A relay that has a port."""
+
+    number: int
+    """Its number in orders to workers."""
+    name: RelayName
+    port: int
+    wanted: Wanted
+
+    @property
+    def local_port(self) -> LocalPort:
+        return LocalPort(self.wanted.protocol, self.port)
+
+    @property
+    def is_listening(self) -> bool:
+        """False without endpoints: the port is bound, and clients are refused."""
+        return bool(self.wanted.endpoints)
+
+    def not_listening(self) -> Self:
+        """Return the relay as it is before it listens, or after."""
+        return self._replace(wanted=replace(self.wanted, endpoints=()))
+
+
+class Departing(NamedTuple):
+    """A relay without portals, kept because clients may be on their way to it."""
+
+    relay: Relay
+    since: float
+    """When its last portal was deleted, on the monotonic clock."""
+
+
+@dataclass(slots=True)
+class Difference:
+    """Portals to delete and to add, and the portals of each changed service port afterwards."""
+
+    deletes: list[Redirect] = field(default_factory=list)
+    adds: list[Redirect] = field(default_factory=list)
+    after: dict[ServicePortKey, frozenset[Redirect]] = field(default_factory=dict)
+
+
+class Applied:
+    """The acknowledged state of one family."""
+
+    def __init__(self) -> None:
+        self.relays: dict[ServicePortKey, dict[RelayName, Relay]] = {}
+        self.portals: dict[ServicePortKey, frozenset[Redirect]] = {}
+        self.departing: list[Departing] = []
+
+    def all_relays(self) -> list[Relay]:
+        """Return all relays that have a port, departing ones too."""
+        current = [relay for relays in self.relays.values() for relay in relays.values()]
+        return current + [departing.relay for departing in self.departing]
+
+    def all_portals(self) -> list[Redirect]:
+        """Return all portals. From any thread."""
+        return [redirect for redirects in list(self.portals.values()) for redirect in redirects]
+
+    def surplus(self, relays: Mapping[ServicePortKey, Collection[RelayName]]) -> list[Relay]:
+        """Return the relays of these service ports that are not among the wanted *relays*."""
+        return [
+            relay
+            for key, names in relays.items()
+            for name, relay in self.relays.get(key, {}).items() if name not in names
+        ]  # fmt: skip
+
+    def difference(self, wanted: Mapping[ServicePortKey, frozenset[Redirect]]) -> Difference:
+        """Return the difference to the *wanted* portals of some service ports. O(wanted)."""
+        found = Difference(after=dict(wanted))
+        for key, redirects in wanted.items():
+            held = self.portals.get(key, frozenset())
+            found.deletes += held - redirects
+            found.adds += redirects - held
+        return found
+
+    def after(self, difference: Difference) -> Iterator[Redirect]:
+        """Yield all portals as they are after *difference*."""
+        for redirects in {**self.portals, **difference.after}.values():
+            yield from redirects
+
+    def acknowledge(self, difference: Difference) -> None:
+        """Record that the kernel has applied *difference*."""
+        for key, redirects in difference.after.items():
+            if redirects:
+                self.portals[key] = redirects
+            else:
+                self.portals.pop(key, None)
+
+    def acknowledge_relays(self, relays: Iterable[Relay]) -> None:
+        """Record that *relays* are as they say."""
+        for relay in relays:
+            self.relays.setdefault(relay.name.key, {})[relay.name] = relay
+
+    def acknowledge_closed(self, relays: Iterable[Relay], departing: Iterable[Departing] = ()) -> None:
+        """Record that *relays* no longer serve their service port, and which of them are *departing*."""
+        self.departing += departing
+        for relay in relays:
+            held = self.relays.get(relay.name.key, {})
+            held.pop(relay.name, None)
+            if not held:
+                self.relays.pop(relay.name.key, None)
+
+    def acknowledge_departed(self, departed: Collection[Departing]) -> None:
+        """Record that no client is on its way to these relays."""
+        self.departing = [departing for departing in self.departing if departing not in departed]
+
+
+@dataclass(frozen=True, slots=True)
+class RelayedFlows:
+    """UDP flows of conntrack that are answered by relays of certain portals."""
+
+    ports: frozenset[int]
+    """Destination ports of the clients."""
+    relays: frozenset[int]
+    """Ports of the relays."""
+
+    @classmethod
+    def of(cls, redirects: Iterable[Redirect]) -> Self:
+        udp = [(portal.port, relay) for portal, relay, _ in redirects if portal.protocol is Protocol.UDP]
+        return cls(frozenset(port for port, _ in udp), frozenset(relay for _, relay in udp))
+
+    def is_stale(self, destination: Socket, answered_by: Socket) -> bool:
+        """Return whether the flow to *destination* is answered by one of the relays."""
+        return answered_by[1] in self.relays and answered_by != destination

@@ -1,0 +1,77 @@
+"""Retirement: leaving new connections to another mode, while relays continue until open ones end.
+
+Conntrack directs a client's packets to the destination of its first one. Therefore relays listen for a grace
+period, and then until no client is on its way to one. UDP clients are served until conntrack forgets them;
+their next datagram is the other mode's.
+"""
+
+import time
+from collections import Counter as Clients
+from collections.abc import Collection
+
+from kproxy_core.backend.api import Leftovers
+from kproxy_core.backend.errors import SyncFailed
+from kproxy_core.host.errors import HostError
+from kproxy_core.model.address import Protocol
+from kproxy_userspace.family import GRACE_SECONDS, FamilyState
+from kproxy_userspace.kernel.workers import WorkerPool
+from kproxy_userspace.worker.counters import Counter
+
+_LONGEST_HANDSHAKE = 185.0
+"""Seconds after which conntrack has forgotten every unfinished handshake.
+
+The last SYN is sent 63 s after the first, and remembered for 120 s. Used only if conntrack can't be read.
+"""
+
+
+class Retirement:
+    """The end of one backend's service."""
+
+    def __init__(self, families: Collection[FamilyState], workers: WorkerPool, *, has_portals: bool) -> None:
+        self._families = families
+        self._workers = workers
+        self._has_portals = has_portals
+        self._since = time.monotonic()
+        self.is_accepting = True
+        """False once no relay listens."""
+
+    def advance(self) -> Leftovers:
+        """Take the next steps. Return the deleted portals, and the number of clients still served."""
+        removed: list[str] = []
+        errors: list[str] = []
+        for family in self._families:
+            try:
+                removed += family.withdraw()
+            except HostError as error:
+                errors.append(str(error))
+                self._since = time.monotonic()  # Its portals still redirect new clients.
+        arriving = self._arriving(errors)
+        if self.is_accepting and not arriving[Protocol.TCP]:
+            self.is_accepting = False
+            self._stop_accepting(errors)
+        # Counted last, because clients may just have been accepted.
+        waiting = self._workers.count(Counter.CONNECTIONS) + arriving.total()
+        return Leftovers("userspace", tuple(removed), tuple(errors), waiting)
+
+    def _arriving(self, errors: list[str]) -> Clients[Protocol]:
+        """Return how many clients are on their way to relays, by protocol. Append problems to *errors*."""
+        if not self._has_portals:
+            return Clients()
+        seconds = time.monotonic() - self._since
+        if seconds < GRACE_SECONDS:
+            return Clients([Protocol.TCP])
+        found: Clients[Protocol] = Clients()
+        for family in self._families:
+            try:
+                found += family.arriving()
+            except HostError as error:
+                errors.append(str(error))
+                found[Protocol.TCP] += seconds < _LONGEST_HANDSHAKE
+        return found
+
+    def _stop_accepting(self, errors: list[str]) -> None:
+        for family in self._families:
+            try:
+                family.stop_accepting()
+            except (HostError, SyncFailed) as error:
+                errors.append(str(error))
