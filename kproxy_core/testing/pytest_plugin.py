@@ -1,4 +1,4 @@
-"""The pytest plugin ``kproxy-conformance``: asks a backend every check of the kit.
+"""The pytest plugin ``kproxy-conformance``: runs every check of the kit on a backend.
 
 ``pytest --kproxy-mode=MODE`` adds the checks to whatever else pytest runs. Without that option nothing of
 kproxy is imported but this module.
@@ -25,9 +25,9 @@ _NOT_APPLICABLE = "not applicable: "
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The mode is an option of the command line; what is constant for a backend is for the ini file."""
+    """Add options for the command line, and for the ini file those that are constant for a backend."""
     group = parser.getgroup("kproxy", "conformance of kproxy backends")
-    group.addoption("--kproxy-mode", metavar="MODE", help="Ask the backend of MODE every check.")
+    group.addoption("--kproxy-mode", metavar="MODE", help="Run every check on the backend of MODE.")
     group.addoption(
         "--kproxy-scenarios",
         action="store_true",
@@ -50,11 +50,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     for name, about in (
         (
             "kproxy_not_applicable",
-            "CHECK: REASON for what it does not do; CHECK alone if it announces that itself.",
+            "CHECK: REASON for a check that does not apply; CHECK alone if a caveat gives the reason.",
         ),
-        ("kproxy_node", "Commands that make a node what the backend finds, such as a kubelet's rules."),
-        ("kproxy_state", "Commands that print what it keeps elsewhere than in the kernel's tables."),
-        ("kproxy_damage", "Commands that destroy that."),
+        ("kproxy_node", "Commands that create kernel objects which the backend expects."),
+        ("kproxy_state", "Commands that print state kept outside the kernel's tables."),
+        ("kproxy_damage", "Commands that destroy that state."),
     ):
         parser.addini(name, about, "linelist", [])
 
@@ -71,7 +71,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(
     session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Add the checks before others choose among the tests."""
+    """Add the checks before other plugins select tests."""
     mode = config.getoption("--kproxy-mode")
     if mode:
         collector = Conformance.from_parent(session, name=f"kproxy-{mode}", wanted=_wanted(config, mode))
@@ -132,7 +132,7 @@ class CheckItem(pytest.Item):
             pytest.skip(_NOT_APPLICABLE + str(error))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """What is asked for, and what was found; how the backend came to raise, if it did."""
+        """Return the property, the finding, and the traceback if the backend raised."""
         from kproxy_core.testing.conformance.checks import Failed
 
         asked = f"What must hold: {self.check.about}\n\n"
@@ -145,7 +145,7 @@ class CheckItem(pytest.Item):
 
 
 def _in_backend(cause: BaseException | None) -> bool:
-    """Whether a failure has a story that its message does not tell."""
+    """Return whether the traceback of a failure says more than its message."""
     return cause is not None and not isinstance(cause, OSError)
 
 
@@ -160,7 +160,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Say what was kept, and name everything that was not asked of this backend."""
+    """Print the totals, and every check that does not apply to this backend."""
     mode = config.getoption("--kproxy-mode")
     if not mode:
         return

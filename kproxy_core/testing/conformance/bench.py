@@ -1,4 +1,4 @@
-"""Where a contract check is carried out: the backend, alone in an empty network namespace."""
+"""The stage of a contract check: the backend alone in an empty network namespace."""
 
 import contextlib
 import os
@@ -18,19 +18,19 @@ from kproxy_core.testing.conformance.subject import Subject, Wanted, full
 
 
 class Bench:
-    """One subject in the namespace that the calling thread is in."""
+    """One subject in the calling thread's network namespace."""
 
     def __init__(self, subject: Subject, family: Family | None) -> None:
         self.subject = subject
         self._family = family
         self.wanted = subject.wanted
         self.untouched = self.state()
-        """The kernel's state before the backend did anything."""
+        """The kernel's state before the backend changed anything."""
         self._links = kernel_state.links()
 
     @property
     def family(self) -> Family:
-        """The IP family to ask about."""
+        """The IP family of this run of the check."""
         if self._family is None:
             raise TypeError("this check is asked about both families")
         return self._family
@@ -39,24 +39,24 @@ class Bench:
         return kernel_state.take(self.wanted.state)
 
     def destroy(self) -> None:
-        """Damage all that was put into the kernel. Raises NotApplicable if the kit can't reach it."""
+        """Destroy everything that the backend programmed. Raises NotApplicable if the kit cannot reach it."""
         before = self.state()
         new = sorted(kernel_state.links() - self._links)
         kernel_state.destroy(new, self.wanted.damage)
         if self.state() == before:
             raise NotApplicable(
-                "the kit can't damage what this backend keeps; see kproxy_damage in its ini file"
+                "the kit cannot damage this backend's state; see kproxy_damage in its ini file"
             )
         prepare(self.wanted)
 
     def started(self, plans: Plans, family: Family | None = None) -> BackendInstance:
-        """A backend that has programmed *plans*."""
+        """Return a backend that has programmed *plans*."""
         instance = self.subject.start()
         full(instance, family or self.family, plans)
         return instance
 
     def same(self, before: KernelState, what: str) -> None:
-        """Fail unless the kernel holds what it held *before*."""
+        """Fail unless the kernel's state equals *before*."""
         if changes := difference(before.lines, self.state().lines):
             raise Failed(f"{what}:\n{changes}")
 
@@ -66,14 +66,14 @@ class Bench:
             raise Failed(f"{what}: {written} commits to nf_tables")
 
     def as_much(self, before: KernelState, what: str) -> None:
-        """Fail unless there is as much in use as *before*, numbers and addresses aside."""
+        """Fail unless as many objects are in use as *before*; numbers and addresses do not matter."""
         if changes := difference(before.shape, self.state().shape):
             raise Failed(f"{what}:\n{changes}")
 
     def settled(
         self, instance: BackendInstance, plans: Plans, what: str, node: NodeView | None = None
     ) -> None:
-        """Fail if a full sync with *plans* finds something to mend."""
+        """Fail if a full sync with *plans* finds differences."""
         before = self.state()
         full(instance, self.family, plans, node)
         if changes := difference(before.in_use, self.state().in_use):
@@ -86,7 +86,7 @@ class Bench:
 def bench(
     wanted: Wanted, family: Family | None, families: tuple[Family, ...] = tuple(Family)
 ) -> Iterator[Bench]:
-    """A bench on a node of its own, where the calling thread is while the ``with`` block lasts."""
+    """Yield a bench on a new node, and move the calling thread there for the ``with`` block."""
     node = node_only()
     try:
         with inside(node, wanted):
@@ -102,7 +102,7 @@ def bench(
 
 @contextlib.contextmanager
 def inside(node: Namespace, wanted: Wanted) -> Iterator[None]:
-    """The calling thread is on *node*, as others have left it; legacy programs have a lock of their own."""
+    """Move the calling thread to *node*, prepared by `kproxy_node`; legacy programs get a private lock."""
     before = os.environ.get("XTABLES_LOCKFILE")
     with tempfile.TemporaryDirectory(prefix="kproxy-kit-") as directory, node.entered():
         os.environ["XTABLES_LOCKFILE"] = f"{directory}/xtables.lock"
@@ -117,12 +117,12 @@ def inside(node: Namespace, wanted: Wanted) -> Iterator[None]:
 
 
 def prepare(wanted: Wanted) -> None:
-    """Have others put into the kernel what the backend finds there."""
+    """Create the kernel objects of other programs that the backend expects."""
     for command in wanted.node:
         run("sh", "-c", command)
 
 
 def run_check(check: Check, wanted: Wanted, family: Family | None) -> None:
-    """Ask one question of the contract."""
+    """Run one check of the contract."""
     with bench(wanted, family) as prepared:
         check.run(prepared)

@@ -1,4 +1,4 @@
-"""What a check is, and how it ends."""
+"""Checks, and their outcomes."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,23 +9,23 @@ BOTH = (Family.IPV4, Family.IPV6)
 
 
 class Failed(AssertionError):
-    """The backend does not do what the check asks for. The message is for its author."""
+    """The backend fails the check. The message is for its author."""
 
 
 class NotApplicable(Exception):
-    """The check asks for something that this backend says it does not do, or that can't be had here."""
+    """The backend declares that it lacks the checked feature, or this machine cannot provide it."""
 
 
 class Check(NamedTuple):
-    """One question, asked of a backend in a network namespace of its own."""
+    """One check of a backend, in a network namespace of its own."""
 
     name: str
     about: str
-    """What must hold, in a sentence."""
+    """The property that must hold, in a sentence."""
     run: Callable[[Any], None]
     """Takes a `bench.Bench` or a `play.Play`. Raises Failed or NotApplicable."""
     families: tuple[Family | None, ...] = BOTH
-    """Asked once for each; None: of both families at once."""
+    """Run once for each; None: once for both families together."""
 
 
 def expect(condition: object, problem: str) -> None:
@@ -35,14 +35,14 @@ def expect(condition: object, problem: str) -> None:
 
 
 class Checks(list[Check]):
-    """Checks in the order in which they are asked; a decorator for functions that are one."""
+    """Checks in the order in which they run; its methods are decorators."""
 
     def once(self, check: Callable[[Any], None]) -> Callable[[Any], None]:
-        """*check* looks at both families itself."""
+        """Add *check*, which covers both families itself."""
         return self._take(check, (None,))
 
     def each_family(self, check: Callable[[Any], None]) -> Callable[[Any], None]:
-        """*check* is asked once for each IP family."""
+        """Add *check*, which runs once for each IP family."""
         return self._take(check, BOTH)
 
     def _take(

@@ -1,4 +1,4 @@
-"""What the contract asks of each sync: idempotent, in proportion, all or nothing, the same by any path."""
+"""Checks of syncs: idempotent, proportional, atomic, and with the same result by any path."""
 
 import random
 from dataclasses import replace
@@ -47,7 +47,7 @@ def full_sync_writes_and_reports(bench: Bench) -> None:
 
 @CHECKS.each_family
 def second_full_sync_writes_nothing(bench: Bench) -> None:
-    """A full sync that finds all as it should be writes nothing, and reports 0 operations."""
+    """A full sync that finds no differences writes nothing, and reports 0 operations."""
     wanted = everything(bench.family)
     instance = bench.started(wanted)
     before, commits = bench.state(), kernel_state.commits()
@@ -62,7 +62,7 @@ def second_full_sync_writes_nothing(bench: Bench) -> None:
 
 @CHECKS.each_family
 def restart_writes_nothing(bench: Bench) -> None:
-    """A process that starts over rules in place disturbs nothing: it finds them, and reports 0 operations."""
+    """A process that starts over existing rules disturbs nothing: it reads them, and reports 0 operations."""
     wanted = everything(bench.family)
     instance = bench.started(wanted)
     before = bench.state()
@@ -76,7 +76,7 @@ def restart_writes_nothing(bench: Bench) -> None:
 
 @CHECKS.each_family
 def damage_is_repaired(bench: Bench) -> None:
-    """A full sync believes nothing: what somebody destroyed is there again afterwards."""
+    """A full sync reads the kernel, and restores whatever another process destroyed."""
     wanted = everything(bench.family)
     instance = bench.started(wanted)
     before = bench.state()
@@ -119,7 +119,7 @@ def changes_end_where_a_full_sync_ends(bench: Bench) -> None:
 
 @CHECKS.each_family
 def change_costs_what_it_touches(bench: Bench) -> None:
-    """What a change writes does not grow with the number of Services beside it."""
+    """The cost of a change does not grow with the number of other Services."""
     family = bench.family
     one = FEATURES[0]
     costs = []
@@ -151,7 +151,7 @@ def failed_change_is_not_remembered(bench: Bench) -> None:
 
 @CHECKS.each_family
 def failed_full_sync_is_not_remembered(bench: Bench) -> None:
-    """As for changes: the next full sync after one that the kernel refused does all of it."""
+    """A full sync that the kernel refuses remembers nothing: the next one does everything."""
     family = bench.family
     wanted, added = FEATURES[0].plans(family), FEATURES[8].plans(family)
     instance = bench.started({})
@@ -162,7 +162,7 @@ def failed_full_sync_is_not_remembered(bench: Bench) -> None:
 
 
 def _refused(sync: partial[SyncReport], bench: Bench, instance: BackendInstance, plans: Plans) -> None:
-    """Run *sync* so that the kernel refuses; check what is said about it."""
+    """Run *sync* without privileges, so that the kernel refuses; check the exception."""
     try:
         with without_privileges():
             sync()
@@ -178,7 +178,7 @@ def _refused(sync: partial[SyncReport], bench: Bench, instance: BackendInstance,
 
 @CHECKS.each_family
 def node_changes_are_followed(bench: Bench) -> None:
-    """A change of the node alone (its addresses, what is local, masquerading) reaches all rules."""
+    """A change of the node alone (its addresses, local sources, masquerading) reaches all rules."""
     family, wanted = bench.family, everything(bench.family)
     at = ADDRESSES[family]
     instance = bench.started(wanted)
@@ -209,7 +209,7 @@ def families_are_apart(bench: Bench) -> None:
 
 @CHECKS.once
 def one_family_is_enough(bench: Bench) -> None:
-    """On a machine with one IP family, the backend is made for that one alone, and serves it."""
+    """A backend made for one IP family only serves that one, as on a single-stack machine."""
     from kproxy_core.testing.conformance.subject import Subject
 
     for family in Family:
@@ -223,7 +223,7 @@ def one_family_is_enough(bench: Bench) -> None:
 
 @CHECKS.each_family
 def service_may_change_its_ports(bench: Bench) -> None:
-    """Frontends may move between service ports within one change: a port renamed, an address handed on."""
+    """Frontends may move between service ports in one change: a renamed port, a reassigned address."""
     family = bench.family
     at = ADDRESSES[family]
 
@@ -249,7 +249,7 @@ def _feature(feature: Feature, bench: Bench) -> None:
             change(instance, family, beside | wanted, wanted)
         change(instance, family, beside, turn.plans(family))
         states.append(bench.state())
-    # What one Service left may be kept for others of the kind. What each leaves grows for ever.
+    # Leftovers of one Service may be kept for others of its kind; those of every Service would accumulate.
     if changes := difference(states[0].lines, states[1].lines):
         raise Failed(f"a Service that came and went ({feature.name}) left (+) or took along (-):\n{changes}")
     for others, how in ((False, "added"), (True, "with other endpoints")):

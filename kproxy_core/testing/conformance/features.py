@@ -1,4 +1,4 @@
-"""Service ports of every kind, each by itself: what a backend must be able to take."""
+"""Service ports of every kind, one Service each: the input that a backend must accept."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ Plans = dict[ServicePortKey, ServicePlan]
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """The numbers of a test network in one IP family; `network` builds it."""
+    """The addresses of a test network in one IP family; `network` builds it."""
 
     family: Family
     node: str
@@ -22,7 +22,7 @@ class Addresses:
     pods: str
     """Network of all pods of the cluster."""
     near: tuple[str, str]
-    """Pods on this node."""
+    """Addresses of pods on this node."""
     far: str
     """A pod on another node."""
     clients: tuple[str, str]
@@ -35,7 +35,7 @@ class Addresses:
         return self.family.bits
 
     def view(self) -> NodeView:
-        """What backends are told of the node."""
+        """Return the node as backends see it."""
         return node_view(
             "node1", family=self.family, pods=self.pods, node_port_addresses=self.node, ip=self.node
         )
@@ -56,11 +56,11 @@ ADDRESSES: Mapping[Family, Addresses] = {
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """One Service that uses something of its own."""
+    """One Service with a feature of its own."""
 
     name: str
     number: int
-    """Gives it addresses and node ports that no other has."""
+    """Selects unique addresses and node ports."""
     ports: tuple[str, ...] = ("80",)
     endpoints: str = "near other far"
     """Pods: ``near``, ``other`` (as near), ``far``; ``many``; "" for none."""
@@ -75,7 +75,7 @@ class Feature:
     """An older Service owns its ClusterIP."""
 
     def plans(self, family: Family, *, others: bool = False) -> Plans:
-        """Its plans; with *others*, after its endpoints have changed."""
+        """Return its plans; with *others*, after a change of its endpoints."""
         at = ADDRESSES[family]
         name = self.service_name or self.name
         made = service(
@@ -150,12 +150,12 @@ FEATURES = tuple(
 
 
 def everything(family: Family) -> Plans:
-    """The plans of all features."""
+    """Return the plans of all features."""
     return {key: plan for feature in FEATURES for key, plan in feature.plans(family).items()}
 
 
 def many(count: int, family: Family) -> Plans:
-    """*count* plain Services beside the others."""
+    """Return the plans of *count* additional plain Services."""
     found: Plans = {}
     at = ADDRESSES[family]
     for number in range(count):

@@ -1,7 +1,7 @@
-"""What a network namespace's kernel holds, whoever put it there: taken, compared, and destroyed.
+"""The kernel state of a network namespace, whichever program made it: read, compared, and destroyed.
 
-The kit does not know the backend. It looks at everything that backends usually program, and at what the
-commands of ``kproxy_state`` print.
+The kit does not know the backend. It reads everything that backends usually program, and the output of the
+commands in ``kproxy_state``.
 """
 
 import re
@@ -39,13 +39,13 @@ _SHOWN = 12
 
 @dataclass(frozen=True, slots=True)
 class KernelState:
-    """One line for each object, with where it is, sorted; what only counts or ages is left out."""
+    """One line per object with its location, sorted, without counters and timeouts."""
 
     lines: tuple[str, ...]
 
     @property
     def in_use(self) -> tuple[str, ...]:
-        """Without chains that nothing leads to: a backend may keep some for later."""
+        """Return the state without unreferenced chains, which a backend may keep for reuse."""
         lines = self.lines
         while True:
             chains = {found[2]: found[1] for line in lines if (found := _CHAIN.fullmatch(line))}
@@ -59,12 +59,12 @@ class KernelState:
 
     @property
     def shape(self) -> list[str]:
-        """Without any number or address: equal for as much of the same kind in use."""
+        """Return the state without numbers and addresses: equal if as many objects of a kind are in use."""
         return sorted(_VARIABLE.sub("#", line) for line in self.in_use)
 
 
 def difference(before: Sequence[str], after: Sequence[str]) -> str:
-    """What came (+) and went (-), a few lines of it; "" for nothing."""
+    """Return the first added (+) and removed (-) lines; "" without a difference."""
     left, right = Counter(before), Counter(after)
     changes = [f"- {line}" for line in (left - right).elements()]
     changes += [f"+ {line}" for line in (right - left).elements()]
@@ -74,7 +74,7 @@ def difference(before: Sequence[str], after: Sequence[str]) -> str:
 
 
 def take(commands: Sequence[str] = ()) -> KernelState:
-    """The state of the calling thread's namespace; *commands* are for the shell."""
+    """Read the state of the calling thread's namespace; *commands* are shell commands."""
     lines = [*_nft(), *_legacy(), *_ipsets(), *_virtual_servers(), *_links(), *_routes4(), *_routes6()]
     for command in commands:
         done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)  # noqa: S602
@@ -96,7 +96,7 @@ def commits() -> int:
 
 
 def destroy(links: Sequence[str], commands: Sequence[str] = ()) -> None:
-    """Remove all rules, sets and *links*, as somebody might who does not know better."""
+    """Remove all rules, sets and *links*, as a careless tool might."""
     if shutil.which("nft"):
         run("nft", "flush", "ruleset")
     for program, names in _LEGACY.items():
@@ -112,7 +112,7 @@ def destroy(links: Sequence[str], commands: Sequence[str] = ()) -> None:
 
 
 def translate_addresses() -> None:
-    """Rules that need address translation and do nothing: kernels stop it once nobody wants it."""
+    """Add rules that need NAT and do nothing: without any, the kernel stops translating connections."""
     chains = "".join(
         f"chain {hook} {{ type nat hook {hook} priority 0; ct status dnat accept; }}; "
         for hook in ("prerouting", "input", "output", "postrouting")
@@ -120,13 +120,13 @@ def translate_addresses() -> None:
     try:
         for family in ("ip", "ip6"):
             run("nft", "-f", "-", stdin=f"table {family} kproxy-kit-successor {{ {chains} }}\n")
-    except CommandFailed:  # a kernel whose nf_tables can't, or no nft
+    except CommandFailed:  # nft is missing, or this kernel does not support it
         for program in _LEGACY:
             run(program, "-t", "nat", "-N", "KPROXY-KIT-SUCCESSOR")
 
 
 def block_as_others_do(table: str, address: str) -> None:
-    """A rule of somebody else's, in the nf_tables table *table* or wherever this kernel can have it."""
+    """Add a foreign rule: in the nf_tables table *table*, else with iptables."""
     rules = f"chain c {{ type filter hook output priority 0; ip daddr {address} drop; }};"
     try:
         run("nft", "-f", "-", stdin=f"table ip {table} {{ {rules} }}\n")
@@ -137,12 +137,12 @@ def block_as_others_do(table: str, address: str) -> None:
 
 
 def links() -> set[str]:
-    """Names of the network interfaces."""
+    """Return the names of the network interfaces."""
     return {line.partition(":")[0].strip() for line in _read(Path("/proc/net/dev")).splitlines()[2:]}
 
 
 def _nft() -> Iterator[str]:
-    """Tables of the iptables programs that hold nothing are left out: whoever looks at them makes them."""
+    """Leave out empty tables of the iptables programs: reading them creates them."""
     if not shutil.which("nft") or not _has_nft_tables():
         return
     listing = [line for line in run("nft", "list", "ruleset").splitlines() if line.strip()]
@@ -158,7 +158,7 @@ def _nft() -> Iterator[str]:
 
 
 def _has_nft_tables() -> bool:
-    """Whether there are any; the program, which checks often start, takes much longer to say no."""
+    """Return whether any ipsets exist, which is much cheaper than running the program."""
     try:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_NETFILTER) as sock:
             sock.send(_GET_TABLES)
@@ -169,7 +169,7 @@ def _has_nft_tables() -> bool:
 
 
 def _blocks(lines: Sequence[str], indent: str) -> Iterator[tuple[str, list[str]]]:
-    """Headings without their brace, and what stands between the braces."""
+    """Yield headings without their brace, and the text between the braces."""
     heading, body = "", list[str]()
     for line in lines:
         if line == f"{indent}}}":
@@ -181,7 +181,7 @@ def _blocks(lines: Sequence[str], indent: str) -> Iterator[tuple[str, list[str]]
 
 
 def _objects(lines: Iterable[str]) -> Iterator[str]:
-    """Rules and properties as they are, elements one by one: sets are listed in any order."""
+    """Yield rules and properties unchanged, and elements one by one: their order is not stable."""
     elements = ""
     for line in lines:
         if elements or line.startswith("elements = {"):
@@ -214,7 +214,7 @@ def _virtual_servers() -> Iterator[str]:
     server = ""
     for line in _read(_IPVS).splitlines()[3:]:
         words = line.split()
-        if words[0] == "->":  # without the connections of the moment
+        if words[0] == "->":  # without connection counts
             yield f"{server} -> {' '.join(words[1:4])}"
         else:
             server = f"virtual server {' '.join(words)}"
@@ -226,7 +226,7 @@ def _links() -> Iterator[str]:
 
 
 def _routes4() -> Iterator[str]:
-    """Routes of all tables; an address of the machine is one in the table of local ones."""
+    """Yield the routes of all tables; local addresses are routes in table local."""
     table = prefix = ""
     for line in _read(Path("/proc/net/fib_trie")).splitlines():
         words = line.split()

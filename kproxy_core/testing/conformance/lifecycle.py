@@ -1,4 +1,4 @@
-"""What the contract asks besides syncs: questions, rendering, watching, ending, leaving nothing behind."""
+"""Checks beyond syncs: questions, rendering, watching, closing, and clean-up."""
 
 import os
 import re
@@ -32,7 +32,7 @@ _FOREIGN = "kproxy-kit-foreign"
 
 @CHECKS.once
 def describes_itself(bench: Bench) -> None:
-    """The description is of this mode, in one line, and names a contract of this kproxy as a literal."""
+    """The description names this mode, has a one-line summary and a supported contract as a literal."""
     described = bench.subject.registry.load(bench.subject.mode)
     summary = described.summary
     expect(0 < len(summary) <= 80 and "\n" not in summary, f"the summary is no short line: {summary!r}")
@@ -48,7 +48,7 @@ def describes_itself(bench: Bench) -> None:
 
 @CHECKS.once
 def loads_quickly(bench: Bench) -> None:
-    """Asked to describe itself, the plugin imports nothing heavy: every start of kproxy would pay for it."""
+    """Loading and describing the plugin imports nothing heavy: every start of kproxy would pay for it."""
     imported = set(rendering.in_another_process(bench.wanted, "imports", {}).split())
     heavy = sorted(imported & rendering.HEAVY)
     expect(not heavy, f"loading the plugin and kproxy_describe import {', '.join(heavy)}")
@@ -56,7 +56,7 @@ def loads_quickly(bench: Bench) -> None:
 
 @CHECKS.once
 def detects_without_a_trace(bench: Bench) -> None:
-    """Whether the mode works here is answered, requirement by requirement; asking changes nothing."""
+    """Detection reports each requirement, and changes nothing."""
     found = bench.subject.registry.detect(bench.subject.mode, bench.subject.settings)
     expect(isinstance(found, Detection), f"kproxy_detect returned {type(found).__name__}, not Detection")
     expect(found.mode == bench.subject.mode, f"kproxy_detect answered for mode {found.mode!r}")
@@ -68,13 +68,13 @@ def detects_without_a_trace(bench: Bench) -> None:
         expect(
             requirement.met or requirement.remedy, f"{requirement.what} is not met, and no remedy is given"
         )
-    expect(found.usable, f"the mode can't work on this machine, so it can't be judged here: {found.because}")
+    expect(found.usable, f"the mode does not work here, so it cannot be checked: {found.because}")
     bench.same(bench.untouched, "kproxy_detect changed the kernel")
 
 
 @CHECKS.each_family
 def caveats_are_about_the_plans(bench: Bench) -> None:
-    """Caveats are about service ports that were asked about, and nothing is changed by asking."""
+    """Caveats name service ports of the update only, and computing them changes nothing."""
     update = full_update(ADDRESSES[bench.family].view(), everything(bench.family))
     subject = bench.subject
     for caveat in subject.registry.caveats(subject.mode, update, subject.settings):
@@ -90,7 +90,7 @@ def caveats_are_about_the_plans(bench: Bench) -> None:
 
 @CHECKS.each_family
 def renders_without_a_trace(bench: Bench) -> None:
-    """Rules are rendered before any sync and after it, without changing the kernel or what is remembered."""
+    """Rendering works before and after a sync, and changes neither the kernel nor the backend's memory."""
     family, wanted = bench.family, everything(bench.family)
     instance = bench.subject.start()
     text = render(instance, family, wanted)
@@ -108,7 +108,7 @@ def renders_without_a_trace(bench: Bench) -> None:
 
 @CHECKS.each_family
 def renders_the_same_anywhere(bench: Bench) -> None:
-    """Another process, which has no privileges, renders the same text from the same plans."""
+    """Another process, without privileges, renders the same text from the same plans."""
     family, wanted = bench.family, everything(bench.family)
     text = render(bench.subject.start(), family, wanted)
     other = rendering.in_another_process(bench.wanted, family.label, {"PYTHONHASHSEED": "7"})
@@ -120,7 +120,7 @@ def renders_the_same_anywhere(bench: Bench) -> None:
 
 @CHECKS.each_family
 def watches_or_says_so(bench: Bench) -> None:
-    """Changes by others are told, and only those; a backend that can't tell says False."""
+    """A watch reports foreign changes only; a backend that cannot watch returns False."""
     family, wanted = bench.family, everything(bench.family)
     instance = bench.started(wanted)
     told: list[tuple[Family, str]] = []
@@ -145,7 +145,7 @@ def watches_or_says_so(bench: Bench) -> None:
 
 @CHECKS.once
 def close_leaves_the_kernel_alone(bench: Bench) -> None:
-    """When the process ends, the rules stay: connections go on while there is none."""
+    """Closing leaves the rules in place, so that connections survive until the next process."""
     instance = _both(bench)
     instance.watch(deaf)
     before = bench.state()
@@ -155,8 +155,8 @@ def close_leaves_the_kernel_alone(bench: Bench) -> None:
 
 @CHECKS.once
 def close_lets_go_of_everything(bench: Bench) -> None:
-    """Threads, processes and open files of a backend end with it."""
-    bench.subject.end(_both(bench))  # What is only made once, such as a library's own, may stay.
+    """Closing releases the backend's threads, processes and open files."""
+    bench.subject.end(_both(bench))  # Resources created once, such as those of a library, may be kept.
     before = _held()
     instance = _both(bench)
     instance.watch(deaf)
@@ -167,7 +167,7 @@ def close_lets_go_of_everything(bench: Bench) -> None:
 
 @CHECKS.once
 def cleanup_leaves_nothing(bench: Bench) -> None:
-    """A dry run names what is there and changes nothing; clean-up removes just that, all of it, once."""
+    """A dry run lists all objects and changes nothing; clean-up removes exactly those, once."""
     bench.subject.end(_both(bench))
     before = bench.state()
     listed = _cleaned(bench, dry_run=True)
@@ -188,7 +188,7 @@ def cleanup_leaves_nothing(bench: Bench) -> None:
 
 @CHECKS.once
 def cleanup_of_nothing_is_quiet(bench: Bench) -> None:
-    """Where the mode never ran, clean-up does nothing and reports no errors."""
+    """Clean-up does nothing and reports no errors if the mode never ran."""
     for dry_run in (True, False):
         found = _cleaned(bench, dry_run=dry_run)
         expect(not found.removed, f"kproxy_cleanup names {found.removed} where nothing is")
@@ -197,7 +197,7 @@ def cleanup_of_nothing_is_quiet(bench: Bench) -> None:
 
 @CHECKS.once
 def cleanup_spares_what_kube_proxy_uses(bench: Bench) -> None:
-    """With own_only, nothing is removed that a full clean-up would not remove."""
+    """With own_only, clean-up removes nothing that a full clean-up would keep."""
     bench.subject.end(_both(bench))
     before = bench.state()
     everything_listed = set(_cleaned(bench, dry_run=True).removed)
@@ -208,7 +208,7 @@ def cleanup_spares_what_kube_proxy_uses(bench: Bench) -> None:
 
 @CHECKS.once
 def rules_of_others_stay(bench: Bench) -> None:
-    """Neither a sync nor a clean-up touches what somebody else put into the kernel."""
+    """Neither a sync nor a clean-up touches foreign objects."""
     namespaces.run("ip", "link", "add", "foreign", "type", "veth", "peer", "name", "foreign-peer")
     namespaces.run("ip", "address", "add", "192.0.2.99/32", "dev", "foreign")
     kernel_state.block_as_others_do(_FOREIGN, "192.0.2.98")
@@ -223,7 +223,7 @@ def rules_of_others_stay(bench: Bench) -> None:
 
 @CHECKS.once
 def retires_without_connections_at_once(bench: Bench) -> None:
-    """Once another mode serves, a backend without connections waits for nobody, and leaves nothing."""
+    """A retired backend without connections waits for none, and leaves nothing behind."""
     instance = _both(bench)
     left = _until(lambda: bench.subject.retire(instance), lambda found: not found.waiting, RETIRED_WITHIN)
     expect(not left.errors, f"kproxy_retire: {'; '.join(left.errors)}")
@@ -234,7 +234,7 @@ def retires_without_connections_at_once(bench: Bench) -> None:
 
 
 def _both(bench: Bench) -> BackendInstance:
-    """A backend that has programmed everything in both families."""
+    """Return a backend that has programmed every feature in both families."""
     instance = bench.started(everything(Family.IPV4), Family.IPV4)
     full(instance, Family.IPV6, everything(Family.IPV6))
     return instance
@@ -247,18 +247,18 @@ def _cleaned(bench: Bench, *, dry_run: bool = False) -> Leftovers:
 
 
 def _held() -> set[str]:
-    """Threads, child processes and open files of this process, in words."""
+    """Return the threads, child processes and open files of this process, by description."""
     found = {f"thread {thread.name}" for thread in threading.enumerate()}
     for task in Path("/proc/self/task").iterdir():
         try:
             found |= {f"process {pid}" for pid in (task / "children").read_text().split()}
-        except OSError:  # a thread that ends just now, or a kernel that does not tell
+        except OSError:  # the thread is ending, or the kernel does not report it
             continue
     files: dict[str, int] = {}
     for handle in Path("/proc/self/fd").iterdir():
         try:
             kind = re.sub(r"\d+", "N", os.readlink(handle))
-        except OSError:  # the one that lists them
+        except OSError:  # the descriptor used for this listing
             continue
         files[kind] = files.get(kind, 0) + 1
         found.add(f"file {kind} ({files[kind]})")
@@ -266,7 +266,7 @@ def _held() -> set[str]:
 
 
 def _until(look: Callable[[], _Seen], enough: Callable[[_Seen], bool], patience: float = PATIENCE) -> _Seen:
-    """What *look* sees as soon as that is *enough*, or after a while."""
+    """Call *look* until its result is *enough*, for *patience* seconds at most; return the last result."""
     until = time.monotonic() + patience
     while not enough(seen := look()) and time.monotonic() < until:
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""What clients notice, with real packets: who answers, who is refused, and who hears nothing."""
+"""Checks with real packets: clients are answered, refused or dropped as they should be."""
 
 import time
 
@@ -12,12 +12,12 @@ CHECKS = Checks()
 
 UDP = Protocol.UDP
 _PATIENCE = 20.0
-"""Seconds that a backend has for connections to be over once they are reset."""
+"""Seconds until a backend has noticed that a connection was reset."""
 
 
 @CHECKS.each_family
 def cluster_ip_reaches_every_endpoint(play: Play) -> None:
-    """Pods and the node reach each endpoint of a ClusterIP over TCP, those of other nodes too."""
+    """Pods and the node reach each endpoint of a ClusterIP over TCP, on this node and others."""
     play.serve("web")
     play.reaches("near", play.cluster_ip(), "near", "other", "far")
     play.reaches("node", play.cluster_ip(), "near", "other", "far")
@@ -25,14 +25,14 @@ def cluster_ip_reaches_every_endpoint(play: Play) -> None:
 
 @CHECKS.each_family
 def udp_reaches_every_endpoint(play: Play) -> None:
-    """As for TCP; each new flow is balanced by itself."""
+    """Pods and the node reach each endpoint of a ClusterIP over UDP; each flow is balanced by itself."""
     play.serve("dns", "53/UDP")
     play.reaches("near", play.cluster_ip(53, UDP), "near", "other", "far")
 
 
 @CHECKS.each_family
 def two_protocols_share_a_port(play: Play) -> None:
-    """A port of TCP and the same of UDP are two service ports, and do not get mixed up."""
+    """The same port over TCP and UDP is two service ports, which do not affect each other."""
     play.serve("web", "80@30081", to="near")
     play.serve("dns", "80/UDP@30081", to="other")
     for host, frontend in (("node", play.cluster_ip()), ("client", play.node_port(30081))):
@@ -42,7 +42,7 @@ def two_protocols_share_a_port(play: Play) -> None:
 
 @CHECKS.each_family
 def pods_see_the_client_pod(play: Play) -> None:
-    """Between pods, an endpoint sees the address of the client: nothing is masqueraded without need."""
+    """An endpoint sees the client pod's address: traffic between pods is not masqueraded."""
     play.serve("web", to="other far")
     for answer in play.ask_often("near", play.cluster_ip(), tries=8):
         expect(answer.seen == "near", f"{answer.by} sees a client {answer.seen}, not the pod that asks")
@@ -50,7 +50,7 @@ def pods_see_the_client_pod(play: Play) -> None:
 
 @CHECKS.each_family
 def a_pod_reaches_itself(play: Play) -> None:
-    """An endpoint that dials its own Service gets through to itself (hairpin)."""
+    """An endpoint that dials its own Service can reach itself (hairpin)."""
     play.serve("web", to="near")
     play.reaches("near", play.cluster_ip(), "near")
 
@@ -80,7 +80,7 @@ def external_ip_serves_the_node(play: Play) -> None:
 
 @CHECKS.each_family
 def load_balancer_ip_serves_clients_outside(play: Play) -> None:
-    """As for external IPs."""
+    """A client outside and a pod reach each endpoint at a load balancer IP."""
     play.serve("web", "80@30080", load_balancer_ips=play.at.external_ip(2))
     for host in ("client", "near"):
         play.reaches(host, play.external(2), "near", "other", "far")
@@ -88,7 +88,7 @@ def load_balancer_ip_serves_clients_outside(play: Play) -> None:
 
 @CHECKS.each_family
 def no_endpoints_refuses(play: Play) -> None:
-    """Without any endpoint, clients are told at once, at every kind of frontend."""
+    """Without any endpoint, clients are refused at once, at every kind of frontend."""
     play.serve("web", "80@30080", to="", external_ips=play.at.external_ip(1))
     play.serve("dns", "53/UDP", to="", number=2)
     for host in ("near", "node"):
@@ -100,7 +100,7 @@ def no_endpoints_refuses(play: Play) -> None:
 
 @CHECKS.each_family
 def affinity_keeps_a_client_at_its_endpoint(play: Play) -> None:
-    """With session affinity, a client stays with one endpoint, at every frontend of the kind."""
+    """With session affinity, a client keeps its endpoint at every kind of frontend."""
     play.serve("web", "80@30080", affinity=600, external_ips=play.at.external_ip(1))
     for host, frontend in (("near", play.cluster_ip()), ("client", play.external(1))):
         found = {answer.by for answer in play.ask_often(host, frontend, tries=12)}
@@ -109,7 +109,7 @@ def affinity_keeps_a_client_at_its_endpoint(play: Play) -> None:
 
 @CHECKS.each_family
 def source_ranges_keep_others_out(play: Play) -> None:
-    """A load balancer IP with source ranges answers clients in them, and drops all others."""
+    """A load balancer IP with source ranges serves clients in them, and drops all others."""
     allowed, other = play.at.clients
     ranges = f"{allowed}/{play.at.bits}"
     play.serve("web", "80@30080", load_balancer_ips=play.at.external_ip(2), source_ranges=ranges)
@@ -119,7 +119,7 @@ def source_ranges_keep_others_out(play: Play) -> None:
 
 @CHECKS.each_family
 def external_policy_local_keeps_the_client_address(play: Play) -> None:
-    """With external policy Local, only this node's endpoints serve outside clients, and see who they are."""
+    """With external policy Local, only this node's endpoints serve clients outside, and see their address."""
     play.serve(
         "web", "80@30080", to="near far", load_balancer_ips=play.at.external_ip(2), external_local=True
     )
@@ -140,7 +140,7 @@ def external_policy_local_without_local_endpoints_is_silent(play: Play) -> None:
 
 @CHECKS.each_family
 def internal_policy_local_stays_on_the_node(play: Play) -> None:
-    """With internal policy Local, only this node's endpoints serve a ClusterIP; without any, none does."""
+    """With internal policy Local, only this node's endpoints serve a ClusterIP; without any, none do."""
     play.serve("web", to="other far", internal_local=True)
     play.reaches("near", play.cluster_ip(), "other")
     play.serve("web", to="far", internal_local=True)
@@ -149,7 +149,7 @@ def internal_policy_local_stays_on_the_node(play: Play) -> None:
 
 @CHECKS.each_family
 def endpoints_that_go_get_no_new_connections(play: Play) -> None:
-    """New connections go to the endpoints of the moment; those that go keep the connections they have."""
+    """New connections use the current endpoints; removed endpoints keep their established connections."""
     play.serve("web", to="near other")
     with play.connection("node", play.cluster_ip()) as lasting:
         staying, going = ("other", "near") if lasting.answer.by == "near" else ("near", "other")
@@ -162,7 +162,7 @@ def endpoints_that_go_get_no_new_connections(play: Play) -> None:
 
 @CHECKS.each_family
 def deleted_service_is_not_served(play: Play) -> None:
-    """Nobody answers at a frontend once its Service is deleted; the others go on."""
+    """A deleted Service is not served; other Services still are."""
     play.serve("web", "80@30080", to="near")
     play.serve("shop", to="other", number=2)
     play.ask("client", play.node_port(30080))
@@ -174,7 +174,7 @@ def deleted_service_is_not_served(play: Play) -> None:
 
 @CHECKS.each_family
 def restart_goes_unnoticed(play: Play) -> None:
-    """Connections outlive the process, new ones are served while there is none, and by the next."""
+    """Connections survive a restart, and new ones are served during it and after it."""
     play.serve("web", to="other far")
     with play.connection("near", play.cluster_ip()) as lasting:
         play.subject.end(play.instance)
@@ -188,7 +188,7 @@ def restart_goes_unnoticed(play: Play) -> None:
 
 @CHECKS.each_family
 def retiring_cuts_no_connection(play: Play) -> None:
-    """When another mode takes over, established connections go on until they end; then nothing is left."""
+    """A retired mode keeps established connections until they end; then nothing of it is left."""
     play.serve("web", to="other far")
     subject = play.subject
     with play.connection("near", play.cluster_ip()) as lasting:

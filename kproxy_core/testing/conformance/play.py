@@ -1,4 +1,4 @@
-"""Where packets are sent: the backend on a node with pods, another node and a client around it."""
+"""The stage of a packet check: the backend on a node with pods, another node and a client."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ from kproxy_core.testing.conformance.network import PORT, Network, network
 from kproxy_core.testing.conformance.subject import Subject, Wanted, change, full
 
 _TRIES, _MOST_TRIES = 12, 100
-"""New connections that are made to see who answers; and until each of several endpoints has."""
+"""New connections to find out who answers, and until each of several endpoints has answered."""
 
 
 class Play:
-    """One subject that runs on the node of a network."""
+    """One subject on the node of a network."""
 
     def __init__(self, subject: Subject, around: Network, family: Family) -> None:
         self.subject = subject
@@ -54,15 +54,15 @@ class Play:
         self._bring(name, plans(self.at.view(), made, piece))
 
     def remove(self, name: str) -> None:
-        """The Service is deleted."""
+        """Delete the Service."""
         self._bring(name, {})
 
     def have_successor(self) -> None:
-        """Another mode translates addresses from now on."""
+        """Keep address translation enabled, as another mode would."""
         kernel_state.translate_addresses()
 
     def begin(self) -> None:
-        """A process begins over the rules that are there."""
+        """Start a new process over the existing rules."""
         self.instance = self.subject.start()
         full(self.instance, self.family, self._plans)
 
@@ -75,7 +75,7 @@ class Play:
         change(self.instance, self.family, self._plans, {**before, **found})
 
     def announced(self) -> str:
-        """What the backend says it does not do of what the Services asked for; "" for nothing."""
+        """Return the backend's caveats about the Services; "" without any."""
         subject, update = self.subject, full_update(self.at.view(), self._shown)
         caveats = subject.registry.caveats(subject.mode, update, subject.settings)
         return "; ".join(dict.fromkeys(caveat.what for caveat in caveats if caveat.lost))
@@ -94,7 +94,7 @@ class Play:
     # Clients ---------------------------------------------------------------------------------
 
     def ask(self, host: str, frontend: Frontend, source: str = "") -> Answer:
-        """Who answers a new connection from *host* (see `network.Network`)."""
+        """Return the answer to a new connection from *host* (see `network.Network`)."""
         if host == "client":
             source = source or self.at.clients[0]
         return dialing.ask(self._hosts[host], frontend, source)
@@ -103,7 +103,7 @@ class Play:
         return [self.ask(host, frontend, source) for _ in range(tries)]
 
     def reaches(self, host: str, frontend: Frontend, *pods: str) -> None:
-        """Fail unless new connections from *host* are spread over just these pods."""
+        """Fail unless exactly these pods answer new connections from *host*."""
         found = {answer.by for answer in self.ask_often(host, frontend)}
         for _ in range(_TRIES, _MOST_TRIES):
             if not set(pods) - found:
@@ -127,7 +127,7 @@ class Play:
 
 @contextlib.contextmanager
 def play(wanted: Wanted, family: Family) -> Iterator[Play]:
-    """A play in a network of its own; the calling thread is on the node while it lasts."""
+    """Yield a play in a new network, and move the calling thread to the node for the ``with`` block."""
     with network() as around, inside(around.hosts["node"], wanted):
         subject = Subject(wanted)
         try:
@@ -137,7 +137,7 @@ def play(wanted: Wanted, family: Family) -> Iterator[Play]:
 
 
 def run_check(check: Check, wanted: Wanted, family: Family) -> None:
-    """Play a scenario. A failure that the author expects is NotApplicable if the backend announces why."""
+    """Play a scenario. An expected failure is NotApplicable if a caveat of the backend explains it."""
     with play(wanted, family) as made:
         try:
             check.run(made)

@@ -1,4 +1,4 @@
-"""Being root without any privilege, for a while: how the kit makes the kernel refuse what a backend asks."""
+"""Root without capabilities, for a while: the kit makes the kernel refuse a backend's requests."""
 
 import contextlib
 import ctypes
@@ -23,13 +23,13 @@ class _Sets(ctypes.Structure):
 
 @contextlib.contextmanager
 def without_privileges() -> Iterator[None]:
-    """The calling thread, and the programs it starts, have no capability (see capabilities(7)).
+    """Drop all capabilities of the calling thread and the programs it starts (see capabilities(7)).
 
-    Threads and processes that are there already keep theirs. Raises OSError if privileges can't be given up.
+    Existing threads and processes keep theirs. Raises OSError if they cannot be dropped.
     """
     held = (_Sets * 2)()
     _check(_LIBC.capget(ctypes.byref(_header()), ctypes.byref(held)))
-    # Else a program that root starts would get everything back.
+    # Otherwise a program started by root would regain all of them.
     _check(_LIBC.prctl(_PR_SET_SECUREBITS, _NOROOT, 0, 0, 0))
     try:
         none = (_Sets * 2)(*(_Sets(0, part.permitted, 0) for part in held))

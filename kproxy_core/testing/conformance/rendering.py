@@ -1,6 +1,6 @@
-"""A plugin in a process of its own: what it imports, and what it renders without any privilege.
+"""A plugin in a child process: its imports, and its rendering without privileges.
 
-``python -m kproxy_core.testing.conformance.rendering`` is that process; it reads what is wanted as JSON.
+``python -m kproxy_core.testing.conformance.rendering`` is that process; it reads its task as JSON.
 """
 
 import json
@@ -29,7 +29,7 @@ HEAVY = frozenset(
 
 
 def in_another_process(wanted: Wanted, what: str, environment: Mapping[str, str]) -> str:
-    """The text for a family, by its label, or with ``imports`` the modules. Raises Failed."""
+    """Return the text for a family, by its label, or with ``imports`` the modules. Raises Failed."""
     question = {
         "what": what, "mode": wanted.mode, "plugins": wanted.plugins, "options": dict(wanted.options),
         "path": sys.path,

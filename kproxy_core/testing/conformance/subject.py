@@ -1,4 +1,4 @@
-"""The backend that is judged: found as kproxy finds it, made, used and let go."""
+"""The backend under test: found as kproxy finds it, made, used and closed."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from kproxy_core.testing.conformance.features import ADDRESSES, Plans
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the author asked to have judged, and how."""
+    """The author's settings: the mode to check, and how."""
 
     mode: str
     plugins: tuple[str, ...] = ()
@@ -24,17 +24,17 @@ class Wanted:
     options: Mapping[str, object] = field(default_factory=dict)
     """As ``kproxy.backendOptions`` has them for the mode."""
     node: tuple[str, ...] = ()
-    """Commands that make the node what the backend finds, such as the rules of a kubelet."""
+    """Commands that create kernel objects which the backend expects, such as a kubelet's rules."""
     state: tuple[str, ...] = ()
-    """Commands that print what the backend keeps, where the kit would not look."""
+    """Commands that print state which the kit does not know."""
     damage: tuple[str, ...] = ()
-    """Commands that destroy what the backend keeps, where the kit would not know how."""
+    """Commands that destroy that state."""
     not_applicable: Mapping[str, str] = field(default_factory=dict)
-    """Checks that ask for what the backend does not do, and why; "": the backend announces that itself."""
+    """Checks that do not apply, with the reason; "": a caveat of the backend gives it."""
 
 
 _BEGUN: WeakSet[BackendInstance] = WeakSet()
-"""Those that were told that they are to serve."""
+"""Backends whose kproxy_begin was called."""
 
 
 class Subject:
@@ -48,25 +48,25 @@ class Subject:
         self._instances: list[BackendInstance] = []
 
     def start(self) -> BackendInstance:
-        """As a process that starts."""
+        """Make a backend, as a new process would."""
         instance = self.registry.make_backend(self.mode, self.settings)
         self._instances.append(instance)
         return instance
 
     def end(self, instance: BackendInstance) -> None:
-        """As a process that ends."""
+        """Close a backend, as an exiting process would."""
         self._instances.remove(instance)
         self.registry.close_backend(instance)
 
     def end_all(self) -> None:
-        """End what still runs. What is in the kernel goes with the namespace, the rest by clean-up."""
+        """Close all backends. The namespace takes its kernel state along; clean-up removes the rest."""
         for instance in list(self._instances):
             self.end(instance)
         if self.wanted.state:
             self.cleanup()
 
     def retire(self, instance: BackendInstance | None) -> Leftovers:
-        """As when another mode serves; *instance*, if it still runs, is the one that served."""
+        """Retire the mode, as after a switch; *instance* is the backend that served, if it still exists."""
         return self.registry.retire(self.mode, self.settings, instance=instance)
 
     def cleanup(self, *, dry_run: bool = False, own_only: bool = False) -> Leftovers:
@@ -74,9 +74,9 @@ class Subject:
 
 
 def full(instance: BackendInstance, family: Family, plans: Plans, node: NodeView | None = None) -> SyncReport:
-    """A full sync. What it is given does not outlive the call, as the contract says.
+    """Run a full sync, with plans that are valid only during the call, as the contract says.
 
-    Before the first one the backend is told that it is to serve.
+    Before the first one, call kproxy_begin.
     """
     if instance not in _BEGUN:
         instance.begin()
@@ -96,7 +96,7 @@ def change(
     changed: Iterable[ServicePortKey],
     node: NodeView | None = None,
 ) -> SyncReport:
-    """A sync of the service ports *changed*, to what *after* says; with *node*, the node has changed."""
+    """Sync the service ports *changed* to *after*; with *node*, the node has changed, too."""
     given = dict(after)
     update = changed_update(node or ADDRESSES[family].view(), given, changed)
     if node is not None:
@@ -112,7 +112,7 @@ def render(instance: BackendInstance, family: Family, plans: Plans) -> str:
 
 
 def deaf(family: Family, what: str) -> None:
-    """A `Damage` that nobody listens to."""
+    """Ignore a report: a `Damage` without a listener."""
 
 
 _: Damage = deaf
