@@ -54,15 +54,19 @@ def explain_objects(request: Mapping[str, str], flags: Flags) -> Packets:
     """Return the answers for the objects that *flags* name. Raises NoAnswer, and as `cli_errors` expects."""
     from kproxy_core.process.explaining import explain_written
 
-    with read_objects(flags) as (plans, registry, instance, _):
+    with read_objects(flags, this_machine=False) as (plans, registry, instance, _):
         return explain_written(request, plans, registry, instance)
 
 
 @contextmanager
-def read_objects(flags: Flags) -> Iterator[Objects]:
-    """Yield the plans for the objects that *flags* name. Raises as `cli_errors` expects."""
+def read_objects(flags: Flags, *, this_machine: bool) -> Iterator[Objects]:
+    """Yield the plans for the objects that *flags* name. Raises as `cli_errors` expects.
+
+    *this_machine*: the node has this machine's addresses, whatever its Node object says.
+    """
     from kproxy_core.cli.planning import read_plans
     from kproxy_core.cli.running import prepare
+    from kproxy_core.host.netlink.addresses import node_addresses
     from kproxy_core.observe import logs
     from kproxy_core.process.choice import conclude
     from kproxy_core.process.terms import backend_settings, served_families, settings_of_modes
@@ -74,7 +78,8 @@ def read_objects(flags: Flags) -> Iterator[Objects]:
     logs.set_up(0, "text")
     instance = registry.make_backend(config.mode, backend_settings(config, families))
     try:
-        plans = read_plans(config, registry, families)
+        addresses = node_addresses(registry.is_of_node) if this_machine else None
+        plans = read_plans(config, registry, families, addresses)
         yield Objects(plans, registry, instance, settings_of_modes(configuration, families))
     finally:
         registry.close_backend(instance)

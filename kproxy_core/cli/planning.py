@@ -6,7 +6,7 @@ from queue import SimpleQueue
 from kproxy_core.backend.registry import Registry
 from kproxy_core.config.settings import Config
 from kproxy_core.host.netlink.addresses import node_addresses
-from kproxy_core.model.address import Family
+from kproxy_core.model.address import Address, Family
 from kproxy_core.observe.metrics.client import ClientMetrics
 from kproxy_core.process.assembly import make_source, make_store
 from kproxy_core.process.terms import StartFailed, node_settings
@@ -19,17 +19,19 @@ log = logging.getLogger("kproxy.run")
 
 
 def read_plans(
-    config: Config, registry: Registry, families: tuple[Family, ...]
+    config: Config, registry: Registry, families: tuple[Family, ...],
+    addresses: frozenset[Address] | None = None,
 ) -> dict[Family, FamilyPlans]:
     """Return the plans of each of *families* for the objects that *config* names.
 
-    The node's addresses are those of its Node object, else this machine's. Unusable
-    objects are logged. Raises HostError or StartFailed.
+    *addresses* are the node's; None: those of its Node object, else this machine's. Unusable objects are
+    logged. Raises HostError or StartFailed.
     """
     settings = node_settings(config, registry.load(config.mode))
     store = _read(config, settings.name, families)
-    own = frozenset(store.node.addresses) if store.node else node_addresses(registry.is_of_node)
-    facts = NodeFacts(settings, own)
+    if addresses is None:
+        addresses = frozenset(store.node.addresses) if store.node else node_addresses(registry.is_of_node)
+    facts = NodeFacts(settings, addresses)
     facts.node, facts.service_cidrs = store.node, store.service_cidrs
     found: dict[Family, FamilyPlans] = {}
     for family in families:

@@ -12,16 +12,25 @@ _LONGEST = 120
 """Seconds; a page takes a few."""
 
 
-def printed_by(page: Path, directory: Path) -> str:
+_MARK = "\f"
+"""Printed between the outputs of two blocks."""
+
+
+def outputs_of(page: Path, directory: Path) -> list[str]:
+    """Return what each ``sh`` block of *page* prints; see `printed_by`."""
+    return printed_by(page, directory, between=f"printf '{_MARK}'\n").split(_MARK)
+
+
+def printed_by(page: Path, directory: Path, *, between: str = "") -> str:
     """What all ``sh`` blocks of *page*, in their order, print on standard output.
 
     *directory* takes the place of the one under /tmp that is called like the page. The environment is there
     already: ``make env`` is left out.
     """
     blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    script = "".join(block for block in blocks if block != "make env\n")
+    script = between.join(block for block in blocks if block != "make env\n")
     ran = subprocess.run(
-        [*_SANDBOX, _PRIVATE_DIRECTORY + re.sub(r"/tmp/(hello|modes)\b", str(directory), script)],
+        [*_SANDBOX, _PRIVATE_DIRECTORY + re.sub(r"/tmp/(hello|modes|debugging)\b", str(directory), script)],
         cwd=CHECKOUT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=_LONGEST,
     )  # fmt: skip
     assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
