@@ -80,9 +80,8 @@ class EbpfBackend:
         except SyncFailed:
             state.distrust()
             raise
-        complete = all(state.is_synced for state in self._families.values())
-        if complete and (not self._attached or kernel.problem()):
-            kernel.attach()
+        if not self._attached or kernel.problem():
+            kernel.attach()  # A family that has no elements yet is served by the rules.
             self._attached = True
         return SyncReport(report.operations + operations, report.detail, report.unserved)
 

@@ -20,11 +20,6 @@ class FamilyState:
         """None: only a resync will do."""
         self._node_addresses: dict[bytes, bytes] = {}
 
-    @property
-    def is_synced(self) -> bool:
-        """The maps hold what was planned."""
-        return self._applied is not None
-
     def withdraw(self, update: Update) -> Difference:
         """Remove what must not be chosen any more, before the rules change. `write` does the rest.
 

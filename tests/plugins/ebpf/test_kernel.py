@@ -1,15 +1,18 @@
 """Maps, programs and pins in the real kernel."""
 
+import errno
+import itertools
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kproxy_core.backend.api import BackendSettings
-from kproxy_core.backend.errors import SyncFailed
+from kproxy_core.backend.errors import SyncFailed, TrustLost
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import endpoint_slice, full_update, node_view, plans, service
@@ -199,6 +202,71 @@ def test_a_missing_cgroup_is_named(settings: Settings, compiled: Compiled) -> No
         kernel.open(compiled)
 
 
+def test_a_full_map_is_an_error_and_the_next_full_sync_starts_from_what_fitted(
+    settings: Settings, compiled: Compiled
+) -> None:
+    small = {**compiled.maps, names.ENDPOINTS: compiled.maps[names.ENDPOINTS]._replace(entries=3)}
+    kernel = Kernel(settings)
+    kernel.open(compiled._replace(maps=small))
+    many = endpoint_slice("web", *(f"10.244.2.{number}" for number in range(1, 7)))
+    large = full_update(NODE, plans(NODE, service("web", "80@30080"), many))
+    try:
+        state = FamilyState(V4, kernel)
+        with pytest.raises(TrustLost, match="Argument list too long"):
+            state.write(large, state.withdraw(large))
+        assert sync(kernel) > 0
+        assert sync(kernel) == 0
+    finally:
+        kernel.close()
+
+
+def test_a_batch_that_lacks_memory_for_a_moment_goes_on_where_it_stopped(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hashes without preallocation refill their free list from an interrupt (Linux 6.1 and later)."""
+    batch, calls = bpf._batch, itertools.count()
+
+    def batch_of_one(
+        command: int, fd: int, keys: Any, count: int, *rest: Any, **more: Any
+    ) -> tuple[int, int]:
+        if command != bpf._UPDATE_BATCH or count == 1:
+            return batch(command, fd, keys, count, *rest, **more)
+        if next(calls) % 2:
+            return 0, errno.ENOMEM
+        return batch(command, fd, keys, 1, *rest, **more)[0], errno.ENOMEM
+
+    monkeypatch.setattr(bpf, "_batch", batch_of_one)
+    assert sync(kernel) > 0
+    assert next(calls) > 2
+    monkeypatch.undo()
+    assert sync(kernel) == 0
+
+
+def test_lasting_lack_of_memory_is_an_error(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = bpf._batch
+
+    def no_memory(command: int, *rest: Any, **more: Any) -> tuple[int, int]:
+        return (0, errno.ENOMEM) if command == bpf._UPDATE_BATCH else batch(command, *rest, **more)
+
+    monkeypatch.setattr(bpf, "_ALLOCATION_PATIENCE", 0.01)
+    monkeypatch.setattr(bpf, "_batch", no_memory)
+    with pytest.raises(TrustLost, match="Cannot allocate memory"):
+        sync(kernel)
+    monkeypatch.undo()
+    assert sync(kernel) > 0
+    assert sync(kernel) == 0
+
+
+def test_a_deletion_goes_on_after_a_key_that_is_missing() -> None:
+    definition = bpf.MapDefinition(type=1, key=4, value=4, entries=8, flags=0)
+    made = bpf.create_map("kproxy_test", definition)
+    keys = [number.to_bytes(4, "little") for number in range(5)]
+    bpf.update_all(made, dict.fromkeys((keys[0], keys[1], keys[3], keys[4]), bytes(4)))
+    bpf.delete_all(made, keys[:4])
+    assert dict(bpf.elements(made, definition)) == {keys[4]: bytes(4)}
+    os.close(made)
+
+
 def test_programs_load_with_the_capabilities_of_the_deployed_pod(tmp_path: Path, compiled: Compiled) -> None:
     """Root hides that the verifier is stricter without CAP_PERFMON."""
     program = (
@@ -213,6 +281,18 @@ def test_programs_load_with_the_capabilities_of_the_deployed_pod(tmp_path: Path,
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.stdout.split() == sorted(compiled.programs), done.stderr
+
+
+def test_programs_compile_without_kernel_and_system_headers(tmp_path: Path, compiled: Compiled) -> None:
+    program = f"from kproxy_ebpf.kernel.programs import Compilation as C; C({str(tmp_path)!r}).result()"
+    hide = "for d in /usr/src /usr/include /lib/modules; do [ ! -d $d ] || mount -t tmpfs none $d; done"
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-ec", f'{hide}; ! ls /usr/include/* && exec "$@"', "sh",
+         sys.executable, "-c", program],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert Compilation(str(tmp_path), start=False).result() == compiled
 
 
 def test_a_cached_result_needs_no_compiler(tmp_path: Path, compiled: Compiled) -> None:

@@ -1,0 +1,110 @@
+"""Restarts under load, through a whole kproxy."""
+
+import os
+import re
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kproxy_ebpf.kernel import bpf
+from kproxy_ebpf.names import ATTACH_TYPES
+from tests.plugins.ebpf.node import REMOTE, Node, node
+from tests.plugins.ebpf.sockets import Sockets
+
+WEB, DNS = "10.96.0.10", "10.96.0.53"
+EACH = 300
+"""Connections at least between two events."""
+
+
+@pytest.fixture
+def where(tmp_path: Path) -> Iterator[Node]:
+    with node(tmp_path) as made:
+        made.serve("web", WEB, REMOTE)
+        made.serve("dns", DNS, REMOTE, protocol="UDP")
+        yield made
+
+
+class Hammer:
+    """Opens TCP connections and sends datagrams, one after another, until told to end."""
+
+    def __init__(self, sockets: Sockets) -> None:
+        self._sockets = sockets
+        self._ended = threading.Event()
+        self._progress = threading.Condition()
+        self._made = 0
+        self.failures: list[str] = []
+
+    def run(self) -> None:
+        with self._sockets.open(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
+            while not self._ended.is_set():
+                with self._sockets.open(socket.AF_INET, socket.SOCK_STREAM) as client:
+                    try:
+                        client.connect((WEB, 80))
+                        assert client.recv(100)
+                        datagrams.sendto(b"now", (DNS, 80))
+                        _, sender = datagrams.recvfrom(100)
+                        assert sender == (DNS, 80), sender
+                    except (OSError, AssertionError) as error:
+                        self.failures.append(repr(error))
+                with self._progress:
+                    self._made += 1
+                    self._progress.notify()
+
+    def more(self, number: int = EACH) -> None:
+        """Wait until so many more have been made."""
+        with self._progress:
+            wanted = self._made + number
+            assert self._progress.wait_for(lambda: self._made >= wanted, 60)
+
+    def end(self) -> None:
+        self._ended.set()
+
+
+@contextmanager
+def hammering(sockets: Sockets) -> Iterator[Hammer]:
+    hammer = Hammer(sockets)
+    with ThreadPoolExecutor(1) as pool:
+        running: Future[None] = pool.submit(hammer.run)
+        try:
+            yield hammer
+        finally:
+            hammer.end()
+        running.result()
+
+
+def attached(where: Node) -> dict[str, list[int]]:
+    """Return the ids of the programs that run for sockets of the cgroup."""
+    cgroup = os.open(where.cgroup, os.O_RDONLY)
+    try:
+        return {name: bpf.attached(cgroup, kind) for name, kind in ATTACH_TYPES.items()}
+    finally:
+        os.close(cgroup)
+
+
+def test_no_connection_fails_while_the_proxy_is_killed_and_restarted(where: Node) -> None:
+    with where.proxy() as proxy:
+        with hammering(where.sockets(where.pod)) as hammer:
+            for number in (signal.SIGKILL, signal.SIGTERM):
+                hammer.more()
+                before = attached(where)
+                assert {len(ids) for ids in before.values()} == {1}
+                proxy.end(number)
+                hammer.more()
+                assert attached(where) == before
+                with where.proxy():
+                    hammer.more()
+            assert hammer.failures == []
+
+
+def test_the_proxy_never_holds_the_compiler(where: Node) -> None:
+    with where.proxy() as proxy:
+        assert {len(ids) for ids in attached(where).values()} == {1}
+        mapped = Path(f"/proc/{proxy.pid}/maps").read_text(encoding="utf-8")
+        assert "python" in mapped
+        assert not re.findall(r"\S*(?:bcc|clang|LLVM)\S*", mapped)
