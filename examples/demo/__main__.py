@@ -1,7 +1,7 @@
-"""Show kproxy at work: real packets to real endpoints, through Services, on a node of its own.
+"""The demo of kproxy: real packets through Services to real endpoints, on a node in namespaces.
 
-``make demo`` runs this; without root, what needs none (`examples.demo.rootless`). The exit
-status is 0 if everything was as it should be.
+``make demo`` runs this, or without root `examples.demo.rootless`. The exit status is 0 if every check
+passed.
 """
 
 import os
@@ -23,7 +23,7 @@ from examples.demo.terminal import Table, Verdict
 MODE = "nftables"
 LEAVING = "web-b"
 EFFECT_DEADLINE = 5.0
-"""Seconds that a change may take; far more than it should."""
+"""Limit in seconds for a change to take effect, far above the usual time."""
 
 SCALED_UP: list[dict[str, Any]] = [
     {
@@ -39,11 +39,11 @@ SCALED_UP: list[dict[str, Any]] = [
         "endpoints": [{"addresses": ["10.1.1.11"], "nodeName": "node1"}],
     },
 ]
-"""The first endpoint of the Service `search`; the pod web-a does its work."""
+"""The first endpoint of the Service `search`, served by the pod web-a."""
 
 
 def who_answers(hosts: dict[str, Host], verdict: Verdict) -> None:
-    """The table: every kind of frontend, from a pod, the node and outside."""
+    """Print the table of every kind of frontend, dialled from a pod, the node and outside."""
     terminal.title("Who answers, and which source address they see")
     table = Table(
         verdict,
@@ -52,7 +52,7 @@ def who_answers(hosts: dict[str, Host], verdict: Verdict) -> None:
     for row in rows.ROWS:
         found = rows.judge(row, hosts)
         answered = " ".join(sorted(found.answered_by)) or (
-            "refused, as it should be" if not found.trouble else "-"
+            "refused, as expected" if not found.trouble else "-"
         )
         seen = ", ".join(_owned(found.seen))
         trouble = f"  <- {found.trouble}" if found.trouble else ""
@@ -63,7 +63,7 @@ def who_answers(hosts: dict[str, Host], verdict: Verdict) -> None:
 
 
 def _owned(addresses: frozenset[str]) -> list[str]:
-    """*addresses* behind the names of those whose they are."""
+    """Return *addresses* grouped by the names of their owners."""
     owners = sorted({NAMES.get(address, "a stranger") for address in addresses})
     return [
         f"{owner} {' '.join(sorted(a for a in addresses if NAMES.get(a, 'a stranger') == owner))}"
@@ -72,8 +72,8 @@ def _owned(addresses: frozenset[str]) -> list[str]:
 
 
 def an_endpoint_leaves(hosts: dict[str, Host], proxy: Proxy, servers: Servers, verdict: Verdict) -> None:
-    """A live change, with connections coming in all the time from everywhere."""
-    terminal.title(f"{LEAVING} leaves, while connections keep coming from a pod, the node and outside")
+    """Remove an endpoint while a pod, the node and a client outside open connections."""
+    terminal.title(f"{LEAVING} is removed while a pod, the node and a client outside open connections")
     shell, node, customer = hosts["shell"], hosts["node1"], hosts["customer"]
     with (
         Traffic(shell, rows.WEB) as from_pod,
@@ -101,16 +101,16 @@ def an_endpoint_leaves(hosts: dict[str, Host], proxy: Proxy, servers: Servers, v
         all(traffic.answered[LEAVING] for traffic in everything) and late < EFFECT_DEADLINE,
         f"the last one to {LEAVING} began {_milliseconds(late)} after its manifest was written"
         if late
-        else f"none that began after the manifest was written went to {LEAVING}",
+        else f"none that began after the manifest was written reached {LEAVING}",
     )
     with kept:
         kept.send(b"still there?\n")
-        verdict.check(hear(kept).by == LEAVING, f"a connection that {LEAVING} had before goes on")
+        verdict.check(hear(kept).by == LEAVING, f"an established connection to {LEAVING} still works")
 
 
 def a_service_is_scaled_up_and_down(hosts: dict[str, Host], proxy: Proxy, verdict: Verdict) -> None:
-    """A Service without endpoints refuses at once, so that nothing hides how fast a change takes effect."""
-    terminal.title("search is scaled from nothing to one endpoint, and to nothing again")
+    """Time a change. A Service without endpoints refuses at once, so no timeout hides the effect."""
+    terminal.title("search is scaled from zero endpoints to one, and back to zero")
     written = proxy.write("search-endpoints.yaml", SCALED_UP)
     verdict.check(
         _until(hosts["shell"], answered=True),
@@ -119,12 +119,12 @@ def a_service_is_scaled_up_and_down(hosts: dict[str, Host], proxy: Proxy, verdic
     removed = proxy.remove("search-endpoints.yaml")
     verdict.check(
         _until(hosts["shell"], answered=False),
-        f"refused again {_milliseconds(time.monotonic() - removed)} after that was removed",
+        f"refused again {_milliseconds(time.monotonic() - removed)} after its removal",
     )
 
 
 def _until(host: Host, answered: bool) -> bool:
-    """Dial `search` until it answers, or refuses; False if the deadline passes first."""
+    """Dial `search` until it answers or refuses. Return False if that takes too long."""
     deadline = time.monotonic() + EFFECT_DEADLINE
     while time.monotonic() < deadline:
         try:
@@ -139,15 +139,15 @@ def _until(host: Host, answered: bool) -> bool:
 
 
 def how_long_it_took(proxy: Proxy, verdict: Verdict) -> None:
-    """What kproxy measured itself, by the metrics that kube-proxy has too."""
-    terminal.title("What kproxy says of itself")
+    """Print kproxy's own measurements, from the metrics that kube-proxy has as well."""
+    terminal.title("kproxy's own figures")
     for scope in ("full", "partial"):
         name = f"kubeproxy_sync_{scope}_proxy_rules_duration_seconds"
         count, seconds = proxy.metric(f"{name}_count"), proxy.metric(f"{name}_sum")
         verdict.check(
             count > 0, f"{count:.0f} {scope} syncs, {_milliseconds(seconds / (count or 1))} each on average"
         )
-    terminal.note(f"healthz said 200 {_milliseconds(proxy.started_in)} after the process was started")
+    terminal.note(f"/healthz returned 200 {_milliseconds(proxy.started_in)} after the process started")
     terminal.note(f"resident memory {proxy.resident_mebibytes():.0f} MiB")
 
 
@@ -156,7 +156,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def demo() -> int:
-    """Play everything; the exit status."""
+    """Run the demo, and return the exit status."""
     verdict = Verdict()
     begun = time.monotonic()
     hosts = network.build()
@@ -173,7 +173,7 @@ def demo() -> int:
     ])  # fmt: skip
     terminal.note(f"on node1: {' '.join(proxy.command)}")
     with proxy:
-        verdict.check(proxy.mode() == MODE, f"it runs, in mode {proxy.mode()}")
+        verdict.check(proxy.mode() == MODE, f"kproxy serves in mode {proxy.mode()}")
         who_answers(hosts, verdict)
         an_endpoint_leaves(hosts, proxy, servers, verdict)
         a_service_is_scaled_up_and_down(hosts, proxy, verdict)
@@ -182,9 +182,9 @@ def demo() -> int:
             terminal.error(proxy.log_tail())
     with Traffic(hosts["customer"], rows.WEB_LOAD_BALANCER) as traffic:
         time.sleep(0.1)
-    terminal.title("kproxy has ended; its rules stay")
+    terminal.title("kproxy has exited; its rules continue to serve")
     verdict.check(
-        not traffic.failures, f"{traffic.answered.total()} connections more, {len(traffic.failures)} failed"
+        not traffic.failures, f"{traffic.answered.total()} more connections, {len(traffic.failures)} failed"
     )
     return verdict.summary()
 

@@ -1,4 +1,4 @@
-"""Asking through a Service: who answers, and which source address it sees."""
+"""Connections through a Service: which endpoint answers, and which source address it sees."""
 
 import json
 import socket
@@ -11,12 +11,12 @@ from typing import Self
 from examples.demo.sandbox import Place
 
 PATIENCE = 2.0
-"""Seconds until an attempt without an answer has failed."""
+"""Timeout of an attempt in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Who answered, and the source address that they saw."""
+    """The endpoint that answered, and the source address that it saw."""
 
     by: str
     seen: str
@@ -24,7 +24,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Frontend:
-    """What clients dial."""
+    """An address that clients dial."""
 
     address: str
     port: int
@@ -36,7 +36,7 @@ class Frontend:
 
 
 def dial(host: Place, frontend: Frontend) -> socket.socket:
-    """A socket in *host*, connected to *frontend*. Raises OSError."""
+    """Return a socket in *host*, connected to *frontend*. Raises OSError."""
     family = socket.AF_INET6 if ":" in frontend.address else socket.AF_INET
     kind = socket.SOCK_DGRAM if frontend.protocol == "UDP" else socket.SOCK_STREAM
     caller = host.socket(family, kind)
@@ -52,7 +52,7 @@ def dial(host: Place, frontend: Frontend) -> socket.socket:
 
 
 def hear(caller: socket.socket) -> Answer:
-    """What the other end says. Raises OSError."""
+    """Return the answer of the other end. Raises OSError."""
     data = caller.recv(2048)
     if not data:
         raise ConnectionResetError("closed without an answer")
@@ -61,20 +61,20 @@ def hear(caller: socket.socket) -> Answer:
 
 
 def ask(host: Place, frontend: Frontend) -> Answer:
-    """One fresh connection or flow. Raises OSError."""
+    """Open a new connection or flow, and return the answer. Raises OSError."""
     with dial(host, frontend) as caller:
         return hear(caller)
 
 
 @dataclass
 class Traffic:
-    """Fresh connections, one after the other, until the end of the ``with`` block."""
+    """New connections, one after another, until the end of the ``with`` block."""
 
     host: Place
     frontend: Frontend
     answered: Counter[str] = field(default_factory=Counter)
     last: dict[str, float] = field(default_factory=dict)
-    """When a connection that each endpoint answered was begun last, on the monotonic clock."""
+    """Start of the last connection that each endpoint answered, on the monotonic clock."""
     failures: list[str] = field(default_factory=list)
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""The kproxy under show: its process, its manifests, and what it says of itself."""
+"""The kproxy of the demo: its process, manifests, log and metrics."""
 
 import http.client
 import os
@@ -23,7 +23,7 @@ _SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? ([0-9.eE+-]+)$", re.MULTILINE)
 
 
 class ProxyFailed(Exception):
-    """kproxy did not start, or ended; the message holds the end of its log."""
+    """kproxy did not start, or exited; the message has the end of its log."""
 
 
 class Proxy:
@@ -40,7 +40,7 @@ class Proxy:
         self._healthz_port = healthz_port
         self._metrics_port = metrics_port
         self.started_in = 0.0
-        """Seconds from process start until healthz said 200."""
+        """Seconds from process start until /healthz returned 200."""
 
     def __enter__(self) -> Self:
         begun = time.monotonic()
@@ -48,10 +48,10 @@ class Proxy:
             self._process = self._node.start(self.command, log)
         while not self._healthy():
             if self._process.poll() is not None:
-                raise ProxyFailed(f"kproxy ended with status {self._process.returncode}\n{self.log_tail()}")
+                raise ProxyFailed(f"kproxy exited with status {self._process.returncode}\n{self.log_tail()}")
             if time.monotonic() - begun > START_DEADLINE:
                 self.stop()
-                raise ProxyFailed(f"healthz did not become 200\n{self.log_tail()}")
+                raise ProxyFailed(f"/healthz did not return 200\n{self.log_tail()}")
             time.sleep(0.005)
         self.started_in = time.monotonic() - begun
         return self
@@ -62,7 +62,7 @@ class Proxy:
         self.stop()
 
     def stop(self) -> None:
-        """SIGTERM, and SIGKILL for a process that ignores it."""
+        """Send SIGTERM, and SIGKILL if the process ignores it."""
         self._process.terminate()
         try:
             self._process.wait(STOP_DEADLINE)
@@ -99,18 +99,18 @@ class Proxy:
             connection.close()
 
     def mode(self) -> str:
-        """What the process says it runs as."""
+        """Return the serving mode, as the process reports it."""
         return self._get(self._metrics_port, "/proxyMode")[1]
 
     def metric(self, name: str) -> float:
-        """The sum of the metric *name* over all its labels."""
+        """Return the sum of the metric *name* over all its labels."""
         text = self._get(self._metrics_port, "/metrics")[1]
         return sum(float(value) for found, _, value in _SAMPLE.findall(text) if found == name)
 
     # changes of the manifests ------------------------------------------------------------
 
     def write(self, name: str, documents: list[dict[str, Any]]) -> float:
-        """Put *documents* into the file *name*, all at once; when that began, on the monotonic clock."""
+        """Replace the file *name* by *documents* atomically. Return the time of the write, monotonic."""
         scratch = self.manifests / f".{name}.new"
         scratch.write_text(yaml.safe_dump_all(documents, sort_keys=False), encoding="utf-8")
         begun = time.monotonic()
@@ -123,7 +123,7 @@ class Proxy:
         return begun
 
     def without_endpoint(self, name: str, pod: str) -> list[dict[str, Any]]:
-        """The objects of the file *name*, with *pod* taken out of every EndpointSlice."""
+        """Return the objects of the file *name*, without *pod* in any EndpointSlice."""
         documents = list(yaml.safe_load_all((self.manifests / name).read_text(encoding="utf-8")))
         for document in documents:
             document["endpoints"] = [e for e in document["endpoints"] if e["targetRef"]["name"] != pod]

@@ -1,7 +1,7 @@
-"""The demo for anybody: the shop on this machine alone, served in userspace mode at one address.
+"""The demo without privileges: the shop on this machine, served in userspace mode at one address.
 
-No namespaces, no rules, no privileges. Each pod is a server at this machine's own address, on ports
-that the kernel gave it.
+It needs no namespaces, rules or privileges. Each pod is a server at this machine's own address, on ports
+chosen by the kernel.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from examples.demo.terminal import Table, Verdict
 LISTEN = "127.0.0.1"
 LEAVING = "web-b"
 EFFECT_DEADLINE = 5.0
-"""Seconds that a change may take; far more than it should."""
+"""Limit in seconds for a change to take effect, far above the usual time."""
 ENOUGH = 12
 """Connections to each service port."""
 
@@ -44,11 +44,11 @@ WHO_ANSWERS = (
     ("shop/payments:api", 443, "bank"),
     ("shop/search", 80, ""),
 )
-"""Service port, its number or that of its node port, and who must answer; "": nobody."""
+"""Service port, its number or node port, and the expected endpoints; "": none."""
 
 
 class ThisMachine:
-    """Where the demo runs, as the one host that there is."""
+    """This machine as the only host of the demo."""
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -62,12 +62,12 @@ class ThisMachine:
 
 
 def own_address() -> str:
-    """An address of this machine that other machines would use. Raises SandboxError."""
+    """Return an address by which other machines reach this one. Raises SandboxError."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
             asking.connect(("192.0.2.1", 9))  # nothing is sent
         except OSError as error:
-            raise SandboxError("this machine has no address but loopback, which no pod may have") from error
+            raise SandboxError("this machine has only loopback addresses, which no pod may have") from error
         return str(asking.getsockname()[0])
 
 
@@ -77,7 +77,7 @@ class Shop:
 
     address: str
     ports: dict[tuple[str, int], int]
-    """Where each pod serves: by its address and port in the shop."""
+    """The port of each server, by the pod's address and port in the shop."""
 
     def write(self, directory: Path) -> None:
         directory.mkdir()
@@ -92,7 +92,7 @@ class Shop:
             (directory / f"{file.stem}.yaml").write_text(yaml.safe_dump_all(documents, sort_keys=False))
 
     def scaled_up(self) -> list[dict[str, Any]]:
-        """The first endpoint of the Service `search`; the pod web-a does its work."""
+        """Return the first endpoint of the Service `search`, served by the pod web-a."""
         return [{
             "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
             "metadata": {"name": "search-1", "namespace": "shop",
@@ -102,7 +102,7 @@ class Shop:
         }]  # fmt: skip
 
     def _moved(self, document: dict[str, Any]) -> list[dict[str, Any]]:
-        """*document*, or one slice for each endpoint: their ports differ."""
+        """Return *document*, or one slice per endpoint, because their ports differ."""
         for subset in document.get("subsets", []):
             for address in subset["addresses"]:
                 for port in subset["ports"]:
@@ -122,14 +122,14 @@ class Shop:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on at the moment."""
+    """Return ports that are free at the moment."""
     with contextlib.ExitStack() as stack:
         socks = [stack.enter_context(socket.create_server((LISTEN, 0))) for _ in range(count)]
         return [sock.getsockname()[1] for sock in socks]
 
 
 def frontends(proxy: Proxy) -> dict[tuple[str, int], Frontend]:
-    """Where kproxy says that it listens, by service port and the number that is meant."""
+    """Return the addresses at which kproxy listens according to its log, by service port and port number."""
     return {
         (found[1], int(found[2])): Frontend(found[3], int(found[4]), found[5])
         for found in _LISTENING.finditer(proxy.log())
@@ -137,7 +137,7 @@ def frontends(proxy: Proxy) -> dict[tuple[str, int], Frontend]:
 
 
 def who_answers(here: ThisMachine, where: dict[tuple[str, int], Frontend], verdict: Verdict) -> None:
-    """The table: every service port and node port."""
+    """Print the table of every service port and node port."""
     terminal.title("Who answers")
     table = Table(verdict, [("service port", 20), ("port", 6), ("listens at", 16), ("answered by", 0)])
     for key, port, wanted in WHO_ANSWERS:
@@ -146,7 +146,7 @@ def who_answers(here: ThisMachine, where: dict[tuple[str, int], Frontend], verdi
             found = " ".join(sorted({ask(here, frontend).by for _ in range(ENOUGH)}))
             good = found in wanted.removeprefix("one of ").split() if "one of" in wanted else found == wanted
         except ConnectionRefusedError:
-            found, good = "refused, as it should be" if not wanted else "refused", not wanted
+            found, good = "refused, as expected" if not wanted else "refused", not wanted
         except OSError as error:
             found, good = str(error), False
         table.row(good, [key, str(port), str(frontend), found])
@@ -155,8 +155,8 @@ def who_answers(here: ThisMachine, where: dict[tuple[str, int], Frontend], verdi
 def an_endpoint_leaves(
     here: ThisMachine, web: Frontend, proxy: Proxy, servers: Servers, verdict: Verdict
 ) -> None:
-    """A live change, with connections coming in all the time."""
-    terminal.title(f"{LEAVING} leaves, while connections keep coming")
+    """Remove an endpoint while connections are opened."""
+    terminal.title(f"{LEAVING} is removed while connections are opened")
     with Traffic(here, web) as traffic:
         kept = dial(here, web)
         while hear(kept).by != LEAVING:
@@ -179,19 +179,19 @@ def an_endpoint_leaves(
     )
     with kept:
         kept.send(b"still there?\n")
-        verdict.check(hear(kept).by == LEAVING, f"a connection that {LEAVING} had before goes on")
+        verdict.check(hear(kept).by == LEAVING, f"an established connection to {LEAVING} still works")
 
 
 def a_service_is_scaled_up_and_down(
     here: ThisMachine, search: Frontend, proxy: Proxy, shop: Shop, verdict: Verdict
 ) -> None:
-    terminal.title("search is scaled from nothing to one endpoint, and to nothing again")
+    terminal.title("search is scaled from zero endpoints to one, and back to zero")
     begun = proxy.write("search-endpoints.yaml", shop.scaled_up())
     verdict.check(_until(here, search, answered=True),
                   f"answered {(time.monotonic() - begun) * 1000:.1f} ms after its first manifest was written")
     begun = proxy.remove("search-endpoints.yaml")
     verdict.check(_until(here, search, answered=False),
-                  f"refused again {(time.monotonic() - begun) * 1000:.1f} ms after that was removed")
+                  f"refused again {(time.monotonic() - begun) * 1000:.1f} ms after its removal")
 
 
 def _until(here: ThisMachine, frontend: Frontend, *, answered: bool) -> bool:
@@ -204,22 +204,22 @@ def _until(here: ThisMachine, frontend: Frontend, *, answered: bool) -> bool:
         except ConnectionRefusedError:
             if not answered:
                 return True
-        except ConnectionResetError:  # It was on its way when the last endpoint left.
+        except ConnectionResetError:  # It was being opened when the last endpoint was removed.
             if answered:
                 raise
     return False
 
 
 def what_it_says(proxy: Proxy, verdict: Verdict) -> None:
-    terminal.title("What kproxy says of itself")
+    terminal.title("kproxy's own figures")
     relayed = proxy.metric("kproxy_userspace_accepted_connections_total")
     verdict.check(relayed > 0, f"{relayed:.0f} connections relayed")
-    terminal.note(f"healthz said 200 {proxy.started_in * 1000:.0f} ms after the process was started")
-    terminal.note(f"resident memory {proxy.resident_mebibytes():.0f} MiB, the relays' processes not counted")
+    terminal.note(f"/healthz returned 200 {proxy.started_in * 1000:.0f} ms after the process started")
+    terminal.note(f"resident memory {proxy.resident_mebibytes():.0f} MiB, without the relay processes")
 
 
 def demo() -> int:
-    """Play everything; the exit status."""
+    """Run the demo, and return the exit status."""
     verdict = Verdict()
     here, servers = ThisMachine(), Servers()
     shop = Shop(own_address(), {})
@@ -227,8 +227,8 @@ def demo() -> int:
         for port, given in servers.serve_at(shop.address, pod).items():
             shop.ports[pod.ipv4, port] = given
     terminal.title("Without privileges")
-    terminal.aside("not root, so: no namespaces, no rules. The pods are servers on this machine, and kproxy\n"
-                   "relays to them from ports of its own. As root, this shows a node with real packets.")
+    terminal.aside("Without root there are no namespaces and no rules. The pods are servers here,\n"
+                   "and kproxy relays to them from its own ports. As root, the demo shows a node.")
     with TemporaryDirectory(prefix="kproxy-demo-") as directory:
         manifests = Path(directory, "shop")
         shop.write(manifests)
@@ -240,7 +240,7 @@ def demo() -> int:
         terminal.note(" ".join(proxy.command))
         with proxy:
             where = frontends(proxy)
-            verdict.check(proxy.mode() == "userspace", f"it runs, in mode {proxy.mode()}")
+            verdict.check(proxy.mode() == "userspace", f"kproxy serves in mode {proxy.mode()}")
             who_answers(here, where, verdict)
             web = where["shop/web:http", 80]
             an_endpoint_leaves(here, web, proxy, servers, verdict)
@@ -248,10 +248,10 @@ def demo() -> int:
             what_it_says(proxy, verdict)
             if verdict.failed:
                 terminal.error(proxy.log_tail())
-        terminal.title("kproxy has ended, and its ports with it")
+        terminal.title("kproxy has exited, and its ports are closed")
         try:
             ask(here, web)
-            verdict.check(False, "somebody still answers")
+            verdict.check(False, "a connection was still accepted")
         except ConnectionRefusedError:
             verdict.check(True, "refused")
     return verdict.summary()

@@ -1,4 +1,4 @@
-"""What must hold in the shop: who answers through which frontend, and which source address they see."""
+"""The expected answers in the shop: for each frontend and client, the endpoints and the source they see."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ ENOUGH = 12
 """Connections for each row, at least."""
 
 LIMIT = 300
-"""Connections after which an endpoint that has not answered is believed not to."""
+"""Connections after which an endpoint that has not answered counts as missing."""
 
 WEB = Frontend("10.96.0.10", 80)
 WEB_IPV6 = Frontend("fd00:10:96::10", 80)
@@ -28,7 +28,7 @@ SEARCH = Frontend("10.96.0.50", 80)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table: what we dial from where, and what must come of it."""
+    """One line of the table: a frontend, the client, and the expected answers."""
 
     service: str
     kind: str
@@ -36,9 +36,9 @@ class Row:
     source: str
     """The host that dials."""
     answered_by: frozenset[str]
-    """Each of them answers and nobody else; empty: the connection is refused."""
+    """The endpoints that answer, all of them and no other; empty: the connection is refused."""
     seen_as: str
-    """Whose address the endpoint sees."""
+    """The host whose address the endpoint sees."""
     sticky: bool = False
     """One of `answered_by`, always the same."""
 
@@ -76,17 +76,17 @@ ROWS = (
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What came of the connections of one row."""
+    """The result of the connections of one row."""
 
     answered_by: frozenset[str]
     seen: frozenset[str]
     """Source addresses."""
     trouble: str
-    """What is not as it should be; "" if all is well."""
+    """The problem; "" without one."""
 
 
 def judge(row: Row, hosts: dict[str, Host]) -> Found:
-    """Dial until every endpoint has answered that should, and say what is wrong."""
+    """Dial until every expected endpoint has answered, and return the result."""
     answers: list[Answer] = []
     wanted = 1 if row.sticky else len(row.answered_by)
     try:

@@ -1,4 +1,4 @@
-"""The shop's programs: servers that say who they are and whom they see."""
+"""The shop's programs: servers that answer with their name and the client's address."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ def _answer(name: str, peer: Any) -> bytes:
 
 
 class _Stream(asyncio.Protocol):
-    """Answers a connection at once, and again for whatever it is sent."""
+    """Answers a connection at once, and again whenever it receives data."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -62,7 +62,7 @@ class Servers:
             self._datagrams(pod.name, datagrams)
 
     def serve_at(self, address: str, pod: Pod) -> dict[int, int]:
-        """Do what *pod* does at *address* of this machine; the port there, by the pod's."""
+        """Serve for *pod* at *address* of this machine. Return the ports there, by the pod's ports."""
         found = {}
         for kind, ports, serve in (
             (socket.SOCK_STREAM, pod.tcp, self._stream), (socket.SOCK_DGRAM, pod.udp, self._datagrams),
@@ -84,6 +84,6 @@ class Servers:
         asyncio.run_coroutine_threadsafe(opening, self._loop).result()
 
     def stop_accepting(self, name: str) -> None:
-        """The pod *name* refuses new connections from now on; those it has go on."""
+        """Let the pod *name* refuse new connections, and keep its established ones."""
         for server in self._listening.pop(name):
             self._loop.call_soon_threadsafe(server.close)

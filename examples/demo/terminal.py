@@ -1,4 +1,4 @@
-"""What the demo prints."""
+"""The output of the demo."""
 
 import os
 import sys
@@ -30,7 +30,7 @@ def error(text: str) -> None:
 
 
 class Verdict:
-    """Prints what was checked, each with its mark, and counts what was not as it should be."""
+    """Prints each check with a mark, and counts the failed ones."""
 
     def __init__(self) -> None:
         self.checked = 0
@@ -43,8 +43,8 @@ class Verdict:
         print(f"  {mark} {text}", flush=True)
 
     def summary(self) -> int:
-        """Say how it went; the exit status of the demo."""
-        title(f"{self.checked - self.failed} of {self.checked} checks are as they should be.")
+        """Print the totals, and return the exit status of the demo."""
+        title(f"{self.checked - self.failed} of {self.checked} checks passed.")
         return 1 if self.failed else 0
 
 

@@ -28,7 +28,7 @@ _MAX_BYTES = 4 << 20
 """Limit in bytes for a kubeconfig."""
 
 _IN_MEMORY = "/dev/shm"
-"""Where the kubernetes package puts inlined keys into files, for the time of loading."""
+"""Directory in which the kubernetes package writes inlined keys to files while it loads."""
 
 
 def main() -> None:

@@ -140,7 +140,7 @@ OLDER = (
     Flag("cleanup-ipvs", "", "=false with --cleanup: leave the rules of that mode.", beside_a_file=True),
     Flag("proxy-port-range", "RANGE", "", ("portRange",)),
     Flag("udp-timeout", "TIME", "", ("kproxy.backendOptions.userspace.udpIdleTimeout",)),
-    Flag("resource-container", "NAME", "", no_effect="whoever starts the process puts it into a cgroup"),
+    Flag("resource-container", "NAME", "", no_effect="the container runtime sets the cgroup"),
     Flag("machine-id-file", "FILES", "", no_effect="nothing reads it", repeats=True),
     Flag("boot-id-file", "FILES", "", no_effect="nothing reads it", repeats=True),
     *(Flag(name, "", "", beside_a_file=True, no_effect=_LOG_FILES)

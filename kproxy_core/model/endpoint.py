@@ -67,4 +67,4 @@ class EndpointSlice:
     annotation ``endpoints.kubernetes.io/last-change-trigger-time``."""
     rows: dict[tuple[str, Protocol], list[Row]] = field(
         default_factory=dict, compare=False, repr=False, hash=False)
-    """What planning has derived from this slice, by name and protocol of a service port."""
+    """Results of planning derived from this slice, by name and protocol of a service port."""

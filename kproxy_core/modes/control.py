@@ -84,7 +84,7 @@ class ControlServer:
                 target=self._serve, args=(client,), name="kproxy-control-client", daemon=True).start()
 
     def _admit(self, client: socket.socket) -> bool:
-        """Return whether *client* may send requests. One that may not is told why at once."""
+        """Return whether *client* may send requests. If not, answer with the reason at once."""
         client.settimeout(_TIMEOUT)
         try:
             problem = _problem_with_peer(client)

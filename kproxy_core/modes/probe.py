@@ -96,7 +96,7 @@ class Probe:
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
-        """Have connections to our endpoint told the word."""
+        """Answer connections to our endpoint with the word."""
         ended = threading.Event()
 
         def answer() -> None:

@@ -155,7 +155,7 @@ class Resource(Generic[W, V]):
         optional: bool = False,
     ) -> None:
         """*gone* makes the event for an object that was deleted or became useless, from namespace and name;
-        None: there is no such event.
+        None: no such event exists.
 
         *optional*: older servers do not have this kind, and older roles do not allow to read it.
         """

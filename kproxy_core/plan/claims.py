@@ -88,7 +88,7 @@ class Claims:
         )
 
     def holder(self, frontend: Frontend) -> ServicePortKey | None:
-        """Return the service port that holds *frontend*; None: nobody wants it."""
+        """Return the service port that holds *frontend*; None: no service port wants it."""
         return self._holder.get(frontend)
 
     def take_conflicts(self) -> list[Conflict]:

@@ -1,1 +1,1 @@
-"""Where objects come from: the only places that know API JSON."""
+"""The sources of objects: the API server, or a directory of manifests. No planning, no kernel."""

@@ -147,7 +147,7 @@ class FamilyPlans:
         return {name: self._health_check(name) for name in taken}
 
     def owner(self, frontend: Frontend) -> ServicePlan | None:
-        """Return the plan to which *frontend* belongs. None: it is nobody's, or a health check node port."""
+        """Return the plan to which *frontend* belongs. None: it is unclaimed, or a health check node port."""
         key = self._claims.holder(frontend)
         plan = self.plans.get(key) if key is not None else None
         return plan if plan is not None and frontend in plan.frontends() else None

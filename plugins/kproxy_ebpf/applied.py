@@ -92,7 +92,7 @@ class Difference:
 
 
 class Applied:
-    """What one family has in the maps. Moved by `acknowledge` alone."""
+    """The elements of one family in the maps. Changed by `acknowledge` alone."""
 
     def __init__(self, family: Family) -> None:
         self._held: dict[GroupKey, Held] = {}

@@ -11,7 +11,7 @@ from kproxy_ebpf.wanted import node_addresses
 
 
 class FamilyState:
-    """What the maps hold for one family, as far as the kernel has acknowledged it."""
+    """The elements of one family in the maps, as acknowledged by the kernel."""
 
     def __init__(self, family: Family, kernel: Kernel) -> None:
         self._family = family
@@ -62,5 +62,5 @@ class FamilyState:
             self._kernel.destroy_connected_sockets(removed.__contains__)
 
     def distrust(self) -> None:
-        """Believe nothing of what was acknowledged: a write failed half-way."""
+        """Discard what was acknowledged: a write failed half-way."""
         self._applied = None

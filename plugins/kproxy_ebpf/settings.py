@@ -15,10 +15,10 @@ class Settings(NamedTuple):
     cgroup: str = ""
     """Sockets created in this cgroup and below it are translated; "": the root of the node's cgroup2 tree."""
     clients: str = "auto"
-    """Whose sockets are translated: ``node``, those of the node's own network namespace; ``all``; ``auto``,
+    """Sockets to translate: ``node``, those of the node's own network namespace; ``all``; ``auto``,
     all of which the rules would keep the source address."""
     pin_directory: str = DEFAULT_PIN_DIRECTORY
-    """Where maps and links are kept between runs, in a BPF file system."""
+    """Directory in a BPF file system, in which maps and links are pinned between runs."""
     getpeername: bool = True
     """getpeername(2) of a TCP socket returns the address that was dialled."""
     connected_udp: bool = False

@@ -1,4 +1,4 @@
-"""What a service plan wants in the maps. Pure.
+"""The map elements for a service plan. Pure.
 
 Frontends that the rules must decide are left out: those without usable endpoints, SCTP, and load balancer IPs
 with source ranges, because the source of a connection is unknown when it is dialled.
@@ -23,7 +23,7 @@ class Target(NamedTuple):
 
 
 class Frontend(NamedTuple):
-    """What a local socket dials."""
+    """An address that local sockets dial."""
 
     key: bytes
     """Of the map of frontends."""

@@ -38,7 +38,7 @@ _CGROUP_INFO = struct.Struct("=IIIxxxxQI")
 
 
 class MapDefinition(NamedTuple):
-    """How a map is made. Sizes in bytes."""
+    """The properties of a map. Sizes in bytes."""
 
     type: int
     key: int
@@ -53,7 +53,7 @@ class LinkInfo(NamedTuple):
     program: int
     """Id of the program."""
     cgroup: int
-    """Id of the cgroup; 0 after somebody detached the link or the cgroup was removed."""
+    """Id of the cgroup; 0 once the link was detached or the cgroup removed."""
 
 
 def create_map(name: str, definition: MapDefinition) -> int:
@@ -69,7 +69,7 @@ def create_map(name: str, definition: MapDefinition) -> int:
 
 
 def map_definition(fd: int) -> MapDefinition:
-    """Return how the map was made."""
+    """Return the properties of the map."""
     kind, _, key, value, entries, flags = struct.unpack_from("=IIIIII", _info(fd))
     return MapDefinition(kind, key, value, entries, flags)
 
@@ -183,7 +183,7 @@ def update_link(link: int, program: int) -> None:
 
 
 def detach_link(link: int) -> None:
-    """Detach a link for everybody who holds it."""
+    """Detach a link, whichever processes hold it."""
     _call(_LINK_DETACH, struct.pack("=I", link))
 
 

@@ -188,7 +188,7 @@ class Kernel:
         return ""
 
     def close(self) -> None:
-        """Close all descriptors. What is pinned and attached goes on."""
+        """Close all descriptors. Pinned and attached objects remain."""
         with self._lock:
             for descriptor in (*self._maps.values(), *self._programs.values(), *self._links.values()):
                 os.close(descriptor)
@@ -256,7 +256,7 @@ def prepare(settings: Settings) -> None:
 
 
 def detach_pins(directory: Path, programs: Iterable[str]) -> list[str]:
-    """Detach the links that are pinned in *directory*, whoever holds them; return the pins removed."""
+    """Detach the links that are pinned in *directory*, whoever holds them. Return the removed pins."""
     removed = []
     for name in programs:
         pin = directory / name

@@ -44,7 +44,7 @@ _RTPROT_KERNEL, _RTPROT_STATIC = 2, 4
 _TABLE_LOCAL, _TYPE_LOCAL, _SCOPE_HOST = 255, 2, 254
 
 _ROUTE_CHECKS, _CHECK_PERIOD = 5000, 0.0002
-"""How often to check for a route, and seconds between two checks."""
+"""Number of checks for a route, and seconds between them."""
 
 _PRESENT = frozenset({errno.EEXIST})
 _UNREACHABLE = frozenset({errno.ENETUNREACH, errno.EHOSTUNREACH})
