@@ -105,6 +105,22 @@ def test_rules_are_rendered_without_touching_the_kernel(node: Namespace, manifes
     node.nft(rules)
 
 
+@pytest.mark.parametrize("mode", ["nftables", "iptables", "ipvs", "userspace", "ebpf"])
+def test_rules_are_rendered_in_the_same_order_by_every_process(mode: str, manifests: Path) -> None:
+    for number in range(20):
+        text = WEB.replace("10.96.0.10", f"10.96.1.{number}").replace("name: web", f"name: web-{number}")
+        (manifests / f"web-{number}.yaml").write_text(text)
+    rendered = [
+        subprocess.run(
+            [KPROXY, "render", f"--mode={mode}", f"--manifests={manifests}"],
+            env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]  # fmt: skip
+    assert "10.96.1.19" in rendered[0]
+    assert rendered[0] == rendered[1]
+
+
 def test_what_can_not_be_rendered_is_said(manifests: Path) -> None:
     (manifests / "bad.yaml").write_text(WEB.replace("port: 80}", "port: 0}").replace("web", "bad"))
     (manifests / "twin.yaml").write_text(WEB.replace("name: web", "name: twin"))
