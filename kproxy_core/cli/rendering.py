@@ -26,7 +26,7 @@ def render_manifests(config: Config, registry: Registry, families: tuple[Family,
 
 
 def _sorted(update: Update) -> Update:
-    """Return *update* in the order of its keys. Planning iterates over sets, whose order varies by process."""
+    """Return *update* in the order of its keys. Planning iterates over sets, in an order that varies."""
     by_key = itemgetter(0)
     return replace(
         update,

@@ -12,6 +12,9 @@ from kproxy_core.testing.network.topology import Topology
 from kproxy_core.testing.suite.stage import Stage
 from tests.conformance.cases import LEGACY, THROUGH_API
 
+AT_SOCKETS = ("ebpf",)
+"""Modes that work at the sockets of the node and its pods."""
+
 
 class Stages:
     """At most one stage at a time: tests are ordered by mode."""
@@ -35,7 +38,8 @@ class Stages:
                 kind = ThroughApiDriver if mode.endswith(THROUGH_API) else KproxyDriver
                 return kind(topology, directory)
 
-            self._stage, self._mode = Stage(make_driver, directory), mode
+            self._stage = Stage(make_driver, directory, at_sockets=mode in AT_SOCKETS)
+            self._mode = mode
         return self._stage
 
     def close(self) -> None:

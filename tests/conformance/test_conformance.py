@@ -12,7 +12,7 @@ from kproxy_core.testing.suite.stage import PASSED
 from tests.conformance.cases import LEGACY, THROUGH_API, Case, cases_of, undocumented
 from tests.conformance.stages import Stages
 
-MODES = ("nftables", "nftables" + THROUGH_API, "iptables", "iptables" + LEGACY, "userspace")
+MODES = ("nftables", "nftables" + THROUGH_API, "iptables", "iptables" + LEGACY, "userspace", "ebpf")
 SCENARIOS = {scenario.name: scenario for scenario in find()}
 
 _SOURCE = "endpoints see the node, never the client"

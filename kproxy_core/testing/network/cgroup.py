@@ -34,8 +34,10 @@ class NodeCgroup:
             _write(self._home / "cgroup.threads", thread)
 
     def close(self) -> None:
-        """Return this process to the root cgroup, and delete both cgroups."""
-        _write(self._root / "cgroup.procs", os.getpid())
+        """Return this process and those that it started to the root cgroup, and delete both cgroups."""
+        for process in (self._home / "cgroup.procs").read_text(encoding="ascii").split():
+            with contextlib.suppress(OSError):  # It has ended.
+                _write(self._root / "cgroup.procs", process)
         for path in (self.path, self._home):
             with contextlib.suppress(OSError):
                 path.rmdir()
