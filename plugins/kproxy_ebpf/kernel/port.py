@@ -159,6 +159,7 @@ class Kernel:
         compiled = self._compiled
         assert compiled is not None
         with self._lock, _reporting():
+            self._links_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             for name in names.PROGRAMS:
                 self._attach(name)
             self._remove_other_maps(compiled)

@@ -3,6 +3,7 @@
 import errno
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -118,13 +119,17 @@ def remove_pin(settings: Settings) -> None:
     (links(settings) / "connect4").unlink()
 
 
-@pytest.mark.parametrize("damage", [detach, remove_pin])
+def remove_all_pins(settings: Settings) -> None:
+    shutil.rmtree(settings.pin_directory)
+
+
+@pytest.mark.parametrize("damage", [detach, remove_pin, remove_all_pins])
 def test_damage_by_others_is_noticed_and_repaired(
     kernel: Kernel, settings: Settings, damage: Callable[[Settings], None]
 ) -> None:
     kernel.attach()
     damage(settings)
-    assert "connect4" in kernel.problem()
+    assert "the BPF program" in kernel.problem()
     kernel.attach()
     assert kernel.problem() == ""
     assert set(attached(settings).values()) == {1}
