@@ -71,6 +71,11 @@ bench: env
 	@$(VENV)/bin/python -B -m tests.bench --services 1000 --min-sync 1ms $(ARGS) \
 	    --proxy 'kproxy=$(CURDIR)/$(VENV)/bin/kproxy --mode={mode} --config {config} --master {master} --hostname-override {node}'
 
+# A node under churn, damage, restarts and switches of modes; prints a table in Markdown.
+MINUTES ?= 20
+soak: env
+	@$(VENV)/bin/python -B -m tests.soak --minutes $(MINUTES) $(ARGS)
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,225 @@
+"""Changes that other programs make to a node: to rules and maps, to workers and to BPF programs."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kproxy_ebpf.kernel.port import detach_pins
+from kproxy_ebpf.names import PROGRAMS
+from tests.core.namespaces import Namespace
+from tests.soak.proxy import Proxy
+
+Json = dict[str, Any]
+
+TABLES = {
+    "nftables": ("kproxy",),
+    "ebpf": ("kproxy",),
+    "iptables": ("nat", "filter"),
+    "userspace": ("nat",),
+}
+"""The nf_tables tables of each mode; iptables' own interface for nf_tables makes tables as well."""
+FAMILIES = {"ip": "IPv4", "ip6": "IPv6"}
+BOTH = frozenset(FAMILIES.values())
+
+
+class Done(NamedTuple):
+    """One damage, done."""
+
+    what: str
+    families: frozenset[str]
+    """Labels of the IP families whose repair is still to be awaited."""
+
+
+NOTHING = Done("", frozenset())
+
+
+class Node(NamedTuple):
+    """The node and the means to damage it."""
+
+    node: Namespace
+    proxy: Proxy
+    pins: Path
+    rng: random.Random
+
+
+Damage = Callable[[Node], Done]
+
+
+def flush_ruleset(where: Node) -> Done:
+    return _nft(where, "flush ruleset", BOTH)
+
+
+def delete_table(where: Node) -> Done:
+    family, table = _table(where)
+    return _nft(where, f"delete table {family} {table}", _of(family))
+
+
+def flush_table(where: Node) -> Done:
+    """Delete the rules of a table, and keep its chains and maps."""
+    family, table = _table(where)
+    return _nft(where, f"flush table {family} {table}", _of(family))
+
+
+def make_table_dormant(where: Node) -> Done:
+    family, table = _table(where)
+    return _nft(where, f"add table {family} {table} {{ flags dormant; }}", _of(family))
+
+
+def flush_chain(where: Node) -> Done:
+    rule = _pick(where, "rule")
+    return _on(where, rule, lambda at: f"flush chain {at} {rule['chain']}")
+
+
+def delete_rule(where: Node) -> Done:
+    rule = _pick(where, "rule")
+    return _on(where, rule, lambda at: f"delete rule {at} {rule['chain']} handle {rule['handle']}")
+
+
+def insert_rule(where: Node) -> Done:
+    """Drop what a chain gets."""
+    rule = _pick(where, "rule")
+    return _on(where, rule, lambda at: f"insert rule {at} {rule['chain']} counter drop")
+
+
+def add_chain(where: Node) -> Done:
+    family, table = _table(where)
+    return _nft(where, f"add chain {family} {table} foreign-{where.rng.randrange(10**6)}", _of(family))
+
+
+def flush_map(where: Node) -> Done:
+    found = _pick(where, "map", lambda value: bool(value.get("elem")))
+    return _on(where, found, lambda at: f"flush map {at} {found['name']}")
+
+
+def delete_element(where: Node) -> Done:
+    found = _pick(where, "map", lambda value: bool(value.get("elem")))
+    if not found:
+        return NOTHING
+    element = json.dumps({"nftables": [{"delete": {"element": {
+        "family": found["family"], "table": found["table"], "name": found["name"],
+        "elem": [_key(where.rng.choice(found["elem"]))],
+    }}}]})  # fmt: skip
+    return _nft(where, element, _of(found["family"]), "-j", what=f"delete element of {found['name']}")
+
+
+def flush_with_iptables(where: Node) -> Done:
+    """Delete all rules and chains of table nat with iptables(8)."""
+    program = where.rng.choice(("iptables", "ip6tables"))
+    done = _run(where, ["sh", "-c", f"{program} -w -t nat -F && {program} -w -t nat -X"])
+    return Done(f"{program} -t nat -F", _of("ip6" if "6" in program else "ip")) if done else NOTHING
+
+
+def restore_with_iptables(where: Node) -> Done:
+    """Replace table nat as a script does that restores rules saved at boot."""
+    program = where.rng.choice(("iptables", "ip6tables"))
+    done = _run(where, [f"{program}-restore", "-w"], "*nat\n:PREROUTING ACCEPT [0:0]\nCOMMIT\n")
+    return Done(f"{program}-restore", _of("ip6" if "6" in program else "ip")) if done else NOTHING
+
+
+def kill_worker(where: Node) -> Done:
+    workers = where.proxy.children()
+    if not workers:
+        return NOTHING
+    os.kill(where.rng.choice(workers), signal.SIGKILL)
+    return Done("kill worker", BOTH)
+
+
+def detach_programs(where: Node) -> Done:
+    programs = where.rng.sample(PROGRAMS, 3)
+    links = next(where.pins.glob("*/links"))
+    detach_pins(links, programs)
+    return _attached_again(where, links, f"detach {' '.join(programs)}")
+
+
+def remove_pins(where: Node) -> Done:
+    links = next(where.pins.glob("*/links"))
+    shutil.rmtree(links)
+    return _attached_again(where, links, "remove pins")
+
+
+def _attached_again(where: Node, links: Path, what: str) -> Done:
+    """Wait until all programs are pinned. Each sync attaches them, without notice in the log."""
+    where.proxy.wait_for(
+        f"pins after {what}", lambda: all((links / program).exists() for program in PROGRAMS))
+    return Done(what, frozenset())
+
+
+_RULES: Mapping[str, Damage] = {
+    "flush ruleset": flush_ruleset,
+    "delete table": delete_table,
+    "flush table": flush_table,
+    "flush chain": flush_chain,
+    "delete rule": delete_rule,
+    "insert drop rule": insert_rule,
+}
+_OWN_TABLE: Mapping[str, Damage] = {
+    "dormant table": make_table_dormant,
+    "add chain": add_chain,
+    "flush map": flush_map,
+    "delete element": delete_element,
+}
+_IPTABLES: Mapping[str, Damage] = {
+    "iptables -F, -X": flush_with_iptables, "iptables-restore": restore_with_iptables,
+}  # fmt: skip
+DAMAGES: Mapping[str, Mapping[str, Damage]] = {
+    "nftables": {**_RULES, **_OWN_TABLE},
+    "iptables": {**_RULES, **_IPTABLES},
+    "userspace": {**_RULES, **_IPTABLES, "kill worker": kill_worker},
+    "ebpf": {**_RULES, **_OWN_TABLE, "detach programs": detach_programs, "remove pins": remove_pins},
+}
+"""The damages that concern each mode, by the name in the report."""
+
+WHILE_ENDED: Sequence[Damage] = (flush_ruleset, delete_table, flush_table, flush_chain, delete_rule)
+"""Those for a node without a running proxy. A rule that drops would keep it from its API server."""
+
+
+def _table(where: Node) -> tuple[str, str]:
+    tables = [value for value in _listed(where, "table") if value["name"] in TABLES[where.proxy.mode]]
+    found = where.rng.choice(tables) if tables else {"family": "ip", "name": "none"}
+    return found["family"], found["name"]
+
+
+def _pick(where: Node, kind: str, fits: Callable[[Json], bool] = lambda _: True) -> Json:
+    """Return a random rule or map of the mode; empty without any."""
+    values = [
+        value for value in _listed(where, kind)
+        if value["table"] in TABLES[where.proxy.mode] and fits(value)
+    ]  # fmt: skip
+    return where.rng.choice(values) if values else {}
+
+
+def _listed(where: Node, kind: str) -> list[Json]:
+    text = where.node.run("nft", "-j", "-a", "list", "tables" if kind == "table" else "ruleset")
+    return [item[kind] for item in json.loads(text)["nftables"] if kind in item]
+
+
+def _key(element: Any) -> Any:
+    return element[0] if isinstance(element, list) else element
+
+
+def _on(where: Node, found: Json, command: Callable[[str], str]) -> Done:
+    if not found:
+        return NOTHING
+    return _nft(where, command(f"{found['family']} {found['table']}"), _of(found["family"]))
+
+
+def _nft(where: Node, text: str, families: frozenset[str], *options: str, what: str = "") -> Done:
+    """Run nft. It fails if the proxy has deleted the object since it was listed."""
+    return Done(what or text, families) if _run(where, ["nft", *options, "-f", "-"], text) else NOTHING
+
+
+def _of(family: str) -> frozenset[str]:
+    return frozenset([FAMILIES[family]])
+
+
+def _run(where: Node, command: Sequence[str], text: str = "") -> bool:
+    done = subprocess.run(
+        ["ip", "netns", "exec", where.node.name, *command],
+        input=text, capture_output=True, text=True, check=False)
+    return done.returncode == 0

@@ -1,0 +1,111 @@
+"""The book of a soak: when connections may fail, which did, and the tables of the report. Pure."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tests.soak.proxy import Usage
+from tests.switch.room import Failure
+
+
+class Window(NamedTuple):
+    """One event of a soak, from its begin until the proxy has dealt with it; monotonic seconds."""
+
+    mode: str
+    kind: str
+    since: float
+    until: float
+    may_fail: bool
+    """Connections may fail meanwhile."""
+    what: str = ""
+
+    def holds(self, failure: Failure) -> bool:
+        """Return True if the connection or question began before the end, and failed after the begin."""
+        return failure.since <= self.until and failure.until >= self.since
+
+
+@dataclass
+class Ledger:
+    """Everything that was seen."""
+
+    windows: list[Window] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """Everything that makes a soak fail, besides failures outside of windows."""
+    usages: list[Usage] = field(default_factory=list)
+    """Of one process in one mode at rest, after each lap through all modes."""
+    totals: dict[str, object] = field(default_factory=dict)
+
+    def outside(self, failures: Iterable[Failure]) -> list[Failure]:
+        """Return the failures in no window in which connections may fail."""
+        allowed = [window for window in self.windows if window.may_fail]
+        return [failure for failure in failures if not any(window.holds(failure) for window in allowed)]
+
+    def event_table(self, failures: Sequence[Failure]) -> str:
+        """Return a Markdown table with a line for each kind of event in each mode."""
+        kinds: dict[tuple[str, str], list[Window]] = defaultdict(list)
+        for window in self.windows:
+            kinds[window.mode, window.kind].append(window)
+        held = self._by_window(failures)
+        rows = []
+        for (mode, kind), windows in sorted(kinds.items()):
+            durations = [window.until - window.since for window in windows]
+            outages = [
+                max((failure.since - window.since for failure in held[window]), default=0.0)
+                for window in windows
+            ]
+            failed = sum(_count(held[window]) for window in windows)
+            rows.append([
+                mode, kind, str(len(windows)), _milliseconds(durations, 0.5), _milliseconds(durations, 1.0),
+                str(failed), _milliseconds(outages, 0.5), _milliseconds(outages, 1.0),
+            ])  # fmt: skip
+        head = ["mode", "event", "times", "dealt with after: median ms", "longest ms", "connections failed",
+                "outage: median ms", "longest ms"]  # fmt: skip
+        return table(head, rows)
+
+    def _by_window(self, failures: Iterable[Failure]) -> dict[Window, list[Failure]]:
+        """Return the failures of each window: of the first that holds one and in which it may fail."""
+        found: dict[Window, list[Failure]] = {window: [] for window in self.windows}
+        for failure in failures:
+            holding = [window for window in self.windows if window.holds(failure)]
+            for window in sorted(holding, key=lambda window: not window.may_fail)[:1]:
+                found[window].append(failure)
+        return found
+
+    def total_table(self) -> str:
+        """Return a Markdown table of the sums."""
+        return table(["", ""], [[name, str(value)] for name, value in self.totals.items()])
+
+
+def leaks(usages: Sequence[Usage], *, growth: float, slack: int) -> list[str]:
+    """Return what the process holds more of after the last lap than after the first.
+
+    Memory may grow by the share *growth* and by *slack* bytes.
+    """
+    first, last = usages[0], usages[-1]
+    bounds: Mapping[str, int] = {
+        "rss": int(first.rss * (1 + growth)) + slack,
+        "descriptors": first.descriptors, "threads": first.threads, "children": first.children,
+    }  # fmt: skip
+    return [
+        f"{name} grew: {[getattr(usage, name) for usage in usages]}"
+        for name, bound in bounds.items()
+        if getattr(last, name) > bound
+    ]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _count(failures: Sequence[Failure]) -> int:
+    """Return how many connections failed: a lasting one is opened again at once, and counts once."""
+    lasting = {failure.what for failure in failures if failure.what.startswith("lasting")}
+    return len(lasting) + sum(not failure.what.startswith("lasting") for failure in failures)
+
+
+def _milliseconds(values: Sequence[float], share: float) -> str:
+    ordered = sorted(values)
+    return f"{1000 * max(0.0, ordered[min(len(ordered) - 1, int(share * len(ordered)))]):.0f}"
