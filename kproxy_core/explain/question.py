@@ -43,7 +43,7 @@ class Case(NamedTuple):
 
     @classmethod
     def of(cls, plans: Plans, packet: Packet, frontend: Frontend, *, is_typical: bool) -> "Case":
-        """Return the case of a *packet* to *frontend*, which need not be anybody's."""
+        """Return the case of a *packet* to *frontend*, which may belong to no Service."""
         node = plans.node
         plan = plans.owner(frontend)
         if plan is None:
@@ -117,7 +117,7 @@ def _pods_here(plans: Plans) -> Sequence[Address]:
 
 
 def _near(plans: Plans, packet: Packet) -> tuple[str, bool]:
-    """Return what is nearest to a packet for no frontend, and whether it is for somebody's ClusterIP."""
+    """Return what is nearest to a packet for no frontend, and whether it is for a Service's ClusterIP."""
     where, protocol = packet.destination, packet.protocol
     of_node = serves_node_ports(where, plans.node)
     same: list[str] = []

@@ -1,4 +1,4 @@
-"""Clients: who answers at a frontend, and which client address it sees."""
+"""Clients: the endpoint that answers at a frontend, and the client address that it sees."""
 
 import contextlib
 import socket
@@ -12,22 +12,22 @@ from kproxy_core.testing.conformance.namespaces import Namespace
 from kproxy_core.testing.conformance.network import NAMES
 
 PATIENCE = 5.0
-"""Seconds until an answer must have come."""
+"""Timeout in seconds for an answer."""
 SILENCE = 0.4
-"""Seconds without an answer, where none may come."""
+"""Seconds to wait where no answer may arrive."""
 
 _KINDS = {Protocol.TCP: socket.SOCK_STREAM, Protocol.UDP: socket.SOCK_DGRAM}
 
 
 class Answer(NamedTuple):
-    """Who answered, and whom they saw: names as in `network`, else an address."""
+    """The endpoint that answered, and the client that it saw: names as in `network`, else an address."""
 
     by: str
     seen: str
 
 
 class Frontend(NamedTuple):
-    """What clients dial."""
+    """An address that clients dial."""
 
     address: str
     port: int
@@ -50,7 +50,7 @@ class Connection:
         self.answer = answer
 
     def echoes(self) -> bool:
-        """Whether it still works."""
+        """Return whether it still works."""
         try:
             self._sock.sendall(b"hello")
             return self._sock.recv(64) == b"hello"
@@ -58,21 +58,21 @@ class Connection:
             return False
 
     def reset(self) -> None:
-        """End it at once: nothing waits in TIME_WAIT."""
+        """Reset the connection, so that none is left in TIME_WAIT."""
         with contextlib.suppress(OSError):
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._sock.close()
 
 
 def ask(host: Namespace, frontend: Frontend, source: str = "") -> Answer:
-    """Who answers a new connection or flow. Raises Failed if nobody does."""
+    """Return the answer to a new connection or flow. Raises Failed without one."""
     with connection(host, frontend, source) as found:
         return found.answer
 
 
 @contextlib.contextmanager
 def connection(host: Namespace, frontend: Frontend, source: str = "") -> Iterator[Connection]:
-    """A connection that has been answered. Raises Failed."""
+    """Return a connection that has been answered. Raises Failed."""
     with host.socket(frontend.family, _KINDS[frontend.protocol]) as sock:
         try:
             answer = _dial(sock, frontend, source, PATIENCE)
@@ -87,12 +87,12 @@ def connection(host: Namespace, frontend: Frontend, source: str = "") -> Iterato
 
 
 def refused(host: Namespace, frontend: Frontend) -> None:
-    """Fail unless a client is told at once that nobody is there."""
+    """Fail unless a client is refused at once."""
     with host.socket(frontend.family, _KINDS[frontend.protocol]) as sock:
         try:
             answer = _dial(sock, frontend, "", PATIENCE)
         except (ConnectionRefusedError, ConnectionResetError, PermissionError):
-            return  # The last one is what a sender of datagrams on the node itself is told.
+            return  # The last one is for senders of datagrams on the node itself.
         except OSError as error:
             problem = "no answer" if isinstance(error, TimeoutError) else error.strerror
             raise Failed(f"from {host.name} to {frontend}: {problem}, where it must be refused") from error
@@ -100,7 +100,7 @@ def refused(host: Namespace, frontend: Frontend) -> None:
 
 
 def unanswered(host: Namespace, frontend: Frontend, source: str = "", *, silent: bool = False) -> None:
-    """Fail if anybody answers; with *silent*, also if a client is told that nobody is there."""
+    """Fail if an answer arrives; with *silent*, also if the client is refused."""
     with host.socket(frontend.family, _KINDS[frontend.protocol]) as sock:
         try:
             answer = _dial(sock, frontend, source, SILENCE)

@@ -1,4 +1,4 @@
-"""Network namespaces without names, which are gone with the process whatever happens to it."""
+"""Network namespaces without names, which end with the process in any case."""
 
 import contextlib
 import ctypes
@@ -13,20 +13,20 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class CommandFailed(Exception):
-    """A program of the kit, not of the backend, did not do what it was asked."""
+    """A program of the kit, not of the backend, failed."""
 
 
 class Namespace:
-    """A network namespace with its loopback up. Sockets and processes made inside stay inside."""
+    """A network namespace with its loopback up. Sockets and processes made inside remain inside."""
 
     def __init__(self, name: str) -> None:
-        """Raises OSError without the privileges for it."""
+        """Raises OSError without the necessary privileges."""
         self.name = name
         with _here() as home:
             _check(_LIBC.unshare(_CLONE_NEWNET))
             try:
                 self._handle = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-                # Addresses are usable at once, and a reply may leave by another way than the request came.
+                # Make addresses usable at once, and allow asymmetric routes.
                 for scope in ("all", "default"):
                     _set(f"ipv4/conf/{scope}/rp_filter", 0)
                     _set(f"ipv6/conf/{scope}/accept_dad", 0)
@@ -35,16 +35,16 @@ class Namespace:
 
     @property
     def path(self) -> str:
-        """As ``ip link ... netns`` takes it."""
+        """Path for ``ip link ... netns``."""
         return f"/proc/{os.getpid()}/fd/{self._handle}"
 
     def close(self) -> None:
-        """Let go of it; the kernel removes it when nothing in it lives any more."""
+        """Release it; the kernel removes it once nothing uses it."""
         os.close(self._handle)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """The calling thread is inside, and so is whatever it starts."""
+        """Move the calling thread, and all that it starts, inside for the ``with`` block."""
         with _here() as home:
             _check(_LIBC.setns(self._handle, _CLONE_NEWNET))
             try:
@@ -53,12 +53,12 @@ class Namespace:
                 _check(_LIBC.setns(home, _CLONE_NEWNET))
 
     def ip(self, *commands: str) -> None:
-        """Commands of ip(8), all in one process."""
+        """Run ip(8) commands, all in one process."""
         with self.entered():
             run("ip", "-batch", "-", stdin="".join(f"{command}\n" for command in commands))
 
     def forward(self) -> None:
-        """Make a router of it."""
+        """Enable forwarding."""
         with self.entered():
             _set("ipv4/ip_forward", 1)
             _set("ipv6/conf/all/forwarding", 1)
@@ -69,7 +69,7 @@ class Namespace:
 
 
 def run(*command: str, stdin: str = "") -> str:
-    """What *command* prints. Raises CommandFailed with its words."""
+    """Return the output of *command*. Raises CommandFailed with its error message."""
     try:
         done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
     except OSError as error:
@@ -81,7 +81,7 @@ def run(*command: str, stdin: str = "") -> str:
 
 @contextlib.contextmanager
 def _here() -> Iterator[int]:
-    """A handle of the calling thread's namespace."""
+    """Return a handle of the calling thread's namespace."""
     handle = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
         yield handle

@@ -1,4 +1,4 @@
-"""A node with pods, another node, and a client outside; servers that say who they are and whom they see.
+"""A node with pods, another node, and a client. Servers answer with their name and the client's address.
 
     client ── 198.51.100.0/24 ── node ── 172.30.0.0/24 ── away (pod far)
                                │      │
@@ -20,11 +20,11 @@ from kproxy_core.testing.conformance.features import ADDRESSES
 from kproxy_core.testing.conformance.namespaces import Namespace
 
 PORT = 8080
-"""Where pods serve TCP and UDP."""
+"""The TCP and UDP port of pods."""
 
 V4, V6 = ADDRESSES[Family.IPV4], ADDRESSES[Family.IPV6]
 GATEWAY = {Family.IPV4: "10.1.1.1", Family.IPV6: "fd00:10:1:1::1"}
-"""How the node is called by its pods."""
+"""The node's addresses for its pods."""
 PODS = {
     "near": (V4.near[0], V6.near[0]),
     "other": (V4.near[1], V6.near[1]),
@@ -36,19 +36,19 @@ NAMES = (
     | dict.fromkeys((*V4.clients[1:], *V6.clients[1:]), "second client")
     | dict.fromkeys((V4.node, V6.node, *GATEWAY.values()), "node")
 )
-"""Whose address it is."""
+"""The owners of addresses, by name."""
 
 _UP = ("link set lo up", "link set eth0 up")
 
 
 def node_only() -> Namespace:
-    """A node without anybody around it."""
+    """Return a node without a network."""
     node = Namespace("node")
     node.ip("link set lo up", f"address add {V4.node}/32 dev lo", f"address add {V6.node}/128 dev lo nodad")
     routes, address = Path("/proc/net/ipv6_route"), socket.inet_pton(socket.AF_INET6, V6.node).hex()
     with node.entered():
         until = time.monotonic() + 1
-        # A route to it and its own: the kernel adds the second one a moment later.
+        # The route to it, and the local one, which the kernel adds a moment later.
         while routes.read_text(encoding="ascii").count(address) < 2 and time.monotonic() < until:
             time.sleep(0.001)
     return node
@@ -106,7 +106,7 @@ class Network:
             "route add default via 198.51.100.1",
             "route add default via 2001:db8:51::1",
         )
-        # Last: nothing is carried by its links before the others are up.
+        # Last, because its links carry nothing before the others are up.
         node.ip(
             f"address add {V4.node}/24 dev lan",
             f"address add {V6.node}/64 dev lan nodad",
@@ -125,8 +125,8 @@ class Network:
 class Servers:
     """Every pod's TCP and UDP server, in one thread.
 
-    A connection is answered with a line, ``NAME ADDRESS``: who answers, and which client address it sees.
-    Then it echoes. A datagram is answered with such a line.
+    Answers a connection with a line, ``NAME ADDRESS``: its name and the client's address. Then it echoes.
+    Answers each datagram with such a line.
     """
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class Servers:
         self._started = False
 
     def serve(self, name: str, host: Namespace, addresses: tuple[str, ...]) -> None:
-        """Listen on `PORT` of these addresses of *host*. To be called before anybody dials."""
+        """Listen on `PORT` of these addresses of *host*. Call it before any client dials."""
         for address in addresses:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             listener = host.socket(family, socket.SOCK_STREAM)
@@ -157,7 +157,7 @@ class Servers:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, and every connection."""
+        """Stop the thread, and close every connection."""
         if self._started:
             self._wake.send(b"!")
             self._thread.join()
