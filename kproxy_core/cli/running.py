@@ -24,6 +24,7 @@ def run(flags: Flags, *, init_only: bool) -> None:
         config, registry, configuration = prepare(flags)
         logs.set_up(config.verbosity, config.logging_format)
         from kproxy_core.process import assembly as process
+        from kproxy_core.process.standby import await_turn
 
     for notice in (*config.notices, *registry.broken):
         process.log.warning(str(notice))
@@ -31,8 +32,15 @@ def run(flags: Flags, *, init_only: bool) -> None:
         with cli_errors():
             if init_only:
                 process.set_up(config, registry, configuration)
-            else:
+                return
+            lock, waited = await_turn(exclusive=config.exclusive)
+            if waited:  # The other process may have switched modes.
+                config, registry, configuration = prepare(flags)
+            try:
                 process.run(config, registry, configuration)
+            finally:
+                if lock is not None:
+                    lock.release()
     except click.ClickException as error:
         process.log.error(error.message)
         sys.exit(1)

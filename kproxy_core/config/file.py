@@ -158,6 +158,8 @@ class Kproxy(_Section, frozen=True, kw_only=True, rename="camel"):
     """Directory of state that must outlive the process, but not a reboot."""
     mode_fallback: str = "auto"
     """``auto``: another mode may serve if this machine lacks what the mode needs; ``never``: none may."""
+    exclusive: bool = False
+    """Exit instead of standing by while another kproxy serves this network namespace."""
     live_mode_switch: bool = False
     """Follow a changed `mode` in this file without a restart."""
     switch_modes: tuple[str, ...] = ()

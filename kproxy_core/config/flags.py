@@ -39,6 +39,8 @@ RULES = (
     Flag("mode", "MODE", "The backend: see `kproxy modes`. Wins over the file.", ("mode",), True),
     Flag("mode-fallback", "WHEN", "Where MODE does not work: auto, another may serve; never: end.",
          ("kproxy.modeFallback",), True),
+    Flag("exclusive", "", "Exit instead of standing by while another kproxy serves here.",
+         ("kproxy.exclusive",), True),
     Flag("manifests", "DIR", "Read Services and endpoints from files in DIR.", ("kproxy.manifests",), True),
     Flag("hostname-override", "NAME", "This node's name, if not the machine's.", ("hostnameOverride",), True),
     Flag("bind-address", "IP", "The node's own address, if not its Node object's.", ("bindAddress",)),

@@ -110,6 +110,8 @@ class Config:
     """Directory of the journal of mode switches."""
     mode_fallback: Literal["auto", "never"]
     """``auto``: another mode may serve if this one does not work here."""
+    exclusive: bool
+    """Exit instead of standing by while another kproxy serves this network namespace."""
     live_mode_switch: bool
     """Follow a changed mode in the file without a restart."""
     switch_modes: tuple[str, ...]
@@ -177,6 +179,7 @@ def resolve(flags: Flags, file: FileConfig | None) -> Config:
         logging_format="json" if document.logging.format == "json" else "text",
         state_directory=document.kproxy.state_directory,
         mode_fallback="never" if document.kproxy.mode_fallback == "never" else "auto",
+        exclusive=document.kproxy.exclusive,
         live_mode_switch=document.kproxy.live_mode_switch,
         switch_modes=document.kproxy.switch_modes,
         plugins=document.kproxy.plugins,

@@ -51,6 +51,16 @@ class Proxy:
             assert time.monotonic() < deadline, f"not healthy after {PATIENCE} s: {found}"
             time.sleep(0.01)
 
+    def await_log(self, text: str) -> None:
+        """Read the log until a line holds *text*; later reads do not return what was read."""
+        assert self._process.stderr is not None
+        lines = []
+        for line in self._process.stderr:
+            if text in line:
+                return
+            lines.append(line)
+        raise AssertionError(f"ended without saying {text!r}: {''.join(lines)}")
+
     def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
         """Send signal *number*; then as `ended`."""
         self._process.send_signal(number)

@@ -54,7 +54,7 @@ def test_every_flag_of_kube_proxy_has_a_row() -> None:
 def test_every_older_flag_has_a_row_and_there_are_no_others() -> None:
     ours = {f"--{flag.name}" for flag in FLAGS.values()} - {
         "--mode", "--manifests", "--dry-run", "--own-only", "--userspace-listen", "--mode-fallback",
-        "--plugin",
+        "--plugin", "--exclusive",
     }  # fmt: skip
     assert {f"--{flag.name}" for flag in OLDER} <= named("Flags")
     assert named("Flags") == ours | {"-h", "--help", "-v", "--proxy-mode"}

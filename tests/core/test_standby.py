@@ -1,0 +1,182 @@
+"""Two kproxys in one network namespace: one serves, the other stands by and takes over."""
+
+import contextlib
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kproxy_core.host.netlink.commits import generation
+from kproxy_core.host.netlink.lock import Lock
+from kproxy_core.host.netlink.messages import NETLINK_NETFILTER
+from kproxy_core.host.netlink.sockets import NetlinkSocket
+from kproxy_core.process.standby import NAME
+from tests.core.namespaces import Namespace, namespace
+from tests.core.processes import kproxy, running
+from tests.core.test_cli import configuration
+
+VIP, SERVER = ("10.96.0.1", 80), ("192.0.2.10", 8080)
+
+
+@pytest.fixture
+def node() -> Iterator[Namespace]:
+    """A node with one endpoint, which accepts connections until the end."""
+    with namespace() as made, contextlib.ExitStack() as stack:
+        made.ip(f"address add {SERVER[0]}/32 dev lo", "route add 10.96.0.0/16 dev lo")
+        listener = stack.enter_context(made.inside(lambda: socket.create_server(SERVER, backlog=4096)))
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    listener.accept()[0].close()
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield made
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def manifests(tmp_path: Path) -> Path:
+    made = tmp_path / "manifests"
+    made.mkdir()
+    service = {
+        "apiVersion": "v1", "kind": "Service", "metadata": {"name": "web", "namespace": "default"},
+        "spec": {"clusterIP": VIP[0], "ports": [{"port": VIP[1], "targetPort": SERVER[1]}]},
+    }
+    endpoints = {
+        "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
+        "metadata": {
+            "name": "web-1", "namespace": "default", "labels": {"kubernetes.io/service-name": "web"},
+        },
+        "ports": [{"port": SERVER[1]}], "endpoints": [{"addresses": [SERVER[0]]}],
+    }
+    for number, found in enumerate((service, endpoints)):
+        (made / f"{number}.json").write_text(json.dumps(found))
+    return made
+
+
+class Client:
+    """Connects to the Service again and again, and counts failures."""
+
+    def __init__(self, node: Namespace) -> None:
+        self._node = node
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=lambda: node.inside(self._run))
+        self.answered = 0
+        self.failures: list[OSError] = []
+
+    def __enter__(self) -> "Client":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(0.01):
+            try:
+                socket.create_connection(VIP, timeout=5).close()
+                self.answered += 1
+            except OSError as error:
+                self.failures.append(error)
+
+
+def commits(node: Namespace) -> int:
+    with node.inside(lambda: NetlinkSocket.open(NETLINK_NETFILTER)) as sock:
+        return generation(sock)
+
+
+STANDING_BY = "standing by: another kproxy serves this network namespace"
+
+
+@pytest.mark.parametrize("mode", ["nftables", "iptables"])
+def test_a_second_process_stands_by_writes_nothing_and_takes_over(
+    node: Namespace, manifests: Path, mode: str
+) -> None:
+    options = (f"--mode={mode}", f"--manifests={manifests}", "--iptables-sync-period=1s")
+    with contextlib.ExitStack() as stack:
+        serving = stack.enter_context(running(node, *options))
+        serving.await_health()
+        with Client(node) as client:
+            for number in (signal.SIGKILL, signal.SIGTERM):
+                waiting = stack.enter_context(running(node, *options))
+                waiting.await_log(STANDING_BY)
+                before = commits(node)
+                time.sleep(2.5)  # Two full syncs.
+                assert commits(node) == before
+                assert waiting.health()[0] == 200, "a rolling update with maxSurge waits for readiness"
+                serving.end(number)
+                waiting.await_health()
+                serving = waiting
+        assert client.answered > 100
+        assert client.failures == []
+        status, log = serving.end()
+    assert status == 0
+    assert STANDING_BY not in log
+    assert "the other kproxy has ended, taking over" in log
+
+
+def test_signals_end_a_process_that_stands_by(node: Namespace, manifests: Path) -> None:
+    options = ("--mode=nftables", f"--manifests={manifests}")
+    with running(node, *options) as serving:
+        serving.await_health()
+        before = commits(node)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with running(node, *options) as waiting:
+                waiting.await_log(STANDING_BY)
+                status, log = waiting.end(number)
+            assert (status, log.count("\n")) == (0, 1)
+            assert "stopped" in log
+        assert commits(node) == before
+        assert serving.health()[0] == 200
+
+
+def test_an_exclusive_process_refuses_to_stand_by(node: Namespace, manifests: Path) -> None:
+    with running(node, "--mode=nftables", f"--manifests={manifests}") as serving:
+        serving.await_health()
+        refused = kproxy("--mode=nftables", f"--manifests={manifests}", "--exclusive", node=node)
+        assert refused.returncode == 1
+        assert "another kproxy serves this network namespace" in refused.stderr
+        assert serving.health()[0] == 200
+
+
+def test_the_mode_that_the_other_process_switched_to_is_kept(
+    node: Namespace, manifests: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.yaml"
+    configuration(
+        file, f"mode: nftables\nkproxy: {{manifests: {manifests}, stateDirectory: {tmp_path}/state}}\n")
+    with running(node, f"--config={file}") as serving:
+        serving.await_health()
+        with running(node, f"--config={file}") as waiting:
+            waiting.await_log(STANDING_BY)
+            switched = kproxy("switch", "iptables", node=node)
+            assert switched.returncode == 0, switched.stderr
+            serving.end()
+            waiting.await_health()
+            assert waiting.get(10249, "/proxyMode") == (200, "iptables")
+
+
+def test_a_flush_of_the_ruleset_does_not_release_the_lock(node: Namespace) -> None:
+    first, second = node.inside(lambda: Lock(NAME)), node.inside(lambda: Lock(NAME))
+    assert first.acquire()
+    node.nft("flush ruleset")
+    assert not second.acquire()
+    first.release()
+    assert second.acquire()
+    second.release()
+    assert node.run("nft", "list", "ruleset") == ""
+
+
+def test_a_table_that_no_process_owns_is_no_lock(node: Namespace) -> None:
+    node.nft(f"add table inet {NAME}")
+    lock = node.inside(lambda: Lock(NAME))
+    with pytest.raises(FileExistsError):
+        lock.acquire()
+    lock.release()
