@@ -1,4 +1,4 @@
-"""What holds for every test: no deadline on examples, nothing left behind, and guests that begin at once."""
+"""Settings for every test: no deadline on examples, nothing left behind, and guests that start at once."""
 
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -65,6 +65,6 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
 
 @pytest.fixture
 def from_guest(request: pytest.FixtureRequest) -> Any:
-    """What was found in the guest of a test that is marked ``in_a_guest``."""
+    """The findings in the guest of a test that is marked ``in_a_guest``."""
     mark = request.node.get_closest_marker("in_a_guest")
     return request.session.stash[GUESTS][mark.kwargs["play"]].result()

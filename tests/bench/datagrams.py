@@ -1,4 +1,4 @@
-"""What recvmmsg and sendmmsg, called through ctypes, save against a system call for each datagram.
+"""The savings of recvmmsg and sendmmsg, through ctypes, over one system call per datagram.
 
     python -m tests.bench.datagrams
 
@@ -57,7 +57,7 @@ class Batch:
         self._view = memoryview(self.messages).cast("B")
 
     def receive(self, sock: socket.socket) -> int:
-        """How many datagrams came."""
+        """Return the number of datagrams received."""
         self._view[:] = self._fresh  # the kernel has written the sizes of the last ones
         return int(self._libc.recvmmsg(sock.fileno(), self.messages, AT_ONCE, socket.MSG_DONTWAIT, None))
 

@@ -24,7 +24,7 @@ from kproxy_userspace.worker.wire import Serve, WorkerSettings
 from tests.bench import load
 
 BULK, ECHO = 19001, 19002
-"""Where the endpoint listens: one port takes everything, the other sends back what it gets."""
+"""The endpoint's ports: one discards everything, the other echoes."""
 
 
 class Proxy:

@@ -1,4 +1,4 @@
-"""What connect() and datagrams cost through a ClusterIP in ebpf mode, through its rules, and directly.
+"""The cost of connect() and datagrams through a ClusterIP in ebpf mode, through its rules, and directly.
 
     .venv/bin/python -m tests.bench.sockets [ROUNDS]
 

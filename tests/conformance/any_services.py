@@ -34,7 +34,7 @@ _CONDITIONS: tuple[Json, ...] = (
 
 
 class Fate(NamedTuple):
-    """What becomes of a connection."""
+    """The fate of a connection."""
 
     outcome: str
     """``reached``, ``refused`` or ``dropped``."""
@@ -114,7 +114,7 @@ class World:
                             yield Attempt(client, kind, to, at, service, port["name"], port["protocol"])
 
     def fate(self, attempt: Attempt) -> Fate:
-        """What must become of *attempt*."""
+        """Return the expected fate of *attempt*."""
         service = attempt.service
         (port,) = [p for p in service["ports"] if p["name"] == attempt.name]
         found = self._endpoints(service["name"], attempt.name, attempt.protocol)

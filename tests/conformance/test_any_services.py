@@ -46,7 +46,7 @@ class Play:
         self._stage.barrier.wait((self._family,))
 
     def problem(self, attempt: Attempt, fate: Fate) -> str:
-        """How what becomes of *attempt* differs from its *fate*; "": not at all."""
+        """Return how the result of *attempt* differs from its *fate*; "": not at all."""
         tries = 1
         if fate.outcome == "reached":
             tries = 2 if attempt.sticky else TRIES * len(fate.endpoints)

@@ -53,7 +53,7 @@ def text(*objects: Json) -> str:
 
 
 class State:
-    """What a store knows after all events so far; safe to look at in any thread."""
+    """The state of a store after all events so far; safe to read from any thread."""
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self._changed = threading.Condition()

@@ -1,4 +1,4 @@
-"""Where kube-proxy's own answers are kept as data: ``tests/golden``."""
+"""kube-proxy's own answers as data, in ``tests/golden``."""
 
 from pathlib import Path
 

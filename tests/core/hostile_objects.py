@@ -22,7 +22,7 @@ class Hostile(NamedTuple):
     file: str
     content: bytes
     complaint: str
-    """What is said about it, or how that begins."""
+    """The complaint about it, or its beginning."""
 
 
 class Refused(NamedTuple):

@@ -24,7 +24,7 @@ class Namespace:
         self.name = name
 
     def run(self, *command: str, stdin: str = "", cwd: Path | None = None) -> str:
-        """What *command* prints in here; fails with what it complained about."""
+        """Run *command* in here, and return its output. Fails with its error message."""
         done = subprocess.run(
             ["ip", "netns", "exec", self.name, *command],
             cwd=cwd, input=stdin, capture_output=True, text=True, check=False,

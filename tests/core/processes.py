@@ -103,7 +103,7 @@ def started(node: Namespace, command: Sequence[str]) -> Iterator[Proxy]:
 
 
 def kproxy(*arguments: str, node: Namespace | None = None) -> subprocess.CompletedProcess[str]:
-    """What kproxy says and how it ends, which it does by itself."""
+    """Run kproxy until it exits by itself, and return its output and status."""
     command = [KPROXY, *arguments]
     if node is not None:
         command = ["ip", "netns", "exec", node.name, *command]

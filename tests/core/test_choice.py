@@ -1,4 +1,4 @@
-"""Which mode serves where the one asked for does not work: real processes, with plugins that say no."""
+"""The fallback from a mode that does not work: real processes, with plugins that refuse."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def source(
 
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Namespace]:
-    """Where plugins are found that are put into `tmp_path`."""
+    """The environment in which plugins in `tmp_path` are found."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "manifests").mkdir()
     with namespace() as made:
@@ -55,7 +55,7 @@ def proxy_mode(node: Namespace) -> tuple[str, dict[str, str]]:
 
 
 def failed(node: Namespace, *arguments: str) -> str:
-    """What kproxy complains about at its start."""
+    """Return kproxy's complaint at startup."""
     done = subprocess.run(
         ["ip", "netns", "exec", node.name, KPROXY, *arguments],
         capture_output=True, text=True, check=False, timeout=60,

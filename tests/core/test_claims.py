@@ -1,4 +1,4 @@
-"""Who gets a frontend that several services want."""
+"""The owner of a frontend that several services want."""
 
 from collections.abc import Sequence
 

@@ -65,7 +65,7 @@ def connected() -> socket.socket:
 
 
 def answer_to_client(*command: str, **options: Any) -> dict[str, Any]:
-    """What a client in a process of its own, started by *command*, is answered."""
+    """Return the answer to a client in a process of its own, started by *command*."""
     (name,) = control._names()
     done = subprocess.run([*command, sys.executable, "-c", CLIENT, name], capture_output=True, text=True,
                           timeout=60, check=True, **options)

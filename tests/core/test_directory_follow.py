@@ -37,7 +37,7 @@ def state(tmp_path: Path) -> Iterator[State]:
 
 
 def ever_gone(state: State, name: str) -> bool:
-    """Whether the Service was announced as gone at any moment."""
+    """Return whether the Service was ever announced as deleted."""
     return ServiceGone(service_name(name)) in itertools.chain.from_iterable(state.batches)
 
 

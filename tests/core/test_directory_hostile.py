@@ -8,7 +8,7 @@ from tests.core.hostile_objects import GOOD_ENDPOINTS, write
 
 
 def unexpected(said: list[str], expected: list[str]) -> tuple[list[str], list[str]]:
-    """What was said though it should not, and what was not said though it should."""
+    """Return the unexpected complaints, and the expected ones that are missing."""
     said, missing = sorted(said), []
     for wanted in sorted(expected, key=len, reverse=True):
         found = next((line for line in said if line.startswith(wanted)), None)

@@ -28,7 +28,7 @@ Files = dict[str, list[Json] | None]
 
 
 class Directory(State):
-    """What follows from writing files, without any file."""
+    """The consequences of writing files, without any file."""
 
     def __init__(self, **files: list[Json]) -> None:
         super().__init__()

@@ -184,7 +184,7 @@ def test_a_config_map(manifests: Path) -> None:
 
 
 class Said(logging.Handler):
-    """What was logged, and a way to wait for it."""
+    """The logged messages, and a way to wait for one."""
 
     def __init__(self) -> None:
         super().__init__()

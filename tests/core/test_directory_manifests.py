@@ -1,4 +1,4 @@
-"""Which objects a manifest file holds, and what is said about those it does not."""
+"""The objects in a manifest file, and the complaints about others."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is said when configuration, node and machine do not mean the same IP families."""
+"""Warnings when configuration, node and machine disagree about IP families."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is remembered of a switch of modes over a restart."""
+"""The memory of a mode switch across a restart."""
 
 import os
 from pathlib import Path

@@ -58,7 +58,7 @@ def kubeconfig(tmp_path: Path) -> Kubeconfig:
 
 
 def completes(source: KubernetesSource) -> bool:
-    """Whether *source* hears from its server about everything."""
+    """Return whether *source* receives everything from its server."""
     with following(source) as observed:
         observed.wait_for(lambda o: len(o.complete) == 4)
         return not observed.bad

@@ -36,7 +36,7 @@ from tests.core.observed_events import Observed, following
 
 ScriptedRun = Callable[..., tuple[ScriptedServer, Observed]]
 OLD_SERVER = refuse(422, reason="Invalid")
-"""How a server without watch-list answers its request."""
+"""The answer of a server without watch-list."""
 SERVICE_CIDR = {"metadata": {"name": "kubernetes"}, "spec": {"cidrs": ["10.96.0.0/16"]}}
 
 

@@ -35,7 +35,7 @@ def kproxy_sync(update):
 
 @pytest.fixture
 def here(tmp_path: Path) -> Iterator[Path]:
-    """Where modes ``one`` and ``two`` are installed, and an observer ``watching``."""
+    """A directory with the modes ``one`` and ``two``, and the observer ``watching``, installed."""
     install(tmp_path, "some", {"one": "some_one", "two": "some_two"},
             some_one=plugin("one", preference=2000), some_two=plugin("two", preference=1000),
             watching=OBSERVER.format(order="tryfirst", name="first"))  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which addresses of the node serve node ports."""
+"""The addresses of the node that serve node ports."""
 
 import pytest
 from hypothesis import given

@@ -186,7 +186,7 @@ def test_policies_decide_which_lists_are_made(row: Policy) -> None:
 
 
 class Fate(NamedTuple):
-    """What becomes of traffic: forward, reject or drop."""
+    """Return the fate of traffic: forward, reject or drop."""
 
     what: str
     endpoints: list[Endpoint]

@@ -1,4 +1,4 @@
-"""Which UDP flows are stale, and after which changes anybody has to look for them."""
+"""Stale UDP flows, and the changes after which they must be looked for."""
 
 from collections.abc import Iterable
 
@@ -275,7 +275,7 @@ def changes(draw: st.DrawFn) -> tuple[Service, EndpointSlice] | str:
 
 
 def right_answers(proxy: Proxy, to: Socket) -> frozenset[Destination]:
-    """Who may answer a flow to *to*, worked out from all plans."""
+    """Return the endpoints that may answer a flow to *to*, computed from all plans."""
     by_frontend = {
         (frontend.address, frontend.port): proxy.allowed[key]
         for key, plan in proxy.plans.items() if key.protocol.name == "UDP"

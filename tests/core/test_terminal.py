@@ -25,7 +25,7 @@ KPROXY = str(Path(sys.executable).with_name("kproxy"))
 
 
 def on_a_terminal(*arguments: str, **environment: str) -> str:
-    """What ``kproxy`` with *arguments* writes to a terminal."""
+    """Return the output of ``kproxy`` with *arguments* on a terminal."""
     ours, theirs = pty.openpty()
     known = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
     with subprocess.Popen([KPROXY, *arguments], stdout=theirs, env={**known, **environment}):

@@ -1,4 +1,4 @@
-"""Which endpoints count: every row of kube-proxy's rules about readiness, hints and policies."""
+"""Usable endpoints: every row of kube-proxy's rules about readiness, hints and policies."""
 
 from typing import NamedTuple
 

@@ -37,7 +37,7 @@ def base() -> dict[str, Object]:
 
 
 def chart(namespace: str = "kube-system", **values: object) -> dict[str, Object]:
-    """What the chart renders by kind, with *values* in place of its own of the same name."""
+    """Return the chart's objects by kind, with *values* in place of its own of the same name."""
     defaults = yaml.safe_load((DEPLOY / "chart/values.yaml").read_text())
     assert values.keys() <= defaults.keys()
     scope = {"Values": defaults | values, "Release": {"Namespace": namespace}}

@@ -1,4 +1,4 @@
-"""What is under ``deploy/`` fits together, and the program behind it."""
+"""The files under ``deploy/`` are consistent with each other and with the program."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""What the pods may do is enough and needed: the real program with exactly that, on a read-only root."""
+"""The pods' privileges suffice, and are needed: the real program has exactly these, on a read-only root."""
 
 import os
 import subprocess
@@ -77,7 +77,7 @@ class Pod:
         (self._manifests / "web.yaml").write_text(WEB)
 
     def command(self, container: Object, capabilities: Sequence[str] | None = None) -> list[str]:
-        """What runs *container*, but with these *capabilities*."""
+        """Return the command that runs *container*, but with these *capabilities*."""
         context = container["securityContext"]
         assert context["readOnlyRootFilesystem"] is True
         privileged = context.get("privileged", False)

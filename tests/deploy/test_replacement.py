@@ -24,7 +24,7 @@ from tests.core.processes import running
 from tests.deploy.objects import DEPLOY
 
 PROGRAMS = Path(sys.executable).parent
-"""Where kproxy is, as in the image."""
+"""The directory of kproxy, as in the image."""
 SCENARIO = "iptables/clusterip-tcp-ipv4"
 SERVICE = ("10.96.10.1", 80)
 ENDPOINTS = ["10.244.1.11", "10.244.1.12", "10.244.2.13", "10.244.2.14"]
@@ -157,7 +157,7 @@ class Cluster:
             process.wait()
 
     def kube_proxy(self, mode: str) -> None:
-        """What it has programmed once it has started."""
+        """Return the programmed rules after the start."""
         if mode == "nftables":
             self.node.nft("table ip kube-proxy\ndelete table ip kube-proxy\n" + NFTABLES)
         else:
@@ -167,7 +167,7 @@ class Cluster:
 
 
 def going_back() -> str:
-    """What docs/deploy.md has run on a node that kube-proxy is back on."""
+    """Run the command of docs/deploy.md for a node to which kube-proxy has returned."""
     page = (DEPLOY.parent / "docs/deploy.md").read_text()
     found = re.search(r"-- sh -c '\n(.*?)'\n", page, re.DOTALL)
     assert found

@@ -22,7 +22,7 @@ def outputs_of(page: Path, directory: Path) -> list[str]:
 
 
 def printed_by(page: Path, directory: Path, *, between: str = "") -> str:
-    """What all ``sh`` blocks of *page*, in their order, print on standard output.
+    """Run all ``sh`` blocks of *page* in order, and return their standard output.
 
     *directory* takes the place of the one under /tmp that is called like the page. The environment is there
     already: ``make env`` is left out.

@@ -11,7 +11,7 @@ PAGE = CHECKOUT / "docs" / "quickstart.md"
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What the whole page prints, standard output only."""
+    """The standard output of the whole page."""
     return printed_by(PAGE, tmp_path_factory.mktemp("page"))
 
 

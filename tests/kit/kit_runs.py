@@ -37,7 +37,7 @@ INI: Mapping[str, Mapping[str, Sequence[str]]] = {
     },
     "ipvs": {},
 }
-"""What the authors of these backends have in their ini files."""
+"""The ini files of these backends' authors."""
 
 OPTIONS = {"userspace": ("--kproxy-option=workers=1", "--kproxy-option=syncPeriod=1s")}
 IN_A_GUEST = "ipvs"
@@ -45,7 +45,7 @@ IN_A_GUEST = "ipvs"
 
 
 class Results(NamedTuple):
-    """What came of a run."""
+    """The result of a run."""
 
     asked: frozenset[str]
     """The checks, those that are not applicable among them."""

@@ -1,4 +1,4 @@
-"""What a sabotage of the example backend is: a plugin without a mode that wraps or forestalls hooks."""
+"""Sabotages of the example backend: plugins without a mode that wrap or replace hooks."""
 
 import subprocess
 
@@ -8,7 +8,7 @@ def nft(text: str) -> None:
 
 
 class Sabotage:
-    """What is done, and the words with which a check must notice."""
+    """One sabotage, and the words of the check that must notice it."""
 
     check = ""
     words = ""
@@ -17,4 +17,4 @@ class Sabotage:
         return type(self).__name__
 
     def be_loaded(self) -> None:
-        """What happens when the plugin is imported."""
+        """Act when the plugin is imported."""

@@ -36,12 +36,12 @@ Problems = Mapping[str, str]
 
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where packets are dropped on purpose, nobody needs to wait long for them."""
+    """Shorten the wait for packets that are dropped on purpose."""
     monkeypatch.setattr(dialing, "PATIENCE", 1.0)
 
 
 def ask(group: str, *sabotages: Sabotage, **declared: str) -> Problems:
-    """What each check of *group* complains about, in IPv4 or of both families."""
+    """Return the complaints of each check of *group*, in IPv4 or for both families."""
     plugins = ("kproxy_plain", *(f"tests.kit.sabotages:do_{sabotage}" for sabotage in sabotages))
     wanted = Wanted("plain", plugins, not_applicable=declared)
     problems = {}

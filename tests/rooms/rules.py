@@ -29,7 +29,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "explain": frozenset({"backend", "plan", "model"}),
     "testing": frozenset({"backend", "plan", "model"}),
 }
-"""Which rooms of the core each room may import, apart from itself. `cli` may import all."""
+"""The rooms of the core that each room may import, apart from itself. `cli` may import all."""
 
 THIRD_PARTY: dict[str, frozenset[str]] = {
     "model": frozenset(),
@@ -181,7 +181,7 @@ def tests_can_fail(module: Module) -> Iterator[str]:
 
 
 def _judges(test: ast.FunctionDef) -> bool:
-    """Whether it can fail: by an assertion, a check elsewhere, or an error other than those it lets pass."""
+    """Return whether it can fail: by an assertion, a check elsewhere, or an error that it does not expect."""
     for node in ast.walk(test):
         if isinstance(node, ast.Assert | ast.Try):
             return True

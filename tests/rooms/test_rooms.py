@@ -107,7 +107,7 @@ def test_every_backend_is_announced() -> None:
     ["kproxy_core.cli", *sorted(module.name for module in modules_of_plugins() if module.last == "hooks")],
 )
 def test_start_up_imports_nothing_heavy(module: str) -> None:
-    """What every start pays for, `kproxy --help` included. Heavy modules are imported where they are used."""
+    """Every start pays for these imports, `kproxy --help` included. Heavy modules are imported on use."""
     heavy = {
         "asyncio",
         "bcc",

@@ -1,4 +1,4 @@
-"""What the relays of one worker share: file descriptors that are lent, the event loop and the counts."""
+"""The resources shared by the relays of one worker: lent descriptors, the event loop, counters."""
 
 import contextlib
 import errno
