@@ -213,9 +213,6 @@ class Connection:
         """Try the next endpoint. Give up after as many attempts as there are timeouts."""
         listener = self.listener
         while self._attempt < len(DIAL_SECONDS):
-            endpoint = listener.balancer.choose(self._host, time.monotonic(), is_retry=self._attempt > 0)
-            if endpoint is None:
-                break
             try:
                 server = listener.shared.sockets.take(listener.family)
             except OSError as error:
@@ -224,6 +221,10 @@ class Connection:
                 listener.counts[Counter.SHORTAGES] += 1
                 listener.events.timeouts(_PAUSE).call(self._dial_again, self._attempt)
                 return
+            endpoint = listener.balancer.choose(self._host, time.monotonic(), is_retry=self._attempt > 0)
+            if endpoint is None:
+                server.close()
+                break
             result = server.connect_ex(endpoint)
             if result in (0, errno.EINPROGRESS):
                 self._server, self._endpoint = server, endpoint
