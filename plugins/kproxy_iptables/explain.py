@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from kproxy_core.backend.api import KernelSide, Question
@@ -24,9 +24,9 @@ _RECENT = Path("/proc/thread-self/net/xt_recent")
 def explain(questions: Sequence[Question], *, live: bool) -> list[KernelSide]:
     """Return the way of each packet. Raises HostError, or NoVariant without iptables."""
     if not live:
-        return [_side(question, _Rules(_written(question))) for question in questions]
+        return [_side(question, _Rules(_reader(_written(question)))) for question in questions]
     tables = Tables(questions[0].node.family, find_variant())
-    ruleset = _Rules(_saved(tables.save()))
+    ruleset = _Rules(_reader(_saved(tables.save())))
     return [_side(question, ruleset) for question in questions]
 
 
@@ -48,17 +48,8 @@ def frontends(family: Family) -> list[Frontend]:
     return list(found)
 
 
-class _Rules:
-    """Rules by table and chain, and the kernel's lists of recent clients."""
-
-    def __init__(self, rules: Mapping[ChainKey, Sequence[str]]) -> None:
-        self._rules = rules
-
-    def rules(self, table: str, chain: str) -> Sequence[str]:
-        return self._rules.get((table, chain), ())
-
-    def in_set(self, name: str, sides: Sequence[str], packet: Flight) -> int | None:
-        return None
+class _Rules(Ruleset):
+    """Chains, and the kernel's lists of recent clients."""
 
     def is_recent(self, name: str, source: Address) -> bool:
         try:
@@ -72,6 +63,10 @@ class _Rules:
 
 def _saved(chains: Iterable[SavedChain]) -> dict[ChainKey, list[str]]:
     return {(chain.table, chain.name): chain.rules for chain in chains}
+
+
+def _reader(rules: Mapping[ChainKey, Sequence[str]]) -> Callable[[str, str], Sequence[str]]:
+    return lambda table, chain: rules.get((table, chain), ())
 
 
 def _written(question: Question) -> dict[ChainKey, list[str]]:

@@ -20,7 +20,7 @@ from kproxy_ipvs.wanted import ServerKey, Style
 from kproxy_xtables.rules import ChainKey
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import find_variant
-from kproxy_xtables.walk import Flight, Walk, network
+from kproxy_xtables.walk import Flight, Ruleset, Walk, network
 
 Weights = Mapping[Destination, int]
 
@@ -79,13 +79,11 @@ def _side(question: Question, state: State) -> KernelSide:
     return KernelSide(tuple(walk.objects), None if walk.strange else fate, remembered, deviation)
 
 
-class _Rules:
+class _Rules(Ruleset):
     def __init__(self, family: Family, state: State) -> None:
+        super().__init__(lambda table, chain: state.rules.get((table, chain), ()))
         self._state = state
         self._kinds = {kind.full_name(family): kind for kind in SETS}
-
-    def rules(self, table: str, chain: str) -> Sequence[str]:
-        return self._state.rules.get((table, chain), ())
 
     def in_set(self, name: str, sides: Sequence[str], packet: Flight) -> int | None:
         kind = self._kinds.get(name)
@@ -105,9 +103,6 @@ class _Rules:
             return entries.get(f"{entry},{format_address(source)}")
         sources = (text.rpartition(",")[2] for text in entries if text.startswith(f"{entry},"))
         return 0 if any(source in network(text) for text in sources) else None
-
-    def is_recent(self, name: str, source: Address) -> bool:
-        return False
 
 
 def _follow(packet: Packet, walk: Walk, state: State) -> tuple[Fate, Destination | None]:

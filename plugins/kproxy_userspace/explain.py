@@ -23,7 +23,7 @@ from kproxy_userspace.settings import Settings
 from kproxy_userspace.skeleton import JUMPS, NFT_FAMILY
 from kproxy_userspace.wanted import Redirect, Wanted, wanted
 from kproxy_xtables.rules import ChainKey
-from kproxy_xtables.walk import Flight, Walk, network
+from kproxy_xtables.walk import Flight, Ruleset, Walk, network
 
 FindRelay = Callable[[Protocol, int], Wanted | None]
 """Returns the relay of this process at a port of the node."""
@@ -86,7 +86,7 @@ def _as_written(question: Question, settings: Settings) -> KernelSide:
     for name, relay in relays.items():
         if settings.listen is not None and (packet.destination, packet.port) == (settings.listen, name.port):
             return _side(relay, 0, [])
-    written = Walk(_Rules(_portal_rules(relays.values(), settings.bind_in(node.family))), node)
+    written = Walk(_ruleset(_portal_rules(relays.values(), settings.bind_in(node.family))), node)
     (end,) = written.through("nat", _hook(packet), Flight.of(packet))
     relay_of_packet = next(iter(relays.values()), None) if end.flight.translated else None
     return _side(relay_of_packet, 0, list(written.objects))
@@ -114,6 +114,7 @@ class _Portals:
         """Raises HostError."""
         self.rules: dict[ChainKey, list[str]] = {}
         self.elements: dict[str, int] = {}
+        self._ruleset = Ruleset(lambda table, chain: self.rules.get((table, chain), ()))
         tables = find_tables(family)
         if tables is not None and may_have_portals(tables):
             self.rules = {(chain.table, chain.name): chain.rules for chain in tables.save("nat")}
@@ -125,13 +126,13 @@ class _Portals:
         """Return the port of this node that the packet is redirected to, 0 for none, and what it meets."""
         packet = question.packet
         if self.rules:
-            walk = Walk(_Rules(self.rules), question.node)
+            walk = Walk(self._ruleset, question.node)
             (end,) = walk.through("nat", _hook(packet), Flight.of(packet))
             return end.flight.local or (end.flight.port if end.flight.translated else 0), list(walk.objects)
         last = f"{packet.protocol.name.lower()} . {packet.port}"
         dialled = f"{format_address(packet.destination)} . {last}"
         keys = [dialled, *self._ranged(packet, dialled)]
-        if Walk(_Rules({}), question.node).is_local(packet.destination):
+        if Walk(_ruleset({}), question.node).is_local(packet.destination):
             keys.append(last)
         for key in keys:
             if key in self.elements:
@@ -149,18 +150,8 @@ class _Portals:
         return found
 
 
-class _Rules:
-    def __init__(self, rules: Mapping[ChainKey, Sequence[str]]) -> None:
-        self._rules = rules
-
-    def rules(self, table: str, chain: str) -> Sequence[str]:
-        return self._rules.get((table, chain), ())
-
-    def in_set(self, name: str, sides: Sequence[str], packet: Flight) -> int | None:
-        return None
-
-    def is_recent(self, name: str, source: Address) -> bool:
-        return False
+def _ruleset(rules: Mapping[ChainKey, Sequence[str]]) -> Ruleset:
+    return Ruleset(lambda table, chain: rules.get((table, chain), ()))
 
 
 def _portal_rules(relays: Iterable[Wanted], at: Address | None) -> dict[ChainKey, list[str]]:

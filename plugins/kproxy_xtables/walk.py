@@ -4,31 +4,19 @@ Understands the matches and targets of the backends' rules. In built-in chains, 
 chains are followed: what other tools add there is theirs.
 """
 
+import re
 import shlex
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from kproxy_core.backend.api import KernelObject
-from kproxy_core.model.address import Address, Cidr, parse_address, parse_cidr
+from kproxy_core.model.address import Address, Cidr, format_address, parse_address, parse_cidr
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.node import NodeView
 from kproxy_core.plan.fate import Origin, Outcome, Packet
-from kproxy_xtables.rules import BUILT_IN_CHAINS
-
-
-class Ruleset(Protocol):
-    """The tables of one IP family: in the kernel, or as they would be written."""
-
-    def rules(self, table: str, chain: str) -> Sequence[str]:
-        """Return the rules of a chain, without ``-A CHAIN``; none if it does not exist."""
-
-    def in_set(self, name: str, sides: Sequence[str], packet: "Flight") -> int | None:
-        """Return the mark of the entry for *packet* in an ipset, 0 without marks; None: it has no entry."""
-
-    def is_recent(self, name: str, source: Address) -> bool:
-        """Return whether the list *name* of the match ``recent`` holds *source*."""
+from kproxy_xtables.rules import BUILT_IN_CHAINS, ChainKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +40,42 @@ class Flight:
     @property
     def where(self) -> Destination:
         return Destination(self.destination, self.port)
+
+
+class Ruleset:
+    """The chains of one IP family: in the kernel, or as they would be written."""
+
+    def __init__(self, read: Callable[[str, str], Sequence[str]]) -> None:
+        """*read* returns the rules of a table's chain, without ``-A CHAIN``; none if it does not exist."""
+        self._read = read
+        self._chains: dict[ChainKey, Sequence[str]] = {}
+        self._indexes: dict[ChainKey, dict[str, list[int]]] = {}
+
+    def rules(self, table: str, chain: str) -> Sequence[str]:
+        """Return the rules of a chain."""
+        known = self._chains.get((table, chain))
+        if known is None:
+            known = self._chains[table, chain] = self._read(table, chain)
+        return known
+
+    def relevant(self, table: str, chain: str, flight: Flight) -> Sequence[str]:
+        """Return the rules of a chain, of a long one without those for another address or port."""
+        rules = self.rules(table, chain)
+        if len(rules) <= _SHORT:
+            return rules
+        index = self._indexes.get((table, chain))
+        if index is None:
+            index = self._indexes[table, chain] = _index(rules)
+        keys = ("", f"{format_address(flight.destination)}", f"port {flight.port}")
+        return [rules[number] for number in sorted(number for key in keys for number in index.get(key, ()))]
+
+    def in_set(self, name: str, sides: Sequence[str], packet: Flight) -> int | None:
+        """Return the mark of the entry for *packet* in an ipset, 0 without marks; None: it has no entry."""
+        return None
+
+    def is_recent(self, name: str, source: Address) -> bool:
+        """Return whether the list *name* of the match ``recent`` holds *source*."""
+        return False
 
 
 class End(NamedTuple):
@@ -96,7 +120,7 @@ class Walk:
     def _chain(self, table: str, chain: str, flight: Flight, start: int = 0) -> Iterator["_Branch"]:
         """Yield each way through the rules from number *start* on."""
         left = 1.0
-        rules = self._ruleset.rules(table, chain)
+        rules = self._ruleset.relevant(table, chain, flight)
         for number in range(start, len(rules)):
             text = rules[number]
             rule = _parsed(text)
@@ -241,6 +265,10 @@ _MATCHES: Mapping[str, Callable[[Walk, str, Flight], bool]] = {
     "--physdev-is-in": Walk._bridged, "--ctstate": Walk._state, "--state": Walk._state,
     "--mark": Walk._marked, "--match-set": Walk._in_set,
 }  # fmt: skip
+_SHORT = 32
+"""Rules in a chain that needs no index."""
+_ONE_ADDRESS = re.compile(r"(?<!! )-d (\S+)/(?:32|128) ")
+_ONE_PORT = re.compile(r"(?<!! )--dport (\d+)(?: |$)")
 _OTHER_MATCHES = frozenset({"--probability"})
 _BARE_MATCHES = frozenset({"--rcheck", "--physdev-is-in"})
 _FLAGS = frozenset({"--rsource", "--reap", "--random-fully", "--random", "--map-mark", "--set"})
@@ -248,6 +276,16 @@ _VALUES = frozenset({
     "--comment", "--mode", "--name", "--mask", "--seconds", "--nfacct-name", "--reject-with",
     "--set-xmark", "--to-destination", "--to-ports",
 })  # fmt: skip
+
+
+def _index(rules: Sequence[str]) -> dict[str, list[int]]:
+    """Return the numbers of rules by the only address or port that they match; "": any."""
+    found: dict[str, list[int]] = {}
+    for number, rule in enumerate(rules):
+        address, port = _ONE_ADDRESS.search(rule), _ONE_PORT.search(rule)
+        key = address[1] if address else f"port {port[1]}" if port else ""
+        found.setdefault(key, []).append(number)
+    return found
 
 
 @lru_cache(maxsize=4096)
