@@ -65,6 +65,8 @@ class Journal:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            if _belongs_to_another_user(error):
+                return None
             log.warning("ignoring unusable journal of mode switches", extra={
                 "fields": {"file": str(self._path), "error": repr(error)}})
             return None
@@ -90,6 +92,8 @@ class Journal:
         try:
             self._path.unlink(missing_ok=True)
         except OSError as error:
+            if _belongs_to_another_user(error):
+                return
             log.warning("could not delete the journal of mode switches", extra={
                 "fields": {"file": str(self._path), "error": error.strerror}})
 
@@ -114,6 +118,11 @@ class Journal:
         if len(content) > _MOST_BYTES:
             raise ValueError(f"longer than {_MOST_BYTES} bytes")
         return content
+
+
+def _belongs_to_another_user(error: Exception) -> bool:
+    """Return whether the directory is root's, and this process is not: it cannot have switched modes here."""
+    return isinstance(error, PermissionError) and os.geteuid() != 0
 
 
 def _namespace() -> str:

@@ -85,7 +85,7 @@ def test_a_switch_is_remembered_until_the_configuration_changes(
         proxy.await_health()
         said = node.run(KPROXY, "switch", "iptables")
         assert said.splitlines()[-1] == (
-            "the configuration has mode 'nftables': put 'iptables' there to keep it after a reboot")
+            "the configuration has mode 'nftables': set 'iptables' to keep it after a reboot")
         proxy.end()
     with running(node, file.option) as proxy:
         proxy.await_health()

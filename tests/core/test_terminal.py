@@ -110,7 +110,7 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize(("arguments", "status", "printed"), [
     (["new"], 0, "new works here\n"
-     "the configuration has mode 'old': put 'new' there to keep it after a reboot\n"),
+     "the configuration has mode 'old': set 'new' to keep it after a reboot\n"),
     (["new", "--check"], 1, "lost: default/web: is not served\n"),
     (["absent"], 1, ""),
 ], ids=str)  # fmt: skip

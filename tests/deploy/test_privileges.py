@@ -1,6 +1,5 @@
 """The pods' privileges suffice, and are needed: the real program has exactly these, on a read-only root."""
 
-import os
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -157,9 +156,9 @@ def test_iptables_of_the_legacy_kind_needs_raw_sockets(node: Namespace, tmp_path
     assert "-d 10.96.0.10/32" in node.run("iptables-legacy-save", "-t", "nat")
 
 
-def test_nothing_is_left_of_the_containers() -> None:
+def test_nothing_is_left_of_the_containers(tmp_path_factory: pytest.TempPathFactory) -> None:
     mounts = Path("/proc/self/mounts").read_text()
-    assert f"pytest-of-{os.environ.get('USER', 'root')}" not in mounts
+    assert str(tmp_path_factory.getbasetemp()) not in mounts
 
 
 def test_the_mode_is_switched_in_the_pod_to_modes_that_were_prepared(node: Namespace, tmp_path: Path) -> None:
