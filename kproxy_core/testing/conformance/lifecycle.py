@@ -4,6 +4,7 @@ import os
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -116,6 +117,26 @@ def renders_the_same_anywhere(bench: Bench) -> None:
         pairs = zip(text.splitlines(), other.splitlines(), strict=False)
         first = next((f"{one!r} and {two!r}" for one, two in pairs if one != two), "their lengths")
         raise Failed(f"kproxy_render is not the same in two processes; they differ first in {first}")
+
+
+@CHECKS.each_family
+def keeps_its_base_at_work(bench: Bench) -> None:
+    """A mode that builds on another one programs and renders everything that its base does."""
+    subject, family, wanted = bench.subject, bench.family, everything(bench.family)
+    base = subject.registry.load(subject.mode).base
+    if not base:
+        raise NotApplicable("it builds on no other mode")
+    alone = subject.start(base)
+    text = render(alone, family, wanted)
+    full(alone, family, wanted)
+    programmed = bench.state()
+    subject.end(alone)
+    subject.cleanup()
+    instance = bench.started(wanted)
+    lost = Counter(programmed.shape) - Counter(bench.state().shape)
+    expect(not lost, f"the kernel lacks what {base} alone programs, such as {min(lost, default='')!r}")
+    lost = Counter(text.splitlines()) - Counter(render(instance, family, wanted).splitlines())
+    expect(not lost, f"kproxy_render lacks what {base} alone renders, such as {min(lost, default='')!r}")
 
 
 @CHECKS.each_family

@@ -1,6 +1,6 @@
 """The backend under test: found as kproxy finds it, made, used and closed."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakSet
 
@@ -47,9 +47,9 @@ class Subject:
         self.settings = BackendSettings(tuple(families), options=dict(wanted.options))
         self._instances: list[BackendInstance] = []
 
-    def start(self) -> BackendInstance:
-        """Make a backend, as a new process would."""
-        instance = self.registry.make_backend(self.mode, self.settings)
+    def start(self, mode: str = "") -> BackendInstance:
+        """Make a backend, as a new process would; of *mode* instead of the mode under test."""
+        instance = self.registry.make_backend(mode or self.mode, self.settings)
         self._instances.append(instance)
         return instance
 
@@ -67,10 +67,21 @@ class Subject:
 
     def retire(self, instance: BackendInstance | None) -> Leftovers:
         """Retire the mode, as after a switch; *instance* is the backend that served, if it still exists."""
-        return self.registry.retire(self.mode, self.settings, instance=instance)
+        return self._of_each_layer(
+            lambda layer: self.registry.retire(
+                layer, self.settings, instance=instance if layer == self.mode else None
+            )
+        )
 
     def cleanup(self, *, dry_run: bool = False, own_only: bool = False) -> Leftovers:
-        return self.registry.cleanup(self.mode, self.settings, dry_run=dry_run, own_only=own_only)
+        """Clean up after the mode, and after its base."""
+        return self._of_each_layer(
+            lambda layer: self.registry.cleanup(layer, self.settings, dry_run=dry_run, own_only=own_only)
+        )
+
+    def _of_each_layer(self, ask: Callable[[str], Leftovers]) -> Leftovers:
+        """Return the answers of the mode and then of its base as one, as the core asks them."""
+        return Leftovers.merged(self.mode, map(ask, reversed(self.registry.layers(self.mode))))
 
 
 def full(instance: BackendInstance, family: Family, plans: Plans, node: NodeView | None = None) -> SyncReport:
