@@ -1,4 +1,4 @@
-"""How much longer than a quiet machine this one takes: every deadline of a test is multiplied by it."""
+"""The slowness of this machine relative to a quiet one. Every deadline of a test is multiplied by it."""
 
 import functools
 import os

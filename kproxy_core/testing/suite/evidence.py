@@ -1,4 +1,4 @@
-"""What is kept of a failed scenario: rules, connections, counters, and the last packets at the node."""
+"""Evidence of a failed scenario: rules, connections, counters, and the last packets at the node."""
 
 import collections
 import contextlib
@@ -50,7 +50,7 @@ def _outputs(node: Namespace, commands: tuple[tuple[str, ...], ...]) -> str:
 class Capture:
     """The last packets at every interface of a node, in memory until they are asked for.
 
-    They are kept for every scenario, because a failure that happens once in a thousand runs can't be asked
+    They are kept for every scenario, because a failure that happens once in a thousand runs cannot be asked
     to happen again.
     """
 

@@ -1,4 +1,4 @@
-"""What attempts must lead to, and the judgement of those that were made."""
+"""The expected results of attempts, and the comparison with the actual ones."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ class Expectation:
 
     @property
     def answers(self) -> bool:
-        """Whether attempts are to be answered."""
+        """Return whether attempts must be answered."""
         return self._outcome == REACHED
 
     @property

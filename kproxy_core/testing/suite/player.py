@@ -40,7 +40,7 @@ DEADLINE = 10.0
 SILENT = 0.4
 """Seconds without an answer after which an attempt counts as dropped, where that is what is expected."""
 _AT_ONCE = 16
-"""Attempts side by side, where none is to be answered."""
+"""Concurrent attempts if none may be answered."""
 
 
 class Failure(Exception):
@@ -306,4 +306,4 @@ def _has(pattern: str, text: str) -> bool:
 
 
 PROBLEMS = (Failure, DriverError, Rejected)
-"""How a scenario fails. Anything else that is raised is a mistake in the scenario or in the player."""
+"""Exceptions of a failed scenario. Any other exception is a mistake in the scenario or the player."""
