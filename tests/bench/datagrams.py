@@ -38,7 +38,7 @@ class _Message(ctypes.Structure):
 
 
 class Batch:
-    """Memory for as many datagrams as one call takes or gives."""
+    """Memory for the datagrams of one call."""
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -58,11 +58,11 @@ class Batch:
 
     def receive(self, sock: socket.socket) -> int:
         """Return the number of datagrams received."""
-        self._view[:] = self._fresh  # the kernel has written the sizes of the last ones
+        self._view[:] = self._fresh  # the kernel wrote the sizes of earlier datagrams
         return int(self._libc.recvmmsg(sock.fileno(), self.messages, AT_ONCE, socket.MSG_DONTWAIT, None))
 
     def send(self, sock: socket.socket, data: bytes) -> int:
-        """Send *data* as often as one call does; how often that was."""
+        """Send *data* as often as one call can. Return how often."""
         for n in range(AT_ONCE):
             self.data[n * _LONGEST : n * _LONGEST + len(data)] = data
             self._vectors[n].size = len(data)
@@ -86,18 +86,18 @@ def one_by_one(sock: socket.socket) -> int:
 def many_at_once(sock: socket.socket, batch: Batch) -> int:
     count = 0
     found: dict[object, bytes] = {}
-    while (came := batch.receive(sock)) > 0:
-        for n in range(came):
+    while (received := batch.receive(sock)) > 0:
+        for n in range(received):
             # The head of the control message is 16 bytes, the index of the interface 4.
             local = bytes(batch.controls[n * _CONTROL + 20 : n * _CONTROL + 24])
             data = bytes(batch.data[n * _LONGEST : n * _LONGEST + batch.messages[n].size])
             found[bytes(batch.names[n * _NAME : n * _NAME + 8]), local] = data
-        count += came
+        count += received
     return count
 
 
 def cpu_of(what: Callable[[], int], before: Callable[[], None] = lambda: None) -> float:
-    """Microseconds for each of what *what* did."""
+    """Return the CPU microseconds for each unit that *what* returns."""
     found = []
     for _ in range(RUNS):
         before()

@@ -1,4 +1,4 @@
-"""Clients and an endpoint for measuring relays, in processes of their own."""
+"""Clients and an endpoint for measuring relays, in separate processes."""
 
 import contextlib
 import multiprocessing
@@ -14,14 +14,14 @@ _MESSAGE = bytes(128)
 
 
 def allow_descriptors() -> None:
-    """As many as root may have, for ten thousand connections and both of their ends."""
+    """Raise the limit of file descriptors for ten thousand connections with both ends."""
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (1 << 18, 1 << 18))
 
 
 @contextlib.contextmanager
 def endpoint(bulk: int, echo: int, host: str = "127.0.0.1") -> Iterator[None]:
-    """Something that listens on both ports, until the end."""
+    """Run an endpoint that listens on both ports."""
     process = multiprocessing.Process(target=_serve, args=(bulk, echo, host), daemon=True)
     process.start()
     time.sleep(0.5)
@@ -56,7 +56,7 @@ def _serve(bulk: int, echo: int, host: str) -> None:
                 continue
             client, is_bulk = clients[fd]
             try:
-                # MSG_TRUNC throws TCP's bytes away in the kernel: the sink is not what is measured.
+                # MSG_TRUNC discards the bytes in the kernel: the sink is not under test.
                 size = client.recv_into(buffer, _CHUNK, socket.MSG_TRUNC if is_bulk else 0)
                 if size and not is_bulk:
                     client.sendall(buffer[:size])
@@ -68,7 +68,7 @@ def _serve(bulk: int, echo: int, host: str) -> None:
 
 
 def _in_process(what: Callable[..., object], *arguments: object) -> object:
-    """The result of *what*, called in a process of its own."""
+    """Return the result of *what*, called in a separate process."""
     ours, theirs = multiprocessing.Pipe()
 
     def act(result: Connection) -> None:
@@ -76,14 +76,14 @@ def _in_process(what: Callable[..., object], *arguments: object) -> object:
 
     process = multiprocessing.Process(target=act, args=(theirs,))
     process.start()
-    theirs.close()  # So that its end is heard of should it fail.
+    theirs.close()  # Else an exit of the process would go unnoticed.
     found = ours.recv()
     process.join()
     return found
 
 
 def throughput(port: int, count: int, seconds: float) -> float:
-    """Gbit/s over *count* connections that send all the time; the sink's side is not slower."""
+    """Return the Gbit/s of *count* connections that send without pause."""
     return float(_in_process(_throughput, port, count, seconds))  # type: ignore[arg-type]
 
 
@@ -114,7 +114,7 @@ def _throughput(port: int, count: int, seconds: float) -> float:
 
 
 def connections(port: int, threads: int, seconds: float) -> float:
-    """Connections per second: connect, one message there and back, close; *threads* at a time."""
+    """Return connections per second: connect, exchange one message, close; *threads* at a time."""
     return float(_in_process(_connections, port, threads, seconds))  # type: ignore[arg-type]
 
 
@@ -155,7 +155,7 @@ def _connections(port: int, at_once: int, seconds: float) -> float:
 
 
 def latency(port: int, count: int, seconds: float) -> tuple[float, float]:
-    """Median and 99th percentile of a message's way there and back, in microseconds.
+    """Return median and 99th percentile of a message's round trip in microseconds.
 
     *count* connections are open, one after the other asks: what is measured is the way, not the queue.
     """
@@ -184,7 +184,7 @@ def _latency(port: int, count: int, seconds: float) -> list[float]:
 
 @contextlib.contextmanager
 def idle_connections(port: int, count: int, host: str = "127.0.0.1") -> Iterator[None]:
-    """*count* connections that have been used once."""
+    """Open *count* connections and use each once."""
     ready, leave = multiprocessing.Event(), multiprocessing.Event()
 
     def hold() -> None:

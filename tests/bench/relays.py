@@ -1,9 +1,9 @@
-"""Relays beside each other on loopback: kproxy's worker, HAProxy in TCP mode, and a plain asyncio relay.
+"""Comparison of relays on loopback: kproxy's workers, HAProxy in TCP mode, and a plain asyncio relay.
 
     python -m tests.bench.relays [--seconds 2] [--rounds 3] [--only NAME]
 
-Each round measures all of them one after the other, in an order that turns, so that whatever else the
-machine does meets all alike. Medians over the rounds are printed. HAProxy comes from Debian's packages.
+Each round measures all of them in turn, in a rotating order, so that other load on the machine affects all
+alike. Prints medians over the rounds. HAProxy is Debian's package.
 """
 
 import argparse
@@ -28,7 +28,7 @@ BULK, ECHO = 19001, 19002
 
 
 class Proxy:
-    """A relay under test: ports for bulk and echo, and the processes whose memory counts."""
+    """A relay under test, with its ports and processes."""
 
     def __init__(self, name: str, first_port: int) -> None:
         self.name = name
@@ -43,7 +43,7 @@ class Proxy:
 
 
 class Kproxy(Proxy):
-    """The worker processes, as the backend starts them."""
+    """kproxy's workers, as the backend starts them."""
 
     def __init__(self, processes: int) -> None:
         super().__init__("kproxy", 18001)
@@ -82,7 +82,7 @@ listen echo
 
 
 class Started(Proxy):
-    """A relay that is a program."""
+    """A relay that runs as a program."""
 
     def __init__(self, name: str, first_port: int, *argv: str) -> None:
         super().__init__(name, first_port)
@@ -110,7 +110,7 @@ def asyncio_relay() -> Proxy:
 
 
 async def relay_with_asyncio(pairs: list[tuple[int, int]]) -> None:
-    """The relay that anybody writes first."""
+    """Run the simplest possible relay."""
 
     async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
@@ -133,7 +133,7 @@ async def relay_with_asyncio(pairs: list[tuple[int, int]]) -> None:
 
 
 def resident_mib(pids: list[int]) -> float:
-    """Proportional memory of *pids* in MiB: what several share counts once."""
+    """Return the proportional memory (PSS) of *pids* in MiB."""
     total = 0
     for pid in pids:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
@@ -143,7 +143,7 @@ def resident_mib(pids: list[int]) -> float:
 
 
 def measure(proxy: Proxy | None, seconds: float) -> dict[str, float]:
-    """One round for one relay; None: the endpoint directly."""
+    """Measure one relay once; None: the endpoint without a relay."""
     bulk, echo = (proxy.bulk, proxy.echo) if proxy else (BULK, ECHO)
     found = {
         "1 connection, Gbit/s": load.throughput(bulk, 1, seconds),
@@ -155,7 +155,7 @@ def measure(proxy: Proxy | None, seconds: float) -> dict[str, float]:
 
 
 def idle(proxy: Proxy, count: int) -> float:
-    """MiB while *count* connections do nothing, each having been used once."""
+    """Return the memory in MiB with *count* idle connections that were used once."""
     before = resident_mib(proxy.pids())
     with load.idle_connections(proxy.echo, count):
         after = resident_mib(proxy.pids())

@@ -1,4 +1,4 @@
-"""Endpoints that tell who they are, and clients for them."""
+"""Endpoints that send their names, and clients for them."""
 
 import contextlib
 import socket
@@ -18,7 +18,7 @@ class Endpoint:
         self._udp = socket.socket(family, socket.SOCK_DGRAM)
         self._udp.bind((host, port))
         self.flows: set[object] = set()
-        """Where datagrams came from."""
+        """Sources of datagrams."""
         for work in (self._accept, self._answer):
             threading.Thread(target=work, daemon=True).start()
 
@@ -67,7 +67,7 @@ def connect(host: str, port: int, source: str = "") -> socket.socket:
 
 
 def name_of(sock: socket.socket) -> str:
-    """Who is at the other end."""
+    """Return the name of the endpoint at the other end."""
     name = b""
     while not name.endswith(b";"):
         part = sock.recv(1)
@@ -78,13 +78,13 @@ def name_of(sock: socket.socket) -> str:
 
 
 def reached(host: str, port: int, source: str = "") -> str:
-    """Who answers a new connection."""
+    """Return the name of the endpoint that answers a new connection."""
     with connect(host, port, source) as sock:
         return name_of(sock)
 
 
 def datagram(sock: socket.socket, data: bytes, host: str, port: int) -> str:
-    """Who answers a datagram; checks that the answer comes from where it went, with what was sent."""
+    """Return the name of the endpoint that answers *data*, and check the answer's source and content."""
     sock.settimeout(PATIENCE)
     sock.sendto(data, (host, port))
     answer, sender = sock.recvfrom(1 << 16)

@@ -1,4 +1,4 @@
-"""The whole program in the mode, and what it tells."""
+"""The whole program in the mode, its metrics and its health."""
 
 import json
 import subprocess
@@ -36,7 +36,7 @@ def manifests(name: str, vip: str, *hosts: str, port: int = 80, protocol: str = 
 
 @contextmanager
 def program(directory: Path, *arguments: str) -> Iterator[None]:
-    """It runs with the manifests in *directory*."""
+    """Run the program with the manifests in *directory*."""
     log = directory.with_suffix(".log")
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -52,18 +52,18 @@ def program(directory: Path, *arguments: str) -> Iterator[None]:
 
 
 def metric(name: str) -> float:
-    lines = _got(10249, "metrics").splitlines()
+    lines = _get(10249, "metrics").splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
 def problems() -> list[str]:
-    """What keeps a program from being all right that is healthy."""
-    found: list[str] = json.loads(_got(10256, "healthz")).get("problems", [])
+    """Return the problems that /healthz reports with status 200."""
+    found: list[str] = json.loads(_get(10256, "healthz")).get("problems", [])
     return found
 
 
 def until(holds: Callable[[], bool]) -> None:
-    """Wait; what can't be asked yet does not hold."""
+    """Wait until *holds* returns True. An OSError counts as False."""
     deadline = time.monotonic() + PATIENCE
     while True:
         try:
@@ -75,7 +75,7 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def _got(port: int, path: str) -> str:
+def _get(port: int, path: str) -> str:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=PATIENCE) as answer:
         text: str = answer.read().decode()
     return text

@@ -1,4 +1,4 @@
-"""Backends of the mode, and what they serve."""
+"""Backends of the mode, and their Services."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ A, B = "127.0.0.1:9001", "127.0.0.2:9001"
 
 
 class Proxy:
-    """A backend, and the Services that it was given."""
+    """A backend with one Service."""
 
     def __init__(self, **options: object) -> None:
         self.backend = UserspaceBackend(BackendSettings(tuple(Family), options={"workers": 2, **options}))
@@ -30,7 +30,7 @@ class Proxy:
     def serve(
         self, of: Service, *hosts: str, ports: str = "9001", family: Family = Family.IPV4
     ) -> SyncReport:
-        """Bring the only Service to these endpoints."""
+        """Sync the only Service with these endpoints."""
         slices: list[EndpointSlice] = [endpoint_slice(of.name.name, *hosts, ports=[ports])] if hosts else []
         found = plans(NODE[family], of, *slices)
         if self.damages or family not in self.backend._families:

@@ -1,4 +1,4 @@
-"""Clients on the way to a relay when the last portal to it goes: none is refused, or gets elsewhere."""
+"""Clients on their way to a relay when its last portal is deleted: none is refused or redirected."""
 
 import socket
 import subprocess
@@ -37,12 +37,12 @@ LOST = {
     # For the client and connection tracking the handshake is over, for the relay it is not.
     "ACK": ("input priority 0", f"{_RELAYED} tcp flags & (syn|ack) == ack"),
 }
-"""Where which segments between client and relay get lost."""
+"""Hooks and matches that lose a segment between client and relay."""
 
 
 @pytest.fixture(autouse=True)
 def _no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not time that counts."""
+    """Decide by connections, not by time."""
     monkeypatch.setattr(retire_module, "GRACE_SECONDS", 0.0)
     monkeypatch.setattr(family_module, "GRACE_SECONDS", 0.0)
 
@@ -61,7 +61,7 @@ def until(what: str, holds: object) -> None:
 
 @contextmanager
 def losing(what: str) -> Iterator[None]:
-    """While it lasts, these segments get lost."""
+    """Lose these segments."""
     where, match = LOST[what]
     nft(f"add table inet lossy {{ chain lossy {{ type filter hook {where}; {match} counter drop; }}; }}")
     try:
@@ -72,7 +72,7 @@ def losing(what: str) -> Iterator[None]:
 
 @contextmanager
 def on_the_way(vip: str = VIP, port: int = 80, many: int = 1) -> Iterator[list[socket.socket]]:
-    """Clients each of which has lost a segment."""
+    """Start clients each of which has lost a segment."""
     with ExitStack() as stack:
         clients = []
         for _ in range(many):
@@ -89,13 +89,13 @@ def on_the_way(vip: str = VIP, port: int = 80, many: int = 1) -> Iterator[list[s
 
 
 def lost() -> int:
-    """How many segments."""
+    """Return the number of lost segments."""
     return int(nft("list table inet lossy").partition("counter packets ")[2].split()[0])
 
 
 @contextmanager
 def mode(family: Family) -> Iterator[NftablesBackend]:
-    """Another one than userspace."""
+    """A backend of another mode."""
     other = NftablesBackend(BackendSettings((family,)))
     try:
         yield other
@@ -104,7 +104,7 @@ def mode(family: Family) -> Iterator[NftablesBackend]:
 
 
 def retired(proxy: Proxy) -> bool:
-    """Whether nothing waits any more."""
+    """Return whether no client is waited for."""
     found = proxy.backend.kproxy_retire()
     assert found.errors == ()
     return not found.waiting
@@ -115,7 +115,7 @@ def retired(proxy: Proxy) -> bool:
     *((what, VIP_6, HOST_6, open_portals) for what in LOST),
     ("SYN", VIP, HOST, NftPortals),
 ])  # fmt: skip
-def test_who_is_on_the_way_when_another_mode_takes_over_is_served(
+def test_a_client_on_its_way_is_served_when_another_mode_takes_over(
     start: Start, monkeypatch: pytest.MonkeyPatch, what: str, vip: str, host: str, portals: object
 ) -> None:
     monkeypatch.setattr(backend_module, "open_portals", portals)
@@ -132,11 +132,11 @@ def test_who_is_on_the_way_when_another_mode_takes_over_is_served(
             assert name_of(client) == f"{host}:9001"
             client.sendall(b"still here;")
             assert name_of(client) == "still here"
-        until("somebody is still waited for", lambda: retired(proxy))
+        until("a client is still waited for", lambda: retired(proxy))
         assert reached(vip, 80) == f"{host}:9001"
 
 
-def test_who_was_reset_and_comes_again_from_the_same_port_is_served(start: Start) -> None:
+def test_a_client_that_was_reset_is_served_when_it_returns_from_the_same_port(start: Start) -> None:
     proxy = start()
     proxy.serve(service(), HOST)
     with socket.socket() as client:
@@ -144,7 +144,7 @@ def test_who_was_reset_and_comes_again_from_the_same_port_is_served(start: Start
         place = client.getsockname()
         with suppress(ConnectionResetError):  # There is no endpoint yet.
             client.connect((VIP, 80))
-            assert client.recv(1) == b"", "nobody is there to send anything"
+            assert client.recv(1) == b"", "there is no endpoint to send anything"
     with endpoints((HOST, 9001)):
         assert [retired(proxy) for _ in range(OFTEN)] == [False] * OFTEN
         with socket.create_connection((VIP, 80), PATIENCE, place) as client:
@@ -153,7 +153,7 @@ def test_who_was_reset_and_comes_again_from_the_same_port_is_served(start: Start
 
 @pytest.mark.parametrize(
     ("what", "portals"), [*((what, open_portals) for what in LOST), ("SYN", NftPortals)])
-def test_who_is_on_the_way_when_affinity_changes_is_served(
+def test_a_client_on_its_way_is_served_when_affinity_changes(
     start: Start, monkeypatch: pytest.MonkeyPatch, what: str, portals: object
 ) -> None:
     monkeypatch.setattr(backend_module, "open_portals", portals)
@@ -162,13 +162,13 @@ def test_who_is_on_the_way_when_affinity_changes_is_served(
         proxy.serve(service(), HOST)
         with losing(what), on_the_way(many=8) as clients:
             proxy.serve(service(affinity=60), HOST)
-            settle(proxy)
+            close_departed(proxy)
             nft("flush table inet lossy")
             assert {name_of(client) for client in clients} == {f"{HOST}:9001"}
             assert reached(VIP, 80) == f"{HOST}:9001"
 
 
-def test_a_port_that_somebody_is_on_the_way_to_is_given_to_nobody_else(start: Start) -> None:
+def test_a_port_with_a_client_on_its_way_is_not_reused(start: Start) -> None:
     with endpoints((HOST, 9001)):
         proxy = start(portRange="21000-21000")
         first, second = service("first", "81"), service("second")
@@ -176,23 +176,23 @@ def test_a_port_that_somebody_is_on_the_way_to_is_given_to_nobody_else(start: St
         with losing("SYN"), on_the_way(port=81):
             assert remove(proxy, "first") == 0
             assert proxy.serve(second, HOST).unserved
-            settle(proxy)
+            close_departed(proxy)
             ((key, problem),) = proxy.serve(second, HOST).unserved.items()
             assert (str(key), problem) == ("default/second", "no remaining ports")
-        subprocess.run(["conntrack", "-F"], check=True, capture_output=True)  # as time would
-        settle(proxy)
+        subprocess.run(["conntrack", "-F"], check=True, capture_output=True)  # as after its timeout
+        close_departed(proxy)
         assert proxy.serve(second, HOST).unserved == {}
         assert reached(VIP, 80) == f"{HOST}:9001"
 
 
-def settle(proxy: Proxy) -> None:
-    """What is done now and then."""
+def close_departed(proxy: Proxy) -> None:
+    """Close departed relays, as the watch does."""
     for family in proxy.backend._families.values():
         family.close_departed()
 
 
 def remove(proxy: Proxy, name: str) -> int:
-    """Take a Service away; how many service ports are not served then."""
+    """Delete a Service. Return the number of unserved service ports."""
     node = NODE[Family.IPV4]
     before = plans(node, service(name, "81"), endpoint_slice(name, HOST, ports=["9001"]))
     return len(proxy.backend.kproxy_sync(changed_update(node, {}, before)).unserved)
@@ -200,7 +200,7 @@ def remove(proxy: Proxy, name: str) -> int:
 
 @pytest.mark.parametrize("portals", [open_portals, NftPortals])
 @pytest.mark.parametrize("leave", ["kproxy_retire", "kproxy_close"])
-def test_connections_of_an_earlier_mode_go_on_without_any_other_rule(
+def test_connections_of_an_earlier_mode_continue_without_any_other_rule(
     start: Start, monkeypatch: pytest.MonkeyPatch, portals: object, leave: str
 ) -> None:
     monkeypatch.setattr(backend_module, "open_portals", portals)

@@ -1,4 +1,4 @@
-"""Who gets which endpoint."""
+"""The choice of an endpoint for a client."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +24,7 @@ def test_without_endpoints_there_is_none() -> None:
     assert balancer().choose("x", 0.0) is None
 
 
-def test_a_client_keeps_its_endpoint_until_it_stays_away_for_the_timeout() -> None:
+def test_a_client_keeps_its_endpoint_until_it_is_absent_for_the_timeout() -> None:
     one = balancer(A, B, affinity=10)
     assert [one.choose("x", at) for at in (0.0, 9.0, 18.0)] == [A, A, A]
     assert one.choose("x", 28.0) == B
@@ -37,7 +37,7 @@ def test_an_endpoint_that_does_not_answer_is_replaced_for_good() -> None:
     assert one.choose("x", 1.0) == B
 
 
-def test_only_clients_of_an_endpoint_that_goes_lose_it() -> None:
+def test_only_clients_of_a_removed_endpoint_lose_it() -> None:
     one = balancer(A, B, C, affinity=10)
     kept = {client: one.choose(client, 0.0) for client in "xyz"}
     assert one.set_endpoints([B, C], 10) == [A]
@@ -57,7 +57,9 @@ STEPS = st.lists(st.tuples(ENDPOINTS, st.sampled_from("xyz"), st.integers(0, 20)
 
 
 @given(STEPS, st.integers(0, 5))
-def test_nobody_is_sent_to_what_is_gone(steps: list[tuple[list[Endpoint], str, int]], affinity: int) -> None:
+def test_removed_endpoints_are_not_chosen(
+    steps: list[tuple[list[Endpoint], str, int]], affinity: int
+) -> None:
     one = balancer(affinity=affinity)
     now = 0.0
     for endpoints, client, passed in steps:

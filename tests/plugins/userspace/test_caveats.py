@@ -1,4 +1,4 @@
-"""What the userspace mode says that it does not do."""
+"""Deviations of the userspace mode."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_relays_hide_clients_and_end_with_their_process() -> None:
     (service("shop/web", external_local=True, external_ips="203.0.113.1"),
      [("the external traffic policy Local is ignored", True)]),
 ], ids=["affinity", "SCTP", "ClusterIP Local", "internal Local", "external Local"])  # fmt: skip
-def test_what_a_service_asks_for_in_vain(of: Service, expected: list[tuple[str, bool]]) -> None:
+def test_unsupported_fields_of_a_service(of: Service, expected: list[tuple[str, bool]]) -> None:
     caveats = [caveat for caveat in found(NODE, of) if caveat.service_port is not None]
     assert [(caveat.what, caveat.lost) for caveat in caveats] == expected
 

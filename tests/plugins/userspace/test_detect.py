@@ -1,4 +1,4 @@
-"""What the plugin finds out about this machine."""
+"""Requirements of the mode on this machine."""
 
 import subprocess
 
@@ -18,7 +18,7 @@ def tried(settings: BackendSettings = BOTH) -> Detection:
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Have programs not be there whose names begin so."""
+    """Hide programs whose names begin with one of *names*."""
     real = programs.find
     monkeypatch.setattr(programs, "find", lambda name: None if name.startswith(names) else real(name))
 

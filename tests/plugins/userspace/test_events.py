@@ -6,7 +6,7 @@ import time
 from kproxy_userspace.worker.events import READ, Events
 
 
-def test_a_call_may_ask_for_another_after_a_time_of_its_own() -> None:
+def test_a_call_may_schedule_another_with_a_delay_of_its_own() -> None:
     events = Events()
     called: list[int] = []
 
@@ -23,7 +23,7 @@ def test_a_call_may_ask_for_another_after_a_time_of_its_own() -> None:
     events.epoll.close()
 
 
-def test_calls_come_in_order_and_not_too_early() -> None:
+def test_calls_are_made_in_order_and_not_too_early() -> None:
     events = Events()
     began = time.monotonic()
     called: list[int] = []
@@ -40,7 +40,7 @@ def test_calls_come_in_order_and_not_too_early() -> None:
     events.epoll.close()
 
 
-def test_what_came_in_time_comes_before_the_end_of_the_time_though_nobody_looked() -> None:
+def test_an_event_before_a_timeout_is_handled_before_it_even_if_both_are_due() -> None:
     events = Events()
     order: list[str] = []
 

@@ -1,4 +1,4 @@
-"""UDP answers that take their time, or whose endpoints go meanwhile."""
+"""UDP answers that are late, or whose endpoints are removed meanwhile."""
 
 import os
 import socket
@@ -28,7 +28,7 @@ def udp(*place: str | int) -> socket.socket:
     return sock
 
 
-def test_an_answer_arrives_though_its_endpoint_has_gone(tmp_path: Path) -> None:
+def test_an_answer_arrives_after_its_endpoint_was_removed(tmp_path: Path) -> None:
     objects = tmp_path / "objects"
     objects.mkdir()
 
@@ -55,7 +55,7 @@ def test_an_answer_arrives_though_its_endpoint_has_gone(tmp_path: Path) -> None:
         assert (question, client.recv(100)) == (b"another", b"its answer")
 
 
-def test_who_waits_for_an_answer_is_not_idle(start: Start) -> None:
+def test_a_client_that_awaits_an_answer_is_not_idle(start: Start) -> None:
     with udp(HOSTS[0], 9001) as endpoint, udp() as client:
         start(udpIdleTimeout="50ms").serve(service("dns", "53/UDP"), HOSTS[0], ports="9001/UDP")
         client.connect((VIP, 53))

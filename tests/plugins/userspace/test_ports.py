@@ -1,4 +1,4 @@
-"""Relays' ports are nobody else's."""
+"""No two relays share a port."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,7 +20,7 @@ def _few_ports(node: None) -> None:
 
 @contextmanager
 def relays(opened: RelayPorts, protocol: Protocol) -> Iterator[list[int]]:
-    """As many as there can be, with two workers each; their ports."""
+    """Open as many relays as possible, with two workers each, and return their ports."""
     with ExitStack() as stack:
         ports: list[int] = []
         while len(ports) <= len(FEW):

@@ -1,4 +1,4 @@
-"""What plans want, and how it reads."""
+"""Relays and portals of plans, and their text."""
 
 from kproxy_core.model.address import Family, parse_address
 from kproxy_core.model.service import Service
@@ -25,7 +25,7 @@ def test_a_relay_has_the_usable_endpoints() -> None:
     assert relay(service(affinity=60)).affinity_seconds == 60
 
 
-def test_sctp_is_not_for_this_mode() -> None:
+def test_sctp_is_not_relayed() -> None:
     (plan,) = plans(NODE, service("web", "80/SCTP")).values()
     assert wanted(plan, NODE, None) == {}
 
@@ -67,7 +67,7 @@ def test_nft_elements() -> None:
     ]
 
 
-def test_ranges_within_others_are_left_out() -> None:
+def test_ranges_within_others_are_omitted() -> None:
     ranges = "198.51.100.0/24 198.51.0.0/16 198.51.0.0/16 192.0.2.7/32"
     of = service(load_balancer_ips="203.0.113.1", source_ranges=ranges)
     found = [portal.source for portal in relay(of).portals if portal.source]

@@ -1,4 +1,4 @@
-"""Another mode takes over from this one, or this one from another, with clients that never pause."""
+"""Switches from and to another mode, with clients that never pause."""
 
 import contextlib
 import socket
@@ -42,7 +42,7 @@ def other() -> Iterator[NftablesBackend]:
 
 
 def program(backend: Backend, *services: Service, port: str = "9001") -> int:
-    """Give *backend* everything; returns what it wrote."""
+    """Sync *backend* fully with *services*. Return its number of operations."""
     found: dict[ServicePortKey, ServicePlan] = {}
     for of in services:
         found |= plans(NODE[Family.IPV4], of, endpoint_slice(of.name.name, HOST, ports=[port]))
@@ -50,7 +50,7 @@ def program(backend: Backend, *services: Service, port: str = "9001") -> int:
 
 
 def retired(proxy: Proxy) -> int:
-    """Let *proxy* retire until nothing waits but open connections; how many those are."""
+    """Let *proxy* retire until it stops accepting. Return the number of open connections."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         found = proxy.backend.kproxy_retire()
@@ -62,7 +62,7 @@ def retired(proxy: Proxy) -> int:
 
 
 def ends(proxy: Proxy) -> bool:
-    """Whether nothing waits any more, soon."""
+    """Return whether the last client leaves in time."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         if not proxy.backend.kproxy_retire().waiting:
@@ -73,7 +73,7 @@ def ends(proxy: Proxy) -> bool:
 
 @contextlib.contextmanager
 def clients(host: str, port: int, threads: int = 3) -> Iterator[list[str]]:
-    """Who never stop to make connections; what went wrong with theirs."""
+    """Make connections without pause. The result lists failures."""
     failures: list[str] = []
     answered = [0]
     done = threading.Event()
@@ -98,7 +98,7 @@ def clients(host: str, port: int, threads: int = 3) -> Iterator[list[str]]:
         assert answered[0]
 
 
-def test_another_mode_takes_over_and_no_connection_notices(start: Start, other: NftablesBackend) -> None:
+def test_another_mode_takes_over_without_harm_to_connections(start: Start, other: NftablesBackend) -> None:
     of = service("web", "80@30080")
     with endpoints(WHERE):
         proxy = start()
@@ -120,7 +120,7 @@ def test_another_mode_takes_over_and_no_connection_notices(start: Start, other: 
         assert failures == more == []
 
 
-def test_this_mode_takes_over_and_no_connection_notices(start: Start, other: NftablesBackend) -> None:
+def test_this_mode_takes_over_without_harm_to_connections(start: Start, other: NftablesBackend) -> None:
     of = service("web", "80@30080")
     with endpoints(WHERE):
         program(other, of)
@@ -137,7 +137,7 @@ def test_this_mode_takes_over_and_no_connection_notices(start: Start, other: Nft
         assert failures == more == []
 
 
-def test_udp_clients_go_on_until_connection_tracking_forgets_them(
+def test_udp_clients_continue_until_conntrack_forgets_them(
     start: Start, other: NftablesBackend
 ) -> None:
     of = service("dns", "53/UDP@30053")
@@ -166,7 +166,7 @@ def test_udp_clients_go_on_until_connection_tracking_forgets_them(
         assert proxy.backend.kproxy_retire().waiting == 0
 
 
-def test_udp_clients_that_nobody_answers_get_the_other_mode(start: Start, other: NftablesBackend) -> None:
+def test_udp_clients_without_an_endpoint_get_the_other_mode(start: Start, other: NftablesBackend) -> None:
     of = service("dns", "53/UDP")
     with endpoints(WHERE), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
         proxy = start()
@@ -177,7 +177,7 @@ def test_udp_clients_that_nobody_answers_get_the_other_mode(start: Start, other:
         assert datagram(client, b"?", VIP, 53) == NAME
 
 
-def test_a_worker_that_dies_is_waited_for_no_longer(start: Start) -> None:
+def test_connections_of_a_killed_worker_are_not_waited_for(start: Start) -> None:
     with endpoints(WHERE):
         proxy = start()
         proxy.serve(service(), HOST)
@@ -190,7 +190,7 @@ def test_a_worker_that_dies_is_waited_for_no_longer(start: Start) -> None:
             assert proxy.backend.kproxy_retire().waiting == 0
 
 
-def test_without_portals_there_is_nobody_to_hand_over_to(start: Start) -> None:
+def test_without_portals_ports_close_at_once_and_connections_continue(start: Start) -> None:
     with endpoints(WHERE):
         proxy = start(listen="127.0.0.9")
         proxy.serve(service("web", "8080"), HOST)

@@ -1,4 +1,4 @@
-"""kproxy as a plain user: it serves, and is quiet about what it may not do."""
+"""kproxy as an unprivileged user: it serves, and logs no warnings about missing privileges."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ def test_it_starts_without_a_warning(tmp_path: Path) -> None:
         deadline = time.monotonic() + PATIENCE
         while log.read_text().count("first sync") < 1 and time.monotonic() < deadline:
             time.sleep(0.05)
-        time.sleep(1)  # for what threads have to say
+        time.sleep(1)  # for log lines of other threads
     finally:
         process.terminate()
         assert process.wait(PATIENCE) == 0

@@ -1,4 +1,4 @@
-"""The options of the mode, and the ports they allow."""
+"""Options of the mode, and the ports that they allow."""
 
 import socket
 
@@ -24,7 +24,7 @@ def test_defaults_are_kube_proxys() -> None:
     assert settings() == Settings(None, None, None, 0.25, FOREVER, 3600.0, 0, 30.0)
 
 
-def test_what_is_said_is_taken() -> None:
+def test_options_are_read() -> None:
     assert settings(
         listen="127.0.0.1", portRange="30000+10", udpIdleTimeout="1.5s", removedEndpoints="drain",
         drainTimeout="1m", workers=3, syncPeriod="5s", halfClosedTimeout="2m",
@@ -32,11 +32,11 @@ def test_what_is_said_is_taken() -> None:
     assert settings(removedEndpoints="close").drain_seconds == 0
 
 
-def test_durations_are_gos() -> None:
+def test_durations_have_the_syntax_of_go() -> None:
     assert settings(udpIdleTimeout="1m1.5s").udp_idle_seconds == 61.5
 
 
-def test_where_relays_listen() -> None:
+def test_the_bind_address_is_used_in_its_family() -> None:
     assert settings(bindAddress="0.0.0.0").bind is None
     bound = settings(bindAddress="192.0.2.1")
     assert bound.bind_in(V4) == parse_address("192.0.2.1")
@@ -69,13 +69,13 @@ def test_port_ranges(text: str, ports: range | None) -> None:
 
 
 @pytest.mark.parametrize("text", ["5-4", "0-5", "65530+9", "70000", "a-b", "1-2-3", "-5"])
-def test_what_is_no_port_range(text: str) -> None:
+def test_an_invalid_port_range_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="must be"):
         parse_port_range(text)
 
 
 @pytest.mark.usefixtures("node")
-def test_ports_come_from_the_range_each_once_and_again_when_free() -> None:
+def test_each_port_of_the_range_is_used_once_until_released() -> None:
     ports, anywhere = RelayPorts(range(20000, 20003)), Place(TCP, None, 0)
     taken = [ports.open(V4, anywhere) for _ in range(3)]
     assert set(taken) == {20000, 20001, 20002}
@@ -95,7 +95,7 @@ def ask(client: socket.socket) -> None:
 
 @pytest.mark.usefixtures("node")
 @pytest.mark.parametrize("protocol", [TCP, UDP])
-def test_a_held_port_is_nobodys_and_refuses(protocol: Protocol) -> None:
+def test_a_reserved_port_is_taken_and_refuses_clients(protocol: Protocol) -> None:
     one, other = Reservations(V4), Reservations(V4)
     place = Place(protocol, None, 30080)
     one.reserve(KEY, place)

@@ -50,7 +50,7 @@ def test_ipv6(start: Start) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 16 << 10, 5_000_000])
-def test_everything_arrives_and_a_half_closed_connection_goes_on(start: Start, size: int) -> None:
+def test_all_bytes_arrive_after_the_client_half_closes(start: Start, size: int) -> None:
     with endpoints(ONE):
         start().serve(service(), "127.0.0.1")
         sent = os.urandom(size)
@@ -70,7 +70,7 @@ def test_everything_arrives_and_a_half_closed_connection_goes_on(start: Start, s
         assert bytes(got) == sent
 
 
-def test_a_client_that_reads_nothing_stalls_nobody(start: Start) -> None:
+def test_a_client_that_reads_nothing_stalls_no_other(start: Start) -> None:
     with endpoints(ONE):
         start(workers=1).serve(service(), "127.0.0.1")
         with connect(VIP, 80) as deaf:
@@ -80,7 +80,7 @@ def test_a_client_that_reads_nothing_stalls_nobody(start: Start) -> None:
             assert reached(VIP, 80) == A
 
 
-def test_an_endpoint_that_does_not_answer_stalls_nobody(start: Start) -> None:
+def test_an_endpoint_that_does_not_answer_stalls_no_client(start: Start) -> None:
     with endpoints(ONE):
         proxy = start(workers=1)
         proxy.serve(service("dead", "81", ip="10.96.0.2"), "203.0.113.9")
@@ -121,7 +121,7 @@ def test_affinity_holds_over_connections_and_workers(start: Start) -> None:
             assert len({reached(VIP, 80, source) for _ in range(10)}) == 1
 
 
-def test_udp_flows_stay_until_they_are_idle(start: Start) -> None:
+def test_udp_flows_are_kept_until_idle(start: Start) -> None:
     with endpoints(ONE) as (one,), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
         start(udpIdleTimeout="300ms").serve(service("dns", "53/UDP"), "127.0.0.1", ports="9001/UDP")
         for size in (0, 1, 9000):
@@ -132,7 +132,7 @@ def test_udp_flows_stay_until_they_are_idle(start: Start) -> None:
         assert len(one.flows) == 2
 
 
-def test_udp_moves_to_another_endpoint_when_its_own_goes(start: Start) -> None:
+def test_udp_clients_move_when_their_endpoint_is_removed(start: Start) -> None:
     of = service("dns", "53/UDP")
     with endpoints(ONE, TWO), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
         proxy = start(udpIdleTimeout="1h")
@@ -147,7 +147,7 @@ def test_udp_moves_to_another_endpoint_when_its_own_goes(start: Start) -> None:
     [({}, True), ({"removedEndpoints": "close"}, False),
      ({"removedEndpoints": "drain", "drainTimeout": "100ms"}, False)],
 )  # fmt: skip
-def test_connections_to_an_endpoint_that_goes(
+def test_connections_to_a_removed_endpoint(
     start: Start, options: dict[str, object], goes_on: bool
 ) -> None:
     with endpoints(ONE, TWO):
@@ -165,7 +165,7 @@ def test_connections_to_an_endpoint_that_goes(
                     client.recv(1)
 
 
-def test_no_connection_fails_while_endpoints_come_and_go(start: Start) -> None:
+def test_no_connection_fails_while_endpoints_change(start: Start) -> None:
     with endpoints(ONE, TWO):
         proxy = start()
         proxy.serve(service(), "127.0.0.1", "127.0.0.2")
@@ -193,7 +193,7 @@ def test_no_connection_fails_while_endpoints_come_and_go(start: Start) -> None:
         assert count[0] > 0
 
 
-def test_a_worker_that_dies_is_noticed_and_replaced(start: Start) -> None:
+def test_a_killed_worker_is_reported_and_replaced(start: Start) -> None:
     with endpoints(ONE):
         proxy = start()
         proxy.serve(service(), "127.0.0.1")
@@ -211,7 +211,7 @@ def test_a_worker_that_dies_is_noticed_and_replaced(start: Start) -> None:
         assert reached(VIP, 80) == A
 
 
-def test_flushed_rules_are_noticed_and_come_back(start: Start) -> None:
+def test_flushed_rules_are_reported_and_restored(start: Start) -> None:
     with endpoints(ONE):
         proxy = start(syncPeriod="100ms")
         proxy.serve(service(), "127.0.0.1")
@@ -264,7 +264,7 @@ def test_with_listen_ports_are_bound_and_no_rule_is_written(start: Start) -> Non
         assert "redirect" not in rules.stdout
 
 
-def test_with_listen_ports_that_change_are_given_back(start: Start) -> None:
+def test_with_listen_changed_ports_are_released(start: Start) -> None:
     with endpoints(ONE):
         proxy = start(listen="127.0.0.9")
         for node_port, other in ((30080, 30081), (30081, 30080), (30080, 30081)):
@@ -274,7 +274,7 @@ def test_with_listen_ports_that_change_are_given_back(start: Start) -> None:
                 connect("127.0.0.9", other)
 
 
-def test_after_the_end_nothing_leads_anywhere(start: Start) -> None:
+def test_close_leaves_no_redirection(start: Start) -> None:
     with endpoints(ONE):
         proxy = start()
         proxy.serve(service("web", "80@30080"), "127.0.0.1")
@@ -282,11 +282,11 @@ def test_after_the_end_nothing_leads_anywhere(start: Start) -> None:
         with connect(VIP, 80) as client:
             assert name_of(client) == A
             proxy.backend.kproxy_close()
-            with pytest.raises(ConnectionResetError):  # never an end that looks like everything
+            with pytest.raises(ConnectionResetError):  # not an orderly end
                 client.recv(1)
         rules = subprocess.run(["iptables-save", "-t", "nat"], capture_output=True, text=True, check=True)
         assert "KUBE" not in rules.stdout
-        left = cleanup(dry_run=True).removed  # what others' connections may need
+        left = cleanup(dry_run=True).removed  # for connections of other modes
         assert cleanup(dry_run=False, own_only=True).removed == left
         assert cleanup(dry_run=True).removed == ()
         for pid in pids:
@@ -305,7 +305,7 @@ def test_portals_of_a_process_that_was_killed_are_taken_over(start: Start) -> No
         assert reached(VIP, 80) == A
 
 
-def test_a_relay_that_can_not_listen_is_told_and_tried_again(start: Start) -> None:
+def test_a_relay_that_cannot_listen_is_reported_and_retried(start: Start) -> None:
     with endpoints(ONE):
         proxy = start(workers=1)
         proxy.serve(service(), "127.0.0.1")
@@ -323,7 +323,7 @@ def test_a_relay_that_can_not_listen_is_told_and_tried_again(start: Start) -> No
 
 
 @pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
-def test_a_node_port_goes_from_one_service_to_another_within_one_sync(
+def test_a_node_port_moves_between_services_within_one_sync(
     start: Start, names: tuple[str, str]
 ) -> None:
     node = NODE[Family.IPV4]
@@ -339,7 +339,7 @@ def test_a_node_port_goes_from_one_service_to_another_within_one_sync(
         assert reached("192.0.2.1", 30080) == B
 
 
-def test_what_goes_through_is_counted(start: Start) -> None:
+def test_relayed_traffic_is_counted(start: Start) -> None:
     with endpoints(ONE):
         proxy = start(udpIdleTimeout="1h")
 
@@ -367,7 +367,7 @@ def test_what_goes_through_is_counted(start: Start) -> None:
         assert measured("udp_flows") == measured("datagrams_total", "endpoint") == 1
         deadline = time.monotonic() + PATIENCE
         while not measured("datagrams_total", "client") and time.monotonic() < deadline:
-            time.sleep(0.01)  # the answer was here before it was counted
+            time.sleep(0.01)  # the answer arrives before it is counted
         assert measured("datagrams_total", "client") == 1
         before = measured("accepted_connections_total")
         for worker in proxy.workers():
@@ -375,7 +375,7 @@ def test_what_goes_through_is_counted(start: Start) -> None:
             worker.process.wait()
         proxy.damages.append("workers")
         proxy.serve(service(), "127.0.0.1")
-        assert measured("accepted_connections_total") == before  # what counts stays, what is open does not
+        assert measured("accepted_connections_total") == before  # totals are kept, gauges are not
         assert measured("connections") == measured("udp_flows") == 0
 
 

@@ -1,4 +1,4 @@
-"""A port of a Service that somebody else has, as the operator of the whole program sees it."""
+"""A port that another program has, as the operator sees it."""
 
 import socket
 from pathlib import Path
@@ -15,7 +15,7 @@ TAKEN, FREE = 30080, 30081
 pytestmark = pytest.mark.usefixtures("node")
 
 
-def test_a_port_in_use_is_told_and_taken_once_it_is_free(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported_and_served_once_free(tmp_path: Path) -> None:
     objects = tmp_path / "objects"
     objects.mkdir()
     (objects / "one.yaml").write_text(manifests("one", "10.96.0.1", HOST, node_port=TAKEN))
