@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from ssl import SSLError
+from typing import NamedTuple
 
 import msgspec
 
@@ -44,6 +45,14 @@ class HistoryLost(Exception):
     """The watch can't be resumed; everything has to be listed again."""
 
 
+class Body(NamedTuple):
+    """The body of an answer."""
+
+    data: bytes
+    is_protobuf: bool
+    """JSON otherwise."""
+
+
 @dataclass(frozen=True, slots=True)
 class ApiRequest:
     """One request to the API server, as client-go counts it (``rest_client_*``)."""
@@ -70,21 +79,24 @@ Observe = Callable[[ApiRequest], None]
 class ApiRequests:
     """Requests to the API server with the current credentials, on a connection that is kept.
 
-    *clock*: monotonic seconds. Used by one thread; only `abort` may be called by another.
+    *clock*: monotonic seconds. *accept*: the Accept header. Used by one thread; only `abort` may be called by
+    another.
     """
 
     def __init__(
         self, access: CurrentAccess, rate: TokenBucket, observe: Observe, clock: Callable[[], float],
+        accept: str,
     ) -> None:
         self._current = access
         self._rate = rate
         self._observe = observe
         self._clock = clock
+        self._accept = accept
         self._stopping = threading.Event()
         self._access = access.now
         self._transport = Transport(self._access)
 
-    def list(self, target: str, first: bool) -> bytes:
+    def list(self, target: str, first: bool) -> Body:
         """Return a page of a list. Only the *first* waits for the rate limit.
 
         Raises Refusal, HistoryLost, OSError, ProtocolError, TooLarge.
@@ -93,21 +105,22 @@ class ApiRequests:
         waited = self._wait_for_turn() if first else 0.0
         started, code, received = self._clock(), "<error>", None
         try:
-            response = self._transport.get(target, SILENCE, compressed=True, allowance=ALLOWANCE)
+            response = self._transport.get(
+                target, SILENCE, accept=self._accept, compressed=True, allowance=ALLOWANCE)
             data = response.read_all(MAX_PAGE if response.status == 200 else MAX_REFUSAL)
             code, received = str(response.status), len(data)
         finally:
             self._observe(ApiRequest(self._access.authority, code, waited, self._clock() - started, received))
         if response.status != 200:
             raise _refused(response, data)
-        return data
+        return Body(data, response.is_protobuf)
 
     def watch(self, target: str) -> Response:
         """Return a watch that was granted. Raises as `list` does."""
         waited, code = self._wait_for_turn(), "<error>"
         started = self._clock()
         try:
-            response = self._transport.get(target, SILENCE, allowance=ALLOWANCE)
+            response = self._transport.get(target, SILENCE, accept=self._accept, allowance=ALLOWANCE)
             code = str(response.status)
         finally:
             self._observe(ApiRequest(self._access.authority, code, waited, self._clock() - started, None))
@@ -167,8 +180,10 @@ _decode_status = msgspec.json.Decoder(Status).decode
 
 def _refused(response: Response, body: bytes) -> Exception:
     """Return the exception for an answer other than 200."""
+    if response.is_protobuf:
+        from kproxy_core.objects.protobuf.decode import read_status
     try:
-        said = _decode_status(body)
+        said = read_status(body) if response.is_protobuf else _decode_status(body)
     except UNDECODABLE:
         said = Status()
     status = Status(response.status, said.reason, said.message, said.details)

@@ -11,10 +11,8 @@ from urllib3.util import SKIP_HEADER, make_headers
 
 import kproxy_core
 from kproxy_core.apiclient.access import Access
+from kproxy_core.apiclient.content import JSON, is_protobuf
 from kproxy_core.apiclient.wire import CONNECT_TIMEOUT, PIECE, Aborted, Wire, on_wire, socket_options
-
-CONTENT_TYPE = "application/json"
-"""The content type asked for."""
 
 _USER_AGENT = f"kproxy/{kproxy_core.__version__}"
 
@@ -43,6 +41,11 @@ class Response:
         self._transport = transport
         self._answer = answer
         self._problem: Exception | None = None
+
+    @property
+    def is_protobuf(self) -> bool:
+        """Return whether the body is Kubernetes protobuf; else it should be JSON."""
+        return is_protobuf(self.headers.get("content-type", ""))
 
     def read(self) -> bytes:
         """Return the next bytes of the body, all that have arrived; b"" at its end.
@@ -95,26 +98,29 @@ class Transport:
         self._answer: BaseHTTPResponse | None = None
 
     def get(
-        self, target: str, silence: float, *, compressed: bool = False, allowance: float = 0.0,
+        self, target: str, silence: float, *, accept: str = JSON, compressed: bool = False,
+        allowance: float = 0.0,
     ) -> Response:
         """Ask for *target* (path and query) and return the answer once its head has arrived.
 
-        *silence*: seconds without a byte that are too many. *compressed*: the body may be. *allowance*: see
-        `Wire.start_answer`. The rest of the previous answer is lost. Raises OSError, ProtocolError.
+        *silence*: seconds without a byte that are too many. *accept*: content types that the body may have.
+        *compressed*: the body may be. *allowance*: see `Wire.start_answer`. The rest of the previous answer
+        is lost. Raises OSError, ProtocolError.
         """
-        accept = "gzip" if compressed and self._access.compression else SKIP_HEADER
+        coding = "gzip" if compressed and self._access.compression else SKIP_HEADER
+        headers = {"Accept": accept, "Accept-Encoding": coding}
         known = self._wire.connections
         try:
-            return self._ask("GET", target, {"Accept-Encoding": accept}, None, silence, allowance)
+            return self._ask("GET", target, headers, None, silence, allowance)
         except ConnectionError:
             if not known or self._wire.connections != known or self._wire.is_aborted:
                 raise
         # The server closed the kept connection just before the request: no failure yet.
-        return self._ask("GET", target, {"Accept-Encoding": accept}, None, silence, allowance)
+        return self._ask("GET", target, headers, None, silence, allowance)
 
     def post(self, target: str, body: bytes, silence: float) -> Response:
         """Send *body*, JSON, to *target*. Raises as `get` does."""
-        headers = {"Content-Type": CONTENT_TYPE, "Accept-Encoding": SKIP_HEADER}
+        headers = {"Content-Type": JSON, "Accept": JSON, "Accept-Encoding": SKIP_HEADER}
         return self._ask("POST", target, headers, body, silence, 0.0)
 
     def _ask(self, method: str, target: str, headers: Mapping[str, str], body: bytes | None, silence: float,
@@ -122,7 +128,7 @@ class Transport:
         if self._answer is not None and not self._answer.closed:
             self.close()
         self._wire.start_answer(silence, allowance)
-        sent = HTTPHeaderDict({"User-Agent": _USER_AGENT, "Accept": CONTENT_TYPE, **headers})
+        sent = HTTPHeaderDict({"User-Agent": _USER_AGENT, **headers})
         for name, value in self._access.headers:
             sent.add(name, value)
         with self.typed_errors():

@@ -1,11 +1,12 @@
-"""API objects, lists and watch lines, from JSON to readings.
+"""API objects, lists and watch events, from JSON to readings.
 
-A list page, or a watch line, is decoded into typed structs in one pass. Only if that fails are its objects
+A list page, or a watch event, is decoded into typed structs in one pass. Only if that fails are its objects
 decoded one by one, so that a bad one is refused with its name and field while the others are used.
 """
 
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from msgspec import Raw, Struct, field
@@ -30,6 +31,9 @@ from kproxy_core.store.events import (
     SliceSet,
 )
 
+if TYPE_CHECKING:
+    from kproxy_core.objects.protobuf.decode import ProtobufDecoder
+
 
 class HasMetadata(Protocol):
     """An API object as it travels."""
@@ -52,7 +56,7 @@ MAX_OBJECT_BYTES = 3 << 20
 
 
 class Malformed(ValueError):
-    """Not JSON, or not of the shape that the API promises for a list or a watch line."""
+    """Neither JSON nor protobuf, or not of the shape that the API promises for a list or a watch event."""
 
 
 class StatusDetails(Struct, frozen=True, gc=False, rename="camel"):
@@ -79,8 +83,8 @@ class Page(NamedTuple, Generic[V]):
     readings: list[Reading[V]]
 
 
-class WatchLine(NamedTuple, Generic[V]):
-    """One line of a WATCH."""
+class WatchEvent(NamedTuple, Generic[V]):
+    """One event of a WATCH."""
 
     type: str
     """ADDED, MODIFIED, DELETED, BOOKMARK or ERROR."""
@@ -139,6 +143,16 @@ _decode_status = msgspec.json.Decoder(Status).decode
 _decode_identified = msgspec.json.Decoder(_Identified).decode
 
 
+class Decoder(Protocol[V]):
+    """Decodes objects of one kind from JSON or protobuf."""
+
+    def page(self, data: bytes) -> Page[V]:
+        """Read one page of a LIST. Raises Malformed if it is no list at all."""
+
+    def watch_event(self, data: bytes) -> WatchEvent[V]:
+        """Read one event of a WATCH. Raises Malformed if it is none."""
+
+
 class Resource(Generic[W, V]):
     """One kind of API object: its place in the API, how to decode it, and the events that follow from it."""
 
@@ -165,12 +179,19 @@ class Resource(Generic[W, V]):
         self.namespaced = namespaced
         self.optional = optional
         self.path = f"/{'apis' if '/' in api_version else 'api'}/{api_version}/{plural}"
-        self._read = read
+        self.read = read
         self._gone = gone
         self._decode = msgspec.json.Decoder(struct).decode
         self._decode_list = msgspec.json.Decoder(_List[struct]).decode  # type: ignore[valid-type]
         self._decode_line: Callable[[bytes], _Line[W]] = (
             msgspec.json.Decoder(_Line[struct]).decode)  # type: ignore[valid-type]
+
+    @cached_property
+    def protobuf(self) -> "ProtobufDecoder[W, V]":
+        """The decoder of this kind's protobuf. Imported when it is first needed: it takes time and memory."""
+        from kproxy_core.objects.protobuf.decode import ProtobufDecoder
+
+        return ProtobufDecoder(self)
 
     def gone(self, name: Name) -> Event:
         """Return the event for the object *name* that was deleted or can no longer be used."""
@@ -180,12 +201,12 @@ class Resource(Generic[W, V]):
     def from_json(self, data: bytes | Raw) -> Reading[V]:
         """Read one object from its JSON."""
         if len(data) > MAX_OBJECT_BYTES:
-            return self._refused(Refused("", f"is larger than {MAX_OBJECT_BYTES >> 20} MiB"), data)
+            return self._undecodable(Refused("", f"is larger than {MAX_OBJECT_BYTES >> 20} MiB"), data)
         try:
             decoded = self._decode(data)
         except UNDECODABLE as error:
-            return self._refused(explained(error), data)
-        return self._read(decoded)
+            return self._undecodable(explained(error), data)
+        return self.read(decoded)
 
     def page(self, data: bytes) -> Page[V]:
         """Read one page of a LIST. Raises Malformed if it is no list at all."""
@@ -193,7 +214,7 @@ class Resource(Generic[W, V]):
             page = self._decode_list(data)
         except UNDECODABLE:
             return self._page_by_object(data)
-        return _page(page.metadata, [self._read(item) for item in page.items or ()])
+        return _page(page.metadata, [self.read(item) for item in page.items or ()])
 
     def _page_by_object(self, data: bytes) -> Page[V]:
         try:
@@ -202,44 +223,51 @@ class Resource(Generic[W, V]):
             raise Malformed(str(error)) from error
         return _page(page.metadata, [self.from_json(item) for item in page.items or ()])
 
-    def watch_line(self, data: bytes) -> WatchLine[V]:
-        """Read one line of a WATCH. Raises Malformed if it is none."""
+    def watch_event(self, data: bytes) -> WatchEvent[V]:
+        """Read one event of a WATCH. Raises Malformed if it is none."""
         if len(data) > MAX_OBJECT_BYTES:
-            return self._watch_line_by_part(data)
+            return self._watch_event_by_part(data)
         try:
             line = self._decode_line(data)
         except UNDECODABLE:
-            return self._watch_line_by_part(data)
+            return self._watch_event_by_part(data)
         if line.type == "ERROR":
-            return self._watch_line_by_part(data)
+            return self._watch_event_by_part(data)
         meta = line.object.metadata
         if line.type == "BOOKMARK":
-            return _bookmark(meta)
-        return WatchLine(line.type, (meta and meta.resource_version) or "", self._read(line.object))
+            return bookmark(meta)
+        return WatchEvent(line.type, (meta and meta.resource_version) or "", self.read(line.object))
 
-    def _watch_line_by_part(self, data: bytes) -> WatchLine[V]:
+    def _watch_event_by_part(self, data: bytes) -> WatchEvent[V]:
         try:
             line = _decode_raw_line(data)
             if line.type == "ERROR":
-                return WatchLine(line.type, "", status=_decode_status(line.object))
+                return WatchEvent(line.type, "", status=_decode_status(line.object))
             meta = _decode_versioned(line.object).metadata
         except UNDECODABLE as error:
             raise Malformed(str(error)) from error
         if line.type == "BOOKMARK":
-            return _bookmark(meta)
-        return WatchLine(line.type, (meta and meta.resource_version) or "", self.from_json(line.object))
+            return bookmark(meta)
+        return WatchEvent(line.type, (meta and meta.resource_version) or "", self.from_json(line.object))
 
-    def _refused(self, refused: Refused, data: bytes | Raw) -> Reading[V]:
+    def _undecodable(self, refused: Refused, data: bytes | Raw) -> Reading[V]:
         """Return the refusal of an object that can't be decoded, with its name if that can be."""
         try:
             meta = _decode_identified(data).metadata or _Identity()
         except UNDECODABLE:
             meta = _Identity()
-        name = meta.name if isinstance(meta.name, str) else None
-        namespace = ""
-        if self.namespaced:
-            namespace = "default" if meta.namespace in (None, "") else meta.namespace
-            namespace = namespace if isinstance(namespace, str) else "?"
+        return self.refused(refused, meta.name, meta.namespace)
+
+    def refused(self, refused: Refused, name: object, namespace: object) -> Reading[V]:
+        """Return the refusal of an object with a *name* and *namespace* that may be anything."""
+        if not isinstance(name, str):
+            name = None
+        if not self.namespaced:
+            namespace = ""
+        elif namespace in (None, ""):
+            namespace = "default"
+        elif not isinstance(namespace, str):
+            namespace = "?"
         found = Findings(self.kind, namespace, name)
         bad = found.refuse(refused)
         try:
@@ -255,10 +283,10 @@ def _page(meta: _ListMeta | None, readings: list[Reading[V]]) -> Page[V]:
     return Page(meta.resource_version or "", meta.next_page or "", readings)
 
 
-def _bookmark(meta: wire.ObjectMeta | None) -> WatchLine[Any]:
+def bookmark(meta: wire.ObjectMeta | None) -> WatchEvent[Any]:
     meta = meta or wire.ObjectMeta()
     end = meta.annotations is not None and meta.annotations.initial_events_end == "true"
-    return WatchLine("BOOKMARK", meta.resource_version or "", initial_events_end=end)
+    return WatchEvent("BOOKMARK", meta.resource_version or "", initial_events_end=end)
 
 
 def explained(error: Exception) -> Refused:

@@ -3,6 +3,7 @@
 import re
 import sys
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Generic, NamedTuple, TypeVar
 from typing import Protocol as TypingProtocol
 
@@ -47,15 +48,18 @@ class Refused(Exception):
 class Findings:
     """Collects the problems of one object."""
 
-    __slots__ = ("_kind", "_name", "bad")
+    __slots__ = ("_kind", "_name", "_namespace", "bad")
 
     def __init__(self, kind: str, namespace: str | None, name: str | None) -> None:
         self._kind = kind
-        self._name = f"{namespace}/{name}" if namespace and name else name or ""
+        self._namespace = namespace
+        self._name = name
         self.bad: tuple[BadObject, ...] = ()
 
     def add(self, field: str, problem: str) -> None:
-        self.bad += (BadObject(self._kind, shown(self._name), field, problem),)
+        namespace, name = self._namespace, self._name
+        name = f"{namespace}/{name}" if namespace and name else name or ""
+        self.bad += (BadObject(self._kind, shown(name), field, problem),)
 
     def last_refuses(self) -> Refused:
         """Return the refusal of the whole object for the problem added last."""
@@ -114,7 +118,9 @@ def read_namespaced(
     namespace = meta.namespace or "default"
     found = Findings(kind, namespace, meta.name)
     try:
-        namespace = sys.intern(checked_label(namespace, "metadata.namespace"))
+        if not is_label(namespace):
+            raise Refused("metadata.namespace", f"{quoted(namespace)} is not a DNS label")
+        namespace = sys.intern(namespace)
         name = named(namespace, check(meta.name, "metadata.name"))
     except Refused as refused:
         return Reading(None, None, found.refuse(refused))
@@ -130,7 +136,12 @@ def service_name(namespace: str, name: str) -> ServiceName:
 
 
 def is_label(text: str) -> bool:
-    """Return whether *text* is a DNS label."""
+    """Return whether *text* is a DNS label. Cached, for names that recur: of namespaces and ports."""
+    return len(text) < 64 and _is_known_label(text)
+
+
+@lru_cache(maxsize=1024)
+def _is_known_label(text: str) -> bool:
     return _is_label(text) is not None
 
 

@@ -4,7 +4,8 @@ As kube-proxy 1.36, pkg/proxy/serviceport.go and pkg/proxy/util. Absent fields g
 """
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TypeVar
@@ -31,6 +32,8 @@ from kproxy_core.store.events import ServiceGone, ServiceSet
 AFFINITY_SECONDS = 10800
 """The API server's default for the timeout of ClientIP affinity."""
 _MAX_AFFINITY_SECONDS = 86400
+_FEW = 16
+"""Ports up to which they are cached, to bound memory."""
 _TYPES = frozenset({None, "", "ClusterIP", "NodePort", "LoadBalancer"})
 _FAMILIES: dict[str | None, Family] = {family.label: family for family in Family}
 
@@ -117,6 +120,26 @@ def _cluster_ips(spec: wire.ServiceSpec) -> tuple[Address, ...]:
 
 def _ports(ports: list[wire.ServicePort], found: Findings) -> tuple[PortSpec, ...]:
     """Return the valid ones of *ports*. Raises Refused if there are none."""
+    if len(ports) <= _FEW:
+        with suppress(Refused):
+            return _good_ports(tuple(ports))
+    return _read_ports(ports, found)
+
+
+@lru_cache(maxsize=1024)
+def _good_ports(ports: tuple[wire.ServicePort, ...]) -> tuple[PortSpec, ...]:
+    """Return *ports* if they are all valid, one tuple for all equal ones: many Services have the same ports.
+
+    Raises Refused.
+    """
+    found = Findings("", None, None)
+    kept = _read_ports(ports, found)
+    if found.bad:
+        raise found.last_refuses()
+    return kept
+
+
+def _read_ports(ports: Sequence[wire.ServicePort], found: Findings) -> tuple[PortSpec, ...]:
     kept: dict[tuple[str, int], PortSpec] = {}
     for i, port in enumerate(ports):
         name = port.name or ""
@@ -139,13 +162,7 @@ def _ports(ports: list[wire.ServicePort], found: Findings) -> tuple[PortSpec, ..
             kept[name, protocol] = PortSpec(name, protocol, number, node_port)
     if not kept:
         raise found.last_refuses()
-    return _shared_ports(tuple(kept.values()))
-
-
-@lru_cache(maxsize=1024)
-def _shared_ports(ports: tuple[PortSpec, ...]) -> tuple[PortSpec, ...]:
-    """Return one tuple for all equal ones: many Services have the same ports."""
-    return ports
+    return tuple(kept.values())
 
 
 def _load_balancer_ips(status: wire.ServiceStatus | None, found: Findings) -> tuple[Address, ...]:
@@ -221,6 +238,8 @@ def _created(stamp: str | None, found: Findings) -> str:
         moment = datetime.fromisoformat(stamp)
         if moment.tzinfo is None:
             raise ValueError(stamp)
+        if len(stamp) == 20 and stamp[10] == "T" and stamp.endswith("Z"):
+            return sys.intern(stamp)  # as every API server writes it
         utc = moment.astimezone(UTC).replace(tzinfo=None)
         return sys.intern(f"{utc.isoformat(timespec='seconds')}Z")
     except (ValueError, OverflowError):

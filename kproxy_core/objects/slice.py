@@ -4,6 +4,8 @@ As kube-proxy 1.36, pkg/proxy/endpointslicecache.go. Absent fields get the API s
 """
 
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 
@@ -33,6 +35,8 @@ MAX_PORTS = 20_000
 """Limit of the API server for one slice."""
 MAX_DESTINATIONS = 100_000
 """Limit for endpoints times ports, far above any real slice, to bound memory."""
+_FEW = 16
+"""Ports up to which they are cached, to bound memory."""
 _FAMILIES = {family.label: family for family in Family}
 
 
@@ -79,6 +83,26 @@ def _value(
 
 def read_ports(ports: list[wire.SlicePort], path: str, found: Findings) -> tuple[SlicePort, ...]:
     """Return the usable ones of *ports*, which are at *path* in the object."""
+    if len(ports) <= _FEW:
+        with suppress(Refused):
+            return _good_ports(tuple(ports))
+    return _read_ports(ports, path, found)
+
+
+@lru_cache(maxsize=1024)
+def _good_ports(ports: tuple[wire.SlicePort, ...]) -> tuple[SlicePort, ...]:
+    """Return *ports* if they are all usable, one tuple for all equal ones: most slices have the same ports.
+
+    Raises Refused.
+    """
+    found = Findings("", None, None)
+    kept = _read_ports(ports, "", found)
+    if found.bad:
+        raise found.last_refuses()
+    return kept
+
+
+def _read_ports(ports: Sequence[wire.SlicePort], path: str, found: Findings) -> tuple[SlicePort, ...]:
     kept = []
     for i, port in enumerate(ports):
         name = "" if port.name is UNSET else port.name
@@ -95,7 +119,7 @@ def read_ports(ports: list[wire.SlicePort], path: str, found: Findings) -> tuple
             found.add(f"{path}[{i}].name", f"{quoted(name)} is not a DNS label")
         else:
             kept.append(SlicePort(sys.intern(name), protocol, port.port))
-    return _shared_ports(tuple(kept))
+    return tuple(kept)
 
 
 def _endpoints(
@@ -104,9 +128,10 @@ def _endpoints(
     size = family.size
     kept = []
     for i, entry in enumerate(endpoints):
-        if not entry.addresses:
+        addresses = entry.addresses
+        if not addresses:
             continue
-        text = entry.addresses[0]  # the API defines no meaning for further ones
+        text = addresses[0]  # the API defines no meaning for further ones
         try:
             address = parse_address(text)
         except ValueError:
@@ -141,12 +166,6 @@ def _hinted(hints: list[wire.Hint] | None) -> frozenset[str]:
 @lru_cache(maxsize=1024)
 def _shared_names(names: tuple[str, ...]) -> frozenset[str]:
     return frozenset(map(sys.intern, names))
-
-
-@lru_cache(maxsize=1024)
-def _shared_ports(ports: tuple[SlicePort, ...]) -> tuple[SlicePort, ...]:
-    """Return one tuple for all equal ones: most slices of a cluster have the same ports."""
-    return ports
 
 
 def read_trigger_time(stamp: str, found: Findings) -> float | None:

@@ -12,7 +12,6 @@ from kproxy_core import __version__
 from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.backend.registry import Registry
 from kproxy_core.config.check import FEATURE_GATES
-from kproxy_core.config.file import ClientConnection
 from kproxy_core.config.flags import Flags
 from kproxy_core.config.settings import BindAddress, Config
 from kproxy_core.config.write import effective, effective_flags
@@ -81,16 +80,18 @@ def make_source(config: Config, node_name: str, counted: ClientMetrics) -> Sourc
 
         return DirectorySource(Path(config.manifests), node_name)
     from kproxy_core.apiclient.access import AccessError
-    from kproxy_core.apiclient.transport import CONTENT_TYPE
+    from kproxy_core.apiclient.content import JSON, accept_header
     from kproxy_core.sources.apiserver.source import KubernetesSource
 
-    client, usual = config.client, ClientConnection()
-    for wanted in {client.content_type, client.accept_content_types} - {CONTENT_TYPE, usual.content_type, ""}:
-        log.info("ignoring the content type in clientConnection, requesting JSON",
-                 extra={"fields": {"configured": wanted}})
+    client = config.client
+    accept = accept_header(client.accept_content_types or JSON)
+    if accept is None:
+        log.info("unknown content type in clientConnection, requesting JSON",
+                 extra={"fields": {"configured": client.accept_content_types}})
     try:
         return KubernetesSource(config.master, client.kubeconfig, node_name,
-                                qps=client.qps, burst=client.burst, observe=_counting(counted))
+                                accept=accept or JSON, qps=client.qps, burst=client.burst,
+                                observe=_counting(counted))
     except AccessError as error:
         raise StartFailed(str(error)) from error
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+from kproxy_core.testing.apiserver import protobuf
 from tests.core.namespaces import Namespace
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -87,12 +88,19 @@ class Request:
     """Number of its connection."""
 
 
+KINDS = {"services": "Service", "endpointslices": "EndpointSlice", "nodes": "Node",
+         "servicecidrs": "ServiceCIDR"}
+INVALID_MESSAGE = b"\x12\x03\x1a\x01\xff"
+"""A spec that is not UTF-8, for objects with fields of a wrong type: protobuf can't express those."""
+
+
 @dataclass
 class Exchange:
     """One request at a `ScriptedServer`, to be answered by a test's step."""
 
     request: Request
     socket: socket.socket
+    is_protobuf: bool
     left: bool = False
 
     def send(self, data: bytes) -> None:
@@ -100,12 +108,50 @@ class Exchange:
 
     def answer(self, status: int, body: Json | bytes, *headers: str) -> None:
         """A whole response."""
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        data = self._encoded(body)
         head = [f"HTTP/1.1 {status} Whatever", f"Content-Length: {len(data)}", *headers]
+        if self.is_protobuf:
+            head.append(f"Content-Type: {protobuf.CONTENT_TYPE}")
         self.send("\r\n".join([*head, "", ""]).encode("latin-1") + data)
 
+    def _encoded(self, body: Json | bytes) -> bytes:
+        if isinstance(body, bytes):
+            return body
+        if not self.is_protobuf:
+            return json.dumps(body).encode()
+        if "items" in body:
+            return protobuf.encode_list(self._kind, body["metadata"], list(map(self._item, body["items"])))
+        return protobuf.encode_object("Status", body)
+
+    def event(self, content: Json | bytes) -> bytes:
+        """An event of a watch, or the *content* of one that is none, as the watch has it."""
+        if not self.is_protobuf:
+            return (content if isinstance(content, bytes) else json.dumps(content).encode()) + b"\n"
+        if isinstance(content, bytes):
+            return protobuf.frame(content)
+        if content["type"] == "ERROR":
+            obj = protobuf.encode_object("Status", content["object"])
+        else:
+            item = self._item(content["object"])
+            obj = protobuf.envelope(self._kind, protobuf.api_version(self._kind), item)
+        return protobuf.encode_event(content["type"], obj)
+
+    def events(self, contents: Sequence[Json | bytes]) -> bytes:
+        return b"".join(map(self.event, contents))
+
+    @property
+    def _kind(self) -> str:
+        return KINDS[self.request.resource]
+
+    def _item(self, obj: Json) -> bytes:
+        try:
+            return protobuf.encode_item(self._kind, obj)
+        except (AttributeError, TypeError, ValueError):
+            return protobuf.encode_item(self._kind, {"metadata": obj["metadata"]}) + INVALID_MESSAGE
+
     def begin_watch(self) -> None:
-        self.send(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        kind = f"{protobuf.CONTENT_TYPE};stream=watch" if self.is_protobuf else "application/json"
+        self.send(f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
 
     def end_watch(self) -> None:
         self.send(b"0\r\n\r\n")
@@ -145,7 +191,7 @@ def watched(*lines: Json | bytes, hold: bool = True) -> Step:
     def step(exchange: Exchange) -> None:
         exchange.begin_watch()
         if lines:
-            exchange.chunk(b"".join(map(line, lines)))
+            exchange.chunk(exchange.events(lines))
         if hold:
             exchange.until_closed()
         exchange.leave()
@@ -161,10 +207,6 @@ def idle(exchange: Exchange) -> None:
         watched(initial_events_end(1))(exchange)
     else:
         watched()(exchange)
-
-
-def line(content: Json | bytes) -> bytes:
-    return (content if isinstance(content, bytes) else json.dumps(content).encode()) + b"\n"
 
 
 def event(kind: str, obj: Json, version: int) -> Json:
@@ -196,6 +238,7 @@ class ScriptedServer:
     tls: ssl.SSLContext | None = None
     port: int = 0
     address: str = "127.0.0.1"
+    speaks_protobuf: bool = False
     requests: list[Request] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -268,7 +311,8 @@ class ScriptedServer:
                 self.requests.append(request)
                 steps = self._remaining.get(request.resource)
                 step = steps.pop(0) if steps else idle
-            exchange = Exchange(request, connection)
+            asked = request.headers.get("accept", "").startswith(protobuf.CONTENT_TYPE)
+            exchange = Exchange(request, connection, self.speaks_protobuf and asked)
             step(exchange)
             if exchange.left:
                 return

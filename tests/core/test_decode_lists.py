@@ -76,7 +76,7 @@ def test_data_that_is_no_page_is_refused(data: bytes) -> None:
 
 @pytest.mark.parametrize("kind", ["ADDED", "MODIFIED", "DELETED"])
 def test_an_object_in_a_watch(kind: str) -> None:
-    line = SERVICES.watch_line(encoded({"type": kind, "object": web()}))
+    line = SERVICES.watch_event(encoded({"type": kind, "object": web()}))
     assert (line.type, line.resource_version, line.status) == (kind, "7", None)
     assert line.reading is not None
     assert line.reading.name == ("default", "web")
@@ -84,13 +84,13 @@ def test_an_object_in_a_watch(kind: str) -> None:
 
 def test_a_good_line_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "_decode_raw_line", None)
-    assert SERVICES.watch_line(encoded({"type": "ADDED", "object": web()})).reading is not None
+    assert SERVICES.watch_event(encoded({"type": "ADDED", "object": web()})).reading is not None
     with pytest.raises(TypeError):
-        SERVICES.watch_line(encoded({"type": "ADDED", "object": web(ip=[])}))
+        SERVICES.watch_event(encoded({"type": "ADDED", "object": web(ip=[])}))
 
 
 def test_a_bad_object_in_a_watch() -> None:
-    line = SERVICES.watch_line(encoded({"type": "ADDED", "object": web(ip=[])}))
+    line = SERVICES.watch_event(encoded({"type": "ADDED", "object": web(ip=[])}))
     assert line.reading is not None
     assert (line.reading.name, line.reading.value) == (("default", "web"), None)
 
@@ -100,14 +100,14 @@ def test_a_bad_object_in_a_watch() -> None:
     ({"k8s.io/initial-events-end": "false"}, False),
 ])
 def test_a_bookmark(annotations: object, end: bool) -> None:
-    line = SERVICES.watch_line(encoded({
+    line = SERVICES.watch_event(encoded({
         "type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "9", "annotations": annotations}}}))
     assert (line.type, line.resource_version, line.reading, line.initial_events_end) == (
         "BOOKMARK", "9", None, end)
 
 
 def test_an_error_in_a_watch() -> None:
-    line = SERVICES.watch_line(encoded({
+    line = SERVICES.watch_event(encoded({
         "type": "ERROR", "object": {"code": 410, "reason": "Expired", "message": "too old"}}))
     assert line.status == Status(410, "Expired", "too old")
 
@@ -117,9 +117,9 @@ def test_an_error_in_a_watch() -> None:
     b'{"type": "ADDED", "object": {"metadata": {"resourceVersion": 1}}}', b'{"type": "ADDED", "obj',
     b'{"type": "ADDED", "object": {"metadata": {"resourceVersion": "1"}, "x": ' + b"[" * 100_000,
 ])
-def test_data_that_is_no_watch_line_is_refused(data: bytes) -> None:
+def test_data_that_is_no_watch_event_is_refused(data: bytes) -> None:
     with pytest.raises(Malformed):
-        SERVICES.watch_line(data)
+        SERVICES.watch_event(data)
 
 
 # --- whatever comes
@@ -188,6 +188,6 @@ def test_no_replaced_field_makes_decoding_raise(data: st.DataObject) -> None:
 @given(data=st.binary(max_size=60), resource=st.sampled_from(RESOURCES))
 def test_no_bytes_make_decoding_raise(data: bytes, resource: Resource[Any, Any]) -> None:
     resource.from_json(data)
-    for read in (resource.page, resource.watch_line):
+    for read in (resource.page, resource.watch_event):
         with suppress(Malformed):
             read(data)

@@ -2,20 +2,19 @@
 
 from typing import Any
 
-import msgspec
 import pytest
 
 from kproxy_core.model.node import NodeObject
 from kproxy_core.objects.decode import NODES, SERVICE_CIDRS
 from kproxy_core.store.events import NodeSet, ServiceCidrSet
 from kproxy_core.testing.builders import addresses, cidrs
+from tests.core.both_wires import read_alike
 
 Json = dict[str, Any]
 
 
 def read(spec: object = None, status: object = None, **meta: object) -> tuple[NodeObject, list[str]]:
-    reading = NODES.from_json(msgspec.json.encode(
-        {"metadata": {"name": "node1"} | meta, "spec": spec, "status": status}))
+    reading = read_alike(NODES, {"metadata": {"name": "node1"} | meta, "spec": spec, "status": status})
     assert isinstance(reading.value, NodeSet), reading
     assert reading.name == ("", "node1")
     return reading.value.node, [bad.field for bad in reading.bad]
@@ -68,13 +67,14 @@ def test_bad_parts_of_a_node_do_not_affect_the_rest() -> None:
     {"metadata": {"name": "node1"}, "status": {"addresses": {}}},
 ])
 def test_nodes_refused_as_a_whole(value: Json) -> None:
-    reading = NODES.from_json(msgspec.json.encode(value))
+    reading = read_alike(NODES, value)
     assert (reading.value, len(reading.bad)) == (None, 1)
 
 
 def test_the_networks_of_a_service_cidr() -> None:
-    reading = SERVICE_CIDRS.from_json(msgspec.json.encode(
-        {"metadata": {"name": "kubernetes"}, "spec": {"cidrs": ["10.96.0.0/12", "junk", "fd00::/108"]}}))
+    reading = read_alike(
+        SERVICE_CIDRS,
+        {"metadata": {"name": "kubernetes"}, "spec": {"cidrs": ["10.96.0.0/12", "junk", "fd00::/108"]}})
     assert (reading.name, reading.value) == (
         ("", "kubernetes"), ServiceCidrSet("kubernetes", cidrs("10.96.0.0/12 fd00::/108")))
     assert [bad.field for bad in reading.bad] == ["spec.cidrs[1]"]
@@ -82,5 +82,5 @@ def test_the_networks_of_a_service_cidr() -> None:
 
 @pytest.mark.parametrize("value", [{"metadata": {"name": "a/b"}}, {"metadata": {"name": "a"}, "spec": 1}])
 def test_service_cidrs_refused_as_a_whole(value: Json) -> None:
-    reading = SERVICE_CIDRS.from_json(msgspec.json.encode(value))
+    reading = read_alike(SERVICE_CIDRS, value)
     assert (reading.value, len(reading.bad)) == (None, 1)

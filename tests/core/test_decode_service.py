@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import msgspec
 import pytest
 
 from kproxy_core.model.service import Service
@@ -10,13 +9,14 @@ from kproxy_core.objects.decode import SERVICES
 from kproxy_core.objects.reading import Reading
 from kproxy_core.store.events import ServiceGone, ServiceSet
 from kproxy_core.testing.builders import addresses, cidrs, port_spec, service, service_name
+from tests.core.both_wires import read_alike
 
 Json = dict[str, Any]
 
 
 def read(spec: object, status: object = None, **meta: object) -> Reading[ServiceSet | ServiceGone]:
     metadata = {"name": "web", "namespace": "shop"} | meta
-    return SERVICES.from_json(msgspec.json.encode({"metadata": metadata, "spec": spec, "status": status}))
+    return read_alike(SERVICES, {"metadata": metadata, "spec": spec, "status": status})
 
 
 def served(spec: Json | None = None, status: object = None, **meta: object) -> tuple[Service, list[str]]:

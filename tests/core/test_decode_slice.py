@@ -11,6 +11,7 @@ from kproxy_core.objects.decode import ENDPOINT_SLICES, ENDPOINTS
 from kproxy_core.objects.reading import Reading
 from kproxy_core.store.events import SliceGone, SliceSet
 from kproxy_core.testing.builders import endpoint, endpoint_slice, port_spec
+from tests.core.both_wires import read_alike
 
 Json = dict[str, Any]
 SERVICE = {"kubernetes.io/service-name": "web"}
@@ -20,7 +21,7 @@ TRIGGER = "endpoints.kubernetes.io/last-change-trigger-time"
 def read(piece: Json, **meta: object) -> Reading[SliceSet | SliceGone]:
     plain = {"addressType": "IPv4", "ports": [{"port": 8080}], "endpoints": [{"addresses": ["10.1.0.1"]}]}
     metadata = {"name": "web-1", "namespace": "shop", "labels": SERVICE} | meta
-    return ENDPOINT_SLICES.from_json(msgspec.json.encode({"metadata": metadata} | plain | piece))
+    return read_alike(ENDPOINT_SLICES, {"metadata": metadata} | plain | piece)
 
 
 def taken(piece: Json | None = None, **meta: object) -> tuple[EndpointSlice, list[str]]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from kproxy_core.apiclient.content import JSON, PROTOBUF_OR_JSON
 from kproxy_core.model.address import format_address, parse_address
 from kproxy_core.model.endpoint import SliceName
 from kproxy_core.model.service import ServiceName
@@ -27,10 +28,10 @@ def server(request: pytest.FixtureRequest) -> Iterator[BenchServer]:
     server.stop()
 
 
-@pytest.fixture
-def observed(server: BenchServer) -> Iterator[Observed]:
+@pytest.fixture(params=[JSON, PROTOBUF_OR_JSON], ids=["json", "protobuf"])
+def observed(server: BenchServer, request: pytest.FixtureRequest) -> Iterator[Observed]:
     """A source that follows the server and has delivered everything that existed."""
-    with following(KubernetesSource(server.url, None, NODE)) as observed:
+    with following(KubernetesSource(server.url, None, NODE, accept=request.param)) as observed:
         observed.wait_for(lambda o: len(o.complete) == len(EVERYTHING))
         yield observed
 

@@ -19,7 +19,6 @@ from tests.core.api_servers import (
     Step,
     event,
     initial_events_end,
-    line,
     refuse,
     replace_file,
     server_tls,
@@ -51,7 +50,7 @@ def watched_until(what: Callable[[], object]) -> Step:
     """A watch of nothing that ends after *what* was done."""
     def step(exchange: Exchange) -> None:
         exchange.begin_watch()
-        exchange.chunk(line(initial_events_end(1)))
+        exchange.chunk(exchange.event(initial_events_end(1)))
         what()
         exchange.end_watch()
     return step

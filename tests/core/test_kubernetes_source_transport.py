@@ -22,7 +22,6 @@ from tests.core.api_servers import (
     ScriptedServer,
     event,
     initial_events_end,
-    line,
     listed,
     refuse,
     server_tls,
@@ -75,7 +74,7 @@ def test_events_that_arrive_together_are_one_batch_over_tls(tmp_path: Path) -> N
     def many_records(exchange: Exchange) -> None:
         exchange.begin_watch()
         for number in range(41):
-            exchange.chunk(line(event("ADDED", service(f"s{number}"), 1)))
+            exchange.chunk(exchange.event(event("ADDED", service(f"s{number}"), 1)))
         while struct.unpack("i", fcntl.ioctl(exchange.socket, TIOCOUTQ, bytes(4)))[0]:
             pass  # not yet with the client
         arrived.set()

@@ -11,6 +11,7 @@ import pytest
 
 from kproxy_core.apiclient import requests
 from kproxy_core.apiclient.access import Access
+from kproxy_core.apiclient.content import JSON, PROTOBUF, PROTOBUF_OR_JSON
 from kproxy_core.apiclient.lines import MAX_LINE
 from kproxy_core.apiclient.transport import Transport
 from kproxy_core.apiclient.wire import Wire
@@ -26,7 +27,6 @@ from tests.core.api_servers import (
     bookmark,
     event,
     initial_events_end,
-    line,
     listed,
     refuse,
     service,
@@ -40,14 +40,15 @@ OLD_SERVER = refuse(422, reason="Invalid")
 SERVICE_CIDR = {"metadata": {"name": "kubernetes"}, "spec": {"cidrs": ["10.96.0.0/16"]}}
 
 
-@pytest.fixture
-def follow() -> Iterator[ScriptedRun]:
+@pytest.fixture(params=[False, True], ids=["json", "protobuf"])
+def follow(request: pytest.FixtureRequest) -> Iterator[ScriptedRun]:
     """A source that follows a server which answers requests for Services with the steps given."""
     with ExitStack() as stack:
         def follow(*steps: Step, **other: list[Step]) -> tuple[ScriptedServer, Observed]:
-            server = ScriptedServer({"services": steps, **other})
+            server = ScriptedServer({"services": steps, **other}, speaks_protobuf=request.param)
             stack.callback(server.close)
-            source = KubernetesSource(server.url, None, "n", chance=lambda: 0.0)
+            source = KubernetesSource(
+                server.url, None, "n", accept=PROTOBUF_OR_JSON, chance=lambda: 0.0)
             return server, stack.enter_context(following(source))
         yield follow
 
@@ -66,8 +67,8 @@ def queries(server: ScriptedServer, key: str) -> list[str | None]:
 def test_a_watch_is_resumed_after_the_last_event_when_the_connection_breaks(follow: ScriptedRun) -> None:
     def breaks_inside_a_chunk(exchange: Exchange) -> None:
         exchange.begin_watch()
-        exchange.send(b"5000\r\n" + b"".join(map(line, present("a"))) + line(event("ADDED", service("b"), 12))
-                      + b'{"type":"ADDED","obj')
+        whole = exchange.events([*present("a"), event("ADDED", service("b"), 12)])
+        exchange.send(b"5000\r\n" + whole + exchange.event(event("ADDED", service("x"), 13))[:20])
         exchange.leave()
 
     server, observed = follow(breaks_inside_a_chunk, watched(event("ADDED", service("c"), 13)))
@@ -125,7 +126,7 @@ def test_a_server_that_came_back_without_the_history_is_listed_at_once(
 def test_a_broken_watch_list_deletes_nothing(follow: ScriptedRun) -> None:
     def broken(exchange: Exchange) -> None:
         exchange.begin_watch()
-        exchange.send(b"fff\r\n" + line(event("ADDED", service("b"), 20)))
+        exchange.send(b"fff\r\n" + exchange.event(event("ADDED", service("b"), 20)))
         exchange.leave()
 
     _, observed = follow(watched(*present("a", "b"), hold=False), refuse(410), broken,
@@ -279,7 +280,7 @@ def test_service_cidrs_that_become_unreadable_are_kept_and_logged(
 
 # -- the content of a watch
 
-def test_a_line_that_is_no_json_is_reported_and_the_next_one_used(follow: ScriptedRun) -> None:
+def test_an_event_that_does_not_decode_is_reported_and_the_next_one_used(follow: ScriptedRun) -> None:
     _, observed = follow(watched(*present("a"), b"{garbage", b'{"type":"ADDED"}', b"\xff\xfe",
                                  event("ADDED", service("b"), 11)))
     observed.wait_for(lambda o: "b" in o.names)
@@ -296,7 +297,8 @@ def test_an_object_that_does_not_decode_is_reported_and_no_longer_served(follow:
     assert observed.names == {"b", "c"}
     bad, = observed.bad
     assert isinstance(bad, BadObject)
-    assert (bad.kind, bad.name, bad.field) == ("Service", "default/a", "spec.ports[0].port")
+    assert (bad.kind, bad.name) == ("Service", "default/a")
+    assert bad.field == "spec.ports[0].port" or bad.problem == "is not a valid protobuf message"
 
 
 def test_a_bad_object_in_a_list_affects_no_other(follow: ScriptedRun) -> None:
@@ -308,13 +310,14 @@ def test_a_bad_object_in_a_list_affects_no_other(follow: ScriptedRun) -> None:
     assert [bad.name for bad in observed.bad] == ["default/a"]
 
 
-def test_an_endless_line_is_skipped(follow: ScriptedRun) -> None:
+def test_an_event_that_is_too_long_is_skipped(follow: ScriptedRun) -> None:
     def step(exchange: Exchange) -> None:
         exchange.begin_watch()
-        exchange.chunk(b"".join(map(line, present("a"))))
-        for _ in range(MAX_LINE // (1 << 20) + 1):
-            exchange.chunk(b"x" * (1 << 20))
-        exchange.chunk(b"\n" + line(event("ADDED", service("b"), 11)))
+        exchange.chunk(exchange.events(present("a")))
+        endless = exchange.event(b"x" * (MAX_LINE + (1 << 20)))
+        for start in range(0, len(endless), 1 << 20):
+            exchange.chunk(endless[start:start + (1 << 20)])
+        exchange.chunk(exchange.event(event("ADDED", service("b"), 11)))
         exchange.until_closed()
 
     _, observed = follow(step)
@@ -358,9 +361,9 @@ def test_a_watch_may_last_longer_than_a_list(follow: ScriptedRun, monkeypatch: p
 
     def slow(exchange: Exchange) -> None:
         exchange.begin_watch()
-        exchange.chunk(b"".join(map(line, present("a"))))
+        exchange.chunk(exchange.events(present("a")))
         pause.wait(0.5)
-        exchange.chunk(line(event("ADDED", service("b"), 11)))
+        exchange.chunk(exchange.event(event("ADDED", service("b"), 11)))
         exchange.until_closed()
 
     server, observed = follow(slow)
@@ -369,7 +372,7 @@ def test_a_watch_may_last_longer_than_a_list(follow: ScriptedRun, monkeypatch: p
 
 
 def test_an_endless_list_ends(follow: ScriptedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "MAX_LIST", 2000)
+    monkeypatch.setattr(watch, "MAX_LIST", 1000)
     pages = [listed(service(f"s{number}"), version=1, rest="more") for number in range(20)]
     server, observed = follow(OLD_SERVER, *pages)
     observed.wait_for(lambda _: queries(server, "limit").count("500") > 1)
@@ -387,8 +390,9 @@ def test_complaints_about_one_answer_are_limited_and_counted(follow: ScriptedRun
 
 def test_bytes_may_arrive_one_by_one(follow: ScriptedRun) -> None:
     def step(exchange: Exchange) -> None:
-        lines = b"".join(map(line, [*present("a", "b"), event("DELETED", service("a"), 11)]))
-        wire = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+        lines = exchange.events([*present("a", "b"), event("DELETED", service("a"), 11)])
+        kind = PROTOBUF if exchange.is_protobuf else JSON
+        wire = f"HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\ntransfer-encoding: chunked\r\n\r\n".encode()
         for start in range(0, len(lines), 7):
             piece = lines[start:start + 7]
             wire += b"%x;ext\r\n%s\r\n" % (len(piece), piece)

@@ -39,7 +39,7 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
     "timing": frozenset(),
     "config": frozenset({"msgspec", "yaml"}),
     "store": frozenset(),
-    "objects": frozenset({"msgspec", "yaml"}),
+    "objects": frozenset({"google", "msgspec", "yaml"}),
     "apiclient": frozenset({"kubernetes", "msgspec", "urllib3", "yaml"}),
     "sources": frozenset({"msgspec"}),
     "observe": frozenset({"h11", "prometheus_client"}),
@@ -62,7 +62,7 @@ THIRD_PARTY_OF_PLUGINS: dict[str, frozenset[str]] = {
 FROM_THE_DISTRIBUTION = frozenset({"bcc", "nftables"})
 """Packages that pip cannot install."""
 
-IMPORTED_AS = {"prometheus-client": "prometheus_client", "pyyaml": "yaml"}
+IMPORTED_AS = {"protobuf": "google", "prometheus-client": "prometheus_client", "pyyaml": "yaml"}
 """Modules of distributions with another name."""
 
 PLUGINS_MAY_IMPORT = frozenset({"model", "plan", "backend", "host"})

@@ -13,10 +13,11 @@ from typing import Any, Generic, TypeVar
 from urllib.parse import urlencode
 
 from kproxy_core.apiclient.access import AccessError
+from kproxy_core.apiclient.frames import Frames
 from kproxy_core.apiclient.lines import MAX_LINE, Lines
 from kproxy_core.apiclient.requests import ApiRequests, HistoryLost, Refusal, refusal
 from kproxy_core.apiclient.transport import ProtocolError, TooLarge
-from kproxy_core.objects.decode import Malformed, Resource
+from kproxy_core.objects.decode import Decoder, Malformed, Resource
 from kproxy_core.sources.apiserver.conduct import Conduct
 from kproxy_core.sources.apiserver.replica import Replica
 from kproxy_core.sources.apiserver.trouble import Trouble
@@ -231,11 +232,12 @@ class Reflector(Generic[V]):
         query: dict[str, str] = {}
         limit, received = self._page, 0
         while self._replica.is_listing:
-            data = self._requests.list(self._target({"limit": str(limit)} | query), first=not query)
+            data, is_protobuf = self._requests.list(
+                self._target({"limit": str(limit)} | query), first=not query)
             received += len(data)
             if received > MAX_LIST:
                 raise Malformed(f"a list of more than {MAX_LIST} bytes")
-            page = self._resource.page(data)
+            page = self._decoder(is_protobuf).page(data)
             if not page.resource_version:
                 raise Malformed("a list without metadata.resourceVersion")
             events: list[Event] = []
@@ -261,7 +263,8 @@ class Reflector(Generic[V]):
             self._replica.start_listing()
         self._granted = self._clock()
         self._trouble.recovered(self._resource.plural)
-        lines = Lines()
+        decoder = self._decoder(response.is_protobuf)
+        stream = Frames() if response.is_protobuf else Lines()
         while True:
             if self._phase is Phase.FOLLOWING:
                 self._requests.allow_silence(WATCH_SILENCE)
@@ -271,42 +274,45 @@ class Reflector(Generic[V]):
             self._conduct.sent_bytes()
             events: list[Event] = []
             try:
-                for line in lines.feed(data):
-                    self._take_line(line, events)
-                events += [self._bad_line(f"longer than {MAX_LINE} bytes")] * lines.take_too_long()
+                for encoded in stream.feed(data):
+                    self._take_event(decoder, encoded, events)
+                events += [self._bad_event(f"longer than {MAX_LINE} bytes")] * stream.take_too_long()
             finally:
                 self._deliver(events)
 
-    def _take_line(self, data: bytes, events: list[Event]) -> None:
-        """Add to *events* those of one line of a watch. Raises HistoryLost, Refusal."""
+    def _decoder(self, is_protobuf: bool) -> Decoder[V]:
+        return self._resource.protobuf if is_protobuf else self._resource
+
+    def _take_event(self, decoder: Decoder[V], data: bytes, events: list[Event]) -> None:
+        """Add to *events* those of one event of a watch. Raises HistoryLost, Refusal."""
         try:
-            line = self._resource.watch_line(data)
+            seen = decoder.watch_event(data)
         except Malformed as error:
-            events.append(self._bad_line(str(error)))
+            events.append(self._bad_event(str(error)))
             return
-        if line.status is not None:
-            raise refusal(line.status)
-        if _is_older(line.resource_version, self._version):
-            raise HistoryLost(f"resource version {line.resource_version} after {self._version}")
-        if line.reading is not None:
-            if line.type in ("ADDED", "MODIFIED"):
-                events += self._replica.set(line.reading)
-            elif line.type == "DELETED" and line.reading.name is not None:
-                events += self._replica.delete(line.reading.name)
+        if seen.status is not None:
+            raise refusal(seen.status)
+        if _is_older(seen.resource_version, self._version):
+            raise HistoryLost(f"resource version {seen.resource_version} after {self._version}")
+        if seen.reading is not None:
+            if seen.type in ("ADDED", "MODIFIED"):
+                events += self._replica.set(seen.reading)
+            elif seen.type == "DELETED" and seen.reading.name is not None:
+                events += self._replica.delete(seen.reading.name)
         if self._replica.is_listing:
             # Listed in no order: only the bookmark after the last object is a version to resume after.
-            if line.initial_events_end:
+            if seen.initial_events_end:
                 events += self._replica.end_listing()
-                self._resume_after(line.resource_version)
-        elif line.resource_version:
-            if line.type == "BOOKMARK":
+                self._resume_after(seen.resource_version)
+        elif seen.resource_version:
+            if seen.type == "BOOKMARK":
                 self._conduct.sent_bookmark()
-            self._resume_after(line.resource_version)
+            self._resume_after(seen.resource_version)
 
     def _target(self, query: dict[str, str]) -> str:
         return f"{self._resource.path}?{urlencode(self._selectors | query)}"
 
-    def _bad_line(self, problem: str) -> BadObject:
+    def _bad_event(self, problem: str) -> BadObject:
         return BadObject(self._resource.kind, "(in a watch)", "", problem)
 
     def _deliver(self, events: list[Event]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kproxy_core.apiclient.access import CurrentAccess
+from kproxy_core.apiclient.content import JSON
 from kproxy_core.apiclient.requests import ApiRequest, ApiRequests, Observe
 from kproxy_core.objects.decode import ENDPOINT_SLICES, NODES, SERVICE_CIDRS, SERVICES, Resource
 from kproxy_core.sources.apiserver.reflector import Reflector
@@ -30,8 +31,9 @@ class KubernetesSource:
     (cmd/kube-proxy/app/server.go). For the server, the credentials and the defaults of *master* and
     *kubeconfig* see `load_access`.
 
-    *qps* and *burst* limit requests as clientConnection's do; a *qps* of 0 or less sets no limit. *observe*
-    is told of each request. *clock*: monotonic seconds; *chance*: uniform in [0, 1).
+    *accept*: the Accept header of its requests. *qps* and *burst* limit requests as clientConnection's do; a
+    *qps* of 0 or less sets no limit. *observe* is told of each request. *clock*: monotonic seconds;
+    *chance*: uniform in [0, 1).
 
     Unchanged objects are not asked for again: kube-proxy's configSyncPeriod only replays its memory.
 
@@ -42,12 +44,13 @@ class KubernetesSource:
 
     def __init__(
         self, master: str | None, kubeconfig: str | None, node_name: str, *,
-        qps: float = 5.0, burst: int = 10, observe: Observe = _unobserved,
+        accept: str = JSON, qps: float = 5.0, burst: int = 10, observe: Observe = _unobserved,
         clock: Callable[[], float] = time.monotonic, chance: Callable[[], float] = random.random,
     ) -> None:
         self._access = CurrentAccess(master, kubeconfig)
         self._rate = TokenBucket(1 / qps if qps > 0 else 0.0, burst)
         self._observe = observe
+        self._accept = accept
         self._trouble = Trouble()
         self._node_name = node_name
         self._clock = clock
@@ -58,7 +61,7 @@ class KubernetesSource:
     def start(self, emit: Emit) -> None:
         """Start delivering to *emit*, and return at once."""
         for resource, selectors in _selectors(self._node_name):
-            requests = ApiRequests(self._access, self._rate, self._observe, self._clock)
+            requests = ApiRequests(self._access, self._rate, self._observe, self._clock, self._accept)
             reflector = Reflector(
                 resource, selectors, requests, emit, self._trouble, self._clock, self._chance)
             thread = threading.Thread(target=reflector.run, name=f"watch {resource.plural}", daemon=True)

@@ -1,10 +1,12 @@
-"""HTTP of the API server: LIST, WATCH, watch-list, bookmarks and 410 in JSON, and control endpoints for
+"""HTTP of the API server: LIST, WATCH, watch-list, bookmarks and 410, and control endpoints for
 measurements.
 
   GET  /api/v1/services, /api/v1/nodes,
        /apis/discovery.k8s.io/v1/endpointslices,
        /apis/networking.k8s.io/v1/servicecidrs   LIST and WATCH (also below /namespaces/NS/, and with a name)
   POST any .../events                            accepted and forgotten
+
+They are answered in protobuf where the Accept header names it first, else in JSON.
 
 LIST knows limit/continue, resourceVersion (0 ignores limit, as the watch cache of a real server does),
 labelSelector and fieldSelector. WATCH knows resourceVersion, timeoutSeconds, bookmarks, 410 for a version
@@ -32,8 +34,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from kproxy_core.testing.apiserver.encoding import JSON, PROTOBUF, Encoding
 from kproxy_core.testing.apiserver.selectors import Selector
-from kproxy_core.testing.apiserver.store import ApiError, Churn, Entry, Event, Resource, Store, encode, key_of
+from kproxy_core.testing.apiserver.store import (
+    ApiError,
+    Churn,
+    Entry,
+    Event,
+    Json,
+    Resource,
+    Store,
+    encode,
+    key_of,
+)
 
 _TRUE = ("1", "true")
 _BLOCK = 262_144
@@ -101,14 +114,20 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             action()
         except ApiError as error:
-            self._answer(error.code, error.body)
+            self._answer(error.code, self._encoding.status(error.body), self._encoding)
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
 
-    def _answer(self, code: int, body: object) -> None:
+    @property
+    def _encoding(self) -> Encoding:
+        """The encoding that the client prefers."""
+        is_protobuf = (self.headers.get("Accept") or "").startswith(PROTOBUF.content_type)
+        return PROTOBUF if is_protobuf and not self.path.startswith("/bench/") else JSON
+
+    def _answer(self, code: int, body: object, encoding: Encoding = JSON) -> None:
         data = body if isinstance(body, bytes) else encode(body)
         self.send_response(code)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", encoding.content_type)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -180,9 +199,7 @@ class _Handler(BaseHTTPRequestHandler):
                 "remainingItemCount": len(entries) - limit,
             }
             entries = entries[:limit]
-        head = {"kind": f"{resource.kind}List", "apiVersion": resource.api_version, "metadata": meta}
-        items = b",".join(entry.body for entry in entries)
-        self._answer(200, encode(head)[:-1] + b',"items":[' + items + b"]}")
+        self._answer(200, self._encoding.list(resource, meta, entries), self._encoding)
 
     # Watching
 
@@ -194,7 +211,7 @@ class _Handler(BaseHTTPRequestHandler):
                 "forbidden for watch unless the WatchList feature gate is enabled",
             )  # fmt: skip
         self.send_response(200)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", self._encoding.watch_type)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         with self._store.lock:
@@ -211,8 +228,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
 
     def _watched(self, resource: Resource, query: Mapping[str, str], selector: Selector) -> Iterator[bytes]:
-        """Yield the lines of a watch until it ends."""
-        store = self._store
+        """Yield the events of a watch, encoded, until it ends."""
+        store, encoding = self._store, self._encoding
         initial = query.get("sendInitialEvents") in _TRUE
         bookmarks = query.get("allowWatchBookmarks") in _TRUE
         version = query.get("resourceVersion") or "0"
@@ -225,14 +242,14 @@ class _Handler(BaseHTTPRequestHandler):
                 seen, snapshot = store.version, list(resource.items.values())
             elif int(version) < resource.forgotten:
                 too_old = f"too old resource version: {version} ({resource.forgotten})"
-                yield _line("ERROR", encode(ApiError(410, "Expired", too_old).body))
+                yield encoding.error(ApiError(410, "Expired", too_old).body)
                 return
             else:
                 seen = int(version)
-        added = (_line("ADDED", resource.full(entry)) for entry in snapshot if selector(entry.obj))
+        added = (encoding.event("ADDED", resource, entry) for entry in snapshot if selector(entry.obj))
         yield from _blocks(added)
         if initial and bookmarks:
-            yield _bookmark(resource, seen, is_initial=True)
+            yield encoding.bookmark(resource, _bookmark(resource, seen, is_initial=True))
         while True:
             with store.lock:
                 until = min(deadline, next_bookmark)
@@ -245,11 +262,11 @@ class _Handler(BaseHTTPRequestHandler):
                     return
                 events = _after(resource, seen)
                 seen = events[-1].version if events else store.version
-            lines = b"".join(_event_line(resource, event, selector) for event in events)
+            lines = b"".join(_seen(encoding, resource, event, selector) for event in events)
             if not events and time.monotonic() >= next_bookmark:
                 next_bookmark = time.monotonic() + self.server.bookmark_interval
                 if bookmarks:
-                    lines += _bookmark(resource, seen)
+                    lines += encoding.bookmark(resource, _bookmark(resource, seen))
             if lines:
                 yield lines
 
@@ -298,17 +315,13 @@ def _continued(token: str) -> tuple[int, tuple[str, ...]]:
         raise ApiError(400, "BadRequest", "continue key is not valid") from error
 
 
-def _line(kind: str, obj: bytes) -> bytes:
-    return b'{"type":"%s","object":%s}\n' % (kind.encode(), obj)
-
-
-def _event_line(resource: Resource, event: Event, selector: Selector) -> bytes:
-    """Return the line that a watch with *selector* sees of *event*."""
+def _seen(encoding: Encoding, resource: Resource, event: Event, selector: Selector) -> bytes:
+    """Return what a watch with *selector* sees of *event*."""
     is_selected = event.kind != "DELETED" and selector(event.entry.obj)
     was_selected = event.old is not None and selector(event.old.obj)
     if is_selected:
-        return _line("MODIFIED" if was_selected else "ADDED", resource.full(event.entry))
-    return _line("DELETED", resource.full(event.entry)) if was_selected else b""
+        return encoding.event("MODIFIED" if was_selected else "ADDED", resource, event.entry)
+    return encoding.event("DELETED", resource, event.entry) if was_selected else b""
 
 
 def _after(resource: Resource, version: int) -> list[Event]:
@@ -332,11 +345,11 @@ def _blocks(lines: Iterable[bytes]) -> Iterator[bytes]:
         yield b"".join(block)
 
 
-def _bookmark(resource: Resource, version: int, *, is_initial: bool = False) -> bytes:
+def _bookmark(resource: Resource, version: int, *, is_initial: bool = False) -> Json:
     meta: dict[str, Any] = {"resourceVersion": str(version), "creationTimestamp": None}
     if is_initial:
         meta["annotations"] = {"k8s.io/initial-events-end": "true"}
-    obj: dict[str, Any] = {"kind": resource.kind, "apiVersion": resource.api_version, "metadata": meta}
+    obj: Json = {"kind": resource.kind, "apiVersion": resource.api_version, "metadata": meta}
     if resource.kind == "EndpointSlice":
         obj |= {"addressType": "", "endpoints": None, "ports": None}
-    return _line("BOOKMARK", encode(obj))
+    return obj

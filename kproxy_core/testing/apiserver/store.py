@@ -7,7 +7,10 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
+
+from kproxy_core.testing.apiserver import protobuf
 
 Json = dict[str, Any]
 Key = tuple[str, str]
@@ -35,15 +38,18 @@ class ApiError(Exception):
 
 
 class Entry:
-    """One version of one object; its JSON is made once."""
+    """One version of one object; its JSON and its protobuf are made once."""
 
-    __slots__ = ("body", "obj", "version")
-
-    def __init__(self, obj: Json, version: int) -> None:
+    def __init__(self, kind: str, obj: Json, version: int) -> None:
+        self.kind = kind
         obj["metadata"]["resourceVersion"] = str(version)
         self.obj = obj
         self.version = version
         self.body = encode({key: value for key, value in obj.items() if key not in ("kind", "apiVersion")})
+
+    @cached_property
+    def protobuf(self) -> bytes:
+        return protobuf.encode_item(self.kind, self.obj)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +109,8 @@ class Store:
         for plural, items in objects.items():
             for obj in items:
                 self.version += 1
-                self.resources[plural].items[key_of(obj)] = Entry(obj, self.version)
+                resource = self.resources[plural]
+                resource.items[key_of(obj)] = Entry(resource.kind, obj, self.version)
         for resource in self.resources.values():
             resource.forgotten = self.version
 
@@ -121,7 +128,7 @@ class Store:
             now = time.monotonic()
             self.version += 1
             old = resource.items.get(key_of(obj))
-            entry = resource.items[key_of(obj)] = Entry(obj, self.version)
+            entry = resource.items[key_of(obj)] = Entry(resource.kind, obj, self.version)
             self._record(resource, Event(self.version, "MODIFIED" if old else "ADDED", entry, old))
             return self.version, now
 
@@ -132,7 +139,7 @@ class Store:
             now = time.monotonic()
             old = resource.items.pop(key_of(obj))
             self.version += 1
-            last = Entry({**old.obj, "metadata": dict(old.obj["metadata"])}, self.version)
+            last = Entry(old.kind, {**old.obj, "metadata": dict(old.obj["metadata"])}, self.version)
             self._record(resource, Event(self.version, "DELETED", last, old))
             return now
 

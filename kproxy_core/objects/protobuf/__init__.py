@@ -1,0 +1,1 @@
+"""Kubernetes protobuf to the structs of `objects.wire`. Imported only once a server answers in protobuf."""

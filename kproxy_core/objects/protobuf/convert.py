@@ -1,0 +1,141 @@
+"""Parsed protobuf messages to the structs that JSON is decoded to, so that both are read alike.
+
+An API server sends "" and 0 in protobuf for most fields that JSON leaves out; the readings do not differ.
+"""
+
+from collections.abc import Callable
+from datetime import date, timedelta
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from msgspec import UNSET
+
+from kproxy_core.objects import wire
+from kproxy_core.objects.protobuf.schema import parser
+
+T = TypeVar("T")
+
+_parse_conditions = parser("Conditions")
+_parse_hints = parser("Hints")
+_parse_service_status = parser("ServiceStatus")
+_parse_service_port = parser("ServicePort")
+_parse_slice_port = parser("SlicePort")
+
+
+def to_service(message: Any) -> wire.Service:
+    meta, spec = message.metadata, message.spec
+    return wire.Service(
+        wire.ServiceMeta(
+            meta.name, meta.namespace, meta.resource_version,
+            creation_timestamp=_time(meta.creation_timestamp),
+            labels=wire.ServiceLabels(meta.labels.get("service.kubernetes.io/service-proxy-name", UNSET))),
+        wire.ServiceSpec(
+            spec.type, spec.cluster_ip or None, spec.cluster_ips, spec.ip_families,
+            [_service_port(port) for port in spec.ports], spec.external_ips,
+            spec.load_balancer_source_ranges, spec.session_affinity,
+            _affinity(spec.session_affinity_config) if spec.HasField("session_affinity_config") else None,
+            spec.external_traffic_policy, spec.internal_traffic_policy, spec.health_check_node_port),
+        _service_status(message.status))
+
+
+def to_slice(message: Any) -> wire.EndpointSlice:
+    meta = message.metadata
+    labels, annotations = meta.labels, meta.annotations
+    return wire.EndpointSlice(
+        wire.SliceMeta(
+            meta.name, meta.namespace, meta.resource_version,
+            labels=wire.SliceLabels(
+                labels.get("kubernetes.io/service-name"),
+                labels.get("service.kubernetes.io/headless", UNSET)),
+            annotations=wire.SliceAnnotations(
+                trigger_time=annotations.get("endpoints.kubernetes.io/last-change-trigger-time"))),
+        message.address_type,
+        [wire.Endpoint(entry.addresses, _conditions(entry.conditions), entry.node_name,
+                       _hints(hints) if (hints := entry.hints) else None)
+         for entry in message.endpoints],
+        [_slice_port(port) for port in message.ports])
+
+
+def to_node(message: Any) -> wire.Node:
+    meta, spec = message.metadata, message.spec
+    return wire.Node(
+        wire.NodeMeta(
+            meta.name, meta.namespace, meta.resource_version,
+            labels=wire.NodeLabels(meta.labels.get("topology.kubernetes.io/zone")),
+            deletion_timestamp=_time(meta.deletion_timestamp)),
+        wire.NodeSpec(spec.pod_cidr, spec.pod_cidrs, [wire.Taint(taint.key) for taint in spec.taints]),
+        wire.NodeStatus([wire.NodeAddress(entry.type, entry.address) for entry in message.status.addresses]))
+
+
+def to_service_cidr(message: Any) -> wire.ServiceCIDR:
+    return wire.ServiceCIDR(to_meta(message.metadata), wire.ServiceCIDRSpec(message.spec.cidrs))
+
+
+def to_meta(meta: Any) -> wire.ObjectMeta:
+    return wire.ObjectMeta(
+        meta.name, meta.namespace, meta.resource_version,
+        wire.Annotations(meta.annotations.get("k8s.io/initial-events-end")))
+
+
+def _affinity(config: Any) -> wire.SessionAffinityConfig:
+    client_ip = config.client_ip
+    return wire.SessionAffinityConfig(wire.ClientIPConfig(
+        client_ip.timeout_seconds if client_ip.HasField("timeout_seconds") else None))
+
+
+def _time(message: Any) -> str | None:
+    """Return a Time as JSON has it; None: it is absent or zero."""
+    seconds = message.seconds
+    if not seconds:
+        return None
+    days, rest = divmod(seconds, 86400)
+    return f"{_date(days)}T{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}Z"
+
+
+@lru_cache(maxsize=1024)
+def _date(days: int) -> str:
+    """Return the date that is *days* after 1970-01-01."""
+    try:
+        return (date(1970, 1, 1) + timedelta(days)).isoformat()
+    except OverflowError:
+        return f"{days} days after 1970"  # which the reader of the object reports
+
+
+def _shared(convert: Callable[[bytes], T]) -> Callable[[bytes], T]:
+    """Return *convert* with a cache for short messages: most are among few different ones."""
+    cached = lru_cache(maxsize=1024)(convert)
+    return lambda raw: cached(raw) if len(raw) < 256 else convert(raw)
+
+
+@_shared
+def _conditions(raw: bytes) -> wire.Conditions:
+    message = _parse_conditions(raw)
+    return wire.Conditions(*[
+        getattr(message, name) if message.HasField(name) else None
+        for name in ("ready", "serving", "terminating")])
+
+
+@_shared
+def _hints(raw: bytes) -> wire.Hints:
+    message = _parse_hints(raw)
+    return wire.Hints([wire.Hint(hint.name) for hint in message.for_zones],
+                      [wire.Hint(hint.name) for hint in message.for_nodes])
+
+
+@_shared
+def _service_port(raw: bytes) -> wire.ServicePort:
+    message = _parse_service_port(raw)
+    return wire.ServicePort(message.name, message.protocol, message.port, message.node_port)
+
+
+@_shared
+def _service_status(raw: bytes) -> wire.ServiceStatus:
+    return wire.ServiceStatus(wire.LoadBalancer([
+        wire.Ingress(entry.ip, entry.ip_mode if entry.HasField("ip_mode") else None)
+        for entry in _parse_service_status(raw).load_balancer.ingress]))
+
+
+@_shared
+def _slice_port(raw: bytes) -> wire.SlicePort:
+    message = _parse_slice_port(raw)
+    return wire.SlicePort(message.name, message.protocol, message.port)
