@@ -173,8 +173,11 @@ class ModeSwitch:
         report_progress(f"{mode} serves")
         log.info("switched modes", extra={"fields": {"before": old.mode, "after": mode}})
         waiting = self._retiring.retire(old.mode, old)
-        left = f"{waiting} connections still use {old.mode}" if waiting else f"{old.mode} is removed"
-        report_progress(left)
+        if old.mode in self._registry.layers(mode):
+            report_progress(f"the rules of {old.mode} are kept: {mode} needs them")
+        else:
+            left = f"{waiting} connections still use {old.mode}" if waiting else f"{old.mode} is removed"
+            report_progress(left)
         self._settle(mode)
 
     def _try_out(self, new: BackendInstance, node: NodeSettings, report_progress: ReportProgress) -> None:

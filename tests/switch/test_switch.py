@@ -88,6 +88,8 @@ def test_no_connection_is_lost_where_there_is_ipvs(
 def test_the_rules_that_ebpf_stands_on_are_kept(
     here: dict[tuple[str, str], Leg], way: tuple[str, str]
 ) -> None:
+    assert ("the rules of nftables are kept" in here[way].said) is (way[1] == "ebpf")
+    assert "nftables is removed" not in here[way].said
     kept = [table.partition(" #")[0] for table in here[way].kept]
     assert {"table ip kproxy", "table ip6 kproxy"} <= set(kept)
 
