@@ -28,7 +28,8 @@ class Churn:
         directory.mkdir()
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._options = ("--manifests", str(directory))
+        self._version = 1000
+        """Of the objects before a start; greater than all that the previous one used."""
         self._write()
         self._server = BenchServer(*self._options, node=node)
         self._thread = threading.Thread(target=self._run, name="churn")
@@ -37,6 +38,10 @@ class Churn:
     @property
     def url(self) -> str:
         return self._server.url
+
+    @property
+    def _options(self) -> list[str]:
+        return ["--manifests", str(self._file.parent), "--version", str(self._version)]
 
     def close(self) -> None:
         self._ended.set()
@@ -50,13 +55,14 @@ class Churn:
             yield
 
     def go_away(self, seconds: float, rng: random.Random) -> None:
-        """Kill the server, and start it after *seconds* with a few other objects and a lower version."""
+        """Kill the server, and start it after *seconds* with a few other objects and without its history."""
         with self._lock:
             self._server.stop()
             time.sleep(seconds)
             for _ in range(rng.randint(0, 20)):
                 self._objects.change()
                 self.changes += 1
+            self._version += 10_000 + self.changes
             self._write()
             self._server.start(*self._options)
 

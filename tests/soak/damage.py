@@ -1,5 +1,6 @@
 """Changes that other programs make to a node: to rules and maps, to workers and to BPF programs."""
 
+import contextlib
 import json
 import os
 import random
@@ -180,23 +181,34 @@ WHILE_ENDED: Sequence[Damage] = (flush_ruleset, delete_table, flush_table, flush
 
 
 def _table(where: Node) -> tuple[str, str]:
-    tables = [value for value in _listed(where, "table") if value["name"] in TABLES[where.proxy.mode]]
-    found = where.rng.choice(tables) if tables else {"family": "ip", "name": "none"}
-    return found["family"], found["name"]
+    tables = _tables(where)
+    return where.rng.choice(tables) if tables else ("ip", "none")
 
 
 def _pick(where: Node, kind: str, fits: Callable[[Json], bool] = lambda _: True) -> Json:
     """Return a random rule or map of the mode; empty without any."""
-    values = [
-        value for value in _listed(where, kind)
-        if value["table"] in TABLES[where.proxy.mode] and fits(value)
-    ]  # fmt: skip
+    values = [value for value in _listed(where, kind) if fits(value)]
     return where.rng.choice(values) if values else {}
 
 
+def _tables(where: Node) -> list[tuple[str, str]]:
+    """Return family and name of the mode's tables."""
+    lines = [line.split() for line in where.node.run("nft", "list", "tables").splitlines()]
+    return [
+        (family, name) for _, family, name in lines
+        if family in FAMILIES and name in TABLES[where.proxy.mode]
+    ]  # fmt: skip
+
+
 def _listed(where: Node, kind: str) -> list[Json]:
-    text = where.node.run("nft", "-j", "-a", "list", "tables" if kind == "table" else "ruleset")
-    return [item[kind] for item in json.loads(text)["nftables"] if kind in item]
+    """Return the objects of *kind* in the mode's tables."""
+    found = []
+    for table in _tables(where):
+        # nft 1.0.6 may fail while the table changes.
+        with contextlib.suppress(AssertionError, ValueError):
+            items = json.loads(where.node.run("nft", "-j", "-a", "list", "table", *table))["nftables"]
+            found += [item[kind] for item in items if kind in item]
+    return found
 
 
 def _key(element: Any) -> Any:

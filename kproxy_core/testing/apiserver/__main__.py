@@ -17,6 +17,7 @@ def main() -> None:
     parser.add_argument("--manifests", type=Path, help="or read them from a directory of List files")
     parser.add_argument("--watch-list", choices=("on", "off"), default="on", help="support sendInitialEvents")
     parser.add_argument("--bookmark-interval", type=float, default=60.0)
+    parser.add_argument("--version", type=int, default=1000, help="resource version before the first object")
     parser.add_argument("--verbose", action="store_true", help="log the requests")
     options = parser.parse_args()
     if options.manifests:
@@ -24,7 +25,7 @@ def main() -> None:
     else:
         made = objects.generate(objects.Options.parse(options.gen))
     server = Server(
-        (options.address, options.port), Store(made), watch_list=options.watch_list == "on",
+        (options.address, options.port), Store(made, options.version), watch_list=options.watch_list == "on",
         bookmark_interval=options.bookmark_interval, verbose=options.verbose,
     )  # fmt: skip
     print(f"http://{options.address}:{server.port}", flush=True)

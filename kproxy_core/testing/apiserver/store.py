@@ -90,10 +90,10 @@ def key_of(obj: Mapping[str, Any]) -> Key:
 class Store:
     """All resources. `lock` guards them, and is notified of every change."""
 
-    def __init__(self, objects: Mapping[str, Sequence[Json]]) -> None:
-        """*objects* by the plural of their resource."""
+    def __init__(self, objects: Mapping[str, Sequence[Json]], version: int = 1000) -> None:
+        """*objects* by the plural of their resource. *version*: the resource version before the first."""
         self.lock = threading.Condition(threading.RLock())
-        self.version = 1000
+        self.version = version
         self.epoch = 0
         """Raised to close every watch."""
         self.watches = 0
