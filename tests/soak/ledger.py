@@ -22,16 +22,7 @@ class Window(NamedTuple):
 
     def holds(self, failure: Failure) -> bool:
         """Return True if the connection or question began before the end, and failed after the begin."""
-        return _began(failure) <= self.until and failure.until >= self.since
-
-
-_RESENT_AFTER = 3.2
-"""Seconds that the second segment which is sent again may follow the first (RFC 6298)."""
-
-
-def _began(failure: Failure) -> float:
-    """Return when the connection began, at the earliest: `Failure.since` counts from the question."""
-    return failure.since - _RESENT_AFTER if failure.sent_again else failure.since
+        return failure.since <= self.until and failure.until >= self.since
 
 
 @dataclass

@@ -49,7 +49,7 @@ class Objects:
         draw = self._rng.random()
         number = self._rng.randrange(COUNT)
         service = self._service(number)
-        if draw < _RECREATED:
+        if draw < _RECREATED and "healthCheckNodePort" not in service["spec"]:  # keeps descriptors equal
             changes = [Change(_key(service) in self._held, service)]
         elif draw < _REPORTED:
             service["spec"]["ports"][0]["port"] = self._rng.choice((80, 81, 8000))

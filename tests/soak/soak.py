@@ -25,6 +25,8 @@ from tests.soak.proxy import REPAIRED, Proxy, SoakFailed
 from tests.switch.room import FROM_CLIENT, FROM_NODE, Failure, Load, Room
 
 MODES = ("nftables", "iptables", "userspace", "ebpf")
+RECONNECTED = 5.0
+"""Seconds after which every watch has been started again that ended with the API server."""
 REPAIR_PATIENCE = 20.0
 """Seconds after which a damage counts as unnoticed."""
 
@@ -273,7 +275,8 @@ class Soak:
     # Checks ----------------------------------------------------------------------------------
 
     def _await_rest(self) -> None:
-        """Wait until nothing has been synced for a second."""
+        """Wait until the API server is followed again, and nothing has been synced for a second."""
+        time.sleep(RECONNECTED)
         self.proxy.wait_for("rest", lambda: not any(
             "scope" in entry.fields for entry in self.proxy.entries(time.monotonic() - 1)))  # fmt: skip
 

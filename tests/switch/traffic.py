@@ -131,7 +131,11 @@ class Conversation:
     def go_on(self) -> bool:
         """Something happened. True: it was answered. Raises Failure or OSError."""
         if not self.connected:
-            self.say()
+            dialled = self.since
+            try:
+                self.say()
+            finally:
+                self.since = dialled
             self.connected = True
             return False
         heard, sender = self.socket.recvfrom(100)
