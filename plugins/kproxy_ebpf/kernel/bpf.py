@@ -59,13 +59,17 @@ class LinkInfo(NamedTuple):
 def create_map(name: str, definition: MapDefinition) -> int:
     """Return the descriptor of a new map."""
     kind, key, value, entries, flags = definition
-    types = (0, 0, 0)
-    if kind == SK_STORAGE:  # The kernel wants types for it: an int and a struct of the value's size.
-        types = (_load_types(value), 1, 2)
-    return _call(
-        _MAP_CREATE,
-        struct.pack("=IIIIIII16sIIII", kind, key, value, entries, flags, 0, 0, name[:15].encode(), 0, *types),
-    )[0]
+    types = 0
+    try:
+        if kind == SK_STORAGE:  # The kernel wants types for it: an int and a struct of the value's size.
+            types = _load_types(value)
+        return _call(_MAP_CREATE, struct.pack(
+            "=IIIIIII16sIIII", kind, key, value, entries, flags, 0, 0, name[:15].encode(), 0,
+            types, 1 if types else 0, 2 if types else 0,
+        ))[0]  # fmt: skip
+    finally:
+        if types:
+            os.close(types)
 
 
 def map_definition(fd: int) -> MapDefinition:

@@ -318,3 +318,11 @@ def test_a_compiler_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("kproxy_ebpf.kernel.programs._SCRIPT", str(script))
     with pytest.raises(HostError, match="no LLVM here"):
         Compilation(str(tmp_path / "cache")).result()
+
+
+def test_a_closed_kernel_holds_no_descriptor(settings: Settings, compiled: Compiled) -> None:
+    before = os.listdir("/proc/self/fd")
+    kernel = Kernel(settings)
+    kernel.open(compiled)
+    kernel.close()
+    assert os.listdir("/proc/self/fd") == before
