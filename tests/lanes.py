@@ -20,7 +20,7 @@ from kproxy_core.testing.network.patience import PATIENCE, patience
 
 CHECKOUT = Path(__file__).parents[1]
 MODULES = CHECKOUT / "tests" / "guest" / "modules"
-AT_A_TIME = 3 * (os.cpu_count() or 1)
+AT_A_TIME = 2 * (os.cpu_count() or 1)
 """Lanes that run at a time."""
 REPORTED = 20.0
 """Seconds between two reports of progress."""

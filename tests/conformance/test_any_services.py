@@ -1,7 +1,9 @@
 """Services of any shape, changed at random: packets go where the specification says."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from random import Random
 
@@ -25,6 +27,8 @@ class Play:
 
     def __init__(self, mode: str, family: str, directory: Path) -> None:
         self._mode, self._family = mode, family
+        # A port that is used again within the lifetime of a tracked connection continues that connection.
+        self._source_ports: defaultdict[str, Iterator[int]] = defaultdict(lambda: count(20_000))
         self._stage = Stage(KproxyDriver, directory)
         try:
             self._stage.driver.start(mode, None)
@@ -76,7 +80,8 @@ class Play:
         host, source = ("client", attempt.client) if attempt.client == "crowd5" else (attempt.client, None)
         return dial(
             self._stage.topology[host], resolve(attempt.to, self._family), attempt.port, timeout=timeout,
-            source=source and resolve(source, self._family), protocol=attempt.protocol.lower(),
+            source=source and resolve(source, self._family), source_port=next(self._source_ports[attempt.client]),
+            protocol=attempt.protocol.lower(),
         )  # fmt: skip
 
     def _is_as_good(self, attempt: Attempt, fate: Fate, outcomes: set[str]) -> bool:

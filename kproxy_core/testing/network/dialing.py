@@ -168,12 +168,12 @@ class Conversation:
 
 def dial(
     host: Namespace, address: str, port: int, *, protocol: str = "tcp", source: str | None = None,
-    timeout: float = ATTEMPT_TIMEOUT,
+    source_port: int = 0, timeout: float = ATTEMPT_TIMEOUT,
 ) -> Outcome:  # fmt: skip
-    """Have one fresh conversation, and close it."""
+    """Have one fresh conversation, and close it. *source_port* 0: one that the kernel chooses."""
     try:
         conversation = Conversation(
-            host, address, port, protocol=protocol, source=source, timeout=timeout
+            host, address, port, protocol=protocol, source=source, source_port=source_port, timeout=timeout
         )
     except OSError as error:
         return _failure(error)
