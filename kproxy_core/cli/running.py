@@ -33,7 +33,7 @@ def run(flags: Flags, *, init_only: bool) -> None:
             if init_only:
                 process.set_up(config, registry, configuration)
                 return
-            lock, waited = await_turn(exclusive=config.exclusive)
+            lock, waited = await_turn(config.state_directory, exclusive=config.exclusive)
             if waited:  # The other process may have switched modes.
                 config, registry, configuration = prepare(flags)
             try:

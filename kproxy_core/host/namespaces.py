@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -10,7 +11,18 @@ from pathlib import Path
 from kproxy_core.host.errors import HostError
 
 _CLONE_NEWNET = 0x40000000
+_SO_NETNS_COOKIE = 71
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def namespace_name() -> str:
+    """Return a text that identifies this network namespace among all others since boot."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            cookie = any_socket.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8)
+            return str(int.from_bytes(cookie, "little"))
+        except OSError:
+            return f"inode-{os.stat('/proc/thread-self/ns/net').st_ino}"
 
 
 def in_network_namespaces(act: Callable[[], None]) -> None:

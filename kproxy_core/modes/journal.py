@@ -9,15 +9,15 @@ import enum
 import json
 import logging
 import os
-import socket
 import stat
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from kproxy_core.host.namespaces import namespace_name
+
 log = logging.getLogger("kproxy.run")
 
-_SO_NETNS_COOKIE = 71
 _MOST_BYTES = 4096
 
 
@@ -54,7 +54,7 @@ class Journal:
     """The file of this network namespace in *directory*."""
 
     def __init__(self, directory: str) -> None:
-        self._path = Path(directory) / f"mode-{_namespace()}.json"
+        self._path = Path(directory) / f"mode-{namespace_name()}.json"
 
     def read(self) -> Entry | None:
         """Return the last entry. None: there is none, or the file is unusable, which is logged."""
@@ -123,13 +123,3 @@ class Journal:
 def _belongs_to_another_user(error: Exception) -> bool:
     """Return whether the directory is root's, and this process is not: it cannot have switched modes here."""
     return isinstance(error, PermissionError) and os.geteuid() != 0
-
-
-def _namespace() -> str:
-    """Return a text that identifies this network namespace among all others since boot."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        try:
-            cookie = any_socket.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8)
-            return str(int.from_bytes(cookie, "little"))
-        except OSError:
-            return f"inode-{os.stat('/proc/thread-self/ns/net').st_ino}"

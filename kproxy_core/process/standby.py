@@ -10,32 +10,32 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Final
 
 from kproxy_core.host import privileges
-from kproxy_core.host.netlink.lock import Lock
+from kproxy_core.host.files.lock import FileLock
+from kproxy_core.host.namespaces import namespace_name
 from kproxy_core.process.terms import StartFailed
 
 log = logging.getLogger("kproxy.run")
 
-NAME: Final = "kproxy-serving"
-"""Of the lock."""
 _INTERVAL: Final = 0.1
 """Seconds between attempts to take it."""
 
 
-def await_turn(*, exclusive: bool) -> tuple[Lock | None, bool]:
+def await_turn(directory: str, *, exclusive: bool) -> tuple[FileLock | None, bool]:
     """Wait until no other kproxy serves this network namespace. Return the lock, and whether another had it.
 
-    SIGTERM and SIGINT end the process meanwhile. Without CAP_NET_ADMIN, or where the kernel has no such lock,
-    returns None at once. Raises StartFailed instead of waiting if *exclusive*.
+    The lock is a file in *directory*. SIGTERM and SIGINT end the process meanwhile. Returns None at once
+    without CAP_NET_ADMIN, or where the file cannot be used. Raises StartFailed instead if *exclusive*.
     """
     if "CAP_NET_ADMIN" not in privileges.held():
         return None, False
-    lock: Lock | None = None
+    lock: FileLock | None = None
     try:
-        lock = Lock(NAME)
+        lock = FileLock(Path(directory) / f"serving-{namespace_name()}.lock")
         if lock.acquire():
             return lock, False
         if exclusive:

@@ -80,8 +80,8 @@ class Play:
         host, source = ("client", attempt.client) if attempt.client == "crowd5" else (attempt.client, None)
         return dial(
             self._stage.topology[host], resolve(attempt.to, self._family), attempt.port, timeout=timeout,
-            source=source and resolve(source, self._family), source_port=next(self._source_ports[attempt.client]),
-            protocol=attempt.protocol.lower(),
+            source=source and resolve(source, self._family), protocol=attempt.protocol.lower(),
+            source_port=next(self._source_ports[attempt.client]),
         )  # fmt: skip
 
     def _is_as_good(self, attempt: Attempt, fate: Fate, outcomes: set[str]) -> bool:

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from kproxy_core.host.files.lock import FileLock
 from kproxy_core.host.netlink.commits import generation
-from kproxy_core.host.netlink.lock import Lock
 from kproxy_core.host.netlink.messages import NETLINK_NETFILTER
 from kproxy_core.host.netlink.sockets import NetlinkSocket
-from kproxy_core.process.standby import NAME
 from tests.core.namespaces import Namespace, namespace
 from tests.core.processes import kproxy, running
 from tests.core.test_cli import configuration
@@ -163,20 +162,18 @@ def test_the_mode_that_the_other_process_switched_to_is_kept(
             assert waiting.get(10249, "/proxyMode") == (200, "iptables")
 
 
-def test_a_flush_of_the_ruleset_does_not_release_the_lock(node: Namespace) -> None:
-    first, second = node.inside(lambda: Lock(NAME)), node.inside(lambda: Lock(NAME))
+def test_processes_in_other_network_namespaces_do_not_wait(node: Namespace, manifests: Path) -> None:
+    with namespace() as other, running(node, "--mode=nftables", f"--manifests={manifests}") as serving:
+        serving.await_health()
+        with running(other, "--mode=nftables", f"--manifests={manifests}") as second:
+            second.await_health()
+            assert serving.health()[0] == second.health()[0] == 200
+
+
+def test_the_lock_is_released_with_the_process_that_has_it(tmp_path: Path) -> None:
+    first, second = FileLock(tmp_path / "lock"), FileLock(tmp_path / "lock")
     assert first.acquire()
-    node.nft("flush ruleset")
     assert not second.acquire()
     first.release()
     assert second.acquire()
     second.release()
-    assert node.run("nft", "list", "ruleset") == ""
-
-
-def test_a_table_that_no_process_owns_is_no_lock(node: Namespace) -> None:
-    node.nft(f"add table inet {NAME}")
-    lock = node.inside(lambda: Lock(NAME))
-    with pytest.raises(FileExistsError):
-        lock.acquire()
-    lock.release()
