@@ -70,6 +70,7 @@ ALL = (
     *_scenarios("iptables-legacy", 2),
     *_scenarios("nftables", 2),
     *_scenarios("nftables-through-api", 2),
+    *_scenarios("ebpf", 2),
     Lane("core", ("tests/core",)),
     Lane("kit", ("tests/kit", *_NOT_IN_A_GUEST)),
     Lane("leftovers", ("tests/leftovers", *_NOT_IN_A_GUEST)),
