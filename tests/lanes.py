@@ -42,7 +42,8 @@ class Lane:
     def command(self) -> list[str]:
         if self.is_program:
             return list(self.arguments)
-        return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *self.arguments]
+        pytest = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5")
+        return [*pytest, *self.arguments]
 
 
 def _program(name: str) -> str:
