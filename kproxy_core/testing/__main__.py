@@ -14,7 +14,8 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from kproxy_core.testing.drivers.driver import Driver
+from kproxy_core.testing.drivers.backend import BackendDriver
+from kproxy_core.testing.drivers.driver import NODE_CGROUP, Driver
 from kproxy_core.testing.drivers.kproxy import KPROXY, KproxyDriver, ThroughApiDriver
 from kproxy_core.testing.drivers.kube_proxy import KubeProxyDriver
 from kproxy_core.testing.network.addresses import FAMILIES
@@ -22,9 +23,9 @@ from kproxy_core.testing.network.topology import Topology
 from kproxy_core.testing.suite.scenario import SCENARIOS, Scenario, find
 from kproxy_core.testing.suite.stage import FAILED, PASSED, SKIPPED, Result, Stage
 
-SOCKET_MODES = ("ebpf",)
-"""Modes that work at the sockets of the node and its pods."""
-DRIVERS = (KproxyDriver.name, ThroughApiDriver.name, KubeProxyDriver.name)
+OPTIONS = {"ebpf": {"cgroup": NODE_CGROUP}}
+"""Options of modes that work at the sockets of the node and its pods."""
+DRIVERS = (BackendDriver.name, KproxyDriver.name, ThroughApiDriver.name, KubeProxyDriver.name)
 
 
 def _arguments() -> argparse.Namespace:
@@ -76,11 +77,13 @@ def _play(options: argparse.Namespace, scenarios: list[Scenario], directory: Pat
                 topology, directory, options.command or "kube-proxy",
                 apiserver=options.apiserver, etcd=options.etcd,
             )  # fmt: skip
+        if options.driver == BackendDriver.name:
+            return BackendDriver(topology, directory, options=OPTIONS)
         kind = KproxyDriver if options.driver == KproxyDriver.name else ThroughApiDriver
-        return kind(topology, directory, options.command or KPROXY)
+        return kind(topology, directory, options.command or KPROXY, OPTIONS)
 
     results = []
-    with Stage(make_driver, directory, at_sockets=options.mode in SOCKET_MODES) as stage:
+    with Stage(make_driver, directory, at_sockets=options.mode in OPTIONS) as stage:
         for scenario in sorted(scenarios, key=lambda s: (json.dumps(s.config, sort_keys=True), s.name)):
             for family in options.family or FAMILIES:
                 result = stage.play(scenario, options.mode, family)

@@ -11,11 +11,10 @@ import pytest
 
 from kproxy_core.testing.conformance.checks import Failed
 from kproxy_core.testing.conformance.subject import Wanted
-from kproxy_core.testing.drivers.driver import Driver, merged
+from kproxy_core.testing.drivers.driver import Driver
 from kproxy_core.testing.drivers.kproxy import KPROXY, KproxyDriver
 from kproxy_core.testing.network.addresses import FAMILIES
 from kproxy_core.testing.network.topology import Topology
-from kproxy_core.testing.suite.objects import Json
 from kproxy_core.testing.suite.scenario import Scenario, find
 from kproxy_core.testing.suite.stage import FAILED, SKIPPED, Stage
 
@@ -23,18 +22,6 @@ MARK = "kproxy"
 """Marker of everything that the plugin adds."""
 
 _STAGE = pytest.StashKey[Stage]()
-
-
-class _Driver(KproxyDriver):
-    """kproxy with the plugins and options that the author asks for."""
-
-    def __init__(self, topology: Topology, directory: Path, wanted: Wanted) -> None:
-        plugins = [word for plugin in wanted.plugins for word in ("-p", plugin)]
-        super().__init__(topology, directory, shlex.join([KPROXY, *plugins]))
-        self._options = {wanted.mode: dict(wanted.options)}
-
-    def finish_config(self, config: Json) -> Json:
-        return merged(super().finish_config(config), {"kproxy": {"backendOptions": self._options}})
 
 
 class ScenarioItem(pytest.Item):
@@ -69,7 +56,9 @@ class ScenarioItem(pytest.Item):
         stash = self.session.stash
         if _STAGE not in stash:
             def make_driver(topology: Topology, directory: Path) -> Driver:
-                return _Driver(topology, directory, self._wanted)
+                plugins = [word for plugin in self._wanted.plugins for word in ("-p", plugin)]
+                options = {self._wanted.mode: self._wanted.options}
+                return KproxyDriver(topology, directory, shlex.join([KPROXY, *plugins]), options)
 
             stash[_STAGE] = Stage(make_driver, Path(tempfile.mkdtemp(prefix="kproxy-scenarios-")))
             self.config.add_cleanup(stash[_STAGE].close)

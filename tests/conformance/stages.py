@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.testing.drivers.driver import Driver
+from kproxy_core.testing.drivers.driver import NODE_CGROUP, Driver
 from kproxy_core.testing.drivers.kproxy import KproxyDriver, ThroughApiDriver
 from kproxy_core.testing.network.topology import Topology
 from kproxy_core.testing.suite.stage import Stage
 from tests.conformance.cases import LEGACY, THROUGH_API
 
-AT_SOCKETS = ("ebpf",)
-"""Modes that work at the sockets of the node and its pods."""
+OPTIONS = {"ebpf": {"cgroup": NODE_CGROUP}}
+"""Options of modes that work at the sockets of the node and its pods."""
 
 
 class Stages:
@@ -36,9 +36,9 @@ class Stages:
 
             def make_driver(topology: Topology, directory: Path) -> Driver:
                 kind = ThroughApiDriver if mode.endswith(THROUGH_API) else KproxyDriver
-                return kind(topology, directory)
+                return kind(topology, directory, options=OPTIONS)
 
-            self._stage = Stage(make_driver, directory, at_sockets=mode in AT_SOCKETS)
+            self._stage = Stage(make_driver, directory, at_sockets=mode in OPTIONS)
             self._mode = mode
         return self._stage
 

@@ -27,7 +27,10 @@ ROOMS: dict[str, frozenset[str]] = {
          "backend", "plan", "model"}
     ),
     "explain": frozenset({"backend", "plan", "model"}),
-    "testing": frozenset({"backend", "plan", "model"}),
+    "testing": frozenset(
+        {"process", "modes", "sync", "timing", "sources", "store", "config", "host", "backend", "plan",
+         "model"}
+    ),
 }
 """The rooms of the core that each room may import, apart from itself. `cli` may import all."""
 

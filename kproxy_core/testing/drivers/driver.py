@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -36,6 +37,14 @@ BASE_CONFIG: Mapping[str, Any] = {
     "nftables": {"minSyncPeriod": "50ms"},
     "ipvs": {"minSyncPeriod": "50ms"},
 }
+
+
+NODE_CGROUP = "$node_cgroup"
+"""A backend option's value that stands for the path of the cgroup of the node's and its pods' sockets."""
+
+Options = Mapping[str, Mapping[str, object]]
+"""Backend options by mode, as in ``kproxy.backendOptions``."""
+NO_OPTIONS: Options = MappingProxyType({})
 
 
 def merged(base: Mapping[str, Any], override: Mapping[str, Any] | None) -> Json:
@@ -89,10 +98,12 @@ class Driver:
 
     name = ""
 
-    def __init__(self, topology: Topology, directory: Path) -> None:
+    def __init__(self, topology: Topology, directory: Path, options: Options = NO_OPTIONS) -> None:
         """*directory* is for logs and configuration files."""
         self.node = topology["node"]
         self.directory = directory
+        self._options = options
+        self._cgroup = topology.node_cgroup
         self._settings: tuple[str, str] | None = None
 
     def apply(self, obj: Json) -> None:
@@ -120,6 +131,15 @@ class Driver:
 
     def check(self) -> None:
         """Raise DriverError if the proxy ended by itself."""
+
+    def complete_config(self, mode: str, config: Mapping[str, Any] | None) -> Json:
+        """Return the KubeProxyConfiguration for *mode* with the settings of a scenario."""
+        complete = merged({**BASE_CONFIG, "mode": mode}, config)
+        for name, value in self._options.get(mode, {}).items():
+            if value == NODE_CGROUP and self._cgroup is not None:
+                value = str(self._cgroup.path)
+            complete = merged(complete, {"kproxy": {"backendOptions": {mode: {name: value}}}})
+        return complete
 
     def start(self, mode: str, config: Mapping[str, Any] | None) -> None:
         """Start the proxy in *mode*, and return when it is ready. Raises DriverError."""
@@ -152,8 +172,10 @@ def _settings(mode: str, config: Mapping[str, Any] | None) -> tuple[str, str]:
 class ProxyDriver(Driver):
     """A proxy that is a process of its own, started by a command line."""
 
-    def __init__(self, topology: Topology, directory: Path, command: str) -> None:
-        super().__init__(topology, directory)
+    def __init__(
+        self, topology: Topology, directory: Path, command: str, options: Options = NO_OPTIONS
+    ) -> None:
+        super().__init__(topology, directory, options)
         self._command = shlex.split(command)
         self._process: Process | None = None
 
@@ -161,12 +183,8 @@ class ProxyDriver(Driver):
         """Return the command line options that start the proxy."""
         raise NotImplementedError
 
-    def finish_config(self, config: Json) -> Json:
-        """Return *config* with what this driver needs."""
-        return config
-
     def _start(self, mode: str, config: Mapping[str, Any] | None) -> None:
-        complete = self.finish_config(merged({**BASE_CONFIG, "mode": mode}, config))
+        complete = self.complete_config(mode, config)
         text = yaml.safe_dump(complete)
         digest = hashlib.sha256(text.encode()).hexdigest()[:8]
         path = self.directory / f"config-{mode}-{digest}.yaml"

@@ -10,7 +10,7 @@ import yaml
 
 from kproxy_core.testing.apiserver.server import Server
 from kproxy_core.testing.apiserver.store import Store
-from kproxy_core.testing.drivers.driver import ProxyDriver, merged
+from kproxy_core.testing.drivers.driver import NO_OPTIONS, Options, ProxyDriver
 from kproxy_core.testing.network.addresses import NODE
 from kproxy_core.testing.network.topology import Topology
 from kproxy_core.testing.suite.objects import Json, base_objects
@@ -24,9 +24,10 @@ class KproxyDriver(ProxyDriver):
 
     name = "kproxy"
 
-    def __init__(self, topology: Topology, directory: Path, command: str = KPROXY) -> None:
-        super().__init__(topology, directory, command)
-        self._cgroup = topology.node_cgroup
+    def __init__(
+        self, topology: Topology, directory: Path, command: str = KPROXY, options: Options = NO_OPTIONS
+    ) -> None:
+        super().__init__(topology, directory, command, options)
         self._prepare()
         for obj in base_objects():
             self.apply(obj)
@@ -34,12 +35,6 @@ class KproxyDriver(ProxyDriver):
     def _prepare(self) -> None:
         self._manifests = self.directory / "manifests"
         self._manifests.mkdir()
-
-    def finish_config(self, config: Json) -> Json:
-        if self._cgroup is None:
-            return config
-        options = {config["mode"]: {"cgroup": str(self._cgroup.path)}}
-        return merged(config, {"kproxy": {"backendOptions": options}})
 
     def apply(self, obj: Json) -> None:
         path = self._path(obj)

@@ -162,9 +162,10 @@ class KubeProxyDriver(ProxyDriver):
         if status >= 400 and status != 404:
             raise DriverError(f"cannot delete {obj['kind']}: {text}")
 
-    def finish_config(self, config: Json) -> Json:
+    def complete_config(self, mode: str, config: Mapping[str, Any] | None) -> Json:
         connection = {"kubeconfig": str(self._kubeconfig)}
-        return {**config, "hostnameOverride": NODE, "clientConnection": connection}
+        complete = super().complete_config(mode, config)
+        return {**complete, "hostnameOverride": NODE, "clientConnection": connection}
 
     def arguments(self, mode: str, config: Path) -> list[str]:
         return [f"--config={config}", f"--hostname-override={NODE}"]

@@ -13,6 +13,9 @@ from kproxy_core.testing.network.addresses import FAMILIES
 SCENARIOS = Path(__file__).parents[1] / "scenarios"
 """The scenarios that every proxy is played."""
 
+BACKEND = "backend"
+"""The driver that plays with a backend in this process."""
+
 Step = Mapping[str, Any]
 
 _KEYS = {
@@ -41,6 +44,11 @@ class Scenario:
     oracle_differs: str = ""
     """Why kube-proxy is known to fail it."""
 
+    @property
+    def needs_process(self) -> bool:
+        """Pages of a server, a killed process or a second mode, which only a whole proxy has."""
+        return any(map(_needs_process, self.steps))
+
     def unsuitable_for(self, mode: str, family: str, driver: str) -> str:
         """Return why the scenario does not apply; "" if it does."""
         if self.modes and mode not in self.modes:
@@ -49,9 +57,18 @@ class Scenario:
             return f"not for {family}"
         if self.drivers and driver not in self.drivers:
             return f"not for driver {driver}"
+        if self.needs_process and driver == BACKEND:
+            return "needs a whole proxy"
         if self.oracle_differs and driver == "kube-proxy":
             return f"kube-proxy differs: {self.oracle_differs}"
         return ""
+
+
+def _needs_process(step: Step) -> bool:
+    if "repeat" in step:
+        return any(map(_needs_process, step["repeat"]["steps"]))
+    proxy = step.get("proxy")
+    return "http" in step or proxy == "kill" or (isinstance(proxy, Mapping) and "mode" in proxy)
 
 
 def read(path: Path) -> Scenario:

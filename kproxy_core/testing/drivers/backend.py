@@ -1,0 +1,133 @@
+"""A backend in this process, on the node of the topology, driven by kproxy's own loop.
+
+The loop has a thread in the node's network namespace, so all that the backend creates belongs to the node,
+and damage is repaired while a scenario waits. Breakpoints and coverage work as in any test.
+"""
+
+import json
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kproxy_core.backend.registry import Registry
+from kproxy_core.config.file import decode
+from kproxy_core.config.flags import Flags
+from kproxy_core.host.netlink.addresses import AddressWatch
+from kproxy_core.model.address import Family
+from kproxy_core.modes.starting import start_backend
+from kproxy_core.process.terms import Configuration, backend_settings, node_settings, pacing
+from kproxy_core.sources.directory.inventory import Inventory
+from kproxy_core.sources.directory.manifests import read_manifest
+from kproxy_core.store.store import Store
+from kproxy_core.sync.loop import Loop
+from kproxy_core.sync.node_facts import NodeFacts
+from kproxy_core.sync.stale_flows import CleanupResult, FlowCleaner, StaleFlowObserver
+from kproxy_core.testing.drivers.driver import NO_OPTIONS, Driver, DriverError, Options
+from kproxy_core.testing.network.addresses import NODE
+from kproxy_core.testing.network.topology import Topology
+from kproxy_core.testing.suite.objects import Json, base_objects, key_of
+from kproxy_core.testing.suite.scenario import BACKEND
+
+_FAMILIES = tuple(Family)
+
+
+class BackendDriver(Driver):
+    """The loop, the store and the deletion of stale flows around one backend."""
+
+    name = BACKEND
+
+    def __init__(
+        self, topology: Topology, directory: Path, plugins: Sequence[str] = (), options: Options = NO_OPTIONS
+    ) -> None:
+        """*plugins*: as ``kproxy -p`` takes them."""
+        super().__init__(topology, directory, options)
+        self.registry = Registry(plugins=tuple(plugins))
+        self._objects = {key_of(obj): obj for obj in base_objects()}
+        self._cleaner = FlowCleaner(self._flows_cleaned)
+        self._mode = ""
+        self._loop: Loop | None = None
+        self._problem = ""
+
+    def apply(self, obj: Json) -> None:
+        self._objects[key_of(obj)] = obj
+        self._emit([obj])
+
+    def delete(self, obj: Mapping[str, Any]) -> None:
+        if self._objects.pop(key_of(obj), None) is not None and self._loop is not None:
+            self._loop.emit(self._inventory.apply({_file_of(obj): None}))
+
+    def _emit(self, objects: Sequence[Json]) -> None:
+        if self._loop is not None:
+            files = {_file_of(obj): read_manifest(_file_of(obj), json.dumps(obj).encode()) for obj in objects}
+            self._loop.emit(self._inventory.apply(files))
+
+    def _start(self, mode: str, config: Mapping[str, Any] | None) -> None:
+        complete = {**self.complete_config(mode, config), "hostnameOverride": NODE}
+        configuration = Configuration(Flags(), decode(yaml.safe_dump(complete)))
+        self._mode, self._config = mode, configuration.of(mode)
+        self._backend_settings = backend_settings(self._config, _FAMILIES)
+        self._problem = ""
+        with self.node.entered():
+            self.instance = start_backend(self.registry, mode, self._backend_settings)
+            flows = StaleFlowObserver(_FAMILIES, self._cleaner)
+            self._finish_flows = flows.finish
+            self._inventory = Inventory(NODE)
+            self._loop = Loop(
+                _FAMILIES, Store(_FAMILIES, (), time.time()),
+                NodeFacts(node_settings(self._config, self.registry.load(mode)), frozenset()),
+                self.instance, [flows],
+                pacing=lambda: pacing(self._config), clock=time.monotonic, cpu=time.thread_time,
+            )  # fmt: skip
+            self._watch = AddressWatch(self._loop.set_addresses, self.registry.is_of_node)
+            self._loop.set_addresses(self._watch.addresses)
+            self._emit(list(self._objects.values()))
+            self._thread = threading.Thread(
+                target=self._run, args=(self._loop,), name="kproxy-loop", daemon=True
+            )
+            self._thread.start()
+
+    def _run(self, loop: Loop) -> None:
+        try:
+            loop.run()
+        except Exception:  # noqa: BLE001 - whatever a backend raises is told where the scenario is played
+            self._problem = traceback.format_exc()
+
+    def _flows_cleaned(self, result: CleanupResult) -> None:
+        if self._loop is not None:
+            self._loop.post(partial(self._finish_flows, result))
+
+    @property
+    def is_running(self) -> bool:
+        return self._loop is not None and not self._problem
+
+    def check(self) -> None:
+        if self._problem:
+            raise DriverError(f"the loop ended:\n{self._problem}")
+
+    def stop(self, with_signal: signal.Signals = signal.SIGTERM) -> None:
+        """Close the backend. *with_signal* makes no difference within a process."""
+        if self._loop is not None:
+            loop, self._loop = self._loop, None
+            loop.stop()
+            self._thread.join()
+            with self.node.entered():
+                self._watch.close()
+                self.registry.close_backend(self.instance)
+
+    def cleanup(self) -> None:
+        with self.node.entered():
+            for layer in reversed(self.registry.layers(self._mode)):
+                left = self.registry.cleanup(layer, self._backend_settings, dry_run=False)
+                if left.errors:
+                    raise DriverError(f"kproxy_cleanup: {'; '.join(left.errors)}")
+
+
+def _file_of(obj: Mapping[str, Any]) -> str:
+    return "_".join(key_of(obj)) + ".json"
