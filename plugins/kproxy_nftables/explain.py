@@ -39,9 +39,9 @@ def frontends(family: Family) -> list[Frontend]:
     kernel = Kernel()
     try:
         found = [Frontend(Address(key[:family.size]), *parse_port_key(key[family.size:]))
-                 for key, _ in kernel.elements(family, VIPS)]  # fmt: skip
+                 for key in kernel.elements(family, VIPS)]  # fmt: skip
         return found + [
-            Frontend(None, *parse_port_key(key)) for key, _ in kernel.elements(family, NODE_PORTS)]
+            Frontend(None, *parse_port_key(key)) for key in kernel.elements(family, NODE_PORTS)]
     finally:
         kernel.close()
 

@@ -97,7 +97,7 @@ class FamilyState:
         wanted = _object_names(plans, templates)
         self._bring_rules(skeleton.rules_text(node, templates, plans.values()), wanted)
         actual: Contents = {
-            container: dict(self._kernel.elements(self._family, container))
+            container: self._kernel.elements(self._family, container)
             for container in names.ELEMENT_CONTAINERS
         }
         applied = Applied(recover_all(plans, actual))
@@ -164,7 +164,7 @@ class FamilyState:
         return [
             (container, client, where)
             for container, allowed in pinned.items()
-            for client, where in self._kernel.elements(self._family, container)
+            for client, where in self._kernel.elements(self._family, container).items()
             if where not in allowed
         ]
 

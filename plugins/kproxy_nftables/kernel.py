@@ -7,8 +7,8 @@ import errno
 import os
 import re
 import socket
-from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from kproxy_core.backend.errors import SyncFailed, TrustLost, Unsupported
 from kproxy_core.host.netlink import commits
@@ -33,6 +33,8 @@ from kproxy_nftables.wanted import Element, Value
 
 if TYPE_CHECKING:
     from nftables import Nftables
+
+T = TypeVar("T")
 
 _TABLE_ATTRIBUTE = 1
 _NAME_ATTRIBUTE = {GETCHAIN: 3, GETSET: 2}
@@ -97,10 +99,9 @@ class Kernel:
                     raise TrustLost(f"nf_tables, after {written} transactions: {error.strerror}") from error
                 raise _failure(error) from error
 
-    def elements(self, family: Family, container: str) -> Iterator[tuple[bytes, Value]]:
-        """Yield the elements of a map or set, in no order; none if it does not exist."""
-        for span in self._dump(GETSETELEM, family, element_list(container)):
-            yield from parse_elements(*span)
+    def elements(self, family: Family, container: str) -> dict[bytes, Value]:
+        """Return the elements of a map, or of a set without intervals; none if it does not exist."""
+        return self._dump(GETSETELEM, family, element_list(container), _elements) or {}
 
     def element(self, family: Family, container: str, key: bytes) -> Value:
         """Return the value of one element of a map. Raises KeyError if it does not exist."""
@@ -143,7 +144,7 @@ class Kernel:
         return {
             (NFT_FAMILY[family], netlink.text(netlink.attributes(*span)[_TABLE_ATTRIBUTE]))
             for family in Family
-            for span in self._dump(GETTABLE, family, b"")
+            for span in self._objects(GETTABLE, family, b"")
         }
 
     def chains(self, family: Family) -> set[str]:
@@ -162,10 +163,14 @@ class Kernel:
         objects: list[Object] = []
         for kind in KINDS:
             of_table = netlink.text_attribute(_TABLE_ATTRIBUTE, TABLE) if kind in (GETRULE, GETSET) else b""
-            objects += parse_objects(kind, self._dump(kind, family, of_table), wanted)
+            objects += parse_objects(kind, self._objects(kind, family, of_table), wanted)
         constant = [SERVICE_CIDRS, *(item.name for item in objects if is_anonymous(item.name))]
         for name in constant:
-            elements = sorted((key, str(value)) for key, value in self.elements(family, name))
+            elements = sorted(
+                (key, str(value))
+                for span in self._objects(GETSETELEM, family, element_list(name))
+                for key, value in parse_elements(*span)
+            )
             objects.append(Object(GETSETELEM, name, repr(elements).encode()))
         return fingerprint(objects)
 
@@ -179,23 +184,28 @@ class Kernel:
     def _names(self, kind: int, family: Family) -> set[str]:
         of_table = netlink.text_attribute(_TABLE_ATTRIBUTE, TABLE) if kind == GETSET else b""
         found = set()
-        for span in self._dump(kind, family, of_table):
+        for span in self._objects(kind, family, of_table):
             named = netlink.attributes(*span)
             if netlink.text(named[_TABLE_ATTRIBUTE]) == TABLE:
                 found.add(netlink.text(named[_NAME_ATTRIBUTE[kind]]))
         return found
 
-    def _dump(self, kind: int, family: Family, of: bytes) -> list[netlink.Span]:
+    def _objects(self, kind: int, family: Family, of: bytes) -> list[netlink.Span]:
         """Return the attributes of every answer to a dump request; none if its subject does not exist."""
+        return self._dump(kind, family, of, lambda answers: list(map(_attributes, answers))) or []
+
+    def _dump(
+        self, kind: int, family: Family, of: bytes, collect: Callable[[Iterator[netlink.Span]], T]
+    ) -> T | None:
+        """Return what *collect* makes of the answers to a request; None if its subject does not exist."""
         try:
-            found = self._connection().dump(kind, payload(family, of), list)
+            return self._connection().dump(kind, payload(family, of), collect)
         except FileNotFoundError:
-            return []
+            return None
         except InterruptedError as error:
             raise TrustLost("the rules changed during every attempt to read them") from error
         except OSError as error:
             raise _failure(error) from error
-        return [(data, start + netlink.NFGENMSG.size, end) for data, start, end in found]
 
     def _connection(self) -> NetlinkSocket:
         if self._socket is None:
@@ -229,6 +239,30 @@ class Kernel:
                         self.own_ports.add(duplicate.getsockname()[0])
             except OSError:
                 continue
+
+
+def _attributes(answer: netlink.Span) -> netlink.Span:
+    """Return the part of *answer* that follows the header of nfnetlink."""
+    data, start, end = answer
+    return data, start + netlink.NFGENMSG.size, end
+
+
+def _elements(answers: Iterator[netlink.Span]) -> dict[bytes, Value]:
+    """Collect the elements in *answers*. Raises InterruptedError if some are missing.
+
+    For each part of a dump the kernel walks the hash table from its start, and skips as many elements as it
+    has sent (nft_rhash_walk). Soon after many additions or deletions it resizes the table, which changes the
+    order. It does not set NLM_F_DUMP_INTR then, but sends another element twice for each one that is missing.
+    """
+    found: dict[bytes, Value] = {}
+    sent = 0
+    for answer in answers:
+        elements = list(parse_elements(*_attributes(answer)))
+        sent += len(elements)
+        found.update(elements)
+    if sent != len(found):
+        raise InterruptedError(errno.EINTR, "a hash table was resized while it was read")
+    return found
 
 
 def first_line(text: str | None) -> str:
