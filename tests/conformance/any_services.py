@@ -3,7 +3,8 @@
 Nothing of kproxy is used here, for this judges it. Endpoints and clients are hosts of the harness's topology.
 """
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, NamedTuple
@@ -62,6 +63,11 @@ class Attempt(NamedTuple):
     @property
     def sticky(self) -> bool:
         return "sessionAffinity" in self.service
+
+    @property
+    def affinity(self) -> tuple[str, str, str]:
+        """The client and the service port for which it may be pinned, whichever frontend it uses."""
+        return self.client, self.service["name"], self.name
 
     def __str__(self) -> str:
         return f"{self.client} to {self.kind} {self.to}:{self.port}/{self.protocol} of {self.service}"
@@ -204,6 +210,19 @@ class World:
                  for at in range(_PORTS) for protocol in ("TCP", "UDP") if random.random() < 0.9]
         return {"service": f"any{number}", "name": f"any{number}-{piece}", "ports": ports,
                 "endpoints": endpoints}
+
+
+def turns(attempts: Iterable[Attempt]) -> list[list[Attempt]]:
+    """Group *attempts*: those of one group are made one after the other.
+
+    Sticky attempts of a client at several frontends of a service port share a group. If two overlapped, both
+    could choose an endpoint before the client is pinned. With a Local policy, one may pin the client where
+    the other's frontend leads, too, and change the endpoint of its next connection, as with kube-proxy.
+    """
+    found: defaultdict[object, list[Attempt]] = defaultdict(list)
+    for number, attempt in enumerate(attempts):
+        found[attempt.affinity if attempt.sticky else number].append(attempt)
+    return list(found.values())
 
 
 def _admitted(attempt: Attempt) -> bool:

@@ -1,7 +1,7 @@
 """Services of any shape, changed at random: packets go where the specification says."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
@@ -14,12 +14,14 @@ from kproxy_core.testing.network.addresses import FAMILIES, resolve
 from kproxy_core.testing.network.dialing import Outcome, dial
 from kproxy_core.testing.suite import objects
 from kproxy_core.testing.suite.stage import Stage
-from tests.conformance.any_services import Attempt, Fate, World
+from tests.conformance.any_services import Attempt, Fate, Where, World, turns
 
 ROUNDS = 40
 SIDE_BY_SIDE = 16
 TRIES = 10
-"""Connections for each endpoint that may be reached: one that is never chosen is then noticed."""
+"""Connections for each endpoint that may be reached: one that must not be is then noticed."""
+MOST_TRIES = 40
+"""Connections for each endpoint until all have been reached: random choice misses one in 10^16 runs."""
 
 
 class Play:
@@ -51,11 +53,13 @@ class Play:
 
     def problem(self, attempt: Attempt, fate: Fate) -> str:
         """Return how the result of *attempt* differs from its *fate*; "": not at all."""
-        tries = 1
+        tries = most = 1
         if fate.outcome == "reached":
-            tries = 2 if attempt.sticky else TRIES * len(fate.endpoints)
-        seen = []
-        for _ in range(tries):
+            tries = most = 2
+            if not attempt.sticky:
+                tries, most = TRIES * len(fate.endpoints), MOST_TRIES * len(fate.endpoints)
+        seen: list[Outcome] = []
+        while len(seen) < tries or (len(seen) < most and _reached(seen) < fate.endpoints):
             seen.append(self._try(attempt, 2.0 if fate.outcome == "reached" else 0.4))
             if seen[-1].kind != "reached":
                 break
@@ -64,7 +68,7 @@ class Play:
             return f"{attempt}: {outcomes} instead of {fate}"
         if fate.outcome != "reached":
             return ""
-        reached = {(outcome.endpoint, outcome.port) for outcome in seen}
+        reached = _reached(seen)
         if not reached <= fate.endpoints or (reached != fate.endpoints and not attempt.sticky):
             return f"{attempt}: reached {sorted(reached)} instead of {fate}"
         if attempt.sticky and len(reached) > 1 and self._mode == "nftables":
@@ -98,6 +102,10 @@ class Play:
         return bool(outcomes) and outcomes <= good
 
 
+def _reached(outcomes: Iterable[Outcome]) -> set[Where]:
+    return {(outcome.endpoint, outcome.port) for outcome in outcomes}
+
+
 @pytest.fixture
 def play(mode: str, family: str, tmp_path: Path) -> Iterator[Play]:
     play = Play(mode, family, tmp_path)
@@ -113,7 +121,24 @@ def test_packets_go_where_the_specification_says(play: Play, mode: str, family: 
     world = World(Random(f"{mode} {family}"))
     for _ in range(ROUNDS):
         play.apply(world)
-        expected = [(attempt, world.fate(attempt)) for attempt in world.attempts()]
         with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-            problems = list(pool.map(lambda each: play.problem(*each), expected))
-        assert [problem for problem in problems if problem] == []
+            problems = pool.map(
+                lambda turn: [play.problem(attempt, world.fate(attempt)) for attempt in turn],
+                turns(world.attempts()),
+            )
+            assert [problem for turn in problems for problem in turn if problem] == []
+
+
+def test_attempts_that_share_an_affinity_take_turns() -> None:
+    world = World(Random(1))
+    sticky: set[tuple[str, str, str]] = set()
+    for _ in range(ROUNDS):
+        list(world.change())
+        attempts = list(world.attempts())
+        groups = turns(attempts)
+        assert sorted(map(str, attempts)) == sorted(str(each) for turn in groups for each in turn)
+        shared = [turn[0].affinity for turn in groups if turn[0].sticky]
+        assert len(shared) == len(set(shared))
+        assert all(each.affinity == turn[0].affinity for turn in groups for each in turn)
+        sticky.update(turn[0].affinity for turn in groups if len(turn) > 1)
+    assert sticky
