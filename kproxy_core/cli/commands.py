@@ -5,13 +5,10 @@ from typing import Any
 
 import click
 
-from kproxy_core.cli.options import NORMAL, FlagCommand, FlagGroup, given, parsed, with_flags
+from kproxy_core.cli.inspection.commands import COMMANDS
+from kproxy_core.cli.options import NORMAL, TEXT_OR_JSON, FlagCommand, FlagGroup, given, parsed, with_flags
 from kproxy_core.cli.running import cli_errors
 from kproxy_core.config.flags import OLDER, PROCESS, RULES, spared_by_cleanup, truth, version_told
-
-_TEXT_OR_JSON = click.option(
-    "-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
-
 
 def main() -> None:
     """Run the console script. Exit with status 0, or 1 for every failure."""
@@ -101,7 +98,7 @@ def modes(
 @kproxy.command()
 @click.argument("mode")
 @click.option("--check", is_flag=True, help="Only say what would change for this node's Services.")
-@_TEXT_OR_JSON
+@TEXT_OR_JSON
 def switch(mode: str, check: bool, output: str) -> None:
     """Have the proxy that runs here serve in another MODE. Connections don't notice."""
     from kproxy_core.cli import switching
@@ -114,73 +111,6 @@ def switch(mode: str, check: bool, output: str) -> None:
             raise click.ClickException(f"with {mode} would not serve everything")
     except (NoProxy, RequestRefused) as error:
         raise click.ClickException(str(error)) from error
-
-
-@kproxy.command(cls=FlagCommand)
-@click.argument("words", metavar="[FROM] TO", nargs=-1, required=True)
-@click.option("--from", "sender", metavar="ADDRESS", help="The sender's address.")
-@click.option("--from-pod", "origin", flag_value="pod", help="The sender is a pod of this node.")
-@click.option("--from-node", "origin", flag_value="node", help="The sender is a process of this node.")
-@with_flags(RULES)
-@_TEXT_OR_JSON
-def explain(
-    words: tuple[str, ...], sender: str | None, origin: str | None, output: str, **options: Any
-) -> None:
-    """Explain the fate of packets to a frontend, from the plans and from the kernel.
-
-    TO is ADDRESS:PORT[/PROTOCOL], node:PORT[/PROTOCOL] or NAMESPACE/SERVICE[:PORT NAME]. FROM is an address,
-    pod, node or outside; without it, the answer has one of each. The running proxy answers. With --manifests,
-    --kubeconfig, --master or --config the answer is from those objects, and shows the rules that a proxy
-    would write.
-    """
-    from kproxy_core.cli.explaining import OBJECTS, ask_proxy, explain_objects, formatted
-    from kproxy_core.cli.terminal import show
-    from kproxy_core.explain.request import NoAnswer
-    from kproxy_core.modes.control import NoProxy, RequestRefused
-
-    if len(words) > 2 or (len(words) == 2 and sender):
-        raise click.UsageError("give [FROM] TO")
-    sender = sender or (words[0] if len(words) == 2 else "")
-    request = {"to": words[-1], "from": sender, "origin": origin or ""}
-    flags = given(options)
-    try:
-        if OBJECTS & set(flags):
-            with cli_errors():
-                packets = explain_objects(request, flags)
-        else:
-            packets = ask_proxy(request)
-    except (NoAnswer, NoProxy, RequestRefused) as error:
-        raise click.ClickException(str(error)) from error
-    show(formatted(packets, output))
-
-
-@kproxy.command(cls=FlagCommand)
-@with_flags(RULES)
-@_TEXT_OR_JSON
-@click.pass_context
-def diff(context: click.Context, /, output: str, **options: Any) -> None:
-    """Compare the kernel with the Services, by what it does with packets. Nothing is written.
-
-    Exit status: 0 the same, 1 different, 2 it cannot be told. The running proxy answers. With --manifests,
-    --kubeconfig, --master or --config this process compares, also beside a kube-proxy that writes the rules
-    of the same mode.
-    """
-    from kproxy_core.cli.comparing import UNCLEAR, compare, formatted, status_of
-    from kproxy_core.cli.terminal import show
-    from kproxy_core.explain.request import NoAnswer
-    from kproxy_core.modes.control import NoProxy, RequestRefused
-
-    try:
-        with cli_errors():
-            found = compare(given(options))
-    except click.ClickException as error:
-        error.show()
-        context.exit(UNCLEAR)
-    except (NoAnswer, NoProxy, RequestRefused) as error:
-        click.ClickException(str(error)).show()
-        context.exit(UNCLEAR)
-    show(formatted(found, output))
-    context.exit(status_of(found))
 
 
 @kproxy.command(cls=FlagCommand)
@@ -206,3 +136,7 @@ def render(family: str | None, **options: Any) -> None:
         families = tuple(f for f in Family if family in (None, f.label.lower()))
         for rules in render_manifests(config, registry, families):
             click.echo(rules)
+
+
+for command in COMMANDS:
+    kproxy.add_command(command)

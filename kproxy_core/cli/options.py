@@ -19,6 +19,9 @@ NORMAL = {
 }
 """Settings of every command's context."""
 
+TEXT_OR_JSON = click.option(
+    "-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
+
 _SWITCHES = frozenset(flag.name for flag in FLAGS.values() if not flag.metavar)
 
 

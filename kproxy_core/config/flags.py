@@ -136,6 +136,9 @@ PROCESS = (
 _LOG_FILES = "the log is standard error"
 _LOG_HEADS = "each line begins with its time and level"
 
+SOURCES = tuple(flag for flag in PROCESS if flag.name in ("master", "kubeconfig"))
+"""Flags that say where an API server is."""
+
 OLDER = (
     Flag("healthz-port", "N", "0: no health server; else for a --healthz-bind-address without a port."),
     Flag("metrics-port", "N", "For a --metrics-bind-address without a port."),

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kproxy_core.cli.explaining import OBJECTS, read_objects
+from kproxy_core.cli.inspection.explaining import OBJECTS, read_objects
 from kproxy_core.cli.terminal import bad, good, hint
 from kproxy_core.config.flags import Flags
 from kproxy_core.modes.control import send_request

@@ -1,0 +1,79 @@
+"""The commands that look at a node, and their options."""
+
+from typing import Any
+
+import click
+
+from kproxy_core.cli.options import TEXT_OR_JSON, FlagCommand, given, with_flags
+from kproxy_core.cli.running import cli_errors
+from kproxy_core.config.flags import RULES, SOURCES
+
+
+@click.command(cls=FlagCommand)
+@click.argument("words", metavar="[FROM] TO", nargs=-1, required=True)
+@click.option("--from", "sender", metavar="ADDRESS", help="The sender's address.")
+@click.option("--from-pod", "origin", flag_value="pod", help="The sender is a pod of this node.")
+@click.option("--from-node", "origin", flag_value="node", help="The sender is a process of this node.")
+@with_flags(RULES, SOURCES)
+@TEXT_OR_JSON
+def explain(
+    words: tuple[str, ...], sender: str | None, origin: str | None, output: str, **options: Any
+) -> None:
+    """Explain the fate of packets to a frontend, from the plans and from the kernel.
+
+    TO is ADDRESS:PORT[/PROTOCOL], node:PORT[/PROTOCOL] or NAMESPACE/SERVICE[:PORT NAME]. FROM is an address,
+    pod, node or outside; without it, the answer has one of each. The running proxy answers. With --manifests,
+    --kubeconfig, --master or --config the answer is from those objects, and shows the rules that a proxy
+    would write.
+    """
+    from kproxy_core.cli.inspection.explaining import OBJECTS, ask_proxy, explain_objects, formatted
+    from kproxy_core.cli.terminal import show
+    from kproxy_core.explain.request import NoAnswer
+    from kproxy_core.modes.control import NoProxy, RequestRefused
+
+    if len(words) > 2 or (len(words) == 2 and sender):
+        raise click.UsageError("give [FROM] TO")
+    sender = sender or (words[0] if len(words) == 2 else "")
+    request = {"to": words[-1], "from": sender, "origin": origin or ""}
+    flags = given(options)
+    try:
+        if OBJECTS & set(flags):
+            with cli_errors():
+                packets = explain_objects(request, flags)
+        else:
+            packets = ask_proxy(request)
+    except (NoAnswer, NoProxy, RequestRefused) as error:
+        raise click.ClickException(str(error)) from error
+    show(formatted(packets, output))
+
+
+@click.command(cls=FlagCommand)
+@with_flags(RULES, SOURCES)
+@TEXT_OR_JSON
+@click.pass_context
+def diff(context: click.Context, /, output: str, **options: Any) -> None:
+    """Compare the kernel with the Services, by what it does with packets. Nothing is written.
+
+    Exit status: 0 the same, 1 different, 2 it cannot be told. The running proxy answers. With --manifests,
+    --kubeconfig, --master or --config this process compares, also beside a kube-proxy that writes the rules
+    of the same mode.
+    """
+    from kproxy_core.cli.inspection.comparing import UNCLEAR, compare, formatted, status_of
+    from kproxy_core.cli.terminal import show
+    from kproxy_core.explain.request import NoAnswer
+    from kproxy_core.modes.control import NoProxy, RequestRefused
+
+    try:
+        with cli_errors():
+            found = compare(given(options))
+    except click.ClickException as error:
+        error.show()
+        context.exit(UNCLEAR)
+    except (NoAnswer, NoProxy, RequestRefused) as error:
+        click.ClickException(str(error)).show()
+        context.exit(UNCLEAR)
+    show(formatted(found, output))
+    context.exit(status_of(found))
+
+
+COMMANDS = (explain, diff)
