@@ -16,7 +16,7 @@ from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.fate import Fate, Packet
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 
-CONTRACT = (1, 4)
+CONTRACT = (1, 5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +183,15 @@ class SyncReport:
     """Service ports that are not, or only partly, programmed, with the reason. The cause concerns that
     service port only, such as a port in use; everything else is programmed. After a growing delay they are in
     `Update.changed` again."""
+
+
+class Preview(NamedTuple):
+    """The operations that a full sync would make now."""
+
+    operations: int
+    """Counted as in `SyncReport.operations`."""
+    transaction: str
+    """The operations, constant rules included, as input for the mechanism's own programs; "" if none."""
 
 
 class KernelObject(NamedTuple):

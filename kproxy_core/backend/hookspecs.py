@@ -20,6 +20,7 @@ from kproxy_core.backend.api import (
     KernelSide,
     Leftovers,
     Measurement,
+    Preview,
     Question,
     SyncReport,
     Trial,
@@ -149,6 +150,16 @@ def kproxy_render(update: Update) -> str:
     """Return the complete rules for *update* as text in the mechanism's own language.
 
     Leaves the kernel alone and needs no privileges.
+    """
+    raise NotImplementedError
+
+
+@hookspec(firstresult=True)
+def kproxy_preview(update: Update) -> Preview:
+    """Return the operations with which a `Scope.RESYNC` would bring the kernel to *update* now.
+
+    Optional; serves ``kproxy plan`` and ``kproxy switch --check``. Reads the kernel and changes nothing.
+    Called as `kproxy_explain`, also where another mode serves. Raises BackendError or HostError.
     """
     raise NotImplementedError
 

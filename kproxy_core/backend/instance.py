@@ -9,6 +9,7 @@ from kproxy_core.backend.api import (
     Description,
     KernelSide,
     Measurement,
+    Preview,
     Question,
     SyncReport,
     Update,
@@ -59,6 +60,11 @@ class BackendInstance:
     def render(self, update: Update) -> str:
         """See `hookspecs.kproxy_render`."""
         return str(self._call("kproxy_render", update=update))
+
+    def preview(self, update: Update) -> Preview | None:
+        """See `hookspecs.kproxy_preview`. None: the backend does not implement it."""
+        found: Preview | None = self._call("kproxy_preview", update=update)
+        return found
 
     def explain(self, questions: Sequence[Question], *, live: bool) -> Sequence[KernelSide] | None:
         """See `hookspecs.kproxy_explain`. None: the backend does not implement it."""

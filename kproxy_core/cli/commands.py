@@ -10,6 +10,7 @@ from kproxy_core.cli.options import NORMAL, TEXT_OR_JSON, FlagCommand, FlagGroup
 from kproxy_core.cli.running import cli_errors
 from kproxy_core.config.flags import OLDER, PROCESS, RULES, spared_by_cleanup, truth, version_told
 
+
 def main() -> None:
     """Run the console script. Exit with status 0, or 1 for every failure."""
     try:

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from kproxy_core.cli.inspection.previewing import kernel_lines
 from kproxy_core.cli.terminal import bad, faint, good, is_terminal, show
 from kproxy_core.modes.control import send_request
 
@@ -26,6 +27,8 @@ def check(mode: str, *, as_json: bool) -> bool:
         return True
     if not found["appearing"] and not found["disappearing"]:
         show(f"nothing changes for this node's Services between {now} and {mode}")
+    for line in kernel_lines(mode, found["kernel"]):
+        show(line)
     for caveat in found["appearing"]:
         show(f"{bad('lost') if caveat['lost'] else 'differs'}: {_described(caveat)}")
     for caveat in found["disappearing"]:

@@ -3,10 +3,9 @@
 import logging
 import socket
 import time
-from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kproxy_core import __version__
 from kproxy_core.backend.instance import BackendInstance
@@ -40,8 +39,8 @@ from kproxy_core.observe.sync_observers import HealthCheckObserver, HealthObserv
 from kproxy_core.process import preparation
 from kproxy_core.process.choice import Choice, choose
 from kproxy_core.process.ending import stop_on_signals
-from kproxy_core.process.explaining import compare_running, explain_running, leftovers
 from kproxy_core.process.family_checks import doubts, unservable
+from kproxy_core.process.inspection.running import Inspection
 from kproxy_core.process.steering import FollowedFile, answer_requests
 from kproxy_core.process.terms import (
     Configuration,
@@ -208,12 +207,15 @@ class _Proxy:
         self._tuned = not self._privileged or preparation.tune_conntrack(self._limits, self._events)
         self._server = HttpServer()
         self._loop = self._make_loop(instance)
-        settings_of = self._settings_of = settings_of_modes(configuration, families)
+        settings_of = settings_of_modes(configuration, families)
+        terms = terms_of_modes(configuration, registry, families)
         self._retiring = RetiringModes(registry, settings_of, config.mode)
         self._switch = ModeSwitch(
             self._loop, registry, self._retiring, journal, instance=instance, configured=configuration.mode,
-            terms=terms_of_modes(configuration, registry, families), mode_changed=self._mode_changed,
+            terms=terms, mode_changed=self._mode_changed,
         )
+        self._inspection = Inspection(
+            self._loop, registry, self._switch, settings_of=settings_of, terms=terms)
         self._metrics.add_collector(lambda: [*self._switch.instance.measure(), self._retiring.measure()])
         self._takeover = Takeover(registry, settings_of, self._switch, self._retiring, self._health)
         self._failures: list[str] = []
@@ -258,7 +260,7 @@ class _Proxy:
         followed = FollowedFile(
             self._configuration, self._switch, self._events, partial(self._end, FILE_CHANGED))
         followed.start()
-        control = ControlServer(answer_requests(self._switch, self._explain, self._compare))
+        control = ControlServer(answer_requests(self._switch, self._inspection))
         control.start()
         self._source.start(self._loop.emit)
         try:
@@ -275,16 +277,6 @@ class _Proxy:
             self._registry.close_backend(self._switch.instance)
         if self._failures:
             raise StartFailed("; ".join(self._failures))
-
-    def _explain(self, request: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-        return explain_running(request, self._loop, self._registry, self._switch.instance)
-
-    def _compare(self) -> Sequence[Mapping[str, Any]]:
-        instance = self._switch.instance
-        return [
-            *compare_running(self._loop, instance),
-            *leftovers(self._registry, self._settings_of, instance.mode),
-        ]
 
     def _listen(self) -> None:
         self._server.start()

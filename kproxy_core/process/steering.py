@@ -14,19 +14,14 @@ from kproxy_core.model.service import ServicePortKey
 from kproxy_core.modes.control import Handler, ReportProgress, RequestRefused
 from kproxy_core.modes.switch import Comparison, ModeSwitch, SwitchFailed
 from kproxy_core.observe.events.recorder import EventRecorder
+from kproxy_core.process.inspection.running import Inspection
 from kproxy_core.process.terms import Configuration
 
 log = logging.getLogger("kproxy.run")
 
-Explain = Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]]
-"""Answers a request of ``kproxy explain``: one answer for each packet."""
 
-CompareKernel = Callable[[], Sequence[Mapping[str, Any]]]
-"""Returns the differences between the kernel and the plans."""
-
-
-def answer_requests(switch: ModeSwitch, explain: Explain, compare_kernel: CompareKernel) -> Handler:
-    """Return the handler of the control socket's requests. The last two may raise NoAnswer."""
+def answer_requests(switch: ModeSwitch, inspection: Inspection) -> Handler:
+    """Return the handler of the control socket's requests."""
 
     def answer(request: Mapping[str, Any], report_progress: ReportProgress) -> Mapping[str, Any]:
         try:
@@ -35,11 +30,14 @@ def answer_requests(switch: ModeSwitch, explain: Explain, compare_kernel: Compar
                     switch.switch_to(mode, report_progress)
                     return {"mode": switch.instance.mode, "configured": switch.configured}
                 case {"do": "compare", "mode": str(mode)}:
-                    return {"mode": switch.instance.mode, **_described(switch.compare(mode))}
+                    found = _described(switch.compare(mode))
+                    return {"mode": switch.instance.mode, **found, "kernel": inspection.operations(mode)}
                 case {"do": "explain", "to": str()}:
-                    return {"mode": switch.instance.mode, "packets": explain(request)}
+                    return {"mode": switch.instance.mode, "packets": inspection.explain(request)}
                 case {"do": "diff"}:
-                    return {"mode": switch.instance.mode, "differences": compare_kernel()}
+                    return {"mode": switch.instance.mode, "differences": inspection.differences()}
+                case {"do": "plans"}:
+                    return {"mode": switch.instance.mode, "plans": inspection.plans()}
         except (SwitchFailed, NoAnswer) as error:
             raise RequestRefused(str(error)) from error
         raise RequestRefused("unknown request")

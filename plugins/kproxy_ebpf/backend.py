@@ -12,6 +12,7 @@ from kproxy_core.backend.api import (
     Damage,
     KernelSide,
     Measurement,
+    Preview,
     Question,
     SyncReport,
     Update,
@@ -22,8 +23,10 @@ from kproxy_core.host.errors import HostError
 from kproxy_ebpf.detect import lacking
 from kproxy_ebpf.explain import explain
 from kproxy_ebpf.family import FamilyState
+from kproxy_ebpf.kernel.pinned import pinned_maps
 from kproxy_ebpf.kernel.port import Kernel
 from kproxy_ebpf.kernel.programs import Compilation
+from kproxy_ebpf.preview import preview
 from kproxy_ebpf.render import render_text
 from kproxy_ebpf.settings import read_settings
 from kproxy_ebpf.watch import Watcher
@@ -92,14 +95,24 @@ class EbpfBackend:
         return rules + render_text(update)
 
     @hookimpl(wrapper=True)
+    def kproxy_preview(self, update: Update) -> Generator[None, Preview, Preview]:
+        """Return the base's operations, and those on the maps."""
+        rules = yield
+        maps = preview(update, self._settings)
+        return Preview(rules.operations + maps.operations, rules.transaction + maps.transaction)
+
+    @hookimpl(wrapper=True)
     def kproxy_explain(
         self, questions: Sequence[Question], live: bool
     ) -> Generator[None, Sequence[KernelSide], Sequence[KernelSide]]:
         """Return the base's rules, behind the map elements that programs use for local sockets."""
         rules = yield
-        if live and self._kernel is None:
-            return rules
-        return explain(questions, rules, self._settings, self._kernel if live else None)
+        if not live:
+            return explain(questions, rules, self._settings, None)
+        with pinned_maps(self._settings) as maps:
+            if maps is None or not maps.are_in_use:
+                return rules
+            return explain(questions, rules, self._settings, maps)
 
     @hookimpl(wrapper=True)
     def kproxy_watch(self, damaged: Damage) -> Generator[None, bool, bool]:

@@ -11,6 +11,7 @@ _FRONTEND = struct.Struct("=16sHBB")
 _SERVICE = struct.Struct("=IIII")
 _SLOT = struct.Struct("=II")
 _ENDPOINT = struct.Struct("=16sHHI")
+_CLIENT = struct.Struct("=QII")
 _NUMBER = struct.Struct("=I")
 _COOKIE = struct.Struct("=Q")
 _CONNECTION = struct.Struct("=16sHHI")
@@ -68,13 +69,14 @@ class ServiceValue(NamedTuple):
 
     identity: int
     endpoints: int
+    affinity_seconds: int
     masquerades_pods: bool
 
 
 def parse_service(value: bytes) -> ServiceValue:
     """Return the parts of a frontend's value."""
-    identity, endpoints, _, flags = _SERVICE.unpack(value)
-    return ServiceValue(identity, endpoints, bool(flags & 2))
+    identity, endpoints, affinity_seconds, flags = _SERVICE.unpack(value)
+    return ServiceValue(identity, endpoints, affinity_seconds, bool(flags & 2))
 
 
 def parse_endpoint(value: bytes, family: Family) -> Destination:
@@ -106,6 +108,17 @@ def parse_number(value: bytes) -> int:
 def endpoint_value(address: Address, port: int, *, is_local: bool, service: int) -> bytes:
     """Return the value of an endpoint."""
     return _ENDPOINT.pack(address_key(address), _network(port), is_local, service)
+
+
+def client_key(namespace: int, service: int) -> bytes:
+    """Return the key of a service's client, which is a network namespace, by its cookie."""
+    return _CLIENT.pack(namespace, service, 0)
+
+
+def parse_pin(value: bytes) -> tuple[int, int]:
+    """Return when a client was seen last, in nanoseconds of CLOCK_MONOTONIC, and its endpoint's id."""
+    seen, endpoint, _ = _CLIENT.unpack(value)
+    return seen, endpoint
 
 
 def cookie_key(cookie: int) -> bytes:

@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 from kproxy_core.backend.api import KernelObject, KernelSide, Question
 from kproxy_core.model.address import format_socket
-from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome
+from kproxy_core.model.endpoint import Destination
+from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome, Packet
 from kproxy_ebpf import names
 from kproxy_ebpf.batch import (
+    ServiceValue,
     address_key,
     frontend_key,
     node_port_key,
@@ -15,38 +18,47 @@ from kproxy_ebpf.batch import (
     parse_service,
     slot_key,
 )
-from kproxy_ebpf.kernel.port import Kernel
 from kproxy_ebpf.settings import Settings
 from kproxy_ebpf.wanted import Group, only_node_clients, wanted
 
 
+class Maps(Protocol):
+    """The maps in the kernel."""
+
+    def find(self, name: str, key: bytes) -> bytes | None:
+        """Return the value of one element; None: it does not exist."""
+
+    def pinned_endpoint(self, service: int, affinity_seconds: int) -> bytes | None:
+        """Return the endpoint to which a service has pinned the node's own clients; None: to none."""
+
+
 def explain(
-    questions: Sequence[Question], rules: Sequence[KernelSide], settings: Settings, kernel: Kernel | None
+    questions: Sequence[Question], rules: Sequence[KernelSide], settings: Settings, maps: Maps | None
 ) -> list[KernelSide]:
     """Return *rules*, the base's answers, with what programs decide before them.
 
-    *kernel* None: with the elements that would be written. Raises SyncFailed.
+    *maps* None: with the elements that would be written. Raises SyncFailed.
     """
     return [
-        _in_front(question, side, settings, kernel)
+        _in_front(question, side, settings, maps)
         for question, side in zip(questions, rules, strict=True)
     ]
 
 
 def _in_front(
-    question: Question, side: KernelSide, settings: Settings, kernel: Kernel | None
+    question: Question, side: KernelSide, settings: Settings, maps: Maps | None
 ) -> KernelSide:
     if not _may_translate(question, settings):
         return side
-    found = _written(question) if kernel is None else _held(question, kernel)
+    found = _written(question) if maps is None else _held(question, maps)
     if found is None:
         return side
-    objects, choices, masquerades_pods = found
     pod = question.packet.origin is Origin.POD
-    if pod and masquerades_pods and settings.clients != "all":
+    if pod and found.masquerades_pods and settings.clients != "all":
         return side
-    fate = Fate(Outcome.FORWARDED, "a BPF program chooses when a socket connects", choices)
-    return replace(side, objects=(*objects, *side.objects), fate=fate)
+    fate = Fate(Outcome.FORWARDED, "a BPF program chooses when a socket connects", found.choices)
+    return replace(
+        side, objects=(*found.objects, *side.objects), fate=fate, remembered=found.remembered)
 
 
 def _may_translate(question: Question, settings: Settings) -> bool:
@@ -57,8 +69,14 @@ def _may_translate(question: Question, settings: Settings) -> bool:
     return packet.origin is Origin.NODE or not only_node_clients(settings.clients, question.node)
 
 
-_Found = tuple[list[KernelObject], tuple[Choice, ...], bool]
-"""Objects, choices, and whether the rules masquerade what pods send there."""
+class _Found(NamedTuple):
+    """The elements for a frontend."""
+
+    objects: Sequence[KernelObject]
+    choices: tuple[Choice, ...]
+    masquerades_pods: bool
+    """The rules masquerade what pods send there."""
+    remembered: Destination | None = None
 
 
 def _keys(question: Question) -> list[bytes]:
@@ -75,7 +93,7 @@ def _written(question: Question) -> _Found | None:
     for group in wanted(question.plan):
         for frontend in group.frontends:
             if frontend.key in _keys(question):
-                return [*_texts(question, group)], _choices(group), frontend.masquerades_pods
+                return _Found(_texts(question, group), _choices(group), frontend.masquerades_pods)
     return None
 
 
@@ -92,13 +110,13 @@ def _choices(group: Group) -> tuple[Choice, ...]:
     return tuple(Choice(target.destination, share, masqueraded=False) for target in group.targets)
 
 
-def _held(question: Question, kernel: Kernel) -> _Found | None:
+def _held(question: Question, maps: Maps) -> _Found | None:
     """Return what the maps hold for a frontend; None: the rules decide."""
     packet = question.packet
     key, value = next(
         ((key, value) for key in _keys(question)
-         if (value := kernel.find(names.FRONTENDS, key)) is not None), (b"", b""))
-    on_node = kernel.find(names.NODE_ADDRESSES, address_key(packet.destination)) is not None
+         if (value := maps.find(names.FRONTENDS, key)) is not None), (b"", b""))
+    on_node = maps.find(names.NODE_ADDRESSES, address_key(packet.destination)) is not None
     if not value or (key != _keys(question)[0] and not on_node):
         return None
     service = parse_service(value)
@@ -107,12 +125,21 @@ def _held(question: Question, kernel: Kernel) -> _Found | None:
     objects = [KernelObject(f"BPF map {names.FRONTENDS}", text)]
     choices: list[Choice] = []
     for index in range(service.endpoints):
-        identity = kernel.find(names.SLOTS, slot_key(service.identity, index))
-        endpoint = None if identity is None else kernel.find(names.ENDPOINTS, identity)
+        identity = maps.find(names.SLOTS, slot_key(service.identity, index))
+        endpoint = None if identity is None else maps.find(names.ENDPOINTS, identity)
         if endpoint is None:
             objects.append(KernelObject(f"BPF map {names.SLOTS}", f"{index}  (missing)"))
             continue
         where = parse_endpoint(endpoint, packet.family)
         objects.append(KernelObject(f"BPF map {names.ENDPOINTS}", f"{index} : {format_socket(*where)}"))
         choices.append(Choice(where, 1 / service.endpoints, masqueraded=False))
-    return objects, tuple(choices), service.masquerades_pods
+    remembered = _remembered(question.packet, service, maps)
+    return _Found(objects, tuple(choices), service.masquerades_pods, remembered)
+
+
+def _remembered(packet: Packet, service: ServiceValue, maps: Maps) -> Destination | None:
+    """Return the endpoint of the node's own clients. A pod's namespace is not known by its address."""
+    if not service.affinity_seconds or packet.origin is not Origin.NODE:
+        return None
+    endpoint = maps.pinned_endpoint(service.identity, service.affinity_seconds)
+    return None if endpoint is None else parse_endpoint(endpoint, packet.family)

@@ -22,7 +22,7 @@ def kproxy_describe() -> Description:
     return Description(
         mode=MODE,
         summary="endpoints chosen at connect() by BPF programs, in front of the nftables rules",
-        contract=(1, 4),
+        contract=(1, 5),
         preference=5,
         default_node_port_addresses=("primary",),
         fallback="nftables",

@@ -8,6 +8,7 @@ from kproxy_core.backend.api import (
     Damage,
     KernelSide,
     Measurement,
+    Preview,
     Question,
     SyncReport,
     Update,
@@ -22,6 +23,7 @@ from kproxy_core.plan.service_plan import Frontend
 from kproxy_iptables.explain import explain, frontends
 from kproxy_iptables.family import FamilyState
 from kproxy_iptables.metrics import measurements
+from kproxy_iptables.preview import preview
 from kproxy_iptables.render import render_text
 from kproxy_iptables.settings import read_settings
 from kproxy_iptables.watch import Watcher, read_generation
@@ -71,6 +73,11 @@ class IptablesBackend:
     def kproxy_render(self, update: Update) -> str:
         """Return the complete input for iptables-restore."""
         return render_text(update, localhost_node_ports=self._settings.localhost_node_ports)
+
+    @hookimpl
+    def kproxy_preview(self, update: Update) -> Preview:
+        """Return the operations of a resync. Raises HostError or Unsupported."""
+        return preview(update, localhost_node_ports=self._settings.localhost_node_ports)
 
     @hookimpl
     def kproxy_explain(self, questions: Sequence[Question], live: bool) -> Sequence[KernelSide]:

@@ -8,6 +8,7 @@ from kproxy_core.backend.api import (
     Damage,
     KernelSide,
     Measurement,
+    Preview,
     Question,
     Scope,
     SyncReport,
@@ -25,6 +26,7 @@ from kproxy_ipvs.family import FamilyState
 from kproxy_ipvs.kernel import device, requirements, sets
 from kproxy_ipvs.kernel.virtual_servers import VirtualServers, refusal
 from kproxy_ipvs.names import SETS
+from kproxy_ipvs.preview import preview
 from kproxy_ipvs.render import render_text
 from kproxy_ipvs.settings import read_settings
 from kproxy_ipvs.watch import DeviceWatch
@@ -68,6 +70,11 @@ class IpvsBackend:
     def kproxy_render(self, update: Update) -> str:
         """Return all kernel objects as input for ipvsadm, ipset, ip and iptables-restore."""
         return render_text(update, self._settings)
+
+    @hookimpl
+    def kproxy_preview(self, update: Update) -> Preview:
+        """Return the operations of a resync. Raises HostError."""
+        return preview(update, self._settings)
 
     @hookimpl
     def kproxy_explain(self, questions: Sequence[Question], live: bool) -> Sequence[KernelSide]:

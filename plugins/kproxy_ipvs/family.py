@@ -60,8 +60,8 @@ class FamilyState:
             return True
         if node == self._node:
             return False
-        return skeleton.rules_differ(self._node, node) or self._style != self._make_style(
-            node, self._style.elsewhere
+        return skeleton.rules_differ(self._node, node) or self._style != make_style(
+            node, self._settings, self._style.elsewhere
         )
 
     def change(self, node: NodeView, changed: Mapping[ServicePortKey, ServicePlan | None]) -> SyncReport:
@@ -87,7 +87,7 @@ class FamilyState:
         missing = [kind for kind in SETS if kind not in entries]
         sets.create(self.family, missing)
         on_device, elsewhere = device.read(self.family)
-        style = self._make_style(node, elsewhere)
+        style = make_style(node, self._settings, elsewhere)
         expected = Applied.after(plans, style, self._applied)
         with self._draining.lock:
             held = self._servers.read(self.family)
@@ -110,19 +110,6 @@ class FamilyState:
 
     def close(self) -> None:
         self._draining.close()
-
-    def _make_style(self, node: NodeView, elsewhere: frozenset[Address]) -> Style:
-        return Style(
-            family=self.family,
-            scheduler=self._settings.scheduler,
-            node_ip=node.node_ip,
-            node_port_addresses=tuple(
-                address for address in node.node_port_addresses
-                if not (self.family is Family.IPV6 and address[:2] == b"\xfe\x80")
-            ),
-            masquerade_bit=node.masquerade_bit,
-            elsewhere=elsewhere,
-        )  # fmt: skip
 
     def _write(
         self, difference: Difference, rules_text: str = "", *, takeover: bool = False
@@ -184,3 +171,18 @@ class FamilyState:
         if not isinstance(operation, PutDestination) or not operation.new:
             return operation
         return operation._replace(new=not self._draining.forget(operation.key, operation.where))
+
+
+def make_style(node: NodeView, settings: Settings, elsewhere: frozenset[Address]) -> Style:
+    """Return the parameters of `wanted` on a node that has the addresses *elsewhere*, beside the device."""
+    return Style(
+        family=node.family,
+        scheduler=settings.scheduler,
+        node_ip=node.node_ip,
+        node_port_addresses=tuple(
+            address for address in node.node_port_addresses
+            if not (node.family is Family.IPV6 and address[:2] == b"\xfe\x80")
+        ),
+        masquerade_bit=node.masquerade_bit,
+        elsewhere=elsewhere,
+    )  # fmt: skip

@@ -25,7 +25,7 @@ def kproxy_describe() -> Description:
     return Description(
         mode=MODE,
         summary="virtual servers of the kernel's IPVS, with ipsets and constant iptables rules",
-        contract=(1, 4),
+        contract=(1, 5),
         preference=10,
         fallback="iptables",
         interfaces=("kube-ipvs0",),

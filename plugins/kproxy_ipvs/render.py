@@ -8,7 +8,7 @@ from kproxy_ipvs import names, skeleton
 from kproxy_ipvs.applied import Applied
 from kproxy_ipvs.batch import rules, sets
 from kproxy_ipvs.settings import Settings
-from kproxy_ipvs.wanted import HASH_FALLBACK, HASH_PORT, PERSISTENT, Server, ServerKey, Style
+from kproxy_ipvs.wanted import HASH_FALLBACK, HASH_PORT, PERSISTENT, Scheduling, Server, ServerKey, Style
 from kproxy_xtables.variant import PROGRAM
 
 _SERVICE_OPTION = {Protocol.TCP: "-t", Protocol.UDP: "-u", Protocol.SCTP: "--sctp-service"}
@@ -38,17 +38,25 @@ def render_text(update: Update, settings: Settings) -> str:
 
 def _servers(servers: dict[ServerKey, Server]) -> Iterator[str]:
     for key, server in servers.items():
-        if key.address is None:
-            name = f"-f {key.mark:#x}{'' if key.family.size == 4 else ' -6'}"
-        else:
-            name = f"{_SERVICE_OPTION[Protocol(key.protocol)]} {format_socket(key.address, key.port)}"
-        flags = f" -p {server.scheduling.timeout}" if server.scheduling.flags & PERSISTENT else ""
-        scheduler = server.scheduling.scheduler
-        hashing = [
-            f"{scheduler}-{name}" for name, flag in (("fallback", HASH_FALLBACK), ("port", HASH_PORT))
-            if server.scheduling.flags & flag
-        ]  # fmt: skip
-        flags += f" -b {','.join(hashing)}" if hashing else ""
-        yield f"-A {name} -s {scheduler}{flags}\n"
+        yield put_server(key, server.scheduling, command="-A")
         for where in server.destinations:
-            yield f"-a {name} -r {format_socket(*where)} -m -w 1\n"
+            yield f"-a {server_name(key)} -r {format_socket(*where)} -m -w 1\n"
+
+
+def server_name(key: ServerKey) -> str:
+    """Return the options with which ipvsadm names a virtual server."""
+    if key.address is None:
+        return f"-f {key.mark:#x}{'' if key.family.size == 4 else ' -6'}"
+    return f"{_SERVICE_OPTION[Protocol(key.protocol)]} {format_socket(key.address, key.port)}"
+
+
+def put_server(key: ServerKey, scheduling: Scheduling, *, command: str) -> str:
+    """Return the line that creates a virtual server, or changes it."""
+    flags = f" -p {scheduling.timeout}" if scheduling.flags & PERSISTENT else ""
+    scheduler = scheduling.scheduler
+    hashing = [
+        f"{scheduler}-{name}" for name, flag in (("fallback", HASH_FALLBACK), ("port", HASH_PORT))
+        if scheduling.flags & flag
+    ]  # fmt: skip
+    flags += f" -b {','.join(hashing)}" if hashing else ""
+    return f"{command} {server_name(key)} -s {scheduler}{flags}\n"

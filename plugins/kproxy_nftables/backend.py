@@ -8,6 +8,7 @@ from kproxy_core.backend.api import (
     Damage,
     KernelSide,
     Measurement,
+    Preview,
     Question,
     SyncReport,
     Update,
@@ -22,6 +23,7 @@ from kproxy_nftables.explain import explain, frontends
 from kproxy_nftables.family import FamilyState
 from kproxy_nftables.features import PERMISSION, lacking
 from kproxy_nftables.kernel import Kernel
+from kproxy_nftables.preview import preview
 from kproxy_nftables.render import render_text
 from kproxy_nftables.watch import Watcher
 
@@ -59,6 +61,11 @@ class NftablesBackend:
     def kproxy_render(self, update: Update) -> str:
         """Return the whole table as input for `nft -f`."""
         return render_text(update)
+
+    @hookimpl
+    def kproxy_preview(self, update: Update) -> Preview:
+        """Return the commands of a resync. Raises BackendError."""
+        return preview(update)
 
     @hookimpl
     def kproxy_explain(self, questions: Sequence[Question], live: bool) -> Sequence[KernelSide]:

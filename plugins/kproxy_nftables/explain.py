@@ -58,7 +58,7 @@ class _InKernel:
         """Raises BackendError if the table cannot be read."""
         self._kernel = kernel
         self._family = family
-        self._rules = _listed(kernel.rules_text(family).splitlines())
+        self._rules = listed_rules(kernel.rules_text(family).splitlines())
         if not self._rules:
             of = f"{NFT_FAMILY[family]} {TABLE}"
             raise BackendError(f"cannot read table {of}: it does not exist, or CAP_NET_ADMIN is missing")
@@ -84,7 +84,7 @@ class _Written:
         self._node = node
         plans = [plan] if plan else []
         templates = skeleton.used_templates(verdict for plan in plans for verdict in verdicts(plan))
-        self._rules = _rules(skeleton.rules_text(node, templates, plans).splitlines())
+        self._rules = written_rules(skeleton.rules_text(node, templates, plans).splitlines())
         wanted = node_elements(node)
         for one in plans:
             wanted += [*elements(one, enumerate(one.cluster), enumerate(one.local)), *shared_elements(one)]
@@ -100,7 +100,8 @@ class _Written:
         return any(address in cidr for cidr in self._node.service_cidrs)
 
 
-def _rules(commands: Iterable[str]) -> dict[str, list[str]]:
+def written_rules(commands: Iterable[str]) -> dict[str, list[str]]:
+    """Return the rules of each chain, from the *commands* that add them."""
     found: dict[str, list[str]] = defaultdict(list)
     for command in commands:
         if command.startswith("add rule "):
@@ -109,7 +110,7 @@ def _rules(commands: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
-def _listed(lines: Iterable[str]) -> dict[str, list[str]]:
+def listed_rules(lines: Iterable[str]) -> dict[str, list[str]]:
     """Return the rules of each chain, from the lines that nft prints."""
     found: dict[str, list[str]] = {}
     rules: list[str] | None = None

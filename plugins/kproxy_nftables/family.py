@@ -94,7 +94,7 @@ class FamilyState:
         templates = skeleton.template_closure(
             skeleton.used_templates(verdict for plan in plans.values() for verdict in verdicts(plan))
         )
-        wanted = _object_names(plans, templates)
+        wanted = object_names(plans, templates)
         self._bring_rules(skeleton.rules_text(node, templates, plans.values()), wanted)
         actual: Contents = {
             container: self._kernel.elements(self._family, container)
@@ -210,7 +210,7 @@ class FamilyState:
         return True
 
 
-def _object_names(
+def object_names(
     plans: Mapping[ServicePortKey, ServicePlan], templates: Collection[Template]
 ) -> Collection[str]:
     """Return the names of all chains, maps and sets that belong into the table."""

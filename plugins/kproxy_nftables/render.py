@@ -28,13 +28,13 @@ def render_text(update: Update) -> str:
     return skeleton.rules_text(update.node, templates, plans) + elements_text(update.family, wanted)
 
 
-def elements_text(family: Family, wanted: Iterable[Element]) -> str:
-    """Return the commands that add *wanted* elements."""
+def elements_text(family: Family, wanted: Iterable[Element], command: str = "add") -> str:
+    """Return the commands that add *wanted* elements, or with *command* ``delete`` delete them."""
     by_container: dict[str, list[str]] = {}
     for container, key, value in wanted:
         by_container.setdefault(container, []).append(_element_text(family, container, key, value))
     return "".join(
-        f"add element {NFT_FAMILY[family]} {TABLE} {container} {{\n    "
+        f"{command} element {NFT_FAMILY[family]} {TABLE} {container} {{\n    "
         + ",\n    ".join(sorted(lines))
         + "\n}\n"
         for container, lines in by_container.items()

@@ -8,6 +8,7 @@ from kproxy_core.backend.api import (
     KernelSide,
     Leftovers,
     Measurement,
+    Preview,
     Question,
     SyncReport,
     Update,
@@ -25,6 +26,7 @@ from kproxy_userspace.kernel.portals import NoPortals, Portals, find_tables, ope
 from kproxy_userspace.kernel.ports import RelayPorts
 from kproxy_userspace.kernel.workers import WorkerPool
 from kproxy_userspace.metrics import measurements
+from kproxy_userspace.preview import preview
 from kproxy_userspace.render import render_text
 from kproxy_userspace.retire import Retirement
 from kproxy_userspace.settings import read_settings
@@ -74,6 +76,11 @@ class UserspaceBackend:
             return ""
         at = self._settings.bind_in(update.family)
         return render_text(update, at=at, by_nft=find_tables(update.family) is None)
+
+    @hookimpl
+    def kproxy_preview(self, update: Update) -> Preview:
+        """Return the relays and portals of a start."""
+        return preview(update, self._settings)
 
     @hookimpl
     def kproxy_explain(self, questions: Sequence[Question], live: bool) -> Sequence[KernelSide]:

@@ -23,7 +23,7 @@ def kproxy_describe() -> Description:
     return Description(
         mode=MODE,
         summary="redirects to relays of its own; also without any privileges",
-        contract=(1, 4),
+        contract=(1, 5),
         preference=-100,
     )
 

@@ -98,7 +98,8 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             raise RequestRefused("no backend provides mode 'absent'")
         if request["do"] == "compare":
             lost = {"what": "is not served", "lost": True, "only_here": False, "service_port": "default/web"}
-            return {"mode": "old", "appearing": [lost], "disappearing": [], "loses": True}
+            return {"mode": "old", "appearing": [lost], "disappearing": [], "loses": True,
+                    "kernel": [{"family": "IPv4", "operations": 7}]}
         report_progress("new works here")
         return {"mode": "new", "configured": "old"}
 
@@ -111,7 +112,7 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(("arguments", "status", "printed"), [
     (["new"], 0, "new works here\n"
      "the configuration has mode 'old': set 'new' to keep it after a reboot\n"),
-    (["new", "--check"], 1, "lost: default/web: is not served\n"),
+    (["new", "--check"], 1, "new, IPv4: 7 operations\nlost: default/web: is not served\n"),
     (["absent"], 1, ""),
 ], ids=str)  # fmt: skip
 def test_a_switch_is_told_in_plain_lines(

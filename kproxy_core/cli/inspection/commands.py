@@ -26,7 +26,8 @@ def explain(
     --kubeconfig, --master or --config the answer is from those objects, and shows the rules that a proxy
     would write.
     """
-    from kproxy_core.cli.inspection.explaining import OBJECTS, ask_proxy, explain_objects, formatted
+    from kproxy_core.cli.inspection.explaining import ask_proxy, explain_objects, formatted
+    from kproxy_core.cli.inspection.objects import OBJECTS
     from kproxy_core.cli.terminal import show
     from kproxy_core.explain.request import NoAnswer
     from kproxy_core.modes.control import NoProxy, RequestRefused
@@ -76,4 +77,31 @@ def diff(context: click.Context, /, output: str, **options: Any) -> None:
     context.exit(status_of(found))
 
 
-COMMANDS = (explain, diff)
+@click.command(cls=FlagCommand)
+@click.argument("objects", metavar="[DIR|KUBECONFIG]", default="")
+@click.option("-v", "--verbose", is_flag=True, help="Print the transactions, too.")
+@with_flags(RULES, SOURCES)
+@TEXT_OR_JSON
+def plan(objects: str, verbose: bool, output: str, **options: Any) -> None:
+    """Say what would change on this node if these objects were served. Nothing is written.
+
+    The objects are in DIR, or an API server has them. With --mode, another mode would serve them.
+    """
+    from kproxy_core.cli.inspection import previewing
+    from kproxy_core.cli.inspection.objects import OBJECTS
+    from kproxy_core.cli.terminal import show
+    from kproxy_core.explain.request import NoAnswer
+    from kproxy_core.modes.control import RequestRefused
+
+    flags = previewing.with_objects(objects, given(options))
+    if not OBJECTS & set(flags):
+        raise click.UsageError("give DIR, KUBECONFIG, --manifests, --kubeconfig, --master or --config")
+    try:
+        with cli_errors():
+            found = previewing.plan(flags)
+    except (NoAnswer, RequestRefused) as error:
+        raise click.ClickException(str(error)) from error
+    show(previewing.formatted(found, output, verbose=verbose))
+
+
+COMMANDS = (explain, diff, plan)

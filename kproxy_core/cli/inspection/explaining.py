@@ -1,39 +1,16 @@
 """``kproxy explain``."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
+from kproxy_core.cli.inspection.objects import read_objects
 from kproxy_core.cli.terminal import bad, faint, good, hint, strong
 from kproxy_core.config.flags import Flags
 from kproxy_core.modes.control import NoProxy, send_request
 
-if TYPE_CHECKING:
-    from kproxy_core.backend.api import BackendSettings
-    from kproxy_core.backend.instance import BackendInstance
-    from kproxy_core.backend.registry import Registry
-    from kproxy_core.model.address import Family
-    from kproxy_core.sync.family_plans import FamilyPlans
-
 Packets = Sequence[Mapping[str, Any]]
-
-OBJECTS = frozenset({"manifests", "kubeconfig", "master", "config"})
-"""Flags that say where objects are, so that no running proxy is asked."""
-
-
-class Objects(NamedTuple):
-    """The plans for objects that were read without a running proxy, and a backend of the mode."""
-
-    plans: Mapping[Family, FamilyPlans]
-    registry: Registry
-    instance: BackendInstance
-    settings_of: Callable[[str], BackendSettings]
-    """Returns the settings of each mode."""
-
 
 _INDENT = 14
 _SENDERS = {"pod": "a pod", "node": "this node", "outside": "outside"}
@@ -52,37 +29,10 @@ def ask_proxy(request: Mapping[str, str]) -> Packets:
 
 def explain_objects(request: Mapping[str, str], flags: Flags) -> Packets:
     """Return the answers for the objects that *flags* name. Raises NoAnswer, and as `cli_errors` expects."""
-    from kproxy_core.process.explaining import explain_written
+    from kproxy_core.process.inspection.explaining import explain_written
 
     with read_objects(flags, this_machine=False) as (plans, registry, instance, _):
         return explain_written(request, plans, registry, instance)
-
-
-@contextmanager
-def read_objects(flags: Flags, *, this_machine: bool) -> Iterator[Objects]:
-    """Yield the plans for the objects that *flags* name. Raises as `cli_errors` expects.
-
-    *this_machine*: the node has this machine's addresses, whatever its Node object says.
-    """
-    from kproxy_core.cli.planning import read_plans
-    from kproxy_core.cli.running import prepare
-    from kproxy_core.host.netlink.addresses import node_addresses
-    from kproxy_core.observe import logs
-    from kproxy_core.process.choice import conclude
-    from kproxy_core.process.terms import backend_settings, served_families, settings_of_modes
-
-    config, registry, configuration = prepare(flags)
-    families = served_families()
-    if not config.mode:
-        config = configuration.of(conclude(configuration, registry, families))
-    logs.set_up(0, "text")
-    instance = registry.make_backend(config.mode, backend_settings(config, families))
-    try:
-        addresses = node_addresses(registry.is_of_node) if this_machine else None
-        plans = read_plans(config, registry, families, addresses)
-        yield Objects(plans, registry, instance, settings_of_modes(configuration, families))
-    finally:
-        registry.close_backend(instance)
 
 
 def formatted(packets: Packets, output: str) -> str:

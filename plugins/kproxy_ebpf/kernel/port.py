@@ -110,7 +110,7 @@ class Kernel:
                 name: {
                     key: value
                     for key, value in bpf.elements(self._maps[name], self._definition(name))
-                    if _FAMILY_OF_KEY[name](key) is family
+                    if family_of_key(name, key) is family
                 }
                 for name in names.PER_FAMILY
             }
@@ -235,6 +235,11 @@ class Kernel:
         for path in self._home.glob("maps-*"):
             if path != self._maps_directory(compiled):
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def family_of_key(name: str, key: bytes) -> Family:
+    """Return the family of an element in one of the maps `names.PER_FAMILY`."""
+    return _FAMILY_OF_KEY[name](key)
 
 
 def namespace_cookie() -> int:

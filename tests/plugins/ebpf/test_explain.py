@@ -11,6 +11,7 @@ from kproxy_core.testing.builders import full_update
 from kproxy_core.testing.conformance.features import ADDRESSES, everything
 from kproxy_ebpf.explain import explain
 from kproxy_ebpf.family import FamilyState
+from kproxy_ebpf.kernel.pinned import pinned_maps
 from kproxy_ebpf.kernel.port import Kernel
 from kproxy_ebpf.kernel.programs import Compiled
 from kproxy_ebpf.settings import Settings
@@ -36,12 +37,14 @@ def test_maps_and_rules_decide_together_as_the_plans_say(
 ) -> None:
     asked = questions(family)
     rules = [KernelSide((), decided(question)) for question in asked]
-    for source in (kernel, None):
-        sides = explain(asked, rules, settings, source)
-        for question, side in zip(asked, sides, strict=True):
-            assert agrees(question, side), (question, side)
-        by_maps = [q.packet.origin for q, side in zip(asked, sides, strict=True) if side.objects]
-        assert set(by_maps) == {Origin.POD, Origin.NODE}
+    with pinned_maps(settings) as maps:
+        assert maps is not None
+        for source in (maps, None):
+            sides = explain(asked, rules, settings, source)
+            for question, side in zip(asked, sides, strict=True):
+                assert agrees(question, side), (question, side)
+            by_maps = [q.packet.origin for q, side in zip(asked, sides, strict=True) if side.objects]
+            assert set(by_maps) == {Origin.POD, Origin.NODE}
 
 
 @pytest.mark.parametrize("family", [Family.IPV4])
@@ -52,6 +55,7 @@ def test_an_endpoint_that_is_missing_in_the_maps_is_shown(
              and decided(q).outcome is Outcome.FORWARDED][:1]  # fmt: skip
     contents = kernel.contents(family)
     kernel.replace("endpoints", contents["endpoints"], {})
-    (side,) = explain(asked, [KernelSide((), decided(asked[0]))], settings, kernel)
+    with pinned_maps(settings) as maps:
+        (side,) = explain(asked, [KernelSide((), decided(asked[0]))], settings, maps)
     assert not agrees(asked[0], side)
     assert any("missing" in item.text for item in side.objects)

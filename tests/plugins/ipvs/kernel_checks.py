@@ -11,11 +11,12 @@ from queue import Queue
 
 import pytest
 
+from kproxy_core.backend.api import Preview
 from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family, Protocol, parse_address, parse_cidr
 from kproxy_core.model.endpoint import Destination
-from kproxy_core.testing.builders import changed_update, endpoint_slice, plans, service
+from kproxy_core.testing.builders import changed_update, endpoint_slice, full_update, plans, service
 from kproxy_ipvs import names, skeleton
 from kproxy_ipvs.backend import IpvsBackend
 from kproxy_ipvs.batch.servers import DeleteServer, PutDestination, PutServer
@@ -36,6 +37,21 @@ def test_restart_writes_nothing(family: Family, make: Callable[..., IpvsBackend]
     wanted = everything(family)
     assert full(make(), wanted) > 0
     assert full(make(), wanted) == 0
+
+
+@pytest.mark.parametrize("family", list(Family))
+def test_a_preview_counts_the_operations_of_the_next_sync(
+    family: Family, make: Callable[..., IpvsBackend]
+) -> None:
+    backend, every = make(), everything(family)
+    full(backend, {})
+    fewer = dict(list(every.items())[2:])
+    for wanted in (every, fewer, every):
+        update = full_update(NODES[family], wanted)
+        seen = backend.kproxy_preview(update)
+        assert seen.operations == backend.kproxy_sync(update).operations > 0
+        assert seen.transaction
+        assert backend.kproxy_preview(update) == Preview(0, "")
 
 
 @pytest.mark.parametrize("family", list(Family))

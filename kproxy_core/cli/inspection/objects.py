@@ -1,0 +1,56 @@
+"""The objects that flags name, read and planned without a running proxy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+from kproxy_core.config.flags import Flags
+
+if TYPE_CHECKING:
+    from kproxy_core.backend.api import BackendSettings
+    from kproxy_core.backend.instance import BackendInstance
+    from kproxy_core.backend.registry import Registry
+    from kproxy_core.model.address import Family
+    from kproxy_core.sync.family_plans import FamilyPlans
+
+OBJECTS = frozenset({"manifests", "kubeconfig", "master", "config"})
+"""Flags that say where objects are, so that no running proxy is asked."""
+
+
+class Objects(NamedTuple):
+    """The plans for objects that were read without a running proxy, and a backend of the mode."""
+
+    plans: Mapping[Family, FamilyPlans]
+    registry: Registry
+    instance: BackendInstance
+    settings_of: Callable[[str], BackendSettings]
+    """Returns the settings of each mode."""
+
+
+@contextmanager
+def read_objects(flags: Flags, *, this_machine: bool) -> Iterator[Objects]:
+    """Yield the plans for the objects that *flags* name. Raises as `cli_errors` expects.
+
+    *this_machine*: the node has this machine's addresses, whatever its Node object says.
+    """
+    from kproxy_core.cli.planning import read_plans
+    from kproxy_core.cli.running import prepare
+    from kproxy_core.host.netlink.addresses import node_addresses
+    from kproxy_core.observe import logs
+    from kproxy_core.process.choice import conclude
+    from kproxy_core.process.terms import backend_settings, served_families, settings_of_modes
+
+    config, registry, configuration = prepare(flags)
+    families = served_families()
+    if not config.mode:
+        config = configuration.of(conclude(configuration, registry, families))
+    logs.set_up(0, "text")
+    instance = registry.make_backend(config.mode, backend_settings(config, families))
+    try:
+        addresses = node_addresses(registry.is_of_node) if this_machine else None
+        plans = read_plans(config, registry, families, addresses)
+        yield Objects(plans, registry, instance, settings_of_modes(configuration, families))
+    finally:
+        registry.close_backend(instance)

@@ -1,0 +1,80 @@
+"""``kproxy plan``."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kproxy_core.cli.inspection.objects import read_objects
+from kproxy_core.cli.terminal import bad, faint, good, hint
+from kproxy_core.config.flags import Flags
+from kproxy_core.modes.control import NoProxy, send_request
+
+Found = Mapping[str, Any]
+
+_STYLES = {"gained": good, "lost": bad, "changed": hint}
+
+
+def with_objects(where: str, flags: Flags) -> Flags:
+    """Return *flags* with the objects at *where*: a directory of manifests, or a kubeconfig file."""
+    if not where:
+        return flags
+    return Flags(flags, **{"manifests" if Path(where).is_dir() else "kubeconfig": where})
+
+
+def plan(flags: Flags) -> Found:
+    """Return the changes that the objects in *flags* would make.
+
+    Services are compared with those of the running proxy; without one, with what the kernel serves. Raises
+    NoAnswer or RequestRefused, and as `cli_errors` expects.
+    """
+    from kproxy_core.process.inspection.previewing import changes_from, changes_from_kernel, operations_of
+
+    try:
+        running = send_request({"do": "plans"}, lambda line: None)
+    except NoProxy:
+        running = None
+    if running is not None and not {"mode", "config"} & set(flags):
+        flags = Flags(flags, mode=running["mode"])
+    with read_objects(flags, this_machine=True) as (plans, _, instance, _):
+        services = changes_from_kernel(plans, instance) if running is None else changes_from(
+            running["plans"], plans)
+        return {
+            "mode": instance.mode, "serving": running["mode"] if running is not None else "",
+            "services": services, "kernel": operations_of(plans, instance),
+        }  # fmt: skip
+
+
+def formatted(found: Found, output: str, *, verbose: bool) -> str:
+    """Return the changes as text or JSON; transactions only if *verbose*."""
+    if output == "json":
+        hidden = () if verbose else ("transaction",)
+        kernel = [{key: family[key] for key in family if key not in hidden} for family in found["kernel"]]
+        return json.dumps({**found, "kernel": kernel}, indent=2)
+    return "\n".join([*_services(found), *kernel_lines(found["mode"], found["kernel"]), *(
+        faint(family["transaction"].rstrip("\n"))
+        for family in found["kernel"] if verbose and family["transaction"])])  # fmt: skip
+
+
+def kernel_lines(mode: str, kernel: list[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a line about the operations of each family."""
+    if not kernel:
+        yield f"mode {mode} does not say what it would write"
+    for family in kernel:
+        count = family["operations"]
+        text = f"{count} operation{'' if count == 1 else 's'}" if count else good("nothing to write")
+        yield f"{mode}, {family['family']}: {text}"
+
+
+def _services(found: Found) -> Iterator[str]:
+    beside = f"the running proxy ({found['serving']})" if found["serving"] else "what the kernel serves"
+    if not found["services"]:
+        yield good(f"the same Services as {beside}")
+        return
+    counts = Counter(change["change"] for change in found["services"])
+    yield f"service ports beside {beside}: " + ", ".join(
+        f"{counts[kind]} {kind}" for kind in _STYLES if counts[kind])
+    for change in found["services"]:
+        of = f" {change['service_port']}/{change['protocol']} {change['family']}" * bool(change["family"])
+        yield f"{_STYLES[change['change']](change['change'])}{of}: {'; '.join(change['details'])}"

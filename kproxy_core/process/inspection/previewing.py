@@ -1,0 +1,57 @@
+"""The changes that other objects or another mode would make on this node."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kproxy_core.backend.api import Scope, Update
+from kproxy_core.backend.errors import BackendError
+from kproxy_core.backend.instance import BackendInstance
+from kproxy_core.explain.change import changes, changes_in_kernel, document
+from kproxy_core.explain.difference import packets_to, stale
+from kproxy_core.explain.request import NoAnswer
+from kproxy_core.host.errors import HostError
+from kproxy_core.model.address import Family
+from kproxy_core.process.inspection.explaining import compare, frontends_of
+from kproxy_core.sync.family_plans import FamilyPlans
+
+Json = dict[str, Any]
+
+
+def operations(instance: BackendInstance, updates: Sequence[Update]) -> list[Json]:
+    """Return the number of operations that each of *updates* needs, and their text.
+
+    [] if the mode does not tell. Raises NoAnswer.
+    """
+    found = []
+    for update in updates:
+        family = update.family.label
+        try:
+            preview = instance.preview(update)
+        except (BackendError, HostError) as error:
+            raise NoAnswer(f"the kernel's {family} state cannot be read: {error}") from error
+        if preview is not None:
+            found.append({
+                "family": family, "operations": preview.operations, "transaction": preview.transaction})
+    return found
+
+
+def operations_of(plans: Mapping[Family, FamilyPlans], instance: BackendInstance) -> list[Json]:
+    """Return the operations that *plans* need, by family. Raises NoAnswer."""
+    return operations(instance, [of_family.update(Scope.RESYNC) for of_family in plans.values()])
+
+
+def changes_from(before: Sequence[Json], plans: Mapping[Family, FamilyPlans]) -> list[Json]:
+    """Return what changes from the running proxy's plans *before* to *plans*."""
+    after = [document(plan) for of_family in plans.values() for plan in of_family.plans.values()]
+    return list(changes(before, after))
+
+
+def changes_from_kernel(plans: Mapping[Family, FamilyPlans], instance: BackendInstance) -> list[Json]:
+    """Return what changes from the kernel's objects of the mode of *instance* to *plans*. Raises NoAnswer."""
+    found: list[Json] = []
+    for family, of_family in plans.items():
+        held = frontends_of(instance, family)
+        served = [plan.key for plan in of_family.plans.values() if not set(held).isdisjoint(plan.frontends())]
+        differences = compare(instance, packets_to(of_family, served)) if served else []
+        found += changes_in_kernel(of_family.plans.values(), held, differences, stale(held, of_family))
+    return found

@@ -1,0 +1,66 @@
+"""The questions that the control socket takes beside switches of the mode, answered by the running proxy."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from kproxy_core.backend.api import BackendSettings, Update
+from kproxy_core.backend.registry import Registry
+from kproxy_core.explain.change import document
+from kproxy_core.modes.switch import ModeSwitch, Terms
+from kproxy_core.process.inspection.explaining import compare_running, explain_running, leftovers
+from kproxy_core.process.inspection.previewing import operations
+from kproxy_core.sync.loop import Loop
+
+Json = Mapping[str, Any]
+
+
+class Inspection:
+    """Answers from the plans and the kernel. Every method may be called from any thread but the loop's."""
+
+    def __init__(
+        self, loop: Loop, registry: Registry, switch: ModeSwitch, *,
+        settings_of: Callable[[str], BackendSettings], terms: Callable[[str], Terms],
+    ) -> None:  # fmt: skip
+        self._loop = loop
+        self._registry = registry
+        self._switch = switch
+        self._settings_of = settings_of
+        self._terms = terms
+
+    def explain(self, request: Json) -> Sequence[Json]:
+        """Return an answer for each packet that *request* means. Raises NoAnswer."""
+        return explain_running(request, self._loop, self._registry, self._switch.instance)
+
+    def differences(self) -> Sequence[Json]:
+        """Return the differences between the kernel and the plans. Raises NoAnswer."""
+        instance = self._switch.instance
+        return [
+            *compare_running(self._loop, instance),
+            *leftovers(self._registry, self._settings_of, instance.mode),
+        ]
+
+    def plans(self) -> Sequence[Json]:
+        """Return the plans of all families."""
+        return self._loop.call(
+            lambda: [document(plan) for plans in self._loop.plans.values() for plan in plans.plans.values()])
+
+    def operations(self, mode: str) -> Sequence[Json]:
+        """Return the number of operations by which *mode* would serve the plans. Raises NoAnswer."""
+        return [
+            {"family": found["family"], "operations": found["operations"]} for found in self._preview(mode)]
+
+    def _preview(self, mode: str) -> Sequence[Json]:
+        terms, serving = self._terms(mode), self._switch.instance
+        if mode == serving.mode:
+            return operations(serving, self._updates(terms))
+        instance = self._loop.call(partial(self._registry.make_backend, mode, terms.settings))
+        try:
+            return operations(instance, self._updates(terms))
+        finally:
+            self._loop.call(partial(self._registry.close_backend, instance))
+
+    def _updates(self, terms: Terms) -> list[Update]:
+        return self._loop.call(
+            lambda: [replace(update, plans=dict(update.plans)) for update in self._loop.updates(terms.node)])

@@ -1,0 +1,42 @@
+"""Serves the hook `kproxy_preview`: the difference between the table and the plans, as nft commands."""
+
+from collections.abc import Mapping, Sequence
+
+from kproxy_core.backend.api import Preview, Update
+from kproxy_nftables import names, skeleton
+from kproxy_nftables.applied import Applied, Contents, compare_all, recover_all
+from kproxy_nftables.explain import listed_rules, written_rules
+from kproxy_nftables.family import object_names
+from kproxy_nftables.kernel import Kernel
+from kproxy_nftables.render import elements_text
+from kproxy_nftables.wanted import node_elements, verdicts
+
+_Rules = Mapping[str, Sequence[str]]
+
+
+def preview(update: Update) -> Preview:
+    """Return what a resync would write. Raises BackendError."""
+    family, node, plans = update.family, update.node, update.plans
+    templates = skeleton.template_closure(
+        skeleton.used_templates(verdict for plan in plans.values() for verdict in verdicts(plan)))
+    wanted = object_names(plans, templates)
+    kernel = Kernel()
+    try:
+        actual: Contents = {
+            container: dict(kernel.elements(family, container)) for container in names.ELEMENT_CONTAINERS}
+        held = listed_rules(kernel.rules_text(family).splitlines())
+        unwanted = [kind(family).difference(wanted) for kind in (kernel.chains, kernel.containers)]
+    finally:
+        kernel.close()
+    applied = Applied(recover_all(plans, actual))
+    deletes, adds = compare_all(actual, applied.elements(), node_elements(node))
+    rules = skeleton.rules_text(node, templates, plans.values())
+    parts = ["" if _holds(held, written_rules(rules.splitlines())) else rules]
+    keys = [(container, key, None) for container, key, _ in deletes]
+    parts += [elements_text(family, keys, command="delete"), elements_text(family, adds)]
+    return Preview(len(deletes) + len(adds), "".join([*parts, skeleton.delete_foreign(family, *unwanted)]))
+
+
+def _holds(held: _Rules, wanted: _Rules) -> bool:
+    """Return whether the kernel holds the constant rules: nft prints them in other words, but as many."""
+    return bool(held) and all(len(held.get(chain, ())) == len(rules) for chain, rules in wanted.items())

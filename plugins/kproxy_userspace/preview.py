@@ -1,0 +1,19 @@
+"""Serves the hook `kproxy_preview`: the relays and portals that a process opens when it starts."""
+
+from kproxy_core.backend.api import Preview, Update
+from kproxy_userspace.kernel.portals import find_tables
+from kproxy_userspace.render import render_text
+from kproxy_userspace.settings import Settings
+from kproxy_userspace.wanted import wanted
+
+
+def preview(update: Update, settings: Settings) -> Preview:
+    """Return what a start writes; the ports of relays are chosen then, and are 0 in the text."""
+    relays = [
+        relay for plan in update.plans.values()
+        for relay in wanted(plan, update.node, settings.listen).values()
+    ]
+    if settings.listen is not None:
+        return Preview(len(relays), "")
+    text = render_text(update, at=settings.bind_in(update.family), by_nft=find_tables(update.family) is None)
+    return Preview(len(relays) + sum(len(relay.portals) for relay in relays), text)

@@ -1,0 +1,83 @@
+"""The operations that a mode says it would make are those that it makes, and do what they should."""
+
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from kproxy_core.backend.api import Preview
+from kproxy_core.backend.instance import BackendInstance
+from kproxy_core.model.address import Family
+from kproxy_core.testing.builders import full_update
+from kproxy_core.testing.conformance.features import ADDRESSES, Plans, everything
+from kproxy_core.testing.conformance.network import node_only
+from kproxy_core.testing.conformance.subject import Subject, Wanted, full
+
+FAMILIES = pytest.mark.parametrize("family", Family, ids=lambda family: family.label)
+WRITERS = {
+    ("nftables", Family.IPV4): "nft -f -", ("nftables", Family.IPV6): "nft -f -",
+    ("iptables", Family.IPV4): "iptables-restore --noflush",
+    ("iptables", Family.IPV6): "ip6tables-restore --noflush",
+}  # fmt: skip
+
+
+@pytest.fixture
+def instance(mode: str, family: Family) -> Iterator[BackendInstance]:
+    """A backend on a node of its own."""
+    node = node_only()
+    try:
+        with node.entered():
+            subject = Subject(Wanted(mode), (family,))
+            yield subject.start()
+            subject.end_all()
+    finally:
+        node.close()
+
+
+def preview(instance: BackendInstance, family: Family, plans: Plans) -> Preview:
+    found = instance.preview(full_update(ADDRESSES[family].view(), plans))
+    assert found is not None
+    return found
+
+
+def fewer(plans: Plans) -> Plans:
+    """Return *plans* without some, and with others changed."""
+    kept = dict(list(plans.items())[2:])
+    first, *_ = (key for key, plan in kept.items() if len(plan.cluster) > 1)
+    return {**kept, first: replace(kept[first], cluster=kept[first].cluster[:-1])}
+
+
+@FAMILIES
+@pytest.mark.parametrize("mode", ["nftables", "iptables", "ebpf"])
+def test_a_preview_counts_the_operations_of_the_next_sync(
+    mode: str, family: Family, instance: BackendInstance
+) -> None:
+    plans = everything(family)
+    full(instance, family, {})  # Counters and maps are created by the first sync.
+    for wanted in (plans, fewer(plans), plans):
+        seen = preview(instance, family, wanted)
+        assert seen.operations == full(instance, family, wanted).operations > 0
+        assert seen.transaction
+        assert preview(instance, family, wanted) == Preview(0, "")
+
+
+@pytest.mark.parametrize(("mode", "family"), WRITERS)
+def test_the_text_of_a_preview_brings_the_kernel_to_the_plans(
+    mode: str, family: Family, instance: BackendInstance
+) -> None:
+    plans = everything(family)
+    for wanted in (plans, fewer(plans)):
+        text = preview(instance, family, wanted).transaction
+        subprocess.run(WRITERS[mode, family].split(), input=text, text=True, check=True)
+        assert preview(instance, family, wanted) == Preview(0, "")
+
+
+@FAMILIES
+@pytest.mark.parametrize("mode", ["userspace"])
+def test_a_preview_of_the_userspace_mode_counts_a_start(
+    mode: str, family: Family, instance: BackendInstance
+) -> None:
+    seen = preview(instance, family, everything(family))
+    assert seen.operations > 0
+    assert seen.transaction
