@@ -16,7 +16,7 @@ from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.fate import Fate, Packet
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 
-CONTRACT = (1, 5)
+CONTRACT = (1, 6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +138,8 @@ class BackendSettings:
     and its mode's entry in ``kproxy.backendOptions``."""
     loopback_node_ports: tuple[Family, ...] = tuple(Family)
     """Families in which nodePortAddresses includes loopback (`NodeView.node_ports_on_loopback`)."""
+    count_traffic: bool = False
+    """Count new connections for `hookspecs.kproxy_traffic`. False: spend nothing on it."""
 
 
 class Damage(Protocol):
@@ -226,6 +228,20 @@ class KernelSide:
     """The endpoint to which session affinity has pinned the sender."""
     deviation: str = ""
     """The reason why this mode decides differently by design, if it does."""
+
+
+class Connections(NamedTuple):
+    """New connections counted for one frontend and endpoint; see `hookspecs.kproxy_traffic`.
+
+    Of UDP, a connection is a flow: the packets between two sockets until the kernel forgets them.
+    """
+
+    frontend: Frontend
+    """As dialled: for a node port, its address may be None or the node's."""
+    endpoint: Destination | None
+    """None: refused, because the service port has no endpoints."""
+    number: int
+    """Since counting began. It never falls, except to begin again at 0."""
 
 
 class Measurement(NamedTuple):

@@ -14,6 +14,7 @@ from kproxy_core.backend.api import (
     Backend,
     BackendSettings,
     Caveat,
+    Connections,
     Damage,
     Description,
     Detection,
@@ -180,6 +181,17 @@ def kproxy_frontends(family: Family) -> Sequence[Frontend]:
     """Return the frontends that the kernel's objects of this mode serve now, wanted or not.
 
     Optional; serves ``kproxy diff``. Called as `kproxy_explain`. Raises BackendError or HostError.
+    """
+    raise NotImplementedError
+
+
+@hookspec(firstresult=True)
+def kproxy_traffic(family: Family) -> Sequence[Connections]:
+    """Return the new connections of each frontend and endpoint, as counted since each count began.
+
+    Optional; called only with `BackendSettings.count_traffic`. A sync that replaces an endpoint keeps its
+    count. Frontends without connections may be left out, and a count may end an hour after its last
+    connection. Called as `kproxy_explain`. Raises BackendError or HostError.
     """
     raise NotImplementedError
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from kproxy_core.backend.api import (
     BackendSettings,
+    Connections,
     Damage,
     Description,
     KernelSide,
@@ -75,6 +76,11 @@ class BackendInstance:
         """See `hookspecs.kproxy_frontends`. None: the backend does not implement it."""
         found: Sequence[Frontend] | None = self._call("kproxy_frontends", family=family)
         return found
+
+    def traffic(self, family: Family) -> Sequence[Connections] | None:
+        """See `hookspecs.kproxy_traffic`. None: the backend does not implement it."""
+        counted: Sequence[Connections] | None = self._call("kproxy_traffic", family=family)
+        return counted
 
     def watch(self, damaged: Damage) -> bool:
         """See `hookspecs.kproxy_watch`."""

@@ -29,7 +29,6 @@ from kproxy_ipvs.names import SETS
 from kproxy_ipvs.preview import preview
 from kproxy_ipvs.render import render_text
 from kproxy_ipvs.settings import read_settings
-from kproxy_ipvs.wanted import schedulers
 from kproxy_ipvs.watch import DeviceWatch
 from kproxy_xtables.tables import Tables, Unusable
 from kproxy_xtables.variant import NoVariant, Variant, find_variant
@@ -133,8 +132,7 @@ class IpvsBackend:
             requirements.load_modules(self._settings.scheduler)
             for family in self._given.families:
                 _require_rules(family, variant)
-                for scheduler in schedulers(self._settings.scheduler):
-                    _require_servers(scheduler, family)
+                _require_servers(self._settings.scheduler, family)
             _require_device()
             servers = VirtualServers()
             requirements.ensure_settings(self._settings)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from kproxy_core.backend.api import (
     BackendSettings,
+    Connections,
     Damage,
     KernelSide,
     Measurement,
@@ -25,6 +26,7 @@ from kproxy_nftables.features import PERMISSION, lacking
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.preview import preview
 from kproxy_nftables.render import render_text
+from kproxy_nftables.traffic import connections
 from kproxy_nftables.watch import Watcher
 
 log = logging.getLogger("kproxy.nftables")
@@ -35,7 +37,9 @@ class NftablesBackend:
 
     def __init__(self, settings: BackendSettings) -> None:
         self._kernel = Kernel()
-        self._states = {family: FamilyState(family, self._kernel) for family in settings.families}
+        self._counted = settings.count_traffic
+        self._states = {
+            family: FamilyState(family, self._kernel, counted=self._counted) for family in settings.families}
         self._watcher: Watcher | None = None
         self._generation = 0
 
@@ -60,12 +64,12 @@ class NftablesBackend:
     @hookimpl
     def kproxy_render(self, update: Update) -> str:
         """Return the whole table as input for `nft -f`."""
-        return render_text(update)
+        return render_text(update, counted=self._counted)
 
     @hookimpl
     def kproxy_preview(self, update: Update) -> Preview:
         """Return the commands of a resync. Raises BackendError."""
-        return preview(update)
+        return preview(update, counted=self._counted)
 
     @hookimpl
     def kproxy_explain(self, questions: Sequence[Question], live: bool) -> Sequence[KernelSide]:
@@ -76,6 +80,11 @@ class NftablesBackend:
     def kproxy_frontends(self, family: Family) -> Sequence[Frontend]:
         """Return the frontends that the kernel serves now. Raises BackendError or HostError."""
         return frontends(family)
+
+    @hookimpl
+    def kproxy_traffic(self, family: Family) -> Sequence[Connections]:
+        """Return the counts of the sets that the rules fill. Raises BackendError."""
+        return connections(family)
 
     @hookimpl
     def kproxy_watch(self, damaged: Damage) -> bool:

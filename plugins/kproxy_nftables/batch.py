@@ -17,6 +17,7 @@ from kproxy_core.host.netlink.messages import (
     NLM_F_CREATE,
     attribute,
     attribute_spans,
+    attributes,
     message,
     nested,
     text_attribute,
@@ -34,7 +35,9 @@ _BATCH_BEGIN, _BATCH_END = 16, 17
 _BATCH_PAYLOAD = NFGENMSG.pack(0, 0, int.from_bytes(_SUBSYSTEM.to_bytes(2, "big"), sys.byteorder))
 _LIST_TABLE, _LIST_SET, _LIST_ELEMENTS = 1, 2, 3
 _LIST_ELEM = 1
-_ELEM_KEY, _ELEM_DATA = 1, 2
+_ELEM_KEY, _ELEM_DATA, _ELEM_EXPRESSION = 1, 2, 7
+_EXPRESSION_DATA = 2
+_COUNTED_PACKETS = 2
 _DATA_VALUE, _DATA_VERDICT = 1, 2
 _VERDICT_CODE, _VERDICT_CHAIN = 1, 2
 _VERDICTS = {"drop": 0, "accept": 1, "jump": -3, "goto": -4}
@@ -90,9 +93,9 @@ def batches(
 def _transaction(family: Family, pieces: Sequence[tuple[int, bytes]]) -> tuple[bytes, int]:
     last = len(pieces) + 1
     out = [message(_BATCH_BEGIN, 0, _BATCH_PAYLOAD, 1)]
-    for sequence, (kind, attributes) in enumerate(pieces, 2):
+    for sequence, (kind, body) in enumerate(pieces, 2):
         flags = (NLM_F_CREATE if kind == _NEWSETELEM else 0) | (NLM_F_ACK if sequence == last else 0)
-        out.append(message(kind, flags, payload(family, attributes), sequence))
+        out.append(message(kind, flags, payload(family, body), sequence))
     out.append(message(_BATCH_END, 0, _BATCH_PAYLOAD, last + 1))
     return b"".join(out), last
 
@@ -162,6 +165,26 @@ def parse_elements(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, V
                 elif part == _ELEM_DATA:
                     value = _parse_data(data, part_start, part_end)
             yield key, value
+
+
+def parse_counters(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, int]]:
+    """Yield the (key, packets) of each counted element in the attributes of an element message."""
+    for kind, list_start, list_end in attribute_spans(data, start, end):
+        if kind != _LIST_ELEMENTS:
+            continue
+        for _, element_start, element_end in attribute_spans(data, list_start, list_end):
+            key, packets = b"", 0
+            for part, part_start, part_end in attribute_spans(data, element_start, element_end):
+                if part == _ELEM_KEY:
+                    key = data[part_start + 4 : part_end]
+                elif part == _ELEM_EXPRESSION:
+                    packets = _counted_packets(data, part_start, part_end)
+            yield key, packets
+
+
+def _counted_packets(data: bytes, start: int, end: int) -> int:
+    expression = attributes(data, start, end)[_EXPRESSION_DATA]
+    return int.from_bytes(attributes(expression, 0, len(expression))[_COUNTED_PACKETS], "big")
 
 
 def _parse_data(data: bytes, start: int, end: int) -> Value:

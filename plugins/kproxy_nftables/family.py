@@ -36,9 +36,11 @@ class _Rules(NamedTuple):
 class FamilyState:
     """The table ``kproxy`` of one IP family."""
 
-    def __init__(self, family: Family, kernel: Kernel) -> None:
+    def __init__(self, family: Family, kernel: Kernel, *, counted: bool = False) -> None:
+        """*counted*: count new connections."""
         self._family = family
         self._kernel = kernel
+        self._counted = counted
         self._applied = Applied()
         self._node: NodeView | None = None
         """The node for which the table was last written; None: the next sync must be a resync."""
@@ -94,8 +96,9 @@ class FamilyState:
         templates = skeleton.template_closure(
             skeleton.used_templates(verdict for plan in plans.values() for verdict in verdicts(plan))
         )
-        wanted = object_names(plans, templates)
-        self._bring_rules(skeleton.rules_text(node, templates, plans.values()), wanted)
+        wanted = object_names(plans, templates, counted=self._counted)
+        rules = skeleton.rules_text(node, templates, plans.values(), counted=self._counted)
+        self._bring_rules(rules, wanted)
         actual: Contents = {
             container: self._kernel.elements(self._family, container)
             for container in names.ELEMENT_CONTAINERS
@@ -117,7 +120,8 @@ class FamilyState:
         """Return the commands that must run before the elements are written; mostly none."""
         text = ""
         if skeleton.rules_differ(before, node):
-            text = skeleton.skeleton(node) + skeleton.templates(node, self._templates | templates)
+            text = skeleton.skeleton(node, counted=self._counted)
+            text += skeleton.templates(node, self._templates | templates)
         elif not templates <= self._templates:
             text = skeleton.templates(node, templates - self._templates)
         if node.service_cidrs != before.service_cidrs:
@@ -211,12 +215,11 @@ class FamilyState:
 
 
 def object_names(
-    plans: Mapping[ServicePortKey, ServicePlan], templates: Collection[Template]
-) -> Collection[str]:
+    plans: Mapping[ServicePortKey, ServicePlan], templates: Collection[Template], *, counted: bool
+) -> set[str]:
     """Return the names of all chains, maps and sets that belong into the table."""
     return (
         {name for plan in plans.values() for name in owned_objects(plan)}
-        | skeleton.chain_names()
+        | skeleton.object_names(counted=counted)
         | {template.name for template in templates}
-        | {*names.ELEMENT_CONTAINERS, names.SERVICE_CIDRS}
     )

@@ -23,7 +23,7 @@ def kproxy_describe() -> Description:
     return Description(
         mode=MODE,
         summary="constant nf_tables rules, services in map elements",
-        contract=(1, 5),
+        contract=(1, 6),
         preference=100,
         default_node_port_addresses=("primary",),
         fallback="iptables",

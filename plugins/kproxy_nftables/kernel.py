@@ -7,7 +7,8 @@ import errno
 import os
 import re
 import socket
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from kproxy_core.backend.errors import SyncFailed, TrustLost, Unsupported
@@ -24,6 +25,7 @@ from kproxy_nftables.batch import (
     batches,
     element_list,
     one_element,
+    parse_counters,
     parse_elements,
     payload,
 )
@@ -101,7 +103,13 @@ class Kernel:
 
     def elements(self, family: Family, container: str) -> dict[bytes, Value]:
         """Return the elements of a map, or of a set without intervals; none if it does not exist."""
-        return self._dump(GETSETELEM, family, element_list(container), _elements) or {}
+        collect = partial(_elements, parse_elements)
+        return self._dump(GETSETELEM, family, element_list(container), collect) or {}
+
+    def counters(self, family: Family, container: str) -> dict[bytes, int]:
+        """Return the counted packets of each element of a set; none if it does not exist."""
+        collect = partial(_elements, parse_counters)
+        return self._dump(GETSETELEM, family, element_list(container), collect) or {}
 
     def element(self, family: Family, container: str, key: bytes) -> Value:
         """Return the value of one element of a map. Raises KeyError if it does not exist."""
@@ -247,17 +255,19 @@ def _attributes(answer: netlink.Span) -> netlink.Span:
     return data, start + netlink.NFGENMSG.size, end
 
 
-def _elements(answers: Iterator[netlink.Span]) -> dict[bytes, Value]:
-    """Collect the elements in *answers*. Raises InterruptedError if some are missing.
+def _elements(
+    parse: Callable[[bytes, int, int], Iterable[tuple[bytes, T]]], answers: Iterator[netlink.Span]
+) -> dict[bytes, T]:
+    """Collect the elements in *answers*, parsed by *parse*. Raises InterruptedError if some are missing.
 
     For each part of a dump the kernel walks the hash table from its start, and skips as many elements as it
     has sent (nft_rhash_walk). Soon after many additions or deletions it resizes the table, which changes the
     order. It does not set NLM_F_DUMP_INTR then, but sends another element twice for each one that is missing.
     """
-    found: dict[bytes, Value] = {}
+    found: dict[bytes, T] = {}
     sent = 0
     for answer in answers:
-        elements = list(parse_elements(*_attributes(answer)))
+        elements = list(parse(*_attributes(answer)))
         sent += len(elements)
         found.update(elements)
     if sent != len(found):

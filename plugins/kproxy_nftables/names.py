@@ -39,6 +39,10 @@ NODE_IPS = "node-ips"
 HAIRPINS = "hairpins"
 SERVICE_CIDRS = "service-cidrs"
 
+# Sets that rules fill while traffic is counted.
+CONNECTIONS = "connections"
+REFUSED = "refused"
+
 ELEMENT_CONTAINERS = (
     VIPS, ADMITTED_VIPS, STICKY_VIPS, STICKY_LOCAL_VIPS, RECORDED_VIPS,
     NODE_PORTS, STICKY_NODE_PORTS, STICKY_LOCAL_NODE_PORTS, RECORDED_NODE_PORTS,

@@ -14,12 +14,12 @@ from kproxy_nftables.wanted import node_elements, verdicts
 _Rules = Mapping[str, Sequence[str]]
 
 
-def preview(update: Update) -> Preview:
-    """Return what a resync would write. Raises BackendError."""
+def preview(update: Update, *, counted: bool) -> Preview:
+    """Return what a resync would write. *counted*: connections are counted. Raises BackendError."""
     family, node, plans = update.family, update.node, update.plans
     templates = skeleton.template_closure(
         skeleton.used_templates(verdict for plan in plans.values() for verdict in verdicts(plan)))
-    wanted = object_names(plans, templates)
+    wanted = object_names(plans, templates, counted=counted)
     kernel = Kernel()
     try:
         actual: Contents = {
@@ -30,7 +30,7 @@ def preview(update: Update) -> Preview:
         kernel.close()
     applied = Applied(recover_all(plans, actual))
     deletes, adds = compare_all(actual, applied.elements(), node_elements(node))
-    rules = skeleton.rules_text(node, templates, plans.values())
+    rules = skeleton.rules_text(node, templates, plans.values(), counted=counted)
     parts = ["" if _holds(held, written_rules(rules.splitlines())) else rules]
     keys = [(container, key, None) for container, key, _ in deletes]
     parts += [elements_text(family, keys, command="delete"), elements_text(family, adds)]

@@ -14,8 +14,8 @@ _ADDRESS_SETS = {names.CLUSTER_IPS, names.NODE_IPS, names.HAIRPINS}
 _PROTOCOLS = {protocol.value: protocol.name.lower() for protocol in Protocol}
 
 
-def render_text(update: Update) -> str:
-    """Return the commands that bring an empty kernel to *update*."""
+def render_text(update: Update, *, counted: bool = False) -> str:
+    """Return the commands that bring an empty kernel to *update*. *counted*: count new connections."""
     plans = list(update.plans.values())
     wanted = [
         element
@@ -25,7 +25,8 @@ def render_text(update: Update) -> str:
     wanted += dict.fromkeys(element for plan in plans for element in shared_elements(plan))
     wanted += node_elements(update.node)
     templates = skeleton.used_templates(verdict for plan in plans for verdict in verdicts(plan))
-    return skeleton.rules_text(update.node, templates, plans) + elements_text(update.family, wanted)
+    rules = skeleton.rules_text(update.node, templates, plans, counted=counted)
+    return rules + elements_text(update.family, wanted)
 
 
 def elements_text(family: Family, wanted: Iterable[Element], command: str = "add") -> str:

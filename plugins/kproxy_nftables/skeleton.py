@@ -26,15 +26,21 @@ BASE_CHAINS = {
 }
 
 
-def skeleton(node: NodeView) -> str:
-    """Return the commands for all constant objects of one family's table except template chains."""
+def skeleton(node: NodeView, *, counted: bool = False) -> str:
+    """Return the commands for all constant objects of one family's table except template chains.
+
+    *counted*: with the rules that count new connections.
+    """
     text = _Text(node.family)
     text.line(f'add table {text.table} {{ comment "rules for kproxy"; }}')
     _containers(text)
-    for name, (kind, hook, priority) in BASE_CHAINS.items():
+    if counted:
+        _counting_sets(text)
+    for name, (kind, hook, priority) in (BASE_CHAINS | (_COUNTING_BASE_CHAINS if counted else {})).items():
         place = f"type {kind} hook {hook} priority {priority}; policy accept;"
         text.line(f"add chain {text.table} {name} {{ {place} }}")
-    for name, rules in _chains(node).items():
+    chains = _chains(node)
+    for name, rules in (_counted(chains, text.ip) if counted else chains).items():
         text.chain(name, rules)
     return text.value()
 
@@ -51,10 +57,12 @@ def templates(node: NodeView, wanted: Iterable[Template]) -> str:
     return text.value()
 
 
-def rules_text(node: NodeView, wanted: Iterable[Template], plans: Iterable[ServicePlan]) -> str:
+def rules_text(
+    node: NodeView, wanted: Iterable[Template], plans: Iterable[ServicePlan], *, counted: bool = False
+) -> str:
     """Return the commands for everything but elements, including the objects that service ports own."""
     owned = [text for plan in plans for text in owned_objects(plan).values()]
-    return skeleton(node) + templates(node, wanted) + service_cidrs(node) + "".join(owned)
+    return skeleton(node, counted=counted) + templates(node, wanted) + service_cidrs(node) + "".join(owned)
 
 
 def used_templates(verdicts: Iterable[str]) -> set[Template]:
@@ -101,9 +109,12 @@ def delete_table(family: Family) -> str:
     return f"add {table}\ndelete {table}\n"
 
 
-def chain_names() -> set[str]:
-    """Return the names of all chains of the skeleton."""
-    return set(BASE_CHAINS) | _REGULAR_CHAINS
+def object_names(*, counted: bool = False) -> set[str]:
+    """Return the names of all chains, maps and sets of the skeleton."""
+    names_of_all = {*BASE_CHAINS, *_REGULAR_CHAINS, *names.ELEMENT_CONTAINERS, names.SERVICE_CIDRS}
+    if counted:
+        names_of_all |= {*_COUNTING_BASE_CHAINS, *_COUNTING_CHAINS, names.CONNECTIONS, names.REFUSED}
+    return names_of_all
 
 
 _QUOTABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*").fullmatch
@@ -176,6 +187,49 @@ def _chains(node: NodeView) -> dict[str, list[str]]:
         "filter-input": [record],
         "filter-postrouting": [record],
     }
+
+
+_COUNTING_BASE_CHAINS = {"nat-input": ("nat", "input", 100)}
+_COUNTING_CHAINS = ("count", "refuse-unserved")
+_COUNTED_PAIRS = 1 << 18
+"""Most pairs of frontend and endpoint that are counted at a time."""
+_COUNTED_FOR = "1h"
+"""Time after its last connection for which the count of a pair is kept."""
+
+
+def _counting_sets(text: "_Text") -> None:
+    of_frontend = f"{ADDRESS_TYPE[text.family]} . inet_proto . inet_service"
+    keys = {names.CONNECTIONS: f"{of_frontend} . {ADDRESS_TYPE[text.family]} . inet_service",
+            names.REFUSED: of_frontend}
+    for name, key in keys.items():
+        text.line(f"add set {text.table} {name} {{ type {key}; flags dynamic,timeout; "
+                  f"timeout {_COUNTED_FOR}; size {_COUNTED_PAIRS}; }}")
+
+
+def _counted(chains: dict[str, list[str]], ip: str) -> dict[str, list[str]]:
+    """Return *chains* with those that count.
+
+    A connection's first packet alone traverses nat chains, so each connection is counted once. The count is
+    made after DNAT, where both the dialled address and the endpoint are known. Refusals are counted by
+    frontend only: other ports of a ClusterIP are refused by a chain that does not count.
+    """
+    frontend = f"ct original {ip} daddr . meta l4proto . ct original proto-dst"
+    count = [
+        f"meta l4proto {protocol.name.lower()} update @{names.CONNECTIONS} "
+        f"{{ {frontend} . {ip} daddr . th dport counter }}"
+        for protocol in Protocol
+    ]
+    dialled = f"{ip} daddr . meta l4proto . th dport"
+    refuse = chains[names.REJECT]
+    to_count = "ct status dnat jump count"
+    changed = {
+        names.REJECT: [f"update @{names.REFUSED} {{ {dialled} counter }}", *refuse],
+        "cluster-ips-check": [
+            rule.replace(f"goto {names.REJECT}", "goto refuse-unserved")
+            for rule in chains["cluster-ips-check"]],
+        "nat-postrouting": [to_count, *chains["nat-postrouting"]],
+    }
+    return {"count": count, "refuse-unserved": refuse, **chains, **changed, "nat-input": [to_count]}
 
 
 def _record_rules(ip: str) -> list[str]:

@@ -280,6 +280,9 @@ class _Walk:
     def _record(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
         return False
 
+    def _count(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
+        return True
+
 
 class _Jump(NamedTuple):
     chain: str
@@ -311,6 +314,7 @@ _STATEMENTS: tuple[tuple["re.Pattern[str]", _Handler], ...] = tuple(
     (re.compile(pattern), handler) for pattern, handler in (
         (rf"ct original .*vmap @(?P<map>{_NAME})", _Walk._record),
         (rf"ct original .*@{names.NODE_IPS}", _Walk._record),
+        (rf"update @({names.CONNECTIONS}|{names.REFUSED}) \{{.*\}}", _Walk._count),
         (rf"({_IP}daddr \. )?meta l4proto \. th dport vmap @(?P<map>{_NAME})", _Walk._verdict_map),
         (r"fib daddr type local", _Walk._to_local),
         (r"fib saddr type local", _Walk._from_local),

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from kproxy_core.backend.api import (
+    Connections,
     Leftovers,
     Update,
 )
@@ -50,6 +51,14 @@ class OtherRules(Sabotage):
     def kproxy_sync(self, update: Update) -> None:
         if any(map(self._when, update.plans.values())):
             nft(f"table ip sabotage {{ {self._rules} }}")
+
+
+class LosesConnections(Sabotage):
+    check, words = "counts-each-connection-once", r"kproxy_traffic returned \{\} for"
+
+    @hookimpl(tryfirst=True)
+    def kproxy_traffic(self) -> list[Connections]:
+        return []
 
 
 class MasqueradesPods(Sabotage):
@@ -182,6 +191,7 @@ PACKETS: tuple[Sabotage, ...] = (
     TakesAllAlong(),
 )
 MORE_PACKETS: tuple[Sabotage, ...] = (
+    LosesConnections(),
     MasqueradesPods(),
     CutsWhenRetiring(),
     OtherPlans(

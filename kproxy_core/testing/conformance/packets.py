@@ -16,6 +16,26 @@ _PATIENCE = 20.0
 
 
 @CHECKS.each_family
+def counts_each_connection_once(play: Play) -> None:
+    """With `count_traffic`, each new connection is counted once for its frontend and endpoint."""
+    play.count_traffic()
+    play.serve("web", "80@30080", to="near")
+    play.serve("dns", "53/UDP", to="near", number=2)
+    play.serve("none", to="", number=3)
+    dials = ((play.cluster_ip(), "near", 5), (play.cluster_ip(53, UDP, 2), "near", 4),
+             (play.node_port(30080), "client", 3))
+    for frontend, host, tries in dials:
+        play.ask_often(host, frontend, tries=tries)
+    play.serve("web", "80@30080", to="other")
+    play.ask_often("near", play.cluster_ip(), tries=2)
+    play.refused("near", play.cluster_ip(number=3))
+    wanted = {(frontend, "near"): tries for frontend, _, tries in dials}
+    wanted |= {(play.cluster_ip(), "other"): 2, (play.cluster_ip(number=3), ""): 1}
+    counted = play.traffic()
+    expect(counted == wanted, f"kproxy_traffic returned {counted} for {wanted}")
+
+
+@CHECKS.each_family
 def cluster_ip_reaches_every_endpoint(play: Play) -> None:
     """Pods and the node reach each endpoint of a ClusterIP over TCP, on this node and others."""
     play.serve("web")

@@ -2,9 +2,10 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 from kproxy_core.backend.instance import BackendInstance
-from kproxy_core.model.address import Family, Protocol
+from kproxy_core.model.address import Family, Protocol, format_address, parse_address
 from kproxy_core.testing.builders import endpoint, endpoint_slice, full_update, plans, service
 from kproxy_core.testing.conformance import dialing, kernel_state
 from kproxy_core.testing.conformance.bench import inside
@@ -65,6 +66,25 @@ class Play:
         """Start a new process over the existing rules."""
         self.instance = self.subject.start()
         full(self.instance, self.family, self._plans)
+
+    def count_traffic(self) -> None:
+        """Start a new backend, which counts connections. Raises NotApplicable if it cannot."""
+        self.subject.end(self.instance)
+        self.subject.settings = replace(self.subject.settings, count_traffic=True)
+        self.begin()
+        if self.instance.traffic(self.family) is None:
+            raise NotApplicable("the backend does not implement kproxy_traffic")
+
+    def traffic(self) -> dict[tuple[Frontend, str], int]:
+        """Return the counted connections of each frontend, a node port's at the node's address, and pod."""
+        pods = {parse_address(address): name for name, address in (
+            ("near", self.at.near[0]), ("other", self.at.near[1]), ("far", self.at.far))}
+        found: dict[tuple[Frontend, str], int] = {}
+        for (address, protocol, port), where, count in self.instance.traffic(self.family) or ():
+            dialled = format_address(address) if address is not None else self.at.node
+            key = Frontend(dialled, port, protocol), pods[where.address] if where is not None else ""
+            found[key] = found.get(key, 0) + count
+        return found
 
     def _bring(self, name: str, found: Plans) -> None:
         before = {key: plan for key, plan in self._plans.items() if key.name == name}

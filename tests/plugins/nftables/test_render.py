@@ -172,6 +172,15 @@ def test_rules_do_not_depend_on_the_number_of_services() -> None:
     assert rules(1) == rules(1000)
 
 
+def test_rules_count_only_if_traffic_is_counted() -> None:
+    update = full_update(NODE, plans(NODE, service(), endpoint_slice("web", REMOTE)))
+    plain, counted = render_text(update), render_text(update, counted=True)
+    assert "counter" not in plain
+    added = [line for line in counted.splitlines() if line not in plain.splitlines()]
+    assert len([line for line in added if " counter }" in line]) == len(Protocol) + 1
+    assert elements_of(counted) == elements_of(plain)
+
+
 TEMPLATES = st.builds(
     lambda protocol, policy, n, m, sticky, node_port: Template(
         protocol,
