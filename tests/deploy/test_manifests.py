@@ -37,7 +37,8 @@ def test_the_charts_values_reach_the_objects() -> None:
         namespace="network", image={"repository": "mirror/kproxy", "tag": "9", "pullPolicy": "Always"},
         config={"mode": "iptables", "conntrack": {"min": 1}}, apiServer="https://[fd00::1]:6443",
         extraArgs=["--v=2"], nodeSelector={"proxy": "k"}, tolerations=[{"key": "x"}],
-        capabilities=["NET_ADMIN", "NET_RAW"], resources={"limits": {"memory": "1Gi"}}, maxUnavailable=3,
+        capabilities=["NET_ADMIN", "NET_RAW"], resources={"limits": {"memory": "1Gi"}},
+        rollingUpdate={"maxUnavailable": 3},
     )  # fmt: skip
     pod = pod_of(objects)
     for container in containers(objects["DaemonSet"]):
@@ -158,11 +159,23 @@ def test_pods_have_what_a_node_agent_needs(objects: dict[str, Object]) -> None:
     assert pod["priorityClassName"] == "system-node-critical"
     assert pod["tolerations"] == [{"operator": "Exists"}]
     (main,) = pod["containers"]
-    ports = {port["name"]: port["containerPort"] for port in main["ports"]}
-    assert ports == {"healthz": 10256, "metrics": 10249}
-    assert main["livenessProbe"]["httpGet"] == {"path": "/livez", "port": "healthz"}
-    assert main["readinessProbe"]["httpGet"] == {"path": "/healthz", "port": "healthz"}
+    assert main["livenessProbe"]["httpGet"] == {"path": "/livez", "port": 10256}
+    assert main["readinessProbe"]["httpGet"] == {"path": "/healthz", "port": 10256}
     assert "privileged" not in main["securityContext"]
     for container in containers(objects["DaemonSet"]):
         assert container["securityContext"]["readOnlyRootFilesystem"] is True
         assert {mount["name"] for mount in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
+
+
+@pytest.mark.parametrize("objects", [base(), chart()], ids=["base", "chart"])
+def test_the_next_pod_can_start_beside_the_old_one(objects: dict[str, Object]) -> None:
+    """On the host's network a container's ports are ports of the host, and no two pods of a node have one."""
+    spec = objects["DaemonSet"]["spec"]
+    update = spec["updateStrategy"]["rollingUpdate"]
+    assert update["maxUnavailable"] == 0, "a DaemonSet may have only one of the two"
+    assert update["maxSurge"] != 0
+    assert spec["minReadySeconds"] > 0, "the old pod's process answers the probes of one that keeps crashing"
+    for container in containers(objects["DaemonSet"]):
+        assert "ports" not in container
+        for probe in ("livenessProbe", "readinessProbe"):
+            assert isinstance(container.get(probe, {"httpGet": {"port": 0}})["httpGet"]["port"], int)
