@@ -24,6 +24,7 @@ from kproxy_xtables.shared_chains import FIREWALL, ipset_mode_chains, is_ipset_f
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import find_used_and_unused, find_variants
 
+Step = Callable[[], CleanupResult]
 EntriesByFamily = dict[Family, Entries]
 
 _OF_BOTH = frozenset({
@@ -57,13 +58,16 @@ def cleanup(excluded: Sequence[Cidr] = (), *, dry_run: bool, own_only: bool = Fa
         except HostError as error:
             if error.errno == errno.EPERM:
                 return Leftovers("ipvs", (), (str(error),))
-    kinds = _SETS_NEVER_KUBE_PROXYS if own_only else (*names.SETS, *names.OLDER_SETS)
-    return _run(
-        partial(_servers, excluded, entries, dry_run, own_only),
-        partial(_rules, entries, dry_run, own_only),
-        *(() if own_only else [partial(_device, dry_run)]),
-        *([partial(_sets, kinds, dry_run)] if entries else ()),
-    )
+    servers = _run(partial(_servers, excluded, entries, dry_run, own_only))
+    steps: list[Step] = [partial(_rules, entries, dry_run, own_only)]
+    # The device's addresses and the sets' marks tell which virtual servers are this mode's: the next clean-up
+    # needs them while any are left.
+    if not servers.errors:
+        kinds = _SETS_NEVER_KUBE_PROXYS if own_only else (*names.SETS, *names.OLDER_SETS)
+        steps += () if own_only else [partial(_device, dry_run)]
+        steps += [partial(_sets, kinds, dry_run)] if entries else ()
+    rest = _run(*steps)
+    return Leftovers("ipvs", servers.removed + rest.removed, servers.errors + rest.errors)
 
 
 def supersede(*, dry_run: bool) -> Leftovers:
@@ -76,7 +80,7 @@ def supersede(*, dry_run: bool) -> Leftovers:
     )
 
 
-def _run(*steps: Callable[[], CleanupResult]) -> Leftovers:
+def _run(*steps: Step) -> Leftovers:
     """Run all *steps* in order. A failed step does not prevent the next ones."""
     removed: list[str] = []
     errors: list[str] = []

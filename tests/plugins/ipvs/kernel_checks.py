@@ -246,6 +246,23 @@ def test_cleanup_removes_everything_and_dry_run_nothing(
     assert cleanup(dry_run=False).removed == ()
 
 
+def test_a_cleanup_that_could_not_delete_virtual_servers_can_be_repeated(
+    make: Callable[..., IpvsBackend], kernel: VirtualServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full(make(), everything(Family.IPV4))
+
+    def fail(*_: object) -> None:
+        raise HostError("refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(VirtualServers, "write", fail)
+        assert cleanup(dry_run=False).errors == ("refused",)
+    assert not cleanup(dry_run=False).errors
+    assert not kernel.read(Family.IPV4)
+    assert not device.exists()
+    assert not sets.existing(names.SETS)
+
+
 @pytest.mark.parametrize(("family", "vip", "own"), [
     (Family.IPV4, "10.96.0.1", "192.0.2.1"), (Family.IPV6, "fd00::1", "2001:db8::1"),
 ])  # fmt: skip
