@@ -93,6 +93,7 @@ class FamilyState:
         return self._compare_and_send(node, plans)
 
     def _compare_and_send(self, node: NodeView, plans: Plans) -> SyncReport:
+        woken = self.tables.wake()
         style = make_style(node, self._facts, count_endpoints(plans))
         comparison = Comparison(rules.read(self.tables), plans, node, style, self._facts)
         self._send(
@@ -109,7 +110,7 @@ class FamilyState:
             log.warning("stale chains not deleted", extra={"fields": {"error": str(error)}})
         self._applied = comparison.acknowledged()
         self._acknowledged(node, self._applied.last_rules())
-        return SyncReport(comparison.operations)
+        return SyncReport(comparison.operations + len(woken))
 
     def _send(self, inputs: Iterable[str]) -> None:
         """Give *inputs* to iptables-restore.

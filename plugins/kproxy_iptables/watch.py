@@ -34,8 +34,11 @@ _RECEIVE_SPACE = 8 << 20
 """Bytes of notifications that may wait. If a foreign flush is larger, the loss is noticed instead."""
 
 _OUR_KINDS = frozenset({
-    Kind.RULE_ADDED, Kind.RULE_DELETED, Kind.CHAIN_ADDED, Kind.CHAIN_DELETED, Kind.TABLE_DELETED,
+    Kind.RULE_ADDED, Kind.RULE_DELETED, Kind.CHAIN_ADDED, Kind.CHAIN_DELETED,
+    Kind.TABLE_ADDED, Kind.TABLE_DELETED,
 })  # fmt: skip
+_TABLE_KINDS = (Kind.TABLE_ADDED, Kind.TABLE_DELETED)
+"""The first is announced for a table that exists when its flags change, such as `dormant`."""
 _TABLES = (names.FILTER, names.NAT, names.MANGLE)
 
 
@@ -154,7 +157,7 @@ def _lacks_jump(tables: Tables, table: str, chain: str) -> bool:
 def _concerns_ours(change: Change) -> bool:
     if change.table not in _TABLES or change.kind not in _OUR_KINDS:
         return False
-    return change.kind is Kind.TABLE_DELETED or names.is_ours(change.table, change.name)
+    return change.kind in _TABLE_KINDS or names.is_ours(change.table, change.name)
 
 
 def _may_delete_jump(change: Change) -> bool:

@@ -7,6 +7,7 @@ from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.programs import Done, OwnProcesses, ProgramFailed
 from kproxy_core.model.address import Family
+from kproxy_xtables.dormant import dormant_tables, wake_tables
 from kproxy_xtables.saved import SavedChain, read_saved
 from kproxy_xtables.variant import Variant
 
@@ -15,6 +16,7 @@ LOCK_TIMEOUT = 5
 CHAINS_PER_CALL = 750
 """Chains in one call of iptables-nft-restore, whose time grows with the square of that number (1.8.9)."""
 
+_TABLES = ("filter", "nat", "mangle")
 _FAILED_LINE = re.compile(r"line:? (\d+)")
 _RESOURCE_PROBLEM = 4
 _LOCKED = "xtables lock"
@@ -50,7 +52,7 @@ class Tables:
         self.family = family
         self.variant = variant
         self.program = variant.program(family)
-        self._own = own
+        self._own = own or OwnProcesses()
         # Every call of a legacy program replaces the whole table, so one call is best.
         self.chains_per_call = CHAINS_PER_CALL if variant.nft else 1_000_000_000
         """Most chains that `restore` should be given at once."""
@@ -97,6 +99,16 @@ class Tables:
         if done.returncode == _RESOURCE_PROBLEM and not self.variant.nft:
             raise Busy(f"{program}: {problem}")
         raise RestoreFailed(programs.failure(done), _rejected_line(text, problem))
+
+    def dormant(self) -> list[str]:
+        """Return the tables that exist but are switched off, which only nf_tables can. Raises HostError."""
+        return dormant_tables(self.family, _TABLES) if self.variant.nft else []
+
+    def wake(self) -> list[str]:
+        """Switch dormant tables on again and return their names. Raises HostError."""
+        if found := self.dormant():
+            wake_tables(self.family, found, self._own)
+        return found
 
     def has_chain(self, table: str, chain: str) -> bool:
         """Return whether *chain* exists without reading other chains. Raises HostError.

@@ -80,6 +80,7 @@ DAMAGE = {
     "deleted jump": ["iptables-nft", "-t", "filter", "-D", "FORWARD", "1"],
     "added rule": ["iptables-nft", "-t", "nat", "-I", "KUBE-SERVICES", "-j", "ACCEPT"],
     "emptied chain": ["iptables-nft", "-t", "filter", "-F", "KUBE-FORWARD"],
+    "dormant table": ["nft", "add table ip nat { flags dormant; }"],
     "stale chain": ["iptables-nft", "-t", "nat", "-N", "KUBE-SEP-AAAAAAAAAAAAAAAA"],
 }
 
@@ -90,16 +91,23 @@ def test_damage_is_reported_at_once_and_repaired(
 ) -> None:
     reports = Reports()
     with watched(NFT, monkeypatch, reports) as backend:
-        before = run(NFT, "save")
+        before = run(NFT, "save") + _flags()
         subprocess.run(DAMAGE[what], check=True)
         assert V4 in {reports.wait()[0] for _ in range(2 if what == "flush of everything" else 1)}
         backend.kproxy_sync(full_update(NODES[V4], PLANS))
-        assert sorted(_rules(run(NFT, "save"))) == sorted(_rules(before))
+        assert sorted(_rules(run(NFT, "save") + _flags())) == sorted(_rules(before))
 
 
 def _rules(saved: str) -> list[str]:
     """Return rules and our chains. Built-in chains have counters."""
-    return [line for line in saved.splitlines() if line.startswith(("-A", ":KUBE-"))]
+    return [line for line in saved.splitlines() if line.startswith(("-A", ":KUBE-", "flags"))]
+
+
+def _flags() -> str:
+    """Return the flags of the nat table, which iptables does not show."""
+    command = ["nft", "list", "table", "ip", "nat"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True)
+    return "".join(f"{line.strip()}\n" for line in listed.stdout.splitlines() if "flags" in line)
 
 
 def test_our_own_changes_are_not_damage(netns: None, monkeypatch: pytest.MonkeyPatch) -> None:
