@@ -103,9 +103,9 @@ def run(*argv: str, stdin: str = "", own: OwnProcesses | None = None) -> Done:
     return Done(argv, process.returncode, out, err)
 
 
-def output(*argv: str, stdin: str = "") -> str:
+def output(*argv: str, stdin: str = "", own: OwnProcesses | None = None) -> str:
     """Run a program and return its output. Raises ProgramFailed with its error message."""
-    done = run(*argv, stdin=stdin)
+    done = run(*argv, stdin=stdin, own=own)
     if done.returncode:
         raise ProgramFailed(failure(done))
     return done.stdout

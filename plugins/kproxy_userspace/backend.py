@@ -17,6 +17,7 @@ from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.backend.family_sync import sync_family
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.host.errors import HostError
+from kproxy_core.host.programs import OwnProcesses
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import Frontend
@@ -44,6 +45,7 @@ class UserspaceBackend:
         self._workers = WorkerPool(self._settings.workers, self._settings.of_workers)
         self._ports = RelayPorts(self._settings.port_range)
         self._families: dict[Family, FamilyState] = {}
+        self._own = OwnProcesses()
         self._watch: Watch | None = None
         self._retirement: Retirement | None = None
 
@@ -99,9 +101,9 @@ class UserspaceBackend:
 
     @hookimpl
     def kproxy_watch(self, damaged: Damage) -> bool:
-        """Report workers that exit, and portals that are missing."""
+        """Report workers that exit, and portals that another program changes."""
         seconds = self._settings.check_seconds if self._settings.listen is None else None
-        self._watch = Watch(self._families, self._workers, damaged, seconds)
+        self._watch = Watch(self._families, self._workers, damaged, seconds, self._own)
         return True
 
     @hookimpl
@@ -136,7 +138,7 @@ class UserspaceBackend:
         state = self._families.get(family)
         if state is None:
             listen, bind = self._settings.listen, self._settings.bind_in(family)
-            portals: Portals = NoPortals() if listen is not None else open_portals(family, bind)
+            portals: Portals = NoPortals() if listen is not None else open_portals(family, bind, self._own)
             state = FamilyState(family, portals, self._workers, self._ports, listen, bind)
             self._families[family] = state
         return state

@@ -1,18 +1,29 @@
-"""Detection of workers that exit or run short of resources, and of portals that another program deletes."""
+"""Detection of workers that exit or run short of resources, and of portals that another program changes.
+
+nf_tables announces every commit. After one that may concern the portals they are compared with the kernel at
+once. Legacy iptables announces nothing; there they are compared every `syncPeriod`.
+"""
 
 import logging
 import os
 import select
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from kproxy_core.backend.api import Damage
 from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.host.errors import HostError
+from kproxy_core.host.netlink.commits import NFNLGRP, Change, CommitReader, Kind
+from kproxy_core.host.netlink.messages import NETLINK_NETFILTER, sender
+from kproxy_core.host.netlink.sockets import NetlinkSocket
+from kproxy_core.host.netlink.watch import Watch as NetlinkWatch
+from kproxy_core.host.programs import OwnProcesses
 from kproxy_core.model.address import Family
 from kproxy_userspace.family import FamilyState
 from kproxy_userspace.kernel.workers import Worker, WorkerPool
+from kproxy_userspace.names import NON_LOCAL, PORTAL_CHAINS, TABLE
+from kproxy_userspace.skeleton import JUMPS
 from kproxy_userspace.worker.counters import Counter
 
 log = logging.getLogger("kproxy.userspace")
@@ -23,15 +34,28 @@ _POLL_SECONDS = 1.0
 _SHORTAGE_SECONDS = 30.0
 """Least time between two log lines about a shortage in one worker."""
 
+_REST = 4
+"""Pause after a comparison, in multiples of its duration: foreign commits in a loop cost a fifth of a CPU."""
+
+_RECEIVE_SPACE = 8 << 20
+"""Bytes of notifications that may wait. If a foreign flush is larger, the loss is noticed instead."""
+
+_CHAINS = frozenset([("filter", NON_LOCAL), *(("nat", chain) for chain in PORTAL_CHAINS)])
+_BUILT_IN = frozenset((jump.table, jump.chain) for jump in JUMPS)
+_IPTABLES = frozenset(table for table, _ in _CHAINS)
+
 
 class Watch:
     """A thread that reports damage until it is closed."""
 
     def __init__(
         self, families: Mapping[Family, FamilyState], workers: WorkerPool, damaged: Damage,
-        portal_seconds: float | None,
+        portal_seconds: float | None, own: OwnProcesses,
     ) -> None:
-        """Start watching. Compare the portals every *portal_seconds*; None: there are no portals."""
+        """Start watching. Compare the portals every *portal_seconds*; None: there are no portals.
+
+        Commits of *own* processes raise no suspicion.
+        """
         self._families = families
         self._workers = workers
         self._damaged = damaged
@@ -40,29 +64,42 @@ class Watch:
         """Process ids of workers whose exit was reported."""
         self._shortages: dict[int, tuple[int, float]] = {}
         """Last reported count and its time, by process id."""
-        self._stop = os.eventfd(0)
+        self._own = own
+        self._reader = CommitReader()
+        self._suspicions: dict[Family, str] = {}
+        """Foreign commits since the portals were last compared."""
+        self._stopped = False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._commits = None if portal_seconds is None else self._watch_commits()
         self._thread = threading.Thread(target=self._run, name="kproxy-relays", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stop watching. No report follows."""
-        os.eventfd_write(self._stop, 1)
+        if self._commits is not None:
+            self._commits.close()
+        self._stopped = True
+        os.eventfd_write(self._wake, 1)
         self._thread.join()
-        os.close(self._stop)
+        os.close(self._wake)
 
     def _run(self) -> None:
         due = time.monotonic() + (self._portal_seconds or 0.0)
-        while not self._wait(due):
+        rested = 0.0
+        while self._wait(max(rested, time.monotonic() if self._suspicions else due)):
             for worker in self._workers.running():
                 self._check_shortage(worker)
-            if self._portal_seconds is not None and time.monotonic() >= due:
+            now = time.monotonic()
+            if self._portal_seconds is not None and now >= (rested if self._suspicions else due):
                 self._check_portals()
-                due = time.monotonic() + self._portal_seconds
+                ended = time.monotonic()
+                rested = ended + _REST * (ended - now)
+                due = ended + self._portal_seconds
 
     def _wait(self, due: float) -> bool:
-        """Wait for a worker's exit, at most until *due*. Return True to stop."""
+        """Wait for a worker's exit or a foreign commit, at most until *due*. Return False once closed."""
         poll = select.poll()
-        poll.register(self._stop, select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
         watched: dict[int, Worker] = {}
         for worker in self._workers.running():
             fd = worker.control.fileno()
@@ -73,10 +110,48 @@ class Watch:
         if self._portal_seconds is not None:
             seconds = min(seconds, max(0.0, due - time.monotonic()))
         for fd, _ in poll.poll(seconds * 1000):
-            if fd == self._stop:
-                return True
-            self._report_exit(watched[fd])
-        return False
+            if fd == self._wake:
+                os.eventfd_read(self._wake)
+            else:
+                self._report_exit(watched[fd])
+        return not self._stopped
+
+    # Portals --------------------------------------------------------------------------------
+
+    def _watch_commits(self) -> NetlinkWatch | None:
+        try:
+            sock = NetlinkSocket.open(NETLINK_NETFILTER, groups=(NFNLGRP,), receive_space=_RECEIVE_SPACE)
+        except OSError as error:
+            log.warning("cannot watch nf_tables commits", extra={"fields": {"error": str(error)}})
+            return None
+        return NetlinkWatch("userspace-watch", sock, self._receive)
+
+    def _receive(self, datagrams: Sequence[bytes], lost: bool) -> None:
+        if lost:
+            self._reader = CommitReader()
+            self._suspect(dict.fromkeys(self._families, "notifications were lost"))
+        for data in datagrams:
+            # The first netlink socket of a program has the process id as its port.
+            if sender(data) not in self._own:
+                for commit in self._reader.read(data):
+                    self._suspect(commit.summary(_may_concern_portals))
+
+    def _suspect(self, found: Mapping[Family, str]) -> None:
+        if found:
+            self._suspicions |= found
+            os.eventfd_write(self._wake, 1)
+
+    def _check_portals(self) -> None:
+        suspicions, self._suspicions = self._suspicions, {}
+        for family, state in list(self._families.items()):
+            try:
+                if not state.is_intact():
+                    self._damaged(family, suspicions.get(family, "portals are missing"))
+                state.close_departed()
+            except (HostError, SyncFailed) as error:
+                log.warning("could not check portals", extra={"fields": {"error": str(error)}})
+
+    # Workers --------------------------------------------------------------------------------
 
     def _report_exit(self, worker: Worker) -> None:
         self._reported.add(worker.process.pid)
@@ -95,11 +170,12 @@ class Watch:
             }  # fmt: skip
             log.warning("relay worker out of file descriptors or memory", extra={"fields": fields})
 
-    def _check_portals(self) -> None:
-        for family, state in list(self._families.items()):
-            try:
-                if not state.is_intact():
-                    self._damaged(family, "portals are missing")
-                state.close_departed()
-            except (HostError, SyncFailed) as error:
-                log.warning("could not check portals", extra={"fields": {"error": str(error)}})
+
+def _may_concern_portals(change: Change) -> bool:
+    if change.table == TABLE or (change.table, change.name) in _CHAINS:
+        return True
+    if change.table not in _IPTABLES:
+        return False
+    if change.kind is Kind.RULE_DELETED:  # perhaps a jump to our chains: its contents are not announced
+        return (change.table, change.name) in _BUILT_IN
+    return change.kind in (Kind.TABLE_ADDED, Kind.TABLE_DELETED)  # "added": flags changed, such as dormant

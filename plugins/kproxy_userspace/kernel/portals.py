@@ -7,7 +7,7 @@ from typing import Protocol
 
 from kproxy_core.backend.errors import SyncFailed, Unsupported
 from kproxy_core.host import programs
-from kproxy_core.host.programs import ProgramFailed
+from kproxy_core.host.programs import OwnProcesses, ProgramFailed
 from kproxy_core.model.address import Address, Family
 from kproxy_userspace import batch
 from kproxy_userspace.names import NON_LOCAL, PORTAL_CHAINS, TABLE
@@ -15,6 +15,7 @@ from kproxy_userspace.removal import plan_cleanup
 from kproxy_userspace.skeleton import JUMPS, NFT_FAMILY, nft_skeleton, nft_target
 from kproxy_userspace.wanted import Redirect
 from kproxy_xtables.cleanup import apply_removal
+from kproxy_xtables.dormant import dormant_tables
 from kproxy_xtables.removal import describe, kubernetes_rules
 from kproxy_xtables.rules import Jump, missing_jumps
 from kproxy_xtables.saved import SavedChain
@@ -55,6 +56,7 @@ class IptablesPortals:
         self._tables = tables
 
     def rewrite(self, redirects: Sequence[Redirect]) -> None:
+        self._tables.wake()
         self._tables.restore(batch.iptables_rewrite(redirects, _missing_jumps(self._saved())))
 
     def change(self, deletes: Sequence[Redirect], adds: Sequence[Redirect]) -> None:
@@ -73,7 +75,7 @@ class IptablesPortals:
             for chain in saved if chain.name in _CHAINS for rule in chain.rules
         )  # fmt: skip
         differing = (wanted - found).total() + (found - wanted).total()
-        return differing + len(_missing_jumps(saved))
+        return differing + len(_missing_jumps(saved)) + len(self._tables.dormant())
 
     def withdraw(self) -> list[str]:
         if not may_have_portals(self._tables):
@@ -121,27 +123,31 @@ def _meaning(rule: str) -> frozenset[str]:
 class NftPortals:
     """The portals as elements of an nftables table."""
 
-    def __init__(self, family: Family, at: Address | None) -> None:
-        """*at* is the relays' address; None: every local address."""
+    def __init__(self, family: Family, at: Address | None, own: OwnProcesses | None = None) -> None:
+        """*at* is the relays' address; None: every local address. Processes are remembered in *own*."""
+        self._own = own
         self._family = family
         self._at = at
         self._table = (NFT_FAMILY[family], TABLE)
 
     def rewrite(self, redirects: Sequence[Redirect]) -> None:
-        programs.output("nft", "-f", "-", stdin=batch.nft_rewrite(self._family, redirects, self._at))
+        self._write(batch.nft_rewrite(self._family, redirects, self._at))
 
     def change(self, deletes: Sequence[Redirect], adds: Sequence[Redirect]) -> None:
-        programs.output("nft", "-f", "-", stdin=batch.nft_change(self._family, deletes, adds))
+        self._write(batch.nft_change(self._family, deletes, adds))
+
+    def _write(self, text: str) -> None:
+        programs.output("nft", "-f", "-", stdin=text, own=self._own)
 
     def differences(self, redirects: Sequence[Redirect]) -> int:
         listed = programs.run("nft", "list", "table", *self._table).stdout
         rules = listed.count(nft_target(self._at)) + listed.count("jump portals")
         found = {(element[1], element[2]) for element in _ELEMENT.finditer(listed)}
         wanted = {(batch.nft_key(portal)[1], str(port)) for portal, port, _ in redirects}
-        return len(wanted ^ found) + abs(_NFT_RULES - rules)
+        return len(wanted ^ found) + abs(_NFT_RULES - rules) + len(dormant_tables(self._family, [TABLE]))
 
     def withdraw(self) -> list[str]:
-        done = programs.run("nft", "-f", "-", stdin=batch.nft_empty(self._family))
+        done = programs.run("nft", "-f", "-", stdin=batch.nft_empty(self._family), own=self._own)
         if "No such file or directory" in done.stderr:
             return []
         if done.returncode:
@@ -175,20 +181,21 @@ class NoPortals:
         return []
 
 
-def find_tables(family: Family) -> Tables | None:
+def find_tables(family: Family, own: OwnProcesses | None = None) -> Tables | None:
     """Return the tables of the node's iptables variant, which may not work; None if none is installed."""
     try:
-        return Tables(family, find_variant())
+        return Tables(family, find_variant(), own)
     except NoVariant:
         return None
 
 
-def open_portals(family: Family, at: Address | None) -> Portals:
+def open_portals(family: Family, at: Address | None, own: OwnProcesses | None = None) -> Portals:
     """Return the portals to relays *at* an address, None: at every one, for a program that works here.
 
-    Raises Unsupported if it can't, SyncFailed while another program holds the xtables lock.
+    Its processes are remembered in *own*. Raises Unsupported if it can't, SyncFailed while another program
+    holds the xtables lock.
     """
-    tables = find_tables(family)
+    tables = find_tables(family, own)
     problem = ""
     if tables is not None:
         try:
@@ -204,7 +211,7 @@ def open_portals(family: Family, at: Address | None) -> Portals:
             programs.output("nft", "--check", "-f", "-", stdin=nft_skeleton(family, at))
         except ProgramFailed as error:
             raise Unsupported(f"{family.label} cannot be redirected: {error}", family) from error
-        return NftPortals(family, at)
+        return NftPortals(family, at, own)
     if problem:
         raise Unsupported(f"{family.label} cannot be redirected: {problem}", family)
     raise Unsupported("neither iptables nor nft is installed; userspace.listen needs neither")

@@ -1,11 +1,13 @@
 """Real clients and endpoints, with the backend between them."""
 
 import os
+import re
 import resource
 import socket
 import subprocess
 import threading
 import time
+from queue import SimpleQueue
 
 import pytest
 
@@ -211,21 +213,48 @@ def test_a_killed_worker_is_reported_and_replaced(start: Start) -> None:
         assert reached(VIP, 80) == A
 
 
-def test_flushed_rules_are_reported_and_restored(start: Start) -> None:
+@pytest.mark.parametrize(("portals", "damage"), [
+    (open_portals, "flush ruleset"), (open_portals, "flush table ip nat"),
+    (open_portals, "flush chain ip nat OUTPUT"), (open_portals, "flush chain ip nat KUBE-PORTALS-HOST"),
+    (open_portals, "add table ip nat { flags dormant; }"),
+    (NftPortals, "flush ruleset"), (NftPortals, "flush chain ip kproxy-userspace nat-output"),
+    (NftPortals, "flush map ip kproxy-userspace vips"),
+    (NftPortals, "add table ip kproxy-userspace { flags dormant; }"),
+])  # fmt: skip
+def test_foreign_changes_of_portals_are_noticed_at_once_and_repaired(
+    start: Start, monkeypatch: pytest.MonkeyPatch, portals: object, damage: str
+) -> None:
+    monkeypatch.setattr(backend_module, "open_portals", portals)
     with endpoints(ONE):
-        proxy = start(syncPeriod="100ms")
+        proxy = start(syncPeriod="1h")  # no look at the portals but for the kernel's notice
         proxy.serve(service(), "127.0.0.1")
         noticed = threading.Event()
 
         def damaged(family: Family, what: str) -> None:
-            proxy.damages.append(what)
-            noticed.set()
+            if family is Family.IPV4:
+                proxy.damages.append(what)
+                noticed.set()
 
         assert proxy.backend.kproxy_watch(damaged)
-        subprocess.run(["iptables", "-t", "nat", "-F"], check=True)
+        subprocess.run(["nft", damage], check=True)
         assert noticed.wait(PATIENCE)
+        assert re.search(r"by nft\[\d+\]", proxy.damages[0])
         proxy.serve(service(), "127.0.0.1")
         assert reached(VIP, 80) == A
+
+
+def test_own_changes_and_foreign_rules_are_not_damage(start: Start) -> None:
+    with endpoints(ONE):
+        proxy = start(syncPeriod="1h")
+        proxy.serve(service(), "127.0.0.1")
+        reports: SimpleQueue[str] = SimpleQueue()
+        assert proxy.backend.kproxy_watch(lambda family, what: reports.put(what))
+        for port in range(81, 85):
+            proxy.serve(service("web", str(port)), "127.0.0.1")
+        for command in ("-N MINE", "-A MINE -j RETURN", "-I OUTPUT -j MINE", "-D OUTPUT -j MINE", "-F MINE"):
+            subprocess.run(["iptables", "-t", "nat", *command.split()], check=True)
+        subprocess.run(["nft", "flush chain ip nat KUBE-PORTALS-HOST"], check=True)
+        assert "nft[" in reports.get(timeout=PATIENCE)
 
 
 def test_relays_listen_in_the_range(start: Start) -> None:
