@@ -4,10 +4,10 @@
  *
  * Addresses are 16 bytes, IPv4 as ::ffff:a.b.c.d, so that IPv4-mapped sockets and plain ones share every map: the
  * datagram of a mapped socket passes sendmsg4, its reply recvmsg6. Ports are big-endian, as in the socket address.
- * Keys and values have explicit padding: the kernel compares keys as bytes.
  *
  * A loader without CAP_PERFMON gets the stricter verifier. It refuses an offset that was computed from an index, so
- * the flows of a socket are written out one by one.
+ * the flows of a socket are written out one by one. Before Linux 6.8 it also refuses to write a part of eight bytes of
+ * the stack after another part, so whatever is passed by address consists of 64-bit numbers.
  */
 
 #define __always_inline inline __attribute__((always_inline))
@@ -16,7 +16,6 @@
 #define IPPROTO_UDP 17
 #define AF_INET 2
 #define AF_INET6 10
-#define V4_MAPPED 0xffff0000u
 
 /* A helper that bcc 0.26 has no name for (linux/bpf.h). */
 #define netns_cookie(ctx) (((u64 (*)(void *))122)(ctx))
@@ -25,25 +24,19 @@
 #define KIND_NODE_PORT_V4 4
 #define KIND_NODE_PORT_V6 6
 
-struct frontend { u32 address[4]; u16 port; u8 protocol; u8 kind; };
+/* Halves of an address; port, protocol << 16 and kind << 24. */
+struct frontend { u64 address[2]; u64 port; };
 struct service { u32 id; u32 endpoints; u32 affinity_seconds; u32 flags; };
-struct slot { u32 service; u32 index; };
-struct endpoint { u32 address[4]; u16 port; u16 is_local; u32 service; };
-struct address { u32 word[4]; };
-struct client { u64 netns; u32 service; u32 padding; };
-struct pin { u64 seen; u32 endpoint; u32 padding; };
-/* As in linux/in.h and linux/in6.h. */
-struct sockaddr { u16 sa_family; char sa_data[14]; };
-struct in_addr { u32 s_addr; };
-struct sockaddr_in { u16 sin_family; u16 sin_port; struct in_addr sin_addr; u8 padding[8]; };
-struct in6_addr { u32 word[4]; };
-struct sockaddr_in6 { u16 sin6_family; u16 sin6_port; u32 sin6_flowinfo; struct in6_addr sin6_addr; u32 sin6_scope_id; };
+struct endpoint { u64 address[2]; u16 port; u16 is_local; u32 service; };
+struct address { u64 half[2]; };
+struct client { u64 netns; u64 service; };
+struct pin { u64 seen; u64 endpoint; };
+struct sockaddr;
 struct settings { u64 node_netns; u32 flags; u32 padding; };
 /* The endpoint's address is kept too: its entry may be gone when a late reply comes. */
-struct flow { struct frontend frontend; u32 endpoint; u32 address[4]; u16 port; u16 padding; };
+struct flow { struct frontend frontend; u64 address[2]; u32 endpoint; u16 port; u16 padding; };
 struct flows { struct flow flow[4]; u32 next; u32 padding; };
-
-struct connection { u32 address[4]; u16 port; u16 padding; u32 endpoint; };
+struct connection { u64 address[2]; u64 endpoint; u64 port; };
 
 #define ONLY_NODE_CLIENTS 1
 #define KEEP_PEER 2
@@ -57,16 +50,18 @@ struct connection { u32 address[4]; u16 port; u16 padding; u32 endpoint; };
 
 #define NO_PREALLOC 1
 
-BPF_F_TABLE("hash", struct frontend, struct service, frontends, 262144, NO_PREALLOC);
-BPF_F_TABLE("hash", struct slot, u32, slots, 2097152, NO_PREALLOC);
-BPF_F_TABLE("hash", u32, struct endpoint, endpoints, 2097152, NO_PREALLOC);
+/* kproxy doubles a hash that is full. */
+BPF_F_TABLE("hash", struct frontend, struct service, frontends, 65536, NO_PREALLOC);
+/* A service's id and index << 32; an endpoint's id. */
+BPF_F_TABLE("hash", u64, u64, slots, 131072, NO_PREALLOC);
+BPF_F_TABLE("hash", u64, struct endpoint, endpoints, 131072, NO_PREALLOC);
 BPF_F_TABLE("hash", struct address, u32, node_addresses, 4096, NO_PREALLOC);
 BPF_TABLE("lru_hash", struct client, struct pin, pins, 65536);
 /*
  * Clients that are endpoints of the Service they dial. The rules serve them, hairpin included: they masquerade it,
  * and if only these choices were left to them, the client itself would be chosen too rarely.
  */
-BPF_TABLE("lru_hash", struct client, u32, hairpins, 16384);
+BPF_TABLE("lru_hash", struct client, u64, hairpins, 16384);
 /* Connected UDP sockets by cookie: they are destroyed when their endpoint is removed. */
 BPF_TABLE("lru_hash", u64, struct connection, connected, 16384);
 BPF_ARRAY(settings, struct settings, 1);
@@ -74,270 +69,243 @@ BPF_ARRAY(settings, struct settings, 1);
 BPF_SK_STORAGE(kept, struct flows);
 BPF_SK_STORAGE(peer, struct flow);
 
-static __always_inline bool same_address(const u32 *a, const u32 *b)
+/* Two words as they follow each other in memory, and the latter of them. */
+static __always_inline u64 join(u32 first, u32 second)
 {
-	return a[0] == b[0] && a[1] == b[1] && a[2] == b[2] && a[3] == b[3];
+	union { u32 word[2]; u64 both; } joined = { { first, second } };
+	return joined.both;
 }
 
-static __always_inline bool same_frontend(const struct frontend *a, const struct frontend *b)
+static __always_inline u32 second_word(u64 both)
 {
-	return same_address(a->address, b->address) && a->port == b->port && a->protocol == b->protocol;
+	union { u64 both; u32 word[2]; } joined = { both };
+	return joined.word[1];
 }
 
-static __always_inline bool is_v4(const u32 *a)
+static __always_inline u64 v4_mapped(u32 address)
 {
-	return a[0] == 0 && a[1] == 0 && a[2] == V4_MAPPED;
+	union { u8 byte[4]; u32 word; } prefix = { { 0, 0, 0xff, 0xff } };
+	return join(prefix.word, address);
 }
 
-/* Return the service of a frontend: by its address, or by its port where the address serves node ports. */
-static __always_inline struct service *find(struct bpf_sock_addr *ctx, struct frontend *f, struct settings *s)
+static __always_inline u64 socket_family(u16 family, u32 next)
 {
-	struct service *found = frontends.lookup(f);
-	if (found)
-		return found;
-	struct address a = { { f->address[0], f->address[1], f->address[2], f->address[3] } };
-	u32 *only_node = node_addresses.lookup(&a);
-	if (!only_node)
-		return 0;
-	/* Every pod has a loopback address of its own. */
-	if (*only_node && netns_cookie(ctx) != s->node_netns)
-		return 0;
-	struct frontend n = { .port = f->port, .protocol = f->protocol,
-			      .kind = is_v4(f->address) ? KIND_NODE_PORT_V4 : KIND_NODE_PORT_V6 };
-	return frontends.lookup(&n);
+	union { u16 part[2]; u32 word; } family_and_port = { { family, 0 } };
+	return join(family_and_port.word, next);
+}
+
+static __always_inline bool same_address(const u64 *a, const u64 *b)
+{
+	return a[0] == b[0] && a[1] == b[1];
 }
 
 /*
  * Return whether the endpoint's address belongs to the caller's own namespace: the socket can be bound to it. The port
  * stays open; a client that is its own endpoint has this address as its source anyway.
  */
-static __always_inline bool is_own4(struct bpf_sock_addr *ctx, struct endpoint *e)
+static __always_inline bool is_own(struct bpf_sock_addr *ctx, struct endpoint *e, bool v4)
 {
-	struct sockaddr_in a = { .sin_family = AF_INET, .sin_addr = { e->address[3] } };
-	return !bpf_bind(ctx, (struct sockaddr *)&a, sizeof(a));
-}
-
-static __always_inline bool is_own6(struct bpf_sock_addr *ctx, struct endpoint *e)
-{
-	struct sockaddr_in6 a = { .sin6_family = AF_INET6,
-				  .sin6_addr = { { e->address[0], e->address[1], e->address[2], e->address[3] } } };
-	return !bpf_bind(ctx, (struct sockaddr *)&a, sizeof(a));
-}
-
-/* Return the endpoint that a client of a Service with affinity had last, if it still serves. */
-static __always_inline struct endpoint *pinned(struct client *c, struct service *s, u64 now)
-{
-	struct pin *was = pins.lookup(c);
-	if (!was || now - was->seen >= (u64)s->affinity_seconds * 1000000000ull)
-		return 0;
-	u32 id = was->endpoint;
-	struct endpoint *e = endpoints.lookup(&id);
-	if (!e || e->service != s->id)
-		return 0;
-	was->seen = now;
-	return e;
-}
-
-/* The constant in each branch keeps clang from merging them into one with a computed offset. */
-#define SET_FLOW(n) \
-	if (at == n) { \
-		struct flow *w = &k->flow[n]; \
-		w->frontend = *f; \
-		w->endpoint = id; \
-		w->address[0] = to->address[0]; \
-		w->address[1] = to->address[1]; \
-		w->address[2] = to->address[2]; \
-		w->address[3] = to->address[3]; \
-		w->port = to->port; \
-		asm volatile("" :: "i"(n) : "memory"); \
+	if (v4) { /* struct sockaddr_in (linux/in.h) */
+		u64 a[2] = { socket_family(AF_INET, second_word(e->address[1])), 0 };
+		return !bpf_bind(ctx, (struct sockaddr *)a, sizeof(a));
 	}
-#define MATCH_FLOW(n) \
-	if (k->flow[n].endpoint && k->flow[n].port == port && same_address(k->flow[n].address, a)) { \
-		*f = k->flow[n].frontend; \
-		asm volatile("" :: "i"(n) : "memory"); \
-		return true; \
+	/* struct sockaddr_in6 (linux/in6.h) */
+	u64 a[4] = { socket_family(AF_INET6, 0), e->address[0], e->address[1], 0 };
+	return !bpf_bind(ctx, (struct sockaddr *)a, 28);
+}
+
+static __always_inline void keep(struct flow *w, const struct frontend *f, const struct endpoint *e, u64 id)
+{
+	w->frontend = *f;
+	w->address[0] = e->address[0];
+	w->address[1] = e->address[1];
+	w->endpoint = (u32)id;
+	w->port = e->port;
+}
+
+/* The context's IPv6 address is read and written in halves. */
+#define HALF(n) (*(u64 *)&ctx->user_ip6[2 * (n)])
+
+static __always_inline int redirect(struct bpf_sock_addr *ctx, const u64 *address, u16 port, bool v4)
+{
+	if (v4) {
+		ctx->user_ip4 = second_word(address[1]);
+	} else {
+		HALF(0) = address[0];
+		HALF(1) = address[1];
 	}
+	ctx->user_port = port;
+	return 1;
+}
+
+/* Return a flow of *k*. The pointer is opaque: clang would merge branches into one with a computed offset. */
+static __always_inline struct flow *flow_at(struct flows *k, int n)
+{
+	struct flow *one = &k->flow[n];
+	asm volatile("" : "+r"(one));
+	return one;
+}
 
 /*
- * Choose an endpoint for frontend *f*; *datagram*: for one datagram of a socket that may send to several.
- * Return false to leave the destination as it is.
+ * Send a socket to an endpoint of the frontend it dials; *datagram*: one datagram of a socket that may send to several.
+ * Return 1: whatever is not redirected proceeds as it is.
  */
-static __always_inline bool choose(struct bpf_sock_addr *ctx, struct frontend *f, bool v4, bool datagram,
-				   struct endpoint *to)
+static __always_inline int dial(struct bpf_sock_addr *ctx, u64 first, u64 second, bool v4, bool datagram)
 {
 	int zero = 0;
 	struct settings *set = settings.lookup(&zero);
-	if (!set)
-		return false;
-	if (f->protocol != IPPROTO_TCP && f->protocol != IPPROTO_UDP)
-		return false; /* Ping sockets and SCTP. */
-	if (!datagram && f->protocol == IPPROTO_UDP && !(set->flags & CONNECTED_UDP))
-		return false;
-	if (set->flags & ONLY_NODE_CLIENTS && netns_cookie(ctx) != set->node_netns)
-		return false;
-	struct service *s = find(ctx, f, set);
-	if (!s || !s->endpoints)
-		return false;
-	struct client c = { .service = s->id };
-	if (s->affinity_seconds || s->flags)
-		c.netns = netns_cookie(ctx);
-	if (s->flags & MASQUERADES_PODS && !(set->flags & IGNORE_MASQUERADE) && c.netns != set->node_netns)
-		return false;
-	if (s->flags & HAS_LOCAL_ENDPOINTS && hairpins.lookup(&c))
-		return false;
-
 	struct bpf_sock *sk = ctx->sk;
-	struct flows *k = 0;
-	struct endpoint *e = 0;
-	u32 id = 0;
-	if (sk && datagram) {
-		k = kept.sk_storage_get(sk, 0, 0);
-		if (k) {
+	if (!set || !sk)
+		return 1;
+	u8 protocol = ctx->protocol;
+	if (protocol != IPPROTO_TCP && protocol != IPPROTO_UDP)
+		return 1; /* Ping sockets and SCTP. */
+	if (!datagram && protocol == IPPROTO_UDP && !(set->flags & CONNECTED_UDP))
+		return 1;
+	if (set->flags & ONLY_NODE_CLIENTS && netns_cookie(ctx) != set->node_netns)
+		return 1;
+
+	/* The service of the frontend: by its address, or by its port where the address serves node ports. */
+	struct frontend f = { { first, second }, (u16)ctx->user_port | (u64)protocol << 16 };
+	struct service *s = frontends.lookup(&f);
+	if (!s) {
+		struct address a = { { first, second } };
+		u32 *only_node = node_addresses.lookup(&a);
+		if (!only_node)
+			return 1;
+		/* Every pod has a loopback address of its own. */
+		if (*only_node && netns_cookie(ctx) != set->node_netns)
+			return 1;
+		bool is_v4 = first == 0 && second == v4_mapped(second_word(second));
+		struct frontend n = { .port = f.port | (u64)(is_v4 ? KIND_NODE_PORT_V4 : KIND_NODE_PORT_V6) << 24 };
+		s = frontends.lookup(&n);
+		if (!s)
+			return 1;
+	}
+	if (!s->endpoints)
+		return 1;
+	u64 netns = s->affinity_seconds || s->flags ? netns_cookie(ctx) : 0;
+	struct client c = { netns, s->id };
+	if (s->flags & MASQUERADES_PODS && !(set->flags & IGNORE_MASQUERADE) && netns != set->node_netns)
+		return 1;
+	if (s->flags & HAS_LOCAL_ENDPOINTS && hairpins.lookup(&c))
+		return 1;
+
+	struct endpoint *e;
+	u64 id;
+	if (datagram) {
+		struct flows *k = kept.sk_storage_get(sk, 0, 0);
 #pragma unroll
-			for (int i = 0; i < 4; i++) {
-				if (e || !k->flow[i].endpoint || !same_frontend(&k->flow[i].frontend, f))
-					continue;
-				id = k->flow[i].endpoint;
-				e = endpoints.lookup(&id);
-				if (e && e->service != s->id)
-					e = 0;
-			}
-			if (e) {
-				*to = *e;
-				return true;
-			}
+		for (int n = 0; k && n < 4; n++) {
+			struct flow *one = flow_at(k, n);
+			if (!one->endpoint || one->frontend.port != f.port ||
+			    !same_address(one->frontend.address, f.address))
+				continue;
+			id = one->endpoint;
+			e = endpoints.lookup(&id);
+			if (e && e->service == s->id)
+				return redirect(ctx, e->address, e->port, v4);
 		}
 	}
 	u64 now = 0;
 	if (s->affinity_seconds) {
+		/* The endpoint that this client had last, if it still serves. */
 		now = bpf_ktime_get_ns();
 		struct pin *was = pins.lookup(&c);
-		if (was)
+		if (was && now - was->seen < (u64)s->affinity_seconds * 1000000000ull) {
 			id = was->endpoint;
-		e = pinned(&c, s, now);
-	}
-	if (!e) {
-		struct slot at = { s->id, bpf_get_prandom_u32() % s->endpoints };
-		u32 *found = slots.lookup(&at);
-		if (!found)
-			return false;
-		id = *found;
-		e = endpoints.lookup(&id);
-		if (!e)
-			return false;
-		if (s->affinity_seconds) {
-			struct pin p = { now, id, 0 };
-			pins.update(&c, &p);
+			e = endpoints.lookup(&id);
+			if (e && e->service == s->id) {
+				was->seen = now;
+				goto chosen;
+			}
 		}
 	}
+	u64 slot = s->id | (u64)(bpf_get_prandom_u32() % s->endpoints) << 32;
+	u64 *found = slots.lookup(&slot);
+	if (!found)
+		return 1;
+	id = *found;
+	e = endpoints.lookup(&id);
+	if (!e)
+		return 1;
+	if (s->affinity_seconds) {
+		struct pin p = { now, id };
+		pins.update(&c, &p);
+	}
+chosen:
 	/* A datagram's socket cannot be bound here: that of a client to itself is not masqueraded. */
 	/* The node's own clients keep the node's address, and may be allowed to bind any (ip_nonlocal_bind). */
-	if (e->is_local && !datagram && c.netns != set->node_netns && (v4 ? is_own4(ctx, e) : is_own6(ctx, e))) {
-		u32 one = 1;
+	if (e->is_local && !datagram && netns != set->node_netns && is_own(ctx, e, v4)) {
+		u64 one = 1;
 		hairpins.update(&c, &one);
-		return false;
+		return 1;
 	}
-	*to = *e;
-
-	if (!sk)
-		return true;
 	if (datagram) {
-		if (!k)
-			k = kept.sk_storage_get(sk, 0, 1);
+		struct flows *k = kept.sk_storage_get(sk, 0, 1);
 		if (k) {
 			u32 at = k->next++ % 4;
-			SET_FLOW(0) SET_FLOW(1) SET_FLOW(2) SET_FLOW(3)
+			if (at == 0)
+				keep(flow_at(k, 0), &f, e, id);
+			else if (at == 1)
+				keep(flow_at(k, 1), &f, e, id);
+			else if (at == 2)
+				keep(flow_at(k, 2), &f, e, id);
+			else
+				keep(flow_at(k, 3), &f, e, id);
 		}
-	} else if (set->flags & KEEP_PEER || f->protocol == IPPROTO_UDP) {
+	} else if (set->flags & KEEP_PEER || protocol == IPPROTO_UDP) {
 		struct flow *w = peer.sk_storage_get(sk, 0, 1);
-		if (w) {
-			w->frontend = *f;
-			w->endpoint = id;
-			w->address[0] = to->address[0];
-			w->address[1] = to->address[1];
-			w->address[2] = to->address[2];
-			w->address[3] = to->address[3];
-			w->port = to->port;
-		}
-		if (f->protocol == IPPROTO_UDP) {
+		if (w)
+			keep(w, &f, e, id);
+		if (protocol == IPPROTO_UDP) {
 			u64 cookie = bpf_get_socket_cookie(ctx);
-			struct connection made = {
-				.address = { to->address[0], to->address[1], to->address[2], to->address[3] },
-				.port = to->port, .endpoint = id };
+			struct connection made = { { e->address[0], e->address[1] }, id, e->port };
 			connected.update(&cookie, &made);
 		}
 	}
-	return true;
+	return redirect(ctx, e->address, e->port, v4);
 }
 
-/* Find the frontend through which this socket reached the endpoint at address *a* and *port*. */
-static __always_inline bool reached(struct bpf_sock_addr *ctx, const u32 *a, u16 port, struct frontend *f)
+/* Show the frontend through which this socket reached the endpoint at an address; return 1. */
+static __always_inline int answer(struct bpf_sock_addr *ctx, u64 first, u64 second, bool v4)
 {
+	u64 a[2] = { first, second };
+	u16 port = (u16)ctx->user_port;
 	struct bpf_sock *sk = ctx->sk;
 	if (!sk)
-		return false;
+		return 1;
 	struct flow *p = peer.sk_storage_get(sk, 0, 0);
-	if (p && p->port == port && same_address(p->address, a)) {
-		*f = p->frontend;
-		return true;
-	}
+	if (p && p->port == port && same_address(p->address, a))
+		return redirect(ctx, p->frontend.address, (u16)p->frontend.port, v4);
 	struct flows *k = kept.sk_storage_get(sk, 0, 0);
-	if (!k)
-		return false;
-	MATCH_FLOW(0) MATCH_FLOW(1) MATCH_FLOW(2) MATCH_FLOW(3)
-	return false;
+#pragma unroll
+	for (int n = 0; k && n < 4; n++) {
+		struct flow *one = flow_at(k, n);
+		if (one->endpoint && one->port == port && same_address(one->address, a))
+			return redirect(ctx, one->frontend.address, (u16)one->frontend.port, v4);
+	}
+	return 1;
 }
 
 static __always_inline int dial4(struct bpf_sock_addr *ctx, bool datagram)
 {
-	struct frontend f = { .address = { 0, 0, V4_MAPPED, ctx->user_ip4 }, .port = (u16)ctx->user_port,
-			      .protocol = ctx->protocol };
-	struct endpoint to;
-	if (choose(ctx, &f, true, datagram, &to)) {
-		ctx->user_ip4 = to.address[3];
-		ctx->user_port = to.port;
-	}
-	return 1;
+	return dial(ctx, 0, v4_mapped(ctx->user_ip4), true, datagram);
 }
 
 static __always_inline int dial6(struct bpf_sock_addr *ctx, bool datagram)
 {
-	struct frontend f = { .address = { ctx->user_ip6[0], ctx->user_ip6[1], ctx->user_ip6[2], ctx->user_ip6[3] },
-			      .port = (u16)ctx->user_port, .protocol = ctx->protocol };
-	struct endpoint to;
-	if (choose(ctx, &f, false, datagram, &to)) {
-		ctx->user_ip6[0] = to.address[0];
-		ctx->user_ip6[1] = to.address[1];
-		ctx->user_ip6[2] = to.address[2];
-		ctx->user_ip6[3] = to.address[3];
-		ctx->user_port = to.port;
-	}
-	return 1;
+	return dial(ctx, HALF(0), HALF(1), false, datagram);
 }
 
 static __always_inline int answer4(struct bpf_sock_addr *ctx)
 {
-	u32 a[4] = { 0, 0, V4_MAPPED, ctx->user_ip4 };
-	struct frontend f;
-	if (reached(ctx, a, (u16)ctx->user_port, &f)) {
-		ctx->user_ip4 = f.address[3];
-		ctx->user_port = f.port;
-	}
-	return 1;
+	return answer(ctx, 0, v4_mapped(ctx->user_ip4), true);
 }
 
 static __always_inline int answer6(struct bpf_sock_addr *ctx)
 {
-	u32 a[4] = { ctx->user_ip6[0], ctx->user_ip6[1], ctx->user_ip6[2], ctx->user_ip6[3] };
-	struct frontend f;
-	if (reached(ctx, a, (u16)ctx->user_port, &f)) {
-		ctx->user_ip6[0] = f.address[0];
-		ctx->user_ip6[1] = f.address[1];
-		ctx->user_ip6[2] = f.address[2];
-		ctx->user_ip6[3] = f.address[3];
-		ctx->user_port = f.port;
-	}
-	return 1;
+	return answer(ctx, HALF(0), HALF(1), false);
 }
 
 /* connect(2): TCP, MPTCP's first subflow, TCP Fast Open, and connected UDP where the operator wants that. */

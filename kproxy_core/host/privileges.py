@@ -3,8 +3,7 @@
 from pathlib import Path
 
 CAPABILITIES = {
-    "CAP_NET_ADMIN": 12, "CAP_NET_RAW": 13, "CAP_SYS_MODULE": 16, "CAP_SYS_ADMIN": 21, "CAP_PERFMON": 38,
-    "CAP_BPF": 39,
+    "CAP_NET_ADMIN": 12, "CAP_NET_RAW": 13, "CAP_SYS_MODULE": 16, "CAP_SYS_ADMIN": 21, "CAP_BPF": 39,
 }  # fmt: skip
 """The capabilities that a service proxy may need, and their numbers."""
 

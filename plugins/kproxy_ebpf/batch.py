@@ -7,14 +7,13 @@ from typing import NamedTuple
 from kproxy_core.model.address import Address, Family, Protocol
 from kproxy_core.model.endpoint import Destination
 
-_FRONTEND = struct.Struct("=16sHBB")
+_FRONTEND = struct.Struct("=16sQ")
+"""Address; port, protocol << 16 and kind << 24."""
 _SERVICE = struct.Struct("=IIII")
-_SLOT = struct.Struct("=II")
 _ENDPOINT = struct.Struct("=16sHHI")
-_CLIENT = struct.Struct("=QII")
-_NUMBER = struct.Struct("=I")
-_COOKIE = struct.Struct("=Q")
-_CONNECTION = struct.Struct("=16sHHI")
+_CLIENT = struct.Struct("=QQ")
+_NUMBER = struct.Struct("=Q")
+_CONNECTION = struct.Struct("=16sQQ")
 _SETTINGS = struct.Struct("=QII")
 
 _MAPPED = bytes(10) + b"\xff\xff"
@@ -35,17 +34,17 @@ def address_key(address: Address) -> bytes:
 
 def frontend_key(address: Address, protocol: Protocol, port: int) -> bytes:
     """Return the key of a frontend with an address."""
-    return _FRONTEND.pack(address_key(address), _network(port), protocol, 0)
+    return _FRONTEND.pack(address_key(address), _network(port) | protocol << 16)
 
 
 def node_port_key(family: Family, protocol: Protocol, port: int) -> bytes:
     """Return the key of a node port."""
-    return _FRONTEND.pack(bytes(16), _network(port), protocol, _NODE_PORT_KIND[family])
+    return _FRONTEND.pack(bytes(16), _network(port) | protocol << 16 | _NODE_PORT_KIND[family] << 24)
 
 
 def frontend_family(key: bytes) -> Family:
     """Return the family of a frontend's or an address's key."""
-    kind = key[19] if len(key) == _FRONTEND.size else 0
+    kind = _FRONTEND.unpack(key)[1] >> 24 if len(key) == _FRONTEND.size else 0
     if kind:
         return Family.IPV4 if kind == _NODE_PORT_KIND[Family.IPV4] else Family.IPV6
     return Family.IPV4 if key.startswith(_MAPPED) else Family.IPV6
@@ -87,16 +86,16 @@ def parse_endpoint(value: bytes, family: Family) -> Destination:
 
 def slot_key(service: int, index: int) -> bytes:
     """Return the key of one of a service's slots."""
-    return _SLOT.pack(service, index)
+    return _NUMBER.pack(service | index << 32)
 
 
 def service_of_slot(key: bytes) -> int:
     """Return the id of the service that a slot belongs to."""
-    return int(_SLOT.unpack(key)[0])
+    return parse_number(key) & 0xFFFFFFFF
 
 
 def number(value: int) -> bytes:
-    """Return an id as a key or a value."""
+    """Return an id, or a socket's cookie, as a key or a value."""
     return _NUMBER.pack(value)
 
 
@@ -112,23 +111,18 @@ def endpoint_value(address: Address, port: int, *, is_local: bool, service: int)
 
 def client_key(namespace: int, service: int) -> bytes:
     """Return the key of a service's client, which is a network namespace, by its cookie."""
-    return _CLIENT.pack(namespace, service, 0)
+    return _CLIENT.pack(namespace, service)
 
 
 def parse_pin(value: bytes) -> tuple[int, int]:
     """Return when a client was seen last, in nanoseconds of CLOCK_MONOTONIC, and its endpoint's id."""
-    seen, endpoint, _ = _CLIENT.unpack(value)
+    seen, endpoint = _CLIENT.unpack(value)
     return seen, endpoint
-
-
-def cookie_key(cookie: int) -> bytes:
-    """Return the key of a connected socket."""
-    return _COOKIE.pack(cookie)
 
 
 def parse_connection(value: bytes) -> tuple[Address, int, int]:
     """Return the address (16 bytes), port and endpoint's id to which a socket was connected."""
-    address, port, _, endpoint = _CONNECTION.unpack(value)
+    address, endpoint, port = _CONNECTION.unpack(value)
     return Address(address), _network(port), endpoint
 
 

@@ -4,10 +4,11 @@ import errno
 import os
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from kproxy_core.backend.api import BackendSettings, Detection, Requirement, Trial
-from kproxy_core.backend.errors import BackendError, SyncFailed
+from kproxy_core.backend.errors import BackendError
 from kproxy_core.host import privileges
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.modules import kernel_version
@@ -20,7 +21,6 @@ from kproxy_ebpf.settings import Settings, read_settings
 
 MODE = "ebpf"
 _PERMISSION = "grant CAP_BPF and CAP_NET_ADMIN, and a seccomp profile that allows bpf(2)"
-_PERFMON = "grant CAP_PERFMON: without it, older kernels such as Linux 6.1 refuse them"
 _ARRAY = bpf.MapDefinition(type=2, key=4, value=4, entries=1, flags=0)
 _SK_STORAGE = bpf.MapDefinition(type=bpf.SK_STORAGE, key=4, value=8, entries=0, flags=1)
 _LRU = bpf.MapDefinition(type=9, key=8, value=8, entries=64, flags=0)
@@ -28,11 +28,6 @@ _CGROUP = "mount the host's cgroup2 tree at /sys/fs/cgroup, or set kproxy.backen
 _FOREIGN = "remove the exclusive program of the cgroup or an ancestor, or name another cgroup"
 _ACCEPT = struct.pack("=BBhi", 0xB7, 0, 0, 1) + struct.pack("=BBhi", 0x95, 0, 0, 0)
 """``r0 = 1; exit``"""
-_PARTS_OF_STACK = b"".join(
-    struct.pack("=BBhi", *instruction)
-    for instruction in ((0xB7, 1, 0, 1), (0x63, 0x1A, -8, 0), (0x63, 0x1A, -4, 0))
-) + _ACCEPT  # fmt: skip
-"""``r1 = 1; *(u32 *)(r10 - 8) = r1; *(u32 *)(r10 - 4) = r1``, as compilers write structures."""
 
 
 def detect(settings: BackendSettings, trial: Trial | None) -> Detection:
@@ -56,7 +51,7 @@ def _quick(options: Settings) -> Iterator[Requirement]:
     yield _tried("bpf(2)", lambda: os.close(bpf.create_map("kproxy_probe", _ARRAY)), "works")
     yield _tried("BPF socket storage and LRU maps", _make_maps, f"work (Linux {_version()})",
                  "use Linux 5.8 or newer")  # fmt: skip
-    yield _tried("BPF programs with structures on the stack", _load_parts_of_stack, "load", _PERFMON)
+    yield _tried("BPF programs for cgroups", lambda: os.close(_load("connect4")), "load")
     yield _tried("cookie of the network namespace", namespace_cookie, "known", "use Linux 5.14 or newer")
     try:
         os.close(mounts.open_cgroup(options.cgroup))
@@ -120,14 +115,12 @@ def _attach_all(cgroup: int) -> str:
     """Return why a program cannot be attached to the new *cgroup*, which is closed; "" if all can."""
     try:
         for name, attach_type in names.ATTACH_TYPES.items():
-            program = bpf.load_program(names.PROGRAM_TYPE, attach_type, "kproxy_probe", _ACCEPT)
+            program = _load(name)
             try:
                 os.close(bpf.create_link(program, cgroup, attach_type))
-            except OSError as error:
-                foreign = bpf.attached(cgroup, attach_type)
-                return f"{name}: {error}" + (
-                    f"; the programs with ids {foreign} are attached" if foreign else ""
-                )
+            except PermissionError:
+                foreign = ", ".join(map(_name_of, bpf.attached(cgroup, attach_type)))
+                return f"{name}: the cgroup or an ancestor has an exclusive program: {foreign}"
             finally:
                 os.close(program)
     except OSError as error:
@@ -137,15 +130,15 @@ def _attach_all(cgroup: int) -> str:
     return ""
 
 
-def _load_parts_of_stack() -> None:
-    """Load a program that the verifier refuses without CAP_PERFMON. Raises BackendError, OSError."""
-    kind = names.ATTACH_TYPES["connect4"]
-    try:
-        os.close(bpf.load_program(names.PROGRAM_TYPE, kind, "kproxy_probe", _PARTS_OF_STACK))
-    except PermissionError as error:
-        if error.errno == errno.EACCES:  # By the verifier; EPERM is for a missing capability.
-            raise SyncFailed("refused by the verifier") from error
-        raise
+def _load(name: str) -> int:
+    return bpf.load_program(names.PROGRAM_TYPE, names.ATTACH_TYPES[name], "kproxy_probe", _ACCEPT)
+
+
+def _name_of(program: int) -> str:
+    """Return the name and id of a program; the name needs CAP_SYS_ADMIN."""
+    with suppress(OSError):
+        return f"{bpf.program_name(program)} (id {program})"
+    return f"id {program}"
 
 
 def _make_maps() -> None:

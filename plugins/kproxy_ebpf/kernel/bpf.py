@@ -19,7 +19,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 (
     _MAP_CREATE, _MAP_LOOKUP, _MAP_UPDATE, _MAP_DELETE, _MAP_NEXT_KEY, _PROG_LOAD, _OBJ_PIN, _OBJ_GET,
 ) = range(8)  # fmt: skip
-_INFO_BY_FD, _PROG_QUERY, _BTF_LOAD = 15, 16, 18
+_PROG_BY_ID, _INFO_BY_FD, _PROG_QUERY, _BTF_LOAD = 13, 15, 16, 18
 _LOOKUP_BATCH, _UPDATE_BATCH, _DELETE_BATCH, _LINK_CREATE, _LINK_UPDATE, _LINK_DETACH = 24, 26, 27, 28, 29, 34
 
 _ATTRIBUTES = 144
@@ -97,6 +97,8 @@ def lookup(fd: int, key: bytes, size: int) -> bytes | None:
 def update_all(fd: int, elements: dict[bytes, bytes]) -> None:
     """Set *elements*. Each becomes visible on its own. E2BIG: the map is full."""
     keys, values = list(elements), list(elements.values())
+    if not keys:
+        return
     if len(keys) == 1:
         update(fd, keys[0], values[0])
         return
@@ -200,6 +202,15 @@ def link_info(link: int) -> LinkInfo:
 def program_id(fd: int) -> int:
     """Return the id under which the kernel lists a program."""
     return int(struct.unpack_from("=II", _info(fd))[1])
+
+
+def program_name(identity: int) -> str:
+    """Return the name of any program by its id. Needs CAP_SYS_ADMIN."""
+    fd = _call(_PROG_BY_ID, struct.pack("=I", identity))[0]
+    try:
+        return _info(fd)[64:80].rstrip(b"\0").decode(errors="replace")
+    finally:
+        os.close(fd)
 
 
 def attached(cgroup: int, attach_type: int) -> list[int]:

@@ -10,7 +10,7 @@ from kproxy_core.host.errors import HostError
 from kproxy_core.host.namespaces import in_network_namespaces
 from kproxy_core.host.netlink.udp_sockets import connected_udp_sockets, destroy_udp_sockets
 from kproxy_core.model.address import Address
-from kproxy_ebpf.batch import address_key, cookie_key, parse_connection
+from kproxy_ebpf.batch import address_key, number, parse_connection
 from kproxy_ebpf.kernel import bpf
 
 log = logging.getLogger("kproxy.ebpf")
@@ -37,7 +37,7 @@ def destroy_connected_sockets(
         nonlocal destroyed
         found = connected_udp_sockets()
         destroyed += destroy_udp_sockets(
-            one for one in found if stale.get(cookie_key(one.cookie)) == _peer(one.peer))
+            one for one in found if stale.get(number(one.cookie)) == _peer(one.peer))
 
     try:
         in_network_namespaces(destroy)

@@ -1,5 +1,6 @@
 """The maps and programs of one network namespace in the kernel."""
 
+import errno
 import logging
 import os
 import shutil
@@ -64,11 +65,6 @@ class Kernel:
             log.warning("connected UDP sockets are left to the rules", extra={"fields": {"error": problem}})
             self._connected_udp = False
 
-    @property
-    def is_open(self) -> bool:
-        """Maps and programs exist."""
-        return bool(self._programs)
-
     def open(self, compiled: Compiled) -> None:
         """Find or make the maps, and load the programs. Nothing is attached yet.
 
@@ -83,10 +79,7 @@ class Kernel:
                 for name, definition in compiled.maps.items():
                     self._maps[name] = _open_map(directory / name, name, definition)
                 self._compiled = compiled
-                programs: dict[str, int] = {}
-                for name in names.PROGRAMS:
-                    programs[name] = compiled.load(name, self._maps)
-                self._programs = programs
+                self._load(compiled)
             except (OSError, HostError) as error:
                 self.close()
                 raise SyncFailed(f"the BPF programs cannot be set up: {error}") from error
@@ -130,7 +123,7 @@ class Kernel:
         """Take the remaining steps of *difference*. Raises TrustLost."""
         with self._lock, _reporting(TrustLost):
             for name, elements in difference.updates.items():
-                bpf.update_all(self._maps[name], elements)
+                self._update(name, elements)
             for name, elements in difference.unused.items():
                 bpf.delete_all(self._maps[name], list(elements))
 
@@ -139,8 +132,7 @@ class Kernel:
         updates = {key: value for key, value in after.items() if before.get(key) != value}
         deletes = [key for key in before if key not in after]
         with self._lock, _reporting(TrustLost):
-            if updates:
-                bpf.update_all(self._maps[name], updates)
+            self._update(name, updates)
             bpf.delete_all(self._maps[name], deletes)
         return len(updates) + len(deletes)
 
@@ -159,18 +151,13 @@ class Kernel:
         compiled = self._compiled
         assert compiled is not None
         with self._lock, _reporting():
-            self._links_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._make_directories(compiled)
+            for name, descriptor in self._maps.items():
+                if not (pin := self._maps_directory(compiled) / name).exists():
+                    bpf.pin(descriptor, str(pin))
             for name in names.PROGRAMS:
                 self._attach(name)
             self._remove_other_maps(compiled)
-
-    def detach(self, programs: Iterable[str]) -> list[str]:
-        """Stop *programs* and remove their pins; return the paths that were removed."""
-        with self._lock:
-            for name in programs:
-                if name in self._links:
-                    os.close(self._links.pop(name))
-        return detach_pins(self._links_directory, programs)
 
     def problem(self) -> str:
         """Return what is no longer as `attach` left it; "" if all is."""
@@ -186,6 +173,10 @@ class Kernel:
                     return f"the BPF program {name} was replaced"
                 if not (self._links_directory / name).exists():
                     return f"the pin of the BPF program {name} was removed"
+            if self._links and self._compiled is not None:
+                for name in self._maps:
+                    if not (self._maps_directory(self._compiled) / name).exists():
+                        return f"the pin of the BPF map {name} was removed"
         return ""
 
     def close(self) -> None:
@@ -196,6 +187,46 @@ class Kernel:
             if self._cgroup >= 0:
                 os.close(self._cgroup)
             self._maps, self._programs, self._links, self._cgroup = {}, {}, {}, -1
+
+    def _load(self, compiled: Compiled) -> None:
+        """Load the programs for the present maps. Raises OSError."""
+        for descriptor in self._programs.values():
+            os.close(descriptor)
+        self._programs = {}
+        for name in names.PROGRAMS:
+            self._programs[name] = compiled.load(name, self._maps)
+
+    def _update(self, name: str, elements: dict[bytes, bytes]) -> None:
+        """Set *elements* of one map, which grows if necessary. Raises OSError."""
+        while True:
+            try:
+                bpf.update_all(self._maps[name], elements)
+                return
+            except OSError as error:
+                if error.errno != errno.E2BIG:
+                    raise
+            self._double(name)
+
+    def _double(self, name: str) -> None:
+        """Replace a full map by a larger one, and the programs, which never stop running. Raises OSError."""
+        compiled, full = self._compiled, self._maps[name]
+        assert compiled is not None
+        definition = bpf.map_definition(full)
+        larger = definition._replace(entries=2 * definition.entries)
+        path = self._maps_directory(compiled) / name
+        scratch = path.with_name(f"{name}-new")
+        scratch.unlink(missing_ok=True)
+        made = _make_map(scratch, name, larger)
+        self._maps[name] = made
+        try:
+            bpf.update_all(made, dict(bpf.elements(full, definition)))
+        finally:
+            os.close(full)
+        scratch.rename(path)
+        log.info("BPF map enlarged", extra={"fields": {"map": name, "entries": larger.entries}})
+        self._load(compiled)
+        if self._links:
+            self.attach()
 
     def _attach(self, name: str) -> None:
         pin = self._links_directory / name
@@ -283,8 +314,16 @@ def _open_map(path: Path, name: str, definition: bpf.MapDefinition) -> int:
     """Return the map that is pinned at *path*, or a new one that is pinned there from now on."""
     with suppress(FileNotFoundError):
         return bpf.open_pin(str(path))
+    return _make_map(path, name, definition)
+
+
+def _make_map(path: Path, name: str, definition: bpf.MapDefinition) -> int:
     made = bpf.create_map(names.OBJECT_PREFIX + name, definition)
-    bpf.pin(made, str(path))
+    try:
+        bpf.pin(made, str(path))
+    except OSError:
+        os.close(made)
+        raise
     return made
 
 

@@ -44,8 +44,9 @@ class Compiled(NamedTuple):
 
     @property
     def layout(self) -> str:
-        """Name of this set of maps: programs with the same one can go on with each other's maps."""
-        return hashlib.sha256(repr(sorted(self.maps.items())).encode()).hexdigest()[:16]
+        """Name of this set of maps, whatever their sizes: programs with the same one share their maps."""
+        kinds = sorted((name, made._replace(entries=0)) for name, made in self.maps.items())
+        return hashlib.sha256(repr(kinds).encode()).hexdigest()[:16]
 
     def load(self, name: str, maps: dict[str, int]) -> int:
         """Load one program with *maps* by name, and return its descriptor. Raises OSError."""

@@ -236,16 +236,3 @@ def _connect(host: Namespace, pod: Namespace, elsewhere: Namespace) -> None:
         f"route add default via {NODE}", f"route add default via {NODE6}",
     )  # fmt: skip
     host.ip("route add default via 203.0.113.2", "route add default via fd00:203::2")
-
-
-def hammer(sockets: Sockets, where: tuple[str, int], ended: threading.Event) -> tuple[int, list[str]]:
-    """Open TCP connections until *ended*; return how many were answered, and what failed."""
-    made, failures = 0, []
-    while not ended.is_set():
-        with sockets.open(socket.AF_INET, socket.SOCK_STREAM) as client:
-            try:
-                client.connect(where)
-                made += bool(client.recv(100))
-            except OSError as error:
-                failures.append(str(error))
-    return made, failures

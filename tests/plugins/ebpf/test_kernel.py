@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kproxy_core.backend.api import BackendSettings
+from kproxy_core.backend.api import BackendSettings, Update
 from kproxy_core.backend.errors import SyncFailed, TrustLost
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family
@@ -29,9 +29,15 @@ from kproxy_ebpf.settings import Settings
 
 V4 = Family.IPV4
 NODE = node_view("node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1")
+NODE6 = node_view("node1", family=Family.IPV6, pods="fd00:244::/64", node_port_addresses="2001:db8::1")
 UPDATE = full_update(
     NODE, plans(NODE, service("web", "80@30080"), endpoint_slice("web", "10.244.2.1", "10.244.2.2"))
 )
+UPDATE6 = full_update(
+    NODE6, plans(NODE6, service("web", "80@30080", ip="fd00:96::1"), endpoint_slice("web", "fd00:244:2::1"))
+)
+MANY = tuple(f"10.244.2.{number}" for number in range(1, 10))
+GROWN = full_update(NODE, plans(NODE, service("web", "80@30080"), endpoint_slice("web", *MANY)))
 
 
 @pytest.fixture
@@ -42,9 +48,9 @@ def kernel(settings: Settings, compiled: Compiled) -> Iterator[Kernel]:
     made.close()
 
 
-def sync(kernel: Kernel) -> int:
-    state = FamilyState(V4, kernel)
-    return state.write(UPDATE, state.withdraw(UPDATE))
+def sync(kernel: Kernel, update: Update = UPDATE) -> int:
+    state = FamilyState(update.family, kernel)
+    return state.write(update, state.withdraw(update))
 
 
 def backend_settings(settings: Settings) -> BackendSettings:
@@ -92,14 +98,18 @@ def test_a_restart_finds_its_maps_and_replaces_the_programs(
         again.close()
 
 
+def with_another_layout(compiled: Compiled) -> Compiled:
+    hash_, lru_hash = 1, compiled.maps[names.PINS]
+    return compiled._replace(maps={**compiled.maps, names.PINS: lru_hash._replace(type=hash_)})
+
+
 def test_a_new_layout_of_the_maps_replaces_the_old_one(
     kernel: Kernel, settings: Settings, compiled: Compiled
 ) -> None:
     sync(kernel)
     kernel.attach()
-    larger = {**compiled.maps, names.PINS: compiled.maps[names.PINS]._replace(entries=128)}
     again = Kernel(settings)
-    again.open(compiled._replace(maps=larger))
+    again.open(with_another_layout(compiled))
     try:
         assert sync(again) > 0
         again.attach()
@@ -123,13 +133,17 @@ def remove_all_pins(settings: Settings) -> None:
     shutil.rmtree(settings.pin_directory)
 
 
-@pytest.mark.parametrize("damage", [detach, remove_pin, remove_all_pins])
+def remove_map(settings: Settings) -> None:
+    next(Path(settings.pin_directory).glob(f"*/maps-*/{names.SLOTS}")).unlink()
+
+
+@pytest.mark.parametrize("damage", [detach, remove_pin, remove_all_pins, remove_map])
 def test_damage_by_others_is_noticed_and_repaired(
     kernel: Kernel, settings: Settings, damage: Callable[[Settings], None]
 ) -> None:
     kernel.attach()
     damage(settings)
-    assert "the BPF program" in kernel.problem()
+    assert "BPF" in kernel.problem()
     kernel.attach()
     assert kernel.problem() == ""
     assert set(attached(settings).values()) == {1}
@@ -141,7 +155,7 @@ def test_elements_changed_by_others_are_repaired_by_a_full_sync(kernel: Kernel, 
     frontends = bpf.open_pin(str(path))
     found = dict(bpf.elements(frontends, bpf.map_definition(frontends)))
     bpf.delete_all(frontends, list(found)[:1])
-    bpf.update(frontends, bytes(10) + b"\xff\xff" + bytes(8), bytes(16))
+    bpf.update(frontends, bytes(10) + b"\xff\xff" + bytes(12), bytes(16))
     assert sync(kernel) == 2
     assert dict(bpf.elements(frontends, bpf.map_definition(frontends))) == found
     os.close(frontends)
@@ -207,21 +221,26 @@ def test_a_missing_cgroup_is_named(settings: Settings, compiled: Compiled) -> No
         kernel.open(compiled)
 
 
-def test_a_full_map_is_an_error_and_the_next_full_sync_starts_from_what_fitted(
-    settings: Settings, compiled: Compiled
-) -> None:
-    small = {**compiled.maps, names.ENDPOINTS: compiled.maps[names.ENDPOINTS]._replace(entries=3)}
-    kernel = Kernel(settings)
-    kernel.open(compiled._replace(maps=small))
-    many = endpoint_slice("web", *(f"10.244.2.{number}" for number in range(1, 7)))
-    large = full_update(NODE, plans(NODE, service("web", "80@30080"), many))
+def with_small_maps(compiled: Compiled) -> Compiled:
+    small = {name: compiled.maps[name]._replace(entries=2) for name in names.PER_FAMILY}
+    return compiled._replace(maps={**compiled.maps, **small})
+
+
+def test_a_full_map_grows_and_keeps_what_it_had(settings: Settings, compiled: Compiled) -> None:
+    kernel, again = Kernel(settings), Kernel(settings)
+    kernel.open(with_small_maps(compiled))
     try:
-        state = FamilyState(V4, kernel)
-        with pytest.raises(TrustLost, match="Argument list too long"):
-            state.write(large, state.withdraw(large))
-        assert sync(kernel) > 0
-        assert sync(kernel) == 0
+        sync(kernel, UPDATE6)
+        kernel.attach()
+        of_the_other_family = kernel.contents(Family.IPV6)
+        sync(kernel, GROWN)
+        assert kernel.problem() == ""
+        assert len(kernel.contents(V4)[names.ENDPOINTS]) == len(MANY)
+        assert kernel.contents(Family.IPV6) == of_the_other_family
+        again.open(with_small_maps(compiled))
+        assert sync(again, GROWN) == sync(again, UPDATE6) == 0
     finally:
+        again.close()
         kernel.close()
 
 
@@ -279,7 +298,7 @@ def test_programs_load_with_the_capabilities_of_the_deployed_pod(tmp_path: Path,
         "m = {name: bpf.create_map('kproxy_test', made) for name, made in c.maps.items()}\n"
         "print(*sorted(name for name in c.programs if c.load(name, m)))"
     )
-    allowed = "-all,+bpf,+net_admin,+perfmon"
+    allowed = "-all,+bpf,+net_admin"
     done = subprocess.run(
         ["setpriv", f"--bounding-set={allowed}", f"--inh-caps={allowed}", sys.executable, "-c", program],
         capture_output=True, text=True, check=False,

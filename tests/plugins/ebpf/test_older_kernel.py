@@ -8,7 +8,9 @@ import pytest
 from tests.guest.checks import names_of, problems_of
 
 _HERE = Path(__file__).parent
-CHECKS = [_HERE / f"{name}.py" for name in ("older_kernel_checks", "test_kernel", "test_backend")]
+CHECKS = [
+    _HERE / f"{name}.py" for name in ("older_kernel_checks", "test_detect", "test_kernel", "test_backend")
+]
 LONGEST = 600
 """Seconds for all checks, which take one minute of a processor."""
 
