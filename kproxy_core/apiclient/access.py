@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from kproxy_core.apiclient.loading import Loaded, NotLoaded, Stamp, load, stamp
+from kproxy_core.apiclient.loading import Load, Loaded, NotLoaded, Stamp, names_a_proxy, stamp
 
 PROXY_SCHEMES = ("http", "https", "socks5", "socks5h")
 
@@ -58,44 +58,56 @@ class Access:
         return any(stamp(path) not in (known, None) for path, known in self.files)
 
 
-def load_access(master: str | None, kubeconfig: str | None) -> Access:
-    """Return the API server that *kubeconfig* (a file) and *master* (a URL) name.
+class AccessLoad:
+    """An access that is being loaded, from *kubeconfig* (a file) and *master* (a URL).
 
     As in kube-proxy, *master* takes precedence over the server in *kubeconfig*, and the default is the
-    cluster that this pod runs in. Raises AccessError.
+    cluster that this pod runs in.
     """
-    if kubeconfig:
-        option, server = f"--kubeconfig: {kubeconfig}", f"--kubeconfig: {kubeconfig}: server"
-    elif master:
-        option = server = "--master"
-    elif os.environ.get("KUBERNETES_SERVICE_HOST"):
-        option = server = "the service account"
-    else:
-        raise AccessError("neither --master nor --kubeconfig is given, and this is not a pod of a cluster "
-                          "(no KUBERNETES_SERVICE_HOST)")
-    if master:
-        server = "--master"
-        master = _checked_url(server, master)
-    if master and not kubeconfig and not _names_a_proxy(os.environ):
-        return Access(server=master, tls=ssl.create_default_context() if _is_secure(master) else None)
-    try:
-        loaded = load(master or "", kubeconfig or "")
-        url = _checked_url(server, loaded.server)
-        return Access(
-            server=url, tls=_tls(loaded) if _is_secure(url) else None, server_name=loaded.server_name,
-            headers=tuple(loaded.headers), proxy=_checked_proxy(loaded.proxy), compression=loaded.compression,
-            files=tuple(loaded.files), expires=loaded.expires, generated=loaded.generated)
-    except (NotLoaded, OSError) as error:
-        raise AccessError(f"{option}: {error}") from error
+
+    def __init__(self, master: str | None, kubeconfig: str | None) -> None:
+        """Start loading. Raises AccessError."""
+        if kubeconfig:
+            self._option, self._server = f"--kubeconfig: {kubeconfig}", f"--kubeconfig: {kubeconfig}: server"
+        elif master:
+            self._option = "--master"
+        elif os.environ.get("KUBERNETES_SERVICE_HOST"):
+            self._option = self._server = "the service account"
+        else:
+            raise AccessError("neither --master nor --kubeconfig is given, and this is not a pod of a "
+                              "cluster (no KUBERNETES_SERVICE_HOST)")
+        self._master = ""
+        if master:
+            self._server = "--master"
+            self._master = _checked_url(self._server, master)
+        self._load: Load | None = None
+        if kubeconfig or not master or names_a_proxy():
+            try:
+                self._load = Load(self._master, kubeconfig or "")
+            except OSError as error:
+                raise AccessError(f"{self._option}: {error}") from error
+
+    def result(self) -> Access:
+        """Wait for the access. Call once. Raises AccessError."""
+        try:
+            loaded = self._load.result() if self._load else Loaded(server=self._master)
+            url = _checked_url(self._server, loaded.server)
+            return Access(
+                server=url, tls=_tls(loaded) if _is_secure(url) else None, server_name=loaded.server_name,
+                headers=tuple(loaded.headers), proxy=_checked_proxy(loaded.proxy),
+                compression=loaded.compression, files=tuple(loaded.files), expires=loaded.expires,
+                generated=loaded.generated)
+        except (NotLoaded, OSError) as error:
+            raise AccessError(f"{self._option}: {error}") from error
+
+
+def load_access(master: str | None, kubeconfig: str | None) -> Access:
+    """Return the access that the options name, see `AccessLoad`. Raises AccessError."""
+    return AccessLoad(master, kubeconfig).result()
 
 
 def _is_secure(url: str) -> bool:
     return url.startswith("https:")
-
-
-def _names_a_proxy(environment: "os._Environ[str]") -> bool:
-    names = ("HTTP_PROXY", "HTTPS_PROXY")
-    return any(environment.get(name) or environment.get(name.lower()) for name in names)
 
 
 def _checked_url(option: str, url: str) -> str:
@@ -164,7 +176,7 @@ def _in_memory(data: str) -> Iterator[str]:
 
 
 class CurrentAccess:
-    """The access in use, shared by the threads that follow one API server.
+    """The access in use, shared by the threads that talk to one API server, and loaded when first needed.
 
     *wall*: seconds since the epoch, the clock of the credentials' expiry.
     """
@@ -172,11 +184,25 @@ class CurrentAccess:
     def __init__(
         self, master: str | None, kubeconfig: str | None, wall: Callable[[], float] = time.time,
     ) -> None:
-        """Raises AccessError."""
+        """See `AccessLoad` for *master* and *kubeconfig*."""
         self._options = master, kubeconfig
         self._wall = wall
         self._lock = threading.Lock()
-        self.now = load_access(master, kubeconfig)
+        self._load: AccessLoad | None = None
+        self._now: Access | None = None
+
+    def begin(self) -> None:
+        """Start loading, so that `now` waits for less. Raises AccessError."""
+        self._load = AccessLoad(*self._options)
+
+    @property
+    def now(self) -> Access:
+        """The access as last loaded. Raises AccessError if none could be loaded yet."""
+        with self._lock:
+            if self._now is None:
+                load, self._load = self._load or AccessLoad(*self._options), None
+                self._now = load.result()
+            return self._now
 
     def renew(self, refused: Access) -> None:
         """Load the options again if that may give other credentials than *refused*, taken from here.
@@ -184,8 +210,8 @@ class CurrentAccess:
         Raises AccessError, having changed nothing.
         """
         with self._lock:
-            if self.now is refused and (refused.generated or refused.is_outdated(self._wall())):
-                self.now = load_access(*self._options)
+            if self._now is refused and (refused.generated or refused.is_outdated(self._wall())):
+                self._now = load_access(*self._options)
 
     def keep_up(self) -> None:
         """Load the options again if a file was replaced or the credentials expired.

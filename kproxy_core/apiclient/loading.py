@@ -1,7 +1,7 @@
 """The configuration of the API client, as loaded by the kubernetes package in a child process.
 
-Importing that package costs 30 MiB and 0.15 s. The child hands back what a connection needs and ends; it
-is started again when a file changes, the credentials expire or the API server answers 401.
+Importing that package costs 5 to 30 MiB, see `loader`. The child hands back what a connection needs and ends;
+it is started again when a file changes, the credentials expire or the API server answers 401.
 """
 
 import os
@@ -58,31 +58,39 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The reason why nothing else is set."""
 
 
-def load(master: str, kubeconfig: str) -> Loaded:
-    """Load *kubeconfig*, with *master* in place of its server; with neither, the pod's own configuration.
+class Load:
+    """A configuration that a child process is loading."""
 
-    Raises NotLoaded.
-    """
-    # The import path is no variable of the environment: a plugin, which may be Python too, inherits that.
-    path = [str(Path(kproxy_core.__file__).parents[1]), *sys.path]
-    program = f"import sys; sys.path[:] = {path!r}; from kproxy_core.apiclient.loader import main; main()"
-    command = [sys.executable, "-S", "-c", program, master, kubeconfig, SERVICE_ACCOUNT]
-    # In a session of its own, so that a plugin ends with it.
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          start_new_session=True) as child:
+    def __init__(self, master: str, kubeconfig: str) -> None:
+        """Start to load *kubeconfig*, with *master* in place of its server; with neither, the pod's own.
+
+        Raises OSError.
+        """
+        # The import path is no variable of the environment: a plugin, which may be Python too, inherits that.
+        path = [str(Path(kproxy_core.__file__).parents[1]), *sys.path]
+        program = f"import sys; sys.path[:] = {path!r}; from kproxy_core.apiclient.loader import main; main()"
+        # In a session of its own, so that a plugin ends with it.
+        self._child = subprocess.Popen(
+            [sys.executable, "-S", "-c", program, master, kubeconfig, SERVICE_ACCOUNT],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+
+    def result(self) -> Loaded:
+        """Wait for the configuration. Call once. Raises NotLoaded."""
+        with self._child:
+            try:
+                answer, complaint = self._child.communicate(timeout=LOAD_SECONDS)
+            except subprocess.TimeoutExpired:
+                _end(self._child)
+                raise NotLoaded(
+                    f"not loaded within {LOAD_SECONDS} s; does a credential plugin hang?") from None
         try:
-            answer, complaint = child.communicate(timeout=LOAD_SECONDS)
-        except subprocess.TimeoutExpired:
-            _end(child)
-            raise NotLoaded(f"not loaded within {LOAD_SECONDS} s; does a credential plugin hang?") from None
-    try:
-        loaded = msgspec.json.decode(answer, type=Loaded)
-    except (msgspec.MsgspecError, ValueError) as error:
-        last = (complaint.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
-        raise NotLoaded(f"the loader failed: {last[:300]}") from error
-    if loaded.problem:
-        raise NotLoaded(loaded.problem)
-    return loaded
+            loaded = msgspec.json.decode(answer, type=Loaded)
+        except (msgspec.MsgspecError, ValueError) as error:
+            last = (complaint.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
+            raise NotLoaded(f"the loader failed: {last[:300]}") from error
+        if loaded.problem:
+            raise NotLoaded(loaded.problem)
+        return loaded
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
@@ -93,6 +101,12 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         with suppress(subprocess.TimeoutExpired):
             child.communicate(timeout=_END_SECONDS)
             return
+
+
+def names_a_proxy() -> bool:
+    """Return whether the environment names a proxy for HTTP or HTTPS."""
+    names = ("HTTP_PROXY", "HTTPS_PROXY")
+    return any(os.environ.get(name) or os.environ.get(name.lower()) for name in names)
 
 
 def stamp(path: str) -> Stamp | None:

@@ -3,6 +3,7 @@
 import logging
 from queue import SimpleQueue
 
+from kproxy_core.apiclient.access import CurrentAccess
 from kproxy_core.backend.registry import Registry
 from kproxy_core.config.settings import Config
 from kproxy_core.host.netlink.addresses import node_addresses
@@ -44,7 +45,8 @@ def read_plans(
 
 def _read(config: Config, node_name: str, families: tuple[Family, ...]) -> Store:
     """Read all objects once."""
-    source = make_source(config, node_name, ClientMetrics())
+    access = CurrentAccess(config.master, config.client.kubeconfig)
+    source = make_source(config, node_name, access, ClientMetrics())
     store = make_store(config, families, source)
     delivered: SimpleQueue[list[Event]] = SimpleQueue()
     try:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
+    from kproxy_core.apiclient.access import CurrentAccess
     from kproxy_core.backend.registry import Registry
     from kproxy_core.config.flags import Flags
     from kproxy_core.config.settings import Config
@@ -23,6 +24,7 @@ def run(flags: Flags, *, init_only: bool) -> None:
     with cli_errors():
         config, registry, configuration = prepare(flags)
         logs.set_up(config.verbosity, config.logging_format)
+        access = _begin_access(config)
         from kproxy_core.process import assembly as process
         from kproxy_core.process.standby import await_turn
 
@@ -31,19 +33,37 @@ def run(flags: Flags, *, init_only: bool) -> None:
     try:
         with cli_errors():
             if init_only:
-                process.set_up(config, registry, configuration)
+                process.set_up(config, registry, configuration, access)
                 return
             lock, waited = await_turn(config.state_directory, exclusive=config.exclusive)
             if waited:  # The other process may have switched modes.
                 config, registry, configuration = prepare(flags)
+                access = _begin_access(config)
             try:
-                process.run(config, registry, configuration)
+                process.run(config, registry, configuration, access)
             finally:
                 if lock is not None:
                     lock.release()
     except click.ClickException as error:
         process.log.error(error.message)
         sys.exit(1)
+
+
+def _begin_access(config: Config) -> CurrentAccess:
+    """Return the access to the API server. A child process begins to load it, while this one imports.
+
+    Raises StartFailed.
+    """
+    from kproxy_core.apiclient.access import AccessError, CurrentAccess
+    from kproxy_core.process.terms import StartFailed
+
+    access = CurrentAccess(config.master, config.client.kubeconfig)
+    try:
+        if not config.manifests:
+            access.begin()
+    except AccessError as error:
+        raise StartFailed(str(error)) from error
+    return access
 
 
 def write_config(flags: Flags) -> None:

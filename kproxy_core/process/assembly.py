@@ -60,6 +60,7 @@ from kproxy_core.sync.observer import SyncObserver
 from kproxy_core.sync.stale_flows import CleanupResult, FlowCleaner, StaleFlowObserver
 
 if TYPE_CHECKING:
+    from kproxy_core.apiclient.access import CurrentAccess
     from kproxy_core.apiclient.requests import ApiRequest, Observe
 
 log = logging.getLogger("kproxy.run")
@@ -69,10 +70,10 @@ FILE_CHANGED = "the content of the configuration file has changed: a restart is 
 """The reason for an exit after which the supervisor restarts the process."""
 
 
-def make_source(config: Config, node_name: str, counted: ClientMetrics) -> Source:
-    """Return the source of objects. *counted* counts requests to an API server.
+def make_source(config: Config, node_name: str, access: "CurrentAccess", counted: ClientMetrics) -> Source:
+    """Return the source of objects: the API server of *access*, unless *config* names a directory.
 
-    Raises StartFailed if the source cannot be used.
+    *counted* counts requests to the API server. Raises StartFailed if the source cannot be used.
     """
     if config.manifests:
         from kproxy_core.sources.directory.source import DirectorySource
@@ -88,8 +89,7 @@ def make_source(config: Config, node_name: str, counted: ClientMetrics) -> Sourc
         log.info("unknown content type in clientConnection, requesting JSON",
                  extra={"fields": {"configured": client.accept_content_types}})
     try:
-        return KubernetesSource(config.master, client.kubeconfig, node_name,
-                                accept=accept or JSON, qps=client.qps, burst=client.burst,
+        return KubernetesSource(access, node_name, accept=accept or JSON, qps=client.qps, burst=client.burst,
                                 observe=_counting(counted))
     except AccessError as error:
         raise StartFailed(str(error)) from error
@@ -101,14 +101,16 @@ def make_store(config: Config, families: tuple[Family, ...], source: Source) -> 
     return Store(families, source.kinds, time.time(), external_ips=external_ips)
 
 
-def make_events(config: Config, node_name: str, counted: ClientMetrics) -> EventRecorder:
+def make_events(
+    config: Config, node_name: str, access: "CurrentAccess", counted: ClientMetrics,
+) -> EventRecorder:
     """Return the recorder of cluster events; silent without an API server. *counted* counts requests."""
     if config.manifests:
         return EventRecorder(node_name, None)
     from kproxy_core.observe.events.writer import EventWriter
 
     host = socket.gethostname().strip().lower()
-    writer = EventWriter(config.master, config.client.kubeconfig, host, _counting(counted))
+    writer = EventWriter(access, host, _counting(counted))
     return EventRecorder(node_name, writer.write)
 
 
@@ -125,7 +127,9 @@ def about(config: Config, flags: Flags) -> About:
     )
 
 
-def set_up(config: Config, registry: Registry, configuration: Configuration) -> None:
+def set_up(
+    config: Config, registry: Registry, configuration: Configuration, access: "CurrentAccess",
+) -> None:
     """Do everything that needs all privileges; `run` then needs fewer.
 
     Also prepares the modes in `Config.switch_modes`. Raises BackendError, HostError or StartFailed for the
@@ -135,7 +139,7 @@ def set_up(config: Config, registry: Registry, configuration: Configuration) -> 
     config, instance, _, families = choose(configuration, registry, config.mode, families)
     registry.close_backend(instance)
     settings = node_settings(config, registry.load(config.mode))
-    events = make_events(config, settings.name, ClientMetrics())
+    events = make_events(config, settings.name, access, ClientMetrics())
     if not preparation.tune_conntrack(preparation.limits(config), events):
         log.warning("the kernel does not track connections yet; their limits and timeouts are not set")
     registry.prepare(config.mode, backend_settings(config, families))
@@ -146,8 +150,8 @@ def set_up(config: Config, registry: Registry, configuration: Configuration) -> 
         "fields": {"mode": config.mode, "also_prepared": ",".join(others)}})
 
 
-def run(config: Config, registry: Registry, configuration: Configuration) -> None:
-    """Run the proxy until SIGTERM, SIGINT or a change of the configuration file.
+def run(config: Config, registry: Registry, configuration: Configuration, access: "CurrentAccess") -> None:
+    """Run the proxy until SIGTERM, SIGINT or a change of the configuration file. *access*: the API server.
 
     Serves in the mode of *config* or its fallback, or without a mode in the best that works. The rules remain
     after the end, except those that redirect to this process. Raises BackendError, HostError or StartFailed.
@@ -163,14 +167,16 @@ def run(config: Config, registry: Registry, configuration: Configuration) -> Non
     choice = choose(configuration, registry, config.mode, served_families())
     if problem := unservable(choice.config, choice.families):
         raise StartFailed(problem)
-    _Proxy(choice, registry, configuration).run()
+    _Proxy(choice, registry, configuration, access).run()
     log.info("stopped")
 
 
 class _Proxy:
     """The parts of a running proxy and their connections."""
 
-    def __init__(self, choice: Choice, registry: Registry, configuration: Configuration) -> None:
+    def __init__(
+        self, choice: Choice, registry: Registry, configuration: Configuration, access: "CurrentAccess",
+    ) -> None:
         """Make all parts without starting them. Raises StartFailed."""
         config, instance, fallback, families = choice
         self._config = config
@@ -191,9 +197,9 @@ class _Proxy:
         self._health = ProxyHealth(
             families, timeout=2 * config.sync_period, node_required=not config.manifests)
         self._health.hold("other modes' leftovers have not been removed yet")
-        self._source = make_source(config, self._node.name, self._metrics.client)
+        self._source = make_source(config, self._node.name, access, self._metrics.client)
         self._store = make_store(config, families, self._source)
-        self._events = make_events(config, self._node.name, self._metrics.client)
+        self._events = make_events(config, self._node.name, access, self._metrics.client)
         self._events.report_node("Normal", "Starting")
         self._told = about(config, configuration.flags)
         if fallback is not None:

@@ -1,11 +1,13 @@
 """Settings of the process and of the node that are made once, before anything is served."""
 
+import ctypes
 import errno
 import gc
 import logging
 import resource
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from kproxy_core.backend.api import BackendSettings
@@ -18,20 +20,34 @@ from kproxy_core.observe.events.recorder import EventRecorder
 log = logging.getLogger("kproxy.run")
 
 
+_M_TRIM_THRESHOLD = -1
+"""A parameter of mallopt(3)."""
+
+_TRIM_BYTES = 128 << 10
+
+
 def tune_interpreter() -> None:
-    """Shorten thread switches, and turn off the garbage collector until the first sync is done."""
+    """Shorten thread switches, and turn off the garbage collector until the first sync is done.
+
+    Also make glibc return memory to the system when it is freed.
+    """
     # A waiting thread asks for the interpreter's lock only after this long. The default of 5 ms exceeds
     # all other latency between a change and its rules.
     sys.setswitchinterval(0.0005)
     # Objects that are read at the start live on. Searching them for cycles would take longer than the
     # first sync itself, and find none.
     gc.disable()
+    # By default glibc keeps twice the largest block that was ever freed.
+    with suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)
 
 
 def settle_memory() -> None:
     """Exclude what exists after the first sync, which mostly lives on, from garbage collection."""
     gc.collect()
     gc.freeze()
+    with suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
     # Values are freed by their reference counts; cycles come from rare exceptions only.
     gc.set_threshold(10_000, 20, 20)
     gc.enable()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kproxy_core.apiclient.access import CurrentAccess
 from kproxy_core.config.settings import Flags, resolve
 from kproxy_core.observe.events.api_event import Event, NotWritten
 from kproxy_core.observe.events.recorder import SAME_AGAIN, EventRecorder
@@ -65,8 +66,13 @@ def server() -> Iterator[Taker]:
             thread.join()
 
 
+def recorder(master: str, node: str) -> EventRecorder:
+    config = resolve(Flags(master=master), None)
+    return make_events(config, node, CurrentAccess(master, None), ClientMetrics())
+
+
 def events_to(server: Taker) -> EventRecorder:
-    return make_events(resolve(Flags(master=server.url), None), "node1", ClientMetrics())
+    return recorder(server.url, "node1")
 
 
 def test_the_starting_event_is_about_the_node(server: Taker) -> None:
@@ -103,7 +109,7 @@ def test_an_event_about_a_service_is_in_its_namespace(server: Taker) -> None:
 
 def test_a_note_too_long_for_the_api_server_is_cut(server: Taker) -> None:
     node = "n" * 200 + "." + "d" * 52
-    events = make_events(resolve(Flags(master=server.url), None), node, ClientMetrics())
+    events = recorder(server.url, node)
     events.report_node("Warning", "ModeFallback", "\N{SNOWMAN}" * 400)
     events.close()
     ((_, _, event),) = server.posted
@@ -154,7 +160,7 @@ def test_a_server_error_is_retried_and_a_refusal_is_not(server: Taker) -> None:
 
 
 def test_without_a_server_the_end_is_not_delayed() -> None:
-    events = make_events(resolve(Flags(master="http://127.0.0.1:1"), None), "node1", ClientMetrics())
+    events = recorder("http://127.0.0.1:1", "node1")
     events.report_node("Normal", "Starting")
     events.start()
     closing = threading.Thread(target=events.close)
@@ -164,7 +170,8 @@ def test_without_a_server_the_end_is_not_delayed() -> None:
 
 
 def test_without_an_api_server_events_are_dropped(tmp_path: Path) -> None:
-    events = make_events(resolve(Flags(manifests=str(tmp_path)), None), "node1", ClientMetrics())
+    events = make_events(
+        resolve(Flags(manifests=str(tmp_path)), None), "node1", CurrentAccess(None, None), ClientMetrics())
     events.report_node("Normal", "Starting")
     events.start()
     events.close()

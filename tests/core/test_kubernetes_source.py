@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from kproxy_core.apiclient.access import CurrentAccess
 from kproxy_core.apiclient.content import JSON, PROTOBUF_OR_JSON
 from kproxy_core.model.address import format_address, parse_address
 from kproxy_core.model.endpoint import SliceName
@@ -31,7 +32,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[BenchServer]:
 @pytest.fixture(params=[JSON, PROTOBUF_OR_JSON], ids=["json", "protobuf"])
 def observed(server: BenchServer, request: pytest.FixtureRequest) -> Iterator[Observed]:
     """A source that follows the server and has delivered everything that existed."""
-    with following(KubernetesSource(server.url, None, NODE, accept=request.param)) as observed:
+    with following(KubernetesSource(CurrentAccess(server.url, None), NODE, accept=request.param)) as observed:
         observed.wait_for(lambda o: len(o.complete) == len(EVERYTHING))
         yield observed
 
@@ -115,7 +116,7 @@ def test_state_is_kept_while_the_server_is_away_and_updated_when_it_returns(
     # With fewer objects the new server's resource versions are behind what the proxy has seen.
     before = dict(observed.services)
     server.stop()
-    with following(KubernetesSource(server.url, None, NODE)) as late:
+    with following(KubernetesSource(CurrentAccess(server.url, None), NODE)) as late:
         assert observed.services == before
         server.start("--gen", f"services={count},endpoints=2", "--bookmark-interval", "0.2")
         late.wait_for(lambda o: len(o.complete) == len(EVERYTHING))
@@ -128,7 +129,7 @@ def test_state_is_kept_while_the_server_is_away_and_updated_when_it_returns(
 
 def test_a_frozen_server_removes_nothing(server: BenchServer, observed: Observed) -> None:
     server.freeze()
-    with following(KubernetesSource(server.url, None, NODE)) as late:
+    with following(KubernetesSource(CurrentAccess(server.url, None), NODE)) as late:
         server.thaw()
         server.post("delete", resource="services", namespace=SERVICE.namespace, name=SERVICE.name)
         for source in (observed, late):
@@ -151,7 +152,7 @@ def test_a_huge_state_arrives_whole(watch_list: str) -> None:
     # 60,000 endpoints, 16 MB: many pages, and objects of 27 kB.
     server = BenchServer("--gen", "services=60,endpoints=1000", "--watch-list", watch_list)
     try:
-        with following(KubernetesSource(server.url, None, NODE)) as observed:
+        with following(KubernetesSource(CurrentAccess(server.url, None), NODE)) as observed:
             observed.wait_for(lambda o: len(o.complete) == len(EVERYTHING))
             assert sum(len(piece.endpoints) for piece in observed.slices.values()) == 60_000
             assert not observed.bad

@@ -12,7 +12,7 @@ from queue import Queue
 import pytest
 
 from kproxy_core.apiclient import loading
-from kproxy_core.apiclient.access import AccessError, load_access
+from kproxy_core.apiclient.access import AccessError, CurrentAccess, load_access
 from kproxy_core.apiclient.requests import ApiRequest
 from kproxy_core.sources.apiserver.source import KubernetesSource
 from tests.core.api_servers import (
@@ -103,13 +103,32 @@ def test_a_url_that_names_no_server_is_refused_with_the_option(url: str) -> None
 
 
 def test_the_running_proxy_never_imports_the_kubernetes_package(kubeconfig: Kubeconfig) -> None:
-    program = ("import sys; from kproxy_core.sources.apiserver.source import KubernetesSource; "
-               "KubernetesSource(None, sys.argv[1], 'n'); "
+    program = ("import sys; from kproxy_core.apiclient.access import CurrentAccess; "
+               "from kproxy_core.sources.apiserver.source import KubernetesSource; "
+               "KubernetesSource(CurrentAccess(None, sys.argv[1]), 'n'); "
                "print(*({'kubernetes', 'requests', 'oauthlib', 'yaml', 'socks'} & set(sys.modules)))")
     command = [sys.executable, "-S", "-c", f"import sys; sys.path[:] = {sys.path!r}; {program}",
                kubeconfig("https://127.0.0.1:1")]
     run = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True)
     assert run.stdout.split() == []
+
+
+@pytest.mark.parametrize(("user", "imported"), [
+    ({"tokenFile": "token"}, []),
+    ({"auth-provider": {"name": "gcp", "config": {"access-token": "t"}}},
+     ["oauthlib.oauth2.rfc6749", "urllib3.util"]),
+], ids=["plain", "auth-provider"])
+def test_only_an_auth_provider_makes_the_loader_import_all(
+    kubeconfig: Kubeconfig, tmp_path: Path, user: Json, imported: list[str],
+) -> None:
+    (tmp_path / "token").write_text("t")
+    program = ("from kproxy_core.apiclient import loader; loader.main(); heavy = {'oauthlib.oauth2.rfc6749', "
+               "'urllib3.util'}; print(*sorted(heavy & set(sys.modules)), file=sys.stderr)")
+    command = [sys.executable, "-S", "-c", f"import sys; sys.path[:] = {sys.path!r}; {program}",
+               "", kubeconfig("https://127.0.0.1:1", {}, user), ""]
+    run = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True)
+    assert json.loads(run.stdout)["headers"] == [["Authorization", "Bearer t"]]
+    assert run.stderr.split() == imported
 
 
 # -- a kubeconfig
@@ -125,7 +144,7 @@ def test_the_running_proxy_never_imports_the_kubernetes_package(kubeconfig: Kube
 def test_a_client_certificate_authenticates(
     picky_server: ScriptedServer, kubeconfig: Kubeconfig, cluster: Json, user: Json,
 ) -> None:
-    assert completes(KubernetesSource(None, kubeconfig(picky_server.url, cluster, user), "n"))
+    assert completes(KubernetesSource(CurrentAccess(None, kubeconfig(picky_server.url, cluster, user)), "n"))
 
 
 def test_inline_keys_leave_no_files_behind(
@@ -150,7 +169,8 @@ def test_inline_keys_leave_no_files_behind(
 def test_credentials_are_sent(
     server: ScriptedServer, kubeconfig: Kubeconfig, user: Json, header: str | None,
 ) -> None:
-    assert completes(KubernetesSource(None, kubeconfig(server.url, {"certificate-authority": CA}, user), "n"))
+    config = kubeconfig(server.url, {"certificate-authority": CA}, user)
+    assert completes(KubernetesSource(CurrentAccess(None, config), "n"))
     assert tokens(server) == {header}
 
 
@@ -159,7 +179,7 @@ def test_another_user_is_impersonated(server: ScriptedServer, kubeconfig: Kubeco
             "as-user-extra": {"Example.com/Scope": ["one"]}}
     config = kubeconfig(server.url, {"certificate-authority": CA}, user)
     assert ("Impersonate-Group", "system:nodes") in load_access(None, config).headers
-    assert completes(KubernetesSource(None, config, "n"))
+    assert completes(KubernetesSource(CurrentAccess(None, config), "n"))
     for request in server.requests:
         shown = {name: value for name, value in request.headers.items() if name.startswith("impersonate-")}
         # Of headers that occur twice, the test's server keeps the last.
@@ -178,15 +198,15 @@ def test_a_plugin_that_hangs_is_ended(kubeconfig: Kubeconfig, monkeypatch: pytes
 def test_the_name_in_the_certificate_may_differ_from_the_host(
     server: ScriptedServer, kubeconfig: Kubeconfig,
 ) -> None:
-    assert completes(KubernetesSource(None, kubeconfig(
-        server.url, {"certificate-authority": CA, "tls-server-name": "api.test"}), "n"))
+    assert completes(KubernetesSource(CurrentAccess(None, kubeconfig(
+        server.url, {"certificate-authority": CA, "tls-server-name": "api.test"})), "n"))
 
 
 def test_master_overrides_the_server_of_the_kubeconfig(
     server: ScriptedServer, kubeconfig: Kubeconfig,
 ) -> None:
     config = kubeconfig("https://192.0.2.1:6443", {"certificate-authority": CA}, {"token": "t"})
-    assert completes(KubernetesSource(server.url, config, "n"))
+    assert completes(KubernetesSource(CurrentAccess(server.url, config), "n"))
     assert tokens(server) == {"Bearer t"}
 
 
@@ -195,7 +215,7 @@ def test_an_untrusted_server_gets_no_request(
 ) -> None:
     attempts: Queue[ApiRequest] = Queue()
     config = kubeconfig(server.url, {}, {"token": "secret"})
-    source = KubernetesSource(None, config, "n", observe=attempts.put)
+    source = KubernetesSource(CurrentAccess(None, config), "n", observe=attempts.put)
     with following(source) as observed:
         for _ in range(8):
             assert attempts.get(timeout=PATIENCE).code == "<error>"
@@ -259,11 +279,11 @@ def test_a_pod_uses_its_service_account_and_each_new_token(
     for token in ("first", "second"):
         (tmp_path / "token").write_text(token + "\n")
         server.requests.clear()
-        assert completes(KubernetesSource(None, None, "n"))
+        assert completes(KubernetesSource(CurrentAccess(None, None), "n"))
         assert tokens(server) == {f"bearer {token}"}
 
 
 def test_outside_of_a_pod_an_option_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(AccessError, match="neither --master nor --kubeconfig"):
-        KubernetesSource(None, None, "n")
+        KubernetesSource(CurrentAccess(None, None), "n")

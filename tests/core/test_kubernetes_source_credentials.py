@@ -66,7 +66,7 @@ def serving(*steps: Step, tls: ssl.SSLContext | None = None) -> Iterator[Scripte
 
 
 def follow_until_a_service(config: str) -> None:
-    with following(KubernetesSource(None, config, "n")) as observed:
+    with following(KubernetesSource(CurrentAccess(None, config), "n")) as observed:
         observed.wait_for(lambda o: o.names == {"a"})
 
 
@@ -91,6 +91,7 @@ def test_a_token_file_that_is_empty_for_a_moment_changes_nothing(tmp_path: Path)
     token.write_text("old")
     config = write_kubeconfig(tmp_path / "config", "https://127.0.0.1:1", CA, {"tokenFile": "token"})
     access = CurrentAccess(None, config)
+    assert access.now.headers == (("Authorization", "Bearer old"),)
     token.write_text("")
     with pytest.raises(AccessError, match="token contains no token"):
         access.keep_up()
@@ -180,7 +181,7 @@ def test_a_new_ca_is_trusted_once_the_server_has_it(tmp_path: Path) -> None:
 
     with serving(watched(event("ADDED", service("a"), 2), initial_events_end(2))) as server:
         config = write_kubeconfig(tmp_path / "config", server.url, {"certificate-authority": "ca.crt"})
-        with following(KubernetesSource(None, config, "n", observe=count)) as observed:
+        with following(KubernetesSource(CurrentAccess(None, config), "n", observe=count)) as observed:
             observed.wait_for(lambda o: o.names == {"a"})
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.apiclient.access import AccessError, load_access
+from kproxy_core.apiclient.access import AccessError, CurrentAccess, load_access
 from kproxy_core.apiclient.loader import proxy_of_environment
 from kproxy_core.sources.apiserver.source import KubernetesSource
 from tests.core.api_servers import TLS, ScriptedServer, server_tls, write_kubeconfig
@@ -144,6 +144,10 @@ def hidden(server: ScriptedServer) -> str:
     return f"{'https' if server.tls else 'http'}://{ELSEWHERE}:{server.port}"
 
 
+def source(kubeconfig: str) -> KubernetesSource:
+    return KubernetesSource(CurrentAccess(None, kubeconfig), "n")
+
+
 def completes(source: KubernetesSource) -> None:
     with following(source) as observed:
         observed.wait_for(lambda o: len(o.complete) == 4)
@@ -167,8 +171,8 @@ def test_a_proxy_in_the_kubeconfig_leads_to_the_server(
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     login = base64.b64encode(b"me:s@cret").decode()
     cluster = CA | {"proxy-url": f"http://me:s%40cret@127.0.0.1:{proxy.port}", "tls-server-name": "api.test"}
-    completes(KubernetesSource(
-        None, write_kubeconfig(tmp_path / "config", hidden(server), cluster, {"token": "t"}), "n"))
+    completes(source(
+        write_kubeconfig(tmp_path / "config", hidden(server), cluster, {"token": "t"})))
     check_heads(proxy, server, f"Proxy-Authorization: Basic {login}")
     assert {request.headers["authorization"] for request in server.requests} == {"Bearer t"}
 
@@ -179,8 +183,8 @@ def test_a_socks_proxy_leads_to_the_server(server: ScriptedServer, tmp_path: Pat
     url = f"{scheme}://me:s%40cret@127.0.0.1:{proxy.port}"
     cluster = CA | {"proxy-url": url, "tls-server-name": "api.test"}
     try:
-        completes(KubernetesSource(
-            None, write_kubeconfig(tmp_path / "config", hidden(server), cluster, {"token": "t"}), "n"))
+        completes(source(
+            write_kubeconfig(tmp_path / "config", hidden(server), cluster, {"token": "t"})))
     finally:
         proxy.close()
     assert proxy.heads == [f"me:s@cret {ELSEWHERE}:{server.port}"] * 4
@@ -192,7 +196,7 @@ def test_a_proxy_may_be_reached_by_tls(tmp_path: Path) -> None:
     proxy = TestProxy(server.port, tls=server_tls())
     cluster = CA | {"proxy-url": f"https://127.0.0.1:{proxy.port}", "tls-server-name": "api.test"}
     try:
-        completes(KubernetesSource(None, write_kubeconfig(tmp_path / "config", hidden(server), cluster), "n"))
+        completes(source(write_kubeconfig(tmp_path / "config", hidden(server), cluster)))
     finally:
         proxy.close()
         server.close()
@@ -204,7 +208,7 @@ def test_a_proxy_in_the_environment_leads_to_the_server(
 ) -> None:
     monkeypatch.setenv("https_proxy" if server.tls else "http_proxy", f"127.0.0.1:{proxy.port}")
     cluster = CA | {"tls-server-name": "api.test"}
-    completes(KubernetesSource(None, write_kubeconfig(tmp_path / "config", hidden(server), cluster), "n"))
+    completes(source(write_kubeconfig(tmp_path / "config", hidden(server), cluster)))
     check_heads(proxy, server)
 
 
@@ -213,7 +217,7 @@ def test_a_loopback_address_is_reached_without_a_proxy(
 ) -> None:
     for name in ("HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.port}")
-    completes(KubernetesSource(None, write_kubeconfig(tmp_path / "config", server.url, CA), "n"))
+    completes(source(write_kubeconfig(tmp_path / "config", server.url, CA)))
     assert not proxy.heads
 
 
@@ -229,7 +233,7 @@ def test_a_proxy_that_refuses_is_named(caplog: pytest.LogCaptureFixture, tmp_pat
     cluster = CA | {"proxy-url": f"http://me:hidden@127.0.0.1:{proxy.port}"}
     config = write_kubeconfig(tmp_path / "config", f"https://{ELSEWHERE}", cluster)
     try:
-        with following(KubernetesSource(None, config, "n")):
+        with following(source(config)):
             assert said.wait(30)
     finally:
         proxy.close()

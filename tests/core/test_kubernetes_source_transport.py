@@ -13,6 +13,7 @@ from termios import TIOCOUTQ
 import pytest
 
 from kproxy_core.apiclient import wire as http
+from kproxy_core.apiclient.access import CurrentAccess
 from kproxy_core.apiclient.requests import ApiRequest
 from kproxy_core.sources.apiserver.source import KubernetesSource
 from kproxy_core.store.events import Event
@@ -52,7 +53,7 @@ def test_lists_may_be_compressed_and_watches_may_not(tmp_path: Path, disabled: b
     server = ScriptedServer({"services": [OLD_SERVER, zipped, watched(event("ADDED", service("b"), 2))]})
     config = write_kubeconfig(tmp_path / "config", server.url, {"disable-compression": disabled})
     try:
-        with following(KubernetesSource(None, config, "n")) as observed:
+        with following(KubernetesSource(CurrentAccess(None, config), "n")) as observed:
             observed.wait_for(lambda o: o.names == {"a", "b"})
     finally:
         server.close()
@@ -82,7 +83,7 @@ def test_events_that_arrive_together_are_one_batch_over_tls(tmp_path: Path) -> N
 
     server = ScriptedServer({"services": [many_records], "endpointslices": [watched()],
                              "nodes": [watched()], "servicecidrs": [watched()]}, tls=server_tls())
-    source = KubernetesSource(None, write_kubeconfig(tmp_path / "config", server.url, CA), "n")
+    source = KubernetesSource(CurrentAccess(None, write_kubeconfig(tmp_path / "config", server.url, CA)), "n")
     source.start(emit)
     try:
         sizes = [len(batches.get(timeout=PATIENCE))]
@@ -103,7 +104,8 @@ def test_each_request_is_observed() -> None:
              watched(event("ADDED", service("b"), 2))]
     server = ScriptedServer({"services": steps})
     try:
-        with following(KubernetesSource(server.url, None, "n", observe=told.append)) as observed:
+        source = KubernetesSource(CurrentAccess(server.url, None), "n", observe=told.append)
+        with following(source) as observed:
             observed.wait_for(lambda o: len(o.complete) == 4 and o.names == {"a", "b"})
     finally:
         server.close()
@@ -121,7 +123,7 @@ def test_only_the_first_page_of_a_list_waits_for_the_rate_limit() -> None:
     pages = [listed(service(f"s{number}"), version=1, rest="more") for number in range(30)]
     server = ScriptedServer({"services": [OLD_SERVER, *pages, listed(service("last"), version=1)]})
     # Eight requests at once, and then one in a long time.
-    source = KubernetesSource(server.url, None, "n", qps=0.001, burst=8, observe=told.append)
+    source = KubernetesSource(CurrentAccess(server.url, None), "n", qps=0.001, burst=8, observe=told.append)
     try:
         with following(source) as observed:
             observed.wait_for(lambda o: len(o.complete) == 4)
@@ -133,7 +135,7 @@ def test_only_the_first_page_of_a_list_waits_for_the_rate_limit() -> None:
 
 def test_a_source_that_waits_for_the_rate_limit_stops_at_once() -> None:
     server = ScriptedServer({})
-    source = KubernetesSource(server.url, None, "n", qps=0.001, burst=1)
+    source = KubernetesSource(CurrentAccess(server.url, None), "n", qps=0.001, burst=1)
     try:
         with following(source) as observed:
             observed.wait_for(lambda o: len(o.complete) == 1)
@@ -170,7 +172,7 @@ def test_a_peer_that_vanished_is_replaced_by_one_that_answers(
     steps = [watched(event("ADDED", service("a"), 1), initial_events_end(1)),
              watched(event("ADDED", service("b"), 2))]
     server = theirs.inside(lambda: ScriptedServer({"services": steps}, address="10.0.0.2"))
-    source = KubernetesSource(f"http://10.0.0.2:{server.port}", None, "n")
+    source = KubernetesSource(CurrentAccess(f"http://10.0.0.2:{server.port}", None), "n")
     observed = Observed()
     try:
         ours.inside(lambda: source.start(observed))

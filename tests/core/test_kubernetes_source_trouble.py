@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from kproxy_core.apiclient import requests
-from kproxy_core.apiclient.access import Access
+from kproxy_core.apiclient.access import Access, CurrentAccess
 from kproxy_core.apiclient.content import JSON, PROTOBUF, PROTOBUF_OR_JSON
 from kproxy_core.apiclient.lines import MAX_LINE
 from kproxy_core.apiclient.transport import Transport
@@ -48,7 +48,7 @@ def follow(request: pytest.FixtureRequest) -> Iterator[ScriptedRun]:
             server = ScriptedServer({"services": steps, **other}, speaks_protobuf=request.param)
             stack.callback(server.close)
             source = KubernetesSource(
-                server.url, None, "n", accept=PROTOBUF_OR_JSON, chance=lambda: 0.0)
+                CurrentAccess(server.url, None), "n", accept=PROTOBUF_OR_JSON, chance=lambda: 0.0)
             return server, stack.enter_context(following(source))
         yield follow
 
@@ -408,7 +408,7 @@ def test_bytes_may_arrive_one_by_one(follow: ScriptedRun) -> None:
 def test_events_that_arrive_together_are_one_batch(follow: ScriptedRun) -> None:
     batches: list[int] = []
     server = ScriptedServer({"services": [watched(*present(*(f"s{i}" for i in range(50))))]})
-    source = KubernetesSource(server.url, None, "n")
+    source = KubernetesSource(CurrentAccess(server.url, None), "n")
     observed = Observed()
 
     def emit(events: list[Event]) -> None:
@@ -481,7 +481,7 @@ def test_a_server_that_never_sends_bookmarks_is_not_listed_again(
 def test_a_server_that_starts_late_is_found(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
-    with following(KubernetesSource(f"http://127.0.0.1:{port}", None, "n")) as observed:
+    with following(KubernetesSource(CurrentAccess(f"http://127.0.0.1:{port}", None), "n")) as observed:
         server = ScriptedServer({"services": [watched(*present("a"))]}, port=port)
         try:
             observed.wait_for(lambda o: len(o.complete) == 4)
@@ -493,7 +493,7 @@ def test_a_server_that_starts_late_is_found(caplog: pytest.LogCaptureFixture) ->
 @pytest.mark.parametrize("accepting", [True, False], ids=["silent", "unreachable"])
 def test_stopping_waits_for_no_server(accepting: bool) -> None:
     with _deaf_server(accepting) as port:
-        with following(KubernetesSource(f"http://127.0.0.1:{port}", None, "n")) as observed:
+        with following(KubernetesSource(CurrentAccess(f"http://127.0.0.1:{port}", None), "n")) as observed:
             pass
         assert observed.events == 0
 

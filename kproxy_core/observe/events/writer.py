@@ -19,15 +19,14 @@ _SILENCE = 10.0
 
 
 class EventWriter:
-    """Writes events to the API server that *master* and *kubeconfig* name (see `load_access`).
+    """Writes events to the API server of *access*.
 
     Each event is sent on a connection of its own: events are rare. Used by one thread.
     """
 
-    def __init__(self, master: str, kubeconfig: str, host: str, observe: Observe) -> None:
+    def __init__(self, access: CurrentAccess, host: str, observe: Observe) -> None:
         """*host*: the name of this machine, the reporter of the events; *observe* is told of each request."""
-        self._options = master, kubeconfig
-        self._access: CurrentAccess | None = None
+        self._access = access
         self._host = host
         self._observe = observe
 
@@ -40,14 +39,11 @@ class EventWriter:
         except (OSError, AccessError, ProtocolError) as error:
             raise NotWritten(str(error), again=True) from error
         if status >= 300:
-            self._access = None if status == 401 else self._access
             again = status >= 500 or status in (401, 429)
             raise NotWritten(f"{status} {answer[:200].decode(errors='replace')}", again)
 
     def _post(self, target: str, body: bytes) -> tuple[int, bytes]:
         """Raises OSError, AccessError, ProtocolError."""
-        if self._access is None:
-            self._access = CurrentAccess(*self._options)
         self._access.keep_up()
         access = self._access.now
         transport = Transport(access)
@@ -60,6 +56,8 @@ class EventWriter:
             transport.close()
             self._observe(ApiRequest(
                 access.authority, code, 0.0, time.monotonic() - started, received, "POST", len(body)))
+        if response.status == 401:
+            self._access.renew(access)
         return response.status, answer
 
 

@@ -28,8 +28,7 @@ class KubernetesSource:
     """Follows an API server, each kind in a thread and on a connection of its own.
 
     A `kproxy_core.store.events.Source`. It asks for the same objects as kube-proxy 1.36
-    (cmd/kube-proxy/app/server.go). For the server, the credentials and the defaults of *master* and
-    *kubeconfig* see `load_access`.
+    (cmd/kube-proxy/app/server.go).
 
     *accept*: the Accept header of its requests. *qps* and *burst* limit requests as clientConnection's do; a
     *qps* of 0 or less sets no limit. *observe* is told of each request. *clock*: monotonic seconds;
@@ -43,11 +42,12 @@ class KubernetesSource:
     kinds = tuple(resource.plural for resource in (SERVICES, ENDPOINT_SLICES, NODES, SERVICE_CIDRS))
 
     def __init__(
-        self, master: str | None, kubeconfig: str | None, node_name: str, *,
+        self, access: CurrentAccess, node_name: str, *,
         accept: str = JSON, qps: float = 5.0, burst: int = 10, observe: Observe = _unobserved,
         clock: Callable[[], float] = time.monotonic, chance: Callable[[], float] = random.random,
     ) -> None:
-        self._access = CurrentAccess(master, kubeconfig)
+        access.keep_up()
+        self._access = access
         self._rate = TokenBucket(1 / qps if qps > 0 else 0.0, burst)
         self._observe = observe
         self._accept = accept
