@@ -43,11 +43,24 @@ class FlagCommand(click.Command):
     """A command that accepts switches with and without a value, and ``-v=N``."""
 
     def parse_args(self, context: click.Context, arguments: list[str]) -> list[str]:
-        return super().parse_args(context, [_with_value(argument) for argument in arguments])
+        own = self.own_switches(arguments)
+        return super().parse_args(
+            context, [argument if argument in own else _with_value(argument) for argument in arguments])
+
+    def own_switches(self, _arguments: Sequence[str]) -> set[str]:
+        """Return the switches of this command alone, which take no value."""
+        switches = [parameter for parameter in self.params if getattr(parameter, "is_flag", False)]
+        return {name for parameter in switches for name in parameter.opts}
 
 
 class FlagGroup(FlagCommand, click.Group):
     """A `FlagCommand` that has commands of its own."""
+
+    def own_switches(self, arguments: Sequence[str]) -> set[str]:
+        """Return those of the commands that *arguments* name."""
+        commands = [self.commands[name] for name in arguments if name in self.commands]
+        return {name for command in commands if isinstance(command, FlagCommand)
+                for name in command.own_switches(())}  # fmt: skip
 
 
 def given(options: dict[str, Any]) -> Flags:

@@ -49,12 +49,13 @@ def packets_to(plans: Plans, keys: Iterable[ServicePortKey]) -> list[Case]:
     found: list[Case] = []
     for plan in filter(None, map(plans.plans.get, keys)):
         for frontend in plan.frontends():
-            packets = (_packet(frontend, origin, plans.node) for origin in Origin)
+            packets = (packet_to(frontend, origin, plans.node) for origin in Origin)
             found += [Case.of(plans, packet, frontend, is_typical=True) for packet in packets if packet]
     return found
 
 
-def _packet(frontend: Frontend, origin: Origin, node: NodeView) -> Packet | None:
+def packet_to(frontend: Frontend, origin: Origin, node: NodeView) -> Packet | None:
+    """Return a packet of a typical sender; None if no address of the node serves node ports."""
     to = frontend.address or next(iter(node.node_port_addresses), None)
     if to is None:
         return None

@@ -66,7 +66,7 @@ def cases(plans: Mapping[Family, Plans], target: Socket | ServiceTarget, sender:
                     frontend, is_typical=is_typical,
                 ))  # fmt: skip
     if not found:
-        raise NoAnswer(_nothing(plans, target, sender))
+        raise NoAnswer(nothing(plans, target, sender))
     return found
 
 
@@ -139,7 +139,8 @@ def _near(plans: Plans, packet: Packet) -> tuple[str, bool]:
     return "", False
 
 
-def _nothing(plans: Mapping[Family, Plans], target: Socket | ServiceTarget, sender: Sender) -> str:
+def nothing(plans: Mapping[Family, Plans], target: Socket | ServiceTarget, sender: Sender) -> str:
+    """Return the reason why no packet of *sender* to *target* can be meant, with near names."""
     if isinstance(target, ServiceTarget):
         known = {str(key.service): key for of_family in plans.values() for key in of_family.plans}
         wanted = f"{target.namespace}/{target.name}"

@@ -36,6 +36,8 @@ def answer_requests(switch: ModeSwitch, inspection: Inspection) -> Handler:
                     return {"mode": switch.instance.mode, "packets": inspection.explain(request)}
                 case {"do": "diff"}:
                     return {"mode": switch.instance.mode, "differences": inspection.differences()}
+                case {"do": "targets", "service": str(service)}:
+                    return {"mode": switch.instance.mode, "targets": inspection.targets(service)}
                 case {"do": "plans"}:
                     return {"mode": switch.instance.mode, "plans": inspection.plans()}
         except (SwitchFailed, NoAnswer) as error:

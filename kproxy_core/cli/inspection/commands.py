@@ -104,4 +104,52 @@ def plan(objects: str, verbose: bool, output: str, **options: Any) -> None:
     show(previewing.formatted(found, output, verbose=verbose))
 
 
-COMMANDS = (explain, diff, plan)
+@click.command(cls=FlagCommand)
+@click.option("--traffic", is_flag=True, help="Open connections; `kproxy diff` compares without any.")
+@click.option("--service", metavar="NAMESPACE/NAME[:PORT NAME]", default="", help="Only its frontends.")
+@click.option("--rate", type=click.FloatRange(0.1, 10_000), default=50, show_default=True,
+              help="Connections a second.")
+@click.option("--connections", type=click.IntRange(1), default=50, show_default=True,
+              help="The most for one frontend.")
+@click.option("--timeout", type=click.FloatRange(0.1, 60), default=2, show_default=True,
+              help="Seconds after which a connection hangs.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be opened.")
+@with_flags(RULES, SOURCES)
+@TEXT_OR_JSON
+@click.pass_context
+def verify(
+    context: click.Context, /, traffic: bool, service: str, rate: float, connections: int, timeout: float,
+    dry_run: bool, output: str, **options: Any,
+) -> None:
+    """Open TCP connections from this node to every frontend, and report which endpoints answer.
+
+    Nothing is sent: each connection is closed at once. Exit status: 0 all do what the plans say, 1 some do
+    not, 2 it cannot be told. The running proxy says what is planned; with --manifests, --kubeconfig, --master
+    or --config those objects do, also beside a kube-proxy.
+    """
+    from kproxy_core.cli.inspection import verifying
+    from kproxy_core.cli.inspection.comparing import UNCLEAR
+    from kproxy_core.cli.terminal import show
+    from kproxy_core.explain.request import NoAnswer
+    from kproxy_core.modes.control import NoProxy, RequestRefused
+
+    if not traffic:
+        raise click.UsageError("--traffic is required: it opens connections; `kproxy diff` needs none")
+    try:
+        with cli_errors():
+            found = verifying.read_targets(given(options), service)
+    except (click.ClickException, NoAnswer, NoProxy, RequestRefused) as error:
+        click.ClickException(getattr(error, "message", str(error))).show()
+        context.exit(UNCLEAR)
+    if dry_run:
+        for line in verifying.announced(found, connections, rate):
+            show(line)
+        return
+    results, problem = verifying.verify(found, rate=rate, most=connections, timeout=timeout)
+    if problem:
+        click.echo(f"Warning: {problem}", err=True)
+    show(verifying.formatted(results, output))
+    context.exit(verifying.status_of(results))
+
+
+COMMANDS = (explain, diff, plan, verify)

@@ -1,7 +1,9 @@
 """Answers to ``kproxy explain`` and ``kproxy diff``, from the running proxy's plans or from others."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 from kproxy_core.backend.api import BackendSettings, Caveat, KernelSide, Scope, Update
@@ -12,6 +14,7 @@ from kproxy_core.explain.answer import answer
 from kproxy_core.explain.difference import differences, packets_to, stale
 from kproxy_core.explain.question import Case, Plans, cases
 from kproxy_core.explain.request import NoAnswer, parse_sender, parse_target
+from kproxy_core.explain.traffic import expectation
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServicePortKey
@@ -129,6 +132,21 @@ def frontends_of(instance: BackendInstance, family: Family) -> Sequence[Frontend
         return instance.frontends(family) or ()
     except (BackendError, HostError) as error:
         raise NoAnswer(f"the kernel's {family.label} state cannot be read: {error}") from error
+
+
+def expectations(found: Sequence[Case], instance: BackendInstance) -> list[dict[str, Any]]:
+    """Return what connections of the node to the frontends in *found* should do.
+
+    The kernel only tells where the mode deviates by design; where it cannot be read, the plans count.
+    """
+    expected: list[dict[str, Any]] = []
+    for family in Family:
+        of_family = [case for case in found if case.question.node.family is family]
+        sides: Sequence[KernelSide | None] | None = None
+        with suppress(NoAnswer):
+            sides = _ask(instance, of_family, live=True)
+        expected += map(expectation, of_family, sides or repeat(None))
+    return expected
 
 
 def _ask(

@@ -8,8 +8,14 @@ from typing import Any
 from kproxy_core.backend.api import BackendSettings, Update
 from kproxy_core.backend.registry import Registry
 from kproxy_core.explain.change import document
+from kproxy_core.explain.traffic import targets
 from kproxy_core.modes.switch import ModeSwitch, Terms
-from kproxy_core.process.inspection.explaining import compare_running, explain_running, leftovers
+from kproxy_core.process.inspection.explaining import (
+    compare_running,
+    expectations,
+    explain_running,
+    leftovers,
+)
 from kproxy_core.process.inspection.previewing import operations
 from kproxy_core.sync.loop import Loop
 
@@ -45,6 +51,11 @@ class Inspection:
         """Return the plans of all families."""
         return self._loop.call(
             lambda: [document(plan) for plans in self._loop.plans.values() for plan in plans.plans.values()])
+
+    def targets(self, service: str) -> Sequence[Json]:
+        """Return what connections of this node should do at each TCP frontend. Raises NoAnswer."""
+        found = self._loop.call(lambda: targets(self._loop.plans, service))
+        return expectations(found, self._switch.instance)
 
     def operations(self, mode: str) -> Sequence[Json]:
         """Return the number of operations by which *mode* would serve the plans. Raises NoAnswer."""

@@ -1,0 +1,133 @@
+"""The frontends to which a node's own connections are tried, and the verdict about the results. Pure."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kproxy_core.backend.api import KernelSide
+from kproxy_core.explain.answer import Json, decide_case
+from kproxy_core.explain.difference import packet_to
+from kproxy_core.explain.question import Case, Plans, nothing
+from kproxy_core.explain.request import NoAnswer, Sender, ServiceTarget, parse_target
+from kproxy_core.model.address import Address, Family, Protocol, format_socket, is_loopback
+from kproxy_core.model.endpoint import Destination
+from kproxy_core.plan.fate import Origin, Outcome
+
+Target = Mapping[str, Any]
+"""A frontend with what connections should do; see `expectation`."""
+
+ANSWERED, REFUSED, HUNG = "answered", "refused", "hung"
+
+
+class Attempt(NamedTuple):
+    """One connection that was tried."""
+
+    result: str
+    """`ANSWERED`, `REFUSED`, `HUNG`, or another error in words."""
+    endpoint: Destination | None
+    """None: not known."""
+    source: Address
+    """The sender's address."""
+
+
+def targets(plans: Mapping[Family, Plans], service: str) -> list[Case]:
+    """Return a packet of the node to each TCP frontend; only of *service*, if that is given.
+
+    *service* is ``NAMESPACE/NAME[:PORT NAME]``. Raises NoAnswer without any frontend.
+    """
+    wanted = parse_target(service) if service else None
+    if wanted is not None and not isinstance(wanted, ServiceTarget):
+        raise NoAnswer(f"{service!r} is not NAMESPACE/SERVICE[:PORT NAME]")
+    found = [case for of_family in plans.values() for case in _targets(of_family, wanted)]
+    if not found:
+        raise NoAnswer(nothing(plans, wanted, Sender()) if wanted else "no Service has a TCP frontend here")
+    return found
+
+
+def _targets(plans: Plans, wanted: ServiceTarget | None) -> Iterator[Case]:
+    for key, plan in sorted(plans.plans.items()):
+        if key.protocol is not Protocol.TCP or not _is_wanted(key.namespace, key.name, key.port_name, wanted):
+            continue
+        for frontend in plan.frontends():
+            packet = packet_to(frontend, Origin.NODE, plans.node)
+            if packet is not None:
+                yield Case.of(plans, packet, frontend, is_typical=True)
+
+
+def expectation(case: Case, side: KernelSide | None) -> Json:
+    """Return what connections to the frontend of *case* should do.
+
+    *side*: where the mode decides otherwise by design, that counts. Its other differences do not.
+    """
+    packet, plan = case.question.packet, case.question.plan
+    deviates = side is not None and side.fate is not None and side.deviation
+    fate = side.fate if side is not None and side.fate is not None and deviates else decide_case(case)
+    return {
+        "frontend": format_socket(packet.destination, packet.port),
+        "service_port": str(plan.key) if plan else "",
+        "outcome": fate.outcome.value, "because": fate.because,
+        "endpoints": [format_socket(*choice.where) for choice in fate.choices],
+        "sticky": bool(plan and plan.affinity_seconds),
+        "ready": sum(endpoint.ready for _, endpoint in case.candidates),
+    }  # fmt: skip
+
+
+def connections(target: Target, most: int) -> int:
+    """Return how many connections to try, *most* at most.
+
+    They miss an endpoint in one of a thousand runs: the coupon collector's problem.
+    """
+    count = len(target["endpoints"])
+    if target["outcome"] != Outcome.FORWARDED.value or target["sticky"] or count == 1:
+        return 1
+    return min(most, math.ceil(count * (math.log(count) + 7)))
+
+
+def is_settled(target: Target, attempts: Sequence[Attempt]) -> bool:
+    """Return whether every endpoint has been reached, so that more connections would tell nothing."""
+    return set(target["endpoints"]) <= {_endpoint(target, attempt) for attempt in attempts}
+
+
+def result(target: Target, attempts: Sequence[Attempt]) -> Json:
+    """Return the results for one frontend, with its problems in words."""
+    reached: dict[str, dict[str, int]] = {}
+    for attempt in attempts:
+        counts = reached.setdefault(_endpoint(target, attempt), {})
+        counts[attempt.result] = counts.get(attempt.result, 0) + 1
+    return {
+        **target, "connections": len(attempts),
+        "reached": [{"endpoint": endpoint, **counts} for endpoint, counts in sorted(reached.items())],
+        "problems": list(_problems(target, reached, len(attempts))) if attempts else [],
+    }  # fmt: skip
+
+
+def _problems(target: Target, reached: dict[str, dict[str, int]], tried: int) -> Iterator[str]:
+    answered = sum(counts.get(ANSWERED, 0) for counts in reached.values())
+    forwarded = target["outcome"] == Outcome.FORWARDED.value
+    if forwarded and not answered:
+        results = ", ".join(sorted({result for counts in reached.values() for result in counts}))
+        yield f"no connection of {tried} was answered ({results}); {target['ready']} endpoints are ready"
+    if not forwarded and answered:
+        yield f"connections are answered, and should be {target['outcome']}: {target['because']}"
+    for endpoint, counts in sorted(reached.items()):
+        if endpoint and forwarded and endpoint not in target["endpoints"]:
+            yield f"connections reach {endpoint}, which may not be chosen"
+        for how in sorted(set(counts) - {ANSWERED}) if forwarded and answered else ():
+            where = f"endpoint {endpoint}" if endpoint else "endpoint not known"
+            yield f"{where}: {counts[how]} of {sum(counts.values())} connections {how}"
+
+
+def _endpoint(target: Target, attempt: Attempt) -> str:
+    """Return the endpoint of *attempt*; "" if it is not known, as behind a relay on this node."""
+    if attempt.endpoint is None:
+        return ""
+    address, text = attempt.endpoint.address, format_socket(*attempt.endpoint)
+    if text in target["endpoints"]:
+        return text
+    is_relay = is_loopback(address) or address == attempt.source
+    return "" if is_relay or text == target["frontend"] else text
+
+
+def _is_wanted(namespace: str, name: str, port: str, wanted: ServiceTarget | None) -> bool:
+    return wanted is None or ((namespace, name) == wanted[:2] and wanted.port in (None, port))
+
