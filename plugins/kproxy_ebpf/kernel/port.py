@@ -217,12 +217,14 @@ class Kernel:
         scratch = path.with_name(f"{name}-new")
         scratch.unlink(missing_ok=True)
         made = _make_map(scratch, name, larger)
-        self._maps[name] = made
         try:
             bpf.update_all(made, dict(bpf.elements(full, definition)))
-        finally:
-            os.close(full)
-        scratch.rename(path)
+            scratch.rename(path)
+        except OSError:
+            os.close(made)
+            raise
+        self._maps[name] = made
+        os.close(full)
         log.info("BPF map enlarged", extra={"fields": {"map": name, "entries": larger.entries}})
         self._load(compiled)
         if self._links:

@@ -14,8 +14,7 @@ _MAKER = """
 import socket
 home = socket.socket(fileno=0)
 while wanted := home.recv(100):
-    family, kind = map(int, wanted.split())
-    with socket.socket(family, kind) as made:
+    with socket.socket(*map(int, wanted.split())) as made:
         socket.send_fds(home, [b"."], [made.fileno()])
 """
 
@@ -26,9 +25,11 @@ class Sockets:
     def __init__(self, home: socket.socket) -> None:
         self._home = home
 
-    def open(self, family: socket.AddressFamily, kind: socket.SocketKind) -> socket.socket:
+    def open(
+        self, family: socket.AddressFamily, kind: socket.SocketKind, protocol: int = 0
+    ) -> socket.socket:
         """Return a new socket; its calls give up after five seconds."""
-        self._home.sendall(f"{int(family)} {int(kind)}".encode())
+        self._home.sendall(f"{int(family)} {int(kind)} {protocol}".encode())
         _, (descriptor,), _, _ = socket.recv_fds(self._home, 1, 1)
         made = socket.socket(fileno=descriptor)
         made.settimeout(5)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from kproxy_core.testing.builders import endpoint_slice, full_update, node_view,
 from kproxy_ebpf import names
 from kproxy_ebpf.batch import CONNECTED_UDP
 from kproxy_ebpf.cleanup import cleanup
+from kproxy_ebpf.detect import lacking
 from kproxy_ebpf.family import FamilyState
 from kproxy_ebpf.kernel import bpf
 from kproxy_ebpf.kernel.port import Kernel
 from kproxy_ebpf.kernel.programs import Compilation, Compiled
 from kproxy_ebpf.retire import GRACE, retire
 from kproxy_ebpf.settings import Settings
+from tests.plugins.ebpf.node import until
 
 V4 = Family.IPV4
 NODE = node_view("node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1")
@@ -186,6 +189,36 @@ def test_a_clean_up_leaves_nothing_and_a_dry_run_says_the_same(kernel: Kernel, s
     assert cleanup(backend_settings(settings), dry_run=False).removed == ()
 
 
+def test_a_clean_up_leaves_no_object_in_the_kernel(settings: Settings, compiled: Compiled) -> None:
+    kernel = Kernel(settings)
+    kernel.open(compiled)
+    sync(kernel)
+    kernel.attach()
+    made = [
+        *((_PROGRAM_BY_ID, _id(fd)) for fd in kernel._programs.values()),
+        *((_MAP_BY_ID, _id(fd)) for fd in kernel._maps.values()),
+    ]
+    kernel.close()
+    assert all(_exists(*one) for one in made)
+    cleanup(backend_settings(settings), dry_run=False)
+    until(lambda: not any(_exists(*one) for one in made))
+
+
+_PROGRAM_BY_ID, _MAP_BY_ID = 13, 14
+
+
+def _id(fd: int) -> int:
+    return int.from_bytes(bpf._info(fd)[4:8], sys.byteorder)
+
+
+def _exists(command: int, identity: int) -> bool:
+    try:
+        os.close(bpf._call(command, identity.to_bytes(4, sys.byteorder))[0])
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def test_who_retires_stops_choosing_at_once_and_translates_late_replies(
     kernel: Kernel, settings: Settings
 ) -> None:
@@ -331,12 +364,37 @@ def test_a_damaged_cache_is_compiled_again(tmp_path: Path, compiled: Compiled) -
     assert Compilation(str(tmp_path)).result() == compiled
 
 
-def test_a_compiler_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = tmp_path / "compile.py"
-    script.write_text("raise SystemExit('no LLVM here')")
-    monkeypatch.setattr("kproxy_ebpf.kernel.programs._SCRIPT", str(script))
-    with pytest.raises(HostError, match="no LLVM here"):
+@pytest.mark.parametrize(("script", "problem"), [
+    ("raise SystemExit('no LLVM here')", "no LLVM here"),
+    ("import os; os.kill(os.getpid(), 9)", "could not be compiled: -9"),
+    ("import time; time.sleep(60)", "did not finish in 0.5 s"),
+])  # fmt: skip
+def test_a_compiler_that_fails_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, problem: str
+) -> None:
+    path = tmp_path / "compile.py"
+    path.write_text(script)
+    monkeypatch.setattr("kproxy_ebpf.kernel.programs._SCRIPT", str(path))
+    monkeypatch.setattr("kproxy_ebpf.kernel.programs._TIMEOUT", 0.5 if "sleep" in script else 60.0)
+    with pytest.raises(HostError, match=problem):
         Compilation(str(tmp_path / "cache")).result()
+
+
+def test_a_machine_without_bcc_is_told_what_to_install(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kproxy_ebpf.detect.Compilation", partial(Compilation, str(tmp_path)))
+    monkeypatch.setattr("kproxy_ebpf.detect.has_compiler", lambda: False)
+    assert [problem for problem in lacking(settings) if "python3-bpfcc" in problem]
+
+
+def test_the_compiler_needs_no_more_than_200_mib(tmp_path: Path) -> None:
+    program = (
+        "import resource; from kproxy_ebpf.kernel.programs import Compilation as C\n"
+        f"C({str(tmp_path)!r}).result(); print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 200 * 1024
 
 
 def test_a_closed_kernel_holds_no_descriptor(settings: Settings, compiled: Compiled) -> None:

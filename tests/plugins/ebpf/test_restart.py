@@ -1,11 +1,12 @@
-"""Restarts under load, through a whole kproxy."""
+"""Restarts and damage under load, through a whole kproxy."""
 
 import os
 import re
+import shutil
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from kproxy_ebpf.kernel import bpf
-from kproxy_ebpf.names import ATTACH_TYPES
-from tests.plugins.ebpf.node import REMOTE, Node, node
+from kproxy_ebpf.names import ATTACH_TYPES, ON_THE_WAY_OUT
+from tests.plugins.ebpf.node import REMOTE, Node, node, until
 from tests.plugins.ebpf.sockets import Sockets
 
 WEB, DNS = "10.96.0.10", "10.96.0.53"
@@ -100,6 +101,37 @@ def test_no_connection_fails_while_the_proxy_is_killed_and_restarted(where: Node
                 with where.proxy():
                     hammer.more()
             assert hammer.failures == []
+
+
+def detach(where: Node) -> None:
+    for name in ON_THE_WAY_OUT:
+        (path,) = where.pins.glob(f"*/links/{name}")
+        link = bpf.open_pin(str(path))
+        bpf.detach_link(link)
+        os.close(link)
+
+
+def remove_links(where: Node) -> None:
+    shutil.rmtree(next(where.pins.glob("*/links")))
+
+
+def remove_maps(where: Node) -> None:
+    shutil.rmtree(next(where.pins.glob("*/maps-*")))
+
+
+def pins(where: Node) -> set[str]:
+    return {path.name for path in where.pins.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("damage", [detach, remove_links, remove_maps])
+def test_damage_is_repaired_and_costs_no_connection(where: Node, damage: Callable[[Node], None]) -> None:
+    with where.proxy(), hammering(where.sockets(where.pod)) as hammer:
+        hammer.more()
+        pinned = pins(where)
+        damage(where)
+        until(lambda: {len(ids) for ids in attached(where).values()} == {1} and pins(where) == pinned)
+        hammer.more()
+        assert hammer.failures == []
 
 
 def test_the_proxy_never_holds_the_compiler(where: Node) -> None:

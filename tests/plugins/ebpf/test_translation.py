@@ -1,21 +1,24 @@
 """Local sockets and the Services that they dial, through a whole kproxy and real packets."""
 
 import socket
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
 
-from tests.plugins.ebpf.node import NODE, NODE6, POD, REMOTE, REMOTE6, Node, node
+from tests.plugins.ebpf.node import NODE, NODE6, POD, REMOTE, REMOTE6, Node, node, until
 from tests.plugins.ebpf.sockets import Sockets
 
 TCP, UDP = socket.SOCK_STREAM, socket.SOCK_DGRAM
 WEB, WEB6, DNS, DNS6 = "10.96.0.10", "fd00:96::10", "10.96.0.53", "fd00:96::53"
 OWN = "10.96.0.20"
 """Its endpoints are the pod on the node and a pod elsewhere."""
+EXTERNAL = "10.96.0.30"
+"""Its external traffic policy is Local, and its endpoints are elsewhere."""
 SINGLE = tuple(f"10.96.1.{number}" for number in range(5))
 """Of UDP Services with one endpoint each."""
-NODE_PORT = 30080
+NODE_PORT, LOCAL_NODE_PORT = 30080, 30081
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +31,7 @@ def where(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
         made.serve("own", OWN, [POD, REMOTE[0]])
         for number, address in enumerate(SINGLE):
             made.serve(f"single-{number}", address, [REMOTE[number]], protocol="UDP")
+        made.serve("lb", EXTERNAL, REMOTE, node_port=LOCAL_NODE_PORT, externalTrafficPolicy="Local")
         with made.proxy(settings={"nodePortAddresses": ["0.0.0.0/0", "::/0"]}):
             yield made
 
@@ -186,6 +190,37 @@ def test_a_node_that_may_bind_any_address_reaches_its_own_pod(where: Node, host:
         assert {dial(host, V4, OWN)[0] for _ in range(60)} == {POD, REMOTE[0]}
     finally:
         where.host.run("sysctl", "-qw", "net.ipv4.ip_nonlocal_bind=0")
+
+
+def test_external_policy_local_is_not_for_local_clients(pod: Sockets, host: Sockets) -> None:
+    assert dial(pod, V4, NODE, LOCAL_NODE_PORT)[0] in REMOTE
+    assert dial(host, V4, NODE, LOCAL_NODE_PORT)[0] in REMOTE
+
+
+def test_ping_sockets_are_left_alone(where: Node, pod: Sockets) -> None:
+    where.pod.run("sysctl", "-qw", "net.ipv4.ping_group_range=0 0")
+    with pod.open(socket.AF_INET, UDP, socket.IPPROTO_ICMP) as client:
+        client.connect((WEB, 80))
+        ((_, remote),) = [row.split()[1:3] for row in where.pod.run("cat", "/proc/net/icmp").splitlines()[1:]]
+        assert remote == f"{int.from_bytes(socket.inet_aton(WEB), sys.byteorder):08X}:0050"
+
+
+def test_a_connected_socket_moves_to_another_endpoint_unaware(where: Node, pod: Sockets) -> None:
+    """Option ``connectedUdp`` is ``rules`` by default."""
+    address = "10.96.2.2"
+    where.serve("moving", address, [REMOTE[0]], protocol="UDP")
+    where.await_endpoints(address, REMOTE[0])
+    with pod.open(socket.AF_INET, UDP) as client:
+        client.connect((address, 80))
+
+        def answer() -> str:
+            client.send(b"now")
+            return client.recv(100).decode().split()[0]
+
+        assert answer() == REMOTE[0]
+        where.serve("moving", address, [REMOTE[1]], protocol="UDP")
+        until(lambda: answer() == REMOTE[1])
+        assert client.getpeername() == (address, 80)
 
 
 def test_a_late_answer_of_a_removed_endpoint_bears_the_frontend(where: Node, pod: Sockets) -> None:
