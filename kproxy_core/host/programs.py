@@ -29,6 +29,10 @@ class ProgramFailed(HostError):
     """A program cannot be started, timed out, or failed."""
 
 
+class ProgramUnfinished(ProgramFailed):
+    """A program timed out or was killed, so its result is unknown."""
+
+
 class OwnProcesses:
     """The processes that one backend has started; their changes in the kernel are its own."""
 
@@ -93,13 +97,16 @@ def find(name: str) -> str | None:
 
 
 def run(*argv: str, stdin: str = "", own: OwnProcesses | None = None) -> Done:
-    """Run a program and return its result. Raises ProgramFailed if it cannot start or times out."""
+    """Run a program and return its result.
+
+    Raises ProgramFailed if it cannot start, ProgramUnfinished if it times out.
+    """
     timeout = TIMEOUT + stdin.count("\n") / _LINES_A_SECOND
     with _started(argv, own) as process:
         try:
             out, err = process.communicate(stdin, timeout=timeout)
         except subprocess.TimeoutExpired as error:
-            raise ProgramFailed(f"{argv[0]} timed out after {timeout:g} s") from error
+            raise ProgramUnfinished(f"{argv[0]} timed out after {timeout:g} s") from error
     return Done(argv, process.returncode, out, err)
 
 
@@ -107,14 +114,14 @@ def output(*argv: str, stdin: str = "", own: OwnProcesses | None = None) -> str:
     """Run a program and return its output. Raises ProgramFailed with its error message."""
     done = run(*argv, stdin=stdin, own=own)
     if done.returncode:
-        raise ProgramFailed(failure(done))
+        raise _error(done)
     return done.stdout
 
 
 def lines(*argv: str, own: OwnProcesses | None = None) -> Generator[str, None, None]:
     """Run a program and yield its output line by line. Kills it when closed.
 
-    Raises ProgramFailed, also if a line takes longer than `TIMEOUT`.
+    Raises ProgramFailed; ProgramUnfinished if a line takes longer than `TIMEOUT`.
     """
     with _started(argv, own) as process:
         assert process.stdin is not None
@@ -139,10 +146,10 @@ def lines(*argv: str, own: OwnProcesses | None = None) -> Generator[str, None, N
                 break
             yield from batch
         if timed_out:
-            raise ProgramFailed(f"{argv[0]} timed out after {TIMEOUT:g} s without output")
+            raise ProgramUnfinished(f"{argv[0]} timed out after {TIMEOUT:g} s without output")
         problem = process.stderr.read()
         if code := process.wait(TIMEOUT):
-            raise ProgramFailed(failure(Done(argv, code, "", problem)))
+            raise _error(Done(argv, code, "", problem))
 
 
 def complaint(done: Done) -> str:
@@ -153,6 +160,11 @@ def complaint(done: Done) -> str:
 def failure(done: Done) -> str:
     """Describe a failed run in one line."""
     return f"{done.args[0]}: exit {done.returncode}: {complaint(done)}"
+
+
+def _error(done: Done) -> ProgramFailed:
+    """Return the error of a run whose exit status is not 0; it is negative if a signal ended the program."""
+    return (ProgramUnfinished if done.returncode < 0 else ProgramFailed)(failure(done))
 
 
 @contextmanager

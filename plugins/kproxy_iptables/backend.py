@@ -27,7 +27,7 @@ from kproxy_iptables.preview import preview
 from kproxy_iptables.render import render_text
 from kproxy_iptables.settings import read_settings
 from kproxy_iptables.watch import Watcher, read_generation
-from kproxy_xtables.tables import Busy, Tables, Unusable
+from kproxy_xtables.tables import Tables, Unusable
 from kproxy_xtables.variant import NoVariant, find_variant
 
 log = logging.getLogger("kproxy.iptables")
@@ -118,16 +118,18 @@ class IptablesBackend:
             variant = find_variant()
         except NoVariant as missing:
             raise Unsupported(str(missing)) from missing
+        except HostError as error:
+            raise SyncFailed(str(error)) from error
         found: dict[Family, FamilyState] = {}
         for family in self._served:
             tables = Tables(family, variant, self._own)
             try:
                 tables.check()
-            except Busy as busy:
-                raise SyncFailed(f"{tables.program}: {busy}") from busy
             except Unusable as error:
                 problem = f"{variant} has no nat table for {family.label}: {error}"
                 raise Unsupported(problem, family) from error
+            except HostError as error:
+                raise SyncFailed(f"{tables.program}: {error}") from error
             found[family] = FamilyState(
                 tables, localhost_node_ports=self._settings.localhost_node_ports
             )

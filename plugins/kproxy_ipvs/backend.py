@@ -127,6 +127,8 @@ class IpvsBackend:
             variant = find_variant()
         except NoVariant as missing:
             raise Unsupported(str(missing)) from missing
+        except HostError as error:
+            raise SyncFailed(str(error)) from error
         _require_sets()
         try:
             requirements.load_modules(self._settings.scheduler)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.programs import Done, OwnProcesses, ProgramFailed
+from kproxy_core.host.programs import Done, OwnProcesses, ProgramFailed, ProgramUnfinished
 from kproxy_core.model.address import Family
 from kproxy_xtables.dormant import dormant_tables, wake_tables
 from kproxy_xtables.saved import SavedChain, read_saved
@@ -58,9 +58,11 @@ class Tables:
         """Most chains that `restore` should be given at once."""
 
     def check(self) -> None:
-        """Return if the nat table can be used. Raises Busy or Unusable."""
+        """Return if the nat table can be used. Raises Busy, Unusable or ProgramUnfinished."""
         try:
             done = self._list("nat", "POSTROUTING")
+        except ProgramUnfinished:
+            raise
         except ProgramFailed as error:
             raise Unusable(str(error)) from error
         if done.returncode:
@@ -72,7 +74,7 @@ class Tables:
             self.check()
         except Unusable as error:
             return not error.is_denied
-        except Busy:
+        except HostError:
             return False
         return False
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.programs import ProgramFailed
+from kproxy_core.host.programs import ProgramFailed, ProgramUnfinished
 from kproxy_core.model.address import Family
 
 PROGRAM = {Family.IPV4: "iptables", Family.IPV6: "ip6tables"}
@@ -50,7 +50,7 @@ class Variant(NamedTuple):
 
 
 def find_variants() -> list[Variant]:
-    """Return the installed variants."""
+    """Return the installed variants. Raises ProgramUnfinished."""
     kinds: dict[bool, Variant] = {}
     for infix in ("-nft", "-legacy", ""):
         variant = probe(infix)
@@ -60,7 +60,7 @@ def find_variants() -> list[Variant]:
 
 
 def find_variant() -> Variant:
-    """Return the variant that this node uses. Raises NoVariant."""
+    """Return the variant that this node uses. Raises NoVariant or ProgramUnfinished."""
     found = {variant.nft: variant for variant in find_variants()}
     if not found:
         raise NoVariant("iptables is not installed")
@@ -71,6 +71,8 @@ def find_variant() -> Variant:
             for family in Family:
                 try:
                     yield from programs.lines(found[kind == "nft"].program(family, "save"), *arguments)
+                except ProgramUnfinished:  # The rules are unknown, so any choice might be wrong.
+                    raise
                 except ProgramFailed:  # This kernel lacks the family or the interface.
                     continue
 
@@ -84,7 +86,10 @@ def find_variant() -> Variant:
 
 
 def find_used_and_unused() -> tuple[list[Variant], list[Variant]]:
-    """Return the variant that this node uses, and the other one. Without a usable one, count all as used."""
+    """Return the variant that this node uses, and the other one. Without a usable one, count all as used.
+
+    Raises ProgramUnfinished.
+    """
     found = find_variants()
     try:
         used = find_variant()
@@ -125,12 +130,17 @@ def _is_rule(line: str) -> bool:
 
 
 def probe(infix: str) -> Variant | None:
-    """Return the variant whose program names contain *infix*; None if it is not installed."""
+    """Return the variant whose program names contain *infix*; None if it is not installed.
+
+    Raises ProgramUnfinished.
+    """
     program = f"{PROGRAM[Family.IPV4]}{infix}"
     if not all(programs.find(name) for name in (program, f"{program}-save", f"{program}-restore")):
         return None
     try:
-        said = programs.run(program, "--version").stdout
+        said = programs.output(program, "--version")
+    except ProgramUnfinished:
+        raise
     except ProgramFailed:
         return None
     found = _VERSION.search(said)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kproxy_core.host import programs
-from kproxy_core.host.programs import OwnProcesses, ProgramFailed
+from kproxy_core.host.programs import OwnProcesses, ProgramFailed, ProgramUnfinished
 
 
 def test_a_program_reads_its_input_and_its_output_is_returned() -> None:
@@ -39,11 +39,19 @@ def test_programs_for_root_are_found_with_any_path(tmp_path: Path, monkeypatch: 
 def test_a_program_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "TIMEOUT", 0.05)
     own = OwnProcesses()
-    with pytest.raises(ProgramFailed, match="sleep timed out after"):
+    with pytest.raises(ProgramUnfinished, match="sleep timed out after"):
         programs.run("sleep", "1000", own=own)
     (pid,) = own._ids
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_a_program_that_is_killed_has_no_result() -> None:
+    argv = ("sh", "-c", "echo one; kill -9 $$")
+    with pytest.raises(ProgramUnfinished, match=r"^sh: exit -9"):
+        programs.output(*argv)
+    with pytest.raises(ProgramUnfinished, match=r"^sh: exit -9"):
+        list(programs.lines(*argv))
 
 
 def test_closing_the_lines_kills_the_program() -> None:
@@ -67,7 +75,7 @@ def test_each_owner_remembers_its_own_processes() -> None:
 
 def test_a_program_that_stops_in_the_middle_of_its_output_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "TIMEOUT", 0.05)
-    with pytest.raises(ProgramFailed, match="sh timed out after"):
+    with pytest.raises(ProgramUnfinished, match="sh timed out after"):
         list(programs.lines("sh", "-c", "echo one; exec sleep 1000"))
 
 

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from kproxy_core.backend.errors import SyncFailed, Unsupported
 from kproxy_core.host import programs
+from kproxy_core.host.errors import HostError
 from kproxy_core.host.programs import OwnProcesses, ProgramFailed
 from kproxy_core.model.address import Address, Family
 from kproxy_userspace import batch
@@ -19,7 +20,7 @@ from kproxy_xtables.dormant import dormant_tables
 from kproxy_xtables.removal import describe, kubernetes_rules
 from kproxy_xtables.rules import Jump, missing_jumps
 from kproxy_xtables.saved import SavedChain
-from kproxy_xtables.tables import Busy, Tables, Unusable
+from kproxy_xtables.tables import Tables, Unusable
 from kproxy_xtables.variant import NoVariant, find_variant
 
 _CHAINS = (*PORTAL_CHAINS, NON_LOCAL)
@@ -182,7 +183,10 @@ class NoPortals:
 
 
 def find_tables(family: Family, own: OwnProcesses | None = None) -> Tables | None:
-    """Return the tables of the node's iptables variant, which may not work; None if none is installed."""
+    """Return the tables of the node's iptables variant, which may not work; None if none is installed.
+
+    Raises HostError.
+    """
     try:
         return Tables(family, find_variant(), own)
     except NoVariant:
@@ -192,20 +196,19 @@ def find_tables(family: Family, own: OwnProcesses | None = None) -> Tables | Non
 def open_portals(family: Family, at: Address | None, own: OwnProcesses | None = None) -> Portals:
     """Return the portals to relays *at* an address, None: at every one, for a program that works here.
 
-    Its processes are remembered in *own*. Raises Unsupported if it can't, SyncFailed while another program
-    holds the xtables lock.
+    Its processes are remembered in *own*. Raises Unsupported if none works, SyncFailed if that is unknown,
+    mostly because another program holds the xtables lock.
     """
-    tables = find_tables(family, own)
     problem = ""
-    if tables is not None:
-        try:
+    try:
+        tables = find_tables(family, own)
+        if tables is not None:
             tables.check()
-        except Busy as busy:
-            raise SyncFailed(str(busy)) from busy
-        except Unusable as error:
-            problem = str(error)
-        else:
             return IptablesPortals(tables)
+    except Unusable as error:
+        problem = str(error)
+    except HostError as error:
+        raise SyncFailed(str(error)) from error
     if programs.find("nft"):
         try:
             programs.output("nft", "--check", "-f", "-", stdin=nft_skeleton(family, at))

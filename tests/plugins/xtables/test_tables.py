@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
+from kproxy_core.host.programs import ProgramUnfinished
 from kproxy_core.model.address import Family
 from kproxy_xtables import tables as tables_module
 from kproxy_xtables.saved import SavedChain, read_saved
@@ -66,6 +68,21 @@ def test_kubelets_variant_is_chosen(node: Namespace, variant: Variant) -> None:
     node.run(other.program(Family.IPV6), "-w", "-A", "INPUT", "-j", "ACCEPT")
     node.run(variant.program(Family.IPV4), "-w", "-t", "mangle", "-N", "KUBE-IPTABLES-HINT")
     assert node.inside(find_variant) == variant
+
+
+@pytest.mark.parametrize("action", ["", "-save"])
+def test_no_variant_is_chosen_while_the_rules_of_one_are_unknown(
+    node: Namespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, action: str
+) -> None:
+    """On a busy node a program may time out, or be killed. kubelet's variant would then seem to be absent."""
+    legacy = next(variant for variant in find_variants() if not variant.nft)
+    node.run(legacy.program(Family.IPV4), "-w", "-t", "mangle", "-N", "KUBE-IPTABLES-HINT")
+    program = tmp_path / f"iptables-legacy{action}"
+    program.write_text("#!/bin/sh\nkill -9 $$\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(programs, "_PATH", f"{tmp_path}:{programs._PATH}")
+    with pytest.raises(ProgramUnfinished, match=f"iptables-legacy{action}: exit -9"):
+        node.inside(find_variant)
 
 
 def test_choosing_creates_nothing(node: Namespace) -> None:
@@ -135,6 +152,14 @@ def test_a_held_lock_is_not_a_missing_table(
         with pytest.raises(Busy):
             node.inside(tables.check)
         assert not node.inside(tables.is_missing)
+
+
+def test_a_program_that_times_out_does_not_make_tables_unusable(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = Tables(Family.IPV4, find_variants()[0])
+    monkeypatch.setattr(programs, "TIMEOUT", 0.0)
+    with pytest.raises(ProgramUnfinished, match="timed out"):
+        tables.check()
+    assert not tables.is_missing()
 
 
 def test_a_program_that_fails_makes_tables_unusable() -> None:
