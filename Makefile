@@ -66,10 +66,10 @@ lint: env
 guest:
 	-$(call install,$(GUEST_PACKAGES))
 
-# All measurements; `make bench ARGS='--services 1000'` for one.
+# Measures this checkout: `make bench ARGS='--services 10000'` another size, `make bench ARGS=--every` all modes and
+# sizes in one table, `make bench COMPARE=REV` this checkout and the revision REV in turn, with ratios.
 bench: env
-	@$(VENV)/bin/python -B -m tests.bench --services 1000 --min-sync 1ms $(ARGS) \
-	    --proxy 'kproxy=$(CURDIR)/$(VENV)/bin/kproxy --mode={mode} --config {config} --master {master} --hostname-override {node}'
+	@$(VENV)/bin/python -B -m tests.bench $(if $(COMPARE),--compare $(COMPARE) --rounds 3) --services 1000 $(ARGS)
 
 # A node under churn, damage, restarts and switches of modes; prints a table in Markdown.
 MINUTES ?= 20

@@ -1,8 +1,8 @@
-"""Measure service proxies side by side: ``python -m tests.bench --proxy NAME=COMMAND``.
+"""Measure service proxies side by side: ``python -m tests.bench``.
 
-Each runs in a fresh network namespace against the static API server; README.md says what each number means.
-Needs root, ip, and nft or iptables. Give --proxy twice and --rounds 3 to run two proxies alternately (A B A
-B A B) and print the ratios of the medians.
+Each runs in a fresh network namespace against the static API server; README.md explains each number.
+Needs root, ip, and nft or iptables. Without --proxy, measures this checkout. Several proxies run in turn (A B
+A B A B with --rounds 3), and the ratios to the first are printed.
 """
 
 import argparse
@@ -13,11 +13,20 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
+from tests.bench import checkouts
 from tests.bench.measured import Json, sh
 from tests.bench.report import table
 from tests.bench.run import Run
+
+EVERY = (
+    ("nftables", 100, 5), ("nftables", 1000, 5), ("nftables", 10_000, 5), ("nftables", 1, 5000),
+    ("iptables", 100, 5), ("iptables", 1000, 5), ("userspace", 100, 5), ("userspace", 1000, 5),
+)  # fmt: skip
+"""Modes and sizes of the option --every."""
 
 PHASES = ("connect", "incremental", "churn", "restart", "count")
 
@@ -50,12 +59,15 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--proxy", action="append", metavar="NAME=COMMAND", default=[],
                    help="command with {config} {master} {node} {mode}; may be given more than once")
-    p.add_argument("--mode", action="append", help="proxy mode(s): nftables, iptables (nftables)")
+    p.add_argument("--compare", metavar="REV", help="also measure this revision, and print ratios to it")
+    p.add_argument("--every", action="store_true", help="every mode that this kernel has, in typical sizes")
+    p.add_argument("--mode", action="append", help="proxy mode(s): nftables, iptables, userspace (nftables)")
     p.add_argument("--services", type=int, nargs="+", default=[1000])
     p.add_argument("--endpoints", type=int, nargs="+", default=[5])
     p.add_argument("--gen", default="", help="more options of the objects: nodeport=0.1,affinity=0.1,...")
-    p.add_argument("--min-sync", nargs="+", default=["1s"],
-                   help="minSyncPeriod value(s); 1ms is as good as none (0 means the default, 1s)")
+    p.add_argument("--min-sync", nargs="+", default=["0s"],
+                   help="minSyncPeriod value(s); 0s is the default of a proxy, 1 s for kube-proxy")
+    p.add_argument("--kubeconfig", action="store_true", help="name the API server in a kubeconfig")
     p.add_argument("--phases", nargs="*", choices=PHASES,
                    default=["connect", "incremental", "churn", "count"])
     p.add_argument("--changes", type=int, default=120, help="changes in the incremental phase")
@@ -67,8 +79,8 @@ def main() -> None:
     p.add_argument("--connects", type=int, default=500, help="connects to each place in the connect phase")
     p.add_argument("--rounds", type=int, default=1)
     p.add_argument("--timeout", type=float, default=480.0, help="give up on an initial sync after so long")
-    p.add_argument("--detect", choices=("netlink", "probe"), default="netlink",
-                   help="how to see a change: nf_tables notifications, or connecting (legacy iptables)")
+    p.add_argument("--detect", choices=("netlink", "probe"),
+                   help="how to see a change: nf_tables notifications, or connecting (as the mode needs)")
     p.add_argument("--watch-list", choices=("on", "off"), default="on")
     p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
                    help="set a key of the KubeProxyConfiguration, e.g. nftables.syncPeriod=1m")
@@ -78,17 +90,28 @@ def main() -> None:
     if args.table:
         print(table([result for path in args.table for result in json.loads(Path(path).read_text())]))
         return
-    if not args.proxy:
-        p.error("--proxy is needed")
-    results: list[Json] = []
+    with ExitStack() as stack:
+        proxies = list(args.proxy)
+        if args.compare:
+            other = stack.enter_context(checkouts.revision(args.compare))
+            proxies.append(f"{args.compare}={checkouts.command(other)}")
+        if args.compare or not args.proxy:
+            proxies.append(f"this={checkouts.command()}")
+        print(table(measure(args, proxies)))
+
+
+def measure(args: argparse.Namespace, proxies: Sequence[str]) -> list[Json]:
+    """Run *proxies* (NAME=COMMAND) alternately in every scenario, and return the results."""
+    earlier: list[Json] = []
     if args.out and os.path.exists(args.out):
-        results = json.loads(Path(args.out).read_text())
-    old = len(results)
+        earlier = json.loads(Path(args.out).read_text())
+    results: list[Json] = []
     number = itertools.count()
     work = tempfile.mkdtemp(prefix="kproxy-bench-")
-    for mode, services, endpoints, min_sync in itertools.product(
-            args.mode or ["nftables"], args.services, args.endpoints, args.min_sync):
-        for round_, proxy in itertools.product(range(args.rounds), args.proxy):
+    sizes = EVERY if args.every else tuple(
+        itertools.product(args.mode or ["nftables"], args.services, args.endpoints))
+    for (mode, services, endpoints), min_sync in itertools.product(sizes, args.min_sync):
+        for round_, proxy in itertools.product(range(args.rounds), proxies):
             name, command = proxy.split("=", 1)
             n = next(number)
             directory = os.path.join(work, str(n))
@@ -98,15 +121,17 @@ def main() -> None:
                     "phases": args.phases, "changes": args.changes, "rates": args.rates,
                     "gap": args.gap if args.gap is not None else (1.0 if min_sync == "1s" else 0.1),
                     "incremental_limit": args.incremental_limit, "churn_seconds": args.churn_seconds,
-                    "connects": args.connects, "timeout": args.timeout, "detect": args.detect,
-                    "watch_list": args.watch_list, "set": args.set, "dir": directory, "number": n}
+                    "connects": args.connects, "timeout": args.timeout,
+                    "detect": args.detect or ("probe" if mode == "userspace" else "netlink"),
+                    "kubeconfig": args.kubeconfig, "watch_list": args.watch_list, "set": args.set,
+                    "dir": directory, "number": n}
             about = f"{name} {mode} {services}x{endpoints} min-sync {min_sync} round {round_}"
             print(f"{about} ({directory})", file=sys.stderr, flush=True)
             results.append(run_in_namespace(spec))
             if args.out:
                 with open(args.out, "w") as f:
-                    json.dump(results, f, indent=1)
-    print(table(results[old:]))
+                    json.dump(earlier + results, f, indent=1)
+    return results
 
 
 if __name__ == "__main__":

@@ -21,6 +21,9 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 Json = dict[str, Any]
 
+_PF_FORKNOEXEC = 0x40
+"""Flag of a process that has been forked but has not executed a program yet (include/linux/sched.h)."""
+
 
 def sh(command: str, *, check: bool = True) -> str:
     """Run a command line, and return what it prints."""
@@ -55,8 +58,8 @@ class Process:
 
     def _sample(self) -> None:
         while not self.stopping and self.popen.poll() is None:
-            self.peak_tree = max(self.peak_tree, sum(self.rss(p) for p in self.tree()))
-            time.sleep(0.1)
+            self.peak_tree = max(self.peak_tree, sum(self.rss(p) for p in self.tree() if self.has_memory(p)))
+            time.sleep(0.02)
 
     def tree(self) -> list[int]:
         """Return the process and all its descendants."""
@@ -69,6 +72,14 @@ class Process:
             except OSError:
                 pass
         return pids
+
+    def has_memory(self, pid: int) -> bool:
+        """Return False for a child that still shares its parent's memory."""
+        try:
+            with open(f"/proc/{pid}/stat") as f:
+                return pid == self.pid or not int(f.read().rsplit(")", 1)[1].split()[6]) & _PF_FORKNOEXEC
+        except (OSError, IndexError):
+            return False
 
     @staticmethod
     def rss(pid: int) -> int:

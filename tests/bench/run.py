@@ -91,7 +91,7 @@ class Run:
         config: Json = {
             "apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration",
             "mode": self.spec["mode"], "hostnameOverride": objects.NODE,
-            "clientConnection": {"contentType": "application/json"},
+            "clientConnection": {"contentType": "application/json", "kubeconfig": self.kubeconfig()},
             "clusterCIDR": objects.CLUSTER_CIDR, "detectLocalMode": "ClusterCIDR",
             "metricsBindAddress": f"127.0.0.1:{METRICS_PORT}",
             "healthzBindAddress": f"127.0.0.1:{HEALTHZ_PORT}",
@@ -110,6 +110,19 @@ class Run:
             at[last] = yaml.safe_load(value)
         with open(f"{self.dir}/config.yaml", "w") as f:
             yaml.safe_dump(config, f)
+
+    def kubeconfig(self) -> str:
+        """Write a kubeconfig if the run uses one, and return its path."""
+        if not self.spec["kubeconfig"]:
+            return ""
+        path = f"{self.dir}/kubeconfig"
+        with open(path, "w") as f:
+            yaml.safe_dump({
+                "apiVersion": "v1", "kind": "Config", "current-context": "bench",
+                "contexts": [{"name": "bench", "context": {"cluster": "bench", "user": "bench"}}],
+                "clusters": [{"name": "bench", "cluster": {"server": self.master}}],
+                "users": [{"name": "bench", "user": {"token": "bench"}}]}, f)
+        return path
 
     def start_proxy(self) -> Process:
         values = {"config": f"{self.dir}/config.yaml", "master": self.master, "node": objects.NODE,

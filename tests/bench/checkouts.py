@@ -1,0 +1,33 @@
+"""Commands that run a checkout of kproxy with compiled modules, as an installed one runs."""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+TOP = Path(__file__).resolve().parents[2]
+_SOURCES = ("kproxy_core", "plugins", "bpf")
+
+
+def command(top: Path = TOP) -> str:
+    """Return a command for --proxy that runs the checkout *top* with the packages of this interpreter."""
+    sources = [str(top / name) for name in _SOURCES if (top / name).is_dir()]
+    subprocess.run([sys.executable, "-m", "compileall", "-q", *sources], check=True)
+    path = ":".join([str(top), *sources[1:]])
+    program = Path(sys.executable).with_name("kproxy")
+    return (f"env PYTHONPATH={path} {program} --mode={{mode}} --config {{config}} --master {{master}} "
+            "--hostname-override {node}")
+
+
+@contextmanager
+def revision(name: str) -> Iterator[Path]:
+    """Check out the revision *name* of this repository into a temporary directory."""
+    with tempfile.TemporaryDirectory(prefix="kproxy-bench-") as directory:
+        top = Path(directory) / "checkout"
+        subprocess.run(["git", "-C", TOP, "worktree", "add", "-q", "--detach", top, name], check=True)
+        try:
+            yield top
+        finally:
+            subprocess.run(["git", "-C", TOP, "worktree", "remove", "--force", top], check=True)
