@@ -20,14 +20,14 @@ from kproxy_core.backend.api import (
 from kproxy_core.backend.errors import SyncFailed, Unsupported
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.host.errors import HostError
-from kproxy_ebpf.detect import lacking
-from kproxy_ebpf.explain import explain
 from kproxy_ebpf.family import FamilyState
+from kproxy_ebpf.inspection.explain import explain
+from kproxy_ebpf.inspection.preview import preview
+from kproxy_ebpf.inspection.render import render_text
 from kproxy_ebpf.kernel.pinned import pinned_maps
 from kproxy_ebpf.kernel.port import Kernel
 from kproxy_ebpf.kernel.programs import Compilation
-from kproxy_ebpf.preview import preview
-from kproxy_ebpf.render import render_text
+from kproxy_ebpf.questions.detect import lacking
 from kproxy_ebpf.settings import read_settings
 from kproxy_ebpf.watch import Watcher
 

@@ -33,7 +33,7 @@ def kproxy_describe() -> Description:
 @hookimpl
 def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: bool) -> Detection:
     """Try what the programs need."""
-    from kproxy_ebpf.detect import detect
+    from kproxy_ebpf.questions.detect import detect
 
     return detect(settings, trial)
 
@@ -41,7 +41,7 @@ def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: 
 @hookimpl
 def kproxy_cleanup(settings: BackendSettings, dry_run: bool) -> Leftovers:
     """Detach the programs and remove their pins."""
-    from kproxy_ebpf.cleanup import cleanup
+    from kproxy_ebpf.questions.cleanup import cleanup
 
     return cleanup(settings, dry_run=dry_run)
 
@@ -49,7 +49,7 @@ def kproxy_cleanup(settings: BackendSettings, dry_run: bool) -> Leftovers:
 @hookimpl
 def kproxy_retire(settings: BackendSettings) -> Leftovers:
     """Stop choosing endpoints; remove the rest when late replies have come."""
-    from kproxy_ebpf.retire import retire
+    from kproxy_ebpf.questions.retire import retire
 
     return retire(settings)
 
@@ -66,7 +66,7 @@ def kproxy_prepare(settings: BackendSettings) -> None:
 @hookimpl
 def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat]:
     """Yield what connect-time translation does differently."""
-    from kproxy_ebpf.caveats import caveats
+    from kproxy_ebpf.questions.caveats import caveats
     from kproxy_ebpf.settings import read_settings
 
     options = read_settings(settings)

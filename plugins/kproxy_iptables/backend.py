@@ -20,11 +20,11 @@ from kproxy_core.host.errors import HostError
 from kproxy_core.host.programs import OwnProcesses
 from kproxy_core.model.address import Family
 from kproxy_core.plan.service_plan import Frontend
-from kproxy_iptables.explain import explain, frontends
 from kproxy_iptables.family import FamilyState
-from kproxy_iptables.metrics import measurements
-from kproxy_iptables.preview import preview
-from kproxy_iptables.render import render_text
+from kproxy_iptables.inspection.explain import explain, frontends
+from kproxy_iptables.inspection.metrics import measurements
+from kproxy_iptables.inspection.preview import preview
+from kproxy_iptables.inspection.render import render_text
 from kproxy_iptables.settings import read_settings
 from kproxy_iptables.watch import Watcher, read_generation
 from kproxy_xtables.tables import Tables, Unusable

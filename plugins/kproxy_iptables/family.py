@@ -12,9 +12,9 @@ from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_iptables import batch
 from kproxy_iptables.applied import Applied, Comparison, Plans, count_endpoints, owner_of
+from kproxy_iptables.inspection.metrics import Counts
 from kproxy_iptables.kernel import rules
 from kproxy_iptables.kernel.requirements import enable_route_localnet, read_facts
-from kproxy_iptables.metrics import Counts
 from kproxy_iptables.skeleton import Facts, rules_differ, serves_loopback
 from kproxy_iptables.wanted import make_style
 from kproxy_xtables.tables import Busy, RestoreFailed, Tables

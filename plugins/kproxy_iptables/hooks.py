@@ -32,7 +32,7 @@ def kproxy_describe() -> Description:
 @hookimpl
 def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: bool) -> Detection:
     """Check that iptables here supports all rules of the mode."""
-    from kproxy_iptables.detect import detect
+    from kproxy_iptables.questions.detect import detect
 
     return detect(settings, trial, load_modules=load_modules)
 
@@ -42,7 +42,7 @@ def kproxy_cleanup(dry_run: bool, own_only: bool) -> Leftovers:
     """Delete the chains and rules of this mode, including those of kube-proxy."""
     if own_only:  # kube-proxy uses the same names, and removes what it does not need when it starts.
         return Leftovers(MODE)
-    from kproxy_iptables.cleanup import cleanup
+    from kproxy_iptables.questions.cleanup import cleanup
 
     return cleanup(dry_run=dry_run)
 
@@ -50,7 +50,7 @@ def kproxy_cleanup(dry_run: bool, own_only: bool) -> Leftovers:
 @hookimpl
 def kproxy_supersede(dry_run: bool) -> Leftovers:
     """Delete leftovers of older versions, and this mode's rules in the unused variant of iptables."""
-    from kproxy_iptables.cleanup import supersede
+    from kproxy_iptables.questions.cleanup import supersede
 
     return supersede(dry_run=dry_run)
 
@@ -68,7 +68,7 @@ def kproxy_prepare(settings: BackendSettings) -> None:
 @hookimpl
 def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat]:
     """Return addresses on which node ports are not served, and limits of session affinity."""
-    from kproxy_iptables.caveats import caveats
+    from kproxy_iptables.questions.caveats import caveats
     from kproxy_iptables.settings import read_settings
 
     return caveats(update, localhost_node_ports=read_settings(settings).localhost_node_ports)

@@ -21,13 +21,13 @@ from kproxy_core.host.errors import HostError
 from kproxy_core.host.modules import Modules
 from kproxy_core.model.address import Family
 from kproxy_core.plan.service_plan import Frontend
-from kproxy_ipvs.explain import explain, frontends
 from kproxy_ipvs.family import FamilyState
+from kproxy_ipvs.inspection.explain import explain, frontends
+from kproxy_ipvs.inspection.preview import preview
+from kproxy_ipvs.inspection.render import render_text
 from kproxy_ipvs.kernel import device, requirements, sets
 from kproxy_ipvs.kernel.virtual_servers import VirtualServers, refusal
 from kproxy_ipvs.names import SETS
-from kproxy_ipvs.preview import preview
-from kproxy_ipvs.render import render_text
 from kproxy_ipvs.settings import read_settings
 from kproxy_ipvs.watch import DeviceWatch
 from kproxy_xtables.tables import Tables, Unusable

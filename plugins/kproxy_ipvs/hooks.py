@@ -35,7 +35,7 @@ def kproxy_describe() -> Description:
 @hookimpl
 def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: bool) -> Detection:
     """Try the kernel features and programs that this mode needs."""
-    from kproxy_ipvs.detect import detect
+    from kproxy_ipvs.questions.detect import detect
 
     return detect(settings, trial, load_modules=load_modules)
 
@@ -43,7 +43,7 @@ def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: 
 @hookimpl
 def kproxy_cleanup(settings: BackendSettings, dry_run: bool, own_only: bool) -> Leftovers:
     """Delete virtual servers, device, rules and sets of this mode, including kube-proxy's."""
-    from kproxy_ipvs.cleanup import cleanup
+    from kproxy_ipvs.questions.cleanup import cleanup
     from kproxy_ipvs.settings import read_excluded
 
     return cleanup(read_excluded(settings), dry_run=dry_run, own_only=own_only)
@@ -52,7 +52,7 @@ def kproxy_cleanup(settings: BackendSettings, dry_run: bool, own_only: bool) -> 
 @hookimpl
 def kproxy_retire(settings: BackendSettings) -> Leftovers:
     """Delete all objects of this mode that no connection through IPVS needs."""
-    from kproxy_ipvs.retire import retire
+    from kproxy_ipvs.questions.retire import retire
     from kproxy_ipvs.settings import read_excluded
 
     return retire(read_excluded(settings))
@@ -61,7 +61,7 @@ def kproxy_retire(settings: BackendSettings) -> Leftovers:
 @hookimpl
 def kproxy_supersede(dry_run: bool) -> Leftovers:
     """Delete kube-proxy's own objects, and all rules in the iptables variant that the node does not use."""
-    from kproxy_ipvs.cleanup import supersede
+    from kproxy_ipvs.questions.cleanup import supersede
 
     return supersede(dry_run=dry_run)
 
@@ -83,7 +83,7 @@ def kproxy_prepare(settings: BackendSettings) -> None:
 @hookimpl
 def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat]:
     """Return the deviations of IPVS: node ports, affinity, scheduling."""
-    from kproxy_ipvs.caveats import caveats
+    from kproxy_ipvs.questions.caveats import caveats
     from kproxy_ipvs.settings import read_settings
 
     return caveats(update, scheduler=read_settings(settings).scheduler)

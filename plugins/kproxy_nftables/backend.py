@@ -20,13 +20,13 @@ from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.host import privileges
 from kproxy_core.model.address import Family
 from kproxy_core.plan.service_plan import Frontend
-from kproxy_nftables.explain import explain, frontends
 from kproxy_nftables.family import FamilyState
-from kproxy_nftables.features import PERMISSION, lacking
+from kproxy_nftables.inspection.explain import explain, frontends
+from kproxy_nftables.inspection.preview import preview
+from kproxy_nftables.inspection.render import render_text
+from kproxy_nftables.inspection.traffic import connections
 from kproxy_nftables.kernel import Kernel
-from kproxy_nftables.preview import preview
-from kproxy_nftables.render import render_text
-from kproxy_nftables.traffic import connections
+from kproxy_nftables.questions.features import PERMISSION, lacking
 from kproxy_nftables.watch import Watcher
 
 log = logging.getLogger("kproxy.nftables")

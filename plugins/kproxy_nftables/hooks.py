@@ -33,7 +33,7 @@ def kproxy_describe() -> Description:
 @hookimpl
 def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: bool) -> Detection:
     """Check that this machine can run the mode."""
-    from kproxy_nftables.detect import detect
+    from kproxy_nftables.questions.detect import detect
 
     return detect(settings, trial, load_modules=load_modules)
 
@@ -41,7 +41,7 @@ def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: 
 @hookimpl
 def kproxy_cleanup(dry_run: bool, own_only: bool) -> Leftovers:
     """Delete our tables and those of kube-proxy's nftables mode."""
-    from kproxy_nftables.cleanup import cleanup
+    from kproxy_nftables.questions.cleanup import cleanup
 
     return cleanup(dry_run=dry_run, own_only=own_only)
 
@@ -49,7 +49,7 @@ def kproxy_cleanup(dry_run: bool, own_only: bool) -> Leftovers:
 @hookimpl
 def kproxy_supersede(dry_run: bool) -> Leftovers:
     """Delete the tables of kube-proxy's nftables mode."""
-    from kproxy_nftables.cleanup import supersede
+    from kproxy_nftables.questions.cleanup import supersede
 
     return supersede(dry_run=dry_run)
 
@@ -57,7 +57,7 @@ def kproxy_supersede(dry_run: bool) -> Leftovers:
 @hookimpl
 def kproxy_caveats(update: Update) -> Sequence[Caveat]:
     """Return the node ports that are not served."""
-    from kproxy_nftables.caveats import caveats
+    from kproxy_nftables.questions.caveats import caveats
 
     return caveats(update)
 

@@ -21,15 +21,15 @@ from kproxy_core.host.programs import OwnProcesses
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import Frontend
-from kproxy_userspace.explain import explain, frontends
 from kproxy_userspace.family import FamilyState
+from kproxy_userspace.inspection.explain import explain, frontends
+from kproxy_userspace.inspection.metrics import measurements
+from kproxy_userspace.inspection.preview import preview
+from kproxy_userspace.inspection.render import render_text
 from kproxy_userspace.kernel.portals import NoPortals, Portals, find_tables, open_portals
 from kproxy_userspace.kernel.ports import RelayPorts
 from kproxy_userspace.kernel.workers import WorkerPool
-from kproxy_userspace.metrics import measurements
-from kproxy_userspace.preview import preview
-from kproxy_userspace.render import render_text
-from kproxy_userspace.retire import Retirement
+from kproxy_userspace.questions.retire import Retirement
 from kproxy_userspace.settings import read_settings
 from kproxy_userspace.wanted import Wanted
 from kproxy_userspace.watch import Watch

@@ -9,14 +9,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from kproxy_core.backend.api import SyncReport
 from kproxy_core.backend.errors import TrustLost
-from kproxy_core.host.conntrack.flows import delete_stale_udp
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_userspace.applied import Applied, Departing, Difference, Relay, RelayedFlows
-from kproxy_userspace.kernel.arrivals import arriving
+from kproxy_userspace.applied import Applied, Departing, Difference, Relay
+from kproxy_userspace.kernel.arrivals import arriving, delete_flows
 from kproxy_userspace.kernel.portals import Portals
 from kproxy_userspace.kernel.ports import NoPort, RelayPorts, Reservations
 from kproxy_userspace.kernel.workers import WorkerPool
@@ -147,13 +146,13 @@ class FamilyState:
         relays = self._applied.all_relays()
         self._workers.stop_accepting(relay.number for relay in relays)
         refusing = {relay.port for relay in relays if not relay.is_listening}
-        self._delete_flows(each for each in self._applied.all_portals() if each.port in refusing)
+        delete_flows(self.family, (each for each in self._applied.all_portals() if each.port in refusing))
 
     def disconnect(self) -> None:
         """Delete portals and UDP flows: they would lead to the next process that binds our ports."""
         try:
             self.withdraw()
-            self._delete_flows(self._applied.all_portals())
+            delete_flows(self.family, self._applied.all_portals())
         except HostError as error:
             log.warning("could not delete portals or flows", extra={"fields": {"error": str(error)}})
 
@@ -161,10 +160,6 @@ class FamilyState:
         """Release all ports."""
         self._release(self._applied.all_relays())
         self._reservations.release_all()
-
-    def _delete_flows(self, of: Iterable[Redirect]) -> None:
-        """Let the UDP clients of these portals start new flows. Raises HostError."""
-        delete_stale_udp(self.family, RelayedFlows.of(of))
 
     # Synchronisation -----------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ def kproxy_describe() -> Description:
 @hookimpl
 def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: bool) -> Detection:
     """Try whether traffic can be redirected."""
-    from kproxy_userspace.detect import detect
+    from kproxy_userspace.questions.detect import detect
 
     return detect(settings, trial, load_modules=load_modules)
 
@@ -39,7 +39,7 @@ def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: 
 @hookimpl
 def kproxy_cleanup(dry_run: bool, own_only: bool) -> Leftovers:
     """Delete the portals, including kube-proxy's."""
-    from kproxy_userspace.cleanup import cleanup
+    from kproxy_userspace.questions.cleanup import cleanup
 
     return cleanup(dry_run=dry_run, own_only=own_only)
 
@@ -47,7 +47,7 @@ def kproxy_cleanup(dry_run: bool, own_only: bool) -> Leftovers:
 @hookimpl
 def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat]:
     """Return the limits of relays: hidden client addresses, no traffic policies, no SCTP."""
-    from kproxy_userspace.caveats import caveats
+    from kproxy_userspace.questions.caveats import caveats
     from kproxy_userspace.settings import read_settings
 
     wanted = read_settings(settings)

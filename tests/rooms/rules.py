@@ -76,6 +76,18 @@ PURE_MODULES = frozenset(
 )  # fmt: skip
 """The modules of a plugin that only compute; each backend that has one has it under this name."""
 
+ACTING_MODULES = frozenset({"backend", "kernel", "watch", "questions", "inspection", "worker"})
+"""The modules and packages of a backend that may do input and output."""
+
+ROLES = PURE_MODULES | ACTING_MODULES | {"hooks", "settings", "family"}
+"""The names of a backend's modules and packages, the same in each."""
+
+SUB_ROOMS = frozenset({"questions", "inspection"})
+"""Packages of a plugin whose modules have roles of their own."""
+
+LARGEST_ROOM = 12
+"""Modules in one package."""
+
 INPUT_AND_OUTPUT = frozenset({"socket", "subprocess", "os", "pyroute2", "kubernetes", "logging", "time"})
 
 ONLY_COMPUTES = frozenset({("kproxy_core.model.address", "socket")})
@@ -134,9 +146,25 @@ def plugins_know_the_contract(module: Module) -> Iterator[str]:
             yield f"{where}: not for {module.top}"
 
 
+def plugins_speak_one_grammar(module: Module) -> Iterator[str]:
+    """Each module of a backend is named for its role, and only some roles touch the kernel."""
+    if module.top in SHARED_BY_PLUGINS or not module.room:
+        return
+    if module.room not in ROLES:
+        yield f"{module.name}: {module.room!r} is no role, see ARCHITECTURE.md"
+    if module.room in ACTING_MODULES or module.room == "hooks":
+        return
+    for imported in module.imports():
+        acts = imported.top in INPUT_AND_OUTPUT - {"logging", "time"} or (
+            imported.module.startswith("kproxy_core.host.")
+            and not imported.module.startswith(("kproxy_core.host.errors", ONLY_ENCODES)))
+        if acts:
+            yield f"{module.name}:{imported.line} imports {imported.module}: this belongs in kernel"
+
+
 def pure_modules_do_no_io(module: Module) -> Iterator[str]:
     """model, plan, explain and a plugin's pure modules import no input or output, nor a module that does."""
-    pure_plugin = module.top != "kproxy_core" and module.room in PURE_MODULES
+    pure_plugin = module.top != "kproxy_core" and _role(module.name) in PURE_MODULES
     if not pure_plugin and module.room not in ("model", "plan", "explain") and module.name != ONLY_ENCODES:
         return
     for imported in module.imports():
@@ -144,12 +172,18 @@ def pure_modules_do_no_io(module: Module) -> Iterator[str]:
         if imported.top in INPUT_AND_OUTPUT and (module.name, imported.top) not in ONLY_COMPUTES:
             yield f"{where}: this module only computes"
         elif (pure_plugin and imported.top in {module.top, *SHARED_BY_PLUGINS}
-              and imported.room not in PURE_MODULES):
+              and _role(imported.module) not in PURE_MODULES):
             yield f"{where}: a pure module imports pure modules only"
         elif pure_plugin and f"{imported.module}.".startswith(f"{ONLY_ENCODES}."):
             continue
         elif pure_plugin and (imported.top, imported.room) == ("kproxy_core", "host"):
             yield f"{where}: host is input and output"
+
+
+def _role(name: str) -> str:
+    """Return the role of a plugin's module *name*: the second part, or the third in a `SUB_ROOMS` package."""
+    room, *rest = [*name.split("."), ""][1:]
+    return rest[0] if room in SUB_ROOMS and rest else room
 
 
 def core_names_no_backend(module: Module) -> Iterator[str]:

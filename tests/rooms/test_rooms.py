@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from configparser import ConfigParser
 from importlib.metadata import entry_points
@@ -38,6 +39,7 @@ def test_core(rule: Rule) -> None:
     "rule",
     [
         rules.plugins_know_the_contract,
+        rules.plugins_speak_one_grammar,
         rules.pure_modules_do_no_io,
         rules.readable_in_one_sitting,
         rules.has_one_purpose,
@@ -45,6 +47,13 @@ def test_core(rule: Rule) -> None:
 )
 def test_plugins(rule: Rule) -> None:
     assert offences(rule, modules_of_plugins()) == []
+
+
+def test_rooms_are_small() -> None:
+    modules = [*modules_of_core(), *modules_of_plugins()]
+    sizes = Counter(module.name.rpartition(".")[0] for module in modules if not module.is_package)
+    crowded = {room for room, size in sizes.items() if size > rules.LARGEST_ROOM}
+    assert {room for room in crowded if not room.startswith("kproxy_core.testing")} == set()
 
 
 def test_every_test_can_fail() -> None:
@@ -144,6 +153,9 @@ OFFENCES: list[tuple[Rule, str, str]] = [
     (rules.plugins_know_the_contract, "kproxy_nftables.backend", "from kproxy_core import config"),
     (rules.plugins_know_the_contract, "kproxy_ebpf.backend", "from kproxy_nftables.kernel import Kernel"),
     (rules.plugins_know_the_contract, "kproxy_ipvs.kernel.requirements", "import kproxy_iptables.kernel"),
+    (rules.plugins_speak_one_grammar, "kproxy_nftables.tables", "'A role of its own.'"),
+    (rules.plugins_speak_one_grammar, "kproxy_nftables.family", "import subprocess"),
+    (rules.plugins_speak_one_grammar, "kproxy_ipvs.family", "from kproxy_core.host import sysctl"),
     (rules.pure_modules_do_no_io, "kproxy_core.plan.usable", "import logging"),
     (rules.pure_modules_do_no_io, "kproxy_core.model.node", "from os import environ"),
     (rules.pure_modules_do_no_io, "kproxy_nftables.wanted", "import time"),
@@ -153,7 +165,7 @@ OFFENCES: list[tuple[Rule, str, str]] = [
     (rules.pure_modules_do_no_io, "kproxy_nftables.applied", "from .kernel import send"),
     (rules.pure_modules_do_no_io, "kproxy_ipvs.names", "from kproxy_core.host import sysctl"),
     (rules.pure_modules_do_no_io, "kproxy_xtables.removal", "from kproxy_xtables.tables import Tables"),
-    (rules.pure_modules_do_no_io, "kproxy_iptables.removal", "from kproxy_xtables.tables import Tables"),
+    (rules.pure_modules_do_no_io, "kproxy_ipvs.questions.removal", "from kproxy_xtables import tables"),
     (rules.pure_modules_do_no_io, "kproxy_core.host.netlink.messages", "import socket"),
     (rules.core_names_no_backend, "kproxy_core.sync.loop", "if mode == 'nftables': pass"),
     (rules.core_names_no_backend, "kproxy_core.cli", "def start_ipvs(): pass"),

@@ -10,11 +10,13 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Final
 
 from kproxy_core.host.conntrack import table as ctnetlink
+from kproxy_core.host.conntrack.flows import delete_stale_udp
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.netlink import messages as netlink
 from kproxy_core.host.netlink.addresses import node_addresses
 from kproxy_core.model.address import Address, Family, Protocol
-from kproxy_userspace.applied import LocalPort
+from kproxy_userspace.applied import LocalPort, RelayedFlows
+from kproxy_userspace.wanted import Redirect
 
 # linux/netfilter/nfnetlink_conntrack.h
 _PROTOINFO_TCP: Final = 1
@@ -44,6 +46,11 @@ def arriving(family: Family, ports: Collection[LocalPort]) -> Counter[LocalPort]
         return Counter(_tracked(family, ports)) + Counter(_half_open(family, ports))
     except OSError as error:
         raise HostError(f"could not read the connections to {family.label} relays", error) from error
+
+
+def delete_flows(family: Family, of: Iterable[Redirect]) -> None:
+    """Let the UDP clients of these portals start new flows. Raises HostError."""
+    delete_stale_udp(family, RelayedFlows.of(of))
 
 
 def _tracked(family: Family, ports: Collection[LocalPort]) -> list[LocalPort]:

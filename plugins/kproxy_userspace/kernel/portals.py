@@ -12,7 +12,7 @@ from kproxy_core.host.programs import OwnProcesses, ProgramFailed
 from kproxy_core.model.address import Address, Family
 from kproxy_userspace import batch
 from kproxy_userspace.names import NON_LOCAL, PORTAL_CHAINS, TABLE
-from kproxy_userspace.removal import plan_cleanup
+from kproxy_userspace.questions.removal import plan_cleanup
 from kproxy_userspace.skeleton import JUMPS, NFT_FAMILY, nft_skeleton, nft_target
 from kproxy_userspace.wanted import Redirect
 from kproxy_xtables.cleanup import apply_removal

@@ -11,14 +11,14 @@ import pytest
 from kproxy_core.backend.api import BackendSettings, Detection
 from kproxy_core.model.address import Family
 from kproxy_ebpf import names
-from kproxy_ebpf.detect import detect
 from kproxy_ebpf.kernel import bpf
+from kproxy_ebpf.questions.detect import detect
 from kproxy_ebpf.settings import Settings
 
 _PROG_ATTACH = 8
 _ACCEPT = struct.pack("=BBhi", 0xB7, 0, 0, 1) + struct.pack("=BBhi", 0x95, 0, 0, 0)
 _LACKING = (
-    "from kproxy_ebpf.detect import lacking; from kproxy_ebpf.settings import Settings\n"
+    "from kproxy_ebpf.questions.detect import lacking; from kproxy_ebpf.settings import Settings\n"
     "print('; '.join(lacking(Settings())))"
 )
 

@@ -9,8 +9,8 @@ from kproxy_core.model.address import Family
 from kproxy_core.plan.fate import Origin, Outcome
 from kproxy_core.testing.builders import full_update
 from kproxy_core.testing.conformance.features import ADDRESSES, everything
-from kproxy_ebpf.explain import explain
 from kproxy_ebpf.family import FamilyState
+from kproxy_ebpf.inspection.explain import explain
 from kproxy_ebpf.kernel.pinned import pinned_maps
 from kproxy_ebpf.kernel.port import Kernel
 from kproxy_ebpf.kernel.programs import Compiled

@@ -20,13 +20,13 @@ from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import endpoint_slice, full_update, node_view, plans, service
 from kproxy_ebpf import names
 from kproxy_ebpf.batch import CONNECTED_UDP
-from kproxy_ebpf.cleanup import cleanup
-from kproxy_ebpf.detect import lacking
 from kproxy_ebpf.family import FamilyState
 from kproxy_ebpf.kernel import bpf
 from kproxy_ebpf.kernel.port import Kernel
 from kproxy_ebpf.kernel.programs import Compilation, Compiled
-from kproxy_ebpf.retire import GRACE, retire
+from kproxy_ebpf.questions.cleanup import cleanup
+from kproxy_ebpf.questions.detect import lacking
+from kproxy_ebpf.questions.retire import GRACE, retire
 from kproxy_ebpf.settings import Settings
 from tests.plugins.ebpf.node import until
 
@@ -383,8 +383,8 @@ def test_a_compiler_that_fails_says_why(
 def test_a_machine_without_bcc_is_told_what_to_install(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kproxy_ebpf.detect.Compilation", partial(Compilation, str(tmp_path)))
-    monkeypatch.setattr("kproxy_ebpf.detect.has_compiler", lambda: False)
+    monkeypatch.setattr("kproxy_ebpf.questions.detect.Compilation", partial(Compilation, str(tmp_path)))
+    monkeypatch.setattr("kproxy_ebpf.questions.detect.has_compiler", lambda: False)
     assert [problem for problem in lacking(settings) if "python3-bpfcc" in problem]
 
 

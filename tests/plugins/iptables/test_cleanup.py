@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kproxy_core.model.address import Family
-from kproxy_iptables.cleanup import cleanup
+from kproxy_iptables.questions.cleanup import cleanup
 from tests.plugins.iptables.rig import INTERFACES, NFT, V4, family_state, run
 from tests.plugins.iptables.scenes import NODES, Scene, all_plans, plain
 

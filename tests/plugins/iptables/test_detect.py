@@ -6,7 +6,7 @@ import pytest
 
 from kproxy_core.backend.api import BackendSettings, Detection
 from kproxy_core.host import privileges, programs, trial
-from kproxy_iptables.detect import detect
+from kproxy_iptables.questions.detect import detect
 from tests.plugins.iptables.rig import LEGACY, NFT, V4, V6, run
 
 BOTH = BackendSettings((V4, V6))

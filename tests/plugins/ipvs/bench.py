@@ -24,9 +24,9 @@ from kproxy_core.testing.builders import (
 )
 from kproxy_ipvs.applied import Applied
 from kproxy_ipvs.backend import IpvsBackend
-from kproxy_ipvs.cleanup import cleanup
 from kproxy_ipvs.kernel import device, rules, sets
 from kproxy_ipvs.kernel.virtual_servers import VirtualServers
+from kproxy_ipvs.questions.cleanup import cleanup
 from kproxy_ipvs.wanted import Style
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import find_variant

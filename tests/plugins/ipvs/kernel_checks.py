@@ -20,10 +20,10 @@ from kproxy_core.testing.builders import changed_update, endpoint_slice, full_up
 from kproxy_ipvs import names, skeleton
 from kproxy_ipvs.backend import IpvsBackend
 from kproxy_ipvs.batch.servers import DeleteServer, PutDestination, PutServer
-from kproxy_ipvs.cleanup import cleanup
 from kproxy_ipvs.kernel import device, listing, rules, sets
 from kproxy_ipvs.kernel.virtual_servers import VirtualServers
-from kproxy_ipvs.retire import retire
+from kproxy_ipvs.questions.cleanup import cleanup
+from kproxy_ipvs.questions.retire import retire
 from kproxy_ipvs.settings import SCHEDULERS
 from kproxy_ipvs.wanted import Scheduling, ServerKey
 from kproxy_xtables.rules import ChainKey

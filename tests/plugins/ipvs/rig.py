@@ -24,8 +24,8 @@ from kproxy_core.testing.builders import (
 )
 from kproxy_ipvs.applied import HeldServer
 from kproxy_ipvs.backend import IpvsBackend
-from kproxy_ipvs.cleanup import cleanup
 from kproxy_ipvs.kernel.virtual_servers import VirtualServers
+from kproxy_ipvs.questions.cleanup import cleanup
 from kproxy_ipvs.wanted import ServerKey
 
 Plans = dict[ServicePortKey, ServicePlan]

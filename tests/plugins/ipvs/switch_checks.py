@@ -28,13 +28,13 @@ from kproxy_core.testing.builders import (
     service,
 )
 from kproxy_iptables.backend import IptablesBackend
-from kproxy_iptables.cleanup import cleanup as clean_up_iptables
+from kproxy_iptables.questions.cleanup import cleanup as clean_up_iptables
 from kproxy_ipvs.backend import IpvsBackend
-from kproxy_ipvs.cleanup import cleanup
 from kproxy_ipvs.kernel import device, listing, rules
 from kproxy_ipvs.kernel.virtual_servers import VirtualServers
 from kproxy_ipvs.names import IPVS_ACCESS, LOAD_BALANCER, MANGLE, NAT
-from kproxy_ipvs.retire import retire
+from kproxy_ipvs.questions.cleanup import cleanup
+from kproxy_ipvs.questions.retire import retire
 from kproxy_ipvs.wanted import ServerKey
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import find_variant

@@ -7,7 +7,7 @@ from kproxy_core.backend.errors import Unsupported
 from kproxy_core.host import programs, trial
 from kproxy_core.model.address import Family
 from kproxy_ipvs.backend import IpvsBackend
-from kproxy_ipvs.detect import detect
+from kproxy_ipvs.questions.detect import detect
 
 BOTH = BackendSettings(tuple(Family), options={"scheduler": "none"})
 

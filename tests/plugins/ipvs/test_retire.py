@@ -10,7 +10,7 @@ from kproxy_ipvs import names
 from kproxy_ipvs.batch.servers import DeleteDestination, DeleteServer, Listed, Operation, PutDestination
 from kproxy_ipvs.kernel import listing
 from kproxy_ipvs.kernel.listing import Translation
-from kproxy_ipvs.retire import count_untranslated, judge, short_circuits
+from kproxy_ipvs.questions.retire import count_untranslated, judge, short_circuits
 from kproxy_ipvs.wanted import ServerKey
 
 VIP = parse_address("10.96.0.1")

@@ -9,11 +9,11 @@ from kproxy_core.backend.api import BackendSettings, Detection
 from kproxy_core.backend.errors import Unsupported
 from kproxy_core.host import privileges, trial
 from kproxy_core.model.address import Family
-from kproxy_nftables import features
 from kproxy_nftables.backend import NftablesBackend
-from kproxy_nftables.detect import detect
-from kproxy_nftables.features import FEATURES, Feature, lacking
 from kproxy_nftables.kernel import Kernel
+from kproxy_nftables.questions import features
+from kproxy_nftables.questions.detect import detect
+from kproxy_nftables.questions.features import FEATURES, Feature, lacking
 
 pytestmark = pytest.mark.usefixtures("netns")
 
@@ -50,7 +50,7 @@ def test_without_a_trial_the_kernel_checks_the_rules_without_applying_them() -> 
 
 
 def test_a_refused_feature_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kproxy_nftables.detect.FEATURES", (*FEATURES, UNHEARD))
+    monkeypatch.setattr("kproxy_nftables.questions.detect.FEATURES", (*FEATURES, UNHEARD))
     missing = [r for r in tried().requirements if not r.met]
     assert [r.what for r in missing] == ["ip: quantum lookup", "ip6: quantum lookup"]
 

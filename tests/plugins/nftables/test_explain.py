@@ -7,7 +7,7 @@ import pytest
 
 from kproxy_core.model.address import Family
 from kproxy_core.plan.fate import Outcome
-from kproxy_nftables.explain import explain, frontends
+from kproxy_nftables.inspection.explain import explain, frontends
 from tests.plugins.explained import decided, essence, questions, serving
 
 FAMILIES = pytest.mark.parametrize("family", Family, ids=lambda family: family.label)

@@ -19,8 +19,8 @@ from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.testing.builders import endpoint, endpoint_slice, node_view, plans, service
 from kproxy_nftables import batch, names
 from kproxy_nftables.backend import NftablesBackend
-from kproxy_nftables.cleanup import cleanup
 from kproxy_nftables.kernel import Kernel
+from kproxy_nftables.questions.cleanup import cleanup
 from kproxy_nftables.wanted import Element
 
 from .test_applied import some_plans, without_index

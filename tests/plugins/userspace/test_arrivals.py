@@ -14,8 +14,8 @@ from kproxy_core.testing.builders import changed_update, endpoint_slice, full_up
 from kproxy_nftables.backend import NftablesBackend
 from kproxy_userspace import backend as backend_module
 from kproxy_userspace import family as family_module
-from kproxy_userspace import retire as retire_module
 from kproxy_userspace.kernel.portals import NftPortals, open_portals
+from kproxy_userspace.questions import retire as retire_module
 
 from .endpoints import PATIENCE, connect, endpoints, name_of, reached
 from .proxies import NODE, VIP, Proxy, Start

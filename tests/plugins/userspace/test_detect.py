@@ -7,7 +7,7 @@ import pytest
 from kproxy_core.backend.api import BackendSettings, Detection
 from kproxy_core.host import programs, trial
 from kproxy_core.model.address import Family
-from kproxy_userspace.detect import detect
+from kproxy_userspace.questions.detect import detect
 
 BOTH = BackendSettings(tuple(Family))
 

@@ -14,8 +14,8 @@ import pytest
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import changed_update, endpoint_slice, full_update, plans, service
 from kproxy_userspace import backend as backend_module
-from kproxy_userspace.cleanup import cleanup
 from kproxy_userspace.kernel.portals import NftPortals, open_portals
+from kproxy_userspace.questions.cleanup import cleanup
 
 from .endpoints import PATIENCE, connect, datagram, endpoints, name_of, reached
 from .proxies import NODE, ONE, TWO, VIP, A, B, Start

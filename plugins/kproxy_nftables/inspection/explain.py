@@ -9,9 +9,9 @@ from kproxy_core.model.address import Address, Family
 from kproxy_core.model.node import NodeView
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 from kproxy_nftables import skeleton
+from kproxy_nftables.inspection.walk import Table, walk
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.names import NFT_FAMILY, NODE_PORTS, SERVICE_CIDRS, TABLE, VIPS
-from kproxy_nftables.walk import Table, walk
 from kproxy_nftables.wanted import (
     Value,
     elements,

@@ -1,8 +1,8 @@
 """Serves the hook `kproxy_preview`: the relays and portals that a process opens when it starts."""
 
 from kproxy_core.backend.api import Preview, Update
+from kproxy_userspace.inspection.render import render_text
 from kproxy_userspace.kernel.portals import find_tables
-from kproxy_userspace.render import render_text
 from kproxy_userspace.settings import Settings
 from kproxy_userspace.wanted import wanted
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from kproxy_core.backend.api import Leftovers
 from kproxy_iptables import names
-from kproxy_iptables.removal import OLDER_CHAINS, is_older, plan_cleanup, plan_supersede
+from kproxy_iptables.questions.removal import OLDER_CHAINS, is_older, plan_cleanup, plan_supersede
 from kproxy_iptables.skeleton import JUMPS
 from kproxy_xtables.cleanup import clean_up
 from kproxy_xtables.tables import Tables

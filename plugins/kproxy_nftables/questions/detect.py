@@ -12,9 +12,9 @@ from kproxy_core.host.modules import Modules, kernel_version
 from kproxy_core.model.address import Cidr, Family, Protocol, parse_cidr
 from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_nftables import skeleton
-from kproxy_nftables.features import FEATURES, PERMISSION, Feature, is_permission
 from kproxy_nftables.kernel import BINDING_REMEDY, Kernel
 from kproxy_nftables.names import NFT_FAMILY, Template
+from kproxy_nftables.questions.features import FEATURES, PERMISSION, Feature, is_permission
 
 _MODE = "nftables"
 _OLDEST_KERNEL = (5, 13)

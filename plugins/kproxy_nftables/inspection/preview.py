@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from kproxy_core.backend.api import Preview, Update
 from kproxy_nftables import names, skeleton
 from kproxy_nftables.applied import Applied, Contents, compare_all, recover_all
-from kproxy_nftables.explain import listed_rules, written_rules
 from kproxy_nftables.family import object_names
+from kproxy_nftables.inspection.explain import listed_rules, written_rules
+from kproxy_nftables.inspection.render import elements_text
 from kproxy_nftables.kernel import Kernel
-from kproxy_nftables.render import elements_text
 from kproxy_nftables.wanted import node_elements, verdicts
 
 _Rules = Mapping[str, Sequence[str]]

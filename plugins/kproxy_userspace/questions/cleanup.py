@@ -5,7 +5,7 @@ from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family
 from kproxy_userspace.kernel.portals import NftPortals, may_have_portals
-from kproxy_userspace.removal import plan_cleanup, plan_own_cleanup
+from kproxy_userspace.questions.removal import plan_cleanup, plan_own_cleanup
 from kproxy_xtables.cleanup import clean_up
 from kproxy_xtables.variant import find_variants
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from kproxy_core.backend.api import BackendSettings, Leftovers
 from kproxy_core.backend.errors import BackendError
 from kproxy_ebpf import names
-from kproxy_ebpf.cleanup import MODE, pin_directory
 from kproxy_ebpf.kernel.port import detach_pins
+from kproxy_ebpf.questions.cleanup import MODE, pin_directory
 
 GRACE = 5.0
 """Seconds in which replies to datagrams that were sent through a frontend still bear its address."""

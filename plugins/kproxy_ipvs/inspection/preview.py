@@ -11,10 +11,10 @@ from kproxy_ipvs.batch import rules as rules_batch
 from kproxy_ipvs.batch import sets as sets_batch
 from kproxy_ipvs.batch.servers import DeleteDestination, Operation, PutDestination, PutServer
 from kproxy_ipvs.family import make_style
+from kproxy_ipvs.inspection.render import put_server, server_name
 from kproxy_ipvs.kernel import device, rules, sets
 from kproxy_ipvs.kernel.virtual_servers import VirtualServers
 from kproxy_ipvs.names import SETS, SetKind
-from kproxy_ipvs.render import put_server, server_name
 from kproxy_ipvs.settings import Settings
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import PROGRAM, find_variant

@@ -27,11 +27,11 @@ from kproxy_ipvs import names
 from kproxy_ipvs.applied import Entries
 from kproxy_ipvs.batch.rules import difference as rules_difference
 from kproxy_ipvs.batch.servers import DeleteDestination, DeleteServer, Listed, Operation, PutDestination
-from kproxy_ipvs.cleanup import is_leftover, plan_cleanup
 from kproxy_ipvs.kernel import device, listing, rules, sets
 from kproxy_ipvs.kernel.listing import Translation
 from kproxy_ipvs.kernel.virtual_servers import VirtualServers
 from kproxy_ipvs.names import FILTER
+from kproxy_ipvs.questions.cleanup import is_leftover, plan_cleanup
 from kproxy_ipvs.skeleton import JUMPS, no_frontend
 from kproxy_ipvs.wanted import Element, ServerKey
 from kproxy_xtables.removal import describe, restore_inputs
