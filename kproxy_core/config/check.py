@@ -97,6 +97,10 @@ def problems_of(document: KubeProxyConfiguration) -> Iterator[Problem]:
         yield Problem("mode", document.mode, "must be lower case letters, digits and dashes")
     if document.kproxy.mode_fallback not in ("auto", "never"):
         yield Problem("kproxy.modeFallback", document.kproxy.mode_fallback, "must be auto or never")
+    if (traffic := document.kproxy.traffic_metrics) not in (False, "off", "service", "endpoint"):
+        yield Problem("kproxy.trafficMetrics", traffic, "must be off, service or endpoint")
+    if document.kproxy.max_series < 1:
+        yield Problem("kproxy.maxSeries", document.kproxy.max_series, "must be greater than 0")
     for name, gate in FEATURE_GATES.items():
         if gate.locked and document.feature_gates.get(name, gate.default) is not gate.default:
             locked_to = "true" if gate.default else "false"

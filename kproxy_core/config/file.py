@@ -166,6 +166,11 @@ class Kproxy(_Section, frozen=True, kw_only=True, rename="camel"):
     """Modes besides `mode` for which ``--init-only`` sets sysctls and loads modules."""
     plugins: tuple[str, ...] = ()
     """Plugins to load, by name or module, and ``no:NAME`` for those to block."""
+    traffic_metrics: str | bool = "off"
+    """``off``, ``service`` or ``endpoint``: the detail with which connections are counted. YAML reads a plain
+    ``off`` as false, which means the same."""
+    max_series: Int32 = 10_000
+    """Most series of traffic metrics; all others are summed up in one."""
     backend_options: dict[str, dict[str, Any]] = {}
     """Options of backends without a section in kube-proxy's format, by mode."""
 

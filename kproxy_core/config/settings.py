@@ -120,6 +120,10 @@ class Config:
     """Plugins to load, and ``no:NAME`` for those to block; the last word about a plugin counts."""
     backend_options: Mapping[str, object]
     """The file's options of this mode, named as in the file; durations are floats in seconds."""
+    traffic_metrics: Literal["off", "service", "endpoint"]
+    """The detail with which new connections are counted."""
+    max_series: int
+    """Most series of traffic metrics."""
     reported_version: str = ""
     """The version to report; "": our own."""
     document: KubeProxyConfiguration = field(default=KubeProxyConfiguration(), compare=False)
@@ -184,6 +188,8 @@ def resolve(flags: Flags, file: FileConfig | None) -> Config:
         switch_modes=document.kproxy.switch_modes,
         plugins=document.kproxy.plugins,
         backend_options=_options(document),
+        traffic_metrics=_traffic_metrics(document.kproxy.traffic_metrics),
+        max_series=document.kproxy.max_series,
         document=document,
         reported_version=given if (given := flags.get("version", "")).startswith("v") else "",
         notices=(*merged.notices, *(
@@ -193,6 +199,10 @@ def resolve(flags: Flags, file: FileConfig | None) -> Config:
     if merged.problems or problems:
         raise ConfigError((*merged.problems, *(merged.as_given(problem) for problem in problems)))
     return config
+
+
+def _traffic_metrics(text: str | bool) -> Literal["off", "service", "endpoint"]:
+    return "service" if text == "service" else "endpoint" if text == "endpoint" else "off"
 
 
 def parse_node_port_addresses(words: Sequence[str]) -> NodePortAddresses:

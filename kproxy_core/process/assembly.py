@@ -52,6 +52,7 @@ from kproxy_core.process.terms import (
     settings_of_modes,
     terms_of_modes,
 )
+from kproxy_core.process.traffic import make_recorder
 from kproxy_core.store.events import Source
 from kproxy_core.store.store import Store
 from kproxy_core.sync.loop import Loop
@@ -123,6 +124,7 @@ def about(config: Config, flags: Flags) -> About:
         flags=effective_flags(flags),
         statusz=config.feature_gates.get("ComponentStatusz", True),
         flagz=config.feature_gates.get("ComponentFlagz", True),
+        many_series=config.traffic_metrics != "off",
         debug=Debug(logs.set_verbosity) if config.enable_profiling else None,
     )
 
@@ -212,10 +214,11 @@ class _Proxy:
             log.info("without CAP_NET_ADMIN, leftovers and conntrack entries are not touched")
         self._tuned = not self._privileged or preparation.tune_conntrack(self._limits, self._events)
         self._server = HttpServer()
+        self._traffic = make_recorder(config, families, instance, self._metrics)
         self._loop = self._make_loop(instance)
         settings_of = settings_of_modes(configuration, families)
         terms = terms_of_modes(configuration, registry, families)
-        self._retiring = RetiringModes(registry, settings_of, config.mode)
+        self._retiring = RetiringModes(registry, settings_of, config.mode, self._mode_removed)
         self._switch = ModeSwitch(
             self._loop, registry, self._retiring, journal, instance=instance, configured=configuration.mode,
             terms=terms, mode_changed=self._mode_changed,
@@ -247,6 +250,8 @@ class _Proxy:
             HealthObserver(self._health), HealthCheckObserver(self._families, service_health),
             self._sync_metrics,
         ]
+        if self._traffic is not None:
+            observers.append(self._traffic.owners)
         if self._privileged:
             flows = StaleFlowObserver(self._families, FlowCleaner(self._flows_cleaned))
             self._finish_flows = flows.finish
@@ -279,6 +284,8 @@ class _Proxy:
             self._events.close()
             watcher.close()
             self._server.stop()
+            if self._traffic is not None:
+                self._traffic.stop()
             self._retiring.close()
             self._registry.close_backend(self._switch.instance)
         if self._failures:
@@ -308,6 +315,8 @@ class _Proxy:
     def _all_synced(self) -> None:
         """Finish the start, once every family is in sync."""
         preparation.settle_memory()
+        if self._traffic is not None:
+            self._traffic.start()
         if not self._tuned and not preparation.tune_conntrack(self._limits, self._events):
             log.warning("the kernel does not track connections; their limits and timeouts are not set")
         if self._privileged:
@@ -323,8 +332,16 @@ class _Proxy:
         self._events.report_service(
             service.namespace, service.name, "FailedToStartServiceHealthcheck", problem)
 
+    def _mode_removed(self, mode: str) -> None:
+        """Read the last counts of *mode*, whose rules are about to be removed."""
+        if self._traffic is not None:
+            self._traffic.retired(mode)
+
     def _mode_changed(self, instance: BackendInstance) -> None:
         """Report *instance* as the one that serves."""
+        if self._traffic is not None:
+            layers = map(self._registry.layers, (self._told.mode, instance.mode))
+            self._traffic.switched(instance, shares=len({layer[0] for layer in layers}) == 1)
         self._metrics.set_mode(instance.mode)
         self._sync_metrics.set_mode(instance.mode)
         self._told.mode = instance.mode

@@ -80,7 +80,8 @@ def backend_settings(config: Config, families: tuple[Family, ...]) -> BackendSet
     """Return the settings for a backend."""
     choice = node_port_choice(config.node_port_addresses, None)
     loopback = tuple(family for family in families if includes_loopback(choice, family))
-    return BackendSettings(families, config.masquerade_bit, config.backend_options, loopback)
+    return BackendSettings(families, config.masquerade_bit, config.backend_options, loopback,
+                           count_traffic=config.traffic_metrics != "off")
 
 
 def settings_of_modes(

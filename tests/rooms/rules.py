@@ -19,12 +19,13 @@ ROOMS: dict[str, frozenset[str]] = {
     "objects": frozenset({"store", "model"}),
     "apiclient": frozenset({"timing", "objects", "model"}),
     "sources": frozenset({"apiclient", "timing", "objects", "store", "host", "model"}),
-    "observe": frozenset({"sync", "apiclient", "timing", "store", "backend", "plan", "model"}),
+    "traffic": frozenset({"sync", "backend", "host", "plan", "model"}),
+    "observe": frozenset({"traffic", "sync", "apiclient", "timing", "store", "backend", "plan", "model"}),
     "sync": frozenset({"timing", "backend", "store", "host", "plan", "model"}),
     "modes": frozenset({"host", "sync", "timing", "observe", "backend", "plan", "model"}),
     "process": frozenset(
-        {"explain", "modes", "sync", "timing", "observe", "sources", "apiclient", "store", "config", "host",
-         "backend", "plan", "model"}
+        {"traffic", "explain", "modes", "sync", "timing", "observe", "sources", "apiclient", "store",
+         "config", "host", "backend", "plan", "model"}
     ),
     "explain": frozenset({"backend", "plan", "model"}),
     "testing": frozenset(
@@ -49,6 +50,7 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
     "sync": frozenset(),
     "modes": frozenset(),
     "explain": frozenset(),
+    "traffic": frozenset(),
     "process": frozenset(),
     "testing": frozenset({"pytest", "yaml"}),
     "cli": frozenset({"click", "yaml"}),

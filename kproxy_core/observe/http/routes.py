@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from kproxy_core.backend.fallback import Fallback
 from kproxy_core.observe.health import ProxyHealth
@@ -15,6 +16,8 @@ from kproxy_core.observe.metrics.slis import HealthcheckSlis
 
 _NOT_FOUND = Answer(404, b"404 page not found\n")
 _NOT_ALLOWED = Answer(405, b"405 method not allowed\n", headers=(("Allow", "GET, HEAD, POST, PUT, OPTIONS"),))
+_LONGEST_SCRAPE = 10.0
+"""Seconds."""
 _REFUSED_METHODS = ("DELETE", "TRACE")
 """Health checks cannot be deleted, and a TRACE would be answered with the request. kube-proxy takes both."""
 
@@ -58,6 +61,8 @@ class About:
     """Serve ``/statusz`` (gate ComponentStatusz)."""
     flagz: bool = True
     """Serve ``/flagz`` (gate ComponentFlagz)."""
+    many_series: bool = False
+    """Metrics take long to write."""
     debug: Debug | None = None
     """Serve ``/debug/`` (enableProfiling)."""
 
@@ -69,7 +74,7 @@ def metrics_routes(metrics: Metrics, about: About) -> Handler:
         "/configz": lambda _: _configz(about.configuration),
         "/healthz": lambda request: _healthz(request, slis),
         "/healthz/ping": lambda _: Answer(200, b"ok"),
-        "/metrics": lambda request: Answer(200, *metrics.exposition(request.accept)),
+        "/metrics": partial(_metrics, metrics, slow=about.many_series),
         "/metrics/slis": lambda request: _slis(request, slis),
         "/proxyMode": lambda _: _proxy_mode(about),
     }
@@ -85,6 +90,13 @@ def metrics_routes(metrics: Metrics, about: About) -> Handler:
         return handler(request) if handler else _NOT_FOUND
 
     return answer
+
+
+def _metrics(metrics: Metrics, request: Request, *, slow: bool) -> Answer | Slow:
+    def make() -> Answer:
+        return Answer(200, *metrics.exposition(request.accept))
+
+    return Slow(make, _LONGEST_SCRAPE) if slow else make()
 
 
 def _proxy_mode(about: About) -> Answer:

@@ -1,0 +1,27 @@
+"""Counting of connections in the running proxy."""
+
+import time
+from collections.abc import Sequence
+
+from kproxy_core.backend.instance import BackendInstance
+from kproxy_core.config.settings import Config
+from kproxy_core.model.address import Family
+from kproxy_core.observe.metrics.registry import Metrics
+from kproxy_core.observe.metrics.traffic import TrafficCollector
+from kproxy_core.traffic.owners import FrontendOwners
+from kproxy_core.traffic.recorder import TrafficRecorder
+from kproxy_core.traffic.stored import StoredTotals
+
+
+def make_recorder(
+    config: Config, families: Sequence[Family], instance: BackendInstance, metrics: Metrics
+) -> TrafficRecorder | None:
+    """Return the recorder of connections, whose totals are in *metrics*; None if none are counted."""
+    if config.traffic_metrics == "off":
+        return None
+    owners = FrontendOwners(families, time.monotonic)
+    recorder = TrafficRecorder(
+        families, instance, owners, StoredTotals(config.state_directory), time.monotonic)
+    metrics.registry.register(TrafficCollector(
+        recorder, endpoints=config.traffic_metrics == "endpoint", limit=config.max_series))
+    return recorder

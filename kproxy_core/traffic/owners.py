@@ -1,0 +1,83 @@
+"""The service port that owns each frontend, remembered a while longer than the frontend exists."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kproxy_core.model.address import Family
+from kproxy_core.model.endpoint import Destination
+from kproxy_core.model.service import ServicePortKey
+from kproxy_core.plan.service_plan import Frontend, ServicePlan
+from kproxy_core.sync.observer import Synced, SyncObserver
+
+_REMEMBERED = 600.0
+"""Seconds for which the owner of a removed frontend is remembered: counts are read after rules change."""
+
+
+class _Former(NamedTuple):
+    key: ServicePortKey
+    until: float
+
+
+class _OfFamily:
+    def __init__(self) -> None:
+        self.frontends: dict[Frontend, ServicePortKey] = {}
+        self.plans: dict[ServicePortKey, ServicePlan] = {}
+        self.former: dict[Frontend, _Former] = {}
+
+
+class FrontendOwners(SyncObserver):
+    """Follows the acknowledged plans. Any thread may look up."""
+
+    def __init__(self, families: Sequence[Family], clock: Callable[[], float]) -> None:
+        """*clock*: monotonic seconds."""
+        self._clock = clock
+        self._of = {family: _OfFamily() for family in families}
+
+    def sync_succeeded(self, synced: Synced) -> None:
+        if not synced.steps:
+            return
+        of, now = self._of[synced.family], self._clock()
+        for step in synced.steps:
+            for frontend in step.before.frontends() if step.before else ():
+                if of.frontends.get(frontend) == step.key:
+                    del of.frontends[frontend]
+                    of.former[frontend] = _Former(step.key, now + _REMEMBERED)
+        for step in synced.steps:
+            if step.after is None:
+                of.plans.pop(step.key, None)
+                continue
+            of.plans[step.key] = step.after
+            for frontend in step.after.frontends():
+                of.frontends[frontend] = step.key
+                of.former.pop(frontend, None)
+        for frontend in [frontend for frontend, former in of.former.items() if former.until < now]:
+            del of.former[frontend]
+
+    def owner(self, family: Family, frontend: Frontend) -> ServicePortKey | None:
+        """Return the service port that owns *frontend*, or did until recently.
+
+        An address that belongs to no service port is the node's, dialled at a node port.
+        """
+        of = self._of[family]
+        for known in (frontend, frontend._replace(address=None)):
+            if (key := of.frontends.get(known)) is not None:
+                return key
+            if (former := of.former.get(known)) is not None:
+                return former.key
+        return None
+
+    def plans_of(self, key: ServicePortKey) -> list[ServicePlan]:
+        """Return the acknowledged plans of one service port, of each family."""
+        return [of.plans[key] for of in self._of.values() if key in of.plans]
+
+    def service_ports(self) -> list[ServicePortKey]:
+        """Return all service ports, sorted."""
+        return sorted({key for of in self._of.values() for key in list(of.plans)})
+
+    def exists(self, key: ServicePortKey) -> bool:
+        """Return whether a family serves *key*."""
+        return any(key in of.plans for of in self._of.values())
+
+    def uses(self, key: ServicePortKey, where: Destination) -> bool:
+        """Return whether *where* is a usable endpoint of *key*."""
+        return any(where in plan.reachable for plan in self.plans_of(key))

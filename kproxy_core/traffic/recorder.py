@@ -1,0 +1,126 @@
+"""Reads the counts of the backends that serve or retire, and adds them up."""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+from kproxy_core.backend.errors import BackendError
+from kproxy_core.backend.instance import BackendInstance
+from kproxy_core.host.errors import HostError
+from kproxy_core.model.address import Family
+from kproxy_core.model.service import ServicePortKey
+from kproxy_core.traffic.owners import FrontendOwners
+from kproxy_core.traffic.stored import StoredTotals
+from kproxy_core.traffic.totals import Counts, Total, Totals
+
+log = logging.getLogger("kproxy.run")
+
+INTERVAL = 15.0
+"""Seconds between two readings that nobody asked for."""
+FRESH = 1.0
+"""Seconds for which a reading answers every request."""
+_READINGS_UNTIL_WRITTEN = 4
+
+
+class _Source:
+    """A backend that counts, and its last counts."""
+
+    def __init__(self, instance: BackendInstance, counts: Counts) -> None:
+        self.instance = instance
+        self.counts = counts
+
+
+class TrafficRecorder:
+    """The totals of one process. Any thread may call."""
+
+    def __init__(
+        self, families: Sequence[Family], instance: BackendInstance, owners: FrontendOwners,
+        stored: StoredTotals, clock: Callable[[], float],
+    ) -> None:
+        """*instance* serves. *clock*: monotonic seconds."""
+        self.owners = owners
+        self._families = families
+        self._stored = stored
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._totals = Totals()
+        mode, self._totals.of, counts = stored.read(clock())
+        self._serving = _Source(instance, Counts(counts if mode == instance.mode else ()))
+        self._skip = bool(mode) and mode != instance.mode
+        """The kernel may hold counts that an earlier process has added already."""
+        self._retiring: list[_Source] = []
+        self._read_at = float("-inf")
+        self._readings = 0
+        self._problem = ""
+        self._started = False
+        self._stopped = threading.Event()
+
+    def start(self) -> None:
+        """Start reading at intervals, once the owners of all frontends are known."""
+        self._started = True
+        threading.Thread(target=self._run, name="kproxy-traffic", daemon=True).start()
+
+    def stop(self) -> None:
+        """Read once more, and keep the totals for the next process."""
+        self._stopped.set()
+        if self._started:
+            self.read(fresh=0.0)
+            with self._lock:
+                self._write()
+
+    def read(self, *, fresh: float = FRESH) -> dict[ServicePortKey, Total]:
+        """Return the totals of a reading that is at most *fresh* seconds old."""
+        with self._lock:
+            now = self._clock()
+            if self._started and now - self._read_at >= fresh:
+                for source in (*self._retiring, self._serving):
+                    self._read(source)
+                self._totals.forget(self.owners.exists, self.owners.uses, now)
+                self._read_at = self._clock()
+            return dict(self._totals.of)
+
+    def switched(self, instance: BackendInstance, *, shares: bool) -> None:
+        """Count with *instance* from now on. *shares*: it counts in the same place as the last one."""
+        with self._lock:
+            old = self._serving
+            self._read(old)
+            self._serving = _Source(instance, old.counts if shares else Counts())
+            if not shares:
+                self._retiring.append(old)
+                self._skip = True
+                self._read(self._serving)
+
+    def retired(self, mode: str) -> None:
+        """Read the counts of *mode* for the last time: its rules are about to be removed."""
+        with self._lock:
+            for source in [source for source in self._retiring if source.instance.mode == mode]:
+                self._read(source)
+                self._retiring.remove(source)
+
+    def _run(self) -> None:
+        while not self._stopped.wait(INTERVAL):
+            self.read(fresh=INTERVAL / 2)
+            with self._lock:
+                self._readings += 1
+                if self._readings % _READINGS_UNTIL_WRITTEN == 0:
+                    self._write()
+
+    def _read(self, source: _Source) -> None:
+        now = self._clock()
+        for family in self._families:
+            try:
+                reading = source.instance.traffic(family)
+            except (BackendError, HostError) as error:
+                if str(error) != self._problem:
+                    self._problem = str(error)
+                    log.warning("cannot read counts of connections", extra={"fields": {
+                        "mode": source.instance.mode, "ip_family": family.label, "error": self._problem}})
+                continue
+            made = source.counts.new(family, reading or ())
+            if not (self._skip and source is self._serving):
+                self._totals.add(made, self.owners.owner, now)
+        if source is self._serving:
+            self._skip = False
+
+    def _write(self) -> None:
+        self._stored.write(self._serving.instance.mode, self._totals.of, self._serving.counts)

@@ -1,0 +1,114 @@
+"""The file that keeps totals from one process to the next, until the machine restarts."""
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kproxy_core.model.address import Address, Family, Protocol
+from kproxy_core.model.endpoint import Destination
+from kproxy_core.model.service import ServicePortKey
+from kproxy_core.plan.service_plan import Frontend
+from kproxy_core.traffic.totals import EndpointTotal, Pair, Total
+
+log = logging.getLogger("kproxy.run")
+
+_NAME = "traffic.json"
+
+
+class StoredTotals:
+    """Reads and writes the file. Totals and counts belong together: each is as of the same reading.
+
+    Where the kernel goes on counting without the process, the totals are exact again after the next reading,
+    even if the file is old.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._path = Path(directory) / _NAME
+        self._failed = False
+
+    def read(self, now: float) -> tuple[str, dict[ServicePortKey, Total], list[tuple[Pair, int]]]:
+        """Return the mode that counted, its totals and its last counts; empty if there is no such file.
+
+        *now* is the time that all totals get as that of their last connection.
+        """
+        try:
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+            with open(os.open(self._path, flags), encoding="utf-8") as file:
+                found = json.load(file)
+            if found["boot"] != _boot_id():
+                return "", {}, []
+            totals = dict(_decode_total(item, now) for item in found["totals"])
+            return str(found["mode"]), totals, [_decode_count(item) for item in found["counts"]]
+        except FileNotFoundError:
+            return "", {}, []
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            log.warning("traffic totals of the last process are not used", extra={
+                "fields": {"file": str(self._path), "error": str(error)}})
+            return "", {}, []
+
+    def write(
+        self, mode: str, totals: Mapping[ServicePortKey, Total], counts: Iterable[tuple[Pair, int]]
+    ) -> None:
+        """Replace the file. A failure is logged once."""
+        content = {
+            "boot": _boot_id(), "mode": mode,
+            "totals": [_encode_total(key, total) for key, total in totals.items()],
+            "counts": [_encode_count(pair, number) for pair, number in counts],
+        }
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            new = self._path.with_suffix(".new")
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+            with open(os.open(new, flags, 0o600), "w", encoding="utf-8") as file:
+                file.write(json.dumps(content, separators=(",", ":")))
+            new.replace(self._path)
+        except OSError as error:
+            level = logging.DEBUG if self._failed else logging.WARNING
+            log.log(level, "cannot keep traffic totals across a restart", extra={
+                "fields": {"file": str(self._path), "error": error.strerror}})
+            self._failed = True
+
+
+def _encode_total(key: ServicePortKey, total: Total) -> list[object]:
+    endpoints = [[*_encode_destination(where), to.forwarded] for where, to in total.endpoints.items()]
+    return [*key, total.forwarded, total.refused, endpoints]
+
+
+def _decode_total(item: list[Any], now: float) -> tuple[ServicePortKey, Total]:
+    namespace, name, port_name, protocol, forwarded, refused, endpoints = item
+    key = ServicePortKey(str(namespace), str(name), str(port_name), Protocol(protocol))
+    return key, Total(int(forwarded), int(refused), now, {
+        _decode_destination(address, port): EndpointTotal(int(number), now)
+        for address, port, number in endpoints
+    })
+
+
+def _encode_count(pair: Pair, number: int) -> list[object]:
+    family, (address, protocol, port), endpoint = pair
+    dialled = None if address is None else address.hex()
+    return [family.label, dialled, protocol, port, _encode_destination(endpoint), number]
+
+
+def _decode_count(item: list[Any]) -> tuple[Pair, int]:
+    label, address, protocol, port, endpoint, number = item
+    family = next(family for family in Family if family.label == label)
+    dialled = None if address is None else Address(bytes.fromhex(address))
+    where = _decode_destination(*endpoint) if endpoint else None
+    return Pair(family, Frontend(dialled, Protocol(protocol), int(port)), where), int(number)
+
+
+def _encode_destination(where: Destination | None) -> list[object]:
+    return [] if where is None else [where.address.hex(), where.port]
+
+
+def _decode_destination(address: str, port: int) -> Destination:
+    return Destination(Address(bytes.fromhex(address)), int(port))
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+

@@ -1,0 +1,130 @@
+"""Totals of connections by service port and endpoint, from counts that may begin again at 0. Pure."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kproxy_core.backend.api import Connections
+from kproxy_core.model.address import Family
+from kproxy_core.model.endpoint import Destination
+from kproxy_core.model.service import ServicePortKey
+from kproxy_core.plan.service_plan import Frontend
+
+KEPT = 3600.0
+"""Seconds after its last connection for which the total of a former endpoint or service port is kept."""
+_MISSING_FOR = 3
+"""Consecutive readings without a count after which it is forgotten: a dump may lack an element."""
+
+OwnerOf = Callable[[Family, Frontend], ServicePortKey | None]
+
+
+class Pair(NamedTuple):
+    """The subject of one count."""
+
+    family: Family
+    frontend: Frontend
+    endpoint: Destination | None
+
+
+@dataclass(slots=True)
+class EndpointTotal:
+    """Connections to one endpoint of a service port."""
+
+    forwarded: int = 0
+    last: float = 0.0
+    """Time of the reading that saw the last new connection; monotonic seconds."""
+
+
+@dataclass(slots=True)
+class Total:
+    """Connections to one service port."""
+
+    forwarded: int = 0
+    """To an endpoint, former ones included."""
+    refused: int = 0
+    """For want of endpoints."""
+    last: float = 0.0
+    """As in `EndpointTotal`."""
+    endpoints: dict[Destination, EndpointTotal] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Count:
+    number: int
+    missing: int = 0
+    """Consecutive readings that lacked it."""
+
+
+class Counts:
+    """The last counts of one backend."""
+
+    def __init__(self, known: Iterable[tuple[Pair, int]] = ()) -> None:
+        self._counts = {pair: _Count(number) for pair, number in known}
+
+    def __iter__(self) -> Iterator[tuple[Pair, int]]:
+        return iter([(pair, count.number) for pair, count in self._counts.items()])
+
+    def new(self, family: Family, reading: Iterable[Connections]) -> list[tuple[Pair, int]]:
+        """Take in a *reading* of one family. Return the connections made since the last one, by pair."""
+        found: list[tuple[Pair, int]] = []
+        counts = self._counts
+        numbers: dict[Pair, int] = {}
+        for frontend, endpoint, number in reading:
+            pair = Pair(family, frontend, endpoint)
+            numbers[pair] = numbers.get(pair, 0) + number
+        for pair, number in numbers.items():
+            known = counts.get(pair)
+            if known is None:
+                counts[pair] = _Count(number)
+                found.append((pair, number))
+            elif number != known.number:
+                found.append((pair, number - known.number if number > known.number else number))
+                known.number, known.missing = number, 0
+        for pair in [pair for pair in counts if pair.family is family and pair not in numbers]:
+            counts[pair].missing += 1
+            if counts[pair].missing >= _MISSING_FOR:
+                del counts[pair]
+        return found
+
+
+class Totals:
+    """All totals. They only grow, until a service port has been gone for an hour."""
+
+    def __init__(self) -> None:
+        self.of: dict[ServicePortKey, Total] = {}
+        self.unknown = 0
+        """Connections to frontends that no service port owned."""
+
+    def add(self, made: Iterable[tuple[Pair, int]], owner_of: OwnerOf, now: float) -> None:
+        """Add connections to the totals of the service ports that own the frontends."""
+        for (family, frontend, endpoint), number in made:
+            key = owner_of(family, frontend)
+            if key is None:
+                self.unknown += number
+            elif number:
+                total = self.of.get(key)
+                if total is None:
+                    total = self.of[key] = Total()
+                total.last = now
+                if endpoint is None:
+                    total.refused += number
+                    continue
+                total.forwarded += number
+                if endpoint not in total.endpoints:
+                    total.endpoints[endpoint] = EndpointTotal()
+                to = total.endpoints[endpoint]
+                to.forwarded += number
+                to.last = now
+
+    def forget(
+        self, exists: Callable[[ServicePortKey], bool], uses: Callable[[ServicePortKey, Destination], bool],
+        now: float,
+    ) -> None:
+        """Drop former service ports and endpoints that had no connection for an hour."""
+        for key, total in list(self.of.items()):
+            if total.last + KEPT < now and not exists(key):
+                del self.of[key]
+                continue
+            for where, to in list(total.endpoints.items()):
+                if to.last + KEPT < now and not uses(key, where):
+                    del total.endpoints[where]

@@ -1,0 +1,113 @@
+"""Totals of connections: no count is lost or added twice, and series are limited."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kproxy_core.backend.api import Connections
+from kproxy_core.model.address import Address, Family, Protocol
+from kproxy_core.model.endpoint import Destination
+from kproxy_core.model.service import ServicePortKey
+from kproxy_core.observe.metrics.traffic import SERVICE_CONNECTIONS, LimitedSeries, _Series
+from kproxy_core.plan.service_plan import Frontend
+from kproxy_core.traffic.stored import StoredTotals
+from kproxy_core.traffic.totals import KEPT, Counts, Totals
+
+V4 = Family.IPV4
+WEB = ServicePortKey("default", "web", "http", Protocol.TCP)
+VIP = Frontend(Address(bytes([10, 96, 0, 1])), Protocol.TCP, 80)
+ONE, TWO = (Destination(Address(bytes([10, 1, 0, last])), 8080) for last in (1, 2))
+
+
+def counted(*readings: dict[Destination | None, int]) -> Totals:
+    totals, counts = Totals(), Counts()
+    for now, reading in enumerate(readings):
+        made = counts.new(V4, [Connections(VIP, where, number) for where, number in reading.items()])
+        totals.add(made, lambda family, frontend: WEB, now)
+    return totals
+
+
+READINGS = {
+    "grows": (({ONE: 3}, {ONE: 5}), 5),
+    "two endpoints": (({ONE: 3, TWO: 1}, {ONE: 3, TWO: 2}), 5),
+    "begins again": (({ONE: 3}, {ONE: 2}), 5),
+    "begins again at nothing": (({ONE: 3}, {}, {}, {}, {ONE: 4}), 7),
+    "missing in one dump": (({ONE: 3}, {}, {ONE: 4}), 4),
+    "nothing": (({}, {}), 0),
+}
+
+
+@pytest.mark.parametrize(("readings", "wanted"), READINGS.values(), ids=READINGS)
+def test_totals(readings: tuple[dict[Destination | None, int], ...], wanted: int) -> None:
+    totals = counted(*readings)
+    assert sum(total.forwarded for total in totals.of.values()) == wanted
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=30))
+def test_no_connection_is_lost_whenever_a_count_begins_again(steps: list[tuple[bool, int]]) -> None:
+    """Each step is a reading. A count that has begun again is noticed while it is smaller than before."""
+    count, made = 0, 0
+    readings: list[dict[Destination | None, int]] = []
+    for again, more in steps:
+        count = (0 if again and 0 < more < count else count) + more
+        made += more
+        readings.append({ONE: count} if count else {})
+    totals = counted(*readings)
+    assert sum(total.forwarded for total in totals.of.values()) == made
+
+
+def test_refusals_and_endpoints_are_told_apart() -> None:
+    total = counted({None: 4, ONE: 1, TWO: 2}).of[WEB]
+    assert (total.refused, total.forwarded) == (4, 3)
+    assert {where: to.forwarded for where, to in total.endpoints.items()} == {ONE: 1, TWO: 2}
+
+
+def test_a_former_endpoint_is_kept_for_an_hour_and_its_connections_for_good() -> None:
+    totals = counted({ONE: 1}, {ONE: 1, TWO: 1})
+    totals.forget(lambda key: True, lambda key, where: where == TWO, KEPT)
+    assert set(totals.of[WEB].endpoints) == {ONE, TWO}
+    totals.forget(lambda key: True, lambda key, where: where == TWO, KEPT + 1)
+    assert set(totals.of[WEB].endpoints) == {TWO}
+    assert totals.of[WEB].forwarded == 2
+    totals.forget(lambda key: False, lambda key, where: False, 2 * KEPT)
+    assert totals.of == {}
+
+
+def test_totals_outlive_the_process(tmp_path: Path) -> None:
+    counts = Counts()
+    made = counts.new(V4, [Connections(VIP, ONE, 3), Connections(VIP._replace(address=None), None, 2)])
+    totals = Totals()
+    totals.add(made, lambda family, frontend: WEB, 1.0)
+    StoredTotals(str(tmp_path / "state")).write("one", totals.of, counts)
+    mode, read, known = StoredTotals(str(tmp_path / "state")).read(1.0)
+    assert (mode, read, known) == ("one", totals.of, list(counts))
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"boot": "another"}', "\0"])
+def test_an_unusable_file_counts_as_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / "traffic.json").write_text(content)
+    assert StoredTotals(str(tmp_path)).read(0.0) == ("", {}, [])
+
+
+def series(name: str, value: int) -> _Series:
+    return _Series(SERVICE_CONNECTIONS, ("default", name, "", "TCP", "forwarded"), value)
+
+
+def shown(chosen: list[_Series]) -> dict[str, int]:
+    return {one.labels[1]: one.value for one in chosen}
+
+
+def test_series_beyond_the_limit_are_summed_up_and_the_sum_never_falls() -> None:
+    limited = LimitedSeries(2)
+    steps = [
+        ([series("a", 1), series("b", 2)], {"a": 1, "b": 2}),
+        ([series("a", 1), series("b", 2), series("c", 3), series("d", 4)], {"a": 1, "b": 2, "other": 7}),
+        ([series("b", 2), series("c", 5), series("d", 4)], {"b": 2, "other": 9}),
+        ([series("b", 2), series("d", 4), series("e", 1)], {"b": 2, "e": 1, "other": 9}),
+        ([series("b", 2), series("d", 6), series("e", 1)], {"b": 2, "e": 1, "other": 11}),
+    ]
+    for given_series, wanted in steps:
+        assert shown(list(limited.choose(given_series))) == wanted
+    assert limited.summed == 1
