@@ -5,36 +5,16 @@
 PYTHON ?= /usr/bin/python3
 VENV := .venv
 READY := $(VENV)/.ready
-PACKAGES := conntrack curl iproute2 ipset iptables kmod libyaml-0-2 nftables procps python3-bpfcc python3-nftables python3-venv
-GUEST_PACKAGES := bc bison flex gcc kmod libc6-dev make user-mode-linux xz-utils
+# Programs of the system are not in every user's path.
+MISSING := PATH="$$PATH:/usr/sbin:/sbin" tests/packages
 CHECKED := kproxy_core plugins bpf tests examples
 
 .PHONY: env demo check test lint guest bench clean packages
 
 env: packages $(READY)
 
-# Installs the packages $(1). Costs one dpkg-query for each when nothing is missing.
-define install
-@missing=; for package in $(1); do \
-    dpkg-query -W -f '$${Status}\n' $$package 2>/dev/null | grep -q '^install ok installed' \
-        || missing="$$missing $$package"; \
-done; \
-test -z "$$missing" && exit 0; \
-if ! command -v apt-get >/dev/null; then \
-    echo "make $@: this is not Debian; install what these packages hold, and see docs/quickstart.md:$$missing" >&2; \
-    exit 1; \
-elif [ "$$(id -u)" != 0 ]; then \
-    echo "make $@: Debian packages are missing. As root: apt-get install$$missing" >&2; \
-    exit 1; \
-fi; \
-echo "installing$$missing"; \
-export DEBIAN_FRONTEND=noninteractive; \
-apt-get install -y -qq --no-install-recommends $$missing >/dev/null 2>&1 \
-    || { apt-get update -qq && apt-get install -y -qq --no-install-recommends $$missing >/dev/null; }
-endef
-
 packages:
-	$(call install,$(PACKAGES))
+	@$(MISSING) env $(PYTHON)
 
 # Editable, as two plain lines in a .pth file: no import hook, so the console script starts as fast as an
 # installed one.
@@ -64,7 +44,7 @@ lint: env
 
 # What tests in a guest kernel need; without it they are left out, and the lanes say so.
 guest:
-	-$(call install,$(GUEST_PACKAGES))
+	@$(MISSING) guest || true
 
 # Measures this checkout: `make bench ARGS='--services 10000'` another size, `make bench ARGS=--every` all modes and
 # sizes in one table, `make bench COMPARE=REV` this checkout and the revision REV in turn, with ratios.
