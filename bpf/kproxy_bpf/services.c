@@ -20,23 +20,23 @@
 /* A helper that bcc 0.26 has no name for (linux/bpf.h). */
 #define netns_cookie(ctx) (((u64 (*)(void *))122)(ctx))
 
-#define KIND_ADDRESS 0
 #define KIND_NODE_PORT_V4 4
 #define KIND_NODE_PORT_V6 6
 
 /* Halves of an address; port, protocol << 16 and kind << 24. */
 struct frontend { u64 address[2]; u64 port; };
-struct service { u32 id; u32 endpoints; u32 affinity_seconds; u32 flags; };
-struct endpoint { u64 address[2]; u16 port; u16 is_local; u32 service; };
+struct service { u64 id; u32 endpoints; u32 affinity_seconds; u32 flags; u32 padding; };
+struct slot { u64 service; u64 index; };
+/* Halves of an address; port, and is local << 16. */
+struct endpoint { u64 address[2]; u64 port; };
+struct member { struct endpoint endpoint; u64 service; };
 struct address { u64 half[2]; };
 struct client { u64 netns; u64 service; };
-struct pin { u64 seen; u64 endpoint; };
+struct pin { u64 seen; struct endpoint endpoint; };
 struct sockaddr;
 struct settings { u64 node_netns; u32 flags; u32 padding; };
-/* The endpoint's address is kept too: its entry may be gone when a late reply comes. */
-struct flow { struct frontend frontend; u64 address[2]; u32 endpoint; u16 port; u16 padding; };
-struct flows { struct flow flow[4]; u32 next; u32 padding; };
-struct connection { u64 address[2]; u64 endpoint; u64 port; };
+struct flow { struct frontend frontend; struct endpoint endpoint; };
+struct flows { struct flow flow[4]; u64 next; };
 
 #define ONLY_NODE_CLIENTS 1
 #define KEEP_PEER 2
@@ -52,9 +52,9 @@ struct connection { u64 address[2]; u64 endpoint; u64 port; };
 
 /* kproxy doubles a hash that is full. */
 BPF_F_TABLE("hash", struct frontend, struct service, frontends, 65536, NO_PREALLOC);
-/* A service's id and index << 32; an endpoint's id. */
-BPF_F_TABLE("hash", u64, u64, slots, 131072, NO_PREALLOC);
-BPF_F_TABLE("hash", u64, struct endpoint, endpoints, 131072, NO_PREALLOC);
+BPF_F_TABLE("hash", struct slot, struct endpoint, slots, 131072, NO_PREALLOC);
+/* All endpoints of each service: a choice that a socket or a client remembers is valid as long as it is here. */
+BPF_F_TABLE("hash", struct member, u64, endpoints, 131072, NO_PREALLOC);
 BPF_F_TABLE("hash", struct address, u32, node_addresses, 4096, NO_PREALLOC);
 BPF_TABLE("lru_hash", struct client, struct pin, pins, 65536);
 /*
@@ -63,7 +63,7 @@ BPF_TABLE("lru_hash", struct client, struct pin, pins, 65536);
  */
 BPF_TABLE("lru_hash", struct client, u64, hairpins, 16384);
 /* Connected UDP sockets by cookie: they are destroyed when their endpoint is removed. */
-BPF_TABLE("lru_hash", u64, struct connection, connected, 16384);
+BPF_TABLE("lru_hash", u64, struct member, connected, 16384);
 BPF_ARRAY(settings, struct settings, 1);
 /* Sockets that send datagrams to several destinations, and connected sockets. */
 BPF_SK_STORAGE(kept, struct flows);
@@ -103,30 +103,21 @@ static __always_inline bool same_address(const u64 *a, const u64 *b)
  * Return whether the endpoint's address belongs to the caller's own namespace: the socket can be bound to it. The port
  * stays open; a client that is its own endpoint has this address as its source anyway.
  */
-static __always_inline bool is_own(struct bpf_sock_addr *ctx, struct endpoint *e, bool v4)
+static __always_inline bool is_own(struct bpf_sock_addr *ctx, const u64 *address, bool v4)
 {
 	if (v4) { /* struct sockaddr_in (linux/in.h) */
-		u64 a[2] = { socket_family(AF_INET, second_word(e->address[1])), 0 };
+		u64 a[2] = { socket_family(AF_INET, second_word(address[1])), 0 };
 		return !bpf_bind(ctx, (struct sockaddr *)a, sizeof(a));
 	}
 	/* struct sockaddr_in6 (linux/in6.h) */
-	u64 a[4] = { socket_family(AF_INET6, 0), e->address[0], e->address[1], 0 };
+	u64 a[4] = { socket_family(AF_INET6, 0), address[0], address[1], 0 };
 	return !bpf_bind(ctx, (struct sockaddr *)a, 28);
-}
-
-static __always_inline void keep(struct flow *w, const struct frontend *f, const struct endpoint *e, u64 id)
-{
-	w->frontend = *f;
-	w->address[0] = e->address[0];
-	w->address[1] = e->address[1];
-	w->endpoint = (u32)id;
-	w->port = e->port;
 }
 
 /* The context's IPv6 address is read and written in halves. */
 #define HALF(n) (*(u64 *)&ctx->user_ip6[2 * (n)])
 
-static __always_inline int redirect(struct bpf_sock_addr *ctx, const u64 *address, u16 port, bool v4)
+static __always_inline int redirect(struct bpf_sock_addr *ctx, const u64 *address, u64 port, bool v4)
 {
 	if (v4) {
 		ctx->user_ip4 = second_word(address[1]);
@@ -134,7 +125,7 @@ static __always_inline int redirect(struct bpf_sock_addr *ctx, const u64 *addres
 		HALF(0) = address[0];
 		HALF(1) = address[1];
 	}
-	ctx->user_port = port;
+	ctx->user_port = (u16)port;
 	return 1;
 }
 
@@ -191,20 +182,17 @@ static __always_inline int dial(struct bpf_sock_addr *ctx, u64 first, u64 second
 	if (s->flags & HAS_LOCAL_ENDPOINTS && hairpins.lookup(&c))
 		return 1;
 
-	struct endpoint *e;
-	u64 id;
+	struct member to = { .service = s->id };
 	if (datagram) {
 		struct flows *k = kept.sk_storage_get(sk, 0, 0);
 #pragma unroll
 		for (int n = 0; k && n < 4; n++) {
 			struct flow *one = flow_at(k, n);
-			if (!one->endpoint || one->frontend.port != f.port ||
-			    !same_address(one->frontend.address, f.address))
+			if (one->frontend.port != f.port || !same_address(one->frontend.address, f.address))
 				continue;
-			id = one->endpoint;
-			e = endpoints.lookup(&id);
-			if (e && e->service == s->id)
-				return redirect(ctx, e->address, e->port, v4);
+			to.endpoint = one->endpoint;
+			if (endpoints.lookup(&to))
+				return redirect(ctx, to.endpoint.address, to.endpoint.port, v4);
 		}
 	}
 	u64 now = 0;
@@ -213,58 +201,54 @@ static __always_inline int dial(struct bpf_sock_addr *ctx, u64 first, u64 second
 		now = bpf_ktime_get_ns();
 		struct pin *was = pins.lookup(&c);
 		if (was && now - was->seen < (u64)s->affinity_seconds * 1000000000ull) {
-			id = was->endpoint;
-			e = endpoints.lookup(&id);
-			if (e && e->service == s->id) {
+			to.endpoint = was->endpoint;
+			if (endpoints.lookup(&to)) {
 				was->seen = now;
 				goto chosen;
 			}
 		}
 	}
-	u64 slot = s->id | (u64)(bpf_get_prandom_u32() % s->endpoints) << 32;
-	u64 *found = slots.lookup(&slot);
+	struct slot at = { s->id, bpf_get_prandom_u32() % s->endpoints };
+	struct endpoint *found = slots.lookup(&at);
 	if (!found)
 		return 1;
-	id = *found;
-	e = endpoints.lookup(&id);
-	if (!e)
-		return 1;
+	to.endpoint = *found;
 	if (s->affinity_seconds) {
-		struct pin p = { now, id };
+		struct pin p = { now, to.endpoint };
 		pins.update(&c, &p);
 	}
 chosen:
 	/* A datagram's socket cannot be bound here: that of a client to itself is not masqueraded. */
 	/* The node's own clients keep the node's address, and may be allowed to bind any (ip_nonlocal_bind). */
-	if (e->is_local && !datagram && netns != set->node_netns && is_own(ctx, e, v4)) {
+	if (to.endpoint.port >> 16 && !datagram && netns != set->node_netns && is_own(ctx, to.endpoint.address, v4)) {
 		u64 one = 1;
 		hairpins.update(&c, &one);
 		return 1;
 	}
+	struct flow kept_flow = { f, to.endpoint };
 	if (datagram) {
 		struct flows *k = kept.sk_storage_get(sk, 0, 1);
 		if (k) {
-			u32 at = k->next++ % 4;
-			if (at == 0)
-				keep(flow_at(k, 0), &f, e, id);
-			else if (at == 1)
-				keep(flow_at(k, 1), &f, e, id);
-			else if (at == 2)
-				keep(flow_at(k, 2), &f, e, id);
+			u64 next = k->next++ % 4;
+			if (next == 0)
+				*flow_at(k, 0) = kept_flow;
+			else if (next == 1)
+				*flow_at(k, 1) = kept_flow;
+			else if (next == 2)
+				*flow_at(k, 2) = kept_flow;
 			else
-				keep(flow_at(k, 3), &f, e, id);
+				*flow_at(k, 3) = kept_flow;
 		}
 	} else if (set->flags & KEEP_PEER || protocol == IPPROTO_UDP) {
 		struct flow *w = peer.sk_storage_get(sk, 0, 1);
 		if (w)
-			keep(w, &f, e, id);
+			*w = kept_flow;
 		if (protocol == IPPROTO_UDP) {
 			u64 cookie = bpf_get_socket_cookie(ctx);
-			struct connection made = { { e->address[0], e->address[1] }, id, e->port };
-			connected.update(&cookie, &made);
+			connected.update(&cookie, &to);
 		}
 	}
-	return redirect(ctx, e->address, e->port, v4);
+	return redirect(ctx, to.endpoint.address, to.endpoint.port, v4);
 }
 
 /* Show the frontend through which this socket reached the endpoint at an address; return 1. */
@@ -276,14 +260,14 @@ static __always_inline int answer(struct bpf_sock_addr *ctx, u64 first, u64 seco
 	if (!sk)
 		return 1;
 	struct flow *p = peer.sk_storage_get(sk, 0, 0);
-	if (p && p->port == port && same_address(p->address, a))
-		return redirect(ctx, p->frontend.address, (u16)p->frontend.port, v4);
+	if (p && (u16)p->endpoint.port == port && same_address(p->endpoint.address, a))
+		return redirect(ctx, p->frontend.address, p->frontend.port, v4);
 	struct flows *k = kept.sk_storage_get(sk, 0, 0);
 #pragma unroll
 	for (int n = 0; k && n < 4; n++) {
 		struct flow *one = flow_at(k, n);
-		if (one->endpoint && one->port == port && same_address(one->address, a))
-			return redirect(ctx, one->frontend.address, (u16)one->frontend.port, v4);
+		if ((u16)one->endpoint.port == port && same_address(one->endpoint.address, a))
+			return redirect(ctx, one->frontend.address, one->frontend.port, v4);
 	}
 	return 1;
 }

@@ -14,6 +14,7 @@ from kproxy_core.backend.api import (
     Measurement,
     Preview,
     Question,
+    Scope,
     SyncReport,
     Update,
 )
@@ -83,7 +84,7 @@ class EbpfBackend:
         except SyncFailed:
             state.distrust()
             raise
-        if not self._attached or kernel.problem():
+        if not self._attached or (update.scope is Scope.RESYNC and kernel.problem()):
             kernel.attach()  # A family that has no elements yet is served by the rules.
             self._attached = True
         return SyncReport(report.operations + operations, report.detail, report.unserved)

@@ -2,6 +2,7 @@
 
 import struct
 import sys
+from hashlib import blake2b
 from typing import NamedTuple
 
 from kproxy_core.model.address import Address, Family, Protocol
@@ -9,22 +10,23 @@ from kproxy_core.model.endpoint import Destination
 
 _FRONTEND = struct.Struct("=16sQ")
 """Address; port, protocol << 16 and kind << 24."""
-_SERVICE = struct.Struct("=IIII")
-_ENDPOINT = struct.Struct("=16sHHI")
-_CLIENT = struct.Struct("=QQ")
+_SERVICE = struct.Struct("=8sIIIxxxx")
+_ENDPOINT = struct.Struct("=16sQ")
+"""Address; port, and is local << 16."""
 _NUMBER = struct.Struct("=Q")
-_CONNECTION = struct.Struct("=16sQQ")
-_SETTINGS = struct.Struct("=QII")
+_SETTINGS = struct.Struct("=QIxxxx")
+_SERVICE_ID = 8
+"""Bytes of a service's id."""
 
 _MAPPED = bytes(10) + b"\xff\xff"
 _NODE_PORT_KIND = {Family.IPV4: 4, Family.IPV6: 6}
-_FAMILY_BIT = 1 << 31
+_IS_LOCAL = 1 << 16
 
 ONLY_NODE_CLIENTS, KEEP_PEER, CONNECTED_UDP, IGNORE_MASQUERADE = 1, 2, 4, 8
 """Flags of the settings."""
 
-MOST_IDS = _FAMILY_BIT - 1
-"""Ids of services and of endpoints in each family."""
+PRESENT = bytes(8)
+"""The value of an endpoint."""
 
 
 def address_key(address: Address) -> bytes:
@@ -50,98 +52,97 @@ def frontend_family(key: bytes) -> Family:
     return Family.IPV4 if key.startswith(_MAPPED) else Family.IPV6
 
 
-def service_value(
-    identity: int, endpoints: int, affinity_seconds: int, *, has_local: bool, masquerades_pods: bool
-) -> bytes:
-    """Return the value of a frontend. *has_local*: one of its endpoints may be a client itself."""
-    return _SERVICE.pack(identity, endpoints, affinity_seconds, has_local | masquerades_pods << 1)
+def service_id(name: str, family: Family) -> bytes:
+    """Return the id of a service, the same for a name at all times."""
+    digest = blake2b(name.encode(), digest_size=_SERVICE_ID).digest()
+    return digest[:-1] + bytes([digest[-1] & 0x7F | (family is Family.IPV6) << 7])
 
 
-def service_of(value: bytes) -> tuple[int, int]:
-    """Return the service's id and number of endpoints of a frontend's value."""
-    identity, endpoints, _, _ = _SERVICE.unpack(value)
-    return identity, endpoints
+def id_family(service: bytes) -> Family:
+    """Return the family that a service's id belongs to."""
+    return Family.IPV6 if service[-1] & 0x80 else Family.IPV4
 
 
 class ServiceValue(NamedTuple):
     """The value of a frontend."""
 
-    identity: int
+    identity: bytes
     endpoints: int
     affinity_seconds: int
+    has_local: bool
+    """One of the endpoints may be a client itself."""
     masquerades_pods: bool
+
+    def encode(self) -> bytes:
+        """Return the value as bytes."""
+        flags = self.has_local | self.masquerades_pods << 1
+        return _SERVICE.pack(self.identity, self.endpoints, self.affinity_seconds, flags)
 
 
 def parse_service(value: bytes) -> ServiceValue:
     """Return the parts of a frontend's value."""
     identity, endpoints, affinity_seconds, flags = _SERVICE.unpack(value)
-    return ServiceValue(identity, endpoints, affinity_seconds, bool(flags & 2))
+    return ServiceValue(identity, endpoints, affinity_seconds, bool(flags & 1), bool(flags & 2))
+
+
+def slot_key(service: bytes, index: int) -> bytes:
+    """Return the key of one of a service's slots."""
+    return service + _NUMBER.pack(index)
+
+
+def slot_family(key: bytes) -> Family:
+    """Return the family of a slot."""
+    return id_family(key[:_SERVICE_ID])
+
+
+def endpoint_value(endpoint: Destination, *, is_local: bool) -> bytes:
+    """Return the value of a slot."""
+    address, port = endpoint
+    return _ENDPOINT.pack(address_key(address), _network(port) | _IS_LOCAL * is_local)
 
 
 def parse_endpoint(value: bytes, family: Family) -> Destination:
-    """Return the endpoint that `endpoint_value` made bytes of."""
-    address, port, _, _ = _ENDPOINT.unpack(value)
-    return Destination(Address(address[-family.size:]), _network(port))
+    """Return the endpoint that a slot's value or an endpoint's key begins with."""
+    address, port = _ENDPOINT.unpack_from(value)
+    return Destination(Address(address[-family.size:]), _network(port & 0xFFFF))
 
 
-def slot_key(service: int, index: int) -> bytes:
-    """Return the key of one of a service's slots."""
-    return _NUMBER.pack(service | index << 32)
+def endpoint_key(value: bytes, service: bytes) -> bytes:
+    """Return the key of the endpoint in a slot of *service*."""
+    return value + service
 
 
-def service_of_slot(key: bytes) -> int:
-    """Return the id of the service that a slot belongs to."""
-    return parse_number(key) & 0xFFFFFFFF
+def endpoint_key_of_slot(key: bytes, value: bytes) -> bytes:
+    """Return the key of the endpoint in a slot."""
+    return value + key[:_SERVICE_ID]
 
 
-def number(value: int) -> bytes:
-    """Return an id, or a socket's cookie, as a key or a value."""
-    return _NUMBER.pack(value)
+def endpoint_family(key: bytes) -> Family:
+    """Return the family of an endpoint's key."""
+    return id_family(key[-_SERVICE_ID:])
 
 
-def parse_number(value: bytes) -> int:
-    """Return the id that `number` made bytes of."""
-    return int(_NUMBER.unpack(value)[0])
-
-
-def endpoint_value(address: Address, port: int, *, is_local: bool, service: int) -> bytes:
-    """Return the value of an endpoint."""
-    return _ENDPOINT.pack(address_key(address), _network(port), is_local, service)
-
-
-def client_key(namespace: int, service: int) -> bytes:
+def client_key(namespace: int, service: bytes) -> bytes:
     """Return the key of a service's client, which is a network namespace, by its cookie."""
-    return _CLIENT.pack(namespace, service)
+    return _NUMBER.pack(namespace) + service
 
 
-def parse_pin(value: bytes) -> tuple[int, int]:
-    """Return when a client was seen last, in nanoseconds of CLOCK_MONOTONIC, and its endpoint's id."""
-    seen, endpoint = _CLIENT.unpack(value)
-    return seen, endpoint
+def parse_pin(value: bytes) -> tuple[int, bytes]:
+    """Return when a client was seen last, in nanoseconds of CLOCK_MONOTONIC, and its endpoint as in slots."""
+    return _NUMBER.unpack_from(value)[0], value[_NUMBER.size:]
 
 
-def parse_connection(value: bytes) -> tuple[Address, int, int]:
-    """Return the address (16 bytes), port and endpoint's id to which a socket was connected."""
-    address, endpoint, port = _CONNECTION.unpack(value)
-    return Address(address), _network(port), endpoint
+def cookie_key(cookie: int) -> bytes:
+    """Return the key of a connected socket."""
+    return _NUMBER.pack(cookie)
 
 
 def settings_value(node_namespace: int, flags: int) -> bytes:
-    """Return what all programs read at each call.
+    """Return the settings that all programs read at each call.
 
     *node_namespace*: the cookie of the node's network namespace.
     """
-    return _SETTINGS.pack(node_namespace, flags, 0)
-
-
-def first_id(family: Family) -> int:
-    """Return the lowest id of a family: both share the maps."""
-    return 1 if family is Family.IPV4 else _FAMILY_BIT | 1
-
-
-def id_family(identity: int) -> Family:
-    """Return the family that an id belongs to."""
-    return Family.IPV6 if identity & _FAMILY_BIT else Family.IPV4
+    return _SETTINGS.pack(node_namespace, flags)
 
 
 def _network(port: int) -> int:

@@ -4,8 +4,7 @@ from kproxy_core.backend.api import Scope, Update
 from kproxy_core.backend.errors import TrustLost
 from kproxy_core.model.address import Family
 from kproxy_ebpf import names
-from kproxy_ebpf.applied import Applied, Difference, recover
-from kproxy_ebpf.batch import id_family, parse_number
+from kproxy_ebpf.applied import Applied, Difference, compare, contents
 from kproxy_ebpf.kernel.port import Kernel
 from kproxy_ebpf.wanted import node_addresses
 
@@ -29,7 +28,7 @@ class FamilyState:
             self._applied = None
             actual = self._kernel.contents(self._family)
             self._node_addresses = actual.pop(names.NODE_ADDRESSES)
-            difference = recover(self._family, update.plans, actual)
+            difference = compare(actual, contents(update.plans.values()))
         elif self._applied is None:
             raise TrustLost("the maps have not been read yet")
         else:
@@ -46,20 +45,15 @@ class FamilyState:
         wanted = node_addresses(update.node)
         operations = self._kernel.replace(names.NODE_ADDRESSES, self._node_addresses, wanted)
         self._kernel.write(difference)
-        applied = self._applied if self._applied is not None else Applied(self._family)
-        applied.acknowledge(difference)
-        self._applied, self._node_addresses = applied, wanted
-        self._destroy_connected_sockets(update.scope, applied, difference)
+        if self._applied is None:
+            self._applied = Applied(update.plans)
+        else:
+            self._applied.acknowledge(update.changed)
+        self._node_addresses = wanted
+        if update.scope is Scope.RESYNC or difference.withdrawn[names.ENDPOINTS]:
+            # Their clients connect again, and what they find by then is complete.
+            self._kernel.destroy_connected_sockets()
         return operations + difference.operations
-
-    def _destroy_connected_sockets(self, scope: Scope, applied: Applied, difference: Difference) -> None:
-        """Have clients of removed endpoints connect again: what they find then is complete."""
-        if scope is Scope.RESYNC:
-            present = applied.endpoint_ids()
-            self._kernel.destroy_connected_sockets(
-                lambda identity: id_family(identity) is self._family and identity not in present)
-        elif removed := {parse_number(key) for key in difference.withdrawn.get(names.ENDPOINTS, ())}:
-            self._kernel.destroy_connected_sockets(removed.__contains__)
 
     def distrust(self) -> None:
         """Discard what was acknowledged: a write failed half-way."""

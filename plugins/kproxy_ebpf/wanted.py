@@ -14,14 +14,6 @@ from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_ebpf.batch import address_key, frontend_key, node_port_key
 
 
-class Target(NamedTuple):
-    """An endpoint as a program sees it."""
-
-    destination: Destination
-    is_local: bool
-    """It is on this node: a client may be the endpoint itself, which the rules serve."""
-
-
 class Frontend(NamedTuple):
     """An address that local sockets dial."""
 
@@ -37,7 +29,9 @@ class Group(NamedTuple):
     name: str
     """``cluster`` or ``local``: which of the plan's endpoints."""
     frontends: tuple[Frontend, ...]
-    targets: tuple[Target, ...]
+    endpoints: tuple[Destination, ...]
+    local: frozenset[Address]
+    """Addresses on this node: a client may be the endpoint itself, which the rules serve."""
     affinity_seconds: int
 
 
@@ -61,9 +55,12 @@ def wanted(plan: ServicePlan) -> Iterator[Group]:
     external = [Frontend(key, not plan.external_policy_local) for key in keys]
     hairpins = frozenset(plan.hairpins)
     if plan.internal_policy_local:
-        yield from _group("local", internal, plan.local, hairpins, plan.affinity_seconds)
+        if internal and plan.local:
+            yield Group("local", tuple(internal), plan.local, hairpins, plan.affinity_seconds)
         internal = []
-    yield from _group("cluster", internal + external, plan.cluster, hairpins, plan.affinity_seconds)
+    if (internal or external) and plan.cluster:
+        frontends = (*internal, *external)
+        yield Group("cluster", frontends, plan.cluster, hairpins, plan.affinity_seconds)
 
 
 def node_addresses(node: NodeView) -> dict[bytes, bytes]:
@@ -84,15 +81,3 @@ def only_node_clients(clients: str, node: NodeView) -> bool:
     """
     by_interface = node.local_source is not None and node.local_source.cidr is None
     return clients == "node" or node.masquerade_all or (clients == "auto" and by_interface)
-
-
-def _group(
-    name: str,
-    frontends: list[Frontend],
-    endpoints: tuple[Destination, ...],
-    hairpins: frozenset[Address],
-    affinity_seconds: int,
-) -> Iterator[Group]:
-    if frontends and endpoints:
-        targets = tuple(Target(where, where.address in hairpins) for where in endpoints)
-        yield Group(name, tuple(frontends), targets, affinity_seconds)

@@ -28,7 +28,7 @@ class Maps(Protocol):
     def find(self, name: str, key: bytes) -> bytes | None:
         """Return the value of one element; None: it does not exist."""
 
-    def pinned_endpoint(self, service: int, affinity_seconds: int) -> bytes | None:
+    def pinned_endpoint(self, service: bytes, affinity_seconds: int) -> bytes | None:
         """Return the endpoint to which a service has pinned the node's own clients; None: to none."""
 
 
@@ -99,15 +99,14 @@ def _written(question: Question) -> _Found | None:
 
 def _texts(question: Question, group: Group) -> Sequence[KernelObject]:
     dialled = format_socket(question.packet.destination, question.packet.port)
-    return [KernelObject(f"BPF map {names.FRONTENDS}", f"{dialled} -> {len(group.targets)} endpoints")] + [
-        KernelObject(f"BPF map {names.ENDPOINTS}", format_socket(*target.destination))
-        for target in group.targets
+    return [KernelObject(f"BPF map {names.FRONTENDS}", f"{dialled} -> {len(group.endpoints)} endpoints")] + [
+        KernelObject(f"BPF map {names.SLOTS}", format_socket(*endpoint)) for endpoint in group.endpoints
     ]
 
 
 def _choices(group: Group) -> tuple[Choice, ...]:
-    share = 1 / len(group.targets)
-    return tuple(Choice(target.destination, share, masqueraded=False) for target in group.targets)
+    share = 1 / len(group.endpoints)
+    return tuple(Choice(endpoint, share, masqueraded=False) for endpoint in group.endpoints)
 
 
 def _held(question: Question, maps: Maps) -> _Found | None:
@@ -121,17 +120,16 @@ def _held(question: Question, maps: Maps) -> _Found | None:
         return None
     service = parse_service(value)
     dialled = format_socket(packet.destination, packet.port)
-    text = f"{dialled} -> service {service.identity}, {service.endpoints} endpoints"
+    text = f"{dialled} -> service {service.identity.hex()}, {service.endpoints} endpoints"
     objects = [KernelObject(f"BPF map {names.FRONTENDS}", text)]
     choices: list[Choice] = []
     for index in range(service.endpoints):
-        identity = maps.find(names.SLOTS, slot_key(service.identity, index))
-        endpoint = None if identity is None else maps.find(names.ENDPOINTS, identity)
+        endpoint = maps.find(names.SLOTS, slot_key(service.identity, index))
         if endpoint is None:
             objects.append(KernelObject(f"BPF map {names.SLOTS}", f"{index}  (missing)"))
             continue
         where = parse_endpoint(endpoint, packet.family)
-        objects.append(KernelObject(f"BPF map {names.ENDPOINTS}", f"{index} : {format_socket(*where)}"))
+        objects.append(KernelObject(f"BPF map {names.SLOTS}", f"{index} : {format_socket(*where)}"))
         choices.append(Choice(where, 1 / service.endpoints, masqueraded=False))
     remembered = _remembered(question.packet, service, maps)
     return _Found(objects, tuple(choices), service.masquerades_pods, remembered)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from kproxy_core.backend.api import Preview, Update
 from kproxy_ebpf import names
-from kproxy_ebpf.applied import Contents, recover
+from kproxy_ebpf.applied import Contents, compare, contents
 from kproxy_ebpf.kernel.pinned import pinned_maps
 from kproxy_ebpf.settings import Settings
 from kproxy_ebpf.wanted import node_addresses
@@ -15,7 +15,7 @@ def preview(update: Update, settings: Settings) -> Preview:
     with pinned_maps(settings) as maps:
         actual: Contents = {} if maps is None else maps.contents(update.family)
     held, wanted = actual.pop(names.NODE_ADDRESSES, {}), node_addresses(update.node)
-    difference = recover(update.family, update.plans, actual)
+    difference = compare(actual, contents(update.plans.values()))
     addresses = {key: value for key, value in wanted.items() if held.get(key) != value}
     gone = {key: value for key, value in held.items() if key not in wanted}
     lines = [

@@ -27,8 +27,7 @@ def _group(plan: ServicePlan, group: Group) -> Iterator[str]:
         else:
             where = format_socket(frontend.address, frontend.port)
         yield f"#   frontend {where}/{protocol}"
-    for target in group.targets:
-        hairpin = (
-            ", unless the client is " + format_address(target.destination.address) if target.is_local else ""
-        )
-        yield f"#   endpoint {format_socket(*target.destination)}{hairpin}"
+    for endpoint in group.endpoints:
+        is_local = endpoint.address in group.local
+        hairpin = f", unless the client is {format_address(endpoint.address)}" if is_local else ""
+        yield f"#   endpoint {format_socket(*endpoint)}{hairpin}"

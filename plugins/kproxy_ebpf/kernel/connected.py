@@ -4,40 +4,35 @@ A program sees the connect() of such a socket but none of its datagrams, so it c
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Mapping
 
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.namespaces import in_network_namespaces
-from kproxy_core.host.netlink.udp_sockets import connected_udp_sockets, destroy_udp_sockets
-from kproxy_core.model.address import Address
-from kproxy_ebpf.batch import address_key, number, parse_connection
+from kproxy_core.host.netlink.udp_sockets import UdpSocket, connected_udp_sockets, destroy_udp_sockets
+from kproxy_core.model.address import Family
+from kproxy_ebpf.batch import PRESENT, address_key, cookie_key, parse_endpoint
 from kproxy_ebpf.kernel import bpf
 
 log = logging.getLogger("kproxy.ebpf")
 
 
-def destroy_connected_sockets(
-    connected: int, definition: bpf.MapDefinition, is_removed: Callable[[int], bool]
-) -> None:
-    """Destroy the sockets connected to endpoints that are removed, by id.
+def destroy_connected_sockets(connected: int, definition: bpf.MapDefinition, endpoints: int) -> None:
+    """Destroy the sockets that are connected to endpoints that no longer exist.
 
-    *connected* is the map in which the programs note them. Sockets that have been connected elsewhere since
-    are spared, as are namespaces that this process may not enter. Raises OSError if the map cannot be read.
+    *connected* is the map in which the programs note sockets, *endpoints* that of endpoints. Spares sockets
+    that were connected elsewhere since, and namespaces that this process may not enter. Raises OSError.
     """
-    stale = {}
-    for cookie, value in bpf.elements(connected, definition):
-        address, port, endpoint = parse_connection(value)
-        if is_removed(endpoint):
-            stale[cookie] = address, port
+    stale = {
+        cookie: endpoint for cookie, endpoint in bpf.elements(connected, definition)
+        if bpf.lookup(endpoints, endpoint, len(PRESENT)) is None
+    }  # fmt: skip
     if not stale:
         return
     destroyed = 0
 
     def destroy() -> None:
         nonlocal destroyed
-        found = connected_udp_sockets()
-        destroyed += destroy_udp_sockets(
-            one for one in found if stale.get(number(one.cookie)) == _peer(one.peer))
+        destroyed += destroy_udp_sockets(one for one in connected_udp_sockets() if _is_stale(one, stale))
 
     try:
         in_network_namespaces(destroy)
@@ -48,6 +43,6 @@ def destroy_connected_sockets(
     bpf.delete_all(connected, list(stale))
 
 
-def _peer(where: tuple[Address, int]) -> tuple[Address, int]:
-    address, port = where
-    return Address(address_key(address)), port
+def _is_stale(found: UdpSocket, stale: Mapping[bytes, bytes]) -> bool:
+    endpoint, (address, port) = stale.get(cookie_key(found.cookie)), found.peer
+    return endpoint is not None and (address_key(address), port) == parse_endpoint(endpoint, Family.IPV6)

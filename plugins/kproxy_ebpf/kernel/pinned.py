@@ -10,7 +10,7 @@ from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.model.address import Family
 from kproxy_ebpf import names
 from kproxy_ebpf.applied import Contents
-from kproxy_ebpf.batch import client_key, number, parse_pin
+from kproxy_ebpf.batch import client_key, endpoint_key, parse_pin
 from kproxy_ebpf.kernel import bpf
 from kproxy_ebpf.kernel.port import family_of_key, namespace_cookie
 from kproxy_ebpf.settings import Settings
@@ -30,7 +30,7 @@ class PinnedMaps:
         """Return the value of one element; None: it does not exist."""
         return bpf.lookup(self._maps[name], key, self._definitions[name].value)
 
-    def pinned_endpoint(self, service: int, affinity_seconds: int) -> bytes | None:
+    def pinned_endpoint(self, service: bytes, affinity_seconds: int) -> bytes | None:
         """Return the endpoint to which a service has pinned the node's own clients; None: to none."""
         value = self.find(names.PINS, client_key(namespace_cookie(), service))
         if value is None:
@@ -38,7 +38,7 @@ class PinnedMaps:
         seen, endpoint = parse_pin(value)
         if time.monotonic_ns() - seen >= affinity_seconds * 1_000_000_000:
             return None
-        return self.find(names.ENDPOINTS, number(endpoint))
+        return endpoint if self.find(names.ENDPOINTS, endpoint_key(endpoint, service)) is not None else None
 
     def contents(self, family: Family) -> Contents:
         """Return all elements of *family*."""

@@ -22,11 +22,10 @@ from kproxy_ebpf.batch import (
     IGNORE_MASQUERADE,
     KEEP_PEER,
     ONLY_NODE_CLIENTS,
+    endpoint_family,
     frontend_family,
-    id_family,
-    parse_number,
-    service_of_slot,
     settings_value,
+    slot_family,
 )
 from kproxy_ebpf.kernel import bpf, mounts
 from kproxy_ebpf.kernel.connected import destroy_connected_sockets
@@ -40,8 +39,8 @@ _SO_NETNS_COOKIE = 71
 _FAMILY_OF_KEY: dict[str, Callable[[bytes], Family]] = {
     names.FRONTENDS: frontend_family,
     names.NODE_ADDRESSES: frontend_family,
-    names.SLOTS: lambda key: id_family(service_of_slot(key)),
-    names.ENDPOINTS: lambda key: id_family(parse_number(key)),
+    names.SLOTS: slot_family,
+    names.ENDPOINTS: endpoint_family,
 }
 
 
@@ -136,15 +135,15 @@ class Kernel:
             bpf.delete_all(self._maps[name], deletes)
         return len(updates) + len(deletes)
 
-    def destroy_connected_sockets(self, is_removed: Callable[[int], bool]) -> None:
-        """Destroy connected UDP sockets that were sent to an endpoint that *is_removed*, by id, if wanted.
+    def destroy_connected_sockets(self) -> None:
+        """Destroy connected UDP sockets that were sent to an endpoint that was removed, if wanted.
 
         Raises SyncFailed.
         """
         if self._connected_udp:
             with self._lock, _reporting():
-                destroy_connected_sockets(
-                    self._maps[names.CONNECTED], self._definition(names.CONNECTED), is_removed)
+                found = self._maps[names.CONNECTED], self._definition(names.CONNECTED)
+                destroy_connected_sockets(*found, self._maps[names.ENDPOINTS])
 
     def attach(self) -> None:
         """Have the programs run, or replace older ones without a gap. Raises SyncFailed."""

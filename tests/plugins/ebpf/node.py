@@ -15,7 +15,7 @@ from typing import Any
 
 from kproxy_core.model.address import Protocol, parse_address
 from kproxy_ebpf import names
-from kproxy_ebpf.batch import frontend_key, service_of, slot_key
+from kproxy_ebpf.batch import frontend_key, parse_service, slot_key
 from kproxy_ebpf.kernel import bpf
 from tests.core.bpf_places import inside, new_bpf_file_system, new_cgroup
 from tests.core.namespaces import Namespace, namespace
@@ -104,14 +104,16 @@ class Node:
     def _behind(self, frontend: bytes) -> set[str]:
         """Return the addresses to which the maps lead from a frontend."""
         contents = {}
-        for name in (names.FRONTENDS, names.SLOTS, names.ENDPOINTS):
+        for name in (names.FRONTENDS, names.SLOTS):
             (path,) = self.pins.glob(f"*/maps-*/{name}")
             descriptor = bpf.open_pin(str(path))
             contents[name] = dict(bpf.elements(descriptor, bpf.map_definition(descriptor)))
             os.close(descriptor)
-        service, count = service_of(contents[names.FRONTENDS].get(frontend, bytes(16)))
-        slots = [contents[names.SLOTS].get(slot_key(service, index)) for index in range(count)]
-        values = [contents[names.ENDPOINTS].get(identity) for identity in slots if identity is not None]
+        if frontend not in contents[names.FRONTENDS]:
+            return set()
+        service = parse_service(contents[names.FRONTENDS][frontend])
+        slots = [slot_key(service.identity, index) for index in range(service.endpoints)]
+        values = [contents[names.SLOTS].get(slot) for slot in slots]
         addresses = [IPv6Address(value[:16]) for value in values if value is not None]
         return {str(address.ipv4_mapped or address) for address in addresses}
 

@@ -10,7 +10,8 @@ from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.testing.builders import endpoint, endpoint_slice, node_view, plans, service
 from kproxy_ebpf import names
-from kproxy_ebpf.applied import Applied, Contents, Difference, recover
+from kproxy_ebpf.applied import Applied, Contents, Difference, compare, contents
+from kproxy_ebpf.batch import endpoint_key_of_slot, id_family, parse_service, service_id, slot_key
 
 NODE = node_view("node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1")
 V4 = Family.IPV4
@@ -18,29 +19,23 @@ WEB = ServicePortKey("default", "web", "", next(iter(plans(NODE, service()))).pr
 
 
 class Maps:
-    """The kernel's maps, as a dictionary."""
+    """The kernel's maps, as a dictionary. Every slot has an endpoint that exists."""
 
     def __init__(self) -> None:
         self.contents: Contents = {name: {} for name in (names.FRONTENDS, names.SLOTS, names.ENDPOINTS)}
 
     def run(self, difference: Difference) -> None:
-        for part in (difference.withdrawn, difference.unused):
-            for name, elements in part.items():
-                for key in elements:
-                    del self.contents[name][key]
+        self._delete(difference.withdrawn)
         for name, elements in difference.updates.items():
             self.contents[name] |= elements
+        self._delete(difference.unused)
+        for slot, value in self.contents[names.SLOTS].items():
+            assert endpoint_key_of_slot(slot, value) in self.contents[names.ENDPOINTS]
 
-    def reachable(self) -> dict[bytes, list[bytes]]:
-        """The endpoints (without ids) behind each frontend, as a program would find them."""
-        found = {}
-        for key, value in self.contents[names.FRONTENDS].items():
-            service_id, count = value[:4], int.from_bytes(value[4:8], "little")
-            slots = [service_id + n.to_bytes(4, "little") for n in range(count)]
-            values = [self.contents[names.ENDPOINTS][self.contents[names.SLOTS][slot]] for slot in slots]
-            assert all(endpoint[-4:] == service_id for endpoint in values)
-            found[key] = sorted(endpoint[:-4] for endpoint in values)
-        return found
+    def _delete(self, part: Contents) -> None:
+        for name, elements in part.items():
+            for key in elements:
+                del self.contents[name][key]
 
 
 def planned(
@@ -79,67 +74,51 @@ def changes(
 
 @given(st.lists(SERVICES, max_size=6))
 def test_changes_one_by_one_end_where_a_fresh_start_ends(worlds: list[World]) -> None:
-    maps, applied = Maps(), Applied(V4)
+    maps, applied = Maps(), Applied()
     known: dict[ServicePortKey, ServicePlan] = {}
     for world in worlds:
         wanted = all_plans(world)
-        difference = applied.difference(changes(known, wanted))
-        maps.run(difference)
-        applied.acknowledge(difference)
+        changed = changes(known, wanted)
+        maps.run(applied.difference(changed))
+        applied.acknowledge(changed)
         known = wanted
-    fresh = Maps()
-    fresh.run(recover(V4, known, {}))
-    assert maps.reachable() == fresh.reachable()
-    assert [len(elements) for elements in maps.contents.values()] == [
-        len(elements) for elements in fresh.contents.values()
-    ]
+    assert maps.contents == contents(known.values())
 
 
 @given(SERVICES, SERVICES)
 def test_a_resync_repairs_whatever_the_maps_hold(before: World, after: World) -> None:
-    maps = Maps()
-    maps.run(recover(V4, all_plans(before), {}))
-    maps.run(recover(V4, all_plans(after), maps.contents))
-    fresh = Maps()
-    fresh.run(recover(V4, all_plans(after), {}))
-    assert maps.reachable() == fresh.reachable()
-    assert recover(V4, all_plans(after), maps.contents).operations == 0
+    maps, wanted = Maps(), contents(all_plans(after).values())
+    maps.run(compare({}, contents(all_plans(before).values())))
+    maps.run(compare(maps.contents, wanted))
+    assert maps.contents == wanted
+    assert compare(maps.contents, wanted).operations == 0
 
 
 @given(SERVICES)
-def test_a_restart_writes_nothing(world: World) -> None:
-    maps = Maps()
-    maps.run(recover(V4, all_plans(world), {}))
-    assert recover(V4, all_plans(world), maps.contents).operations == 0
+def test_every_frontend_leads_to_as_many_slots_as_it_says(world: World) -> None:
+    found = contents(all_plans(world).values())
+    for value in found[names.FRONTENDS].values():
+        service = parse_service(value)
+        assert all(slot_key(service.identity, n) in found[names.SLOTS] for n in range(service.endpoints))
+    assert len(found[names.SLOTS]) == len(found[names.ENDPOINTS])
 
 
-def test_an_endpoint_keeps_its_id_while_others_leave() -> None:
-    applied = Applied(V4)
-    first = applied.difference(planned("s1", frozenset({2, 4, 6}), local=False, affinity=60))
-    applied.acknowledge(first)
-    second = applied.difference(planned("s1", frozenset({4, 6}), local=False, affinity=60))
-    gone = second.withdrawn[names.ENDPOINTS]
-    assert len(gone) == 1
-    assert names.ENDPOINTS not in second.updates
-    assert set(first.updates[names.ENDPOINTS]) - set(gone) == {
-        value
-        for value in (first.updates[names.SLOTS] | second.updates[names.SLOTS]).values()
-        if value not in gone
-    }
+def test_endpoints_that_move_to_other_slots_are_never_withdrawn() -> None:
+    applied = Applied(planned("s1", frozenset({2, 4, 6}), local=False, affinity=60))
+    found = applied.difference(planned("s1", frozenset({4, 6}), local=False, affinity=60))
+    assert [len(found.withdrawn[name]) for name in (names.FRONTENDS, names.ENDPOINTS)] == [0, 1]
+    assert found.updates[names.ENDPOINTS] == {}
 
 
 def test_nothing_is_remembered_before_the_kernel_has_acknowledged() -> None:
-    applied = Applied(V4)
-    wanted = planned("s1", frozenset({2}), local=False, affinity=0)
+    applied, wanted = Applied(), planned("s1", frozenset({2}), local=False, affinity=0)
     assert applied.difference(wanted) == applied.difference(wanted)
-    applied.acknowledge(applied.difference(wanted))
+    applied.acknowledge(wanted)
     assert applied.difference(wanted).operations == 0
 
 
 def test_ids_of_the_families_never_meet() -> None:
-    v4, v6 = Applied(Family.IPV4), Applied(Family.IPV6)
-    node6 = node_view("node1", family=Family.IPV6, pods="fd00::/64")
-    one = v4.difference(planned("s1", frozenset({2}), local=False, affinity=0))
-    other = v6.difference(plans(node6, service(ip="fd00:96::1"), endpoint_slice("web", "fd00::5")))
-    for name in (names.FRONTENDS, names.SLOTS, names.ENDPOINTS):
-        assert not set(one.updates[name]) & set(other.updates[name])
+    ids = {family: {service_id(f"s{number}", family) for number in range(1000)} for family in Family}
+    for family, found in ids.items():
+        assert {id_family(one) for one in found} == {family}
+        assert len(found) == 1000

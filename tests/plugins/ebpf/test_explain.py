@@ -54,7 +54,7 @@ def test_an_endpoint_that_is_missing_in_the_maps_is_shown(
     asked = [q for q in questions(family) if q.packet.origin is Origin.NODE
              and decided(q).outcome is Outcome.FORWARDED][:1]  # fmt: skip
     contents = kernel.contents(family)
-    kernel.replace("endpoints", contents["endpoints"], {})
+    kernel.replace("slots", contents["slots"], {})
     with pinned_maps(settings) as maps:
         (side,) = explain(asked, [KernelSide((), decided(asked[0]))], settings, maps)
     assert not agrees(asked[0], side)

@@ -158,7 +158,7 @@ def test_elements_changed_by_others_are_repaired_by_a_full_sync(kernel: Kernel, 
     frontends = bpf.open_pin(str(path))
     found = dict(bpf.elements(frontends, bpf.map_definition(frontends)))
     bpf.delete_all(frontends, list(found)[:1])
-    bpf.update(frontends, bytes(10) + b"\xff\xff" + bytes(12), bytes(16))
+    bpf.update(frontends, bytes(10) + b"\xff\xff" + bytes(12), bytes(24))
     assert sync(kernel) == 2
     assert dict(bpf.elements(frontends, bpf.map_definition(frontends))) == found
     os.close(frontends)

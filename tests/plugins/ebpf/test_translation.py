@@ -213,9 +213,14 @@ def test_a_connected_socket_moves_to_another_endpoint_unaware(where: Node, pod: 
     with pod.open(socket.AF_INET, UDP) as client:
         client.connect((address, 80))
 
+        client.settimeout(0.5)
+
         def answer() -> str:
             client.send(b"now")
-            return client.recv(100).decode().split()[0]
+            try:
+                return client.recv(100).decode().split()[0]
+            except TimeoutError:  # The flow of the request was deleted before the reply came.
+                return ""
 
         assert answer() == REMOTE[0]
         where.serve("moving", address, [REMOTE[1]], protocol="UDP")

@@ -3,12 +3,12 @@
 import pytest
 
 from kproxy_core.model.address import Family, Protocol, parse_address
-from kproxy_core.model.endpoint import EndpointSlice
+from kproxy_core.model.endpoint import Destination, EndpointSlice
 from kproxy_core.model.service import Service, ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.testing.builders import destinations, endpoint, endpoint_slice, node_view, plans, service
 from kproxy_ebpf.batch import frontend_key, node_port_key
-from kproxy_ebpf.wanted import Frontend, Group, Target, node_addresses, wanted
+from kproxy_ebpf.wanted import Frontend, Group, node_addresses, wanted
 
 NODE = node_view("node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1")
 REMOTE = "10.244.2.1"
@@ -29,8 +29,8 @@ def external(address: str) -> Frontend:
 NODE_PORT = Frontend(node_port_key(Family.IPV4, Protocol.TCP, 30080), True)
 
 
-def remote(text: str = f"{REMOTE}:8080") -> tuple[Target, ...]:
-    return tuple(Target(where, False) for where in destinations(text))
+def remote() -> tuple[Destination, ...]:
+    return destinations(f"{REMOTE}:8080")
 
 
 def test_all_frontends_of_a_service_port_share_one_group() -> None:
@@ -42,7 +42,7 @@ def test_all_frontends_of_a_service_port_share_one_group() -> None:
         )
     )
     frontends = (internal("10.96.0.1"), external("198.51.100.1"), external("203.0.113.1"), NODE_PORT)
-    assert found == [Group("cluster", frontends, remote(), 0)]
+    assert found == [Group("cluster", frontends, remote(), frozenset(), 0)]
 
 
 def test_internal_policy_local_separates_the_cluster_ip() -> None:
@@ -53,10 +53,11 @@ def test_internal_policy_local_separates_the_cluster_ip() -> None:
             endpoint_slice("web", endpoint("10.244.1.1", "node1"), endpoint(REMOTE, "node2")),
         )
     )
-    local = tuple(Target(where, True) for where in destinations("10.244.1.1:8080"))
+    local = destinations("10.244.1.1:8080")
+    here = frozenset({local[0].address})
     assert found == [
-        Group("local", (internal("10.96.0.1"),), local, 0),
-        Group("cluster", (NODE_PORT,), local + remote(), 0),
+        Group("local", (internal("10.96.0.1"),), local, here, 0),
+        Group("cluster", (NODE_PORT,), local + remote(), here, 0),
     ]
 
 
@@ -64,7 +65,7 @@ def test_external_policy_local_does_not_concern_local_sockets() -> None:
     found = groups(
         plans(NODE, service(external_ips="198.51.100.1", external_local=True), endpoint_slice("web", REMOTE))
     )
-    assert [group.targets for group in found] == [remote()]
+    assert [group.endpoints for group in found] == [remote()]
     assert not any(frontend.masquerades_pods for group in found for frontend in group.frontends)
 
 
