@@ -16,7 +16,7 @@ from kproxy_ipvs import names, skeleton
 from kproxy_ipvs.applied import Applied, Difference, compare_all, is_owned
 from kproxy_ipvs.batch.rules import difference as rules_difference
 from kproxy_ipvs.batch.servers import Operation, PutDestination
-from kproxy_ipvs.kernel import device, rules, sets
+from kproxy_ipvs.kernel import device, sets
 from kproxy_ipvs.kernel.draining import Draining
 from kproxy_ipvs.kernel.virtual_servers import VirtualServers
 from kproxy_ipvs.names import SETS
@@ -98,7 +98,7 @@ class FamilyState:
             ]  # fmt: skip
             difference = compare_all(expected, held, entries, on_device, foreign)
             self._draining.clear()
-            chains = rules.read(self._tables)
+            chains = self._tables.chains()
             text = rules_difference(chains, skeleton.skeleton(node))
             takeover = SERVICES in chains and SERVICES not in ipset_mode_chains(chains)
             self._unusable = self._write(difference, text, takeover=takeover)

@@ -1,8 +1,8 @@
 """Removal of a mode's chains and rules from the tables of all variants and IP families."""
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
 
+from kproxy_core.backend.api import Leftovers
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family
 from kproxy_xtables.removal import Removal, describe, kubernetes_rules, restore_inputs
@@ -11,47 +11,40 @@ from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import Variant
 
 
-@dataclass(slots=True)
-class CleanupResult:
-    """Result of a clean-up."""
-
-    removed: list[str] = field(default_factory=list)
-    """One line for each object that was removed, or would be in a dry run."""
-    errors: list[str] = field(default_factory=list)
-
-
 def clean_up(
+    mode: str,
     decide: Callable[[RulesByChain], Removal],
     variants: Iterable[Variant],
     *,
     dry_run: bool,
     counted: Collection[str] = (),
-    is_affected: Callable[[Tables], bool] | None = None,
-) -> CleanupResult:
+    is_affected: Callable[[Tables], bool] = lambda _: True,
+) -> Leftovers:
     """Remove the chains and rules that *decide* selects. A failure in one family does not affect the others.
 
     Chains whose names begin with one of *counted* are reported as a number. Tables for which *is_affected*
     returns False are not read.
     """
-    result = CleanupResult()
+    removed: list[str] = []
+    errors: list[str] = []
     for tables in (Tables(family, variant) for variant in variants for family in Family):
         try:
-            if is_affected is not None and not is_affected(tables):
+            if not is_affected(tables):
                 continue
             removal = decide(kubernetes_rules(tables.save()))
         except HostError as error:
             if not tables.is_missing():
-                result.errors.append(f"{tables.program}: {error}")
+                errors.append(f"{tables.program}: {error}")
             continue
         try:
             if not dry_run:
                 apply_removal(removal, tables)
         except HostError as error:
-            result.errors.append(f"{tables.program}: {error}")
+            errors.append(f"{tables.program}: {error}")
             continue
-        result.removed += [f"{tables.program}: {line}" for line in describe(removal, counted)]
-        result.errors += [f"{tables.program}: {reason}" for reason in removal.kept]
-    return result
+        removed += [f"{tables.program}: {line}" for line in describe(removal, counted)]
+        errors += [f"{tables.program}: {reason}" for reason in removal.kept]
+    return Leftovers(mode, tuple(removed), tuple(errors))
 
 
 def apply_removal(removal: Removal, tables: Tables) -> None:

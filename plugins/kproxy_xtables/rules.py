@@ -52,6 +52,15 @@ def parse_jump(key: ChainKey, rule: str) -> Jump | None:
     return Jump(*key, found[4], found[2], (found[1] + found[3]).strip()) if found else None
 
 
+def jumps_by_chain(jumps: Iterable[Jump]) -> dict[ChainKey, list[str]]:
+    """Return the rules of built-in chains to which *jumps* were added in this order."""
+    found: dict[ChainKey, list[str]] = {}
+    for jump in jumps:
+        place = found.setdefault((jump.table, jump.chain), [])
+        place.insert(len(place) if jump.at_end else 0, jump.spec)
+    return found
+
+
 def missing_jumps(jumps: Iterable[Jump], held: RulesByChain) -> list[Jump]:
     """Return those of *jumps* that the *held* chains lack."""
     return [jump for jump in jumps if not has_rule(held.get((jump.table, jump.chain), ()), jump.spec)]

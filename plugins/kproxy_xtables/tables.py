@@ -8,6 +8,7 @@ from kproxy_core.host.errors import HostError
 from kproxy_core.host.programs import Done, OwnProcesses, ProgramFailed, ProgramUnfinished
 from kproxy_core.model.address import Family
 from kproxy_xtables.dormant import dormant_tables, wake_tables
+from kproxy_xtables.rules import ChainKey
 from kproxy_xtables.saved import SavedChain, read_saved
 from kproxy_xtables.variant import Variant
 
@@ -85,6 +86,10 @@ class Tables:
         """
         only = ("-t", table) if table else ()
         return read_saved(programs.lines(self.variant.program(self.family, "save"), *only, own=self._own))
+
+    def chains(self, table: str = "") -> dict[ChainKey, list[str]]:
+        """Return the chains of `save` with their rules. Raises ProgramFailed."""
+        return {(saved.table, saved.name): saved.rules for saved in self.save(table)}
 
     def restore(self, text: str) -> None:
         """Give *text* to iptables-restore. Each table changes completely or not at all.

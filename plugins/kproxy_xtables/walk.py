@@ -16,7 +16,7 @@ from kproxy_core.model.address import Address, Cidr, format_address, parse_addre
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.node import NodeView
 from kproxy_core.plan.fate import Origin, Outcome, Packet
-from kproxy_xtables.rules import BUILT_IN_CHAINS, ChainKey
+from kproxy_xtables.rules import BUILT_IN_CHAINS, ChainKey, RulesByChain
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +45,13 @@ class Flight:
 class Ruleset:
     """The chains of one IP family: in the kernel, or as they would be written."""
 
-    def __init__(self, read: Callable[[str, str], Sequence[str]]) -> None:
-        """*read* returns the rules of a table's chain, without ``-A CHAIN``; none if it does not exist."""
-        self._read = read
-        self._chains: dict[ChainKey, Sequence[str]] = {}
+    def __init__(self, chains: RulesByChain) -> None:
+        self._chains = chains
         self._indexes: dict[ChainKey, dict[str, list[int]]] = {}
 
     def rules(self, table: str, chain: str) -> Sequence[str]:
-        """Return the rules of a chain."""
-        known = self._chains.get((table, chain))
-        if known is None:
-            known = self._chains[table, chain] = self._read(table, chain)
-        return known
+        """Return the rules of a chain; none if it does not exist."""
+        return self._chains.get((table, chain), ())
 
     def relevant(self, table: str, chain: str, flight: Flight) -> Sequence[str]:
         """Return the rules of a chain, of a long one without those for another address or port."""
@@ -112,6 +107,12 @@ class Walk:
         node = self._node
         own = (node.node_ip, node.family.loopback, *node.node_port_addresses)
         return address in own or address in self._local
+
+    @property
+    def reason(self) -> str:
+        """The last object that the packet met."""
+        last = next(reversed(self.objects), None)
+        return f"{last.where}: {last.text}" if last else ""
 
     def note(self, where: str, text: str) -> None:
         """Note an object that the packet meets."""

@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from kproxy_core.backend.api import KernelSide, Question
@@ -12,8 +12,7 @@ from kproxy_core.plan.service_plan import Frontend
 from kproxy_iptables.names import EXTERNAL_SERVICES, FILTER, NAT, NODE_PORTS, SERVICES
 from kproxy_iptables.skeleton import JUMPS, Facts, constant_rules
 from kproxy_iptables.wanted import make_style, wanted
-from kproxy_xtables.rules import ChainKey
-from kproxy_xtables.saved import SavedChain
+from kproxy_xtables.rules import ChainKey, jumps_by_chain
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import find_variant
 from kproxy_xtables.walk import End, Flight, Ruleset, Walk
@@ -24,9 +23,8 @@ _RECENT = Path("/proc/thread-self/net/xt_recent")
 def explain(questions: Sequence[Question], *, live: bool) -> list[KernelSide]:
     """Return the way of each packet. Raises HostError, or NoVariant without iptables."""
     if not live:
-        return [_side(question, _Rules(_reader(_written(question)))) for question in questions]
-    tables = Tables(questions[0].node.family, find_variant())
-    ruleset = _Rules(_reader(_saved(tables.save())))
+        return [_side(question, _Rules(_written(question))) for question in questions]
+    ruleset = _Rules(Tables(questions[0].node.family, find_variant()).chains())
     return [_side(question, ruleset) for question in questions]
 
 
@@ -36,7 +34,7 @@ _OF_SERVICES = ("KUBE-SVC-", "KUBE-SVL-", "KUBE-EXT-", "KUBE-FW-", "REJECT", "DR
 
 def frontends(family: Family) -> list[Frontend]:
     """Return the frontends that rules in the kernel match. Raises HostError, NoVariant."""
-    saved = _saved(Tables(family, find_variant()).save())
+    saved = Tables(family, find_variant()).chains()
     places = ((NAT, SERVICES), (NAT, NODE_PORTS), (FILTER, SERVICES), (FILTER, EXTERNAL_SERVICES))
     found: dict[Frontend, None] = {}
     for rule in (rule for place in places for rule in saved.get(place, ())):
@@ -61,20 +59,10 @@ class _Rules(Ruleset):
         return any(f"src={text} " in line for line in lines)
 
 
-def _saved(chains: Iterable[SavedChain]) -> dict[ChainKey, list[str]]:
-    return {(chain.table, chain.name): chain.rules for chain in chains}
-
-
-def _reader(rules: Mapping[ChainKey, Sequence[str]]) -> Callable[[str, str], Sequence[str]]:
-    return lambda table, chain: rules.get((table, chain), ())
-
-
 def _written(question: Question) -> dict[ChainKey, list[str]]:
     """Return the rules that a sync would write for one plan, or none."""
     node, plan = question.node, question.plan
-    found: dict[ChainKey, list[str]] = defaultdict(list)
-    for jump in reversed(JUMPS):
-        found[jump.table, jump.chain].append(jump.spec)
+    found = defaultdict(list, jumps_by_chain(JUMPS))
     if plan is not None:
         own = wanted(plan, make_style(node, Facts(), len(plan.reachable)))
         for chain, text in own.chains.items():
@@ -101,14 +89,14 @@ def follow(question: Question, walk: Walk) -> Fate:
     for end in ends:
         last = _last(walk, end, outgoing=outgoing)
         if last.outcome is not None:
-            return Fate(last.outcome, _reason(walk))
+            return Fate(last.outcome, walk.reason)
         flight = last.flight
         if flight.translated:
             known = choices.get(flight.where)
             share = end.share + (known.share if known else 0.0)
             choices[flight.where] = Choice(flight.where, share, flight.masqueraded)
     if choices:
-        return Fate(Outcome.FORWARDED, _reason(walk), tuple(choices.values()))
+        return Fate(Outcome.FORWARDED, walk.reason, tuple(choices.values()))
     return Fate(Outcome.UNTOUCHED, "no rule applies")
 
 
@@ -124,11 +112,6 @@ def _last(walk: Walk, end: End, *, outgoing: bool) -> End:
     for passed in walk.through(NAT, "POSTROUTING", end.flight) if end.flight.translated else ():
         end = passed
     return end
-
-
-def _reason(walk: Walk) -> str:
-    last = next(reversed(walk.objects), None)
-    return f"{last.where}: {last.text}" if last else ""
 
 
 def _deviation(question: Question) -> str:

@@ -19,16 +19,12 @@ def cleanup(*, dry_run: bool) -> Leftovers:
 def supersede(*, dry_run: bool) -> Leftovers:
     """Remove the leftovers of older versions, and all rules from the variant that this node does not use."""
     used, unused = find_used_and_unused()
-    older = clean_up(plan_supersede, used, dry_run=dry_run, is_affected=_has_older)
-    elsewhere = _clean(unused, dry_run=dry_run)
-    return Leftovers(
-        "iptables", (*older.removed, *elsewhere.removed), (*older.errors, *elsewhere.errors)
-    )
+    older = clean_up("iptables", plan_supersede, used, dry_run=dry_run, is_affected=_has_older)
+    return Leftovers.merged("iptables", [older, _clean(unused, dry_run=dry_run)])
 
 
 def _clean(variants: Iterable[Variant], *, dry_run: bool) -> Leftovers:
-    cleaned = clean_up(plan_cleanup, variants, dry_run=dry_run, counted=names.SERVICE_PREFIXES)
-    return Leftovers("iptables", tuple(cleaned.removed), tuple(cleaned.errors))
+    return clean_up("iptables", plan_cleanup, variants, dry_run=dry_run, counted=names.SERVICE_PREFIXES)
 
 
 def _has_older(tables: Tables) -> bool:

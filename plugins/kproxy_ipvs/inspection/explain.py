@@ -17,7 +17,7 @@ from kproxy_ipvs.names import FILTER, MANGLE, NAT, SETS, SetKind
 from kproxy_ipvs.settings import Settings
 from kproxy_ipvs.skeleton import JUMPS, skeleton
 from kproxy_ipvs.wanted import ServerKey, Style
-from kproxy_xtables.rules import ChainKey
+from kproxy_xtables.rules import RulesByChain, jumps_by_chain
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import find_variant
 from kproxy_xtables.walk import Flight, Ruleset, Walk, network
@@ -38,7 +38,7 @@ class Servers(Protocol):
 class State(NamedTuple):
     """All kernel objects of one family."""
 
-    rules: Mapping[ChainKey, Sequence[str]]
+    rules: RulesByChain
     sets: Mapping[SetKind, Mapping[str, int]]
     servers: Servers
     local: frozenset[Address]
@@ -52,8 +52,7 @@ def explain(questions: Sequence[Question], settings: Settings, *, live: bool) ->
     family = questions[0].node.family
     servers = VirtualServers()
     try:
-        rules = {
-            (chain.table, chain.name): chain.rules for chain in Tables(family, find_variant()).save()}
+        rules = Tables(family, find_variant()).chains()
         state = State(rules, sets.read(family), _InKernel(servers), device.read(family)[0])
         return [_side(question, state) for question in questions]
     finally:
@@ -81,7 +80,7 @@ def _side(question: Question, state: State) -> KernelSide:
 
 class _Rules(Ruleset):
     def __init__(self, family: Family, state: State) -> None:
-        super().__init__(lambda table, chain: state.rules.get((table, chain), ()))
+        super().__init__(state.rules)
         self._state = state
         self._kinds = {kind.full_name(family): kind for kind in SETS}
 
@@ -113,14 +112,14 @@ def _follow(packet: Packet, walk: Walk, state: State) -> tuple[Fate, Destination
     for table in (MANGLE, NAT):
         (end,) = walk.through(table, hook, flight)
         if end.outcome is not None:
-            return Fate(end.outcome, _reason(walk)), None
+            return Fate(end.outcome, walk.reason), None
         flight = end.flight
     key, servers = _server(packet, flight, state)
     if not outgoing or servers is None:
         hook = "INPUT" if walk.is_local(packet.destination) else "FORWARD"
         (end,) = walk.through(FILTER, hook, flight)
         if end.outcome is not None:
-            return Fate(end.outcome, _reason(walk)), None
+            return Fate(end.outcome, walk.reason), None
     if servers is None:
         return Fate(Outcome.UNTOUCHED, "no virtual server"), None
     walk.note("virtual server", str(key))
@@ -188,15 +187,8 @@ def _written(question: Question, settings: Settings) -> State:
         node_port_addresses=node.node_port_addresses, masquerade_bit=node.masquerade_bit,
     )
     applied = Applied.after({plan.key: plan} if plan else {}, style)
-    rules: dict[ChainKey, list[str]] = skeleton(node)
-    for jump in reversed(JUMPS):
-        rules.setdefault((jump.table, jump.chain), []).append(jump.spec)
+    rules = skeleton(node) | jumps_by_chain(JUMPS)
     entries: dict[SetKind, dict[str, int]] = {}
     for element in applied.elements:
         entries.setdefault(element.set, {})[element.entry] = element.mark
     return State(rules, entries, _Written(applied), frozenset(applied.addresses))
-
-
-def _reason(walk: Walk) -> str:
-    last = next(reversed(walk.objects), None)
-    return f"{last.where}: {last.text}" if last else ""

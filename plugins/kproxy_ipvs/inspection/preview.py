@@ -12,7 +12,7 @@ from kproxy_ipvs.batch import sets as sets_batch
 from kproxy_ipvs.batch.servers import DeleteDestination, Operation, PutDestination, PutServer
 from kproxy_ipvs.family import make_style
 from kproxy_ipvs.inspection.render import put_server, server_name
-from kproxy_ipvs.kernel import device, rules, sets
+from kproxy_ipvs.kernel import device, sets
 from kproxy_ipvs.kernel.virtual_servers import VirtualServers
 from kproxy_ipvs.names import SETS, SetKind
 from kproxy_ipvs.settings import Settings
@@ -38,7 +38,7 @@ def preview(update: Update, settings: Settings) -> Preview:
         if not is_owned(key, on_device, entries, settings.exclude_cidrs, is_own_mark)
     ]  # fmt: skip
     difference = compare_all(expected, held, entries, on_device, foreign)
-    text = rules_batch.difference(rules.read(Tables(family, find_variant())), skeleton.skeleton(node))
+    text = rules_batch.difference(Tables(family, find_variant()).chains(), skeleton.skeleton(node))
     no_device = not device.exists()
     operations = difference.operations + len(missing) + no_device + text.count("\n-") + text.count("\n:")
     return Preview(operations, "".join(_texts(family, difference, missing, text, no_device=no_device)))

@@ -27,11 +27,11 @@ from kproxy_ipvs import names
 from kproxy_ipvs.applied import Entries
 from kproxy_ipvs.batch.rules import difference as rules_difference
 from kproxy_ipvs.batch.servers import DeleteDestination, DeleteServer, Listed, Operation, PutDestination
-from kproxy_ipvs.kernel import device, listing, rules, sets
+from kproxy_ipvs.kernel import device, listing, sets
 from kproxy_ipvs.kernel.listing import Translation
 from kproxy_ipvs.kernel.virtual_servers import VirtualServers
 from kproxy_ipvs.names import FILTER
-from kproxy_ipvs.questions.cleanup import is_leftover, plan_cleanup
+from kproxy_ipvs.questions.removal import is_leftover, plan_cleanup
 from kproxy_ipvs.skeleton import JUMPS, no_frontend
 from kproxy_ipvs.wanted import Element, ServerKey
 from kproxy_xtables.removal import describe, restore_inputs
@@ -157,7 +157,7 @@ class _Retirement:
         kept = {(FILTER, names.IPVS_FILTER): [no_frontend(self._family)]}
         for variant in find_variants():
             tables = Tables(self._family, variant)
-            held = rules.read(tables)
+            held = tables.chains()
             removal = plan_cleanup(held, _KEPT_CHAINS)
             if not removal.chains:
                 continue

@@ -1,7 +1,7 @@
 """Serves the hook `kproxy_explain`: the portals that packets meet, and the relays behind them."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kproxy_core.backend.api import KernelObject, KernelSide, Question
 from kproxy_core.host import programs
@@ -22,7 +22,7 @@ from kproxy_userspace.names import PORTAL_CHAINS, TABLE, Endpoint
 from kproxy_userspace.settings import Settings
 from kproxy_userspace.skeleton import JUMPS, NFT_FAMILY
 from kproxy_userspace.wanted import Redirect, Wanted, wanted
-from kproxy_xtables.rules import ChainKey
+from kproxy_xtables.rules import ChainKey, jumps_by_chain
 from kproxy_xtables.walk import Flight, Ruleset, Walk, network
 
 FindRelay = Callable[[Protocol, int], Wanted | None]
@@ -86,7 +86,7 @@ def _as_written(question: Question, settings: Settings) -> KernelSide:
     for name, relay in relays.items():
         if settings.listen is not None and (packet.destination, packet.port) == (settings.listen, name.port):
             return _side(relay, 0, [])
-    written = Walk(_ruleset(_portal_rules(relays.values(), settings.bind_in(node.family))), node)
+    written = Walk(Ruleset(_portal_rules(relays.values(), settings.bind_in(node.family))), node)
     (end,) = written.through("nat", _hook(packet), Flight.of(packet))
     relay_of_packet = next(iter(relays.values()), None) if end.flight.translated else None
     return _side(relay_of_packet, 0, list(written.objects))
@@ -114,10 +114,9 @@ class _Portals:
         """Raises HostError."""
         self.rules: dict[ChainKey, list[str]] = {}
         self.elements: dict[str, int] = {}
-        self._ruleset = Ruleset(lambda table, chain: self.rules.get((table, chain), ()))
         tables = find_tables(family)
         if tables is not None and may_have_portals(tables):
-            self.rules = {(chain.table, chain.name): chain.rules for chain in tables.save("nat")}
+            self.rules = tables.chains("nat")
             return
         listed = programs.run("nft", "list", "table", NFT_FAMILY[family], TABLE).stdout
         self.elements = {found[1]: int(found[2]) for found in _ELEMENT.finditer(listed)}
@@ -126,13 +125,13 @@ class _Portals:
         """Return the port of this node that the packet is redirected to, 0 for none, and what it meets."""
         packet = question.packet
         if self.rules:
-            walk = Walk(self._ruleset, question.node)
+            walk = Walk(Ruleset(self.rules), question.node)
             (end,) = walk.through("nat", _hook(packet), Flight.of(packet))
             return end.flight.local or (end.flight.port if end.flight.translated else 0), list(walk.objects)
         last = f"{packet.protocol.name.lower()} . {packet.port}"
         dialled = f"{format_address(packet.destination)} . {last}"
         keys = [dialled, *self._ranged(packet, dialled)]
-        if Walk(_ruleset({}), question.node).is_local(packet.destination):
+        if Walk(Ruleset({}), question.node).is_local(packet.destination):
             keys.append(last)
         for key in keys:
             if key in self.elements:
@@ -150,16 +149,9 @@ class _Portals:
         return found
 
 
-def _ruleset(rules: Mapping[ChainKey, Sequence[str]]) -> Ruleset:
-    return Ruleset(lambda table, chain: rules.get((table, chain), ()))
-
-
 def _portal_rules(relays: Iterable[Wanted], at: Address | None) -> dict[ChainKey, list[str]]:
     """Return the rules that lead to *relays*, whose ports are not known."""
-    found: dict[ChainKey, list[str]] = {}
-    for jump in JUMPS:
-        place = found.setdefault((jump.table, jump.chain), [])
-        place.insert(len(place) if jump.at_end else 0, jump.spec)
+    found = jumps_by_chain(JUMPS)
     for relay in relays:
         for portal in relay.portals:
             for table, rules in iptables_rules(Redirect(portal, 0, at)).items():

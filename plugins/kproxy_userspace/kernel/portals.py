@@ -18,8 +18,7 @@ from kproxy_userspace.wanted import Redirect
 from kproxy_xtables.cleanup import apply_removal
 from kproxy_xtables.dormant import dormant_tables
 from kproxy_xtables.removal import describe, kubernetes_rules
-from kproxy_xtables.rules import Jump, missing_jumps
-from kproxy_xtables.saved import SavedChain
+from kproxy_xtables.rules import ChainKey, missing_jumps
 from kproxy_xtables.tables import Tables, Unusable
 from kproxy_xtables.variant import NoVariant, find_variant
 
@@ -58,7 +57,7 @@ class IptablesPortals:
 
     def rewrite(self, redirects: Sequence[Redirect]) -> None:
         self._tables.wake()
-        self._tables.restore(batch.iptables_rewrite(redirects, _missing_jumps(self._saved())))
+        self._tables.restore(batch.iptables_rewrite(redirects, missing_jumps(JUMPS, self._held())))
 
     def change(self, deletes: Sequence[Redirect], adds: Sequence[Redirect]) -> None:
         self._tables.restore(batch.iptables_change(deletes, adds))
@@ -70,13 +69,13 @@ class IptablesPortals:
             for rules in batch.iptables_rules(redirect).values()
             for rule in rules
         )
-        saved = self._saved()
+        held = self._held()
         found = Counter(
-            _meaning(f"{chain.name} {rule}")
-            for chain in saved if chain.name in _CHAINS for rule in chain.rules
+            _meaning(f"{chain} {rule}") for (_, chain), rules in held.items() if chain in _CHAINS
+            for rule in rules
         )  # fmt: skip
         differing = (wanted - found).total() + (found - wanted).total()
-        return differing + len(_missing_jumps(saved)) + len(self._tables.dormant())
+        return differing + len(missing_jumps(JUMPS, held)) + len(self._tables.dormant())
 
     def withdraw(self) -> list[str]:
         if not may_have_portals(self._tables):
@@ -90,12 +89,13 @@ class IptablesPortals:
         apply_removal(removal, self._tables)
         return [f"{self._tables.program}: {line}" for line in describe(removal)]
 
-    def _saved(self) -> list[SavedChain]:
+    def _held(self) -> dict[ChainKey, list[str]]:
         """Return our chains, and the built-in ones with jumps to them."""
-        return [
-            saved for table in ("nat", "filter") for saved in self._tables.save(table)
+        return {
+            (table, saved.name): saved.rules
+            for table in ("nat", "filter") for saved in self._tables.save(table)
             if saved.name in _CHAINS or saved.name in _BUILT_IN
-        ]  # fmt: skip
+        }  # fmt: skip
 
 
 def may_have_portals(tables: Tables) -> bool:
@@ -106,10 +106,6 @@ def may_have_portals(tables: Tables) -> bool:
     """
     ours = (("filter", NON_LOCAL), ("nat", PORTAL_CHAINS[0]))
     return not tables.variant.nft or any(tables.has_chain(*chain) for chain in ours)
-
-
-def _missing_jumps(saved: Sequence[SavedChain]) -> list[Jump]:
-    return missing_jumps(JUMPS, {(chain.table, chain.name): chain.rules for chain in saved})
 
 
 def _meaning(rule: str) -> frozenset[str]:

@@ -9,14 +9,16 @@ from kproxy_userspace.questions.removal import plan_cleanup, plan_own_cleanup
 from kproxy_xtables.cleanup import clean_up
 from kproxy_xtables.variant import find_variants
 
+_MODE = "userspace"
+
 
 def cleanup(*, dry_run: bool, own_only: bool = False) -> Leftovers:
     """Delete the portals of both families. *own_only* keeps chains that kube-proxy has filled."""
     plan = plan_own_cleanup if own_only else plan_cleanup
-    result = clean_up(plan, find_variants(), dry_run=dry_run, is_affected=may_have_portals)
+    found = [clean_up(_MODE, plan, find_variants(), dry_run=dry_run, is_affected=may_have_portals)]
     for family in Family if programs.find("nft") else ():
         try:
-            result.removed += NftPortals(family, None).remove(dry_run=dry_run)
+            found.append(Leftovers(_MODE, tuple(NftPortals(family, None).remove(dry_run=dry_run))))
         except HostError as error:
-            result.errors.append(str(error))
-    return Leftovers("userspace", tuple(result.removed), tuple(result.errors))
+            found.append(Leftovers(_MODE, errors=(str(error),)))
+    return Leftovers.merged(_MODE, found)

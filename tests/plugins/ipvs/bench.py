@@ -24,7 +24,7 @@ from kproxy_core.testing.builders import (
 )
 from kproxy_ipvs.applied import Applied
 from kproxy_ipvs.backend import IpvsBackend
-from kproxy_ipvs.kernel import device, rules, sets
+from kproxy_ipvs.kernel import device, sets
 from kproxy_ipvs.kernel.virtual_servers import VirtualServers
 from kproxy_ipvs.questions.cleanup import cleanup
 from kproxy_ipvs.wanted import Style
@@ -96,7 +96,7 @@ def parts(wanted: dict[ServicePortKey, ServicePlan]) -> None:
         ("  of it: plans to what they want", lambda: Applied.after(wanted, style)),
         ("  of it: reading sets", lambda: sets.read(Family.IPV4)),
         ("  of it: reading addresses", lambda: device.read(Family.IPV4)),
-        ("  of it: reading rules", lambda: rules.read(tables)),
+        ("  of it: reading rules", lambda: tables.chains()),
         ("  of it: reading virtual servers", lambda: servers.read(Family.IPV4)),
         ("  (one dump for each server instead)", lambda: list(map(servers.destinations, keys))),
     ):

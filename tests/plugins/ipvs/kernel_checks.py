@@ -20,7 +20,7 @@ from kproxy_core.testing.builders import changed_update, endpoint_slice, full_up
 from kproxy_ipvs import names, skeleton
 from kproxy_ipvs.backend import IpvsBackend
 from kproxy_ipvs.batch.servers import DeleteServer, PutDestination, PutServer
-from kproxy_ipvs.kernel import device, listing, rules, sets
+from kproxy_ipvs.kernel import device, listing, sets
 from kproxy_ipvs.kernel.virtual_servers import VirtualServers
 from kproxy_ipvs.questions.cleanup import cleanup
 from kproxy_ipvs.questions.retire import retire
@@ -141,7 +141,7 @@ def test_change_without_the_device_fails_and_the_next_sync_repairs_it(
 
 def rules_of(family: Family) -> dict[ChainKey, list[str]]:
     """Return all chains with their rules."""
-    return rules.read(Tables(family, find_variant()))
+    return Tables(family, find_variant()).chains()
 
 
 def state(family: Family, kernel: VirtualServers) -> tuple[object, ...]:

@@ -30,7 +30,7 @@ from kproxy_core.testing.builders import (
 from kproxy_iptables.backend import IptablesBackend
 from kproxy_iptables.questions.cleanup import cleanup as clean_up_iptables
 from kproxy_ipvs.backend import IpvsBackend
-from kproxy_ipvs.kernel import device, listing, rules
+from kproxy_ipvs.kernel import device, listing
 from kproxy_ipvs.kernel.virtual_servers import VirtualServers
 from kproxy_ipvs.names import IPVS_ACCESS, LOAD_BALANCER, MANGLE, NAT
 from kproxy_ipvs.questions.cleanup import cleanup
@@ -209,7 +209,7 @@ def iptables() -> Iterator[IptablesBackend]:
 
 
 def chains(family: Family) -> dict[tuple[str, str], list[str]]:
-    return rules.read(Tables(family, find_variant()))
+    return Tables(family, find_variant()).chains()
 
 
 def answered_by(flow: socket.socket) -> bytes:

@@ -7,7 +7,7 @@ from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import node_view
 from kproxy_ipvs import names
 from kproxy_ipvs.names import FILTER, MANGLE, NAT
-from kproxy_ipvs.questions.cleanup import plan_cleanup, plan_kube_proxy_cleanup, plan_own_cleanup
+from kproxy_ipvs.questions.removal import plan_cleanup, plan_kube_proxy_cleanup, plan_own_cleanup
 from kproxy_ipvs.skeleton import JUMPS, skeleton
 from kproxy_xtables.rules import ChainKey
 
@@ -97,7 +97,7 @@ def test_empty_kernel_needs_no_cleanup() -> None:
 def test_cleanup_in_another_mode_does_not_load_pyroute2(netns: None) -> None:
     """It takes 19 MiB. Only the creation of the device is worth that."""
     program = (
-        "import sys, subprocess; from kproxy_ipvs import backend, cleanup, retire\n"
+        "import sys, subprocess, kproxy_ipvs.backend; from kproxy_ipvs.questions import cleanup, retire\n"
         "subprocess.run(['ip', 'link', 'add', 'kube-ipvs0', 'type', 'bridge'], check=True)\n"
         "print(cleanup.cleanup(dry_run=False).removed, retire.retire(()).errors, 'pyroute2' in sys.modules)"
     )

@@ -9,7 +9,7 @@ from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_core.testing.builders import node_view
 from kproxy_ipvs import names, skeleton
 from kproxy_ipvs.batch.rules import difference as rules_difference
-from kproxy_ipvs.kernel import rules, sets
+from kproxy_ipvs.kernel import sets
 from kproxy_ipvs.wanted import Element
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import Variant, find_variants
@@ -34,8 +34,8 @@ def written(at: Namespace, tables: Tables, view: NodeView) -> str:
 
     def action() -> str:
         sets.create(view.family, names.SETS)
-        tables.restore(rules_difference(rules.read(tables), skeleton.skeleton(view)))
-        return rules_difference(rules.read(tables), skeleton.skeleton(view))
+        tables.restore(rules_difference(tables.chains(), skeleton.skeleton(view)))
+        return rules_difference(tables.chains(), skeleton.skeleton(view))
 
     return at.inside(action)
 
@@ -54,7 +54,7 @@ def test_only_the_differing_chain_is_written() -> None:
         view = node(Family.IPV4, "network")
         written(here, tables, view)
         here.run(tables.program, "-t", "nat", "-F", "KUBE-LOAD-BALANCER")
-        text = here.inside(lambda: rules_difference(rules.read(tables), skeleton.skeleton(view)))
+        text = here.inside(lambda: rules_difference(tables.chains(), skeleton.skeleton(view)))
         assert [line for line in text.splitlines() if line.startswith((":", "*"))] == [
             "*nat", ":KUBE-LOAD-BALANCER - [0:0]"
         ]  # fmt: skip

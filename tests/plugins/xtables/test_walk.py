@@ -1,7 +1,5 @@
 """The way of packets through iptables rules."""
 
-from collections.abc import Sequence
-
 import pytest
 
 from kproxy_core.model.address import Protocol, format_socket, parse_address
@@ -17,11 +15,8 @@ DNAT = "-p tcp -m tcp -j DNAT --to-destination 10.1.1.1:8080"
 
 def ends(chains: dict[str, list[str]]) -> list[tuple[float, str]]:
     """Return the share and the end of each way through the nat table."""
-
-    def read(table: str, chain: str) -> Sequence[str]:
-        return chains.get(chain, ())
-
-    found = Walk(Ruleset(read), node_view()).through("nat", "PREROUTING", Flight.of(PACKET))
+    rules = {("nat", chain): rules for chain, rules in chains.items()}
+    found = Walk(Ruleset(rules), node_view()).through("nat", "PREROUTING", Flight.of(PACKET))
     return [
         (round(end.share, 3), end.outcome.value if end.outcome else format_socket(*end.flight.where))
         for end in found
