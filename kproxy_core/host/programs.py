@@ -1,9 +1,8 @@
 """Programs of the node, and the processes that run them for us."""
 
-import io
 import os
-import select
 import shutil
+import signal
 import subprocess
 import threading
 from collections.abc import Generator, Iterator
@@ -123,27 +122,32 @@ def output(*argv: str, stdin: str = "", own: OwnProcesses | None = None) -> str:
 def lines(*argv: str, own: OwnProcesses | None = None) -> Generator[str, None, None]:
     """Run a program and yield its output line by line. Kills it when closed.
 
-    Raises ProgramFailed; ProgramUnfinished if nothing arrives for `TIMEOUT`. Starts no thread: a process with
-    threads cannot enter a user namespace.
+    Raises ProgramFailed; ProgramUnfinished if a line takes longer than `TIMEOUT`.
     """
     with _started(argv, own) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdin.close()
-        output = process.stdout.fileno()
-        poller = select.poll()  # select() takes no descriptor above 1,023.
-        poller.register(output, select.POLLIN)
-        rest = b""
+        timed_out = False
+
+        def give_up() -> None:
+            nonlocal timed_out
+            timed_out = True
+            process.kill()
+
         while True:
-            if not poller.poll(TIMEOUT * 1000):
-                raise ProgramUnfinished(f"{argv[0]} timed out after {TIMEOUT:g} s without output")
-            if not (data := os.read(output, _BATCH)):
+            timer = threading.Timer(TIMEOUT, give_up)
+            timer.start()
+            try:
+                batch = process.stdout.readlines(_BATCH)
+            finally:
+                timer.cancel()
+            if not batch:
                 break
-            complete, newline, rest = (rest + data).rpartition(b"\n")
-            yield from io.StringIO((complete + newline).decode(errors="replace"))
-        if rest:
-            yield rest.decode(errors="replace")
+            yield from batch
+        if timed_out:
+            raise ProgramUnfinished(f"{argv[0]} timed out after {TIMEOUT:g} s without output")
         problem = process.stderr.read()
         if code := process.wait(TIMEOUT):
             raise _error(Done(argv, code, "", problem))
@@ -156,6 +160,8 @@ def complaint(done: Done) -> str:
 
 def failure(done: Done) -> str:
     """Describe a failed run in one line."""
+    if done.returncode == -signal.SIGKILL:
+        return f"{done.args[0]}: killed, perhaps for lack of memory"
     return f"{done.args[0]}: exit {done.returncode}: {complaint(done)}"
 
 
