@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from kproxy_ebpf.kernel.port import detach_pins
 from kproxy_ebpf.names import PROGRAMS
 from tests.core.namespaces import Namespace
+from tests.soak.moments import Moment, now
 from tests.soak.proxy import Proxy
 
 Json = dict[str, Any]
@@ -35,6 +36,8 @@ class Done(NamedTuple):
     what: str
     families: frozenset[str]
     """Labels of the IP families whose repair is still to be awaited."""
+    since: Moment | None = None
+    """Start of the program that damages."""
 
 
 NOTHING = Done("", frozenset())
@@ -110,45 +113,49 @@ def delete_element(where: Node) -> Done:
 
 
 def flush_with_iptables(where: Node) -> Done:
-    """Delete all rules and chains of table nat with iptables(8)."""
+    """Delete all rules of table nat with iptables(8), and its chains unless the proxy has repaired them."""
     program = where.rng.choice(("iptables", "ip6tables"))
-    done = _run(where, ["sh", "-c", f"{program} -w -t nat -F && {program} -w -t nat -X"])
-    return Done(f"{program} -t nat -F", _of("ip6" if "6" in program else "ip")) if done else NOTHING
+    command = ["sh", "-c", f"{program} -w -t nat -F && {{ {program} -w -t nat -X || true; }}"]
+    return _run(where, command, f"{program} -t nat -F", _of("ip6" if "6" in program else "ip"))
 
 
 def restore_with_iptables(where: Node) -> Done:
     """Replace table nat as a script does that restores rules saved at boot."""
     program = where.rng.choice(("iptables", "ip6tables"))
-    done = _run(where, [f"{program}-restore", "-w"], "*nat\n:PREROUTING ACCEPT [0:0]\nCOMMIT\n")
-    return Done(f"{program}-restore", _of("ip6" if "6" in program else "ip")) if done else NOTHING
+    empty = "*nat\n:PREROUTING ACCEPT [0:0]\nCOMMIT\n"
+    command = [f"{program}-restore", "-w"]
+    return _run(where, command, command[0], _of("ip6" if "6" in program else "ip"), empty)
 
 
 def kill_worker(where: Node) -> Done:
-    workers = where.proxy.children()
+    workers = where.proxy.workers()
     if not workers:
         return NOTHING
+    since = now()
     os.kill(where.rng.choice(workers), signal.SIGKILL)
-    return Done("kill worker", BOTH)
+    return Done("kill worker", BOTH, since)
 
 
 def detach_programs(where: Node) -> Done:
     programs = where.rng.sample(PROGRAMS, 3)
     links = next(where.pins.glob("*/links"))
+    since = now()
     detach_pins(links, programs)
-    return _attached_again(where, links, f"detach {' '.join(programs)}")
+    return _attached_again(where, links, f"detach {' '.join(programs)}", since)
 
 
 def remove_pins(where: Node) -> Done:
     links = next(where.pins.glob("*/links"))
+    since = now()
     shutil.rmtree(links)
-    return _attached_again(where, links, "remove pins")
+    return _attached_again(where, links, "remove pins", since)
 
 
-def _attached_again(where: Node, links: Path, what: str) -> Done:
+def _attached_again(where: Node, links: Path, what: str, since: Moment) -> Done:
     """Wait until all programs are pinned. Each sync attaches them, without notice in the log."""
     where.proxy.wait_for(
         f"pins after {what}", lambda: all((links / program).exists() for program in PROGRAMS))
-    return Done(what, frozenset())
+    return Done(what, frozenset(), since)
 
 
 _RULES: Mapping[str, Damage] = {
@@ -223,15 +230,18 @@ def _on(where: Node, found: Json, command: Callable[[str], str]) -> Done:
 
 def _nft(where: Node, text: str, families: frozenset[str], *options: str, what: str = "") -> Done:
     """Run nft. It fails if the proxy has deleted the object since it was listed."""
-    return Done(what or text, families) if _run(where, ["nft", *options, "-f", "-"], text) else NOTHING
+    return _run(where, ["nft", *options, "-f", "-"], what or text, families, text)
 
 
 def _of(family: str) -> frozenset[str]:
     return frozenset([FAMILIES[family]])
 
 
-def _run(where: Node, command: Sequence[str], text: str = "") -> bool:
+def _run(
+    where: Node, command: Sequence[str], what: str, families: frozenset[str], text: str = ""
+) -> Done:
+    since = now()
     done = subprocess.run(
         ["ip", "netns", "exec", where.node.name, *command],
         input=text, capture_output=True, text=True, check=False)
-    return done.returncode == 0
+    return Done(what, families, since) if done.returncode == 0 else NOTHING

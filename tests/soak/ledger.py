@@ -8,6 +8,12 @@ from typing import NamedTuple
 from tests.soak.proxy import Usage
 from tests.switch.room import Failure
 
+LONGEST = 0.25
+"""Seconds from the start of the program that damages until the proxy has repaired the kernel."""
+SHARE_LONGER = 0.01
+OVERLOADED = 0.8
+"""Share of a window in which some task waited for a processor. A soak on two of its own causes half of it."""
+
 
 class Window(NamedTuple):
     """One event of a soak, from its begin until the proxy has dealt with it; monotonic seconds."""
@@ -19,6 +25,14 @@ class Window(NamedTuple):
     may_fail: bool
     """Connections may fail meanwhile."""
     what: str = ""
+    is_noticed: bool = False
+    """A running proxy had to notice it and repair the kernel."""
+    pressure: float = 0.0
+    """Share of the time in which some task of the machine waited for a processor."""
+
+    @property
+    def seconds(self) -> float:
+        return self.until - self.since
 
     def holds(self, failure: Failure) -> bool:
         """Return True if the connection or question began before the end, and failed after the begin."""
@@ -40,6 +54,20 @@ class Ledger:
         """Return the failures in no window in which connections may fail."""
         allowed = [window for window in self.windows if window.may_fail]
         return [failure for failure in failures if not any(window.holds(failure) for window in allowed)]
+
+    def judged(self) -> list[Window]:
+        """Return the damages of a running proxy, without those for which the machine had no time."""
+        return [window for window in self.windows if window.is_noticed and window.pressure < OVERLOADED]
+
+    def slow(self) -> list[Window]:
+        """Return the judged windows longer than `LONGEST` if they are more than one of a hundred."""
+        found = [window for window in self.judged() if window.seconds > LONGEST]
+        return found if len(found) > SHARE_LONGER * len(self.judged()) else []
+
+    def repair_times(self) -> str:
+        """Return p50, p99 and the longest of the judged windows in milliseconds."""
+        durations = [window.seconds for window in self.judged()]
+        return ", ".join(_milliseconds(durations, share) for share in (0.5, 0.99, 1.0)) if durations else ""
 
     def event_table(self, failures: Sequence[Failure]) -> str:
         """Return a Markdown table with a line for each kind of event in each mode."""

@@ -155,6 +155,10 @@ class Proxy:
             found += map(int, (task / "children").read_text().split())
         return found
 
+    def workers(self) -> list[int]:
+        """Process ids of its relay workers."""
+        return [pid for pid in self.children() if b"worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
     def entries(self, since: float) -> list[Entry]:
         """Return the log lines read from *since* on."""
         with self._changed:

@@ -20,6 +20,7 @@ from kproxy_core.testing.conformance.kernel_state import difference
 from tests.soak.api import Churn
 from tests.soak.damage import DAMAGES, WHILE_ENDED, Damage, Node
 from tests.soak.ledger import Ledger, Window, leaks
+from tests.soak.moments import Moment, now
 from tests.soak.objects import Objects
 from tests.soak.proxy import REPAIRED, Proxy, SoakFailed
 from tests.switch.room import FROM_CLIENT, FROM_NODE, Failure, Load, Room
@@ -164,6 +165,10 @@ class Soak:
             self._check_full_sync()
         ended = self.proxy.terminate()
         ledger.problems += self.proxy.problems
+        ledger.problems += [
+            f"{each.mode}: repaired after {each.seconds:.3f} s, pressure {each.pressure:.0%}: {each.what}"
+            for each in ledger.slow()
+        ]
         fresh, last = ledger.usages[0], ledger.usages[-1]
         stalled = sum(until - since for load in self._loads for since, until in load.stalls)
         ledger.totals |= {
@@ -172,6 +177,8 @@ class Soak:
             "answers on lasting ones": sum(load.exchanged for load in self._loads),
             "failed in damage windows": len(self.failures) - len(outside),
             "failed outside": len(outside),
+            "damages judged by the length of their repair": len(ledger.judged()),
+            "their repair, ms: p50, p99, longest": ledger.repair_times(),
             "changes of objects": self.churn.changes,
             "starts of kproxy": self.proxy.starts,
             "laps of one process, measured after the first and the last": len(ledger.usages),
@@ -215,29 +222,37 @@ class Soak:
         time.sleep(self.rng.uniform(0.3, 0.8))
 
     @contextmanager
-    def _window(self, kind: str, *, may_fail: bool) -> Iterator[list[str]]:
-        """Note the time that the block takes. The block may append words for the log."""
-        mode, since, words = self.proxy.mode, time.monotonic(), list[str]()
-        yield words
-        window = Window(mode, kind, since, time.monotonic(), may_fail, " ".join(words))
-        self.ledger.windows.append(window)
-        took = 1000 * (window.until - since)
-        print(f"{since - self._started:7.2f} {mode}: {kind}: {took:.0f} ms {window.what}", flush=True)
+    def _window(self, kind: str, *, may_fail: bool) -> Iterator[None]:
+        """Note the time that the block takes."""
+        mode, since = self.proxy.mode, now()
+        yield
+        self._note(Window(mode, kind, since.at, now().at, may_fail), since)
+
+    def _note(self, window: Window, since: Moment) -> None:
+        """Add *window*, which began at *since*, to the ledger."""
+        pressure = now().pressure_since(since)
+        self.ledger.windows.append(window._replace(pressure=pressure))
+        print(
+            f"{window.since - self._started:7.2f} {window.mode}: {window.kind}: "
+            f"{1000 * window.seconds:.0f} ms, pressure {pressure:.0%} {window.what}", flush=True,
+        )  # fmt: skip
 
     def _undisturbed(self, kind: str, event: Callable[[], None]) -> None:
         with self._window(kind, may_fail=False):
             event()
 
     def _damage(self, kind: str, damage: Damage) -> None:
-        with self._window(kind, may_fail=True) as words:
-            since = time.monotonic()
-            done = damage(self._damaged)
-            words.append(done.what)
-            try:
-                self.proxy.wait_for(
-                    f"repair of {done}", lambda: done.families <= self._repaired(since), REPAIR_PATIENCE)
-            except SoakFailed as error:
-                self.ledger.problems.append(f"{self.proxy.mode}: {error}")
+        done = damage(self._damaged)
+        if done.since is None:
+            return
+        since, at = done.since, done.since.at
+        try:
+            self.proxy.wait_for(
+                f"repair of {done}", lambda: done.families <= self._repaired(at), REPAIR_PATIENCE)
+        except SoakFailed as error:
+            self.ledger.problems.append(f"{self.proxy.mode}: {error}")
+        window = Window(self.proxy.mode, kind, at, now().at, may_fail=True, what=done.what, is_noticed=True)
+        self._note(window, since)
 
     def _repaired(self, since: float) -> set[str]:
         return {

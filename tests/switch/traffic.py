@@ -288,7 +288,7 @@ class Client:
         if self._ending or replaced:
             return
         if conversation.lasting:
-            self._begin(conversation.target, 0, lasting=True)
+            self._again.append((conversation.target, 0, True))
         else:
             self._open()
 

@@ -1,0 +1,52 @@
+"""Failures, windows and leaks: the verdicts of a soak."""
+
+import pytest
+
+from tests.soak.ledger import Ledger, Window, leaks
+from tests.soak.proxy import Usage
+from tests.switch.room import Failure
+
+USAGE = Usage(rss=50 << 20, descriptors=40, threads=13, children=0)
+
+
+def damage(seconds: float, pressure: float = 0.5) -> Window:
+    return Window("nftables", "flush ruleset", 10.0, 10.0 + seconds, True, is_noticed=True, pressure=pressure)
+
+
+@pytest.mark.parametrize(("since", "until", "allowed"), [
+    (9.0, 9.9, False), (9.0, 10.0, True), (10.1, 12.0, True), (10.3, 10.4, False),
+])  # fmt: skip
+def test_a_connection_may_fail_if_it_was_under_way_during_damage(
+    since: float, until: float, allowed: bool
+) -> None:
+    failure = Failure(since, until, False, "new tcp")
+    assert Ledger([damage(0.2)]).outside([failure]) == ([] if allowed else [failure])
+
+
+def test_connections_may_not_fail_when_nothing_was_damaged() -> None:
+    window = Window("nftables", "SIGTERM", 10.0, 12.0, may_fail=False)
+    failure = Failure(11.0, 11.1, False, "new tcp")
+    assert Ledger([window]).outside([failure]) == [failure]
+
+
+@pytest.mark.parametrize(("windows", "slow"), [
+    ([damage(0.2)], 0),
+    ([damage(0.3)], 1),
+    ([damage(0.3, pressure=0.9)], 0),
+    ([damage(0.1)] * 99 + [damage(0.3)], 0),
+    ([damage(0.1)] * 98 + [damage(0.3)] * 2, 2),
+])  # fmt: skip
+def test_one_of_a_hundred_repairs_may_be_slow_while_the_machine_has_time(
+    windows: list[Window], slow: int
+) -> None:
+    assert len(Ledger(windows).slow()) == slow
+
+
+@pytest.mark.parametrize(("last", "grown"), [
+    (USAGE, []), (USAGE._replace(rss=56 << 20), []), (USAGE._replace(rss=57 << 20), ["rss"]),
+    (USAGE._replace(descriptors=41), ["descriptors"]),
+    (USAGE._replace(threads=14, children=1), ["threads", "children"]),
+])  # fmt: skip
+def test_leaks_are_what_grew_from_the_first_lap_to_the_last(last: Usage, grown: list[str]) -> None:
+    found = leaks([USAGE, USAGE._replace(descriptors=50), last], growth=0.05, slack=4 << 20)
+    assert [line.split()[0] for line in found] == grown
