@@ -62,9 +62,11 @@ LINT = (
 )
 ALL = (
     Lane("ipvs", ("tests/plugins/ipvs", "-m", "in_a_guest"), in_a_guest=True),
-    Lane("guest", ("tests/guest", "tests/kit", "tests/switch", "tests/leftovers", "-m", "in_a_guest"),
+    Lane("guest", ("tests/guest", "tests/kit", "tests/switch", "tests/leftovers", "tests/shortage", "-m",
+                   "in_a_guest"),
          in_a_guest=True),
     *LINT,
+    Lane("soak", ("tests/soak",)),
     Lane("switch", ("tests/switch", *_NOT_IN_A_GUEST)),
     *_scenarios("userspace", 2),
     *_scenarios("iptables", 2),
@@ -76,6 +78,7 @@ ALL = (
     Lane("kit", ("tests/kit", *_NOT_IN_A_GUEST)),
     Lane("leftovers", ("tests/leftovers", *_NOT_IN_A_GUEST)),
     Lane("plugins", ("tests/plugins", *_NOT_IN_A_GUEST)),
+    Lane("shortage", ("tests/shortage", *_NOT_IN_A_GUEST)),
     Lane("deploy", ("tests/deploy",)),
     Lane("rest", ("tests/rooms", "tests/examples", "tests/guest", "tests/conformance", *_NOT_IN_A_GUEST,
                   "-k", "not test_scenario and not test_packets")),

@@ -1,0 +1,141 @@
+"""A node with an endpoint of its own and a running kproxy, from which things are taken away."""
+
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from tests.core.namespaces import Namespace, namespace
+from tests.core.processes import KPROXY, PATIENCE, Proxy, started
+
+ENDPOINT, PORT = "10.1.2.3", 8080
+Json = dict[str, Any]
+MODES = ("nftables", "iptables", "userspace")
+
+
+class Node:
+    """A network namespace with an endpoint, manifests, and a kproxy that can be restarted."""
+
+    def __init__(self, network: Namespace, directory: Path, mode: str, options: Mapping[str, object]) -> None:
+        self.network = network
+        self.directory = directory
+        self.log = directory / "kproxy.log"
+        self._manifests = directory / "manifests"
+        self._manifests.mkdir()
+        self._config = directory / "config.conf"
+        self._config.write_text(json.dumps({
+            "apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration", "mode": mode,
+            "conntrack": {"maxPerCore": 0}, **options,
+            "kproxy": {"stateDirectory": str(directory / "state")},
+        }))  # fmt: skip
+
+    def serve(self, number: int, node_port: int = 0) -> None:
+        """Write a Service, which `vip` names, and its endpoint."""
+        items = _objects(number, node_port)
+        write(self._manifests / f"web-{number}.json", {"kind": "List", "apiVersion": "v1", "items": items})
+
+    def serve_many(self, first: int, count: int) -> None:
+        """Write *count* Services as one file."""
+        items = [item for number in range(first, first + count) for item in _objects(number)]
+        write(self._manifests / f"many-{first}.json", {"kind": "List", "apiVersion": "v1", "items": items})
+
+    @contextmanager
+    def proxy(self, *arguments: str, environment: Mapping[str, str] = {}) -> Iterator[Proxy]:
+        """Yield a healthy kproxy. Its log is `logged`."""
+        variables = [f"{name}={value}" for name, value in environment.items()]
+        log = f'exec "$@" 2>>{self.log}'
+        command = [
+            "ip", "netns", "exec", self.network.name, "env", *variables, "sh", "-c", log, "sh",
+            KPROXY, "--config", str(self._config), "--manifests", str(self._manifests),
+            "--hostname-override", "here", *arguments,
+        ]  # fmt: skip
+        with started(self.network, command) as proxy:
+            proxy.await_health()
+            yield proxy
+
+    @property
+    def logged(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def await_log(self, pattern: str) -> None:
+        """Wait until the log matches *pattern*."""
+        self.await_true(lambda: bool(re.search(pattern, self.logged)), pattern)
+
+    def await_answer(self, address: str, port: int = 80) -> None:
+        """Wait until a connection is answered by the endpoint."""
+        self.await_true(lambda: self.answers(address, port), f"an answer from {address}")
+
+    def await_true(self, holds: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not holds():
+            assert time.monotonic() < deadline, f"no {what}:\n{self.logged[-4000:]}"
+            time.sleep(0.05)
+
+    def answers(self, address: str, port: int = 80) -> bool:
+        """Return whether a new connection is answered by the endpoint."""
+        with suppress(OSError), self.dial(address, port) as client:
+            return client.recv(1) == b"!"
+        return False
+
+    def dial(self, address: str, port: int = 80) -> socket.socket:
+        return self.network.inside(lambda: socket.create_connection((address, port), 1.0))
+
+
+def vip(number: int) -> str:
+    return f"10.96.{number // 250}.{1 + number % 250}"
+
+
+def _objects(number: int, node_port: int = 0) -> list[Json]:
+    """Return a Service, and its endpoint."""
+    spec: Json = {"clusterIP": vip(number), "ports": [{"port": 80}]}
+    if node_port:
+        spec |= {"type": "NodePort", "ports": [{"port": 80, "nodePort": node_port}]}
+    meta: Json = {"name": f"web-{number}", "namespace": "shop"}
+    return [
+        {"apiVersion": "v1", "kind": "Service", "spec": spec, "metadata": meta},
+        {"apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
+         "metadata": meta | {"labels": {"kubernetes.io/service-name": meta["name"]}},
+         "endpoints": [{"addresses": [ENDPOINT]}], "ports": [{"port": PORT}]},
+    ]  # fmt: skip
+
+
+def write(path: Path, value: object) -> None:
+    """Replace a file as editors do, so that no reader sees a part of it."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(value))
+    new.rename(path)
+
+
+@contextmanager
+def node(directory: Path, mode: str, **options: object) -> Iterator[Node]:
+    """A node with an uplink, a route for VIPs, and an endpoint that greets and echoes."""
+    with ExitStack() as stack:
+        network = stack.enter_context(namespace())
+        network.ip(
+            f"address add {ENDPOINT}/32 dev lo",
+            "link add node0 type veth peer name lan0", "link set node0 up", "link set lan0 up",
+            "address add 192.0.2.1/24 dev node0", "route add default via 192.0.2.254",
+        )  # fmt: skip
+        listener = network.inside(lambda: socket.create_server((ENDPOINT, PORT), backlog=1024))
+        stack.callback(listener.close)
+        threading.Thread(target=_greet, args=[listener], daemon=True).start()
+        yield Node(network, directory, mode, options)
+
+
+def _greet(listener: socket.socket) -> None:
+    with suppress(OSError):
+        while True:
+            client, _ = listener.accept()
+            threading.Thread(target=_echo, args=[client], daemon=True).start()
+
+
+def _echo(client: socket.socket) -> None:
+    with client, suppress(OSError):
+        client.sendall(b"!")
+        while data := client.recv(4096):
+            client.sendall(data)

@@ -1,0 +1,42 @@
+"""No file descriptors: every file, socket and program that kproxy opens fails with EMFILE."""
+
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.shortage.node import MODES, node, vip
+
+
+@contextmanager
+def no_descriptors(pid: int) -> Iterator[None]:
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    used = {int(fd) for fd in os.listdir(f"/proc/{pid}/fd")}
+    first_free = next(number for number in range(limits[0]) if number not in used)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (first_free, limits[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_changes_wait_for_descriptors_and_none_is_lost(tmp_path: Path, mode: str) -> None:
+    with node(tmp_path, mode) as here:
+        here.serve(1)
+        with here.proxy() as proxy:
+            here.await_answer(vip(1))
+            with no_descriptors(proxy.pid):
+                here.serve(2)
+                here.await_log("Too many open files")
+                assert not here.answers(vip(2))
+                if mode != "userspace":  # its relays are the process
+                    assert here.answers(vip(1))
+            here.await_answer(vip(2))
+            here.serve(3)
+            here.await_answer(vip(3))
+            assert here.answers(vip(1))
+            proxy.await_health()
