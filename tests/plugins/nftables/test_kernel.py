@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from kproxy_core.backend.api import BackendSettings, Scope, SyncReport, Update
 from kproxy_core.backend.errors import SyncFailed, TrustLost
 from kproxy_core.host.netlink.sockets import NetlinkSocket
-from kproxy_core.model.address import Family
+from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
@@ -367,6 +367,23 @@ def test_a_write_too_large_for_one_transaction_is_split(monkeypatch: pytest.Monk
     kernel.write(Family.IPV4, old, new)
     assert kernel.elements(Family.IPV4, names.VIPS) == {key: value for _, key, value in new}
     kernel.close()
+
+
+def test_a_large_write_adds_frontends_after_endpoints_and_deletes_them_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(batch, "_MOST_ELEMENTS", 2)
+    endpoints = names.VIP_ENDPOINTS[Protocol.TCP]
+    elements: list[Element] = [
+        (names.CLUSTER_IPS, b"ip11", None), (names.VIPS, b"ip11tcp.port1", "drop"),
+        (endpoints, b"ip11port0001", b"ip22port"), (endpoints, b"ip11port0002", b"ip22port")]
+
+    def containers(deletes: list[Element], adds: list[Element]) -> list[set[str]]:
+        return [{name for name in (names.CLUSTER_IPS, names.VIPS, endpoints) if f"{name}\0".encode() in data}
+                for data, _ in batch.batches(Family.IPV4, deletes, adds, limit=1 << 20)]
+
+    assert containers([], elements) == [{endpoints}, {names.VIPS, names.CLUSTER_IPS}]
+    assert containers(elements, []) == [{names.VIPS, names.CLUSTER_IPS}, {endpoints}]
 
 
 @pytest.mark.parametrize("attempt", range(3))
