@@ -77,9 +77,19 @@ class Attempts:
         remedies = (remedy, *map(self.modules.remedy, absent))
         return Finding(what, False, found, "; ".join(filter(None, remedies)), guessed=True)
 
+
 def _listed(names: Sequence[str]) -> str:
     first, last = ", ".join(names[:-1]), names[-1]
     return f"{first} and {last}" if first else last
+
+
+def problem_of(act: Callable[[], object]) -> str:
+    """Return why *act* fails with a HostError; "" if it succeeds."""
+    try:
+        act()
+    except HostError as error:
+        return str(error)
+    return ""
 
 
 def sysctl_finding(name: str, value: int, remedy: str) -> Finding:

@@ -21,7 +21,7 @@ from kproxy_ipvs.kernel.draining import Draining
 from kproxy_ipvs.kernel.virtual_servers import VirtualServers
 from kproxy_ipvs.names import SETS
 from kproxy_ipvs.settings import Settings
-from kproxy_ipvs.wanted import ServerKey, Style
+from kproxy_ipvs.wanted import ServerKey, Style, make_style
 from kproxy_xtables.shared_chains import SERVICES, ipset_mode_chains
 from kproxy_xtables.tables import Tables
 
@@ -61,7 +61,7 @@ class FamilyState:
         if node == self._node:
             return False
         return skeleton.rules_differ(self._node, node) or self._style != make_style(
-            node, self._settings, self._style.elsewhere
+            node, self._settings.scheduler, self._style.elsewhere
         )
 
     def change(self, node: NodeView, changed: Mapping[ServicePortKey, ServicePlan | None]) -> SyncReport:
@@ -87,7 +87,7 @@ class FamilyState:
         missing = [kind for kind in SETS if kind not in entries]
         sets.create(self.family, missing)
         on_device, elsewhere = device.read(self.family)
-        style = make_style(node, self._settings, elsewhere)
+        style = make_style(node, self._settings.scheduler, elsewhere)
         expected = Applied.after(plans, style, self._applied)
         with self._draining.lock:
             held = self._servers.read(self.family)
@@ -171,18 +171,3 @@ class FamilyState:
         if not isinstance(operation, PutDestination) or not operation.new:
             return operation
         return operation._replace(new=not self._draining.forget(operation.key, operation.where))
-
-
-def make_style(node: NodeView, settings: Settings, elsewhere: frozenset[Address]) -> Style:
-    """Return the parameters of `wanted` on a node that has the addresses *elsewhere*, beside the device."""
-    return Style(
-        family=node.family,
-        scheduler=settings.scheduler,
-        node_ip=node.node_ip,
-        node_port_addresses=tuple(
-            address for address in node.node_port_addresses
-            if not (node.family is Family.IPV6 and address[:2] == b"\xfe\x80")
-        ),
-        masquerade_bit=node.masquerade_bit,
-        elsewhere=elsewhere,
-    )  # fmt: skip

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_address
 from kproxy_core.model.endpoint import Destination
+from kproxy_core.model.node import NodeView
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_ipvs import names
 from kproxy_ipvs.names import SetKind
@@ -96,6 +97,17 @@ class Style:
 
 
 _PROTOCOLS = {protocol: protocol.name.lower() for protocol in Protocol}
+
+
+def make_style(node: NodeView, scheduler: str, elsewhere: frozenset[Address] = frozenset()) -> Style:
+    """Return the style for a node that has the addresses *elsewhere*, beside the device."""
+    addresses = node.node_port_addresses
+    if node.family is Family.IPV6:
+        addresses = tuple(address for address in addresses if not address.startswith(b"\xfe\x80"))
+    return Style(
+        family=node.family, scheduler=scheduler, node_ip=node.node_ip, node_port_addresses=addresses,
+        masquerade_bit=node.masquerade_bit, elsewhere=elsewhere,
+    )  # fmt: skip
 
 
 def wanted(plan: ServicePlan, style: Style, mark: int) -> Wanted:

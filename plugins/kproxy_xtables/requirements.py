@@ -5,8 +5,7 @@ from functools import partial
 from typing import NamedTuple
 
 from kproxy_core.host import privileges, programs
-from kproxy_core.host.attempts import Attempts, Finding
-from kproxy_core.host.errors import HostError
+from kproxy_core.host.attempts import Attempts, Finding, problem_of
 from kproxy_core.host.modules import Modules
 from kproxy_core.model.address import Family
 from kproxy_xtables.tables import Tables
@@ -92,22 +91,18 @@ def try_rules(
     """Read the nat table; if that works, try rules in *other_tables* and with each of *features*."""
     reading = Attempts(attempts.modules, why_not="", load_modules=attempts.load_modules)
     nat = reading.attempt(
-        f"{tables.family.label}: nat table", _table_modules("nat", tables), partial(_problem, tables.check),
+        f"{tables.family.label}: nat table", _table_modules("nat", tables), partial(problem_of, tables.check),
         "use a kernel with netfilter NAT")  # fmt: skip
     yield nat
     if not nat.met:
         return
     attempts.modules = reading.modules
     for name in other_tables:
-        yield _try_table(name, tables, attempts)
+        yield attempts.attempt(
+            f"{tables.family.label}: {name} table", _table_modules(name, tables),
+            _adding(tables, name, "-j RETURN"))  # fmt: skip
     for feature in features:
         yield _try_feature(feature, tables, attempts)
-
-
-def _try_table(name: str, tables: Tables, attempts: Attempts) -> Finding:
-    return attempts.attempt(
-        f"{tables.family.label}: {name} table", _table_modules(name, tables),
-        _adding(tables, name, "-j RETURN"))  # fmt: skip
 
 
 def _try_feature(feature: Feature, tables: Tables, attempts: Attempts) -> Finding:
@@ -134,12 +129,4 @@ def _prefix(family: Family) -> str:
 def _adding(tables: Tables, table: str, spec: str) -> Callable[[], str]:
     """Return an action that adds a rule to a chain made for that, and returns the problem or ""."""
     text = f"*{table}\n:{_CHAIN} - [0:0]\n-F {_CHAIN}\n-A {_CHAIN} {spec}\nCOMMIT\n"
-    return partial(_problem, partial(tables.restore, text))
-
-
-def _problem(action: Callable[[], None]) -> str:
-    try:
-        action()
-    except HostError as error:
-        return str(error)
-    return ""
+    return partial(problem_of, partial(tables.restore, text))

@@ -6,7 +6,7 @@ chains are followed: what other tools add there is theirs.
 
 import re
 import shlex
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -201,39 +201,31 @@ class Walk:
                     self.remembered = _socket(other.options["--to-destination"])
 
     def _matches(self, name: str, value: str, flight: Flight) -> bool:
-        return _MATCHES[name](self, value, flight)
-
-    def _destination(self, value: str, flight: Flight) -> bool:
-        return flight.destination in network(value)
-
-    def _source(self, value: str, flight: Flight) -> bool:
-        return flight.packet.source in network(value)
-
-    def _protocol(self, value: str, flight: Flight) -> bool:
-        return value == flight.packet.protocol.name.lower()
-
-    def _interface(self, value: str, flight: Flight) -> bool:
-        return flight.packet.origin is Origin.POD
-
-    def _port(self, value: str, flight: Flight) -> bool:
-        return int(value) == flight.port
-
-    def _to_local(self, value: str, flight: Flight) -> bool:
-        return value == "LOCAL" and self.is_local(flight.destination)
-
-    def _from_local(self, value: str, flight: Flight) -> bool:
-        return value == "LOCAL" and flight.packet.origin is Origin.NODE
-
-    def _state(self, value: str, flight: Flight) -> bool:
-        states = value.split(",")
-        return "NEW" in states or (flight.translated and "DNAT" in states)
-
-    def _bridged(self, value: str, flight: Flight) -> bool:
-        return False
-
-    def _marked(self, value: str, flight: Flight) -> bool:
-        wanted, mask = _value_and_mask(value)
-        return flight.mark & mask == wanted
+        packet = flight.packet
+        match name:
+            case "-d":
+                return flight.destination in network(value)
+            case "-s":
+                return packet.source in network(value)
+            case "-p":
+                return value == packet.protocol.name.lower()
+            case "-i":
+                return packet.origin is Origin.POD
+            case "--dport":
+                return int(value) == flight.port
+            case "--dst-type":
+                return value == "LOCAL" and self.is_local(flight.destination)
+            case "--src-type":
+                return value == "LOCAL" and packet.origin is Origin.NODE
+            case "--ctstate" | "--state":
+                states = value.split(",")
+                return "NEW" in states or (flight.translated and "DNAT" in states)
+            case "--mark":
+                wanted, mask = _value_and_mask(value)
+                return flight.mark & mask == wanted
+            case "--match-set":
+                return self._in_set(value, flight)
+        return False  # --physdev-is-in: no packet here crosses a bridge
 
     def _in_set(self, value: str, flight: Flight) -> bool:
         name, sides = value.split()
@@ -260,17 +252,14 @@ class _Rule(NamedTuple):
 
 
 _TARGETS = frozenset({"DROP", "REJECT", "ACCEPT", "RETURN", "MARK", "SET", "MASQUERADE", "DNAT", "REDIRECT"})
-_MATCHES: Mapping[str, Callable[[Walk, str, Flight], bool]] = {
-    "-d": Walk._destination, "-s": Walk._source, "-p": Walk._protocol, "-i": Walk._interface,
-    "--dport": Walk._port, "--dst-type": Walk._to_local, "--src-type": Walk._from_local,
-    "--physdev-is-in": Walk._bridged, "--ctstate": Walk._state, "--state": Walk._state,
-    "--mark": Walk._marked, "--match-set": Walk._in_set,
-}  # fmt: skip
+_MATCHES = frozenset({
+    "-d", "-s", "-p", "-i", "--dport", "--dst-type", "--src-type", "--ctstate", "--state", "--mark",
+    "--probability",
+})  # fmt: skip
 _SHORT = 32
 """Rules in a chain that needs no index."""
 _ONE_ADDRESS = re.compile(r"(?<!! )-d (\S+)/(?:32|128) ")
 _ONE_PORT = re.compile(r"(?<!! )--dport (\d+)(?: |$)")
-_OTHER_MATCHES = frozenset({"--probability"})
 _BARE_MATCHES = frozenset({"--rcheck", "--physdev-is-in"})
 _FLAGS = frozenset({"--rsource", "--reap", "--random-fully", "--random", "--map-mark", "--set"})
 _VALUES = frozenset({
@@ -310,7 +299,7 @@ def _parsed(text: str) -> _Rule:
                 options[word] = value
             else:
                 matches.append((word, value, negated))
-        elif word in _MATCHES or word in _OTHER_MATCHES:
+        elif word in _MATCHES:
             matches.append((word, next(words), negated))
         elif word in _VALUES:
             options[word] = next(words)

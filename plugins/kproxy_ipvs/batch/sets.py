@@ -1,6 +1,6 @@
 """Entries of ipsets as netlink messages (linux/netfilter/ipset/ip_set.h, protocol 6), and as text."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import groupby, islice
 from typing import NamedTuple
 
@@ -62,17 +62,16 @@ def destroy_set(name: str) -> Request:
     return Request(_DESTROY_SET, 0, _named(name))
 
 
-def decode_entries(family: Family, kind: SetKind, answers: Iterable[Span]) -> dict[str, int]:
+def decode_entries(family: Family, answers: Iterable[Span]) -> dict[str, int]:
     """Return the entries in the *answers* to `list_set` as ipset prints them, with their marks."""
     found: dict[str, int] = {}
-    format_entry = _FORMATS[kind.type]
     for data, start, end in answers:
         for outer, first, last in attribute_spans(data, start + NFGENMSG.size, end):
             if outer == _ENTRIES:
                 for _, begin, until in attribute_spans(data, first, last):
                     entry = attributes(data, begin, until)
                     mark = int.from_bytes(entry[_MARK][:4], "big") if _MARK in entry else 0
-                    found[format_entry(family, entry)] = mark
+                    found[_formatted(family, entry)] = mark
     return found
 
 
@@ -118,40 +117,21 @@ def _port(text: str) -> bytes:
     return attribute(_PORT | NLA_F_NET_BYTEORDER, int(text).to_bytes(2, "big"))
 
 
-_Attributes = dict[int, bytes]
+def _formatted(family: Family, entry: dict[int, bytes]) -> str:
+    """Return an entry as ipset prints it."""
+    port = str(int.from_bytes(entry.get(_PORT, b""), "big"))
+    if _IP not in entry:
+        return port
+    text = _address_text(family, entry[_IP])
+    if _PORT in entry:
+        number = entry[_NUMBER]
+        text += f",{_PROTOCOLS.get(number) or number[0]}:{port}"
+    if _IP2 in entry:
+        text += f",{_address_text(family, entry[_IP2])}"
+    length = entry.get(_LENGTH2, b"")
+    return f"{text}/{length[0]}" if length and length[0] != family.bits else text
 
 
-def _format_port(family: Family, entry: _Attributes) -> str:
-    return str(int.from_bytes(entry[_PORT], "big"))
-
-
-def _format_ip(family: Family, entry: _Attributes) -> str:
-    return _format_address(family, entry[_IP])
-
-
-def _format_ip_port(family: Family, entry: _Attributes) -> str:
-    protocol = _PROTOCOLS.get(entry[_NUMBER]) or entry[_NUMBER][0]
-    return f"{_format_ip(family, entry)},{protocol}:{_format_port(family, entry)}"
-
-
-def _format_ip_port_ip(family: Family, entry: _Attributes) -> str:
-    return f"{_format_ip_port(family, entry)},{_format_address(family, entry[_IP2])}"
-
-
-def _format_ip_port_net(family: Family, entry: _Attributes) -> str:
-    length = entry[_LENGTH2][0]
-    return _format_ip_port_ip(family, entry) + ("" if length == family.bits else f"/{length}")
-
-
-def _format_address(family: Family, value: bytes) -> str:
+def _address_text(family: Family, value: bytes) -> str:
     # The address is the only nested attribute, behind a header of four bytes.
     return format_address(Address(value[4 : 4 + family.size]))
-
-
-_FORMATS: dict[str, Callable[[Family, _Attributes], str]] = {
-    "bitmap:port": _format_port,
-    "hash:ip": _format_ip,
-    "hash:ip,port": _format_ip_port,
-    "hash:ip,port,ip": _format_ip_port_ip,
-    "hash:ip,port,net": _format_ip_port_net,
-}

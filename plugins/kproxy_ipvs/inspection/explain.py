@@ -1,12 +1,11 @@
 """Serves the hook `kproxy_explain`: the rules, sets and virtual servers that packets meet."""
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from kproxy_core.backend.api import KernelSide, Question
 from kproxy_core.host.errors import HostError
-from kproxy_core.model.address import Address, Family, format_address, format_socket
-from kproxy_core.model.address import Protocol as TransportProtocol
+from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome, Packet
 from kproxy_core.plan.service_plan import Frontend
@@ -16,7 +15,7 @@ from kproxy_ipvs.kernel.virtual_servers import VirtualServers
 from kproxy_ipvs.names import FILTER, MANGLE, NAT, SETS, SetKind
 from kproxy_ipvs.settings import Settings
 from kproxy_ipvs.skeleton import JUMPS, skeleton
-from kproxy_ipvs.wanted import ServerKey, Style
+from kproxy_ipvs.wanted import ServerKey, make_style
 from kproxy_xtables.rules import RulesByChain, jumps_by_chain
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import find_variant
@@ -25,22 +24,15 @@ from kproxy_xtables.walk import Flight, Ruleset, Walk, network
 Weights = Mapping[Destination, int]
 
 
-class Servers(Protocol):
-    """The virtual servers: in the kernel, or as they would be written."""
-
-    def find(self, key: ServerKey) -> Weights | None:
-        """Return the real servers with their weights; None: no such virtual server, or none that has any."""
-
-    def remembered(self, key: ServerKey, client: Address) -> Destination | None:
-        """Return the real server to which persistence has pinned *client*."""
-
-
 class State(NamedTuple):
     """All kernel objects of one family."""
 
     rules: RulesByChain
     sets: Mapping[SetKind, Mapping[str, int]]
-    servers: Servers
+    find: Callable[[ServerKey], Weights | None]
+    """Returns the real servers of a virtual server; None if that does not exist."""
+    remembered: Callable[[ServerKey, Address], Destination | None]
+    """Returns the real server to which persistence has pinned a client."""
     local: frozenset[Address]
     """The addresses of the device."""
 
@@ -50,25 +42,24 @@ def explain(questions: Sequence[Question], settings: Settings, *, live: bool) ->
     if not live:
         return [_side(question, _written(question, settings)) for question in questions]
     family = questions[0].node.family
-    servers = VirtualServers()
-    try:
+    with VirtualServers() as servers:
+
+        def find(key: ServerKey) -> Weights | None:
+            items = servers.destinations(key) if servers.exists(key) else None
+            return None if items is None else {item.where: item.weight for item in items}
+
         rules = Tables(family, find_variant()).chains()
-        state = State(rules, sets.read(family), _InKernel(servers), device.read(family)[0])
+        state = State(rules, sets.read(family), find, _remembered, device.read(family)[0])
         return [_side(question, state) for question in questions]
-    finally:
-        servers.close()
 
 
 def frontends(family: Family) -> list[Frontend]:
     """Return the addresses of the kernel's virtual servers. Raises HostError."""
-    servers = VirtualServers()
-    try:
+    with VirtualServers() as servers:
         return [
-            Frontend(key.address, TransportProtocol(key.protocol), key.port)
+            Frontend(key.address, Protocol(key.protocol), key.port)
             for key in servers.keys(family) if key.address is not None
         ]
-    finally:
-        servers.close()
 
 
 def _side(question: Question, state: State) -> KernelSide:
@@ -134,7 +125,7 @@ def _follow(packet: Packet, walk: Walk, state: State) -> tuple[Fate, Destination
         translated = Flight(packet, where.address, where.port, flight.mark, translated=True)
         (end,) = walk.through(NAT, "POSTROUTING", translated)
         choices.append(Choice(where, weight / total, end.flight.masqueraded))
-    return Fate(Outcome.FORWARDED, f"virtual server {key}", tuple(choices)), state.servers.remembered(
+    return Fate(Outcome.FORWARDED, f"virtual server {key}", tuple(choices)), state.remembered(
         key, packet.source)
 
 
@@ -142,53 +133,33 @@ def _server(packet: Packet, flight: Flight, state: State) -> tuple[ServerKey, We
     """Return the virtual server of a packet: IPVS looks up marks before addresses."""
     if flight.mark:
         key = ServerKey.marked(packet.family, flight.mark)
-        servers = state.servers.find(key)
+        servers = state.find(key)
         if servers is not None:
             return key, servers
     key = ServerKey(packet.family, 0, packet.destination, packet.protocol, packet.port)
-    return key, state.servers.find(key)
+    return key, state.find(key)
 
 
-class _InKernel:
-    def __init__(self, servers: VirtualServers) -> None:
-        self._servers = servers
-
-    def find(self, key: ServerKey) -> Weights | None:
-        if not self._servers.exists(key):
-            return None
-        return {item.where: item.weight for item in self._servers.destinations(key)}
-
-    def remembered(self, key: ServerKey, client: Address) -> Destination | None:
-        if key.address is None:
-            return None
-        try:
-            return listing.read_template(client, Destination(key.address, key.port))
-        except HostError:
-            return None
-
-
-class _Written:
-    def __init__(self, applied: Applied) -> None:
-        self._servers = applied.servers
-
-    def find(self, key: ServerKey) -> Weights | None:
-        server = self._servers.get(key)
-        return None if server is None else dict.fromkeys(server.destinations, 1)
-
-    def remembered(self, key: ServerKey, client: Address) -> Destination | None:
+def _remembered(key: ServerKey, client: Address) -> Destination | None:
+    if key.address is None:
+        return None
+    try:
+        return listing.read_template(client, Destination(key.address, key.port))
+    except HostError:
         return None
 
 
 def _written(question: Question, settings: Settings) -> State:
     """Return the objects that a sync would write for one plan, or none."""
     node, plan = question.node, question.plan
-    style = Style(
-        family=node.family, scheduler=settings.scheduler, node_ip=node.node_ip,
-        node_port_addresses=node.node_port_addresses, masquerade_bit=node.masquerade_bit,
-    )
-    applied = Applied.after({plan.key: plan} if plan else {}, style)
+    applied = Applied.after({plan.key: plan} if plan else {}, make_style(node, settings.scheduler))
+    servers = applied.servers
+
+    def find(key: ServerKey) -> Weights | None:
+        return dict.fromkeys(servers[key].destinations, 1) if key in servers else None
+
     rules = skeleton(node) | jumps_by_chain(JUMPS)
     entries: dict[SetKind, dict[str, int]] = {}
     for element in applied.elements:
         entries.setdefault(element.set, {})[element.entry] = element.mark
-    return State(rules, entries, _Written(applied), frozenset(applied.addresses))
+    return State(rules, entries, find, lambda *_: None, frozenset(applied.addresses))

@@ -10,12 +10,12 @@ from kproxy_ipvs.applied import Applied, Difference, compare_all, is_owned
 from kproxy_ipvs.batch import rules as rules_batch
 from kproxy_ipvs.batch import sets as sets_batch
 from kproxy_ipvs.batch.servers import DeleteDestination, Operation, PutDestination, PutServer
-from kproxy_ipvs.family import make_style
 from kproxy_ipvs.inspection.render import put_server, server_name
 from kproxy_ipvs.kernel import device, sets
 from kproxy_ipvs.kernel.virtual_servers import VirtualServers
 from kproxy_ipvs.names import SETS, SetKind
 from kproxy_ipvs.settings import Settings
+from kproxy_ipvs.wanted import make_style
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import PROGRAM, find_variant
 
@@ -26,12 +26,9 @@ def preview(update: Update, settings: Settings) -> Preview:
     entries = sets.read(family)
     missing = [kind for kind in SETS if kind not in entries]
     on_device, elsewhere = device.read(family)
-    expected = Applied.after(update.plans, make_style(node, settings, elsewhere))
-    servers = VirtualServers()
-    try:
+    expected = Applied.after(update.plans, make_style(node, settings.scheduler, elsewhere))
+    with VirtualServers() as servers:
         held = servers.read(family)
-    finally:
-        servers.close()
     is_own_mark = partial(names.is_own_mark, masquerade_bit=node.masquerade_bit)
     foreign = [
         key for key in held

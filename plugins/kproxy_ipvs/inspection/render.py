@@ -8,7 +8,15 @@ from kproxy_ipvs import names, skeleton
 from kproxy_ipvs.applied import Applied
 from kproxy_ipvs.batch import rules, sets
 from kproxy_ipvs.settings import Settings
-from kproxy_ipvs.wanted import HASH_FALLBACK, HASH_PORT, PERSISTENT, Scheduling, Server, ServerKey, Style
+from kproxy_ipvs.wanted import (
+    HASH_FALLBACK,
+    HASH_PORT,
+    PERSISTENT,
+    Scheduling,
+    Server,
+    ServerKey,
+    make_style,
+)
 from kproxy_xtables.variant import PROGRAM
 
 _SERVICE_OPTION = {Protocol.TCP: "-t", Protocol.UDP: "-u", Protocol.SCTP: "--sctp-service"}
@@ -17,14 +25,7 @@ _SERVICE_OPTION = {Protocol.TCP: "-t", Protocol.UDP: "-u", Protocol.SCTP: "--sct
 def render_text(update: Update, settings: Settings) -> str:
     """Return the objects that a full update creates in an empty kernel."""
     node = update.node
-    style = Style(
-        family=update.family,
-        scheduler=settings.scheduler,
-        node_ip=node.node_ip,
-        node_port_addresses=node.node_port_addresses,
-        masquerade_bit=node.masquerade_bit,
-    )
-    applied = Applied.after(update.plans, style)
+    applied = Applied.after(update.plans, make_style(node, settings.scheduler))
     parts = ["# ipvsadm --restore\n", *_servers(applied.servers)]
     parts += ["# ipset restore\n", sets.render(update.family, names.SETS, sorted(applied.elements))]
     parts.append("# ip -batch\n")

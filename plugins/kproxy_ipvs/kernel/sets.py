@@ -38,7 +38,7 @@ def _read(sock: NetlinkSocket, family: Family, kind: SetKind) -> dict[str, int] 
     try:
         return sock.dump(
             messages.LIST_SET, messages.list_set(family, kind),
-            lambda answers: messages.decode_entries(family, kind, answers),
+            lambda answers: messages.decode_entries(family, answers),
         )  # fmt: skip
     except OSError as error:
         if error.errno == errno.ENOENT:

@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from typing import Self
 
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.netlink.messages import NETLINK_GENERIC, Request, attributes, text_attribute
@@ -54,6 +55,12 @@ class VirtualServers:
             self._socket = NetlinkSocket.open(NETLINK_GENERIC)
         except OSError as error:
             raise HostError("IPVS does not answer, is ip_vs loaded?", error) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         self._socket.close()
@@ -169,22 +176,19 @@ class VirtualServers:
                 return []
             raise HostError("cannot read from IPVS", error) from error
 
+
 def refusal(scheduler: str, family: Family) -> str:
     """Return why the kernel refuses virtual servers of *family* with *scheduler*; "" if it accepts them.
 
     Creates a virtual server that no packet reaches, and deletes it.
     """
     key = ServerKey.marked(family, _TRIAL_MARK)
+    create = PutServer(key, Scheduling(scheduler), new=True)
     try:
-        servers = VirtualServers()
+        with VirtualServers() as servers:
+            servers.write([DeleteServer(key), create, DeleteServer(key)])
     except HostError as error:
         return str(error)
-    try:
-        servers.write([DeleteServer(key), PutServer(key, Scheduling(scheduler), new=True), DeleteServer(key)])
-    except HostError as error:
-        return str(error)
-    finally:
-        servers.close()
     return ""
 
 

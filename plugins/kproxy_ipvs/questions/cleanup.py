@@ -82,9 +82,8 @@ def _servers(
 ) -> Leftovers:
     if not listing.SERVERS.exists():
         return Leftovers(_MODE)
-    servers = VirtualServers()
-    try:
-        deleted: list[DeleteServer] = []
+    deleted: list[DeleteServer] = []
+    with VirtualServers() as servers:
         for family in Family:
             on_device = device.read(family)[0]
             deleted += [
@@ -95,8 +94,6 @@ def _servers(
             ]
         if not dry_run:
             servers.write(deleted)
-    finally:
-        servers.close()
     return Leftovers(_MODE, tuple(f"virtual server {operation.key}" for operation in deleted))
 
 

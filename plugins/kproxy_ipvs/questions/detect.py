@@ -1,13 +1,13 @@
 """The requirements of the mode, tried with the programs and messages that the mode uses."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 from kproxy_core.backend.api import BackendSettings, Detection, Requirement, Trial
 from kproxy_core.backend.errors import Unsupported
 from kproxy_core.host import programs
-from kproxy_core.host.attempts import Attempts, Finding, sysctl_finding
+from kproxy_core.host.attempts import Attempts, Finding, problem_of, sysctl_finding
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.modules import Modules, kernel_version
 from kproxy_core.model.address import Family
@@ -76,12 +76,12 @@ def _kernel(attempts: Attempts, scheduler: str, families: tuple[Family, ...]) ->
         yield attempts.attempt(
             f"{family.label}: virtual server with scheduler {scheduler}",
             ("ip_vs", f"ip_vs_{scheduler}", conntrack), partial(refusal, scheduler, family))  # fmt: skip
-    yield attempts.attempt("dummy interface", ("dummy",), partial(_problem, device.ensure))
+    yield attempts.attempt("dummy interface", ("dummy",), partial(problem_of, device.ensure))
     for family in families:
         for kind in {kind.type: kind for kind in names.SETS}.values():
             yield attempts.attempt(
                 f"{family.label}: set of type {kind.type}", (_SET_MODULES[kind.type],),
-                partial(_problem, partial(sets.create, family, [kind])),
+                partial(problem_of, partial(sets.create, family, [kind])),
                 rests_on=("nfnetlink", "ip_set"))  # fmt: skip
 
 
@@ -92,15 +92,6 @@ def _rules(tables: Tables, attempts: Attempts) -> Iterator[Finding]:
         COMMENTS, CONNTRACK, ADDRTYPE, MARKS, MASQUERADE, REJECT,
     )  # fmt: skip
     return try_rules(tables, attempts, features, ("filter", "mangle"))
-
-
-def _problem(action: Callable[[], object]) -> str:
-    """Return why *action* fails; "" if it succeeds."""
-    try:
-        action()
-    except HostError as error:
-        return str(error)
-    return ""
 
 
 def _ipset(modules: Modules, *, load_modules: bool) -> Finding:

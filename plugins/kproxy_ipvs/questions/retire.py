@@ -58,22 +58,19 @@ def retire(excluded: Sequence[Cidr]) -> Leftovers:
     if not listing.SERVERS.exists() or not programs.find("ipset"):
         return Leftovers("ipvs")
     try:
-        servers = VirtualServers()
-    except HostError as error:
-        return Leftovers("ipvs", errors=(str(error),))
-    try:
-        for family in Family:
-            try:
-                one = _Retirement(family, servers, excluded)
+        with VirtualServers() as servers:
+            for family in Family:
                 try:
-                    removed += one.release_new_connections()
-                except HostError as error:  # The next call tries again.
+                    one = _Retirement(family, servers, excluded)
+                    try:
+                        removed += one.release_new_connections()
+                    except HostError as error:  # The next call tries again.
+                        errors.append(str(error))
+                    waiting += one.remove_unneeded(removed)
+                except HostError as error:
                     errors.append(str(error))
-                waiting += one.remove_unneeded(removed)
-            except HostError as error:
-                errors.append(str(error))
-    finally:
-        servers.close()
+    except HostError as error:
+        errors.append(str(error))
     return Leftovers("ipvs", tuple(removed), tuple(errors), waiting)
 
 

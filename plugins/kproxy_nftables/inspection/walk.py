@@ -9,7 +9,14 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from kproxy_core.backend.api import KernelObject
-from kproxy_core.model.address import Address, format_address, format_socket, parse_address, parse_cidr
+from kproxy_core.model.address import (
+    Address,
+    Cidr,
+    format_address,
+    format_socket,
+    parse_address,
+    parse_cidr,
+)
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.node import NodeView
 from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome, Packet
@@ -166,13 +173,6 @@ class _Walk:
         self._met(KernelObject(f"map {container}", f"{text} : {verdict}"))
         return _verdict(verdict)
 
-    def _to_local(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
-        return self._is_local(self._packet.destination)
-
-    def _destination_is(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
-        inside = self._packet.destination in parse_cidr(_as_cidr(found["net"]))
-        return inside is not bool(found["no"])
-
     def _destination_in(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
         address, container = self._packet.destination, found["set"]
         if container == names.SERVICE_CIDRS:
@@ -190,22 +190,10 @@ class _Walk:
             return False
         return True
 
-    def _source_is(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
-        return (self._packet.source in parse_cidr(_as_cidr(found["net"]))) is not bool(found["no"])
-
-    def _from_interface(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
-        return (self._packet.origin is Origin.POD) is not bool(found["no"])
-
-    def _from_local(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
-        return self._packet.origin is Origin.NODE
-
     def _mark(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
         self._met(shown)
         self._marked = True
         return True
-
-    def _is_marked(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
-        return self._marked
 
     def _masquerade(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
         self._met(shown)
@@ -219,15 +207,6 @@ class _Walk:
         text = f"{format_address(source)} . {format_address(destination)}"
         self._met(KernelObject(f"set {names.HAIRPINS}", text))
         return True
-
-    def _is_new(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
-        return True
-
-    def _is_translated(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
-        return self._dnat
-
-    def _is_protocol(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
-        return found["protocol"] == self._packet.protocol.name.lower()
 
     def _to_chain(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
         self._met(shown)
@@ -277,12 +256,6 @@ class _Walk:
         self._met(KernelObject(f"map {found['map']}", text))
         return False
 
-    def _record(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
-        return False
-
-    def _count(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
-        return True
-
 
 class _Jump(NamedTuple):
     chain: str
@@ -303,38 +276,42 @@ def _verdict(text: str) -> _Step:
     return _Jump(chain, how == "goto")
 
 
-def _as_cidr(text: str) -> str:
-    return text if "/" in text else f"{text}/{len(parse_address(text)) * 8}"
+def _network(found: "re.Match[str]") -> Cidr:
+    text = found["net"]
+    return parse_cidr(text if "/" in text else f"{text}/{len(parse_address(text)) * 8}")
 
 
 _Handler = Callable[[_Walk, KernelObject, "re.Match[str]"], _Step]
 _IP = r"ip6? "
 _NAME = r"[^\s:]+"
-_STATEMENTS: tuple[tuple["re.Pattern[str]", _Handler], ...] = tuple(
-    (re.compile(pattern), handler) for pattern, handler in (
-        (rf"ct original .*vmap @(?P<map>{_NAME})", _Walk._record),
-        (rf"ct original .*@{names.NODE_IPS}", _Walk._record),
-        (rf"update @({names.CONNECTIONS}|{names.REFUSED}) \{{.*\}}", _Walk._count),
-        (rf"({_IP}daddr \. )?meta l4proto \. th dport vmap @(?P<map>{_NAME})", _Walk._verdict_map),
-        (r"fib daddr type local", _Walk._to_local),
-        (r"fib saddr type local", _Walk._from_local),
-        (rf"{_IP}daddr @(?P<set>{_NAME})", _Walk._destination_in),
-        (rf"{_IP}daddr (?P<no>!= )?(?P<net>[0-9a-f:./]+)(?=\s)", _Walk._destination_is),
-        (rf"{_IP}saddr \. {_IP}daddr @{names.HAIRPINS}", _Walk._is_hairpin),
-        (rf"{_IP}saddr (?P<no>!= )?(?P<net>[0-9a-f:./]+)(?=\s)", _Walk._source_is),
-        (r'iifname (?P<no>!= )?"[^"]*"', _Walk._from_interface),
-        (r"meta mark set (meta )?mark (\||or) 0x[0-9a-f]+", _Walk._mark),
-        (r"meta mark (&|and) 0x[0-9a-f]+ != 0(x0+)? meta mark set (meta )?mark (\^|xor) 0x[0-9a-f]+",
-         _Walk._is_marked),
-        (r"masquerade fully-random", _Walk._masquerade),
-        (r"ct state new", _Walk._is_new),
-        (r"ct status dnat", _Walk._is_translated),
-        (r"meta l4proto (?P<protocol>tcp|udp|sctp)", _Walk._is_protocol),
-        (rf"(?P<how>jump|goto) (?P<chain>{_NAME})", _Walk._to_chain),
-        (r"drop", _Walk._drop),
-        (r"reject( with tcp reset)?", _Walk._reject),
-        (rf"dnat (ip6? )?to (?P<address>{_IP}daddr \. )?(tcp|udp|sctp) dport \. "
-         rf"numgen random mod (?P<count>\d+) map @(?P<map>{_NAME})", _Walk._balance),
-        (rf"dnat (ip6? )?to {_IP}saddr map @(?P<map>{_NAME}?) ?: ?(?P<port>\d+)", _Walk._pin),
-    )
-)  # fmt: skip
+_HANDLERS: dict[str, _Handler] = {
+    rf"ct original .*vmap @(?P<map>{_NAME})": lambda walk, shown, found: False,
+    rf"ct original .*@{names.NODE_IPS}": lambda walk, shown, found: False,
+    rf"update @({names.CONNECTIONS}|{names.REFUSED}) \{{.*\}}": lambda walk, shown, found: True,
+    rf"({_IP}daddr \. )?meta l4proto \. th dport vmap @(?P<map>{_NAME})": _Walk._verdict_map,
+    r"fib daddr type local": lambda walk, shown, found: walk._is_local(walk._packet.destination),
+    r"fib saddr type local": lambda walk, shown, found: walk._packet.origin is Origin.NODE,
+    rf"{_IP}daddr @(?P<set>{_NAME})": _Walk._destination_in,
+    rf"{_IP}daddr (?P<no>!= )?(?P<net>[0-9a-f:./]+)(?=\s)":
+        lambda walk, shown, found: (walk._packet.destination in _network(found)) is not bool(found["no"]),
+    rf"{_IP}saddr \. {_IP}daddr @{names.HAIRPINS}": _Walk._is_hairpin,
+    rf"{_IP}saddr (?P<no>!= )?(?P<net>[0-9a-f:./]+)(?=\s)":
+        lambda walk, shown, found: (walk._packet.source in _network(found)) is not bool(found["no"]),
+    r'iifname (?P<no>!= )?"[^"]*"':
+        lambda walk, shown, found: (walk._packet.origin is Origin.POD) is not bool(found["no"]),
+    r"meta mark set (meta )?mark (\||or) 0x[0-9a-f]+": _Walk._mark,
+    r"meta mark (&|and) 0x[0-9a-f]+ != 0(x0+)? meta mark set (meta )?mark (\^|xor) 0x[0-9a-f]+":
+        lambda walk, shown, found: walk._marked,
+    r"masquerade fully-random": _Walk._masquerade,
+    r"ct state new": lambda walk, shown, found: True,
+    r"ct status dnat": lambda walk, shown, found: walk._dnat,
+    r"meta l4proto (?P<protocol>tcp|udp|sctp)":
+        lambda walk, shown, found: found["protocol"] == walk._packet.protocol.name.lower(),
+    rf"(?P<how>jump|goto) (?P<chain>{_NAME})": _Walk._to_chain,
+    r"drop": _Walk._drop,
+    r"reject( with tcp reset)?": _Walk._reject,
+    rf"dnat (ip6? )?to (?P<address>{_IP}daddr \. )?(tcp|udp|sctp) dport \. "
+    rf"numgen random mod (?P<count>\d+) map @(?P<map>{_NAME})": _Walk._balance,
+    rf"dnat (ip6? )?to {_IP}saddr map @(?P<map>{_NAME}?) ?: ?(?P<port>\d+)": _Walk._pin,
+}
+_STATEMENTS = tuple((re.compile(pattern), handler) for pattern, handler in _HANDLERS.items())

@@ -5,8 +5,7 @@ from functools import partial
 from kproxy_core.backend.api import BackendSettings, Detection, Requirement, Trial
 from kproxy_core.backend.errors import Unsupported
 from kproxy_core.host import programs
-from kproxy_core.host.attempts import Attempts, Finding
-from kproxy_core.host.errors import HostError
+from kproxy_core.host.attempts import Attempts, Finding, problem_of
 from kproxy_core.host.modules import Modules
 from kproxy_core.model.address import Family, format_address
 from kproxy_userspace.settings import read_settings
@@ -68,8 +67,9 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
 
 
 def _by_nft(family: Family, attempts: Attempts) -> Finding:
+    create = partial(programs.output, "nft", "-f", "-", stdin=nft_skeleton(family))
     return _rootless(attempts.attempt(
-        f"{family.label}: redirection by nft", _NFT_MODULES, partial(_nft_problem, family),
+        f"{family.label}: redirection by nft", _NFT_MODULES, partial(problem_of, create),
         "install iptables, or use a kernel with nf_tables and its NAT",
     ))  # fmt: skip
 
@@ -79,11 +79,3 @@ def _rootless(finding: Finding) -> Finding:
     if finding.met:
         return finding
     return finding._replace(remedy=f"{finding.remedy}, {_ROOTLESS}" if finding.remedy else _ROOTLESS)
-
-
-def _nft_problem(family: Family) -> str:
-    try:
-        programs.output("nft", "-f", "-", stdin=nft_skeleton(family))
-    except HostError as error:
-        return str(error)
-    return ""
