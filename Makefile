@@ -36,6 +36,7 @@ check: env
 
 # Every test, or those of some lanes: `make test LANE=ipvs`.
 test: env guest
+	@$(MISSING) test
 	@$(VENV)/bin/python -m tests.lanes $(LANE)
 
 lint: env

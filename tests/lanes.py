@@ -79,6 +79,7 @@ ALL = (
     Lane("leftovers", ("tests/leftovers", *_NOT_IN_A_GUEST)),
     Lane("plugins", ("tests/plugins", *_NOT_IN_A_GUEST)),
     Lane("shortage", ("tests/shortage", *_NOT_IN_A_GUEST)),
+    Lane("browser", ("tests/browser",)),
     Lane("deploy", ("tests/deploy",)),
     Lane("rest", ("tests/rooms", "tests/examples", "tests/guest", "tests/conformance", *_NOT_IN_A_GUEST,
                   "-k", "not test_scenario and not test_packets")),

@@ -29,18 +29,21 @@ from kproxy_core.observe.events.recorder import EventRecorder
 from kproxy_core.observe.health import ProxyHealth
 from kproxy_core.observe.http.debug import Debug
 from kproxy_core.observe.http.messages import Handler
+from kproxy_core.observe.http.page import page_handlers
 from kproxy_core.observe.http.routes import About, health_routes, metrics_routes
 from kproxy_core.observe.http.server import HttpServer
 from kproxy_core.observe.metrics.client import ClientMetrics
 from kproxy_core.observe.metrics.registry import Metrics
 from kproxy_core.observe.metrics.sync import SyncMetrics
 from kproxy_core.observe.service_health import ServiceHealth
+from kproxy_core.observe.sync_history import SyncHistory
 from kproxy_core.observe.sync_observers import HealthCheckObserver, HealthObserver
 from kproxy_core.process import preparation
 from kproxy_core.process.choice import Choice, choose
 from kproxy_core.process.ending import stop_on_signals
 from kproxy_core.process.family_checks import doubts, unservable
 from kproxy_core.process.inspection.running import Inspection
+from kproxy_core.process.overview import Overview, explain
 from kproxy_core.process.steering import FollowedFile, answer_requests
 from kproxy_core.process.terms import (
     Configuration,
@@ -125,7 +128,6 @@ def about(config: Config, flags: Flags) -> About:
         statusz=config.feature_gates.get("ComponentStatusz", True),
         flagz=config.feature_gates.get("ComponentFlagz", True),
         many_series=config.traffic_metrics != "off",
-        debug=Debug(logs.set_verbosity) if config.enable_profiling else None,
     )
 
 
@@ -215,7 +217,10 @@ class _Proxy:
         self._tuned = not self._privileged or preparation.tune_conntrack(self._limits, self._events)
         self._server = HttpServer()
         self._traffic = make_recorder(config, families, instance, self._metrics)
+        self._history = SyncHistory() if config.enable_profiling else None
         self._loop = self._make_loop(instance)
+        self._overview = Overview(
+            self._loop, self._health, self._told, self._history, self._traffic, self._node.name)
         settings_of = settings_of_modes(configuration, families)
         terms = terms_of_modes(configuration, registry, families)
         self._retiring = RetiringModes(registry, settings_of, config.mode, self._mode_removed)
@@ -252,6 +257,8 @@ class _Proxy:
         ]
         if self._traffic is not None:
             observers.append(self._traffic.owners)
+        if self._history is not None:
+            observers.append(self._history)
         if self._privileged:
             flows = StaleFlowObserver(self._families, FlowCleaner(self._flows_cleaned))
             self._finish_flows = flows.finish
@@ -271,7 +278,7 @@ class _Proxy:
         followed = FollowedFile(
             self._configuration, self._switch, self._events, partial(self._end, FILE_CHANGED))
         followed.start()
-        control = ControlServer(answer_requests(self._switch, self._inspection))
+        control = ControlServer(answer_requests(self._switch, self._inspection, self._overview))
         control.start()
         self._source.start(self._loop.emit)
         try:
@@ -296,6 +303,9 @@ class _Proxy:
         if self._config.healthz_bind_address is not None:
             self._listen_at("the health server", "FailedToStartProxierHealthcheck",
                             self._config.healthz_bind_address, health_routes(self._health, self._metrics))
+        if self._config.enable_profiling:
+            pages = page_handlers(self._overview, partial(explain, self._inspection))
+            self._told.debug = Debug(logs.set_verbosity, pages)
         self._listen_at("the metrics server", "FailedToStartMetricServer",
                         self._config.metrics_bind_address, metrics_routes(self._metrics, self._told))
 

@@ -15,12 +15,13 @@ from kproxy_core.modes.control import Handler, ReportProgress, RequestRefused
 from kproxy_core.modes.switch import Comparison, ModeSwitch, SwitchFailed
 from kproxy_core.observe.events.recorder import EventRecorder
 from kproxy_core.process.inspection.running import Inspection
+from kproxy_core.process.overview import Overview
 from kproxy_core.process.terms import Configuration
 
 log = logging.getLogger("kproxy.run")
 
 
-def answer_requests(switch: ModeSwitch, inspection: Inspection) -> Handler:
+def answer_requests(switch: ModeSwitch, inspection: Inspection, overview: Overview) -> Handler:
     """Return the handler of the control socket's requests."""
 
     def answer(request: Mapping[str, Any], report_progress: ReportProgress) -> Mapping[str, Any]:
@@ -38,6 +39,8 @@ def answer_requests(switch: ModeSwitch, inspection: Inspection) -> Handler:
                     return {"mode": switch.instance.mode, "differences": inspection.differences()}
                 case {"do": "targets", "service": str(service)}:
                     return {"mode": switch.instance.mode, "targets": inspection.targets(service)}
+                case {"do": "top", "search": str(search), "sort": str(sort), "count": int(count)}:
+                    return {"status": overview.status(), **overview.services(search, sort, count=count)}
                 case {"do": "plans"}:
                     return {"mode": switch.instance.mode, "plans": inspection.plans()}
         except (SwitchFailed, NoAnswer) as error:

@@ -50,6 +50,7 @@ class TrafficRecorder:
         """The kernel may hold counts that an earlier process has added already."""
         self._retiring: list[_Source] = []
         self._read_at = float("-inf")
+        """Time of the last reading of all."""
         self._readings = 0
         self._problem = ""
         self._started = False
@@ -76,7 +77,8 @@ class TrafficRecorder:
                 for source in (*self._retiring, self._serving):
                     self._read(source)
                 self._totals.forget(self.owners.exists, self.owners.uses, now)
-                self._read_at = self._clock()
+                self._totals.settle(now - self._read_at)
+                self._read_at = now
             return dict(self._totals.of)
 
     def switched(self, instance: BackendInstance, *, shares: bool) -> None:

@@ -80,10 +80,9 @@ def _encode_total(key: ServicePortKey, total: Total) -> list[object]:
 def _decode_total(item: list[Any], now: float) -> tuple[ServicePortKey, Total]:
     namespace, name, port_name, protocol, forwarded, refused, endpoints = item
     key = ServicePortKey(str(namespace), str(name), str(port_name), Protocol(protocol))
-    return key, Total(int(forwarded), int(refused), now, {
-        _decode_destination(address, port): EndpointTotal(int(number), now)
-        for address, port, number in endpoints
-    })
+    known = {_decode_destination(address, port): EndpointTotal(int(number), now)
+             for address, port, number in endpoints}
+    return key, Total(int(forwarded), int(refused), now, known, settled=int(forwarded) + int(refused))
 
 
 def _encode_count(pair: Pair, number: int) -> list[object]:

@@ -46,6 +46,10 @@ class Total:
     last: float = 0.0
     """As in `EndpointTotal`."""
     endpoints: dict[Destination, EndpointTotal] = field(default_factory=dict)
+    rate: float = 0.0
+    """New connections a second, refused ones included, between the last two readings."""
+    settled: int = 0
+    """Connections as of the last `Totals.settle`."""
 
 
 @dataclass(slots=True)
@@ -94,6 +98,8 @@ class Totals:
         self.of: dict[ServicePortKey, Total] = {}
         self.unknown = 0
         """Connections to frontends that no service port owned."""
+        self._moving: set[ServicePortKey] = set()
+        """Service ports with connections since the last reading but one."""
 
     def add(self, made: Iterable[tuple[Pair, int]], owner_of: OwnerOf, now: float) -> None:
         """Add connections to the totals of the service ports that own the frontends."""
@@ -106,6 +112,7 @@ class Totals:
                 if total is None:
                     total = self.of[key] = Total()
                 total.last = now
+                self._moving.add(key)
                 if endpoint is None:
                     total.refused += number
                     continue
@@ -115,6 +122,18 @@ class Totals:
                 to = total.endpoints[endpoint]
                 to.forwarded += number
                 to.last = now
+
+    def settle(self, seconds: float) -> None:
+        """Compute rates after a reading that is *seconds* later than the last one."""
+        moving, self._moving = self._moving, set()
+        for key in moving:
+            total = self.of.get(key)
+            if total is not None:
+                number = total.forwarded + total.refused
+                total.rate = (number - total.settled) / seconds if seconds > 0 else 0.0
+                total.settled = number
+                if total.rate:
+                    self._moving.add(key)
 
     def forget(
         self, exists: Callable[[ServicePortKey], bool], uses: Callable[[ServicePortKey, Destination], bool],

@@ -53,7 +53,7 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
     "traffic": frozenset(),
     "process": frozenset(),
     "testing": frozenset({"pytest", "yaml"}),
-    "cli": frozenset({"click", "yaml"}),
+    "cli": frozenset({"click", "rich", "yaml"}),
 }
 """Packages from outside that each room imports; docs/dependencies.md has the cost of each."""
 

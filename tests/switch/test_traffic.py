@@ -1,22 +1,44 @@
 """The metrics of traffic equal the connections made, across new endpoints, restarts and switches of modes."""
 
+import fcntl
+import json
+import os
+import pty
 import re
 import socket
+import struct
+import subprocess
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.switch.room import NODE, Proxy, Room, room
+from tests.switch.room import KPROXY, NODE, PATIENCE, PODS, SLICE, Proxy, Room, room
 
 COUNTED = {"trafficMetrics": "endpoint"}
-WEB, CART = ("10.96.0.10", 80), ("10.96.0.20", 80)
+WEB, CART = ("10.96.201.10", 80), ("10.96.201.20", 80)
+OURS = """
+apiVersion: v1
+kind: Service
+metadata: {name: one, namespace: counted}
+spec: {type: NodePort, clusterIP: 10.96.201.10, ports: [{name: http, port: 80, nodePort: 31780}]}
+---
+apiVersion: v1
+kind: Service
+metadata: {name: two, namespace: counted}
+spec: {clusterIP: 10.96.201.20, sessionAffinity: ClientIP, ports: [{name: http, port: 80}]}
+""" + "".join(
+    SLICE.format(service=service, at=0, ports="[{name: http, port: 8080}]", family="IPv4",
+                 here=PODS["here"][0], elsewhere=PODS["elsewhere"][0]).replace("shop", "counted")
+    for service in ("one", "two"))
 
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Room]:
     with room(tmp_path) as made:
+        (made.manifests / "ours.yaml").write_text(OURS)
         yield made
 
 
@@ -40,39 +62,73 @@ def counted(proxy: Proxy) -> dict[str, int]:
 
 
 def test_no_connection_is_lost_or_counted_twice(node: Room) -> None:
-    manifest = node.manifests / "all.yaml"
+    manifest = node.manifests / "ours.yaml"
     with node.proxy("nftables", COUNTED) as proxy:
         dial(node, WEB, 7)
-        dial(node, (NODE, 30080), 3)
-        assert counted(proxy) == {"web forwarded": 10, "endpoints": 10}
+        dial(node, (NODE, 31780), 3)
+        assert counted(proxy) == {"one forwarded": 10, "endpoints": 10}
         manifest.write_text(manifest.read_text().replace("10.244.2.12", "10.244.1.11"))
         time.sleep(1)
         dial(node, WEB, 2)
-        assert counted(proxy)["web forwarded"] == 12
+        assert counted(proxy)["one forwarded"] == 12
     dial(node, WEB, 4)
     with node.proxy("nftables", COUNTED) as proxy:
         dial(node, CART, 1)
-        wanted = {"web forwarded": 16, "cart forwarded": 1, "endpoints": 17}
+        wanted = {"one forwarded": 16, "two forwarded": 1, "endpoints": 17}
         assert counted(proxy) == wanted
         assert node.kproxy("switch", "iptables").returncode == 0
         assert node.kproxy("switch", "nftables").returncode == 0
         assert counted(proxy) == wanted
         dial(node, WEB, 3)
-        assert counted(proxy) == wanted | {"web forwarded": 19, "endpoints": 20}
+        assert counted(proxy) == wanted | {"one forwarded": 19, "endpoints": 20}
 
 
 def test_a_process_that_is_killed_loses_no_count(node: Room) -> None:
     with node.proxy("nftables", COUNTED) as proxy:
         dial(node, WEB, 5)
-        assert counted(proxy)["web forwarded"] == 5
+        assert counted(proxy)["one forwarded"] == 5
         proxy.process.kill()
         proxy.process.wait()
     dial(node, WEB, 2)
     with node.proxy("nftables", COUNTED) as proxy:
-        assert counted(proxy)["web forwarded"] == 7
+        assert counted(proxy)["one forwarded"] == 7
 
 
 def test_off_has_no_series(node: Room) -> None:
     with node.proxy("nftables", {"trafficMetrics": "off"}) as proxy:
         dial(node, WEB, 1)
         assert "kproxy_service_connections" not in proxy._get(10249, "/metrics")[1]
+
+
+def test_top_shows_the_connections_and_follows_them(node: Room) -> None:
+    with node.proxy("nftables", COUNTED):
+        dial(node, WEB, 6)
+        time.sleep(1.1)
+        done = node.kproxy("top", "--once", "-o", "json", "--sort", "connections", "--filter", "counted")
+        found = json.loads(done.stdout)
+        first = found["services"][0]
+        assert (first["service_port"], first["forwarded"], first["refused"]) == ("counted/one:http", 6, 0)
+        assert sum(endpoint["forwarded"] for endpoint in first["endpoints"]) == 6
+        assert found["status"]["mode"] == "nftables"
+        text = node.kproxy("top", "--once").stdout
+        assert "counted/one:http" in text
+        assert watched(node, "counted/one:http", "q") == 0
+
+
+def watched(node: Room, text: str, keys: str) -> int:
+    """Run ``kproxy top`` in a terminal until it shows *text*, press *keys*, and return its exit status."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
+    process = subprocess.Popen(
+        ["ip", "netns", "exec", node.node.name, KPROXY, "top"], stdin=theirs, stdout=theirs, stderr=theirs)
+    try:
+        seen = b""
+        while text.encode() not in seen:
+            seen += os.read(ours, 65536)
+        os.write(ours, keys.encode())
+        return process.wait(PATIENCE)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+        os.close(theirs)

@@ -152,4 +152,32 @@ def verify(
     context.exit(verifying.status_of(results))
 
 
-COMMANDS = (explain, diff, plan, verify)
+@click.command(cls=FlagCommand)
+@click.option("--once", is_flag=True, help="Print once instead of following.")
+@click.option("--sort", type=click.Choice(["rate", "connections", "refused", "name"]), default="rate",
+              show_default=True, help="The order.")
+@click.option("--filter", "search", metavar="WORDS", default="", help="Service ports whose names have these.")
+@click.option("--count", type=click.IntRange(1), default=50, show_default=True,
+              help="The most that --once prints.")
+@click.option("--interval", type=click.FloatRange(0.5, 3600), default=2, show_default=True,
+              help="Seconds between two readings.")
+@TEXT_OR_JSON
+def top(once: bool, sort: str, search: str, count: int, interval: float, output: str) -> None:
+    """Show the Services with their new connections, as the running proxy counts them.
+
+    The proxy counts with `trafficMetrics: service` or `endpoint` in section kproxy of its configuration.
+    """
+    from kproxy_core.cli.inspection import top as screen
+    from kproxy_core.cli.terminal import is_terminal
+    from kproxy_core.modes.control import NoProxy, RequestRefused
+
+    try:
+        if once or output == "json" or not is_terminal():
+            screen.once(sort, search, count, as_json=output == "json")
+        else:
+            screen.watch(sort, search, interval)
+    except (NoProxy, RequestRefused) as error:
+        raise click.ClickException(str(error)) from error
+
+
+COMMANDS = (explain, diff, plan, verify, top)

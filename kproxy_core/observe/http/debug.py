@@ -6,8 +6,9 @@ kube-proxy 1.36 serves these paths with enableProfiling. The profiles are those 
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from kproxy_core.observe.http.messages import Answer, Handler, Request, Slow
 
@@ -28,7 +29,10 @@ _HTML = "text/html; charset=utf-8"
 class Debug:
     """The handler of all paths below ``/debug/``. Takes one profile at a time."""
 
-    def __init__(self, set_verbosity: Callable[[int], None]) -> None:
+    def __init__(
+        self, set_verbosity: Callable[[int], None], pages: Mapping[str, Handler] = MappingProxyType({})
+    ) -> None:
+        """*pages* are handlers of further paths."""
         self._set_verbosity = set_verbosity
         self._busy = threading.Lock()
         self._handlers: dict[str, Handler] = {
@@ -41,6 +45,7 @@ class Debug:
             "/debug/flags": lambda _: Answer(200, _index("/debug/flags/", {"v": "PUT a number"}), _HTML),
             "/debug/flags/": lambda _: Answer(200, _index("/debug/flags/", {"v": "PUT a number"}), _HTML),
             "/debug/flags/v": self._verbosity,
+            **pages,
         }
 
     @property
