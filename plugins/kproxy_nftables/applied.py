@@ -74,6 +74,19 @@ class Applied:
             yield from elements(one.plan, enumerate(one.cluster), enumerate(one.local))
         yield from self._counts
 
+    def parts(self, size: int) -> Iterator[list[Element]]:
+        """Yield the same elements in lists of about *size*, which hold all elements of a service port.
+
+        The elements of a large cluster take more memory than its plans.
+        """
+        part: list[Element] = []
+        for one in self.held.values():
+            part += elements(one.plan, enumerate(one.cluster), enumerate(one.local))
+            if len(part) >= size:
+                yield part
+                part = []
+        yield [*part, *self._counts]
+
     def difference(self, changed: Mapping[ServicePortKey, ServicePlan | None]) -> Difference:
         """Return the difference between this state and the *changed* plans. O(changed)."""
         result = Difference()
@@ -212,8 +225,6 @@ def _compare(
 
 def compare_all(actual: Contents, *wanted: Iterable[Element]) -> tuple[list[Element], list[Element]]:
     """Return the (deletes, adds) that turn *actual* into *wanted*. Consumes *actual*."""
-    if not any(actual.values()):
-        return [], list(chain.from_iterable(wanted))
     deletes: list[Element] = []
     adds: list[Element] = []
     for element in chain.from_iterable(wanted):

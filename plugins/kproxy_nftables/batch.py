@@ -48,7 +48,7 @@ _HEADERS = 20
 """Bytes of nlmsghdr and nfgenmsg, with which every message begins."""
 _MESSAGE_SPACE = 60_000
 """Bytes of elements in one message; the length field of the list has 16 bits."""
-_MOST_ELEMENTS = 1 << 15
+MOST_ELEMENTS = 1 << 15
 """Elements of one transaction. The kernel grows a hash table between transactions, so that in a large one
 each further element takes longer: 250,000 take 2.7 s at once and 0.6 s in such parts."""
 
@@ -76,18 +76,18 @@ def batches(
 ) -> Iterator[tuple[bytes, int]]:
     """Yield the transactions that delete and add elements, as (bytes, sequence number to be acknowledged).
 
-    This is one transaction, deletions first, unless it would exceed *limit* bytes or `_MOST_ELEMENTS`.
+    This is one transaction, deletions first, unless it would exceed *limit* bytes or `MOST_ELEMENTS`.
     Packets see a key that is deleted and added in one transaction replaced atomically. To keep this true
     where the batch must be split, the deletion and the addition of a key are always part of the same
     transaction, and a frontend is added after its endpoints and deleted before them.
     """
-    if len(deletes) + len(adds) <= _MOST_ELEMENTS:
+    if len(deletes) + len(adds) <= MOST_ELEMENTS:
         pieces = [*_messages(_DELSETELEM, deletes), *_messages(_NEWSETELEM, adds)]
         size = sum(len(list_) for _, list_ in pieces) + (len(pieces) + 2) * _HEADERS
         if size <= limit:
             yield _transaction(family, pieces)
             return
-    step = max(1, min(limit // 1024, _MOST_ELEMENTS))
+    step = max(1, min(limit // 1024, MOST_ELEMENTS))
     by_key = {(element[0], element[1]): element for element in deletes}
     ordered = sorted(adds, key=_rank)
     for start in range(0, len(ordered), step):

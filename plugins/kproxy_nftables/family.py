@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from kproxy_core.backend.api import SyncReport
@@ -12,6 +13,7 @@ from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_nftables import names, skeleton
 from kproxy_nftables.applied import Applied, Contents, Difference, compare_all, recover_all
+from kproxy_nftables.batch import MOST_ELEMENTS
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.names import Template
 from kproxy_nftables.owned_chains import affinity_maps, delete_objects, owned_objects
@@ -104,7 +106,13 @@ class FamilyState:
             for container in names.ELEMENT_CONTAINERS
         }
         applied = Applied(recover_all(plans, actual))
-        deletes, adds = compare_all(actual, applied.elements(), node_elements(node))
+        deletes: list[Element] = []
+        adds: list[Element] = []
+        operations = 0
+        if any(actual.values()):
+            deletes, adds = compare_all(actual, applied.elements(), node_elements(node))
+        else:
+            operations = self._fill(applied, node)
         del actual
         pinned: dict[str, frozenset[bytes]] = {}
         for plan in plans.values():
@@ -112,7 +120,7 @@ class FamilyState:
         self._write(deletes, adds, pinned)
         self._applied, self._templates, self._node, self._stale = applied, templates, node, []
         self._sweep(wanted)
-        return SyncReport(len(deletes) + len(adds))
+        return SyncReport(operations + len(deletes) + len(adds))
 
     def _rules_change(
         self, before: NodeView, node: NodeView, templates: set[Template], difference: Difference
@@ -150,6 +158,14 @@ class FamilyState:
         except SyncFailed:
             # The table has another layout, so none of it can be kept.
             self._kernel.apply_text(skeleton.delete_table(self._family) + text)
+
+    def _fill(self, applied: Applied, node: NodeView) -> int:
+        """Write all elements to maps and sets that have none. Return their number."""
+        written = 0
+        for part in chain([node_elements(node)], applied.parts(MOST_ELEMENTS // 2)):
+            self._kernel.write(self._family, [], part)
+            written += len(part)
+        return written
 
     def _write(self, deletes: Sequence[Element], adds: Sequence[Element], pinned: Pinned) -> None:
         """Write elements, and unpin clients from endpoints outside *pinned* in the same transaction."""

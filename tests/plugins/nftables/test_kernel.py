@@ -372,7 +372,7 @@ def test_a_write_too_large_for_one_transaction_is_split(monkeypatch: pytest.Monk
 def test_a_large_write_adds_frontends_after_endpoints_and_deletes_them_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(batch, "_MOST_ELEMENTS", 2)
+    monkeypatch.setattr(batch, "MOST_ELEMENTS", 2)
     endpoints = names.VIP_ENDPOINTS[Protocol.TCP]
     elements: list[Element] = [
         (names.CLUSTER_IPS, b"ip11", None), (names.VIPS, b"ip11tcp.port1", "drop"),
