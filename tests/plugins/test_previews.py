@@ -29,8 +29,11 @@ def instance(mode: str, family: Family) -> Iterator[BackendInstance]:
     try:
         with node.entered():
             subject = Subject(Wanted(mode), (family,))
-            yield subject.start()
-            subject.end_all()
+            try:
+                yield subject.start()
+            finally:
+                subject.end_all()
+                subject.cleanup()  # BPF programs outlive the namespace, and translate sockets of others.
     finally:
         node.close()
 

@@ -180,4 +180,48 @@ def top(once: bool, sort: str, search: str, count: int, interval: float, output:
         raise click.ClickException(str(error)) from error
 
 
-COMMANDS = (explain, diff, plan, verify, top)
+@click.command(cls=FlagCommand)
+@click.argument("target", metavar="TO")
+@click.argument("sender", metavar="[FROM]", default="")
+@click.option("--count", type=click.IntRange(1), default=10, show_default=True, help="End after N packets.")
+@click.option("--seconds", type=click.FloatRange(0.1, 3600), default=30, show_default=True,
+              help="End after this time.")
+@with_flags(RULES, SOURCES)
+@TEXT_OR_JSON
+@click.pass_context
+def trace(
+    context: click.Context, /, target: str, sender: str, count: int, seconds: float, output: str,
+    **options: Any,
+) -> None:
+    """Watch the next packets to a frontend, and print what happens to each.
+
+    TO is as for `kproxy explain`, FROM an address. Only first packets of connections are shown, 50 a second
+    at most. With -o json, each packet is one line. Exit status: 0 if a packet was seen, 1 if not.
+    """
+    from kproxy_core.cli.inspection.tracing import Trace, formatted, read_answers
+    from kproxy_core.cli.terminal import show
+    from kproxy_core.explain.request import NoAnswer, parse_sender
+    from kproxy_core.modes.control import NoProxy, RequestRefused
+
+    seen, problem = 0, ""
+    try:
+        with cli_errors():
+            wanted = parse_sender(sender)
+            answers, at_sockets = read_answers(target, given(options))
+            watch = Trace(answers, wanted, at_sockets=at_sockets)
+            for packet in watch.packets(count=count, seconds=seconds):
+                show(formatted(packet, output))
+                seen += 1
+            problem = watch.problem
+    except (NoAnswer, NoProxy, RequestRefused) as error:
+        raise click.ClickException(str(error)) from error
+    except KeyboardInterrupt:
+        pass
+    if problem:
+        click.echo(f"Warning: {problem}", err=True)
+    if not seen:
+        click.echo(f"no packet to {target} was seen in {seconds:g} s", err=True)
+        context.exit(1)
+
+
+COMMANDS = (explain, diff, plan, verify, trace, top)

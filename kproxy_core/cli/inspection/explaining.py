@@ -27,11 +27,14 @@ def ask_proxy(request: Mapping[str, str]) -> Packets:
     return packets
 
 
-def explain_objects(request: Mapping[str, str], flags: Flags) -> Packets:
-    """Return the answers for the objects that *flags* name. Raises NoAnswer, and as `cli_errors` expects."""
+def explain_objects(request: Mapping[str, str], flags: Flags, *, this_machine: bool = False) -> Packets:
+    """Return the answers for the objects that *flags* name; see `read_objects`.
+
+    Raises NoAnswer, and as `cli_errors` expects.
+    """
     from kproxy_core.process.inspection.explaining import explain_written
 
-    with read_objects(flags, this_machine=False) as (plans, registry, instance, _):
+    with read_objects(flags, this_machine=this_machine) as (plans, registry, instance, _):
         return explain_written(request, plans, registry, instance)
 
 

@@ -1,0 +1,123 @@
+"""The kernel's announcements about traced packets: one for each rule, verdict and policy that they meet."""
+
+import enum
+from collections.abc import Iterator
+from typing import NamedTuple, Self
+
+from kproxy_core.host.conntrack.events import Direction
+from kproxy_core.host.errors import HostError
+from kproxy_core.host.netlink.messages import NETLINK_NETFILTER, NFGENMSG, attributes, messages, text
+from kproxy_core.host.netlink.sockets import NetlinkSocket
+from kproxy_core.model.address import Address
+
+_GROUP = 9
+"""NFNLGRP_NFTRACE"""
+_TRACE = 10 << 8 | 17
+_RECEIVE_SPACE = 8 << 20
+_DROP, _ACCEPT = 0, 1
+_JUMPS = {-3: "jump", -4: "goto", -5: "return", -1: "continue"}
+
+
+class Step(enum.Enum):
+    """The kinds of announcement."""
+
+    POLICY = 1
+    RETURN = 2
+    RULE = 3
+
+
+class TraceEvent(NamedTuple):
+    """One announcement."""
+
+    packet: int
+    """The same number for all announcements about one packet."""
+    step: Step
+    family: str
+    """As nft calls it: ``ip``, ``ip6``, ``inet``."""
+    table: str
+    chain: str
+    handle: int
+    """Of the rule; 0: no rule."""
+    verdict: str
+    """``accept``, ``drop``, ``jump CHAIN``, ``continue``."""
+    protocol: int
+    """With `way`, only in the first announcement about a packet; else 0."""
+    way: Direction | None
+
+
+class TraceEvents:
+    """The announcements since it was opened, in this thread's network namespace."""
+
+    def __init__(self) -> None:
+        """Raises HostError without CAP_NET_ADMIN."""
+        try:
+            self._socket = NetlinkSocket.open(
+                NETLINK_NETFILTER, groups=(_GROUP,), receive_space=_RECEIVE_SPACE)
+        except OSError as error:
+            raise HostError("cannot trace packets, which takes CAP_NET_ADMIN", error) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def read(self) -> Iterator[TraceEvent]:
+        """Yield what has been announced and not read. Announcements may be lost on a busy node."""
+        while True:
+            try:
+                data = self._socket.receive()
+            except OSError:  # ENOBUFS: some were dropped.
+                continue
+            if not data:
+                return
+            yield from parse(data)
+
+
+_FAMILIES = {1: "inet", 2: "ip", 10: "ip6"}
+
+
+def parse(data: bytes) -> Iterator[TraceEvent]:
+    """Yield the announcements in one datagram."""
+    for kind, _, _, start, end in messages(data):
+        if kind != _TRACE:
+            continue
+        found = attributes(data, start + NFGENMSG.size, end)
+        protocol, way = _way(found.get(8, b""), found.get(9, b""))
+        step = int.from_bytes(found.get(4, b""), "big")
+        if step in (1, 2, 3):
+            yield TraceEvent(
+                int.from_bytes(found.get(6, b""), "big"), Step(step), _FAMILIES.get(data[start], "?"),
+                text(found.get(1, b"")), text(found.get(2, b"")), int.from_bytes(found.get(3, b""), "big"),
+                _verdict(found), protocol, way,
+            )  # fmt: skip
+
+
+def _verdict(found: dict[int, bytes]) -> str:
+    if 16 in found:
+        code, chain = int.from_bytes(found[16], "big", signed=True), ""
+    else:
+        parts = attributes(found.get(5, b""), 0, len(found.get(5, b"")))
+        code, chain = int.from_bytes(parts.get(1, b""), "big", signed=True), text(parts.get(2, b""))
+    if code == _DROP:
+        return "drop"
+    name = "accept" if code == _ACCEPT else _JUMPS.get(code, f"verdict {code}")
+    return f"{name} {chain}".rstrip()
+
+
+def _way(network: bytes, transport: bytes) -> tuple[int, Direction | None]:
+    """Return protocol, addresses and ports of the headers of a packet."""
+    if len(network) < 20 or len(transport) < 4:
+        return 0, None
+    if network[0] >> 4 == 4:
+        protocol, source, destination = network[9], network[12:16], network[16:20]
+    elif len(network) >= 40:
+        protocol, source, destination = network[6], network[8:24], network[24:40]
+    else:
+        return 0, None
+    ports = (int.from_bytes(transport[at:at + 2], "big") for at in (0, 2))
+    source_port, port = ports
+    return protocol, Direction(Address(source), source_port, Address(destination), port)

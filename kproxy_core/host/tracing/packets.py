@@ -1,0 +1,139 @@
+"""Announcements of rules and of connection tracking put together: what happened to each packet. Pure."""
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kproxy_core.host.conntrack.events import Change, Direction, FlowEvent
+from kproxy_core.host.tracing.events import Step, TraceEvent
+from kproxy_core.host.tracing.table import Match
+from kproxy_core.model.address import Address, family_of
+from kproxy_core.model.endpoint import Destination
+
+PATIENCE = 1.0
+"""Seconds to wait for an answer."""
+
+
+class Rule(NamedTuple):
+    """A rule that a packet met."""
+
+    family: str
+    table: str
+    chain: str
+    handle: int
+    verdict: str
+
+
+@dataclass(slots=True)
+class TracedPacket:
+    """The first packet of a connection, and what is known about it."""
+
+    began: float
+    protocol: int
+    way: Direction
+    """As the sender sent it."""
+    rules: list[Rule] = field(default_factory=list)
+    dropped: bool = False
+    """By the last rule, which may have refused it."""
+    endpoint: Destination | None = None
+    """None: no connection came of it."""
+    source: Address | None = None
+    """The sender as the endpoint sees it."""
+    translated: bool = False
+    answered: float | None = None
+    """Seconds after `began`."""
+    refused: bool = False
+    """By the endpoint."""
+
+    @property
+    def is_complete(self) -> bool:
+        return self.dropped or self.answered is not None or self.refused
+
+
+_Key = tuple[int, Direction]
+
+
+class Tracer:
+    """Puts announcements together; all times are those of one clock, in seconds."""
+
+    def __init__(
+        self, table: str, matches: Collection[Match], is_local: Callable[[Address], bool],
+        endpoints: Collection[Destination] = (),
+    ) -> None:
+        """*table* marks the packets. *endpoints*: connections that go straight to one of these count, too."""
+        self._table = table
+        self._matches = matches
+        self._is_local = is_local
+        self._endpoints = frozenset(endpoints)
+        self._packets: dict[_Key, TracedPacket] = {}
+        self._by_id: dict[int, TracedPacket] = {}
+        self._known: set[_Key] = set()
+
+    def trace(self, event: TraceEvent, now: float) -> None:
+        """Take in an announcement about rules."""
+        if event.table == self._table:
+            if event.handle and event.way is not None:
+                packet = self._start((event.protocol, event.way), now)
+                if packet is not None:
+                    self._by_id[event.packet] = packet
+            return
+        packet = self._by_id.get(event.packet)
+        if packet is None:
+            return
+        if event.step is Step.RULE and event.handle:
+            packet.rules.append(Rule(event.family, event.table, event.chain, event.handle, event.verdict))
+        elif event.verdict == "drop":
+            packet.rules.append(Rule(event.family, event.table, event.chain, 0, "drop"))
+        packet.dropped = packet.dropped or event.verdict == "drop"
+
+    def flow(self, event: FlowEvent, now: float) -> None:
+        """Take in an announcement about a flow."""
+        key = event.protocol, event.original
+        packet = self._packets.get(key)
+        if packet is None and event.change is Change.NEW and self._is_wanted(event):
+            packet = self._start(key, now)
+        if packet is None:
+            return
+        reply = event.reply
+        if event.change is not Change.ENDED or packet.endpoint is None:
+            packet.endpoint = Destination(reply.source, reply.source_port)
+            packet.source = reply.destination
+            packet.translated = packet.endpoint != (event.original.destination, event.original.port)
+        if event.is_answered and packet.answered is None:
+            packet.answered = now - packet.began
+        elif event.change is Change.ENDED and packet.answered is None:
+            packet.refused = True
+
+    @property
+    def is_busy(self) -> bool:
+        """More may be learned about a packet."""
+        return bool(self._packets)
+
+    def finished(self, now: float) -> Iterator[TracedPacket]:
+        """Yield the packets about which nothing more will be known, once each."""
+        for key, packet in list(self._packets.items()):
+            if packet.is_complete or now - packet.began >= PATIENCE:
+                del self._packets[key]
+                self._by_id = {number: each for number, each in self._by_id.items() if each is not packet}
+                yield packet
+
+    def _start(self, key: _Key, now: float) -> TracedPacket | None:
+        """Return the packet of *key*; None if it was sent again."""
+        if key in self._known:
+            return self._packets.get(key)
+        self._known.add(key)
+        packet = self._packets[key] = TracedPacket(now, *key)
+        return packet
+
+    def _is_wanted(self, event: FlowEvent) -> bool:
+        way = event.original
+        if Destination(way.destination, way.port) in self._endpoints:
+            return event.reply.source == way.destination
+        return any(self._matches_way(match, event.protocol, way) for match in self._matches)
+
+    def _matches_way(self, match: Match, protocol: int, way: Direction) -> bool:
+        if (match.protocol, match.port) != (protocol, way.port) or match.source not in (None, way.source):
+            return False
+        if match.destination is None:
+            return family_of(way.destination) is match.family and self._is_local(way.destination)
+        return way.destination == match.destination

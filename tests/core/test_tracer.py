@@ -1,0 +1,114 @@
+"""What happened to a packet, from the announcements about rules and flows."""
+
+from kproxy_core.host.conntrack.events import Change, Direction, FlowEvent
+from kproxy_core.host.tracing.events import Step, TraceEvent
+from kproxy_core.host.tracing.packets import PATIENCE, Rule, TracedPacket, Tracer
+from kproxy_core.host.tracing.table import Match
+from kproxy_core.model.address import Address, Family, Protocol, parse_address
+from kproxy_core.testing.builders import destinations
+
+CLIENT, VIP, NODE = map(parse_address, ("10.1.1.9", "10.96.0.10", "192.0.2.10"))
+(ENDPOINT,) = destinations("10.1.2.3:8080")
+WAY = Direction(CLIENT, 40000, VIP, 80)
+TABLE = "kproxy-trace-7"
+SEEN_REPLY, SOURCE_NAT = 2, 16
+
+
+def tracer(*endpoints: str, match: Match | None = None) -> Tracer:
+    wanted = match or Match(Family.IPV4, VIP, Protocol.TCP, 80, None)
+    return Tracer(TABLE, [wanted], {NODE}.__contains__, destinations(" ".join(endpoints)))
+
+
+def met(chain: str, verdict: str, *, table: str = "kproxy", handle: int = 3, packet: int = 1,
+        step: Step = Step.RULE, way: Direction | None = None) -> TraceEvent:  # fmt: skip
+    return TraceEvent(packet, step, "ip", table, chain, handle, verdict, 6, way)
+
+
+BEGIN = met("prerouting", "continue", table=TABLE, way=WAY)
+
+
+def flow(change: Change = Change.NEW, way: Direction = WAY, status: int = 0, source: Address = CLIENT,
+         endpoint: tuple[Address, int] = ENDPOINT) -> FlowEvent:  # fmt: skip
+    reply = Direction(endpoint[0], endpoint[1], source, way.source_port)
+    return FlowEvent(change, 6, way, reply, status, 0)
+
+
+def finished(made: Tracer, now: float = 0.0) -> TracedPacket:
+    (packet,) = made.finished(now)
+    return packet
+
+
+def test_a_packet_that_is_forwarded_has_its_rules_its_endpoint_and_the_time_of_the_answer() -> None:
+    made = tracer()
+    made.trace(BEGIN, 1.0)
+    made.trace(met("services", "goto tcp-cluster-2"), 1.0)
+    made.flow(flow(status=SOURCE_NAT, source=NODE), 1.0)
+    assert list(made.finished(1.1)) == []
+    made.flow(flow(Change.UPDATED, status=SOURCE_NAT | SEEN_REPLY, source=NODE), 1.25)
+    packet = finished(made, 1.25)
+    assert packet.rules == [Rule("ip", "kproxy", "services", 3, "goto tcp-cluster-2")]
+    assert (packet.endpoint, packet.source, packet.translated) == (ENDPOINT, NODE, True)
+    assert packet.answered == 0.25
+    assert not made.is_busy
+
+
+def test_a_rule_that_drops_is_the_last_one() -> None:
+    made = tracer()
+    made.trace(BEGIN, 1.0)
+    made.trace(met("reject-traffic", "drop"), 1.0)
+    packet = finished(made, 1.0)
+    assert packet.dropped
+    assert packet.rules[-1].chain == "reject-traffic"
+    assert packet.endpoint is None
+
+
+def test_a_chain_s_policy_can_drop() -> None:
+    made = tracer()
+    made.trace(BEGIN, 1.0)
+    made.trace(met("FORWARD", "drop", table="filter", handle=0, step=Step.POLICY), 1.0)
+    assert finished(made, 1.0).rules == [Rule("ip", "filter", "FORWARD", 0, "drop")]
+
+
+def test_an_endpoint_that_refuses_ends_the_flow_without_an_answer() -> None:
+    made = tracer()
+    made.flow(flow(), 1.0)
+    made.flow(flow(Change.ENDED), 1.0)
+    packet = finished(made, 1.0)
+    assert (packet.refused, packet.endpoint) == (True, ENDPOINT)
+
+
+def test_without_an_answer_a_packet_is_finished_after_a_while() -> None:
+    made = tracer()
+    made.flow(flow(), 1.0)
+    assert list(made.finished(1.0 + PATIENCE / 2)) == []
+    assert finished(made, 1.0 + PATIENCE).answered is None
+
+
+def test_other_packets_and_packets_sent_again_are_left_out() -> None:
+    made = tracer()
+    made.trace(met("prerouting", "continue", table="kproxy-trace-8", way=WAY, packet=5), 1.0)
+    made.trace(met("services", "accept", packet=5), 1.0)
+    made.flow(flow(way=WAY._replace(port=81)), 1.0)
+    made.flow(flow(Change.UPDATED, way=WAY._replace(source_port=9)), 1.0)
+    assert not made.is_busy
+    made.trace(BEGIN, 1.0)
+    finished(made, 9.0)
+    made.trace(BEGIN._replace(packet=2), 9.0)
+    assert not made.is_busy
+
+
+def test_node_ports_and_senders_are_matched() -> None:
+    to_node = Direction(CLIENT, 40000, NODE, 30080)
+    made = tracer(match=Match(Family.IPV4, None, Protocol.TCP, 30080, CLIENT))
+    made.flow(flow(way=to_node._replace(source=VIP)), 1.0)
+    made.flow(flow(way=to_node._replace(destination=VIP)), 1.0)
+    assert not made.is_busy
+    made.flow(flow(way=to_node), 1.0)
+    assert made.is_busy
+
+
+def test_connections_straight_to_an_endpoint_count_if_sockets_are_translated() -> None:
+    direct = Direction(CLIENT, 40000, *ENDPOINT)
+    for made, counts in ((tracer("10.1.2.3:8080"), True), (tracer(), False)):
+        made.flow(flow(way=direct), 1.0)
+        assert made.is_busy is counts
