@@ -12,19 +12,21 @@ import signal
 import sys
 import tempfile
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 
 from kproxy_core.testing.drivers.backend import BackendDriver
-from kproxy_core.testing.drivers.driver import NODE_CGROUP, Driver
+from kproxy_core.testing.drivers.driver import NO_OPTIONS, Driver
 from kproxy_core.testing.drivers.kproxy import KPROXY, KproxyDriver, ThroughApiDriver
 from kproxy_core.testing.drivers.kube_proxy import KubeProxyDriver
 from kproxy_core.testing.network.addresses import FAMILIES
+from kproxy_core.testing.network.cgroup import NodeCgroup
 from kproxy_core.testing.network.topology import Topology
 from kproxy_core.testing.suite.scenario import SCENARIOS, Scenario, find
 from kproxy_core.testing.suite.stage import FAILED, PASSED, SKIPPED, Result, Stage
 
-OPTIONS = {"ebpf": {"cgroup": NODE_CGROUP}}
-"""Options of modes that work at the sockets of the node and its pods."""
+SOCKET_MODES = ("ebpf",)
+"""Modes that work at the sockets of the node and its pods: their option ``cgroup`` names it."""
 DRIVERS = (BackendDriver.name, KproxyDriver.name, ThroughApiDriver.name, KubeProxyDriver.name)
 
 
@@ -78,12 +80,18 @@ def _play(options: argparse.Namespace, scenarios: list[Scenario], directory: Pat
                 apiserver=options.apiserver, etcd=options.etcd,
             )  # fmt: skip
         if options.driver == BackendDriver.name:
-            return BackendDriver(topology, directory, options=OPTIONS)
+            return BackendDriver(topology, directory, options=given)
         kind = KproxyDriver if options.driver == KproxyDriver.name else ThroughApiDriver
-        return kind(topology, directory, options.command or KPROXY, OPTIONS)
+        return kind(topology, directory, options.command or KPROXY, given)
 
     results = []
-    with Stage(make_driver, directory, at_sockets=options.mode in OPTIONS) as stage:
+    with ExitStack() as stack:
+        cgroup, given = None, NO_OPTIONS
+        if options.mode in SOCKET_MODES:
+            cgroup = NodeCgroup()
+            stack.callback(cgroup.close)
+            given = {options.mode: {"cgroup": str(cgroup.path)}}
+        stage = stack.enter_context(Stage(make_driver, directory, cgroup))
         for scenario in sorted(scenarios, key=lambda s: (json.dumps(s.config, sort_keys=True), s.name)):
             for family in options.family or FAMILIES:
                 result = stage.play(scenario, options.mode, family)

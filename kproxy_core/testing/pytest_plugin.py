@@ -1,13 +1,15 @@
-"""The pytest plugin ``kproxy-conformance``: runs every check of the kit on a backend.
+"""The pytest plugin ``kproxy-conformance``: checks a backend's contract, and plays every scenario with it.
 
-``pytest --kproxy-mode=MODE`` adds the checks to whatever else pytest runs. Without that option nothing of
+``pytest --kproxy-mode=MODE`` adds them to whatever else pytest runs. Without that option nothing of
 kproxy is imported but this module.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,8 @@ if TYPE_CHECKING:
     from kproxy_core.testing.conformance.subject import Wanted
 
 MARK = "kproxy"
-CONTRACT, PACKETS = "contract", "packets"
+NODE_CGROUP = "$node_cgroup"
+"""Value of an option that stands for the cgroup of the sockets of the node and its pods."""
 
 _NOT_APPLICABLE = "not applicable: "
 
@@ -29,9 +32,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("kproxy", "conformance of kproxy backends")
     group.addoption("--kproxy-mode", metavar="MODE", help="Run every check on the backend of MODE.")
     group.addoption(
-        "--kproxy-scenarios",
-        action="store_true",
-        help="Play every scenario against a whole kproxy in that mode, too.",
+        "--kproxy-driver",
+        metavar="DRIVER",
+        action="append",
+        choices=("backend", "kproxy", "kproxy-through-api"),
+        help="Play scenarios with the backend in this process (default), or with a whole kproxy.",
     )
     group.addoption(
         "--kproxy-plugin",
@@ -45,12 +50,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="NAME=VALUE",
         action="append",
         default=[],
-        help="An option of the backend; the value is JSON, or else text.",
+        help=f"An option of the backend: JSON, or else text; {NODE_CGROUP}: see NodeCgroup.",
     )
     for name, about in (
         (
             "kproxy_not_applicable",
-            "CHECK: REASON for a check that does not apply; CHECK alone if a caveat gives the reason.",
+            "NAME: REASON for what does not apply; NAME alone if a caveat gives the reason.",
         ),
         ("kproxy_node", "Commands that create kernel objects which the backend expects."),
         ("kproxy_state", "Commands that print state kept outside the kernel's tables."),
@@ -61,10 +66,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"{MARK}: a check of kproxy's conformance kit")
-    if config.getoption("--kproxy-mode") and os.geteuid() != 0:
-        raise pytest.UsageError(
-            "--kproxy-mode needs root: the checks make network namespaces and program rules"
-        )
+    if config.getoption("--kproxy-mode"):
+        if os.geteuid() != 0:
+            raise pytest.UsageError(
+                "--kproxy-mode needs root: the checks make network namespaces and program rules"
+            )
+        _use_own_xtables_lock(config)
+
+
+def _use_own_xtables_lock(config: pytest.Config) -> None:
+    """Have legacy programs not wait for those of the machine."""
+    directory = tempfile.TemporaryDirectory(prefix="kproxy-kit-")
+    patch = pytest.MonkeyPatch()
+    patch.setenv("XTABLES_LOCKFILE", f"{directory.name}/xtables.lock")
+    config.add_cleanup(patch.undo)
+    config.add_cleanup(directory.cleanup)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -78,10 +94,6 @@ def pytest_collection_modifyitems(
         report = collector.ihook.pytest_make_collect_report(collector=collector)
         collector.ihook.pytest_collectreport(report=report)
         items += report.result
-        if config.getoption("--kproxy-scenarios"):
-            from kproxy_core.testing.scenario_items import scenario_items
-
-            items += scenario_items(collector, _wanted(config, mode))
 
 
 class Conformance(pytest.Collector):
@@ -91,43 +103,36 @@ class Conformance(pytest.Collector):
         super().__init__(**others)
         self._wanted = wanted
 
-    def collect(self) -> list[pytest.Item]:
-        from kproxy_core.testing.conformance import contract, lifecycle, packets
+    def collect(self) -> Iterator[pytest.Item]:
+        from kproxy_core.testing.conformance import contract, lifecycle
+        from kproxy_core.testing.scenario_items import scenario_items
 
-        groups = ((CONTRACT, [*lifecycle.CHECKS, *contract.CHECKS]), (PACKETS, packets.CHECKS))
-        return [
-            CheckItem.from_parent(
-                self, name=f"{group}::{check.name}" + (f"[{family.label}]" if family else ""),
-                check=check, family=family, wanted=self._wanted, group=group,
-            )
-            for group, checks in groups for check in checks for family in check.families
-        ]  # fmt: skip
+        for check in (*lifecycle.CHECKS, *contract.CHECKS):
+            for family in check.families:
+                name = f"contract::{check.name}" + (f"[{family.label}]" if family else "")
+                yield CheckItem.from_parent(self, name=name, check=check, family=family, wanted=self._wanted)
+        for driver in self.config.getoption("--kproxy-driver") or ("backend",):
+            yield from scenario_items(self, self._wanted, driver)
 
 
 class CheckItem(pytest.Item):
-    """One check, for one IP family or for both."""
+    """One check of the contract, for one IP family or for both."""
 
-    def __init__(
-        self, *, check: Check, family: Family | None, wanted: Wanted, group: str, **others: Any
-    ) -> None:
+    def __init__(self, *, check: Check, family: Family | None, wanted: Wanted, **others: Any) -> None:
         super().__init__(**others)
         self.check = check
         self._family = family
         self._wanted = wanted
-        self._group = group
         self.add_marker(MARK)
 
     def runtest(self) -> None:
-        from kproxy_core.testing.conformance import bench, play
+        from kproxy_core.testing.conformance import bench
         from kproxy_core.testing.conformance.checks import NotApplicable
 
-        if declared := self._wanted.not_applicable.get(self.check.name):
+        if declared := self._wanted.excuse(self.check.name):
             pytest.skip(_NOT_APPLICABLE + declared)
         try:
-            if self._group == CONTRACT:
-                bench.run_check(self.check, self._wanted, self._family)
-            elif self._family is not None:
-                play.run_check(self.check, self._wanted, self._family)
+            bench.run_check(self.check, self._wanted, self._family)
         except NotApplicable as error:
             pytest.skip(_NOT_APPLICABLE + str(error))
 
@@ -180,23 +185,31 @@ def _ours(reports: Sequence[pytest.TestReport]) -> Iterator[pytest.TestReport]:
 
 
 def _wanted(config: pytest.Config, mode: str) -> Wanted:
-    from kproxy_core.testing.conformance import contract, lifecycle, packets
+    from kproxy_core.testing.conformance import contract, lifecycle
     from kproxy_core.testing.conformance.subject import Wanted
+    from kproxy_core.testing.network.cgroup import NodeCgroup
     from kproxy_core.testing.suite.scenario import SCENARIOS
 
     declared = dict(map(_declared, config.getini("kproxy_not_applicable")))
-    known = {check.name for check in (*lifecycle.CHECKS, *contract.CHECKS, *packets.CHECKS)}
+    known = {check.name for check in (*lifecycle.CHECKS, *contract.CHECKS)}
     known |= {path.stem for path in SCENARIOS.glob("*.yaml")}
-    if unknown := sorted(declared.keys() - known):
+    if unknown := sorted(pattern for pattern in declared if not fnmatch.filter(known, pattern)):
         raise pytest.UsageError(f"kproxy_not_applicable: there is no check {', '.join(unknown)}")
+    options, cgroup = dict(map(_option, config.getoption("--kproxy-option"))), None
+    if NODE_CGROUP in options.values():
+        cgroup = NodeCgroup()
+        config.add_cleanup(cgroup.close)
+        path = str(cgroup.path)
+        options = {name: path if value == NODE_CGROUP else value for name, value in options.items()}
     return Wanted(
         mode,
         tuple(config.getoption("--kproxy-plugin")),
-        dict(map(_option, config.getoption("--kproxy-option"))),
+        options,
         tuple(config.getini("kproxy_node")),
         tuple(config.getini("kproxy_state")),
         tuple(config.getini("kproxy_damage")),
         declared,
+        cgroup,
     )
 
 

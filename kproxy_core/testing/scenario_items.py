@@ -1,4 +1,4 @@
-"""The scenarios as tests of the pytest plugin: each is played against a whole kproxy in the author's mode."""
+"""The scenarios as tests of the pytest plugin, each played by one driver in the author's mode."""
 
 import json
 import shlex
@@ -9,67 +9,82 @@ from typing import Any
 
 import pytest
 
+from kproxy_core.model.address import Family
+from kproxy_core.testing.conformance.bench import prepare
 from kproxy_core.testing.conformance.checks import Failed
 from kproxy_core.testing.conformance.subject import Wanted
+from kproxy_core.testing.drivers.backend import BackendDriver
 from kproxy_core.testing.drivers.driver import Driver
-from kproxy_core.testing.drivers.kproxy import KPROXY, KproxyDriver
-from kproxy_core.testing.network.addresses import FAMILIES
+from kproxy_core.testing.drivers.kproxy import KPROXY, KproxyDriver, ThroughApiDriver
 from kproxy_core.testing.network.topology import Topology
-from kproxy_core.testing.suite.scenario import Scenario, find
+from kproxy_core.testing.suite.scenario import BACKEND, Scenario, find
 from kproxy_core.testing.suite.stage import FAILED, SKIPPED, Stage
 
-MARK = "kproxy"
-"""Marker of everything that the plugin adds."""
+DRIVERS = (BACKEND, KproxyDriver.name, ThroughApiDriver.name)
 
-_STAGE = pytest.StashKey[Stage]()
+_STAGES = pytest.StashKey[dict[str, Stage]]()
 
 
 class ScenarioItem(pytest.Item):
     """One scenario in one IP family."""
 
-    def __init__(self, *, scenario: Scenario, family: str, wanted: Wanted, **others: Any) -> None:
+    def __init__(
+        self, *, scenario: Scenario, family: Family, driver: str, wanted: Wanted, **others: Any
+    ) -> None:
         super().__init__(**others)
         self._scenario = scenario
         self._family = family
+        self._driver = driver
         self._wanted = wanted
-        self.add_marker(MARK)
+        self.add_marker("kproxy")
 
     def runtest(self) -> None:
-        if reason := self._wanted.not_applicable.get(self._scenario.name):
+        reason = self._wanted.excuse(self._scenario.name)
+        if reason:
             pytest.skip(f"not applicable: {reason}")
-        result = self._stage().play(self._scenario, self._wanted.mode, self._family)
+        result = self._stage().play(self._scenario, self._wanted.mode, self._family.label.lower())
         if result.status == SKIPPED:
             pytest.skip(f"not applicable: {result.detail}")
         if result.status == FAILED:
-            raise Failed(result.detail)
+            if result.announced and reason is not None:
+                pytest.skip(f"not applicable: the backend announces: {result.announced}")
+            hint = f"""
+The backend announces: {result.announced}. If that is why, say so in kproxy_not_applicable."""
+            raise Failed(result.detail + (hint if result.announced else ""))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        if isinstance(excinfo.value, Failed):
-            return str(excinfo.value)
-        return super().repr_failure(excinfo, style)
+        return str(excinfo.value) if isinstance(excinfo.value, Failed) else super().repr_failure(excinfo)
 
     def reportinfo(self) -> tuple[str, None, str]:
         return "kproxy-conformance", None, self.name
 
     def _stage(self) -> Stage:
-        """Return the stage that all scenarios of the session share."""
-        stash = self.session.stash
-        if _STAGE not in stash:
-            def make_driver(topology: Topology, directory: Path) -> Driver:
-                plugins = [word for plugin in self._wanted.plugins for word in ("-p", plugin)]
-                options = {self._wanted.mode: self._wanted.options}
-                return KproxyDriver(topology, directory, shlex.join([KPROXY, *plugins]), options)
+        """Return the stage that all scenarios of the driver share."""
+        stages = self.session.stash.setdefault(_STAGES, {})
+        if self._driver not in stages:
+            directory = Path(tempfile.mkdtemp(prefix="kproxy-scenarios-"))
+            stage = stages[self._driver] = Stage(self._make_driver, directory, self._wanted.cgroup)
+            self.config.add_cleanup(stage.close)
+            with stage.topology["node"].entered():
+                prepare(self._wanted)
+        return stages[self._driver]
 
-            stash[_STAGE] = Stage(make_driver, Path(tempfile.mkdtemp(prefix="kproxy-scenarios-")))
-            self.config.add_cleanup(stash[_STAGE].close)
-        return stash[_STAGE]
+    def _make_driver(self, topology: Topology, directory: Path) -> Driver:
+        plugins, options = self._wanted.plugins, {self._wanted.mode: self._wanted.options}
+        if self._driver == BACKEND:
+            return BackendDriver(topology, directory, plugins, options)
+        command = shlex.join([KPROXY, *(word for plugin in plugins for word in ("-p", plugin))])
+        kind = KproxyDriver if self._driver == KproxyDriver.name else ThroughApiDriver
+        return kind(topology, directory, command, options)
 
 
-def scenario_items(parent: pytest.Collector, wanted: Wanted) -> Iterator[ScenarioItem]:
-    """Yield every scenario in both families; those with equal configuration follow each other."""
+def scenario_items(parent: pytest.Collector, wanted: Wanted, driver: str) -> Iterator[ScenarioItem]:
+    """Yield each scenario for the mode in its families; those with equal configuration follow each other."""
+    group = "scenarios" if driver == BACKEND else f"scenarios-of-{driver}"
     for scenario in sorted(find(), key=lambda s: (json.dumps(s.config, sort_keys=True), s.name)):
-        for family in FAMILIES:
-            yield ScenarioItem.from_parent(
-                parent, name=f"scenarios::{scenario.name}[{family}]",
-                scenario=scenario, family=family, wanted=wanted,
-            )  # fmt: skip
+        for family in Family:
+            if not scenario.unsuitable_for(wanted.mode, family.label.lower(), driver):
+                yield ScenarioItem.from_parent(
+                    parent, name=f"{group}::{scenario.name}[{family.label}]",
+                    scenario=scenario, family=family, driver=driver, wanted=wanted,
+                )  # fmt: skip

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_core.testing.drivers.driver import NODE_CGROUP, Driver
+from kproxy_core.testing.__main__ import SOCKET_MODES
+from kproxy_core.testing.drivers.driver import NO_OPTIONS, Driver
 from kproxy_core.testing.drivers.kproxy import KproxyDriver, ThroughApiDriver
+from kproxy_core.testing.network.cgroup import NodeCgroup
 from kproxy_core.testing.network.topology import Topology
 from kproxy_core.testing.suite.stage import Stage
 from tests.conformance.cases import LEGACY, THROUGH_API
-
-OPTIONS = {"ebpf": {"cgroup": NODE_CGROUP}}
-"""Options of modes that work at the sockets of the node and its pods."""
 
 
 class Stages:
@@ -23,6 +22,7 @@ class Stages:
         self._directory = directory
         self._mode = ""
         self._stage: Stage | None = None
+        self._cgroup: NodeCgroup | None = None
         self._patch = pytest.MonkeyPatch()
 
     def of(self, mode: str) -> Stage:
@@ -36,9 +36,13 @@ class Stages:
 
             def make_driver(topology: Topology, directory: Path) -> Driver:
                 kind = ThroughApiDriver if mode.endswith(THROUGH_API) else KproxyDriver
-                return kind(topology, directory, options=OPTIONS)
+                return kind(topology, directory, options=options)
 
-            self._stage = Stage(make_driver, directory, at_sockets=mode in OPTIONS)
+            options = NO_OPTIONS
+            if mode in SOCKET_MODES:
+                self._cgroup = NodeCgroup()
+                options = {mode: {"cgroup": str(self._cgroup.path)}}
+            self._stage = Stage(make_driver, directory, self._cgroup)
             self._mode = mode
         return self._stage
 
@@ -46,6 +50,9 @@ class Stages:
         if self._stage is not None:
             self._stage.close()
             self._stage = None
+        if self._cgroup is not None:
+            self._cgroup.close()
+            self._cgroup = None
         self._patch.undo()
 
     def _prefer_legacy(self, directory: Path) -> None:

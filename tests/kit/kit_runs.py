@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kproxy_core.testing.conformance import contract, lifecycle, packets
+from kproxy_core.model.address import Family
+from kproxy_core.testing.conformance import contract, lifecycle
+from kproxy_core.testing.suite.scenario import BACKEND, find
 from tests.guest.guest import Guest
 
 SIDE_BY_SIDE = 2
@@ -16,7 +18,6 @@ LONGEST = 1200
 """Seconds until a guest is given up; its checks take four minutes of a processor."""
 
 _KUBELET = "*filter\\n:KUBE-FIREWALL -\\n-A INPUT -j KUBE-FIREWALL\\n-A OUTPUT -j KUBE-FIREWALL\\nCOMMIT\\n"
-_PROCESS = "connections end with the process"
 INI: Mapping[str, Mapping[str, Sequence[str]]] = {
     "nftables": {},
     "iptables": {
@@ -26,13 +27,7 @@ INI: Mapping[str, Mapping[str, Sequence[str]]] = {
     "userspace": {
         "kproxy_not_applicable": [
             "restart-writes-nothing: every process has relays of its own",
-            f"close-leaves-the-kernel-alone: {_PROCESS}",
-            f"restart-goes-unnoticed: {_PROCESS}",
-            "pods-see-the-client-pod",
-            "external-ip-serves-the-node: as in kube-proxy's userspace mode",
-            "external-policy-local-keeps-the-client-address",
-            "external-policy-local-without-local-endpoints-is-silent",
-            "internal-policy-local-stays-on-the-node",
+            "close-leaves-the-kernel-alone: connections end with the process",
         ],
     },
     "ipvs": {},
@@ -42,13 +37,15 @@ INI: Mapping[str, Mapping[str, Sequence[str]]] = {
 OPTIONS = {"userspace": ("--kproxy-option=workers=1", "--kproxy-option=syncPeriod=1s")}
 IN_A_GUEST = "ipvs"
 """The mode that this kernel may lack."""
+PLAYED = ("nftables",)
+"""Modes that scenarios are played in, too. A whole kproxy plays them in the others: tests/conformance."""
 
 
 class Results(NamedTuple):
     """The result of a run."""
 
     asked: frozenset[str]
-    """The checks, those that are not applicable among them."""
+    """The checks and scenarios, those that are not applicable among them."""
     wrong: Mapping[str, str]
     """By check, for those that failed."""
 
@@ -64,7 +61,7 @@ def play(mode: str, directory: Path) -> Results:
     command = [
         sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--kproxy-mode={mode}",
         f"--rootdir={directory}", f"--config-file={directory}/pytest.ini", f"--junitxml={report}",
-        *OPTIONS.get(mode, ()), str(directory),
+        *OPTIONS.get(mode, ()), *(() if mode in PLAYED else ("-k", "contract")), str(directory),
     ]  # fmt: skip
     if mode == IN_A_GUEST:
         with Guest(command, directory / "log", share=directory, seconds=LONGEST) as guest:
@@ -78,13 +75,19 @@ def play(mode: str, directory: Path) -> Results:
     return Results(frozenset(), {"the kit itself": output[-4000:]})
 
 
-def to_be_asked() -> frozenset[str]:
-    """All checks of the kit."""
-    return frozenset(
+def to_be_asked(mode: str) -> frozenset[str]:
+    """Return all checks, and all scenarios if *mode* is played."""
+    checks = (
         check.name + (f"[{family.label}]" if family else "")
-        for check in (*lifecycle.CHECKS, *contract.CHECKS, *packets.CHECKS)
+        for check in (*lifecycle.CHECKS, *contract.CHECKS)
         for family in check.families
     )
+    scenarios = (
+        f"{scenario.name}[{family.label}]"
+        for scenario in find() for family in Family
+        if mode in PLAYED and not scenario.unsuitable_for(mode, family.label.lower(), BACKEND)
+    )  # fmt: skip
+    return frozenset((*checks, *scenarios))
 
 
 def results(report: Path) -> Results:

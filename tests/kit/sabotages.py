@@ -1,16 +1,15 @@
-"""Small things done to a good backend, each of which one check of the kit must notice."""
+"""Small things done to a good backend, each of which a check of the contract or a scenario must notice."""
 
 from tests.kit.contract_sabotages import MORE_QUESTIONS, QUESTIONS, SYNCS
-from tests.kit.packet_sabotages import MORE_PACKETS, PACKETS
 from tests.kit.sabotage import Sabotage
+from tests.kit.scenario_sabotages import SCENARIOS
 
-GROUPS = {
-    "contract": (QUESTIONS, MORE_QUESTIONS, SYNCS),
-    "packets": (PACKETS, MORE_PACKETS),
-}
+CONTRACT = (QUESTIONS, MORE_QUESTIONS, SYNCS)
 """Those of a group are done together: no two are noticed by the same check."""
 
-BY_NAME = {str(sabotage): sabotage for parts in GROUPS.values() for part in parts for sabotage in part}
+BY_NAME = {
+    str(sabotage): sabotage for part in (*CONTRACT, SCENARIOS) for sabotage in part
+}
 
 
 def __getattr__(name: str) -> Sabotage:

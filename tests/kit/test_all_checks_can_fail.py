@@ -1,55 +1,50 @@
-"""Every check of the kit can fail: it does when a good backend is sabotaged, and no other check does."""
+"""Every check of the contract fails for a sabotaged backend, and no other check does; so do scenarios."""
 
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
 from kproxy_core.model.address import Family
-from kproxy_core.testing.conformance import bench, contract, dialing, lifecycle, packets, play
-from kproxy_core.testing.conformance.checks import Check, NotApplicable
+from kproxy_core.testing.conformance import bench, contract, lifecycle
+from kproxy_core.testing.conformance.checks import NotApplicable
 from kproxy_core.testing.conformance.subject import Wanted
+from kproxy_core.testing.drivers.backend import BackendDriver
+from kproxy_core.testing.network.topology import Topology
+from kproxy_core.testing.suite import player
+from kproxy_core.testing.suite.scenario import SCENARIOS as DIRECTORY
+from kproxy_core.testing.suite.scenario import read
+from kproxy_core.testing.suite.stage import FAILED, Result, Stage
 from tests.kit.sabotage import Sabotage
-from tests.kit.sabotages import GROUPS
+from tests.kit.sabotages import CONTRACT
+from tests.kit.scenario_sabotages import SCENARIOS
 
 KINDS = ("takes-udp", "takes-all-of-it")
 """The Services of every kind are all taken in the same way: some stand for the others."""
 
-CHECKS = {
-    "contract": [
-        check
-        for check in (*lifecycle.CHECKS, *contract.CHECKS)
-        if not check.name.startswith("takes-") or check.name in KINDS
-    ],
-    "packets": packets.CHECKS,
-}
-RUN: dict[str, Callable[[Check, Wanted, Any], None]] = {
-    "contract": bench.run_check,
-    "packets": play.run_check,
-}
-TOGETHER = [(group, part) for group, parts in GROUPS.items() for part in parts]
-ANNOUNCED = "affinity-keeps-a-client-at-its-endpoint"
+CHECKS = [
+    check
+    for check in (*lifecycle.CHECKS, *contract.CHECKS)
+    if not check.name.startswith("takes-") or check.name in KINDS
+]
 OF_A_BASE = "keeps-its-base-at-work"
 """Sabotaged in test_base_modes.py: the example backend builds on no other mode."""
 
-Problems = Mapping[str, str]
+pytestmark = pytest.mark.usefixtures("example_on_path")
 
 
-@pytest.fixture(autouse=True)
-def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorten the wait for packets that are dropped on purpose."""
-    monkeypatch.setattr(dialing, "PATIENCE", 1.0)
+def plugins(*sabotages: Sabotage) -> tuple[str, ...]:
+    return ("kproxy_plain", *(f"tests.kit.sabotages:do_{sabotage}" for sabotage in sabotages))
 
 
-def ask(group: str, *sabotages: Sabotage, **declared: str) -> Problems:
-    """Return the complaints of each check of *group*, in IPv4 or for both families."""
-    plugins = ("kproxy_plain", *(f"tests.kit.sabotages:do_{sabotage}" for sabotage in sabotages))
-    wanted = Wanted("plain", plugins, not_applicable=declared)
+def problems_of(sabotages: tuple[Sabotage, ...]) -> Mapping[str, str]:
+    """Return the complaints of each check of the contract, in IPv4 or for both families."""
+    wanted = Wanted("plain", plugins(*sabotages))
     problems = {}
-    for check in CHECKS[group]:
+    for check in CHECKS:
         try:
-            RUN[group](check, wanted, None if None in check.families else Family.IPV4)
+            bench.run_check(check, wanted, None if None in check.families else Family.IPV4)
         except NotApplicable:
             continue
         except Exception as error:  # noqa: BLE001 - whatever a backend raises counts
@@ -57,30 +52,45 @@ def ask(group: str, *sabotages: Sabotage, **declared: str) -> Problems:
     return problems
 
 
-@pytest.mark.parametrize(("group", "sabotages"), TOGETHER)
-def test_sabotage_is_noticed_by_its_check_and_by_no_other(
-    group: str, sabotages: tuple[Sabotage, ...], example_on_path: None
-) -> None:
-    problems = ask(group, *sabotages, **{ANNOUNCED: ""})
-    expected = {sabotage.check for sabotage in sabotages}
-    assert not expected - problems.keys()
-    assert not {check: problem for check, problem in problems.items() if check not in expected}
+def play(scenario: str, directory: Path, *sabotages: Sabotage) -> Result:
+    """Play *scenario* with the sabotaged example, in IPv4."""
+    def make_driver(topology: Topology, directory: Path) -> BackendDriver:
+        return BackendDriver(topology, directory, plugins(*sabotages))
+
+    with Stage(make_driver, directory) as stage:
+        return stage.play(read(DIRECTORY / f"{scenario}.yaml"), "plain", "ipv4")
+
+
+@pytest.mark.parametrize("sabotages", CONTRACT)
+def test_sabotage_is_noticed_by_its_check_and_by_no_other(sabotages: tuple[Sabotage, ...]) -> None:
+    problems = problems_of(sabotages)
+    assert problems.keys() == {sabotage.check for sabotage in sabotages}
     for sabotage in sabotages:
         assert re.search(sabotage.words, problems[sabotage.check], re.DOTALL), problems[sabotage.check]
 
 
 def test_every_check_has_a_sabotage() -> None:
-    sabotaged = {sabotage.check for _, part in TOGETHER for sabotage in part} | {ANNOUNCED, OF_A_BASE}
-    assert {check.name for checks in CHECKS.values() for check in checks} - set(KINDS) == sabotaged - set(
-        KINDS
-    )
+    sabotaged = {sabotage.check for part in CONTRACT for sabotage in part} | {OF_A_BASE}
+    assert {check.name for check in CHECKS} - set(KINDS) == sabotaged - set(KINDS)
     assert sabotaged & set(KINDS)
 
 
-def test_a_failure_that_the_backend_announces_is_told_and_excused_only_if_the_author_says_so(
-    example_on_path: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    affinity = [check for check in packets.CHECKS if check.name == ANNOUNCED]
-    monkeypatch.setitem(CHECKS, "packets", affinity)
-    assert "The backend announces: session affinity is not kept" in ask("packets")[ANNOUNCED]
-    assert ask("packets", **{ANNOUNCED: ""}) == {}
+@pytest.fixture
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the wait for expectations that do not come true."""
+    monkeypatch.setattr(player, "DEADLINE", 1.0)
+
+
+@pytest.mark.usefixtures("hurry")
+@pytest.mark.parametrize("sabotage", SCENARIOS, ids=str)
+def test_scenario_notices_its_sabotage(sabotage: Sabotage, tmp_path: Path) -> None:
+    result = play(sabotage.check, tmp_path, sabotage)
+    assert result.status == FAILED
+    assert re.search(f"problem: .*(?:{sabotage.words})", result.detail), result.detail
+
+
+@pytest.mark.usefixtures("hurry")
+def test_a_failed_scenario_has_the_caveats_of_the_backend(tmp_path: Path) -> None:
+    result = play("affinity-client-ip", tmp_path)
+    assert result.status == FAILED
+    assert "session affinity is not kept" in result.announced

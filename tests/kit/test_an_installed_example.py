@@ -15,14 +15,15 @@ def test_example_is_installed_and_passes_its_own_tests(tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*pip, "--target", site, checkout], check=True, capture_output=True)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--color=no"],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--color=no",
+         "-k", "IPv4 or not scenarios"],
         cwd=checkout, env={**os.environ, "PYTHONPATH": str(site)},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr
     assert "kproxy-conformance of mode plain" in done.stdout
     assert (
-        "packets::affinity-keeps-a-client-at-its-endpoint[IPv4]: not applicable:"
+        "scenarios::affinity-client-ip[IPv4]: not applicable:"
         " the backend announces: session affinity is not kept" in done.stdout
     )
 

@@ -11,7 +11,7 @@ from tests.kit.kit_runs import IN_A_GUEST, INI, Results, play, to_be_asked
 
 @pytest.mark.parametrize("mode", sorted(INI.keys() - {IN_A_GUEST}))
 def test_backend(mode: str, played: Runs) -> None:
-    assert played[mode].result() == Results(to_be_asked(), {})
+    assert played[mode].result() == Results(to_be_asked(mode), {})
 
 
 def play_in_a_guest(items: Sequence[pytest.Item], directory: Path) -> Results:
@@ -20,4 +20,4 @@ def play_in_a_guest(items: Sequence[pytest.Item], directory: Path) -> Results:
 
 @pytest.mark.in_a_guest(play=play_in_a_guest)
 def test_backend_in_a_guest(from_guest: Results) -> None:
-    assert from_guest == Results(to_be_asked(), {})
+    assert from_guest == Results(to_be_asked(IN_A_GUEST), {})

@@ -7,23 +7,19 @@ from kproxy_core.backend.api import KernelSide, Question
 from kproxy_core.explain.verdict import AGREES, judge
 from kproxy_core.model.address import Family, parse_address
 from kproxy_core.plan.fate import Fate, Origin, Packet, decide, stand_in
+from kproxy_core.testing.conformance.bench import lonely_node
 from kproxy_core.testing.conformance.features import ADDRESSES, everything
-from kproxy_core.testing.conformance.network import node_only
 from kproxy_core.testing.conformance.subject import Subject, Wanted, full
 
 
 @contextmanager
 def serving(mode: str, family: Family) -> Iterator[None]:
     """The calling thread is on a node where *mode* serves every feature."""
-    node = node_only()
-    try:
-        with node.entered():
-            subject = Subject(Wanted(mode), (family,))
-            full(subject.start(), family, everything(family))
-            yield
-            subject.end_all()
-    finally:
-        node.close()
+    with lonely_node():
+        subject = Subject(Wanted(mode), (family,))
+        full(subject.start(), family, everything(family))
+        yield
+        subject.end_all()
 
 
 def questions(family: Family) -> list[Question]:

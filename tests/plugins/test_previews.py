@@ -10,8 +10,8 @@ from kproxy_core.backend.api import Preview
 from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import full_update
+from kproxy_core.testing.conformance.bench import lonely_node
 from kproxy_core.testing.conformance.features import ADDRESSES, Plans, everything
-from kproxy_core.testing.conformance.network import node_only
 from kproxy_core.testing.conformance.subject import Subject, Wanted, full
 
 FAMILIES = pytest.mark.parametrize("family", Family, ids=lambda family: family.label)
@@ -25,17 +25,13 @@ WRITERS = {
 @pytest.fixture
 def instance(mode: str, family: Family) -> Iterator[BackendInstance]:
     """A backend on a node of its own."""
-    node = node_only()
-    try:
-        with node.entered():
-            subject = Subject(Wanted(mode), (family,))
-            try:
-                yield subject.start()
-            finally:
-                subject.end_all()
-                subject.cleanup()  # BPF programs outlive the namespace, and translate sockets of others.
-    finally:
-        node.close()
+    with lonely_node():
+        subject = Subject(Wanted(mode), (family,))
+        try:
+            yield subject.start()
+        finally:
+            subject.end_all()
+            subject.cleanup()  # BPF programs outlive the namespace, and translate sockets of others.
 
 
 def preview(instance: BackendInstance, family: Family, plans: Plans) -> Preview:

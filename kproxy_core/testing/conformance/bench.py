@@ -1,20 +1,21 @@
 """The stage of a contract check: the backend alone in an empty network namespace."""
 
 import contextlib
-import os
-import tempfile
+import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeView
 from kproxy_core.testing.conformance import kernel_state
 from kproxy_core.testing.conformance.checks import Check, Failed, NotApplicable
-from kproxy_core.testing.conformance.features import Plans
+from kproxy_core.testing.conformance.features import ADDRESSES, Plans
 from kproxy_core.testing.conformance.kernel_state import KernelState, difference
-from kproxy_core.testing.conformance.namespaces import Namespace, run
-from kproxy_core.testing.conformance.network import node_only
 from kproxy_core.testing.conformance.subject import Subject, Wanted, full
+from kproxy_core.testing.network.cgroup import NodeCgroup
+from kproxy_core.testing.network.dialing import wait_until
+from kproxy_core.testing.network.namespaces import Namespace, run
 
 
 class Bench:
@@ -87,33 +88,30 @@ def bench(
     wanted: Wanted, family: Family | None, families: tuple[Family, ...] = tuple(Family)
 ) -> Iterator[Bench]:
     """Yield a bench on a new node, and move the calling thread there for the ``with`` block."""
-    node = node_only()
-    try:
-        with inside(node, wanted):
-            subject = Subject(wanted, families)
+    with lonely_node(wanted.cgroup):
+        prepare(wanted)
+        subject = Subject(wanted, families)
+        subject.end_all()
+        try:
+            yield Bench(subject, family)
+        finally:
             subject.end_all()
-            try:
-                yield Bench(subject, family)
-            finally:
-                subject.end_all()
-    finally:
-        node.close()
 
 
 @contextlib.contextmanager
-def inside(node: Namespace, wanted: Wanted) -> Iterator[None]:
-    """Move the calling thread to *node*, prepared by `kproxy_node`; legacy programs get a private lock."""
-    before = os.environ.get("XTABLES_LOCKFILE")
-    with tempfile.TemporaryDirectory(prefix="kproxy-kit-") as directory, node.entered():
-        os.environ["XTABLES_LOCKFILE"] = f"{directory}/xtables.lock"
-        try:
-            prepare(wanted)
+def lonely_node(cgroup: NodeCgroup | None = None) -> Iterator[None]:
+    """Move the calling thread to a new node that has its addresses and no network."""
+    node = Namespace("node", cgroup)
+    four, six = (ADDRESSES[family].node for family in Family)
+    try:
+        node.ip(f"address add {four}/32 dev lo", f"address add {six}/128 dev lo nodad")
+        with node.entered():
+            routes, address = Path("/proc/net/ipv6_route"), socket.inet_pton(socket.AF_INET6, six).hex()
+            # The route to it, and the local one, which the kernel adds a moment later.
+            wait_until(lambda: routes.read_text(encoding="ascii").count(address) >= 2, 1, 0.001)
             yield
-        finally:
-            if before is None:
-                del os.environ["XTABLES_LOCKFILE"]
-            else:
-                os.environ["XTABLES_LOCKFILE"] = before
+    finally:
+        node.close()
 
 
 def prepare(wanted: Wanted) -> None:

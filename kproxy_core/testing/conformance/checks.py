@@ -23,7 +23,7 @@ class Check(NamedTuple):
     about: str
     """The property that must hold, in a sentence."""
     run: Callable[[Any], None]
-    """Takes a `bench.Bench` or a `play.Play`. Raises Failed or NotApplicable."""
+    """Takes a `bench.Bench`. Raises Failed or NotApplicable."""
     families: tuple[Family | None, ...] = BOTH
     """Run once for each; None: once for both families together."""
 

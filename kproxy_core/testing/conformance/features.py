@@ -1,6 +1,6 @@
 """Service ports of every kind, one Service each: the input that a backend must accept."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from kproxy_core.model.address import Family
@@ -8,13 +8,14 @@ from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.testing.builders import endpoint, endpoint_slice, node_view, plans, service
+from kproxy_core.testing.network.addresses import resolve
 
 Plans = dict[ServicePortKey, ServicePlan]
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """The addresses of a test network in one IP family; `network` builds it."""
+    """Addresses of the topology in one IP family."""
 
     family: Family
     node: str
@@ -27,8 +28,12 @@ class Addresses:
     """A pod on another node."""
     clients: tuple[str, str]
     """Two addresses of one client outside the cluster."""
-    cluster_ip: Callable[[int], str]
-    external_ip: Callable[[int], str]
+
+    def cluster_ip(self, number: int) -> str:
+        return resolve(f"vip{number}", self.family.label.lower())
+
+    def external_ip(self, number: int) -> str:
+        return resolve(f"ext{number}", self.family.label.lower())
 
     @property
     def bits(self) -> int:
@@ -41,17 +46,15 @@ class Addresses:
         )
 
 
-ADDRESSES: Mapping[Family, Addresses] = {
-    Family.IPV4: Addresses(
-        Family.IPV4, "172.30.0.1", "10.1.0.0/16", ("10.1.1.11", "10.1.1.12"), "10.1.2.11",
-        ("198.51.100.7", "198.51.100.8"), lambda n: f"10.96.0.{n}", lambda n: f"203.0.113.{n}",
-    ),
-    Family.IPV6: Addresses(
-        Family.IPV6, "fd00:172:30::1", "fd00:10:1::/48", ("fd00:10:1:1::11", "fd00:10:1:1::12"),
-        "fd00:10:1:2::11", ("2001:db8:51::7", "2001:db8:51::8"),
-        lambda n: f"fd00:10:96::{n:x}", lambda n: f"2001:db8:113::{n:x}",
-    ),
-}  # fmt: skip
+def _addresses(family: Family) -> Addresses:
+    node, pods, pod1, pod2, far, *clients = (
+        resolve(symbol, family.label.lower())
+        for symbol in ("node", "cluster_net", "pod1", "pod2", "pod3", "client", "client_alt")
+    )
+    return Addresses(family, node, pods, (pod1, pod2), far, (clients[0], clients[1]))
+
+
+ADDRESSES: Mapping[Family, Addresses] = {family: _addresses(family) for family in Family}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +100,7 @@ class Feature:
         }
         chosen = [places[word] for word in self.endpoints.split() if word in places]
         if self.endpoints == "many":
-            base = at.far.rstrip("1")
-            chosen = [endpoint(f"{base}{n}", "node2") for n in range(1, 26)]
+            chosen = [endpoint(resolve(f"many{n}", family.label.lower()), "node2") for n in range(1, 26)]
         if others:
             chosen = chosen[1:] if len(chosen) > 1 else list(places.values())[:2]
         ports = [
@@ -159,7 +161,6 @@ def many(count: int, family: Family) -> Plans:
     found: Plans = {}
     at = ADDRESSES[family]
     for number in range(count):
-        ip = f"10.96.1.{number}" if family is Family.IPV4 else f"fd00:10:96::1:{number:x}"
-        made = service(f"beside-{number}", ip=ip)
+        made = service(f"beside-{number}", ip=at.cluster_ip(256 + number))
         found |= plans(at.view(), made, endpoint_slice(f"beside-{number}", at.near[0], at.far, family=family))
     return found

@@ -11,10 +11,11 @@ import struct
 import subprocess
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kproxy_core.testing.conformance.namespaces import CommandFailed, run
+from kproxy_core.testing.network.namespaces import CommandFailed, run
 
 _LEGACY = {
     "iptables-legacy": Path("/proc/net/ip_tables_names"),
@@ -29,6 +30,7 @@ _GET_GENERATION = struct.pack("=IHHIIBBH", 20, 0x0A10, 0x0001, 0, 0, 0, 0, 0)
 _GENERATION = slice(24, 28)
 _KIND, _ENDS = struct.Struct("=4xH"), (2, 3)
 """Of a message; NLMSG_ERROR and NLMSG_DONE."""
+_SUCCESSOR = "kproxy-kit-successor"
 _LEFT_EMPTY = re.compile(r"table ip6? (filter|nat|mangle|raw|security)\b")
 _BASE_CHAIN = re.compile(r"type \S+ hook .* policy accept;")
 _COUNTS = re.compile(r"counter packets \d+ bytes \d+|\[\d+:\d+\] ?| expires \S+")
@@ -119,10 +121,21 @@ def translate_addresses() -> None:
     )
     try:
         for family in ("ip", "ip6"):
-            run("nft", "-f", "-", stdin=f"table {family} kproxy-kit-successor {{ {chains} }}\n")
+            run("nft", "-f", "-", stdin=f"table {family} {_SUCCESSOR} {{ {chains} }}\n")
     except CommandFailed:  # nft is missing, or this kernel does not support it
         for program in _LEGACY:
-            run(program, "-t", "nat", "-N", "KPROXY-KIT-SUCCESSOR")
+            run(program, "-t", "nat", "-N", _SUCCESSOR)
+
+
+def stop_translating() -> None:
+    """Remove the rules of `translate_addresses`, if any."""
+    with suppress(CommandFailed):
+        run("nft", "-f", "-", stdin="".join(
+            f"{verb} table {family} {_SUCCESSOR}\n" for family in ("ip", "ip6") for verb in ("add", "delete")
+        ))  # fmt: skip
+    for program in _LEGACY:
+        with suppress(CommandFailed):
+            run(program, "-t", "nat", "-X", _SUCCESSOR)
 
 
 def block_as_others_do(table: str, address: str) -> None:

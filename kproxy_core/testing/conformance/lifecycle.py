@@ -13,11 +13,12 @@ from kproxy_core.backend.api import CONTRACT, Caveat, Detection, Leftovers
 from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import full_update
-from kproxy_core.testing.conformance import kernel_state, namespaces, rendering
+from kproxy_core.testing.conformance import kernel_state, rendering
 from kproxy_core.testing.conformance.bench import Bench
 from kproxy_core.testing.conformance.checks import Checks, Failed, NotApplicable, expect
 from kproxy_core.testing.conformance.features import ADDRESSES, FEATURES, everything
 from kproxy_core.testing.conformance.subject import change, deaf, full, render
+from kproxy_core.testing.network.namespaces import run
 
 CHECKS = Checks()
 
@@ -230,8 +231,8 @@ def cleanup_spares_what_kube_proxy_uses(bench: Bench) -> None:
 @CHECKS.once
 def rules_of_others_stay(bench: Bench) -> None:
     """Neither a sync nor a clean-up touches foreign objects."""
-    namespaces.run("ip", "link", "add", "foreign", "type", "veth", "peer", "name", "foreign-peer")
-    namespaces.run("ip", "address", "add", "192.0.2.99/32", "dev", "foreign")
+    run("ip", "link", "add", "foreign", "type", "veth", "peer", "name", "foreign-peer")
+    run("ip", "address", "add", "192.0.2.99/32", "dev", "foreign")
     kernel_state.block_as_others_do(_FOREIGN, "192.0.2.98")
     before = bench.state()
     bench.subject.end(_both(bench))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from weakref import WeakSet
 
 from kproxy_core.backend.api import BackendSettings, Damage, Leftovers, SyncReport, Update
@@ -12,6 +13,7 @@ from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.testing.builders import changed_update, full_update
 from kproxy_core.testing.conformance.features import ADDRESSES, Plans
+from kproxy_core.testing.network.cgroup import NodeCgroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,15 @@ class Wanted:
     damage: tuple[str, ...] = ()
     """Commands that destroy that state."""
     not_applicable: Mapping[str, str] = field(default_factory=dict)
-    """Checks that do not apply, with the reason; "": a caveat of the backend gives it."""
+    """Patterns of checks and scenarios that do not apply, with the reason; "": a caveat gives it."""
+    cgroup: NodeCgroup | None = None
+    """For the sockets of the node and its pods, if the mode works at sockets."""
+
+    def excuse(self, name: str) -> str | None:
+        """Return why the check or scenario *name* does not apply; None: it applies."""
+        return next(
+            (reason for pattern, reason in self.not_applicable.items() if fnmatchcase(name, pattern)), None
+        )
 
 
 _BEGUN: WeakSet[BackendInstance] = WeakSet()

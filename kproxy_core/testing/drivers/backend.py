@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,11 +17,13 @@ from typing import Any
 
 import yaml
 
+from kproxy_core.backend.api import Leftovers
+from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.backend.registry import Registry
 from kproxy_core.config.file import decode
 from kproxy_core.config.flags import Flags
 from kproxy_core.host.netlink.addresses import AddressWatch
-from kproxy_core.model.address import Family
+from kproxy_core.model.address import Family, format_address
 from kproxy_core.modes.starting import start_backend
 from kproxy_core.process.terms import Configuration, backend_settings, node_settings, pacing
 from kproxy_core.sources.directory.inventory import Inventory
@@ -29,8 +32,16 @@ from kproxy_core.store.store import Store
 from kproxy_core.sync.loop import Loop
 from kproxy_core.sync.node_facts import NodeFacts
 from kproxy_core.sync.stale_flows import CleanupResult, FlowCleaner, StaleFlowObserver
-from kproxy_core.testing.drivers.driver import NO_OPTIONS, Driver, DriverError, Options
-from kproxy_core.testing.network.addresses import NODE
+from kproxy_core.testing.conformance.kernel_state import stop_translating, translate_addresses
+from kproxy_core.testing.drivers.driver import (
+    NO_OPTIONS,
+    Connections,
+    Driver,
+    DriverError,
+    Options,
+    Unavailable,
+)
+from kproxy_core.testing.network.addresses import NODE, resolve
 from kproxy_core.testing.network.topology import Topology
 from kproxy_core.testing.suite.objects import Json, base_objects, key_of
 from kproxy_core.testing.suite.scenario import BACKEND
@@ -52,8 +63,10 @@ class BackendDriver(Driver):
         self._objects = {key_of(obj): obj for obj in base_objects()}
         self._cleaner = FlowCleaner(self._flows_cleaned)
         self._mode = ""
+        self._instance: BackendInstance | None = None
         self._loop: Loop | None = None
         self._problem = ""
+        self._is_succeeded = False
 
     def apply(self, obj: Json) -> None:
         self._objects[key_of(obj)] = obj
@@ -75,14 +88,17 @@ class BackendDriver(Driver):
         self._backend_settings = backend_settings(self._config, _FAMILIES)
         self._problem = ""
         with self.node.entered():
-            self.instance = start_backend(self.registry, mode, self._backend_settings)
+            if self._is_succeeded:
+                stop_translating()
+                self._is_succeeded = False
+            self._instance = start_backend(self.registry, mode, self._backend_settings)
             flows = StaleFlowObserver(_FAMILIES, self._cleaner)
             self._finish_flows = flows.finish
             self._inventory = Inventory(NODE)
             self._loop = Loop(
                 _FAMILIES, Store(_FAMILIES, (), time.time()),
                 NodeFacts(node_settings(self._config, self.registry.load(mode)), frozenset()),
-                self.instance, [flows],
+                self._instance, [flows],
                 pacing=lambda: pacing(self._config), clock=time.monotonic, cpu=time.thread_time,
             )  # fmt: skip
             self._watch = AddressWatch(self._loop.set_addresses, self.registry.is_of_node)
@@ -111,15 +127,64 @@ class BackendDriver(Driver):
         if self._problem:
             raise DriverError(f"the loop ended:\n{self._problem}")
 
+    def counted(self, family: str) -> Connections:
+        assert self._instance is not None
+        with self.node.entered():
+            found = self._instance.traffic(Family(family.replace("ip", "IP")))
+        if found is None:
+            raise Unavailable("the backend does not implement kproxy_traffic")
+        sums: Counter[tuple[str, str, int, str]] = Counter()
+        for (address, protocol, port), where, number in found:
+            dialled = format_address(address) if address is not None else resolve("node", family)
+            endpoint = format_address(where.address) if where is not None else ""
+            sums[protocol.name.lower(), dialled, port, endpoint] += number
+        return sums
+
+    def announced(self) -> str:
+        if self._loop is None or self._problem:
+            return ""
+        node = node_settings(self._config, self.registry.load(self._mode))
+        with self.node.entered():
+            caveats = [
+                caveat for update in self._loop.call(partial(self._loop.updates, node))
+                for caveat in self.registry.caveats(self._mode, update, self._backend_settings)
+            ]  # fmt: skip
+        return "; ".join(dict.fromkeys(caveat.what for caveat in caveats if caveat.lost))
+
+    def retire(self) -> bool:
+        with self.node.entered():
+            if self._loop is not None:
+                self._end_loop()
+                translate_addresses()  # as the mode that serves next
+                self._is_succeeded = True
+            left = Leftovers.merged(self._mode, [
+                self.registry.retire(
+                    layer, self._backend_settings, instance=self._instance if layer == self._mode else None
+                )
+                for layer in reversed(self.registry.layers(self._mode))
+            ])  # fmt: skip
+            if left.errors:
+                raise DriverError(f"kproxy_retire: {'; '.join(left.errors)}")
+        if not left.waiting:
+            self.stop()
+            self.cleanup()
+        return not left.waiting
+
     def stop(self, with_signal: signal.Signals = signal.SIGTERM) -> None:
         """Close the backend. *with_signal* makes no difference within a process."""
         if self._loop is not None:
-            loop, self._loop = self._loop, None
-            loop.stop()
-            self._thread.join()
+            self._end_loop()
+        if self._instance is not None:
             with self.node.entered():
-                self._watch.close()
-                self.registry.close_backend(self.instance)
+                self.registry.close_backend(self._instance)
+            self._instance = None
+
+    def _end_loop(self) -> None:
+        assert self._loop is not None
+        loop, self._loop = self._loop, None
+        loop.stop()
+        self._thread.join()
+        self._watch.close()
 
     def cleanup(self) -> None:
         with self.node.entered():

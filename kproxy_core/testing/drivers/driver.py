@@ -39,9 +39,6 @@ BASE_CONFIG: Mapping[str, Any] = {
 }
 
 
-NODE_CGROUP = "$node_cgroup"
-"""A backend option's value that stands for the path of the cgroup of the node's and its pods' sockets."""
-
 Options = Mapping[str, Mapping[str, object]]
 """Backend options by mode, as in ``kproxy.backendOptions``."""
 NO_OPTIONS: Options = MappingProxyType({})
@@ -60,6 +57,14 @@ def merged(base: Mapping[str, Any], override: Mapping[str, Any] | None) -> Json:
 
 class DriverError(Exception):
     """The proxy, or what feeds it, did not do what every scenario needs."""
+
+
+class Unavailable(Exception):
+    """The backend declares that it lacks what a step needs."""
+
+
+Connections = Mapping[tuple[str, str, int, str], int]
+"""Counted connections by protocol, frontend's address and port, and endpoint's address ("": refused)."""
 
 
 class Rejected(Exception):
@@ -103,7 +108,6 @@ class Driver:
         self.node = topology["node"]
         self.directory = directory
         self._options = options
-        self._cgroup = topology.node_cgroup
         self._settings: tuple[str, str] | None = None
 
     def apply(self, obj: Json) -> None:
@@ -125,6 +129,18 @@ class Driver:
         """Have the proxy remove its rules."""
         raise NotImplementedError
 
+    def retire(self) -> bool:
+        """Retire the mode, as after a switch. Return False while connections need its rules."""
+        raise NotImplementedError
+
+    def counted(self, family: str) -> Connections:
+        """Return the connections that the backend has counted. Raises Unavailable if it does not count."""
+        raise NotImplementedError
+
+    def announced(self) -> str:
+        """Return the caveats about the current Services; "" without any."""
+        return ""
+
     @property
     def is_running(self) -> bool:
         raise NotImplementedError
@@ -135,11 +151,7 @@ class Driver:
     def complete_config(self, mode: str, config: Mapping[str, Any] | None) -> Json:
         """Return the KubeProxyConfiguration for *mode* with the settings of a scenario."""
         complete = merged({**BASE_CONFIG, "mode": mode}, config)
-        for name, value in self._options.get(mode, {}).items():
-            if value == NODE_CGROUP and self._cgroup is not None:
-                value = str(self._cgroup.path)
-            complete = merged(complete, {"kproxy": {"backendOptions": {mode: {name: value}}}})
-        return complete
+        return merged(complete, {"kproxy": {"backendOptions": self._options}} if self._options else {})
 
     def start(self, mode: str, config: Mapping[str, Any] | None) -> None:
         """Start the proxy in *mode*, and return when it is ready. Raises DriverError."""

@@ -95,10 +95,18 @@ class Namespace:
         with contextlib.ExitStack() as stack:
             if self._cgroup is not None:
                 stack.enter_context(self._cgroup.entered())
-            home = stack.enter_context(_current())
-            _check(_LIBC.setns(self._handle, _CLONE_NEWNET))
-            stack.callback(lambda: _check(_LIBC.setns(home, _CLONE_NEWNET)))
+            stack.enter_context(self.joined())
             yield
+
+    @contextlib.contextmanager
+    def joined(self) -> Iterator[None]:
+        """Move the calling thread into the namespace alone."""
+        with _current() as home:
+            _check(_LIBC.setns(self._handle, _CLONE_NEWNET))
+            try:
+                yield
+            finally:
+                _check(_LIBC.setns(home, _CLONE_NEWNET))
 
     def socket(self, family: socket.AddressFamily, kind: socket.SocketKind) -> socket.socket:
         with self.entered():

@@ -39,6 +39,8 @@ DEADLINE = 10.0
 """Seconds until an expectation must have come true, multiplied by `patience`."""
 SILENT = 0.4
 """Seconds without an answer after which an attempt counts as dropped, where that is what is expected."""
+RETIRED_WITHIN = 20.0
+"""Seconds until a mode has noticed that connections were reset."""
 _AT_ONCE = 16
 """Concurrent attempts if none may be answered."""
 
@@ -69,10 +71,11 @@ class Player:
         self._remembered: Remembered = {}
         self._actions: Mapping[str, Callable[[Any, Step], None]] = {
             "apply": self._apply, "apply_invalid": self._apply, "delete": self._delete,
-            "probe": self._probe, "open": self._open, "exchange": self._exchange, "close": self._close,
+            "probe": self._probe, "open": self._open, "exchange": self._exchange,
+            "close": self._close, "reset": self._reset,
             "traffic": self._start_traffic, "stop_traffic": self._stop_traffic,
             "exec": self._exec, "http": self._http, "proxy": self._proxy, "rules": self._rules,
-            "wait": self._wait, "repeat": self._repeat,
+            "wait": self._wait, "counted": self._counted, "repeat": self._repeat,
         }  # fmt: skip
 
     def play(self) -> None:
@@ -206,6 +209,9 @@ class Player:
     def _close(self, name: str, _: Step) -> None:
         self._conversations.pop(name).close()
 
+    def _reset(self, name: str, _: Step) -> None:
+        self._conversations.pop(name).reset()
+
     def _start_traffic(self, spec: Step, _: Step) -> None:
         attempt = partial(
             dial, *self._target(spec), protocol=spec.get("proto", "tcp"), timeout=spec.get("timeout", 2)
@@ -264,6 +270,10 @@ class Player:
             self._driver.stop(signal.SIGKILL if do == "kill" else signal.SIGTERM)
         if do == "cleanup":
             self._driver.cleanup()
+        if do == "retire":
+            self._driver.retire()
+        if do == "retired" and not wait_until(self._driver.retire, RETIRED_WITHIN, 0.1):
+            raise Failure("connections are still waited for, though all have ended")
         if do in ("start", "restart"):
             config = self._config(named.get("config", self.scenario.config))
             self._driver.start(named.get("mode", self._mode), config)
@@ -277,6 +287,19 @@ class Player:
         for pattern in spec.get("lacks", ()):
             if found := re.search(pattern, text, re.M):
                 raise Failure(f"the ruleset has {found.group()!r}")
+
+    def _counted(self, spec: Mapping[str, int], _: Step) -> None:
+        """Compare all counts of the frontends in *spec*, which is like ``tcp vip1:80 pod1: 5``."""
+        wanted, frontends = {}, set()
+        for text, number in spec.items():
+            protocol, frontend, *endpoint = text.split()
+            symbol, port = frontend.split(":")
+            dialled = protocol, resolve(symbol, self._family), int(port)
+            frontends.add(dialled)
+            wanted[*dialled, resolve("".join(endpoint), self._family)] = number
+        found = {k: n for k, n in self._driver.counted(self._family).items() if k[:3] in frontends and n}
+        if found != {key: number for key, number in wanted.items() if number}:
+            raise Failure(f"the backend counted {found}, expected {wanted}")
 
     def _wait(self, seconds: float, _: Step) -> None:
         time.sleep(seconds)

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import yaml
 
-from kproxy_core.testing.drivers.driver import Driver
+from kproxy_core.testing.drivers.driver import Driver, Unavailable
 from kproxy_core.testing.network.cgroup import NodeCgroup
 from kproxy_core.testing.network.namespaces import CommandFailed
 from kproxy_core.testing.network.servers import EchoServers
@@ -32,6 +32,8 @@ class Result:
     status: str
     """`PASSED`, `FAILED` or `SKIPPED`."""
     detail: str = ""
+    announced: str = ""
+    """After a failure, the caveats that the backend announces, if it is in this process."""
     seconds: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
@@ -42,17 +44,14 @@ class Stage:
     """A context. Scenarios with equal configuration are best played one after the other: fewer restarts."""
 
     def __init__(
-        self, make_driver: Callable[[Topology, Path], Driver], directory: Path, *, at_sockets: bool = False
-    ) -> None:
-        """*directory* is for logs, and evidence of failures. *at_sockets*: the mode works at sockets, so
-        those of the node and its pods are created in a cgroup of their own."""
+        self, make_driver: Callable[[Topology, Path], Driver], directory: Path,
+        cgroup: NodeCgroup | None = None,
+    ) -> None:  # fmt: skip
+        """*directory* is for logs, and evidence of failures. *cgroup* is for the sockets of the node and its
+        pods, if the mode works at sockets; it belongs to the caller."""
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            cgroup = None
-            if at_sockets:
-                cgroup = NodeCgroup()
-                stack.callback(cgroup.close)
             self.topology = Topology(cgroup)
             stack.callback(self.topology.close)
             stack.callback(EchoServers(self.topology).close)
@@ -70,29 +69,38 @@ class Stage:
         self.close()
 
     def play(self, scenario: Scenario, mode: str, family: str) -> Result:
-        """Play one scenario, once."""
+        """Play one scenario, once. The calling thread is in the node's network namespace meanwhile."""
         if reason := scenario.unsuitable_for(mode, family, self.driver.name):
             return Result(scenario.name, mode, family, SKIPPED, reason)
+        # Programs read /proc/net, which shows the namespace of the process's first thread.
+        with self.topology["node"].joined():
+            return self._play(scenario, mode, family)
+
+    def _play(self, scenario: Scenario, mode: str, family: str) -> Result:
         began = time.monotonic()
         self._capture.clear()
         player = Player(scenario, mode, family, self.topology, self.driver, self.barrier)
-        problem = ""
+        problem = lacking = ""
         try:
             player.play()
+        except Unavailable as error:
+            lacking = str(error)
         except (*PROBLEMS, CommandFailed) as error:
             problem = str(error)
         except (KeyError, TypeError, ValueError) as error:
             problem = f"malformed step: {error!r}"
-        status, detail = PASSED, ""
+        status, detail, announced = SKIPPED if lacking else PASSED, lacking, ""
         if problem:
             status, detail = FAILED, self._explain(player, mode, family, problem)
+            announced = self.driver.announced()
         try:
             player.tidy()
         except PROBLEMS as error:
             status, detail = FAILED, detail or f"after its last step: {error}"
         if status == FAILED:
             self.driver.discard()
-        return Result(scenario.name, mode, family, status, detail, round(time.monotonic() - began, 2))
+        seconds = round(time.monotonic() - began, 2)
+        return Result(scenario.name, mode, family, status, detail, announced, seconds)
 
     def write_packets(self, path: Path) -> None:
         """Write the node's packets of the last scenario to *path*."""

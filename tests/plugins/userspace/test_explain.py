@@ -9,8 +9,8 @@ from kproxy_core.backend.registry import Registry
 from kproxy_core.explain.verdict import AGREES, DEVIATES, judge
 from kproxy_core.model.address import Family, format_socket
 from kproxy_core.plan.fate import Outcome
+from kproxy_core.testing.conformance.bench import lonely_node
 from kproxy_core.testing.conformance.features import everything
-from kproxy_core.testing.conformance.network import node_only
 from kproxy_core.testing.conformance.subject import full
 from tests.plugins.explained import decided, questions
 
@@ -20,20 +20,16 @@ FAMILIES = pytest.mark.parametrize("family", Family, ids=lambda family: family.l
 @pytest.fixture
 def sides(family: Family) -> Iterator[list[tuple[Question, KernelSide, KernelSide]]]:
     """Each question with the kernel's objects, and with those that would be written."""
-    node = node_only()
     registry = Registry()
-    try:
-        with node.entered():
-            instance = registry.make_backend("userspace", BackendSettings((family,)))
-            full(instance, family, everything(family))
-            asked = questions(family)
-            live, written = instance.explain(asked, live=True), instance.explain(asked, live=False)
-            assert live is not None
-            assert written is not None
-            yield list(zip(asked, live, written, strict=True))
-            registry.close_backend(instance)
-    finally:
-        node.close()
+    with lonely_node():
+        instance = registry.make_backend("userspace", BackendSettings((family,)))
+        full(instance, family, everything(family))
+        asked = questions(family)
+        live, written = instance.explain(asked, live=True), instance.explain(asked, live=False)
+        assert live is not None
+        assert written is not None
+        yield list(zip(asked, live, written, strict=True))
+        registry.close_backend(instance)
 
 
 @FAMILIES
