@@ -15,7 +15,7 @@ from kproxy_core.config.check import (
     notices_about,
     problems_of,
 )
-from kproxy_core.config.duration import DefaultDuration, Duration
+from kproxy_core.config.duration import DefaultDuration
 from kproxy_core.config.file import (
     ClientConnection,
     ConfigError,
@@ -132,11 +132,6 @@ class Config:
     """Notices for the operator that do not prevent a start."""
 
 
-def _written(period: Duration) -> float:
-    """Return *period* if a file or flag gives it, else 0."""
-    return 0.0 if isinstance(period, DefaultDuration) else period
-
-
 def resolve(flags: Flags, file: FileConfig | None) -> Config:
     """Return the effective configuration.
 
@@ -174,7 +169,7 @@ def resolve(flags: Flags, file: FileConfig | None) -> Config:
         masquerade_all=getattr(section, "masquerade_all", document.iptables.masquerade_all),
         masquerade_bit=getattr(section, "masquerade_bit", document.iptables.masquerade_bit),
         sync_period=section.sync_period,
-        min_sync_period=_written(section.min_sync_period),
+        min_sync_period=0.0 if isinstance(pause := section.min_sync_period, DefaultDuration) else pause,
         client=document.client_connection,
         conntrack=document.conntrack,
         oom_score_adj=document.oom_score_adj,

@@ -39,7 +39,8 @@ class Attempts:
         """
         needed = (*rests_on, *own)
         refused = ""
-        if self.load_modules and (missing := self._loadable(needed)):
+        missing = [name for name in needed if self.modules.presence(name) is Presence.LOADABLE]
+        if self.load_modules and missing:
             refused = load(missing)
             self.modules = self.modules.reread()
         waiting = self.modules.not_loaded(needed)
@@ -63,9 +64,6 @@ class Attempts:
             seen.setdefault(self.modules.presence(name), []).append(name)
         seen.pop(Presence.UNKNOWN, None)
         return ", ".join(f"{_listed(names)} {presence.value}" for presence, names in seen.items())
-
-    def _loadable(self, names: Sequence[str]) -> list[str]:
-        return [name for name in names if self.modules.presence(name) is Presence.LOADABLE]
 
     def _guess(
         self, what: str, own: Sequence[str], needed: Sequence[str], why_not: str, remedy: str

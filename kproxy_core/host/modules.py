@@ -6,6 +6,8 @@ The places to look are those of kube-proxy up to 1.25 (pkg/proxy/ipvs/proxier.go
 import enum
 import platform
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 
 from kproxy_core.host import programs
@@ -44,8 +46,6 @@ class Modules:
         self._directory = root / "lib/modules" / self.release
         self._loaded = self._read_loaded()
         self._built_in = _module_names(self._directory / "modules.builtin")
-        self._configuration: str | None = None
-        self._files: frozenset[str] | None = None
 
     def reread(self) -> "Modules":
         """Return the modules as they are now."""
@@ -69,15 +69,15 @@ class Modules:
     def presence(self, module: str) -> Presence:
         if module in (self._loaded or ()):
             return Presence.LOADED
-        if module in self._built_in or f"{self.option(module)}=y\n" in self._config_text():
+        if module in self._built_in or f"{self.option(module)}=y\n" in self._config_text:
             return Presence.BUILT_IN
         if (self._root / "sys/module" / module).is_dir():
             return Presence.BUILT_IN if self._loaded is None else Presence.LOADED
-        if f"# {self.option(module)} is not set\n" in self._config_text():
+        if f"# {self.option(module)} is not set\n" in self._config_text:
             return Presence.ABSENT
         if self._directory.is_dir():
-            return Presence.LOADABLE if module in self._module_files() else Presence.ABSENT
-        return Presence.LOADABLE if f"{self.option(module)}=m\n" in self._config_text() else Presence.UNKNOWN
+            return Presence.LOADABLE if module in self._module_files else Presence.ABSENT
+        return Presence.LOADABLE if f"{self.option(module)}=m\n" in self._config_text else Presence.UNKNOWN
 
     def not_loaded(self, modules: Iterable[str]) -> list[str]:
         """Return those of *modules* that the kernel might load when their feature is used."""
@@ -106,27 +106,20 @@ class Modules:
             return frozenset()
         return frozenset(line.split()[0] for line in lines if line.split())
 
+    @cached_property
     def _module_files(self) -> frozenset[str]:
-        if self._files is None:
-            self._files = _module_names(self._directory / "modules.dep")
-        return self._files
+        return _module_names(self._directory / "modules.dep")
 
+    @cached_property
     def _config_text(self) -> str:
-        """Return the options that the kernel was built with; "" if they cannot be read."""
-        if self._configuration is None:
-            import gzip  # only when needed, for a fast start
+        """The options that the kernel was built with; "" if they cannot be read."""
+        import gzip  # only when needed, for a fast start
 
-            self._configuration = ""
-            try:
-                path = self._root / f"boot/config-{self.release}"
-                self._configuration = path.read_text(errors="replace")
-            except OSError:
-                try:
-                    with gzip.open(self._root / "proc/config.gz", "rt", errors="replace") as file:
-                        self._configuration = file.read()
-                except OSError:
-                    pass
-        return self._configuration
+        with suppress(OSError):
+            return (self._root / f"boot/config-{self.release}").read_text(errors="replace")
+        with suppress(OSError), gzip.open(self._root / "proc/config.gz", "rt", errors="replace") as file:
+            return file.read()
+        return ""
 
 
 def load(modules: Iterable[str]) -> str:

@@ -100,7 +100,9 @@ class ModeSwitch:
         """Compare *mode* with the one that serves. Raises SwitchFailed if it cannot serve here."""
         now, then = self.instance.mode, mode
         with _failures():
-            self._require_usable(mode)
+            detection = self._registry.detect(mode, self._terms(mode).settings)
+            if not detection.usable:
+                raise SwitchFailed(_does_not_work(mode, detection.because))
             caveats = {of: self._caveats(of) for of in (now, then)}
         return Comparison(
             tuple(caveat for caveat in caveats[then] if caveat not in caveats[now]),
@@ -225,11 +227,6 @@ class ModeSwitch:
             self._journal.clear()
         else:
             self._journal.write(Entry(self.configured, mode, mode, Phase.SERVING))
-
-    def _require_usable(self, mode: str) -> None:
-        detection = self._registry.detect(mode, self._terms(mode).settings)
-        if not detection.usable:
-            raise SwitchFailed(_does_not_work(mode, detection.because))
 
     def _caveats(self, mode: str) -> list[Caveat]:
         terms = self._terms(mode)

@@ -6,7 +6,7 @@ kube-proxy 1.36 makes the same checks (cmd/kube-proxy/app/server.go), and more o
 from collections.abc import Iterable, Iterator, Sequence
 
 from kproxy_core.config.settings import Config, DetectLocalMode
-from kproxy_core.model.address import Address, Cidr, Family, family_of, parse_cidr
+from kproxy_core.model.address import Cidr, Family, family_of, parse_cidr
 from kproxy_core.model.node import NodeObject
 from kproxy_core.sync.node_facts import NodeSettings, primary_family
 
@@ -68,7 +68,7 @@ def _single_stack(config: Config, kind: str, primary: Family) -> Iterator[str]:
     servers = {"healthzBindAddress": config.healthz_bind_address,
                "metricsBindAddress": config.metrics_bind_address}
     for field, server in servers.items():
-        if server is not None and _is_specific(server.address) and family_of(server.address) is not primary:
+        if server is not None and any(server.address) and family_of(server.address) is not primary:
             yield f"{kind}, but {field} is {other}"
 
 
@@ -79,7 +79,3 @@ def _none_in(family: Family, cidrs: Iterable[Cidr]) -> bool:
 
 def _other(family: Family) -> Family:
     return Family.IPV6 if family is Family.IPV4 else Family.IPV4
-
-
-def _is_specific(address: Address) -> bool:
-    return any(address)

@@ -8,6 +8,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 
 from kproxy_core.backend.api import BackendSettings
@@ -70,16 +71,8 @@ def protect_from_oom_killer(score: int) -> None:
 
 def limits(config: Config) -> ConntrackLimits:
     """Return the configured limits and timeouts of tracked connections."""
-    said = config.conntrack
-    return ConntrackLimits(
-        max_per_core=said.max_per_core,
-        min=said.min,
-        tcp_established_timeout=said.tcp_established_timeout,
-        tcp_close_wait_timeout=said.tcp_close_wait_timeout,
-        tcp_be_liberal=said.tcp_be_liberal,
-        udp_timeout=said.udp_timeout,
-        udp_stream_timeout=said.udp_stream_timeout,
-    )
+    return ConntrackLimits(**{field.name: getattr(config.conntrack, field.name)
+                              for field in fields(ConntrackLimits)})  # fmt: skip
 
 
 def tune_conntrack(wanted: ConntrackLimits, events: EventRecorder) -> bool:

@@ -18,10 +18,6 @@ STABLE = 5.0
 """An attempt that worked for this many seconds resets the delay."""
 
 
-def _no_chance() -> float:
-    return 0.0
-
-
 class Backoff:
     """A delay that doubles from *first* to *longest* seconds.
 
@@ -32,7 +28,7 @@ class Backoff:
     __slots__ = ("_chance", "_first", "_longest", "_next")
 
     def __init__(
-        self, chance: Callable[[], float] = _no_chance, *, first: float = FIRST, longest: float = LONGEST,
+        self, chance: Callable[[], float] = lambda: 0.0, *, first: float = FIRST, longest: float = LONGEST,
     ) -> None:
         self._chance = chance
         self._first = min(first, longest)

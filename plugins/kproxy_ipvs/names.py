@@ -37,6 +37,11 @@ class SetKind(NamedTuple):
     marks: bool = False
     """Entries carry a mark."""
 
+    @property
+    def sides(self) -> str:
+        """The parts of a packet that entries are compared with."""
+        return "dst" if self.type == "bitmap:port" else "dst,dst"
+
     def full_name(self, family: Family) -> str:
         prefix = "KUBE-" if family is Family.IPV4 else "KUBE-6-"
         return (prefix + self.name)[:LONGEST_SET_NAME]

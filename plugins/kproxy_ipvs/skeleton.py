@@ -64,7 +64,7 @@ def skeleton(node: NodeView) -> dict[ChainKey, list[str]]:
         ],
         (NAT, names.LOAD_BALANCER): [f"{match(names.LOAD_BALANCER_LOCAL)} -j RETURN", masquerade],
         (NAT, names.NODE_PORT): [
-            f"-p {protocol.name.lower()} {match(kind, _sides(kind))} -j {target}"
+            f"-p {protocol.name.lower()} {match(kind, kind.sides)} -j {target}"
             for protocol, (every, local) in names.NODE_PORT_SETS.items()
             for kind, target in ((local, "RETURN"), (every, names.MARK_MASQ))
         ],
@@ -103,7 +103,7 @@ def no_frontend(family: Family) -> str:
 
 
 def rules_differ(one: NodeView, other: NodeView) -> bool:
-    """Tell whether the constant rules for two nodes differ."""
+    """Return whether the constant rules for two nodes differ."""
     return (one.local_source, one.masquerade_all, one.masquerade_bit) != (
         other.local_source, other.masquerade_all, other.masquerade_bit
     )  # fmt: skip
@@ -129,7 +129,3 @@ def _from_pods(source: LocalSource, *, negate: bool = False) -> str:
     if source.cidr is not None:
         return f"{sign}-s {source.cidr} "
     return f"{sign}-i {source.interface or source.interface_prefix + '+'} "
-
-
-def _sides(kind: SetKind) -> str:
-    return "dst" if kind.type == "bitmap:port" else "dst,dst"

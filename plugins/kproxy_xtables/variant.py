@@ -110,7 +110,7 @@ def prefers_nft(save: Callable[[str, str], Iterable[str]], default_is_nft: bool)
     legacy = list(save("legacy", ""))
     if _has_kubelet_chains(legacy):
         return False
-    legacy_rules = _count(legacy)
+    legacy_rules = sum(map(_is_rule, legacy))
     if legacy_rules == 0 and default_is_nft:
         return True
     enough = max(legacy_rules, 1)  # No need to read more.
@@ -119,10 +119,6 @@ def prefers_nft(save: Callable[[str, str], Iterable[str]], default_is_nft: bool)
 
 def _has_kubelet_chains(lines: Iterable[str]) -> bool:
     return any(line.startswith(KUBELET_CHAINS) for line in lines)
-
-
-def _count(lines: Iterable[str]) -> int:
-    return sum(map(_is_rule, lines))
 
 
 def _is_rule(line: str) -> bool:

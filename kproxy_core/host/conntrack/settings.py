@@ -74,8 +74,9 @@ def apply(limits: ConntrackLimits, cores: int | None = None, hash_size: Path = _
     """
     try:
         sysctl.read(_MAX)
-    except HostError:
-        _load_tracking()
+    except HostError:  # The kernel loads its module for connection tracking upon any request.
+        with contextlib.suppress(OSError), ctnetlink.open_socket() as sock:
+            sock.request(ctnetlink.GET_STATS, 0, bytes(4))
     refused: list[HostError] = []
     limit = limits.max_connections(cores or os.cpu_count() or 1)
     limited = limit > 0 and _ensure(_MAX, limit, refused)
@@ -83,12 +84,6 @@ def apply(limits: ConntrackLimits, cores: int | None = None, hash_size: Path = _
     for name, value in limits.sysctls():
         _ensure(name, value, refused)
     return Applied(tuple(refused), read_only_sys)
-
-
-def _load_tracking() -> None:
-    """Have the kernel load its module for connection tracking, which it does upon any request."""
-    with contextlib.suppress(OSError), ctnetlink.open_socket() as sock:
-        sock.request(ctnetlink.GET_STATS, 0, bytes(4))
 
 
 def _ensure(name: str, value: int, refused: list[HostError]) -> bool:

@@ -10,7 +10,6 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Collection, Iterator, Sequence
-from types import TracebackType
 from typing import Final, NamedTuple, Self, TypeVar
 
 from kproxy_core.host.netlink.messages import (
@@ -94,9 +93,7 @@ class NetlinkSocket:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -7,11 +7,11 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.netlink.messages import NETLINK_SOCK_DIAG, Request, Span
+from kproxy_core.host.netlink.messages import NETLINK_SOCK_DIAG, Request
 from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.model.address import Address
 
@@ -59,7 +59,8 @@ def connected_udp_sockets() -> list[UdpSocket]:
         with NetlinkSocket.open(NETLINK_SOCK_DIAG) as sock:
             for family in _FAMILIES:
                 request = _REQUEST.pack(family, socket.IPPROTO_UDP, _ESTABLISHED, bytes(48))
-                found += sock.dump(_SOCK_DIAG_BY_FAMILY, request, lambda spans: list(_sockets(spans)))
+                found += sock.dump(_SOCK_DIAG_BY_FAMILY, request, lambda spans: [
+                    UdpSocket(*_MESSAGE.unpack_from(data, start)) for data, start, _ in spans])
     except OSError as error:
         raise HostError("cannot list UDP sockets", error) from error
     return found
@@ -100,8 +101,3 @@ def udp_destruction_problem() -> str:
 
 def _destruction(family: int, identity: bytes) -> Request:
     return Request(_SOCK_DESTROY, 0, _REQUEST.pack(family, socket.IPPROTO_UDP, _ESTABLISHED, identity))
-
-
-def _sockets(spans: Iterable[Span]) -> Iterator[UdpSocket]:
-    for data, start, _ in spans:
-        yield UdpSocket(*_MESSAGE.unpack_from(data, start))

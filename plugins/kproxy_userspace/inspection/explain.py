@@ -18,7 +18,7 @@ from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome, Packet
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_userspace.batch import iptables_rules
 from kproxy_userspace.kernel.portals import find_tables, may_have_portals
-from kproxy_userspace.names import PORTAL_CHAINS, TABLE, Endpoint
+from kproxy_userspace.names import PORTAL_CHAINS, TABLE
 from kproxy_userspace.settings import Settings
 from kproxy_userspace.skeleton import JUMPS, NFT_FAMILY
 from kproxy_userspace.wanted import Redirect, Wanted, wanted
@@ -97,7 +97,7 @@ def _side(relay: Wanted | None, port: int, objects: Sequence[KernelObject]) -> K
     if relay is None:
         fate = Fate(Outcome.UNTOUCHED, "no portal applies")
         return KernelSide(tuple(objects), fate, deviation=_NOT_RELAYED)
-    endpoints = [_destination(endpoint) for endpoint in relay.endpoints]
+    endpoints = [Destination(parse_address(address), port) for address, port in relay.endpoints]
     where = f"port {port}" if port else "a free port"
     texts = ", ".join(format_socket(*endpoint) for endpoint in endpoints) or "no endpoint: it refuses clients"
     shown = (*objects, KernelObject("relay", f"{where}: {texts}"))
@@ -163,10 +163,6 @@ def _portal_rules(relays: Iterable[Wanted], at: Address | None) -> dict[ChainKey
 
 def _hook(packet: Packet) -> str:
     return "OUTPUT" if packet.origin is Origin.NODE else "PREROUTING"
-
-
-def _destination(endpoint: Endpoint) -> Destination:
-    return Destination(parse_address(endpoint[0]), endpoint[1])
 
 
 def _same(one: Fate, other: Fate) -> bool:

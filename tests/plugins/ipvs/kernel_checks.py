@@ -44,7 +44,7 @@ def test_a_preview_counts_the_operations_of_the_next_sync(
     family: Family, make: Callable[..., IpvsBackend]
 ) -> None:
     backend, every = make(), everything(family)
-    full(backend, {})
+    backend.kproxy_sync(full_update(NODES[family], {}))
     fewer = dict(list(every.items())[2:])
     for wanted in (every, fewer, every):
         update = full_update(NODES[family], wanted)
