@@ -53,7 +53,7 @@ struct flows { struct flow flow[4]; u64 next; };
 /* kproxy doubles a hash that is full. */
 BPF_F_TABLE("hash", struct frontend, struct service, frontends, 65536, NO_PREALLOC);
 BPF_F_TABLE("hash", struct slot, struct endpoint, slots, 131072, NO_PREALLOC);
-/* All endpoints of each service: a choice that a socket or a client remembers is valid as long as it is here. */
+/* Endpoints of services with UDP or affinity: what a socket or a client remembers is valid as long as it is here. */
 BPF_F_TABLE("hash", struct member, u64, endpoints, 131072, NO_PREALLOC);
 BPF_F_TABLE("hash", struct address, u32, node_addresses, 4096, NO_PREALLOC);
 BPF_TABLE("lru_hash", struct client, struct pin, pins, 65536);

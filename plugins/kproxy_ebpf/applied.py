@@ -74,13 +74,14 @@ def contents(plans: Iterable[ServicePlan]) -> Contents:
     for plan in plans:
         for group in wanted(plan):
             service = service_id(f"{'/'.join(map(str, plan.key))}/{group.name}", plan.family)
-            count, has_local = len(group.endpoints), False
+            count, local, has_local = len(group.endpoints), group.local, False
             for index, endpoint in enumerate(group.endpoints):
-                is_local = endpoint.address in group.local
+                is_local = bool(local) and endpoint.address in local
                 has_local = has_local or is_local
                 value = endpoint_value(endpoint, is_local=is_local)
                 slots[slot_key(service, index)] = value
-                endpoints[endpoint_key(value, service)] = PRESENT
+                if group.is_remembered:
+                    endpoints[endpoint_key(value, service)] = PRESENT
             for frontend in group.frontends:
                 frontends[frontend.key] = ServiceValue(
                     service, count, group.affinity_seconds, has_local, frontend.masquerades_pods
@@ -94,12 +95,12 @@ def compare(before: Contents, after: Contents) -> Difference:
     for name in (names.FRONTENDS, names.ENDPOINTS):
         old, new = before.get(name, {}), after[name]
         withdrawn[name] = {key: value for key, value in old.items() if key not in new}
-    slots, endpoints = after[names.SLOTS], after[names.ENDPOINTS]
+    slots = after[names.SLOTS]
+    changed = {key: value for key, value in before.get(names.SLOTS, {}).items() if slots.get(key) != value}
+    remaining = {endpoint_key_of_slot(*slot) for slot in slots.items()} if changed else ()
     withdrawn[names.SLOTS], unused = {}, {}
-    for key, value in before.get(names.SLOTS, {}).items():
-        if slots.get(key) == value:
-            continue
-        if endpoint_key_of_slot(key, value) not in endpoints:
+    for key, value in changed.items():
+        if endpoint_key_of_slot(key, value) not in remaining:
             withdrawn[names.SLOTS][key] = value
         elif key not in slots:
             unused[key] = value

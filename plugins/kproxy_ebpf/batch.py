@@ -2,6 +2,7 @@
 
 import struct
 import sys
+from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ _ENDPOINT = struct.Struct("=16sQ")
 """Address; port, and is local << 16."""
 _NUMBER = struct.Struct("=Q")
 _SETTINGS = struct.Struct("=QIxxxx")
+_NUMBERS = [_NUMBER.pack(number) for number in range(64)]
 _SERVICE_ID = 8
 """Bytes of a service's id."""
 
@@ -87,7 +89,7 @@ def parse_service(value: bytes) -> ServiceValue:
 
 def slot_key(service: bytes, index: int) -> bytes:
     """Return the key of one of a service's slots."""
-    return service + _NUMBER.pack(index)
+    return service + _NUMBERS[index] if index < len(_NUMBERS) else service + _NUMBER.pack(index)
 
 
 def slot_family(key: bytes) -> Family:
@@ -98,7 +100,12 @@ def slot_family(key: bytes) -> Family:
 def endpoint_value(endpoint: Destination, *, is_local: bool) -> bytes:
     """Return the value of a slot."""
     address, port = endpoint
-    return _ENDPOINT.pack(address_key(address), _network(port) | _IS_LOCAL * is_local)
+    return (address if len(address) == 16 else _MAPPED + address) + _port(port, is_local)
+
+
+@lru_cache(1024)
+def _port(port: int, is_local: bool) -> bytes:
+    return _NUMBER.pack(_network(port) | _IS_LOCAL * is_local)
 
 
 def parse_endpoint(value: bytes, family: Family) -> Destination:

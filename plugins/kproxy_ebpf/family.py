@@ -1,12 +1,20 @@
 """One family's elements of the maps, and the steps that bring them to the plans."""
 
+from collections.abc import Mapping
+from itertools import islice
+
 from kproxy_core.backend.api import Scope, Update
 from kproxy_core.backend.errors import TrustLost
 from kproxy_core.model.address import Family
+from kproxy_core.model.service import ServicePortKey
+from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_ebpf import names
 from kproxy_ebpf.applied import Applied, Difference, compare, contents
 from kproxy_ebpf.kernel.port import Kernel
 from kproxy_ebpf.wanted import node_addresses
+
+_PART = 1000
+"""Plans whose elements are made and written at a time."""
 
 
 class FamilyState:
@@ -19,15 +27,17 @@ class FamilyState:
         """None: only a resync will do."""
         self._node_addresses: dict[bytes, bytes] = {}
 
-    def withdraw(self, update: Update) -> Difference:
+    def withdraw(self, update: Update) -> Difference | None:
         """Remove what must not be chosen any more, before the rules change. `write` does the rest.
 
-        Raises SyncFailed, TrustLost.
+        Return the difference, or None if the maps are empty. Raises SyncFailed, TrustLost.
         """
         if update.scope is Scope.RESYNC:
             self._applied = None
             actual = self._kernel.contents(self._family)
             self._node_addresses = actual.pop(names.NODE_ADDRESSES)
+            if not any(actual.values()):
+                return None
             difference = compare(actual, contents(update.plans.values()))
         elif self._applied is None:
             raise TrustLost("the maps have not been read yet")
@@ -36,7 +46,7 @@ class FamilyState:
         self._kernel.withdraw(difference)
         return difference
 
-    def write(self, update: Update, difference: Difference) -> int:
+    def write(self, update: Update, difference: Difference | None) -> int:
         """Add what may be chosen from now on. Return the number of elements written and deleted.
 
         Raises TrustLost.
@@ -44,16 +54,29 @@ class FamilyState:
         self._kernel.configure(update.node)
         wanted = node_addresses(update.node)
         operations = self._kernel.replace(names.NODE_ADDRESSES, self._node_addresses, wanted)
-        self._kernel.write(difference)
+        if difference is None:
+            operations += self._fill(update.plans)
+        else:
+            self._kernel.write(difference)
+            operations += difference.operations
         if self._applied is None:
             self._applied = Applied(update.plans)
         else:
             self._applied.acknowledge(update.changed)
         self._node_addresses = wanted
-        if update.scope is Scope.RESYNC or difference.withdrawn[names.ENDPOINTS]:
+        if difference is None or update.scope is Scope.RESYNC or difference.withdrawn[names.ENDPOINTS]:
             # Their clients connect again, and what they find by then is complete.
             self._kernel.destroy_connected_sockets()
-        return operations + difference.operations
+        return operations
+
+    def _fill(self, plans: Mapping[ServicePortKey, ServicePlan]) -> int:
+        """Write the elements of all *plans*, in parts that need little memory; return their number."""
+        rest, operations = iter(plans.values()), 0
+        while part := list(islice(rest, _PART)):
+            difference = compare({}, contents(part))
+            self._kernel.write(difference)
+            operations += difference.operations
+        return operations
 
     def distrust(self) -> None:
         """Discard what was acknowledged: a write failed half-way."""

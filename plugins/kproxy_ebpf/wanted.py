@@ -33,6 +33,8 @@ class Group(NamedTuple):
     local: frozenset[Address]
     """Addresses on this node: a client may be the endpoint itself, which the rules serve."""
     affinity_seconds: int
+    is_remembered: bool
+    """Sockets or clients keep to the endpoint that was chosen for them: UDP, or session affinity."""
 
 
 def wanted(plan: ServicePlan) -> Iterator[Group]:
@@ -53,14 +55,15 @@ def wanted(plan: ServicePlan) -> Iterator[Group]:
     if plan.node_port:
         keys.append(node_port_key(plan.family, plan.key.protocol, plan.node_port))
     external = [Frontend(key, not plan.external_policy_local) for key in keys]
-    hairpins = frozenset(plan.hairpins)
+    hairpins, affinity = frozenset(plan.hairpins), plan.affinity_seconds
+    is_remembered = bool(affinity) or plan.key.protocol is Protocol.UDP
     if plan.internal_policy_local:
         if internal and plan.local:
-            yield Group("local", tuple(internal), plan.local, hairpins, plan.affinity_seconds)
+            yield Group("local", tuple(internal), plan.local, hairpins, affinity, is_remembered)
         internal = []
     if (internal or external) and plan.cluster:
         frontends = (*internal, *external)
-        yield Group("cluster", frontends, plan.cluster, hairpins, plan.affinity_seconds)
+        yield Group("cluster", frontends, plan.cluster, hairpins, affinity, is_remembered)
 
 
 def node_addresses(node: NodeView) -> dict[bytes, bytes]:

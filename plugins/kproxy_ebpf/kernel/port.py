@@ -57,6 +57,7 @@ class Kernel:
         self._maps: dict[str, int] = {}
         self._programs: dict[str, int] = {}
         self._links: dict[str, int] = {}
+        self._settings_written = b""
         self._cgroup = -1
         self._cgroup_id = 0
         self._connected_udp = settings.connected_udp
@@ -92,11 +93,15 @@ class Kernel:
             | CONNECTED_UDP * self._connected_udp
             | IGNORE_MASQUERADE * (settings.clients == "all")
         )
-        with self._lock, _reporting():
-            bpf.update(self._maps[names.SETTINGS], bytes(4), settings_value(self._namespace, flags))
+        value = settings_value(self._namespace, flags)
+        if value != self._settings_written:
+            with self._lock, _reporting():
+                bpf.update(self._maps[names.SETTINGS], bytes(4), value)
+            self._settings_written = value
 
     def contents(self, family: Family) -> Contents:
         """Return all elements of *family*. Raises SyncFailed."""
+        self._settings_written = b""
         with self._lock, _reporting():
             return {
                 name: {

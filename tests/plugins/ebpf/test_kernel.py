@@ -268,7 +268,7 @@ def test_a_full_map_grows_and_keeps_what_it_had(settings: Settings, compiled: Co
         of_the_other_family = kernel.contents(Family.IPV6)
         sync(kernel, GROWN)
         assert kernel.problem() == ""
-        assert len(kernel.contents(V4)[names.ENDPOINTS]) == len(MANY)
+        assert len(kernel.contents(V4)[names.SLOTS]) == len(MANY)
         assert kernel.contents(Family.IPV6) == of_the_other_family
         again.open(with_small_maps(compiled))
         assert sync(again, GROWN) == sync(again, UPDATE6) == 0
