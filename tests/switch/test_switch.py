@@ -95,7 +95,7 @@ def test_the_rules_that_ebpf_stands_on_are_kept(
 
 
 def check_leg(legs: dict[tuple[str, str], Leg], before: str, after: str) -> None:
-    assert (before, after) in legs, "the tour ended before"
+    assert (before, after) in legs, f"the tour ended before: {[leg for leg in legs.values() if leg.status]}"
     leg = legs[before, after]
     assert leg.status == 0, leg.said
     assert leg.failures == []

@@ -10,6 +10,7 @@ written to DIRECTORY/legs.json.
 import json
 import sys
 import time
+import traceback
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -45,9 +46,9 @@ class Leg:
     before: str
     after: str
     status: int
-    """Of the command; 0: switched."""
+    """Exit status of the command; 0: switched, -1: the leg was not finished."""
     said: str
-    """By the command."""
+    """Output of the command, or the reason why the leg was not finished."""
     seconds: float
     """That it took."""
     made: int
@@ -89,7 +90,11 @@ def tour(directory: Path, connections: int, stops: Sequence[str]) -> Iterator[Le
         _choose_iptables(where, stops[0])
         with where.proxy(mode_of(stops[0])), where.used() as loads:
             for before, after in pairwise(stops):
-                leg = _leg(where, loads, before, after, connections)
+                try:
+                    leg = _leg(where, loads, before, after, connections)
+                except Exception:  # noqa: BLE001 - it is the leg's result
+                    reason = traceback.format_exc()
+                    leg = Leg(before, after, -1, reason, 0, 0, 0, [], [], [], where.log_tail())
                 yield leg
                 if leg.status:
                     return
