@@ -17,7 +17,7 @@ from kproxy_core.process.inspection.running import Inspection
 from kproxy_core.sync.family_plans import FamilyPlans
 from kproxy_core.sync.loop import Loop
 from kproxy_core.traffic.recorder import TrafficRecorder
-from kproxy_core.traffic.totals import Total
+from kproxy_core.traffic.totals import EndpointTotal, Failure, Total
 
 _AT_ONCE = 50
 """Service ports that the loop's thread describes in one call."""
@@ -27,9 +27,10 @@ _MOST_ENDPOINTS = 50
 """Most endpoints of a service port in an answer."""
 
 SORTS: Mapping[str, Callable[[Total], float]] = {
-    "connections": lambda total: total.forwarded + total.refused,
+    "connections": lambda total: total.forwarded + total.rejected,
     "rate": lambda total: total.rate,
-    "refused": lambda total: total.refused,
+    "rejected": lambda total: total.rejected,
+    "failed": lambda total: total.failures,
 }
 """Orders besides that of names; the largest is first."""
 
@@ -142,13 +143,19 @@ def _bracketed(address: str) -> str:
 
 
 def _add_traffic(row: dict[str, Any], total: Total, now: float) -> None:
-    row |= {"forwarded": total.forwarded, "refused": total.refused, "rate": round(total.rate, 3)}
+    row |= {"forwarded": total.forwarded, "rejected": total.rejected, "failed": total.failures,
+            "rate": round(total.rate, 3)}
     to = {format_socket(*where): one for where, one in list(total.endpoints.items())}
     for endpoint in row["endpoints"]:
         one = to.pop(endpoint["endpoint"], None)
-        endpoint["forwarded"] = one.forwarded if one is not None else 0
+        endpoint |= _of_endpoint(one or EndpointTotal())
     row["endpoints"] += [
-        {"endpoint": name, "usable": False, "forwarded": one.forwarded, "seconds_ago": round(now - one.last)}
+        {"endpoint": name, "usable": False, **_of_endpoint(one), "seconds_ago": round(now - one.last)}
         for name, one in sorted(to.items(), key=lambda item: -item[1].last)[:_MOST_ENDPOINTS]
         if row["endpoint_count"] <= _MOST_ENDPOINTS
     ]
+
+
+def _of_endpoint(total: EndpointTotal) -> dict[str, Any]:
+    failed = {failure.value: total.failed.get(failure, 0) for failure in Failure}
+    return {"forwarded": total.forwarded, **failed}

@@ -2,16 +2,20 @@
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from kproxy_core.backend.errors import BackendError
 from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family
+from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.service import ServicePortKey
+from kproxy_core.plan.service_plan import Frontend
+from kproxy_core.traffic.failures import Failures
 from kproxy_core.traffic.owners import FrontendOwners
 from kproxy_core.traffic.stored import StoredTotals
-from kproxy_core.traffic.totals import Counts, Total, Totals
+from kproxy_core.traffic.totals import Counts, Failure, Total, Totals
 
 log = logging.getLogger("kproxy.run")
 
@@ -20,6 +24,8 @@ INTERVAL = 15.0
 FRESH = 1.0
 """Seconds for which a reading answers every request."""
 _READINGS_UNTIL_WRITTEN = 4
+_MOST_FAILURES = 1 << 20
+"""Failed connections kept between two readings."""
 
 
 class _Source:
@@ -49,22 +55,26 @@ class TrafficRecorder:
         self._skip = bool(mode) and mode != instance.mode
         """The kernel may hold counts that an earlier process has added already."""
         self._retiring: list[_Source] = []
+        self.failures = Failures(families, self._failed)
         self._read_at = float("-inf")
         """Time of the last reading of all."""
         self._readings = 0
         self._problem = ""
+        self._unsorted: deque[tuple[Family, Frontend, Destination, Failure]] = deque(maxlen=_MOST_FAILURES)
         self._started = False
         self._stopped = threading.Event()
 
     def start(self) -> None:
         """Start reading at intervals, once the owners of all frontends are known."""
         self._started = True
+        self.failures.start()
         threading.Thread(target=self._run, name="kproxy-traffic", daemon=True).start()
 
     def stop(self) -> None:
         """Read once more, and keep the totals for the next process."""
         self._stopped.set()
         if self._started:
+            self.failures.close()
             self.read(fresh=0.0)
             with self._lock:
                 self._write()
@@ -76,6 +86,7 @@ class TrafficRecorder:
             if self._started and now - self._read_at >= fresh:
                 for source in (*self._retiring, self._serving):
                     self._read(source)
+                self._count_failures()
                 self._totals.forget(self.owners.exists, self.owners.uses, now)
                 self._totals.settle(now - self._read_at)
                 self._read_at = now
@@ -98,6 +109,20 @@ class TrafficRecorder:
             for source in [source for source in self._retiring if source.instance.mode == mode]:
                 self._read(source)
                 self._retiring.remove(source)
+
+    def _failed(
+        self, family: Family, frontend: Frontend, where: Destination, failure: Failure
+    ) -> None:
+        """Remember a failed connection until the counts of its endpoint have been read."""
+        self._unsorted.append((family, frontend, where, failure))
+
+    def _count_failures(self) -> None:
+        self.failures.read()
+        while self._unsorted:
+            family, frontend, where, failure = self._unsorted.popleft()
+            key = self.owners.owner(family, frontend)
+            if key is not None:
+                self._totals.fail(key, where, failure)
 
     def _run(self) -> None:
         while not self._stopped.wait(INTERVAL):

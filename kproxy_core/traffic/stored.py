@@ -74,15 +74,15 @@ class StoredTotals:
 
 def _encode_total(key: ServicePortKey, total: Total) -> list[object]:
     endpoints = [[*_encode_destination(where), to.forwarded] for where, to in total.endpoints.items()]
-    return [*key, total.forwarded, total.refused, endpoints]
+    return [*key, total.forwarded, total.rejected, endpoints]
 
 
 def _decode_total(item: list[Any], now: float) -> tuple[ServicePortKey, Total]:
-    namespace, name, port_name, protocol, forwarded, refused, endpoints = item
+    namespace, name, port_name, protocol, forwarded, rejected, endpoints = item
     key = ServicePortKey(str(namespace), str(name), str(port_name), Protocol(protocol))
-    known = {_decode_destination(address, port): EndpointTotal(int(number), now)
+    known = {_decode_destination(address, port): EndpointTotal(int(number), last=now)
              for address, port, number in endpoints}
-    return key, Total(int(forwarded), int(refused), now, known, settled=int(forwarded) + int(refused))
+    return key, Total(int(forwarded), int(rejected), now, known, settled=int(forwarded) + int(rejected))
 
 
 def _encode_count(pair: Pair, number: int) -> list[object]:

@@ -1,5 +1,6 @@
 """Totals of connections by service port and endpoint, from counts that may begin again at 0. Pure."""
 
+import enum
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -26,11 +27,24 @@ class Pair(NamedTuple):
     endpoint: Destination | None
 
 
+class Failure(enum.Enum):
+    """An outcome of a forwarded TCP connection."""
+
+    REFUSED = "refused"
+    """The endpoint answered the SYN with a reset."""
+    UNANSWERED = "unanswered"
+    """The endpoint had not answered when a second had passed."""
+    RESET = "reset"
+    """Ended by a reset after it was established, by either side."""
+
+
 @dataclass(slots=True)
 class EndpointTotal:
     """Connections to one endpoint of a service port."""
 
     forwarded: int = 0
+    failed: dict[Failure, int] = field(default_factory=dict)
+    """Since this process started."""
     last: float = 0.0
     """Time of the reading that saw the last new connection; monotonic seconds."""
 
@@ -41,15 +55,21 @@ class Total:
 
     forwarded: int = 0
     """To an endpoint, former ones included."""
-    refused: int = 0
+    rejected: int = 0
     """For want of endpoints."""
     last: float = 0.0
     """As in `EndpointTotal`."""
     endpoints: dict[Destination, EndpointTotal] = field(default_factory=dict)
-    rate: float = 0.0
-    """New connections a second, refused ones included, between the last two readings."""
-    settled: int = 0
+    failed: dict[Failure, int] = field(default_factory=dict)
+    """As in `EndpointTotal`."""
+    rate: float = field(default=0.0, compare=False)
+    """New connections a second, rejected ones included, between the last two readings."""
+    settled: int = field(default=0, compare=False)
     """Connections as of the last `Totals.settle`."""
+
+    @property
+    def failures(self) -> int:
+        return sum(self.failed.values())
 
 
 @dataclass(slots=True)
@@ -114,7 +134,7 @@ class Totals:
                 total.last = now
                 self._moving.add(key)
                 if endpoint is None:
-                    total.refused += number
+                    total.rejected += number
                     continue
                 total.forwarded += number
                 if endpoint not in total.endpoints:
@@ -123,13 +143,21 @@ class Totals:
                 to.forwarded += number
                 to.last = now
 
+    def fail(self, key: ServicePortKey, where: Destination, failure: Failure, number: int = 1) -> None:
+        """Count failed connections to *where*; nothing if it has never been an endpoint of *key*."""
+        total = self.of.get(key)
+        to = total.endpoints.get(where) if total is not None else None
+        if total is not None and to is not None:
+            for failed in (total.failed, to.failed):
+                failed[failure] = failed.get(failure, 0) + number
+
     def settle(self, seconds: float) -> None:
         """Compute rates after a reading that is *seconds* later than the last one."""
         moving, self._moving = self._moving, set()
         for key in moving:
             total = self.of.get(key)
             if total is not None:
-                number = total.forwarded + total.refused
+                number = total.forwarded + total.rejected
                 total.rate = (number - total.settled) / seconds if seconds > 0 else 0.0
                 total.settled = number
                 if total.rate:

@@ -89,7 +89,7 @@ def test_it_counts_connections(room: Room) -> None:
     for _ in range(3):
         with pytest.raises(ConnectionRefusedError):
             room.node.inside(lambda: socket.create_connection(("10.96.7.2", 80), 5))
-    room.window.wait("document.querySelector('[data-label=Refused]').innerText == '3'")
+    room.window.wait("document.querySelector('[data-label=Rejected]').innerText == '3'")
 
 
 def test_it_has_pages_of_services(room: Room) -> None:

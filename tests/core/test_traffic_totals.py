@@ -60,7 +60,7 @@ def test_no_connection_is_lost_whenever_a_count_begins_again(steps: list[tuple[b
 
 def test_refusals_and_endpoints_are_told_apart() -> None:
     total = counted({None: 4, ONE: 1, TWO: 2}).of[WEB]
-    assert (total.refused, total.forwarded) == (4, 3)
+    assert (total.rejected, total.forwarded) == (4, 3)
     assert {where: to.forwarded for where, to in total.endpoints.items()} == {ONE: 1, TWO: 2}
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.switch.room import KPROXY, NODE, PATIENCE, PODS, SLICE, Proxy, Room, room
+from tests.switch.room import CLIENT, KPROXY, NODE, PATIENCE, PODS, SLICE, Proxy, Room, room
 
 COUNTED = {"trafficMetrics": "endpoint"}
 WEB, CART = ("10.96.201.10", 80), ("10.96.201.20", 80)
@@ -29,10 +29,30 @@ apiVersion: v1
 kind: Service
 metadata: {name: two, namespace: counted}
 spec: {clusterIP: 10.96.201.20, sessionAffinity: ClientIP, ports: [{name: http, port: 80}]}
+---
+apiVersion: v1
+kind: Service
+metadata: {name: closed, namespace: counted}
+spec: {clusterIP: 10.96.201.30, ports: [{name: http, port: 80}]}
+---
+apiVersion: v1
+kind: Service
+metadata: {name: silent, namespace: counted}
+spec: {clusterIP: 10.96.201.40, ports: [{name: http, port: 80}]}
+---
+apiVersion: v1
+kind: Service
+metadata: {name: empty, namespace: counted}
+spec: {clusterIP: 10.96.201.50, ports: [{name: http, port: 80}]}
 """ + "".join(
-    SLICE.format(service=service, at=0, ports="[{name: http, port: 8080}]", family="IPv4",
-                 here=PODS["here"][0], elsewhere=PODS["elsewhere"][0]).replace("shop", "counted")
-    for service in ("one", "two"))
+    SLICE.format(service=service, at=0, ports=f"[{{name: http, port: {port}}}]", family="IPv4",
+                 here=here, elsewhere=elsewhere).replace("shop", "counted")
+    for service, port, here, elsewhere in (
+        ("one", 8080, PODS["here"][0], PODS["elsewhere"][0]),
+        ("two", 8080, PODS["here"][0], PODS["elsewhere"][0]),
+        ("closed", 8099, PODS["here"][0], PODS["here"][0]),
+        ("silent", 8080, "192.0.2.99", "192.0.2.99"),
+    ))
 
 
 @pytest.fixture
@@ -52,11 +72,16 @@ def counted(proxy: Proxy) -> dict[str, int]:
     time.sleep(1.1)  # A reading answers every scrape of a second.
     status, text = proxy._get(10249, "/metrics")
     assert status == 200
-    found = re.findall(r'^kproxy_(service|endpoint)_connections_total\{(.*)\} (\d+)$', text, re.MULTILINE)
+    pattern = r"^kproxy_(service|endpoint)_(?:connections|failures)_total\{(.*)\} (\d+)$"
+    found = re.findall(pattern, text, re.MULTILINE)
     result: dict[str, int] = {}
     for kind, labels, value in found:
         values = dict(re.findall(r'(\w+)="([^"]*)"', labels))
-        name = f"{values['service']} {values['outcome']}" if kind == "service" else "endpoints"
+        name = f"{values['service']} {values.get('outcome') or values.get('reason')}"
+        if kind == "endpoint":
+            if "reason" in values:
+                continue
+            name = "endpoints"
         result[name] = result.get(name, 0) + int(value)
     return result
 
@@ -94,6 +119,24 @@ def test_a_process_that_is_killed_loses_no_count(node: Room) -> None:
         assert counted(proxy)["one forwarded"] == 7
 
 
+def test_failures_are_told_from_refusals_by_the_rules(node: Room) -> None:
+    node.node.run("ip", "route", "add", "192.0.2.99", "via", CLIENT)
+    with node.proxy("nftables", COUNTED) as proxy:
+        for _ in range(3):
+            with pytest.raises(ConnectionRefusedError):
+                dial(node, ("10.96.201.30", 80), 1)
+        for _ in range(2):
+            with pytest.raises(ConnectionRefusedError):
+                dial(node, ("10.96.201.50", 80), 1)
+        with pytest.raises(OSError, match=r"timed out|unreachable"):
+            dial(node, ("10.96.201.40", 80), 1)
+        found = counted(proxy)
+        assert found == {
+            "closed forwarded": 3, "closed refused": 3, "empty rejected": 2,
+            "silent forwarded": 1, "silent unanswered": 1, "endpoints": 4,
+        }  # fmt: skip
+
+
 def test_off_has_no_series(node: Room) -> None:
     with node.proxy("nftables", {"trafficMetrics": "off"}) as proxy:
         dial(node, WEB, 1)
@@ -107,7 +150,7 @@ def test_top_shows_the_connections_and_follows_them(node: Room) -> None:
         done = node.kproxy("top", "--once", "-o", "json", "--sort", "connections", "--filter", "counted")
         found = json.loads(done.stdout)
         first = found["services"][0]
-        assert (first["service_port"], first["forwarded"], first["refused"]) == ("counted/one:http", 6, 0)
+        assert (first["service_port"], first["forwarded"], first["rejected"]) == ("counted/one:http", 6, 0)
         assert sum(endpoint["forwarded"] for endpoint in first["endpoints"]) == 6
         assert found["status"]["mode"] == "nftables"
         text = node.kproxy("top", "--once").stdout

@@ -154,9 +154,10 @@ def verify(
 
 @click.command(cls=FlagCommand)
 @click.option("--once", is_flag=True, help="Print once instead of following.")
-@click.option("--sort", type=click.Choice(["rate", "connections", "refused", "name"]), default="rate",
-              show_default=True, help="The order.")
-@click.option("--filter", "search", metavar="WORDS", default="", help="Service ports whose names have these.")
+@click.option("--sort", type=click.Choice(["rate", "connections", "rejected", "failed", "name"]),
+              default="rate", show_default=True, help="The order.")
+@click.option("--filter", "search", metavar="WORDS", default="",
+              help="Only service ports whose names have these.")
 @click.option("--count", type=click.IntRange(1), default=50, show_default=True,
               help="The most that --once prints.")
 @click.option("--interval", type=click.FloatRange(0.5, 3600), default=2, show_default=True,

@@ -18,8 +18,11 @@ from kproxy_core.modes.control import send_request
 if TYPE_CHECKING:
     from rich.table import Table
 
-SORTS = ("rate", "connections", "refused", "name")
+SORTS = ("rate", "connections", "rejected", "failed", "name")
 _MOST_SHOWN = 500
+_WIDE = 110
+"""Columns of a terminal in which frontends are shown."""
+_WIDTH_OF_FILES = 160
 _KEYS = "q quit   s order   / filter   space pause   e endpoints"
 
 
@@ -31,7 +34,8 @@ def once(sort: str, search: str, count: int, *, as_json: bool) -> None:
         return
     from rich.console import Console
 
-    Console().print(_table(found, View(sort, search, endpoints=True)))
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_FILES)
+    console.print(_table(found, View(sort, search, endpoints=True), console.width))
 
 
 def _ask(sort: str, search: str, count: int) -> Mapping[str, Any]:
@@ -87,7 +91,7 @@ def watch(sort: str, search: str, seconds: float) -> None:
             now = time.monotonic()
             if now >= due and not (view.paused and found):
                 found, due = _ask(view.sort, view.search, console.height), now + seconds
-            live.update(_table(found, view), refresh=True)
+            live.update(_table(found, view, console.width), refresh=True)
             patience = None if view.paused else max(0.0, due - time.monotonic())
             if not select.select([sys.stdin], [], [], patience)[0]:
                 continue
@@ -107,7 +111,7 @@ def _single_keys() -> Iterator[None]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def _table(found: Mapping[str, Any], view: View) -> "Table":
+def _table(found: Mapping[str, Any], view: View, width: int) -> "Table":
     from rich.markup import escape
     from rich.table import Table
 
@@ -118,27 +122,31 @@ def _table(found: Mapping[str, Any], view: View) -> "Table":
     problems = [f"[red]{escape(problem)}[/]" for problem in status["problems"]]
     if not found["counted"]:
         problems.append("[yellow]connections are not counted: set kproxy.trafficMetrics[/]")
-    shown = f"order: {view.sort}"
+    order = f"order: {view.sort}"
     if view.search or view.typing:
-        shown += f"   filter: {escape(view.search)}"
+        order += f"   filter: {escape(view.search)}"
     table = Table(
-        title="\n".join([title, *problems]), caption=f"{shown}{'   paused' if view.paused else ''}\n{_KEYS}",
+        title="\n".join([title, *problems]), caption=f"{order}{'   paused' if view.paused else ''}\n{_KEYS}",
         expand=True, title_justify="left", caption_justify="left", box=None, header_style="bold",
     )  # fmt: skip
-    for name in ("service port", "frontends"):
-        table.add_column(name, overflow="fold", ratio=2)
-    for name in ("endpoints", "per second", "connections", "refused"):
-        table.add_column(name, justify="right")
+    table.add_column("service port", overflow="fold", min_width=24, ratio=3)
+    if width >= _WIDE:
+        table.add_column("frontends", overflow="fold", ratio=2)
+    for name in ("endpoints", "per second", "connections", "rejected", "failed"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in found["services"]:
-        refused = f"[red]{row['refused']}[/]" if row["refused"] else "0"
         problem = "".join(f" [red]{escape(text)}[/]" for text in row["problems"])
         first, more = row["frontends"][:1], len(row["frontends"]) - 1
         frontends = [*first, *([f"+{more}"] if more > 0 else [])]
+        shown_frontends = [escape(" ".join(frontends))] if width >= _WIDE else []
         table.add_row(
-            f"{escape(row['service_port'])} [dim]{row['protocol']}[/]{problem}", escape(" ".join(frontends)),
-            str(row["endpoint_count"]), f"{row['rate']:.1f}", str(row["forwarded"]), refused)
+            f"{escape(row['service_port'])} [dim]{row['protocol']}[/]{problem}", *shown_frontends,
+            str(row["endpoint_count"]), f"{row['rate']:.1f}", str(row["forwarded"]),
+            *(f"[red]{row[name]}[/]" if row[name] else "0" for name in ("rejected", "failed")))
         for endpoint in row["endpoints"] if view.endpoints else ():
             former = "" if endpoint["usable"] else " [yellow](no longer usable)[/]"
             name = f"  {escape(endpoint['endpoint'])}{former}"
-            table.add_row(name, "", "", "", str(endpoint["forwarded"]), "")
+            failed = sum(endpoint[failure] for failure in ("refused", "unanswered", "reset"))
+            table.add_row(name, *(["", ""] + [""] * len(shown_frontends)), str(endpoint["forwarded"]), "",
+                          str(failed))
     return table

@@ -75,7 +75,7 @@ def flows(
     """
 
     def decoded(spans: Iterator[netlink.Span]) -> T:
-        return collect(_decode(spans, family))
+        return collect(decode(spans, family))
 
     return sock.dump(GET, header(family) + wanted, decoded)
 
@@ -86,7 +86,7 @@ def answered_by(family: Family, flow: TrackedFlow) -> AnsweredBy:
     return AnsweredBy(size, Address(by), port)
 
 
-def _decode(spans: Iterator[netlink.Span], family: Family) -> Iterator[TrackedFlow]:
+def decode(spans: Iterator[netlink.Span], family: Family) -> Iterator[TrackedFlow]:
     unpack, tuple_head = _TUPLE[family].unpack_from, _TUPLE_HEAD[family]
     for data, start, end in spans:
         start += netlink.NFGENMSG.size

@@ -12,8 +12,7 @@ from kproxy_core.model.service import ServicePortKey
 from kproxy_core.traffic.recorder import TrafficRecorder
 from kproxy_core.traffic.totals import Total
 
-_SERVICE = ("namespace", "service", "port", "protocol", "outcome")
-_ENDPOINT = ("namespace", "service", "port", "protocol", "endpoint")
+_SERVICE = ("namespace", "service", "port", "protocol")
 
 OTHER = "other"
 """Value of the label ``service`` of the series that sums up all those beyond the limit."""
@@ -34,7 +33,7 @@ class LimitedSeries:
         self._summed: dict[tuple[str, tuple[str, ...]], int] = {}
         """Series in the sums, with the value that the sum of their metric contains."""
         self._sums: dict[tuple[str, str], int] = {}
-        """By metric and outcome ("" for endpoints)."""
+        """By metric and outcome or reason, if the metric has one."""
 
     @property
     def summed(self) -> int:
@@ -55,15 +54,26 @@ class LimitedSeries:
                 self._listed.add(name)
                 yield one
             else:
-                of = one.metric, one.labels[-1] if one.metric == SERVICE_CONNECTIONS else ""
+                of = one.metric, one.labels[-1] if one.metric != ENDPOINT_CONNECTIONS else ""
                 self._sums[of] = self._sums.get(of, 0) + one.value - self._summed.get(name, 0)
                 self._summed[name] = one.value
         for (metric, last), value in self._sums.items():
-            yield _Series(metric, ("", OTHER, "", "", last), value)
+            between = ("",) if metric == ENDPOINT_FAILURES else ()
+            yield _Series(metric, ("", OTHER, "", "", *between, last), value)
 
 
 SERVICE_CONNECTIONS = "kproxy_service_connections"
+SERVICE_FAILURES = "kproxy_service_failures"
 ENDPOINT_CONNECTIONS = "kproxy_endpoint_connections"
+ENDPOINT_FAILURES = "kproxy_endpoint_failures"
+_METRICS = {
+    SERVICE_CONNECTIONS: ("New connections to Services, or flows of UDP, by outcome", (*_SERVICE, "outcome")),
+    SERVICE_FAILURES: ("Forwarded TCP connections that failed, by reason", (*_SERVICE, "reason")),
+    ENDPOINT_CONNECTIONS: (
+        "New connections, or flows of UDP, forwarded to endpoints", (*_SERVICE, "endpoint")),
+    ENDPOINT_FAILURES: (
+        "TCP connections to endpoints that failed, by reason", (*_SERVICE, "endpoint", "reason")),
+}  # fmt: skip
 
 
 class TrafficCollector(Collector):
@@ -83,18 +93,17 @@ class TrafficCollector(Collector):
     def _collect(self) -> Iterator[Metric]:
         series = list(_series(self._recorder.read(), endpoints=self._endpoints))
         families = {
-            SERVICE_CONNECTIONS: Metric(
-                SERVICE_CONNECTIONS, "New connections to Services, or flows of UDP, by outcome", "counter"),
-            ENDPOINT_CONNECTIONS: Metric(
-                ENDPOINT_CONNECTIONS, "New connections, or flows of UDP, forwarded to endpoints", "counter"),
+            name: Metric(name, about, "counter") for name, (about, _) in _METRICS.items()
+            if self._endpoints or name in (SERVICE_CONNECTIONS, SERVICE_FAILURES)
         }
         for metric, values, value in self._series.choose(series):
-            names = _SERVICE if metric == SERVICE_CONNECTIONS else _ENDPOINT
-            families[metric].add_sample(
-                f"{metric}_total", dict(zip(names, values, strict=True)), value)
-        yield families[SERVICE_CONNECTIONS]
-        if self._endpoints:
-            yield families[ENDPOINT_CONNECTIONS]
+            labels = dict(zip(_METRICS[metric][1], values, strict=True))
+            families[metric].add_sample(f"{metric}_total", labels, value)
+        yield from families.values()
+        lost = Metric("kproxy_conntrack_events_lost", "Times that events of connection tracking were lost",
+                      "counter")
+        lost.add_sample("kproxy_conntrack_events_lost_total", {}, self._recorder.failures.lost)
+        yield lost
         summed = Metric("kproxy_traffic_series_summed", "Series beyond maxSeries, summed in 'other'", "gauge")
         summed.add_sample("kproxy_traffic_series_summed", {}, self._series.summed)
         yield summed
@@ -109,8 +118,12 @@ def _series(totals: Mapping[ServicePortKey, Total], *, endpoints: bool) -> Itera
         labels = key.namespace, key.name, key.port_name, key.protocol.name
         if total.forwarded:
             yield _Series(SERVICE_CONNECTIONS, (*labels, "forwarded"), total.forwarded)
-        if total.refused:
-            yield _Series(SERVICE_CONNECTIONS, (*labels, "refused"), total.refused)
-        if endpoints:
-            for where, to in list(total.endpoints.items()):
-                yield _Series(ENDPOINT_CONNECTIONS, (*labels, format_socket(*where)), to.forwarded)
+        if total.rejected:
+            yield _Series(SERVICE_CONNECTIONS, (*labels, "rejected"), total.rejected)
+        for failure, number in list(total.failed.items()):
+            yield _Series(SERVICE_FAILURES, (*labels, failure.value), number)
+        for where, to in list(total.endpoints.items()) if endpoints else ():
+            name = format_socket(*where)
+            yield _Series(ENDPOINT_CONNECTIONS, (*labels, name), to.forwarded)
+            for failure, number in list(to.failed.items()):
+                yield _Series(ENDPOINT_FAILURES, (*labels, name, failure.value), number)

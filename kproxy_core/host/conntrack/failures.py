@@ -1,0 +1,143 @@
+"""TCP connections that connection tracking saw fail, from its events and its table.
+
+Values are those of linux/netfilter/nf_conntrack_common.h and nf_conntrack_tcp.h.
+"""
+
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, NamedTuple
+
+from kproxy_core.host.conntrack import table as ctnetlink
+from kproxy_core.host.errors import HostError
+from kproxy_core.host.netlink.messages import (
+    NETLINK_NETFILTER,
+    Span,
+    attribute,
+    attribute_spans,
+    attributes,
+    messages,
+)
+from kproxy_core.host.netlink.sockets import NetlinkSocket
+from kproxy_core.host.netlink.watch import Watch
+from kproxy_core.model.address import Address, Family, Protocol
+
+_DESTROYED: Final = 3
+"""The group NFNLGRP_CONNTRACK_DESTROY."""
+_BUFFER: Final = 8 << 20
+"""Bytes; a few seconds at 20,000 connections a second."""
+
+_SEEN_REPLY: Final = 1 << 1
+_ASSURED: Final = 1 << 2
+_CLOSED: Final = 8
+_STATUS_MASK: Final = 26
+_TIMEOUT: Final = 7
+_PROTOINFO_TCP: Final = 1
+_TCP_STATE: Final = 1
+_FLAGS = struct.Struct(">I")
+
+
+class Ended(NamedTuple):
+    """A TCP connection that was translated, and ended by a reset."""
+
+    family: Family
+    destination: Address
+    port: int
+    """As dialled, like `destination`."""
+    endpoint: Address
+    endpoint_port: int
+    established: bool
+    """False: the reset answered the SYN."""
+
+
+class Unanswered(NamedTuple):
+    """A TCP connection whose SYN has had no answer for a second."""
+
+    id: bytes
+    destination: Address
+    port: int
+    endpoint: Address
+    endpoint_port: int
+
+
+class ResetWatch:
+    """Reports connections as they end by a reset. An established one is reported ten seconds later."""
+
+    def __init__(self, ended: Callable[[Sequence[Ended], bool], None]) -> None:
+        """*ended* is called from a thread of its own; True: some events were lost. Raises HostError."""
+        self._ended = ended
+        try:
+            sock = NetlinkSocket.open(NETLINK_NETFILTER, groups=(_DESTROYED,), receive_space=_BUFFER)
+        except OSError as error:
+            raise HostError("cannot receive events of connection tracking", error) from error
+        self._watch = Watch("conntrack-events", sock, self._receive)
+
+    def close(self) -> None:
+        self._watch.close()
+
+    def _receive(self, datagrams: Sequence[bytes], lost: bool) -> None:
+        found = list(_resets((data, start, end) for data in datagrams
+                             for _, _, _, start, end in messages(data)))
+        if found or lost:
+            self._ended(found, lost)
+
+
+def read_unanswered(family: Family, syn_timeout: int) -> list[Unanswered]:
+    """Return the connections that still have no answer a second after their last SYN.
+
+    *syn_timeout*: seconds for which the kernel remembers a SYN. Acts on the network namespace of the calling
+    thread. Raises HostError.
+    """
+    unreplied = attribute(ctnetlink.STATUS, _FLAGS.pack(0)) + attribute(
+        _STATUS_MASK, _FLAGS.pack(_SEEN_REPLY))
+    try:
+        with ctnetlink.open_socket() as sock:
+            return ctnetlink.flows(
+                sock, family, lambda flows: list(_waiting(flows, family, syn_timeout)), unreplied)
+    except OSError as error:
+        raise HostError(f"cannot list {family.label} connections", error) from error
+
+
+def _waiting(
+    flows: Iterable[ctnetlink.TrackedFlow], family: Family, syn_timeout: int
+) -> Iterator[Unanswered]:
+    for flow in flows:
+        if flow.protocol != Protocol.TCP:
+            continue
+        by = ctnetlink.answered_by(family, flow)
+        if (by.address, by.port) == (flow.destination, flow.port):
+            continue
+        found = attributes(flow.data, flow.start, flow.end)
+        seconds = syn_timeout - _number(found[_TIMEOUT])  # rounded up
+        if seconds > 1 and not _number(found[ctnetlink.STATUS]) & _SEEN_REPLY:
+            yield Unanswered(
+                found[ctnetlink.ID], flow.destination, _number(flow.port), by.address, _number(by.port))
+
+
+def _resets(spans: Iterable[Span]) -> Iterator[Ended]:
+    """Yield the translated TCP connections among destroyed ones that a reset has ended."""
+    for data, start, end in spans:
+        family = _FAMILIES.get(data[start])
+        if family is None:
+            continue
+        for flow in ctnetlink.decode(iter([(data, start, end)]), family):
+            by = ctnetlink.answered_by(family, flow)
+            if flow.protocol != Protocol.TCP or (by.address, by.port) == (flow.destination, flow.port):
+                continue
+            rest = {kind: data[first:last] for kind, first, last in attribute_spans(
+                data, flow.start + flow.size + by.size, end)}
+            if _state(rest.get(ctnetlink.PROTOINFO, b"")) == _CLOSED:
+                status = _number(rest[ctnetlink.STATUS])
+                yield Ended(family, flow.destination, _number(flow.port), by.address, _number(by.port),
+                            bool(status & _ASSURED))
+
+
+def _state(info: bytes) -> int:
+    tcp = attributes(info, 0, len(info)).get(_PROTOINFO_TCP, b"")
+    return _number(attributes(tcp, 0, len(tcp)).get(_TCP_STATE, b""))
+
+
+def _number(value: bytes) -> int:
+    return int.from_bytes(value, "big")
+
+
+_FAMILIES = {int(family.af): family for family in Family}
