@@ -94,7 +94,7 @@ CHECK = (
                   "addresses or choice or claims or config or decode or flags or pacing or plan or stale or "
                   "store or usable or applied or wanted or render or batch")),
 )  # fmt: skip
-"""What one runs before every commit."""
+"""Lanes to run before every commit."""
 
 
 @dataclass
@@ -127,7 +127,7 @@ class Run:
         if self.lane.is_program:
             self.tally = Counter({"failed" if status else "passed": 1})
         elif status and not self.tally["failed"]:
-            self.tally["failed"] += 1  # it ended without a verdict
+            self.tally["failed"] += 1  # pytest ended without a summary
         return True
 
     def _lines(self) -> list[str]:

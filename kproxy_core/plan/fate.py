@@ -51,9 +51,9 @@ class Outcome(enum.Enum):
 
     FORWARDED = "forwarded"
     REFUSED = "refused"
-    """The client is told at once."""
+    """The client gets an error at once."""
     DROPPED = "dropped"
-    """The client is told nothing."""
+    """The client gets no answer."""
     UNTOUCHED = "not touched"
     """No rule for a Service applies."""
 

@@ -20,7 +20,7 @@ from kproxy_core.traffic.totals import Counts, Failure, Total, Totals
 log = logging.getLogger("kproxy.run")
 
 INTERVAL = 15.0
-"""Seconds between two readings that nobody asked for."""
+"""Seconds between two periodic readings."""
 FRESH = 1.0
 """Seconds for which a reading answers every request."""
 _READINGS_UNTIL_WRITTEN = 4

@@ -56,7 +56,7 @@ class Total:
     forwarded: int = 0
     """To an endpoint, former ones included."""
     rejected: int = 0
-    """For want of endpoints."""
+    """For lack of endpoints."""
     last: float = 0.0
     """As in `EndpointTotal`."""
     endpoints: dict[Destination, EndpointTotal] = field(default_factory=dict)

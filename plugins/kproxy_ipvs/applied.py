@@ -242,7 +242,7 @@ def is_owned(
     excluded: Iterable[Cidr],
     is_own_mark: Callable[[int], bool],
 ) -> bool:
-    """Tell whether a virtual server is this mode's: its mark, the device or a set refers to it.
+    """Return whether a virtual server is this mode's: its mark, the device or a set refers to it.
 
     Other tools own those in *excluded* networks.
     """

@@ -48,14 +48,14 @@ class FamilyState:
         self.restore_failures = 0
 
     def expects(self, address: Address) -> bool:
-        """Tell whether *address* belongs on the device. Safe to call from any thread."""
+        """Return whether *address* belongs on the device. Safe to call from any thread."""
         pending = self._pending
         if pending is not None and (address in pending.bind or address in pending.unbind):
             return address in pending.bind
         return address in self._applied.addresses
 
     def must_resync(self, node: NodeView) -> bool:
-        """Tell whether the kernel must be read, or *node* changes more than single service ports."""
+        """Return whether the kernel must be read, or *node* changes more than single service ports."""
         if self._node is None or self._style is None:
             return True
         if node == self._node:

@@ -111,5 +111,5 @@ def mark(number: int, masquerade_bit: int) -> int:
 
 
 def is_own_mark(value: int, masquerade_bit: int) -> bool:
-    """Tell whether `mark` can return *value*."""
+    """Return whether `mark` can return *value*."""
     return mark(value, masquerade_bit) == value

@@ -121,7 +121,7 @@ def wanted(plan: ServicePlan, style: Style, mark: int) -> Wanted:
 
 
 def has_short_circuit(plan: ServicePlan) -> bool:
-    """Tell whether this node's own traffic reaches other endpoints than external traffic does."""
+    """Return whether this node's own traffic reaches other endpoints than external traffic does."""
     return plan.external_policy_local and plan.local != plan.cluster and bool(plan.cluster)
 
 

@@ -191,7 +191,7 @@ class Walk:
         return chance
 
     def _remember(self, rule: "_Rule", table: str, flight: Flight) -> None:
-        """Note the endpoint that affinity gives the client. The walk goes on as for a new client."""
+        """Note the endpoint that affinity gives the client. The walk continues as for a new client."""
         name = rule.options["--name"]
         if self._ruleset.is_recent(name, flight.packet.source):
             self.note(f"list {name}", "holds the sender")
@@ -238,7 +238,7 @@ class Walk:
 class _Branch(NamedTuple):
     share: float
     done: Outcome | Literal[True] | None
-    """True: accepted; None: no verdict, so that the calling chain goes on."""
+    """True: accepted; None: no verdict, the calling chain continues."""
     flight: Flight
 
 

@@ -1,8 +1,8 @@
-"""An observer plugin that makes a running kproxy fail, or kills it, at a certain call of a hook.
+"""An observer plugin that makes a running kproxy fail, or kills it, at a chosen call of a hook.
 
-The file that KPROXY_FAULT names says at which: ``HOOK NUMBER WHAT``, counted from when the file appears. WHAT
-is ``fail`` (that call and the next two), ``restless`` (that sync and all later ones say that they changed
-something) or ``kill``. The file is removed once it has happened.
+The file named by KPROXY_FAULT chooses the call: ``HOOK NUMBER WHAT``, where NUMBER counts calls since the
+file was created. WHAT is ``fail`` (that call and the next two), ``restless`` (that sync and all later ones
+report a change) or ``kill``. The file is removed after the fault.
 """
 
 import os
@@ -17,14 +17,14 @@ from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.backend.hookspecs import hookimpl
 
 _TIMES = 3
-"""As often as a step is tried."""
+"""Attempts of each step."""
 
 _file = Path(os.environ.get("KPROXY_FAULT", "/nonexistent"))
 _calls: Counter[str] = Counter()
 
 
 def _what(hook: str) -> str:
-    """What is to happen at this call; "": nothing."""
+    """Return the fault due at this call; "" if none."""
     try:
         at, number, what = _file.read_text().split()
     except FileNotFoundError:
@@ -59,7 +59,7 @@ def kproxy_make_backend(
 
 @hookimpl(wrapper=True)
 def kproxy_sync(update: Update) -> Generator[None, SyncReport, SyncReport]:
-    """Happens when the kernel has it all."""
+    """Fail after the kernel holds the update."""
     report = yield
     if _happen("kproxy_sync") == "restless":
         return replace(report, operations=report.operations + 1)

@@ -1,4 +1,4 @@
-"""A backend that claims to have done everything and does nothing: a connection tells."""
+"""A backend that reports success and programs nothing: only a connection reveals it."""
 
 from kproxy_core.backend.api import (
     BackendSettings,

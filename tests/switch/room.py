@@ -1,4 +1,4 @@
-"""A node with a client beside it, a pod of its own and one elsewhere, and a kproxy that changes its mode."""
+"""A node that switches modes, with a client outside, one pod on the node and one elsewhere."""
 
 import http.client
 import json
@@ -24,7 +24,7 @@ from tests.switch.traffic import Target
 
 KPROXY = str(Path(sys.executable).with_name("kproxy"))
 PATIENCE = float(os.environ.get("SWITCH_PATIENCE", "60"))
-"""Seconds for anything; a guest kernel under emulation needs more."""
+"""Timeout of every wait in seconds; a guest kernel under emulation needs more."""
 
 NODE, NODE6 = "203.0.113.1", "fd00:203::1"
 CLIENT, CLIENT6 = "203.0.113.2", "fd00:203::2"
@@ -32,10 +32,10 @@ PODS = {"here": ("10.244.1.11", "fd00:244:1::11"), "elsewhere": ("10.244.2.12", 
 PORT = 8080
 
 UDP_IDLE_TIMEOUT = "5s"
-"""On a machine that is busy an answer may take longer than the 250 ms that a relay waits for it."""
+"""On a busy machine an answer may take longer than a relay's default of 250 ms."""
 
 UDP_TIMEOUT = "20s"
-"""Of IPVS: less than connection tracking's, and less than the time until clients use a port again."""
+"""Of IPVS: shorter than conntrack's, and than the time until clients reuse a port."""
 
 HINT = "KUBE-IPTABLES-HINT"
 
@@ -49,7 +49,7 @@ TRACES = {
     "kube-ipvs0": r" kube-ipvs0:",
     "userspace": r"KUBE-PORTALS-|table ip6? kproxy-userspace\n",
 }
-"""What a mode leaves, in what nft, iptables-save or ip print."""
+"""Patterns of each mode's traces in the output of nft, iptables-save and ip."""
 
 MANIFEST = f"""
 apiVersion: v1
@@ -113,7 +113,7 @@ SERVICES = {
 }
 
 SLACK = 1.0
-"""Seconds: segments are sent again some time after they should have been answered."""
+"""Seconds between a lost segment and its retransmission."""
 
 FROM_CLIENT = (
     Target("tcp", "10.96.0.10", 80),
@@ -135,13 +135,13 @@ FROM_NODE = (
     Target("tcp", "10.96.0.20", 80),
     Target("tcp", "10.96.0.30", 80),
 )
-"""As of the client's, their number has no divisor in common with `traffic.ORDERLY`."""
+"""Their number and that of `FROM_CLIENT` are coprime to `traffic.ORDERLY`."""
 CONTROL = [Target("tcp", address, PORT) for address, _ in PODS.values()]
-"""Endpoints themselves: whatever is wrong there is wrong with the machine."""
+"""The endpoints themselves. A failure there is the machine's fault."""
 
 
 class Failure(NamedTuple):
-    """One of the failures that `traffic` tells about."""
+    """A failure reported by `traffic`."""
 
     since: float
     until: float
@@ -149,15 +149,15 @@ class Failure(NamedTuple):
     what: str
 
     def overlaps(self, since: float, until: float) -> bool:
-        """Whether it may have to do with what happened then."""
+        """Return whether the failure may belong to this interval."""
         return self.since <= until + SLACK and since - SLACK <= self.until
 
 
 class Load:
-    """A program of `traffic` that uses Services all the time."""
+    """A running `traffic` client."""
 
     def __init__(self, command: Sequence[str], targets: Sequence[Target], *, counted: bool) -> None:
-        """*command* runs another one where the load comes from. *counted*: towards `Loads.made`."""
+        """*command* is the prefix that enters the client's namespace. *counted*: add to `Loads.made`."""
         self.is_counted = counted
         self._process = subprocess.Popen(
             [*command, sys.executable, "-B", traffic.__file__, "client",
@@ -165,12 +165,12 @@ class Load:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         self.answered: dict[str, int] = {}
-        """New connections and flows, by target."""
+        """Answered new connections and flows, by target."""
         self.failures: list[Failure] = []
         self.stalls: list[tuple[float, float]] = []
-        """When the machine had no time for anybody."""
+        """Intervals in which the machine was too busy to answer."""
         self.exchanged = 0
-        """Answers to lasting ones."""
+        """Answers on long-lived connections."""
         self._renewals = 0
         self._changed = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -181,7 +181,7 @@ class Load:
         return sum(self.answered.values())
 
     def renew(self) -> None:
-        """Close all lasting connections and flows, open others, and wait for what is under way."""
+        """Replace all long-lived connections and flows, and wait for pending exchanges."""
         assert self._process.stdin is not None
         wanted = self._renewals + 1
         self._process.stdin.write("renew\n")
@@ -189,11 +189,11 @@ class Load:
         self._wait(lambda: self._renewals >= wanted, "lasting connections renewed")
 
     def wait_for(self, number: int) -> None:
-        """Until there were so many new ones."""
+        """Wait for this many new connections."""
         self._wait(lambda: self.made >= number, f"{number} connections")
 
     def end(self) -> None:
-        """Finish what is under way."""
+        """Finish pending exchanges and end the program."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -227,7 +227,7 @@ class Load:
 
 
 class Loads:
-    """From the client and from the node at once."""
+    """Loads from the client and from the node, at the same time."""
 
     def __init__(self, loads: Sequence[Load]) -> None:
         self._loads = loads
@@ -237,7 +237,7 @@ class Loads:
         return sum(load.made for load in self._loads if load.is_counted)
 
     def failures(self, since: float = 0) -> list[str]:
-        """What was given up from *since* (of the monotonic clock) on and was not the machine's fault."""
+        """Return the failures since *since* (monotonic clock) that are not the machine's fault."""
         stalls = [stall for load in self._loads for stall in load.stalls]
         return [
             f"{failure.until:.3f} {failure.what}"
@@ -256,7 +256,7 @@ class Loads:
             load.renew()
 
     def more(self, number: int) -> None:
-        """Let them make so many more."""
+        """Wait for this many more connections."""
         wanted = self.made + number
         deadline = time.monotonic() + PATIENCE * 5
         while self.made < wanted:
@@ -285,7 +285,7 @@ class Proxy:
         return self._get(10249, "/proxyMode")[1]
 
     def _get(self, port: int, path: str) -> tuple[int, str]:
-        """Status and body; 0 if nobody listens."""
+        """Return status and body; status 0 if the connection is refused."""
         connection = http.client.HTTPConnection("127.0.0.1", port)
         try:
             connection.sock = self._node.inside(lambda: socket.create_connection(("127.0.0.1", port), 5))
@@ -299,17 +299,17 @@ class Proxy:
 
 
 class Room:
-    """Namespaces, endpoints, and what runs in them."""
+    """The namespaces, and the processes in them."""
 
     def __init__(self, stack: ExitStack, directory: Path, *, sockets: bool) -> None:
-        """*sockets*: the node's sockets are in a cgroup of their own, and only their connections count."""
+        """*sockets*: put the node's processes into a cgroup and count only their connections."""
         self._stack = stack
         self.directory = directory
         self._cgroup: Path | None = None
         if sockets:
             self._cgroup = stack.enter_context(new_cgroup())
             self._pins = stack.enter_context(new_bpf_file_system(directory / "bpf")) / "kproxy"
-            Compilation().result()  # Beside the load it would take a guest half a minute.
+            Compilation().result()  # Under load this would take half a minute in a guest.
         self.client, self.node = stack.enter_context(namespace()), stack.enter_context(namespace())
         pods = {name: stack.enter_context(namespace()) for name in PODS}
         _connect(self.client, self.node, pods)
@@ -341,7 +341,7 @@ class Room:
     def proxy(
         self, mode: str, options: Mapping[str, object] = {}, *, environment: Mapping[str, str] = {}
     ) -> Iterator[Proxy]:
-        """Running, ready, and alone: what other modes left is gone."""
+        """Start a kproxy, and wait until it is ready and other modes' leftovers are removed."""
         config = self.directory / "config.conf"
         backends: dict[str, object] = {"userspace": {"udpIdleTimeout": UDP_IDLE_TIMEOUT}}
         if self._cgroup is not None:
@@ -377,7 +377,7 @@ class Room:
         return (self.directory / f"kproxy-{self._starts}.log").read_text(errors="replace")[-8000:]
 
     def kproxy(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
-        """A command of an operator, on the node."""
+        """Run a kproxy command on the node."""
         return subprocess.run(
             ["ip", "netns", "exec", self.node.name, KPROXY, *arguments],
             capture_output=True, text=True, check=False, timeout=PATIENCE,
@@ -385,7 +385,7 @@ class Room:
 
     @contextmanager
     def used(self) -> Iterator[Loads]:
-        """Somebody uses all Services all the time; nothing may fail."""
+        """Use all Services continuously."""
         client = ["ip", "netns", "exec", self.client.name]
         loads = [
             Load(client, FROM_CLIENT, counted=self._cgroup is None),
@@ -402,7 +402,7 @@ class Room:
     def choose_iptables(self, variant: str) -> None:
         """Have the node use iptables for the kernel's ``nft`` or ``legacy`` interface, as kubelet would.
 
-        Fails, with what the programs said, unless the hint is in that interface and in no other.
+        Asserts that the hint is in that interface only.
         """
         said = []
         for other in ("nft", "legacy"):
@@ -415,7 +415,7 @@ class Room:
             assert (seen.returncode == 0) is (other == variant), f"no choice of {variant}: {' | '.join(said)}"
 
     def traces(self) -> set[str]:
-        """Keys of `TRACES` that apply to the node, each marked if it is in iptables' legacy interface."""
+        """Return the keys of `TRACES` found on the node; those in legacy iptables are marked."""
         dumps = [["nft", "list", "tables"], ["ip", "-o", "link"]]
         dumps += [[f"{base}-{of}-save"] for of in ("nft", "legacy") for base in ("iptables", "ip6tables")]
         found = set()
@@ -433,7 +433,7 @@ class Room:
         return set(self.node.run("nft", "-a", "list", "tables").splitlines())
 
     def _on_node(self) -> list[str]:
-        """Return the beginning of a command that runs another one on the node."""
+        """Return the prefix of commands on the node."""
         command = ["ip", "netns", "exec", self.node.name]
         return command if self._cgroup is None else inside(self._cgroup, command)
 
@@ -447,13 +447,13 @@ class Room:
 
 
 def _connect(client: Namespace, node: Namespace, pods: Mapping[str, Namespace]) -> None:
-    for host in (client, node, *pods.values()):  # addresses can be used at once
+    for host in (client, node, *pods.values()):  # use addresses at once
         host.run("sysctl", "-qw", "net.ipv6.conf.default.accept_dad=0", "net.ipv6.conf.all.accept_dad=0")
     node.run("sysctl", "-qw", "net.ipv4.ip_forward=1", "net.ipv6.conf.all.forwarding=1")
     node.ip(
         f"link add client type veth peer eth0 netns {client.name}", "link set client up",
         f"addr add {NODE}/24 dev client", f"addr add {NODE6}/64 dev client",
-        # What a node has: somewhere to send what nobody here answers.
+        # As on a real node: a default route for all other packets.
         f"route add default via {CLIENT}", f"route add default via {CLIENT6}",
     )  # fmt: skip
     client.ip(

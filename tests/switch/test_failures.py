@@ -1,4 +1,4 @@
-"""A switch of modes that goes wrong is rolled back, or finished at the next start; no connection notices."""
+"""A failed switch is rolled back, or finished at the next start, without disturbing connections."""
 
 import os
 import socket
@@ -14,7 +14,7 @@ from tests.switch.tour import belongs
 
 HERE = Path(__file__).parent
 SYNCS = range(1, 9)
-"""Of a switch: program, read back, probe, forget the probe; in two families each."""
+"""Syncs of a switch: program, read back, add the probe, remove it; each in two families."""
 STEPS = [
     ("kproxy_make_backend", 1), *(("kproxy_sync", number) for number in SYNCS),
     ("kproxy_retire", 1), ("kproxy_close", 1), ("kproxy_cleanup", 1),
@@ -34,7 +34,7 @@ def where(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
-    """Where kproxy finds the plugins of these tests."""
+    """Return the environment in which kproxy finds the plugins of these tests."""
     directory = tmp_path_factory.mktemp("plugins")
     sources = {name: (HERE / f"{name}.py").read_text() for name in ("faults", "hollow")}
     install(directory, "faults", {"faults": "faults"}, "kproxy.observers", faults=sources["faults"])
@@ -62,7 +62,7 @@ def _disarmed(environment: Mapping[str, str]) -> Iterator[None]:
 
 
 def await_traces(where: Room, loads: Loads, mode: str) -> None:
-    """While connections are made, until nothing but *mode* has left traces."""
+    """Wait, under load, until only *mode* has traces on the node."""
     loads.more(200)
     loads.renew()
     for _ in range(round(PATIENCE)):
@@ -92,7 +92,7 @@ def test_a_backend_that_fails_is_rolled_back(
 
 
 @pytest.mark.usefixtures("_disarmed")
-def test_a_backend_that_can_not_be_made_changes_nothing(
+def test_a_backend_that_cannot_be_made_changes_nothing(
     where: Room, environment: Mapping[str, str], tmp_path: Path
 ) -> None:
     with proxy(where, "nftables", tmp_path, environment) as running, where.used() as loads:
@@ -104,7 +104,7 @@ def test_a_backend_that_can_not_be_made_changes_nothing(
         assert loads.failures() == []
 
 
-def test_a_backend_that_only_promises_is_found_out_by_a_connection(
+def test_a_backend_that_programs_nothing_is_exposed_by_the_probe(
     where: Room, environment: Mapping[str, str], tmp_path: Path
 ) -> None:
     with proxy(where, "nftables", tmp_path, environment) as running, where.used() as loads:
@@ -115,7 +115,7 @@ def test_a_backend_that_only_promises_is_found_out_by_a_connection(
         assert loads.failures() == []
 
 
-def test_a_udp_client_of_a_relay_goes_on_when_the_process_ends_right_after_a_switch(
+def test_a_udp_client_of_a_relay_is_served_after_a_switch_and_the_end_of_the_process(
     where: Room, environment: Mapping[str, str], tmp_path: Path
 ) -> None:
     def ask(flow: socket.socket) -> bytes:

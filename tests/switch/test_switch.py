@@ -1,6 +1,6 @@
-"""``kproxy switch`` from every mode to every other, and no connection, datagram or byte is lost on the way.
+"""``kproxy switch`` from every mode to every other, without losing a connection, datagram or byte.
 
-Together the tours go every way. Those with IPVS, which this kernel may lack, are made in guests.
+The tours together cover every pair. Those with IPVS, which this kernel may lack, run in guests.
 """
 
 import json
@@ -16,7 +16,7 @@ from tests.guest.guest import Guest
 from tests.switch.tour import COMMAND, CONNECTIONS, GUESTS, HERE, LEGS, SOCKETS, Leg, belongs
 
 PACE = ("SWITCH_PATIENCE=240", "SWITCH_EACH_TICK=8")
-"""Of a guest, whose only processor does a tenth of the work of one here."""
+"""Settings of a guest, whose only processor has a tenth of this machine's speed."""
 
 LONGEST = 600
 """Seconds for a tour."""
@@ -32,7 +32,7 @@ def read(directory: Path) -> dict[tuple[str, str], Leg]:
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Leg]:
-    """Both tours in this kernel, at the same time."""
+    """Make both tours in this kernel, at the same time, and return their legs."""
     directories = {stops: tmp_path_factory.mktemp("tour") for stops in (HERE, SOCKETS)}
     running = [
         subprocess.Popen(
@@ -59,7 +59,7 @@ def play(
     return read(directory)
 
 
-def test_tours_go_every_way_there_is() -> None:
+def test_the_tours_cover_every_pair_of_modes() -> None:
     tours = (HERE, SOCKETS, *GUESTS)
     iptables = {"iptables-nft", "iptables-legacy"}  # one mode: kproxy is started again for the other
     stops = {stop for tour in tours for stop in tour}
@@ -78,7 +78,7 @@ def test_no_connection_is_lost(here: dict[tuple[str, str], Leg], before: str, af
     for mark in [pytest.mark.in_a_guest(play=partial(play, stops))]
     for way in pairwise(stops)
 ])  # fmt: skip
-def test_no_connection_is_lost_where_there_is_ipvs(
+def test_no_connection_is_lost_in_guests_with_ipvs(
     from_guest: dict[tuple[str, str], Leg], before: str, after: str
 ) -> None:
     check_leg(from_guest, before, after)

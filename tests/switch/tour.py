@@ -1,4 +1,4 @@
-"""A tour of modes in one running kproxy, while its Services are used all the time.
+"""A tour of modes in one running kproxy, under continuous load.
 
     python -m tests.switch.tour DIRECTORY CONNECTIONS STOP...
 
@@ -20,7 +20,7 @@ from tests.switch.room import EBPF, PATIENCE, Loads, Room, room
 
 COMMAND = [sys.executable, "-B", "-m", "tests.switch.tour"]
 CONNECTIONS = 10_000
-"""New ones for each way."""
+"""New connections for each switch."""
 HERE = (
     "nftables", "iptables-nft", "nftables", "iptables-legacy", "nftables", "userspace", "iptables-nft",
     "userspace", "iptables-legacy", "userspace", "nftables",
@@ -28,12 +28,12 @@ HERE = (
 SOCKETS = (
     "ebpf", "nftables", "ebpf", "iptables-nft", "ebpf", "iptables-legacy", "ebpf", "userspace", "ebpf",
 )  # fmt: skip
-"""A tour of its own, made at the same time: only connections of sockets in the room's cgroup count."""
+"""A separate tour, at the same time, that counts only connections of sockets in the room's cgroup."""
 GUESTS = (
     ("ipvs", "nftables", "ipvs", "iptables-nft", "ipvs", "ebpf", "ipvs"),
     ("iptables-legacy", "ipvs", "userspace", "ipvs", "iptables-legacy"),
 )
-"""Where there is IPVS: with its rules in one of the kernel's interfaces, and in the other."""
+"""Tours in guests with IPVS, for both interfaces of iptables."""
 
 LEGS = "legs.json"
 IPVS = {"ipvs", "kube-ipvs0"}
@@ -41,7 +41,7 @@ IPVS = {"ipvs", "kube-ipvs0"}
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """What was seen from before one switch until nothing of the old mode was left."""
+    """Observations of one switch, until the old mode is removed."""
 
     before: str
     after: str
@@ -50,18 +50,18 @@ class Leg:
     said: str
     """Output of the command, or the reason why the leg was not finished."""
     seconds: float
-    """That it took."""
+    """Duration of the command."""
     made: int
-    """New connections and flows that were answered."""
+    """Answered new connections and flows."""
     exchanged: int
-    """Answers to lasting ones, which were there before the switch and went on for a while after it."""
+    """Answers on connections that were open before the switch and continued after it."""
     failures: list[str]
     left: list[str]
-    """What `Room.traces` found at the end."""
+    """`Room.traces` at the end."""
     kept: list[str]
-    """Tables of nf_tables that existed before the switch, and still do."""
+    """Tables of nf_tables that the switch kept."""
     log: str = ""
-    """The end of the proxy's log, if *left* is not what it should be."""
+    """The end of the proxy's log, if *left* is wrong."""
 
 
 def mode_of(stop: str) -> str:
@@ -69,9 +69,9 @@ def mode_of(stop: str) -> str:
 
 
 def belongs(traces: Collection[str], stop: str) -> bool:
-    """Whether *traces*, as `Room.traces` has them, are those of *stop* and nobody else's.
+    """Return whether *traces* (see `Room.traces`) are those of *stop* alone.
 
-    IPVS may stay beside another mode for its connections, those in TIME_WAIT (two minutes) included.
+    Objects of ipvs mode may remain for its connections, including those in TIME_WAIT (two minutes).
     """
     kinds = {trace: trace.removesuffix(" (legacy)") for trace in traces}
     if stop == "ipvs":
@@ -85,7 +85,7 @@ def belongs(traces: Collection[str], stop: str) -> bool:
 
 
 def tour(directory: Path, connections: int, stops: Sequence[str]) -> Iterator[Leg]:
-    """Go from the first stop to the last; ends early where a switch fails."""
+    """Switch from the first stop to the last. Ends at the first failure."""
     with room(directory, sockets=EBPF in stops) as where:
         _choose_iptables(where, stops[0])
         with where.proxy(mode_of(stops[0])), where.used() as loads:
@@ -108,9 +108,9 @@ def _leg(where: Room, loads: Loads, before: str, after: str, connections: int) -
     done = where.kproxy("switch", mode_of(after))
     seconds = time.monotonic() - begun
     loads.more(connections // 4)
-    loads.renew()  # what still holds on to the old mode is not waited for
+    loads.renew()  # do not wait for connections of the old mode
     loads.more(connections - (loads.made - made))
-    loads.renew()  # what is under way is this leg's
+    loads.renew()  # pending exchanges belong to this leg
     left = _left(where, after)
     log = "" if belongs(left, after) else where.log_tail()
     return Leg(
@@ -121,7 +121,7 @@ def _leg(where: Room, loads: Loads, before: str, after: str, connections: int) -
 
 
 def _left(where: Room, stop: str) -> set[str]:
-    """The traces, once they are those of *stop* or have had their time."""
+    """Wait for the traces of *stop*, and return those found in the end."""
     deadline = time.monotonic() + PATIENCE
     while not belongs(found := where.traces(), stop) and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -1,17 +1,17 @@
-"""Clients that open connections all the time, and the endpoints that answer them, as a program.
+"""Load on Services: clients that open connections continuously, and endpoints that answer.
 
-    traffic.py endpoint PORT ADDRESS...    send back what comes and the address, over TCP and UDP
+    traffic.py endpoint PORT ADDRESS...    echo each request with the own address, over TCP and UDP
     traffic.py client TARGETS CONTROL      use the targets (JSON, see `Target`) until standard input ends
 
-A client opens new connections and flows one after another to all targets, several at a time, and keeps
-lasting ones. Those ask for answers that take their time, so nearly always one is under way. Several times a
-second it prints how many were answered, and what failed: refused, reset, without an answer, answered only
-after a segment had been sent again, or a lasting one answered by another endpoint than before. A line
-``renew`` on its standard input has it close its lasting connections in good order and open others, which is
-done when all that was under way has been answered, or given up.
+A client opens connections and flows to all targets in turn, several at a time, and keeps long-lived ones.
+These ask for delayed answers, so that one is nearly always pending. Several times a second the client prints
+the number of answers, and the failures: refused, reset, unanswered, answered only after a retransmission, or
+a long-lived connection answered by another endpoint than before. The line ``renew`` on standard input
+replaces the long-lived connections, closed in order, and ends once all pending requests are answered or have
+timed out.
 
-Segments are also sent again when the machine has no time for anybody. That shows in the lasting connections
-to CONTROL, which are endpoints themselves: their stalls are told as well.
+A busy machine causes retransmissions too. They show in long-lived connections to CONTROL, the endpoints
+themselves, whose stalls are printed as well.
 """
 
 import contextlib
@@ -29,36 +29,36 @@ from itertools import count, cycle, islice, repeat
 from typing import NamedTuple
 
 TICK = 0.02
-"""Seconds after which more may begin, and lasting ones go on."""
+"""Seconds between two rounds of new connections and requests."""
 LATER = 0.1
-"""Seconds that an endpoint takes for an answer to a lasting one."""
+"""Delay in seconds of an answer on a long-lived connection."""
 EACH_TICK = int(os.environ.get("SWITCH_EACH_TICK", "30"))
-"""New ones at most: a client has 28,000 ports, and ended connections are tracked for up to two minutes."""
+"""Limit of new connections: a client has 28,000 ports, and conntrack keeps ended ones up to two minutes."""
 AT_ONCE = min(6, EACH_TICK)
-"""New connections and flows at a time."""
+"""Limit of concurrent new connections and flows."""
 REPORT = 0.2
 STALL = 0.1
-"""Seconds that an exchange with an endpoint itself takes only if the machine is busy."""
+"""An exchange with CONTROL that takes this many seconds shows a busy machine."""
 PATIENCE = float(os.environ.get("SWITCH_PATIENCE", "60")) / 20
-"""Seconds after which an answer does not count any more."""
+"""Timeout of an answer in seconds."""
 PORTS = range(1_024, 30_000)
-"""A client's own, a part for each target: IPVS confuses connections from one port to one endpoint that were
-made through different frontends. None is a node port, on which a relay must be able to listen. One is used
-again after a minute or more, see docs/ipvs.md as well."""
+"""Source ports, divided among the targets: IPVS confuses connections from one port to one endpoint through
+different frontends (docs/ipvs.md). None is a node port, which a relay must be able to bind. Ports are reused
+after a minute or more."""
 ORDERLY = 4
-"""Every so many connections one ends with FINs; a reset spares both sides the time after that."""
+"""One in this many connections ends with FINs, the others with a reset, which avoids TIME_WAIT."""
 
 _QUESTION = struct.Struct("=B7sQ")
-"""Whether the answer is to come later, a number of the program's and one of the question."""
+"""A flag for a delayed answer, the number of the program, the number of the question."""
 _ANSWER = _QUESTION.size + 16
-"""The question, and the address of who answers."""
+"""The question, and the endpoint's address."""
 _RESET = struct.pack("ii", 1, 0)
 _SENT_AGAIN = slice(100, 104)
 """tcpi_total_retrans in struct tcp_info (linux/tcp.h); segments, SYN included."""
 
 
 class Target(NamedTuple):
-    """What clients dial."""
+    """A frontend to dial."""
 
     protocol: str
     """``tcp``, ``udp`` (a connected socket), or ``sendto`` (a socket that names the frontend each time)."""
@@ -70,11 +70,11 @@ class Target(NamedTuple):
 
 
 class Failure(Exception):
-    """What a user would complain about."""
+    """A failure that a user would notice."""
 
 
 class SentAgain(Failure):
-    """It was answered, but late."""
+    """The answer needed a retransmission."""
 
 
 class Conversation:
@@ -86,12 +86,12 @@ class Conversation:
     def __init__(
         self, target: Target, ports: Iterator[int], number: int, *, lasting: bool, later: bool
     ) -> None:
-        """Of *ports* it takes the first that is free; *later*: ask for answers that take their time."""
+        """Bind the first free one of *ports*. *later*: ask for delayed answers."""
         self.target, self.lasting = target, lasting
         self.number = number
         self.since = time.monotonic()
         self.waiting = True
-        """For an answer; else a lasting one pauses."""
+        """A request is pending."""
         self.connected = target.protocol != "tcp"
         family = socket.AF_INET6 if ":" in target.address else socket.AF_INET
         kind = socket.SOCK_DGRAM if self.connected else socket.SOCK_STREAM
@@ -109,14 +109,14 @@ class Conversation:
 
     def _bind(self, ports: Iterator[int]) -> None:
         for port in islice(ports, len(PORTS)):
-            with contextlib.suppress(OSError):  # Others listen there, or an ended connection has it still.
+            with contextlib.suppress(OSError):  # In use, or held by an ended connection.
                 self.socket.bind(("", port))
                 return
         raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
     @property
     def events(self) -> int:
-        """To be woken by. One of TCP can be written to once: when it is connected."""
+        """The epoll events to wait for. A TCP socket becomes writable when it is connected."""
         return select.EPOLLIN if self.connected else select.EPOLLIN | select.EPOLLOUT | select.EPOLLET
 
     def say(self) -> None:
@@ -129,7 +129,7 @@ class Conversation:
             self.socket.send(self._said)
 
     def go_on(self) -> bool:
-        """Something happened. True: it was answered. Raises Failure or OSError."""
+        """Handle an event. Return True for an answer. Raises Failure or OSError."""
         if not self.connected:
             dialled = self.since
             try:
@@ -147,7 +147,7 @@ class Conversation:
         if len(self._heard) < _ANSWER:
             return False
         endpoint = self._heard[_QUESTION.size :]
-        # Between two modes, a socket that is not connected may be served by another endpoint.
+        # A mode switch may move an unconnected socket to another endpoint.
         stays = self.target.protocol == "sendto" or self._endpoint in (b"", endpoint)
         if self._heard[: _QUESTION.size] != self._said or not stays:
             raise Failure("somebody else answered")
@@ -177,18 +177,18 @@ class Client:
             target: cycle(PORTS[number :: len(targets)]) for number, target in enumerate(targets)
         } | {target: repeat(0) for target in control}
         self._stalls: list[tuple[float, float]] = []
-        """Of the machine, from when to when."""
+        """Stalls of the machine: beginning and end."""
         self._numbers = count()
         self._conversations: dict[int, Conversation] = {}
         self._answered = dict.fromkeys(map(str, targets), 0)
         self._exchanged = self._renewals = 0
         self._failures: list[dict[str, object]] = []
         self._again: list[tuple[Target, int, bool]] = []
-        """What could not begin, to be begun at the next tick."""
+        """Targets whose connection could not be opened, to retry in the next round."""
         self._under_way: set[Conversation] = set()
-        """Those that a renewal waits for."""
+        """Conversations that a renewal waits for."""
         self._left = EACH_TICK
-        """New ones that may still begin in this tick."""
+        """New connections left in this round."""
         self._ending = False
 
     def run(self) -> None:
@@ -201,7 +201,7 @@ class Client:
             for fd in happened:
                 if fd in self._conversations:
                     self._serve(self._conversations[fd])
-            if 0 in happened:  # last, for it closes others
+            if 0 in happened:  # last, because it closes others
                 self._obey()
             now = time.monotonic()
             if now >= tick:
@@ -258,7 +258,7 @@ class Client:
                 self._open()
 
     def _exchange(self, now: float) -> None:
-        """Lasting ones go on, and what was not answered in time is given up."""
+        """Send the next requests on long-lived connections, and give up unanswered ones."""
         self._left = EACH_TICK
         again, self._again = self._again, []
         for target, number, lasting in again if not self._ending else ():
@@ -330,19 +330,19 @@ class Client:
 
 
 Sender = tuple[str, int]
-"""Address and port, and what else the system knows an address by."""
+"""A socket address as the socket module has it."""
 
 
 class Endpoint:
-    """Answers on its addresses."""
+    """An endpoint's server, on all its addresses."""
 
     def __init__(self, port: int, addresses: Iterable[str]) -> None:
         self._poll = select.epoll()
         self._listeners: dict[int, tuple[socket.socket, bytes]] = {}
-        """Sockets by file descriptor here and below, with what their answers end with."""
+        """Sockets by file descriptor, each with the end of its answers."""
         self._sockets: dict[int, tuple[socket.socket, bytes]] = {}
         self._later: deque[tuple[float, socket.socket, bytes, Sender]] = deque()
-        """Answers and when to send them."""
+        """Delayed answers and their times."""
         for address in addresses:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             name = socket.inet_pton(family, address).ljust(16)
@@ -391,7 +391,7 @@ class Endpoint:
 
     @staticmethod
     def _send(sock: socket.socket, data: bytes, sender: Sender) -> None:
-        with contextlib.suppress(OSError):  # The other side has gone, or so has the network.
+        with contextlib.suppress(OSError):  # The client or the network is gone.
             if sock.type == socket.SOCK_DGRAM:
                 sock.sendto(data, sender)
             else:

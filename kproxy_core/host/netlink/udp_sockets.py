@@ -29,7 +29,7 @@ _REMOTE = struct.Struct(">2xH16x16s")
 """Within inet_diag_sockid: the other side's port and address."""
 _COOKIE = struct.Struct("=40xQ")
 _NOBODY: Final = bytes(40) + b"\xff" * 8
-"""An inet_diag_sockid of no socket: without a cookie, any socket that has its addresses would match."""
+"""The inet_diag_sockid of no socket: without a cookie, any socket that has its addresses would match."""
 
 
 class UdpSocket(NamedTuple):
@@ -80,13 +80,13 @@ def destroy_udp_sockets(sockets: Iterable[UdpSocket]) -> int:
     except OSError as error:
         raise HostError("cannot destroy UDP sockets", error) from error
     for refusal in refused:
-        if refusal.code not in (errno.ENOENT, errno.ESTALE):  # Closed or connected elsewhere meanwhile.
+        if refusal.code not in (errno.ENOENT, errno.ESTALE):  # Closed or reconnected since.
             raise HostError("cannot destroy UDP sockets", refusal.error)
     return len(requests) - len(refused)
 
 
 def udp_destruction_problem() -> str:
-    """Return why the kernel cannot destroy UDP sockets; "" if it can. Tries it with a socket of nobody."""
+    """Return why the kernel cannot destroy UDP sockets; "" if it can. Tries it with no socket."""
     try:
         connected_udp_sockets()  # Without udp_diag, the answer below would be the same.
         with NetlinkSocket.open(NETLINK_SOCK_DIAG) as sock:

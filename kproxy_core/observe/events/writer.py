@@ -25,7 +25,7 @@ class EventWriter:
     """
 
     def __init__(self, access: CurrentAccess, host: str, observe: Observe) -> None:
-        """*host*: the name of this machine, the reporter of the events; *observe* is told of each request."""
+        """*host*: this machine's name, the reporter of the events; *observe* is called for each request."""
         self._access = access
         self._host = host
         self._observe = observe

@@ -25,7 +25,7 @@ class _Series(NamedTuple):
 
 
 class LimitedSeries:
-    """Which series are listed, and the sums of all others. No sum ever falls."""
+    """The listed series, and the sums of all others. No sum ever falls."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

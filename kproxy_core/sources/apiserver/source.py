@@ -31,7 +31,7 @@ class KubernetesSource:
     (cmd/kube-proxy/app/server.go).
 
     *accept*: the Accept header of its requests. *qps* and *burst* limit requests as clientConnection's do; a
-    *qps* of 0 or less sets no limit. *observe* is told of each request. *clock*: monotonic seconds;
+    *qps* of 0 or less sets no limit. *observe* is called for each request. *clock*: monotonic seconds;
     *chance*: uniform in [0, 1).
 
     Unchanged objects are not asked for again: kube-proxy's configSyncPeriod only replays its memory.

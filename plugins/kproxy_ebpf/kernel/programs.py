@@ -145,7 +145,7 @@ def has_compiler() -> bool:
 
 
 def _interpreter() -> str:
-    """Return the Python that finds bcc: it comes with the distribution's."""
+    """Return the distribution's Python, which has bcc."""
     return sys.executable if find_spec("bcc") is not None else _DISTRIBUTION_PYTHON
 
 

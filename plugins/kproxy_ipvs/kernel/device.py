@@ -52,7 +52,7 @@ _ABSENT = frozenset({errno.EADDRNOTAVAIL, errno.ENODEV, errno.ESRCH})
 
 
 def exists() -> bool:
-    """Tell whether the device exists."""
+    """Return whether the device exists."""
     return _index() is not None
 
 
@@ -145,7 +145,7 @@ def _await_local(address: Address) -> None:
 
 
 def _is_local(sock: NetlinkSocket, request: bytes) -> bool:
-    """Tell whether RTM_GETROUTE finds a local route. Raises OSError."""
+    """Return whether RTM_GETROUTE finds a local route. Raises OSError."""
     try:
         answers = sock.request(_RTM_GETROUTE, 0, request)
     except OSError as error:

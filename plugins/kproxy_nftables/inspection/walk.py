@@ -243,7 +243,7 @@ class _Walk:
         return _Translated()
 
     def _pin(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
-        """Note the remembered endpoint, and go on as for a new client."""
+        """Note the remembered endpoint, and continue as for a new client."""
         try:
             value = self._table.find(found["map"], self._packet.source)
         except KeyError:

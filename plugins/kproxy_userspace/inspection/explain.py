@@ -73,7 +73,7 @@ def _as_is(question: Question, settings: Settings, portals: "_Portals", find: Fi
     relay = find(packet.protocol, port) if port else None
     if port and relay is None:
         objects.append(KernelObject("relay", f"port {port}: this process has none"))
-        return KernelSide(tuple(objects), Fate(Outcome.REFUSED, f"nobody listens at port {port}"))
+        return KernelSide(tuple(objects), Fate(Outcome.REFUSED, f"nothing listens on port {port}"))
     side = _side(relay, port, objects)
     as_written = _as_written(question, settings).fate
     meant = side.fate is not None and as_written is not None and _same(side.fate, as_written)

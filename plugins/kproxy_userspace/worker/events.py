@@ -90,7 +90,7 @@ class Events:
     def _call(self, now: float) -> None:
         """Make the calls that were due at *now*.
 
-        All events up to then have been handled, so nothing times out for want of processor time here.
+        All events up to then have been handled, so a lack of CPU time here causes no timeout.
         """
         for timeouts in list(self._timeouts.values()):
             waiting = timeouts.waiting

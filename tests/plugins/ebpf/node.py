@@ -124,7 +124,7 @@ class Node:
 
 
 class Echo:
-    """Tells every client the address that it reached, and the address that it was seen with."""
+    """A server that answers with its own address and the client's."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self._poll = selectors.DefaultSelector()

@@ -67,7 +67,7 @@ def links(settings: Settings) -> Path:
 
 
 def attached(settings: Settings) -> dict[str, int]:
-    """How many programs run for the cgroup at each attach point."""
+    """Return the number of programs of the cgroup at each attach point."""
     cgroup = os.open(settings.cgroup, os.O_RDONLY)
     try:
         return {name: len(bpf.attached(cgroup, kind)) for name, kind in names.ATTACH_TYPES.items()}

@@ -71,7 +71,7 @@ def test_only_the_refused_feature_is_missing(
     assert "Couldn't load match" in missing[0].found
 
 
-def test_a_missing_iptables_comes_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_iptables_is_reported_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "_PATH", "/nowhere")
     detection = detect(BackendSettings((V4,)), None, load_modules=False)
     assert detection.refuted

@@ -266,7 +266,7 @@ def test_connections_survive_a_switch_to_iptables(
     late.send(b"wait")
 
     iptables.kproxy_sync(update)
-    held.append(lab.dial(net.idle, inside=True))  # Not through IPVS, but from an address that is to go.
+    held.append(lab.dial(net.idle, inside=True))  # Not through IPVS: its source address will be deleted.
     left = retire(())
     assert not left.errors
     assert left.waiting == len([*held, half_closed, *flows, *own_flows, late])
@@ -282,7 +282,7 @@ def test_connections_survive_a_switch_to_iptables(
         lab.dial(net.idle, inside=True),
     ]  # fmt: skip
     assert all(map(answers, [*later, lab.datagrams(net.dns, 53), lab.datagrams(net.dns, 53, inside=True)]))
-    assert later[2].getsockname()[0] == net.node, "it will end with the address that it comes from"
+    assert later[2].getsockname()[0] == net.node, "its source address is deleted"
     again = retire(())
     assert again.waiting == left.waiting, "IPVS took a new connection"
     assert not again.removed
@@ -296,7 +296,7 @@ def test_connections_survive_a_switch_to_iptables(
     for connection in held:
         connection.close()
     until(lambda: retire(()).waiting == len([*flows, *own_flows, late]))
-    forget_flows(net)  # As when their endpoint is removed. The node's own flows keep their source local.
+    forget_flows(net)  # As after the removal of their endpoint. The node's own flows keep their source.
     until(lambda: retire(()).waiting == len(own_flows))
     assert device.read(family)[0] == set(addresses(net.dns))
     assert not kernel.read(family)

@@ -13,7 +13,7 @@ BOTH = BackendSettings(tuple(Family))
 
 
 def tried(settings: BackendSettings = BOTH) -> Detection:
-    """As ``kproxy modes --probe`` asks."""
+    """Detect as ``kproxy modes --probe`` does."""
     return trial.ask(lambda namespace: detect(settings, namespace, load_modules=False))
 
 

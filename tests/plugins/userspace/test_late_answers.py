@@ -1,4 +1,4 @@
-"""UDP answers that are late, or whose endpoints are removed meanwhile."""
+"""Late UDP answers, also from endpoints that were removed in between."""
 
 import os
 import socket

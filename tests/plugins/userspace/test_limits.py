@@ -1,4 +1,4 @@
-"""Clients that a relay can't serve at once, and connections that only one peer has closed."""
+"""Shortages of file descriptors, and connections that only one peer has closed."""
 
 import os
 import resource

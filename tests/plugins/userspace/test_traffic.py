@@ -77,7 +77,7 @@ def test_a_client_that_reads_nothing_stalls_no_other(start: Start) -> None:
         start(workers=1).serve(service(), "127.0.0.1")
         with connect(VIP, 80) as deaf:
             deaf.settimeout(1)
-            with pytest.raises(TimeoutError):  # Everything comes back, until all buffers on the way are full.
+            with pytest.raises(TimeoutError):  # The endpoint echoes everything, until all buffers are full.
                 deaf.sendall(bytes(1 << 28))
             assert reached(VIP, 80) == A
 
@@ -226,7 +226,7 @@ def test_foreign_changes_of_portals_are_noticed_at_once_and_repaired(
 ) -> None:
     monkeypatch.setattr(backend_module, "open_portals", portals)
     with endpoints(ONE):
-        proxy = start(syncPeriod="1h")  # no look at the portals but for the kernel's notice
+        proxy = start(syncPeriod="1h")  # only a notification makes it compare the portals
         proxy.serve(service(), "127.0.0.1")
         noticed = threading.Event()
 
