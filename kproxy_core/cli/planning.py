@@ -22,8 +22,8 @@ log = logging.getLogger("kproxy.run")
 def read_plans(
     config: Config, registry: Registry, families: tuple[Family, ...],
     addresses: frozenset[Address] | None = None,
-) -> dict[Family, FamilyPlans]:
-    """Return the plans of each of *families* for the objects that *config* names.
+) -> tuple[dict[Family, FamilyPlans], Store]:
+    """Return the plans of each of *families* for the objects that *config* names, and the objects.
 
     *addresses* are the node's; None: those of its Node object, else this machine's. Unusable objects are
     logged. Raises HostError or StartFailed.
@@ -40,7 +40,7 @@ def read_plans(
         plans.set_node(facts.view(family))
         for conflict in plans.plan():
             log.warning(str(conflict))
-    return found
+    return found, store
 
 
 def _read(config: Config, node_name: str, families: tuple[Family, ...]) -> Store:

@@ -19,7 +19,7 @@ def render_manifests(config: Config, registry: Registry, families: tuple[Family,
     """
     instance = registry.make_backend(config.mode, backend_settings(config, families))
     try:
-        for plans in read_plans(config, registry, families).values():
+        for plans in read_plans(config, registry, families)[0].values():
             yield instance.render(_sorted(plans.update(Scope.RESYNC)))
     finally:
         registry.close_backend(instance)

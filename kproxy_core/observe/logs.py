@@ -7,10 +7,13 @@ Verbosity counts as in Kubernetes: 0 shows INFO and above, 2 also DEBUG, and n >
 import logging
 import re
 import time
+from collections import deque
 from typing import Literal, TextIO
 
 _ROOT = "kproxy"
 _LONGEST_VALUE = 4000
+_KEPT = 300
+"""Lines that are kept for a report."""
 _PLAIN = re.compile(r"""[^\s"'=\\]+""")
 
 
@@ -21,13 +24,33 @@ def set_up(verbosity: int, form: Literal["text", "json"], stream: TextIO | None 
     handler = logging.StreamHandler(stream)
     handler.setFormatter(_JsonFormatter() if form == "json" else _TextFormatter())
     root = logging.getLogger(_ROOT)
-    root.handlers = [handler]
+    root.handlers = [handler, _recent]
     root.propagate = False
     set_verbosity(verbosity)
 
 
 def set_verbosity(verbosity: int) -> None:
     logging.getLogger(_ROOT).setLevel(logging.INFO if verbosity < 2 else max(1, 12 - verbosity))
+
+
+def recent_lines() -> list[str]:
+    """Return the last lines of the log, as text, for a report."""
+    formatter = _TextFormatter()
+    return [formatter.format(record) for record in list(_recent.records)]
+
+
+class _Recent(logging.Handler):
+    """Keeps the last records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: deque[logging.LogRecord] = deque(maxlen=_KEPT)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+_recent = _Recent()
 
 
 class _TextFormatter(logging.Formatter):

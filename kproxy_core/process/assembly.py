@@ -3,9 +3,10 @@
 import logging
 import socket
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kproxy_core import __version__
 from kproxy_core.backend.instance import BackendInstance
@@ -229,7 +230,8 @@ class _Proxy:
             terms=terms, mode_changed=self._mode_changed,
         )
         self._inspection = Inspection(
-            self._loop, registry, self._switch, settings_of=settings_of, terms=terms)
+            self._loop, registry, self._switch, settings_of=settings_of, terms=terms, store=self._store,
+            about=self._about)
         self._metrics.add_collector(lambda: [*self._switch.instance.measure(), self._retiring.measure()])
         self._takeover = Takeover(registry, settings_of, self._switch, self._retiring, self._health)
         self._failures: list[str] = []
@@ -297,6 +299,13 @@ class _Proxy:
             self._registry.close_backend(self._switch.instance)
         if self._failures:
             raise StartFailed("; ".join(self._failures))
+
+    def _about(self) -> Mapping[str, Any]:
+        metrics, _ = self._metrics.exposition()
+        return {
+            "configuration": self._told.configuration, "metrics": metrics.decode().splitlines(),
+            "log": logs.recent_lines(),
+        }  # fmt: skip
 
     def _listen(self) -> None:
         self._server.start()

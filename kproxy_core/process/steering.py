@@ -41,6 +41,8 @@ def answer_requests(switch: ModeSwitch, inspection: Inspection, overview: Overvi
                     return {"mode": switch.instance.mode, "targets": inspection.targets(service)}
                 case {"do": "top", "search": str(search), "sort": str(sort), "count": int(count)}:
                     return {"status": overview.status(), **overview.services(search, sort, count=count)}
+                case {"do": "report"}:
+                    return {"mode": switch.instance.mode, **inspection.report()}
                 case {"do": "plans"}:
                     return {"mode": switch.instance.mode, "plans": inspection.plans()}
         except (SwitchFailed, NoAnswer) as error:

@@ -125,6 +125,10 @@ class Store:
         """Return the slices of the Service *name* in *family*, by their name."""
         return self._families[family].slices.get(name)
 
+    def all_slices(self) -> list[EndpointSlice]:
+        """Return all slices, sorted by name."""
+        return [piece for _, piece in sorted(self._slices.items())]
+
     def changed(self, family: Family) -> bool:
         """Return whether `take_changed` would return any Service."""
         return bool(self._families[family].changed)

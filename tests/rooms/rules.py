@@ -24,8 +24,8 @@ ROOMS: dict[str, frozenset[str]] = {
     "sync": frozenset({"timing", "backend", "store", "host", "plan", "model"}),
     "modes": frozenset({"host", "sync", "timing", "observe", "backend", "plan", "model"}),
     "process": frozenset(
-        {"traffic", "explain", "modes", "sync", "timing", "observe", "sources", "apiclient", "store",
-         "config", "host", "backend", "plan", "model"}
+        {"traffic", "explain", "modes", "sync", "timing", "observe", "sources", "apiclient", "objects",
+         "store", "config", "host", "backend", "plan", "model"}
     ),
     "explain": frozenset({"backend", "plan", "model"}),
     "testing": frozenset(
@@ -105,11 +105,11 @@ NAMES_A_BACKEND = frozenset(
     for name in (
         "config.settings", "config.check", "config.file", "config.flags", "config.merge", "config.write",
         "testing.conformance.kernel_state", "testing.conformance.rendering", "testing.drivers.driver",
-        "testing.suite.evidence", "testing.__main__",
+        "testing.suite.evidence", "testing.__main__", "cli.inspection.kernel_state",
     )
 )  # fmt: skip
-"""KubeProxyConfiguration has a section and flags for each of kube-proxy's modes; and the kit looks at what
-iptables' programs, whoever runs them, left in a kernel."""
+"""KubeProxyConfiguration has a section and flags for each of kube-proxy's modes; and the kit and
+reports look at what iptables' programs, whoever runs them, left in a kernel."""
 
 SHARED_BY_PLUGINS = frozenset({"kproxy_bpf", "kproxy_xtables"})
 """Packages beside the plugins that any plugin may import."""

@@ -14,10 +14,12 @@ from kproxy_core.config.flags import RULES, SOURCES
 @click.option("--from", "sender", metavar="ADDRESS", help="The sender's address.")
 @click.option("--from-pod", "origin", flag_value="pod", help="The sender is a pod of this node.")
 @click.option("--from-node", "origin", flag_value="node", help="The sender is a process of this node.")
+@click.option("--report", metavar="FILE", help="Answer from an archive of `kproxy report`.")
 @with_flags(RULES, SOURCES)
 @TEXT_OR_JSON
 def explain(
-    words: tuple[str, ...], sender: str | None, origin: str | None, output: str, **options: Any
+    words: tuple[str, ...], sender: str | None, origin: str | None, report: str | None, output: str,
+    **options: Any,
 ) -> None:
     """Explain the fate of packets to a frontend, from the plans and from the kernel.
 
@@ -26,7 +28,12 @@ def explain(
     --kubeconfig, --master or --config the answer is from those objects, and shows the rules that a proxy
     would write.
     """
-    from kproxy_core.cli.inspection.explaining import ask_proxy, explain_objects, formatted
+    from kproxy_core.cli.inspection.explaining import (
+        ask_proxy,
+        explain_objects,
+        explain_report,
+        formatted,
+    )
     from kproxy_core.cli.inspection.objects import OBJECTS
     from kproxy_core.cli.terminal import show
     from kproxy_core.explain.request import NoAnswer
@@ -38,7 +45,10 @@ def explain(
     request = {"to": words[-1], "from": sender, "origin": origin or ""}
     flags = given(options)
     try:
-        if OBJECTS & set(flags):
+        if report:
+            with cli_errors():
+                packets = explain_report(request, report)
+        elif OBJECTS & set(flags):
             with cli_errors():
                 packets = explain_objects(request, flags)
         else:
@@ -225,4 +235,34 @@ def trace(
         context.exit(1)
 
 
-COMMANDS = (explain, diff, plan, verify, trace, top)
+@click.command(cls=FlagCommand)
+@click.argument("file", metavar="[FILE]", default="")
+@with_flags(RULES, SOURCES)
+@TEXT_OR_JSON
+def report(file: str, output: str, **options: Any) -> None:
+    """Write an archive for a bug report, which `kproxy explain --report` can answer from.
+
+    It has version, configuration, objects, plans, kernel state, differences, metrics, the last lines of the
+    log and what works on this machine: addresses and names of Services, but no secrets. The running proxy
+    tells them, or --manifests, --kubeconfig, --master or --config do.
+    """
+    import json
+    import time
+    from pathlib import Path
+
+    from kproxy_core.cli.inspection import reporting
+    from kproxy_core.cli.terminal import show
+
+    path = Path(file or time.strftime("kproxy-report-%Y%m%dT%H%M%SZ.tar.gz", time.gmtime()))
+    try:
+        with cli_errors():
+            names = reporting.write(path, reporting.contents(given(options)))
+    except OSError as error:
+        raise click.ClickException(f"{path}: {error.strerror}") from error
+    if output == "json":
+        show(json.dumps({"file": str(path), "contents": names}, indent=2))
+    else:
+        show(f"{path}: {', '.join(names)}")
+
+
+COMMANDS = (explain, diff, plan, verify, trace, report, top)

@@ -25,7 +25,7 @@ def compare(flags: Flags) -> Found:
         return send_request({"do": "diff"}, lambda line: None)
     from kproxy_core.process.inspection.explaining import compare_with, leftovers
 
-    with read_objects(flags, this_machine=True) as (plans, registry, instance, settings_of):
+    with read_objects(flags, this_machine=True) as (plans, registry, instance, settings_of, *_):
         left = leftovers(registry, settings_of, instance.mode)
         return {"mode": instance.mode, "differences": [*compare_with(plans, instance), *left]}
 

@@ -1,14 +1,19 @@
 """``kproxy explain``."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kproxy_core.cli.inspection.objects import read_objects
 from kproxy_core.cli.terminal import bad, faint, good, hint, strong
 from kproxy_core.config.flags import Flags
 from kproxy_core.modes.control import NoProxy, send_request
+
+if TYPE_CHECKING:
+    from kproxy_core.model.address import Address
 
 Packets = Sequence[Mapping[str, Any]]
 
@@ -27,15 +32,28 @@ def ask_proxy(request: Mapping[str, str]) -> Packets:
     return packets
 
 
-def explain_objects(request: Mapping[str, str], flags: Flags, *, this_machine: bool = False) -> Packets:
+def explain_objects(
+    request: Mapping[str, str], flags: Flags, *, this_machine: bool = False,
+    addresses: frozenset[Address] | None = None,
+) -> Packets:
     """Return the answers for the objects that *flags* name; see `read_objects`.
 
     Raises NoAnswer, and as `cli_errors` expects.
     """
     from kproxy_core.process.inspection.explaining import explain_written
 
-    with read_objects(flags, this_machine=this_machine) as (plans, registry, instance, _):
+    with read_objects(flags, this_machine=this_machine, addresses=addresses) as found:
+        plans, registry, instance, *_ = found
         return explain_written(request, plans, registry, instance)
+
+
+def explain_report(request: Mapping[str, str], path: str) -> Packets:
+    """Return the answers for the objects in a report. Raises NoAnswer, and as `cli_errors` expects."""
+    from kproxy_core.cli.inspection.reporting import opened
+    from kproxy_core.model.address import parse_address
+
+    with opened(path) as (flags, addresses):
+        return explain_objects(request, flags, addresses=frozenset(map(parse_address, addresses)))
 
 
 def formatted(packets: Packets, output: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kproxy_core.config.flags import Flags
 
@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from kproxy_core.backend.api import BackendSettings
     from kproxy_core.backend.instance import BackendInstance
     from kproxy_core.backend.registry import Registry
-    from kproxy_core.model.address import Family
+    from kproxy_core.config.settings import Config
+    from kproxy_core.model.address import Address, Family
+    from kproxy_core.store.store import Store
     from kproxy_core.sync.family_plans import FamilyPlans
 
 OBJECTS = frozenset({"manifests", "kubeconfig", "master", "config"})
@@ -27,13 +29,31 @@ class Objects(NamedTuple):
     instance: BackendInstance
     settings_of: Callable[[str], BackendSettings]
     """Returns the settings of each mode."""
+    config: Config
+    store: Store
+
+
+def objects_read(flags: Flags) -> Mapping[str, Any]:
+    """Return what a running proxy would report about the objects that *flags* name.
+
+    Raises as `cli_errors` expects.
+    """
+    from kproxy_core.config.write import effective
+    from kproxy_core.process.inspection.reporting import described
+
+    with read_objects(flags, this_machine=True) as found:
+        return {"mode": found.instance.mode, "configuration": effective(found.config),
+                **described(found.plans, found.store)}  # fmt: skip
 
 
 @contextmanager
-def read_objects(flags: Flags, *, this_machine: bool) -> Iterator[Objects]:
+def read_objects(
+    flags: Flags, *, this_machine: bool, addresses: frozenset[Address] | None = None
+) -> Iterator[Objects]:
     """Yield the plans for the objects that *flags* name. Raises as `cli_errors` expects.
 
-    *this_machine*: the node has this machine's addresses, whatever its Node object says.
+    *this_machine*: the node has this machine's addresses, whatever its Node object says. *addresses*: it has
+    these.
     """
     from kproxy_core.cli.planning import read_plans
     from kproxy_core.cli.running import prepare
@@ -49,8 +69,10 @@ def read_objects(flags: Flags, *, this_machine: bool) -> Iterator[Objects]:
     logs.set_up(0, "text")
     instance = registry.make_backend(config.mode, backend_settings(config, families))
     try:
-        addresses = node_addresses(registry.is_of_node) if this_machine else None
-        plans = read_plans(config, registry, families, addresses)
-        yield Objects(plans, registry, instance, settings_of_modes(configuration, families))
+        if this_machine:
+            addresses = node_addresses(registry.is_of_node)
+        plans, store = read_plans(config, registry, families, addresses)
+        yield Objects(
+            plans, registry, instance, settings_of_modes(configuration, families), config, store)
     finally:
         registry.close_backend(instance)

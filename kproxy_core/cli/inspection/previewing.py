@@ -37,7 +37,7 @@ def plan(flags: Flags) -> Found:
         running = None
     if running is not None and not {"mode", "config"} & set(flags):
         flags = Flags(flags, mode=running["mode"])
-    with read_objects(flags, this_machine=True) as (plans, _, instance, _):
+    with read_objects(flags, this_machine=True) as (plans, _, instance, *_):
         services = changes_from_kernel(plans, instance) if running is None else changes_from(
             running["plans"], plans)
         return {

@@ -25,7 +25,7 @@ def read_targets(flags: Flags, service: str) -> Found:
         from kproxy_core.explain.traffic import targets
         from kproxy_core.process.inspection.explaining import expectations
 
-        with read_objects(flags, this_machine=True) as (plans, _, instance, _):
+        with read_objects(flags, this_machine=True) as (plans, _, instance, *_):
             found = {"mode": instance.mode, "targets": expectations(targets(plans, service), instance)}
     return found
 

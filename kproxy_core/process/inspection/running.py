@@ -17,6 +17,8 @@ from kproxy_core.process.inspection.explaining import (
     leftovers,
 )
 from kproxy_core.process.inspection.previewing import operations
+from kproxy_core.process.inspection.reporting import described
+from kproxy_core.store.store import Store
 from kproxy_core.sync.loop import Loop
 
 Json = Mapping[str, Any]
@@ -27,13 +29,17 @@ class Inspection:
 
     def __init__(
         self, loop: Loop, registry: Registry, switch: ModeSwitch, *,
-        settings_of: Callable[[str], BackendSettings], terms: Callable[[str], Terms],
+        settings_of: Callable[[str], BackendSettings], terms: Callable[[str], Terms], store: Store,
+        about: Callable[[], Json],
     ) -> None:  # fmt: skip
+        """*about* returns the remaining fields of a report: configuration, metrics and log."""
         self._loop = loop
         self._registry = registry
         self._switch = switch
         self._settings_of = settings_of
         self._terms = terms
+        self._store = store
+        self._about = about
 
     def explain(self, request: Json) -> Sequence[Json]:
         """Return an answer for each packet that *request* means. Raises NoAnswer."""
@@ -56,6 +62,10 @@ class Inspection:
         """Return what connections of this node should do at each TCP frontend. Raises NoAnswer."""
         found = self._loop.call(lambda: targets(self._loop.plans, service))
         return expectations(found, self._switch.instance)
+
+    def report(self) -> Json:
+        """Return everything that this process can tell for a report."""
+        return {**self._loop.call(lambda: described(self._loop.plans, self._store)), **self._about()}
 
     def operations(self, mode: str) -> Sequence[Json]:
         """Return the number of operations by which *mode* would serve the plans. Raises NoAnswer."""

@@ -1,0 +1,64 @@
+"""The kernel's state as text, by the programs and files that exist here. Loads no kernel module."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from kproxy_core.host import programs
+from kproxy_core.host.errors import HostError
+from kproxy_core.host.modules import Modules, Presence
+
+_COMMANDS = (
+    # File, module that the command would load, command.
+    ("nft-ruleset.txt", "nf_tables", ("nft", "-a", "list", "ruleset")),
+    ("iptables.txt", "", ("iptables-save", "-c")),
+    ("ip6tables.txt", "", ("ip6tables-save", "-c")),
+    ("ipset.txt", "ip_set", ("ipset", "list")),
+    ("addresses.txt", "", ("ip", "address")),
+    ("routes.txt", "", ("ip", "route", "show", "table", "all")),
+    ("ipv6-routes.txt", "", ("ip", "-6", "route", "show", "table", "all")),
+    ("routing-rules.txt", "", ("ip", "rule")),
+)
+_FILES = (
+    ("ip_vs.txt", "/proc/net/ip_vs"),
+    ("conntrack-statistics.txt", "/proc/net/stat/nf_conntrack"),
+    ("sockets.txt", "/proc/net/sockstat"),
+    ("modules.txt", "/proc/modules"),
+)
+_SYSCTLS = ("net/netfilter", "net/ipv4/vs")
+
+
+def kernel_state() -> Iterator[tuple[str, str]]:
+    """Yield names and texts."""
+    modules = Modules()
+    for name, module, command in _COMMANDS:
+        is_loaded = not module or modules.presence(module) in (Presence.LOADED, Presence.BUILT_IN)
+        if is_loaded and programs.find(command[0]):
+            yield name, _output(command)
+    for name, path in _FILES:
+        try:
+            yield name, Path(path).read_text(errors="replace")
+        except OSError:
+            continue
+    yield "sysctl.txt", "".join(_sysctls())
+
+
+def _output(command: tuple[str, ...]) -> str:
+    try:
+        done = programs.run(*command)
+    except HostError as error:
+        return f"{error}\n"
+    return done.stdout + (done.stderr if done.returncode else "")
+
+
+def _sysctls() -> Iterator[str]:
+    for directory in _SYSCTLS:
+        for path in sorted(Path("/proc/sys", directory).glob("*")):
+            try:
+                yield f"{directory}/{path.name} = {path.read_text(errors='replace').strip()}\n"
+            except OSError:
+                continue
+    for name in ("net/ipv4/ip_forward", "net/ipv6/conf/all/forwarding", "net/ipv4/conf/all/route_localnet"):
+        try:
+            yield f"{name} = {Path('/proc/sys', name).read_text().strip()}\n"
+        except OSError:
+            continue
