@@ -52,7 +52,7 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
     "explain": frozenset(),
     "traffic": frozenset(),
     "process": frozenset(),
-    "testing": frozenset({"pytest", "yaml"}),
+    "testing": frozenset({"pyroute2", "pytest", "yaml"}),
     "cli": frozenset({"click", "rich", "yaml"}),
 }
 """Packages from outside that each room imports; docs/dependencies.md has the cost of each."""

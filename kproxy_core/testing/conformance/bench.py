@@ -104,7 +104,8 @@ def lonely_node(cgroup: NodeCgroup | None = None) -> Iterator[None]:
     node = Namespace("node", cgroup)
     four, six = (ADDRESSES[family].node for family in Family)
     try:
-        node.ip(f"address add {four}/32 dev lo", f"address add {six}/128 dev lo nodad")
+        node.add_address(f"{four}/32", "lo")
+        node.add_address(f"{six}/128", "lo")
         with node.entered():
             routes, address = Path("/proc/net/ipv6_route"), socket.inet_pton(socket.AF_INET6, six).hex()
             # The route to it, and the local one, which the kernel adds a moment later.

@@ -6,15 +6,22 @@ every host of a topology: a thread enters a namespace, creates the socket and le
 
 import contextlib
 import ctypes
+import functools
 import os
 import socket
 import subprocess
 from collections.abc import Iterator, Sequence
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from kproxy_core.testing.network.cgroup import NodeCgroup
 
+if TYPE_CHECKING:
+    from pyroute2 import IPRoute
+
 _CLONE_NEWNET = 0x40000000
+_IFA_F_NODAD = 0x02
+_FOREVER = 0xFFFFFFFF
+_SCOPE_LINK, _SCOPE_HOST, _TABLE_LOCAL = 253, 254, 255
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 COMMAND_TIMEOUT = 60.0
@@ -79,7 +86,7 @@ class Namespace:
                     _write(setting, value)
             finally:
                 _check(_LIBC.setns(home, _CLONE_NEWNET))
-        self.ip("link set lo up")
+        self._netlink.link("set", index=1, state="up")
 
     @property
     def path(self) -> str:
@@ -87,6 +94,7 @@ class Namespace:
         return f"/proc/{os.getpid()}/fd/{self._handle}"
 
     def close(self) -> None:
+        self._netlink.close()
         os.close(self._handle)
 
     @contextlib.contextmanager
@@ -112,10 +120,59 @@ class Namespace:
         with self.entered():
             return socket.socket(family, kind)
 
-    def ip(self, *lines: str) -> None:
-        """Run commands of ip(8), all in one process."""
-        with self.entered():
-            run("ip", "-batch", "-", stdin="".join(f"{line}\n" for line in lines))
+    def add_veth(self, device: str, peer: "Namespace", peer_device: str) -> None:
+        """Connect *device* of this namespace to *peer_device* of *peer*, and set both up."""
+        end = {"ifname": peer_device, "net_ns_fd": peer._handle}
+        self._netlink.link("add", ifname=device, kind="veth", peer=end)
+        for namespace, name in ((self, device), (peer, peer_device)):
+            namespace._netlink.link("set", index=namespace._index(name), state="up")
+
+    def add_bridge(self, device: str, *ports: str) -> None:
+        """Add a bridge with *ports*, and set it up."""
+        self._netlink.link("add", ifname=device, kind="bridge")
+        index = self._index(device)
+        for port in ports:
+            self._netlink.link("set", index=self._index(port), master=index)
+        self._netlink.link("set", index=index, state="up")
+
+    def reflect(self, port: str) -> None:
+        """Have a bridge send packets back to the *port* that they came from (hairpin mode)."""
+        self._netlink.brport("set", index=self._index(port), mode=1)
+
+    def add_address(self, address: str, device: str, *, preferred: bool = True) -> None:
+        """Add ``IP/PREFIX``. *preferred*: IPv6 may choose it as the source of new connections."""
+        host, _, prefix = address.partition("/")
+        options: dict[str, object] = {}
+        if ":" in host:
+            options["flags"] = _IFA_F_NODAD
+            if not preferred:
+                options |= {"preferred": 0, "valid": _FOREVER}
+        self._netlink.addr("add", index=self._index(device), address=host, prefixlen=int(prefix), **options)
+
+    def add_route(
+        self, to: str, *, via: str = "", device: str = "", source: str = "", kind: str = "unicast",
+        onlink: bool = False,
+    ) -> None:  # fmt: skip
+        """Add a route to the network *to*; *source* is the source address of local packets."""
+        options: dict[str, object] = {"gateway": via} if via else {"scope": _SCOPE_LINK}
+        options |= {"oif": self._index(device)} if device else {}
+        options |= {"prefsrc": source} if source else {}
+        options |= {"flags": "onlink"} if onlink else {}
+        if kind == "local":
+            options |= {"table": _TABLE_LOCAL, "scope": _SCOPE_HOST}
+        self._netlink.route("add", dst=to, family=_family(to), type=kind, **options)
+
+    @functools.cached_property
+    def _netlink(self) -> "IPRoute":
+        """A socket for requests about links, addresses and routes, which belongs to the namespace."""
+        from pyroute2 import IPRoute
+
+        with self.joined():
+            return IPRoute()
+
+    def _index(self, device: str) -> int:
+        with self.joined():
+            return socket.if_nametoindex(device)
 
     def forward(self) -> None:
         """Make it a router."""
@@ -149,6 +206,10 @@ def _current() -> Iterator[int]:
         yield handle
     finally:
         os.close(handle)
+
+
+def _family(address: str) -> int:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _write(setting: str, value: int) -> None:

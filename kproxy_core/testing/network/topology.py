@@ -50,78 +50,57 @@ class Topology:
             namespace.close()
         self.hosts.clear()
 
-    def _add_veth(self, host: str, device: str, peer: str, peer_device: str) -> None:
-        self[host].ip(
-            f"link add {device} type veth peer name {peer_device} netns {self[peer].path}",
-            f"link set {device} up",
-        )
-        self[peer].ip(f"link set {peer_device} up")
-
     def _connect(self) -> None:
-        self["lan"].ip("link add br0 type bridge", "link set br0 up")
         for host in ("node", "node2", "client"):
-            self._add_veth("lan", f"to-{host}", host, "eth0")
-            self["lan"].ip(f"link set to-{host} master br0")
-        self._add_veth("node", "eth1", "client", "eth1")
-        self._add_veth("node", "kcveth1", "pod1", "eth0")
-        self._add_veth("node", "kcveth2", "pod2", "eth0")
-        self._add_veth("node2", "kcveth3", "pod3", "eth0")
-        self._add_veth("node2", "kcveth4", "pod4", "eth0")
-        self["node"].ip(
-            "link add kcbr0 type bridge", "link set kcveth1 master kcbr0",
-            "link set kcveth1 type bridge_slave hairpin on", "link set kcbr0 up",
-        )  # fmt: skip
+            self["lan"].add_veth(f"to-{host}", self[host], "eth0")
+        self["lan"].add_bridge("br0", "to-node", "to-node2", "to-client")
+        self["node"].add_veth("eth1", self["client"], "eth1")
+        for number, pod in enumerate(PODS, 1):
+            self["node" if pod in LOCAL else "node2"].add_veth(f"kcveth{number}", self[pod], "eth0")
+        self["node"].add_bridge("kcbr0", "kcveth1")
+        self["node"].reflect("kcveth1")
 
     def _set_addresses_and_routes(self, family: str) -> None:
         at = {symbol: resolve(symbol, family) for symbol in _SYMBOLS}
-        bits, wide = ("32", "24") if family == "ipv4" else ("128", "64")
-        nodad = "" if family == "ipv4" else " nodad"
-        # IPv6 would otherwise prefer the second address as a source.
-        second = "" if family == "ipv4" else " nodad preferred_lft 0"
-        self["lan"].ip(
-            f"addr add {at['gateway']}/{wide} dev br0{nodad}",
-            f"route add blackhole {at['any_net']}",
-        )
-        self["node"].ip(
-            f"addr add {at['node']}/{wide} dev eth0{nodad}",
-            f"addr add {at['node_alt']}/{wide} dev eth0{second}",
-            f"addr add {at['node_net2']}/{wide} dev eth1{nodad}",
-            f"addr add {at['node_pods']}/{bits} dev kcbr0{nodad}",
-            f"addr add {at['node_pods']}/{bits} dev kcveth2{nodad}",
-            f"route add {at['pod1']}/{bits} dev kcbr0",
-            f"route add {at['pod2']}/{bits} dev kcveth2",
-            f"route add {at['remote_pod_net']} via {at['node2']}",
-            f"route add {at['many_net']} via {at['node2']}",
-            f"route add {at['crowd_net']} via {at['client']}",
-            f"route add default via {at['gateway']} src {at['node']}",
-        )
-        self["node2"].ip(
-            f"addr add {at['node2']}/{wide} dev eth0{nodad}",
-            f"route add {at['pod3']}/{bits} dev kcveth3",
-            f"route add {at['pod4']}/{bits} dev kcveth4",
-            f"addr add {at['node2_pods']}/{bits} dev kcveth3{nodad}",
-            f"addr add {at['node2_pods']}/{bits} dev kcveth4{nodad}",
-            f"route add {at['many_net']} via {at['pod3']} dev kcveth3 onlink",
-            f"route add {at['local_pod_net']} via {at['node']}",
-            f"route add {at['crowd_net']} via {at['client']}",
-            f"route add default via {at['gateway']}",
-        )
-        self["client"].ip(
-            f"addr add {at['client']}/{wide} dev eth0{nodad}",
-            f"addr add {at['client_alt']}/{wide} dev eth0{second}",
-            f"addr add {at['client_net2']}/{wide} dev eth1{nodad}",
-            f"route add local {at['crowd_net']} dev lo",
-            *(f"route add {at[network]} via {at['node']}" for network in _BEHIND_THE_NODE),
-            f"route add default via {at['gateway']} src {at['client']}",
-        )
+        one, net = ("/32", "/24") if family == "ipv4" else ("/128", "/64")
+        lan, node, node2, client = (self[name] for name in ("lan", "node", "node2", "client"))
+
+        lan.add_address(at["gateway"] + net, "br0")
+        lan.add_route(at["any_net"], kind="blackhole")
+
+        node.add_address(at["node"] + net, "eth0")
+        node.add_address(at["node_alt"] + net, "eth0", preferred=False)
+        node.add_address(at["node_net2"] + net, "eth1")
+        for device, pod in (("kcbr0", "pod1"), ("kcveth2", "pod2")):
+            node.add_address(at["node_pods"] + one, device)
+            node.add_route(at[pod] + one, device=device)
+        for network, router in (("remote_pod_net", "node2"), ("many_net", "node2"), ("crowd_net", "client")):
+            node.add_route(at[network], via=at[router])
+        node.add_route(at["any_net"], via=at["gateway"], source=at["node"])
+
+        node2.add_address(at["node2"] + net, "eth0")
+        for device, pod in (("kcveth3", "pod3"), ("kcveth4", "pod4")):
+            node2.add_route(at[pod] + one, device=device)
+            node2.add_address(at["node2_pods"] + one, device)
+        node2.add_route(at["many_net"], via=at["pod3"], device="kcveth3", onlink=True)
+        node2.add_route(at["local_pod_net"], via=at["node"])
+        node2.add_route(at["crowd_net"], via=at["client"])
+        node2.add_route(at["any_net"], via=at["gateway"])
+
+        client.add_address(at["client"] + net, "eth0")
+        client.add_address(at["client_alt"] + net, "eth0", preferred=False)
+        client.add_address(at["client_net2"] + net, "eth1")
+        client.add_route(at["crowd_net"], device="lo", kind="local")
+        for network in _BEHIND_THE_NODE:
+            client.add_route(at[network], via=at["node"])
+        client.add_route(at["any_net"], via=at["gateway"], source=at["client"])
+
         for pod in PODS:
             router = at["node_pods" if pod in LOCAL else "node2_pods"]
-            self[pod].ip(
-                f"addr add {at[pod]}/{bits} dev eth0{nodad}",
-                f"route add {router}/{bits} dev eth0",
-                f"route add default via {router} dev eth0 src {at[pod]}",
-            )
-        self["pod3"].ip(f"route add local {at['many_net']} dev lo")
+            self[pod].add_address(at[pod] + one, "eth0")
+            self[pod].add_route(router + one, device="eth0")
+            self[pod].add_route(at["any_net"], via=router, device="eth0", source=at[pod])
+        self["pod3"].add_route(at["many_net"], device="lo", kind="local")
 
 
 _BEHIND_THE_NODE = ("cluster_net", "service_net", "lb_net", "ext_net")
