@@ -98,7 +98,7 @@ class FamilySync:
             return
         if udp_frontends := self.plans.pending_udp_frontends():
             for observer in self._observers:
-                observer.programming(self.family, udp_frontends)
+                observer.plans_changed(self.family, udp_frontends)
         try:
             report = self.instance.sync(self.plans.update(scope))
         except Unsupported:

@@ -88,8 +88,8 @@ class SyncObserver:
     def sync_started(self, family: Family, *, retry: bool) -> None:
         """A sync starts and takes all pending changes. *retry*: the last one did not do everything."""
 
-    def programming(self, family: Family, udp_frontends: frozenset[Frontend]) -> None:
-        """The backend is about to program plans. *udp_frontends*: of those for UDP, before and after."""
+    def plans_changed(self, family: Family, udp_frontends: frozenset[Frontend]) -> None:
+        """Plans have changed, and the backend is called next. *udp_frontends*: of UDP, before and after."""
 
     def sync_succeeded(self, synced: Synced) -> None:
         """The kernel agrees with the plans."""

@@ -107,7 +107,7 @@ class StaleFlowObserver(SyncObserver):
         self._running: dict[Family, Deletion] = {}
         self._node_port_addresses: dict[Family, frozenset[Address]] = {}
 
-    def programming(self, family: Family, udp_frontends: frozenset[Frontend]) -> None:
+    def plans_changed(self, family: Family, udp_frontends: frozenset[Frontend]) -> None:
         running = self._running.get(family)
         if running is not None:
             running.spare(udp_frontends)

@@ -15,7 +15,7 @@ from kproxy_iptables import names
 from kproxy_iptables.batch import References
 from kproxy_iptables.names import FILTER, NAT
 from kproxy_iptables.skeleton import BLOCK_LOCALNET, JUMPS, KUBELET_JUMPS, Facts, constant_rules
-from kproxy_iptables.wanted import Rule, Style, Wanted, wanted
+from kproxy_iptables.wanted import Rule, Style, Wanted, make_style, wanted
 from kproxy_xtables.rules import ChainKey, has_rule, missing_jumps
 
 Plans = Mapping[ServicePortKey, ServicePlan]
@@ -133,11 +133,11 @@ class Comparison:
     `chains` must be exhausted before `references` and `stale` are used.
     """
 
-    def __init__(self, observed: Observed, plans: Plans, node: NodeView, style: Style, facts: Facts) -> None:
+    def __init__(self, observed: Observed, plans: Plans, node: NodeView, facts: Facts) -> None:
         self._observed = observed
         self._plans = plans
         self._constant = constant_rules(node, facts)
-        self._style = style
+        self._style = make_style(node, facts, count_endpoints(plans))
         self._facts = facts
         self._rules: dict[ChainKey, list[str]] = {}
         self._stale = dict.fromkeys(observed.service_chains)

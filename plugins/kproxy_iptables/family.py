@@ -14,6 +14,7 @@ from kproxy_iptables import batch
 from kproxy_iptables.applied import Applied, Comparison, Plans, count_endpoints, owner_of
 from kproxy_iptables.inspection.metrics import Counts
 from kproxy_iptables.kernel import rules
+from kproxy_iptables.kernel.accounting import ensure_counters
 from kproxy_iptables.kernel.requirements import enable_route_localnet, read_facts
 from kproxy_iptables.skeleton import Facts, rules_differ, serves_loopback
 from kproxy_iptables.wanted import make_style
@@ -75,7 +76,7 @@ class FamilyState:
         """
         self._node = None
         localhost = serves_loopback(node, enabled=self._localhost_node_ports)
-        self._facts = read_facts(localhost_node_ports=localhost)
+        self._facts = read_facts(ensure_counters(), localhost_node_ports=localhost)
         if localhost:
             enable_route_localnet()
         for _ in range(_MOST_REFUSED):
@@ -94,8 +95,7 @@ class FamilyState:
 
     def _compare_and_send(self, node: NodeView, plans: Plans) -> SyncReport:
         woken = self.tables.wake()
-        style = make_style(node, self._facts, count_endpoints(plans))
-        comparison = Comparison(rules.read(self.tables), plans, node, style, self._facts)
+        comparison = Comparison(rules.read(self.tables), plans, node, self._facts)
         self._send(
             batch.inputs(
                 comparison.chains(),

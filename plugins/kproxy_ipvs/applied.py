@@ -6,6 +6,7 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from kproxy_core.model.address import Address, Cidr, Protocol, format_address
@@ -258,6 +259,15 @@ def is_owned(
         or text in entries.get(names.IPVS_IPS, ())
         or entry in entries.get(every, ())
     )
+
+
+def foreign_servers(
+    servers: Iterable[ServerKey], on_device: Collection[Address], entries: Entries, excluded: Iterable[Cidr],
+    masquerade_bit: int,
+) -> list[ServerKey]:
+    """Return those of *servers* that are not this mode's, by the marks that it uses."""
+    is_own_mark = partial(names.is_own_mark, masquerade_bit=masquerade_bit)
+    return [key for key in servers if not is_owned(key, on_device, entries, excluded, is_own_mark)]
 
 
 def compare_server(

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import partial
 
 from kproxy_core.backend.api import SyncReport
 from kproxy_core.backend.errors import TrustLost
@@ -12,8 +11,8 @@ from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_ipvs import names, skeleton
-from kproxy_ipvs.applied import Applied, Difference, compare_all, is_owned
+from kproxy_ipvs import skeleton
+from kproxy_ipvs.applied import Applied, Difference, compare_all, foreign_servers
 from kproxy_ipvs.batch.rules import difference as rules_difference
 from kproxy_ipvs.batch.servers import Operation, PutDestination
 from kproxy_ipvs.kernel import device, sets
@@ -91,11 +90,8 @@ class FamilyState:
         expected = Applied.after(plans, style, self._applied)
         with self._draining.lock:
             held = self._servers.read(self.family)
-            is_own_mark = partial(names.is_own_mark, masquerade_bit=node.masquerade_bit)
-            foreign = [
-                key for key in held
-                if not is_owned(key, on_device, entries, self._settings.exclude_cidrs, is_own_mark)
-            ]  # fmt: skip
+            foreign = foreign_servers(
+                held, on_device, entries, self._settings.exclude_cidrs, node.masquerade_bit)
             difference = compare_all(expected, held, entries, on_device, foreign)
             self._draining.clear()
             chains = self._tables.chains()

@@ -9,7 +9,7 @@ import re
 import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from kproxy_core.backend.errors import SyncFailed, TrustLost, Unsupported
 from kproxy_core.host.netlink import commits
@@ -64,6 +64,12 @@ class Kernel:
         self._nft: Nftables | None = None
         self.own_ports: set[int] = set()
         """Netlink port ids from which this process changes rules."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         if self._socket is not None:

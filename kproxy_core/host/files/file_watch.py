@@ -5,13 +5,12 @@ The kubelet updates a mounted ConfigMap by renaming a link, ``..data``, on the p
 
 import logging
 import os
-import select
-import threading
 from collections.abc import Callable
 
 from kproxy_core.host.files import inotify
 from kproxy_core.host.files.directory_watch import entries_to
 from kproxy_core.host.files.inotify import Inotify
+from kproxy_core.host.watch import Watch
 
 log = logging.getLogger("kproxy.sources")
 
@@ -31,61 +30,52 @@ class FileWatch:
         self._path = os.path.abspath(path)
         self._content = content
         self._changed = changed
-        self._thread = threading.Thread(target=self._run, name="config file", daemon=True)
-        self._stopped = os.eventfd(0, os.EFD_CLOEXEC)
+        self._watched: dict[int, set[str]] = {}
+        """Names by watch: every directory entry that decides which file is at the path."""
+        self._suspected = True  # It may have changed before it was watched.
+        self._reported = False
+        self._watch: Watch | None = None
 
     def start(self) -> None:
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop watching; *changed* is not called after this returns."""
-        os.eventfd_write(self._stopped, 1)
-        if self._thread.is_alive():
-            self._thread.join()
-        os.close(self._stopped)
-
-    def _run(self) -> None:
         try:
-            notices = Inotify()
+            self._notices = Inotify()
         except OSError as error:
             log.error("cannot watch file, changes will not be noticed", extra={
                 "fields": {"file": self._path, "error": error.strerror}})
             return
-        try:
-            self._follow(notices)
-        finally:
-            notices.close()
+        self._renew()
+        self._watch = Watch("config file", self._notices.fileno(), self._check, first=0.0)
 
-    def _follow(self, notices: Inotify) -> None:
-        readable = select.poll()
-        for descriptor in (notices.fileno(), self._stopped):
-            readable.register(descriptor, select.POLLIN)
-        watched = self._watch(notices, {})
-        # The file may have changed before it was watched.
-        while not self._differs():
-            ready = {descriptor for descriptor, _ in readable.poll()}
-            if self._stopped in ready:
-                return
-            for notice in notices.read():
-                if notice.mask & (_GONE | inotify.Q_OVERFLOW) or notice.name in watched.get(notice.watch, ()):
-                    break
-            else:
-                continue
-            watched = self._watch(notices, watched)
-        self._changed()
+    def close(self) -> None:
+        """Stop watching; *changed* is not called after this returns."""
+        if self._watch is not None:
+            self._watch.close()
+            self._notices.close()
 
-    def _watch(self, notices: Inotify, before: dict[int, set[str]]) -> dict[int, set[str]]:
-        """Watch every directory entry that decides which file is at the path; return names by watch."""
+    def _check(self) -> None:
+        notices = self._notices.read()
+        if self._reported:
+            return
+        if any(notice.mask & (_GONE | inotify.Q_OVERFLOW)
+               or notice.name in self._watched.get(notice.watch, ()) for notice in notices):
+            self._suspected = True
+            self._renew()
+        self._reported = self._suspected and self._differs()
+        self._suspected = False
+        if self._reported:
+            self._changed()
+
+    def _renew(self) -> None:
         watched: dict[int, set[str]] = {}
         for folder, entry in entries_to("/", self._path):
             try:
-                watched.setdefault(notices.watch(folder, _MASK), set()).add(entry)
+                watched.setdefault(self._notices.watch(folder, _MASK), set()).add(entry)
             except OSError as error:
                 log.warning("cannot watch directory", extra={
                     "fields": {"directory": folder, "error": error.strerror}})
-        for watch in before.keys() - watched.keys():
-            notices.forget(watch)
-        return watched
+        for watch in self._watched.keys() - watched.keys():
+            self._notices.forget(watch)
+        self._watched = watched
 
     def _differs(self) -> bool:
         try:

@@ -1,13 +1,11 @@
 """A thread that receives netlink notifications."""
 
 import errno
-import os
-import select
-import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from kproxy_core.host.netlink.sockets import NetlinkSocket
+from kproxy_core.host.watch import Watch as DescriptorWatch
 
 _MOST: Final = 256
 """Datagrams handed over at once; all that have arrived if some were dropped, because those are outdated."""
@@ -19,37 +17,17 @@ Returns None, or the seconds after which to call it again even without notificat
 """
 
 
-class Watch:
+class Watch(DescriptorWatch):
     """Hands the notifications of a socket to a callback, from a thread of its own."""
 
     def __init__(self, name: str, sock: NetlinkSocket, receive: Receive) -> None:
         """Start watching. *name* is the thread's; *sock* is closed with the watch."""
         self._socket = sock
-        self._receive = receive
-        self._stop = os.eventfd(0)
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        super().__init__(name, sock.fileno(), lambda: receive(*self._pending()))
 
     def close(self) -> None:
-        """Stop watching; the callback is not called after this returns. The callback must not call this."""
-        if self._stop < 0:
-            return
-        os.eventfd_write(self._stop, 1)
-        self._thread.join()
-        os.close(self._stop)
-        self._stop = -1
+        super().close()
         self._socket.close()
-
-    def _run(self) -> None:
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        poll.register(self._stop, select.POLLIN)
-        seconds: float | None = None
-        while True:
-            ready = poll.poll(None if seconds is None else seconds * 1000)
-            if any(descriptor == self._stop for descriptor, _ in ready):
-                return
-            seconds = self._receive(*self._pending())
 
     def _pending(self) -> tuple[list[bytes], bool]:
         """Return the datagrams that have arrived, and True if the kernel dropped some."""

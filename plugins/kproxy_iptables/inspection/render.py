@@ -1,23 +1,23 @@
-"""The hook `kproxy_render`: all rules of one family as input for iptables-restore, for people to read."""
+"""Serves the hook `kproxy_render`: all rules of one family as input for iptables-restore."""
 
 from kproxy_core.backend.api import Update
 from kproxy_iptables import batch
-from kproxy_iptables.applied import Comparison, Observed, count_endpoints
+from kproxy_iptables.applied import Comparison, Observed
 from kproxy_iptables.skeleton import Facts, serves_loopback
-from kproxy_iptables.wanted import make_style
+
+ONE_CALL = 1_000_000_000
+"""Limit of chains in one call, out of reach."""
 
 
 def render_text(update: Update, *, localhost_node_ports: bool) -> str:
     """Return the rules of a resync in an empty kernel without accounting objects."""
-    node = update.node
-    facts = Facts(localhost_node_ports=serves_loopback(node, enabled=localhost_node_ports))
-    style = make_style(node, facts, count_endpoints(update.plans))
-    comparison = Comparison(Observed(), update.plans, node, style, facts)
-    return "".join(
-        batch.inputs(
-            comparison.chains(),
-            comparison.references,
-            mark_masq=comparison.mark_masq(),
-            chains_per_call=1_000_000_000,
-        )
-    )
+    localhost = serves_loopback(update.node, enabled=localhost_node_ports)
+    facts = Facts(localhost_node_ports=localhost)
+    return comparison_text(Comparison(Observed(), update.plans, update.node, facts))
+
+
+def comparison_text(comparison: Comparison) -> str:
+    """Return the input for iptables-restore that removes the differences, without stale chains."""
+    mark_masq = comparison.mark_masq()
+    return "".join(batch.inputs(
+        comparison.chains(), comparison.references, mark_masq=mark_masq, chains_per_call=ONE_CALL))

@@ -5,19 +5,18 @@ import logging
 from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.host import sysctl
 from kproxy_core.host.errors import HostError
-from kproxy_iptables.kernel.accounting import ensure_counters
 from kproxy_iptables.skeleton import Facts
 
 log = logging.getLogger("kproxy.iptables")
 
 
-def read_facts(*, localhost_node_ports: bool) -> Facts:
-    """Read the kernel's settings, and create the nfacct objects."""
+def read_facts(counters: frozenset[str], *, localhost_node_ports: bool) -> Facts:
+    """Read the kernel's settings. *counters* are the existing accounting objects."""
     try:
         liberal = sysctl.read("net/netfilter/nf_conntrack_tcp_be_liberal") != "0"
     except HostError:
         liberal = False
-    return Facts(liberal=liberal, counters=ensure_counters(), localhost_node_ports=localhost_node_ports)
+    return Facts(liberal=liberal, counters=counters, localhost_node_ports=localhost_node_ports)
 
 
 def enable_route_localnet() -> None:

@@ -1,12 +1,11 @@
 """Serves the hook `kproxy_preview`: the difference between the kernel and the plans, as text."""
 
 from collections.abc import Iterator
-from functools import partial
 
 from kproxy_core.backend.api import Preview, Update
 from kproxy_core.model.address import Address, Family, format_address, format_socket
 from kproxy_ipvs import names, skeleton
-from kproxy_ipvs.applied import Applied, Difference, compare_all, is_owned
+from kproxy_ipvs.applied import Applied, Difference, compare_all, foreign_servers
 from kproxy_ipvs.batch import rules as rules_batch
 from kproxy_ipvs.batch import sets as sets_batch
 from kproxy_ipvs.batch.servers import DeleteDestination, Operation, PutDestination, PutServer
@@ -29,11 +28,7 @@ def preview(update: Update, settings: Settings) -> Preview:
     expected = Applied.after(update.plans, make_style(node, settings.scheduler, elsewhere))
     with VirtualServers() as servers:
         held = servers.read(family)
-    is_own_mark = partial(names.is_own_mark, masquerade_bit=node.masquerade_bit)
-    foreign = [
-        key for key in held
-        if not is_owned(key, on_device, entries, settings.exclude_cidrs, is_own_mark)
-    ]  # fmt: skip
+    foreign = foreign_servers(held, on_device, entries, settings.exclude_cidrs, node.masquerade_bit)
     difference = compare_all(expected, held, entries, on_device, foreign)
     text = rules_batch.difference(Tables(family, find_variant()).chains(), skeleton.skeleton(node))
     no_device = not device.exists()

@@ -26,24 +26,18 @@ def explain(questions: Sequence[Question], *, live: bool) -> list[KernelSide]:
     """Return the way of each packet. Raises BackendError."""
     if not live:
         return [_side(question, _Written(question.node, question.plan)) for question in questions]
-    kernel = Kernel()
-    try:
+    with Kernel() as kernel:
         table = _InKernel(kernel, questions[0].node.family)
         return [_side(question, table) for question in questions]
-    finally:
-        kernel.close()
 
 
 def frontends(family: Family) -> list[Frontend]:
     """Return the frontends in the maps of the kernel. Raises BackendError."""
-    kernel = Kernel()
-    try:
+    with Kernel() as kernel:
         found = [Frontend(Address(key[:family.size]), *parse_port_key(key[family.size:]))
                  for key in kernel.elements(family, VIPS)]  # fmt: skip
         return found + [
             Frontend(None, *parse_port_key(key)) for key in kernel.elements(family, NODE_PORTS)]
-    finally:
-        kernel.close()
 
 
 def _side(question: Question, table: Table) -> KernelSide:

@@ -20,14 +20,11 @@ def preview(update: Update, *, counted: bool) -> Preview:
     templates = skeleton.template_closure(
         skeleton.used_templates(verdict for plan in plans.values() for verdict in verdicts(plan)))
     wanted = object_names(plans, templates, counted=counted)
-    kernel = Kernel()
-    try:
+    with Kernel() as kernel:
         actual: Contents = {
             container: dict(kernel.elements(family, container)) for container in names.ELEMENT_CONTAINERS}
         held = listed_rules(kernel.rules_text(family).splitlines())
         unwanted = [kind(family).difference(wanted) for kind in (kernel.chains, kernel.containers)]
-    finally:
-        kernel.close()
     applied = Applied(recover_all(plans, actual))
     deletes, adds = compare_all(actual, applied.elements(), node_elements(node))
     rules = skeleton.rules_text(node, templates, plans.values(), counted=counted)

@@ -10,10 +10,9 @@ from kproxy_nftables.wanted import PORT_KEY_SIZE, parse_destination, parse_port_
 
 def connections(family: Family) -> list[Connections]:
     """Return the new connections counted for each frontend and endpoint. Raises BackendError."""
-    kernel = Kernel()
     size = family.size
     rest = size + PORT_KEY_SIZE
-    try:
+    with Kernel() as kernel:
         return [
             Connections(
                 Frontend(Address(key[:size]), *parse_port_key(key[size:rest])),
@@ -22,5 +21,3 @@ def connections(family: Family) -> list[Connections]:
             for container in (CONNECTIONS, REFUSED)
             for key, count in kernel.counters(family, container).items()
         ]  # fmt: skip
-    finally:
-        kernel.close()

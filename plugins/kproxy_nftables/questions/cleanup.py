@@ -19,23 +19,19 @@ def supersede(*, dry_run: bool) -> Leftovers:
 
 
 def _deleted(names: tuple[str, ...], dry_run: bool) -> Leftovers:
-    kernel = Kernel()
     removed: list[str] = []
     errors: list[str] = []
-    try:
-        present = kernel.tables()
-        for family in NFT_FAMILY.values():
-            for name in names:
-                if (family, name) not in present:
-                    continue
-                try:
-                    if not dry_run:
-                        kernel.apply_text(f"delete table {family} {name}\n")
-                    removed.append(f"table {family} {name}")
-                except BackendError as error:
-                    errors.append(f"table {family} {name}: {error}")
-    except BackendError as error:
-        errors.append(str(error))
-    finally:
-        kernel.close()
+    with Kernel() as kernel:
+        try:
+            present = kernel.tables()
+        except BackendError as error:
+            return Leftovers("nftables", errors=(str(error),))
+        places = ((family, name) for family in NFT_FAMILY.values() for name in names)
+        for family, name in sorted(present.intersection(places)):
+            try:
+                if not dry_run:
+                    kernel.apply_text(f"delete table {family} {name}\n")
+                removed.append(f"table {family} {name}")
+            except BackendError as error:
+                errors.append(f"table {family} {name}: {error}")
     return Leftovers("nftables", tuple(removed), tuple(errors))
