@@ -16,9 +16,10 @@ from examples.demo import network, rootless, rows, terminal
 from examples.demo.network import NAMES
 from examples.demo.probes import Traffic, ask, dial, hear
 from examples.demo.proxy import EXAMPLES, Proxy, ProxyFailed
-from examples.demo.sandbox import Host, SandboxError, enter
+from examples.demo.sandbox import SandboxError, enter
 from examples.demo.servers import Servers
 from examples.demo.terminal import Table, Verdict
+from kproxy_core.testing.network.namespaces import Namespace
 
 MODE = "nftables"
 LEAVING = "web-b"
@@ -42,7 +43,7 @@ SCALED_UP: list[dict[str, Any]] = [
 """The first endpoint of the Service `search`, served by the pod web-a."""
 
 
-def who_answers(hosts: dict[str, Host], verdict: Verdict) -> None:
+def who_answers(hosts: dict[str, Namespace], verdict: Verdict) -> None:
     """Print the table of every kind of frontend, dialled from a pod, the node and outside."""
     terminal.title("Who answers, and which source address they see")
     table = Table(
@@ -71,7 +72,7 @@ def _owned(addresses: frozenset[str]) -> list[str]:
     ]
 
 
-def an_endpoint_leaves(hosts: dict[str, Host], proxy: Proxy, servers: Servers, verdict: Verdict) -> None:
+def an_endpoint_leaves(hosts: dict[str, Namespace], proxy: Proxy, servers: Servers, verdict: Verdict) -> None:
     """Remove an endpoint while a pod, the node and a client outside open connections."""
     terminal.title(f"{LEAVING} is removed while a pod, the node and a client outside open connections")
     shell, node, customer = hosts["shell"], hosts["node1"], hosts["customer"]
@@ -108,7 +109,7 @@ def an_endpoint_leaves(hosts: dict[str, Host], proxy: Proxy, servers: Servers, v
         verdict.check(hear(kept).by == LEAVING, f"an established connection to {LEAVING} still works")
 
 
-def a_service_is_scaled_up_and_down(hosts: dict[str, Host], proxy: Proxy, verdict: Verdict) -> None:
+def a_service_is_scaled_up_and_down(hosts: dict[str, Namespace], proxy: Proxy, verdict: Verdict) -> None:
     """Time a change. A Service without endpoints refuses at once, so no timeout hides the effect."""
     terminal.title("search is scaled from zero endpoints to one, and back to zero")
     written = proxy.write("search-endpoints.yaml", SCALED_UP)
@@ -123,7 +124,7 @@ def a_service_is_scaled_up_and_down(hosts: dict[str, Host], proxy: Proxy, verdic
     )
 
 
-def _until(host: Host, answered: bool) -> bool:
+def _until(host: Namespace, answered: bool) -> bool:
     """Dial `search` until it answers or refuses. Return False if that takes too long."""
     deadline = time.monotonic() + EFFECT_DEADLINE
     while time.monotonic() < deadline:

@@ -13,7 +13,7 @@ kproxy runs on node1. Pods hang on their node by a cable each, as with a point-t
 
 from dataclasses import dataclass
 
-from examples.demo.sandbox import Host
+from kproxy_core.testing.network.namespaces import Namespace
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,8 @@ _NODE_IPV6 = {"node1": "fd00:172:30::1", "node2": "fd00:172:30::2"}
 _GATEWAY = {"node1": ("10.1.1.1", "fd00:10:1:1::1"), "node2": ("10.1.2.1", "fd00:10:1:2::1")}
 """How a pod's router is called on each node."""
 
+ANY = ("0.0.0.0/0", "::/0")
+
 NAMES = (
     {pod.ipv4: pod.name for pod in PODS}
     | {pod.ipv6: pod.name for pod in PODS}
@@ -61,10 +63,10 @@ NAMES = (
 """Whose address it is."""
 
 
-def build() -> dict[str, Host]:
-    """Every host, by name, connected and with all addresses and routes."""
+def build() -> dict[str, Namespace]:
+    """Return every host, by name, connected and with all addresses and routes."""
     names = ("router", "node1", "node2", "customer", "bank", *(pod.name for pod in PODS))
-    hosts = {name: Host(name) for name in names}
+    hosts = {name: Namespace(name) for name in names}
     _outside(hosts)
     for node in NODE:
         _node(hosts, node)
@@ -73,56 +75,44 @@ def build() -> dict[str, Host]:
     return hosts
 
 
-def _outside(hosts: dict[str, Host]) -> None:
+def _outside(hosts: dict[str, Namespace]) -> None:
     router = hosts["router"]
     router.forward()
-    router.ip("link add lan type bridge", "link set lan up", "link add wan type bridge", "link set wan up")
-    for name, bridge in (("node1", "lan"), ("node2", "lan"), ("customer", "wan"), ("bank", "wan")):
-        router.link(f"to-{name}", hosts[name], "eth0")
-        router.ip(f"link set to-{name} master {bridge}")
-    router.ip(
-        "addr add 172.30.0.254/24 dev lan",
-        "addr add fd00:172:30::fe/64 dev lan",
-        "addr add 198.51.100.1/24 dev wan",
-        f"route add 203.0.113.0/24 via {NODE['node1']}",
-        f"route add 10.96.0.0/16 via {NODE['node1']}",
-        f"route add 10.1.1.0/24 via {NODE['node1']}",
-        f"route add 10.1.2.0/24 via {NODE['node2']}",
-    )
+    for bridge, names in (("lan", ("node1", "node2")), ("wan", ("customer", "bank"))):
+        for name in names:
+            router.add_veth(f"to-{name}", hosts[name], "eth0")
+        router.add_bridge(bridge, *(f"to-{name}" for name in names))
+    router.add_address("172.30.0.254/24", "lan")
+    router.add_address("fd00:172:30::fe/64", "lan")
+    router.add_address("198.51.100.1/24", "wan")
+    for network in ("203.0.113.0/24", "10.96.0.0/16", "10.1.1.0/24"):
+        router.add_route(network, via=NODE["node1"])
+    router.add_route("10.1.2.0/24", via=NODE["node2"])
     for name, address in (("customer", CUSTOMER), ("bank", BANK.ipv4)):
-        hosts[name].ip(f"addr add {address}/24 dev eth0", "route add default via 198.51.100.1")
+        hosts[name].add_address(f"{address}/24", "eth0")
+        hosts[name].add_route(ANY[0], via="198.51.100.1")
 
 
-def _node(hosts: dict[str, Host], node: str) -> None:
+def _node(hosts: dict[str, Namespace], node: str) -> None:
     host = hosts[node]
     other = "node1" if node == "node2" else "node2"
-    number = other[-1]
     host.forward()
-    host.ip(
-        f"addr add {NODE[node]}/24 dev eth0",
-        f"addr add {_NODE_IPV6[node]}/64 dev eth0",
-        "route add default via 172.30.0.254",
-        "route add default via fd00:172:30::fe",
-        f"route add 10.1.{number}.0/24 via {NODE[other]}",
-        f"route add fd00:10:1:{number}::/64 via {_NODE_IPV6[other]}",
-    )
+    host.add_address(f"{NODE[node]}/24", "eth0")
+    host.add_address(f"{_NODE_IPV6[node]}/64", "eth0")
+    host.add_route(ANY[0], via="172.30.0.254")
+    host.add_route(ANY[1], via="fd00:172:30::fe")
+    host.add_route(f"10.1.{other[-1]}.0/24", via=NODE[other])
+    host.add_route(f"fd00:10:1:{other[-1]}::/64", via=_NODE_IPV6[other])
 
 
-def _connect(hosts: dict[str, Host], pod: Pod) -> None:
+def _connect(hosts: dict[str, Namespace], pod: Pod) -> None:
     node, host = hosts[pod.node], hosts[pod.name]
-    router4, router6 = _GATEWAY[pod.node]
-    node.link(pod.name, host, "eth0")
-    node.ip(
-        f"addr add {router4}/32 dev {pod.name}",
-        f"addr add {router6}/128 dev {pod.name}",
-        f"route add {pod.ipv4}/32 dev {pod.name}",
-        f"route add {pod.ipv6}/128 dev {pod.name}",
-    )
-    host.ip(
-        f"addr add {pod.ipv4}/32 dev eth0",
-        f"addr add {pod.ipv6}/128 dev eth0",
-        f"route add {router4}/32 dev eth0",
-        f"route add default via {router4}",
-        f"route add {router6}/128 dev eth0",
-        f"route add default via {router6}",
-    )
+    node.add_veth(pod.name, host, "eth0")
+    for address, router, bits, anywhere in zip(
+        (pod.ipv4, pod.ipv6), _GATEWAY[pod.node], (32, 128), ANY, strict=True
+    ):
+        node.add_address(f"{router}/{bits}", pod.name)
+        node.add_route(f"{address}/{bits}", device=pod.name)
+        host.add_address(f"{address}/{bits}", "eth0")
+        host.add_route(f"{router}/{bits}", device="eth0")
+        host.add_route(anywhere, via=router)

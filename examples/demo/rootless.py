@@ -57,8 +57,8 @@ class ThisMachine:
     def socket(self, family: socket.AddressFamily, kind: socket.SocketKind) -> socket.socket:
         return socket.socket(family, kind)
 
-    def start(self, command: Sequence[str], log: IO[bytes]) -> "subprocess.Popen[bytes]":
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    def start(self, argv: Sequence[str], log: IO[bytes]) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
 
 def own_address() -> str:

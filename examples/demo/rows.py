@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from examples.demo import network
 from examples.demo.network import NAMES
 from examples.demo.probes import Answer, Frontend, ask
-from examples.demo.sandbox import Host
+from kproxy_core.testing.network.namespaces import Namespace
 
 ENOUGH = 12
 """Connections for each row, at least."""
@@ -85,7 +85,7 @@ class Found:
     """The problem; "" without one."""
 
 
-def judge(row: Row, hosts: dict[str, Host]) -> Found:
+def judge(row: Row, hosts: dict[str, Namespace]) -> Found:
     """Dial until every expected endpoint has answered, and return the result."""
     answers: list[Answer] = []
     wanted = 1 if row.sticky else len(row.answered_by)

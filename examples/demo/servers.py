@@ -7,7 +7,7 @@ import threading
 from typing import Any, cast
 
 from examples.demo.network import Pod
-from examples.demo.sandbox import Host
+from kproxy_core.testing.network.namespaces import Namespace
 
 BACKLOG = 512
 
@@ -49,7 +49,7 @@ class Servers:
         self._listening: dict[str, list[asyncio.Server]] = {}
         threading.Thread(target=self._loop.run_forever, name="servers", daemon=True).start()
 
-    def serve(self, host: Host, pod: Pod) -> None:
+    def serve(self, host: Namespace, pod: Pod) -> None:
         """Listen on every port of *pod*, in both families."""
         for port in pod.tcp:
             listener = host.socket(socket.AF_INET6, socket.SOCK_STREAM)
