@@ -27,12 +27,7 @@ from kproxy_core.backend.api import (
     Trial,
     Update,
 )
-from kproxy_core.backend.entry_points import (
-    OBSERVERS,
-    BrokenPlugin,
-    distribution_of,
-    installed_entry_points,
-)
+from kproxy_core.backend.entry_points import OBSERVERS, BrokenPlugin, distribution_of, installed_entry_points
 from kproxy_core.backend.errors import BackendError
 from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.backend.named import PluginNotFound, import_named, read_names

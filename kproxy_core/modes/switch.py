@@ -109,9 +109,7 @@ class ModeSwitch:
             tuple(caveat for caveat in caveats[now] if caveat not in caveats[then]),
         )
 
-    def switch_to(
-        self, mode: str, report_progress: ReportProgress, *, configured: str | None = None
-    ) -> None:
+    def switch_to(self, mode: str, report_progress: ReportProgress, *, configured: str | None = None) -> None:
         """Switch to *mode*. *configured* is the configuration's new mode, if that has changed.
 
         Raises SwitchFailed if the old mode still serves.

@@ -80,8 +80,7 @@ def _value(
         load_balancer_ips=_load_balancer_ips(obj.status, found),
         source_ranges=_restricting(source_ranges),
         affinity_seconds=_affinity_seconds(spec, found),
-        internal_policy_local=_is_local(
-            spec.internal_traffic_policy, "spec.internalTrafficPolicy", found),
+        internal_policy_local=_is_local(spec.internal_traffic_policy, "spec.internalTrafficPolicy", found),
         external_policy_local=external_local,
         health_check_node_port=(
             _health_check_node_port(spec.health_check_node_port, found)
@@ -169,9 +168,7 @@ def _load_balancer_ips(status: wire.ServiceStatus | None, found: Findings) -> tu
     """Return the addresses to serve: no host names, and none with ``ipMode: Proxy`` (KEP-1860)."""
     if status is None or status.load_balancer is None or not status.load_balancer.ingress:
         return ()
-    texts = [
-        entry.ip if entry.ip_mode in (None, "VIP") else None for entry in status.load_balancer.ingress
-    ]
+    texts = [entry.ip if entry.ip_mode in (None, "VIP") else None for entry in status.load_balancer.ingress]
     return _each(texts, "status.loadBalancer.ingress[{}].ip", checked_address, found)
 
 

@@ -122,9 +122,7 @@ def _read_ports(ports: Sequence[wire.SlicePort], path: str, found: Findings) -> 
     return tuple(kept)
 
 
-def _endpoints(
-    endpoints: list[wire.Endpoint], family: Family, found: Findings
-) -> tuple[Endpoint, ...]:
+def _endpoints(endpoints: list[wire.Endpoint], family: Family, found: Findings) -> tuple[Endpoint, ...]:
     size = family.size
     kept = []
     for i, entry in enumerate(endpoints):

@@ -4,13 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kproxy_core.model.address import (
-    Address,
-    Cidr,
-    Family,
-    Protocol,
-    family_of,
-)
+from kproxy_core.model.address import Address, Cidr, Family, Protocol, family_of
 from kproxy_core.model.endpoint import Destination, EndpointSlice
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import PortSpec, Service, ServicePortKey

@@ -8,15 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from kproxy_core.backend.api import Scope, Update
-from kproxy_core.model.address import (
-    Address,
-    Cidr,
-    Family,
-    Protocol,
-    family_of,
-    parse_address,
-    parse_cidr,
-)
+from kproxy_core.model.address import Address, Cidr, Family, Protocol, family_of, parse_address, parse_cidr
 from kproxy_core.model.endpoint import Destination, Endpoint, EndpointSlice, SliceName, SlicePort
 from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_core.model.service import PortSpec, Service, ServiceName, ServicePortKey

@@ -130,8 +130,6 @@ class IptablesBackend:
                 raise Unsupported(problem, family) from error
             except HostError as error:
                 raise SyncFailed(f"{tables.program}: {error}") from error
-            found[family] = FamilyState(
-                tables, localhost_node_ports=self._settings.localhost_node_ports
-            )
+            found[family] = FamilyState(tables, localhost_node_ports=self._settings.localhost_node_ports)
         log.info("iptables variant chosen", extra={"fields": {"variant": str(variant)}})
         return found

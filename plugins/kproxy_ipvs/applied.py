@@ -14,13 +14,7 @@ from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_ipvs import names
-from kproxy_ipvs.batch.servers import (
-    DeleteDestination,
-    DeleteServer,
-    Operation,
-    PutDestination,
-    PutServer,
-)
+from kproxy_ipvs.batch.servers import DeleteDestination, DeleteServer, Operation, PutDestination, PutServer
 from kproxy_ipvs.names import SetKind
 from kproxy_ipvs.wanted import (
     Element,
@@ -119,9 +113,7 @@ class Applied:
         """The addresses on the device. Other threads may test membership."""
         return self._addresses.keys()
 
-    def difference(
-        self, changed: Mapping[ServicePortKey, ServicePlan | None], style: Style
-    ) -> Difference:
+    def difference(self, changed: Mapping[ServicePortKey, ServicePlan | None], style: Style) -> Difference:
         """Return the operations that bring the kernel from here to the *changed* plans. O(changed)."""
         difference = Difference()
         elements: Counter[Element] = Counter()

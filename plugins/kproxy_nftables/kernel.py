@@ -120,8 +120,7 @@ class Kernel:
     def element(self, family: Family, container: str, key: bytes) -> Value:
         """Return the value of one element of a map. Raises KeyError if it does not exist."""
         try:
-            found = self._connection().request(
-                GETSETELEM, 0, payload(family, one_element(container, key)))
+            found = self._connection().request(GETSETELEM, 0, payload(family, one_element(container, key)))
         except FileNotFoundError as error:
             raise KeyError(key) from error
         except OSError as error:

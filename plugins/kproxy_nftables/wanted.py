@@ -127,9 +127,7 @@ def index(at: int) -> bytes:
     return _INDEXES[at] if at < len(_INDEXES) else _INDEX.pack(at)
 
 
-def _endpoints(
-    wanted: list[Element], container: str, key: bytes, values: list[tuple[bytes, bytes]]
-) -> None:
+def _endpoints(wanted: list[Element], container: str, key: bytes, values: list[tuple[bytes, bytes]]) -> None:
     wanted += [(container, key + at, value) for at, value in values]
 
 

@@ -5,15 +5,7 @@ from collections.abc import Iterable, Sequence
 from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_address, format_socket
 from kproxy_userspace import names
 from kproxy_userspace.names import PORTAL_CHAINS, TABLE
-from kproxy_userspace.skeleton import (
-    NFT_FAMILY,
-    NFT_MAPS,
-    NODE_PORTS,
-    PIN,
-    RANGED_VIPS,
-    VIPS,
-    nft_skeleton,
-)
+from kproxy_userspace.skeleton import NFT_FAMILY, NFT_MAPS, NODE_PORTS, PIN, RANGED_VIPS, VIPS, nft_skeleton
 from kproxy_userspace.wanted import Portal, Redirect
 from kproxy_xtables.rules import Jump
 
@@ -81,9 +73,7 @@ def iptables_pin() -> str:
 
 
 def _tables(lines: dict[str, list[str]]) -> str:
-    return "".join(
-        "\n".join([f"*{table}", *found, "COMMIT", ""]) for table, found in lines.items() if found
-    )
+    return "".join("\n".join([f"*{table}", *found, "COMMIT", ""]) for table, found in lines.items() if found)
 
 
 def nft_change(family: Family, deletes: Iterable[Redirect], adds: Iterable[Redirect]) -> str:

@@ -136,9 +136,7 @@ class Tables:
         return [line.removeprefix(start) for line in done.stdout.splitlines() if line.startswith(start)]
 
     def _list(self, table: str, chain: str) -> Done:
-        return programs.run(
-            self.program, "-w", str(LOCK_TIMEOUT), "-t", table, "-S", chain, own=self._own
-        )
+        return programs.run(self.program, "-w", str(LOCK_TIMEOUT), "-t", table, "-S", chain, own=self._own)
 
 
 def _read_error(problem: str) -> Busy | Unusable:

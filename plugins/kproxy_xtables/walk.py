@@ -172,8 +172,7 @@ class Walk:
                 yield _Branch(1.0, True, replace(
                     flight, destination=where.address, port=where.port, translated=True))
             case "REDIRECT":
-                yield _Branch(1.0, True, replace(
-                    flight, translated=True, local=int(options["--to-ports"])))
+                yield _Branch(1.0, True, replace(flight, translated=True, local=int(options["--to-ports"])))
             case chain:
                 yield from self._chain(table, chain, flight)
 

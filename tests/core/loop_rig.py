@@ -6,15 +6,7 @@ from functools import partial
 import pluggy
 
 from kproxy_core.backend import hookspecs
-from kproxy_core.backend.api import (
-    CONTRACT,
-    BackendSettings,
-    Damage,
-    Description,
-    Scope,
-    SyncReport,
-    Update,
-)
+from kproxy_core.backend.api import CONTRACT, BackendSettings, Damage, Description, Scope, SyncReport, Update
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.model.address import Address, Family

@@ -16,14 +16,7 @@ from kproxy_core.sources.directory import source as directory
 from kproxy_core.sources.directory.source import DirectorySource
 from kproxy_core.store.events import Complete, ServiceGone
 from kproxy_core.testing.builders import service_name
-from tests.core.directory_rig import (
-    State,
-    followed,
-    service,
-    serving,
-    text,
-    wait_past_everything,
-)
+from tests.core.directory_rig import State, followed, service, serving, text, wait_past_everything
 
 
 @pytest.fixture

@@ -12,16 +12,7 @@ from kproxy_core.sources.directory.inventory import Inventory
 from kproxy_core.sources.directory.manifests import read_manifest
 from kproxy_core.store.events import Event
 from kproxy_core.testing.builders import cidrs
-from tests.core.directory_rig import (
-    NODE,
-    State,
-    endpoint_slice,
-    endpoints,
-    node,
-    service,
-    service_cidr,
-    text,
-)
+from tests.core.directory_rig import NODE, State, endpoint_slice, endpoints, node, service, service_cidr, text
 
 Json = dict[str, Any]
 Files = dict[str, list[Json] | None]

@@ -15,14 +15,7 @@ from kproxy_core.apiclient import loading
 from kproxy_core.apiclient.access import AccessError, CurrentAccess, load_access
 from kproxy_core.apiclient.requests import ApiRequest
 from kproxy_core.sources.apiserver.source import KubernetesSource
-from tests.core.api_servers import (
-    CHECKOUT,
-    TLS,
-    Json,
-    ScriptedServer,
-    server_tls,
-    write_kubeconfig,
-)
+from tests.core.api_servers import CHECKOUT, TLS, Json, ScriptedServer, server_tls, write_kubeconfig
 from tests.core.observed_events import PATIENCE, following
 
 Kubeconfig = Callable[..., str]

@@ -6,12 +6,7 @@ import pytest
 
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.endpoint import Endpoint
-from kproxy_core.plan.service_plan import (
-    Frontend,
-    ServicePlan,
-    count_ready_local,
-    serving_destinations,
-)
+from kproxy_core.plan.service_plan import Frontend, ServicePlan, count_ready_local, serving_destinations
 from kproxy_core.testing.builders import (
     addresses,
     cidrs,

@@ -12,14 +12,7 @@ from kproxy_core.model.service import Service, ServicePortKey
 from kproxy_core.plan.claims import Claims
 from kproxy_core.plan.service_plan import ServicePlan, plan_service, serving_destinations
 from kproxy_core.plan.stale_flows import Socket, StaleFlows, StaleFlowTracker, relay
-from kproxy_core.testing.builders import (
-    addresses,
-    destinations,
-    endpoint,
-    endpoint_slice,
-    node_view,
-    service,
-)
+from kproxy_core.testing.builders import addresses, destinations, endpoint, endpoint_slice, node_view, service
 
 NODE = node_view()
 VIP, EXTERNAL = parse_address("10.96.0.1"), parse_address("192.0.2.1")

@@ -5,15 +5,7 @@ import threading
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 
-from kproxy_core.backend.api import (
-    BackendSettings,
-    Caveat,
-    Damage,
-    Leftovers,
-    Scope,
-    SyncReport,
-    Update,
-)
+from kproxy_core.backend.api import BackendSettings, Caveat, Damage, Leftovers, Scope, SyncReport, Update
 from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.model.address import Family, Protocol

@@ -28,12 +28,7 @@ def explain(
     --kubeconfig, --master or --config the answer is from those objects, and shows the rules that a proxy
     would write.
     """
-    from kproxy_core.cli.inspection.explaining import (
-        ask_proxy,
-        explain_objects,
-        explain_report,
-        formatted,
-    )
+    from kproxy_core.cli.inspection.explaining import ask_proxy, explain_objects, explain_report, formatted
     from kproxy_core.cli.inspection.objects import OBJECTS
     from kproxy_core.cli.terminal import show
     from kproxy_core.explain.request import NoAnswer

@@ -127,9 +127,7 @@ class _Deletion:
                 self.error = code
 
 
-def _deletions(
-    listed: Iterable[ctnetlink.TrackedFlow], family: Family, stale: Stale
-) -> Iterator[Request]:
+def _deletions(listed: Iterable[ctnetlink.TrackedFlow], family: Family, stale: Stale) -> Iterator[Request]:
     """Yield a request to delete each of the stale flows."""
     ports = {number.to_bytes(2, "big") for number in stale.ports}
     for flow in listed:

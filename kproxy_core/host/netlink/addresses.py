@@ -32,10 +32,7 @@ _RETRY_SECONDS: Final = 1.0
 
 # Reserved addresses to which only a default route leads: the dummy address of RFC 7600, and the last one of
 # the documentation prefix.
-_ANYWHERE: Final = {
-    Family.IPV4: "192.0.0.8",
-    Family.IPV6: "2001:db8:ffff:ffff:ffff:ffff:ffff:ffff",
-}
+_ANYWHERE: Final = {Family.IPV4: "192.0.0.8", Family.IPV6: "2001:db8:ffff:ffff:ffff:ffff:ffff:ffff"}
 
 
 class InterfaceAddress(NamedTuple):

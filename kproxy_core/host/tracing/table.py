@@ -81,9 +81,7 @@ def encode(name: str, matches: Sequence[Match]) -> tuple[bytes, int]:
     return b"".join(out), last
 
 
-def _requests(
-    table: str, family: Family, matches: Sequence[Match]
-) -> Iterator[tuple[int, int, bytes]]:
+def _requests(table: str, family: Family, matches: Sequence[Match]) -> Iterator[tuple[int, int, bytes]]:
     start, of = NFGENMSG.pack(family.af, 0, 0), text_attribute(1, table)
     yield _NEW_TABLE, NLM_F_CREATE, start + of + _u32(2, _OWNER)
     for name, hook in _HOOKS:
@@ -93,8 +91,7 @@ def _requests(
         for match in matches:
             rule = nested(4, *(nested(1, text_attribute(1, kind), nested(2, *attributes))
                                for kind, *attributes in _expressions(match)))  # fmt: skip
-            yield (_NEW_RULE, NLM_F_CREATE | _APPEND,
-                   start + of + text_attribute(2, name) + rule)
+            yield (_NEW_RULE, NLM_F_CREATE | _APPEND, start + of + text_attribute(2, name) + rule)
 
 
 _Expression = tuple[str, *tuple[bytes, ...]]

@@ -21,13 +21,7 @@ from kproxy_core.objects.decode import (
     WatchEvent,
     bookmark,
 )
-from kproxy_core.objects.protobuf.convert import (
-    to_meta,
-    to_node,
-    to_service,
-    to_service_cidr,
-    to_slice,
-)
+from kproxy_core.objects.protobuf.convert import to_meta, to_node, to_service, to_service_cidr, to_slice
 from kproxy_core.objects.protobuf.fields import byte_fields
 from kproxy_core.objects.protobuf.schema import parser
 from kproxy_core.objects.reading import Reading, Refused, shown

@@ -78,8 +78,7 @@ def _described() -> bytes:
 
     Of an edition with field presence, like proto2, and in which strings must be UTF-8, as proto2's need not.
     """
-    file = FileDescriptorProto(
-        name="kproxy.proto", package=_PACKAGE, syntax="editions", edition=EDITION_2023)
+    file = FileDescriptorProto(name="kproxy.proto", package=_PACKAGE, syntax="editions", edition=EDITION_2023)
     for name, fields in _MESSAGES.items():
         message = file.message_type.add(name=name)
         for text in fields.split(", "):

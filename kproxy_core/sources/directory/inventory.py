@@ -10,22 +10,10 @@ from typing import Any
 
 from kproxy_core.model.endpoint import EndpointSlice
 from kproxy_core.model.service import ServiceName
-from kproxy_core.objects.decode import (
-    ENDPOINT_SLICES,
-    ENDPOINTS,
-    NODES,
-    Malformed,
-)
+from kproxy_core.objects.decode import ENDPOINT_SLICES, ENDPOINTS, NODES, Malformed
 from kproxy_core.objects.reading import shown
 from kproxy_core.sources.directory.manifests import RESOURCES, Key, Manifest
-from kproxy_core.store.events import (
-    BadObject,
-    Event,
-    ServiceGone,
-    SliceGone,
-    SliceSet,
-    limit_complaints,
-)
+from kproxy_core.store.events import BadObject, Event, ServiceGone, SliceGone, SliceSet, limit_complaints
 
 Values = dict[Key, Any]
 """The `Reading.value` of each object."""

@@ -12,14 +12,7 @@ from kproxy_core.testing.builders import endpoint_slice, node_view, plans, servi
 from kproxy_core.testing.conformance import kernel_state
 from kproxy_core.testing.conformance.bench import Bench
 from kproxy_core.testing.conformance.checks import Check, Checks, Failed, NotApplicable, expect
-from kproxy_core.testing.conformance.features import (
-    ADDRESSES,
-    FEATURES,
-    Feature,
-    Plans,
-    everything,
-    many,
-)
+from kproxy_core.testing.conformance.features import ADDRESSES, FEATURES, Feature, Plans, everything, many
 from kproxy_core.testing.conformance.kernel_state import difference
 from kproxy_core.testing.conformance.privileges import without_privileges
 from kproxy_core.testing.conformance.subject import change, full

@@ -4,14 +4,7 @@ import string
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kproxy_core.testing.network.addresses import (
-    FAMILIES,
-    NODE,
-    OTHER_NODE,
-    expand,
-    node_name_of,
-    resolve,
-)
+from kproxy_core.testing.network.addresses import FAMILIES, NODE, OTHER_NODE, expand, node_name_of, resolve
 
 Json = dict[str, Any]
 Key = tuple[str, str, str]

@@ -8,15 +8,7 @@ from kproxy_ipvs import names, skeleton
 from kproxy_ipvs.applied import Applied
 from kproxy_ipvs.batch import rules, sets
 from kproxy_ipvs.settings import Settings
-from kproxy_ipvs.wanted import (
-    HASH_FALLBACK,
-    HASH_PORT,
-    PERSISTENT,
-    Scheduling,
-    Server,
-    ServerKey,
-    make_style,
-)
+from kproxy_ipvs.wanted import HASH_FALLBACK, HASH_PORT, PERSISTENT, Scheduling, Server, ServerKey, make_style
 from kproxy_xtables.variant import PROGRAM
 
 _SERVICE_OPTION = {Protocol.TCP: "-t", Protocol.UDP: "-u", Protocol.SCTP: "--sctp-service"}

@@ -92,9 +92,7 @@ def read(family: Family) -> tuple[frozenset[Address], frozenset[Address]]:
         raise HostError("cannot read interface addresses", error) from error
     own = [each for each in found if each.interface == index]
     return (
-        frozenset(
-            each.address for each in own if family is Family.IPV4 or each.scope != _LINK_LOCAL_SCOPE
-        ),
+        frozenset(each.address for each in own if family is Family.IPV4 or each.scope != _LINK_LOCAL_SCOPE),
         frozenset(each.address for each in found if each.interface != index),
     )
 

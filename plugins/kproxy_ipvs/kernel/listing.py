@@ -72,9 +72,7 @@ def count_closing() -> Counter[Translation]:
 
 def count_connected_from(addresses: Container[Address], family: Family) -> Counter[Address]:
     """Count the node's own connections from *addresses* by source. Raises HostError."""
-    return _twice(
-        lambda: parse_connected_from(addresses, chain.from_iterable(map(_lines, _SOCKETS[family])))
-    )
+    return _twice(lambda: parse_connected_from(addresses, chain.from_iterable(map(_lines, _SOCKETS[family]))))
 
 
 def read_template(client: Address, frontend: Destination) -> Destination | None:
@@ -121,9 +119,7 @@ def parse_closing(lines: Iterable[str]) -> Counter[Translation]:
     return found
 
 
-def parse_template(
-    client: Address, frontend: Destination, lines: Iterable[str]
-) -> Destination | None:
+def parse_template(client: Address, frontend: Destination, lines: Iterable[str]) -> Destination | None:
     """Return the real server in the persistence template of *client*, from the lines of `CONNECTIONS`."""
     for line in lines:
         words = line.split()

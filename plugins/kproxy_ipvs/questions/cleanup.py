@@ -14,12 +14,7 @@ from kproxy_ipvs.batch.servers import DeleteServer
 from kproxy_ipvs.kernel import device, listing, sets
 from kproxy_ipvs.kernel.virtual_servers import VirtualServers
 from kproxy_ipvs.names import MANGLE, NAT
-from kproxy_ipvs.questions.removal import (
-    is_leftover,
-    plan_cleanup,
-    plan_kube_proxy_cleanup,
-    plan_own_cleanup,
-)
+from kproxy_ipvs.questions.removal import is_leftover, plan_cleanup, plan_kube_proxy_cleanup, plan_own_cleanup
 from kproxy_xtables.cleanup import clean_up
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import find_used_and_unused, find_variants
@@ -77,9 +72,7 @@ def _run(*steps: Step) -> Leftovers:
     return Leftovers.merged(_MODE, map(attempt, steps))
 
 
-def _servers(
-    excluded: Sequence[Cidr], entries: EntriesByFamily, dry_run: bool, own_only: bool
-) -> Leftovers:
+def _servers(excluded: Sequence[Cidr], entries: EntriesByFamily, dry_run: bool, own_only: bool) -> Leftovers:
     if not listing.SERVERS.exists():
         return Leftovers(_MODE)
     deleted: list[DeleteServer] = []

@@ -68,9 +68,7 @@ def plan_kube_proxy_cleanup(held: RulesByChain) -> Removal:
 
 def plan_own_cleanup(held: RulesByChain) -> Removal:
     """Select the chains and rules that kube-proxy never has."""
-    return plan_removal(
-        held, _NEVER_KUBE_PROXYS, partial(_jumps_to, _NEVER_KUBE_PROXYS), _is_of_iptables
-    )
+    return plan_removal(held, _NEVER_KUBE_PROXYS, partial(_jumps_to, _NEVER_KUBE_PROXYS), _is_of_iptables)
 
 
 def _jumps_to(chains: Collection[ChainKey], key: ChainKey, rule: str) -> bool:

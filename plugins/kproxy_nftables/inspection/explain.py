@@ -12,14 +12,7 @@ from kproxy_nftables import skeleton
 from kproxy_nftables.inspection.walk import Table, walk
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.names import NFT_FAMILY, NODE_PORTS, SERVICE_CIDRS, TABLE, VIPS
-from kproxy_nftables.wanted import (
-    Value,
-    elements,
-    node_elements,
-    parse_port_key,
-    shared_elements,
-    verdicts,
-)
+from kproxy_nftables.wanted import Value, elements, node_elements, parse_port_key, shared_elements, verdicts
 
 
 def explain(questions: Sequence[Question], *, live: bool) -> list[KernelSide]:
@@ -36,8 +29,7 @@ def frontends(family: Family) -> list[Frontend]:
     with Kernel() as kernel:
         found = [Frontend(Address(key[:family.size]), *parse_port_key(key[family.size:]))
                  for key in kernel.elements(family, VIPS)]  # fmt: skip
-        return found + [
-            Frontend(None, *parse_port_key(key)) for key in kernel.elements(family, NODE_PORTS)]
+        return found + [Frontend(None, *parse_port_key(key)) for key in kernel.elements(family, NODE_PORTS)]
 
 
 def _side(question: Question, table: Table) -> KernelSide:

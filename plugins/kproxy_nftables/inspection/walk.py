@@ -9,14 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from kproxy_core.backend.api import KernelObject
-from kproxy_core.model.address import (
-    Address,
-    Cidr,
-    format_address,
-    format_socket,
-    parse_address,
-    parse_cidr,
-)
+from kproxy_core.model.address import Address, Cidr, format_address, format_socket, parse_address, parse_cidr
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.node import NodeView
 from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome, Packet

@@ -20,9 +20,7 @@ _MODE = "nftables"
 _OLDEST_KERNEL = (5, 13)
 """Required by kube-proxy 1.36 (pkg/proxy/nftables/proxier.go); distributions backport to older ones."""
 _BASE = ("nfnetlink", "nf_tables")
-_OPTIONS = {
-    "nfnetlink": "CONFIG_NETFILTER_NETLINK", "nft_chain_nat": "CONFIG_NFT_NAT",
-}  # fmt: skip
+_OPTIONS = {"nfnetlink": "CONFIG_NETFILTER_NETLINK", "nft_chain_nat": "CONFIG_NFT_NAT"}
 _POD_CIDR: dict[Family, Cidr] = {
     Family.IPV4: parse_cidr("192.0.2.0/24"),
     Family.IPV6: parse_cidr("2001:db8::/32"),

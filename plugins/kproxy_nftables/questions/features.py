@@ -79,9 +79,7 @@ def check(families: Iterable[Family], features: Iterable[Feature] = FEATURES) ->
     return text
 
 
-def lacking(
-    kernel: Kernel, families: Sequence[Family], features: Sequence[Feature] = FEATURES
-) -> list[str]:
+def lacking(kernel: Kernel, families: Sequence[Family], features: Sequence[Feature] = FEATURES) -> list[str]:
     """Return the features that *kernel* lacks. Makes no lasting change."""
     try:
         kernel.apply_text(check(families, features))

@@ -5,14 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kproxy_core.backend.api import KernelObject, KernelSide, Question
 from kproxy_core.host import programs
-from kproxy_core.model.address import (
-    Address,
-    Family,
-    Protocol,
-    format_address,
-    format_socket,
-    parse_address,
-)
+from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket, parse_address
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome, Packet
 from kproxy_core.plan.service_plan import Frontend

@@ -21,8 +21,7 @@ def caveats(update: Update, *, listen: Address | None, udp_idle_seconds: float) 
 def _of_addresses(update: Update, listen: Address | None) -> Iterator[Caveat]:
     """Yield the deviations of the addresses that serve."""
     if listen is None:
-        yield from of_node_ports(
-            update, loopback=update.node.node_ports_on_loopback, any_local_address=True)
+        yield from of_node_ports(update, loopback=update.node.node_ports_on_loopback, any_local_address=True)
         yield from of_unclaimed_ports(update)
     elif not update.plans:
         return
