@@ -7,8 +7,7 @@ from kproxy_core.model.address import Address, Family, Protocol
 from kproxy_core.model.service import ServiceName
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
+class Endpoint(NamedTuple):
     """One address of an EndpointSlice, with the relevant conditions (absent ones filled in)."""
 
     address: Address

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from msgspec import UNSET
 
-from kproxy_core.model.address import Address, Family, parse_address
+from kproxy_core.model.address import Address, Family, format_address, parse_address
 from kproxy_core.model.endpoint import Endpoint, EndpointSlice, SliceName, SlicePort
 from kproxy_core.model.service import ServiceName
 from kproxy_core.objects import wire
@@ -63,7 +63,8 @@ def _value(
     if family is None:
         raise Refused("addressType", f"{quoted(obj.address_type)} is not IPv4, IPv6 or FQDN")
     service = checked_label(labels.service_name, "metadata.labels[kubernetes.io/service-name]")
-    endpoints, ports = obj.endpoints or [], obj.ports or []
+    endpoints: Sequence[wire.Endpoint | Endpoint] = obj.endpoints or []
+    ports = obj.ports or []
     if len(endpoints) > MAX_ENDPOINTS:
         raise Refused("endpoints", f"{len(endpoints)} of them; a slice holds at most {MAX_ENDPOINTS}")
     if len(ports) > MAX_PORTS:
@@ -122,39 +123,64 @@ def _read_ports(ports: Sequence[wire.SlicePort], path: str, found: Findings) -> 
     return tuple(kept)
 
 
-def _endpoints(endpoints: list[wire.Endpoint], family: Family, found: Findings) -> tuple[Endpoint, ...]:
+def _endpoints(
+    endpoints: Sequence[wire.Endpoint | Endpoint], family: Family, found: Findings
+) -> tuple[Endpoint, ...]:
     size = family.size
     kept = []
     for i, entry in enumerate(endpoints):
-        addresses = entry.addresses
-        if not addresses:
-            continue
-        text = addresses[0]  # the API defines no meaning for further ones
-        try:
-            address = parse_address(text)
-        except ValueError:
-            address = _NOT_AN_ADDRESS
-        if len(address) != size or is_special(address):
-            problem = f"{quoted(text)} is not a usable {family.label} address"
-            found.add(f"endpoints[{i}].addresses[0]", problem)
-            continue
-        conditions = entry.conditions or _NO_CONDITIONS
-        hints = entry.hints
-        kept.append(Endpoint(
-            address,
-            sys.intern(entry.node_name) if entry.node_name else "",
-            conditions.ready is not False,
-            conditions.serving is not False,
-            conditions.terminating is True,
-            _hinted(hints.for_zones) if hints is not None else _NOWHERE,
-            _hinted(hints.for_nodes) if hints is not None else _NOWHERE,
-        ))
+        read = entry if isinstance(entry, Endpoint) else _read_endpoint(entry)
+        if read is not None and len(read.address) == size:
+            kept.append(read)
+        elif (text := _first_address(entry)) is not None:
+            found.add(f"endpoints[{i}].addresses[0]",
+                      f"{quoted(text)} is not a usable {family.label} address")
     return tuple(kept)
 
 
-_NOT_AN_ADDRESS = Address(b"")
+def _first_address(entry: wire.Endpoint | Endpoint) -> str | None:
+    """Return the address that counts: the API defines no meaning for further ones."""
+    if isinstance(entry, Endpoint):
+        return format_address(entry.address)
+    return entry.addresses[0] if entry.addresses else None
+
+
+def _read_endpoint(entry: wire.Endpoint) -> Endpoint | None:
+    """Read *entry*; None if it has no usable address."""
+    address = usable_address(entry.addresses[0]) if entry.addresses else None
+    if address is None:
+        return None
+    hints = entry.hints
+    return Endpoint(
+        address,
+        sys.intern(entry.node_name) if entry.node_name else "",
+        *read_conditions(entry.conditions or _NO_CONDITIONS),
+        *(read_hints(hints) if hints is not None else NO_HINTS),
+    )
+
+
+def usable_address(text: str) -> Address | None:
+    """Return the address *text*; None if traffic can't be sent to it."""
+    try:
+        address = parse_address(text)
+    except ValueError:
+        return None
+    return None if is_special(address) else address
+
+
+def read_conditions(conditions: wire.Conditions) -> tuple[bool, bool, bool]:
+    """Return whether an endpoint is ready, serving and terminating."""
+    return conditions.ready is not False, conditions.serving is not False, conditions.terminating is True
+
+
+def read_hints(hints: wire.Hints) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the zones and nodes that should use an endpoint."""
+    return _hinted(hints.for_zones), _hinted(hints.for_nodes)
+
+
 _NO_CONDITIONS = wire.Conditions()
 _NOWHERE: frozenset[str] = frozenset()
+NO_HINTS = (_NOWHERE, _NOWHERE)
 
 
 def _hinted(hints: list[wire.Hint] | None) -> frozenset[str]:

@@ -138,6 +138,7 @@ class EndpointSlice(Struct, frozen=True, gc=False, rename="camel"):
     metadata: SliceMeta | None = None
     address_type: Text = None
     endpoints: list[Endpoint] | None = None
+    """Of protobuf, partly `kproxy_core.model.endpoint.Endpoint`: see `objects.protobuf.convert`."""
     ports: list[SlicePort] | None = None
 
 

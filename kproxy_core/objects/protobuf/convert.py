@@ -3,23 +3,28 @@
 An API server sends "" and 0 in protobuf for most fields that JSON leaves out; the readings do not differ.
 """
 
+import sys
 from collections.abc import Callable
 from datetime import date, timedelta
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from msgspec import UNSET
 
+from kproxy_core.model.endpoint import Endpoint
 from kproxy_core.objects import wire
 from kproxy_core.objects.protobuf.schema import parser
+from kproxy_core.objects.slice import NO_HINTS, read_conditions, read_hints, usable_address
 
 T = TypeVar("T")
 
 _parse_conditions = parser("Conditions")
+_parse_endpoint = parser("Endpoint")
 _parse_hints = parser("Hints")
 _parse_service_status = parser("ServiceStatus")
 _parse_service_port = parser("ServicePort")
 _parse_slice_port = parser("SlicePort")
+_parse_type_meta = parser("TypeMeta")
 
 
 def to_service(message: Any) -> wire.Service:
@@ -50,9 +55,7 @@ def to_slice(message: Any) -> wire.EndpointSlice:
             annotations=wire.SliceAnnotations(
                 trigger_time=annotations.get("endpoints.kubernetes.io/last-change-trigger-time"))),
         message.address_type,
-        [wire.Endpoint(entry.addresses, _conditions(entry.conditions), entry.node_name,
-                       _hints(hints) if (hints := entry.hints) else None)
-         for entry in message.endpoints],
+        cast("list[wire.Endpoint]", [_endpoint(raw) for raw in message.endpoints]),
         [_slice_port(port) for port in message.ports])
 
 
@@ -101,41 +104,64 @@ def _date(days: int) -> str:
         return f"{days} days after 1970"  # which the reader of the object reports
 
 
-def _shared(convert: Callable[[bytes], T]) -> Callable[[bytes], T]:
-    """Return *convert* with a cache for short messages: most are among few different ones."""
-    cached = lru_cache(maxsize=1024)(convert)
-    return lambda raw: cached(raw) if len(raw) < 256 else convert(raw)
+def _shared(size: int, count: int) -> Callable[[Callable[[bytes], T]], Callable[[bytes], T]]:
+    """Cache the results for the last *count* messages of less than *size* bytes: most recur."""
+    def shared(convert: Callable[[bytes], T]) -> Callable[[bytes], T]:
+        cached = lru_cache(maxsize=count)(convert)
+        return lambda raw: cached(raw) if len(raw) < size else convert(raw)
+
+    return shared
 
 
-@_shared
-def _conditions(raw: bytes) -> wire.Conditions:
+@_shared(256, 64)
+def type_meta(raw: bytes) -> tuple[str, str]:
+    """Return kind and API version."""
+    message = _parse_type_meta(raw)
+    return message.kind, message.api_version
+
+
+@_shared(512, 4096)
+def _endpoint(raw: bytes) -> wire.Endpoint | Endpoint:
+    """Read an endpoint. In a slice that changes, nearly all are as they were before."""
+    message = _parse_endpoint(raw)
+    addresses = message.addresses
+    address = usable_address(addresses[0]) if addresses else None
+    if address is None:
+        return wire.Endpoint(addresses)  # which the reader of the slice reports
+    hints = message.hints
+    return Endpoint(address, sys.intern(message.node_name), *_conditions(message.conditions),
+                    *(_hints(hints) if hints else NO_HINTS))
+
+
+@_shared(256, 1024)
+def _conditions(raw: bytes) -> tuple[bool, bool, bool]:
     message = _parse_conditions(raw)
-    return wire.Conditions(*[
+    return read_conditions(wire.Conditions(*[
         getattr(message, name) if message.HasField(name) else None
-        for name in ("ready", "serving", "terminating")])
+        for name in ("ready", "serving", "terminating")]))
 
 
-@_shared
-def _hints(raw: bytes) -> wire.Hints:
+@_shared(256, 1024)
+def _hints(raw: bytes) -> tuple[frozenset[str], frozenset[str]]:
     message = _parse_hints(raw)
-    return wire.Hints([wire.Hint(hint.name) for hint in message.for_zones],
-                      [wire.Hint(hint.name) for hint in message.for_nodes])
+    return read_hints(wire.Hints([wire.Hint(hint.name) for hint in message.for_zones],
+                                 [wire.Hint(hint.name) for hint in message.for_nodes]))
 
 
-@_shared
+@_shared(256, 1024)
 def _service_port(raw: bytes) -> wire.ServicePort:
     message = _parse_service_port(raw)
     return wire.ServicePort(message.name, message.protocol, message.port, message.node_port)
 
 
-@_shared
+@_shared(256, 1024)
 def _service_status(raw: bytes) -> wire.ServiceStatus:
     return wire.ServiceStatus(wire.LoadBalancer([
         wire.Ingress(entry.ip, entry.ip_mode if entry.HasField("ip_mode") else None)
         for entry in _parse_service_status(raw).load_balancer.ingress]))
 
 
-@_shared
+@_shared(256, 1024)
 def _slice_port(raw: bytes) -> wire.SlicePort:
     message = _parse_slice_port(raw)
     return wire.SlicePort(message.name, message.protocol, message.port)

@@ -6,6 +6,7 @@ messages.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import DecodeError
@@ -21,8 +22,14 @@ from kproxy_core.objects.decode import (
     WatchEvent,
     bookmark,
 )
-from kproxy_core.objects.protobuf.convert import to_meta, to_node, to_service, to_service_cidr, to_slice
-from kproxy_core.objects.protobuf.fields import byte_fields
+from kproxy_core.objects.protobuf.convert import (
+    to_meta,
+    to_node,
+    to_service,
+    to_service_cidr,
+    to_slice,
+    type_meta,
+)
 from kproxy_core.objects.protobuf.schema import parser
 from kproxy_core.objects.reading import Reading, Refused, shown
 
@@ -39,13 +46,8 @@ _CONVERT: dict[str, Callable[[Any], Any]] = {
 
 _INVALID = "is not a valid protobuf message"
 
-_LIST_METADATA, _LIST_ITEMS = 1, 2
-_UNKNOWN_TYPE_META, _UNKNOWN_RAW, _UNKNOWN_CONTENT_ENCODING = 1, 2, 3
-"""Fields of runtime.Unknown."""
-_NOTHING = memoryview(b"")
-
-_parse_type_meta = parser("TypeMeta")
-_parse_list_meta = parser("ListMeta")
+_parse_list = parser("List")
+_parse_unknown = parser("Unknown")
 _parse_watch_event = parser("WatchEvent")
 _parse_object = parser("Object")
 _parse_identified = parser("Identified")
@@ -63,43 +65,47 @@ class ProtobufDecoder(Generic[W, V]):
 
     def page(self, data: bytes) -> Page[V]:
         """Read one page of a LIST. Raises Malformed if it is no list at all."""
-        items, described = [], _NOTHING
         try:
-            for number, content in byte_fields(
-                    _opened(data, f"{self._resource.kind}List", self._resource.api_version)):
-                if number == _LIST_ITEMS:
-                    items.append(content)
-                elif number == _LIST_METADATA:
-                    described = content
-            meta = _parse_list_meta(described)
+            page = _parse_list(_opened(data, f"{self._resource.kind}List", self._resource.api_version))
         except DecodeError as error:
             raise Malformed(_INVALID) from error
-        return Page(meta.resource_version, meta.next_page, [self._reading(item) for item in items])
+        meta = page.metadata
+        return Page(meta.resource_version, meta.next_page, [self._reading(item) for item in page.items])
 
     def watch_event(self, data: bytes) -> WatchEvent[V]:
         """Read one event of a WATCH. Raises Malformed if it is none."""
         try:
             event = _parse_watch_event(data)
-            if event.type == "ERROR":
-                return WatchEvent(event.type, "", status=read_status(event.object.raw))
-            raw = _opened(event.object.raw, self._resource.kind, self._resource.api_version)
-            if event.type == "BOOKMARK":
+            kind, content = event.type, event.object.raw
+            if kind == "ERROR":
+                return WatchEvent(kind, "", status=read_status(content))
+            raw = _opened(content, self._resource.kind, self._resource.api_version)
+            if kind == "BOOKMARK":
                 return bookmark(to_meta(_parse_object(raw).metadata))
-            reading = self._reading(raw)
-            version = _parse_versioned(raw).metadata.resource_version
+            if len(raw) <= MAX_OBJECT_BYTES:
+                with suppress(DecodeError):
+                    found = self._parse(raw)
+                    return WatchEvent(kind, found.metadata.resource_version, self._read(found, raw))
+            return WatchEvent(kind, _parse_versioned(raw).metadata.resource_version, self._reading(raw))
         except DecodeError as error:
             raise Malformed(_INVALID) from error
-        return WatchEvent(event.type, version, reading)
 
-    def _reading(self, raw: memoryview) -> Reading[V]:
+    def _reading(self, raw: bytes) -> Reading[V]:
         if len(raw) > MAX_OBJECT_BYTES:
             return self._refused(f"is larger than {MAX_OBJECT_BYTES >> 20} MiB", raw)
         try:
-            return self._resource.read(self._convert(self._parse(raw)))
+            found = self._parse(raw)
+        except DecodeError:
+            return self._refused(_INVALID, raw)
+        return self._read(found, raw)
+
+    def _read(self, found: Any, raw: bytes) -> Reading[V]:
+        try:
+            return self._resource.read(self._convert(found))
         except DecodeError:
             return self._refused(_INVALID, raw)
 
-    def _refused(self, problem: str, raw: memoryview) -> Reading[V]:
+    def _refused(self, problem: str, raw: bytes) -> Reading[V]:
         """Return the refusal of an object that can't be parsed, with its name if that can be."""
         try:
             meta = _parse_identified(raw).metadata
@@ -119,14 +125,15 @@ def read_status(data: bytes) -> Status:
                   StatusDetails(status.details.retry_after_seconds))
 
 
-def _opened(data: bytes, kind: str, api_version: str) -> memoryview:
+def _opened(data: bytes, kind: str, api_version: str) -> bytes:
     """Return the bytes of the object in an envelope. Raises Malformed, DecodeError."""
     if not data.startswith(MAGIC):
         raise Malformed("no protobuf of Kubernetes: it does not begin with its magic bytes")
-    fields = dict(byte_fields(memoryview(data)[len(MAGIC):]))
-    found = _parse_type_meta(fields.get(_UNKNOWN_TYPE_META, _NOTHING))
-    if (found.kind, found.api_version) != (kind, api_version):
-        raise Malformed(f"{shown(found.api_version)} {shown(found.kind)} instead of {api_version} {kind}")
-    if fields.get(_UNKNOWN_CONTENT_ENCODING):
+    envelope = _parse_unknown(memoryview(data)[len(MAGIC):])
+    found = type_meta(envelope.type_meta)
+    if found != (kind, api_version):
+        raise Malformed(f"{shown(found[1])} {shown(found[0])} instead of {api_version} {kind}")
+    if envelope.content_encoding:
         raise Malformed("an encoded object, which is not supported")
-    return fields.get(_UNKNOWN_RAW, _NOTHING)
+    raw: bytes = envelope.raw
+    return raw

@@ -21,6 +21,8 @@ _MESSAGES = {
     # runtime and meta/v1
     "TypeMeta": "api_version=1 string, kind=2 string",
     "RawExtension": "raw=1 bytes",
+    "Unknown": "type_meta=1 bytes, raw=2 bytes, content_encoding=3 string",
+    "List": "metadata=1 ListMeta, items=2 repeated bytes",
     "WatchEvent": "type=1 string, object=2 RawExtension",
     "ListMeta": "resource_version=2 string, next_page=3 string",
     "Time": "seconds=1 int64, nanos=2 int32",
@@ -53,7 +55,7 @@ _MESSAGES = {
     "NodeAddress": "type=1 string, address=2 string",
     "Taint": "key=1 string",
     # discovery.k8s.io/v1
-    "EndpointSlice": "metadata=1 ObjectMeta, endpoints=2 repeated Endpoint, ports=3 repeated bytes, "
+    "EndpointSlice": "metadata=1 ObjectMeta, endpoints=2 repeated bytes, ports=3 repeated bytes, "
                      "address_type=4 string",
     "Endpoint": "addresses=1 repeated string, conditions=2 bytes, node_name=6 string, hints=8 bytes",
     "Conditions": "ready=1 bool, serving=2 bool, terminating=3 bool",
