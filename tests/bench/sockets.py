@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -35,6 +35,13 @@ Operation = Callable[[socket.socket, str], None]
 def connect(client: socket.socket, address: str) -> None:
     """Open one TCP connection."""
     client.connect((address, PORT))
+
+
+def exchange(client: socket.socket, address: str) -> None:
+    """Send a byte over a connection and wait for the answer, twenty times."""
+    for _ in range(20):
+        client.send(b"x")
+        client.recv(10)
 
 
 def datagram(client: socket.socket, address: str) -> None:
@@ -56,9 +63,10 @@ def main(rounds: int) -> None:
     """Print a table of medians in microseconds, and ratios to the direct way."""
     with _stage() as (client, cgroup):
         for what, kind, warm, operation, repeats in (
-            ("TCP connect()", socket.SOCK_STREAM, False, connect, 1),
-            ("UDP, new socket", socket.SOCK_DGRAM, False, datagram, 1),
-            ("UDP, known flow", socket.SOCK_DGRAM, True, known_flow, 20),
+            ("TCP connect()", socket.SOCK_STREAM, None, connect, 1),
+            ("TCP, established", socket.SOCK_STREAM, connect, exchange, 20),
+            ("UDP, new socket", socket.SOCK_DGRAM, None, datagram, 1),
+            ("UDP, known flow", socket.SOCK_DGRAM, datagram, known_flow, 20),
         ):
             times = client.inside(partial(_rounds, rounds, cgroup, kind, operation, warm=warm))
             medians = {way: statistics.median(found) / repeats / 1000 for way, found in times.items()}
@@ -68,7 +76,8 @@ def main(rounds: int) -> None:
 
 
 def _rounds(
-    rounds: int, cgroup: Path, kind: socket.SocketKind, operation: Operation, *, warm: bool
+    rounds: int, cgroup: Path, kind: socket.SocketKind, operation: Operation,
+    *, warm: Operation | None,
 ) -> dict[str, list[int]]:
     """Return how many nanoseconds each operation took, by way."""
     times: dict[str, list[int]] = {way: [] for way in WAYS}
@@ -81,8 +90,8 @@ def _rounds(
         for at in range(BATCH):
             for way in sorted(WAYS, reverse=bool((number + at) % 2)):
                 client, (address, _) = sockets[way][at], WAYS[way]
-                if warm:
-                    datagram(client, address)
+                if warm is not None:
+                    warm(client, address)
                 begun = time.perf_counter_ns()
                 operation(client, address)
                 times[way].append(time.perf_counter_ns() - begun)
@@ -120,7 +129,12 @@ def _serve() -> None:
 
     def accept() -> None:
         while True:
-            listener.accept()[0].close()
+            threading.Thread(target=echo_all, args=(listener.accept()[0],), daemon=True).start()
+
+    def echo_all(connection: socket.socket) -> None:
+        with connection, suppress(ConnectionResetError):
+            while said := connection.recv(100):
+                connection.send(said)
 
     def answer() -> None:
         while True:

@@ -29,8 +29,9 @@ def printed_by(page: Path, directory: Path, *, between: str = "") -> str:
     """
     blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     script = between.join(block for block in blocks if block != "make env\n")
+    script = re.sub(r"/tmp/(hello|modes|debugging|ebpf)\b", str(directory), script)
     ran = subprocess.run(
-        [*_SANDBOX, _PRIVATE_DIRECTORY + re.sub(r"/tmp/(hello|modes|debugging)\b", str(directory), script)],
+        [*_SANDBOX, _PRIVATE_DIRECTORY + script],
         cwd=CHECKOUT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=_LONGEST,
     )  # fmt: skip
     assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
