@@ -1,5 +1,6 @@
 """The last syncs, for people."""
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -8,9 +9,13 @@ from typing import NamedTuple
 from kproxy_core.model.address import Family
 from kproxy_core.sync.observer import Synced, SyncFailure, SyncObserver
 
+log = logging.getLogger("kproxy.run")
+
 _KEPT = 120
 _NAMED = 5
 """Service ports of a sync that are named."""
+_LOGGED = 20
+"""Service ports of a sync that are named in its log line."""
 
 
 class SyncRecord(NamedTuple):
@@ -28,6 +33,28 @@ class SyncRecord(NamedTuple):
     """The first of them."""
     problem: str
     """"": it succeeded, and everything is served."""
+
+
+class ChangeLog(SyncObserver):
+    """Logs each sync that changed service ports, with their names, for those who follow one change."""
+
+    def __init__(self, wall: Callable[[], float] = time.time) -> None:
+        self._wall = wall
+        self._number = 0
+
+    def sync_succeeded(self, synced: Synced) -> None:
+        if not synced.steps:
+            return
+        self._number += 1
+        if log.isEnabledFor(logging.DEBUG):
+            fields: dict[str, object] = {
+                "sync": self._number, "ip_family": synced.family.label, "changed": len(synced.steps),
+                "names": [str(step.key) for step in synced.steps[:_LOGGED]],
+                "operations": synced.report.operations if synced.report else 0,
+            }
+            if synced.trigger_times:
+                fields["since_change"] = round(self._wall() - min(synced.trigger_times), 3)
+            log.debug("programmed", extra={"fields": fields})
 
 
 class SyncHistory(SyncObserver):

@@ -37,7 +37,7 @@ from kproxy_core.observe.metrics.client import ClientMetrics
 from kproxy_core.observe.metrics.registry import Metrics
 from kproxy_core.observe.metrics.sync import SyncMetrics
 from kproxy_core.observe.service_health import ServiceHealth
-from kproxy_core.observe.sync_history import SyncHistory
+from kproxy_core.observe.sync_history import ChangeLog, SyncHistory
 from kproxy_core.observe.sync_observers import HealthCheckObserver, HealthObserver
 from kproxy_core.process import preparation
 from kproxy_core.process.choice import Choice, choose
@@ -255,7 +255,7 @@ class _Proxy:
 
         observers: list[SyncObserver] = [
             HealthObserver(self._health), HealthCheckObserver(self._families, service_health),
-            self._sync_metrics,
+            self._sync_metrics, ChangeLog(),
         ]
         if self._traffic is not None:
             observers.append(self._traffic.owners)

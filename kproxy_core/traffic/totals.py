@@ -104,6 +104,8 @@ class Counts:
             elif number != known.number:
                 found.append((pair, number - known.number if number > known.number else number))
                 known.number, known.missing = number, 0
+        if len(numbers) == len(counts):
+            return found
         for pair in [pair for pair in counts if pair.family is family and pair not in numbers]:
             counts[pair].missing += 1
             if counts[pair].missing >= _MISSING_FOR:

@@ -183,7 +183,11 @@ def parse_elements(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, V
 def parse_counters(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, int]]:
     """Yield the (key, packets) of each counted element in the attributes of an element message."""
     for kind, list_start, list_end in attribute_spans(data, start, end):
-        if kind != _LIST_ELEMENTS:
+        if kind != _LIST_ELEMENTS or list_start == list_end:
+            continue
+        # The kernel writes all elements of a set alike, and there may be 100,000.
+        if alike := _counted_alike(data, list_start, list_end):
+            yield from alike
             continue
         for _, element_start, element_end in attribute_spans(data, list_start, list_end):
             key, packets = b"", 0
@@ -193,6 +197,36 @@ def parse_counters(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, i
                 elif part == _ELEM_EXPRESSION:
                     packets = _counted_packets(data, part_start, part_end)
             yield key, packets
+
+
+def _counted_alike(data: bytes, start: int, end: int) -> list[tuple[bytes, int]]:
+    """Return the keys and packets of a list of elements; none if these differ in more than values."""
+    size = _ATTRIBUTE.unpack_from(data, start)[0]
+    if size % 4 or (end - start) % size:
+        return []
+    parts = {kind: (first, last) for kind, first, last in attribute_spans(data, start + 4, start + size)}
+    key, key_end = parts[_ELEM_KEY]
+    packets = _packets_at(data, *parts[_ELEM_EXPRESSION])
+    layout = struct.Struct(
+        f"={key + 4 - start}s{key_end - key - 4}s{packets - key_end}s8s{start + size - packets - 8}x")
+    first = data[start:key + 4], data[key_end:packets]
+    # The bytes counted stand between the headers.
+    value = slice(packets - key_end - 12, packets - key_end - 4)
+    heads = first[0], first[1][:value.start] + first[1][value.stop:]
+    found: list[tuple[bytes, int]] = []
+    for head, name, between, number in layout.iter_unpack(data[start:end]):
+        if (head, between[:value.start] + between[value.stop:]) != heads:
+            return []
+        found.append((name, int.from_bytes(number, "big")))
+    return found
+
+
+def _packets_at(data: bytes, start: int, end: int) -> int:
+    """Return where the number of packets of a counter begins."""
+    for wanted in (_EXPRESSION_DATA, _COUNTED_PACKETS):
+        spans = {kind: (first, last) for kind, first, last in attribute_spans(data, start, end)}
+        start, end = spans[wanted]
+    return start
 
 
 def _counted_packets(data: bytes, start: int, end: int) -> int:

@@ -12,12 +12,16 @@ def connections(family: Family) -> list[Connections]:
     """Return the new connections counted for each frontend and endpoint. Raises BackendError."""
     size = family.size
     rest = size + PORT_KEY_SIZE
+    frontends: dict[bytes, Frontend] = {}
+    found: list[Connections] = []
     with Kernel() as kernel:
-        return [
-            Connections(
-                Frontend(Address(key[:size]), *parse_port_key(key[size:rest])),
-                parse_destination(key[rest:]) if key[rest:] else None, count,
-            )
-            for container in (CONNECTIONS, REFUSED)
-            for key, count in kernel.counters(family, container).items()
-        ]  # fmt: skip
+        for container in (CONNECTIONS, REFUSED):
+            for key, number in kernel.counters(family, container).items():
+                dialled = key[:rest]
+                frontend = frontends.get(dialled)
+                if frontend is None:
+                    frontend = Frontend(Address(key[:size]), *parse_port_key(key[size:rest]))
+                    frontends[dialled] = frontend
+                endpoint = parse_destination(key[rest:]) if container == CONNECTIONS else None
+                found.append(Connections(frontend, endpoint, number))
+    return found
