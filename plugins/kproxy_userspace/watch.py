@@ -34,8 +34,10 @@ _POLL_SECONDS = 1.0
 _SHORTAGE_SECONDS = 30.0
 """Least time between two log lines about a shortage in one worker."""
 
-_REST = 4
-"""Pause after a comparison, in multiples of its duration: foreign commits in a loop cost a fifth of a CPU."""
+_SHARE = 0.2
+"""Share of the time that comparisons after foreign commits may take: commits in a loop cost no more."""
+_BURST = 2.5
+"""Seconds of that time that may be used ahead."""
 
 _RECEIVE_SPACE = 8 << 20
 """Bytes of notifications that may wait. If a foreign flush is larger, the loss is noticed instead."""
@@ -84,16 +86,16 @@ class Watch:
         os.close(self._wake)
 
     def _run(self) -> None:
-        due = time.monotonic() + (self._portal_seconds or 0.0)
-        rested = 0.0
-        while self._wait(max(rested, time.monotonic() if self._suspicions else due)):
+        used = time.monotonic()
+        due = used + (self._portal_seconds or 0.0)
+        while self._wait(used - _BURST if self._suspicions else due):
             for worker in self._workers.running():
                 self._check_shortage(worker)
-            now = time.monotonic()
-            if self._portal_seconds is not None and now >= (rested if self._suspicions else due):
+            began = time.monotonic()
+            if self._portal_seconds is not None and began >= (used - _BURST if self._suspicions else due):
                 self._check_portals()
                 ended = time.monotonic()
-                rested = ended + _REST * (ended - now)
+                used = max(used, began) + (ended - began) / _SHARE
                 due = ended + self._portal_seconds
 
     def _wait(self, due: float) -> bool:

@@ -182,6 +182,8 @@ DAMAGES: Mapping[str, Mapping[str, Damage]] = {
     "ebpf": {**_RULES, **_OWN_TABLE, "detach programs": detach_programs, "remove pins": remove_pins},
 }
 """The damages that concern each mode, by the name in the report."""
+UNANNOUNCED = ("detach programs", "remove pins")
+"""Damages of which the kernel tells nobody. The rules below serve until the next look finds them."""
 
 WHILE_ENDED: Sequence[Damage] = (flush_ruleset, delete_table, flush_table, flush_chain, delete_rule)
 """Those for a node without a running proxy. A rule that drops would keep it from its API server."""

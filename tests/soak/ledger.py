@@ -11,8 +11,8 @@ from tests.switch.room import Failure
 LONGEST = 0.25
 """Seconds from the start of the program that damages until the proxy has repaired the kernel."""
 SHARE_LONGER = 0.01
-OVERLOADED = 0.8
-"""Share of a window in which some task waited for a processor. A soak on two of its own causes half of it."""
+OVERLOADED = 0.5
+"""Share of a window in which some task waited for a processor."""
 
 
 class Window(NamedTuple):
@@ -26,7 +26,7 @@ class Window(NamedTuple):
     """Connections may fail meanwhile."""
     what: str = ""
     is_noticed: bool = False
-    """A running proxy had to notice it and repair the kernel."""
+    """The kernel announced it to a running proxy, which repaired it."""
     pressure: float = 0.0
     """Share of the time in which some task of the machine waited for a processor."""
 

@@ -18,7 +18,7 @@ import yaml
 
 from kproxy_core.testing.conformance.kernel_state import difference
 from tests.soak.api import Churn
-from tests.soak.damage import DAMAGES, WHILE_ENDED, Damage, Node
+from tests.soak.damage import DAMAGES, UNANNOUNCED, WHILE_ENDED, Damage, Node
 from tests.soak.ledger import Ledger, Window, leaks
 from tests.soak.moments import Moment, now
 from tests.soak.objects import Objects
@@ -251,7 +251,8 @@ class Soak:
                 f"repair of {done}", lambda: done.families <= self._repaired(at), REPAIR_PATIENCE)
         except SoakFailed as error:
             self.ledger.problems.append(f"{self.proxy.mode}: {error}")
-        window = Window(self.proxy.mode, kind, at, now().at, may_fail=True, what=done.what, is_noticed=True)
+        window = Window(self.proxy.mode, kind, at, now().at, may_fail=True, what=done.what,
+                        is_noticed=kind not in UNANNOUNCED)
         self._note(window, since)
 
     def _repaired(self, since: float) -> set[str]:

@@ -9,7 +9,7 @@ from tests.switch.room import Failure
 USAGE = Usage(rss=50 << 20, descriptors=40, threads=13, children=0)
 
 
-def damage(seconds: float, pressure: float = 0.5) -> Window:
+def damage(seconds: float, pressure: float = 0.4) -> Window:
     return Window("nftables", "flush ruleset", 10.0, 10.0 + seconds, True, is_noticed=True, pressure=pressure)
 
 

@@ -318,6 +318,7 @@ class Client:
                 if conversation.lasting and not conversation.waiting:
                     self._end(conversation)
             self._renewals += not self._under_way
+            self._again = [each for each in self._again if not each[2]]
             self._open_lasting()
 
     def _report(self) -> None:
