@@ -16,6 +16,7 @@ import time
 from kproxy_userspace.names import Endpoint
 from kproxy_userspace.worker import wire
 from kproxy_userspace.worker.balancer import Balancer
+from kproxy_userspace.worker.capabilities import drop_capabilities
 from kproxy_userspace.worker.counters import Counts, open_counts
 from kproxy_userspace.worker.events import READ, Events
 from kproxy_userspace.worker.half_closed import HalfClosed
@@ -158,6 +159,7 @@ def _allow_descriptors() -> None:
 def main(arguments: list[str]) -> None:
     """Run a worker. *arguments* are the descriptors of control socket and counts, then `WorkerSettings`."""
     _allow_descriptors()
+    drop_capabilities()
     # Signals to the process group are meant for the proxy, which ends workers by closing the socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

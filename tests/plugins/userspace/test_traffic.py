@@ -7,6 +7,7 @@ import socket
 import subprocess
 import threading
 import time
+from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
@@ -255,6 +256,18 @@ def test_own_changes_and_foreign_rules_are_not_damage(start: Start) -> None:
             subprocess.run(["iptables", "-t", "nat", *command.split()], check=True)
         subprocess.run(["nft", "flush chain ip nat KUBE-PORTALS-HOST"], check=True)
         assert "nft[" in reports.get(timeout=PATIENCE)
+
+
+def test_workers_hold_no_capability_but_the_one_for_low_ports(start: Start) -> None:
+    with endpoints(ONE):
+        proxy = start(listen="192.0.2.1")
+        proxy.serve(service("web", "80"), "127.0.0.1")
+        assert reached("192.0.2.1", 80) == A
+        for worker in proxy.workers():
+            lines = Path(f"/proc/{worker.process.pid}/status").read_text().splitlines()
+            fields = dict(line.split(":\t") for line in lines if line.startswith(("Cap", "NoNew")))
+            assert {int(fields[name], 16) for name in ("CapEff", "CapPrm")} == {1 << 10}
+            assert (int(fields["CapInh"], 16), int(fields["CapAmb"], 16), fields["NoNewPrivs"]) == (0, 0, "1")
 
 
 def test_relays_listen_in_the_range(start: Start) -> None:
