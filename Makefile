@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 MISSING := PATH="$$PATH:/usr/sbin:/sbin" tests/packages
 CHECKED := kproxy_core plugins bpf tests examples
 
-.PHONY: env demo check test lint guest bench clean packages
+.PHONY: env demo check test lint guest bench soak requirements sbom audit clean packages
 
 env: packages $(READY)
 
@@ -57,6 +57,25 @@ MINUTES ?= 20
 soak: env
 	@$(VENV)/bin/python -B -m tests.soak --minutes $(MINUTES) $(ARGS)
 
+# What the image installs, with hashes; a list of it for others; and what is known against it. audit asks pypi.org.
+SUPPLY := .supply
+
+$(SUPPLY)/.ready: Makefile
+	@$(PYTHON) -m venv --clear $(SUPPLY)
+	@$(SUPPLY)/bin/python -m pip install -qq --disable-pip-version-check uv cyclonedx-bom pip-audit
+	@touch $@
+
+requirements: $(SUPPLY)/.ready
+	$(SUPPLY)/bin/uv pip compile setup.cfg --quiet --generate-hashes --python-version 3.11 --python-platform linux \
+	    --no-emit-index-url --custom-compile-command 'make requirements' --output-file deploy/requirements.txt
+
+sbom: $(SUPPLY)/.ready
+	@mkdir -p build
+	$(SUPPLY)/bin/cyclonedx-py requirements --output-reproducible --output-file build/sbom.json deploy/requirements.txt
+
+audit: $(SUPPLY)/.ready
+	$(SUPPLY)/bin/pip-audit --require-hashes --disable-pip --requirement deploy/requirements.txt
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(SUPPLY) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
