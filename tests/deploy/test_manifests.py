@@ -79,6 +79,14 @@ def test_the_component_for_ebpf_adds_what_the_chart_adds() -> None:
     assert daemon_set != base()["DaemonSet"]
 
 
+def test_the_component_for_seccomp_names_a_profile_that_exists() -> None:
+    daemon_set, _ = patched(base()["DaemonSet"], "seccomp")
+    profile = daemon_set["spec"]["template"]["spec"]["securityContext"]["seccompProfile"]
+    assert profile == {"type": "Localhost", "localhostProfile": "kproxy/kproxy.json"}
+    assert (DEPLOY / "seccomp" / Path(profile["localhostProfile"]).name).exists()
+    assert pod_of(chart(seccompProfile=profile))["securityContext"]["seccompProfile"] == profile
+
+
 def patched(daemon_set: Object, overlay: str) -> tuple[Object, list[str]]:
     """Return *daemon_set* with the patches of an overlay, and the kinds that it deletes."""
     kustomization = yaml.safe_load((DEPLOY / overlay / "kustomization.yaml").read_text())

@@ -3,9 +3,10 @@
 import json
 import re
 import socket
+import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,10 @@ MODES = ("nftables", "iptables", "userspace")
 class Node:
     """A network namespace with an endpoint, manifests, and a kproxy that can be restarted."""
 
-    def __init__(self, network: Namespace, directory: Path, mode: str, options: Mapping[str, object]) -> None:
+    def __init__(
+        self, network: Namespace, directory: Path, mode: str, options: Mapping[str, object],
+        backend_options: Mapping[str, object],
+    ) -> None:
         self.network = network
         self.directory = directory
         self.log = directory / "kproxy.log"
@@ -31,7 +35,7 @@ class Node:
         self._config.write_text(json.dumps({
             "apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration", "mode": mode,
             "conntrack": {"maxPerCore": 0}, **options,
-            "kproxy": {"stateDirectory": str(directory / "state")},
+            "kproxy": {"stateDirectory": str(directory / "state"), "backendOptions": backend_options},
         }))  # fmt: skip
 
     def serve(self, number: int, node_port: int = 0) -> None:
@@ -45,18 +49,31 @@ class Node:
         write(self._manifests / f"many-{first}.json", {"kind": "List", "apiVersion": "v1", "items": items})
 
     @contextmanager
-    def proxy(self, *arguments: str, environment: Mapping[str, str] = {}) -> Iterator[Proxy]:
-        """Yield a healthy kproxy. Its log is `logged`."""
+    def proxy(
+        self, *arguments: str, environment: Mapping[str, str] = {}, under: Sequence[str | Path] = ()
+    ) -> Iterator[Proxy]:
+        """Yield a healthy kproxy, started by the command *under*. Its log is `logged`."""
         variables = [f"{name}={value}" for name, value in environment.items()]
         log = f'exec "$@" 2>>{self.log}'
         command = [
-            "ip", "netns", "exec", self.network.name, "env", *variables, "sh", "-c", log, "sh",
-            KPROXY, "--config", str(self._config), "--manifests", str(self._manifests),
-            "--hostname-override", "here", *arguments,
+            *self._inside, "env", *variables, "sh", "-c", log, "sh", *map(str, under), KPROXY, "--config",
+            str(self._config), "--manifests", str(self._manifests), "--hostname-override", "here", *arguments,
         ]  # fmt: skip
         with started(self.network, command) as proxy:
             proxy.await_health()
             yield proxy
+
+    def command(self, *arguments: str, under: Sequence[str | Path] = ()) -> str:
+        """Run a command of kproxy, and return its output."""
+        command = [*self._inside, *map(str, under), KPROXY, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    @property
+    def _inside(self) -> list[str]:
+        """The begin of a command that sees the machine's mounts, which ``ip netns exec`` hides in part."""
+        return ["nsenter", f"--net=/run/netns/{self.network.name}"]
 
     @property
     def logged(self) -> str:
@@ -112,7 +129,9 @@ def write(path: Path, value: object) -> None:
 
 
 @contextmanager
-def node(directory: Path, mode: str, **options: object) -> Iterator[Node]:
+def node(
+    directory: Path, mode: str, *, backend_options: Mapping[str, object] = {}, **options: object
+) -> Iterator[Node]:
     """A node with an uplink, a route for VIPs, and an endpoint that greets and echoes."""
     with ExitStack() as stack:
         network = stack.enter_context(namespace())
@@ -124,7 +143,7 @@ def node(directory: Path, mode: str, **options: object) -> Iterator[Node]:
         listener = network.inside(lambda: socket.create_server((ENDPOINT, PORT), backlog=1024))
         stack.callback(listener.close)
         threading.Thread(target=_greet, args=[listener], daemon=True).start()
-        yield Node(network, directory, mode, options)
+        yield Node(network, directory, mode, options, backend_options)
 
 
 def _greet(listener: socket.socket) -> None:
