@@ -30,7 +30,7 @@ BEGIN = met("prerouting", "continue", table=TABLE, way=WAY)
 def flow(change: Change = Change.NEW, way: Direction = WAY, status: int = 0, source: Address = CLIENT,
          endpoint: tuple[Address, int] = ENDPOINT) -> FlowEvent:  # fmt: skip
     reply = Direction(endpoint[0], endpoint[1], source, way.source_port)
-    return FlowEvent(change, 6, way, reply, status, 0)
+    return FlowEvent(change, 6, way, reply, status)
 
 
 def finished(made: Tracer, now: float = 0.0) -> TracedPacket:

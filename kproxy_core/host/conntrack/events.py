@@ -2,27 +2,17 @@
 
 import enum
 from collections.abc import Iterator
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
-from kproxy_core.host.errors import HostError
-from kproxy_core.host.netlink.messages import (
-    NETLINK_NETFILTER,
-    NFGENMSG,
-    NLM_F_CREATE,
-    NLM_F_EXCL,
-    attributes,
-    messages,
-)
-from kproxy_core.host.netlink.sockets import NetlinkSocket
+from kproxy_core.host.netlink.announcements import Announcements
+from kproxy_core.host.netlink.messages import NFGENMSG, NLM_F_CREATE, NLM_F_EXCL, attributes, messages
 from kproxy_core.model.address import Address
 
 _GROUPS = (1, 2, 3)
 """NFNLGRP_CONNTRACK_NEW, _UPDATE and _DESTROY."""
-_RECEIVE_SPACE = 8 << 20
 _NEW, _DELETE = 0x100, 0x102
-_ORIGINAL, _REPLY, _STATUS, _PROTOCOL_INFO = 1, 2, 3, 4
+_ORIGINAL, _REPLY, _STATUS = 1, 2, 3
 _ADDRESSES, _NUMBERS = 1, 2
-_SOURCE_NAT = 1 << 4
 _SEEN_REPLY = 1 << 1
 
 
@@ -53,48 +43,18 @@ class FlowEvent(NamedTuple):
     reply: Direction
     """Its source is the endpoint, its destination the sender as the endpoint sees it."""
     status: int
-    tcp_state: int
-    """See enum tcp_conntrack; 0: not told."""
-
-    @property
-    def is_masqueraded(self) -> bool:
-        return bool(self.status & _SOURCE_NAT)
 
     @property
     def is_answered(self) -> bool:
         return bool(self.status & _SEEN_REPLY)
 
 
-class FlowEvents:
-    """The announcements since it was opened, in this thread's network namespace."""
+class FlowEvents(Announcements[FlowEvent]):
+    """The announcements since it was opened."""
 
     def __init__(self, *, only_new: bool = False) -> None:
         """Raises HostError without CAP_NET_ADMIN."""
-        try:
-            self._socket = NetlinkSocket.open(
-                NETLINK_NETFILTER, groups=_GROUPS[:1] if only_new else _GROUPS, receive_space=_RECEIVE_SPACE)
-        except OSError as error:
-            raise HostError("cannot watch connection tracking, which takes CAP_NET_ADMIN", error) from error
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._socket.close()
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def read(self) -> Iterator[FlowEvent]:
-        """Yield what has been announced and not read. Announcements may be lost on a busy node."""
-        while True:
-            try:
-                data = self._socket.receive()
-            except OSError:  # ENOBUFS: some were dropped.
-                continue
-            if not data:
-                return
-            yield from parse(data)
+        super().__init__(_GROUPS[:1] if only_new else _GROUPS, parse, "watch connection tracking")
 
 
 def parse(data: bytes) -> Iterator[FlowEvent]:
@@ -109,9 +69,7 @@ def parse(data: bytes) -> Iterator[FlowEvent]:
         is_new = flags & (NLM_F_CREATE | NLM_F_EXCL)
         change = Change.ENDED if kind == _DELETE else Change.NEW if is_new else Change.UPDATED
         yield FlowEvent(
-            change, original[0], original[1], reply[1], int.from_bytes(found.get(_STATUS, b""), "big"),
-            _tcp_state(found.get(_PROTOCOL_INFO)),
-        )
+            change, original[0], original[1], reply[1], int.from_bytes(found.get(_STATUS, b""), "big"))
 
 
 def _direction(value: bytes | None) -> tuple[int, Direction] | None:
@@ -126,10 +84,3 @@ def _direction(value: bytes | None) -> tuple[int, Direction] | None:
     ports = (int.from_bytes(numbers[at], "big") for at in (2, 3))
     source_port, port = ports
     return numbers[1][0], Direction(Address(source), source_port, Address(destination), port)
-
-
-def _tcp_state(value: bytes | None) -> int:
-    if value is None:
-        return 0
-    tcp = attributes(value, 0, len(value)).get(1, b"")
-    return attributes(tcp, 0, len(tcp)).get(1, b"\0")[0]

@@ -31,8 +31,6 @@ _ASSURED: Final = 1 << 2
 _CLOSED: Final = 8
 _STATUS_MASK: Final = 26
 _TIMEOUT: Final = 7
-_PROTOINFO_TCP: Final = 1
-_TCP_STATE: Final = 1
 _FLAGS = struct.Struct(">I")
 
 
@@ -125,15 +123,10 @@ def _resets(spans: Iterable[Span]) -> Iterator[Ended]:
                 continue
             rest = {kind: data[first:last] for kind, first, last in attribute_spans(
                 data, flow.start + flow.size + by.size, end)}
-            if _state(rest.get(ctnetlink.PROTOINFO, b"")) == _CLOSED:
+            if ctnetlink.tcp_state(rest.get(ctnetlink.PROTOINFO, b"")) == _CLOSED:
                 status = _number(rest[ctnetlink.STATUS])
                 yield Ended(family, flow.destination, _number(flow.port), by.address, _number(by.port),
                             bool(status & _ASSURED))
-
-
-def _state(info: bytes) -> int:
-    tcp = attributes(info, 0, len(info)).get(_PROTOINFO_TCP, b"")
-    return _number(attributes(tcp, 0, len(tcp)).get(_TCP_STATE, b""))
 
 
 def _number(value: bytes) -> int:

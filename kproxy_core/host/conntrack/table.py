@@ -27,6 +27,8 @@ ZONE: Final = 18
 FILTER: Final = 25
 TUPLE_PROTO: Final = 2
 PROTO_NUM: Final = 1
+_PROTOINFO_TCP: Final = 1
+_TCP_STATE: Final = 1
 PROTO_DST_PORT: Final = 3
 
 
@@ -84,6 +86,13 @@ def answered_by(family: Family, flow: TrackedFlow) -> AnsweredBy:
     """Return the source of the replies: the destination itself, unless that was translated."""
     size, _, by, _, _, _, port, _ = _TUPLE[family].unpack_from(flow.data, flow.start + flow.size)
     return AnsweredBy(size, Address(by), port)
+
+
+def tcp_state(info: bytes) -> int:
+    """Return the state (enum tcp_conntrack) in the attribute `PROTOINFO`; 0 if it has none."""
+    for kind in (_PROTOINFO_TCP, _TCP_STATE):
+        info = netlink.attributes(info, 0, len(info)).get(kind, b"")
+    return info[0] if info else 0
 
 
 def decode(spans: Iterator[netlink.Span], family: Family) -> Iterator[TrackedFlow]:

@@ -2,18 +2,16 @@
 
 import enum
 from collections.abc import Iterator
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from kproxy_core.host.conntrack.events import Direction
-from kproxy_core.host.errors import HostError
-from kproxy_core.host.netlink.messages import NETLINK_NETFILTER, NFGENMSG, attributes, messages, text
-from kproxy_core.host.netlink.sockets import NetlinkSocket
+from kproxy_core.host.netlink.announcements import Announcements
+from kproxy_core.host.netlink.messages import NFGENMSG, attributes, messages, text
 from kproxy_core.model.address import Address
 
 _GROUP = 9
 """NFNLGRP_NFTRACE"""
 _TRACE = 10 << 8 | 17
-_RECEIVE_SPACE = 8 << 20
 _DROP, _ACCEPT = 0, 1
 _JUMPS = {-3: "jump", -4: "goto", -5: "return", -1: "continue"}
 
@@ -45,36 +43,12 @@ class TraceEvent(NamedTuple):
     way: Direction | None
 
 
-class TraceEvents:
-    """The announcements since it was opened, in this thread's network namespace."""
+class TraceEvents(Announcements[TraceEvent]):
+    """The announcements since it was opened."""
 
     def __init__(self) -> None:
         """Raises HostError without CAP_NET_ADMIN."""
-        try:
-            self._socket = NetlinkSocket.open(
-                NETLINK_NETFILTER, groups=(_GROUP,), receive_space=_RECEIVE_SPACE)
-        except OSError as error:
-            raise HostError("cannot trace packets, which takes CAP_NET_ADMIN", error) from error
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._socket.close()
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def read(self) -> Iterator[TraceEvent]:
-        """Yield what has been announced and not read. Announcements may be lost on a busy node."""
-        while True:
-            try:
-                data = self._socket.receive()
-            except OSError:  # ENOBUFS: some were dropped.
-                continue
-            if not data:
-                return
-            yield from parse(data)
+        super().__init__((_GROUP,), parse, "trace packets")
 
 
 _FAMILIES = {1: "inet", 2: "ip", 10: "ip6"}

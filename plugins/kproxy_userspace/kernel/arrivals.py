@@ -18,10 +18,6 @@ from kproxy_core.model.address import Address, Family, Protocol
 from kproxy_userspace.applied import LocalPort, RelayedFlows
 from kproxy_userspace.wanted import Redirect
 
-# linux/netfilter/nfnetlink_conntrack.h
-_PROTOINFO_TCP: Final = 1
-_STATE: Final = 1
-
 _OPENING: Final = frozenset({0, 1, 2, 8, 9})
 """States in which a SYN or ACK may arrive: NONE, SYN_SENT, SYN_RECV, SYN_SENT2, CLOSE (nf_conntrack_tcp.h).
 
@@ -77,11 +73,8 @@ def _relayed(
 
 
 def _state(flow: ctnetlink.TrackedFlow) -> int:
-    data, start, end = flow.data, flow.start, flow.end
-    for kind in (ctnetlink.PROTOINFO, _PROTOINFO_TCP):
-        data = netlink.attributes(data, start, end).get(kind, b"")
-        start, end = 0, len(data)
-    return netlink.attributes(data, start, end).get(_STATE, b"\0")[0]
+    found = netlink.attributes(flow.data, flow.start, flow.end)
+    return ctnetlink.tcp_state(found.get(ctnetlink.PROTOINFO, b""))
 
 
 def _half_open(family: Family, ports: Collection[LocalPort]) -> Iterator[LocalPort]:
