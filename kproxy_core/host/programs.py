@@ -1,6 +1,8 @@
 """Programs of the node, and the processes that run them for us."""
 
+import io
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -122,32 +124,27 @@ def output(*argv: str, stdin: str = "", own: OwnProcesses | None = None) -> str:
 def lines(*argv: str, own: OwnProcesses | None = None) -> Generator[str, None, None]:
     """Run a program and yield its output line by line. Kills it when closed.
 
-    Raises ProgramFailed; ProgramUnfinished if a line takes longer than `TIMEOUT`.
+    Raises ProgramFailed; ProgramUnfinished if nothing arrives for `TIMEOUT`. Starts no thread: a process with
+    threads cannot enter a user namespace.
     """
     with _started(argv, own) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdin.close()
-        timed_out = False
-
-        def give_up() -> None:
-            nonlocal timed_out
-            timed_out = True
-            process.kill()
-
+        output = process.stdout.fileno()
+        poller = select.poll()  # select() takes no descriptor above 1,023.
+        poller.register(output, select.POLLIN)
+        rest = b""
         while True:
-            timer = threading.Timer(TIMEOUT, give_up)
-            timer.start()
-            try:
-                batch = process.stdout.readlines(_BATCH)
-            finally:
-                timer.cancel()
-            if not batch:
+            if not poller.poll(TIMEOUT * 1000):
+                raise ProgramUnfinished(f"{argv[0]} timed out after {TIMEOUT:g} s without output")
+            if not (data := os.read(output, _BATCH)):
                 break
-            yield from batch
-        if timed_out:
-            raise ProgramUnfinished(f"{argv[0]} timed out after {TIMEOUT:g} s without output")
+            complete, newline, rest = (rest + data).rpartition(b"\n")
+            yield from io.StringIO((complete + newline).decode(errors="replace"))
+        if rest:
+            yield rest.decode(errors="replace")
         problem = process.stderr.read()
         if code := process.wait(TIMEOUT):
             raise _error(Done(argv, code, "", problem))

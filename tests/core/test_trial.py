@@ -63,15 +63,33 @@ def test_a_fork_that_hangs_is_killed() -> None:
     assert children.read_text() == before
 
 
+def unprivileged(code: str) -> str:
+    """Return the output of a program that asks questions without privileges."""
+    imports = (
+        "import os, subprocess\n"
+        "from kproxy_core.host import programs\n"
+        "from kproxy_core.host.trial import ask\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", f"{imports}{code}"], user=NOBODY, group=NOBODY, extra_groups=[],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+
+
 def test_an_unprivileged_user_gets_a_user_namespace() -> None:
     code = (
-        "import subprocess, os\nfrom kproxy_core.host.trial import ask\n"
         "def question(namespace):\n"
         "    return namespace.enter(), subprocess.run(['nft', 'add table ip kpt-trial']).returncode\n"
         "print(os.geteuid(), ask(question))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], user=NOBODY, group=NOBODY, extra_groups=[],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert done.stdout == f"{NOBODY} ('', 0)\n"
+    assert unprivileged(code) == f"{NOBODY} ('', 0)\n"
+
+
+def test_a_user_namespace_can_be_entered_right_after_programs_were_run() -> None:
+    """A thread that is still ending would prevent it."""
+    code = (
+        "def question(namespace):\n"
+        "    return list(programs.lines('true')), namespace.enter()\n"
+        "print(*{ask(question)[1] for _ in range(50)}, sep=' or ')"
+    )
+    assert unprivileged(code) == "\n"
