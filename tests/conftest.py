@@ -24,9 +24,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="N/M", default="1/1", help="run part N of M of the chosen tests")
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the tests of modules that start nothing, for ``-m pure``."""
+    if "pure" in item.config.getoption("-m") and isinstance(item, pytest.Function):
+        from tests.rooms.pure import is_pure
+
+        if is_pure(item.module.__name__):
+            item.add_marker("pure")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep one part of the chosen tests; neighbours, which often share a fixture, stay together."""
+    """Keep one part of the chosen tests; neighbours, which often share a fixture, are kept together."""
     part, _, parts = config.getoption("--part").partition("/")
     size = -(-len(items) // int(parts))
     chosen = items[(int(part) - 1) * size : int(part) * size]

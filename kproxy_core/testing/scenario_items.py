@@ -2,8 +2,10 @@
 
 import json
 import shlex
+import shutil
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +44,13 @@ class ScenarioItem(pytest.Item):
         reason = self._wanted.excuse(self._scenario.name)
         if reason:
             pytest.skip(f"not applicable: {reason}")
-        result = self._stage().play(self._scenario, self._wanted.mode, self._family.label.lower())
+        family = self._family.label.lower()
+        result = self._stage().play(
+            self._scenario, self._wanted.mode, family, is_excusable=reason is not None
+        )
         if result.status == SKIPPED:
             pytest.skip(f"not applicable: {result.detail}")
         if result.status == FAILED:
-            if result.announced and reason is not None:
-                pytest.skip(f"not applicable: the backend announces: {result.announced}")
             hint = f"""
 The backend announces: {result.announced}. If that is why, say so in kproxy_not_applicable."""
             raise Failed(result.detail + (hint if result.announced else ""))
@@ -64,10 +67,16 @@ The backend announces: {result.announced}. If that is why, say so in kproxy_not_
         if self._driver not in stages:
             directory = Path(tempfile.mkdtemp(prefix="kproxy-scenarios-"))
             stage = stages[self._driver] = Stage(self._make_driver, directory, self._wanted.cgroup)
+            self.config.add_cleanup(partial(self._remove, directory))
             self.config.add_cleanup(stage.close)
             with stage.topology["node"].entered():
                 prepare(self._wanted)
         return stages[self._driver]
+
+    def _remove(self, directory: Path) -> None:
+        """Remove logs and manifests, unless there may be evidence of a failure."""
+        if not self.session.testsfailed:
+            shutil.rmtree(directory)
 
     def _make_driver(self, topology: Topology, directory: Path) -> Driver:
         plugins, options = self._wanted.plugins, {self._wanted.mode: self._wanted.options}

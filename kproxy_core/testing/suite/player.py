@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from kproxy_core.testing.drivers.driver import Driver, DriverError, Rejected
+from kproxy_core.testing.drivers.driver import Driver, DriverError, Rejected, Unavailable
 from kproxy_core.testing.network.addresses import FAMILIES, expand, resolve
 from kproxy_core.testing.network.dialing import (
     ATTEMPT_TIMEOUT,
@@ -78,10 +78,15 @@ class Player:
             "wait": self._wait, "counted": self._counted, "repeat": self._repeat,
         }  # fmt: skip
 
-    def play(self) -> None:
-        """Play the whole scenario. Raises Failure at the first expectation that does not come true."""
+    def play(self, *, is_excusable: bool = False) -> None:
+        """Play the whole scenario. Raises Failure at the first expectation that does not come true.
+
+        With *is_excusable*, raises Unavailable if the backend announces a caveat about the first objects.
+        """
         self._driver.ensure(self._mode, self._config(self.scenario.config))
         self._step({"apply": list(self.scenario.objects)})
+        if is_excusable and (announced := self._driver.announced()):
+            raise Unavailable(f"the backend announces: {announced}")
         for step in self.scenario.steps:
             self._step(step)
 

@@ -68,21 +68,24 @@ class Stage:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def play(self, scenario: Scenario, mode: str, family: str) -> Result:
-        """Play one scenario, once. The calling thread is in the node's network namespace meanwhile."""
+    def play(self, scenario: Scenario, mode: str, family: str, *, is_excusable: bool = False) -> Result:
+        """Play one scenario, once. The calling thread is in the node's network namespace meanwhile.
+
+        *is_excusable*: skip it if the backend announces a caveat about its objects.
+        """
         if reason := scenario.unsuitable_for(mode, family, self.driver.name):
             return Result(scenario.name, mode, family, SKIPPED, reason)
         # Programs read /proc/net, which shows the namespace of the process's first thread.
         with self.topology["node"].joined():
-            return self._play(scenario, mode, family)
+            return self._play(scenario, mode, family, is_excusable)
 
-    def _play(self, scenario: Scenario, mode: str, family: str) -> Result:
+    def _play(self, scenario: Scenario, mode: str, family: str, is_excusable: bool) -> Result:
         began = time.monotonic()
         self._capture.clear()
         player = Player(scenario, mode, family, self.topology, self.driver, self.barrier)
         problem = lacking = ""
         try:
-            player.play()
+            player.play(is_excusable=is_excusable)
         except Unavailable as error:
             lacking = str(error)
         except (*PROBLEMS, CommandFailed) as error:
