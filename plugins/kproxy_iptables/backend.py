@@ -82,7 +82,8 @@ class IptablesBackend:
     @hookimpl
     def kproxy_explain(self, questions: Sequence[Question], live: bool) -> Sequence[KernelSide]:
         """Return the rules that each packet meets. Raises HostError, Unsupported."""
-        return explain(questions, live=live)
+        state = self._families.get(questions[0].node.family)
+        return explain(questions, live=live, tables=state.tables if state is not None else None)
 
     @hookimpl
     def kproxy_frontends(self, family: Family) -> Sequence[Frontend]:
