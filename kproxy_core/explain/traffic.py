@@ -106,7 +106,7 @@ def _problems(target: Target, reached: dict[str, dict[str, int]], tried: int) ->
     forwarded = target["outcome"] == Outcome.FORWARDED.value
     if forwarded and not answered:
         results = ", ".join(sorted({result for counts in reached.values() for result in counts}))
-        yield f"no connection of {tried} was answered ({results}); {target['ready']} endpoints are ready"
+        yield f"no connection of {tried} was answered ({results}); ready endpoints: {target['ready']}"
     if not forwarded and answered:
         yield f"connections are answered, and should be {target['outcome']}: {target['because']}"
     for endpoint, counts in sorted(reached.items()):

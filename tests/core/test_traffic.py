@@ -38,7 +38,7 @@ TWO_ENDPOINTS = target("forwarded", "10.1.1.1:8080", "10.1.2.1:8080")
      ["endpoint 10.1.2.1:8080: 2 of 2 connections refused"]),
     (TWO_ENDPOINTS, [(ANSWERED, ONE), (HUNG, None)], ["endpoint not known: 1 of 1 connections hung"]),
     (TWO_ENDPOINTS, [(HUNG, ONE), (REFUSED, TWO)],
-     ["no connection of 2 was answered (hung, refused); 2 endpoints are ready"]),
+     ["no connection of 2 was answered (hung, refused); ready endpoints: 2"]),
     (TWO_ENDPOINTS, [(ANSWERED, OTHER)], ["connections reach 10.1.3.1:8080, which may not be chosen"]),
     (TWO_ENDPOINTS, [(ANSWERED, destinations("127.0.0.1:40000")[0])], []),
     (target("refused"), [(REFUSED, None)], []),
