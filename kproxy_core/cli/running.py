@@ -121,7 +121,7 @@ def prepare(flags: Flags) -> tuple[Config, Registry, Configuration]:
 def cli_errors() -> Iterator[None]:
     """Turn expected errors into one line and status 1. Any other exception is a bug and is shown as one."""
     from kproxy_core.backend.errors import BackendError
-    from kproxy_core.config.settings import ConfigError
+    from kproxy_core.config.file import ConfigError
     from kproxy_core.host.errors import HostError
     from kproxy_core.process.terms import StartFailed
 

@@ -17,17 +17,10 @@ from kproxy_core.config.file import (
     FileConfig,
     KubeProxyConfiguration,
     Problem,
-    load,
 )
 from kproxy_core.config.flags import Flags
 from kproxy_core.config.merge import merge
 from kproxy_core.model.address import Address, Cidr, format_socket, parse_address, parse_cidr
-
-__all__ = [
-    "BindAddress", "Config", "ConfigError", "DetectLocalMode", "FileConfig", "Flags",
-    "NodePortAddresses", "Problem", "load", "parse_node_port_addresses", "resolve",
-]
-
 
 _OF_INTERFACES = re.compile(r"""(?:(?![/:*"\\])[!-~])+""")
 """Names of interfaces (linux/if.h), without characters that are special to nft."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from kproxy_core.backend.api import Caveat
-from kproxy_core.config.settings import ConfigError, load
+from kproxy_core.config.file import ConfigError, load
 from kproxy_core.explain.request import NoAnswer
 from kproxy_core.host.files.file_watch import FileWatch
 from kproxy_core.model.service import ServicePortKey

@@ -6,15 +6,9 @@ from pathlib import Path
 
 from kproxy_core.backend.api import BackendSettings, Description
 from kproxy_core.backend.registry import Registry
+from kproxy_core.config.file import FileConfig, load
 from kproxy_core.config.flags import Flags
-from kproxy_core.config.settings import (
-    Config,
-    DetectLocalMode,
-    FileConfig,
-    load,
-    parse_node_port_addresses,
-    resolve,
-)
+from kproxy_core.config.settings import Config, DetectLocalMode, parse_node_port_addresses, resolve
 from kproxy_core.host.netlink.addresses import default_source_address
 from kproxy_core.model.address import Cidr, Family
 from kproxy_core.model.node import LocalSource

@@ -4,14 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from kproxy_core.config.file import API_VERSION, decode
+from kproxy_core.config.file import API_VERSION, ConfigError, decode, load
+from kproxy_core.config.flags import Flags
 from kproxy_core.config.settings import (
     BindAddress,
     Config,
-    ConfigError,
     DetectLocalMode,
-    Flags,
-    load,
     parse_node_port_addresses,
     resolve,
 )

@@ -18,7 +18,8 @@ from kproxy_core.config.file import (
     decode,
     load,
 )
-from kproxy_core.config.settings import Flags, resolve
+from kproxy_core.config.flags import Flags
+from kproxy_core.config.settings import resolve
 from tests.core.golden import golden
 
 HEAD = f"apiVersion: {API_VERSION}\nkind: KubeProxyConfiguration\n"

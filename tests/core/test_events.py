@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from kproxy_core.apiclient.access import CurrentAccess
-from kproxy_core.config.settings import Flags, resolve
+from kproxy_core.config.flags import Flags
+from kproxy_core.config.settings import resolve
 from kproxy_core.observe.events.api_event import Event, NotWritten
 from kproxy_core.observe.events.recorder import SAME_AGAIN, EventRecorder
 from kproxy_core.observe.metrics.client import ClientMetrics

@@ -4,7 +4,8 @@ import pytest
 
 from kproxy_core.backend.api import Description
 from kproxy_core.config.file import API_VERSION, decode
-from kproxy_core.config.settings import Config, Flags, resolve
+from kproxy_core.config.flags import Flags
+from kproxy_core.config.settings import Config, resolve
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeObject
 from kproxy_core.process.family_checks import doubts, unservable

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from kproxy_core.config import settings as configuration
+from kproxy_core.config.file import load
 from kproxy_core.config.flags import Flags
+from kproxy_core.config.settings import resolve
 from kproxy_core.config.write import written
 from kproxy_core.objects.decode import ENDPOINT_SLICES, NODES, SERVICE_CIDRS, SERVICES
 from tests.core.golden import golden
@@ -129,7 +130,7 @@ def test_the_configuration_is_one(tmp_path: Path) -> None:
     for objects in (base(), chart()):
         path = tmp_path / "config.conf"
         path.write_text(objects["ConfigMap"]["data"]["config.conf"])
-        loaded = configuration.load(str(path))
+        loaded = load(str(path))
         assert loaded.notices == ()
         assert loaded.document.client_connection.kubeconfig == "/var/lib/kube-proxy/kubeconfig.conf"
         kubeconfig = yaml.safe_load(objects["ConfigMap"]["data"]["kubeconfig.conf"])
@@ -138,8 +139,8 @@ def test_the_configuration_is_one(tmp_path: Path) -> None:
 
 def test_the_file_that_kubeadm_writes_means_kube_proxys_defaults() -> None:
     """Its zeros and nulls stand for the defaults, also where they are of another type."""
-    loaded = configuration.load(str(Path(__file__).with_name("kubeadm.conf")))
-    config = configuration.resolve(Flags({}), loaded)
+    loaded = load(str(Path(__file__).with_name("kubeadm.conf")))
+    config = resolve(Flags({}), loaded)
     assert config.notices == ()
     default = yaml.safe_load(golden("default-config.yaml").read_text())
     default["clientConnection"]["kubeconfig"] = "/var/lib/kube-proxy/kubeconfig.conf"

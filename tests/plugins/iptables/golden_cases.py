@@ -9,9 +9,9 @@ import msgspec
 import yaml
 
 from kproxy_core.backend.api import Update
-from kproxy_core.config import settings as config
 from kproxy_core.config.file import decode
-from kproxy_core.config.settings import Config, DetectLocalMode
+from kproxy_core.config.flags import Flags
+from kproxy_core.config.settings import Config, DetectLocalMode, resolve
 from kproxy_core.model.address import Family, parse_address
 from kproxy_core.model.node import LocalSource
 from kproxy_core.objects.decode import ENDPOINT_SLICES, NODES, SERVICES
@@ -111,7 +111,7 @@ def update(case: str) -> Update:
 
 def _config(case: Path) -> Config:
     text = yaml.safe_dump({**_CONFIG, **(yaml.safe_load((case / "config.yaml").read_text()) or {})})
-    return config.resolve(config.Flags(), decode(text))
+    return resolve(Flags(), decode(text))
 
 
 def _node_settings(given: Config) -> NodeSettings:
