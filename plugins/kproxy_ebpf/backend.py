@@ -18,7 +18,7 @@ from kproxy_core.backend.api import (
     SyncReport,
     Update,
 )
-from kproxy_core.backend.errors import SyncFailed, Unsupported
+from kproxy_core.backend.errors import SyncFailed, TrustLost, Unsupported
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.host.errors import HostError
 from kproxy_ebpf.family import FamilyState
@@ -76,8 +76,11 @@ class EbpfBackend:
             difference = state.withdraw(update)
             try:
                 report = yield
-            except SyncFailed:
+            except TrustLost:
                 state.distrust()
+                raise
+            except SyncFailed:
+                state.restore(difference)
                 raise
         try:
             operations = state.write(update, difference)

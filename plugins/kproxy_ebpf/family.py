@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from itertools import islice
 
 from kproxy_core.backend.api import Scope, Update
-from kproxy_core.backend.errors import TrustLost
+from kproxy_core.backend.errors import SyncFailed, TrustLost
 from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
@@ -77,6 +77,14 @@ class FamilyState:
             self._kernel.write(difference)
             operations += difference.operations
         return operations
+
+    def restore(self, difference: Difference | None) -> None:
+        """Undo `withdraw`: the rules did not change."""
+        try:
+            if difference is not None:
+                self._kernel.restore(difference)
+        except SyncFailed:
+            self.distrust()
 
     def distrust(self) -> None:
         """Discard what was acknowledged: a write failed half-way."""

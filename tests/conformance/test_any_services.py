@@ -3,14 +3,19 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from itertools import count
 from pathlib import Path
 from random import Random
 
 import pytest
 
+from kproxy_core.testing.__main__ import SOCKET_MODES
+from kproxy_core.testing.drivers.driver import NO_OPTIONS
 from kproxy_core.testing.drivers.kproxy import KproxyDriver
 from kproxy_core.testing.network.addresses import FAMILIES, resolve
+from kproxy_core.testing.network.cgroup import NodeCgroup
 from kproxy_core.testing.network.dialing import Outcome, dial
 from kproxy_core.testing.suite import objects
 from kproxy_core.testing.suite.stage import Stage
@@ -31,15 +36,16 @@ class Play:
         self._mode, self._family = mode, family
         # A port that is used again within the lifetime of a tracked connection continues that connection.
         self._source_ports: defaultdict[str, Iterator[int]] = defaultdict(lambda: count(20_000))
-        self._stage = Stage(KproxyDriver, directory)
-        try:
+        with ExitStack() as stack:
+            cgroup, options = None, NO_OPTIONS
+            if mode in SOCKET_MODES:
+                cgroup = NodeCgroup()
+                stack.callback(cgroup.close)
+                options = {mode: {"cgroup": str(cgroup.path)}}
+            self._stage = Stage(partial(KproxyDriver, options=options), directory, cgroup)
+            stack.callback(self._stage.close)
             self._stage.driver.start(mode, None)
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        self._stage.close()
+            self.close = stack.pop_all().close
 
     def apply(self, world: World) -> None:
         """Change *world*, and wait until that is in effect."""
@@ -116,7 +122,7 @@ def play(mode: str, family: str, tmp_path: Path) -> Iterator[Play]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("mode", ["nftables", "iptables"])
+@pytest.mark.parametrize("mode", ["nftables", "iptables", "ebpf"])
 def test_packets_go_where_the_specification_says(play: Play, mode: str, family: str) -> None:
     world = World(Random(f"{mode} {family}"))
     for _ in range(ROUNDS):

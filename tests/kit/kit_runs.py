@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 from kproxy_core.model.address import Family
 from kproxy_core.testing.conformance import contract, lifecycle
+from kproxy_core.testing.pytest_plugin import NODE_CGROUP
 from kproxy_core.testing.suite.scenario import BACKEND, find
+from tests.core.bpf_places import new_bpf_file_system
 from tests.guest.guest import Guest
 
 SIDE_BY_SIDE = 2
@@ -18,6 +20,9 @@ LONGEST = 1200
 """Seconds until a guest is given up; its checks take four minutes of a processor."""
 
 _KUBELET = "*filter\\n:KUBE-FIREWALL -\\n-A INPUT -j KUBE-FIREWALL\\n-A OUTPUT -j KUBE-FIREWALL\\nCOMMIT\\n"
+PINS = "{pins}"
+"""In settings: a BPF file system of the run's own."""
+PINNED = ("ebpf",)
 INI: Mapping[str, Mapping[str, Sequence[str]]] = {
     "nftables": {},
     "iptables": {
@@ -31,10 +36,17 @@ INI: Mapping[str, Mapping[str, Sequence[str]]] = {
         ],
     },
     "ipvs": {},
+    "ebpf": {
+        "kproxy_state": [f"find {PINS} -path '*kproxy*' -type f -printf '%P\\n' | sort"],
+        "kproxy_damage": [f"rm -rf {PINS}/kproxy"],
+    },
 }
 """The ini files of these backends' authors."""
 
-OPTIONS = {"userspace": ("--kproxy-option=workers=1", "--kproxy-option=syncPeriod=1s")}
+OPTIONS = {
+    "userspace": ("--kproxy-option=workers=1", "--kproxy-option=syncPeriod=1s"),
+    "ebpf": (f"--kproxy-option=cgroup={NODE_CGROUP}", f"--kproxy-option=pinDirectory={PINS}/kproxy"),
+}
 IN_A_GUEST = "ipvs"
 """The mode that this kernel may lack."""
 PLAYED = ("nftables",)
@@ -53,15 +65,23 @@ class Results(NamedTuple):
 def play(mode: str, directory: Path) -> Results:
     """Run the kit in *directory*, which is made and has nothing but an ini file."""
     directory.mkdir()
+    if mode not in PINNED:
+        return _play(mode, directory)
+    with new_bpf_file_system(directory.with_name(f"{mode}-pins")) as pins:
+        return _play(mode, directory, str(pins))
+
+
+def _play(mode: str, directory: Path, pins: str = "") -> Results:
     ini = "[pytest]\n"
     for name, values in INI[mode].items():
         ini += f"{name} =\n" + "".join(f"    {line}\n" for line in values)
-    (directory / "pytest.ini").write_text(ini)
+    (directory / "pytest.ini").write_text(ini.replace(PINS, pins))
     report = directory / "report.xml"
     command = [
         sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--kproxy-mode={mode}",
         f"--rootdir={directory}", f"--config-file={directory}/pytest.ini", f"--junitxml={report}",
-        *OPTIONS.get(mode, ()), *(() if mode in PLAYED else ("-k", "contract")), str(directory),
+        *(option.replace(PINS, pins) for option in OPTIONS.get(mode, ())),
+        *(() if mode in PLAYED else ("-k", "contract")), str(directory),
     ]  # fmt: skip
     if mode == IN_A_GUEST:
         with Guest(command, directory / "log", share=directory, seconds=LONGEST) as guest:

@@ -123,6 +123,12 @@ class Kernel:
             for name, elements in difference.withdrawn.items():
                 bpf.delete_all(self._maps[name], list(elements))
 
+    def restore(self, difference: Difference) -> None:
+        """Undo the first step of *difference*. Raises TrustLost."""
+        with self._lock, _reporting(TrustLost):
+            for name in (names.ENDPOINTS, names.SLOTS, names.FRONTENDS):
+                self._update(name, difference.withdrawn[name])
+
     def write(self, difference: Difference) -> None:
         """Take the remaining steps of *difference*. Raises TrustLost."""
         with self._lock, _reporting(TrustLost):

@@ -46,11 +46,13 @@ def sync(backend: EbpfBackend, update: Update) -> object:
     return finish(calls, SyncReport(0))
 
 
-def sync_with_failing_base(backend: EbpfBackend, update: Update) -> None:
+def sync_with_failing_base(
+    backend: EbpfBackend, update: Update, error: SyncFailed = SyncFailed("no")
+) -> None:
     calls = backend.kproxy_sync(update)
     next(calls)
-    with pytest.raises(SyncFailed):
-        calls.throw(SyncFailed("no"))
+    with pytest.raises(type(error)):
+        calls.throw(error)
 
 
 def is_attached(backend: EbpfBackend) -> bool:
@@ -68,11 +70,21 @@ def test_a_family_whose_rules_fail_does_not_stop_the_other(backend: EbpfBackend)
     assert sync(backend, V6) != SyncReport(0)
 
 
-def test_after_failed_rules_the_maps_are_read_again(backend: EbpfBackend) -> None:
+REMOVAL = replace(V4, scope=Scope.CHANGED, changed=dict.fromkeys(V4.changed), plans={})
+
+
+def test_a_change_that_the_rules_refuse_leaves_the_maps_as_they_were(backend: EbpfBackend) -> None:
     sync(backend, V4)
-    change = replace(V4, scope=Scope.CHANGED, changed=dict.fromkeys(V4.changed), plans={})
-    sync_with_failing_base(backend, change)
+    sync_with_failing_base(backend, REMOVAL)
+    assert sync(backend, V4) == SyncReport(0)
+    assert sync(backend, REMOVAL) != SyncReport(0)
+    assert sync(backend, REMOVAL) == SyncReport(0)
+
+
+def test_when_the_rules_are_unknown_the_maps_are_read_again(backend: EbpfBackend) -> None:
+    sync(backend, V4)
+    sync_with_failing_base(backend, REMOVAL, TrustLost("no"))
     with pytest.raises(TrustLost):
-        next(backend.kproxy_sync(change))
+        next(backend.kproxy_sync(REMOVAL))
     assert sync(backend, V4) != SyncReport(0)
     assert sync(backend, V4) == SyncReport(0)
