@@ -47,12 +47,12 @@ def sync(backend: EbpfBackend, update: Update) -> object:
 
 
 def sync_with_failing_base(
-    backend: EbpfBackend, update: Update, error: SyncFailed = SyncFailed("no")
+    backend: EbpfBackend, update: Update, error: type[SyncFailed] = SyncFailed
 ) -> None:
     calls = backend.kproxy_sync(update)
     next(calls)
-    with pytest.raises(type(error)):
-        calls.throw(error)
+    with pytest.raises(error):
+        calls.throw(error("no"))
 
 
 def is_attached(backend: EbpfBackend) -> bool:
@@ -83,7 +83,7 @@ def test_a_change_that_the_rules_refuse_leaves_the_maps_as_they_were(backend: Eb
 
 def test_when_the_rules_are_unknown_the_maps_are_read_again(backend: EbpfBackend) -> None:
     sync(backend, V4)
-    sync_with_failing_base(backend, REMOVAL, TrustLost("no"))
+    sync_with_failing_base(backend, REMOVAL, TrustLost)
     with pytest.raises(TrustLost):
         next(backend.kproxy_sync(REMOVAL))
     assert sync(backend, V4) != SyncReport(0)
