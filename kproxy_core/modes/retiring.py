@@ -37,12 +37,9 @@ class RetiringModes:
     """Removes modes that no longer serve. Every method may be called from any thread."""
 
     def __init__(
-        self, registry: Registry, settings_of: Callable[[str], BackendSettings], serving: str,
-        removing: Callable[[str], None] = lambda mode: None,
+        self, registry: Registry, settings_of: Callable[[str], BackendSettings], serving: str
     ) -> None:
-        """*removing* is called with a mode just before its rules are removed."""
         self._registry = registry
-        self._removing = removing
         self._settings_of = settings_of
         self._serving = {serving}
         """Modes that serve or are being tried."""
@@ -126,7 +123,6 @@ class RetiringModes:
             leaving.failures = leaving.failures + 1 if found.errors else 0
             if found.waiting or 0 < leaving.failures < _TRIES:
                 return False
-            self._removing(leaving.mode)
             if leaving.instance is not None:
                 instance, leaving.instance = leaving.instance, None
                 self._registry.close_backend(instance)

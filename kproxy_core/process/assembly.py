@@ -224,7 +224,7 @@ class _Proxy:
             self._loop, self._health, self._told, self._history, self._traffic, self._node.name)
         settings_of = settings_of_modes(configuration, families)
         terms = terms_of_modes(configuration, registry, families)
-        self._retiring = RetiringModes(registry, settings_of, config.mode, self._mode_removed)
+        self._retiring = RetiringModes(registry, settings_of, config.mode)
         self._switch = ModeSwitch(
             self._loop, registry, self._retiring, journal, instance=instance, configured=configuration.mode,
             terms=terms, mode_changed=self._mode_changed,
@@ -350,11 +350,6 @@ class _Proxy:
     def _service_health_failed(self, service: ServiceName, problem: str) -> None:
         self._events.report_service(
             service.namespace, service.name, "FailedToStartServiceHealthcheck", problem)
-
-    def _mode_removed(self, mode: str) -> None:
-        """Read the last counts of *mode*, whose rules are about to be removed."""
-        if self._traffic is not None:
-            self._traffic.retired(mode)
 
     def _mode_changed(self, instance: BackendInstance) -> None:
         """Report *instance* as the one that serves."""

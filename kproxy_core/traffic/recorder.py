@@ -1,4 +1,4 @@
-"""Reads the counts of the backends that serve or retire, and adds them up."""
+"""Reads the counts of the backend that serves, and adds them up."""
 
 import logging
 import threading
@@ -54,7 +54,6 @@ class TrafficRecorder:
         self._serving = _Source(instance, Counts(counts if mode == instance.mode else ()))
         self._skip = bool(mode) and mode != instance.mode
         """The kernel may hold counts that an earlier process has added already."""
-        self._retiring: list[_Source] = []
         self.failures = Failures(families, self._failed)
         self._read_at = float("-inf")
         """Time of the last reading of all."""
@@ -84,8 +83,7 @@ class TrafficRecorder:
         with self._lock:
             now = self._clock()
             if self._started and now - self._read_at >= fresh:
-                for source in (*self._retiring, self._serving):
-                    self._read(source)
+                self._read(self._serving)
                 self._count_failures()
                 self._totals.forget(self.owners.exists, self.owners.uses, now)
                 self._totals.settle(now - self._read_at)
@@ -93,22 +91,17 @@ class TrafficRecorder:
             return dict(self._totals.of)
 
     def switched(self, instance: BackendInstance, *, shares: bool) -> None:
-        """Count with *instance* from now on. *shares*: it counts in the same place as the last one."""
+        """Count with *instance* from now on. *shares*: it counts in the same place as the last one.
+
+        While both modes' rules exist, each counts what either of them translates.
+        """
         with self._lock:
             old = self._serving
             self._read(old)
             self._serving = _Source(instance, old.counts if shares else Counts())
             if not shares:
-                self._retiring.append(old)
                 self._skip = True
                 self._read(self._serving)
-
-    def retired(self, mode: str) -> None:
-        """Read the counts of *mode* for the last time: its rules are about to be removed."""
-        with self._lock:
-            for source in [source for source in self._retiring if source.instance.mode == mode]:
-                self._read(source)
-                self._retiring.remove(source)
 
     def _failed(
         self, family: Family, frontend: Frontend, where: Destination, failure: Failure

@@ -5,11 +5,13 @@ from collections.abc import Sequence
 
 from kproxy_core.backend.api import (
     BackendSettings,
+    Connections,
     Damage,
     KernelSide,
     Measurement,
     Preview,
     Question,
+    Scope,
     SyncReport,
     Update,
 )
@@ -27,6 +29,7 @@ from kproxy_iptables.inspection.preview import preview
 from kproxy_iptables.inspection.render import render_text
 from kproxy_iptables.settings import read_settings
 from kproxy_iptables.watch import Watcher, read_generation
+from kproxy_nft.table import CountingTable, clean_up_counts
 from kproxy_xtables.tables import Tables, Unusable
 from kproxy_xtables.variant import NoVariant, find_variant
 
@@ -39,12 +42,15 @@ class IptablesBackend:
     def __init__(self, settings: BackendSettings) -> None:
         self._served = settings.families
         self._settings = read_settings(settings)
+        self._counted = settings.count_traffic
         self._own = OwnProcesses()
         self._families: dict[Family, FamilyState] = {}
         """Empty until the variant of iptables has been chosen."""
         self._watcher: Watcher | None = None
         self._generation = 0
         """Last commit to nf_tables before the watch."""
+        self._not_counting = False
+        """Connections cannot be counted, which has been logged."""
 
     @hookimpl
     def kproxy_begin(self) -> bool:
@@ -62,6 +68,8 @@ class IptablesBackend:
             self._families = self._open()
         family = self._families[update.family]
         try:
+            if self._counted and update.scope is Scope.RESYNC:
+                self._count(update.family)
             report = sync_family(family, update)
         except HostError as error:
             raise SyncFailed(str(error)) from error
@@ -91,6 +99,11 @@ class IptablesBackend:
         return frontends(family)
 
     @hookimpl
+    def kproxy_traffic(self, family: Family) -> Sequence[Connections]:
+        """Return the counts of the table that counts connections. Raises HostError."""
+        return CountingTable(family).read()
+
+    @hookimpl
     def kproxy_watch(self, damaged: Damage) -> bool:
         """Watch our chains, by notifications of nf_tables and by canaries.
 
@@ -114,6 +127,18 @@ class IptablesBackend:
         if self._watcher is not None:
             self._watcher.close()
 
+    def _count(self, family: Family) -> None:
+        """Have nf_tables count connections: rules of iptables would lose their counts with every change.
+
+        Without nft, which is logged once, none are counted.
+        """
+        try:
+            CountingTable(family).write(self._own)
+        except HostError as error:
+            if not self._not_counting:
+                log.warning("connections are not counted", extra={"fields": {"error": str(error)}})
+            self._not_counting = True
+
     def _open(self) -> dict[Family, FamilyState]:
         try:
             variant = find_variant()
@@ -132,5 +157,7 @@ class IptablesBackend:
             except HostError as error:
                 raise SyncFailed(f"{tables.program}: {error}") from error
             found[family] = FamilyState(tables, localhost_node_ports=self._settings.localhost_node_ports)
+        if not self._counted:
+            clean_up_counts("iptables", dry_run=False)  # An earlier process may have counted.
         log.info("iptables variant chosen", extra={"fields": {"variant": str(variant)}})
         return found

@@ -23,7 +23,7 @@ def kproxy_describe() -> Description:
     return Description(
         mode=MODE,
         summary="the chains and rules of kube-proxy's iptables mode",
-        contract=(1, 5),
+        contract=(1, 6),
         preference=50,
         fallback="userspace",
     )

@@ -17,7 +17,6 @@ from kproxy_core.host.netlink.messages import (
     NLM_F_CREATE,
     attribute,
     attribute_spans,
-    attributes,
     message,
     nested,
     text_attribute,
@@ -35,9 +34,7 @@ _BATCH_BEGIN, _BATCH_END = 16, 17
 _BATCH_PAYLOAD = NFGENMSG.pack(0, 0, int.from_bytes(_SUBSYSTEM.to_bytes(2, "big"), sys.byteorder))
 _LIST_TABLE, _LIST_SET, _LIST_ELEMENTS = 1, 2, 3
 _LIST_ELEM = 1
-_ELEM_KEY, _ELEM_DATA, _ELEM_EXPRESSION = 1, 2, 7
-_EXPRESSION_DATA = 2
-_COUNTED_PACKETS = 2
+_ELEM_KEY, _ELEM_DATA = 1, 2
 _DATA_VALUE, _DATA_VERDICT = 1, 2
 _VERDICT_CODE, _VERDICT_CHAIN = 1, 2
 _VERDICTS = {"drop": 0, "accept": 1, "jump": -3, "goto": -4}
@@ -178,60 +175,6 @@ def parse_elements(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, V
                 elif part == _ELEM_DATA:
                     value = _parse_data(data, part_start, part_end)
             yield key, value
-
-
-def parse_counters(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, int]]:
-    """Yield the (key, packets) of each counted element in the attributes of an element message."""
-    for kind, list_start, list_end in attribute_spans(data, start, end):
-        if kind != _LIST_ELEMENTS or list_start == list_end:
-            continue
-        # The kernel writes all elements of a set alike, and there may be 100,000.
-        if alike := _counted_alike(data, list_start, list_end):
-            yield from alike
-            continue
-        for _, element_start, element_end in attribute_spans(data, list_start, list_end):
-            key, packets = b"", 0
-            for part, part_start, part_end in attribute_spans(data, element_start, element_end):
-                if part == _ELEM_KEY:
-                    key = data[part_start + 4 : part_end]
-                elif part == _ELEM_EXPRESSION:
-                    packets = _counted_packets(data, part_start, part_end)
-            yield key, packets
-
-
-def _counted_alike(data: bytes, start: int, end: int) -> list[tuple[bytes, int]]:
-    """Return the keys and packets of a list of elements; none if these differ in more than values."""
-    size = _ATTRIBUTE.unpack_from(data, start)[0]
-    if size % 4 or (end - start) % size:
-        return []
-    parts = {kind: (first, last) for kind, first, last in attribute_spans(data, start + 4, start + size)}
-    key, key_end = parts[_ELEM_KEY]
-    packets = _packets_at(data, *parts[_ELEM_EXPRESSION])
-    layout = struct.Struct(
-        f"={key + 4 - start}s{key_end - key - 4}s{packets - key_end}s8s{start + size - packets - 8}x")
-    first = data[start:key + 4], data[key_end:packets]
-    # The bytes counted stand between the headers.
-    value = slice(packets - key_end - 12, packets - key_end - 4)
-    heads = first[0], first[1][:value.start] + first[1][value.stop:]
-    found: list[tuple[bytes, int]] = []
-    for head, name, between, number in layout.iter_unpack(data[start:end]):
-        if (head, between[:value.start] + between[value.stop:]) != heads:
-            return []
-        found.append((name, int.from_bytes(number, "big")))
-    return found
-
-
-def _packets_at(data: bytes, start: int, end: int) -> int:
-    """Return where the number of packets of a counter begins."""
-    for wanted in (_EXPRESSION_DATA, _COUNTED_PACKETS):
-        spans = {kind: (first, last) for kind, first, last in attribute_spans(data, start, end)}
-        start, end = spans[wanted]
-    return start
-
-
-def _counted_packets(data: bytes, start: int, end: int) -> int:
-    expression = attributes(data, start, end)[_EXPRESSION_DATA]
-    return int.from_bytes(attributes(expression, 0, len(expression))[_COUNTED_PACKETS], "big")
 
 
 def _parse_data(data: bytes, start: int, end: int) -> Value:

@@ -7,7 +7,7 @@ import errno
 import os
 import re
 import socket
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Self, TypeVar
 
@@ -16,6 +16,7 @@ from kproxy_core.host.netlink import commits
 from kproxy_core.host.netlink import messages as netlink
 from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.model.address import Family
+from kproxy_nft.elements import attributes_of, complete, parse_counters
 from kproxy_nftables.batch import (
     GETCHAIN,
     GETRULE,
@@ -25,7 +26,6 @@ from kproxy_nftables.batch import (
     batches,
     element_list,
     one_element,
-    parse_counters,
     parse_elements,
     payload,
 )
@@ -109,12 +109,12 @@ class Kernel:
 
     def elements(self, family: Family, container: str) -> dict[bytes, Value]:
         """Return the elements of a map, or of a set without intervals; none if it does not exist."""
-        collect = partial(_elements, parse_elements)
+        collect = partial(complete, parse_elements)
         return self._dump(GETSETELEM, family, element_list(container), collect) or {}
 
     def counters(self, family: Family, container: str) -> dict[bytes, int]:
         """Return the counted packets of each element of a set; none if it does not exist."""
-        collect = partial(_elements, parse_counters)
+        collect = partial(complete, parse_counters)
         return self._dump(GETSETELEM, family, element_list(container), collect) or {}
 
     def element(self, family: Family, container: str, key: bytes) -> Value:
@@ -205,7 +205,7 @@ class Kernel:
 
     def _objects(self, kind: int, family: Family, of: bytes) -> list[netlink.Span]:
         """Return the attributes of every answer to a dump request; none if its subject does not exist."""
-        return self._dump(kind, family, of, lambda answers: list(map(_attributes, answers))) or []
+        return self._dump(kind, family, of, lambda answers: list(map(attributes_of, answers))) or []
 
     def _dump(
         self, kind: int, family: Family, of: bytes, collect: Callable[[Iterator[netlink.Span]], T]
@@ -252,32 +252,6 @@ class Kernel:
                         self.own_ports.add(duplicate.getsockname()[0])
             except OSError:
                 continue
-
-
-def _attributes(answer: netlink.Span) -> netlink.Span:
-    """Return the part of *answer* that follows the header of nfnetlink."""
-    data, start, end = answer
-    return data, start + netlink.NFGENMSG.size, end
-
-
-def _elements(
-    parse: Callable[[bytes, int, int], Iterable[tuple[bytes, T]]], answers: Iterator[netlink.Span]
-) -> dict[bytes, T]:
-    """Collect the elements in *answers*, parsed by *parse*. Raises InterruptedError if some are missing.
-
-    For each part of a dump the kernel walks the hash table from its start, and skips as many elements as it
-    has sent (nft_rhash_walk). Soon after many additions or deletions it resizes the table, which changes the
-    order. It does not set NLM_F_DUMP_INTR then, but sends another element twice for each one that is missing.
-    """
-    found: dict[bytes, T] = {}
-    sent = 0
-    for answer in answers:
-        elements = list(parse(*_attributes(answer)))
-        sent += len(elements)
-        found.update(elements)
-    if sent != len(found):
-        raise InterruptedError(errno.EINTR, "a hash table was resized while it was read")
-    return found
 
 
 def first_line(text: str | None) -> str:

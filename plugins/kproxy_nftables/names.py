@@ -39,8 +39,7 @@ NODE_IPS = "node-ips"
 HAIRPINS = "hairpins"
 SERVICE_CIDRS = "service-cidrs"
 
-# Sets that rules fill while traffic is counted.
-CONNECTIONS = "connections"
+# A set that rules fill while traffic is counted.
 REFUSED = "refused"
 
 VERDICT_MAPS = (

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_nft import counting
 from kproxy_nftables import names
 from kproxy_nftables.names import ADDRESS_TYPE, NFT_FAMILY, TABLE, Template
 from kproxy_nftables.owned_chains import owned_objects
@@ -113,7 +114,7 @@ def object_names(*, counted: bool = False) -> set[str]:
     """Return the names of all chains, maps and sets of the skeleton."""
     names_of_all = {*BASE_CHAINS, *_REGULAR_CHAINS, *names.ELEMENT_CONTAINERS, names.SERVICE_CIDRS}
     if counted:
-        names_of_all |= {*_COUNTING_BASE_CHAINS, *_COUNTING_CHAINS, names.CONNECTIONS, names.REFUSED}
+        names_of_all |= {*_COUNTING_BASE_CHAINS, *_COUNTING_CHAINS, counting.CONNECTIONS, names.REFUSED}
     return names_of_all
 
 
@@ -191,34 +192,17 @@ def _chains(node: NodeView) -> dict[str, list[str]]:
 
 _COUNTING_BASE_CHAINS = {"nat-input": ("nat", "input", 100)}
 _COUNTING_CHAINS = ("count", "refuse-unserved")
-_COUNTED_PAIRS = 1 << 18
-"""Most pairs of frontend and endpoint that are counted at a time."""
-_COUNTED_FOR = "1h"
-"""Time after its last connection for which the count of a pair is kept."""
-
-
 def _counting_sets(text: "_Text") -> None:
-    of_frontend = f"{ADDRESS_TYPE[text.family]} . inet_proto . inet_service"
-    keys = {names.CONNECTIONS: f"{of_frontend} . {ADDRESS_TYPE[text.family]} . inet_service",
-            names.REFUSED: of_frontend}
-    for name, key in keys.items():
-        text.line(f"add set {text.table} {name} {{ type {key}; flags dynamic,timeout; "
-                  f"timeout {_COUNTED_FOR}; size {_COUNTED_PAIRS}; }}")
+    text.line(counting.set_of_connections(text.family, TABLE))
+    text.line(counting.counting_set(text.family, TABLE, names.REFUSED))
 
 
 def _counted(chains: dict[str, list[str]], ip: str) -> dict[str, list[str]]:
     """Return *chains* with those that count.
 
-    A connection's first packet alone traverses nat chains, so each connection is counted once. The count is
-    made after DNAT, where both the dialled address and the endpoint are known. Refusals are counted by
-    frontend only: other ports of a ClusterIP are refused by a chain that does not count.
+    Refusals are counted by frontend only: other ports of a ClusterIP are refused by a chain that does not
+    count.
     """
-    frontend = f"ct original {ip} daddr . meta l4proto . ct original proto-dst"
-    count = [
-        f"meta l4proto {protocol.name.lower()} update @{names.CONNECTIONS} "
-        f"{{ {frontend} . {ip} daddr . th dport counter }}"
-        for protocol in Protocol
-    ]
     dialled = f"{ip} daddr . meta l4proto . th dport"
     refuse = chains[names.REJECT]
     to_count = "ct status dnat jump count"
@@ -229,7 +213,10 @@ def _counted(chains: dict[str, list[str]], ip: str) -> dict[str, list[str]]:
             for rule in chains["cluster-ips-check"]],
         "nat-postrouting": [to_count, *chains["nat-postrouting"]],
     }
-    return {"count": count, "refuse-unserved": refuse, **chains, **changed, "nat-input": [to_count]}
+    return {
+        "count": counting.count_rules(ip), "refuse-unserved": refuse, **chains, **changed,
+        "nat-input": [to_count],
+    }  # fmt: skip
 
 
 def _record_rules(ip: str) -> list[str]:

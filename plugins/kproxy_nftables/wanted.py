@@ -21,7 +21,6 @@ Slot = tuple[int, Destination]
 """An endpoint with its index."""
 
 _PORT_KEY = struct.Struct(">B3xH2x")
-PORT_KEY_SIZE = _PORT_KEY.size
 _PORT = struct.Struct(">H2x")
 _INDEX = struct.Struct("=I")
 _INDEXES = [_INDEX.pack(i) for i in range(256)]

@@ -74,7 +74,7 @@ PLUGINS_MAY_IMPORT = frozenset({"model", "plan", "backend", "host"})
 
 PURE_MODULES = frozenset(
     {"wanted", "applied", "skeleton", "names", "batch", "owned_chains", "caveats",
-     "rules", "saved", "removal", "walk", "shared_chains", "fingerprint"}
+     "rules", "saved", "removal", "walk", "shared_chains", "fingerprint", "elements", "counting"}
 )  # fmt: skip
 """The modules of a plugin that only compute; each backend that has one has it under this name."""
 
@@ -111,7 +111,7 @@ NAMES_A_BACKEND = frozenset(
 """KubeProxyConfiguration has a section and flags for each of kube-proxy's modes; and the kit and
 reports look at what iptables' programs, whoever runs them, left in a kernel."""
 
-SHARED_BY_PLUGINS = frozenset({"kproxy_bpf", "kproxy_xtables"})
+SHARED_BY_PLUGINS = frozenset({"kproxy_bpf", "kproxy_nft", "kproxy_xtables"})
 """Packages beside the plugins that any plugin may import."""
 
 LONGEST_MODULE = 400

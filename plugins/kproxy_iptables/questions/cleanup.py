@@ -6,14 +6,17 @@ from kproxy_core.backend.api import Leftovers
 from kproxy_iptables import names
 from kproxy_iptables.questions.removal import OLDER_CHAINS, is_older, plan_cleanup, plan_supersede
 from kproxy_iptables.skeleton import JUMPS
+from kproxy_nft.table import clean_up_counts
 from kproxy_xtables.cleanup import clean_up
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import Variant, find_used_and_unused, find_variants
 
 
 def cleanup(*, dry_run: bool) -> Leftovers:
-    """Remove all rules from both variants, nf_tables and legacy, and both families."""
-    return _clean(find_variants(), dry_run=dry_run)
+    """Remove all rules from both variants, nf_tables and legacy, and both families, and the counts."""
+    rules = _clean(find_variants(), dry_run=dry_run)
+    removed, errors = clean_up_counts("iptables", dry_run=dry_run)
+    return Leftovers.merged("iptables", [rules, Leftovers("iptables", tuple(removed), tuple(errors))])
 
 
 def supersede(*, dry_run: bool) -> Leftovers:

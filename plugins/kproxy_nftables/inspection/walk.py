@@ -13,6 +13,7 @@ from kproxy_core.model.address import Address, Cidr, format_address, format_sock
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.node import NodeView
 from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome, Packet
+from kproxy_nft.counting import CONNECTIONS
 from kproxy_nftables import names
 from kproxy_nftables.wanted import Value, endpoint_key, index, parse_destination, port_key, vip_key
 
@@ -280,7 +281,7 @@ _NAME = r"[^\s:]+"
 _HANDLERS: dict[str, _Handler] = {
     rf"ct original .*vmap @(?P<map>{_NAME})": lambda walk, shown, found: False,
     rf"ct original .*@{names.NODE_IPS}": lambda walk, shown, found: False,
-    rf"update @({names.CONNECTIONS}|{names.REFUSED}) \{{.*\}}": lambda walk, shown, found: True,
+    rf"update @({CONNECTIONS}|{names.REFUSED}) \{{.*\}}": lambda walk, shown, found: True,
     rf"({_IP}daddr \. )?meta l4proto \. th dport vmap @(?P<map>{_NAME})": _Walk._verdict_map,
     r"fib daddr type local": lambda walk, shown, found: walk._is_local(walk._packet.destination),
     r"fib saddr type local": lambda walk, shown, found: walk._packet.origin is Origin.NODE,

@@ -1,0 +1,84 @@
+"""Rules that count new connections in a set, by the dialled address and by the endpoint. Pure.
+
+The first packet of a connection alone traverses nat chains, so each connection is counted once. The rules
+stand after DNAT, where both addresses are known. No rule and no element belongs to one Service, and counts
+outlive rules and processes.
+"""
+
+import struct
+from collections.abc import Iterable
+
+from kproxy_core.backend.api import Connections
+from kproxy_core.model.address import Address, Family, Protocol
+from kproxy_core.model.endpoint import Destination
+from kproxy_core.plan.service_plan import Frontend
+
+CONNECTIONS = "connections"
+"""The set of pairs of frontend and endpoint."""
+
+_NFT_FAMILY = {Family.IPV4: "ip", Family.IPV6: "ip6"}
+_ADDRESS_TYPE = {Family.IPV4: "ipv4_addr", Family.IPV6: "ipv6_addr"}
+_MOST = 1 << 18
+"""Most elements of a set; beyond it, further ones are not counted."""
+_KEPT = "1h"
+"""Time after its last connection for which a count is kept."""
+_FRONTEND = struct.Struct(">B3xH2x")
+_PORT = struct.Struct(">H2x")
+
+
+def set_of_connections(family: Family, table: str) -> str:
+    """Return the command that adds the set `CONNECTIONS`."""
+    return counting_set(family, table, CONNECTIONS, f" . {_ADDRESS_TYPE[family]} . inet_service")
+
+
+def counting_set(family: Family, table: str, name: str, rest: str = "") -> str:
+    """Return the command that adds a set of frontends, followed by the key types in *rest*."""
+    key = f"{_ADDRESS_TYPE[family]} . inet_proto . inet_service{rest}"
+    return (f"add set {_NFT_FAMILY[family]} {table} {name} "
+            f"{{ type {key}; flags dynamic,timeout; timeout {_KEPT}; size {_MOST}; }}")
+
+
+def count_rules(ip: str) -> list[str]:
+    """Return the rules that count a translated connection. *ip* is nft's name of the family."""
+    frontend = f"ct original {ip} daddr . meta l4proto . ct original proto-dst"
+    return [
+        f"meta l4proto {protocol.name.lower()} update @{CONNECTIONS} "
+        f"{{ {frontend} . {ip} daddr . th dport counter }}"
+        for protocol in Protocol
+    ]
+
+
+def counting_table(family: Family, table: str) -> str:
+    """Return the commands for a table that counts whatever any rules of this machine translate.
+
+    Its chains precede those that masquerade, which are the last that nat chains see of a connection.
+    """
+    ip = _NFT_FAMILY[family]
+    lines = [f"add table {ip} {table}", set_of_connections(family, table), f"add chain {ip} {table} count",
+             f"flush chain {ip} {table} count"]
+    lines += [f"add rule {ip} {table} count {rule}" for rule in count_rules(ip)]
+    for hook in ("postrouting", "input"):
+        lines += [
+            f"add chain {ip} {table} {hook} {{ type nat hook {hook} priority 99; policy accept; }}",
+            f"flush chain {ip} {table} {hook}", f"add rule {ip} {table} {hook} ct status dnat jump count",
+        ]  # fmt: skip
+    return "".join(f"{line}\n" for line in lines)
+
+
+def connections(family: Family, counted: Iterable[tuple[bytes, int]]) -> list[Connections]:
+    """Return the counts of elements, which are frontends or pairs of frontend and endpoint."""
+    size = family.size
+    rest = size + _FRONTEND.size
+    frontends: dict[bytes, Frontend] = {}
+    found: list[Connections] = []
+    for key, number in counted:
+        dialled = key[:rest]
+        frontend = frontends.get(dialled)
+        if frontend is None:
+            protocol, port = _FRONTEND.unpack_from(key, size)
+            frontend = frontends[dialled] = Frontend(Address(key[:size]), Protocol(protocol), port)
+        endpoint = None
+        if len(key) > rest:
+            endpoint = Destination(Address(key[rest:rest + size]), _PORT.unpack_from(key, rest + size)[0])
+        found.append(Connections(frontend, endpoint, number))
+    return found

@@ -1,0 +1,96 @@
+"""Elements of maps and sets, as nf_tables lists them (linux/netfilter/nf_tables.h). Pure."""
+
+import errno
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+from kproxy_core.host.netlink.messages import NFGENMSG, Span, attribute_spans, attributes
+
+T = TypeVar("T")
+
+_LIST_ELEMENTS = 3
+_ELEM_KEY, _ELEM_EXPRESSION = 1, 7
+_EXPRESSION_DATA = 2
+_COUNTED_PACKETS = 2
+_ATTRIBUTE = struct.Struct("=HH")
+
+
+def attributes_of(answer: Span) -> Span:
+    """Return the part of *answer* that follows the header of nfnetlink."""
+    data, start, end = answer
+    return data, start + NFGENMSG.size, end
+
+
+def complete(
+    parse: Callable[[bytes, int, int], Iterable[tuple[bytes, T]]], answers: Iterator[Span]
+) -> dict[bytes, T]:
+    """Collect the elements in *answers*, parsed by *parse*. Raises InterruptedError if some are missing.
+
+    For each part of a dump the kernel walks the hash table from its start, and skips as many elements as it
+    has sent (nft_rhash_walk). Soon after many additions or deletions it resizes the table, which changes the
+    order. It does not set NLM_F_DUMP_INTR then, but sends another element twice for each one that is missing.
+    """
+    found: dict[bytes, T] = {}
+    sent = 0
+    for answer in answers:
+        elements = list(parse(*attributes_of(answer)))
+        sent += len(elements)
+        found.update(elements)
+    if sent != len(found):
+        raise InterruptedError(errno.EINTR, "a hash table was resized while it was read")
+    return found
+
+
+def parse_counters(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, int]]:
+    """Yield the (key, packets) of each counted element in the attributes of an element message."""
+    for kind, list_start, list_end in attribute_spans(data, start, end):
+        if kind != _LIST_ELEMENTS or list_start == list_end:
+            continue
+        # The kernel writes all elements of a set alike, and there may be 100,000.
+        if alike := _counted_alike(data, list_start, list_end):
+            yield from alike
+            continue
+        for _, element_start, element_end in attribute_spans(data, list_start, list_end):
+            key, packets = b"", 0
+            for part, part_start, part_end in attribute_spans(data, element_start, element_end):
+                if part == _ELEM_KEY:
+                    key = data[part_start + 4 : part_end]
+                elif part == _ELEM_EXPRESSION:
+                    packets = _counted_packets(data, part_start, part_end)
+            yield key, packets
+
+
+def _counted_alike(data: bytes, start: int, end: int) -> list[tuple[bytes, int]]:
+    """Return the keys and packets of a list of elements; none if these differ in more than values."""
+    size = _ATTRIBUTE.unpack_from(data, start)[0]
+    if size % 4 or (end - start) % size:
+        return []
+    parts = {kind: (first, last) for kind, first, last in attribute_spans(data, start + 4, start + size)}
+    key, key_end = parts[_ELEM_KEY]
+    packets = _packets_at(data, *parts[_ELEM_EXPRESSION])
+    layout = struct.Struct(
+        f"={key + 4 - start}s{key_end - key - 4}s{packets - key_end}s8s{start + size - packets - 8}x")
+    first = data[start:key + 4], data[key_end:packets]
+    # The bytes counted stand between the headers.
+    value = slice(packets - key_end - 12, packets - key_end - 4)
+    heads = first[0], first[1][:value.start] + first[1][value.stop:]
+    found: list[tuple[bytes, int]] = []
+    for head, name, between, number in layout.iter_unpack(data[start:end]):
+        if (head, between[:value.start] + between[value.stop:]) != heads:
+            return []
+        found.append((name, int.from_bytes(number, "big")))
+    return found
+
+
+def _packets_at(data: bytes, start: int, end: int) -> int:
+    """Return where the number of packets of a counter begins."""
+    for wanted in (_EXPRESSION_DATA, _COUNTED_PACKETS):
+        spans = {kind: (first, last) for kind, first, last in attribute_spans(data, start, end)}
+        start, end = spans[wanted]
+    return start
+
+
+def _counted_packets(data: bytes, start: int, end: int) -> int:
+    expression = attributes(data, start, end)[_EXPRESSION_DATA]
+    return int.from_bytes(attributes(expression, 0, len(expression))[_COUNTED_PACKETS], "big")
