@@ -62,8 +62,8 @@ LINT = (
 )
 ALL = (
     Lane("ipvs", ("tests/plugins/ipvs", "-m", "in_a_guest"), in_a_guest=True),
-    Lane("guest", ("tests/guest", "tests/kit", "tests/switch", "tests/leftovers", "tests/shortage", "-m",
-                   "in_a_guest"),
+    Lane("guest", ("tests/guest", "tests/kit", "tests/switch", "tests/leftovers", "tests/shortage",
+                   "tests/deploy", "-m", "in_a_guest"),
          in_a_guest=True),
     *LINT,
     Lane("soak", ("tests/soak",)),
@@ -80,7 +80,7 @@ ALL = (
     Lane("plugins", ("tests/plugins", *_NOT_IN_A_GUEST)),
     Lane("shortage", ("tests/shortage", *_NOT_IN_A_GUEST)),
     Lane("browser", ("tests/browser",)),
-    Lane("deploy", ("tests/deploy",)),
+    Lane("deploy", ("tests/deploy", *_NOT_IN_A_GUEST)),
     Lane("rest", ("tests/rooms", "tests/examples", "tests/guest", "tests/conformance", *_NOT_IN_A_GUEST,
                   "-k", "not test_scenario and not test_packets")),
 )  # fmt: skip

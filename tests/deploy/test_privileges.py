@@ -26,13 +26,20 @@ WEB = """
 apiVersion: v1
 kind: Service
 metadata: {name: web, namespace: shop}
-spec: {clusterIP: 10.96.0.10, ports: [{port: 80}]}
+spec: {clusterIP: 10.96.0.10, clusterIPs: [10.96.0.10, "fd00:96::10"], ports: [{port: 80}]}
 ---
 apiVersion: discovery.k8s.io/v1
 kind: EndpointSlice
 metadata: {name: web-1, namespace: shop, labels: {kubernetes.io/service-name: web}}
 addressType: IPv4
 endpoints: [{addresses: [10.1.2.3]}]
+ports: [{name: "", port: 8080}]
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {name: web-2, namespace: shop, labels: {kubernetes.io/service-name: web}}
+addressType: IPv6
+endpoints: [{addresses: ["fd00:1::3"]}]
 ports: [{name: "", port: 8080}]
 """
 
@@ -166,7 +173,7 @@ def test_the_mode_is_switched_in_the_pod_to_modes_that_were_prepared(node: Names
     pod.init()
     with pod.main() as proxy:
         proxy.await_health(READY)
-        for mode in ("iptables", "nftables"):
+        for mode in ("iptables", "userspace", "nftables", "userspace", "iptables"):
             done = switch(proxy, mode)
             assert done.returncode == 0, done.stdout + done.stderr
             assert f"{mode} serves" in done.stdout.splitlines()

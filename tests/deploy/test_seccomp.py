@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import pytest
 from tests.core.bpf_places import new_bpf_file_system, new_cgroup
 from tests.deploy import seccomp
 from tests.deploy.objects import DEPLOY
+from tests.guest.checks import names_of, problems_of
 from tests.shortage.node import Node, node, vip
 
 BASE, WITH_BPF = (DEPLOY / "seccomp" / f"{name}.json" for name in ("kproxy", "kproxy-ebpf"))
@@ -80,3 +81,17 @@ def test_a_proxy_starts_serves_repairs_switches_and_ends(here: Node, profile: Pa
     here.command("modes", "--probe", under=confined)
     here.command("--cleanup", under=confined)
     assert vip(1) not in here.network.run("nft", "list", "ruleset")
+
+
+CHECKS = [Path(__file__).with_name("seccomp_checks.py")]
+
+
+def play(items: Sequence[pytest.Item], directory: Path) -> dict[str, list[str]]:
+    return problems_of(CHECKS, directory, seconds=300)
+
+
+@pytest.mark.in_a_guest(play=play)
+@pytest.mark.parametrize("name", names_of(CHECKS))
+def test_in_the_guest(name: str, from_guest: dict[str, list[str]]) -> None:
+    assert name in from_guest
+    assert not any(from_guest[name]), "\n".join(from_guest[name])
