@@ -11,6 +11,7 @@ LEGACY = "-legacy"
 """Suffix of a mode: with the iptables programs for the kernel's legacy interface."""
 THROUGH_API = "-through-api"
 """Suffix of a mode: with objects from an API server instead of manifests."""
+DRIVER = "kproxy"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -43,16 +44,21 @@ def cases_of(mode: str, scenarios: Iterable[Scenario], left_out: Iterable[str] =
     return [
         Case(mode, family, scenario.name)
         for scenario in ordered if scenario.name not in left_out
-        for family in FAMILIES if not scenario.unsuitable_for(kernel_mode(mode), family, "kproxy")
+        for family in FAMILIES if not scenario.unsuitable_for(kernel_mode(mode), family, DRIVER)
     ]  # fmt: skip
 
 
 def undocumented(cases: Sequence[Case], scenarios: Iterable[Scenario], left_out: Iterable[str]) -> list[str]:
-    """Return the scenarios that no case plays, though nothing says why; and *left_out* that do not exist."""
+    """Return the scenarios that no case plays, though nothing says why; and *left_out* that do not exist.
+
+    Scenarios for other drivers than the process of kproxy are played elsewhere.
+    """
     known = {scenario.name: scenario for scenario in scenarios}
     modes = {case.kernel_mode for case in cases}
     played = {case.scenario for case in cases} | set(left_out)
     return [name for name in left_out if name not in known] + [
         name for name, scenario in known.items()
-        if name not in played and (not scenario.modes or set(scenario.modes) & modes)
+        if name not in played
+        and (not scenario.modes or set(scenario.modes) & modes)
+        and (not scenario.drivers or DRIVER in scenario.drivers)
     ]  # fmt: skip
