@@ -92,9 +92,20 @@ def test_other_packets_and_packets_sent_again_are_left_out() -> None:
     made.flow(flow(Change.UPDATED, way=WAY._replace(source_port=9)), 1.0)
     assert not made.is_busy
     made.trace(BEGIN, 1.0)
-    finished(made, 9.0)
-    made.trace(BEGIN._replace(packet=2), 9.0)
+    made.trace(met("services", "accept"), 1.0)
+    made.trace(BEGIN._replace(packet=2), 1.9)
+    made.trace(met("services", "accept", packet=2), 1.9)
+    assert len(finished(made, 9.0).rules) == 1
+    made.trace(BEGIN._replace(packet=3), 9.0)
     assert not made.is_busy
+
+
+def test_rules_count_that_are_announced_after_the_flow() -> None:
+    made = tracer()
+    made.flow(flow(), 1.0)
+    made.trace(BEGIN, 1.0)
+    made.trace(met("services", "accept"), 1.0)
+    assert len(finished(made, 9.0).rules) == 1
 
 
 def test_node_ports_and_senders_are_matched() -> None:

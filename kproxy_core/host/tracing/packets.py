@@ -73,9 +73,7 @@ class Tracer:
         """Take in an announcement about rules."""
         if event.table == self._table:
             if event.handle and event.way is not None:
-                packet = self._start((event.protocol, event.way), now)
-                if packet is not None:
-                    self._by_id[event.packet] = packet
+                self._begin_trace(event.packet, (event.protocol, event.way), now)
             return
         packet = self._by_id.get(event.packet)
         if packet is None:
@@ -117,10 +115,16 @@ class Tracer:
                 self._by_id = {number: each for number, each in self._by_id.items() if each is not packet}
                 yield packet
 
+    def _begin_trace(self, number: int, key: _Key, now: float) -> None:
+        """Note that announcements about *number* are about the packet of *key*, unless it was sent again."""
+        packet = self._packets.get(key) or self._start(key, now)
+        if packet is not None and all(packet is not traced for traced in self._by_id.values()):
+            self._by_id[number] = packet
+
     def _start(self, key: _Key, now: float) -> TracedPacket | None:
-        """Return the packet of *key*; None if it was sent again."""
+        """Return a new packet; None if one of *key* was seen before."""
         if key in self._known:
-            return self._packets.get(key)
+            return None
         self._known.add(key)
         packet = self._packets[key] = TracedPacket(now, *key)
         return packet
