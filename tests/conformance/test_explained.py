@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from kproxy_core.model.address import format_socket, parse_address
+from kproxy_core.host.tracing.events import TraceEvents
+from kproxy_core.host.tracing.table import Match, open_table
+from kproxy_core.model.address import Family, Protocol, format_socket, parse_address
 from kproxy_core.modes.control import send_request
 from kproxy_core.testing.network.addresses import FAMILIES, SERVERS, resolve
 from tests.conformance.any_services import Attempt, Fate, World
@@ -19,6 +21,9 @@ ROUNDS = 16
 """Of 15 packets each on average."""
 COUNTED = 12
 """Packets whose rules' counters are read."""
+
+RECORDS = ("filter-postrouting ", "filter-input ", "record")
+"""Chains of the nftables mode that note which endpoint was chosen, and decide nothing."""
 
 _CHAINS = ("KUBE-SVC-", "KUBE-SVL-", "KUBE-EXT-", "KUBE-FW-", "KUBE-SEP-")
 _COUNTED_RULE = re.compile(r"\[(\d+):\d+\] -A (\S+) (.+)")
@@ -59,6 +64,19 @@ class ExplainedPlay(Play):
         found = filter(None, map(_COUNTED_RULE.match, lines))
         return {
             f"{rule[2]} {rule[3]}" for rule in found if rule[1] != "0" and rule[2].startswith(_CHAINS)}
+
+
+    def traced(self, attempt: Attempt) -> set[str]:
+        """Return the rules of our nftables table that one packet of *attempt* meets, by chain and handle."""
+        family = Family.IPV4 if self._family == "ipv4" else Family.IPV6
+        to = parse_address(resolve(attempt.to, self._family))
+        match = Match(family, to, Protocol[attempt.protocol], attempt.port, None)
+        with self._stage.topology["node"].entered(), TraceEvents() as events, open_table("traced", [match]):
+            self._try(attempt, 2.0)
+            seen = list(events.read())
+        begin = next(event for event in seen if event.table == "traced" and event.handle)
+        return {f"{event.chain} # handle {event.handle}" for event in seen
+                if event.packet == begin.packet and event.table == "kproxy" and event.handle}  # fmt: skip
 
 
 @pytest.fixture
@@ -107,4 +125,26 @@ def test_the_rules_that_count_a_packet_are_those_of_the_explanation(
             counted = play.counted(attempt)
             assert counted
             assert counted <= shown
+            left -= 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mode", ["nftables"])
+def test_the_rules_that_a_packet_meets_are_those_of_the_explanation(
+    play: ExplainedPlay, mode: str, family: str
+) -> None:
+    world = World(Random(f"traced {mode} {family}"))
+    left = COUNTED
+    while left > 0:
+        play.apply(world)
+        for attempt in world.attempts():
+            answer = play.explained(attempt)
+            if answer["frontend"] is None or attempt.sticky or attempt.client != "node":
+                continue
+            shown = [(item["where"], item["text"]) for item in answer["kernel"]["objects"]]
+            handles = {f"{where.partition(' ')[2]} # handle {text.rpartition(' ')[2]}"
+                       for where, text in shown if where.startswith("chain ")}  # fmt: skip
+            met = play.traced(attempt)
+            assert met
+            assert {rule for rule in met if not rule.startswith(RECORDS)} <= handles
             left -= 1
