@@ -42,6 +42,7 @@ struct flows { struct flow flow[4]; u64 next; };
 #define KEEP_PEER 2
 #define CONNECTED_UDP 4
 #define IGNORE_MASQUERADE 8
+#define COUNT_CONNECTIONS 16
 
 /* Of a service: some of its endpoints are on this node, and may be the client itself. */
 #define HAS_LOCAL_ENDPOINTS 1
@@ -64,6 +65,8 @@ BPF_TABLE("lru_hash", struct client, struct pin, pins, 65536);
 BPF_TABLE("lru_hash", struct client, u64, hairpins, 16384);
 /* Connected UDP sockets by cookie: they are destroyed when their endpoint is removed. */
 BPF_TABLE("lru_hash", u64, struct member, connected, 16384);
+/* New connections and flows by frontend and endpoint. */
+BPF_TABLE("lru_hash", struct flow, u64, connections, 32768);
 BPF_ARRAY(settings, struct settings, 1);
 /* Sockets that send datagrams to several destinations, and connected sockets. */
 BPF_SK_STORAGE(kept, struct flows);
@@ -226,6 +229,12 @@ chosen:
 		return 1;
 	}
 	struct flow kept_flow = { f, to.endpoint };
+	if (set->flags & COUNT_CONNECTIONS) {
+		u64 none = 0;
+		u64 *number = connections.lookup_or_try_init(&kept_flow, &none);
+		if (number)
+			lock_xadd(number, 1);
+	}
 	if (datagram) {
 		struct flows *k = kept.sk_storage_get(sk, 0, 1);
 		if (k) {

@@ -242,6 +242,8 @@ class Connections(NamedTuple):
     """None: refused, because the service port has no endpoints."""
     number: int
     """Since counting began. It never falls, except to begin again at 0."""
+    layer: str = ""
+    """The mode that counts, if it has a base, whose own counts have "": both may count the same pair."""
 
 
 class Measurement(NamedTuple):

@@ -86,17 +86,17 @@ def _decode_total(item: list[Any], now: float) -> tuple[ServicePortKey, Total]:
 
 
 def _encode_count(pair: Pair, number: int) -> list[object]:
-    family, (address, protocol, port), endpoint = pair
+    family, (address, protocol, port), endpoint, layer = pair
     dialled = None if address is None else address.hex()
-    return [family.label, dialled, protocol, port, _encode_destination(endpoint), number]
+    return [family.label, dialled, protocol, port, _encode_destination(endpoint), number, layer]
 
 
 def _decode_count(item: list[Any]) -> tuple[Pair, int]:
-    label, address, protocol, port, endpoint, number = item
+    label, address, protocol, port, endpoint, number, layer = item
     family = next(family for family in Family if family.label == label)
     dialled = None if address is None else Address(bytes.fromhex(address))
     where = _decode_destination(*endpoint) if endpoint else None
-    return Pair(family, Frontend(dialled, Protocol(protocol), int(port)), where), int(number)
+    return Pair(family, Frontend(dialled, Protocol(protocol), int(port)), where, str(layer)), int(number)
 
 
 def _encode_destination(where: Destination | None) -> list[object]:

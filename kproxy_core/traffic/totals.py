@@ -25,6 +25,8 @@ class Pair(NamedTuple):
     family: Family
     frontend: Frontend
     endpoint: Destination | None
+    layer: str = ""
+    """See `Connections.layer`."""
 
 
 class Failure(enum.Enum):
@@ -93,8 +95,8 @@ class Counts:
         found: list[tuple[Pair, int]] = []
         counts = self._counts
         numbers: dict[Pair, int] = {}
-        for frontend, endpoint, number in reading:
-            pair = Pair(family, frontend, endpoint)
+        for frontend, endpoint, number, layer in reading:
+            pair = Pair(family, frontend, endpoint, layer)
             numbers[pair] = numbers.get(pair, 0) + number
         for pair, number in numbers.items():
             known = counts.get(pair)
@@ -125,7 +127,7 @@ class Totals:
 
     def add(self, made: Iterable[tuple[Pair, int]], owner_of: OwnerOf, now: float) -> None:
         """Add connections to the totals of the service ports that own the frontends."""
-        for (family, frontend, endpoint), number in made:
+        for (family, frontend, endpoint, _), number in made:
             key = owner_of(family, frontend)
             if key is None:
                 self.unknown += number

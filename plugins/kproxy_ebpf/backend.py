@@ -9,6 +9,7 @@ from collections.abc import Generator, Sequence
 
 from kproxy_core.backend.api import (
     BackendSettings,
+    Connections,
     Damage,
     KernelSide,
     Measurement,
@@ -21,10 +22,12 @@ from kproxy_core.backend.api import (
 from kproxy_core.backend.errors import SyncFailed, TrustLost, Unsupported
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.host.errors import HostError
+from kproxy_core.model.address import Family
 from kproxy_ebpf.family import FamilyState
 from kproxy_ebpf.inspection.explain import explain
 from kproxy_ebpf.inspection.preview import preview
 from kproxy_ebpf.inspection.render import render_text
+from kproxy_ebpf.inspection.traffic import connections
 from kproxy_ebpf.kernel.pinned import pinned_maps
 from kproxy_ebpf.kernel.port import Kernel
 from kproxy_ebpf.kernel.programs import Compilation
@@ -41,6 +44,7 @@ class EbpfBackend:
     def __init__(self, settings: BackendSettings) -> None:
         self._settings = read_settings(settings)
         self._families_served = settings.families
+        self._counted = settings.count_traffic
         self._compilation: Compilation | None = None
         self._kernel: Kernel | None = None
         self._families: dict[object, FamilyState] = {}
@@ -119,6 +123,12 @@ class EbpfBackend:
             return explain(questions, rules, self._settings, maps)
 
     @hookimpl(wrapper=True)
+    def kproxy_traffic(self, family: Family) -> Generator[None, Sequence[Connections], Sequence[Connections]]:
+        """Return the counts of the rules, and those of the programs."""
+        by_rules = yield
+        return [*by_rules, *connections(family, self._settings)]
+
+    @hookimpl(wrapper=True)
     def kproxy_watch(self, damaged: Damage) -> Generator[None, bool, bool]:
         """Watch the programs' links besides the rules."""
         watches = yield
@@ -152,7 +162,7 @@ class EbpfBackend:
             return None
         try:
             compiled = self._compilation.result()
-            kernel = Kernel(self._settings)
+            kernel = Kernel(self._settings, counted=self._counted)
             kernel.open(compiled)
         except (HostError, SyncFailed) as error:
             log.error("local sockets are left to the rules", extra={"fields": {"error": str(error)}})

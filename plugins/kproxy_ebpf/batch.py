@@ -24,7 +24,7 @@ _MAPPED = bytes(10) + b"\xff\xff"
 _NODE_PORT_KIND = {Family.IPV4: 4, Family.IPV6: 6}
 _IS_LOCAL = 1 << 16
 
-ONLY_NODE_CLIENTS, KEEP_PEER, CONNECTED_UDP, IGNORE_MASQUERADE = 1, 2, 4, 8
+ONLY_NODE_CLIENTS, KEEP_PEER, CONNECTED_UDP, IGNORE_MASQUERADE, COUNT_CONNECTIONS = 1, 2, 4, 8, 16
 """Flags of the settings."""
 
 PRESENT = bytes(8)
@@ -90,6 +90,18 @@ def parse_service(value: bytes) -> ServiceValue:
 def slot_key(service: bytes, index: int) -> bytes:
     """Return the key of one of a service's slots."""
     return service + _NUMBERS[index] if index < len(_NUMBERS) else service + _NUMBER.pack(index)
+
+
+def parse_frontend(key: bytes) -> tuple[Address, Protocol, int]:
+    """Return the address, protocol and port that a frontend's key with an address begins with."""
+    address, rest = _FRONTEND.unpack_from(key)
+    family = frontend_family(key[:_FRONTEND.size])
+    return Address(address[-family.size:]), Protocol(rest >> 16 & 0xFF), _network(rest & 0xFFFF)
+
+
+def parse_count(key: bytes, value: bytes) -> tuple[bytes, bytes, int]:
+    """Return the frontend's key, the endpoint as in slots, and the number of connections."""
+    return key[:_FRONTEND.size], key[_FRONTEND.size:], _NUMBER.unpack(value)[0]
 
 
 def slot_family(key: bytes) -> Family:

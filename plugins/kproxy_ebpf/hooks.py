@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from kproxy_core.backend.api import BackendSettings, Caveat, Description, Detection, Leftovers, Trial, Update
 from kproxy_core.backend.hookspecs import hookimpl
-
-MODE = "ebpf"
+from kproxy_ebpf.names import MODE
 
 
 @hookimpl

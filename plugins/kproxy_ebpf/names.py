@@ -1,4 +1,6 @@
-"""Names of the maps and programs, and the attach types of the programs (linux/bpf.h)."""
+"""Names of the mode, its maps and programs, and the attach types of the programs (linux/bpf.h)."""
+
+MODE = "ebpf"
 
 FRONTENDS = "frontends"
 SLOTS = "slots"
@@ -8,10 +10,14 @@ PINS = "pins"
 HAIRPINS = "hairpins"
 SETTINGS = "settings"
 CONNECTED = "connected"
+CONNECTIONS = "connections"
 FLOWS = "kept"
 PEERS = "peer"
 
-MAPS = (FRONTENDS, SLOTS, ENDPOINTS, NODE_ADDRESSES, PINS, HAIRPINS, SETTINGS, CONNECTED, FLOWS, PEERS)
+MAPS = (
+    FRONTENDS, SLOTS, ENDPOINTS, NODE_ADDRESSES, PINS, HAIRPINS, SETTINGS, CONNECTED, CONNECTIONS, FLOWS,
+    PEERS,
+)  # fmt: skip
 
 PER_FAMILY = (FRONTENDS, SLOTS, ENDPOINTS, NODE_ADDRESSES)
 """The maps whose elements come from Services and the node."""

@@ -134,7 +134,7 @@ class BackendDriver(Driver):
         if found is None:
             raise Unavailable("the backend does not implement kproxy_traffic")
         sums: Counter[tuple[str, str, int, str]] = Counter()
-        for (address, protocol, port), where, number in found:
+        for (address, protocol, port), where, number, _ in found:
             dialled = format_address(address) if address is not None else resolve("node", family)
             endpoint = format_address(where.address) if where is not None else ""
             sums[protocol.name.lower(), dialled, port, endpoint] += number

@@ -15,6 +15,8 @@ from kproxy_ebpf.kernel import bpf
 from kproxy_ebpf.kernel.port import family_of_key, namespace_cookie
 from kproxy_ebpf.settings import Settings
 
+_READ = (*names.PER_FAMILY, names.PINS, names.CONNECTIONS)
+
 
 class PinnedMaps:
     """The pinned maps. Changes nothing."""
@@ -23,7 +25,7 @@ class PinnedMaps:
         """*directory* has the pins of the maps, *home* those of the programs."""
         self.are_in_use = (home / "links" / names.ON_THE_WAY_OUT[0]).exists()
         """Programs that choose endpoints are attached."""
-        self._maps = {name: bpf.open_pin(str(directory / name)) for name in (*names.PER_FAMILY, names.PINS)}
+        self._maps = {name: bpf.open_pin(str(directory / name)) for name in _READ}
         self._definitions = {name: bpf.map_definition(fd) for name, fd in self._maps.items()}
 
     def find(self, name: str, key: bytes) -> bytes | None:
@@ -49,6 +51,10 @@ class PinnedMaps:
             }
             for name in names.PER_FAMILY
         }  # fmt: skip
+
+    def elements(self, name: str) -> Iterator[tuple[bytes, bytes]]:
+        """Yield all elements of one map."""
+        return bpf.elements(self._maps[name], self._definitions[name])
 
     def close(self) -> None:
         for descriptor in self._maps.values():

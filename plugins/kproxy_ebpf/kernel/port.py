@@ -19,6 +19,7 @@ from kproxy_ebpf import names
 from kproxy_ebpf.applied import Contents, Difference
 from kproxy_ebpf.batch import (
     CONNECTED_UDP,
+    COUNT_CONNECTIONS,
     IGNORE_MASQUERADE,
     KEEP_PEER,
     ONLY_NODE_CLIENTS,
@@ -47,8 +48,10 @@ _FAMILY_OF_KEY: dict[str, Callable[[bytes], Family]] = {
 class Kernel:
     """The mode's maps, programs and links. `open` first; then all methods may be called from any thread."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, counted: bool = False) -> None:
+        """*counted*: programs count connections."""
         self._settings = settings
+        self._counted = counted
         self._namespace = namespace_cookie()
         self._home = Path(settings.pin_directory) / str(self._namespace)
         self._links_directory = self._home / "links"
@@ -92,6 +95,7 @@ class Kernel:
             | KEEP_PEER * settings.getpeername
             | CONNECTED_UDP * self._connected_udp
             | IGNORE_MASQUERADE * (settings.clients == "all")
+            | COUNT_CONNECTIONS * self._counted
         )
         value = settings_value(self._namespace, flags)
         if value != self._settings_written:
@@ -320,6 +324,16 @@ def detach_pins(directory: Path, programs: Iterable[str]) -> list[str]:
         pin.unlink()
         removed.append(str(pin))
     return removed
+
+
+def forget_connections(home: Path) -> None:
+    """Delete the counts of connections: they have been read, and the next process begins at 0."""
+    for path in home.glob(f"maps-*/{names.CONNECTIONS}"):
+        found = bpf.open_pin(str(path))
+        try:
+            bpf.delete_all(found, [key for key, _ in bpf.elements(found, bpf.map_definition(found))])
+        finally:
+            os.close(found)
 
 
 def _open_map(path: Path, name: str, definition: bpf.MapDefinition) -> int:

@@ -9,22 +9,20 @@ from kproxy_ebpf import names
 from kproxy_ebpf.kernel.port import detach_pins, namespace_cookie
 from kproxy_ebpf.settings import read_settings
 
-MODE = "ebpf"
-
 
 def cleanup(settings: BackendSettings, *, dry_run: bool) -> Leftovers:
     """Detach all programs and remove all pins, or say what would be removed."""
     try:
         home = pin_directory(settings)
         if not home.exists():
-            return Leftovers(MODE)
+            return Leftovers(names.MODE)
         removed = [f"BPF pin {path}" for path in sorted(home.rglob("*")) if path.is_file()]
         if not dry_run:
             detach_pins(home / "links", names.ON_THE_WAY_OUT + names.ON_THE_WAY_BACK)
             shutil.rmtree(home)
     except (OSError, BackendError) as error:
-        return Leftovers(MODE, errors=(str(error),))
-    return Leftovers(MODE, tuple(removed))
+        return Leftovers(names.MODE, errors=(str(error),))
+    return Leftovers(names.MODE, tuple(removed))
 
 
 def pin_directory(settings: BackendSettings) -> Path:

@@ -19,7 +19,6 @@ from kproxy_ebpf.kernel.port import namespace_cookie
 from kproxy_ebpf.kernel.programs import BCC_REMEDY, Compilation, has_compiler
 from kproxy_ebpf.settings import Settings, read_settings
 
-MODE = "ebpf"
 _PERMISSION = "grant CAP_BPF and CAP_NET_ADMIN, and a seccomp profile that allows bpf(2)"
 _ARRAY = bpf.MapDefinition(type=2, key=4, value=4, entries=1, flags=0)
 _SK_STORAGE = bpf.MapDefinition(type=bpf.SK_STORAGE, key=4, value=8, entries=0, flags=1)
@@ -39,7 +38,7 @@ def detect(settings: BackendSettings, trial: Trial | None) -> Detection:
     requirements = [*_quick(options)]
     if trial is not None:
         requirements.append(_attach(options))
-    return Detection(MODE, tuple(requirements))
+    return Detection(names.MODE, tuple(requirements))
 
 
 def lacking(options: Settings) -> list[str]:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from kproxy_core.backend.api import BackendSettings, Leftovers
 from kproxy_core.backend.errors import BackendError
 from kproxy_ebpf import names
-from kproxy_ebpf.kernel.port import detach_pins
-from kproxy_ebpf.questions.cleanup import MODE, pin_directory
+from kproxy_ebpf.kernel.port import detach_pins, forget_connections
+from kproxy_ebpf.questions.cleanup import pin_directory
 
 GRACE = 5.0
 """Seconds in which replies to datagrams that were sent through a frontend still bear its address."""
@@ -24,11 +24,12 @@ def retire(settings: BackendSettings, clock: Callable[[], float] = time.monotoni
     try:
         home = pin_directory(settings)
         if not home.exists():
-            return Leftovers(MODE)
+            return Leftovers(names.MODE)
         removed = detach_pins(home / "links", names.ON_THE_WAY_OUT)
         if removed:
             _since[str(home)] = clock()
+            forget_connections(home)
     except (OSError, BackendError) as error:
-        return Leftovers(MODE, errors=(str(error),))
+        return Leftovers(names.MODE, errors=(str(error),))
     waiting = clock() - _since.get(str(home), -GRACE) < GRACE
-    return Leftovers(MODE, tuple(f"BPF pin {path}" for path in removed), waiting=int(waiting))
+    return Leftovers(names.MODE, tuple(f"BPF pin {path}" for path in removed), waiting=int(waiting))

@@ -57,15 +57,17 @@ class Node:
 
     @contextmanager
     def proxy(
-        self, options: Mapping[str, object] = {}, settings: Mapping[str, object] = {}
-    ) -> Iterator[Proxy]:
-        """Start a kproxy, ready to serve, with *options* of the mode and other *settings*."""
+        self, options: Mapping[str, object] = {}, settings: Mapping[str, object] = {},
+        kproxy: Mapping[str, object] = {},
+    ) -> Iterator[Proxy]:  # fmt: skip
+        """Start a kproxy, ready to serve, with *options* of the mode, its own and other *settings*."""
         config = self._directory / "config.json"
-        ebpf = {"cgroup": str(self.cgroup), "pinDirectory": str(self.pins), **options}
+        backends = {"ebpf": {"cgroup": str(self.cgroup), "pinDirectory": str(self.pins), **options}}
+        state = str(self._directory / "state")
         config.write_text(json.dumps({
             "apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration",
             "mode": "ebpf", "clusterCIDR": "10.244.0.0/16,fd00:244::/32", "conntrack": {"maxPerCore": 0},
-            "kproxy": {"stateDirectory": str(self._directory / "state"), "backendOptions": {"ebpf": ebpf}},
+            "kproxy": {"stateDirectory": state, "backendOptions": backends, **kproxy},
             **settings,
         }))  # fmt: skip
         command = ["ip", "netns", "exec", self.host.name, KPROXY, "--config", str(config),
