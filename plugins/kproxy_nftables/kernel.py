@@ -9,6 +9,7 @@ import re
 import socket
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from kproxy_core.backend.errors import SyncFailed, TrustLost, Unsupported
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _TABLE_ATTRIBUTE = 1
+_OWNER_ATTRIBUTE = 7
+"""NFTA_TABLE_OWNER, since Linux 5.12: the netlink port that alone may change a table."""
 _NAME_ATTRIBUTE = {GETCHAIN: 3, GETSET: 2}
 
 _SEND_SPACE = 256 << 20
@@ -87,7 +90,7 @@ class Kernel:
         status, _, problem = self._libnftables().cmd(text)
         self._learn_own_port()
         if status:
-            raise SyncFailed(f"nft: {first_line(problem)}")
+            raise SyncFailed(f"nft: {first_line(problem)}{self._foreign_owner(problem)}")
 
     def write(self, family: Family, deletes: Sequence[Element], adds: Sequence[Element]) -> None:
         """Delete and add elements in one transaction, or several if the kernel's limits require it.
@@ -194,6 +197,18 @@ class Kernel:
         except OSError as error:
             raise _failure(error) from error
 
+    def _foreign_owner(self, problem: str) -> str:
+        """Return words about the process that owns our table, if that explains nft's message *problem*."""
+        if os.strerror(errno.EPERM) not in problem:
+            return ""
+        for family in Family:
+            for span in self._objects(GETTABLE, family, b""):
+                found = netlink.attributes(*span)
+                port = int.from_bytes(found.get(_OWNER_ATTRIBUTE, b""), "big")
+                if port and port not in self.own_ports and netlink.text(found[_TABLE_ATTRIBUTE]) == TABLE:
+                    return f"; table {NFT_FAMILY[family]} {TABLE} is owned by another process{_name_of(port)}"
+        return ""
+
     def _names(self, kind: int, family: Family) -> set[str]:
         of_table = netlink.text_attribute(_TABLE_ATTRIBUTE, TABLE) if kind == GETSET else b""
         found = set()
@@ -262,3 +277,11 @@ def first_line(text: str | None) -> str:
 def _failure(error: OSError) -> SyncFailed:
     kind = TrustLost if error.errno in _STALE else SyncFailed
     return kind(f"nf_tables: {error.strerror}")
+
+
+def _name_of(port: int) -> str:
+    """Return name and id of a process by its first netlink socket, whose port is the process id."""
+    try:
+        return f", {Path(f'/proc/{port}/comm').read_text(errors='replace').strip()}[{port}]"
+    except OSError:
+        return f" (netlink port {port})"

@@ -1,5 +1,6 @@
 """The backend with the real nf_tables of an empty network namespace."""
 
+import re
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -449,3 +450,20 @@ def test_a_change_writes_as_much_at_any_number_of_services(
     )
     change(backend, dict(changed))
     assert asked[0] == (1, 1)
+
+
+def test_a_table_that_another_process_owns_is_said_to_be() -> None:
+    kernel = Kernel()
+    command = ["nft", "--interactive"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdin is not None
+        owner.stdin.write(f"add table ip {names.TABLE} {{ flags owner; }}\n")
+        owner.stdin.flush()
+        while ("ip", names.TABLE) not in kernel.tables():
+            assert owner.poll() is None
+        owned = f"table ip {names.TABLE} is owned by another process, nft[{owner.pid}]"
+        with pytest.raises(SyncFailed, match=f"Operation not permitted.*{re.escape(owned)}"):
+            kernel.apply_text(f"add chain ip {names.TABLE} mine")
+        owner.stdin.close()
+    kernel.apply_text(f"add table ip {names.TABLE}; add chain ip {names.TABLE} mine")
+    kernel.close()
