@@ -170,6 +170,7 @@ def test_pods_have_what_a_node_agent_needs(objects: dict[str, Object]) -> None:
     (main,) = pod["containers"]
     assert main["livenessProbe"]["httpGet"] == {"path": "/livez", "port": 10256}
     assert main["readinessProbe"]["httpGet"] == {"path": "/healthz", "port": 10256}
+    assert main["resources"]["limits"] == {"memory": "1Gi"}
     assert "privileged" not in main["securityContext"]
     for container in containers(objects["DaemonSet"]):
         assert container["securityContext"]["readOnlyRootFilesystem"] is True

@@ -26,6 +26,7 @@ TABLES = {
     "userspace": ("nat",),
 }
 """The nf_tables tables of each mode; iptables' own interface for nf_tables makes tables as well."""
+_BUILT_IN = ("PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING")
 FAMILIES = {"ip": "IPv4", "ip6": "IPv6"}
 BOTH = frozenset(FAMILIES.values())
 
@@ -86,8 +87,8 @@ def delete_rule(where: Node) -> Done:
 
 
 def insert_rule(where: Node) -> Done:
-    """Drop what a chain gets."""
-    rule = _pick(where, "rule")
+    """Drop what a chain of the mode gets. A rule in a built-in one is an operator's, and is kept."""
+    rule = _pick(where, "rule", lambda value: value["chain"] not in _BUILT_IN)
     return _on(where, rule, lambda at: f"insert rule {at} {rule['chain']} counter drop")
 
 
