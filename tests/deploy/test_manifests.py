@@ -150,8 +150,8 @@ def test_the_file_that_kubeadm_writes_means_kube_proxys_defaults() -> None:
 
 def test_the_page_names_what_is_there() -> None:
     page = (DEPLOY.parent / "docs/deploy.md").read_text()
-    for name in re.findall(r"(?<!tests/)\bdeploy/\w+", page):
-        assert (DEPLOY.parent / name).exists(), name
+    for name in re.findall(r"(?<!tests/)\bdeploy/[\w./-]+", page):
+        assert (DEPLOY.parent / name.rstrip(".")).exists(), name
     for test in re.findall(r"tests/deploy/(\w+\.py)", page):
         assert (Path(__file__).parent / test).exists()
     (patch,) = re.findall(r"-p '(.*)'", page)

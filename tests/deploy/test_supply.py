@@ -24,6 +24,16 @@ def test_every_requirement_is_pinned_with_hashes() -> None:
             assert requirement.specifier.contains(version), f"{line}: {version}; make requirements"
 
 
+def test_the_tests_that_the_security_page_names_exist() -> None:
+    checkout = DEPLOY.parent
+    path = ""
+    for word in re.findall(r"`(tests/[\w/.]*(?:::\w+)?|::\w+)`", (checkout / "SECURITY.md").read_text()):
+        file, _, test = word.partition("::")
+        path = file or path
+        assert (checkout / path).exists(), path
+        assert not test or f"def {test}(" in (checkout / path).read_text(), word
+
+
 def test_the_image_installs_nothing_else() -> None:
     text = (DEPLOY / "Containerfile").read_text().replace("\\\n", "")
     first, second = re.findall(r"bin/pip install (.*?)(?: && |\n)", text)
