@@ -1,12 +1,16 @@
 """Packets to every frontend of every feature, and a node whose kernel holds a mode's rules for them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from kproxy_core.backend.api import KernelSide, Question
+from kproxy_core.explain.difference import packet_to
 from kproxy_core.explain.verdict import AGREES, judge
 from kproxy_core.model.address import Family, parse_address
+from kproxy_core.model.node import NodeView
+from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.fate import Fate, Origin, Packet, decide, stand_in
+from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.testing.conformance.bench import lonely_node
 from kproxy_core.testing.conformance.features import ADDRESSES, everything
 from kproxy_core.testing.conformance.subject import Subject, Wanted, full
@@ -35,6 +39,15 @@ def questions(family: Family) -> list[Question]:
                 packet = Packet(origin, source, to, frontend.protocol, frontend.port)
                 found.append(Question(packet, view, frontend, plan))
     return found
+
+
+def questions_about(plans: Mapping[ServicePortKey, ServicePlan], view: NodeView) -> list[Question]:
+    """Return packets to every frontend of *plans*, by a typical sender of each origin."""
+    return [
+        Question(packet, view, frontend, plan)
+        for plan in plans.values() for frontend in plan.frontends() for origin in Origin
+        if (packet := packet_to(frontend, origin, view)) is not None
+    ]  # fmt: skip
 
 
 def decided(question: Question) -> Fate:

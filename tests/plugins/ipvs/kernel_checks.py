@@ -29,6 +29,7 @@ from kproxy_ipvs.wanted import Scheduling, ServerKey
 from kproxy_xtables.rules import ChainKey
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import find_variant
+from tests.plugins.explained import agrees, decided, questions_about
 from tests.plugins.ipvs.rig import NODES, WEB, Plans, answers, change, everything, full, web, weight
 
 
@@ -52,6 +53,32 @@ def test_a_preview_counts_the_operations_of_the_next_sync(
         assert seen.operations == backend.kproxy_sync(update).operations > 0
         assert seen.transaction
         assert backend.kproxy_preview(update) == Preview(0, "")
+
+
+@pytest.mark.parametrize("family", list(Family))
+def test_the_objects_in_the_kernel_decide_as_the_plans_say(
+    family: Family, make: Callable[..., IpvsBackend]
+) -> None:
+    backend, wanted = make(), everything(family)
+    full(backend, wanted)
+    asked = questions_about(wanted, NODES[family])
+    sides = backend.kproxy_explain(asked, live=True)
+    assert [(q.packet, side) for q, side in zip(asked, sides, strict=True) if not agrees(q, side)] == []
+    served = {frontend for plan in wanted.values() for frontend in plan.frontends() if frontend.address}
+    assert served <= set(backend.kproxy_frontends(family))
+
+
+@pytest.mark.parametrize("family", list(Family))
+def test_an_endpoint_that_another_program_deletes_is_a_difference(
+    family: Family, make: Callable[..., IpvsBackend], kernel: VirtualServers
+) -> None:
+    backend, wanted = make(), everything(family)
+    full(backend, wanted)
+    asked = [question for question in questions_about(wanted, NODES[family]) if decided(question).choices][:1]
+    packet = asked[0].packet
+    key = ServerKey(family, 0, packet.destination, packet.protocol, packet.port)
+    kernel.write([DeleteServer(key)])
+    assert not agrees(asked[0], backend.kproxy_explain(asked, live=True)[0])
 
 
 @pytest.mark.parametrize("family", list(Family))
