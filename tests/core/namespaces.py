@@ -1,73 +1,70 @@
-"""Throw-away network namespaces, and code that runs inside."""
+"""Network namespaces of the harness with a name in /run/netns, for ``ip netns exec``.
+
+That program also hides the machine's cgroups and BPF programs from what it runs.
+"""
 
 import contextlib
-import ctypes
 import itertools
 import os
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from kproxy_core.testing.network import namespaces
+from kproxy_core.testing.network.cgroup import NodeCgroup
+
 T = TypeVar("T")
 
-_CLONE_NEWNET = 0x40000000
-_libc = ctypes.CDLL(None, use_errno=True)
 _numbers = itertools.count()
 
 
-class Namespace:
-    """A network namespace with a name of its own. Sockets made inside stay inside."""
+class Namespace(namespaces.Namespace):
+    """A network namespace with a name of its own."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, host: str = "", cgroup: NodeCgroup | None = None) -> None:
+        super().__init__(f"kpt-{os.getpid()}-{next(_numbers)}{host and '-'}{host}", cgroup)
+        with self.joined():
+            thread = str(threading.get_native_id())
+            subprocess.run(["ip", "netns", "attach", self.name, thread], check=True)
 
-    def run(self, *command: str, stdin: str = "", cwd: Path | None = None) -> str:
-        """Run *command* in here, and return its output. Fails with its error message."""
+    def close(self) -> None:
+        subprocess.run(["ip", "netns", "del", self.name], check=True)
+        super().close()
+
+    def run(
+        self, *argv: str, stdin: str = "", timeout: float = namespaces.COMMAND_TIMEOUT,
+        cwd: Path | None = None,
+    ) -> str:  # fmt: skip
+        """Return the output of *argv*, without its error output. Fails with that."""
         done = subprocess.run(
-            ["ip", "netns", "exec", self.name, *command],
-            cwd=cwd, input=stdin, capture_output=True, text=True, check=False,
+            ["ip", "netns", "exec", self.name, *argv],
+            cwd=cwd, input=stdin, capture_output=True, text=True, check=False, timeout=timeout,
         )
-        assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+        assert done.returncode == 0, f"{' '.join(argv)}: {done.stderr}"
         return done.stdout
 
     def ip(self, *batch: str) -> None:
-        """Commands of ip(8)."""
+        """Run commands of ip(8)."""
         self.run("ip", "-batch", "-", stdin="\n".join(batch) + "\n")
 
     def nft(self, text: str) -> None:
         self.run("nft", "-f", "-", stdin=text)
 
     def inside(self, action: Callable[[], T]) -> T:
-        """The result of *action*, called in a thread that is in here; what it raises is raised."""
-        results: list[T] = []
-        errors: list[BaseException] = []
+        """Return the result of *action*, called in a thread in the namespace. Raises what it raises."""
+        def act() -> T:
+            with self.joined():
+                return action()
 
-        def enter_and_act() -> None:
-            try:
-                with open(f"/run/netns/{self.name}", "rb") as handle:
-                    if _libc.setns(handle.fileno(), _CLONE_NEWNET):
-                        raise OSError(ctypes.get_errno(), "setns")
-                results.append(action())
-            except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
-                errors.append(error)
-
-        thread = threading.Thread(target=enter_and_act)
-        thread.start()
-        thread.join()
-        if errors:
-            raise errors[0]
-        return results[0]
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(act).result()
 
 
 @contextlib.contextmanager
 def namespace() -> Iterator[Namespace]:
-    """A namespace with its loopback up, gone afterwards."""
-    made = Namespace(f"kpt-{os.getpid()}-{next(_numbers)}")
-    subprocess.run(["ip", "netns", "add", made.name], check=True)
-    try:
-        made.run("ip", "link", "set", "lo", "up")
+    """Yield a namespace with its loopback up, and delete it."""
+    with contextlib.closing(Namespace()) as made:
         yield made
-    finally:
-        subprocess.run(["ip", "netns", "del", made.name], check=True)

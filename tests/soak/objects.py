@@ -99,7 +99,7 @@ class Objects:
         return [self._slice(number, family) for family in families]
 
     def _slice(self, number: int, family: str) -> Json:
-        prefix = "10.244.2." if family == "IPv4" else "fd00:244:2::"
+        prefix = "10.244.2." if family == "IPv4" else "fd00:10:244:2::"
         hosts = self._rng.sample(range(20, 250), self._rng.choice((0, 1, 1, 2, 3, 5)))
         return {
             "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": family,

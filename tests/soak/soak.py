@@ -78,7 +78,7 @@ class Soak:
             "ebpf": {"cgroup": str(cgroup), "pinDirectory": str(pins)},
         }
         self.proxy = Proxy(self.node, directory, {
-            "clusterCIDR": "10.244.0.0/16,fd00:244::/32", "conntrack": {
+            "clusterCIDR": "10.244.0.0/16,fd00:10:244::/48", "conntrack": {
                 "maxPerCore": 0, "tcpEstablishedTimeout": "10s", "tcpCloseWaitTimeout": "3s",
             },
             "kproxy": {

@@ -14,11 +14,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from kproxy_core.testing.network.addresses import ADDRESSES
+from kproxy_core.testing.network.cgroup import NodeCgroup
+from kproxy_core.testing.network.topology import Topology
 from kproxy_ebpf.kernel import bpf
 from kproxy_ebpf.kernel.programs import Compilation
 from kproxy_ebpf.names import ATTACH_TYPES
 from tests.core.bpf_places import inside, new_bpf_file_system, new_cgroup
-from tests.core.namespaces import Namespace, namespace
+from tests.core.namespaces import Namespace
 from tests.switch import traffic
 from tests.switch.traffic import Target
 
@@ -26,9 +29,11 @@ KPROXY = str(Path(sys.executable).with_name("kproxy"))
 PATIENCE = float(os.environ.get("SWITCH_PATIENCE", "60"))
 """Timeout of every wait in seconds; a guest kernel under emulation needs more."""
 
-NODE, NODE6 = "203.0.113.1", "fd00:203::1"
-CLIENT, CLIENT6 = "203.0.113.2", "fd00:203::2"
-PODS = {"here": ("10.244.1.11", "fd00:244:1::11"), "elsewhere": ("10.244.2.12", "fd00:244:2::12")}
+NODE, NODE6 = ADDRESSES["node"]
+CLIENT, CLIENT6 = ADDRESSES["client"]
+HOSTS = {"here": "pod1", "elsewhere": "pod3"}
+"""Endpoints, and their hosts of the topology."""
+PODS = {name: ADDRESSES[host] for name, host in HOSTS.items()}
 PORT = 8080
 
 UDP_IDLE_TIMEOUT = "5s"
@@ -310,11 +315,16 @@ class Room:
             self._cgroup = stack.enter_context(new_cgroup())
             self._pins = stack.enter_context(new_bpf_file_system(directory / "bpf")) / "kproxy"
             Compilation().result()  # Under load this would take half a minute in a guest.
-        self.client, self.node = stack.enter_context(namespace()), stack.enter_context(namespace())
-        pods = {name: stack.enter_context(namespace()) for name in PODS}
-        _connect(self.client, self.node, pods)
+        hosts: dict[str, Namespace] = {}
+
+        def make(name: str, cgroup: NodeCgroup | None) -> Namespace:
+            hosts[name] = Namespace(name, cgroup)
+            return hosts[name]
+
+        stack.callback(Topology(make=make).close)
+        self.client, self.node = hosts["client"], hosts["node"]
         for name, addresses in PODS.items():
-            self._endpoint(pods[name], addresses)
+            self._endpoint(hosts[HOSTS[name]], addresses)
         self.manifests = directory / "manifests"
         self.manifests.mkdir()
         slices = [
@@ -444,33 +454,6 @@ class Room:
             return any(bpf.attached(descriptor, kind) for kind in ATTACH_TYPES.values())
         finally:
             os.close(descriptor)
-
-
-def _connect(client: Namespace, node: Namespace, pods: Mapping[str, Namespace]) -> None:
-    for host in (client, node, *pods.values()):  # use addresses at once
-        host.run("sysctl", "-qw", "net.ipv6.conf.default.accept_dad=0", "net.ipv6.conf.all.accept_dad=0")
-    node.run("sysctl", "-qw", "net.ipv4.ip_forward=1", "net.ipv6.conf.all.forwarding=1")
-    node.ip(
-        f"link add client type veth peer eth0 netns {client.name}", "link set client up",
-        f"addr add {NODE}/24 dev client", f"addr add {NODE6}/64 dev client",
-        # As on a real node: a default route for all other packets.
-        f"route add default via {CLIENT}", f"route add default via {CLIENT6}",
-    )  # fmt: skip
-    client.ip(
-        "link set eth0 up", f"addr add {CLIENT}/24 dev eth0", f"addr add {CLIENT6}/64 dev eth0",
-        f"route add default via {NODE}", f"route add default via {NODE6}",
-    )  # fmt: skip
-    for number, (name, (address, address6)) in enumerate(PODS.items(), 1):
-        pod = pods[name]
-        router, router6 = f"10.244.{number}.1", f"fd00:244:{number}::1"
-        node.ip(
-            f"link add {name} type veth peer eth0 netns {pod.name}", f"link set {name} up",
-            f"addr add {router}/24 dev {name}", f"addr add {router6}/64 dev {name}",
-        )  # fmt: skip
-        pod.ip(
-            "link set eth0 up", f"addr add {address}/24 dev eth0", f"addr add {address6}/64 dev eth0",
-            f"route add default via {router}", f"route add default via {router6}",
-        )  # fmt: skip
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

@@ -92,7 +92,7 @@ def test_no_connection_is_lost_or_counted_twice(node: Room) -> None:
         dial(node, WEB, 7)
         dial(node, (NODE, 31780), 3)
         assert counted(proxy) == {"one forwarded": 10, "endpoints": 10}
-        manifest.write_text(manifest.read_text().replace("10.244.2.12", "10.244.1.11"))
+        manifest.write_text(manifest.read_text().replace(PODS["elsewhere"][0], PODS["here"][0]))
         time.sleep(1)
         dial(node, WEB, 2)
         assert counted(proxy)["one forwarded"] == 12

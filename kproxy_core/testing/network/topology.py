@@ -15,6 +15,8 @@ even their neighbours through the node, as with a point-to-point CNI plugin. pod
 behind a plain veth, so that the interface-based modes of local-traffic detection can tell them apart.
 """
 
+from collections.abc import Callable
+
 from kproxy_core.testing.network.addresses import FAMILIES, LOCAL, resolve
 from kproxy_core.testing.network.cgroup import NodeCgroup
 from kproxy_core.testing.network.namespaces import Namespace
@@ -26,13 +28,16 @@ PODS = ("pod1", "pod2", "pod3", "pod4")
 class Topology:
     """The namespaces, links, addresses and routes."""
 
-    def __init__(self, node_cgroup: NodeCgroup | None = None) -> None:
-        """*node_cgroup*: the sockets of the node and its pods are created there."""
+    def __init__(
+        self, node_cgroup: NodeCgroup | None = None,
+        make: Callable[[str, NodeCgroup | None], Namespace] = Namespace,
+    ) -> None:  # fmt: skip
+        """*node_cgroup*: the sockets of the node and its pods are created there. *make* makes each host."""
         self.node_cgroup = node_cgroup
         self.hosts: dict[str, Namespace] = {}
         try:
             for name in HOSTS:
-                self.hosts[name] = Namespace(name, node_cgroup if name in LOCAL else None)
+                self.hosts[name] = make(name, node_cgroup if name in LOCAL else None)
             for name in ("node", "node2"):
                 self.hosts[name].forward()
             self._connect()
