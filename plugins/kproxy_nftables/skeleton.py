@@ -47,7 +47,10 @@ def skeleton(node: NodeView, *, counted: bool = False) -> str:
 
 
 def templates(node: NodeView, wanted: Iterable[Template]) -> str:
-    """Return the commands for the *wanted* template chains and those they lead to."""
+    """Return the commands for the *wanted* template chains and those they lead to.
+
+    Clients are recorded once there is a template with session affinity.
+    """
     text = _Text(node.family)
     order: dict[Template, None] = {}
     for template in sorted(wanted):
@@ -55,6 +58,8 @@ def templates(node: NodeView, wanted: Iterable[Template]) -> str:
             order[needed] = None
     for template in order:
         text.chain(template.name, _template_rules(node, template))
+    if any(template.sticky for template in order):
+        text.chain(_RECORD, _record_rules(text.ip))
     return text.value()
 
 
@@ -121,7 +126,8 @@ def object_names(*, counted: bool = False) -> set[str]:
 _QUOTABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*").fullmatch
 """Matches the names that nft text can hold. All of ours can; others are left alone."""
 
-_REGULAR_CHAINS = {"services", "masquerading", "cluster-ips-check", "record", names.REJECT, names.ADMITTED}
+_RECORD = "record"
+_REGULAR_CHAINS = {"services", "masquerading", "cluster-ips-check", _RECORD, names.REJECT, names.ADMITTED}
 
 
 def _containers(text: "_Text") -> None:
@@ -161,7 +167,7 @@ def _chains(node: NodeView) -> dict[str, list[str]]:
         else f"{ip} daddr @{names.NODE_IPS}"
     )
     check = "ct state new jump cluster-ips-check"
-    record = "ct state new ct status dnat jump record"
+    record = f"ct state new ct status dnat jump {_RECORD}"
     return {
         # The kernel rate-limits ICMP errors, but not resets.
         names.REJECT: ["meta l4proto tcp reject with tcp reset", "reject"],
@@ -178,7 +184,7 @@ def _chains(node: NodeView) -> dict[str, list[str]]:
             f"{ip} daddr @{names.CLUSTER_IPS} goto {names.REJECT}",
             f"{ip} daddr @{names.SERVICE_CIDRS} drop",
         ],
-        "record": _record_rules(ip),
+        _RECORD: [],  # `templates` fills it
         "nat-prerouting": ["jump services"],
         "nat-output": ["jump services"],
         "nat-postrouting": ["jump masquerading"],
