@@ -30,7 +30,6 @@ from kproxy_core.observe.events.recorder import EventRecorder
 from kproxy_core.observe.health import ProxyHealth
 from kproxy_core.observe.http.debug import Debug
 from kproxy_core.observe.http.messages import Handler
-from kproxy_core.observe.http.page import page_handlers
 from kproxy_core.observe.http.routes import About, health_routes, metrics_routes
 from kproxy_core.observe.http.server import HttpServer
 from kproxy_core.observe.metrics.client import ClientMetrics
@@ -313,6 +312,8 @@ class _Proxy:
             self._listen_at("the health server", "FailedToStartProxierHealthcheck",
                             self._config.healthz_bind_address, health_routes(self._health, self._metrics))
         if self._config.enable_profiling:
+            from kproxy_core.observe.http.page import page_handlers
+
             pages = page_handlers(self._overview, partial(explain, self._inspection))
             self._told.debug = Debug(logs.set_verbosity, pages)
         self._listen_at("the metrics server", "FailedToStartMetricServer",

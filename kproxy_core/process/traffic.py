@@ -2,23 +2,28 @@
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.config.settings import Config
 from kproxy_core.model.address import Family
 from kproxy_core.observe.metrics.registry import Metrics
-from kproxy_core.observe.metrics.traffic import TrafficCollector
-from kproxy_core.traffic.owners import FrontendOwners
-from kproxy_core.traffic.recorder import TrafficRecorder
-from kproxy_core.traffic.stored import StoredTotals
+
+if TYPE_CHECKING:
+    from kproxy_core.traffic.recorder import TrafficRecorder
 
 
 def make_recorder(
     config: Config, families: Sequence[Family], instance: BackendInstance, metrics: Metrics
-) -> TrafficRecorder | None:
+) -> "TrafficRecorder | None":
     """Return the recorder of connections, whose totals are in *metrics*; None if none are counted."""
     if config.traffic_metrics == "off":
         return None
+    from kproxy_core.observe.metrics.traffic import TrafficCollector
+    from kproxy_core.traffic.owners import FrontendOwners
+    from kproxy_core.traffic.recorder import TrafficRecorder
+    from kproxy_core.traffic.stored import StoredTotals
+
     owners = FrontendOwners(families, time.monotonic)
     recorder = TrafficRecorder(
         families, instance, owners, StoredTotals(config.state_directory), time.monotonic)

@@ -11,6 +11,7 @@ from kproxy_core.host.conntrack import table as ctnetlink
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.netlink.messages import (
     NETLINK_NETFILTER,
+    NFGENMSG,
     Span,
     attribute,
     attribute_spans,
@@ -32,6 +33,7 @@ _CLOSED: Final = 8
 _STATUS_MASK: Final = 26
 _TIMEOUT: Final = 7
 _FLAGS = struct.Struct(">I")
+_SIZE = struct.Struct("=H")
 
 
 class Ended(NamedTuple):
@@ -114,19 +116,20 @@ def _waiting(
 def _resets(spans: Iterable[Span]) -> Iterator[Ended]:
     """Yield the translated TCP connections among destroyed ones that a reset has ended."""
     for data, start, end in spans:
-        family = _FAMILIES.get(data[start])
-        if family is None:
+        # Most connections end otherwise: look for the state first, behind the header and both tuples.
+        at = start + NFGENMSG.size
+        for _ in range(2):
+            at += _SIZE.unpack_from(data, at)[0]
+        rest = {kind: data[first:last] for kind, first, last in attribute_spans(data, at, end)}
+        if ctnetlink.tcp_state(rest.get(ctnetlink.PROTOINFO, b"")) != _CLOSED:
             continue
+        family = _FAMILIES[data[start]]
         for flow in ctnetlink.decode(iter([(data, start, end)]), family):
             by = ctnetlink.answered_by(family, flow)
-            if flow.protocol != Protocol.TCP or (by.address, by.port) == (flow.destination, flow.port):
-                continue
-            rest = {kind: data[first:last] for kind, first, last in attribute_spans(
-                data, flow.start + flow.size + by.size, end)}
-            if ctnetlink.tcp_state(rest.get(ctnetlink.PROTOINFO, b"")) == _CLOSED:
-                status = _number(rest[ctnetlink.STATUS])
-                yield Ended(family, flow.destination, _number(flow.port), by.address, _number(by.port),
-                            bool(status & _ASSURED))
+            if (by.address, by.port) != (flow.destination, flow.port):
+                assured = bool(_number(rest[ctnetlink.STATUS]) & _ASSURED)
+                yield Ended(
+                    family, flow.destination, _number(flow.port), by.address, _number(by.port), assured)
 
 
 def _number(value: bytes) -> int:
