@@ -50,7 +50,9 @@ OPTIONS = {
 IN_A_GUEST = "ipvs"
 """The mode that this kernel may lack."""
 PLAYED = ("nftables",)
-"""Modes that scenarios are played in, too. A whole kproxy plays them in the others: tests/conformance."""
+"""Modes that all scenarios are played in, too. A whole kproxy plays them in the others: tests/conformance."""
+ONLY_HERE = tuple(scenario.name for scenario in find() if scenario.drivers == (BACKEND,))
+"""Scenarios that no whole kproxy plays."""
 
 
 class Results(NamedTuple):
@@ -81,7 +83,7 @@ def _play(mode: str, directory: Path, pins: str = "") -> Results:
         sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--kproxy-mode={mode}",
         f"--rootdir={directory}", f"--config-file={directory}/pytest.ini", f"--junitxml={report}",
         *(option.replace(PINS, pins) for option in OPTIONS.get(mode, ())),
-        *(() if mode in PLAYED else ("-k", "contract")), str(directory),
+        *(() if mode in PLAYED else ("-k", " or ".join(("contract", *ONLY_HERE)))), str(directory),
     ]  # fmt: skip
     if mode == IN_A_GUEST:
         with Guest(command, directory / "log", share=directory, seconds=LONGEST) as guest:
@@ -96,7 +98,7 @@ def _play(mode: str, directory: Path, pins: str = "") -> Results:
 
 
 def to_be_asked(mode: str) -> frozenset[str]:
-    """Return all checks, and all scenarios if *mode* is played."""
+    """Return all checks, and the scenarios that the kit plays in *mode*."""
     checks = (
         check.name + (f"[{family.label}]" if family else "")
         for check in (*lifecycle.CHECKS, *contract.CHECKS)
@@ -105,7 +107,8 @@ def to_be_asked(mode: str) -> frozenset[str]:
     scenarios = (
         f"{scenario.name}[{family.label}]"
         for scenario in find() for family in Family
-        if mode in PLAYED and not scenario.unsuitable_for(mode, family.label.lower(), BACKEND)
+        if (mode in PLAYED or scenario.name in ONLY_HERE)
+        and not scenario.unsuitable_for(mode, family.label.lower(), BACKEND)
     )  # fmt: skip
     return frozenset((*checks, *scenarios))
 

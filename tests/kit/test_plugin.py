@@ -38,6 +38,14 @@ def test_checks_run_beside_own_tests_or_alone(tmp_path: Path) -> None:
     assert "mode plain, contract 1." in done.stdout
 
 
+def test_a_scenario_is_played_by_each_driver_that_is_named(tmp_path: Path) -> None:
+    drivers = [f"--kproxy-driver={name}" for name in ("backend", "kproxy", "kproxy-through-api")]
+    done = pytest_in(tmp_path, "--kproxy-mode=nftables", *drivers, "-k", "clusterip-udp and IPv4", "-v")
+    assert "3 passed, 0 failed, 0 not applicable" in done.stdout, done.stdout
+    for group in ("scenarios", "scenarios-of-kproxy", "scenarios-of-kproxy-through-api"):
+        assert f"{group}::clusterip-udp[IPv4] PASSED" in done.stdout
+
+
 def test_what_is_declared_is_not_asked_and_is_told(tmp_path: Path) -> None:
     ini = "kproxy_not_applicable =\n    describes-itself: it is shy\n"
     done = pytest_in(tmp_path, *PLAIN, "-k", "describes", ini=ini)
