@@ -5,6 +5,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.core.namespaces import Namespace
 from tests.core.processes import KPROXY, running
 from tests.core.test_cli import manifests, node
@@ -83,3 +85,15 @@ def test_damage_is_a_difference_until_it_is_repaired(node: Namespace, manifests:
     found = json.loads(diff(*flags, "-o", "json")[1])
     assert {difference["kind"] for difference in found["differences"]} == {"frontend", "stale", "leftover"}
     assert diff()[0] == 2
+
+
+@pytest.mark.parametrize("words", [("diff",), ("plan",), ("trace", "shop/web")], ids=" ".join)
+def test_a_missing_capability_is_named(node: Namespace, manifests: Path, words: tuple[str, ...]) -> None:
+    unprivileged = ("setpriv", "--bounding-set=-all", "--inh-caps=-all", KPROXY)
+    done = subprocess.run(
+        ["ip", "netns", "exec", node.name, *unprivileged, *words, "--mode=nftables",
+         f"--manifests={manifests}"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == (2 if words[0] == "diff" else 1)
+    assert "CAP_NET_ADMIN" in done.stderr.splitlines()[-1]

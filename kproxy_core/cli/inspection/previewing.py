@@ -9,6 +9,7 @@ from typing import Any
 from kproxy_core.cli.inspection.objects import read_objects
 from kproxy_core.cli.terminal import bad, faint, good, hint
 from kproxy_core.config.flags import Flags
+from kproxy_core.explain.request import NoAnswer
 from kproxy_core.modes.control import NoProxy, send_request
 
 Found = Mapping[str, Any]
@@ -29,8 +30,11 @@ def plan(flags: Flags) -> Found:
     Services are compared with those of the running proxy; without one, with what the kernel serves. Raises
     NoAnswer or RequestRefused, and as `cli_errors` expects.
     """
+    from kproxy_core.host import privileges
     from kproxy_core.process.inspection.previewing import changes_from, changes_from_kernel, operations_of
 
+    if "CAP_NET_ADMIN" not in privileges.held():
+        raise NoAnswer("CAP_NET_ADMIN is missing: the operations follow from what the kernel holds now")
     try:
         running = send_request({"do": "plans"}, lambda line: None)
     except NoProxy:

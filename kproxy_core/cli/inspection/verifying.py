@@ -75,7 +75,7 @@ def formatted(found: Found, output: str) -> str:
     wrong = sum(bool(frontend["problems"]) for frontend in found["frontends"])
     count = len(found["frontends"])
     lines.append(bad(f"{wrong} of {count} frontends have problems") if wrong
-                 else good(f"all {count} frontends do what the plans say ({found['mode']})"))
+                 else good(f"{count} of {count} frontends do what the plans say ({found['mode']})"))
     return "\n".join(lines)
 
 

@@ -15,6 +15,7 @@ from kproxy_core.explain.difference import differences, packets_to, stale
 from kproxy_core.explain.question import Case, Plans, cases
 from kproxy_core.explain.request import NoAnswer, parse_sender, parse_target
 from kproxy_core.explain.traffic import expectation
+from kproxy_core.host import privileges
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServicePortKey
@@ -131,7 +132,7 @@ def frontends_of(instance: BackendInstance, family: Family) -> Sequence[Frontend
     try:
         return instance.frontends(family) or ()
     except (BackendError, HostError) as error:
-        raise NoAnswer(f"the kernel's {family.label} state cannot be read: {error}") from error
+        raise unreadable(family, error) from error
 
 
 def expectations(found: Sequence[Case], instance: BackendInstance) -> list[dict[str, Any]]:
@@ -149,6 +150,12 @@ def expectations(found: Sequence[Case], instance: BackendInstance) -> list[dict[
     return expected
 
 
+def unreadable(family: Family, error: Exception) -> NoAnswer:
+    """Return the failure to read the kernel, with the capability that is missing."""
+    missing = "" if "CAP_NET_ADMIN" in privileges.held() else "CAP_NET_ADMIN is missing; "
+    return NoAnswer(f"the kernel's {family.label} state cannot be read: {missing}{error}")
+
+
 def _ask(
     instance: BackendInstance, packets: Sequence[Case], *, live: bool
 ) -> Sequence[KernelSide] | None:
@@ -158,8 +165,7 @@ def _ask(
     try:
         return instance.explain([case.question for case in packets], live=live)
     except (BackendError, HostError) as error:
-        family = packets[0].question.node.family.label
-        raise NoAnswer(f"the kernel's {family} state cannot be read: {error}") from error
+        raise unreadable(packets[0].question.node.family, error) from error
 
 
 def leftovers(

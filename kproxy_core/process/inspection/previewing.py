@@ -8,10 +8,9 @@ from kproxy_core.backend.errors import BackendError
 from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.explain.change import changes, changes_in_kernel, document
 from kproxy_core.explain.difference import packets_to, stale
-from kproxy_core.explain.request import NoAnswer
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family
-from kproxy_core.process.inspection.explaining import compare, frontends_of
+from kproxy_core.process.inspection.explaining import compare, frontends_of, unreadable
 from kproxy_core.sync.family_plans import FamilyPlans
 
 Json = dict[str, Any]
@@ -28,7 +27,7 @@ def operations(instance: BackendInstance, updates: Sequence[Update]) -> list[Jso
         try:
             preview = instance.preview(update)
         except (BackendError, HostError) as error:
-            raise NoAnswer(f"the kernel's {family} state cannot be read: {error}") from error
+            raise unreadable(update.family, error) from error
         if preview is not None:
             found.append({
                 "family": family, "operations": preview.operations, "transaction": preview.transaction})
