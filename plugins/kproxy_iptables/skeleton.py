@@ -6,7 +6,7 @@ from kproxy_core.model.address import Family, format_address
 from kproxy_core.model.node import NodeView
 from kproxy_iptables import names
 from kproxy_iptables.names import FILTER, NAT
-from kproxy_xtables.rules import NEW_CONNECTIONS, TO_THIS_NODE, ChainKey, Jump
+from kproxy_xtables.rules import NEW_CONNECTIONS, TO_THIS_NODE, ChainKey, Jump, mark_rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ _DISPATCH = (
 
 def constant_rules(node: NodeView, facts: Facts) -> dict[ChainKey, list[str]]:
     """Return the rules of each fixed chain. Rules of service ports stand before them."""
-    bit = f"{1 << node.masquerade_bit:#x}"
+    mark, accept, masquerade = mark_rules(node)
     invalid: list[str] = []
     if not facts.liberal:
         counted = (
@@ -78,23 +78,13 @@ def constant_rules(node: NodeView, facts: Facts) -> dict[ChainKey, list[str]]:
     return {
         (FILTER, names.SERVICES): [],
         (FILTER, names.EXTERNAL_SERVICES): [],
-        (FILTER, names.FORWARD): [
-            *invalid,
-            f'-m comment --comment "kubernetes forwarding rules" -m mark --mark {bit}/{bit} -j ACCEPT',
-            '-m comment --comment "kubernetes forwarding conntrack rule"'
-            " -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT",
-        ],
+        (FILTER, names.FORWARD): [*invalid, *accept],
         (FILTER, names.NODE_PORTS): [],
         (FILTER, names.PROXY_FIREWALL): [],
         (NAT, names.SERVICES): _node_port_dispatch(node, facts),
         (NAT, names.NODE_PORTS): [],
-        (NAT, names.POSTROUTING): [
-            f"-m mark ! --mark {bit}/{bit} -j RETURN",
-            # Cleared, so that a packet that passes here again is not masqueraded twice.
-            f"-j MARK --set-xmark {bit}/0x0",
-            '-m comment --comment "kubernetes service traffic requiring SNAT" -j MASQUERADE --random-fully',
-        ],
-        (NAT, names.MARK_MASQ): [f"-j MARK --set-xmark {bit}/{bit}"],
+        (NAT, names.POSTROUTING): masquerade,
+        (NAT, names.MARK_MASQ): mark,
     }
 
 

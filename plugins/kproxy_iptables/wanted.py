@@ -16,6 +16,7 @@ from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_iptables import names
 from kproxy_iptables.names import FILTER, NAT, ServiceChains, endpoint_chain, service_chains
 from kproxy_iptables.skeleton import Facts
+from kproxy_xtables.rules import REJECT, from_pods
 
 LARGE_CLUSTER = 1000
 """With more endpoints than this, rules of single endpoints have no comments."""
@@ -53,10 +54,6 @@ class Style:
 
 _PROTOCOLS = {protocol: protocol.name.lower() for protocol in Protocol}
 _MASK = {Family.IPV4: "255.255.255.255", Family.IPV6: ":".join(["ffff"] * 8)}
-_REJECT = {
-    Family.IPV4: "REJECT --reject-with icmp-port-unreachable",
-    Family.IPV6: "REJECT --reject-with icmp6-port-unreachable",
-}
 
 
 def make_style(node: NodeView, facts: Facts, endpoints: int) -> Style:
@@ -281,7 +278,7 @@ def _refusal(plan: ServicePlan, style: Style) -> tuple[str, str]:
     """Return the reason and the target: DROP if endpoints exist on other nodes only, else REJECT."""
     if plan.has_endpoints:
         return f"{plan.key} has no local endpoints", "DROP"
-    return f"{plan.key} has no endpoints", _REJECT[style.family]
+    return f"{plan.key} has no endpoints", REJECT[style.family]
 
 
 def _match(
@@ -296,9 +293,5 @@ def _match(
 
 def _source_match(source: LocalSource, *, negate: bool = False) -> tuple[str, str]:
     """Return the match for traffic from this node's pods, as the parts before and after a destination."""
-    no = "! " if negate else ""
-    if source.cidr is not None:
-        return f"{no}-s {source.cidr} ", ""
-    if source.interface:
-        return "", f"{no}-i {source.interface} "
-    return "", f"{no}-i {source.interface_prefix}+ "
+    match = from_pods(source, negate=negate)
+    return (match, "") if source.cidr is not None else ("", match)

@@ -4,7 +4,7 @@ from kproxy_core.model.address import Family
 from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_ipvs import names
 from kproxy_ipvs.names import FILTER, MANGLE, NAT, SetKind
-from kproxy_xtables.rules import NEW_CONNECTIONS, ChainKey, Jump
+from kproxy_xtables.rules import NEW_CONNECTIONS, REJECT, ChainKey, Jump, from_pods, mark_rules
 
 JUMPS = (
     # mangle precedes nat, and IPVS in both directions.
@@ -19,11 +19,6 @@ JUMPS = (
 )
 """Inserted at the top of their chains."""
 
-_REJECT = {
-    Family.IPV4: "REJECT --reject-with icmp-port-unreachable",
-    Family.IPV6: "REJECT --reject-with icmp6-port-unreachable",
-}
-
 
 def skeleton(node: NodeView) -> dict[ChainKey, list[str]]:
     """Return all chains of this mode with their rules."""
@@ -32,8 +27,8 @@ def skeleton(node: NodeView) -> dict[ChainKey, list[str]]:
     def match(kind: SetKind, sides: str = "dst,dst") -> str:
         return f"-m set --match-set {kind.full_name(family)} {sides}"
 
-    bit = f"{1 << node.masquerade_bit:#x}"
-    masquerade = f"-j {names.MARK_MASQ}"
+    mark, accept, masquerade = mark_rules(node)
+    to_mark = f"-j {names.MARK_MASQ}"
     return {
         (MANGLE, names.IPVS_ACCESS): [
             f"{NEW_CONNECTIONS} {match(names.LOAD_BALANCER_FW)} -j {names.SOURCE_RANGES}",
@@ -55,14 +50,14 @@ def skeleton(node: NodeView) -> dict[ChainKey, list[str]]:
             f"-s {family.loopback_cidr} -j RETURN",
             f"{match(names.LOAD_BALANCER_SET)} -g {names.LOAD_BALANCER}",
             *_masquerade_internal(node, match(names.CLUSTER_IP)),
-            f"{match(names.EXTERNAL_IP)} {masquerade}",
+            f"{match(names.EXTERNAL_IP)} {to_mark}",
             *(
                 f"{match(kind)} -j RETURN"
                 for kind in (names.CLUSTER_IP, names.EXTERNAL_IP, names.EXTERNAL_IP_LOCAL)
             ),
             f"-m addrtype --dst-type LOCAL -j {names.NODE_PORT}",
         ],
-        (NAT, names.LOAD_BALANCER): [f"{match(names.LOAD_BALANCER_LOCAL)} -j RETURN", masquerade],
+        (NAT, names.LOAD_BALANCER): [f"{match(names.LOAD_BALANCER_LOCAL)} -j RETURN", to_mark],
         (NAT, names.NODE_PORT): [
             f"-p {protocol.name.lower()} {match(kind, kind.sides)} -j {target}"
             for protocol, (every, local) in names.NODE_PORT_SETS.items()
@@ -72,16 +67,10 @@ def skeleton(node: NodeView) -> dict[ChainKey, list[str]]:
             f"{match(names.LOOP_BACK, 'dst,dst,src')} -j MASQUERADE",
             # The node's own connections, for which the kernel chose the dialled VIP as source address.
             f"{match(names.IPVS_IPS, 'src')} -j MASQUERADE --random-fully",
-            f"-m mark ! --mark {bit}/{bit} -j RETURN",
-            f"-j MARK --set-xmark {bit}/0x0",
-            '-m comment --comment "kubernetes service traffic requiring SNAT" -j MASQUERADE --random-fully',
+            *masquerade,
         ],
-        (NAT, names.MARK_MASQ): [f"-j MARK --set-xmark {bit}/{bit}"],
-        (FILTER, names.FORWARD): [
-            f'-m comment --comment "kubernetes forwarding rules" -m mark --mark {bit}/{bit} -j ACCEPT',
-            '-m comment --comment "kubernetes forwarding conntrack rule"'
-            " -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT",
-        ],
+        (NAT, names.MARK_MASQ): mark,
+        (FILTER, names.FORWARD): accept,
         (FILTER, names.NODE_PORT): [f"{match(names.HEALTH_CHECK, 'dst')} -j ACCEPT"],
         # Packets to VIPs that are not for a frontend must not reach programs listening on all addresses.
         (FILTER, names.IPVS_FILTER): [
@@ -99,7 +88,7 @@ def skeleton(node: NodeView) -> dict[ChainKey, list[str]]:
 
 def no_frontend(family: Family) -> str:
     """Return the rule that keeps packets to VIPs, which are local addresses, from programs on the node."""
-    return f"{NEW_CONNECTIONS} -m set --match-set {names.IPVS_IPS.full_name(family)} dst -j {_REJECT[family]}"
+    return f"{NEW_CONNECTIONS} -m set --match-set {names.IPVS_IPS.full_name(family)} dst -j {REJECT[family]}"
 
 
 def rules_differ(one: NodeView, other: NodeView) -> bool:
@@ -115,17 +104,10 @@ def _masquerade_internal(node: NodeView, match: str) -> list[str]:
         return [f"{match} -j {names.MARK_MASQ}"]
     if node.local_source is None:
         return []
-    return [f"{_from_pods(node.local_source, negate=True)}{match} -j {names.MARK_MASQ}"]
+    return [f"{from_pods(node.local_source, negate=True)}{match} -j {names.MARK_MASQ}"]
 
 
 def _this_node(source: LocalSource | None) -> list[str]:
     """Return matches for the node itself and, if they can be identified, for its pods."""
-    pods = [] if source is None else [_from_pods(source)]
+    pods = [] if source is None else [from_pods(source)]
     return [*pods, "-m addrtype --src-type LOCAL "]
-
-
-def _from_pods(source: LocalSource, *, negate: bool = False) -> str:
-    sign = "! " if negate else ""
-    if source.cidr is not None:
-        return f"{sign}-s {source.cidr} "
-    return f"{sign}-i {source.interface or source.interface_prefix + '+'} "

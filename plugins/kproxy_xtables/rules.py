@@ -1,8 +1,11 @@
-"""Chains and jumps as values. Pure."""
+"""Chains and jumps as values, and the rules that several modes share. Pure."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
+
+from kproxy_core.model.address import Family
+from kproxy_core.model.node import LocalSource, NodeView
 
 ChainKey = tuple[str, str]
 """Table and chain."""
@@ -14,6 +17,10 @@ BUILT_IN_CHAINS = frozenset({"PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTRO
 
 NEW_CONNECTIONS = "-m conntrack --ctstate NEW"
 TO_THIS_NODE = "-m addrtype --dst-type LOCAL"
+REJECT = {
+    Family.IPV4: "REJECT --reject-with icmp-port-unreachable",
+    Family.IPV6: "REJECT --reject-with icmp6-port-unreachable",
+}
 
 _MATCHES = rf"((?:(?:{NEW_CONNECTIONS}|-m state --state NEW|{TO_THIS_NODE}) )*)"
 _JUMP = re.compile(rf'{_MATCHES}-m comment --comment "([^"]*)" {_MATCHES}-j (\S+)')
@@ -69,3 +76,29 @@ def missing_jumps(jumps: Iterable[Jump], held: RulesByChain) -> list[Jump]:
 def has_rule(rules: Sequence[str], spec: str) -> bool:
     """Return whether *spec* is one of *rules*, in any order of words: iptables versions differ in that."""
     return spec in rules or sorted(spec.split()) in (sorted(rule.split()) for rule in rules)
+
+
+
+def mark_rules(node: NodeView) -> tuple[list[str], list[str], list[str]]:
+    """Return the rules that mark packets, that accept marked ones, and that masquerade them."""
+    bit = f"{1 << node.masquerade_bit:#x}"
+    accept = [
+        f'-m comment --comment "kubernetes forwarding rules" -m mark --mark {bit}/{bit} -j ACCEPT',
+        '-m comment --comment "kubernetes forwarding conntrack rule"'
+        " -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT",
+    ]
+    masquerade = [
+        f"-m mark ! --mark {bit}/{bit} -j RETURN",
+        # Cleared, so that a packet that passes here again is not masqueraded twice.
+        f"-j MARK --set-xmark {bit}/0x0",
+        '-m comment --comment "kubernetes service traffic requiring SNAT" -j MASQUERADE --random-fully',
+    ]
+    return [f"-j MARK --set-xmark {bit}/{bit}"], accept, masquerade
+
+
+def from_pods(source: LocalSource, *, negate: bool = False) -> str:
+    """Return the match for traffic from this node's pods, with a space after it."""
+    no = "! " if negate else ""
+    if source.cidr is not None:
+        return f"{no}-s {source.cidr} "
+    return f"{no}-i {source.interface or source.interface_prefix + '+'} "
