@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,7 @@ from kproxy_core.apiclient.lines import MAX_LINE
 from kproxy_core.apiclient.transport import Transport
 from kproxy_core.apiclient.wire import Wire
 from kproxy_core.sources.apiserver import reflector as watch
+from kproxy_core.sources.apiserver.reflector import RELIST_SPREAD
 from kproxy_core.sources.apiserver.source import KubernetesSource
 from kproxy_core.store.events import BadObject, Event
 from kproxy_core.testing.builders import cidrs
@@ -121,6 +123,28 @@ def test_a_server_that_came_back_without_the_history_is_listed_at_once(
     monkeypatch.setattr(Backoff, "delay", lambda *_: next(delays))
     _, observed = follow(watched(*present("a"), hold=False), refuse(410), watched(*present("b", version=20)))
     observed.wait_for(lambda o: o.names == {"b"})
+
+
+def test_nodes_list_again_at_different_times_when_their_server_lost_the_history(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[float | None] = []
+
+    class Noted(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.append(timeout)
+            return super().wait(0.0)
+
+    steps = [watched(*present("a"), hold=False), refuse(410), watched(*present("b", version=20))]
+    server = ScriptedServer({"services": steps})
+    source = KubernetesSource(CurrentAccess(server.url, None), "n", chance=lambda: 0.25)
+    try:
+        monkeypatch.setattr("kproxy_core.sources.apiserver.reflector.threading", SimpleNamespace(Event=Noted))
+        with following(source) as observed:
+            observed.wait_for(lambda o: o.names == {"b"})
+    finally:
+        server.close()
+    assert RELIST_SPREAD / 4 in waits
 
 
 def test_a_broken_watch_list_deletes_nothing(follow: ScriptedRun) -> None:

@@ -46,6 +46,10 @@ PAGE_BYTES = 4 << 20
 MAX_LIST = 4 << 30
 """Limit in bytes for all pages of one list."""
 
+RELIST_SPREAD = 1.0
+"""Seconds over which the nodes of a cluster list again, by chance, after their server lost the history: all
+watches of a server that restarts break at once."""
+
 _NOT_ABOUT_THE_VERSION = (403, 404, 408, 429)
 """Statuses that blame the client, not its version: a starting server knows neither roles nor all kinds."""
 
@@ -149,8 +153,8 @@ class Reflector(Generic[V]):
             self._watch()
         except HistoryLost as lost:
             self._lose_history(str(lost))
-            if start is Start.RESUME:
-                return 0.0  # the server answers; if it loses the next list too, that one is delayed
+            if start is Start.RESUME:  # The server answers. If it loses the next list too, that one waits.
+                return RELIST_SPREAD * self._chance()
         except Refusal as refused:
             problem, asked = refused, self._take_refusal(refused)
         except (OSError, ProtocolError, Malformed) as error:
