@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from kproxy_core.testing.network.addresses import ADDRESSES
+from kproxy_core.testing.network.addresses import ADDRESSES, NETWORKS
 from kproxy_core.testing.network.cgroup import NodeCgroup
 from kproxy_core.testing.network.topology import Topology
 from kproxy_ebpf.kernel import bpf
@@ -358,7 +358,7 @@ class Room:
             backends["ebpf"] = {"cgroup": str(self._cgroup), "pinDirectory": str(self._pins)}
         config.write_text(json.dumps({
             "apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration", "mode": mode,
-            "clusterCIDR": "10.244.0.0/16", "conntrack": {"maxPerCore": 0},
+            "clusterCIDR": ",".join(NETWORKS["cluster_net"]), "conntrack": {"maxPerCore": 0},
             "ipvs": {"udpTimeout": UDP_TIMEOUT},
             "kproxy": {
                 "stateDirectory": str(self.directory / "state"), "backendOptions": backends, **options,
