@@ -51,6 +51,7 @@ def answer(
         found["frontend"] = {
             "kind": kind_of(frontend, plan).value, "service": str(plan.key.service),
             "port": plan.key.port_name, "service_port": str(plan.key), "created": plan.created,
+            "origin": case.origin,
         }
         found["not_chosen"] = [
             {"endpoint": format_socket(*where), "because": because}

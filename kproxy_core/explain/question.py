@@ -8,7 +8,7 @@ from kproxy_core.backend.api import Question
 from kproxy_core.explain.request import NoAnswer, Sender, ServiceTarget, Socket
 from kproxy_core.model.address import Address, Family, family_of, format_address, format_socket, is_loopback
 from kproxy_core.model.node import NodeView
-from kproxy_core.model.service import ServicePortKey
+from kproxy_core.model.service import ServiceName, ServicePortKey
 from kproxy_core.plan.candidates import Candidates
 from kproxy_core.plan.fate import Origin, Packet, origin_of, serves_node_ports, stand_in
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
@@ -27,6 +27,8 @@ class Plans(Protocol):
 
     def candidates(self, key: ServicePortKey) -> Candidates: ...
 
+    def origin(self, service: ServiceName) -> str: ...
+
 
 class Case(NamedTuple):
     """One packet with everything that decides its fate."""
@@ -40,6 +42,8 @@ class Case(NamedTuple):
     """For a packet to no frontend: what is nearest."""
     has_cluster_ip: bool
     """The destination is some Service's ClusterIP."""
+    origin: str = ""
+    """The file or the resource version of the Service."""
 
     @classmethod
     def of(cls, plans: Plans, packet: Packet, frontend: Frontend, *, is_typical: bool) -> "Case":
@@ -50,7 +54,8 @@ class Case(NamedTuple):
             near, has_cluster_ip = _near(plans, packet)
             return cls(Question(packet, node, None, None), (), is_typical, near, has_cluster_ip)
         candidates = plans.candidates(plan.key)
-        return cls(Question(packet, node, frontend, plan), candidates, is_typical, "", has_cluster_ip=False)
+        question, origin = Question(packet, node, frontend, plan), plans.origin(plan.key.service)
+        return cls(question, candidates, is_typical, "", has_cluster_ip=False, origin=origin)
 
 
 def cases(plans: Mapping[Family, Plans], target: Socket | ServiceTarget, sender: Sender) -> list[Case]:

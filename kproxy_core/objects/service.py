@@ -86,7 +86,7 @@ def _value(
             _health_check_node_port(spec.health_check_node_port, found)
             if external_local and spec.type == "LoadBalancer" else 0
         ),
-    ))
+    ), f"resource version {meta.resource_version}" if meta.resource_version else "")
 
 
 def _cluster_ips(spec: wire.ServiceSpec) -> tuple[Address, ...]:

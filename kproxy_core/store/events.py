@@ -1,7 +1,7 @@
 """The events that sources send to the store: typed, decoded and checked."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from kproxy_core.model.address import Cidr
@@ -15,6 +15,8 @@ class ServiceSet:
     """A Service for this proxy was added or changed."""
 
     service: Service
+    origin: str = field(default="", compare=False)
+    """The file or the resource version of the object, in words; "" if unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,8 @@ class Store:
         self, families: Iterable[Family], kinds: Iterable[str], started: float, *, external_ips: bool = True
     ) -> None:
         self.services: dict[ServiceName, Service] = {}
+        self.origins: dict[ServiceName, str] = {}
+        """The file or the resource version of each Service."""
         self.node: NodeObject | None = None
         """This node's Node object. It is kept when it is deleted, and its addresses and networks when it is
         registered again without them, as in kube-proxy, so that node ports are not lost meanwhile."""
@@ -92,9 +94,11 @@ class Store:
                 self._set_slice(piece)
             case SliceGone(slice_name):
                 self._drop_slice(slice_name)
-            case ServiceSet(service):
+            case ServiceSet(service, origin):
+                self.origins[service.name] = origin
                 self._set_service(service.name, service)
             case ServiceGone(name):
+                self.origins.pop(name, None)
                 self._set_service(name, None)
             case NodeSet(node):
                 self.node = self._filled_in(node)

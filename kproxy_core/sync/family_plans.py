@@ -152,6 +152,10 @@ class FamilyPlans:
         plan = self.plans.get(key) if key is not None else None
         return plan if plan is not None and frontend in plan.frontends() else None
 
+    def origin(self, service: ServiceName) -> str:
+        """Return the file or the resource version of a Service; "" if unknown."""
+        return self._store.origins.get(service, "")
+
     def candidates(self, key: ServicePortKey) -> Candidates:
         """Return all endpoints of one service port, usable or not."""
         service = self._store.services.get(key.service)

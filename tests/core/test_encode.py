@@ -48,6 +48,14 @@ def test_a_slice(made: EndpointSlice) -> None:
     assert reading.value == SliceSet(made)
 
 
+def test_a_resource_version_is_the_origin_of_a_service() -> None:
+    made = encode_service(service("shop/web", "80"))
+    made["metadata"]["resourceVersion"] = "1234"
+    reading = SERVICES.from_json(json.dumps(made).encode())
+    assert isinstance(reading.value, ServiceSet)
+    assert reading.value.origin == "resource version 1234"
+
+
 def test_the_node_and_the_networks_of_cluster_ips() -> None:
     own = addresses("192.0.2.1 2001:db8::1")
     node = NODES.from_json(json.dumps(encode_node("node1", "a", own, [parse_cidr("10.1.0.0/24")])).encode())

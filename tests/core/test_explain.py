@@ -12,7 +12,7 @@ from kproxy_core.explain.request import NoAnswer, parse_sender, parse_target
 from kproxy_core.model.address import Family
 from kproxy_core.model.endpoint import Endpoint, EndpointSlice
 from kproxy_core.model.node import NodeView
-from kproxy_core.model.service import Service, ServicePortKey
+from kproxy_core.model.service import Service, ServiceName, ServicePortKey
 from kproxy_core.plan.candidates import Candidates, endpoints_of
 from kproxy_core.plan.fate import Choice, Fate, Outcome
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
@@ -43,6 +43,9 @@ class Known:
 
     def candidates(self, key: ServicePortKey) -> Candidates:
         return self.pieces[key]
+
+    def origin(self, service: ServiceName) -> str:
+        return f"file {service.name}.yaml"
 
 
 def known(*endpoints: Endpoint | str, **options: object) -> Known:

@@ -41,7 +41,7 @@ def test_manifests_are_explained_with_the_rules_that_a_proxy_would_write() -> No
         [KPROXY, "explain", "pod", "shop/web:http", "--mode=nftables", f"--manifests={SHOP}"],
         capture_output=True, text=True, check=True,
     )
-    assert "10.96.0.10:80/TCP: ClusterIP of shop/web:http" in done.stdout
+    assert "10.96.0.10:80/TCP: ClusterIP of shop/web:http, file web.yaml" in done.stdout
     assert "kernel      agrees (nftables, as a proxy would write it)" in done.stdout
 
 

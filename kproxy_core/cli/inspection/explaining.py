@@ -1,19 +1,14 @@
 """``kproxy explain``."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kproxy_core.cli.inspection.objects import read_objects
 from kproxy_core.cli.terminal import bad, faint, good, hint, strong
 from kproxy_core.config.flags import Flags
 from kproxy_core.modes.control import NoProxy, send_request
-
-if TYPE_CHECKING:
-    from kproxy_core.model.address import Address
 
 Packets = Sequence[Mapping[str, Any]]
 
@@ -32,18 +27,14 @@ def ask_proxy(request: Mapping[str, str]) -> Packets:
     return packets
 
 
-def explain_objects(
-    request: Mapping[str, str], flags: Flags, *, this_machine: bool = False,
-    addresses: frozenset[Address] | None = None,
-) -> Packets:
+def explain_objects(request: Mapping[str, str], flags: Flags, *, this_machine: bool = False) -> Packets:
     """Return the answers for the objects that *flags* name; see `read_objects`.
 
     Raises NoAnswer, and as `cli_errors` expects.
     """
     from kproxy_core.process.inspection.explaining import explain_written
 
-    with read_objects(flags, this_machine=this_machine, addresses=addresses) as found:
-        plans, registry, instance, *_ = found
+    with read_objects(flags, this_machine=this_machine) as (plans, registry, instance, *_):
         return explain_written(request, plans, registry, instance)
 
 
@@ -51,9 +42,14 @@ def explain_report(request: Mapping[str, str], path: str) -> Packets:
     """Return the answers for the objects in a report. Raises NoAnswer, and as `cli_errors` expects."""
     from kproxy_core.cli.inspection.reporting import opened
     from kproxy_core.model.address import parse_address
+    from kproxy_core.process.inspection.explaining import explain_written
 
-    with opened(path) as (flags, addresses):
-        return explain_objects(request, flags, addresses=frozenset(map(parse_address, addresses)))
+    with opened(path) as (flags, node):
+        addresses = frozenset(map(parse_address, node["addresses"]))
+        with read_objects(flags, this_machine=False, addresses=addresses) as found:
+            for service in found.store.origins:
+                found.store.origins[service] = node["origins"].get(str(service), "")
+            return explain_written(request, found.plans, found.registry, found.instance)
 
 
 def formatted(packets: Packets, output: str) -> str:
@@ -74,7 +70,8 @@ def _title(target: tuple[str, str], packet: Mapping[str, Any]) -> str:
     if frontend is None:
         return f"{where} is no Service's frontend"
     created = f", created {frontend['created']}" if frontend["created"] else ""
-    return f"{where}: {frontend['kind']} of {frontend['service_port']}{created}"
+    origin = f", {frontend['origin']}" if frontend["origin"] else ""
+    return f"{where}: {frontend['kind']} of {frontend['service_port']}{created}{origin}"
 
 
 def _answer(packet: Mapping[str, Any]) -> Iterator[str]:

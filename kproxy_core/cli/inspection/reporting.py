@@ -79,8 +79,8 @@ def write(path: Path, found: Iterator[tuple[str, str]]) -> list[str]:
 
 
 @contextmanager
-def opened(path: str) -> Iterator[tuple[Flags, list[str]]]:
-    """Yield flags that mean the objects in an archive, and the addresses of its node.
+def opened(path: str) -> Iterator[tuple[Flags, Json]]:
+    """Yield flags that mean the objects in an archive, and what it says about its node.
 
     Raises ClickException if the archive cannot be used.
     """
@@ -96,7 +96,7 @@ def opened(path: str) -> Iterator[tuple[Flags, list[str]]]:
             yield Flags(
                 manifests=str(manifests), config=f"{directory}/configuration.yaml", mode=node["mode"],
                 hostname_override=node["name"],
-            ), node["addresses"]  # fmt: skip
+            ), node  # fmt: skip
     except (OSError, tarfile.TarError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         raise click.ClickException(f"{path}: is no report of kproxy's that has objects: {error}") from error
 

@@ -26,7 +26,8 @@ def described(plans: Mapping[Family, FamilyPlans], store: Store) -> Json:
     addresses = {address for view in views for address in view.node_port_addresses}
     return {
         "node": {"name": name, "zone": zone, "families": [view.family.label for view in views],
-                 "addresses": sorted(map(format_address, addresses))},
+                 "addresses": sorted(map(format_address, addresses)),
+                 "origins": {str(service): origin for service, origin in sorted(store.origins.items())}},
         "objects": objects,
         "plans": [document(plan) for of_family in plans.values() for plan in of_family.plans.values()],
     }  # fmt: skip

@@ -6,6 +6,7 @@ do all objects of a malformed file. Endpoints are mirrored as EndpointSlices whi
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from kproxy_core.model.endpoint import EndpointSlice
@@ -13,7 +14,15 @@ from kproxy_core.model.service import ServiceName
 from kproxy_core.objects.decode import ENDPOINT_SLICES, ENDPOINTS, NODES, Malformed
 from kproxy_core.objects.reading import shown
 from kproxy_core.sources.directory.manifests import RESOURCES, Key, Manifest
-from kproxy_core.store.events import BadObject, Event, ServiceGone, SliceGone, SliceSet, limit_complaints
+from kproxy_core.store.events import (
+    BadObject,
+    Event,
+    ServiceGone,
+    ServiceSet,
+    SliceGone,
+    SliceSet,
+    limit_complaints,
+)
 
 Values = dict[Key, Any]
 """The `Reading.value` of each object."""
@@ -123,6 +132,8 @@ class Inventory:
             if kind == ENDPOINTS.kind:
                 mirrors[ServiceName(*name)] = None
                 continue
+            if isinstance(new, ServiceSet):
+                new = replace(new, origin=f"file {shown(self._holders[key][0])}")
             events.append(RESOURCES[kind].gone(name) if new is None else new)
             if kind == ENDPOINT_SLICES.kind:
                 mirrors.update(dict.fromkeys(self._count_slices(old, new)))

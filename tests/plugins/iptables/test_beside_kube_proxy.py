@@ -12,7 +12,7 @@ from kproxy_core.explain.answer import Json
 from kproxy_core.explain.difference import differences, packets_to, stale
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeView
-from kproxy_core.model.service import ServicePortKey
+from kproxy_core.model.service import ServiceName, ServicePortKey
 from kproxy_core.plan.candidates import Candidates
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 from kproxy_core.testing.conformance.bench import lonely_node
@@ -33,6 +33,9 @@ class KnownPlans:
 
     def owner(self, frontend: Frontend) -> ServicePlan | None:
         return self._owners.get(frontend)
+
+    def origin(self, _service: ServiceName) -> str:
+        return ""
 
     def candidates(self, _key: ServicePortKey) -> Candidates:
         return ()
