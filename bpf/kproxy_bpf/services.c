@@ -1,13 +1,16 @@
 /*
  * Connect-time load balancing: local sockets that dial a frontend are sent to one of its endpoints before the first
- * packet exists. Whatever is not found here, or is in doubt, is left as it is: the rules of the base mode decide.
+ * packet exists. Anything not found here, or in doubt, is left as it is: the rules of the base mode decide.
  *
  * Addresses are 16 bytes, IPv4 as ::ffff:a.b.c.d, so that IPv4-mapped sockets and plain ones share every map: the
  * datagram of a mapped socket passes sendmsg4, its reply recvmsg6. Ports are big-endian, as in the socket address.
  *
- * A loader without CAP_PERFMON gets the stricter verifier. It refuses an offset that was computed from an index, so
- * the flows of a socket are written out one by one. Before Linux 6.8 it also refuses to write a part of eight bytes of
- * the stack after another part, so whatever is passed by address consists of 64-bit numbers.
+ * A loader without CAP_PERFMON gets a stricter verifier:
+ * - It refuses an offset that was computed from an index: the flows of a socket are accessed one by one.
+ * - Before Linux 6.8 it refuses to write a part of eight bytes of the stack after another part: structures that are
+ *   passed by address consist of 64-bit numbers.
+ * - It follows both ways of a test whose result it knows, as a CPU may: no pointer is tested that is the constant 0 on
+ *   some path. So functions do not return 0 for "none", and each lookup is tested where it is made.
  */
 
 #define __always_inline inline __attribute__((always_inline))
@@ -305,7 +308,7 @@ static __always_inline int answer6(struct bpf_sock_addr *ctx)
 int connect4(struct bpf_sock_addr *ctx) { return dial4(ctx, false); }
 int connect6(struct bpf_sock_addr *ctx) { return dial6(ctx, false); }
 
-/* sendto(2), sendmsg(2) with an address: the datagrams of one socket to one frontend stay with one endpoint. */
+/* sendto(2), sendmsg(2) with an address: one socket sends all datagrams for a frontend to one endpoint. */
 int sendmsg4(struct bpf_sock_addr *ctx) { return dial4(ctx, true); }
 int sendmsg6(struct bpf_sock_addr *ctx) { return dial6(ctx, true); }
 

@@ -39,7 +39,7 @@ def kproxy_cleanup(settings: BackendSettings, dry_run: bool) -> Leftovers:
 
 @hookimpl
 def kproxy_retire(settings: BackendSettings) -> Leftovers:
-    """Stop choosing endpoints; remove the rest when late replies have come."""
+    """Stop choosing endpoints; remove the rest once late replies have arrived."""
     from kproxy_ebpf.questions.retire import retire
 
     return retire(settings)

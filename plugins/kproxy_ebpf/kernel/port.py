@@ -204,11 +204,14 @@ class Kernel:
 
     def _load(self, compiled: Compiled) -> None:
         """Load the programs for the present maps. Raises OSError."""
-        for descriptor in self._programs.values():
-            os.close(descriptor)
-        self._programs = {}
-        for name in names.PROGRAMS:
-            self._programs[name] = compiled.load(name, self._maps)
+        programs: dict[str, int] = {}
+        try:
+            for name in names.PROGRAMS:
+                programs[name] = compiled.load(name, self._maps)
+            programs, self._programs = self._programs, programs
+        finally:
+            for descriptor in programs.values():
+                os.close(descriptor)
 
     def _update(self, name: str, elements: dict[bytes, bytes]) -> None:
         """Set *elements* of one map, which grows if necessary. Raises OSError."""

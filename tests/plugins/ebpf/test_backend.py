@@ -37,7 +37,7 @@ def finish(calls: object, answer: object) -> object:
         calls.send(answer)  # type: ignore[attr-defined]
     except StopIteration as ended:
         return ended.value
-    raise AssertionError("the wrapper goes on")
+    raise AssertionError("the wrapper has not returned")
 
 
 def sync(backend: EbpfBackend, update: Update) -> object:

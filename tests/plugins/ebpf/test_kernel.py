@@ -164,7 +164,7 @@ def test_elements_changed_by_others_are_repaired_by_a_full_sync(kernel: Kernel, 
     os.close(frontends)
 
 
-def test_the_programs_of_others_stay(kernel: Kernel, settings: Settings, compiled: Compiled) -> None:
+def test_programs_of_others_are_kept(kernel: Kernel, settings: Settings, compiled: Compiled) -> None:
     definitions = {name: bpf.create_map("other", made) for name, made in compiled.maps.items()}
     other = compiled.load("connect4", definitions)
     cgroup = os.open(settings.cgroup, os.O_RDONLY)
@@ -219,7 +219,7 @@ def _exists(command: int, identity: int) -> bool:
     return True
 
 
-def test_who_retires_stops_choosing_at_once_and_translates_late_replies(
+def test_retiring_detaches_at_once_and_translates_late_replies(
     kernel: Kernel, settings: Settings
 ) -> None:
     kernel.attach()

@@ -83,7 +83,7 @@ def test_no_connection_is_lost_or_counted_twice(where: Node) -> None:
             assert counted(where)["service"]["web"] == expected
 
 
-def test_what_nobody_asks_for_is_not_counted(where: Node) -> None:
+def test_nothing_is_counted_without_the_option(where: Node) -> None:
     with where.proxy(kproxy={"trafficMetrics": "off"}):
         connect(where.sockets(where.pod), 3)
         (path,) = where.pins.glob("*/maps-*/connections")
