@@ -59,6 +59,8 @@ class TrafficRecorder:
         """Time of the last reading of all."""
         self._readings = 0
         self._problem = ""
+        self._silent: set[str] = set()
+        """Modes that do not count, which has been logged."""
         self._unsorted: deque[tuple[Family, Frontend, Destination, Failure]] = deque(maxlen=_MOST_FAILURES)
         self._started = False
         self._stopped = threading.Event()
@@ -136,6 +138,10 @@ class TrafficRecorder:
                     log.warning("cannot read counts of connections", extra={"fields": {
                         "mode": source.instance.mode, "ip_family": family.label, "error": self._problem}})
                 continue
+            if reading is None and source.instance.mode not in self._silent:
+                self._silent.add(source.instance.mode)
+                log.warning("this mode does not count connections", extra={
+                    "fields": {"mode": source.instance.mode}})
             made = source.counts.new(family, reading or ())
             if not (self._skip and source is self._serving):
                 self._totals.add(made, self.owners.owner, now)

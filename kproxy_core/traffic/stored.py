@@ -3,10 +3,12 @@
 import json
 import logging
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kproxy_core.host.namespaces import namespace_name
 from kproxy_core.model.address import Address, Family, Protocol
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.service import ServicePortKey
@@ -15,7 +17,7 @@ from kproxy_core.traffic.totals import EndpointTotal, Pair, Total
 
 log = logging.getLogger("kproxy.run")
 
-_NAME = "traffic.json"
+_MOST_BYTES = 256 << 20
 
 
 class StoredTotals:
@@ -26,7 +28,7 @@ class StoredTotals:
     """
 
     def __init__(self, directory: str) -> None:
-        self._path = Path(directory) / _NAME
+        self._path = Path(directory) / f"traffic-{namespace_name()}.json"
         self._failed = False
 
     def read(self, now: float) -> tuple[str, dict[ServicePortKey, Total], list[tuple[Pair, int]]]:
@@ -35,9 +37,7 @@ class StoredTotals:
         *now* is the time that all totals get as that of their last connection.
         """
         try:
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-            with open(os.open(self._path, flags), encoding="utf-8") as file:
-                found = json.load(file)
+            found = json.loads(self._content())
             if found["boot"] != _boot_id():
                 return "", {}, []
             totals = dict(_decode_total(item, now) for item in found["totals"])
@@ -61,7 +61,8 @@ class StoredTotals:
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             new = self._path.with_suffix(".new")
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+            new.unlink(missing_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             with open(os.open(new, flags, 0o600), "w", encoding="utf-8") as file:
                 file.write(json.dumps(content, separators=(",", ":")))
             new.replace(self._path)
@@ -70,6 +71,18 @@ class StoredTotals:
             log.log(level, "cannot keep traffic totals across a restart", extra={
                 "fields": {"file": str(self._path), "error": error.strerror}})
             self._failed = True
+
+
+    def _content(self) -> bytes:
+        """Return what the file holds. Raises OSError, or ValueError if kproxy cannot have written it."""
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(self._path, flags), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ValueError("not a regular file")
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise ValueError(f"longer than {_MOST_BYTES} bytes")
+        return content
 
 
 def _encode_total(key: ServicePortKey, total: Total) -> list[object]:

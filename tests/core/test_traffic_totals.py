@@ -1,5 +1,6 @@
 """Totals of connections: no count is lost or added twice, and series are limited."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -87,8 +88,29 @@ def test_totals_outlive_the_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"boot": "another"}', "\0"])
 def test_an_unusable_file_counts_as_none(tmp_path: Path, content: str) -> None:
-    (tmp_path / "traffic.json").write_text(content)
+    StoredTotals(str(tmp_path)).write("one", {}, [])
+    (written,) = tmp_path.iterdir()
+    written.write_text(content)
     assert StoredTotals(str(tmp_path)).read(0.0) == ("", {}, [])
+
+
+@pytest.mark.parametrize("make", ["link", "pipe"])
+def test_a_link_or_a_pipe_is_not_followed(tmp_path: Path, make: str) -> None:
+    stored = StoredTotals(str(tmp_path / "state"))
+    stored.write("one", {}, [])
+    (written,) = (tmp_path / "state").iterdir()
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    for path in (written, written.with_suffix(".new")):
+        path.unlink(missing_ok=True)
+        if make == "link":
+            path.symlink_to(victim)
+        else:
+            os.mkfifo(path)
+    assert stored.read(0.0) == ("", {}, [])
+    stored.write("two", {}, [])
+    assert stored.read(0.0) == ("two", {}, [])
+    assert victim.read_text() == "precious"
 
 
 def series(name: str, value: int) -> _Series:

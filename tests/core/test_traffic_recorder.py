@@ -1,0 +1,139 @@
+"""The recorder reads one backend at a time, and counts each connection once across switches and failures."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kproxy_core.backend.api import Connections
+from kproxy_core.backend.errors import BackendError
+from kproxy_core.model.address import Address, Family, Protocol
+from kproxy_core.model.endpoint import Destination
+from kproxy_core.model.service import ServicePortKey
+from kproxy_core.plan.service_plan import Frontend
+from kproxy_core.traffic.owners import FrontendOwners
+from kproxy_core.traffic.recorder import TrafficRecorder
+from kproxy_core.traffic.stored import StoredTotals
+from kproxy_core.traffic.totals import Failure
+
+V4 = Family.IPV4
+WEB = ServicePortKey("default", "web", "http", Protocol.TCP)
+VIP = Frontend(Address(bytes([10, 96, 0, 1])), Protocol.TCP, 80)
+ONE = Destination(Address(bytes([10, 1, 0, 1])), 8080)
+
+
+class Instance:
+    """A backend that has counted `number` connections; None: it does not count."""
+
+    def __init__(self, mode: str, number: int | None) -> None:
+        self.mode, self.number = mode, number
+        self.broken = False
+
+    def traffic(self, family: Family) -> list[Connections] | None:
+        if self.broken:
+            raise BackendError("busy")
+        return None if self.number is None else [Connections(VIP, ONE, self.number)]
+
+
+class Owners(FrontendOwners):
+    def __init__(self) -> None:
+        super().__init__((V4,), lambda: 0.0)
+
+    def owner(self, family: Family, frontend: Frontend) -> ServicePortKey | None:
+        return WEB if frontend == VIP else None
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 5.0
+        return self.now
+
+
+def recorder(instance: Instance, directory: Path, monkeypatch: pytest.MonkeyPatch) -> TrafficRecorder:
+    made = TrafficRecorder((V4,), instance, Owners(), StoredTotals(str(directory)), Clock())  # type: ignore[arg-type]
+    monkeypatch.setattr(made.failures, "start", lambda: None)
+    monkeypatch.setattr(made.failures, "read", lambda: None)
+    made.start()
+    return made
+
+
+def forwarded(of: TrafficRecorder) -> int:
+    return sum(total.forwarded for total in of.read(fresh=0.0).values())
+
+
+def test_a_restart_goes_on_where_the_last_process_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instance = Instance("one", 3)
+    first = recorder(instance, tmp_path, monkeypatch)
+    assert forwarded(first) == 3
+    first.stop()
+    instance.number = 5
+    assert forwarded(recorder(instance, tmp_path, monkeypatch)) == 5
+
+
+def test_counts_that_another_mode_left_in_the_kernel_are_not_added_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = recorder(Instance("one", 3), tmp_path, monkeypatch)
+    first.stop()
+    other = Instance("two", 100)
+    second = recorder(other, tmp_path, monkeypatch)
+    assert forwarded(second) == 3
+    other.number = 102
+    assert forwarded(second) == 5
+
+
+@pytest.mark.parametrize(("shares", "wanted"), [(True, 7 + 4), (False, 7 + 2)])
+def test_a_switch_reads_the_old_mode_and_then_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shares: bool, wanted: int
+) -> None:
+    old = Instance("one", 3)
+    made = recorder(old, tmp_path, monkeypatch)
+    assert forwarded(made) == 3
+    old.number = 7
+    new = Instance("two", 9)
+    made.switched(new, shares=shares)  # type: ignore[arg-type]
+    old.number = 1000
+    new.number = 11
+    assert forwarded(made) == wanted
+
+
+def test_a_reading_that_fails_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    instance = Instance("one", 3)
+    made = recorder(instance, tmp_path, monkeypatch)
+    instance.broken = True
+    logging.getLogger("kproxy").propagate = True
+    with caplog.at_level(logging.WARNING, "kproxy.run"):
+        assert forwarded(made) == forwarded(made) == 0
+    assert [record.getMessage() for record in caplog.records] == ["cannot read counts of connections"]
+    instance.broken = False
+    assert forwarded(made) == 3
+
+
+def test_a_mode_that_does_not_count_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = recorder(Instance("three", None), tmp_path, monkeypatch)
+    logging.getLogger("kproxy").propagate = True
+    with caplog.at_level(logging.WARNING, "kproxy.run"):
+        assert forwarded(made) == forwarded(made) == 0
+    assert [record.getMessage() for record in caplog.records] == ["this mode does not count connections"]
+
+
+def test_failures_are_counted_for_endpoints_that_had_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = recorder(Instance("one", 3), tmp_path, monkeypatch)
+    report: Any = made._failed
+    report(V4, VIP, ONE, Failure.REFUSED)
+    report(V4, VIP, ONE._replace(port=1), Failure.REFUSED)
+    report(V4, VIP._replace(port=1), ONE, Failure.REFUSED)
+    total = made.read(fresh=0.0)[WEB]
+    assert total.failed == total.endpoints[ONE].failed == {Failure.REFUSED: 1}
