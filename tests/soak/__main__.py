@@ -11,7 +11,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from kproxy_ebpf.kernel import bpf
 from kproxy_ebpf.kernel.mounts import mount_bpf_file_system
+from kproxy_ebpf.names import ATTACH_TYPES
 
 
 def main() -> int:
@@ -57,6 +59,7 @@ def _own_cgroup() -> Iterator[Path]:
     tree = next(line.split()[1] for line in mounts if line.split()[2] == "cgroup2")
     cgroups = Path("/proc/self/cgroup").read_text().splitlines()
     before = next(line for line in cgroups if line.startswith("0::"))
+    _check_that_nobody_translates(Path(tree))
     made = Path(tree, f"kproxy-soak-{os.getpid()}")
     made.mkdir()
     (made / "cgroup.procs").write_text(str(os.getpid()))
@@ -65,6 +68,16 @@ def _own_cgroup() -> Iterator[Path]:
     finally:
         Path(tree, before[3:].lstrip("/"), "cgroup.procs").write_text(str(os.getpid()))
         made.rmdir()
+
+
+def _check_that_nobody_translates(root: Path) -> None:
+    """Exit if programs of another proxy translate the connections of every process, those of the soak too."""
+    descriptor = os.open(root, os.O_RDONLY)
+    for name, attach_type in ATTACH_TYPES.items():
+        for program in bpf.attached(descriptor, attach_type):
+            found = f"{bpf.program_name(program)} is attached at {name}"
+            sys.exit(f"{root}: {found}: end its proxy, or delete its pins")
+    os.close(descriptor)
 
 
 @contextmanager
