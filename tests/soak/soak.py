@@ -26,8 +26,12 @@ from tests.soak.proxy import REPAIRED, Proxy, SoakFailed
 from tests.switch.room import FROM_CLIENT, FROM_NODE, Failure, Load, Room
 
 MODES = ("nftables", "iptables", "userspace", "ebpf")
+SHORTEST_TIMEOUT = 0.2
+"""Seconds: TCP_RTO_MIN."""
 RECONNECTED = 5.0
 """Seconds after which every watch has been started again that ended with the API server."""
+RELAYS_END = 180.0
+"""Seconds after which relays of clients that are gone have ended: by keep-alive, or unsent data given up."""
 REPAIR_PATIENCE = 20.0
 """Seconds after which a damage counts as unnoticed."""
 
@@ -69,6 +73,8 @@ class Soak:
         self.node = room.node
         for name, seconds in _CONNTRACK.items():
             self.node.run("sysctl", "-qw", f"net.netfilter.nf_conntrack_{name}={seconds}")
+        # A client whose translation was flushed can't tell its relay that it has ended.
+        self.node.run("sysctl", "-qw", "net.ipv4.tcp_keepalive_intvl=1", "net.ipv4.tcp_keepalive_probes=3")
         dialled = list(yaml.safe_load_all((room.manifests / "all.yaml").read_text()))
         objects = Objects(filter(None, dialled), random.Random(seed + 1))
         self.churn = Churn(objects, self.node, directory / "api", rate)
@@ -111,11 +117,17 @@ class Soak:
 
     @property
     def failures(self) -> list[Failure]:
-        """The connections that failed, without those for which the machine had no time."""
+        """The connections that failed, without those for which the machine had no time.
+
+        A segment that was sent again although its answer arrived sooner than any timeout was a probe.
+        """
         stalls = [stall for load in self._loads for stall in load.stalls]
         return [
             failure for load in self._loads for failure in load.failures
-            if not (failure.sent_again and any(failure.overlaps(*stall) for stall in stalls))
+            if not (failure.sent_again and (
+                failure.until - failure.since < SHORTEST_TIMEOUT
+                or any(failure.overlaps(*stall) for stall in stalls)
+            ))
         ]  # fmt: skip
 
     # The two halves ------------------------------------------------------------------------
@@ -144,6 +156,7 @@ class Soak:
                     self._act("laps", self._peaceful)
             with self.churn.paused():
                 self._await_rest()
+                self.proxy.wait_for("end of the relays", lambda: not self.proxy.workers(), RELAYS_END)
                 self.ledger.usages.append(self.proxy.usage())
         self.ledger.problems += leaks(self.ledger.usages, growth=MEMORY_GROWTH, slack=MEMORY_SLACK)
 
@@ -254,6 +267,10 @@ class Soak:
         window = Window(self.proxy.mode, kind, at, now().at, may_fail=True, what=done.what,
                         is_noticed=kind not in UNANNOUNCED)
         self._note(window, since)
+        if kind == "kill worker":  # lasting UDP flows find another endpoint with their next datagram
+            with self._window("flows of a killed worker", may_fail=True):
+                for load in self._loads:
+                    load.renew()
 
     def _repaired(self, since: float) -> set[str]:
         return {
