@@ -11,6 +11,8 @@ _REST_SHARE = 4
 
 _SHORTEST_REPAIR_REST = 0.02
 """Seconds."""
+_REPAIR_CREDIT = 1.0
+"""Seconds of rest that repairs may owe, so that two unrelated damages in a row are both repaired at once."""
 
 
 class Pacing:
@@ -26,8 +28,8 @@ class Pacing:
     may fix it. A successful run that left service ports unserved is repeated after the same delays, but
     holds up no other change. A full run is due *full_period* after the last successful one.
 
-    A repair is a full run that ignores all of these limits. It rests four times the cost of the last full
-    run, so that a tool flushing our rules in a loop costs at most a fifth of one CPU.
+    A repair is a full run that ignores all of these limits. It rests four times the cost of the full runs
+    before it, so that a tool flushing our rules in a loop costs at most a fifth of one CPU.
 
     All times are the caller's clock, monotonic, in seconds.
     """
@@ -58,6 +60,8 @@ class Pacing:
         self._full_at: float | None = None
         self._repair_wanted = False
         self._repair_rest_until = -math.inf
+        self._repairs_paid_at = -math.inf
+        """End of all rests after full runs."""
         self._failures = Backoff(first=retry_start, longest=retry_cap)
         self._retry_at: float | None = None
         self._unserved = Backoff(first=retry_start, longest=retry_cap)
@@ -114,7 +118,9 @@ class Pacing:
         self._tokens.charge(started, ended)
         if scope is Scope.RESYNC:
             self._repair_wanted = False
-            self._repair_rest_until = ended + max(_SHORTEST_REPAIR_REST, rest)
+            self._repairs_paid_at = max(self._repairs_paid_at, ended) + rest
+            self._repair_rest_until = max(
+                ended + _SHORTEST_REPAIR_REST, self._repairs_paid_at - _REPAIR_CREDIT)
             rest = 0.0
         self._rest_until = ended + min(max(rest, self._shortest_rest), self._longest_rest)
         if not ok:

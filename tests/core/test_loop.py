@@ -324,7 +324,7 @@ def test_repairs_of_constant_damage_take_a_fifth_of_the_time_at_most() -> None:
         rig.backend.damaged(V4, "flushed")
         rig.loop.turn()
         rig.clock.now += 0.01
-    assert 50 <= len(rig.backend.take()) <= 68
+    assert 50 <= len(rig.backend.take()) <= 70  # 67 in 100 s, and those of the credit
 
 
 def test_damage_during_a_repair_is_repaired_after_it() -> None:

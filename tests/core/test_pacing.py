@@ -144,7 +144,7 @@ def test_without_an_interval_a_full_run_delays_no_change() -> None:
     assert loop.until(3) == [(3, CHANGED)]
 
 
-def test_repairs_ignore_interval_and_retry_but_rest_four_times_their_duration() -> None:
+def test_repairs_ignore_interval_and_retry_but_rest_four_times_as_long() -> None:
     loop = started(Loop(min_interval=10.0, burst=1))
     loop.takes = 0.5
     loop.ok = False
@@ -154,8 +154,10 @@ def test_repairs_ignore_interval_and_retry_but_rest_four_times_their_duration() 
     loop.pacing.request_repair()
     assert loop.until(12) == [(11, RESYNC)]
     loop.pacing.request_repair()
-    assert loop.pacing.next_wakeup(loop.now) == 1000 + 11.5 + 2.0
-    assert loop.until(13.6) == [(13.5, RESYNC)]
+    assert loop.pacing.next_wakeup(loop.now) == 1000 + 11.5 + 2.0 - 1.0
+    assert loop.until(12.6) == [(12.5, RESYNC)]
+    loop.pacing.request_repair()
+    assert loop.pacing.next_wakeup(loop.now) == 1000 + 12.5 + 2.0
 
 
 def test_a_cheap_repair_rests_too() -> None:
