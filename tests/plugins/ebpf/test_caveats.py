@@ -1,0 +1,39 @@
+"""The deviations that the mode announces."""
+
+import pytest
+
+from kproxy_core.model.node import NodeView
+from kproxy_core.model.service import Service
+from kproxy_core.testing.builders import endpoint_slice, full_update, node_view, plans, service
+from kproxy_ebpf.questions.caveats import caveats
+
+NODE = node_view("node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1")
+MASQUERADING = node_view("node1", pods="10.244.1.0/24", masquerade_all=True)
+ANYWHERE = node_view("node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1", anywhere=True)
+
+LEFT = "sockets of pods are left to the rules"
+OWN_SOURCE = "pods reach external frontends with their own address as source"
+CONTAINERS = "containers of this machine that are not of this cluster are translated too"
+AFFINITY = "session affinity tells clients apart by network namespace, not by address"
+LOOPBACK = "node port 30080 is served on 127.0.0.1 to the node itself"
+
+
+@pytest.mark.parametrize(
+    ("node", "what", "clients", "whole_node", "expected"),
+    [
+        (NODE, service(), "auto", False, []),
+        (NODE, service(), "auto", True, [CONTAINERS]),
+        (NODE, service(), "all", True, [OWN_SOURCE, CONTAINERS]),
+        (NODE, service(), "node", True, [LEFT]),
+        (MASQUERADING, service(), "auto", True, [LEFT]),
+        (MASQUERADING, service(), "all", True, [LEFT]),
+        (NODE, service(affinity=60), "auto", False, [AFFINITY]),
+        (ANYWHERE, service("web", "80@30080"), "auto", False, [LOOPBACK]),
+        (NODE, service("web", "80/SCTP"), "all", True, []),
+    ],
+)
+def test_caveats(node: NodeView, what: Service, clients: str, whole_node: bool, expected: list[str]) -> None:
+    update = full_update(node, plans(node, what, endpoint_slice("web", "10.244.2.1")))
+    found = list(caveats(update, clients=clients, whole_node=whole_node))
+    assert [caveat.what for caveat in found] == expected
+    assert not any(caveat.lost for caveat in found)
