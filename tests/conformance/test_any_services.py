@@ -123,7 +123,7 @@ def play(mode: str, family: str, tmp_path: Path) -> Iterator[Play]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mode", ["nftables", "iptables", "ebpf"])
-def test_packets_go_where_the_specification_says(play: Play, mode: str, family: str) -> None:
+def test_packets_have_the_fate_of_the_specification(play: Play, mode: str, family: str) -> None:
     world = World(Random(f"{mode} {family}"))
     for _ in range(ROUNDS):
         play.apply(world)

@@ -90,7 +90,7 @@ def play(mode: str, family: str, tmp_path: Path) -> Iterator[ExplainedPlay]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mode", ["nftables", "iptables"])
-def test_packets_go_where_the_explanation_says(play: ExplainedPlay, mode: str, family: str) -> None:
+def test_packets_have_the_fate_of_the_explanation(play: ExplainedPlay, mode: str, family: str) -> None:
     world = World(Random(f"explained {mode} {family}"))
     cases = 0
     for _ in range(ROUNDS):

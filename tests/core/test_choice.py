@@ -114,7 +114,7 @@ def test_iptables_serves_one_family_where_the_other_has_no_nat_table(
     assert "ok       IPv6: not served: IPv6: nat table: Table does not exist" in told
 
 
-def test_the_fallback_is_told_everywhere(node: Namespace, tmp_path: Path) -> None:
+def test_the_fallback_is_visible_everywhere(node: Namespace, tmp_path: Path) -> None:
     put(tmp_path, wanted=source("wanted", fallback="second", begins=LACKING), second=source("second"))
     with running(node, *flags(tmp_path, "--mode=wanted")) as proxy:
         assert serves(proxy, node) == "second"
@@ -131,7 +131,7 @@ def test_the_fallback_is_told_everywhere(node: Namespace, tmp_path: Path) -> Non
     assert "no warp drive" in line
 
 
-def test_the_cluster_is_told_by_an_event_of_the_node(node: Namespace, tmp_path: Path) -> None:
+def test_an_event_of_the_node_reports_the_fallback(node: Namespace, tmp_path: Path) -> None:
     put(tmp_path, wanted=source("wanted", fallback="second", begins=LACKING), second=source("second"))
     with node.inside(Taker) as taker:
         thread = threading.Thread(target=taker.serve_forever, kwargs={"poll_interval": 0.01})
@@ -148,7 +148,7 @@ def test_the_cluster_is_told_by_an_event_of_the_node(node: Namespace, tmp_path: 
     assert told["note"] == "mode wanted does not work here, second serves: no warp drive"
 
 
-def test_a_mode_that_works_is_told_without_a_word_of_others(node: Namespace, tmp_path: Path) -> None:
+def test_a_working_mode_is_reported_without_a_fallback(node: Namespace, tmp_path: Path) -> None:
     put(tmp_path, wanted=source("wanted", fallback="second", begins="return True", usable=False),
         second=source("second"))  # fmt: skip
     with running(node, *flags(tmp_path, "--mode=wanted")) as proxy:
@@ -157,7 +157,7 @@ def test_a_mode_that_works_is_told_without_a_word_of_others(node: Namespace, tmp
         assert "kproxy_mode_fallback{" not in proxy.get(10249, "/metrics")[1]
 
 
-def test_what_may_pass_is_no_reason_for_another_mode(node: Namespace, tmp_path: Path) -> None:
+def test_a_transient_failure_causes_no_fallback(node: Namespace, tmp_path: Path) -> None:
     put(tmp_path, wanted=source("wanted", fallback="second", begins=TROUBLE), second=source("second"))
     with running(node, *flags(tmp_path, "--mode=wanted")) as proxy:
         assert serves(proxy, node) == "wanted"
@@ -178,7 +178,7 @@ def test_never_is_an_error_that_names_the_reason(in_file: bool, node: Namespace,
     assert "Traceback" not in problem
 
 
-def test_where_nothing_works_every_reason_is_given(node: Namespace, tmp_path: Path) -> None:
+def test_if_no_mode_works_every_reason_is_given(node: Namespace, tmp_path: Path) -> None:
     put(tmp_path, wanted=source("wanted", fallback="second", begins=LACKING),
         second=source("second", fallback="wanted", usable=False))  # fmt: skip
     problem = failed(node, *flags(tmp_path, "--mode=wanted"))
@@ -186,7 +186,7 @@ def test_where_nothing_works_every_reason_is_given(node: Namespace, tmp_path: Pa
 
 
 @pytest.mark.parametrize("fallback", ["", "nowhere", "refused"])
-def test_a_fallback_that_is_not_there_is_none(fallback: str, node: Namespace, tmp_path: Path) -> None:
+def test_a_missing_fallback_is_ignored(fallback: str, node: Namespace, tmp_path: Path) -> None:
     put(tmp_path, wanted=source("wanted", fallback=fallback, begins=LACKING), refused="1/0")
     problem = failed(node, *flags(tmp_path, "--mode=wanted"))
     assert "no warp drive" in problem
@@ -209,7 +209,7 @@ def test_without_the_binding_of_nftables_iptables_serves(node: Namespace, tmp_pa
     assert "KUBE-SERVICES" in node.run("iptables-save")
 
 
-def test_init_only_prepares_what_will_serve(node: Namespace, tmp_path: Path) -> None:
+def test_init_only_prepares_the_mode_that_will_serve(node: Namespace, tmp_path: Path) -> None:
     put(tmp_path, wanted=source("wanted", fallback="second", begins=LACKING), second=source("second"))
     done = subprocess.run(
         ["ip", "netns", "exec", node.name, KPROXY, *flags(tmp_path, "--mode=wanted", "--init-only")],

@@ -32,7 +32,7 @@ def test_a_service_without_rivals_gets_the_very_plans_it_wants() -> None:
     assert claims.take_conflicts() == []
 
 
-def test_the_older_service_wins_whichever_comes_first() -> None:
+def test_the_older_service_wins_in_any_order() -> None:
     older = service("older", ip="10.96.0.1", external_ips="192.0.2.1", created=OLD)
     newer = service("newer", ip="10.96.0.2", external_ips="192.0.2.1 192.0.2.2", created=NEW)
     for order in ((older, newer), (newer, older)):
@@ -92,7 +92,7 @@ def test_the_takeover_takes_over_when_the_winner_leaves_and_gives_back_when_it_r
     assert only_plan(claims, "b").cluster_ip is None
 
 
-def test_a_loser_that_leaves_touches_nobody() -> None:
+def test_deleting_a_losing_service_affects_no_other() -> None:
     claims = Claims()
     want(claims, service("a", ip="10.96.0.1", created=OLD))
     want(claims, service("b", ip="10.96.0.1", created=NEW))
@@ -177,7 +177,7 @@ def test_any_history_ends_where_a_fresh_start_would(history: Sequence[tuple[Serv
 
 
 @given(st.lists(services, max_size=8, unique_by=lambda s: s.name))
-def test_no_frontend_is_granted_twice_and_every_one_to_somebody(wanting: Sequence[Service]) -> None:
+def test_every_frontend_is_granted_exactly_once(wanting: Sequence[Service]) -> None:
     claims = Claims()
     for each in wanting:
         want(claims, each)

@@ -51,7 +51,7 @@ def manifests(tmp_path: Path) -> Path:
 # Answers without a kernel
 
 
-def test_the_version_is_told_without_importing_anything_heavy() -> None:
+def test_the_version_is_printed_without_heavy_imports() -> None:
     asked = (
         "import sys, kproxy_core.cli; sys.argv[1:] = ['--version']\n"
         "try: kproxy_core.cli.main()\nexcept SystemExit: print(*sys.modules)"
@@ -87,7 +87,7 @@ def test_the_version_is_told_without_importing_anything_heavy() -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_can_not_be_done_is_said_in_a_line_and_ends_with_status_1(
+def test_a_failure_is_one_line_and_status_1(
     arguments: list[str], problem: str
 ) -> None:
     done = kproxy(*arguments)
@@ -121,7 +121,7 @@ def test_rules_are_rendered_in_the_same_order_by_every_process(mode: str, manife
     assert rendered[0] == rendered[1]
 
 
-def test_what_can_not_be_rendered_is_said(manifests: Path) -> None:
+def test_a_failed_rendering_is_reported(manifests: Path) -> None:
     (manifests / "bad.yaml").write_text(WEB.replace("port: 80}", "port: 0}").replace("web", "bad"))
     (manifests / "twin.yaml").write_text(WEB.replace("name: web", "name: twin"))
     done = kproxy("render", "--mode=nftables", f"--manifests={manifests}", "--family=ipv4")
@@ -133,7 +133,7 @@ def test_what_can_not_be_rendered_is_said(manifests: Path) -> None:
 # The process
 
 
-def test_it_serves_until_told_to_end_and_leaves_the_rules(node: Namespace, manifests: Path) -> None:
+def test_it_serves_until_a_signal_and_leaves_the_rules(node: Namespace, manifests: Path) -> None:
     with running(node, "--mode=nftables", f"--manifests={manifests}", "--hostname-override=node1") as proxy:
         proxy.await_health()
         assert "10.1.2.3" in node.run("nft", "list", "table", "ip", "kproxy")
@@ -181,7 +181,7 @@ def test_control_c_ends_it_without_a_traceback(node: Namespace, manifests: Path)
     assert {json.loads(line)["level"] for line in log.splitlines()} <= {"INFO", "WARNING"}
 
 
-def test_it_takes_the_preferred_mode_without_being_told(node: Namespace, manifests: Path) -> None:
+def test_it_chooses_the_preferred_mode_by_default(node: Namespace, manifests: Path) -> None:
     with running(node, f"--manifests={manifests}") as proxy:
         proxy.await_health()
         assert proxy.get(10249, "/proxyMode") == (200, "nftables")
@@ -264,7 +264,7 @@ def test_the_configuration_is_written_and_nothing_else_is_done(node: Namespace, 
     assert node.run("nft", "list", "ruleset") == ""
 
 
-def test_what_needs_all_privileges_can_be_done_by_itself(node: Namespace, manifests: Path) -> None:
+def test_privileged_steps_can_run_alone(node: Namespace, manifests: Path) -> None:
     node.nft("table ip t { chain c { type filter hook input priority 0; ct state new accept; }; }")
     before = node.run("nft", "list", "ruleset")
     node.run(KPROXY, "--init-only", "--mode=iptables", f"--manifests={manifests}",

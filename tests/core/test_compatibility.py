@@ -82,7 +82,7 @@ def test_every_metric_of_kube_proxy_has_a_row() -> None:
     assert {line.split()[0] for text in texts for line in text.splitlines()} - named("Metrics") == set()
 
 
-def test_what_the_code_says_has_no_effect_is_what_the_page_says() -> None:
+def test_the_page_lists_the_options_without_effect() -> None:
     said = {name for row in rows() if row.state == "no effect" for name in row.names}
     for path in NO_EFFECT:
         assert any(name == path or name.startswith(f"{path}.") for name in said), path

@@ -39,7 +39,7 @@ def bind(address: str, port: int) -> BindAddress:
     return BindAddress(parse_address(address), port)
 
 
-def test_without_anything_it_is_kube_proxys_default() -> None:
+def test_the_defaults_are_those_of_kube_proxy() -> None:
     """kube-proxy's own file for its defaults means the same as no file, but for the period written in it."""
     written = resolve(Flags(), load(str(golden("default-config.yaml"))))
     assert written.min_sync_period == 1
@@ -59,7 +59,7 @@ def test_without_anything_it_is_kube_proxys_default() -> None:
         ("ebpf", 33, 0.05, False, 7, {"maps": 4}),
     ],
 )
-def test_a_mode_goes_by_its_own_section_else_by_that_of_iptables(
+def test_a_mode_uses_its_own_section_or_that_of_iptables(
     mode: str, sync: float, minimum: float, everything: bool, bit: int, options: dict[str, object]
 ) -> None:
     config = from_file(
@@ -157,7 +157,7 @@ def test_a_file_replaces_the_flags_except_those_that_count_beside_it() -> None:
     )
 
 
-def test_an_empty_flag_is_as_good_as_none() -> None:
+def test_an_empty_flag_equals_no_flag() -> None:
     empty = Flags(
         bind_address="", healthz_bind_address="", metrics_bind_address="", hostname_override="", mode=""
     )
@@ -201,7 +201,7 @@ def test_bind_addresses(own: str, healthz: str, metrics: str, wanted: tuple[tupl
         "10.0.0.1:+80",
     ],
 )
-def test_what_is_no_bind_address_is_refused(text: str) -> None:
+def test_an_invalid_bind_address_is_refused(text: str) -> None:
     wanted = f"{text!r}: must be IP:port, with a port of 1 to 65535"
     assert problems_of_file(f"healthzBindAddress: '{text}'\n") == [f"healthzBindAddress: {wanted}"]
     assert problems_of_flags(Flags(metrics_bind_address=text)) == [f"--metrics-bind-address: {wanted}"]
@@ -368,11 +368,11 @@ def test_each_rule(text: str, problem: str) -> None:
         "mode: nftables\nnftables: {minSyncPeriod: 30s}",
     ],
 )
-def test_what_does_not_matter_is_not_judged(text: str) -> None:
+def test_irrelevant_options_are_not_checked(text: str) -> None:
     assert from_file(text + "\n").notices == ()
 
 
-def test_all_problems_are_told_at_once_by_the_option_they_were_made_in() -> None:
+def test_all_problems_are_reported_at_once_with_their_options() -> None:
     assert problems_of_file(
         "conntrack: {min: -1}\nbindAddress: x\nclusterCIDR: y\n", Flags(mode="No Mode")
     ) == [

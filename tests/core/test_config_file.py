@@ -53,7 +53,7 @@ def problems(text: str) -> list[str]:
         ("1h1m1.000000001s", 3661.000000001, "1h1m1.000000001s"),
     ],
 )
-def test_durations_are_read_and_written_as_go_does(text: str, seconds: float, written: str) -> None:
+def test_durations_are_read_and_written_as_in_go(text: str, seconds: float, written: str) -> None:
     assert Duration.parse(text) == seconds
     assert str(Duration.parse(text)) == written
 
@@ -62,7 +62,7 @@ def test_durations_are_read_and_written_as_go_does(text: str, seconds: float, wr
     "text",
     ["", "1", "s", ".s", "-", "1 s", "1S", "1x", "1h-1m", " 1s", "1s\n", "٣s", "3000000h", "9" * 30 + "s"],
 )
-def test_what_is_no_duration_is_refused(text: str) -> None:
+def test_an_invalid_duration_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="duration"):
         Duration.parse(text)
 
@@ -162,7 +162,7 @@ def changed(value: object) -> dict[str, object]:
         HEAD + "nftables:\n  minSyncPeriod: 0s\nmode:\n",
     ],
 )
-def test_zero_and_null_mean_the_default_where_kube_proxy_says_so(text: str) -> None:
+def test_zero_and_null_mean_the_default_as_in_kube_proxy(text: str) -> None:
     assert decode(text).document == KubeProxyConfiguration()
 
 

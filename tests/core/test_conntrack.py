@@ -374,7 +374,7 @@ def test_without_changes_no_table_is_read() -> None:
     assert delete_stale_udp(Family.IPV4, StaleFlowTracker().take(frozenset())) == 0
 
 
-def test_without_privileges_the_error_says_what_failed(lab: Lab) -> None:
+def test_without_privileges_the_error_names_the_operation(lab: Lab) -> None:
     """In its own user namespace, a process may not read this network namespace's table."""
     program = """if True:
         import sys

@@ -41,7 +41,7 @@ def value(node: Namespace, name: str) -> int:
         (32768, 2000000, 64, 1048576),
     ],
 )
-def test_how_many_connections_are_tracked(per_core: int, least: int, cores: int, most: int) -> None:
+def test_the_limit_of_tracked_connections(per_core: int, least: int, cores: int, most: int) -> None:
     assert ConntrackLimits(max_per_core=per_core, min=least).max_connections(cores) == most
 
 
@@ -66,7 +66,7 @@ def test_zero_keeps_the_kernels_value_and_liberal_is_never_reset(node: Namespace
     assert applied.refused == ()
 
 
-def test_a_limit_that_is_not_ours_to_set_is_told_and_the_rest_is_set(node: Namespace) -> None:
+def test_a_refused_limit_is_reported_and_the_rest_is_set(node: Namespace) -> None:
     other = value(node, "nf_conntrack_max") + 1
     applied = node.inside(lambda: apply(ConntrackLimits(
         max_per_core=1, min=other, tcp_close_wait_timeout=62)))

@@ -79,7 +79,7 @@ def test_a_request_is_answered_line_by_line(server: ControlServer) -> None:
     assert lines == ["0", "1", "2"]
 
 
-def test_a_refused_request_says_why(server: ControlServer) -> None:
+def test_a_refused_request_has_a_reason(server: ControlServer) -> None:
     with pytest.raises(RequestRefused, match="no such request"):
         send_request({"do": "dance"}, print)
 
@@ -218,7 +218,7 @@ def test_a_socket_of_another_user_does_not_hide_the_proxy(server: ControlServer,
         assert count() == 1
 
 
-def test_without_a_proxy_that_is_said(prefix: str) -> None:
+def test_a_missing_proxy_is_reported(prefix: str) -> None:
     with pytest.raises(NoProxy, match=r"^no kproxy runs in this network namespace$"):
         count()
     with squatter(prefix), pytest.raises(NoProxy, match=r"\(not trusted: user 65534 is neither root nor"):

@@ -87,7 +87,7 @@ def test_nothing_is_complete_before_the_directory_could_be_read(
 
 
 @pytest.mark.parametrize("error", [24, 5], ids=["EMFILE", "EIO"])
-def test_only_a_lack_of_resources_delays_what_else_exists(
+def test_only_a_lack_of_resources_delays_other_objects(
     tmp_path: Path, said: "SimpleQueue[str]", monkeypatch: pytest.MonkeyPatch, error: int,
 ) -> None:
     for name in ("bad", "web"):

@@ -16,7 +16,7 @@ never_ends()
 """
 
 
-def test_the_process_ends_and_says_where_every_thread_is() -> None:
+def test_the_process_ends_with_the_stack_of_every_thread() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", STUCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -39,7 +39,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield tmp_path / "kept"
 
 
-def test_it_follows_what_changes_and_starts_over_in_a_full_sync(kept: Path) -> None:
+def test_it_follows_changes_and_starts_over_in_a_full_sync(kept: Path) -> None:
     registry = Registry()
     registry.make_backend("textfile", SETTINGS)
     hook = registry.manager.hook

@@ -151,7 +151,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("to", ERRORS)
-def test_a_question_without_answer_says_what_would_help(to: str) -> None:
+def test_a_question_without_answer_names_a_remedy(to: str) -> None:
     with pytest.raises(NoAnswer, match=ERRORS[to]):
         asked(known(HERE), to)
 

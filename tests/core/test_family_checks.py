@@ -56,7 +56,7 @@ def test_the_primary_family(bind: str, node: NodeObject | None, wanted: Family) 
         ("bindAddress: '::'", (V4,), ""),
     ],
 )
-def test_what_can_not_be_served_ends_the_start(text: str, families: tuple[Family, ...], problem: str) -> None:
+def test_an_unusable_family_ends_the_start(text: str, families: tuple[Family, ...], problem: str) -> None:
     assert unservable(config_of(text), families) == problem
 
 
@@ -89,7 +89,7 @@ def test_what_can_not_be_served_ends_the_start(text: str, families: tuple[Family
          ["the cluster is IPv4-only, but metricsBindAddress is IPv6"]),
     ],
 )
-def test_what_is_doubtful_is_said(
+def test_doubts_are_reported(
     text: str, families: tuple[Family, ...], node: NodeObject | None, wanted: list[str]
 ) -> None:
     config = config_of(text)

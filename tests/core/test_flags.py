@@ -124,7 +124,7 @@ def test_the_configuration_is_written_byte_for_byte_as_kube_proxy_does() -> None
     assert written(resolve(Flags(write_config_to="-"), None)) == golden("default-config.yaml").read_text()
 
 
-def test_what_was_written_means_the_same_when_it_is_read(tmp_path: Path) -> None:
+def test_a_written_file_means_the_same_when_read(tmp_path: Path) -> None:
     flags = ("--mode=nftables", "--masquerade-all", "--bind-address=::", "--hostname-override=Node1",
              "--conntrack-tcp-timeout-established=90s", "--nodeport-addresses=primary",
              "--manifests=/objects", "--feature-gates=ComponentFlagz=false",
@@ -166,7 +166,7 @@ CHOICES = {
     st.sampled_from(("iptables", "ipvs", "nftables", "ebpf")),
     st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in CHOICES.items()}),
 )
-def test_whatever_the_flags_are_the_file_written_for_them_means_the_same(
+def test_the_file_written_for_any_flags_means_the_same(
     mode: str, chosen: dict[str, str]
 ) -> None:
     config = from_flags(f"--mode={mode}", *(f"--{name}={value}" for name, value in chosen.items()))
@@ -185,7 +185,7 @@ def test_options_of_a_backend_can_always_be_shown(tmp_path: Path) -> None:
     assert shown["backendOptions"] == {"any": {"day": "2026-01-02", "sizes": [1], "deep": {"7": None}}}
 
 
-def test_only_what_kproxy_adds_is_in_its_section() -> None:
+def test_the_section_of_kproxy_has_only_its_additions() -> None:
     wanted = yaml.safe_load(golden("default-config.yaml").read_text())
     ours = yaml.safe_load(written(from_flags("--mode=iptables", "--manifests=/objects")))
     assert ours.pop("kproxy")["manifests"] == "/objects"
@@ -246,7 +246,7 @@ def test_an_older_flag_without_an_effect_gets_a_notice(flag: Any) -> None:
          "featureGates.NativeHistograms has no effect: histograms have buckets"),
     ],
 )
-def test_what_has_no_effect_is_told(arguments: list[str], notice: str) -> None:
+def test_flags_without_effect_are_reported(arguments: list[str], notice: str) -> None:
     assert from_flags(*arguments).notices == (notice,)
 
 
@@ -284,7 +284,7 @@ def test_the_older_ports_complete_an_address_without_one(
         ("--iptables-sync-period=0s", "--iptables-sync-period: 0s: must be greater than 0"),
     ],
 )
-def test_a_wrong_value_is_told_by_its_flag(argument: str, problem: str) -> None:
+def test_a_wrong_value_is_reported_with_its_flag(argument: str, problem: str) -> None:
     assert problems(argument) == [problem]
 
 
@@ -320,12 +320,12 @@ def test_cleanup_may_spare_a_mode() -> None:
     ("given", "told"),
     [("true", "kproxy "), ("raw", "v1alpha1"), ("false", ""), ("v1.36.2", ""), ("v1.36.2+abc", "")],
 )
-def test_the_version_is_told_or_replaced(given: str, told: str) -> None:
+def test_the_version_is_printed_or_replaced(given: str, told: str) -> None:
     assert (told in version_told(given)) if told else version_told(given) == ""
 
 
 @pytest.mark.parametrize("given", ["v1", "1.36.2", "v1.36.2 x", "latest"])
-def test_what_is_no_version_is_refused(given: str) -> None:
+def test_an_invalid_version_is_refused(given: str) -> None:
     with pytest.raises(ValueError, match="must be"):
         version_told(given)
 

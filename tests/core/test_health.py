@@ -65,14 +65,14 @@ def test_a_first_sync_that_never_succeeds_is_unhealthy() -> None:
     assert node.verdicts == OVERDUE
 
 
-def test_an_idle_proxy_stays_healthy() -> None:
+def test_an_idle_proxy_is_healthy() -> None:
     node = Node().in_sync()
     node.wait(30 * 86400)
     assert node.verdicts == GOOD
 
 
 @pytest.mark.parametrize(("seconds", "verdicts"), [(59.999, GOOD), (60, OVERDUE), (600, OVERDUE)])
-def test_a_requested_sync_may_stay_undone_for_the_timeout(
+def test_a_requested_sync_may_be_pending_for_the_timeout(
     seconds: float, verdicts: tuple[bool, bool, bool]
 ) -> None:
     node = Node().in_sync()
@@ -159,7 +159,7 @@ def test_a_failing_body_has_the_time_of_the_last_success_and_the_problem() -> No
     assert "problems" not in json.loads(node.health.healthz().body)
 
 
-def test_before_the_first_sync_the_body_says_so() -> None:
+def test_the_body_is_different_before_the_first_sync() -> None:
     assert json.loads(Node(families=(V4,)).health.healthz().body) == {
         "lastUpdated": "0001-01-01T00:00:00Z",
         "currentTime": "2026-03-01T12:00:00Z",

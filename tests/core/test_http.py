@@ -70,7 +70,7 @@ def test_a_request_body_is_taken_and_ignored(port: int) -> None:
     assert get(port, method="POST", body=b"x" * 60_000).body == b"POST / "
 
 
-def test_a_request_may_come_in_pieces(port: int) -> None:
+def test_a_request_may_arrive_in_pieces(port: int) -> None:
     with connect(port) as client:
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for byte in b"POST /slow HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\nxy":

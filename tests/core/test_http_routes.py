@@ -182,7 +182,7 @@ def test_flagz() -> None:
         ("application/json;v=v9;g=config.k8s.io;as=Flagz", None),
     ],
 )  # fmt: skip
-def test_pages_come_in_a_form_that_the_client_accepts(accept: str, content_type: str | None) -> None:
+def test_pages_have_a_form_that_the_client_accepts(accept: str, content_type: str | None) -> None:
     answer = ask(server(), "/flagz", accept=accept)
     if content_type is None:
         assert answer.status == 406

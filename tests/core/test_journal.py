@@ -35,7 +35,7 @@ def test_the_next_start_finishes_or_rolls_back(
 @pytest.mark.parametrize("content", [
     "", "{", "[]", '{"phase": "never heard of"}', "\N{SNOWMAN}", "[" * 4000, '{"a":' * 800, " " * 100_000_000,
 ], ids=lambda content: repr(content[:10]))  # fmt: skip
-def test_an_unusable_file_counts_as_none_and_is_logged_once(
+def test_an_unusable_file_is_ignored_and_logged_once(
     tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     journal = Journal(str(tmp_path))

@@ -171,7 +171,7 @@ def test_a_node_serves_while_the_api_server_is_away_and_logs_that_once(
     assert node.health() == 200
 
 
-def test_a_proxy_that_starts_before_its_api_server_serves_what_was_there(
+def test_a_proxy_that_starts_before_its_api_server_serves_cached_objects(
     node: Node, server: BenchServer, run: Callable[..., Proxy],
 ) -> None:
     first = run(f"--master={server.url}")

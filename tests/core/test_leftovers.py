@@ -36,13 +36,13 @@ def ready(room: Room) -> bool:
     return room.rig.health.healthz().ok
 
 
-def test_where_nothing_was_left_nothing_is_done(room: Room) -> None:
+def test_without_leftovers_nothing_is_deleted(room: Room) -> None:
     heir(room).start()
     await_that(lambda: ready(room))
     assert room.story == []
 
 
-def test_what_another_mode_left_goes_after_the_proof(room: Room) -> None:
+def test_rules_of_another_mode_are_deleted_after_the_proof(room: Room) -> None:
     room.new.rules = dict(room.old.rules)
     heir(room).start()
     await_that(lambda: ready(room))
@@ -50,14 +50,14 @@ def test_what_another_mode_left_goes_after_the_proof(room: Room) -> None:
     assert names(room.old) == {"web"}
 
 
-def test_what_kube_proxy_left_in_the_same_mode_goes_after_the_proof(room: Room) -> None:
+def test_rules_of_kube_proxy_in_the_same_mode_are_deleted_after_the_proof(room: Room) -> None:
     room.old.strangers = True
     heir(room).start()
     await_that(lambda: ready(room))
     assert room.story == ["old full", "supersede in old"]
 
 
-def test_without_a_proof_everything_stays_and_readiness_waits(
+def test_without_a_proof_nothing_is_deleted_and_readiness_waits(
     room: Room, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leftovers, "_RETRY", 0.01)
@@ -83,7 +83,7 @@ def test_connections_that_are_waited_for_do_not_hold_readiness_up(room: Room) ->
     assert (measured.value, measured.labels) == (3, {"mode": "new"})
 
 
-def test_a_mode_that_was_switched_to_meanwhile_is_spared(room: Room) -> None:
+def test_a_mode_that_serves_by_now_is_spared(room: Room) -> None:
     room.new.rules = dict(room.old.rules)
     room.to("new")
     room.retiring.retire("new")

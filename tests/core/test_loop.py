@@ -304,7 +304,7 @@ def test_an_unsupported_backend_ends_the_loop() -> None:
 # Damage
 
 
-def test_damage_is_repaired_at_once_whatever_the_minimum_interval() -> None:
+def test_damage_is_repaired_at_once_despite_the_minimum_interval() -> None:
     rig = Rig(min_interval=10.0)
     rig.start(WEB, WEB_SLICE)
     rig.clock.now = 0.5

@@ -104,7 +104,7 @@ def test_any_batching_ends_where_a_start_with_the_final_objects_would(
 
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.lists(events, max_size=3), problems, problems, st.booleans()), max_size=10))
-def test_no_change_is_lost_whatever_fails(
+def test_no_change_is_lost_after_any_failure(
     steps: list[tuple[list[Event], Exception | None, Exception | None, bool]]
 ) -> None:
     rig = Rig()

@@ -208,7 +208,7 @@ def test_hostile_labels_are_escaped() -> None:
     assert families["kproxy_bad_objects"].samples[0].labels == {"kind": evil}
 
 
-def test_numbers_are_written_as_go_programs_do() -> None:
+def test_numbers_are_written_as_by_go_programs() -> None:
     numbers = {"zero": 0, "whole": -3, "half": 0.5, "million": 1e6, "time": 1795275385.4, "none": math.inf}
     metrics = Metrics("x", "1.0")
     metrics.add_collector(lambda: [[Measurement(n, "version 1.0", "gauge", v) for n, v in numbers.items()]])

@@ -40,7 +40,7 @@ def test_modes_are_listed_as_text_json_and_yaml() -> None:
     assert "usable" not in found
 
 
-def test_a_probe_says_what_was_found_and_leaves_nothing(node: Namespace) -> None:
+def test_a_probe_reports_its_findings_and_leaves_nothing(node: Namespace) -> None:
     document = json.loads(node.run(KPROXY, "modes", "--probe", "-o", "json"))
     for mode in ("nftables", "iptables", "userspace"):
         found = requirements(document, mode)
@@ -63,7 +63,7 @@ def test_the_text_has_a_line_for_each_requirement(node: Namespace) -> None:
 
 
 @pytest.mark.parametrize("argument", ["no", "--mode=no"])
-def test_the_status_says_whether_the_mode_asked_for_works(
+def test_the_exit_status_depends_on_the_requested_mode(
     argument: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path, "some", {"no": "some_no"}, some_no=plugin("no", usable=False))
@@ -99,7 +99,7 @@ def test_without_a_mode_one_that_works_is_enough(node: Namespace) -> None:
         (("--probe", "--config=/no/such/file"), "can't be read"),
     ],
 )
-def test_what_can_not_be_answered_is_an_error(arguments: tuple[str, ...], problem: str) -> None:
+def test_a_question_without_answer_is_an_error(arguments: tuple[str, ...], problem: str) -> None:
     done = kproxy("modes", *arguments)
     assert done.returncode == 1
     assert problem in done.stderr
@@ -117,7 +117,7 @@ def test_a_plugin_that_dies_when_it_is_asked_harms_no_other(
     assert done.returncode == 0
 
 
-def test_who_is_not_root_learns_what_the_kernel_has_and_which_privileges_are_missing() -> None:
+def test_other_users_see_kernel_features_and_missing_privileges() -> None:
     done = subprocess.run(
         [KPROXY, "modes", "--probe", "-o", "json"], user=NOBODY, group=NOBODY, extra_groups=[],
         env={**os.environ, "HOME": "/"}, capture_output=True, text=True, check=False,

@@ -75,14 +75,14 @@ def test_an_observer_is_kept_out_by_its_name(here: Path) -> None:
     assert not Registry(plugins=["no:watching"]).manager.has_plugin("watching")
 
 
-def test_a_plugin_named_is_loaded_at_once_and_an_error_is_told(here: Path) -> None:
+def test_a_named_plugin_is_loaded_at_once_and_errors_are_reported(here: Path) -> None:
     assert list(Registry(plugins=["two"]).descriptions) == ["two"]
     (here / "some_one.py").write_text("import no_such_module_anywhere")
     with pytest.raises(PluginRefused, match=r"'one' of some 1.0 is not used.*no_such_module_anywhere"):
         Registry(plugins=["one"])
 
 
-def test_a_module_that_nobody_installed_provides_its_mode(here: Path) -> None:
+def test_a_module_that_is_not_installed_provides_its_mode(here: Path) -> None:
     (here / "third.py").write_text(plugin("three") + "\nclass object_in_it: pass\n")
     registry = Registry(plugins=["third"])
     assert "three" in registry.modes
@@ -90,7 +90,7 @@ def test_a_module_that_nobody_installed_provides_its_mode(here: Path) -> None:
     assert instance.render(full_update(node_view(), {})) == "rules"
 
 
-def test_a_module_without_a_mode_observes_and_order_is_as_it_says(here: Path) -> None:
+def test_a_module_without_a_mode_observes_in_its_own_order(here: Path) -> None:
     (here / "outside.py").write_text(OBSERVER.format(order="tryfirst", name="second"))
     (here / "inside.py").write_text(OBSERVER.format(order="trylast", name="last"))
     registry = Registry(plugins=["outside", "inside"])
@@ -125,7 +125,7 @@ def test_a_module_that_does_not_fit_is_refused(here: Path, source: str, problem:
 
 
 @pytest.mark.parametrize("name", ["no_such_thing", "os.no_such_thing", "two words", "-x", "a..b"])
-def test_what_can_not_be_found_is_told_with_what_can(here: Path, name: str) -> None:
+def test_an_unknown_plugin_is_reported_with_the_known_ones(here: Path, name: str) -> None:
     with pytest.raises(PluginNotFound, match=r"there is no plugin '.*installed ones are: .*one.*two"):
         Registry(plugins=[name])
 
@@ -136,7 +136,7 @@ def kproxy(*arguments: str, path: Path) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def test_the_command_line_and_the_file_say_it(here: Path) -> None:
+def test_plugins_are_named_by_flags_and_the_file(here: Path) -> None:
     listed = kproxy("modes", "-p", "no:one", "--plugin=no:watching", path=here)
     assert "two" in listed.stdout
     assert "one  " not in listed.stdout

@@ -153,7 +153,7 @@ def notified(kernel: Kernel) -> Iterator[Notified]:
     made.watch.close()
 
 
-def test_a_watch_hands_over_what_arrives(kernel: Kernel, notified: Notified) -> None:
+def test_a_watch_delivers_notifications(kernel: Kernel, notified: Notified) -> None:
     for data in (b"one", b"two"):
         kernel.end.send(data)
         assert notified.calls.get(timeout=10) == ([data], False)

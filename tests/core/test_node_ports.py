@@ -76,7 +76,7 @@ def test_loopback_is_for_modes_that_can_serve_it(
     (within("127.0.0.0/8"), Family.IPV4, "no address of this node is in 127.0.0.0/8"),
     (primary("172.18.0.3"), Family.IPV4, "no address of this node is in 172.18.0.3/32"),
 ])
-def test_nowhere_says_why(choice: NodePortChoice, family: Family, problem: str) -> None:
+def test_a_selection_of_no_address_has_a_reason(choice: NodePortChoice, family: Family, problem: str) -> None:
     assert select_node_port_addresses(choice, HERE, family) == ((), False, problem)
 
 
@@ -92,7 +92,9 @@ choices = st.one_of(
 
 
 @given(choices, st.frozensets(packed), st.sampled_from(Family))
-def test_only_what_was_asked_for(choice: NodePortChoice, here: frozenset[Address], family: Family) -> None:
+def test_only_requested_addresses_are_selected(
+    choice: NodePortChoice, here: frozenset[Address], family: Family
+) -> None:
     named = (
         {n.network for n in choice.networks} if isinstance(choice, WithinNetworks)
         else set(choice.addresses) if isinstance(choice, PrimaryOnly) else set()

@@ -35,7 +35,7 @@ def _installed(tmp_path: Path) -> Iterator[None]:
         yield
 
 
-def test_slow_syncs_are_told_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_slow_syncs_are_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     instance = Registry(plugins=["slow_syncs"]).make_backend("good", BackendSettings((Family.IPV4,)))
     observer = sys.modules["slow_syncs"]
     assert instance.sync(UPDATE) == SyncReport(1)

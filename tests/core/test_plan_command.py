@@ -50,7 +50,7 @@ def test_other_objects_are_compared_with_the_running_proxy(
         assert node.run("nft", "list", "ruleset") == before
 
 
-def test_without_a_proxy_the_kernel_is_what_objects_are_compared_with(
+def test_without_a_proxy_objects_are_compared_with_the_kernel(
     node: Namespace, manifests: Path
 ) -> None:
     flags = ("--mode=iptables", f"--manifests={manifests}")
@@ -64,7 +64,7 @@ def test_without_a_proxy_the_kernel_is_what_objects_are_compared_with(
     assert (change["change"], change["details"]) == ("lost", ["frontend 10.96.0.10:80/TCP"])
 
 
-def test_what_can_not_be_planned_is_said_in_a_line(node: Namespace) -> None:
+def test_a_failed_plan_is_reported_in_a_line(node: Namespace) -> None:
     done = subprocess.run([KPROXY, "plan"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "give DIR, KUBECONFIG" in done.stderr

@@ -91,7 +91,7 @@ def test_the_mode_selected_makes_the_backend_that_gets_the_work(put: Install) ->
     assert instance.render(update) == "rules"
 
 
-def test_our_own_backends_come_through_the_same_door(put: Install) -> None:
+def test_our_own_backends_are_entry_points_too(put: Install) -> None:
     put("good", good=plugin("good"))
     assert set(Registry().modes) > {"good"}
 
@@ -162,13 +162,13 @@ def test_a_backend_that_lacks_a_hook_is_refused(put: Install) -> None:
         Registry().make_backend("half", SETTINGS)
 
 
-def test_a_backend_that_can_not_work_here_says_so_itself(put: Install) -> None:
+def test_a_backend_reports_itself_that_it_can_not_work_here(put: Install) -> None:
     put("no", no=plugin("no").replace("return Backend()", "raise Unsupported('no such kernel')"))
     with pytest.raises(Unsupported, match="no such kernel"):
         Registry().make_backend("no", SETTINGS)
 
 
-def test_questions_go_to_one_plugin_and_a_failing_answer_is_an_answer(put: Install) -> None:
+def test_one_plugin_is_asked_and_its_failure_is_an_answer(put: Install) -> None:
     put("good", good=plugin("good"), bad=plugin("bad").replace('return Leftovers("bad"', "raise OSError(1"))
     registry = Registry()
     assert registry.cleanup("good", SETTINGS, dry_run=True).removed == ("what was left",)

@@ -61,7 +61,7 @@ def test_another_machine_answers_from_the_archive_as_the_node_does(node: Namespa
         assert answers == packets
 
 
-def test_without_a_proxy_an_archive_says_so_and_has_the_rest(node: Namespace, tmp_path: Path) -> None:
+def test_without_a_proxy_an_archive_notes_it_and_has_the_rest(node: Namespace, tmp_path: Path) -> None:
     found = json.loads(node.run(KPROXY, "report", str(tmp_path / "a.tar.gz"), "-o", "json"))
     assert "kernel/sysctl.txt" in found["contents"]
     problems = members(tmp_path / "a.tar.gz")["problems.txt"]

@@ -213,7 +213,7 @@ def test_a_taken_port_is_reported_and_opened_once_it_is_free(
     assert get(port).status == 200
 
 
-def test_a_hostile_name_stays_text(server: HttpServer) -> None:
+def test_a_hostile_name_is_escaped(server: HttpServer) -> None:
     proxy, port = Proxy(server), free_port()
     name = ServiceName('n"\r\nX: 1', "\u2028</script>\\")
     proxy.apply({name: (port, 1)})

@@ -41,7 +41,7 @@ def test_every_port_is_a_service_port_by_name_and_protocol() -> None:
     assert {str(key) for key in found} == {"shop/web:http", "shop/web:dns", "shop/web:sig"}
 
 
-def test_a_family_without_a_cluster_ip_has_none_whatever_else_the_service_has() -> None:
+def test_a_family_without_a_cluster_ip_has_none_despite_other_addresses() -> None:
     six = node_view(family=Family.IPV6)
     assert plans(six, service("web", "80@30080", ip="10.96.0.1", external_ips="2001:db8::1")) == {}
 
@@ -70,7 +70,7 @@ def test_the_source_ranges_of_a_load_balancer_ip_hold_if_it_is_an_external_ip_to
     assert found.source_ranges == cidrs("203.0.113.0/24")
 
 
-def test_the_frontends_are_what_clients_dial() -> None:
+def test_the_frontends_are_the_sockets_that_clients_dial() -> None:
     everything = plan(node_port=True, external_ips="192.0.2.1", load_balancer_ips="192.0.2.2")
     assert list(everything.frontends()) == [
         Frontend(addresses("10.96.0.1")[0], Protocol.TCP, 80),
@@ -265,7 +265,7 @@ def test_ready_local_addresses_of_all_slices_with_ports_are_counted_once() -> No
     assert count_ready_local(None, NODE) == 0
 
 
-def test_flows_may_stay_with_every_serving_endpoint_whatever_the_policies() -> None:
+def test_flows_may_keep_any_serving_endpoint_despite_policies() -> None:
     piece = endpoint_slice(
         "dns", endpoint("10.0.0.1", "node2"),
         endpoint("10.0.0.2", ready=False, serving=True, terminating=True),

@@ -98,7 +98,7 @@ def test_flows_to_an_endpoint_that_left_are_stale_and_others_are_not() -> None:
     assert stale.ports == {53}
 
 
-def test_a_mode_that_relays_answers_at_its_ports_whoever_serves() -> None:
+def test_flows_to_the_ports_of_relays_are_never_stale() -> None:
     proxy = settled(dns(), "10.244.0.1 10.244.0.2")
     proxy.relays = frozenset({relay(Family.IPV4, 40001)})
     proxy.apply(dns(), "10.244.0.2")
@@ -122,7 +122,7 @@ def test_an_endpoint_is_its_address_and_port() -> None:
     ("10.244.0.1? 10.244.0.2", True),
     ("10.244.0.1* 10.244.0.2", False),
 ], ids=["terminates but serves", "does not serve", "is used though it does not serve"])
-def test_flows_stay_with_an_endpoint_that_serves(now: str, stale: bool) -> None:
+def test_flows_keep_an_endpoint_that_serves(now: str, stale: bool) -> None:
     proxy = settled(dns(), "10.244.0.1 10.244.0.2 10.244.0.3")
     proxy.apply(dns(), now)
     assert proxy.take().is_stale((VIP, 53), A) is stale
@@ -153,7 +153,7 @@ def test_flows_older_than_the_service_or_a_new_external_ip_are_stale() -> None:
     assert not stale.is_stale((VIP, 53), A)
 
 
-def test_flows_to_frontends_that_are_gone_are_stale_unless_nobody_translated_them() -> None:
+def test_only_translated_flows_to_deleted_frontends_are_stale() -> None:
     proxy = settled(dns("53/UDP@30053", external_ips="192.0.2.1"), "10.244.0.1")
     proxy.apply(dns(), "10.244.0.1")
     stale = proxy.take()
@@ -196,7 +196,7 @@ def test_a_new_address_of_the_node_may_have_older_flows_to_node_ports() -> None:
     assert not proxy.take([NODE_ADDRESS])
 
 
-def test_a_vip_on_an_address_of_the_node_goes_before_a_node_port() -> None:
+def test_a_vip_on_an_address_of_the_node_precedes_a_node_port() -> None:
     proxy = settled(service("vip", "30053/UDP", external_ips="172.18.0.2"), "10.244.0.1")
     proxy.apply(service("dns", "53/UDP@30053", ip="10.96.0.2"), "10.244.0.2")
     assert not proxy.take().is_stale((NODE_ADDRESS, 30053), A)
@@ -225,7 +225,7 @@ def test_other_protocols_are_never_looked_at() -> None:
     assert not proxy.take()
 
 
-def test_what_could_not_be_deleted_is_due_again_and_judged_anew() -> None:
+def test_flows_that_could_not_be_deleted_are_examined_again() -> None:
     proxy = settled(dns(), "10.244.0.1 10.244.0.2")
     proxy.apply(dns(), "10.244.0.2")
     failed = proxy.take()

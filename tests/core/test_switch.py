@@ -28,7 +28,7 @@ def room(tmp_path: Path) -> Iterator[Room]:
     room.stop()
 
 
-def test_the_old_mode_goes_when_the_new_one_serves(room: Room) -> None:
+def test_the_old_mode_is_removed_once_the_new_one_serves(room: Room) -> None:
     room.to("new")
     assert room.story == [
         "new full", "new full", "watch new", "retire old, 0 left", "close old", "clean up old"]
@@ -43,7 +43,7 @@ def test_the_old_mode_goes_when_the_new_one_serves(room: Room) -> None:
     assert room.journal.read() == Entry("old", "new", "new", Phase.SERVING)
 
 
-def test_what_changes_goes_to_the_mode_that_serves(room: Room) -> None:
+def test_changes_reach_the_serving_mode(room: Room) -> None:
     room.to("new")
     room.rig.loop.emit([ServiceSet(DNS)])
     room.settle()
@@ -51,7 +51,7 @@ def test_what_changes_goes_to_the_mode_that_serves(room: Room) -> None:
     assert names(room.old) == set()
 
 
-def test_what_changes_during_a_switch_waits_for_its_end(room: Room) -> None:
+def test_changes_during_a_switch_wait_for_its_end(room: Room) -> None:
     def during() -> None:
         room.new.during = lambda: None
         room.rig.loop.emit([ServiceSet(DNS)])
@@ -63,7 +63,7 @@ def test_what_changes_during_a_switch_waits_for_its_end(room: Room) -> None:
     assert "old partial" not in room.story
 
 
-def test_what_the_new_mode_does_to_the_old_ones_rules_is_no_damage(room: Room) -> None:
+def test_changes_by_the_new_mode_to_the_old_rules_are_no_damage(room: Room) -> None:
     damaged = room.old.damaged
     assert damaged is not None
     room.new.during = lambda: damaged(V4, "the new mode took a chain over")
@@ -81,7 +81,7 @@ def test_the_new_mode_is_asked_for_another_sync_when_it_was_damaged(room: Room) 
     assert room.story[-1] == "new full"
 
 
-def test_the_journal_goes_when_the_configured_mode_serves_again(room: Room) -> None:
+def test_the_journal_is_deleted_once_the_configured_mode_serves_again(room: Room) -> None:
     room.to("new")
     room.to("old")
     assert room.journal.read() is None
@@ -121,7 +121,7 @@ def until_it_is_gone(room: Room) -> None:
 
 
 @pytest.mark.parametrize("looks", [2, 9], ids=["for a moment", "for good"])
-def test_nothing_goes_at_once_because_connections_can_not_be_seen(
+def test_unreadable_connections_do_not_end_a_mode_at_once(
     room: Room, monkeypatch: pytest.MonkeyPatch, looks: int
 ) -> None:
     monkeypatch.setattr(retiring_module, "INTERVAL", 0.01)
@@ -133,7 +133,7 @@ def test_nothing_goes_at_once_because_connections_can_not_be_seen(
     assert room.story[-len(expected) - 1 :] == ["watch new", *expected]
 
 
-def test_who_comes_back_while_waited_for_keeps_its_rules(
+def test_a_mode_that_serves_again_while_it_retires_keeps_its_rules(
     room: Room, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retiring_module, "INTERVAL", 0.01)
@@ -282,7 +282,7 @@ DIFFERS = Caveat("something is spelled otherwise", lost=False)
     ((ONLY_HERE,), (), True),
     ((), (ONLY_HERE,), False),
 ])  # fmt: skip
-def test_what_would_change_is_told_beforehand(
+def test_a_check_reports_the_changes_of_a_switch(
     room: Room, old: tuple[Caveat, ...], new: tuple[Caveat, ...], loses: bool
 ) -> None:
     room.old.caveats, room.new.caveats = old, new

@@ -84,7 +84,7 @@ def test_a_cleanup_counts_on_a_terminal_and_is_json_on_demand() -> None:
     assert counted == f"{total} objects would be removed ({counts})"
 
 
-def test_output_goes_with_cleanup() -> None:
+def test_an_output_format_needs_cleanup() -> None:
     assert CliRunner().invoke(kproxy, ["-o", "json"]).exit_code
 
 
@@ -115,14 +115,14 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (["new", "--check"], 1, "new, IPv4: 7 operations\nlost: default/web: is not served\n"),
     (["absent"], 1, ""),
 ], ids=str)  # fmt: skip
-def test_a_switch_is_told_in_plain_lines(
+def test_a_switch_is_reported_in_plain_lines(
     proxy: None, arguments: list[str], status: int, printed: str
 ) -> None:
     done = CliRunner().invoke(kproxy, ["switch", *arguments])
     assert (done.exit_code, done.stdout) == (status, printed)
 
 
-def test_a_switch_is_told_in_json(proxy: None) -> None:
+def test_a_switch_is_reported_in_json(proxy: None) -> None:
     done = CliRunner().invoke(kproxy, ["switch", "new", "-o", "json"])
     assert [json.loads(line) for line in done.stdout.splitlines()] == [
         {"step": "new works here"}, {"ok": True, "mode": "new", "configured": "old"}]

@@ -100,7 +100,7 @@ def test_a_killed_trace_leaves_nothing_and_the_proxy_notices_no_change(
         assert "changed" not in log, log
 
 
-def test_nothing_seen_is_said_with_status_1(node: Namespace, manifests: Path) -> None:
+def test_a_trace_without_packets_ends_with_status_1(node: Namespace, manifests: Path) -> None:
     def complaint(*words: str) -> str:
         done = subprocess.run(
             ["ip", "netns", "exec", node.name, KPROXY, "trace", *words, "--seconds=0.2"],

@@ -96,7 +96,7 @@ MODES = ["nftables", "iptables", "ebpf"]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_endpoints_of_real_connections_are_told_apart(
+def test_the_endpoints_of_real_connections_are_distinguished(
     node: Namespace, manifests: Path, mode: str
 ) -> None:
     web = WEB.replace("[10.1.2.3]}", "[10.1.2.3]}, {addresses: [10.1.2.4]}")
@@ -126,7 +126,7 @@ def test_a_dry_run_opens_nothing(node: Namespace, manifests: Path) -> None:
             "up to 1 connections in 0 s\n"))  # fmt: skip
 
 
-def test_without_a_proxy_and_objects_nothing_can_be_told(node: Namespace) -> None:
+def test_without_a_proxy_and_objects_nothing_can_be_verified(node: Namespace) -> None:
     status, text = verify(node)
     assert status == 2
     assert "no kproxy runs in this network namespace" in text

@@ -59,7 +59,7 @@ def test_no_connection_is_lost_whenever_a_count_begins_again(steps: list[tuple[b
     assert sum(total.forwarded for total in totals.of.values()) == made
 
 
-def test_refusals_and_endpoints_are_told_apart() -> None:
+def test_refusals_and_endpoints_are_distinguished() -> None:
     total = counted({None: 4, ONE: 1, TWO: 2}).of[WEB]
     assert (total.rejected, total.forwarded) == (4, 3)
     assert {where: to.forwarded for where, to in total.endpoints.items()} == {ONE: 1, TWO: 2}
@@ -87,7 +87,7 @@ def test_totals_outlive_the_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"boot": "another"}', "\0"])
-def test_an_unusable_file_counts_as_none(tmp_path: Path, content: str) -> None:
+def test_an_unusable_file_is_ignored(tmp_path: Path, content: str) -> None:
     StoredTotals(str(tmp_path)).write("one", {}, [])
     (written,) = tmp_path.iterdir()
     written.write_text(content)

@@ -109,7 +109,7 @@ def test_the_endpoints_that_are_used(row: Row) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
-def test_who_may_be_reached_by_itself(row: Row) -> None:
+def test_hairpins_are_the_local_reachable_addresses(row: Row) -> None:
     """Hairpins are the addresses of this node among all that may be reached."""
     plan = plan_of(row)
     local = {e.address for e in row.endpoints if e.node == HERE}
@@ -136,7 +136,7 @@ endpoints = st.lists(
 
 
 @given(endpoints, st.booleans(), st.booleans(), st.booleans())
-def test_traffic_reaches_what_can_answer_and_nothing_else(
+def test_traffic_reaches_only_usable_endpoints(
     found: list[Endpoint], internal_local: bool, external_local: bool, node_port: bool
 ) -> None:
     plan = plan_of(Row(

@@ -112,7 +112,7 @@ def patched(daemon_set: Object, overlay: str) -> tuple[Object, list[str]]:
     return result, deleted
 
 
-def test_the_role_allows_what_is_asked_for_and_nothing_else() -> None:
+def test_the_role_allows_exactly_the_requests_made() -> None:
     allowed = {
         (group, resource, verb)
         for rule in base()["ClusterRole"]["rules"]
@@ -148,7 +148,7 @@ def test_the_file_that_kubeadm_writes_means_kube_proxys_defaults() -> None:
     assert yaml.safe_load(written(config)) == default
 
 
-def test_the_page_names_what_is_there() -> None:
+def test_files_named_on_the_page_exist() -> None:
     page = (DEPLOY.parent / "docs/deploy.md").read_text()
     for name in re.findall(r"(?<!tests/)\bdeploy/[\w./-]+", page):
         assert (DEPLOY.parent / name.rstrip(".")).exists(), name
@@ -162,7 +162,7 @@ def test_the_page_names_what_is_there() -> None:
 
 
 @pytest.mark.parametrize("objects", [base(), chart()], ids=["base", "chart"])
-def test_pods_have_what_a_node_agent_needs(objects: dict[str, Object]) -> None:
+def test_pods_have_the_properties_of_a_node_agent(objects: dict[str, Object]) -> None:
     pod = pod_of(objects)
     assert pod["hostNetwork"] is True
     assert pod["priorityClassName"] == "system-node-critical"

@@ -67,7 +67,7 @@ def test_packages_of_a_checkout_hold_its_commit_and_all_files(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("commit", [COMMIT, ""])
-def test_the_image_is_built_with_the_commit_that_it_is_told(tmp_path: Path, commit: str) -> None:
+def test_the_image_is_built_with_the_given_commit(tmp_path: Path, commit: str) -> None:
     text = (CHECKOUT / "deploy" / "Containerfile").read_text()
     (command,) = re.findall(r"^ARG COMMIT=\nRUN (.*)$", text, re.MULTILINE)
     sources = checkout(tmp_path)

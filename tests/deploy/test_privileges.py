@@ -117,7 +117,7 @@ def node() -> Iterator[Namespace]:
         yield made
 
 
-def test_what_the_pod_may_do_is_enough(node: Namespace, tmp_path: Path) -> None:
+def test_the_privileges_of_the_pod_suffice(node: Namespace, tmp_path: Path) -> None:
     pod = Pod(node, tmp_path, "nftables")
     pod.init()
     with pod.main() as proxy:
@@ -139,7 +139,7 @@ def test_without_its_capability_nothing_is_programmed(node: Namespace, tmp_path:
     assert node.run("nft", "list", "tables") == ""
 
 
-def test_the_first_container_does_what_iptables_needs_more_privileges_for(
+def test_the_first_container_runs_the_privileged_steps_of_iptables(
     node: Namespace, tmp_path: Path
 ) -> None:
     pod = Pod(node, tmp_path, "iptables")
@@ -179,7 +179,7 @@ def test_the_mode_is_switched_in_the_pod_to_modes_that_were_prepared(node: Names
             assert f"{mode} serves" in done.stdout.splitlines()
 
 
-def test_a_check_says_what_an_unprepared_mode_lacks(node: Namespace, tmp_path: Path) -> None:
+def test_a_check_names_the_requirements_an_unprepared_mode_lacks(node: Namespace, tmp_path: Path) -> None:
     pod = Pod(node, tmp_path, "nftables")
     pod.init()
     with pod.main() as proxy:

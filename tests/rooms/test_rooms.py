@@ -197,7 +197,7 @@ def test_offence_is_noticed(rule: Rule, name: str, source: str) -> None:
         (rules.tests_can_fail, "tests.core.test_x", "def test_it():\n    with pytest.raises(OSError): f()"),
     ],
 )
-def test_what_is_allowed_is_left_alone(rule: Rule, name: str, source: str) -> None:
+def test_allowed_imports_are_accepted(rule: Rule, name: str, source: str) -> None:
     assert offences(rule, [Module(name, source)]) == []
 
 

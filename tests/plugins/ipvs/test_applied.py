@@ -187,7 +187,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_acknowledged_changes_add_up_to_what_the_plans_want(steps: list[tuple[Changed, bool]]) -> None:
+def test_acknowledged_changes_add_up_to_the_plans(steps: list[tuple[Changed, bool]]) -> None:
     """Some writes fail, with nothing done; a full comparison then finds nothing to write."""
     held, kernel = Applied(), Kernel()
     current: dict[ServicePortKey, ServicePlan] = {}

@@ -70,7 +70,7 @@ def test_empty_firewall_belongs_to_the_mode_that_jumps_to_it() -> None:
     assert plan_cleanup(held) == ([(FILTER, "INPUT", KUBE_PROXYS_JUMP)], [FIREWALL], [], [])
 
 
-def test_own_cleanup_keeps_what_kube_proxy_uses() -> None:
+def test_own_cleanup_keeps_objects_of_kube_proxy() -> None:
     held = held_by_us()
     held[FILTER, "INPUT"].append(KUBE_PROXYS_JUMP)
     held[FIREWALL] = []

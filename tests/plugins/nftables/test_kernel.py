@@ -320,7 +320,7 @@ class ReluctantKernel(Kernel):
         super().apply_text(text)
 
 
-def test_what_is_busy_is_deleted_at_the_next_change_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy_objects_are_deleted_at_the_next_change_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kproxy_nftables.backend.Kernel", ReluctantKernel)
     reluctant = NftablesBackend(BOTH)
     node, piece = NODES[Family.IPV4], endpoint_slice("web", endpoint("10.244.1.5"))
@@ -452,7 +452,7 @@ def test_a_change_writes_as_much_at_any_number_of_services(
     assert asked[0] == (1, 1)
 
 
-def test_a_table_that_another_process_owns_is_said_to_be() -> None:
+def test_the_owner_of_a_foreign_table_is_named() -> None:
     kernel = Kernel()
     command = ["nft", "--interactive"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:

@@ -20,7 +20,7 @@ def test_endpoints_take_turns() -> None:
     assert [one.choose("x", 0.0) for _ in range(4)] == [A, B, C, A]
 
 
-def test_without_endpoints_there_is_none() -> None:
+def test_without_endpoints_none_is_chosen() -> None:
     assert balancer().choose("x", 0.0) is None
 
 

@@ -48,7 +48,7 @@ def test_an_idle_udp_client_is_forgotten() -> None:
     assert "for 90 s" in found(NODE, udp, udpIdleTimeout="1.5m")[-1].what
 
 
-def test_node_ports_are_served_where_the_node_says_and_on_loopback() -> None:
+def test_node_ports_are_served_at_the_selected_addresses_and_on_loopback() -> None:
     assert not [c for c in found(NODE, service("shop/web", "80@30080")) if "node port" in c.what]
     chosen = found(node_view(node_port_addresses="192.0.2.1"), service("shop/web", "80@30080"))
     assert [caveat.what for caveat in chosen if "node port" in caveat.what] == [

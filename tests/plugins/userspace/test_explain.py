@@ -33,7 +33,7 @@ def sides(family: Family) -> Iterator[list[tuple[Question, KernelSide, KernelSid
 
 
 @FAMILIES
-def test_relays_serve_what_the_plans_say_but_for_sources_and_policies(
+def test_relays_follow_the_plans_except_for_sources_and_policies(
     family: Family, sides: list[tuple[Question, KernelSide, KernelSide]]
 ) -> None:
     for question, live, written in sides:
