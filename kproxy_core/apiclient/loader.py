@@ -47,7 +47,7 @@ def main() -> None:
     master, kubeconfig, service_account = sys.argv[1:]
     signal.signal(signal.SIGTERM, _end)
     signal.signal(signal.SIGALRM, _end)
-    signal.alarm(LOAD_SECONDS + 10)  # should the proxy have been killed meanwhile
+    signal.alarm(LOAD_SECONDS + 10)  # for the case that the proxy was killed
     try:
         if not _needs_all(kubeconfig) and not names_a_proxy():
             _import_less()

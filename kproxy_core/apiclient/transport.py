@@ -192,7 +192,7 @@ def _manager(access: Access) -> PoolManager:
 
         return SOCKSProxyManager(access.proxy, user, password, **options)
     headers = make_headers(proxy_basic_auth=f"{user}:{password or ''}") if user else None
-    # As client-go, which trusts the CA of the cluster for an https proxy too.
+    # client-go, too, trusts the CA of the cluster for an https proxy.
     return ProxyManager(access.proxy, proxy_headers=headers, proxy_ssl_context=access.tls, **options)
 
 

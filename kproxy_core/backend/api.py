@@ -202,7 +202,7 @@ class KernelObject(NamedTuple):
     where: str
     """Its place: ``chain services``, ``map vips``, ``virtual server``."""
     text: str
-    """As the mechanism's own program prints it."""
+    """In the format of the mechanism's own program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +237,7 @@ class Connections(NamedTuple):
     """
 
     frontend: Frontend
-    """As dialled: for a node port, its address may be None or the node's."""
+    """The frontend that the client dialled: for a node port, its address may be None or the node's."""
     endpoint: Destination | None
     """None: refused, because the service port has no endpoints."""
     number: int

@@ -62,7 +62,7 @@ class EndpointSlice:
     ports: tuple[SlicePort, ...]
     endpoints: tuple[Endpoint, ...]
     trigger_time: float | None = field(default=None, compare=False)
-    """When the change that this slice reports happened (seconds since the epoch), from the
+    """Time of the change that this slice reports (seconds since the epoch), from the
     annotation ``endpoints.kubernetes.io/last-change-trigger-time``."""
     rows: dict[tuple[str, Protocol], list[Row]] = field(
         default_factory=dict, compare=False, repr=False, hash=False)

@@ -58,7 +58,7 @@ class ProxyHealth:
         self._held = ""
 
     def hold(self, reason: str) -> None:
-        """Report not ready, with *reason*, until `release`. The proxy is alive and serving meanwhile."""
+        """Report not ready, with *reason*, until `release`. The proxy is still alive and serving."""
         with self._lock:
             self._held = reason
 

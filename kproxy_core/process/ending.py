@@ -21,7 +21,7 @@ PROCESS_ENDS = 4.5
 
 
 def stop_on_signals(stop: Callable[[], None]) -> None:
-    """Call *stop* from a thread after SIGTERM or SIGINT, and see that the process ends.
+    """Call *stop* from a thread after SIGTERM or SIGINT, and make sure that the process ends.
 
     A signal handler runs in the main thread. If the signal arrives just before that thread falls asleep, the
     handler runs only at the next wake-up, whereas Python writes to the wake-up descriptor at once.

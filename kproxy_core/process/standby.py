@@ -28,7 +28,7 @@ _INTERVAL: Final = 0.1
 def await_turn(directory: str, *, exclusive: bool) -> tuple[FileLock | None, bool]:
     """Wait until no other kproxy serves this network namespace. Return the lock, and whether another had it.
 
-    The lock is a file in *directory*. SIGTERM and SIGINT end the process meanwhile. Returns None at once
+    The lock is a file in *directory*. SIGTERM and SIGINT end the process while it waits. Returns None at once
     without CAP_NET_ADMIN, or where the file cannot be used. Raises StartFailed instead if *exclusive*.
     """
     if "CAP_NET_ADMIN" not in privileges.held():

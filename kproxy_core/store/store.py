@@ -69,8 +69,8 @@ class Store:
         self.origins: dict[ServiceName, str] = {}
         """The file or the resource version of each Service."""
         self.node: NodeObject | None = None
-        """This node's Node object. It is kept when it is deleted, and its addresses and networks when it is
-        registered again without them, as in kube-proxy, so that node ports are not lost meanwhile."""
+        """This node's Node object. As in kube-proxy, it is kept when it is deleted, and its addresses and
+        networks when it is registered again without them, so that node ports are not lost."""
         self.service_cidrs: tuple[Cidr, ...] = ()
         """The networks that ClusterIPs are from, none within another."""
         self._service_cidrs: dict[str, tuple[Cidr, ...]] = {}

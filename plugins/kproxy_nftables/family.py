@@ -47,7 +47,7 @@ class FamilyState:
         self._node: NodeView | None = None
         """The node for which the table was last written; None: the next sync must be a resync."""
         self._rules: _Rules | None = None
-        """The constant rules that the last resync wrote; None: other processes may have written meanwhile."""
+        """The constant rules that the last resync wrote; None: other processes may have changed them."""
         self._templates: set[Template] = set()
         """Template chains that exist in the kernel."""
         self._stale: list[str] = []

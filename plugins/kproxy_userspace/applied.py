@@ -48,7 +48,7 @@ class Departing(NamedTuple):
 
     relay: Relay
     since: float
-    """When its last portal was deleted, on the monotonic clock."""
+    """Time of the deletion of its last portal, on the monotonic clock."""
 
 
 @dataclass(slots=True)

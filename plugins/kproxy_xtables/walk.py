@@ -24,7 +24,7 @@ class Flight:
     """A packet on its way."""
 
     packet: Packet
-    """As it was sent."""
+    """The packet before any translation."""
     destination: Address
     port: int
     mark: int = 0

@@ -95,8 +95,8 @@ class Play:
         )  # fmt: skip
 
     def _is_as_good(self, attempt: Attempt, fate: Fate, outcomes: set[str]) -> bool:
-        """The kernel tells a local UDP client at once, whatever it is told; and kube-proxy's iptables rules
-        leave source ranges out without endpoints, and refuse the node nothing at external addresses."""
+        """A drop is an error at once for a local UDP client; and kube-proxy's iptables rules omit source
+        ranges without endpoints, and refuse the node nothing at external addresses."""
         good = set()
         if attempt.client == "node" and attempt.protocol == "UDP" and fate.outcome != "reached":
             good.add("unreachable")

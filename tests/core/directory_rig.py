@@ -79,7 +79,7 @@ class State:
 
     @contextmanager
     def holding_up(self) -> Iterator[None]:
-        """Take in no events meanwhile, so that the source waits."""
+        """Accept no events inside, so that the source waits."""
         with self._changed:
             yield
 

@@ -38,7 +38,7 @@ class Proxy:
         return get(self._node, port, path)
 
     def health(self, path: str = "/healthz") -> tuple[int, str]:
-        """Status and body; status 0: nobody listens yet. The process must be alive."""
+        """Return status and body; status 0: no process listens yet. The process must be alive."""
         assert self._process.poll() is None, self.ended()
         try:
             return self.get(HEALTH, path)

@@ -135,7 +135,7 @@ def test_a_watch_is_silent_while_the_set_is_the_same(inside: Namespace, followin
 def test_a_watch_survives_lost_notifications(
     inside: Namespace, following: Following, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its callback blocks meanwhile, so the kernel drops notifications."""
+    """Its callback blocks, so the kernel drops notifications."""
     caplog.set_level(logging.INFO)
     made = [f"10.{n // 250}.{n % 250}.1" for n in range(2000)]
     with following.hold:

@@ -136,7 +136,7 @@ def test_a_body_is_read_up_to_its_limit_and_no_further() -> None:
     with server(endless) as transport:
         with pytest.raises(TooLarge, match="exceeds 1000000 bytes"):
             transport.get("/", 10.0).read_all(1_000_000)
-    # What the buffers of two sockets hold besides.
+    # The content of the buffers of two sockets.
     assert sent < 100_000_000
 
 

@@ -160,7 +160,7 @@ def test_any_history_ends_where_a_fresh_start_would(history: Sequence[tuple[Serv
         if not gone:
             final[each.name] = each
         touched = lived.want(each.name, () if gone else plan_service(each, None, NODE))
-        # Whoever is not named as touched still has what it was granted before.
+        # The Services that are not touched still hold the frontends granted before.
         for name in {each.name, *touched}:
             granted[name] = lived.granted(name)
         assert granted == {name: lived.granted(name) for name in granted}

@@ -74,7 +74,7 @@ def test_a_duration_survives_being_written(nanoseconds: int) -> None:
 
 
 def test_the_defaults_are_those_of_kube_proxy() -> None:
-    """As ``kube-proxy --write-config-to`` writes them.
+    """The files that ``kube-proxy --write-config-to`` writes.
 
     It writes the periods of the active mode only, fills in the mode and addresses, and leaves out
     what is empty.

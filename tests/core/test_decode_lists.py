@@ -122,7 +122,7 @@ def test_data_that_is_no_watch_event_is_refused(data: bytes) -> None:
         SERVICES.watch_event(data)
 
 
-# --- whatever comes
+# --- any input
 
 FIELDS = sorted({
     field.encode_name

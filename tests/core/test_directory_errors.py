@@ -1,4 +1,4 @@
-"""Manifests that can't be read for a moment are read once they can be, and lose nothing meanwhile."""
+"""Manifests that can't be read for a moment are read later, and no object is lost."""
 
 import logging
 import os

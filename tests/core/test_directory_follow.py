@@ -323,7 +323,7 @@ def test_a_change_reads_no_other_file(tmp_path: Path) -> None:
         with followed(tmp_path) as state:
             state.wait(lambda s: s.store.complete)
             for memory in memories:
-                # Nobody is told of what is written through memory; whoever reads again, sees it.
+                # inotify does not report writes through memory; the next read sees them.
                 at = memory.find(b'"port": 80')
                 memory[at:at + 10] = b'"port": 99'
             (tmp_path / "0.yaml").write_text(text(service("s0", ip="10.96.0.1", port=81)))

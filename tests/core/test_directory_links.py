@@ -1,4 +1,4 @@
-"""Symbolic links, mounted ConfigMaps, and a directory that comes, goes and comes back."""
+"""Symbolic links, mounted ConfigMaps, and a directory that appears, disappears and appears again."""
 
 import logging
 import os

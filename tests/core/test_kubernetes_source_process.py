@@ -45,7 +45,7 @@ class Node:
         self._pods.close()
 
     def answers(self, cluster_ip: str) -> str | None:
-        """The endpoint that answers at *cluster_ip*; None: nobody does."""
+        """The endpoint that answers at *cluster_ip*; None: none does."""
         def dial() -> socket.socket | None:
             client = socket.socket()
             client.settimeout(0.2)

@@ -92,7 +92,7 @@ def test_events_that_arrive_together_are_one_batch_over_tls(tmp_path: Path) -> N
     finally:
         source.stop()
         server.close()
-    # How many came with the first is up to chance; the rest came at once.
+    # The number that arrived with the first is up to chance; the rest arrived at once.
     assert len(sizes) <= 2
 
 

@@ -472,7 +472,7 @@ def test_a_kept_connection_that_the_server_closed_is_no_failure(
 def test_a_silent_watch_is_resumed_on_a_new_connection(
     follow: ScriptedRun, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The server's kernel, or a load balancer, keeps up the connection; behind it, there is nobody.
+    # The server's kernel, or a load balancer, keeps the connection open although the server is gone.
     monkeypatch.setattr(watch, "WATCH_SILENCE", 0.3)
     server, observed = follow(watched(*present("a")), watched(event("ADDED", service("b"), 11)))
     observed.wait_for(lambda o: "b" in o.names)

@@ -1,4 +1,4 @@
-"""Taking a node over: what others left goes when ours is seen to be at work, and not before."""
+"""Taking a node over: rules of others are deleted once kproxy's are proven to work, and not before."""
 
 import threading
 from collections.abc import Callable, Iterator

@@ -75,10 +75,10 @@ CHANGES: dict[str, tuple[Event, int]] = {
         SliceSet(endpoint_slice("ns/svc-7", "10.128.0.21", "10.128.0.22")), 1),
     "a UDP endpoint leaves": (
         SliceSet(endpoint_slice("ns/svc-10", "10.128.0.30", ports=["53/UDP"])), 1),
-    "an endpoint comes to this node": (
+    "a new endpoint on this node": (
         SliceSet(endpoint_slice("ns/svc-50", endpoint("10.128.0.150", "node1"), ports=["53/UDP"])), 1),
-    "a Service comes": (ServiceSet(service("ns/new", ip="10.111.0.1")), 1),
-    "a Service goes": (ServiceGone(service_name("ns/svc-7")), 1),
+    "a new Service": (ServiceSet(service("ns/new", ip="10.111.0.1")), 1),
+    "a deleted Service": (ServiceGone(service_name("ns/svc-7")), 1),
     "an older Service takes a frontend": (ServiceSet(service("ns/old", ip=vip(7), created=OLD)), 2),
     "nothing new": (SliceSet(endpoint_slice("ns/stray", "10.128.0.21")), 0),
 }

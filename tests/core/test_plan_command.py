@@ -1,4 +1,4 @@
-"""``kproxy plan``: the changes that other objects or another mode would make, before anybody makes them."""
+"""``kproxy plan``: the changes that other objects or another mode would make."""
 
 import json
 import shutil

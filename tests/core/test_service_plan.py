@@ -30,7 +30,7 @@ def plan(node: Any = NODE, *slices: Any, **fields: Any) -> ServicePlan:
     return only
 
 
-# Which service ports there are
+# The service ports
 
 
 def test_every_port_is_a_service_port_by_name_and_protocol() -> None:
@@ -80,7 +80,7 @@ def test_the_frontends_are_the_sockets_that_clients_dial() -> None:
     ]
 
 
-# Which slices and ports belong to it
+# The slices and ports of each
 
 
 def test_ports_match_by_name_and_protocol_never_by_number() -> None:
@@ -244,7 +244,7 @@ def test_source_ranges_without_a_load_balancer_ip_restrict_nothing() -> None:
     assert plan(source_ranges="203.0.113.0/24", external_ips="192.0.2.1", node_port=True).source_ranges == ()
 
 
-# What is counted, and whose flows may stay
+# Counts, and the flows that may continue
 
 
 def test_ready_local_addresses_of_all_slices_with_ports_are_counted_once() -> None:

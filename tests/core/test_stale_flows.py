@@ -36,7 +36,7 @@ def slice_of(text: str, of: str = "dns", *, port: str = "9053/UDP") -> EndpointS
 
 
 class Proxy:
-    """Tells a tracker about Services as the loop does, rivals included."""
+    """Passes Services to a tracker like the loop, including rivals."""
 
     def __init__(self) -> None:
         self.tracker = StaleFlowTracker()
@@ -253,7 +253,7 @@ endpoint_texts = st.lists(
 
 @st.composite
 def changes(draw: st.DrawFn) -> tuple[Service, EndpointSlice] | str:
-    """A Service as it is now with its endpoints, or the name of one that goes."""
+    """A Service with its present endpoints, or the name of a deleted one."""
     name = draw(st.sampled_from(SERVICES))
     if draw(st.integers(0, 3)) == 0:
         return name

@@ -1,4 +1,4 @@
-"""Switching modes: who is asked for what, in which order, and what stays when something fails.
+"""Switches of modes: the calls to each mode and their order, and the rules kept after a failure.
 
 The modes here keep their rules in memory; with packets, all of this is in tests/switch.
 """
@@ -148,7 +148,7 @@ def test_a_mode_that_serves_again_while_it_retires_keeps_its_rules(
     assert names(room.old) == {"web"}
     assert "clean up old" not in room.story
     superseded = room.story.index("supersede in old")
-    assert "old full" in room.story[superseded:], "what it left elsewhere goes before it serves"
+    assert "old full" in room.story[superseded:], "older rules are deleted before it serves"
     assert "old full" not in room.story[:superseded]
 
 

@@ -89,7 +89,7 @@ class Cluster:
 
     @contextmanager
     def using(self) -> Iterator[None]:
-        """Somebody uses the Service all the time: nothing may fail, and no packet be lost."""
+        """Clients use the Service all the time: no connection may fail, and no packet be lost."""
         done = threading.Event()
         problems: list[BaseException] = []
         made = 0

@@ -29,7 +29,7 @@ def test_demo_finds_everything_as_it_should_be() -> None:
 
 
 def test_demo_shows_what_needs_no_privileges() -> None:
-    """Whoever is not root sees the userspace mode instead."""
+    """Other users than root see the userspace mode instead."""
     nobody = 65534
     demo = subprocess.run(
         [sys.executable, "-m", "examples.demo"], user=nobody, group=nobody, extra_groups=[],

@@ -109,7 +109,7 @@ NAMES_A_BACKEND = frozenset(
     )
 )  # fmt: skip
 """KubeProxyConfiguration has a section and flags for each of kube-proxy's modes; and the kit and
-reports look at what iptables' programs, whoever runs them, left in a kernel."""
+reports read the rules that iptables' programs left in a kernel."""
 
 SHARED_BY_PLUGINS = frozenset({"kproxy_bpf", "kproxy_nft", "kproxy_xtables"})
 """Packages beside the plugins that any plugin may import."""

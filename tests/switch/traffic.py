@@ -150,7 +150,7 @@ class Conversation:
         # A mode switch may move an unconnected socket to another endpoint.
         stays = self.target.protocol == "sendto" or self._endpoint in (b"", endpoint)
         if self._heard[: _QUESTION.size] != self._said or not stays:
-            raise Failure("somebody else answered")
+            raise Failure("another endpoint answered")
         self._endpoint = endpoint
         if self.target.protocol == "tcp":
             info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)

@@ -39,7 +39,7 @@ class FlowEvent(NamedTuple):
     change: Change
     protocol: int
     original: Direction
-    """As the sender's packets were before any translation."""
+    """The sender's packets before any translation."""
     reply: Direction
     """Its source is the endpoint, its destination the sender as the endpoint sees it."""
     status: int

@@ -42,7 +42,7 @@ class Ended(NamedTuple):
     family: Family
     destination: Address
     port: int
-    """As dialled, like `destination`."""
+    """The port that the client dialled, at `destination`."""
     endpoint: Address
     endpoint_port: int
     established: bool

@@ -74,7 +74,7 @@ def apply(limits: ConntrackLimits, cores: int | None = None, hash_size: Path = _
     """
     try:
         sysctl.read(_MAX)
-    except HostError:  # The kernel loads its module for connection tracking upon any request.
+    except HostError:  # The kernel loads its module for connection tracking at any request.
         with contextlib.suppress(OSError), ctnetlink.open_socket() as sock:
             sock.request(ctnetlink.GET_STATS, 0, bytes(4))
     refused: list[HostError] = []

@@ -37,7 +37,7 @@ _SO_RCVBUFFORCE: Final = 33
 _RECEIVE_SIZE: Final = 1 << 17
 """Bytes to receive at once: more than the 32 KiB that the kernel puts into one part of a dump."""
 _DUMP_ATTEMPTS: Final = 5
-"""As many as kube-proxy makes."""
+"""The number in kube-proxy."""
 _BATCH_REQUESTS: Final = 200
 _BATCH_BYTES: Final = 1 << 16
 """A batch within these limits fits into a default send buffer, and its errors into a receive buffer."""
@@ -171,10 +171,10 @@ class NetlinkSocket:
         return refused
 
     def dump(self, kind: int, payload: bytes, collect: Callable[[Iterator[Span]], T]) -> T:
-        """Return what *collect* makes of the answers to a dump request; it must read all of them.
+        """Return the result of *collect* for the answers to a dump request; it must read all of them.
 
-        If the kernel noticed that its data changed meanwhile (NLM_F_DUMP_INTR), the dump is repeated and
-        *collect* called again, five times at most. Raises OSError, InterruptedError after the last attempt.
+        If the data changed during the dump (NLM_F_DUMP_INTR), the dump is repeated and *collect* called
+        again, five times at most. Raises OSError, InterruptedError after the last attempt.
         """
         for _ in range(_DUMP_ATTEMPTS - 1):
             try:

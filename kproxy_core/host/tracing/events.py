@@ -31,7 +31,7 @@ class TraceEvent(NamedTuple):
     """The same number for all announcements about one packet."""
     step: Step
     family: str
-    """As nft calls it: ``ip``, ``ip6``, ``inet``."""
+    """nft's name: ``ip``, ``ip6``, ``inet``."""
     table: str
     chain: str
     handle: int

@@ -31,7 +31,7 @@ class TracedPacket:
     began: float
     protocol: int
     way: Direction
-    """As the sender sent it."""
+    """Before any translation."""
     rules: list[Rule] = field(default_factory=list)
     dropped: bool = False
     """By the last rule, which may have refused it."""

@@ -57,8 +57,8 @@ _NOT_ABOUT_THE_VERSION = (403, 404, 408, 429)
 class Start(enum.Enum):
     """The first request of an attempt.
 
-    An attempt that is to resume goes back to WATCH_LIST when the server has lost the version. A watch-list
-    that fails in a way which a plain list may not is followed by a LIST, and a list by RESUME.
+    If the server has lost the version of a RESUME, WATCH_LIST follows. A LIST follows a watch-list that
+    failed in a way in which a plain list may not, and RESUME follows a list.
     """
 
     WATCH_LIST = enum.auto()

@@ -12,8 +12,8 @@ V = TypeVar("V", bound=Event)
 class Replica(Generic[V]):
     """Names of the objects that a store has of one kind.
 
-    While everything is listed again, it also knows the objects that have not been listed yet: those that
-    are left at the end were deleted meanwhile.
+    While everything is listed again, it also knows the objects that have not been listed yet: those left
+    at the end of the list were deleted.
     """
 
     def __init__(self, resource: Resource[Any, V]) -> None:

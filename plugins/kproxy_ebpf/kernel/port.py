@@ -312,7 +312,7 @@ def prepare(settings: Settings) -> None:
 
 
 def detach_pins(directory: Path, programs: Iterable[str]) -> list[str]:
-    """Detach the links that are pinned in *directory*, whoever holds them. Return the removed pins."""
+    """Detach the links that are pinned in *directory*, even if a process holds them. Return removed pins."""
     removed = []
     for name in programs:
         pin = directory / name

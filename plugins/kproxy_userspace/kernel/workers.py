@@ -44,7 +44,7 @@ class Worker:
 
     @property
     def is_running(self) -> bool:
-        """True until the process exits or is told to."""
+        """True until the process exits until `hang_up`."""
         return self.control.fileno() >= 0 and self.process.poll() is None
 
     def hang_up(self) -> None:
