@@ -118,7 +118,7 @@ class Pacing:
         self._tokens.charge(started, ended)
         if scope is Scope.RESYNC:
             self._repair_wanted = False
-            self._repairs_paid_at = max(self._repairs_paid_at, ended) + rest
+            self._repairs_paid_at = max(self._repairs_paid_at, started) + (ended - started) + rest
             self._repair_rest_until = max(
                 ended + _SHORTEST_REPAIR_REST, self._repairs_paid_at - _REPAIR_CREDIT)
             rest = 0.0

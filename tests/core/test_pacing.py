@@ -157,7 +157,7 @@ def test_repairs_ignore_interval_and_retry_but_rest_four_times_as_long() -> None
     assert loop.pacing.next_wakeup(loop.now) == 1000 + 11.5 + 2.0 - 1.0
     assert loop.until(12.6) == [(12.5, RESYNC)]
     loop.pacing.request_repair()
-    assert loop.pacing.next_wakeup(loop.now) == 1000 + 12.5 + 2.0
+    assert loop.pacing.next_wakeup(loop.now) == 1000 + 13.0 + 2.0
 
 
 def test_a_cheap_repair_rests_too() -> None:
