@@ -127,6 +127,7 @@ def test_start_up_imports_nothing_heavy(module: str) -> None:
         "prometheus_client",
         "pyroute2",
         "pytest",
+        "rich",
         "yaml",
     }
     program = f"import sys, {module}; print(*sorted({heavy!r} & set(sys.modules)))"
