@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import select
 import shlex
 import socket
 import statistics
@@ -199,7 +200,10 @@ class Prober:
             try:
                 peer, _ = self.listener.accept()
             except BlockingIOError:
-                break
+                # A relay connects to the endpoint later.
+                if error or reached or not select.select([self.listener], [], [], timeout)[0]:
+                    break
+                continue
             reached = peer.getsockname()[0]
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, self.reset)
             peer.close()
