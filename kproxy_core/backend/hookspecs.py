@@ -190,8 +190,9 @@ def kproxy_traffic(family: Family) -> Sequence[Connections]:
     """Return the new connections of each frontend and endpoint, as counted since each count began.
 
     Optional; called only with `BackendSettings.count_traffic`. A sync that replaces an endpoint keeps its
-    count. Frontends without connections may be left out, and a count may end an hour after its last
-    connection. Called as `kproxy_explain`. Raises BackendError or HostError.
+    count. Frontends without connections may be left out, and refusals where the mode cannot count them. A
+    count may end an hour after its last connection. Called as `kproxy_explain`. Raises BackendError or
+    HostError.
     """
     raise NotImplementedError
 
