@@ -4,6 +4,7 @@ Errors of the kernel become typed errors here.
 """
 
 import errno
+import hashlib
 import os
 import re
 import socket
@@ -49,6 +50,9 @@ _SEND_SPACE = 256 << 20
 _RECEIVE_SPACE = 8 << 20
 
 BINDING_REMEDY = "install python3-nftables and run kproxy on the distribution's own python3"
+
+_texts: dict[tuple[int, Family], tuple[str, str]] = {}
+"""By network namespace and family: the digest of rules, and their text."""
 
 _STALE = {errno.ENOENT, errno.EEXIST, errno.EBUSY, errno.ENOBUFS, errno.EINTR, errno.EAGAIN}
 """Errors which mean that the kernel's state is not the one we know."""
@@ -134,7 +138,28 @@ class Kernel:
         raise KeyError(key)
 
     def rules_text(self, family: Family) -> str:
-        """Return our table as nft prints it, with handles and without elements; "" if it does not exist."""
+        """Return our table as nft prints it, with handles and without elements; "" if it does not exist.
+
+        libnftables reads every element even so, so a text is kept while the same rules are in the kernel.
+        """
+        place = os.stat("/proc/thread-self/ns/net").st_ino, family
+        before = self._rules_digest(family)
+        if before and _texts.get(place, ("", ""))[0] == before:
+            return _texts[place][1]
+        text = self._listed_text(family)
+        if self._rules_digest(family) == before:
+            _texts[place] = before, text
+        return text
+
+    def _rules_digest(self, family: Family) -> str:
+        """Return a digest of our table's rules with their handles; "" without any."""
+        digest = hashlib.blake2b(digest_size=16)
+        spans = self._objects(GETRULE, family, netlink.text_attribute(_TABLE_ATTRIBUTE, TABLE))
+        for data, start, end in spans:
+            digest.update(data[start:end])
+        return digest.hexdigest() if spans else ""
+
+    def _listed_text(self, family: Family) -> str:
         nft = self._libnftables()
         nft.set_handle_output(True)
         nft.set_terse_output(True)

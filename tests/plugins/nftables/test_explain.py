@@ -64,3 +64,23 @@ def test_a_rule_that_is_not_understood_makes_the_result_uncertain(family: Family
     (side, *_) = explain(questions(family)[:1], live=True)
     assert side.fate is None
     assert any("not understood" in item.text for item in side.objects)
+
+
+@pytest.mark.parametrize("family", [Family.IPV4])
+def test_every_answer_is_about_the_rules_of_that_moment(family: Family, kernel: None) -> None:
+    asked = [q for q in questions(family) if decided(q).outcome is Outcome.FORWARDED][:1]
+
+    def outcome() -> Outcome | None:
+        fate = explain(asked, live=True)[0].fate
+        return fate.outcome if fate is not None else None
+
+    assert outcome() is Outcome.FORWARDED
+    subprocess.run(["nft", "insert rule ip kproxy services drop"], check=True)
+    assert outcome() is Outcome.DROPPED
+    listed = subprocess.run(
+        ["nft", "-a", "list", "chain", "ip", "kproxy", "services"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    handle = next(line.split()[-1] for line in listed.stdout.splitlines() if " drop #" in f" {line.strip()}")
+    subprocess.run(["nft", f"delete rule ip kproxy services handle {handle}"], check=True)
+    assert outcome() is Outcome.FORWARDED
