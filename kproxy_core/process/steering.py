@@ -10,7 +10,6 @@ from kproxy_core.backend.api import Caveat
 from kproxy_core.config.file import ConfigError, load
 from kproxy_core.explain.request import NoAnswer
 from kproxy_core.host.files.file_watch import FileWatch
-from kproxy_core.model.service import ServicePortKey
 from kproxy_core.modes.control import Handler, ReportProgress, RequestRefused
 from kproxy_core.modes.switch import Comparison, ModeSwitch, SwitchFailed
 from kproxy_core.observe.events.recorder import EventRecorder
@@ -125,13 +124,9 @@ def _described(found: Comparison) -> dict[str, object]:
     def described(caveats: Sequence[Caveat]) -> list[dict[str, object]]:
         return [
             {"what": caveat.what, "lost": caveat.lost, "only_here": caveat.only_here,
-             "service_port": _named(caveat.service_port)}
+             "service_port": str(caveat.service_port or "")}
             for caveat in caveats
         ]
 
     return {"appearing": described(found.appearing), "disappearing": described(found.disappearing),
             "loses": found.loses}
-
-
-def _named(key: ServicePortKey | None) -> str:
-    return "" if key is None else str(key)

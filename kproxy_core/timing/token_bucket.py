@@ -42,7 +42,7 @@ class TokenBucket:
             return True
 
     def charge(self, started: float, ended: float) -> None:
-        """Take a token, if one is left, for work from *started* to *ended*. Refilling pauses meanwhile."""
+        """Take a token, if one is left, for work from *started* to *ended*. None is added in that time."""
         with self._lock:
             taken = max(self._full_at, started) + self._interval
             self._full_at = min(taken, started + self._slack + self._interval) + ended - started

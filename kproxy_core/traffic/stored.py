@@ -21,9 +21,9 @@ _MOST_BYTES = 256 << 20
 
 
 class StoredTotals:
-    """Reads and writes the file. Totals and counts belong together: each is as of the same reading.
+    """Reads and writes the file. Its totals and counts are of the same reading.
 
-    Where the kernel goes on counting without the process, the totals are exact again after the next reading,
+    If the kernel counts without the process too, the totals are exact again after the next reading,
     even if the file is old.
     """
 

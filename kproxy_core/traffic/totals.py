@@ -60,10 +60,10 @@ class Total:
     rejected: int = 0
     """For lack of endpoints."""
     last: float = 0.0
-    """As in `EndpointTotal`."""
+    """See `EndpointTotal`."""
     endpoints: dict[Destination, EndpointTotal] = field(default_factory=dict)
     failed: dict[Failure, int] = field(default_factory=dict)
-    """As in `EndpointTotal`."""
+    """See `EndpointTotal`."""
     rate: float = field(default=0.0, compare=False)
     """New connections a second, rejected ones included, between the last two readings."""
     settled: int = field(default=0, compare=False)

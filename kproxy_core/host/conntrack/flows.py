@@ -80,7 +80,7 @@ def delete_stale_udp(family: Family, stale: Stale) -> int:
     """Delete the UDP flows of *family* that are *stale*; return their number.
 
     Acts on the network namespace of the calling thread. Takes as long as the kernel's walk through its
-    hash table (10 ms for 262,144 buckets, other Python threads run meanwhile), and 3 us for each
+    hash table (10 ms for 262,144 buckets, in which other Python threads run), and 3 us for each
     UDP flow that has one of the ports in question.
 
     Raises HostError if flows cannot be listed, or some cannot be deleted; all others have been deleted then.

@@ -8,7 +8,7 @@ from typing import Any
 
 from kproxy_core.apiclient.access import CurrentAccess
 from kproxy_core.apiclient.content import JSON
-from kproxy_core.apiclient.requests import ApiRequest, ApiRequests, Observe
+from kproxy_core.apiclient.requests import ApiRequests, Observe
 from kproxy_core.objects.decode import ENDPOINT_SLICES, NODES, SERVICE_CIDRS, SERVICES, Resource
 from kproxy_core.sources.apiserver.reflector import Reflector
 from kproxy_core.sources.apiserver.trouble import Trouble
@@ -18,10 +18,6 @@ from kproxy_core.timing.token_bucket import TokenBucket
 STOP_SECONDS = 2.0
 """Timeout for ending all threads. One that still resolves a name or loads credentials is left behind, and
 emits nothing."""
-
-
-def _unobserved(_: ApiRequest) -> None:
-    pass
 
 
 class KubernetesSource:
@@ -43,7 +39,7 @@ class KubernetesSource:
 
     def __init__(
         self, access: CurrentAccess, node_name: str, *,
-        accept: str = JSON, qps: float = 5.0, burst: int = 10, observe: Observe = _unobserved,
+        accept: str = JSON, qps: float = 5.0, burst: int = 10, observe: Observe = lambda request: None,
         clock: Callable[[], float] = time.monotonic, chance: Callable[[], float] = random.random,
     ) -> None:
         access.keep_up()

@@ -13,7 +13,7 @@ GRACE = 5.0
 """Seconds in which replies to datagrams that were sent through a frontend still bear its address."""
 
 _since: dict[str, float] = {}
-"""When the programs of a directory stopped choosing endpoints, by the monotonic clock."""
+"""Time at which the programs of a directory stopped choosing endpoints, on the monotonic clock."""
 
 
 def retire(settings: BackendSettings, clock: Callable[[], float] = time.monotonic) -> Leftovers:
