@@ -23,6 +23,7 @@ log = logging.getLogger("kproxy.run")
 
 _INTERVAL: Final = 0.1
 """Seconds between attempts to take it."""
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
 def await_turn(directory: str, *, exclusive: bool) -> tuple[FileLock | None, bool]:
@@ -53,17 +54,28 @@ def await_turn(directory: str, *, exclusive: bool) -> tuple[FileLock | None, boo
     return lock, True
 
 
+class _Ended(BaseException):
+    """A signal ended this process while it stood by."""
+
+
 @contextlib.contextmanager
 def _ending_on_signals() -> Iterator[None]:
     """Exit on SIGTERM and SIGINT, also as process 1 of a container, whose default is to ignore them."""
 
     def end(_number: int, _frame: FrameType | None) -> None:
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        # Nothing is logged here: Python drops what is logged while it handles another log record.
+        raise _Ended
+
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        for number in _SIGNALS:
+            signal.signal(number, end)
+        yield
+    except _Ended:
         log.info("stopped")
         sys.exit(0)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
