@@ -214,7 +214,8 @@ def parse_table(text: str) -> Rules:
                     rules.elements[name, key] = to
             kind = ""
         elif kind:
-            lines.append(line)
+            # nft 1.1 has a name for this priority, older ones do not.
+            lines.append(line.replace("hook output priority dstnat;", "hook output priority -100;"))
     return rules
 
 

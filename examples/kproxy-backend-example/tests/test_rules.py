@@ -56,6 +56,14 @@ def test_a_written_table_is_parsed_back() -> None:
     assert parse_table(table_text(Family.IPV4, whole)) == whole
 
 
+def test_a_listing_of_nft_1_1_means_the_same() -> None:
+    """It names the priority of the output hook."""
+    text = table_text(Family.IPV4, Rules(dict(base_rules(NODE, 14).chains)))
+    listed = text.replace("hook output priority -100;", "hook output priority dstnat;")
+    assert listed != text
+    assert parse_table(listed) == parse_table(text)
+
+
 def test_equal_rules_need_no_commands() -> None:
     assert commands(Family.IPV4, rules(WEB), rules(WEB)) == ""
     assert commands(Family.IPV4, rules(WEB), rules(SHOP)) != ""
