@@ -7,7 +7,7 @@ from pathlib import Path
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", "300" if "CI" in os.environ else "90"))
 CHECKOUT = Path(__file__).parents[2]
-SLACK = 300
+SLACK = 420
 """Seconds for starts, comparisons and the end."""
 
 
