@@ -85,11 +85,18 @@ class End(NamedTuple):
 class Walk:
     """Follows packets through chains, and notes what they meet."""
 
-    def __init__(self, ruleset: Ruleset, node: NodeView, local: Container[Address] = ()) -> None:
-        """*local*: addresses that are this node's, besides those of *node*."""
+    def __init__(
+        self, ruleset: Ruleset, node: NodeView,
+        local: Container[Address] = (), bridged: Container[Address] = (),
+    ) -> None:  # fmt: skip
+        """*local*: addresses that are this node's, besides those of *node*.
+
+        *bridged*: senders whose packets are on a bridge's port when they meet the rules.
+        """
         self._ruleset = ruleset
         self._node = node
         self._local = local
+        self._bridged = bridged
         self.objects: dict[KernelObject, None] = {}
         self.remembered: Destination | None = None
         self.strange = ""
@@ -224,7 +231,9 @@ class Walk:
                 return flight.mark & mask == wanted
             case "--match-set":
                 return self._in_set(value, flight)
-        return False  # --physdev-is-in: no packet here crosses a bridge
+            case "--physdev-is-in":
+                return packet.source in self._bridged
+        return False
 
     def _in_set(self, value: str, flight: Flight) -> bool:
         name, sides = value.split()

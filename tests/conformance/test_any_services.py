@@ -19,7 +19,7 @@ from kproxy_core.testing.network.cgroup import NodeCgroup
 from kproxy_core.testing.network.dialing import Outcome, dial
 from kproxy_core.testing.suite import objects
 from kproxy_core.testing.suite.stage import Stage
-from tests.conformance.any_services import Attempt, Fate, Where, World, turns
+from tests.conformance.any_services import Attempt, Fate, Json, Where, World, turns
 
 ROUNDS = 40
 SIDE_BY_SIDE = 16
@@ -49,8 +49,12 @@ class Play:
 
     def apply(self, world: World) -> None:
         """Change *world*, and wait until that is in effect."""
+        self.apply_changes(world.change())
+
+    def apply_changes(self, changes: Iterable[Json | str]) -> None:
+        """Apply objects and delete those referred to, and wait until that is in effect."""
         driver = self._stage.driver
-        for change in world.change():
+        for change in changes:
             if isinstance(change, str):
                 driver.delete(objects.reference(change))
             else:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kproxy_core.host import sysctl
 from kproxy_core.host.tracing.events import TraceEvents
 from kproxy_core.host.tracing.table import Match, open_table
 from kproxy_core.model.address import Family, Protocol, format_socket, parse_address
@@ -54,6 +55,12 @@ class ExplainedPlay(Play):
         return Fate(outcomes.get(kernel["outcome"], "dropped"), frozenset(found),
                     masqueraded=any(e["masqueraded"] for e in others))  # fmt: skip
 
+    def show_bridged_packets(self, shown: bool) -> None:
+        """Set whether iptables sees packets on ports of the node's bridges."""
+        with self._stage.topology["node"].entered():
+            for name in ("iptables", "ip6tables"):
+                sysctl.ensure(f"net/bridge/bridge-nf-call-{name}", int(shown))
+
     def counted(self, attempt: Attempt) -> set[str]:
         """Return the rules of iptables' service chains that one packet of *attempt* passes."""
         node = self._stage.topology["node"]
@@ -64,7 +71,6 @@ class ExplainedPlay(Play):
         found = filter(None, map(_COUNTED_RULE.match, lines))
         return {
             f"{rule[2]} {rule[3]}" for rule in found if rule[1] != "0" and rule[2].startswith(_CHAINS)}
-
 
     def traced(self, attempt: Attempt) -> set[str]:
         """Return the rules of our nftables table that one packet of *attempt* meets, by chain and handle."""
@@ -105,6 +111,34 @@ def test_packets_have_the_fate_of_the_explanation(play: ExplainedPlay, mode: str
             problems = pool.map(lambda each: play.problem(each[0], play.predicted(*each)), asked)
         assert [problem for problem in problems if problem] == []
     assert cases > 200
+
+
+SERVICE = {"service": {
+    "name": "any0", "type": "ClusterIP", "clusterIP": "$vip1", "externalIPs": ["$ext1"],
+    "ports": [{"name": "p0", "port": 80, "protocol": "TCP"}],
+}}  # fmt: skip
+ENDPOINT = {"slice": {
+    "service": "any0", "name": "any0-0", "endpoints": [{"at": "pod3", "ready": True}],
+    "ports": [{"name": "p0", "port": 8080, "protocol": "TCP"}],
+}}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mode", ["userspace"])
+def test_a_bridged_pod_reaches_external_ips_unless_iptables_sees_it_on_its_port(
+    play: ExplainedPlay, mode: str, family: str
+) -> None:
+    play.apply_changes([SERVICE, ENDPOINT])
+    service = SERVICE["service"]
+    for shown, client, outcome in (
+        (True, "pod1", "dropped"), (True, "pod2", "reached"), (True, "client", "reached"),
+        (False, "pod1", "reached"), (False, "pod2", "reached"),
+    ):  # fmt: skip
+        play.show_bridged_packets(shown)
+        attempt = Attempt(client, "ext", "ext1", 80, service, "p0", "TCP")
+        predicted = play.predicted(attempt, play.explained(attempt))
+        assert (attempt.client, predicted.outcome) == (client, outcome)
+        assert play.problem(attempt, predicted) == ""
 
 
 @pytest.mark.parametrize("family", FAMILIES)

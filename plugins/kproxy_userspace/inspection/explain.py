@@ -10,6 +10,7 @@ from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome, Packet
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_userspace.batch import iptables_rules
+from kproxy_userspace.kernel.bridges import bridged_sources
 from kproxy_userspace.kernel.portals import find_tables, may_have_portals
 from kproxy_userspace.names import PORTAL_CHAINS, TABLE
 from kproxy_userspace.settings import Settings
@@ -32,10 +33,16 @@ _NOT_RELAYED = "this mode leaves such packets to the node"
 def explain(
     questions: Sequence[Question], settings: Settings, find: FindRelay, *, live: bool
 ) -> list[KernelSide]:
-    """Return the way of each packet. *find* returns the relays that run. Raises HostError."""
+    """Return the way of each packet. *find* returns the relays that run. Raises HostError.
+
+    Unless *live*, no sender is behind a bridge.
+    """
     if not live:
         return [_as_written(question, settings) for question in questions]
-    portals = _Portals(questions[0].node.family)
+    family = questions[0].node.family
+    portals = _Portals(family)
+    if portals.rules:
+        portals.bridged = bridged_sources((question.packet.source for question in questions), family)
     return [_as_is(question, settings, portals, find) for question in questions]
 
 
@@ -68,18 +75,21 @@ def _as_is(question: Question, settings: Settings, portals: "_Portals", find: Fi
         objects.append(KernelObject("relay", f"port {port}: this process has none"))
         return KernelSide(tuple(objects), Fate(Outcome.REFUSED, f"nothing listens on port {port}"))
     side = _side(relay, port, objects)
-    as_written = _as_written(question, settings).fate
+    as_written = _as_written(question, settings, portals.bridged).fate
     meant = side.fate is not None and as_written is not None and _same(side.fate, as_written)
     return KernelSide(side.objects, side.fate, deviation=side.deviation if meant else "")
 
 
-def _as_written(question: Question, settings: Settings) -> KernelSide:
+def _as_written(
+    question: Question, settings: Settings, bridged: frozenset[Address] = frozenset()
+) -> KernelSide:
     packet, node, plan = question.packet, question.node, question.plan
     relays = {} if plan is None else wanted(plan, node, settings.listen)
     for name, relay in relays.items():
         if settings.listen is not None and (packet.destination, packet.port) == (settings.listen, name.port):
             return _side(relay, 0, [])
-    written = Walk(Ruleset(_portal_rules(relays.values(), settings.bind_in(node.family))), node)
+    rules = Ruleset(_portal_rules(relays.values(), settings.bind_in(node.family)))
+    written = Walk(rules, node, bridged=bridged)
     (end,) = written.through("nat", _hook(packet), Flight.of(packet))
     relay_of_packet = next(iter(relays.values()), None) if end.flight.translated else None
     return _side(relay_of_packet, 0, list(written.objects))
@@ -106,6 +116,8 @@ class _Portals:
     def __init__(self, family: Family) -> None:
         """Raises HostError."""
         self.rules: dict[ChainKey, list[str]] = {}
+        self.bridged: frozenset[Address] = frozenset()
+        """Senders whose packets are on a bridge's port when they meet *rules*."""
         self.elements: dict[str, int] = {}
         tables = find_tables(family)
         if tables is not None and may_have_portals(tables):
@@ -118,7 +130,7 @@ class _Portals:
         """Return the port of this node that the packet is redirected to, 0 for none, and what it meets."""
         packet = question.packet
         if self.rules:
-            walk = Walk(Ruleset(self.rules), question.node)
+            walk = Walk(Ruleset(self.rules), question.node, bridged=self.bridged)
             (end,) = walk.through("nat", _hook(packet), Flight.of(packet))
             return end.flight.local or (end.flight.port if end.flight.translated else 0), list(walk.objects)
         last = f"{packet.protocol.name.lower()} . {packet.port}"

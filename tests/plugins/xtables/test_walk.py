@@ -58,3 +58,21 @@ def test_a_packet_takes_the_way_of_the_rules(name: str) -> None:
 
 def test_rules_of_other_tools_in_built_in_chains_are_not_followed() -> None:
     assert ends({"PREROUTING": ["-j DROP", *SERVICES], "SERVICES": [DNAT]}) == [(1.0, "10.1.1.1:8080")]
+
+
+@pytest.mark.parametrize(
+    ("rule", "bridged", "expected"),
+    [
+        ("-m physdev ! --physdev-is-in", False, "10.1.1.1:8080"),
+        ("-m physdev ! --physdev-is-in", True, "10.96.0.1:80"),
+        ("-m physdev --physdev-is-in", False, "10.96.0.1:80"),
+        ("-m physdev --physdev-is-in", True, "10.1.1.1:8080"),
+    ],
+)  # fmt: skip
+def test_a_packet_is_on_a_bridge_port_if_its_sender_is_bridged(
+    rule: str, bridged: bool, expected: str
+) -> None:
+    rules = {("nat", "PREROUTING"): SERVICES, ("nat", "SERVICES"): [f"{rule} {DNAT}"]}
+    walk = Walk(Ruleset(rules), node_view(), bridged={PACKET.source} if bridged else ())
+    (end,) = walk.through("nat", "PREROUTING", Flight.of(PACKET))
+    assert format_socket(*end.flight.where) == expected
