@@ -26,6 +26,9 @@ COUNTED = 12
 RECORDS = ("filter-postrouting ", "filter-input ", "record")
 """Chains of the nftables mode that note which endpoint was chosen, and decide nothing."""
 
+EXACT = ("nftables",)
+"""Modes without deviations."""
+
 _CHAINS = ("KUBE-SVC-", "KUBE-SVL-", "KUBE-EXT-", "KUBE-FW-", "KUBE-SEP-")
 _COUNTED_RULE = re.compile(r"\[(\d+):\d+\] -A (\S+) (.+)")
 
@@ -95,16 +98,17 @@ def play(mode: str, family: str, tmp_path: Path) -> Iterator[ExplainedPlay]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("mode", ["nftables", "iptables"])
+@pytest.mark.parametrize("mode", ["nftables", "iptables", "userspace"])
 def test_packets_have_the_fate_of_the_explanation(play: ExplainedPlay, mode: str, family: str) -> None:
     world = World(Random(f"explained {mode} {family}"))
     cases = 0
-    for _ in range(ROUNDS):
+    for number in range(ROUNDS):
         play.apply(world)
+        play.show_bridged_packets(number % 2 == 0)
         asked = [(attempt, play.explained(attempt)) for attempt in world.attempts()]
         cases += len(asked)
         verdicts = {answer["kernel"]["verdict"] for _, answer in asked}
-        assert verdicts <= ({"agrees"} if mode == "nftables" else {"agrees", "deviates by design"})
+        assert verdicts <= ({"agrees"} if mode in EXACT else {"agrees", "deviates by design"})
         assert [answer for _, answer in asked if answer["kernel"]["verdict"] == "agrees"
                 and answer["outcome"] != answer["kernel"]["outcome"]] == []  # fmt: skip
         with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
