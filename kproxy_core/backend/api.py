@@ -243,7 +243,8 @@ class Connections(NamedTuple):
     number: int
     """Since counting began. It never falls, except to begin again at 0."""
     layer: str = ""
-    """The mode that counts, if it has a base, whose own counts have "": both may count the same pair."""
+    """Distinguishes counts of the same pair. A mode with a base counts under its own name, its base under "".
+    Counts that end with an instance need a name of that instance: others of the pair are not their sequel."""
 
 
 class Measurement(NamedTuple):

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from kproxy_core.backend.api import (
     BackendSettings,
+    Connections,
     Damage,
     KernelSide,
     Leftovers,
@@ -26,6 +27,7 @@ from kproxy_userspace.inspection.explain import explain, frontends
 from kproxy_userspace.inspection.metrics import measurements
 from kproxy_userspace.inspection.preview import preview
 from kproxy_userspace.inspection.render import render_text
+from kproxy_userspace.inspection.traffic import Traffic
 from kproxy_userspace.kernel.portals import NoPortals, Portals, find_tables, open_portals
 from kproxy_userspace.kernel.ports import RelayPorts
 from kproxy_userspace.kernel.workers import WorkerPool
@@ -43,6 +45,7 @@ class UserspaceBackend:
         self._served = settings.families
         self._settings = read_settings(settings)
         self._workers = WorkerPool(self._settings.workers, self._settings.of_workers)
+        self._traffic = Traffic(self._workers)
         self._ports = RelayPorts(self._settings.port_range)
         self._families: dict[Family, FamilyState] = {}
         self._own = OwnProcesses()
@@ -100,6 +103,11 @@ class UserspaceBackend:
         return frontends(family)
 
     @hookimpl
+    def kproxy_traffic(self, family: Family) -> Sequence[Connections]:
+        """Return the connections that the relays of this instance have counted."""
+        return self._traffic.read(family)
+
+    @hookimpl
     def kproxy_watch(self, damaged: Damage) -> bool:
         """Report workers that exit, and portals that another program changes."""
         seconds = self._settings.check_seconds if self._settings.listen is None else None
@@ -139,7 +147,8 @@ class UserspaceBackend:
         if state is None:
             listen, bind = self._settings.listen, self._settings.bind_in(family)
             portals: Portals = NoPortals() if listen is not None else open_portals(family, bind, self._own)
-            state = FamilyState(family, portals, self._workers, self._ports, listen, bind)
+            state = FamilyState(family, portals, self._workers, self._ports, listen, bind,
+                                counted=self._settings.counts_connections)
             self._families[family] = state
         return state
 

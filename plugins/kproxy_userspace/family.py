@@ -19,6 +19,7 @@ from kproxy_userspace.kernel.arrivals import arriving, delete_flows
 from kproxy_userspace.kernel.portals import Portals
 from kproxy_userspace.kernel.ports import NoPort, RelayPorts, Reservations
 from kproxy_userspace.kernel.workers import WorkerPool
+from kproxy_userspace.names import Endpoint
 from kproxy_userspace.wanted import Place, Redirect, RelayName, Wanted, wanted
 from kproxy_userspace.worker.wire import Serve
 
@@ -37,11 +38,11 @@ class FamilyState:
 
     def __init__(
         self, family: Family, portals: Portals, workers: WorkerPool, ports: RelayPorts,
-        listen: Address | None, bind: Address | None,
+        listen: Address | None, bind: Address | None, *, counted: bool,
     ) -> None:
         """With *listen*, bind relays to the ports of Services there, else to any port at *bind*.
 
-        None means every address.
+        None means every address. *counted*: relays count connections.
         """
         self.family = family
         self._portals = portals
@@ -49,6 +50,7 @@ class FamilyState:
         self._ports = ports
         self._listen = listen
         self._bind = bind
+        self._counted = counted
         self._reservations = Reservations(family)
         self._applied = Applied()
         self._unserved: dict[ServicePortKey, str] = {}
@@ -167,7 +169,8 @@ class FamilyState:
         self, node: NodeView, changed: Mapping[ServicePortKey, ServicePlan | None], *, is_resync: bool
     ) -> SyncReport:
         relays_of = {
-            key: {} if plan is None else wanted(plan, node, self._listen) for key, plan in changed.items()
+            key: {} if plan is None else wanted(plan, node, self._listen, counted=self._counted)
+            for key, plan in changed.items()
         }
         unserved = {key: reason for key, reason in self._unserved.items() if key not in changed}
         # Everything is released before anything is bound: ports may move between service ports.
@@ -222,8 +225,12 @@ class FamilyState:
     def _order(self, relay: Relay) -> Serve:
         address = self._listen or self._bind or self.family.unspecified
         want = relay.wanted
+        counted: Endpoint | None = None
+        if want.frontend is not None:
+            dialled = want.frontend.address
+            counted = "" if dialled is None else format_address(dialled), want.frontend.port
         return Serve(relay.number, want.protocol is Protocol.UDP, format_address(address), relay.port,
-                     want.endpoints, want.affinity_seconds)  # fmt: skip
+                     want.endpoints, want.affinity_seconds, counted)  # fmt: skip
 
     def _reserved_portals(self, relay: Relay, unserved: dict[ServicePortKey, str]) -> Iterator[Redirect]:
         """Yield the portals of *relay* except those whose port another program has."""

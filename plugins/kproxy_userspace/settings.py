@@ -35,6 +35,8 @@ class Settings(NamedTuple):
     """Number of relay processes; 0: one for each processor."""
     check_seconds: float = 30.0
     """Interval of checks that the portals exist."""
+    counts_connections: bool = False
+    """See `BackendSettings.count_traffic`."""
 
     def bind_in(self, family: Family) -> Address | None:
         """Return `bind` if it is an address of *family*."""
@@ -62,6 +64,7 @@ def read_settings(settings: BackendSettings) -> Settings:
         half_closed_seconds=_duration(options, "halfClosedTimeout", 3600.0),
         workers=_workers(options.get("workers")),
         check_seconds=_duration(options, "syncPeriod", 30.0),
+        counts_connections=settings.count_traffic,
     )
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from kproxy_core.model.address import Address, Cidr, Protocol, format_address, is_loopback
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
-from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_core.plan.service_plan import Frontend, ServicePlan
 from kproxy_userspace.names import Endpoint
 
 
@@ -60,6 +60,8 @@ class RelayName(NamedTuple):
     """The port to bind; 0: any."""
     alone: bool = False
     """One worker accepts all connections. Clients on their way to another worker must not be refused."""
+    frontend: Frontend | None = None
+    """The only frontend of this relay, by which its connections are counted; None: it serves several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +72,18 @@ class Wanted:
     endpoints: tuple[Endpoint, ...]
     affinity_seconds: int
     portals: tuple[Portal, ...]
+    frontend: Frontend | None = None
+    """The frontend that connections are counted for if no other is known; None: they are not counted."""
 
 
-def wanted(plan: ServicePlan, node: NodeView, listen: Address | None) -> dict[RelayName, Wanted]:
+def wanted(
+    plan: ServicePlan, node: NodeView, listen: Address | None, *, counted: bool = False
+) -> dict[RelayName, Wanted]:
     """Return the relays of one service port; none for SCTP.
 
-    With *listen*, relays are bound to the service port's own ports at that address, without portals.
+    With *listen*, relays are bound to the service port's own ports at that address, without portals. If
+    connections are *counted*, each frontend of a UDP service port has a relay: a datagram does not tell what
+    its client dialled. With session affinity all share one, because it remembers the clients' endpoints.
     """
     protocol = plan.key.protocol
     if protocol is Protocol.SCTP:
@@ -84,12 +92,30 @@ def wanted(plan: ServicePlan, node: NodeView, listen: Address | None) -> dict[Re
     endpoints = tuple((format_address(d.address), d.port) for d in plan.cluster or plan.local)
     if listen is None:
         portals = tuple(_portals(plan, node))
+        if counted and protocol is Protocol.UDP and not plan.affinity_seconds:
+            return {
+                RelayName(plan.key, frontend=frontend): Wanted(protocol, endpoints, 0, of, frontend)
+                for frontend, of in _by_frontend(portals).items()
+            }
         name = RelayName(plan.key, alone=protocol is Protocol.TCP and bool(plan.affinity_seconds))
-        return {name: Wanted(protocol, endpoints, plan.affinity_seconds, portals)}
+        any_frontend = next(iter(_by_frontend(portals)), None) if counted else None
+        return {name: Wanted(protocol, endpoints, plan.affinity_seconds, portals, any_frontend)}
     if len(listen) != plan.family.size:
         return {}
-    relay = Wanted(protocol, endpoints, plan.affinity_seconds, ())
-    return {RelayName(plan.key, port): relay for port in (plan.port, plan.node_port) if port}
+    by_port = {frontend.port: frontend for frontend in plan.frontends()} if counted else {}
+    return {
+        RelayName(plan.key, port):
+            Wanted(protocol, endpoints, plan.affinity_seconds, (), by_port.get(port))
+        for port in (plan.port, plan.node_port) if port
+    }
+
+
+def _by_frontend(portals: Sequence[Portal]) -> dict[Frontend, tuple[Portal, ...]]:
+    found: dict[Frontend, tuple[Portal, ...]] = {}
+    for portal in portals:
+        frontend = Frontend(portal.address, portal.protocol, portal.port)
+        found[frontend] = (*found.get(frontend, ()), portal)
+    return found
 
 
 def _portals(plan: ServicePlan, node: NodeView) -> Iterator[Portal]:

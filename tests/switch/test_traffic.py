@@ -110,6 +110,27 @@ def test_no_connection_is_lost_or_counted_twice(node: Room) -> None:
             assert counted(proxy) == wanted
 
 
+def test_relays_count_each_connection_once_across_restarts_and_switches(node: Room) -> None:
+    manifest = node.manifests / "ours.yaml"
+    with node.proxy("userspace", COUNTED) as proxy:
+        dial(node, WEB, 4)
+        dial(node, (NODE, 31780), 2)
+        assert counted(proxy) == {"one forwarded": 6, "endpoints": 6}
+        manifest.write_text(manifest.read_text().replace(PODS["elsewhere"][0], PODS["here"][0]))
+        time.sleep(1)
+        dial(node, WEB, 1)
+    with node.proxy("userspace", COUNTED) as proxy:
+        dial(node, WEB, 9)
+        wanted = {"one forwarded": 16, "endpoints": 16}
+        assert counted(proxy) == wanted
+        for mode, more in (("nftables", 3), ("userspace", 2)):
+            assert node.kproxy("switch", mode).returncode == 0
+            assert counted(proxy) == wanted
+            dial(node, WEB, more)
+            wanted = dict.fromkeys(wanted, wanted["one forwarded"] + more)
+            assert counted(proxy) == wanted
+
+
 def test_a_process_that_is_killed_loses_no_count(node: Room) -> None:
     with node.proxy("nftables", COUNTED) as proxy:
         dial(node, WEB, 5)

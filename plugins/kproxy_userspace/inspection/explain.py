@@ -84,7 +84,8 @@ def _as_written(
     question: Question, settings: Settings, bridged: frozenset[Address] = frozenset()
 ) -> KernelSide:
     packet, node, plan = question.packet, question.node, question.plan
-    relays = {} if plan is None else wanted(plan, node, settings.listen)
+    counted = settings.counts_connections
+    relays = {} if plan is None else wanted(plan, node, settings.listen, counted=counted)
     for name, relay in relays.items():
         if settings.listen is not None and (packet.destination, packet.port) == (settings.listen, name.port):
             return _side(relay, 0, [])

@@ -11,7 +11,7 @@ def preview(update: Update, settings: Settings) -> Preview:
     """Return what a start writes; the ports of relays are chosen then, and are 0 in the text."""
     relays = [
         relay for plan in update.plans.values()
-        for relay in wanted(plan, update.node, settings.listen).values()
+        for relay in wanted(plan, update.node, settings.listen, counted=settings.counts_connections).values()
     ]
     if settings.listen is not None:
         return Preview(len(relays), "")

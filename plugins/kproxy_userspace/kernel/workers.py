@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from kproxy_core.backend.errors import SyncFailed
 from kproxy_userspace.worker import wire
 from kproxy_userspace.worker.counters import GAUGES, Counter, make_counts, open_counts
-from kproxy_userspace.worker.wire import Close, Command, Serve, WorkerSettings
+from kproxy_userspace.worker.wire import Close, Count, Order, Report, Serve, WorkerSettings
 
 _ANSWER_SECONDS = 30.0
 _EXIT_SECONDS = 5.0
@@ -61,12 +61,12 @@ class Worker:
             self.process.wait()
 
 
-def _send(worker: Worker, commands: Sequence[Command]) -> dict[int, str]:
+def _send(worker: Worker, commands: Sequence[Order]) -> dict[int, str]:
     wire.send(worker.control, wire.as_values(commands))
     return {}
 
 
-def _receive(worker: Worker, commands: Sequence[Command]) -> dict[int, str]:
+def _receive(worker: Worker, commands: Sequence[Order]) -> dict[int, str]:
     """Return the relays of *commands* that *worker* could not serve, with the reason."""
     answer = wire.receive(worker.control)
     assert isinstance(answer, list)
@@ -103,7 +103,7 @@ class WorkerPool:
                     self._wanted.pop(relay, None)
                 else:
                     self._wanted[relay] = serve
-            orders: list[tuple[Worker, list[Command]]] = []
+            orders: list[tuple[Worker, list[Order]]] = []
             for number, is_new in self._replace_ended():
                 worker = self._workers[number]
                 commands = [
@@ -132,6 +132,25 @@ class WorkerPool:
         workers = [each for each in list(self._workers) if counter not in GAUGES or each.is_running]
         return self._counts_of_ended[counter] + sum(worker.counts[counter] for worker in workers)
 
+    def report(self) -> list[Count]:
+        """Return the connections that were counted since the last report. From any thread.
+
+        Those of a worker that has exited since are lost.
+        """
+        found: list[Count] = []
+        with self._ordering:
+            for worker in self._workers:
+                if worker.is_running:
+                    try:
+                        wire.send(worker.control, wire.as_values([Report()]))
+                        answer = wire.receive(worker.control)
+                    except (wire.PeerGone, TimeoutError):
+                        worker.end()  # The next sync replaces it.
+                        continue
+                    assert isinstance(answer, list)
+                    found += [Count(*each) for each in answer]
+        return found
+
     def running(self) -> list[Worker]:
         """Return the workers that have not been replaced. From any thread."""
         return list(self._workers)
@@ -145,7 +164,7 @@ class WorkerPool:
                 self._end(worker)
             self._workers = []
 
-    def _order(self, orders: Sequence[tuple[Worker, Sequence[Command]]]) -> dict[int, str]:
+    def _order(self, orders: Sequence[tuple[Worker, Sequence[Order]]]) -> dict[int, str]:
         """Send orders and return the relays that failed, with the reason. Raises SyncFailed."""
         failures: dict[int, str] = {}
         problem = ""
@@ -161,7 +180,7 @@ class WorkerPool:
             raise SyncFailed(problem)
         return failures
 
-    def _command(self, number: int, worker: Worker, relay: int) -> Command | None:
+    def _command(self, number: int, worker: Worker, relay: int) -> Order | None:
         """Return the order about *relay* for worker *number*, None if it needs none."""
         serve = self._wanted.get(relay)
         is_served_here = serve is not None and serve.endpoints and (

@@ -15,6 +15,7 @@ import time
 
 from kproxy_userspace.names import Endpoint
 from kproxy_userspace.worker import wire
+from kproxy_userspace.worker.attribution import Tally
 from kproxy_userspace.worker.balancer import Balancer
 from kproxy_userspace.worker.capabilities import drop_capabilities
 from kproxy_userspace.worker.counters import Counts, open_counts
@@ -40,9 +41,11 @@ class Worker:
         self._counts = counts
         self._settings = settings
         self._events = Events()
+        self._tally = Tally()
         self._tcp = Resources(
-            self._events, counts, Pipes(), DialSockets(), HalfClosed(self._events, settings.half_closed)
-        )
+            self._events, counts, Pipes(), DialSockets(), HalfClosed(self._events, settings.half_closed),
+            self._tally,
+        )  # fmt: skip
         self._relays: dict[int, Listener | UdpRelay] = {}
 
     def run(self) -> None:
@@ -59,8 +62,12 @@ class Worker:
         """Obey the orders of one message, and answer it."""
         try:
             commands = wire.as_commands(wire.receive(self._control))
+            if commands == [wire.Report()]:
+                wire.send(self._control, wire.as_values(self._tally.report()))
+                return
             failed: wire.Answer = []
             for command in commands:
+                assert not isinstance(command, wire.Report)
                 try:
                     self._obey(command)
                 except OSError as error:
@@ -78,7 +85,7 @@ class Worker:
         # Sockets are closed after the current events, and the answer must not be earlier.
         self._events.timeouts(0.0).call(answer)
 
-    def _obey(self, command: wire.Command) -> None:
+    def _obey(self, command: wire.Order) -> None:
         if isinstance(command, wire.Close):
             relay = self._relays.pop(command.relay, None)
             if relay is not None:
@@ -89,6 +96,7 @@ class Worker:
         known = self._relays.get(command.relay)
         if known is None:
             known = self._relays[command.relay] = self._open(command)
+        known.frontend = command.frontend
         removed = known.balancer.set_endpoints(command.endpoints, command.affinity_seconds)
         if removed:
             self._leave(known, removed)
@@ -98,7 +106,8 @@ class Worker:
         try:
             balancer = Balancer(random.shuffle)
             if command.udp:
-                return UdpRelay(sock, balancer, self._events, self._settings.udp_idle, self._counts)
+                return UdpRelay(sock, balancer, self._events, self._settings.udp_idle, self._counts,
+                                self._tally)
             return Listener(sock, balancer, self._tcp)
         except OSError:
             sock.close()

@@ -7,6 +7,7 @@ import os
 import socket
 from typing import NamedTuple
 
+from kproxy_userspace.worker.attribution import Tally
 from kproxy_userspace.worker.counters import Counts
 from kproxy_userspace.worker.events import Events
 from kproxy_userspace.worker.half_closed import HalfClosed
@@ -79,3 +80,4 @@ class Resources(NamedTuple):
     pipes: Pipes
     sockets: DialSockets
     half_closed: HalfClosed
+    tally: Tally

@@ -12,6 +12,7 @@ import struct
 import time
 
 from kproxy_userspace.names import Endpoint
+from kproxy_userspace.worker.attribution import dialled
 from kproxy_userspace.worker.balancer import Balancer
 from kproxy_userspace.worker.counters import Counter
 from kproxy_userspace.worker.events import BROKEN, EDGE, READ, WRITE
@@ -48,6 +49,8 @@ class Listener:
         self.events = shared.events
         self.connections: dict[Endpoint, set[Connection]] = {}
         """The established ones, by endpoint."""
+        self.frontend: Endpoint | None = None
+        """See `Serve.frontend`."""
         self.family = sock.family
         self._sock: socket.socket | None = sock
         sock.setblocking(False)
@@ -192,13 +195,15 @@ class Connection:
     """A client, its endpoint, and both directions between them."""
 
     __slots__ = (
-        "_attempt", "_client", "_down", "_endpoint", "_host", "_server", "_up", "_writable", "listener",
+        "_attempt", "_client", "_down", "_endpoint", "_frontend", "_host", "_server", "_up", "_writable",
+        "listener",
     )  # fmt: skip
 
     def __init__(self, listener: Listener, client: socket.socket, host: str) -> None:
         self.listener = listener
         self._client: socket.socket | None = client
         self._host = host
+        self._frontend = listener.frontend and dialled(client, listener.frontend)
         self._server: socket.socket | None = None
         self._endpoint: Endpoint | None = None
         self._attempt = 0
@@ -332,6 +337,8 @@ class Connection:
         self._up = Direction(self, client, server, _UP)
         self._down = Direction(self, server, client, _DOWN)
         self.listener.connections.setdefault(endpoint, set()).add(self)
+        if self._frontend is not None:
+            self.listener.shared.tally.count(False, self._frontend, endpoint)
         self.pump(self._up)
         if self._client is not None:
             self.listener.events.watch(client.fileno(), self, READ | EDGE)

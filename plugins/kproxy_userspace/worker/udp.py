@@ -8,6 +8,7 @@ import time
 from typing import NamedTuple
 
 from kproxy_userspace.names import Endpoint
+from kproxy_userspace.worker.attribution import Tally
 from kproxy_userspace.worker.balancer import Balancer
 from kproxy_userspace.worker.counters import Counter, Counts
 from kproxy_userspace.worker.events import READ, Events
@@ -46,14 +47,18 @@ class UdpRelay:
     """The socket of one UDP service port in one worker, and its flows."""
 
     def __init__(
-        self, sock: socket.socket, balancer: Balancer, events: Events, idle_seconds: float, counts: Counts
+        self, sock: socket.socket, balancer: Balancer, events: Events, idle_seconds: float, counts: Counts,
+        tally: Tally,
     ) -> None:
         self.balancer = balancer
         self.counts = counts
         self.events = events
         self.flows: dict[FlowKey, Flow] = {}
         self.timeouts = events.timeouts(idle_seconds)
+        self.frontend: Endpoint | None = None
+        """See `Serve.frontend`."""
         self.family = sock.family
+        self._tally = tally
         self._sock: socket.socket | None = sock
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
@@ -120,6 +125,8 @@ class UdpRelay:
             upstream.close()
             return None
         flow = self.flows[key] = Flow(self, key, upstream, endpoint)
+        if self.frontend is not None:
+            self._tally.count(True, self.frontend, endpoint)
         return flow
 
     def _local_address(self, control: list[Control]) -> bytes:

@@ -36,6 +36,22 @@ class Serve(NamedTuple):
     port: int
     endpoints: tuple[Endpoint, ...]
     affinity_seconds: int
+    frontend: Endpoint | None = None
+    """Count connections for this frontend unless another one is known; see `Count`. None: count none."""
+
+
+class Report(NamedTuple):
+    """A request, alone in its message, for the connections that were counted since the last one."""
+
+
+class Count(NamedTuple):
+    """New connections."""
+
+    udp: bool
+    frontend: Endpoint
+    """Its address is "" for a node port of any address."""
+    endpoint: Endpoint
+    number: int
 
 
 class Close(NamedTuple):
@@ -46,7 +62,8 @@ class Close(NamedTuple):
     """Its endpoints are removed too; otherwise another worker or mode accepts from now on."""
 
 
-Command = Serve | Close
+Order = Serve | Close
+Command = Order | Report
 Answer = list[tuple[int, str]]
 """The relays that could not be served, with the reason."""
 
@@ -89,12 +106,13 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
-def as_values(commands: Sequence[Command]) -> Values:
-    """Return *commands* as plain tuples, which marshal accepts."""
-    return [tuple(command) for command in commands]
+def as_values(messages: Sequence[Command | Count]) -> Values:
+    """Return *messages* as plain tuples, which marshal accepts."""
+    return [tuple(message) for message in messages]
 
 
 def as_commands(values: object) -> list[Command]:
     """Return the commands that `as_values` made plain."""
     assert isinstance(values, list)
-    return [Close(*value) if len(value) == len(Close._fields) else Serve(*value) for value in values]
+    of_length: dict[int, type[Command]] = {len(each._fields): each for each in (Serve, Close, Report)}
+    return [of_length[len(value)](*value) for value in values]

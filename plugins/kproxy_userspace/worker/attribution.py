@@ -1,0 +1,45 @@
+"""New connections by the frontend that was dialled and the endpoint that serves it."""
+
+import socket
+import struct
+
+from kproxy_userspace.names import Endpoint
+from kproxy_userspace.worker.wire import Count
+
+_SO_ORIGINAL_DST = 80
+"""Of both families (linux/netfilter_ipv4.h, linux/netfilter_ipv6/ip6_tables.h)."""
+_IN = struct.Struct("!2xH4s8x")
+_IN6 = struct.Struct("!2xH4x16s4x")
+
+
+class Tally:
+    """Connections since the last report."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[bool, Endpoint, Endpoint], int] = {}
+
+    def count(self, udp: bool, frontend: Endpoint, endpoint: Endpoint) -> None:
+        """Count one connection."""
+        key = udp, frontend, endpoint
+        self._numbers[key] = self._numbers.get(key, 0) + 1
+
+    def report(self) -> list[Count]:
+        """Return all counts, and begin again at 0."""
+        numbers, self._numbers = self._numbers, {}
+        return [Count(*key, number) for key, number in numbers.items()]
+
+
+def dialled(client: socket.socket, otherwise: Endpoint) -> Endpoint:
+    """Return the address and port that *client* dialled before a portal redirected it.
+
+    Return *otherwise* for a client that dialled the relay itself, or that conntrack has forgotten.
+    """
+    level, form = socket.IPPROTO_IP, _IN
+    if client.family == socket.AF_INET6:
+        level, form = socket.IPPROTO_IPV6, _IN6
+    try:
+        port, address = form.unpack(client.getsockopt(level, _SO_ORIGINAL_DST, form.size))
+    except OSError:
+        return otherwise
+    found = socket.inet_ntop(client.family, address), port
+    return otherwise if found == client.getsockname()[:2] else found
