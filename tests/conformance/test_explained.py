@@ -26,7 +26,7 @@ COUNTED = 12
 RECORDS = ("filter-postrouting ", "filter-input ", "record")
 """Chains of the nftables mode that note which endpoint was chosen, and decide nothing."""
 
-EXACT = ("nftables",)
+EXACT = ("nftables", "ebpf")
 """Modes without deviations."""
 
 _CHAINS = ("KUBE-SVC-", "KUBE-SVL-", "KUBE-EXT-", "KUBE-FW-", "KUBE-SEP-")
@@ -98,7 +98,7 @@ def play(mode: str, family: str, tmp_path: Path) -> Iterator[ExplainedPlay]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("mode", ["nftables", "iptables", "userspace"])
+@pytest.mark.parametrize("mode", ["nftables", "iptables", "ebpf", "userspace"])
 def test_packets_have_the_fate_of_the_explanation(play: ExplainedPlay, mode: str, family: str) -> None:
     world = World(Random(f"explained {mode} {family}"))
     cases = 0
