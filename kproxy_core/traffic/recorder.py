@@ -67,7 +67,10 @@ class TrafficRecorder:
 
     def start(self) -> None:
         """Start reading at intervals, once the owners of all frontends are known."""
-        self._started = True
+        with self._lock:
+            if self._skip:
+                self._read(self._serving)  # Now, so that no connection from here on is taken for an old one.
+            self._started = True
         self.failures.start()
         threading.Thread(target=self._run, name="kproxy-traffic", daemon=True).start()
 

@@ -7,8 +7,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -50,10 +51,11 @@ class Scraped:
         answer = connection.getresponse()
         return answer.status, answer.read().decode()
 
-    def exposition_with(self, *samples: str) -> str:
-        """Return all metrics, once the *samples* are among them."""
+    def exposition_with(self, *samples: str, change: Callable[[], None] = lambda: None) -> str:
+        """Return all metrics, once the *samples* are among them. Call *change* before each scrape."""
         deadline = time.monotonic() + PATIENCE
         while True:
+            change()
             try:
                 exposition = self.get("/metrics")[1]
             except OSError:
@@ -88,9 +90,13 @@ def scraped(mode: str, directory: Path, **settings: object) -> Iterator[tuple[Sc
             server.stop()
 
 
-def change_endpoints(server: BenchServer) -> None:
-    for number in range(3):
-        server.post("set", ops=[{"slice": SLICE, "index": 0, "address": f"10.192.9.{number}"}])
+def changing_endpoints(server: BenchServer) -> Callable[[], None]:
+    """Return a function that gives an endpoint another address.
+
+    One change is not enough for a partial sync: a full one may be due, which writes it too.
+    """
+    addresses = cycle(f"10.192.9.{number}" for number in range(250))
+    return lambda: server.post("set", ops=[{"slice": SLICE, "index": 0, "address": next(addresses)}])
 
 
 @pytest.mark.parametrize("mode", ["iptables", "nftables"])
@@ -98,10 +104,10 @@ def test_all_metrics_of_kube_proxy_are_exposed(mode: str, tmp_path: Path) -> Non
     with scraped(mode, tmp_path) as (proxy, server):
         proxy.exposition_with('kubeproxy_sync_full_proxy_rules_duration_seconds_count{ip_family="IPv6"}')
         proxy.get("/healthz", 10256)
-        change_endpoints(server)
         exposition = proxy.exposition_with(
             'kubeproxy_sync_partial_proxy_rules_duration_seconds_count{ip_family="IPv4"}',
             "kubeproxy_network_programming_duration_seconds_count", "kubeproxy_proxy_healthz_total",
+            change=changing_endpoints(server),
         )
     ours = shapes(exposition)
     wanted = {}
