@@ -102,7 +102,8 @@ def wanted(
         return {name: Wanted(protocol, endpoints, plan.affinity_seconds, portals, any_frontend)}
     if len(listen) != plan.family.size:
         return {}
-    by_port = {frontend.port: frontend for frontend in plan.frontends()} if counted else {}
+    frontends = reversed(list(plan.frontends())) if counted else ()
+    by_port = {frontend.port: frontend for frontend in frontends}  # of equal ports, the first one
     return {
         RelayName(plan.key, port):
             Wanted(protocol, endpoints, plan.affinity_seconds, (), by_port.get(port))

@@ -74,6 +74,18 @@ def test_udp_flows_are_counted_for_the_frontend_that_was_dialled(counting: Proxy
 
 
 @pytest.mark.usefixtures("node")
+def test_connections_to_a_port_of_this_machine_are_counted_for_the_frontend_behind_it(start: Start) -> None:
+    proxy = start()
+    proxy.backend = UserspaceBackend(
+        BackendSettings(tuple(Family), options={"workers": 1, "listen": "127.0.0.3"}, count_traffic=True))
+    with endpoints(ONE):
+        proxy.serve(service("web", "80@30080", external_ips="198.51.100.1"), "127.0.0.1")
+        for port in (80, 80, 30080):
+            assert reached("127.0.0.3", port) == A
+        assert counted(proxy) == {f"tcp {VIP}:80 {A}": 2, f"tcp any:30080 {A}": 1}
+
+
+@pytest.mark.usefixtures("node")
 def test_counts_outlive_a_worker_that_is_killed(counting: Proxy) -> None:
     with endpoints(ONE):
         counting.serve(service(), "127.0.0.1")
