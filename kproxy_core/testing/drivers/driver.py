@@ -173,8 +173,9 @@ class Driver:
         self._settings = None
 
     def close(self) -> None:
-        """Stop everything."""
-        self.stop()
+        """Stop the proxy, and remove what would outlive the node, such as BPF pins."""
+        if self._settings is not None:
+            self.discard()
 
 
 def _settings(mode: str, config: Mapping[str, Any] | None) -> tuple[str, str]:
