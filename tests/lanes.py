@@ -104,6 +104,8 @@ class Run:
     process: "subprocess.Popen[bytes] | None" = None
     began: float = 0.0
     seconds: float = 0.0
+    cpu: float = 0.0
+    """Seconds of CPU time of its processes, as far as they were waited for."""
     tally: Counter[str] = field(default_factory=Counter)
 
     def start(self, environment: dict[str, str]) -> None:
@@ -116,9 +118,14 @@ class Run:
 
     def has_ended(self) -> bool:
         """Return whether it has ended; then its tally is known."""
-        if self.process is None or (status := self.process.poll()) is None:
+        if self.process is None:
             return False
+        ended, status, usage = os.wait4(self.process.pid, os.WNOHANG)
+        if not ended:
+            return False
+        self.process.returncode = os.waitstatus_to_exitcode(status)  # for Popen, which did not wait
         self.seconds = time.monotonic() - self.began
+        self.cpu = usage.ru_utime + usage.ru_stime
         for line in self._lines()[-1:]:
             for number, what in re.findall(r"(\d+) (passed|failed|error)", line):
                 self.tally["passed" if what == "passed" else "failed"] += int(number)
@@ -138,7 +145,8 @@ class Run:
 
     def report(self) -> None:
         passed, failed = self.tally["passed"], self.tally["failed"]
-        print(f"{self.lane.name:22}{passed:5} passed {failed:3} failed {self.seconds:6.0f} s", flush=True)
+        times = f"{self.seconds:6.0f} s {self.cpu:6.0f} s of CPU"
+        print(f"{self.lane.name:22}{passed:5} passed {failed:3} failed {times}", flush=True)
         if failed:
             print("\n".join(self._lines()), flush=True)
 
@@ -170,7 +178,9 @@ def run(lanes: Sequence[Lane], directory: Path) -> Counter[str]:
                 each.process.terminate()
                 each.process.wait()
     slowest = max(ended, key=lambda each: each.seconds)
-    print(f"slowest: {slowest.lane.name}, {slowest.seconds:.0f} s; logs: {directory}")
+    cpu = sum(each.cpu for each in ended)
+    print(f"slowest: {slowest.lane.name}, {slowest.seconds:.0f} s; {cpu:.0f} s of CPU in all")
+    print(f"logs: {directory}")
     return sum((each.tally for each in ended), Counter())
 
 
