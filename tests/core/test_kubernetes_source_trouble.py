@@ -502,6 +502,18 @@ def test_a_server_that_never_sends_bookmarks_is_not_listed_again(
     assert queries(server, "resourceVersion")[:5] == [None, "10", "10", "10", "10"]
 
 
+def test_bookmarks_that_repeat_the_version_of_an_object_promise_no_others(
+    follow: ScriptedRun, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # With etcd 3.4, a watch that is resumed from the version of the last object gets no bookmark.
+    monkeypatch.setattr(watch, "WATCH_SILENCE", 0.1)
+    server, observed = follow(
+        watched(*present("a"), event("ADDED", service("b"), 11), bookmark(11), hold=False),
+        watched(), watched(), watched(), watched(event("ADDED", service("c"), 12)))
+    observed.wait_for(lambda o: "c" in o.names)
+    assert queries(server, "resourceVersion")[:5] == [None, "11", "11", "11", "11"]
+
+
 def test_a_server_that_starts_late_is_found(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]

@@ -7,7 +7,7 @@ class Conduct:
     def __init__(self) -> None:
         self._answers = True
         self._failures = 0
-        self._sends_bookmarks = False
+        self._announces_progress = False
         self._silences = 0
 
     def answered(self) -> bool:
@@ -30,23 +30,28 @@ class Conduct:
     def sent_bytes(self) -> None:
         self._silences = 0
 
-    def sent_bookmark(self) -> None:
-        self._sends_bookmarks = True
+    def announced_progress(self) -> None:
+        """Record a bookmark with a version newer than that of the last object.
+
+        With etcd 3.4, which does not report its progress, the bookmarks of an API server repeat the version
+        of the last object, and a watch resumed from that version gets none.
+        """
+        self._announces_progress = True
 
     def was_silent(self) -> bool:
         """Record a watch that was granted and ended in silence. Return whether its history was replaced.
 
         Of a history replaced by an older one, such as a backup of etcd, a server says nothing until it
         reaches the version asked for. A server that hangs grants no second watch. A server that has never
-        sent a bookmark may just have nothing to say.
+        announced progress may just have nothing to say.
         """
         self._silences += 1
-        return self._sends_bookmarks and self._silences > 1
+        return self._announces_progress and self._silences > 1
 
     def history_replaced(self) -> None:
         """Judge silences afresh from the history that is listed next.
 
-        Its server may be an older one, which sends no bookmarks.
+        Its server may be an older one, which announces no progress.
         """
         self._silences = 0
-        self._sends_bookmarks = False
+        self._announces_progress = False

@@ -209,7 +209,7 @@ class Reflector(Generic[V]):
             self._page = max(1, self._page // 8)
         if (start is Start.RESUME and self._granted is not None and isinstance(error, TimeoutError)
                 and self._conduct.was_silent()):
-            self._lose_history("a server that has sent bookmarks sends none since this version")
+            self._lose_history("a server that announced newer versions announces none since this one")
         self._renew_access(partial(self._requests.renew, error))
 
     def _is_missing(self, problem: Exception) -> bool:
@@ -309,8 +309,8 @@ class Reflector(Generic[V]):
                 events += self._replica.end_listing()
                 self._resume_after(seen.resource_version)
         elif seen.resource_version:
-            if seen.type == "BOOKMARK":
-                self._conduct.sent_bookmark()
+            if seen.type == "BOOKMARK" and seen.resource_version != self._version:
+                self._conduct.announced_progress()
             self._resume_after(seen.resource_version)
 
     def _target(self, query: dict[str, str]) -> str:
