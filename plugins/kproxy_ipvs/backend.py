@@ -29,6 +29,7 @@ from kproxy_ipvs.kernel import device, requirements, sets
 from kproxy_ipvs.kernel.virtual_servers import VirtualServers, refusal
 from kproxy_ipvs.names import SETS
 from kproxy_ipvs.settings import read_settings
+from kproxy_ipvs.wanted import schedulers
 from kproxy_ipvs.watch import DeviceWatch
 from kproxy_xtables.tables import Tables, Unusable
 from kproxy_xtables.variant import NoVariant, Variant, find_variant
@@ -134,7 +135,8 @@ class IpvsBackend:
             requirements.load_modules(self._settings.scheduler)
             for family in self._given.families:
                 _require_rules(family, variant)
-                _require_servers(self._settings.scheduler, family)
+                for scheduler in schedulers(self._settings.scheduler):
+                    _require_servers(scheduler, family)
             _require_device()
             servers = VirtualServers()
             requirements.ensure_settings(self._settings)

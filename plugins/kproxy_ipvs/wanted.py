@@ -24,6 +24,11 @@ _HASHING = {"sh": HASH_FALLBACK, "mh": HASH_FALLBACK | HASH_PORT}
 """Without a fallback, new connections that hash to a draining real server are dropped."""
 
 
+def schedulers(configured: str) -> tuple[str, ...]:
+    """Return the schedulers that the mode needs if *configured* is that of Services."""
+    return tuple(dict.fromkeys((configured, _source_hashing(configured))))
+
+
 class ServerKey(NamedTuple):
     """The identity of a virtual server: either address, protocol and port, or a mark."""
 
@@ -147,6 +152,10 @@ def _servers(plan: ServicePlan, style: Style, mark: int) -> Iterator[tuple[Serve
         internal = plan.local if plan.internal_policy_local else plan.cluster
         yield server(plan.cluster_ip, plan.port, internal)
     if has_short_circuit(plan):
+        if plan.affinity_seconds:
+            # A persistent virtual server with a mark sends connections to the dialled port of its real
+            # servers instead of the endpoint's port (ip_vs_sched_persist in ip_vs_core.c).
+            scheduling = Scheduling(_source_hashing(style.scheduler), HASH_FALLBACK)
         yield ServerKey.marked(style.family, mark), Server(scheduling, graceful, plan.cluster)
 
 
@@ -155,6 +164,11 @@ def _scheduling(plan: ServicePlan, style: Style) -> Scheduling:
     if plan.affinity_seconds:
         flags |= PERSISTENT
     return Scheduling(style.scheduler, flags, plan.affinity_seconds)
+
+
+def _source_hashing(configured: str) -> str:
+    """Return the scheduler that hashes the client's address."""
+    return configured if configured in _HASHING else "sh"
 
 
 def _addresses(plan: ServicePlan, style: Style) -> Iterator[Address]:

@@ -6,6 +6,7 @@ from kproxy_core.host import programs, sysctl
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.modules import kernel_version
 from kproxy_ipvs.settings import Settings
+from kproxy_ipvs.wanted import schedulers
 
 log = logging.getLogger("kproxy.ipvs")
 
@@ -13,10 +14,13 @@ _REUSE_MODE_MATTERS = ((4, 1), (5, 9))
 """From the first Linux, and until the second, conn_reuse_mode 1 delays connections (kubernetes#81775)."""
 
 
-def load_modules(scheduler: str) -> None:
-    """Load the modules of IPVS. A kernel with IPVS built in needs none. Raises HostError."""
+def load_modules(configured: str) -> None:
+    """Load the modules of IPVS for the *configured* scheduler. Raises HostError.
+
+    A kernel with IPVS built in needs none.
+    """
     if programs.find("modprobe"):
-        programs.run("modprobe", "-qa", "ip_vs", f"ip_vs_{scheduler}")
+        programs.run("modprobe", "-qa", "ip_vs", *(f"ip_vs_{name}" for name in schedulers(configured)))
 
 
 def ensure_settings(settings: Settings) -> None:

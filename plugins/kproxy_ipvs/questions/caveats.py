@@ -41,6 +41,11 @@ def _of_service_port(plan: ServicePlan) -> Iterator[Caveat]:
         return
     if len(tuple(plan.frontends())) > 1:
         yield Caveat("session affinity is kept for each frontend by itself", plan.key)
+    if plan.external_policy_local and (plan.external_addresses or plan.node_port):
+        yield Caveat(
+            "session affinity of this node and its pods at external frontends ends when endpoints change",
+            plan.key,
+        )
     if plan.key.protocol is Protocol.TCP and plan.affinity_seconds < TIME_WAIT:
         yield Caveat(
             f"session affinity outlasts its {plan.affinity_seconds} s while connections of the client are"

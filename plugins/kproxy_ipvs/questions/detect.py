@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 
 from kproxy_core.backend.api import BackendSettings, Detection, Requirement, Trial
 from kproxy_core.backend.errors import Unsupported
@@ -15,6 +16,7 @@ from kproxy_ipvs import names
 from kproxy_ipvs.kernel import device, sets
 from kproxy_ipvs.kernel.virtual_servers import refusal
 from kproxy_ipvs.settings import read_settings
+from kproxy_ipvs.wanted import schedulers
 from kproxy_xtables.requirements import (
     ADDRTYPE,
     COMMENTS,
@@ -72,10 +74,10 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
 
 def _kernel(attempts: Attempts, scheduler: str, families: tuple[Family, ...]) -> Iterator[Finding]:
     conntrack = "nf_conntrack" if kernel_version() >= _CONNTRACK_IN_ONE else "nf_conntrack_ipv4"
-    for family in families:
+    for family, name in product(families, schedulers(scheduler)):
         yield attempts.attempt(
-            f"{family.label}: virtual server with scheduler {scheduler}",
-            ("ip_vs", f"ip_vs_{scheduler}", conntrack), partial(refusal, scheduler, family))  # fmt: skip
+            f"{family.label}: virtual server with scheduler {name}",
+            ("ip_vs", f"ip_vs_{name}", conntrack), partial(refusal, name, family))  # fmt: skip
     yield attempts.attempt("dummy interface", ("dummy",), partial(problem_of, device.ensure))
     for family in families:
         for kind in {kind.type: kind for kind in names.SETS}.values():

@@ -43,9 +43,12 @@ def test_node_ports_are_served_at_interface_addresses_only() -> None:
     (service("shop/web", "53/UDP", affinity=60), []),
     (service("shop/web", affinity=10800, external_ips="203.0.113.1"),
      ["session affinity is kept for each frontend by itself"]),
+    (service("shop/web", affinity=10800, external_local=True, external_ips="203.0.113.1"),
+     ["session affinity is kept for each frontend by itself",
+      "session affinity of this node and its pods at external frontends ends when endpoints change"]),
     (service("shop/web", "9/SCTP"), ["SCTP is served if the IPVS of this kernel has it"]),
     (service("shop/web", internal_local=True, external_local=True, external_ips="203.0.113.1"), []),
-], ids=["affinity", "short affinity", "UDP", "frontends", "SCTP", "Local policies"])  # fmt: skip
+], ids=["affinity", "short affinity", "UDP", "frontends", "Local", "SCTP", "no affinity"])  # fmt: skip
 def test_caveats_of_affinity_and_protocols(of: Service, expected: list[str]) -> None:
     caveats = [caveat for caveat in found(NODE, of) if caveat not in OF_ALL]
     assert [caveat.what for caveat in caveats] == expected

@@ -25,10 +25,6 @@ LEFT_OUT = {
         "IPVS remembers a client as long as it has connections to the Service, those in TIME_WAIT included,"
         " which it keeps for two minutes: no shorter timeout can be had"
     ),
-    "affinity-follows-policies": (
-        "a pod that IPVS remembers for an endpoint of the short circuit is refused once topology hints assign"
-        " another one to it; the cause is not known yet"
-    ),
 }
 """Scenarios of the harness that are not played, with the reason."""
 

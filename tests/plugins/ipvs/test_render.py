@@ -126,6 +126,16 @@ def test_affinity_is_persistence() -> None:
     assert "-A -t 10.96.0.1:80 -s wlc -p 600" in rendered(service(affinity=600), settings=Settings("wlc"))
 
 
+@pytest.mark.parametrize(("scheduler", "hashing"), [("rr", "sh"), ("dh", "sh"), ("sh", "sh"), ("mh", "mh")])
+def test_affinity_of_the_short_circuit_is_source_hashing(scheduler: str, hashing: str) -> None:
+    """IPVS translates no ports for persistent virtual servers with a mark."""
+    of = service("web", affinity=600, external_local=True, **LB)
+    lines = rendered(of, LOCAL, REMOTE, settings=Settings(scheduler))
+    [server] = [line for line in lines if line.startswith("-A -f")]
+    assert server.endswith(f" -s {hashing} -b {hashing}-fallback")
+    assert any(line.startswith("-A -t 203.0.113.1:80") and "-p 600" in line for line in lines)
+
+
 def test_hashing_schedulers_have_a_fallback() -> None:
     assert "-A -t 10.96.0.1:80 -s mh -b mh-fallback,mh-port" in rendered(service(), settings=Settings("mh"))
     assert "-A -t 10.96.0.1:80 -s sh -b sh-fallback" in rendered(service(), settings=Settings("sh"))
