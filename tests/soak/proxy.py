@@ -157,7 +157,14 @@ class Proxy:
 
     def workers(self) -> list[int]:
         """Process ids of its relay workers."""
-        return [pid for pid in self.children() if b"worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return [pid for pid in self.children() if "worker" in _command(pid)]
+
+    def wait_for_children(self, seconds: float) -> None:
+        """Wait until its relay workers and programs have ended. Raises SoakFailed, which names the others."""
+        try:
+            self.wait_for("end of the children", lambda: not self.children(), seconds)
+        except SoakFailed as error:
+            raise SoakFailed(f"{error}\nchildren: {[_command(pid) for pid in self.children()]}") from error
 
     def entries(self, since: float) -> list[Entry]:
         """Return the log lines read from *since* on."""
@@ -214,3 +221,11 @@ class Proxy:
                 with self._changed:
                     self._entries.append(entry)
                     self._changed.notify_all()
+
+
+def _command(pid: int) -> str:
+    """Return the command line of a process, "" if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""

@@ -30,7 +30,7 @@ SHORTEST_TIMEOUT = 0.2
 """Seconds: TCP_RTO_MIN."""
 RECONNECTED = 5.0
 """Seconds after which every watch has been started again that ended with the API server."""
-RELAYS_END = 180.0
+CHILDREN_END = 180.0
 """Seconds after which relays of clients that are gone have ended: by keep-alive, or unsent data given up."""
 REPAIR_PATIENCE = 20.0
 """Seconds after which a damage counts as unnoticed."""
@@ -155,8 +155,8 @@ class Soak:
                 while time.monotonic() < end:
                     self._act("laps", self._peaceful)
             with self.churn.paused():
+                self.proxy.wait_for_children(CHILDREN_END)
                 self._await_rest()
-                self.proxy.wait_for("end of the relays", lambda: not self.proxy.workers(), RELAYS_END)
                 self.ledger.usages.append(self.proxy.usage())
         self.ledger.problems += leaks(self.ledger.usages, growth=MEMORY_GROWTH, slack=MEMORY_SLACK)
 
