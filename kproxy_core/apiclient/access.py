@@ -184,7 +184,6 @@ class CurrentAccess:
     def __init__(
         self, master: str | None, kubeconfig: str | None, wall: Callable[[], float] = time.time,
     ) -> None:
-        """See `AccessLoad` for *master* and *kubeconfig*."""
         self._options = master, kubeconfig
         self._wall = wall
         self._lock = threading.Lock()

@@ -46,8 +46,6 @@ class HistoryLost(Exception):
 
 
 class Body(NamedTuple):
-    """The body of an answer."""
-
     data: bytes
     is_protobuf: bool
     """JSON otherwise."""

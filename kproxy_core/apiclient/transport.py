@@ -22,8 +22,6 @@ class ProtocolError(Exception):
 
 
 class TooLarge(ProtocolError):
-    """An answer is larger than its limit."""
-
     def __init__(self, limit: int) -> None:
         super().__init__(f"answer exceeds {limit} bytes")
 
@@ -33,8 +31,6 @@ class Unreachable(OSError):
 
 
 class Response:
-    """The answer to one request."""
-
     def __init__(self, transport: "Transport", answer: BaseHTTPResponse) -> None:
         self.status = answer.status
         self.headers: Mapping[str, str] = answer.headers
@@ -139,7 +135,6 @@ class Transport:
 
     @property
     def connections(self) -> int:
-        """Connections made so far."""
         return self._wire.connections
 
     def has_more(self) -> bool:

@@ -8,7 +8,6 @@ from kproxy_core.plan.service_plan import ServicePlan
 
 
 def sorted_plans(update: Update) -> list[ServicePlan]:
-    """Return the plans of *update* in the order of their keys."""
     return [plan for _, plan in sorted(update.plans.items())]
 
 

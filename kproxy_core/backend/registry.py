@@ -372,6 +372,5 @@ def _describe(plugin: object, mode: str) -> Description:
 
 
 def _reason(error: BaseException) -> str:
-    """One line for a log."""
     text = " ".join(str(error).split())
     return text if isinstance(error, PluginRefused) else f"{type(error).__name__}: {text}"

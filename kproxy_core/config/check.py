@@ -92,7 +92,6 @@ _DEFAULT = KubeProxyConfiguration()
 
 
 def problems_of(document: KubeProxyConfiguration) -> Iterator[Problem]:
-    """Yield every problem of *document*."""
     if not re.fullmatch(r"[a-z0-9-]*", document.mode, re.ASCII):
         yield Problem("mode", document.mode, "must be lower case letters, digits and dashes")
     if document.kproxy.mode_fallback not in ("auto", "never"):

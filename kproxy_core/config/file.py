@@ -31,8 +31,6 @@ class Problem(NamedTuple):
 
 
 class ConfigError(Exception):
-    """The configuration is invalid."""
-
     def __init__(self, problems: tuple[Problem, ...]) -> None:
         super().__init__("; ".join(map(str, problems)))
         self.problems = problems
@@ -58,15 +56,11 @@ class ClientConnection(_Section, frozen=True, kw_only=True, rename="camel"):
 
 
 class LoggingStream(_Section, frozen=True, kw_only=True, rename="camel"):
-    """Options of one log format."""
-
     split_stream: bool = False
     info_buffer_size: str | int = "0"
 
 
 class LoggingOptions(_Section, frozen=True, kw_only=True, rename="camel"):
-    """Options by log format."""
-
     text: LoggingStream = LoggingStream()
     json: LoggingStream = LoggingStream()
 
@@ -109,8 +103,6 @@ class DetectLocal(_Section, frozen=True, kw_only=True, rename="camel"):
 
 
 class ModeSection(_Section, frozen=True, kw_only=True, rename="camel"):
-    """The section of one mode."""
-
     ZERO_IS_DEFAULT = frozenset({"sync_period", "min_sync_period"})
     sync_period: Duration = Duration(30)
     min_sync_period: Duration = DefaultDuration(1)
@@ -218,8 +210,6 @@ class KubeProxyConfiguration(_Section, frozen=True, kw_only=True, rename="camel"
 
 @dataclass(frozen=True, slots=True)
 class FileConfig:
-    """A decoded file."""
-
     document: KubeProxyConfiguration
     notices: tuple[str, ...] = ()
     """Warnings for its author: unknown and duplicate fields."""

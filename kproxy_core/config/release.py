@@ -9,7 +9,6 @@ _SHOWN = 12
 
 
 def named(version: str) -> str:
-    """Return *version* with the commit, if that is known."""
     found = commit()
     return f"kproxy {version} (commit {found})" if found else f"kproxy {version}"
 

@@ -47,7 +47,6 @@ def effective(config: Config) -> dict[str, Any]:
 
 
 def written(config: Config) -> str:
-    """Return the text of a file for *config*."""
     import yaml  # expensive, and showing the configuration does not need it
 
     class Dumper(yaml.SafeDumper):

@@ -26,7 +26,6 @@ class Presence(enum.Enum):
 
 
 def kernel_version() -> tuple[int, int]:
-    """Return the major and minor version of the running kernel."""
     numbers = platform.release().split(".")
     minor = "".join(c for c in numbers[1] if c.isdigit()) if len(numbers) > 1 else ""
     return int(numbers[0]), int(minor or 0)
@@ -48,7 +47,6 @@ class Modules:
         self._built_in = _module_names(self._directory / "modules.builtin")
 
     def reread(self) -> "Modules":
-        """Return the modules as they are now."""
         return Modules(self._options, root=self._root, release=self.release)
 
     @property

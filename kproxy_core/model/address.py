@@ -45,7 +45,6 @@ class Cidr(NamedTuple):
 
 
 def family_of(address: Address) -> Family:
-    """Return the family of a packed *address*."""
     return Family.IPV4 if len(address) == 4 else Family.IPV6
 
 
@@ -73,7 +72,6 @@ def parse_address(text: str) -> Address:
 
 
 def format_address(address: Address) -> str:
-    """Return the canonical text of a packed *address*."""
     return socket.inet_ntop(family_of(address).af, address)
 
 

@@ -29,8 +29,6 @@ class SlicePort(NamedTuple):
 
 
 class SliceName(NamedTuple):
-    """The identity of an EndpointSlice."""
-
     namespace: str
     name: str
 
@@ -54,8 +52,6 @@ Row = tuple[str, Candidate]
 
 @dataclass(frozen=True, slots=True)
 class EndpointSlice:
-    """One EndpointSlice of one family."""
-
     name: SliceName
     service: ServiceName
     family: Family

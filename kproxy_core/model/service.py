@@ -12,8 +12,6 @@ from kproxy_core.model.address import Address, Cidr, Family, Protocol, family_of
 
 
 class ServiceName(NamedTuple):
-    """Namespace and name of a Service."""
-
     namespace: str
     name: str
 

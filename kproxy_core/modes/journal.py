@@ -32,8 +32,6 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One switch."""
-
     configured: str
     """The mode in the configuration at that time; "": none."""
     before: str

@@ -35,7 +35,6 @@ class Peer(NamedTuple):
         return cls(pid, uid, _pidfd(connection, pid))
 
     def close(self) -> None:
-        """Release the descriptor."""
         if self.pidfd >= 0:
             os.close(self.pidfd)
 

@@ -75,8 +75,6 @@ class Status(Struct, frozen=True, gc=False):
 
 
 class Page(NamedTuple, Generic[V]):
-    """One page of a LIST."""
-
     resource_version: str
     next_page: str
     """``metadata.continue``; "" on the last page."""
@@ -84,8 +82,6 @@ class Page(NamedTuple, Generic[V]):
 
 
 class WatchEvent(NamedTuple, Generic[V]):
-    """One event of a WATCH."""
-
     type: str
     """ADDED, MODIFIED, DELETED, BOOKMARK or ERROR."""
     resource_version: str
@@ -199,7 +195,6 @@ class Resource(Generic[W, V]):
         return self._gone(*name)
 
     def from_json(self, data: bytes | Raw) -> Reading[V]:
-        """Read one object from its JSON."""
         if len(data) > MAX_OBJECT_BYTES:
             return self._undecodable(Refused("", f"is larger than {MAX_OBJECT_BYTES >> 20} MiB"), data)
         try:
@@ -209,7 +204,6 @@ class Resource(Generic[W, V]):
         return self.read(decoded)
 
     def page(self, data: bytes) -> Page[V]:
-        """Read one page of a LIST. Raises Malformed if it is no list at all."""
         try:
             page = self._decode_list(data)
         except UNDECODABLE:
@@ -224,7 +218,6 @@ class Resource(Generic[W, V]):
         return _page(page.metadata, [self.from_json(item) for item in page.items or ()])
 
     def watch_event(self, data: bytes) -> WatchEvent[V]:
-        """Read one event of a WATCH. Raises Malformed if it is none."""
         if len(data) > MAX_OBJECT_BYTES:
             return self._watch_event_by_part(data)
         try:

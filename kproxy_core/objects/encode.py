@@ -11,7 +11,6 @@ Json = dict[str, Any]
 
 
 def encode_service(service: Service) -> Json:
-    """Return *service* as a v1 Service."""
     spec: Json = {
         "type": _type(service), "clusterIP": format_address(service.cluster_ips[0]),
         "clusterIPs": _texts(service.cluster_ips),
@@ -39,7 +38,6 @@ def encode_service(service: Service) -> Json:
 
 
 def encode_slice(piece: EndpointSlice) -> Json:
-    """Return *piece* as a discovery.k8s.io/v1 EndpointSlice."""
     return {
         "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "metadata": {
             "namespace": piece.name.namespace, "name": piece.name.name,
@@ -52,7 +50,6 @@ def encode_slice(piece: EndpointSlice) -> Json:
 
 
 def encode_node(name: str, zone: str, addresses: Iterable[Address], pod_cidrs: Iterable[Cidr]) -> Json:
-    """Return a v1 Node."""
     return {
         "apiVersion": "v1", "kind": "Node",
         "metadata": {"name": name, "labels": {"topology.kubernetes.io/zone": zone} if zone else {}},
@@ -62,7 +59,6 @@ def encode_node(name: str, zone: str, addresses: Iterable[Address], pod_cidrs: I
 
 
 def encode_service_cidr(cidrs: Iterable[Cidr]) -> Json:
-    """Return a networking.k8s.io/v1 ServiceCIDR."""
     return {
         "apiVersion": "networking.k8s.io/v1", "kind": "ServiceCIDR", "metadata": {"name": "kubernetes"},
         "spec": {"cidrs": list(map(str, cidrs))},

@@ -46,8 +46,6 @@ class Refused(Exception):
 
 
 class Findings:
-    """Collects the problems of one object."""
-
     __slots__ = ("_kind", "_name", "_namespace", "bad")
 
     def __init__(self, kind: str, namespace: str | None, name: str | None) -> None:
@@ -74,8 +72,6 @@ class Findings:
 
 
 class Metadata(TypingProtocol):
-    """The metadata of all kinds."""
-
     @property
     def name(self) -> str | None: ...
 

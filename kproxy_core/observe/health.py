@@ -14,8 +14,6 @@ from kproxy_core.model.address import Family
 
 
 class HealthAnswer(NamedTuple):
-    """The answer to one health request."""
-
     ok: bool
     body: bytes
     """One line of JSON."""
@@ -63,11 +61,9 @@ class ProxyHealth:
             self._held = reason
 
     def release(self) -> None:
-        """End `hold`."""
         self.hold("")
 
     def record_request(self, family: Family) -> None:
-        """Record that a sync was requested."""
         with self._lock:
             state = self._states[family]
             if state.pending_since is None:

@@ -89,7 +89,6 @@ class Fate(NamedTuple):
 
 
 def kind_of(frontend: Frontend, plan: ServicePlan) -> Kind:
-    """Return the kind of a *frontend* of *plan*."""
     if frontend.address is None:
         return Kind.NODE_PORT
     if frontend.address == plan.cluster_ip:

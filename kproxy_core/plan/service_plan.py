@@ -81,7 +81,6 @@ class ServicePlan:
         return self.cluster + tuple(d for d in self.local if d not in known)
 
     def frontends(self) -> Iterator[Frontend]:
-        """Yield all frontends of this plan."""
         protocol = self.key.protocol
         if self.cluster_ip is not None:
             yield Frontend(self.cluster_ip, protocol, self.port)

@@ -68,7 +68,6 @@ class FollowedFile:
         self._closed = False
 
     def start(self) -> None:
-        """Start watching if a file is configured."""
         with self._lock:
             file = self._configuration.file
             if self._watch is not None:
@@ -78,7 +77,6 @@ class FollowedFile:
                 self._watch.start()
 
     def close(self) -> None:
-        """Stop watching."""
         with self._lock:
             self._closed = True
             watch, self._watch = self._watch, None

@@ -71,7 +71,6 @@ def served_families() -> tuple[Family, ...]:
 
 
 def backend_settings(config: Config, families: tuple[Family, ...]) -> BackendSettings:
-    """Return the settings for a backend."""
     choice = node_port_choice(config.node_port_addresses, None)
     loopback = tuple(family for family in families if includes_loopback(choice, family))
     return BackendSettings(families, config.masquerade_bit, config.backend_options, loopback,
@@ -105,7 +104,6 @@ def node_settings(config: Config, description: Description) -> NodeSettings:
 
 
 def pacing(config: Config) -> Pacing:
-    """Return the pacing of one family's syncs."""
     return Pacing(min_interval=config.min_sync_period, retry_cap=config.sync_period)
 
 

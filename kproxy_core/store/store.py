@@ -88,7 +88,6 @@ class Store:
         return not self.missing
 
     def fold(self, event: Event) -> None:
-        """Apply one event to the state."""
         match event:
             case SliceSet(piece):
                 self._set_slice(piece)
@@ -130,7 +129,6 @@ class Store:
         return self._families[family].slices.get(name)
 
     def all_slices(self) -> list[EndpointSlice]:
-        """Return all slices, sorted by name."""
         return [piece for _, piece in sorted(self._slices.items())]
 
     def changed(self, family: Family) -> bool:

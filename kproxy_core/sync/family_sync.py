@@ -44,7 +44,6 @@ class FamilySync:
         self._damages = 0
 
     def request(self, scope: Scope = Scope.CHANGED) -> None:
-        """Request a sync."""
         self._pacing.request(self._clock(), scope)
         for observer in self._observers:
             observer.sync_requested(self.family)
@@ -54,14 +53,12 @@ class FamilySync:
         self._pacing.look_often()
 
     def serve_with(self, instance: BackendInstance, pacing: Pacing) -> None:
-        """Sync *instance* from now on."""
         self.instance = instance
         self._pacing = pacing
         self._failures = 0
         self._damages = 0
 
     def set_node(self, node: NodeView) -> None:
-        """Plan for *node* from now on."""
         for observer in self._observers:
             observer.node_changed(node)
         if self.plans.set_node(node):

@@ -106,7 +106,6 @@ class Loop:
         self._inbox.put(call)
 
     def set_addresses(self, addresses: frozenset[Address]) -> None:
-        """Replace the addresses of the node's interfaces."""
         self._inbox.put(partial(self._set_addresses, addresses))
 
     def stop(self) -> None:
@@ -153,7 +152,6 @@ class Loop:
 
     @property
     def addresses(self) -> frozenset[Address]:
-        """The addresses of the node's interfaces."""
         return self._facts.addresses
 
     @property
@@ -163,7 +161,6 @@ class Loop:
 
     @property
     def plans(self) -> Mapping[Family, FamilyPlans]:
-        """The plans of each family."""
         return {family: sync.plans for family, sync in self._syncs.items()}
 
     def hold(self) -> None:

@@ -50,7 +50,6 @@ class NodeFacts:
         self._pod_networks: dict[Family, Cidr] = {}
 
     def with_settings(self, settings: NodeSettings) -> "NodeFacts":
-        """Return the same node with other *settings*."""
         facts = NodeFacts(settings, self.addresses)
         facts.node, facts.service_cidrs = self.node, self.service_cidrs
         facts._reported = dict(self._reported)

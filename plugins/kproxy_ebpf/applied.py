@@ -67,7 +67,6 @@ class Applied:
 
 
 def contents(plans: Iterable[ServicePlan]) -> Contents:
-    """Return the elements for *plans*."""
     frontends: dict[bytes, bytes] = {}
     slots: dict[bytes, bytes] = {}
     endpoints: dict[bytes, bytes] = {}

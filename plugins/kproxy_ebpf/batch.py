@@ -37,17 +37,14 @@ def address_key(address: Address) -> bytes:
 
 
 def frontend_key(address: Address, protocol: Protocol, port: int) -> bytes:
-    """Return the key of a frontend with an address."""
     return _FRONTEND.pack(address_key(address), _network(port) | protocol << 16)
 
 
 def node_port_key(family: Family, protocol: Protocol, port: int) -> bytes:
-    """Return the key of a node port."""
     return _FRONTEND.pack(bytes(16), _network(port) | protocol << 16 | _NODE_PORT_KIND[family] << 24)
 
 
 def frontend_family(key: bytes) -> Family:
-    """Return the family of a frontend's or an address's key."""
     kind = _FRONTEND.unpack(key)[1] >> 24 if len(key) == _FRONTEND.size else 0
     if kind:
         return Family.IPV4 if kind == _NODE_PORT_KIND[Family.IPV4] else Family.IPV6
@@ -76,19 +73,16 @@ class ServiceValue(NamedTuple):
     masquerades_pods: bool
 
     def encode(self) -> bytes:
-        """Return the value as bytes."""
         flags = self.has_local | self.masquerades_pods << 1
         return _SERVICE.pack(self.identity, self.endpoints, self.affinity_seconds, flags)
 
 
 def parse_service(value: bytes) -> ServiceValue:
-    """Return the parts of a frontend's value."""
     identity, endpoints, affinity_seconds, flags = _SERVICE.unpack(value)
     return ServiceValue(identity, endpoints, affinity_seconds, bool(flags & 1), bool(flags & 2))
 
 
 def slot_key(service: bytes, index: int) -> bytes:
-    """Return the key of one of a service's slots."""
     return service + _NUMBERS[index] if index < len(_NUMBERS) else service + _NUMBER.pack(index)
 
 
@@ -105,12 +99,10 @@ def parse_count(key: bytes, value: bytes) -> tuple[bytes, bytes, int]:
 
 
 def slot_family(key: bytes) -> Family:
-    """Return the family of a slot."""
     return id_family(key[:_SERVICE_ID])
 
 
 def endpoint_value(endpoint: Destination, *, is_local: bool) -> bytes:
-    """Return the value of a slot."""
     address, port = endpoint
     return (address if len(address) == 16 else _MAPPED + address) + _port(port, is_local)
 
@@ -127,17 +119,14 @@ def parse_endpoint(value: bytes, family: Family) -> Destination:
 
 
 def endpoint_key(value: bytes, service: bytes) -> bytes:
-    """Return the key of the endpoint in a slot of *service*."""
     return value + service
 
 
 def endpoint_key_of_slot(key: bytes, value: bytes) -> bytes:
-    """Return the key of the endpoint in a slot."""
     return value + key[:_SERVICE_ID]
 
 
 def endpoint_family(key: bytes) -> Family:
-    """Return the family of an endpoint's key."""
     return id_family(key[-_SERVICE_ID:])
 
 
@@ -152,7 +141,6 @@ def parse_pin(value: bytes) -> tuple[int, bytes]:
 
 
 def cookie_key(cookie: int) -> bytes:
-    """Return the key of a connected socket."""
     return _NUMBER.pack(cookie)
 
 

@@ -9,7 +9,6 @@ from kproxy_ebpf.names import MODE
 
 @hookimpl
 def kproxy_describe() -> Description:
-    """Describe the mode."""
     return Description(
         mode=MODE,
         summary="endpoints chosen at connect() by BPF programs, in front of the nftables rules",
@@ -66,7 +65,6 @@ def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat
 
 @hookimpl
 def kproxy_make_backend(mode: str, settings: BackendSettings) -> object | None:
-    """Make the backend, if *mode* is ours."""
     if mode != MODE:
         return None
     from kproxy_ebpf.backend import EbpfBackend

@@ -10,8 +10,6 @@ DEFAULT_PIN_DIRECTORY = "/sys/fs/bpf/kproxy"
 
 
 class Settings(NamedTuple):
-    """The options of this mode."""
-
     cgroup: str = ""
     """Sockets created in this cgroup and below it are translated; "": the root of the node's cgroup2 tree."""
     clients: str = "auto"

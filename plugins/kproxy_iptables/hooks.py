@@ -19,7 +19,6 @@ MODE = "iptables"
 
 @hookimpl
 def kproxy_describe() -> Description:
-    """Describe the mode."""
     return Description(
         mode=MODE,
         summary="the chains and rules of kube-proxy's iptables mode",
@@ -76,7 +75,6 @@ def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat
 
 @hookimpl
 def kproxy_make_backend(mode: str, settings: BackendSettings) -> Backend | None:
-    """Return the backend if *mode* is this one."""
     if mode != MODE:
         return None
     from kproxy_iptables.backend import IptablesBackend

@@ -77,7 +77,6 @@ class ServiceChains(NamedTuple):
 
 
 def service_chains(key: ServicePortKey) -> ServiceChains:
-    """Return the names of the chains of the service port *key*."""
     seed = f"{key}{key.protocol.name.lower()}"
     suffix = _hash(seed)
     return ServiceChains(

@@ -7,8 +7,6 @@ from kproxy_core.model.address import Family
 
 
 class Settings(NamedTuple):
-    """Settings of this mode only."""
-
     localhost_node_ports: bool
     """Serve node ports on 127.0.0.0/8 too."""
     canary_period: float

@@ -68,7 +68,6 @@ def make_style(node: NodeView, facts: Facts, endpoints: int) -> Style:
 
 
 def wanted(plan: ServicePlan, style: Style) -> Wanted:
-    """Return the chains and rules for *plan*."""
     chains = service_chains(plan.key)
     own: dict[str, str] = {}
     if plan.has_endpoints:

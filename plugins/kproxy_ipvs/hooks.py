@@ -21,7 +21,6 @@ MODE = "ipvs"
 
 @hookimpl
 def kproxy_describe() -> Description:
-    """Describe the mode and its defaults."""
     return Description(
         mode=MODE,
         summary="virtual servers of the kernel's IPVS, with ipsets and constant iptables rules",
@@ -91,7 +90,6 @@ def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat
 
 @hookimpl
 def kproxy_make_backend(mode: str, settings: BackendSettings) -> Backend | None:
-    """Return the backend if *mode* is ours."""
     if mode != MODE:
         return None
     from kproxy_ipvs.backend import IpvsBackend

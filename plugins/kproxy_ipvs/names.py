@@ -47,7 +47,6 @@ class SetKind(NamedTuple):
         return (prefix + self.name)[:LONGEST_SET_NAME]
 
     def create(self, family: Family) -> str:
-        """Return the arguments of ``ipset create``."""
         if self.type == "bitmap:port":
             return f"{self.full_name(family)} {self.type} range 0-65535"
         inet = "inet" if family is Family.IPV4 else "inet6"

@@ -20,8 +20,6 @@ class Timeouts(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """The settings that only this mode has."""
-
     scheduler: str = "rr"
     exclude_cidrs: tuple[Cidr, ...] = ()
     """Networks in which other tools own the virtual servers."""

@@ -64,7 +64,6 @@ def kproxy_caveats(update: Update) -> Sequence[Caveat]:
 
 @hookimpl
 def kproxy_make_backend(mode: str, settings: BackendSettings) -> Backend | None:
-    """Return the backend if *mode* is ours."""
     if mode != MODE:
         return None
     from kproxy_nftables.backend import NftablesBackend

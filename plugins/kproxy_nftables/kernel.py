@@ -189,7 +189,6 @@ class Kernel:
         }
 
     def chains(self, family: Family) -> set[str]:
-        """Return the names of the chains in our table."""
         return self._names(GETCHAIN, family)
 
     def containers(self, family: Family) -> set[str]:

@@ -37,7 +37,6 @@ def port_key(protocol: Protocol, port: int) -> bytes:
 
 
 def parse_port_key(key: bytes) -> tuple[Protocol, int]:
-    """Decode the key that `port_key` encodes."""
     protocol, port = _PORT_KEY.unpack(key)
     return Protocol(protocol), port
 
@@ -53,7 +52,6 @@ def destination_value(where: Destination) -> bytes:
 
 
 def parse_destination(value: bytes) -> Destination:
-    """Decode the value that `destination_value` encodes."""
     return Destination(Address(value[:-4]), _PORT.unpack(value[-4:])[0])
 
 
@@ -117,7 +115,6 @@ def elements(plan: ServicePlan, cluster: Iterable[Slot], local: Iterable[Slot]) 
 
 
 def node_elements(node: NodeView) -> list[Element]:
-    """Return the elements that depend on the node alone."""
     return [(names.NODE_IPS, address, None) for address in node.node_port_addresses]
 
 
@@ -172,7 +169,6 @@ def verdicts(plan: ServicePlan) -> Iterator[str]:
 
 
 def internal_verdict(plan: ServicePlan) -> str:
-    """Return the verdict for traffic to the ClusterIP."""
     if not plan.has_endpoints:
         return names.GOTO_REJECT
     if not plan.has_internal_endpoints:

@@ -14,8 +14,6 @@ from kproxy_userspace.wanted import Redirect, RelayName, Wanted
 
 
 class LocalPort(NamedTuple):
-    """A port of this node."""
-
     protocol: Protocol
     number: int
 

@@ -159,7 +159,6 @@ class FamilyState:
             log.warning("could not delete portals or flows", extra={"fields": {"error": str(error)}})
 
     def close(self) -> None:
-        """Release all ports."""
         self._release(self._applied.all_relays())
         self._reservations.release_all()
 

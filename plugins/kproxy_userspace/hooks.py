@@ -56,7 +56,6 @@ def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat
 
 @hookimpl
 def kproxy_make_backend(mode: str, settings: BackendSettings) -> Backend | None:
-    """Return the backend if *mode* is ours."""
     if mode != MODE:
         return None
     from kproxy_userspace.backend import UserspaceBackend

@@ -34,8 +34,6 @@ class Direction(NamedTuple):
 
 
 class FlowEvent(NamedTuple):
-    """One announcement."""
-
     change: Change
     protocol: int
     original: Direction

@@ -58,8 +58,6 @@ class ConntrackLimits:
 
 
 class Applied(NamedTuple):
-    """Result of applying the settings."""
-
     refused: Sequence[HostError]
     """Settings that differ and that this process is not permitted to write."""
     read_only_sys: bool = False

@@ -23,5 +23,4 @@ class FileLock:
         return True
 
     def release(self) -> None:
-        """Give the lock up."""
         os.close(self._descriptor)

@@ -135,7 +135,6 @@ class AddressWatch:
 
     @property
     def addresses(self) -> frozenset[Address]:
-        """All addresses as last known."""
         return self._addresses
 
     def close(self) -> None:

@@ -44,8 +44,6 @@ _BATCH_BYTES: Final = 1 << 16
 
 
 class Refusal(NamedTuple):
-    """A request that the kernel refused."""
-
     number: int
     """Index of the request, or its sequence number (see `NetlinkSocket.transact`)."""
     code: int

@@ -33,8 +33,6 @@ _NOBODY: Final = bytes(40) + b"\xff" * 8
 
 
 class UdpSocket(NamedTuple):
-    """A connected UDP socket."""
-
     family: int
     """AF_INET or AF_INET6, which may have an IPv4-mapped peer."""
     identity: bytes

@@ -25,8 +25,6 @@ class Step(enum.Enum):
 
 
 class TraceEvent(NamedTuple):
-    """One announcement."""
-
     packet: int
     """The same number for all announcements about one packet."""
     step: Step

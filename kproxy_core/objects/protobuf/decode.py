@@ -64,7 +64,6 @@ class ProtobufDecoder(Generic[W, V]):
         self._parse = parser(resource.kind)
 
     def page(self, data: bytes) -> Page[V]:
-        """Read one page of a LIST. Raises Malformed if it is no list at all."""
         try:
             page = _parse_list(_opened(data, f"{self._resource.kind}List", self._resource.api_version))
         except DecodeError as error:
@@ -73,7 +72,6 @@ class ProtobufDecoder(Generic[W, V]):
         return Page(meta.resource_version, meta.next_page, [self._reading(item) for item in page.items])
 
     def watch_event(self, data: bytes) -> WatchEvent[V]:
-        """Read one event of a WATCH. Raises Malformed if it is none."""
         try:
             event = _parse_watch_event(data)
             kind, content = event.type, event.object.raw

@@ -23,8 +23,6 @@ class Request(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A handler's response."""
-
     status: int
     body: bytes
     content_type: str = "text/plain; charset=utf-8"

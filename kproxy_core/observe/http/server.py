@@ -136,7 +136,6 @@ class HttpServer:
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, a daemon."""
         self._thread.start()
 
     def stop(self) -> None:

@@ -59,7 +59,6 @@ class Metrics:
         Counter("hidden_metrics_total", "Always 0: no metric is hidden", registry=self.registry)
 
     def set_mode(self, mode: str) -> None:
-        """Set the mode that serves."""
         self._fallback.clear()
         self._build.clear()
         self._build.labels(self._version, mode).set(1)

@@ -20,12 +20,10 @@ class HealthcheckSlis:
               registry=self._registry).set(started)
 
     def record_check(self) -> None:
-        """Count a check."""
         self._result.labels("ping", "healthz").set(1)
         self._checks.labels("ping", "healthz", "success").inc()
 
     def reset(self) -> None:
-        """Forget all checks."""
         self._result.clear()
         self._checks.clear()
 

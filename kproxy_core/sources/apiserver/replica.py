@@ -25,7 +25,6 @@ class Replica(Generic[V]):
 
     @property
     def is_listing(self) -> bool:
-        """Return whether a listing is under way."""
         return self._unseen is not None
 
     def start_listing(self) -> None:

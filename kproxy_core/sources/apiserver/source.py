@@ -55,7 +55,6 @@ class KubernetesSource:
         self._threads: list[threading.Thread] = []
 
     def start(self, emit: Emit) -> None:
-        """Start delivering to *emit*, and return at once."""
         for resource, selectors in _selectors(self._node_name):
             requests = ApiRequests(self._access, self._rate, self._observe, self._clock, self._accept)
             reflector = Reflector(

@@ -100,7 +100,6 @@ class DirectorySource:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop delivering."""
         self._stopping = True
         os.eventfd_write(self._wake, 1)
         self._thread.join()

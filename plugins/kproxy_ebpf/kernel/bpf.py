@@ -57,7 +57,6 @@ class LinkInfo(NamedTuple):
 
 
 def create_map(name: str, definition: MapDefinition) -> int:
-    """Return the descriptor of a new map."""
     kind, key, value, entries, flags = definition
     types = 0
     try:
@@ -73,13 +72,11 @@ def create_map(name: str, definition: MapDefinition) -> int:
 
 
 def map_definition(fd: int) -> MapDefinition:
-    """Return the properties of the map."""
     kind, _, key, value, entries, flags = struct.unpack_from("=IIIIII", _info(fd))
     return MapDefinition(kind, key, value, entries, flags)
 
 
 def update(fd: int, key: bytes, value: bytes) -> None:
-    """Set one element."""
     keys, values = _buffer(key), _buffer(value)
     _patiently(lambda: _call(_MAP_UPDATE, struct.pack("=IxxxxQQQ", fd, _at(keys), _at(values), 0)))
 
@@ -200,7 +197,6 @@ def link_info(link: int) -> LinkInfo:
 
 
 def program_id(fd: int) -> int:
-    """Return the id under which the kernel lists a program."""
     return int(struct.unpack_from("=II", _info(fd))[1])
 
 

@@ -11,7 +11,6 @@ _REMEMBERED = 100
 
 
 def caveats(update: Update, *, localhost_node_ports: bool) -> Sequence[Caveat]:
-    """Return the deviations for the plans of *update*."""
     loopback = serves_loopback(update.node, enabled=localhost_node_ports)
     return (
         *of_node_ports(update, loopback=loopback, any_local_address=True),

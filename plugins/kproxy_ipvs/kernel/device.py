@@ -52,7 +52,6 @@ _ABSENT = frozenset({errno.EADDRNOTAVAIL, errno.ENODEV, errno.ESRCH})
 
 
 def exists() -> bool:
-    """Return whether the device exists."""
     return _index() is not None
 
 

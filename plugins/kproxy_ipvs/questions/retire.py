@@ -218,7 +218,6 @@ def count_untranslated(flows: Iterable[Flow]) -> Counter[Translation]:
 
 
 def frontends(key: ServerKey, marked: Frontends) -> Collection[Frontend]:
-    """Return the frontends of a virtual server."""
     if key.address is None:
         return marked.get(key.mark, ())
     return (Frontend(key.address, Protocol(key.protocol), key.port),)

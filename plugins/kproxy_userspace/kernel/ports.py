@@ -42,7 +42,6 @@ class BoundSocket:
             raise
 
     def close(self) -> None:
-        """Release the port."""
         self._sock.close()
 
 
@@ -69,7 +68,6 @@ class Reservations:
             held[place] = self._bind(place)
 
     def release_all(self) -> None:
-        """Release all reservations."""
         for key in list(self._held):
             self.keep_only(key, ())
 

@@ -19,7 +19,6 @@ class Tally:
         self._numbers: dict[tuple[bool, Endpoint, Endpoint], int] = {}
 
     def count(self, udp: bool, frontend: Endpoint, endpoint: Endpoint) -> None:
-        """Count one connection."""
         key = udp, frontend, endpoint
         self._numbers[key] = self._numbers.get(key, 0) + 1
 

@@ -22,8 +22,6 @@ _MOST_SPARE = 64
 
 
 class Pipe(NamedTuple):
-    """Both ends of a pipe."""
-
     read: int
     write: int
 

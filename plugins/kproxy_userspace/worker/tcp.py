@@ -89,7 +89,6 @@ class Listener:
             self.events.epoll.modify(fd, READ)
 
     def close(self) -> None:
-        """Accept the clients in the backlog, and no others. Established connections continue."""
         if self._sock is not None:
             for _ in range(BACKLOG // _ACCEPTED_AT_ONCE):
                 if not self._accept(self._sock):
@@ -185,7 +184,6 @@ class Direction:
         return self._filled
 
     def release(self) -> None:
-        """Give the pipe back."""
         if self._pipe is not None:
             self._connection.listener.shared.pipes.give_back(self._pipe, empty=not self._filled)
             self._pipe = None
@@ -299,7 +297,6 @@ class Connection:
         self.close()
 
     def close(self) -> None:
-        """Close both sockets."""
         self.listener.shared.half_closed.discard(self)
         self._hang_up()
         client, self._client = self._client, None
@@ -352,7 +349,6 @@ class Connection:
             self._dial_next()
 
     def _answered(self) -> bool:
-        """Return whether the endpoint has accepted."""
         if self._server is None:
             return False
         try:

@@ -105,7 +105,6 @@ class UdpRelay:
             flow.retire()
 
     def close(self) -> None:
-        """Close the socket and all flows."""
         for flow in list(self.flows.values()):
             flow.close()
         if self._sock is not None:
@@ -190,7 +189,6 @@ class Flow:
         self._relay.events.timeouts(_ANSWER_SECONDS).call(lambda _: self.close())
 
     def close(self) -> None:
-        """Close the flow."""
         if self._sock is not None:
             self._relay.events.close(self._sock)
             self._sock = None
