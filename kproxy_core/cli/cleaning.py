@@ -13,9 +13,7 @@ from kproxy_core.config.flags import Flags
 from kproxy_core.process.terms import Configuration, served_families, settings_of_modes
 
 
-def clean(
-    flags: Flags, spared: tuple[str, ...], *, dry_run: bool, own_only: bool, as_json: bool
-) -> None:
+def clean(flags: Flags, spared: tuple[str, ...], *, dry_run: bool, own_only: bool, as_json: bool) -> None:
     """Remove what every mode but those *spared* leaves. A mode that fails stops no other.
 
     Raises ClickException if something could not be removed.

@@ -129,9 +129,7 @@ def describe(registry: Registry, mode: str) -> Report:
     return Report((), tuple(DescribedMode(description, None) for description in descriptions))
 
 
-def find_out(
-    registry: Registry, mode: str, configuration: Configuration, *, load_modules: bool
-) -> Report:
+def find_out(registry: Registry, mode: str, configuration: Configuration, *, load_modules: bool) -> Report:
     """Describe and probe modes as in `describe`. Changes nothing, except that *load_modules* may load
     modules.
 

@@ -66,9 +66,7 @@ def answer(
     return found
 
 
-def _kernel(
-    packet: Packet, fate: Fate, side: KernelSide | None, mode: str, *, live: bool
-) -> Json:
+def _kernel(packet: Packet, fate: Fate, side: KernelSide | None, mode: str, *, live: bool) -> Json:
     if side is None:
         return {
             "mode": mode, "live": live, "verdict": UNKNOWN, "outcome": "", "endpoints": [], "objects": [],

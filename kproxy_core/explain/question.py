@@ -75,9 +75,7 @@ def cases(plans: Mapping[Family, Plans], target: Socket | ServiceTarget, sender:
     return found
 
 
-def _destinations(
-    plans: Plans, target: Socket | ServiceTarget
-) -> Iterator[tuple[Address, Frontend]]:
+def _destinations(plans: Plans, target: Socket | ServiceTarget) -> Iterator[tuple[Address, Frontend]]:
     node = plans.node
     if isinstance(target, ServiceTarget):
         for key, plan in sorted(plans.plans.items()):

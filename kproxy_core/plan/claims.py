@@ -93,9 +93,7 @@ class Claims:
 
     def take_conflicts(self) -> list[Conflict]:
         """Return the conflicts that arose since the last call and still exist."""
-        found = [
-            Conflict(frontend, self._holder[frontend], loser) for loser, frontend in self._unreported
-        ]
+        found = [Conflict(frontend, self._holder[frontend], loser) for loser, frontend in self._unreported]
         self._unreported.clear()
         return found
 

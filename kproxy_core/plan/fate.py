@@ -160,8 +160,7 @@ def decide_unowned(packet: Packet, cluster_ips: bool, node: NodeView) -> Fate:
 
 
 def _internal(packet: Packet, plan: ServicePlan, node: NodeView) -> Fate:
-    masqueraded = node.masquerade_all or (
-        node.local_source is not None and not comes_from_pods(packet, node))
+    masqueraded = node.masquerade_all or (node.local_source is not None and not comes_from_pods(packet, node))
     if not plan.internal_policy_local:
         return _forward(packet, plan, plan.cluster, Policy.INTERNAL, masqueraded=masqueraded)
     return _forward(packet, plan, plan.local, Policy.INTERNAL_LOCAL, masqueraded=masqueraded)

@@ -24,9 +24,7 @@ class Usable(NamedTuple):
 _NONE = Usable()
 
 
-def categorize(
-    candidates: Candidates, node: NodeView, *, use_cluster: bool, use_local: bool
-) -> Usable:
+def categorize(candidates: Candidates, node: NodeView, *, use_cluster: bool, use_local: bool) -> Usable:
     """Choose the usable endpoints of one service port.
 
     *use_cluster*: some traffic may use endpoints on any node. *use_local*: some policy is

@@ -131,9 +131,7 @@ def about(config: Config, flags: Flags) -> About:
     )
 
 
-def set_up(
-    config: Config, registry: Registry, configuration: Configuration, access: "CurrentAccess",
-) -> None:
+def set_up(config: Config, registry: Registry, configuration: Configuration, access: "CurrentAccess") -> None:
     """Do everything that needs all privileges; `run` then needs fewer.
 
     Also prepares the modes in `Config.switch_modes`. Raises BackendError, HostError or StartFailed for the
@@ -341,8 +339,7 @@ class _Proxy:
             log.warning("the kernel does not track connections; their limits and timeouts are not set")
         if self._privileged:
             for doubt in doubts(self._config, self._node, self._families, self._store.node):
-                log.warning("suspicious configuration", extra={
-                    "fields": {"because": doubt}})
+                log.warning("suspicious configuration", extra={"fields": {"because": doubt}})
             self._takeover.start()
         else:
             self._health.release()

@@ -115,8 +115,7 @@ class FamilySync:
             problem = self._log_unserved(report)
             steps = self.plans.acknowledge(report.unserved)
             self.is_synced = True
-        self._pacing.ran(
-            started, ended, scope, True, cost=self._cost(), unserved=bool(self.plans.unserved))
+        self._pacing.ran(started, ended, scope, True, cost=self._cost(), unserved=bool(self.plans.unserved))
         trigger_times, self._trigger_times = self._trigger_times, []
         synced = Synced(
             plans=self.plans, instance=self.instance, scope=scope, seconds=ended - started, report=report,

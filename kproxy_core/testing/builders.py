@@ -149,9 +149,7 @@ def node_view(
     )
 
 
-def plans(
-    node: NodeView, service: Service, *slices: EndpointSlice
-) -> dict[ServicePortKey, ServicePlan]:
+def plans(node: NodeView, service: Service, *slices: EndpointSlice) -> dict[ServicePortKey, ServicePlan]:
     """Return the plans of one Service with *slices*."""
     by_name = {piece.name.name: piece for piece in slices}
     return {plan.key: plan for plan in plan_service(service, by_name, node)}
@@ -163,9 +161,7 @@ def full_update(node: NodeView, plans: Mapping[ServicePortKey, ServicePlan]) -> 
 
 
 def changed_update(
-    node: NodeView,
-    plans: Mapping[ServicePortKey, ServicePlan],
-    changed: Iterable[ServicePortKey],
+    node: NodeView, plans: Mapping[ServicePortKey, ServicePlan], changed: Iterable[ServicePortKey]
 ) -> Update:
     """Return the update after *changed* have become what *plans* says, or were removed from it."""
     return Update(node.family, Scope.CHANGED, node, {key: plans.get(key) for key in changed}, plans)

@@ -108,9 +108,7 @@ class TrafficRecorder:
                 self._skip = True
                 self._read(self._serving)
 
-    def _failed(
-        self, family: Family, frontend: Frontend, where: Destination, failure: Failure
-    ) -> None:
+    def _failed(self, family: Family, frontend: Frontend, where: Destination, failure: Failure) -> None:
         """Remember a failed connection until the counts of its endpoint have been read."""
         self._unsorted.append((family, frontend, where, failure))
 

@@ -247,9 +247,7 @@ def is_owned(
     every, _ = names.NODE_PORT_SETS[Protocol(key.protocol)]
     entry = str(key.port) if every.type == "bitmap:port" else f"{text},sctp:{key.port}"
     return (
-        key.address in on_device
-        or text in entries.get(names.IPVS_IPS, ())
-        or entry in entries.get(every, ())
+        key.address in on_device or text in entries.get(names.IPVS_IPS, ()) or entry in entries.get(every, ())
     )
 
 

@@ -72,7 +72,6 @@ def read_objects(
         if this_machine:
             addresses = node_addresses(registry.is_of_node)
         plans, store = read_plans(config, registry, families, addresses)
-        yield Objects(
-            plans, registry, instance, settings_of_modes(configuration, families), config, store)
+        yield Objects(plans, registry, instance, settings_of_modes(configuration, families), config, store)
     finally:
         registry.close_backend(instance)

@@ -19,8 +19,7 @@ class Announcements(Generic[T]):
         """*parse* yields the announcements in a datagram. Raises HostError without CAP_NET_ADMIN."""
         self._parse = parse
         try:
-            self._socket = NetlinkSocket.open(
-                NETLINK_NETFILTER, groups=groups, receive_space=_RECEIVE_SPACE)
+            self._socket = NetlinkSocket.open(NETLINK_NETFILTER, groups=groups, receive_space=_RECEIVE_SPACE)
         except OSError as error:
             raise HostError(f"cannot {purpose}, which takes CAP_NET_ADMIN", error) from error
 

@@ -28,8 +28,7 @@ class ClientMetrics:
         ) -> Histogram:
             return Histogram(f"rest_client_{name}", about, labels, registry=registry, buckets=buckets)
 
-        self._requests = counter(
-            "requests_total", "Requests to the API server", ("code", "method", "host"))
+        self._requests = counter("requests_total", "Requests to the API server", ("code", "method", "host"))
         self._seconds = histogram("request_duration_seconds", "Duration of requests", _SECONDS)
         self._waited = histogram(
             "rate_limiter_duration_seconds", "Time that requests were held back", _SECONDS)

@@ -156,9 +156,7 @@ def unreadable(family: Family, error: Exception) -> NoAnswer:
     return NoAnswer(f"the kernel's {family.label} state cannot be read: {missing}{error}")
 
 
-def _ask(
-    instance: BackendInstance, packets: Sequence[Case], *, live: bool
-) -> Sequence[KernelSide] | None:
+def _ask(instance: BackendInstance, packets: Sequence[Case], *, live: bool) -> Sequence[KernelSide] | None:
     """Return the kernel's side of packets of one family; None: the mode has none. Raises NoAnswer."""
     if not packets:
         return ()

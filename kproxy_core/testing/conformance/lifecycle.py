@@ -39,8 +39,7 @@ def describes_itself(bench: Bench) -> None:
     summary = described.summary
     expect(0 < len(summary) <= 80 and "\n" not in summary, f"the summary is no short line: {summary!r}")
     expect(
-        described.contract <= CONTRACT,
-        f"the contract is {described.contract!r}, this kproxy's is {CONTRACT}",
+        described.contract <= CONTRACT, f"the contract is {described.contract!r}, this kproxy's is {CONTRACT}"
     )
     made = bench.subject.registry.manager.hook.kproxy_make_backend(
         mode=f"not-{bench.subject.mode}", settings=bench.subject.settings

@@ -83,9 +83,7 @@ class KubeProxyDriver(ProxyDriver):
 
     def _start_apiserver(self, apiserver: str) -> None:
         key, tokens = self.directory / "sa.key", self.directory / "tokens.csv"
-        subprocess.run(
-            ["openssl", "genrsa", "-out", key, "2048"], check=True, stderr=subprocess.DEVNULL
-        )
+        subprocess.run(["openssl", "genrsa", "-out", key, "2048"], check=True, stderr=subprocess.DEVNULL)
         tokens.write_text(f"{self._token},conformance,conformance,system:masters\n")
         argv = [
             apiserver, f"--etcd-servers=http://127.0.0.1:{_ETCD_PORT}", "--bind-address=127.0.0.1",

@@ -40,14 +40,11 @@ def explain(
     *maps* None: with the elements that would be written. Raises SyncFailed.
     """
     return [
-        _in_front(question, side, settings, maps)
-        for question, side in zip(questions, rules, strict=True)
+        _in_front(question, side, settings, maps) for question, side in zip(questions, rules, strict=True)
     ]
 
 
-def _in_front(
-    question: Question, side: KernelSide, settings: Settings, maps: Maps | None
-) -> KernelSide:
+def _in_front(question: Question, side: KernelSide, settings: Settings, maps: Maps | None) -> KernelSide:
     if not _may_translate(question, settings):
         return side
     found = _written(question) if maps is None else _held(question, maps)
@@ -57,8 +54,7 @@ def _in_front(
     if pod and found.masquerades_pods and settings.clients != "all":
         return side
     fate = Fate(Outcome.FORWARDED, "a BPF program chooses when a socket connects", found.choices)
-    return replace(
-        side, objects=(*found.objects, *side.objects), fate=fate, remembered=found.remembered)
+    return replace(side, objects=(*found.objects, *side.objects), fate=fate, remembered=found.remembered)
 
 
 def _may_translate(question: Question, settings: Settings) -> bool:

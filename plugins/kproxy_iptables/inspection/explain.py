@@ -24,9 +24,7 @@ _MOST_READ = 60
 _RECENT = Path("/proc/thread-self/net/xt_recent")
 
 
-def explain(
-    questions: Sequence[Question], *, live: bool, tables: Tables | None = None
-) -> list[KernelSide]:
+def explain(questions: Sequence[Question], *, live: bool, tables: Tables | None = None) -> list[KernelSide]:
     """Return the way of each packet. Raises HostError, or NoVariant without iptables.
 
     *tables* are those in use; None: find out, which reads many rules.

@@ -85,8 +85,7 @@ class _Rules(Ruleset):
             return entries.get(str(packet.port))
         if kind.type == "hash:ip":
             return entries.get(format_address(source if sides[0] == "src" else packet.destination))
-        entry = (f"{format_address(packet.destination)},{packet.packet.protocol.name.lower()}"
-                 f":{packet.port}")
+        entry = f"{format_address(packet.destination)},{packet.packet.protocol.name.lower()}:{packet.port}"
         if kind.type == "hash:ip,port":
             return entries.get(entry)
         if kind.type == "hash:ip,port,ip":
