@@ -69,15 +69,8 @@ class ModeSwitch:
     """Switches modes, one switch at a time. Every method may be called from any thread but the loop's."""
 
     def __init__(
-        self,
-        loop: Loop,
-        registry: Registry,
-        retiring: RetiringModes,
-        journal: Journal,
-        *,
-        instance: BackendInstance,
-        configured: str,
-        terms: Callable[[str], Terms],
+        self, loop: Loop, registry: Registry, retiring: RetiringModes, journal: Journal, *,
+        instance: BackendInstance, configured: str, terms: Callable[[str], Terms],
         mode_changed: Callable[[BackendInstance], None],
     ) -> None:
         """*instance* serves already. *configured* is the configuration's mode, "" for none.

@@ -24,12 +24,8 @@ class Takeover:
     """Takes a node over from kube-proxy or from another mode."""
 
     def __init__(
-        self,
-        registry: Registry,
-        settings_of: Callable[[str], BackendSettings],
-        switch: ModeSwitch,
-        retiring: RetiringModes,
-        health: ProxyHealth,
+        self, registry: Registry, settings_of: Callable[[str], BackendSettings], switch: ModeSwitch,
+        retiring: RetiringModes, health: ProxyHealth,
     ) -> None:
         self._registry = registry
         self._settings_of = settings_of

@@ -153,16 +153,8 @@ class Resource(Generic[W, V]):
     """One kind of API object: its place in the API, how to decode it, and the events that follow from it."""
 
     def __init__(
-        self,
-        kind: str,
-        api_version: str,
-        plural: str,
-        struct: type[W],
-        read: Callable[[W], Reading[V]],
-        gone: Callable[[str, str], Event] | None = None,
-        *,
-        namespaced: bool = True,
-        optional: bool = False,
+        self, kind: str, api_version: str, plural: str, struct: type[W], read: Callable[[W], Reading[V]],
+        gone: Callable[[str, str], Event] | None = None, *, namespaced: bool = True, optional: bool = False,
     ) -> None:
         """*gone* makes the event for an object that was deleted or became useless, from namespace and name;
         None: no such event exists.

@@ -100,11 +100,7 @@ def checked_subdomain(text: str | None, field: str) -> str:
 
 
 def read_namespaced(
-    kind: str,
-    meta: Metadata,
-    named: Callable[[str, str], N],
-    value: Callable[[N, Findings], V],
-    *,
+    kind: str, meta: Metadata, named: Callable[[str, str], N], value: Callable[[N, Findings], V], *,
     check: Callable[[str | None, str], str] = checked_label,
 ) -> Reading[V]:
     """Read an object of a namespaced *kind*: *named* makes its name, *value* its value. Both may be Refused.

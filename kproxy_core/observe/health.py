@@ -34,13 +34,8 @@ class ProxyHealth:
     """Health per IP family, and the node's eligibility for load balancers. Any thread may call; no I/O."""
 
     def __init__(
-        self,
-        families: Sequence[Family],
-        *,
-        timeout: float,
-        node_required: bool,
-        wall_ns: Callable[[], int] = time.time_ns,
-        monotonic: Callable[[], float] = time.monotonic,
+        self, families: Sequence[Family], *, timeout: float, node_required: bool,
+        wall_ns: Callable[[], int] = time.time_ns, monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """*timeout*: seconds that a requested sync may be pending (2 x syncPeriod).
 

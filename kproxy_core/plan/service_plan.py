@@ -114,13 +114,8 @@ def plan_service(
 
 
 def _plan_port(
-    service: Service,
-    port: PortSpec,
-    endpoints: Candidates,
-    node: NodeView,
-    cluster_ip: Address,
-    external_ips: tuple[Address, ...],
-    load_balancer_ips: tuple[Address, ...],
+    service: Service, port: PortSpec, endpoints: Candidates, node: NodeView, cluster_ip: Address,
+    external_ips: tuple[Address, ...], load_balancer_ips: tuple[Address, ...],
     source_ranges: tuple[Cidr, ...],
 ) -> ServicePlan:
     accessible = bool(port.node_port or external_ips or load_balancer_ips)

@@ -35,17 +35,9 @@ class Loop:
     """
 
     def __init__(
-        self,
-        families: Sequence[Family],
-        store: Store,
-        facts: NodeFacts,
-        instance: BackendInstance,
-        observers: Sequence[SyncObserver],
-        *,
-        pacing: Callable[[], Pacing],
-        clock: Callable[[], float],
-        cpu: Callable[[], float],
-        all_synced: Callable[[], None] = lambda: None,
+        self, families: Sequence[Family], store: Store, facts: NodeFacts, instance: BackendInstance,
+        observers: Sequence[SyncObserver], *, pacing: Callable[[], Pacing], clock: Callable[[], float],
+        cpu: Callable[[], float], all_synced: Callable[[], None] = lambda: None,
     ) -> None:
         """*pacing* is called for each of *families*. *clock*: monotonic seconds. *cpu*: CPU
         seconds of the calling thread and its children.

@@ -50,17 +50,9 @@ def port_spec(text: str) -> PortSpec:
 
 
 def service(
-    name: str = "web",
-    *ports: str,
-    ip: str = "10.96.0.1",
-    created: str = "2026-01-01T00:00:00Z",
-    external_ips: str = "",
-    load_balancer_ips: str = "",
-    source_ranges: str = "",
-    affinity: int = 0,
-    internal_local: bool = False,
-    external_local: bool = False,
-    health_check_node_port: int = 0,
+    name: str = "web", *ports: str, ip: str = "10.96.0.1", created: str = "2026-01-01T00:00:00Z",
+    external_ips: str = "", load_balancer_ips: str = "", source_ranges: str = "", affinity: int = 0,
+    internal_local: bool = False, external_local: bool = False, health_check_node_port: int = 0,
 ) -> Service:
     """Return a Service; without *ports* it has ``80``. *ip* may list one address of each family."""
     return Service(
@@ -79,14 +71,8 @@ def service(
 
 
 def endpoint(
-    address: str,
-    node: str = "",
-    *,
-    ready: bool = True,
-    serving: bool | None = None,
-    terminating: bool = False,
-    zones: str = "",
-    nodes: str = "",
+    address: str, node: str = "", *, ready: bool = True, serving: bool | None = None,
+    terminating: bool = False, zones: str = "", nodes: str = "",
 ) -> Endpoint:
     """Return an endpoint. *serving* defaults to *ready*. *zones* and *nodes* are its hints."""
     return Endpoint(
@@ -101,12 +87,8 @@ def endpoint(
 
 
 def endpoint_slice(
-    service: str,
-    *endpoints: Endpoint | str,
-    ports: Sequence[str] = ("8080",),
-    name: str = "",
-    family: Family | None = None,
-    trigger_time: float | None = None,
+    service: str, *endpoints: Endpoint | str, ports: Sequence[str] = ("8080",), name: str = "",
+    family: Family | None = None, trigger_time: float | None = None,
 ) -> EndpointSlice:
     """Return a slice of *service*, of the family of its endpoints. Plain text stands for a ready endpoint."""
     of = service_name(service)
@@ -123,15 +105,8 @@ def endpoint_slice(
 
 
 def node_view(
-    name: str = "node1",
-    *,
-    family: Family = Family.IPV4,
-    zone: str = "",
-    pods: str = "",
-    node_port_addresses: str = "",
-    anywhere: bool = False,
-    ip: str = "",
-    service_cidrs: str = "",
+    name: str = "node1", *, family: Family = Family.IPV4, zone: str = "", pods: str = "",
+    node_port_addresses: str = "", anywhere: bool = False, ip: str = "", service_cidrs: str = "",
     masquerade_all: bool = False,
 ) -> NodeView:
     """Return a node. *pods* is the network of local traffic."""

@@ -35,15 +35,8 @@ class Pacing:
     """
 
     def __init__(
-        self,
-        *,
-        min_interval: float,
-        retry_cap: float,
-        full_period: float = 3600.0,
-        burst: int = 2,
-        retry_start: float = 0.1,
-        retry_on_request: float = 1.0,
-        shortest_rest: float = 0.001,
+        self, *, min_interval: float, retry_cap: float, full_period: float = 3600.0, burst: int = 2,
+        retry_start: float = 0.1, retry_on_request: float = 1.0, shortest_rest: float = 0.001,
     ) -> None:
         """All in seconds. A *min_interval* of 0: by cost, with at least *shortest_rest* between two runs."""
         self._by_cost = min_interval <= 0

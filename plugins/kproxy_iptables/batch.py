@@ -54,10 +54,7 @@ class References:
 
 
 def inputs(
-    chains: Iterable[tuple[str, str]],
-    references: Callable[[], References],
-    *,
-    mark_masq: Iterable[str] = (),
+    chains: Iterable[tuple[str, str]], references: Callable[[], References], *, mark_masq: Iterable[str] = (),
     chains_per_call: int,
 ) -> Iterator[str]:
     """Yield the inputs of iptables-restore, in order.

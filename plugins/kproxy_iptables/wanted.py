@@ -127,10 +127,7 @@ def _from_outside(plan: ServicePlan, style: Style, chain: str) -> str:
 
 
 def _balance(
-    plan: ServicePlan,
-    style: Style,
-    chain: str,
-    destinations: Sequence[Destination],
+    plan: ServicePlan, style: Style, chain: str, destinations: Sequence[Destination],
     endpoints: dict[Destination, tuple[str, str]],
 ) -> str:
     """Return the rules that choose a client's last destination, or else one of *destinations* at random."""

@@ -168,11 +168,7 @@ class Applied:
         _release(self._addresses, old.addresses)
 
     def _mark(
-        self,
-        key: ServicePortKey,
-        plan: ServicePlan,
-        style: Style,
-        touched: Mapping[ServerKey, _Claims],
+        self, key: ServicePortKey, plan: ServicePlan, style: Style, touched: Mapping[ServerKey, _Claims],
         before: "Applied | None" = None,
     ) -> int:
         """Return a mark that no other service port has, mostly the same after a restart; 0 if none is needed.
@@ -195,11 +191,8 @@ class Applied:
 
 
 def compare_all(
-    expected: Applied,
-    servers: Mapping[ServerKey, HeldServer],
-    entries: Entries,
-    addresses: Iterable[Address],
-    foreign: Iterable[ServerKey],
+    expected: Applied, servers: Mapping[ServerKey, HeldServer], entries: Entries,
+    addresses: Iterable[Address], foreign: Iterable[ServerKey],
 ) -> Difference:
     """Return the operations that bring a kernel with *servers*, *entries* and *addresses* to *expected*.
 
@@ -229,10 +222,7 @@ def compare_all(
 
 
 def is_owned(
-    key: ServerKey,
-    on_device: Collection[Address],
-    entries: Entries,
-    excluded: Iterable[Cidr],
+    key: ServerKey, on_device: Collection[Address], entries: Entries, excluded: Iterable[Cidr],
     is_own_mark: Callable[[int], bool],
 ) -> bool:
     """Return whether a virtual server is this mode's: its mark, the device or a set refers to it.

@@ -12,13 +12,8 @@ from kproxy_xtables.variant import Variant
 
 
 def clean_up(
-    mode: str,
-    decide: Callable[[RulesByChain], Removal],
-    variants: Iterable[Variant],
-    *,
-    dry_run: bool,
-    counted: Collection[str] = (),
-    is_affected: Callable[[Tables], bool] = lambda _: True,
+    mode: str, decide: Callable[[RulesByChain], Removal], variants: Iterable[Variant], *, dry_run: bool,
+    counted: Collection[str] = (), is_affected: Callable[[Tables], bool] = lambda _: True,
 ) -> Leftovers:
     """Remove the chains and rules that *decide* selects. A failure in one family does not affect the others.
 

@@ -38,9 +38,7 @@ def kubernetes_rules(chains: Iterable[SavedChain]) -> dict[ChainKey, list[str]]:
 
 
 def plan_removal(
-    held: RulesByChain,
-    ours: Collection[ChainKey],
-    is_own: Callable[[ChainKey, str], bool],
+    held: RulesByChain, ours: Collection[ChainKey], is_own: Callable[[ChainKey, str], bool],
     is_other_mode: Callable[[ChainKey], bool],
 ) -> Removal:
     """Decide which of the chains *ours* to delete. None of these is in use by another mode.

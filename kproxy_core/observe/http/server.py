@@ -43,13 +43,8 @@ class Listener:
     """Sockets that share a handler. Made by `HttpServer.listen`, whose thread owns all but `close`."""
 
     def __init__(
-        self,
-        server: "HttpServer",
-        name: str,
-        bindings: Sequence[Binding],
-        handler: Handler,
-        both_families: bool,
-        failed: Callable[[OSError], None] | None,
+        self, server: "HttpServer", name: str, bindings: Sequence[Binding], handler: Handler,
+        both_families: bool, failed: Callable[[OSError], None] | None,
     ) -> None:
         self.name = name
         self.handler = handler
@@ -145,12 +140,7 @@ class HttpServer:
             self._thread.join()
 
     def listen(
-        self,
-        name: str,
-        bindings: Sequence[Binding],
-        handler: Handler,
-        *,
-        both_families: bool = False,
+        self, name: str, bindings: Sequence[Binding], handler: Handler, *, both_families: bool = False,
         failed: Callable[[OSError], None] | None = None,
     ) -> Listener:
         """Serve *handler* on all *bindings*, or on none if one fails; that is retried. Returns at once.

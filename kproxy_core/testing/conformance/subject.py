@@ -111,10 +111,7 @@ def full(instance: BackendInstance, family: Family, plans: Plans, node: NodeView
 
 
 def change(
-    instance: BackendInstance,
-    family: Family,
-    after: Plans,
-    changed: Iterable[ServicePortKey],
+    instance: BackendInstance, family: Family, after: Plans, changed: Iterable[ServicePortKey],
     node: NodeView | None = None,
 ) -> SyncReport:
     """Sync the service ports *changed* to *after*; with *node*, the node has changed, too."""

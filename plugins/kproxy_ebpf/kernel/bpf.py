@@ -230,13 +230,8 @@ def open_pin(path: str) -> int:
 
 
 def _batch(
-    command: int,
-    fd: int,
-    keys: ctypes.Array[ctypes.c_char],
-    count: int,
-    values: ctypes.Array[ctypes.c_char] | None = None,
-    *,
-    start: int = 0,
+    command: int, fd: int, keys: ctypes.Array[ctypes.c_char], count: int,
+    values: ctypes.Array[ctypes.c_char] | None = None, *, start: int = 0,
     position: ctypes.Array[ctypes.c_char] | None = None,
 ) -> tuple[int, int]:
     """Run a batch; return how many elements were handled, and the errno that ended it or 0."""
