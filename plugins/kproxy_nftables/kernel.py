@@ -146,7 +146,7 @@ class Kernel:
         before = self._rules_digest(family)
         if before and _texts.get(place, ("", ""))[0] == before:
             return _texts[place][1]
-        text = self._listed_text(family)
+        text = self.listed_text(family, TABLE, terse=True)
         if self._rules_digest(family) == before:
             _texts[place] = before, text
         return text
@@ -159,12 +159,13 @@ class Kernel:
             digest.update(data[start:end])
         return digest.hexdigest() if spans else ""
 
-    def _listed_text(self, family: Family) -> str:
+    def listed_text(self, family: Family, table: str, *, terse: bool = False) -> str:
+        """Return a *table* as nft prints it, with handles; "" if it does not exist. *terse*: no elements."""
         nft = self._libnftables()
         nft.set_handle_output(True)
-        nft.set_terse_output(True)
+        nft.set_terse_output(terse)
         try:
-            return str(nft.cmd(f"list table {NFT_FAMILY[family]} {TABLE}")[1])
+            return str(nft.cmd(f"list table {NFT_FAMILY[family]} {table}")[1])
         finally:
             nft.set_handle_output(False)
             nft.set_terse_output(False)

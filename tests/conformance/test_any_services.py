@@ -1,7 +1,7 @@
 """Services of any shape, changed at random: packets go where the specification says."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -12,7 +12,7 @@ from random import Random
 import pytest
 
 from kproxy_core.testing.__main__ import SOCKET_MODES
-from kproxy_core.testing.drivers.driver import NO_OPTIONS
+from kproxy_core.testing.drivers.driver import NO_OPTIONS, Driver
 from kproxy_core.testing.drivers.kproxy import KproxyDriver
 from kproxy_core.testing.network.addresses import FAMILIES, resolve
 from kproxy_core.testing.network.cgroup import NodeCgroup
@@ -32,6 +32,8 @@ MOST_TRIES = 40
 class Play:
     """A kproxy in the harness's topology, and what packets to it tell."""
 
+    make_driver: Callable[..., Driver] = KproxyDriver
+
     def __init__(self, mode: str, family: str, directory: Path) -> None:
         self._mode, self._family = mode, family
         # A port that is used again within the lifetime of a tracked connection continues that connection.
@@ -42,7 +44,7 @@ class Play:
                 cgroup = NodeCgroup()
                 stack.callback(cgroup.close)
                 options = {mode: {"cgroup": str(cgroup.path)}}
-            self._stage = Stage(partial(KproxyDriver, options=options), directory, cgroup)
+            self._stage = Stage(partial(self.make_driver, options=options), directory, cgroup)
             stack.callback(self._stage.close)
             self._stage.driver.start(mode, None)
             self.close = stack.pop_all().close

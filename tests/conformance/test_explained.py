@@ -38,12 +38,15 @@ class ExplainedPlay(Play):
 
     def explained(self, attempt: Attempt) -> dict[str, Any]:
         """Return the answer for *attempt*, over the control socket of the node."""
+        with self._stage.topology["node"].entered():
+            (answer,) = send_request({"do": "explain", **self.request(attempt)}, lambda line: None)["packets"]
+        return dict(answer)
+
+    def request(self, attempt: Attempt) -> dict[str, str]:
+        """Return the request that *attempt* is explained with."""
         to = format_socket(parse_address(resolve(attempt.to, self._family)), attempt.port)
         sender = "node" if attempt.client == "node" else resolve(attempt.client, self._family)
-        request = {"do": "explain", "to": f"{to}/{attempt.protocol.lower()}", "from": sender}
-        with self._stage.topology["node"].entered():
-            (answer,) = send_request(request, lambda line: None)["packets"]
-        return dict(answer)
+        return {"to": f"{to}/{attempt.protocol.lower()}", "from": sender}
 
     def predicted(self, attempt: Attempt, answer: dict[str, Any]) -> Fate:
         """Return the fate that the kernel's side of *answer* promises."""

@@ -1,16 +1,19 @@
 """Packets to every frontend of every feature, and a node whose kernel holds a mode's rules for them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
-from kproxy_core.backend.api import KernelSide, Question
-from kproxy_core.explain.difference import packet_to
+from kproxy_core.backend.api import KernelSide, Question, Update
+from kproxy_core.explain.answer import Json
+from kproxy_core.explain.difference import differences, packet_to, packets_to, stale
 from kproxy_core.explain.verdict import AGREES, judge
 from kproxy_core.model.address import Family, parse_address
 from kproxy_core.model.node import NodeView
-from kproxy_core.model.service import ServicePortKey
+from kproxy_core.model.service import ServiceName, ServicePortKey
+from kproxy_core.plan.candidates import Candidates
 from kproxy_core.plan.fate import Fate, Origin, Packet, decide, stand_in
-from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_core.plan.service_plan import Frontend, ServicePlan
 from kproxy_core.testing.conformance.bench import lonely_node
 from kproxy_core.testing.conformance.features import ADDRESSES, everything
 from kproxy_core.testing.conformance.subject import Subject, Wanted, full
@@ -48,6 +51,39 @@ def questions_about(plans: Mapping[ServicePortKey, ServicePlan], view: NodeView)
         for plan in plans.values() for frontend in plan.frontends() for origin in Origin
         if (packet := packet_to(frontend, origin, view)) is not None
     ]  # fmt: skip
+
+
+class KnownPlans:
+    """The plans of one update."""
+
+    def __init__(self, update: Update) -> None:
+        self._update = update
+        self.node: NodeView = update.node
+        self.plans = update.plans
+        self._owners = {frontend: plan for plan in self.plans.values() for frontend in plan.frontends()}
+
+    def without_services(self) -> "KnownPlans":
+        """Return what is planned once all Services are deleted."""
+        return KnownPlans(replace(self._update, plans={}))
+
+    def owner(self, frontend: Frontend) -> ServicePlan | None:
+        return self._owners.get(frontend)
+
+    def origin(self, _service: ServiceName) -> str:
+        return ""
+
+    def candidates(self, _key: ServicePortKey) -> Candidates:
+        return ()
+
+
+def differences_of(
+    plans: KnownPlans, explain: Callable[[list[Question]], Sequence[KernelSide]],
+    frontends: Callable[[Family], Iterable[Frontend]],
+) -> list[Json]:
+    """Return what ``kproxy diff`` finds in the kernel."""
+    cases = packets_to(plans, plans.plans)
+    sides = explain([case.question for case in cases]) if cases else []
+    return [*differences(cases, sides), *stale(frontends(plans.node.family), plans)]
 
 
 def decided(question: Question) -> Fate:

@@ -25,6 +25,7 @@ from kproxy_core.config.flags import Flags
 from kproxy_core.host.netlink.addresses import AddressWatch
 from kproxy_core.model.address import Family, format_address
 from kproxy_core.modes.starting import start_backend
+from kproxy_core.process.inspection.explaining import Request, answers
 from kproxy_core.process.terms import Configuration, backend_settings, node_settings, pacing
 from kproxy_core.sources.directory.inventory import Inventory
 from kproxy_core.sources.directory.manifests import read_manifest
@@ -139,6 +140,16 @@ class BackendDriver(Driver):
             endpoint = format_address(where.address) if where is not None else ""
             sums[protocol.name.lower(), dialled, port, endpoint] += number
         return sums
+
+    def explained(self, requests: Sequence[Mapping[str, str]]) -> list[Json]:
+        """Return the answers of ``kproxy explain`` to *requests*. The kernel is read once for all."""
+        assert self._loop is not None
+        assert self._instance is not None
+        loop = self._loop
+        plans = loop.call(lambda: loop.plans)
+        cases = [case for request in requests for case in Request(request).cases(plans)]
+        with self.node.entered():
+            return answers(cases, self._instance, [()] * len(cases), live=True)
 
     def announced(self) -> str:
         if self._loop is None or self._problem:

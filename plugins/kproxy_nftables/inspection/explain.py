@@ -9,6 +9,8 @@ from kproxy_core.model.address import Address, Family
 from kproxy_core.model.node import NodeView
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 from kproxy_nftables import skeleton
+from kproxy_nftables.inspection import kube_proxy
+from kproxy_nftables.inspection.kube_proxy import KubeProxyTable
 from kproxy_nftables.inspection.walk import Table, walk
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.names import NFT_FAMILY, NODE_PORTS, SERVICE_CIDRS, TABLE, VIPS
@@ -19,17 +21,29 @@ def explain(questions: Sequence[Question], *, live: bool) -> list[KernelSide]:
     """Return the way of each packet. Raises BackendError."""
     if not live:
         return [_side(question, _Written(question.node, question.plan)) for question in questions]
+    family = questions[0].node.family
     with Kernel() as kernel:
-        table = _InKernel(kernel, questions[0].node.family)
+        table = _kube_proxys(kernel, family) or _InKernel(kernel, family)
         return [_side(question, table) for question in questions]
 
 
 def frontends(family: Family) -> list[Frontend]:
     """Return the frontends in the maps of the kernel. Raises BackendError."""
     with Kernel() as kernel:
+        if (table := _kube_proxys(kernel, family)) is not None:
+            return list(table.frontends())
         found = [Frontend(Address(key[:family.size]), *parse_port_key(key[family.size:]))
                  for key in kernel.elements(family, VIPS)]  # fmt: skip
         return found + [Frontend(None, *parse_port_key(key)) for key in kernel.elements(family, NODE_PORTS)]
+
+
+def _kube_proxys(kernel: Kernel, family: Family) -> KubeProxyTable | None:
+    """Return kube-proxy's table if it alone exists."""
+    tables = {name for of, name in kernel.tables() if of == NFT_FAMILY[family]}
+    if TABLE in tables or kube_proxy.TABLE not in tables:
+        return None
+    text = kernel.listed_text(family, kube_proxy.TABLE)
+    return KubeProxyTable(listed_rules(text.splitlines()), text)
 
 
 def _side(question: Question, table: Table) -> KernelSide:

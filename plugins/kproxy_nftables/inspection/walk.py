@@ -1,7 +1,7 @@
 """The way of a packet through the rules, as nft prints them or as we write them. Pure.
 
-Understands the statements of `skeleton` and `owned_chains`. Any other rule in our table makes the result
-uncertain.
+Understands the statements of `skeleton` and `owned_chains`, and of kube-proxy's table. Any other rule makes
+the result uncertain.
 """
 
 import re
@@ -47,7 +47,8 @@ def walk(packet: Packet, node: NodeView, table: Table) -> Way:
 _DROPPED = Outcome.DROPPED
 _REFUSED = Outcome.REFUSED
 _NAT, _FILTER = "nat", "filter"
-_IGNORED = re.compile(r"# handle \d+$")
+_IGNORED = re.compile(r"( comment \".*\")?( # handle \d+)?$")
+_ENDPOINT = re.compile(r"dnat (?:ip6? )?to (?P<where>\S+:\d+)")
 
 
 class _Walk:
@@ -67,11 +68,13 @@ class _Walk:
 
     def way(self) -> Way:
         outgoing = self._first.origin is Origin.NODE
-        end = self._chain("nat-output" if outgoing else "nat-prerouting")
+        hooks = ["filter-output-pre-dnat", "nat-output"] if outgoing else [
+            "filter-prerouting-pre-dnat", "nat-prerouting"]
+        end = self._chains(hooks)
         if isinstance(end, Outcome):
             fate = Fate(end, self._last())
         elif self._chosen is None:
-            end = self._chain("filter-output" if outgoing else self._onwards(self._first.destination))
+            end = self._chains(self._onwards(self._first.destination, outgoing=outgoing))
             fate = Fate(end, self._last()) if isinstance(end, Outcome) else Fate(
                 Outcome.UNTOUCHED, "no rule applies")
         else:
@@ -87,7 +90,7 @@ class _Walk:
         for where in filter(None, chosen):
             self._packet = self._first._replace(destination=where.address, port=where.port)
             self._dnat, self._marked, self._masqueraded = True, marked, False
-            end = self._chain("filter-output" if outgoing else self._onwards(where.address))
+            end = self._chains(self._onwards(where.address, outgoing=outgoing))
             if isinstance(end, Outcome):
                 return Fate(end, self._last())
             self._chain("nat-postrouting")
@@ -95,8 +98,12 @@ class _Walk:
             choices[where] = Choice(where, (known.share if known else 0.0) + share, self._masqueraded)
         return Fate(Outcome.FORWARDED, self._last(), tuple(choices.values()))
 
-    def _onwards(self, destination: Address) -> str:
-        return "filter-input" if self._is_local(destination) else "filter-forward"
+    def _onwards(self, destination: Address, *, outgoing: bool) -> Sequence[str]:
+        """Return the filter chains of a packet's hooks, after the translation."""
+        is_local = self._is_local(destination)
+        if outgoing:
+            return ["filter-output", "filter-input"] if is_local else ["filter-output"]
+        return ["filter-input"] if is_local else ["filter-forward"]
 
     def _is_local(self, address: Address) -> bool:
         node = self._node
@@ -105,6 +112,11 @@ class _Walk:
     def _last(self) -> str:
         last = next(reversed(self._objects), None)
         return f"{last.where}: {last.text}" if last else ""
+
+    def _chains(self, chains: Sequence[str]) -> Outcome | None:
+        """Return the first outcome of chains; None: no chain ends the packet's way."""
+        ends = map(self._chain, chains)
+        return next((end for end in ends if isinstance(end, Outcome)), None)
 
     def _chain(self, name: str) -> Outcome | bool:
         """Return the verdict of a chain; True: destination translated, False: none."""
@@ -194,6 +206,11 @@ class _Walk:
         self._masqueraded = True
         return _Translated()
 
+    def _is_hairpin_flow(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
+        packet = self._packet
+        key = packet.source + vip_key(packet.destination, packet.protocol, packet.port)
+        return self._holds("hairpin-connections", key)
+
     def _is_hairpin(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
         source, destination = self._packet.source, self._packet.destination
         if not self._holds(names.HAIRPINS, source + destination):
@@ -236,6 +253,33 @@ class _Walk:
         self._chosen = chosen
         return _Translated()
 
+    def _balance_listed(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
+        """Choose one of the endpoints in the rule itself, or of the chains that it names."""
+        self._met(shown)
+        values = [element.partition(" : ")[2].strip() for element in found["elements"].split(",")]
+        if values[0].startswith("goto "):
+            self._chosen = [self._endpoint_of(value.removeprefix("goto ")) for value in values]
+        else:
+            hosts = [value.partition(" . ") for value in values]
+            self._chosen = [Destination(parse_address(host), int(port)) for host, _, port in hosts]
+        return _Translated()
+
+    def _endpoint_of(self, chain: str) -> Destination | None:
+        """Return the endpoint to which a *chain* of kube-proxy's translates; None if it does not exist."""
+        for rule in self._table.rules(chain):
+            if found := _ENDPOINT.search(rule):
+                self._met(KernelObject(f"chain {chain}", rule))
+                host, _, port = found["where"].rpartition(":")
+                return Destination(parse_address(host.strip("[]")), int(port))
+        return None
+
+    def _pin_in_chain(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
+        """Note the remembered endpoint, and continue as for a new client."""
+        if self._holds(found["set"], self._packet.source):
+            self._met(shown)
+            self._remembered = self._endpoint_of(found["chain"])
+        return False
+
     def _pin(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
         """Note the remembered endpoint, and continue as for a new client."""
         try:
@@ -270,14 +314,20 @@ def _verdict(text: str) -> _Step:
     return _Jump(chain, how == "goto")
 
 
-def _network(found: "re.Match[str]") -> Cidr:
-    text = found["net"]
+def _is_in(address: Address, found: "re.Match[str]") -> bool:
+    """Return whether *address* is in the networks that a rule names, or outside of them if it negates."""
+    return any(address in _network(text) for text in found["nets"].strip("{} ").split(", ")) is not bool(
+        found["no"])
+
+
+def _network(text: str) -> Cidr:
     return parse_cidr(text if "/" in text else f"{text}/{len(parse_address(text)) * 8}")
 
 
 _Handler = Callable[[_Walk, KernelObject, "re.Match[str]"], _Step]
 _IP = r"ip6? "
 _NAME = r"[^\s:]+"
+_NETS = r"(?P<no>!= )?(?P<nets>[0-9a-f:./]+(?=\s)|\{ [^}]+ \})"
 _HANDLERS: dict[str, _Handler] = {
     rf"ct original .*vmap @(?P<map>{_NAME})": lambda walk, shown, found: False,
     rf"ct original .*@{names.NODE_IPS}": lambda walk, shown, found: False,
@@ -286,11 +336,11 @@ _HANDLERS: dict[str, _Handler] = {
     r"fib daddr type local": lambda walk, shown, found: walk._is_local(walk._packet.destination),
     r"fib saddr type local": lambda walk, shown, found: walk._packet.origin is Origin.NODE,
     rf"{_IP}daddr @(?P<set>{_NAME})": _Walk._destination_in,
-    rf"{_IP}daddr (?P<no>!= )?(?P<net>[0-9a-f:./]+)(?=\s)":
-        lambda walk, shown, found: (walk._packet.destination in _network(found)) is not bool(found["no"]),
+    rf"{_IP}daddr {_NETS}": lambda walk, shown, found: _is_in(walk._packet.destination, found),
     rf"{_IP}saddr \. {_IP}daddr @{names.HAIRPINS}": _Walk._is_hairpin,
-    rf"{_IP}saddr (?P<no>!= )?(?P<net>[0-9a-f:./]+)(?=\s)":
-        lambda walk, shown, found: (walk._packet.source in _network(found)) is not bool(found["no"]),
+    rf"{_IP}saddr \. {_IP}daddr \. meta l4proto \. th dport @hairpin-connections": _Walk._is_hairpin_flow,
+    rf"{_IP}saddr {_NETS}": lambda walk, shown, found: _is_in(walk._packet.source, found),
+    rf"{_IP}saddr @(?P<set>{_NAME}) goto (?P<chain>{_NAME})": _Walk._pin_in_chain,
     r'iifname (?P<no>!= )?"[^"]*"':
         lambda walk, shown, found: (walk._packet.origin is Origin.POD) is not bool(found["no"]),
     r"meta mark set (meta )?mark (\||or) 0x[0-9a-f]+": _Walk._mark,
@@ -306,6 +356,8 @@ _HANDLERS: dict[str, _Handler] = {
     r"reject( with tcp reset)?": _Walk._reject,
     rf"dnat (ip6? )?to (?P<address>{_IP}daddr \. )?(tcp|udp|sctp) dport \. "
     rf"numgen random mod (?P<count>\d+) map @(?P<map>{_NAME})": _Walk._balance,
+    r"(dnat (ip6? )?(addr \. port )?to )?numgen random mod \d+ v?map \{(?P<elements>[^}]+)\}":
+        _Walk._balance_listed,
     rf"dnat (ip6? )?to {_IP}saddr map @(?P<map>{_NAME}?) ?: ?(?P<port>\d+)": _Walk._pin,
 }
 _STATEMENTS = tuple((re.compile(pattern), handler) for pattern, handler in _HANDLERS.items())

@@ -7,38 +7,15 @@ from contextlib import contextmanager
 
 import pytest
 
-from kproxy_core.backend.api import Update
 from kproxy_core.explain.answer import Json
-from kproxy_core.explain.difference import differences, packets_to, stale
 from kproxy_core.model.address import Family
-from kproxy_core.model.node import NodeView
-from kproxy_core.model.service import ServiceName, ServicePortKey
-from kproxy_core.plan.candidates import Candidates
-from kproxy_core.plan.service_plan import Frontend, ServicePlan
 from kproxy_core.testing.conformance.bench import lonely_node
 from kproxy_iptables.inspection.explain import explain, frontends
+from tests.plugins.explained import KnownPlans, differences_of
 from tests.plugins.iptables import golden_cases
 
 _COUNTED = re.compile(r" -m nfacct --nfacct-name +\S+")
 PROGRAMS = {Family.IPV4: "iptables", Family.IPV6: "ip6tables"}
-
-
-class KnownPlans:
-    """The plans of one update."""
-
-    def __init__(self, update: Update) -> None:
-        self.node: NodeView = update.node
-        self.plans = update.plans
-        self._owners = {frontend: plan for plan in self.plans.values() for frontend in plan.frontends()}
-
-    def owner(self, frontend: Frontend) -> ServicePlan | None:
-        return self._owners.get(frontend)
-
-    def origin(self, _service: ServiceName) -> str:
-        return ""
-
-    def candidates(self, _key: ServicePortKey) -> Candidates:
-        return ()
 
 
 @contextmanager
@@ -52,10 +29,7 @@ def beside_kube_proxy(case: str) -> Iterator[KnownPlans]:
 
 
 def found_in(plans: KnownPlans) -> list[Json]:
-    """Return what ``kproxy diff`` finds."""
-    cases = packets_to(plans, plans.plans)
-    sides = explain([case.question for case in cases], live=True) if cases else []
-    return [*differences(cases, sides), *stale(frontends(plans.node.family), plans)]
+    return differences_of(plans, lambda questions: explain(questions, live=True), frontends)
 
 
 @pytest.mark.parametrize("case", golden_cases.names())
@@ -84,7 +58,5 @@ def test_an_endpoint_that_kube_proxy_lost_is_named(case: str) -> None:
 @pytest.mark.parametrize("case", ["slices-moved-ipv4", "slices-moved-ipv6"])
 def test_a_service_that_kube_proxy_kept_is_stale(case: str) -> None:
     with beside_kube_proxy(case) as plans:
-        plans.plans = {}
-        plans._owners = {}
-        kinds = {each["kind"] for each in found_in(plans)}
+        kinds = {each["kind"] for each in found_in(plans.without_services())}
         assert kinds == {"stale"}

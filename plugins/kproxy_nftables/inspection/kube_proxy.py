@@ -1,0 +1,64 @@
+"""kube-proxy's table as nft prints it. Pure. Source: docs/behaviour/nftables.md."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from kproxy_core.model.address import Address, Protocol, parse_address
+from kproxy_core.plan.service_plan import Frontend
+from kproxy_nftables.wanted import Value, parse_port_key, port_key
+
+TABLE = "kube-proxy"
+
+_VIPS = ("service-ips", "no-endpoint-services")
+_NODE_PORTS = ("service-nodeports", "no-endpoint-nodeports")
+_CONTAINER = re.compile(r"^\t(?:set|map) (\S+) \{.*?$(.*?)^\t\}$", re.DOTALL | re.MULTILINE)
+_ELEMENTS = re.compile(r"elements = \{(.*)\}", re.DOTALL)
+_ASIDE = re.compile(r' (?:comment "[^"]*"|(?:timeout|expires) \S+|counter packets \d+ bytes \d+)')
+
+
+class KubeProxyTable:
+    """The table of one IP family, for `kproxy_nftables.inspection.walk`."""
+
+    def __init__(self, rules: Mapping[str, Sequence[str]], text: str) -> None:
+        """*rules* are those of each chain in *text*."""
+        self._rules = rules
+        self._elements = {name: dict(_elements(body)) for name, body in _CONTAINER.findall(text)}
+
+    def rules(self, chain: str) -> Sequence[str]:
+        return self._rules.get(chain, ())
+
+    def find(self, container: str, key: bytes) -> Value:
+        return self._elements[container][key]
+
+    def in_service_cidrs(self, _address: Address) -> bool:
+        return False  # The rules name the networks.
+
+    def frontends(self) -> Iterator[Frontend]:
+        """Yield the frontends in all maps."""
+        for name in _VIPS:
+            for key in self._elements.get(name, ()):
+                address, port = key[:-_PORT_KEY_SIZE], key[-_PORT_KEY_SIZE:]
+                yield Frontend(Address(address), *parse_port_key(port))
+        for name in _NODE_PORTS:
+            for key in self._elements.get(name, ()):
+                yield Frontend(None, *parse_port_key(key))
+
+
+_PORT_KEY_SIZE = len(port_key(Protocol.TCP, 1))
+
+
+def _elements(body: str) -> Iterator[tuple[bytes, Value]]:
+    """Yield the keys and values of a set or a map, from the lines that describe it."""
+    found = _ELEMENTS.search(body)
+    for element in _ASIDE.sub("", found[1]).split(",") if found else ():
+        key, _, value = element.strip().partition(" : ")
+        if key:
+            yield _key(key.split(" . ")), value or None
+
+
+def _key(parts: Sequence[str]) -> bytes:
+    """Return the key that nft prints in *parts*: addresses, and a protocol and a port in the end."""
+    if parts[-1].isdecimal():
+        *addresses, protocol, port = parts
+        return b"".join(map(parse_address, addresses)) + port_key(Protocol[protocol.upper()], int(port))
+    return b"".join(map(parse_address, parts))

@@ -1,0 +1,89 @@
+"""``kproxy diff`` beside kube-proxy's nftables mode: the same, unless something is stale or missing."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from kproxy_core.backend.api import BackendSettings
+from kproxy_core.explain.answer import Json
+from kproxy_core.model.address import Family, format_address, format_socket
+from kproxy_core.testing.conformance.bench import lonely_node
+from kproxy_nftables.backend import NftablesBackend
+from kproxy_nftables.inspection.explain import explain, frontends
+from kproxy_nftables.kernel import Kernel
+from kproxy_nftables.names import NFT_FAMILY
+from tests.plugins.explained import KnownPlans, differences_of, questions_about
+from tests.plugins.iptables import golden_cases
+from tests.plugins.nftables.kube_proxy_table import kube_proxys_table
+
+
+@contextmanager
+def beside_kube_proxy(case: str) -> Iterator[KnownPlans]:
+    """The calling thread is on a node with kube-proxy's table for *case*; yields what it should do."""
+    update = golden_cases.update(case)
+    with lonely_node():
+        run(kube_proxys_table(update))
+        yield KnownPlans(update)
+
+
+def run(commands: str) -> None:
+    with Kernel() as kernel:
+        kernel.apply_text(commands)
+
+
+def found_in(plans: KnownPlans) -> list[Json]:
+    return differences_of(plans, lambda questions: explain(questions, live=True), frontends)
+
+
+@pytest.mark.parametrize("case", golden_cases.names())
+def test_kube_proxys_rules_do_what_the_plans_say(case: str) -> None:
+    with beside_kube_proxy(case) as plans:
+        assert found_in(plans) == []
+
+
+@pytest.mark.parametrize("case", ["slices-moved-ipv4", "slices-moved-ipv6"])
+def test_an_endpoint_that_kube_proxy_lost_is_named(case: str) -> None:
+    with beside_kube_proxy(case) as plans:
+        plan = next(plan for plan in plans.plans.values() if len(plan.cluster) > 1)
+        lost = dict(plans.plans) | {plan.key: replace(plan, cluster=plan.cluster[:1])}
+        run(f"delete table {NFT_FAMILY[plan.family]} kube-proxy")
+        run(kube_proxys_table(replace(golden_cases.update(case), plans=lost)))
+        texts = {each["difference"] for each in found_in(plans) if each["service_port"] == str(plan.key)}
+        assert f"endpoint {format_socket(*plan.cluster[1])} is missing" in texts
+
+
+@pytest.mark.parametrize("case", ["slices-moved-ipv4", "slices-moved-ipv6"])
+def test_a_service_that_kube_proxy_kept_is_stale(case: str) -> None:
+    with beside_kube_proxy(case) as plans:
+        kept = found_in(plans.without_services())
+        assert {each["kind"] for each in kept} == {"stale"}
+        assert len(kept) == len({frontend for plan in plans.plans.values() for frontend in plan.frontends()})
+
+
+@pytest.mark.parametrize("family", Family, ids=lambda family: family.label)
+def test_the_endpoint_that_kube_proxy_remembers_for_a_client_is_found(family: Family) -> None:
+    with beside_kube_proxy(f"affinity-client-ip-{family.label.lower()}") as plans:
+        asked, where = next(
+            (question, question.plan.cluster[-1]) for question in questions_about(plans.plans, plans.node)
+            if question.plan is not None and question.plan.affinity_seconds)
+        with Kernel() as kernel:
+            listed = kernel.listed_text(family, "kube-proxy")
+        host = format_address(where.address).replace(":", ".")
+        name = re.search(rf"affinity-\S+__{re.escape(host)}/", listed)
+        assert name
+        source = format_address(asked.packet.source)
+        run(f"add element {NFT_FAMILY[family]} kube-proxy {name[0]}{where.port} {{ {source} }}")
+        (side,) = explain([asked], live=True)
+        assert side.remembered == where
+
+
+def test_kproxys_own_table_is_judged_where_both_exist() -> None:
+    update = golden_cases.update("clusterip-tcp-ipv4")
+    with beside_kube_proxy("clusterip-tcp-ipv4") as plans:
+        backend = NftablesBackend(BackendSettings(families=(Family.IPV4,)))
+        backend.kproxy_sync(replace(update, plans={}))
+        backend.kproxy_close()
+        assert found_in(plans) != []
