@@ -23,6 +23,7 @@ from tests.soak.ledger import Ledger, Window, leaks
 from tests.soak.moments import Moment, now
 from tests.soak.objects import Objects
 from tests.soak.proxy import REPAIRED, Proxy, SoakFailed
+from tests.soak.witness import Witness
 from tests.switch.room import FROM_CLIENT, FROM_NODE, Failure, Load, Room
 
 MODES = ("nftables", "iptables", "userspace", "ebpf")
@@ -107,10 +108,14 @@ class Soak:
         ]
         for load, targets in zip(self._loads, (FROM_CLIENT, FROM_NODE), strict=True):
             load.wait_for(2 * len(targets))
+        hosts = (self.node, self._room.client, *self._room.pods)
+        witness = Witness(
+            hosts, self._loads, self._directory, lambda failure: not self.ledger.outside([failure]))
         try:
             self._restarts(seconds * 0.45 / len(self.modes))
             self._laps(started + seconds)
         finally:
+            witness.close()
             for load in self._loads:
                 load.end()
         self._finish()

@@ -152,6 +152,9 @@ class Failure(NamedTuple):
     until: float
     sent_again: bool
     what: str
+    silence: bool = False
+    port: int = 0
+    """The client's; 0: not bound."""
 
     def overlaps(self, since: float, until: float) -> bool:
         """Return whether the failure may belong to this interval."""
@@ -323,6 +326,7 @@ class Room:
 
         stack.callback(Topology(make=make).close)
         self.client, self.node = hosts["client"], hosts["node"]
+        self.pods = [hosts[name] for name in HOSTS.values()]
         for name, addresses in PODS.items():
             self._endpoint(hosts[HOSTS[name]], addresses)
         self.manifests = directory / "manifests"

@@ -77,6 +77,10 @@ class SentAgain(Failure):
     """The answer needed a retransmission."""
 
 
+class Silence(Failure):
+    """There was no answer."""
+
+
 class Conversation:
     """One connection or flow."""
 
@@ -118,6 +122,10 @@ class Conversation:
     def events(self) -> int:
         """The epoll events to wait for. A TCP socket becomes writable when it is connected."""
         return select.EPOLLIN if self.connected else select.EPOLLIN | select.EPOLLOUT | select.EPOLLET
+
+    @property
+    def phase(self) -> str:
+        return "to a request" if self.connected else "to SYN"
 
     def say(self) -> None:
         self._said = _QUESTION.pack(self._later, self._program, next(self._questions))
@@ -231,7 +239,7 @@ class Client:
             ports = self._ports[target]
             conversation = Conversation(target, ports, number, lasting=lasting, later=later)
         except OSError as error:
-            self._failed(target, lasting, error, time.monotonic())
+            self._failed(target, lasting, error, time.monotonic(), 0)
             self._again.append((target, number, lasting))
             return
         self._conversations[conversation.socket.fileno()] = conversation
@@ -266,7 +274,7 @@ class Client:
         for conversation in list(self._conversations.values()):
             if conversation.waiting:
                 if now - conversation.since > PATIENCE:
-                    self._give_up(conversation, Failure("no answer"))
+                    self._give_up(conversation, Silence(f"no answer {conversation.phase}"))
             elif not self._ending:
                 try:
                     conversation.say()
@@ -282,7 +290,8 @@ class Client:
         if conversation.target in self._control:
             self._stalls.append((conversation.since, time.monotonic()))
         else:
-            self._failed(conversation.target, conversation.lasting, error, conversation.since)
+            port = conversation.socket.getsockname()[1]
+            self._failed(conversation.target, conversation.lasting, error, conversation.since, port)
         replaced = conversation.lasting and conversation in self._under_way
         self._end(conversation)
         if self._ending or replaced:
@@ -292,10 +301,11 @@ class Client:
         else:
             self._open()
 
-    def _failed(self, target: Target, lasting: bool, error: Exception, since: float) -> None:
+    def _failed(self, target: Target, lasting: bool, error: Exception, since: float, port: int) -> None:
         what = error.strerror if isinstance(error, OSError) else error
         self._failures.append({
             "since": since, "until": time.monotonic(), "sent_again": isinstance(error, SentAgain),
+            "silence": isinstance(error, Silence), "port": port,
             "what": f"{'lasting' if lasting else 'new'} {target}: {what}",
         })  # fmt: skip
 

@@ -78,6 +78,11 @@ class Server(ThreadingHTTPServer):
         """Serve in a thread of its own."""
         threading.Thread(target=self.serve_forever, name="apiserver", daemon=True).start()
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print an error, unless it is that a client has left."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
     def stop(self) -> None:
         """Stop serving, and close every watch."""
         self.shutdown()
