@@ -229,6 +229,12 @@ class Walk:
             case "--mark":
                 wanted, mask = _value_and_mask(value)
                 return flight.mark & mask == wanted
+            case "--vaddr":
+                return packet.destination in network(value)
+            case "--vproto":
+                return value in (str(int(packet.protocol)), packet.protocol.name.lower())
+            case "--vport":
+                return int(value) == packet.port
             case "--match-set":
                 return self._in_set(value, flight)
             case "--physdev-is-in":
@@ -262,7 +268,7 @@ class _Rule(NamedTuple):
 _TARGETS = frozenset({"DROP", "REJECT", "ACCEPT", "RETURN", "MARK", "SET", "MASQUERADE", "DNAT", "REDIRECT"})
 _MATCHES = frozenset({
     "-d", "-s", "-p", "-i", "--dport", "--dst-type", "--src-type", "--ctstate", "--state", "--mark",
-    "--probability",
+    "--probability", "--vaddr", "--vproto", "--vport",
 })  # fmt: skip
 _SHORT = 32
 """Rules in a chain that needs no index."""

@@ -1,18 +1,19 @@
 """Serves the hook `kproxy_explain`: the rules, sets and virtual servers that packets meet."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from kproxy_core.backend.api import KernelSide, Question
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket
 from kproxy_core.model.endpoint import Destination
-from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome, Packet
+from kproxy_core.plan.fate import Choice, Fate, Kind, Origin, Outcome, Packet, kind_of
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_ipvs.applied import Applied
 from kproxy_ipvs.kernel import device, listing, sets
 from kproxy_ipvs.kernel.virtual_servers import VirtualServers
-from kproxy_ipvs.names import FILTER, MANGLE, NAT, SETS, SetKind
+from kproxy_ipvs.names import FILTER, IPVS_ACCESS, MANGLE, NAT, SETS, SetKind
 from kproxy_ipvs.settings import Settings
 from kproxy_ipvs.skeleton import JUMPS, skeleton
 from kproxy_ipvs.wanted import ServerKey, make_style
@@ -50,7 +51,12 @@ def explain(questions: Sequence[Question], settings: Settings, *, live: bool) ->
 
         rules = Tables(family, find_variant()).chains()
         state = State(rules, sets.read(family), find, _remembered, device.read(family)[0])
-        return [_side(question, state) for question in questions]
+        return ways(questions, state)
+
+
+def ways(questions: Sequence[Question], state: State) -> list[KernelSide]:
+    """Return the way of each packet through the objects of *state*."""
+    return [_side(question, state) for question in questions]
 
 
 def frontends(family: Family) -> list[Frontend]:
@@ -65,8 +71,21 @@ def frontends(family: Family) -> list[Frontend]:
 def _side(question: Question, state: State) -> KernelSide:
     walk = Walk(_Rules(question.node.family, state), question.node, state.local)
     fate, remembered = _follow(question.packet, walk, state)
-    deviation = "" if question.plan else "IPVS refuses packets to addresses of Services only"
-    return KernelSide(tuple(walk.objects), None if walk.strange else fate, remembered, deviation)
+    return KernelSide(
+        tuple(walk.objects), None if walk.strange else fate, remembered, _deviation(question, state))
+
+
+def _deviation(question: Question, state: State) -> str:
+    """Return what IPVS, or kube-proxy's use of it, does differently by design for such a packet."""
+    plan, frontend = question.plan, question.frontend
+    if plan is None or frontend is None:
+        return "IPVS refuses packets to addresses of Services only"
+    is_local = plan.internal_policy_local if kind_of(frontend, plan) is Kind.CLUSTER_IP else (
+        plan.external_policy_local)
+    if is_local and (MANGLE, IPVS_ACCESS) not in state.rules:
+        return ("kube-proxy's ipvs mode knows no short circuit, and ignores policy Local where this node has "
+                "no endpoint")
+    return ""
 
 
 class _Rules(Ruleset):
@@ -81,11 +100,12 @@ class _Rules(Ruleset):
         if kind is None or not entries:
             return None
         source = packet.packet.source
+        address = format_address(source if sides[0] == "src" else packet.destination)
         if kind.type == "bitmap:port":
             return entries.get(str(packet.port))
         if kind.type == "hash:ip":
-            return entries.get(format_address(source if sides[0] == "src" else packet.destination))
-        entry = f"{format_address(packet.destination)},{packet.packet.protocol.name.lower()}:{packet.port}"
+            return entries.get(address)
+        entry = f"{address},{packet.packet.protocol.name.lower()}:{packet.port}"
         if kind.type == "hash:ip,port":
             return entries.get(entry)
         if kind.type == "hash:ip,port,ip":
@@ -105,13 +125,19 @@ def _follow(packet: Packet, walk: Walk, state: State) -> tuple[Fate, Destination
             return Fate(end.outcome, walk.reason), None
         flight = end.flight
     key, servers = _server(packet, flight, state)
-    if not outgoing or servers is None:
-        hook = "INPUT" if walk.is_local(packet.destination) else "FORWARD"
+    to_node = walk.is_local(packet.destination)
+    if outgoing and to_node:  # The kernel chooses the local address that is dialled as source.
+        flight = replace(flight, packet=packet._replace(source=packet.destination))
+    hooks = ["OUTPUT"] if outgoing else ["INPUT" if to_node else "FORWARD"]
+    for hook in [*hooks, "INPUT"] if outgoing and to_node and servers is None else hooks:
         (end,) = walk.through(FILTER, hook, flight)
         if end.outcome is not None:
             return Fate(end.outcome, walk.reason), None
     if servers is None:
         return Fate(Outcome.UNTOUCHED, "no virtual server"), None
+    if not (outgoing or to_node):
+        address = format_address(packet.destination)
+        return Fate(Outcome.UNTOUCHED, f"no interface of this node has {address}"), None
     walk.note("virtual server", str(key))
     usable = {where: weight for where, weight in servers.items() if weight}
     for where, weight in servers.items():
