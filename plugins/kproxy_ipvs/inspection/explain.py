@@ -150,8 +150,10 @@ def _follow(packet: Packet, walk: Walk, state: State) -> tuple[Fate, Destination
         translated = Flight(packet, where.address, where.port, flight.mark, translated=True)
         (end,) = walk.through(NAT, "POSTROUTING", translated)
         choices.append(Choice(where, weight / total, end.flight.masqueraded))
-    return Fate(Outcome.FORWARDED, f"virtual server {key}", tuple(choices)), state.remembered(
-        key, packet.source)
+    remembered = state.remembered(key, packet.source)
+    # net.ipv4.vs.expire_quiescent_template, which this mode and kube-proxy set, makes IPVS forget the others.
+    return Fate(Outcome.FORWARDED, f"virtual server {key}", tuple(choices)), (
+        remembered if remembered in usable else None)
 
 
 def _server(packet: Packet, flight: Flight, state: State) -> tuple[ServerKey, Weights | None]:

@@ -1,4 +1,4 @@
-"""Results of `kernel_checks` and `switch_checks`, one case for each of their tests.
+"""Results of `kernel_checks`, `switch_checks` and `explain_checks`, one case for each of their tests.
 
 They run in a guest with IPVS:
 ``tests/guest/run .venv/bin/python -m pytest -p tests.plugins.ipvs.rig tests/plugins/ipvs/kernel_checks.py``
@@ -11,7 +11,7 @@ import pytest
 
 from tests.guest.checks import names_of, problems_of
 
-CHECKS = [Path(__file__).with_name(f"{name}_checks.py") for name in ("kernel", "switch")]
+CHECKS = [Path(__file__).with_name(f"{name}_checks.py") for name in ("kernel", "switch", "explain")]
 FIXTURES = "tests.plugins.ipvs.rig"
 LONGEST = 900
 """Seconds."""

@@ -1,0 +1,57 @@
+"""Real packets do what `kproxy explain` predicts in mode ipvs. `test_kernel` runs this in a guest.
+
+The backend is in this process, which reads the kernel once for all packets to one set of objects.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from kproxy_core.testing.drivers.backend import BackendDriver
+from kproxy_core.testing.network.addresses import FAMILIES
+from tests.conformance.any_services import Attempt, World
+from tests.conformance.test_any_services import SIDE_BY_SIDE
+from tests.conformance.test_explained import ExplainedPlay
+
+ROUNDS = 8
+"""Of 40 packets each on average."""
+
+
+class PlayHere(ExplainedPlay):
+    """A play with the backend in this process."""
+
+    make_driver = BackendDriver
+
+    def all_explained(self, attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
+        """Return the answers for all *attempts*."""
+        assert isinstance(self._stage.driver, BackendDriver)
+        return self._stage.driver.explained(list(map(self.request, attempts)))
+
+
+@pytest.fixture
+def play(family: str, tmp_path: Path) -> Iterator[PlayHere]:
+    play = PlayHere("ipvs", family, tmp_path)
+    try:
+        yield play
+    finally:
+        play.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packets_have_the_fate_of_the_explanation(play: PlayHere, family: str) -> None:
+    world = World(Random(f"explained ipvs {family}"))
+    cases = 0
+    for _ in range(ROUNDS):
+        play.apply(world)
+        attempts = list(world.attempts())
+        asked = list(zip(attempts, play.all_explained(attempts), strict=True))
+        cases += len(asked)
+        assert [answer for _, answer in asked if answer["kernel"]["verdict"] != "agrees"] == []
+        with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+            problems = pool.map(lambda each: play.problem(each[0], play.predicted(*each)), asked)
+        assert [problem for problem in problems if problem] == []
+    assert cases > 200
