@@ -19,7 +19,7 @@ from kproxy_core.objects.decode import (
     explained,
 )
 from kproxy_core.objects.reading import quoted, shown
-from kproxy_core.objects.yaml_documents import NotYaml, documents
+from kproxy_core.objects.yaml.documents import NotYaml, documents
 from kproxy_core.store.events import BadObject, limit_complaints
 
 RESOURCES: dict[str, Resource[Any, Any]] = {

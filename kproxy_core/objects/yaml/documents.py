@@ -6,10 +6,12 @@ only as far as they stay small. Scalars follow YAML 1.2, so that `on` and
 `2026-01-01` are strings; keys are strings always.
 """
 
-import re
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
+
+from kproxy_core.objects.yaml.lines import plain_documents
+from kproxy_core.objects.yaml.scalars import plain_value
 
 MAX_DEPTH = 100
 """Limit for nesting, far above that of any API object."""
@@ -17,19 +19,6 @@ MAX_NODES = 1_000_000
 """Limit for the values and collections in one document: about 100 MB of memory, for a moment."""
 MAX_ALIASED = 100_000
 """Limit for the nodes that all aliases of one file stand for."""
-
-_CONSTANTS: dict[str, Any] = {
-    **dict.fromkeys(("", "~", "null", "Null", "NULL")),
-    **dict.fromkeys(("true", "True", "TRUE"), True),
-    **dict.fromkeys(("false", "False", "FALSE"), False),
-}
-_NUMERIC = frozenset("-+.0123456789")
-_decimal = re.compile(r"[-+]?(?:0|[1-9][0-9]{0,17})").fullmatch
-_octal = re.compile(r"0o?([0-7]{1,20})").fullmatch
-_hexadecimal = re.compile(r"0x([0-9a-fA-F]{1,15})").fullmatch
-_float = re.compile(
-    r"[-+]?(?:\.[0-9]+|[0-9]+\.?[0-9]*)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
-).fullmatch
 
 _TAG = "tag:yaml.org,2002:"
 _TEXT_TAGS = frozenset({"!", f"{_TAG}str"})
@@ -47,6 +36,12 @@ class _Key:
 
 def documents(data: bytes) -> Iterator[Any]:
     """Yield the documents in *data*, one value each. Raises NotYaml, perhaps after some of them."""
+    plain = plain_documents(data)
+    yield from parsed_documents(data) if plain is None else plain
+
+
+def parsed_documents(data: bytes) -> Iterator[Any]:
+    """Do the same with libyaml, whatever *data* is."""
     import yaml  # importing it takes longer than reading a small directory
 
     loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
@@ -135,18 +130,7 @@ def _scalar(event: Any) -> Any:
             return text
         if event.tag not in _SCALAR_TAGS:
             raise _unusable(event, f"tag {event.tag[:60]!a} is not supported")
-    if text in _CONSTANTS:
-        return _CONSTANTS[text]
-    if text[0] in _NUMERIC:
-        if _decimal(text):
-            return int(text)
-        if found := _octal(text):
-            return int(found[1], 8)
-        if found := _hexadecimal(text):
-            return int(found[1], 16)
-        if _float(text):
-            return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-    return text
+    return plain_value(text)
 
 
 def _merge(mapping: dict[str, Any], value: Any, event: Any) -> None:
