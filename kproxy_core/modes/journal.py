@@ -9,11 +9,11 @@ import enum
 import json
 import logging
 import os
-import stat
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from kproxy_core.host.files.private import read_private, replace_private
 from kproxy_core.host.namespaces import namespace_name
 
 log = logging.getLogger("kproxy.run")
@@ -57,7 +57,7 @@ class Journal:
     def read(self) -> Entry | None:
         """Return the last entry. None: there is none, or the file is unusable, which is logged."""
         try:
-            found = json.loads(self._content())
+            found = json.loads(read_private(self._path, _MOST_BYTES))
             return Entry(
                 str(found["configured"]), str(found["before"]), str(found["after"]), Phase(found["phase"]))
         except FileNotFoundError:
@@ -71,16 +71,8 @@ class Journal:
 
     def write(self, entry: Entry) -> None:
         """Replace the last entry by *entry*. Raises JournalFailed."""
-        new = self._path.with_suffix(".new")
         try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            new.unlink(missing_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            with open(os.open(new, flags, 0o600), "w", encoding="utf-8") as file:
-                json.dump({**asdict(entry), "phase": entry.phase.value}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            new.rename(self._path)
+            replace_private(self._path, json.dumps({**asdict(entry), "phase": entry.phase.value}))
         except OSError as error:
             raise JournalFailed(
                 f"cannot write {self._path} ({error.strerror}): see kproxy.stateDirectory") from error
@@ -105,17 +97,6 @@ class Journal:
         if entry is None or entry.configured != configured or entry.serving not in modes:
             return ""
         return "" if entry.serving == configured else entry.serving
-
-    def _content(self) -> bytes:
-        """Return what the file holds. Raises OSError, or ValueError if kproxy cannot have written it."""
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with open(os.open(self._path, flags), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ValueError("not a regular file")
-            content = file.read(_MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
-            raise ValueError(f"longer than {_MOST_BYTES} bytes")
-        return content
 
 
 def _belongs_to_another_user(error: Exception) -> bool:

@@ -2,12 +2,11 @@
 
 import json
 import logging
-import os
-import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kproxy_core.host.files.private import read_private, replace_private
 from kproxy_core.host.namespaces import namespace_name
 from kproxy_core.model.address import Address, Family, Protocol
 from kproxy_core.model.endpoint import Destination
@@ -37,7 +36,7 @@ class StoredTotals:
         *now* is the time that all totals get as that of their last connection.
         """
         try:
-            found = json.loads(self._content())
+            found = json.loads(read_private(self._path, _MOST_BYTES))
             if found["boot"] != _boot_id():
                 return "", {}, []
             totals = dict(_decode_total(item, now) for item in found["totals"])
@@ -59,30 +58,12 @@ class StoredTotals:
             "counts": [_encode_count(pair, number) for pair, number in counts],
         }
         try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            new = self._path.with_suffix(".new")
-            new.unlink(missing_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            with open(os.open(new, flags, 0o600), "w", encoding="utf-8") as file:
-                file.write(json.dumps(content, separators=(",", ":")))
-            new.replace(self._path)
+            replace_private(self._path, json.dumps(content, separators=(",", ":")))
         except OSError as error:
             level = logging.DEBUG if self._failed else logging.WARNING
             log.log(level, "cannot keep traffic totals across a restart", extra={
                 "fields": {"file": str(self._path), "error": error.strerror}})
             self._failed = True
-
-
-    def _content(self) -> bytes:
-        """Return what the file holds. Raises OSError, or ValueError if kproxy cannot have written it."""
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with open(os.open(self._path, flags), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ValueError("not a regular file")
-            content = file.read(_MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
-            raise ValueError(f"longer than {_MOST_BYTES} bytes")
-        return content
 
 
 def _encode_total(key: ServicePortKey, total: Total) -> list[object]:

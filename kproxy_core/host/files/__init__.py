@@ -1,1 +1,1 @@
-"""Changes of files and directories, through inotify. Does not interpret file contents."""
+"""Files and directories: changes through inotify, locks, and files of our own. Interprets no contents."""
