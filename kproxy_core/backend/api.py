@@ -261,17 +261,13 @@ class Measurement(NamedTuple):
 class Backend(Protocol):
     """One kernel mechanism, programmed. Called from one thread; registered with the plugin manager.
 
-    An implementation marks these methods with `kproxy_core.backend.hookspecs.hookimpl`.
+    An implementation marks these methods, which `hookspecs` describes, with `hookspecs.hookimpl`.
     """
 
-    def kproxy_sync(self, update: Update) -> SyncReport:
-        """See `hookspecs.kproxy_sync`."""
+    def kproxy_sync(self, update: Update) -> SyncReport: ...
 
-    def kproxy_render(self, update: Update) -> str:
-        """See `hookspecs.kproxy_render`."""
+    def kproxy_render(self, update: Update) -> str: ...
 
-    def kproxy_watch(self, damaged: Damage) -> bool:
-        """See `hookspecs.kproxy_watch`."""
+    def kproxy_watch(self, damaged: Damage) -> bool: ...
 
-    def kproxy_close(self) -> None:
-        """See `hookspecs.kproxy_close`."""
+    def kproxy_close(self) -> None: ...

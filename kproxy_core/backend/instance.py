@@ -1,7 +1,7 @@
 """The core's handle of one backend."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from kproxy_core.backend.api import (
     BackendSettings,
@@ -23,7 +23,8 @@ from kproxy_core.plan.service_plan import Frontend
 class BackendInstance:
     """The hooks of work of one backend, with what observers wrap around them.
 
-    During a switch of modes two exist; each call reaches only one of them.
+    Each method calls the hook of the same name, see `hookspecs`. False or None: the backend does not
+    implement it. During a switch of modes two instances exist; each call reaches only one of them.
     """
 
     def __init__(
@@ -45,52 +46,35 @@ class BackendInstance:
         return self.description.mode
 
     def begin(self) -> bool:
-        """See `hookspecs.kproxy_begin`. False: the backend does not implement it."""
         return bool(self._call("kproxy_begin"))
 
     def sync(self, update: Update) -> SyncReport:
-        """See `hookspecs.kproxy_sync`."""
-        report: SyncReport = self._call("kproxy_sync", update=update)
-        return report
+        return cast(SyncReport, self._call("kproxy_sync", update=update))
 
     def relays(self, family: Family, key: ServicePortKey) -> frozenset[int]:
-        """See `hookspecs.kproxy_relays`. Empty: the kernel forwards."""
-        ports: frozenset[int] | None = self._call("kproxy_relays", family=family, key=key)
-        return ports or frozenset()
+        return self._call("kproxy_relays", family=family, key=key) or frozenset()
 
     def render(self, update: Update) -> str:
-        """See `hookspecs.kproxy_render`."""
         return str(self._call("kproxy_render", update=update))
 
     def preview(self, update: Update) -> Preview | None:
-        """See `hookspecs.kproxy_preview`. None: the backend does not implement it."""
-        found: Preview | None = self._call("kproxy_preview", update=update)
-        return found
+        return cast(Preview | None, self._call("kproxy_preview", update=update))
 
     def explain(self, questions: Sequence[Question], *, live: bool) -> Sequence[KernelSide] | None:
-        """See `hookspecs.kproxy_explain`. None: the backend does not implement it."""
-        sides: Sequence[KernelSide] | None = self._call("kproxy_explain", questions=questions, live=live)
-        return sides
+        return cast(Sequence[KernelSide] | None, self._call("kproxy_explain", questions=questions, live=live))
 
     def frontends(self, family: Family) -> Sequence[Frontend] | None:
-        """See `hookspecs.kproxy_frontends`. None: the backend does not implement it."""
-        found: Sequence[Frontend] | None = self._call("kproxy_frontends", family=family)
-        return found
+        return cast(Sequence[Frontend] | None, self._call("kproxy_frontends", family=family))
 
     def traffic(self, family: Family) -> Sequence[Connections] | None:
-        """See `hookspecs.kproxy_traffic`. None: the backend does not implement it."""
-        counted: Sequence[Connections] | None = self._call("kproxy_traffic", family=family)
-        return counted
+        return cast(Sequence[Connections] | None, self._call("kproxy_traffic", family=family))
 
     def watch(self, damaged: Damage) -> bool:
-        """See `hookspecs.kproxy_watch`."""
         return bool(self._call("kproxy_watch", damaged=damaged))
 
     def measure(self) -> Sequence[Sequence[Measurement]]:
-        """See `hookspecs.kproxy_measure`; includes the observers' answers."""
-        answers: Sequence[Sequence[Measurement]] = self._call("kproxy_measure")
-        return answers
+        """Return the answers of the backend and of observers."""
+        return cast(Sequence[Sequence[Measurement]], self._call("kproxy_measure"))
 
     def close(self) -> None:
-        """See `hookspecs.kproxy_close`."""
         self._call("kproxy_close")

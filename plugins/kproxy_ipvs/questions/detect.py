@@ -17,19 +17,8 @@ from kproxy_ipvs.kernel import device, sets
 from kproxy_ipvs.kernel.virtual_servers import refusal
 from kproxy_ipvs.settings import read_settings
 from kproxy_ipvs.wanted import schedulers
-from kproxy_xtables.requirements import (
-    ADDRTYPE,
-    COMMENTS,
-    CONNTRACK,
-    KERNEL_OPTIONS,
-    MARKS,
-    MASQUERADE,
-    REJECT,
-    Feature,
-    check_privileges,
-    check_programs,
-    try_rules,
-)
+from kproxy_xtables import requirements
+from kproxy_xtables.requirements import Feature
 from kproxy_xtables.tables import Tables
 
 _MODE = "ipvs"
@@ -54,10 +43,10 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
         scheduler = read_settings(settings).scheduler
     except Unsupported as error:
         return Detection(_MODE, (Requirement("scheduler", False, str(error), "choose another"),))
-    modules = Modules(KERNEL_OPTIONS)
-    installed, variant = check_programs(modules, load_modules=load_modules)
+    modules = Modules(requirements.KERNEL_OPTIONS)
+    installed, variant = requirements.check_programs(modules, load_modules=load_modules)
     found = [
-        check_privileges(variant),
+        requirements.check_privileges(variant),
         _ipset(modules, load_modules=load_modules),
         installed,
         sysctl_finding("net/ipv4/ip_forward", 1, "set it to 1"),
@@ -91,9 +80,10 @@ def _rules(tables: Tables, attempts: Attempts) -> Iterator[Finding]:
     set_name = names.IPVS_IPS.full_name(tables.family)
     features = (
         Feature("set match", ("xt_set", "ip_set_hash_ip"), f"-m set --match-set {set_name} dst -j RETURN"),
-        COMMENTS, CONNTRACK, ADDRTYPE, MARKS, MASQUERADE, REJECT,
+        requirements.COMMENTS, requirements.CONNTRACK, requirements.ADDRTYPE, requirements.MARKS,
+        requirements.MASQUERADE, requirements.REJECT,
     )  # fmt: skip
-    return try_rules(tables, attempts, features, ("filter", "mangle"))
+    return requirements.try_rules(tables, attempts, features, ("filter", "mangle"))
 
 
 def _ipset(modules: Modules, *, load_modules: bool) -> Finding:

@@ -10,26 +10,17 @@ from kproxy_core.host.modules import Modules
 from kproxy_core.model.address import Family, format_address
 from kproxy_userspace.settings import read_settings
 from kproxy_userspace.skeleton import nft_skeleton
-from kproxy_xtables.requirements import (
-    ADDRTYPE,
-    COMMENTS,
-    CONNTRACK,
-    KERNEL_OPTIONS,
-    PORTS,
-    Feature,
-    check_privileges,
-    check_programs,
-    try_rules,
-)
+from kproxy_xtables import requirements
+from kproxy_xtables.requirements import Feature
 from kproxy_xtables.tables import Tables
 
 _MODE = "userspace"
 _ROOTLESS = "or serve without portals: --userspace-listen ADDRESS"
 _FEATURES = (
-    COMMENTS,
-    PORTS,
-    CONNTRACK,
-    ADDRTYPE,
+    requirements.COMMENTS,
+    requirements.PORTS,
+    requirements.CONNTRACK,
+    requirements.ADDRTYPE,
     Feature("physdev match", ("xt_physdev",), "-m physdev ! --physdev-is-in -j RETURN"),
     Feature("REDIRECT", ("xt_REDIRECT",), "-p tcp -m tcp -j REDIRECT --to-ports 80"),
 )
@@ -48,15 +39,15 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
     if options.listen is not None:
         where = format_address(options.listen)
         return Detection(_MODE, (Requirement("an address", True, f"ports at {where}, no portals"),))
-    modules = Modules(KERNEL_OPTIONS)
-    installed, variant = check_programs(modules, load_modules=load_modules)
-    found = [_rootless(check_privileges(variant))]
+    modules = Modules(requirements.KERNEL_OPTIONS)
+    installed, variant = requirements.check_programs(modules, load_modules=load_modules)
+    found = [_rootless(requirements.check_privileges(variant))]
     attempts = Attempts(modules, why_not="only looked at" if trial is None else trial.enter(),
                         load_modules=load_modules)  # fmt: skip
     by_iptables = [installed]
     if variant is not None:
         for family in settings.families:
-            by_iptables += try_rules(Tables(family, variant), attempts, _FEATURES)
+            by_iptables += requirements.try_rules(Tables(family, variant), attempts, _FEATURES)
     if all(finding.met for finding in by_iptables):
         found += by_iptables
     elif programs.find("nft"):
