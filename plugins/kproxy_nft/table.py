@@ -6,7 +6,8 @@ from functools import partial
 from kproxy_core.backend.api import Connections
 from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.netlink.messages import NETLINK_NETFILTER, NFGENMSG, text_attribute
+from kproxy_core.host.netlink import nf_tables
+from kproxy_core.host.netlink.messages import NETLINK_NETFILTER, text_attribute
 from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.model.address import Family
 from kproxy_nft import counting
@@ -14,7 +15,7 @@ from kproxy_nft.elements import complete, parse_counters
 
 TABLE = "kproxy-counts"
 
-_GETTABLE, _GETSETELEM = 10 << 8 | 1, 10 << 8 | 13
+_GETTABLE, _GETSETELEM = nf_tables.KIND | 1, nf_tables.KIND | 13
 _TABLE_NAME, _SET_NAME = 1, 2
 
 
@@ -54,7 +55,7 @@ class CountingTable:
         return counting.connections(self._family, counted.items())
 
     def _request(self) -> bytes:
-        return NFGENMSG.pack(self._family.af, 0, 0) + text_attribute(_TABLE_NAME, TABLE)
+        return nf_tables.payload(self._family, text_attribute(_TABLE_NAME, TABLE))
 
 
 def clean_up_counts(mode: str, *, dry_run: bool) -> tuple[list[str], list[str]]:

@@ -5,33 +5,27 @@ values have such a length already.
 """
 
 import struct
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
 
 from kproxy_core.host.netlink.messages import (
-    NFGENMSG,
     NLA_F_NESTED,
-    NLM_F_ACK,
     NLM_F_CREATE,
+    Request,
     attribute,
     attribute_spans,
-    message,
     nested,
     text_attribute,
 )
+from kproxy_core.host.netlink.nf_tables import KIND, payload, transaction
 from kproxy_core.model.address import Family
 from kproxy_nftables.names import CLUSTER_IPS, TABLE, VERDICT_MAPS
 from kproxy_nftables.wanted import Element, Value
 
-_SUBSYSTEM = 10
-_KIND = _SUBSYSTEM << 8
-GETTABLE, GETCHAIN, GETRULE, GETSET = _KIND | 1, _KIND | 4, _KIND | 7, _KIND | 10
-_NEWSETELEM, GETSETELEM, _DELSETELEM = _KIND | 12, _KIND | 13, _KIND | 14
+GETTABLE, GETCHAIN, GETRULE, GETSET = KIND | 1, KIND | 4, KIND | 7, KIND | 10
+_NEWSETELEM, GETSETELEM, _DELSETELEM = KIND | 12, KIND | 13, KIND | 14
 
-_BATCH_BEGIN, _BATCH_END = 16, 17
-_BATCH_PAYLOAD = NFGENMSG.pack(0, 0, int.from_bytes(_SUBSYSTEM.to_bytes(2, "big"), sys.byteorder))
 _LIST_TABLE, _LIST_SET, _LIST_ELEMENTS = 1, 2, 3
 _LIST_ELEM = 1
 _ELEM_KEY, _ELEM_DATA = 1, 2
@@ -51,11 +45,6 @@ each further element takes longer: 250,000 take 2.7 s at once and 0.6 s in such 
 
 _RANKS = {CLUSTER_IPS: 2} | dict.fromkeys(VERDICT_MAPS, 1)
 """Containers whose elements must not exist before those of other containers do."""
-
-
-def payload(family: Family, attributes: bytes = b"") -> bytes:
-    """Encode the payload of a request about *family*."""
-    return NFGENMSG.pack(family.af, 0, 0) + attributes
 
 
 def element_list(container: str) -> bytes:
@@ -101,13 +90,10 @@ def _rank(element: Element) -> int:
 
 
 def _transaction(family: Family, pieces: Sequence[tuple[int, bytes]]) -> tuple[bytes, int]:
-    last = len(pieces) + 1
-    out = [message(_BATCH_BEGIN, 0, _BATCH_PAYLOAD, 1)]
-    for sequence, (kind, body) in enumerate(pieces, 2):
-        flags = (NLM_F_CREATE if kind == _NEWSETELEM else 0) | (NLM_F_ACK if sequence == last else 0)
-        out.append(message(kind, flags, payload(family, body), sequence))
-    out.append(message(_BATCH_END, 0, _BATCH_PAYLOAD, last + 1))
-    return b"".join(out), last
+    return transaction([
+        Request(kind, NLM_F_CREATE if kind == _NEWSETELEM else 0, payload(family, body))
+        for kind, body in pieces
+    ])  # fmt: skip
 
 
 def _messages(kind: int, elements: Sequence[Element]) -> Iterator[tuple[int, bytes]]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 from kproxy_core.backend.errors import SyncFailed, TrustLost, Unsupported
 from kproxy_core.host.netlink import commits
 from kproxy_core.host.netlink import messages as netlink
+from kproxy_core.host.netlink.nf_tables import payload
 from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.model.address import Family
 from kproxy_nft.elements import attributes_of, complete, parse_counters
@@ -29,7 +30,6 @@ from kproxy_nftables.batch import (
     element_list,
     one_element,
     parse_elements,
-    payload,
 )
 from kproxy_nftables.fingerprint import KINDS, Object, fingerprint, is_anonymous, parse_objects
 from kproxy_nftables.names import NFT_FAMILY, SERVICE_CIDRS, TABLE

@@ -1,27 +1,23 @@
 """Tables of nf_tables that another program made dormant. iptables neither shows nor clears that flag."""
 
 import errno
-import socket
 from collections.abc import Collection
 
 from kproxy_core.host.errors import HostError
+from kproxy_core.host.netlink import nf_tables
 from kproxy_core.host.netlink.messages import (
     NETLINK_NETFILTER,
     NFGENMSG,
-    NLM_F_ACK,
+    Request,
     attribute,
     attributes,
-    message,
     text_attribute,
 )
 from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.host.programs import OwnProcesses
 from kproxy_core.model.address import Family
 
-_SUBSYSTEM = 10
-"""NFNL_SUBSYS_NFTABLES (linux/netfilter/nfnetlink.h)"""
-_NEWTABLE, _GETTABLE = _SUBSYSTEM << 8, _SUBSYSTEM << 8 | 1
-_BATCH_BEGIN, _BATCH_END = 0x10, 0x11
+_NEWTABLE, _GETTABLE = nf_tables.KIND, nf_tables.KIND | 1
 _NAME, _FLAGS = 1, 2
 _DORMANT = 1
 """NFT_TABLE_F_DORMANT (linux/netfilter/nf_tables.h)"""
@@ -38,28 +34,24 @@ def dormant_tables(family: Family, names: Collection[str]) -> list[str]:
 
 def wake_tables(family: Family, names: Collection[str], own: OwnProcesses) -> None:
     """Clear the flag of the tables *names*. Remember the socket in *own*. Raises HostError."""
-    header = NFGENMSG.pack(family.af, 0, 0)
-    batch = NFGENMSG.pack(0, 0, socket.htons(_SUBSYSTEM))
     awake = attribute(_FLAGS, bytes(4))
-    data = message(_BATCH_BEGIN, 0, batch)
-    for number, name in enumerate(names, 1):
-        acknowledged = NLM_F_ACK if number == len(names) else 0
-        data += message(_NEWTABLE, acknowledged, header + text_attribute(_NAME, name) + awake, number)
-    data += message(_BATCH_END, 0, batch, len(names) + 1)
+    data, last = nf_tables.transaction([
+        Request(_NEWTABLE, 0, nf_tables.payload(family, text_attribute(_NAME, name), awake)) for name in names
+    ])  # fmt: skip
     try:
         with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
             with own.starting():
                 own.remember(sock.port)
-            for refusal in sock.transact(data, len(names)):
+            for refusal in sock.transact(data, last):
                 raise refusal.error
     except OSError as error:
         raise HostError("cannot activate dormant tables", error) from error
 
 
 def _flags(sock: NetlinkSocket, family: Family, name: str) -> int:
-    payload = NFGENMSG.pack(family.af, 0, 0) + text_attribute(_NAME, name)
+    request = nf_tables.payload(family, text_attribute(_NAME, name))
     try:
-        ((data, start, end),) = sock.request(_GETTABLE, 0, payload)
+        ((data, start, end),) = sock.request(_GETTABLE, 0, request)
     except OSError as error:
         if error.errno == errno.ENOENT:
             return 0

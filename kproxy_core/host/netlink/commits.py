@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
 from kproxy_core.host.netlink import messages as netlink
+from kproxy_core.host.netlink.nf_tables import KIND
 from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.model.address import FAMILY_BY_AF, Family
 
 NFNLGRP: Final = 7
 """NFNLGRP_NFTABLES"""
-_SUBSYSTEM: Final = 10 << 8
 _NEWGEN: Final = 15
 _GETGEN: Final = 16
 _GEN_ID: Final = 1
@@ -88,7 +88,7 @@ class CommitReader:
     def read(self, data: bytes) -> Iterator[Commit]:
         """Take one datagram; yield each commit that it ends."""
         for kind, _, _, start, end in netlink.messages(data):
-            if kind & 0xFF00 != _SUBSYSTEM:
+            if kind & 0xFF00 != KIND:
                 continue
             attributes = start + netlink.NFGENMSG.size
             if kind & 0xFF == _NEWGEN:
@@ -110,7 +110,7 @@ class CommitReader:
 
 def generation(sock: NetlinkSocket) -> int:
     """Return the number of the last commit in this network namespace. Raises OSError."""
-    ((data, start, end),) = sock.request(_SUBSYSTEM | _GETGEN, 0, netlink.NFGENMSG.pack(0, 0, 0))
+    ((data, start, end),) = sock.request(KIND | _GETGEN, 0, netlink.NFGENMSG.pack(0, 0, 0))
     return int.from_bytes(netlink.attributes(data, start + netlink.NFGENMSG.size, end)[_GEN_ID], "big")
 
 

@@ -5,13 +5,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kproxy_core.host.conntrack.events import Direction
+from kproxy_core.host.netlink import nf_tables
 from kproxy_core.host.netlink.announcements import Announcements
 from kproxy_core.host.netlink.messages import NFGENMSG, attributes, messages, text
 from kproxy_core.model.address import Address
 
 _GROUP = 9
 """NFNLGRP_NFTRACE"""
-_TRACE = 10 << 8 | 17
+_TRACE = nf_tables.KIND | 17
 _DROP, _ACCEPT = 0, 1
 _JUMPS = {-3: "jump", -4: "goto", -5: "return", -1: "continue"}
 

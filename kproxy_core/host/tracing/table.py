@@ -5,22 +5,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from kproxy_core.host.netlink.messages import (
-    NETLINK_NETFILTER,
-    NFGENMSG,
-    NLM_F_ACK,
-    NLM_F_CREATE,
-    attribute,
-    message,
-    nested,
-    text_attribute,
-)
+from kproxy_core.host.netlink import messages as netlink
+from kproxy_core.host.netlink import nf_tables
+from kproxy_core.host.netlink.messages import Request, attribute, nested, text_attribute
 from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.model.address import Address, Family, Protocol
 
-_SUBSYSTEM = 10
-_NEW_TABLE, _NEW_CHAIN, _NEW_RULE = (_SUBSYSTEM << 8 | kind for kind in (0, 3, 6))
-_BEGIN, _END = 16, 17
+_NEW_TABLE, _NEW_CHAIN, _NEW_RULE = (nf_tables.KIND | kind for kind in (0, 3, 6))
 _APPEND = 0x800
 _OWNER = 2
 """NFT_TABLE_F_OWNER, since Linux 5.12: the kernel deletes the table when its owner's socket is closed."""
@@ -54,7 +45,7 @@ class Match(NamedTuple):
 
 def open_table(name: str, matches: Sequence[Match]) -> NetlinkSocket:
     """Create the table *name*; it exists until the socket that is returned is closed. Raises OSError."""
-    sock = NetlinkSocket.open(NETLINK_NETFILTER)
+    sock = NetlinkSocket.open(netlink.NETLINK_NETFILTER)
     try:
         data, last = encode(name, matches)
         refused = sock.transact(data, last)
@@ -68,30 +59,23 @@ def open_table(name: str, matches: Sequence[Match]) -> NetlinkSocket:
 
 def encode(name: str, matches: Sequence[Match]) -> tuple[bytes, int]:
     """Encode the transaction that creates the table. Return it with the number of its last request."""
-    requests = [
+    return nf_tables.transaction([
         request for family in dict.fromkeys(match.family for match in matches)
         for request in _requests(name, family, [match for match in matches if match.family is family])
-    ]  # fmt: skip
-    resource = NFGENMSG.pack(0, 0, int.from_bytes(_SUBSYSTEM.to_bytes(2, "big"), sys.byteorder))
-    out = [message(_BEGIN, 0, resource, 1)]
-    last = len(requests) + 1
-    for number, (kind, flags, payload) in enumerate(requests, 2):
-        out.append(message(kind, flags | (NLM_F_ACK if number == last else 0), payload, number))
-    out.append(message(_END, 0, resource, last + 1))
-    return b"".join(out), last
+    ])  # fmt: skip
 
 
-def _requests(table: str, family: Family, matches: Sequence[Match]) -> Iterator[tuple[int, int, bytes]]:
-    start, of = NFGENMSG.pack(family.af, 0, 0), text_attribute(1, table)
-    yield _NEW_TABLE, NLM_F_CREATE, start + of + _u32(2, _OWNER)
+def _requests(table: str, family: Family, matches: Sequence[Match]) -> Iterator[Request]:
+    start = nf_tables.payload(family, text_attribute(1, table))
+    yield Request(_NEW_TABLE, netlink.NLM_F_CREATE, start + _u32(2, _OWNER))
     for name, hook in _HOOKS:
         place = nested(4, _u32(1, hook), attribute(2, struct.pack(">i", _PRIORITY)))
-        yield (_NEW_CHAIN, NLM_F_CREATE,
-               start + of + text_attribute(3, name) + place + text_attribute(7, "filter"))
+        yield Request(_NEW_CHAIN, netlink.NLM_F_CREATE,
+                      start + text_attribute(3, name) + place + text_attribute(7, "filter"))
         for match in matches:
             rule = nested(4, *(nested(1, text_attribute(1, kind), nested(2, *attributes))
                                for kind, *attributes in _expressions(match)))  # fmt: skip
-            yield (_NEW_RULE, NLM_F_CREATE | _APPEND, start + of + text_attribute(2, name) + rule)
+            yield Request(_NEW_RULE, netlink.NLM_F_CREATE | _APPEND, start + text_attribute(2, name) + rule)
 
 
 _Expression = tuple[str, *tuple[bytes, ...]]

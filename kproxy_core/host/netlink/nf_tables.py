@@ -1,0 +1,28 @@
+"""Requests to nf_tables, encoded (linux/netfilter/nfnetlink.h)."""
+
+import socket
+from collections.abc import Sequence
+from typing import Final
+
+from kproxy_core.host.netlink.messages import NFGENMSG, NLM_F_ACK, Request, message
+from kproxy_core.model.address import Family
+
+KIND: Final = 10 << 8
+"""NFNL_SUBSYS_NFTABLES, with which the kinds of messages begin."""
+_BATCH_BEGIN, _BATCH_END = 16, 17
+_BATCH: Final = NFGENMSG.pack(0, 0, socket.htons(KIND >> 8))
+
+
+def payload(family: Family, *attributes: bytes) -> bytes:
+    """Encode the payload of a request about *family*."""
+    return NFGENMSG.pack(family.af, 0, 0) + b"".join(attributes)
+
+
+def transaction(requests: Sequence[Request]) -> tuple[bytes, int]:
+    """Encode *requests* as one transaction. Return it with the sequence number that is acknowledged."""
+    last = len(requests) + 1
+    out = [message(_BATCH_BEGIN, 0, _BATCH, 1)]
+    for number, (kind, flags, body) in enumerate(requests, 2):
+        out.append(message(kind, flags | (NLM_F_ACK if number == last else 0), body, number))
+    out.append(message(_BATCH_END, 0, _BATCH, last + 1))
+    return b"".join(out), last
