@@ -103,15 +103,12 @@ def modes(
 def switch(mode: str, check: bool, output: str) -> None:
     """Have the proxy that runs here serve in another MODE. Connections don't notice."""
     from kproxy_core.cli import switching
-    from kproxy_core.modes.control import NoProxy, RequestRefused
 
-    try:
+    with cli_errors():
         if not check:
             switching.switch(mode, as_json=output == "json")
         elif not switching.check(mode, as_json=output == "json"):
             raise click.ClickException(f"with {mode} would not serve everything")
-    except (NoProxy, RequestRefused) as error:
-        raise click.ClickException(str(error)) from error
 
 
 @kproxy.command(cls=FlagCommand)

@@ -122,12 +122,14 @@ def cli_errors() -> Iterator[None]:
     """Turn expected errors into one line and status 1. Any other exception is a bug and is shown as one."""
     from kproxy_core.backend.errors import BackendError
     from kproxy_core.config.file import ConfigError
+    from kproxy_core.explain.request import NoAnswer
     from kproxy_core.host.errors import HostError
+    from kproxy_core.modes.control import NoProxy, RequestRefused
     from kproxy_core.process.terms import StartFailed
 
     try:
         yield
     except ConfigError as error:
         raise click.ClickException("\n".join(map(str, error.problems))) from error
-    except (BackendError, HostError, StartFailed) as error:
+    except (BackendError, HostError, NoAnswer, NoProxy, RequestRefused, StartFailed) as error:
         raise click.ClickException(str(error)) from error

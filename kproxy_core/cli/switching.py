@@ -17,7 +17,7 @@ def check(mode: str, *, as_json: bool) -> bool:
 
     Raises RequestRefused or NoProxy.
     """
-    found = send_request({"do": "compare", "mode": mode}, lambda line: None)
+    found = send_request({"do": "compare", "mode": mode})
     if as_json:
         click.echo(json.dumps(found, indent=2))
         return not found["loses"]

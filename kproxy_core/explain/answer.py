@@ -10,7 +10,6 @@ from kproxy_core.model.address import format_address, format_socket
 from kproxy_core.model.endpoint import Destination, Endpoint
 from kproxy_core.model.node import NodeView
 from kproxy_core.plan.fate import Fate, Outcome, Packet, Policy, decide, decide_unowned, kind_of
-from kproxy_core.plan.service_plan import ServicePlan
 
 Json = dict[str, Any]
 
@@ -55,7 +54,7 @@ def answer(
         }
         found["not_chosen"] = [
             {"endpoint": format_socket(*where), "because": because}
-            for where, because in _not_chosen(case, fate, plan, node)
+            for where, because in _not_chosen(case, fate, node)
         ]
         found["source"] = _source(packet, fate, node)
         if plan.affinity_seconds:
@@ -110,19 +109,15 @@ def _source(packet: Packet, fate: Fate, node: NodeView) -> str:
     return f"masqueraded to the node's address on the way to the endpoint: {why}"
 
 
-def _not_chosen(
-    case: Case, fate: Fate, plan: ServicePlan, node: NodeView
-) -> Iterator[tuple[Destination, str]]:
+def _not_chosen(case: Case, fate: Fate, node: NodeView) -> Iterator[tuple[Destination, str]]:
     chosen = {choice.where for choice in fate.choices}
     ready = any(endpoint.ready for _, endpoint in case.candidates)
     for where, endpoint in case.candidates:
         if where not in chosen:
-            yield where, _reason(where, endpoint, fate, plan, node, any_ready=ready)
+            yield where, _reason(endpoint, fate, node, any_ready=ready)
 
 
-def _reason(
-    where: Destination, endpoint: Endpoint, fate: Fate, plan: ServicePlan, node: NodeView, *, any_ready: bool
-) -> str:
+def _reason(endpoint: Endpoint, fate: Fate, node: NodeView, *, any_ready: bool) -> str:
     if not endpoint.ready:
         if not endpoint.terminating:
             return "not ready"

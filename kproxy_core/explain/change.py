@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kproxy_core.model.address import format_address, format_socket
+from kproxy_core.model.address import format_socket
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 
 Json = dict[str, Any]
@@ -35,9 +35,9 @@ def document(plan: ServicePlan) -> Json:
 
 def frontend_text(frontend: Frontend) -> str:
     """Return *frontend* as users write it."""
-    where = "node" if frontend.address is None else format_address(frontend.address)
-    socket = f"[{where}]:{frontend.port}" if ":" in where else f"{where}:{frontend.port}"
-    return f"{socket}/{frontend.protocol.name.lower()}"
+    address, protocol, port = frontend
+    where = f"node:{port}" if address is None else format_socket(address, port)
+    return f"{where}/{protocol.name.lower()}"
 
 
 def changes(before: Iterable[Json], after: Iterable[Json]) -> Iterator[Json]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kproxy_core.model.address import Address, Family, Protocol
+from kproxy_core.model.address import Address, Family, Protocol, parse_address
 from kproxy_core.model.service import ServiceName
 
 
@@ -41,6 +41,12 @@ class Destination(NamedTuple):
 
     address: Address
     port: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Destination":
+        """Read ``address:port``, with IPv6 in brackets. Raises ValueError."""
+        host, _, port = text.rpartition(":")
+        return cls(parse_address(host.strip("[]")), int(port))
 
 
 Candidate = tuple[Destination, Endpoint]

@@ -128,7 +128,9 @@ class ControlServer:
         _send(client, answer)
 
 
-def send_request(request: Mapping[str, Any], report_progress: ReportProgress) -> Mapping[str, Any]:
+def send_request(
+    request: Mapping[str, Any], report_progress: ReportProgress = lambda line: None
+) -> Mapping[str, Any]:
     """Send *request* to the proxy of this network namespace and return its final answer.
 
     Calls *report_progress* with each line in between. All texts are printable. Raises NoProxy or

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from kproxy_core.explain.request import NoAnswer
-from kproxy_core.model.address import format_address, format_socket
+from kproxy_core.model.address import format_socket
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.observe.health import ProxyHealth
 from kproxy_core.observe.http.routes import About
@@ -135,11 +135,7 @@ def _row(plans: Sequence[FamilyPlans], key: ServicePortKey) -> dict[str, Any]:
 
 def _frontend(frontend: Frontend) -> str:
     address, _, port = frontend
-    return f"node:{port}" if address is None else f"{_bracketed(format_address(address))}:{port}"
-
-
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
+    return f"node:{port}" if address is None else format_socket(address, port)
 
 
 def _add_traffic(row: dict[str, Any], total: Total, now: float) -> None:

@@ -35,8 +35,7 @@ def cidrs(text: str) -> tuple[Cidr, ...]:
 
 def destinations(text: str) -> tuple[Destination, ...]:
     """Parse destinations such as ``10.0.0.1:80 [fd00::1]:80``."""
-    parts = (part.rpartition(":") for part in text.split())
-    return tuple(Destination(parse_address(host.strip("[]")), int(port)) for host, _, port in parts)
+    return tuple(map(Destination.parse, text.split()))
 
 
 def port_spec(text: str) -> PortSpec:

@@ -70,10 +70,6 @@ class FrontendOwners(SyncObserver):
         """Return the acknowledged plans of one service port, of each family."""
         return [of.plans[key] for of in self._of.values() if key in of.plans]
 
-    def service_ports(self) -> list[ServicePortKey]:
-        """Return all service ports, sorted."""
-        return sorted({key for of in self._of.values() for key in list(of.plans)})
-
     def exists(self, key: ServicePortKey) -> bool:
         """Return whether a family serves *key*."""
         return any(key in of.plans for of in self._of.values())

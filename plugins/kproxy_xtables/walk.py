@@ -175,7 +175,7 @@ class Walk:
             case "MASQUERADE":
                 yield _Branch(1.0, True, replace(flight, masqueraded=True))
             case "DNAT":
-                where = _socket(options["--to-destination"])
+                where = Destination.parse(options["--to-destination"])
                 yield _Branch(1.0, True, replace(
                     flight, destination=where.address, port=where.port, translated=True))
             case "REDIRECT":
@@ -204,7 +204,7 @@ class Walk:
             for text in self._ruleset.rules(table, rule.target):
                 other = _parsed(text)
                 if other.target == "DNAT":
-                    self.remembered = _socket(other.options["--to-destination"])
+                    self.remembered = Destination.parse(other.options["--to-destination"])
 
     def _matches(self, name: str, value: str, flight: Flight) -> bool:
         packet = flight.packet
@@ -333,8 +333,3 @@ def network(text: str) -> Cidr:
 def _value_and_mask(text: str) -> tuple[int, int]:
     value, _, mask = text.partition("/")
     return int(value, 0), int(mask, 0) if mask else 0xFFFFFFFF
-
-
-def _socket(text: str) -> Destination:
-    host, _, port = text.rpartition(":")
-    return Destination(parse_address(host.strip("[]")), int(port))

@@ -31,25 +31,19 @@ def explain(
     from kproxy_core.cli.inspection.explaining import ask_proxy, explain_objects, explain_report, formatted
     from kproxy_core.cli.inspection.objects import OBJECTS
     from kproxy_core.cli.terminal import show
-    from kproxy_core.explain.request import NoAnswer
-    from kproxy_core.modes.control import NoProxy, RequestRefused
 
     if len(words) > 2 or (len(words) == 2 and sender):
         raise click.UsageError("give [FROM] TO")
     sender = sender or (words[0] if len(words) == 2 else "")
     request = {"to": words[-1], "from": sender, "origin": origin or ""}
     flags = given(options)
-    try:
+    with cli_errors():
         if report:
-            with cli_errors():
-                packets = explain_report(request, report)
+            packets = explain_report(request, report)
         elif OBJECTS & set(flags):
-            with cli_errors():
-                packets = explain_objects(request, flags)
+            packets = explain_objects(request, flags)
         else:
             packets = ask_proxy(request)
-    except (NoAnswer, NoProxy, RequestRefused) as error:
-        raise click.ClickException(str(error)) from error
     show(formatted(packets, output))
 
 
@@ -66,17 +60,12 @@ def diff(context: click.Context, /, output: str, **options: Any) -> None:
     """
     from kproxy_core.cli.inspection.comparing import UNCLEAR, compare, formatted, status_of
     from kproxy_core.cli.terminal import show
-    from kproxy_core.explain.request import NoAnswer
-    from kproxy_core.modes.control import NoProxy, RequestRefused
 
     try:
         with cli_errors():
             found = compare(given(options))
     except click.ClickException as error:
         error.show()
-        context.exit(UNCLEAR)
-    except (NoAnswer, NoProxy, RequestRefused) as error:
-        click.ClickException(str(error)).show()
         context.exit(UNCLEAR)
     show(formatted(found, output))
     context.exit(status_of(found))
@@ -95,17 +84,12 @@ def plan(objects: str, verbose: bool, output: str, **options: Any) -> None:
     from kproxy_core.cli.inspection import previewing
     from kproxy_core.cli.inspection.objects import OBJECTS
     from kproxy_core.cli.terminal import show
-    from kproxy_core.explain.request import NoAnswer
-    from kproxy_core.modes.control import RequestRefused
 
     flags = previewing.with_objects(objects, given(options))
     if not OBJECTS & set(flags):
         raise click.UsageError("give DIR, KUBECONFIG, --manifests, --kubeconfig, --master or --config")
-    try:
-        with cli_errors():
-            found = previewing.plan(flags)
-    except (NoAnswer, RequestRefused) as error:
-        raise click.ClickException(str(error)) from error
+    with cli_errors():
+        found = previewing.plan(flags)
     show(previewing.formatted(found, output, verbose=verbose))
 
 
@@ -135,16 +119,14 @@ def verify(
     from kproxy_core.cli.inspection import verifying
     from kproxy_core.cli.inspection.comparing import UNCLEAR
     from kproxy_core.cli.terminal import show
-    from kproxy_core.explain.request import NoAnswer
-    from kproxy_core.modes.control import NoProxy, RequestRefused
 
     if not traffic:
         raise click.UsageError("--traffic is required: it opens connections; `kproxy diff` needs none")
     try:
         with cli_errors():
             found = verifying.read_targets(given(options), service)
-    except (click.ClickException, NoAnswer, NoProxy, RequestRefused) as error:
-        click.ClickException(getattr(error, "message", str(error))).show()
+    except click.ClickException as error:
+        error.show()
         context.exit(UNCLEAR)
     if dry_run:
         for line in verifying.announced(found, connections, rate):
@@ -175,15 +157,12 @@ def top(once: bool, sort: str, search: str, count: int, interval: float, output:
     """
     from kproxy_core.cli.inspection import top as screen
     from kproxy_core.cli.terminal import is_terminal
-    from kproxy_core.modes.control import NoProxy, RequestRefused
 
-    try:
+    with cli_errors():
         if once or output == "json" or not is_terminal():
             screen.once(sort, search, count, as_json=output == "json")
         else:
             screen.watch(sort, search, interval)
-    except (NoProxy, RequestRefused) as error:
-        raise click.ClickException(str(error)) from error
 
 
 @click.command(cls=FlagCommand)
@@ -206,8 +185,7 @@ def trace(
     """
     from kproxy_core.cli.inspection.tracing import Trace, formatted, read_answers
     from kproxy_core.cli.terminal import show
-    from kproxy_core.explain.request import NoAnswer, parse_sender
-    from kproxy_core.modes.control import NoProxy, RequestRefused
+    from kproxy_core.explain.request import parse_sender
 
     seen, problem = 0, ""
     try:
@@ -219,8 +197,6 @@ def trace(
                 show(formatted(packet, output))
                 seen += 1
             problem = watch.problem
-    except (NoAnswer, NoProxy, RequestRefused) as error:
-        raise click.ClickException(str(error)) from error
     except KeyboardInterrupt:
         pass
     if problem:

@@ -22,7 +22,7 @@ def compare(flags: Flags) -> Found:
     RequestRefused or NoAnswer, and as `cli_errors` expects.
     """
     if not OBJECTS & set(flags):
-        return send_request({"do": "diff"}, lambda line: None)
+        return send_request({"do": "diff"})
     from kproxy_core.process.inspection.explaining import compare_with, leftovers
 
     with read_objects(flags, this_machine=True) as (plans, registry, instance, settings_of, *_):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kproxy_core.explain.traffic import ANSWERED, HUNG, REFUSED, Attempt, Target, connections, is_settled
 from kproxy_core.host.conntrack.events import FlowEvents
-from kproxy_core.model.address import Address, Protocol, parse_address
+from kproxy_core.model.address import Address, Protocol, family_of, format_address, parse_address
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.timing.token_bucket import TokenBucket
 
@@ -72,11 +72,10 @@ class Connector:
         return bool(attempts) and is_settled(self._targets[at], attempts)
 
     def _connect(self, at: int) -> None:
-        host, _, port = self._targets[at]["frontend"].rpartition(":")
-        address = parse_address(host.strip("[]"))
-        sock = socket.socket(socket.AF_INET if len(address) == 4 else socket.AF_INET6, socket.SOCK_STREAM)
+        address, port = Destination.parse(self._targets[at]["frontend"])
+        sock = socket.socket(family_of(address).af, socket.SOCK_STREAM)
         sock.setblocking(False)
-        code = sock.connect_ex((host.strip("[]"), int(port)))
+        code = sock.connect_ex((format_address(address), port))
         local = parse_address(sock.getsockname()[0]), int(sock.getsockname()[1])
         self._open[sock] = _Connection(at, time.monotonic() + self._timeout, local)
         if code == errno.EINPROGRESS:

@@ -21,7 +21,7 @@ _VERDICTS = {"agrees": good, "differs": bad, "deviates by design": hint, "cannot
 def ask_proxy(request: Mapping[str, str]) -> Packets:
     """Return the answers of the proxy of this network namespace. Raises RequestRefused or NoProxy."""
     try:
-        packets: Packets = send_request({"do": "explain", **request}, lambda line: None)["packets"]
+        packets: Packets = send_request({"do": "explain", **request})["packets"]
     except NoProxy as error:
         raise NoProxy(f"{error}; to ask about objects instead, give --manifests or --kubeconfig") from error
     return packets

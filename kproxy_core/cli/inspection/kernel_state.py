@@ -24,7 +24,11 @@ _FILES = (
     ("sockets.txt", "/proc/net/sockstat"),
     ("modules.txt", "/proc/modules"),
 )
-_SYSCTLS = ("net/netfilter", "net/ipv4/vs")
+_SYSCTLS = (
+    "net/netfilter/*", "net/ipv4/vs/*", "net/ipv4/ip_forward", "net/ipv6/conf/all/forwarding",
+    "net/ipv4/conf/all/route_localnet",
+)  # fmt: skip
+"""Patterns below /proc/sys."""
 
 
 def kernel_state() -> Iterator[tuple[str, str]]:
@@ -51,14 +55,9 @@ def _output(command: tuple[str, ...]) -> str:
 
 
 def _sysctls() -> Iterator[str]:
-    for directory in _SYSCTLS:
-        for path in sorted(Path("/proc/sys", directory).glob("*")):
-            try:
-                yield f"{directory}/{path.name} = {path.read_text(errors='replace').strip()}\n"
-            except OSError:
-                continue
-    for name in ("net/ipv4/ip_forward", "net/ipv6/conf/all/forwarding", "net/ipv4/conf/all/route_localnet"):
+    root = Path("/proc/sys")
+    for path in (path for pattern in _SYSCTLS for path in sorted(root.glob(pattern))):
         try:
-            yield f"{name} = {Path('/proc/sys', name).read_text().strip()}\n"
+            yield f"{path.relative_to(root)} = {path.read_text(errors='replace').strip()}\n"
         except OSError:
             continue

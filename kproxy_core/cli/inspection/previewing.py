@@ -36,7 +36,7 @@ def plan(flags: Flags) -> Found:
     if "CAP_NET_ADMIN" not in privileges.held():
         raise NoAnswer("CAP_NET_ADMIN is missing: the operations follow from what the kernel holds now")
     try:
-        running = send_request({"do": "plans"}, lambda line: None)
+        running = send_request({"do": "plans"})
     except NoProxy:
         running = None
     if running is not None and not {"mode", "config"} & set(flags):

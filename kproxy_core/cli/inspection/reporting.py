@@ -38,8 +38,7 @@ def contents(flags: Flags) -> Iterator[tuple[str, str]]:
     problems: list[str] = []
     about: Json = {}
     try:
-        about = objects_read(flags) if OBJECTS & set(flags) else send_request(
-            {"do": "report"}, lambda line: None)
+        about = objects_read(flags) if OBJECTS & set(flags) else send_request({"do": "report"})
     except (NoProxy, RequestRefused) as error:
         problems.append(f"running proxy: {error}")
     yield "version.txt", _version()
@@ -55,7 +54,7 @@ def contents(flags: Flags) -> Iterator[tuple[str, str]]:
                 yield f"{key}.txt", "\n".join(map(_cleaned, about[key])) + "\n"
     if about and not OBJECTS & set(flags):
         try:
-            yield "diff.json", _text(send_request({"do": "diff"}, lambda line: None)["differences"])
+            yield "diff.json", _text(send_request({"do": "diff"})["differences"])
         except (NoProxy, RequestRefused) as error:
             problems.append(f"diff: {error}")
     for name, text in kernel_state():

@@ -40,7 +40,7 @@ def once(sort: str, search: str, count: int, *, as_json: bool) -> None:
 
 def _ask(sort: str, search: str, count: int) -> Mapping[str, Any]:
     request = {"do": "top", "search": search, "sort": sort, "count": min(count, _MOST_SHOWN)}
-    return send_request(request, lambda line: None)
+    return send_request(request)
 
 
 @dataclass

@@ -21,15 +21,7 @@ from kproxy_core.host.tracing.events import TraceEvents
 from kproxy_core.host.tracing.packets import PATIENCE, TracedPacket, Tracer
 from kproxy_core.host.tracing.table import Match, open_table
 from kproxy_core.host.tracing.texts import RuleTexts
-from kproxy_core.model.address import (
-    Address,
-    Protocol,
-    family_of,
-    format_address,
-    format_socket,
-    is_loopback,
-    parse_address,
-)
+from kproxy_core.model.address import Address, Protocol, family_of, format_address, format_socket, is_loopback
 from kproxy_core.model.endpoint import Destination
 
 _STYLES = {"forwarded": good, "refused": bad, "dropped": bad, "not touched": hint, "unknown": hint}
@@ -61,7 +53,7 @@ class Trace:
             _match(answer, sender.address): answer["frontend"]["service_port"] if answer["frontend"] else ""
             for answer in answers
         }
-        endpoints = {_socket(e["endpoint"]) for answer in answers for e in answer["endpoints"]}
+        endpoints = {Destination.parse(e["endpoint"]) for answer in answers for e in answer["endpoints"]}
         self._local = node_addresses(lambda _: True)
         self._table = f"kproxy-trace-{os.getpid()}"
         self._tracer = Tracer(
@@ -189,13 +181,8 @@ def _shown(rule: Mapping[str, str]) -> str:
 
 
 def _match(answer: Mapping[str, Any], source: Address | None) -> Match:
-    destination, port = _socket(answer["to"])
+    destination, port = Destination.parse(answer["to"])
     frontend = answer["frontend"]
     of_node = frontend is not None and frontend["kind"] == "node port"
     return Match(
         family_of(destination), None if of_node else destination, Protocol[answer["protocol"]], port, source)
-
-
-def _socket(text: str) -> Destination:
-    host, _, port = text.rpartition(":")
-    return Destination(parse_address(host.strip("[]")), int(port))

@@ -20,7 +20,7 @@ def read_targets(flags: Flags, service: str) -> Found:
     Raises NoAnswer, NoProxy or RequestRefused, and as `cli_errors` expects.
     """
     if not OBJECTS & set(flags):
-        found = send_request({"do": "targets", "service": service}, lambda line: None)
+        found = send_request({"do": "targets", "service": service})
     else:
         from kproxy_core.explain.traffic import targets
         from kproxy_core.process.inspection.explaining import expectations

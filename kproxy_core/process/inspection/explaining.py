@@ -26,17 +26,10 @@ _AT_ONCE = 100
 """Service ports that the loop's thread looks up in one call."""
 
 
-class Request:
-    """The words of one request, checked."""
-
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        """*given* has ``to``, ``from`` and ``origin`` as text. Raises NoAnswer."""
-        self._target = parse_target(str(given.get("to", "")))
-        self._sender = parse_sender(str(given.get("from", "")), str(given.get("origin", "")))
-
-    def cases(self, plans: Mapping[Family, Plans]) -> list[Case]:
-        """Return the packets that are asked about. Raises NoAnswer."""
-        return cases(plans, self._target, self._sender)
+def _cases(given: Mapping[str, Any], plans: Mapping[Family, Plans]) -> list[Case]:
+    """Return the packets that ``to``, ``from`` and ``origin`` in *given* mean. Raises NoAnswer."""
+    sender = parse_sender(str(given.get("from", "")), str(given.get("origin", "")))
+    return cases(plans, parse_target(str(given.get("to", ""))), sender)
 
 
 def explain_running(
@@ -46,10 +39,8 @@ def explain_running(
 
     The loop's thread only looks the plans up; the kernel is read in the calling thread.
     """
-    request = Request(given)
-
     def look() -> tuple[list[Case], list[list[Caveat]]]:
-        found = request.cases(loop.plans)
+        found = _cases(given, loop.plans)
         return found, [caveats_of(case, registry, instance) for case in found]
 
     found, caveats = loop.call(look)
@@ -60,7 +51,7 @@ def explain_written(
     given: Mapping[str, Any], plans: Mapping[Family, Plans], registry: Registry, instance: BackendInstance
 ) -> list[dict[str, Any]]:
     """Return an answer for each packet, with the objects that a sync would write. Raises NoAnswer."""
-    found = Request(given).cases(plans)
+    found = _cases(given, plans)
     return answers(found, instance, [caveats_of(case, registry, instance) for case in found], live=False)
 
 
