@@ -140,10 +140,7 @@ class ApiRequests:
         self._transport.abort()
 
     def keep_up(self) -> None:
-        """Load the credentials again if a file was replaced or they expired.
-
-        Raises AccessError, having changed nothing.
-        """
+        """Load the credentials again if a file changed or they expired. AccessError changes nothing."""
         self._current.keep_up()
         self._take_current()
 

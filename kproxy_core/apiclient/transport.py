@@ -44,10 +44,7 @@ class Response:
         return is_protobuf(self.headers.get("content-type", ""))
 
     def read(self) -> bytes:
-        """Return the next bytes of the body, all that have arrived; b"" at its end.
-
-        Raises OSError, ProtocolError.
-        """
+        """Return the bytes of the body that have arrived; b"" at its end. Raises OSError, ProtocolError."""
         if self._problem is not None:
             raise self._problem
         data = self._read_once()

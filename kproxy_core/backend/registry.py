@@ -60,10 +60,7 @@ class Registry:
     def __init__(
         self, entry_points: Iterable[EntryPoint] | None = None, *, plugins: Iterable[str] = ()
     ) -> None:
-        """*plugins* are the values of ``-p``: see `named`.
-
-        Raises PluginNotFound or PluginRefused for one of those.
-        """
+        """*plugins* are the values of ``-p``, see `named`. Raises PluginNotFound, PluginRefused."""
         self.manager = pluggy.PluginManager(hookspecs.PROJECT)
         self.manager.add_hookspecs(hookspecs)
         self.descriptions: dict[str, Description] = {}
@@ -97,10 +94,7 @@ class Registry:
         return sorted({*self._offered, *self.descriptions})
 
     def load(self, mode: str) -> Description:
-        """Load the plugin that provides *mode*, unless it is loaded already. Return its description.
-
-        Raises UnknownMode or PluginRefused.
-        """
+        """Load the plugin of *mode* if needed; return its description. Raises UnknownMode, PluginRefused."""
         known = self.descriptions.get(mode)
         if known is not None:
             return known
@@ -131,10 +125,7 @@ class Registry:
         return all(interface not in known.interfaces for known in tuple(self.descriptions.values()))
 
     def layers(self, mode: str) -> tuple[str, ...]:
-        """Return *mode*, preceded by the mode that it stands on, if any.
-
-        Raises UnknownMode or PluginRefused.
-        """
+        """Return *mode*, preceded by its base, if it has one. Raises UnknownMode, PluginRefused."""
         base = self.load(mode).base
         if not base:
             return (mode,)

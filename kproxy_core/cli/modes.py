@@ -121,10 +121,7 @@ def _table(report: Report) -> str:
 
 
 def describe(registry: Registry, mode: str) -> Report:
-    """Describe every mode that can be loaded, the preferred one first, or only *mode*.
-
-    Raises UnknownMode or PluginRefused.
-    """
+    """Describe all modes, the preferred one first, or only *mode*. Raises UnknownMode, PluginRefused."""
     descriptions = [registry.load(mode)] if mode else registry.load_all()
     return Report((), tuple(DescribedMode(description, None) for description in descriptions))
 

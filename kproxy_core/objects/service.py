@@ -1,7 +1,4 @@
-"""Services, from the wire to the model.
-
-As kube-proxy 1.36, pkg/proxy/serviceport.go and pkg/proxy/util. Absent fields get the API server's defaults.
-"""
+"""Services, from the wire to the model (kube-proxy 1.36: pkg/proxy/serviceport.go and pkg/proxy/util)."""
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -127,10 +124,7 @@ def _ports(ports: list[wire.ServicePort], found: Findings) -> tuple[PortSpec, ..
 
 @lru_cache(maxsize=1024)
 def _good_ports(ports: tuple[wire.ServicePort, ...]) -> tuple[PortSpec, ...]:
-    """Return *ports* if they are all valid, one tuple for all equal ones: many Services have the same ports.
-
-    Raises Refused.
-    """
+    """Return valid *ports*, one tuple for all equal ones: Services often share ports. Raises Refused."""
     found = Findings("", None, None)
     kept = _read_ports(ports, found)
     if found.bad:

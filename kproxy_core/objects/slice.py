@@ -1,7 +1,4 @@
-"""EndpointSlices, from the wire to the model.
-
-As kube-proxy 1.36, pkg/proxy/endpointslicecache.go. Absent fields get the API server's defaults.
-"""
+"""EndpointSlices, from the wire to the model (kube-proxy 1.36: pkg/proxy/endpointslicecache.go)."""
 
 import sys
 from collections.abc import Sequence
@@ -92,10 +89,7 @@ def read_ports(ports: list[wire.SlicePort], path: str, found: Findings) -> tuple
 
 @lru_cache(maxsize=1024)
 def _good_ports(ports: tuple[wire.SlicePort, ...]) -> tuple[SlicePort, ...]:
-    """Return *ports* if they are all usable, one tuple for all equal ones: most slices have the same ports.
-
-    Raises Refused.
-    """
+    """Return usable *ports*, one tuple for all equal ones: most slices share ports. Raises Refused."""
     found = Findings("", None, None)
     kept = _read_ports(ports, "", found)
     if found.bad:

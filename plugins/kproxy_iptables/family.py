@@ -113,10 +113,7 @@ class FamilyState:
         return SyncReport(comparison.operations + len(woken))
 
     def _send(self, inputs: Iterable[str]) -> None:
-        """Give *inputs* to iptables-restore.
-
-        Raises Busy if nothing has changed, else what `Tables.restore` raises.
-        """
+        """Give *inputs* to iptables-restore. Raises Busy if nothing changed, else as `Tables.restore`."""
         for number, text in enumerate(inputs):
             try:
                 self.tables.restore(text)

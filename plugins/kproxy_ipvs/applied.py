@@ -225,10 +225,7 @@ def is_owned(
     key: ServerKey, on_device: Collection[Address], entries: Entries, excluded: Iterable[Cidr],
     is_own_mark: Callable[[int], bool],
 ) -> bool:
-    """Return whether a virtual server is this mode's: its mark, the device or a set refers to it.
-
-    Other tools own those in *excluded* networks.
-    """
+    """Tell a virtual server of this mode by its mark, the device or a set; never in *excluded* networks."""
     if key.address is None:
         return is_own_mark(key.mark)
     if any(key.address in cidr for cidr in excluded):

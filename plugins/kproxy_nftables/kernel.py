@@ -1,7 +1,4 @@
-"""All input and output with nf_tables: text through libnftables, elements through netlink.
-
-Errors of the kernel become typed errors here.
-"""
+"""All input and output with nf_tables: text through libnftables, elements through netlink."""
 
 import errno
 import hashlib
@@ -59,10 +56,7 @@ _STALE = {errno.ENOENT, errno.EEXIST, errno.EBUSY, errno.ENOBUFS, errno.EINTR, e
 
 
 class Kernel:
-    """nf_tables in the calling thread's network namespace. Sockets are opened when first needed.
-
-    Not thread-safe.
-    """
+    """nf_tables in the calling thread's network namespace. Opens sockets when needed. Not thread-safe."""
 
     def __init__(self, *, check_only: bool = False) -> None:
         """With *check_only*, the kernel checks text without applying it."""

@@ -1,7 +1,4 @@
-"""Notices changes of our tables by other processes at once.
-
-Our own commits are filtered out in the kernel, so they do not wake an idle proxy.
-"""
+"""Notices changes of our tables by other processes. The kernel filters out our own commits."""
 
 from collections.abc import Collection, Sequence
 

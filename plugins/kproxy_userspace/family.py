@@ -100,10 +100,7 @@ class FamilyState:
         return None
 
     def close_departed(self) -> None:
-        """Close relays once no client is on its way to them. From any thread.
-
-        Raises HostError or SyncFailed.
-        """
+        """Close relays that no client is on its way to. From any thread. Raises HostError, SyncFailed."""
         before = time.monotonic() - GRACE_SECONDS
         with self._writing:
             departing = [each for each in self._applied.departing if each.since <= before]
@@ -117,10 +114,7 @@ class FamilyState:
     # Leaving the node to another mode ------------------------------------------------------
 
     def withdraw(self) -> list[str]:
-        """Delete all portals, once: later ones belong to another instance. Return a line for each object.
-
-        Raises HostError.
-        """
+        """Delete all portals, once: later ones are another instance's. Return lines. Raises HostError."""
         if self._withdrawn:
             return []
         with self._writing:
@@ -130,10 +124,7 @@ class FamilyState:
         return removed
 
     def arriving(self) -> Counter[Protocol]:
-        """Return how many clients of each protocol are on their way to a relay. Raises HostError.
-
-        TCP clients that were accepted are not counted.
-        """
+        """Return how many clients, by protocol, have not reached a relay yet. Raises HostError."""
         listening = {relay.local_port for relay in self._applied.all_relays() if relay.is_listening}
         found: Counter[Protocol] = Counter()
         for port, clients in arriving(self.family, listening).items():

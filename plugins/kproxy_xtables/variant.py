@@ -126,10 +126,7 @@ def _is_rule(line: str) -> bool:
 
 
 def probe(infix: str) -> Variant | None:
-    """Return the variant whose program names contain *infix*; None if it is not installed.
-
-    Raises ProgramUnfinished.
-    """
+    """Return the variant with *infix* in its programs' names, if installed. Raises ProgramUnfinished."""
     program = f"{PROGRAM[Family.IPV4]}{infix}"
     if not all(programs.find(name) for name in (program, f"{program}-save", f"{program}-restore")):
         return None

@@ -85,18 +85,12 @@ _Accepts = Callable[[str], bool]
 
 
 def node_addresses(accepts: _Accepts = lambda _: True) -> frozenset[Address]:
-    """Return the addresses of all accepted interfaces, loopback and link-local ones included.
-
-    Raises HostError.
-    """
+    """Return the addresses of all accepted interfaces, loopback and link-local too. Raises HostError."""
     return frozenset(each.address for each in _read(accepts))
 
 
 def default_source_address(family: Family) -> Address | None:
-    """Return the address from which this node sends along the default route of *family*.
-
-    None without such a route. No packet is sent.
-    """
+    """Return this node's source address on the default route of *family*; None without one. Sends nothing."""
     try:
         with socket.socket(family.af, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
             sock.connect((_ANYWHERE[family], 9))
@@ -112,11 +106,7 @@ class AddressWatch:
     def __init__(
         self, callback: Callable[[frozenset[Address]], None], accepts: _Accepts = lambda _: True
     ) -> None:
-        """Start watching.
-
-        Both functions are called from the watch's thread, *accepts* whenever an address is added.
-        Raises HostError.
-        """
+        """Start a thread that watches and calls; *accepts* for each added address. Raises HostError."""
         self._callback = callback
         self._accepts = accepts
         self._complete = True

@@ -158,10 +158,7 @@ class HttpServer:
         self._do(lambda: self._unbind(listener))
 
     def settle(self, timeout: float = 5.0) -> None:
-        """Wait until earlier calls have taken effect, each bind tried once.
-
-        Raises TimeoutError after *timeout* seconds.
-        """
+        """Wait until earlier calls have taken effect, each bind tried once. Raises TimeoutError."""
         done = threading.Event()
         self._do(done.set)
         if not done.wait(timeout):

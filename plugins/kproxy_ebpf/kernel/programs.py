@@ -1,7 +1,4 @@
-"""The compiled programs: from the cache, or from a process that runs bcc.
-
-A start that finds its programs in the cache needs neither bcc nor a compiler.
-"""
+"""The compiled programs: from the cache, which needs neither bcc nor a compiler, or from a bcc process."""
 
 import base64
 import hashlib
@@ -61,10 +58,7 @@ class Compilation:
     """The programs being compiled, or found in the cache at once."""
 
     def __init__(self, cache: str = CACHE, *, start: bool = True) -> None:
-        """Start the compiler unless *cache* has the result, or only look.
-
-        Raises HostError if it cannot be started.
-        """
+        """Start the compiler unless *cache* has the result, or only look. Raises HostError."""
         source = files("kproxy_bpf")
         text = (source / "services.c").read_bytes()
         key = hashlib.sha256(text + Path(_SCRIPT).read_bytes()).hexdigest()[:32]

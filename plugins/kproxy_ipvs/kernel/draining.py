@@ -37,10 +37,7 @@ class Draining:
         self._thread: threading.Thread | None = None
 
     def add(self, servers: Iterable[tuple[ServerKey, Destination]]) -> None:
-        """Delete those *servers* that have no connections, and the others later. Their weight is 0 already.
-
-        Raises HostError.
-        """
+        """Delete *servers*, of weight 0, now or once they have no connections. Raises HostError."""
         added: dict[ServerKey, set[Destination]] = {}
         for key, where in servers:
             added.setdefault(key, set()).add(where)

@@ -123,10 +123,7 @@ class VirtualServers:
         return unusable
 
     def delete_drained(self, draining: RealServers) -> RealServers:
-        """Delete those of the *draining* real servers that have no connections; return the others.
-
-        Raises HostError.
-        """
+        """Delete *draining* real servers without connections; return the others. Raises HostError."""
         drained: list[Operation] = []
         left: dict[ServerKey, set[Destination]] = {}
         with self._lock:

@@ -133,10 +133,7 @@ class WorkerPool:
         return self._counts_of_ended[counter] + sum(worker.counts[counter] for worker in workers)
 
     def report(self) -> list[Count]:
-        """Return the connections that were counted since the last report. From any thread.
-
-        Those of a worker that has exited since are lost.
-        """
+        """Return new connections since the last report. From any thread; an exited worker's are lost."""
         found: list[Count] = []
         with self._ordering:
             for worker in self._workers:
