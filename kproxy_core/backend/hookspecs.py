@@ -10,23 +10,7 @@ from collections.abc import Sequence
 
 import pluggy
 
-from kproxy_core.backend.api import (
-    Backend,
-    BackendSettings,
-    Caveat,
-    Connections,
-    Damage,
-    Description,
-    Detection,
-    KernelSide,
-    Leftovers,
-    Measurement,
-    Preview,
-    Question,
-    SyncReport,
-    Trial,
-    Update,
-)
+from kproxy_core.backend import api
 from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import Frontend
@@ -39,13 +23,15 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 @hookspec
-def kproxy_describe() -> Description:
+def kproxy_describe() -> api.Description:
     """Describe the mode that this plugin provides. Import nothing heavy and leave the kernel alone."""
     raise NotImplementedError
 
 
 @hookspec
-def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: bool) -> Detection:
+def kproxy_detect(
+    settings: api.BackendSettings, trial: api.Trial | None, load_modules: bool
+) -> api.Detection:
     """Report whether the mode works on this kernel, with each requirement and its remedy.
 
     Changes nothing, and never raises because something is missing. With a *trial*, this process exists for
@@ -57,7 +43,7 @@ def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: 
 
 
 @hookspec
-def kproxy_cleanup(settings: BackendSettings, dry_run: bool, own_only: bool) -> Leftovers:
+def kproxy_cleanup(settings: api.BackendSettings, dry_run: bool, own_only: bool) -> api.Leftovers:
     """Remove every trace of this mode from the kernel, and nothing else.
 
     Idempotent. Covers kube-proxy's traces of the same mode, too, but with *own_only* leaves everything that a
@@ -67,7 +53,7 @@ def kproxy_cleanup(settings: BackendSettings, dry_run: bool, own_only: bool) -> 
 
 
 @hookspec
-def kproxy_retire(settings: BackendSettings) -> Leftovers:
+def kproxy_retire(settings: api.BackendSettings) -> api.Leftovers:
     """Remove what no established connection needs, and accept no new connections: another mode serves now.
 
     Optional, for plugins whose rules carry established connections, and for backends that relay connections
@@ -78,7 +64,7 @@ def kproxy_retire(settings: BackendSettings) -> Leftovers:
 
 
 @hookspec
-def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat]:
+def kproxy_caveats(update: api.Update, settings: api.BackendSettings) -> Sequence[api.Caveat]:
     """Return everything in *update* that this mode does differently from other modes, or not at all.
 
     Optional. Pure: decides from the arguments alone, never from the kernel.
@@ -87,7 +73,7 @@ def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat
 
 
 @hookspec
-def kproxy_supersede(dry_run: bool) -> Leftovers:
+def kproxy_supersede(dry_run: bool) -> api.Leftovers:
     """Remove kube-proxy's leftovers of the same mode that this mode does not use itself.
 
     Optional. Called once when this mode serves, and again if it is to serve while it is still retiring. May
@@ -97,7 +83,7 @@ def kproxy_supersede(dry_run: bool) -> Leftovers:
 
 
 @hookspec
-def kproxy_prepare(settings: BackendSettings) -> None:
+def kproxy_prepare(settings: api.BackendSettings) -> None:
     """Make the settings of the whole machine that the mode needs, such as sysctls, so that serving need not.
 
     Optional. Called for ``--init-only``, with all privileges, for the mode that will serve and for every
@@ -106,7 +92,7 @@ def kproxy_prepare(settings: BackendSettings) -> None:
 
 
 @hookspec(firstresult=True)
-def kproxy_make_backend(mode: str, settings: BackendSettings) -> Backend | None:
+def kproxy_make_backend(mode: str, settings: api.BackendSettings) -> api.Backend | None:
     """Return a new backend if *mode* is this plugin's, else None. Leave the kernel alone.
 
     Raises Unsupported if the mode cannot work here.
@@ -126,7 +112,7 @@ def kproxy_begin() -> bool:
 
 
 @hookspec(firstresult=True)
-def kproxy_sync(update: Update) -> SyncReport:
+def kproxy_sync(update: api.Update) -> api.SyncReport:
     """Make the kernel agree with *update*; on return it does.
 
     Called from one thread, once per family and batch. A failed call has remembered nothing. Raises
@@ -147,7 +133,7 @@ def kproxy_relays(family: Family, key: ServicePortKey) -> frozenset[int]:
 
 
 @hookspec(firstresult=True)
-def kproxy_render(update: Update) -> str:
+def kproxy_render(update: api.Update) -> str:
     """Return the complete rules for *update* as text in the mechanism's own language.
 
     Leaves the kernel alone and needs no privileges.
@@ -156,7 +142,7 @@ def kproxy_render(update: Update) -> str:
 
 
 @hookspec(firstresult=True)
-def kproxy_preview(update: Update) -> Preview:
+def kproxy_preview(update: api.Update) -> api.Preview:
     """Return the operations with which a `Scope.RESYNC` would bring the kernel to *update* now.
 
     Optional; serves ``kproxy plan`` and ``kproxy switch --check``. Reads the kernel and changes nothing.
@@ -166,7 +152,7 @@ def kproxy_preview(update: Update) -> Preview:
 
 
 @hookspec(firstresult=True)
-def kproxy_explain(questions: Sequence[Question], live: bool) -> Sequence[KernelSide]:
+def kproxy_explain(questions: Sequence[api.Question], live: bool) -> Sequence[api.KernelSide]:
     """Return the kernel objects that each packet meets, and the fate that these give it.
 
     Optional. With *live*, read them from the kernel now; without it, return those that a sync would write,
@@ -186,7 +172,7 @@ def kproxy_frontends(family: Family) -> Sequence[Frontend]:
 
 
 @hookspec(firstresult=True)
-def kproxy_traffic(family: Family) -> Sequence[Connections]:
+def kproxy_traffic(family: Family) -> Sequence[api.Connections]:
     """Return the new connections of each frontend and endpoint, as counted since each count began.
 
     Optional; called only with `BackendSettings.count_traffic`. A sync that replaces an endpoint keeps its
@@ -198,7 +184,7 @@ def kproxy_traffic(family: Family) -> Sequence[Connections]:
 
 
 @hookspec(firstresult=True)
-def kproxy_watch(damaged: Damage) -> bool:
+def kproxy_watch(damaged: api.Damage) -> bool:
     """Start calling *damaged* whenever another process changes what this backend programmed.
 
     Called once, after the first successful sync. Return True if changes will be noticed; False if they cannot
@@ -208,7 +194,7 @@ def kproxy_watch(damaged: Damage) -> bool:
 
 
 @hookspec
-def kproxy_measure() -> Sequence[Measurement]:
+def kproxy_measure() -> Sequence[api.Measurement]:
     """Return values worth a metric that the core does not count itself. Optional.
 
     Called at each scrape, from a different thread than the other hooks. Must not raise.

@@ -3,18 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from kproxy_core.backend.api import (
-    BackendSettings,
-    Connections,
-    Damage,
-    Description,
-    KernelSide,
-    Measurement,
-    Preview,
-    Question,
-    SyncReport,
-    Update,
-)
+from kproxy_core.backend import api
 from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import Frontend
@@ -28,7 +17,7 @@ class BackendInstance:
     """
 
     def __init__(
-        self, description: Description, settings: BackendSettings, backends: tuple[object, ...],
+        self, description: api.Description, settings: api.BackendSettings, backends: tuple[object, ...],
         call: Callable[..., Any],
     ) -> None:
         """*backends*: the base's first, where the mode has one.
@@ -48,33 +37,34 @@ class BackendInstance:
     def begin(self) -> bool:
         return bool(self._call("kproxy_begin"))
 
-    def sync(self, update: Update) -> SyncReport:
-        return cast(SyncReport, self._call("kproxy_sync", update=update))
+    def sync(self, update: api.Update) -> api.SyncReport:
+        return cast(api.SyncReport, self._call("kproxy_sync", update=update))
 
     def relays(self, family: Family, key: ServicePortKey) -> frozenset[int]:
         return self._call("kproxy_relays", family=family, key=key) or frozenset()
 
-    def render(self, update: Update) -> str:
+    def render(self, update: api.Update) -> str:
         return str(self._call("kproxy_render", update=update))
 
-    def preview(self, update: Update) -> Preview | None:
-        return cast(Preview | None, self._call("kproxy_preview", update=update))
+    def preview(self, update: api.Update) -> api.Preview | None:
+        return cast(api.Preview | None, self._call("kproxy_preview", update=update))
 
-    def explain(self, questions: Sequence[Question], *, live: bool) -> Sequence[KernelSide] | None:
-        return cast(Sequence[KernelSide] | None, self._call("kproxy_explain", questions=questions, live=live))
+    def explain(self, questions: Sequence[api.Question], *, live: bool) -> Sequence[api.KernelSide] | None:
+        sides = self._call("kproxy_explain", questions=questions, live=live)
+        return cast(Sequence[api.KernelSide] | None, sides)
 
     def frontends(self, family: Family) -> Sequence[Frontend] | None:
         return cast(Sequence[Frontend] | None, self._call("kproxy_frontends", family=family))
 
-    def traffic(self, family: Family) -> Sequence[Connections] | None:
-        return cast(Sequence[Connections] | None, self._call("kproxy_traffic", family=family))
+    def traffic(self, family: Family) -> Sequence[api.Connections] | None:
+        return cast(Sequence[api.Connections] | None, self._call("kproxy_traffic", family=family))
 
-    def watch(self, damaged: Damage) -> bool:
+    def watch(self, damaged: api.Damage) -> bool:
         return bool(self._call("kproxy_watch", damaged=damaged))
 
-    def measure(self) -> Sequence[Sequence[Measurement]]:
+    def measure(self) -> Sequence[Sequence[api.Measurement]]:
         """Return the answers of the backend and of observers."""
-        return cast(Sequence[Sequence[Measurement]], self._call("kproxy_measure"))
+        return cast(Sequence[Sequence[api.Measurement]], self._call("kproxy_measure"))
 
     def close(self) -> None:
         self._call("kproxy_close")

@@ -15,18 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from kproxy_core.backend import hookspecs
-from kproxy_core.backend.api import (
-    CONTRACT,
-    BackendSettings,
-    Caveat,
-    Description,
-    Detection,
-    Leftovers,
-    Requirement,
-    Trial,
-    Update,
-)
+from kproxy_core.backend import api, hookspecs
 from kproxy_core.backend.entry_points import OBSERVERS, BrokenPlugin, distribution_of, installed_entry_points
 from kproxy_core.backend.errors import BackendError
 from kproxy_core.backend.instance import BackendInstance
@@ -63,7 +52,7 @@ class Registry:
         """*plugins* are the values of ``-p``, see `named`. Raises PluginNotFound, PluginRefused."""
         self.manager = pluggy.PluginManager(hookspecs.PROJECT)
         self.manager.add_hookspecs(hookspecs)
-        self.descriptions: dict[str, Description] = {}
+        self.descriptions: dict[str, api.Description] = {}
         """Descriptions of the loaded plugins, by mode."""
         self.broken: list[BrokenPlugin] = []
         self._plugins: dict[str, object] = {}
@@ -93,7 +82,7 @@ class Registry:
         """All installed modes, loaded or not, sorted."""
         return sorted({*self._offered, *self.descriptions})
 
-    def load(self, mode: str) -> Description:
+    def load(self, mode: str) -> api.Description:
         """Load the plugin of *mode* if needed; return its description. Raises UnknownMode, PluginRefused."""
         known = self.descriptions.get(mode)
         if known is not None:
@@ -111,7 +100,7 @@ class Registry:
         self._plugins[mode] = plugin
         return description
 
-    def load_all(self) -> list[Description]:
+    def load_all(self) -> list[api.Description]:
         """Load every plugin; `broken` has those that fail. Return the descriptions, most preferred first."""
         for mode in self.modes:
             try:
@@ -133,7 +122,7 @@ class Registry:
             raise PluginRefused(f"mode {mode!r} has the base {base!r}, which has a base itself")
         return (base, mode)
 
-    def make_backend(self, mode: str, settings: BackendSettings) -> BackendInstance:
+    def make_backend(self, mode: str, settings: api.BackendSettings) -> BackendInstance:
         """Make the backend for *mode*, and its base's before it, and register both for the hooks of work.
 
         Raises UnknownMode, PluginRefused, or Unsupported if it can't work on this machine.
@@ -150,7 +139,7 @@ class Registry:
         self._instances.append(instance)
         return instance
 
-    def _make(self, mode: str, settings: BackendSettings) -> object:
+    def _make(self, mode: str, settings: api.BackendSettings) -> object:
         made = self.manager.hook.kproxy_make_backend(mode=mode, settings=settings)
         if made is None:
             raise PluginRefused(f"the plugin for mode {mode!r} made no backend for it")
@@ -169,7 +158,7 @@ class Registry:
             for backend in instance.backends:
                 self.manager.unregister(backend)
 
-    def prepare(self, mode: str, settings: BackendSettings) -> None:
+    def prepare(self, mode: str, settings: api.BackendSettings) -> None:
         """Have the plugin for *mode* make the settings of the whole machine that it needs.
 
         Raises UnknownMode, PluginRefused, or any exception of the plugin.
@@ -177,7 +166,7 @@ class Registry:
         for layer in self.layers(mode):
             self._ask(layer, "kproxy_prepare", settings=settings)
 
-    def caveats(self, mode: str, update: Update, settings: BackendSettings) -> tuple[Caveat, ...]:
+    def caveats(self, mode: str, update: api.Update, settings: api.BackendSettings) -> tuple[api.Caveat, ...]:
         """Return the caveats that *mode* has for *update*.
 
         Raises UnknownMode, PluginRefused, or any exception of the plugin.
@@ -191,8 +180,9 @@ class Registry:
         )
 
     def detect(
-        self, mode: str, settings: BackendSettings, trial: Trial | None = None, *, load_modules: bool = False
-    ) -> Detection:
+        self, mode: str, settings: api.BackendSettings, trial: api.Trial | None = None, *,
+        load_modules: bool = False,
+    ) -> api.Detection:
         """Ask the plugin for *mode* whether it works here. A plugin that fails to answer does not work.
 
         For *trial* and *load_modules* see `hookspecs.kproxy_detect`. Raises UnknownMode or PluginRefused.
@@ -200,32 +190,33 @@ class Registry:
         found = [
             self._detect(layer, settings, trial, load_modules=load_modules) for layer in self.layers(mode)
         ]
-        return Detection(mode, tuple(requirement for layer in found for requirement in layer.requirements))
+        requirements = tuple(requirement for layer in found for requirement in layer.requirements)
+        return api.Detection(mode, requirements)
 
     def _detect(
-        self, mode: str, settings: BackendSettings, trial: Trial | None, *, load_modules: bool
-    ) -> Detection:
+        self, mode: str, settings: api.BackendSettings, trial: api.Trial | None, *, load_modules: bool
+    ) -> api.Detection:
         try:
             answer = self._ask(
                 mode, "kproxy_detect", settings=settings, trial=trial, load_modules=load_modules)
-            if isinstance(answer, Detection):
+            if isinstance(answer, api.Detection):
                 return answer
             problem = f"answered {type(answer).__name__}, not Detection"
         except (Exception, SystemExit) as error:  # noqa: BLE001 - as in `load`
             problem = _reason(error)
-        return Detection(mode, (Requirement("an answer from the plugin", False, problem),))
+        return api.Detection(mode, (api.Requirement("an answer from the plugin", False, problem),))
 
     def cleanup(
-        self, mode: str, settings: BackendSettings, *, dry_run: bool, own_only: bool = False
-    ) -> Leftovers:
+        self, mode: str, settings: api.BackendSettings, *, dry_run: bool, own_only: bool = False
+    ) -> api.Leftovers:
         """Remove every trace of *mode* from the kernel. Raises UnknownMode or PluginRefused."""
         arguments = {"settings": settings, "dry_run": dry_run, "own_only": own_only}
         return self._leftovers(mode, "kproxy_cleanup", arguments=arguments)
 
     def retire(
-        self, mode: str, settings: BackendSettings, *, instance: BackendInstance | None = None,
+        self, mode: str, settings: api.BackendSettings, *, instance: BackendInstance | None = None,
         traces: bool = True,
-    ) -> Leftovers:
+    ) -> api.Leftovers:
         """Remove the traces of *mode*, except those that `waiting` established connections need.
 
         *instance* is the backend that served in this process, if any. *traces*: include what is not bound to
@@ -235,27 +226,27 @@ class Registry:
         return self._leftovers(
             mode, "kproxy_retire", instance=instance, traces=traces, arguments={"settings": settings})
 
-    def supersede(self, mode: str, *, dry_run: bool) -> Leftovers:
+    def supersede(self, mode: str, *, dry_run: bool) -> api.Leftovers:
         """Remove kube-proxy's leftovers of *mode*, which serves. Raises UnknownMode or PluginRefused."""
         found = [
             self._leftovers(layer, "kproxy_supersede", arguments={"dry_run": dry_run})
             for layer in self.layers(mode)
         ]
-        return Leftovers.merged(mode, found)
+        return api.Leftovers.merged(mode, found)
 
     def _leftovers(
         self, mode: str, hook: str, *, instance: BackendInstance | None = None, traces: bool = True,
         arguments: Mapping[str, object] = MappingProxyType({}),
-    ) -> Leftovers:
+    ) -> api.Leftovers:
         try:
             answers = self._answers(mode, hook, arguments, instance=instance, plugin=traces)
-            wrong = [answer for answer in answers if not isinstance(answer, Leftovers)]
+            wrong = [answer for answer in answers if not isinstance(answer, api.Leftovers)]
             if not wrong:
-                return Leftovers.merged(mode, answers)
+                return api.Leftovers.merged(mode, answers)
             problem = f"answered {type(wrong[0]).__name__}, not Leftovers"
         except (Exception, SystemExit) as error:  # noqa: BLE001 - as in `load`
             problem = _reason(error)
-        return Leftovers(mode, errors=(problem,))
+        return api.Leftovers(mode, errors=(problem,))
 
     def _ask(self, mode: str, hook: str, **arguments: object) -> object:
         """Return the answer of the plugin for *mode*. Calls only that plugin and the observers."""
@@ -344,19 +335,18 @@ class Registry:
         return broken
 
 
-def _describe(plugin: object, mode: str) -> Description:
+def _describe(plugin: object, mode: str) -> api.Description:
     """Return the description of *plugin*, checked before any other of its hooks is called."""
     describe = getattr(plugin, "kproxy_describe", None)
     if describe is None:
         raise PluginRefused("it lacks the hook kproxy_describe")
     description = describe()
-    if not isinstance(description, Description):
+    if not isinstance(description, api.Description):
         raise PluginRefused(f"kproxy_describe returned {type(description).__name__}, not Description")
     major, minor = description.contract
-    if major != CONTRACT[0] or minor > CONTRACT[1]:
-        raise PluginRefused(
-            f"it was written for contract {major}.{minor}, this kproxy offers {CONTRACT[0]}.{CONTRACT[1]}"
-        )
+    ours, last = api.CONTRACT
+    if major != ours or minor > last:
+        raise PluginRefused(f"it was written for contract {major}.{minor}, this kproxy offers {ours}.{last}")
     if description.mode != mode or not _MODE.fullmatch(mode):
         raise PluginRefused(f"its entry point is named {mode!r}, it calls itself {description.mode!r}")
     return description

@@ -19,17 +19,7 @@ from kproxy_core.objects.node import read_node, read_service_cidr
 from kproxy_core.objects.reading import Findings, Reading, Refused, checked_label, checked_subdomain
 from kproxy_core.objects.service import read_service
 from kproxy_core.objects.slice import read_slice
-from kproxy_core.store.events import (
-    Event,
-    NodeGone,
-    NodeSet,
-    ServiceCidrGone,
-    ServiceCidrSet,
-    ServiceGone,
-    ServiceSet,
-    SliceGone,
-    SliceSet,
-)
+from kproxy_core.store import events
 
 if TYPE_CHECKING:
     from kproxy_core.objects.protobuf.decode import ProtobufDecoder
@@ -154,7 +144,8 @@ class Resource(Generic[W, V]):
 
     def __init__(
         self, kind: str, api_version: str, plural: str, struct: type[W], read: Callable[[W], Reading[V]],
-        gone: Callable[[str, str], Event] | None = None, *, namespaced: bool = True, optional: bool = False,
+        gone: Callable[[str, str], events.Event] | None = None, *,
+        namespaced: bool = True, optional: bool = False,
     ) -> None:
         """*gone* makes the event for an object that was deleted or became useless, from namespace and name;
         None: no such event exists.
@@ -181,7 +172,7 @@ class Resource(Generic[W, V]):
 
         return ProtobufDecoder(self)
 
-    def gone(self, name: Name) -> Event:
+    def gone(self, name: Name) -> events.Event:
         """Return the event for the object *name* that was deleted or can no longer be used."""
         assert self._gone is not None
         return self._gone(*name)
@@ -286,16 +277,16 @@ def explained(error: Exception) -> Refused:
     return Refused(path.removeprefix("$").removeprefix("."), problem)
 
 
-SERVICES: Resource[wire.Service, ServiceSet | ServiceGone] = Resource(
+SERVICES: Resource[wire.Service, events.ServiceSet | events.ServiceGone] = Resource(
     "Service", "v1", "services", wire.Service, read_service,
-    lambda namespace, name: ServiceGone(ServiceName(namespace, name)))
-ENDPOINT_SLICES: Resource[wire.EndpointSlice, SliceSet | SliceGone] = Resource(
+    lambda namespace, name: events.ServiceGone(ServiceName(namespace, name)))
+ENDPOINT_SLICES: Resource[wire.EndpointSlice, events.SliceSet | events.SliceGone] = Resource(
     "EndpointSlice", "discovery.k8s.io/v1", "endpointslices", wire.EndpointSlice, read_slice,
-    lambda namespace, name: SliceGone(SliceName(namespace, name)))
+    lambda namespace, name: events.SliceGone(SliceName(namespace, name)))
 ENDPOINTS: Resource[wire.Endpoints, tuple[EndpointSlice, ...]] = Resource(
     "Endpoints", "v1", "endpoints", wire.Endpoints, read_endpoints)
-NODES: Resource[wire.Node, NodeSet] = Resource(
-    "Node", "v1", "nodes", wire.Node, read_node, lambda *_: NodeGone(), namespaced=False)
-SERVICE_CIDRS: Resource[wire.ServiceCIDR, ServiceCidrSet] = Resource(
+NODES: Resource[wire.Node, events.NodeSet] = Resource(
+    "Node", "v1", "nodes", wire.Node, read_node, lambda *_: events.NodeGone(), namespaced=False)
+SERVICE_CIDRS: Resource[wire.ServiceCIDR, events.ServiceCidrSet] = Resource(
     "ServiceCIDR", "networking.k8s.io/v1", "servicecidrs", wire.ServiceCIDR, read_service_cidr,
-    lambda _, name: ServiceCidrGone(name), namespaced=False, optional=True)
+    lambda _, name: events.ServiceCidrGone(name), namespaced=False, optional=True)

@@ -12,19 +12,7 @@ from kproxy_core.model.address import Cidr, Family, outermost
 from kproxy_core.model.endpoint import EndpointSlice, SliceName
 from kproxy_core.model.node import NodeObject
 from kproxy_core.model.service import Service, ServiceName
-from kproxy_core.store.events import (
-    BadObject,
-    Complete,
-    Event,
-    NodeGone,
-    NodeSet,
-    ServiceCidrGone,
-    ServiceCidrSet,
-    ServiceGone,
-    ServiceSet,
-    SliceGone,
-    SliceSet,
-)
+from kproxy_core.store import events
 
 log = logging.getLogger("kproxy.sources")
 
@@ -87,31 +75,31 @@ class Store:
         """Every source has delivered everything that existed when it started."""
         return not self.missing
 
-    def fold(self, event: Event) -> None:
+    def fold(self, event: events.Event) -> None:
         match event:
-            case SliceSet(piece):
+            case events.SliceSet(piece):
                 self._set_slice(piece)
-            case SliceGone(slice_name):
+            case events.SliceGone(slice_name):
                 self._drop_slice(slice_name)
-            case ServiceSet(service, origin):
+            case events.ServiceSet(service, origin):
                 self.origins[service.name] = origin
                 self._set_service(service.name, service)
-            case ServiceGone(name):
+            case events.ServiceGone(name):
                 self.origins.pop(name, None)
                 self._set_service(name, None)
-            case NodeSet(node):
+            case events.NodeSet(node):
                 self.node = self._filled_in(node)
-            case NodeGone():
+            case events.NodeGone():
                 log.info("Node object of this node deleted, keeping its last state")
-            case ServiceCidrSet(cidr_name, cidrs):
+            case events.ServiceCidrSet(cidr_name, cidrs):
                 self._service_cidrs[cidr_name] = cidrs
                 self._join_service_cidrs()
-            case ServiceCidrGone(cidr_name):
+            case events.ServiceCidrGone(cidr_name):
                 self._service_cidrs.pop(cidr_name, None)
                 self._join_service_cidrs()
-            case Complete(source):
+            case events.Complete(source):
                 self.missing.discard(source)
-            case BadObject():
+            case events.BadObject():
                 self.counts.bad_objects += 1
 
     def _filled_in(self, node: NodeObject) -> NodeObject:

@@ -9,16 +9,7 @@ from dataclasses import dataclass
 
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_ebpf import names
-from kproxy_ebpf.batch import (
-    PRESENT,
-    ServiceValue,
-    endpoint_key,
-    endpoint_key_of_slot,
-    endpoint_value,
-    service_id,
-    slot_key,
-)
+from kproxy_ebpf import batch, names
 from kproxy_ebpf.wanted import wanted
 
 Contents = dict[str, dict[bytes, bytes]]
@@ -72,17 +63,17 @@ def contents(plans: Iterable[ServicePlan]) -> Contents:
     endpoints: dict[bytes, bytes] = {}
     for plan in plans:
         for group in wanted(plan):
-            service = service_id(f"{'/'.join(map(str, plan.key))}/{group.name}", plan.family)
+            service = batch.service_id(f"{'/'.join(map(str, plan.key))}/{group.name}", plan.family)
             count, local, has_local = len(group.endpoints), group.local, False
             for index, endpoint in enumerate(group.endpoints):
                 is_local = bool(local) and endpoint.address in local
                 has_local = has_local or is_local
-                value = endpoint_value(endpoint, is_local=is_local)
-                slots[slot_key(service, index)] = value
+                value = batch.endpoint_value(endpoint, is_local=is_local)
+                slots[batch.slot_key(service, index)] = value
                 if group.is_remembered:
-                    endpoints[endpoint_key(value, service)] = PRESENT
+                    endpoints[batch.endpoint_key(value, service)] = batch.PRESENT
             for frontend in group.frontends:
-                frontends[frontend.key] = ServiceValue(
+                frontends[frontend.key] = batch.ServiceValue(
                     service, count, group.affinity_seconds, has_local, frontend.masquerades_pods
                 ).encode()
     return {names.ENDPOINTS: endpoints, names.SLOTS: slots, names.FRONTENDS: frontends}
@@ -96,10 +87,10 @@ def compare(before: Contents, after: Contents) -> Difference:
         withdrawn[name] = {key: value for key, value in old.items() if key not in new}
     slots = after[names.SLOTS]
     changed = {key: value for key, value in before.get(names.SLOTS, {}).items() if slots.get(key) != value}
-    remaining = {endpoint_key_of_slot(*slot) for slot in slots.items()} if changed else ()
+    remaining = {batch.endpoint_key_of_slot(*slot) for slot in slots.items()} if changed else ()
     withdrawn[names.SLOTS], unused = {}, {}
     for key, value in changed.items():
-        if endpoint_key_of_slot(key, value) not in remaining:
+        if batch.endpoint_key_of_slot(key, value) not in remaining:
             withdrawn[names.SLOTS][key] = value
         elif key not in slots:
             unused[key] = value

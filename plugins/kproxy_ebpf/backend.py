@@ -7,18 +7,7 @@ the two nor a failure of the programs can lose a connection.
 import logging
 from collections.abc import Generator, Sequence
 
-from kproxy_core.backend.api import (
-    BackendSettings,
-    Connections,
-    Damage,
-    KernelSide,
-    Measurement,
-    Preview,
-    Question,
-    Scope,
-    SyncReport,
-    Update,
-)
+from kproxy_core.backend import api
 from kproxy_core.backend.errors import SyncFailed, TrustLost, Unsupported
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.host.errors import HostError
@@ -41,7 +30,7 @@ log = logging.getLogger("kproxy.ebpf")
 class EbpfBackend:
     """Programs the maps of both families; see `kproxy_core.backend.hookspecs` for the contract."""
 
-    def __init__(self, settings: BackendSettings) -> None:
+    def __init__(self, settings: api.BackendSettings) -> None:
         self._settings = read_settings(settings)
         self._families_served = settings.families
         self._counted = settings.count_traffic
@@ -65,7 +54,7 @@ class EbpfBackend:
         return can_begin
 
     @hookimpl(wrapper=True)
-    def kproxy_sync(self, update: Update) -> Generator[None, SyncReport, SyncReport]:
+    def kproxy_sync(self, update: api.Update) -> Generator[None, api.SyncReport, api.SyncReport]:
         """Withdraw endpoints, have the rules changed, then add endpoints."""
         kernel = self._kernel
         if kernel is None:
@@ -91,28 +80,28 @@ class EbpfBackend:
         except SyncFailed:
             state.distrust()
             raise
-        if not self._attached or (update.scope is Scope.RESYNC and kernel.problem()):
+        if not self._attached or (update.scope is api.Scope.RESYNC and kernel.problem()):
             kernel.attach()  # A family that has no elements yet is served by the rules.
             self._attached = True
-        return SyncReport(report.operations + operations, report.detail, report.unserved)
+        return api.SyncReport(report.operations + operations, report.detail, report.unserved)
 
     @hookimpl(wrapper=True)
-    def kproxy_render(self, update: Update) -> Generator[None, str, str]:
+    def kproxy_render(self, update: api.Update) -> Generator[None, str, str]:
         """Return the base's rules, and the maps as comments."""
         rules = yield
         return rules + render_text(update)
 
     @hookimpl(wrapper=True)
-    def kproxy_preview(self, update: Update) -> Generator[None, Preview, Preview]:
+    def kproxy_preview(self, update: api.Update) -> Generator[None, api.Preview, api.Preview]:
         """Return the base's operations, and those on the maps."""
         rules = yield
         maps = preview(update, self._settings)
-        return Preview(rules.operations + maps.operations, rules.transaction + maps.transaction)
+        return api.Preview(rules.operations + maps.operations, rules.transaction + maps.transaction)
 
     @hookimpl(wrapper=True)
     def kproxy_explain(
-        self, questions: Sequence[Question], live: bool
-    ) -> Generator[None, Sequence[KernelSide], Sequence[KernelSide]]:
+        self, questions: Sequence[api.Question], live: bool
+    ) -> Generator[None, Sequence[api.KernelSide], Sequence[api.KernelSide]]:
         """Return the base's rules, behind the map elements that programs use for local sockets."""
         rules = yield
         if not live:
@@ -123,24 +112,26 @@ class EbpfBackend:
             return explain(questions, rules, self._settings, maps)
 
     @hookimpl(wrapper=True)
-    def kproxy_traffic(self, family: Family) -> Generator[None, Sequence[Connections], Sequence[Connections]]:
+    def kproxy_traffic(
+        self, family: Family
+    ) -> Generator[None, Sequence[api.Connections], Sequence[api.Connections]]:
         """Return the counts of the rules, and those of the programs."""
         by_rules = yield
         return [*by_rules, *connections(family, self._settings)]
 
     @hookimpl(wrapper=True)
-    def kproxy_watch(self, damaged: Damage) -> Generator[None, bool, bool]:
+    def kproxy_watch(self, damaged: api.Damage) -> Generator[None, bool, bool]:
         """Watch the programs' links besides the rules."""
         watches = yield
         self._watcher = Watcher(self._problem, self._families_served, damaged)
         return watches
 
     @hookimpl
-    def kproxy_measure(self) -> list[Measurement]:
+    def kproxy_measure(self) -> list[api.Measurement]:
         """Return whether the programs are attached."""
         attached = self._attached and not self._problem()
         about = "1 while the BPF programs translate local sockets"
-        return [Measurement("kproxy_ebpf_attached", about, "gauge", float(attached))]
+        return [api.Measurement("kproxy_ebpf_attached", about, "gauge", float(attached))]
 
     @hookimpl(wrapper=True)
     def kproxy_close(self) -> Generator[None, None, None]:

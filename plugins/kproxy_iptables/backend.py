@@ -3,18 +3,7 @@
 import logging
 from collections.abc import Sequence
 
-from kproxy_core.backend.api import (
-    BackendSettings,
-    Connections,
-    Damage,
-    KernelSide,
-    Measurement,
-    Preview,
-    Question,
-    Scope,
-    SyncReport,
-    Update,
-)
+from kproxy_core.backend import api
 from kproxy_core.backend.errors import SyncFailed, Unsupported
 from kproxy_core.backend.family_sync import sync_family
 from kproxy_core.backend.hookspecs import hookimpl
@@ -39,7 +28,7 @@ log = logging.getLogger("kproxy.iptables")
 class IptablesBackend:
     """Programs kube-proxy's chains and rules; see `kproxy_core.backend.hookspecs` for the contract."""
 
-    def __init__(self, settings: BackendSettings) -> None:
+    def __init__(self, settings: api.BackendSettings) -> None:
         self._served = settings.families
         self._settings = read_settings(settings)
         self._counted = settings.count_traffic
@@ -62,13 +51,13 @@ class IptablesBackend:
         return True
 
     @hookimpl
-    def kproxy_sync(self, update: Update) -> SyncReport:
+    def kproxy_sync(self, update: api.Update) -> api.SyncReport:
         """Bring one family's tables to *update*. The first call does what `kproxy_begin` does."""
         if not self._families:
             self._families = self._open()
         family = self._families[update.family]
         try:
-            if self._counted and update.scope is Scope.RESYNC:
+            if self._counted and update.scope is api.Scope.RESYNC:
                 self._count(update.family)
             report = sync_family(family, update)
         except HostError as error:
@@ -78,17 +67,17 @@ class IptablesBackend:
         return report
 
     @hookimpl
-    def kproxy_render(self, update: Update) -> str:
+    def kproxy_render(self, update: api.Update) -> str:
         """Return the complete input for iptables-restore."""
         return render_text(update, localhost_node_ports=self._settings.localhost_node_ports)
 
     @hookimpl
-    def kproxy_preview(self, update: Update) -> Preview:
+    def kproxy_preview(self, update: api.Update) -> api.Preview:
         """Return the operations of a resync. Raises HostError or Unsupported."""
         return preview(update, localhost_node_ports=self._settings.localhost_node_ports)
 
     @hookimpl
-    def kproxy_explain(self, questions: Sequence[Question], live: bool) -> Sequence[KernelSide]:
+    def kproxy_explain(self, questions: Sequence[api.Question], live: bool) -> Sequence[api.KernelSide]:
         """Return the rules that each packet meets. Raises HostError, Unsupported."""
         state = self._families.get(questions[0].node.family)
         return explain(questions, live=live, tables=state.tables if state is not None else None)
@@ -99,12 +88,12 @@ class IptablesBackend:
         return frontends(family)
 
     @hookimpl
-    def kproxy_traffic(self, family: Family) -> Sequence[Connections]:
+    def kproxy_traffic(self, family: Family) -> Sequence[api.Connections]:
         """Return the counts of the table that counts connections. Raises HostError."""
         return CountingTable(family).read()
 
     @hookimpl
-    def kproxy_watch(self, damaged: Damage) -> bool:
+    def kproxy_watch(self, damaged: api.Damage) -> bool:
         """Watch our chains, by notifications of nf_tables and by canaries.
 
         A commit between the last sync and the start of the watch is reported as damage.
@@ -117,7 +106,7 @@ class IptablesBackend:
         return True
 
     @hookimpl
-    def kproxy_measure(self) -> list[Measurement]:
+    def kproxy_measure(self) -> list[api.Measurement]:
         """Return numbers of rules, failures and lock timeouts, and packets counted by the kernel."""
         return list(measurements(family.counts for family in self._families.values()))
 

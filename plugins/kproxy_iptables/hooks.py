@@ -2,24 +2,15 @@
 
 from collections.abc import Sequence
 
-from kproxy_core.backend.api import (
-    Backend,
-    BackendSettings,
-    Caveat,
-    Description,
-    Detection,
-    Leftovers,
-    Trial,
-    Update,
-)
+from kproxy_core.backend import api
 from kproxy_core.backend.hookspecs import hookimpl
 
 MODE = "iptables"
 
 
 @hookimpl
-def kproxy_describe() -> Description:
-    return Description(
+def kproxy_describe() -> api.Description:
+    return api.Description(
         mode=MODE,
         summary="the chains and rules of kube-proxy's iptables mode",
         contract=(1, 6),
@@ -29,7 +20,9 @@ def kproxy_describe() -> Description:
 
 
 @hookimpl
-def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: bool) -> Detection:
+def kproxy_detect(
+    settings: api.BackendSettings, trial: api.Trial | None, load_modules: bool
+) -> api.Detection:
     """Check that iptables here supports all rules of the mode."""
     from kproxy_iptables.questions.detect import detect
 
@@ -37,17 +30,17 @@ def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: 
 
 
 @hookimpl
-def kproxy_cleanup(dry_run: bool, own_only: bool) -> Leftovers:
+def kproxy_cleanup(dry_run: bool, own_only: bool) -> api.Leftovers:
     """Delete the chains and rules of this mode, including those of kube-proxy."""
     if own_only:  # kube-proxy uses the same names, and removes what it does not need when it starts.
-        return Leftovers(MODE)
+        return api.Leftovers(MODE)
     from kproxy_iptables.questions.cleanup import cleanup
 
     return cleanup(dry_run=dry_run)
 
 
 @hookimpl
-def kproxy_supersede(dry_run: bool) -> Leftovers:
+def kproxy_supersede(dry_run: bool) -> api.Leftovers:
     """Delete leftovers of older versions, and this mode's rules in the unused variant of iptables."""
     from kproxy_iptables.questions.cleanup import supersede
 
@@ -55,7 +48,7 @@ def kproxy_supersede(dry_run: bool) -> Leftovers:
 
 
 @hookimpl
-def kproxy_prepare(settings: BackendSettings) -> None:
+def kproxy_prepare(settings: api.BackendSettings) -> None:
     """Enable route_localnet if node ports are served on localhost."""
     from kproxy_iptables.kernel.requirements import enable_route_localnet
     from kproxy_iptables.settings import read_settings
@@ -65,7 +58,7 @@ def kproxy_prepare(settings: BackendSettings) -> None:
 
 
 @hookimpl
-def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat]:
+def kproxy_caveats(update: api.Update, settings: api.BackendSettings) -> Sequence[api.Caveat]:
     """Return addresses on which node ports are not served, and limits of session affinity."""
     from kproxy_iptables.questions.caveats import caveats
     from kproxy_iptables.settings import read_settings
@@ -74,7 +67,7 @@ def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat
 
 
 @hookimpl
-def kproxy_make_backend(mode: str, settings: BackendSettings) -> Backend | None:
+def kproxy_make_backend(mode: str, settings: api.BackendSettings) -> api.Backend | None:
     if mode != MODE:
         return None
     from kproxy_iptables.backend import IptablesBackend

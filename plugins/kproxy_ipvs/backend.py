@@ -3,17 +3,7 @@
 import logging
 from collections.abc import Sequence
 
-from kproxy_core.backend.api import (
-    BackendSettings,
-    Damage,
-    KernelSide,
-    Measurement,
-    Preview,
-    Question,
-    Scope,
-    SyncReport,
-    Update,
-)
+from kproxy_core.backend import api
 from kproxy_core.backend.errors import SyncFailed, Unsupported
 from kproxy_core.backend.family_sync import sync_family
 from kproxy_core.backend.hookspecs import hookimpl
@@ -40,7 +30,7 @@ log = logging.getLogger("kproxy.ipvs")
 class IpvsBackend:
     """Programs virtual servers, sets, addresses and rules; see `kproxy_core.backend.hookspecs`."""
 
-    def __init__(self, settings: BackendSettings) -> None:
+    def __init__(self, settings: api.BackendSettings) -> None:
         """Raises Unsupported for settings that this mode does not know."""
         self._given = settings
         self._settings = read_settings(settings)
@@ -55,30 +45,30 @@ class IpvsBackend:
         return True
 
     @hookimpl
-    def kproxy_sync(self, update: Update) -> SyncReport:
+    def kproxy_sync(self, update: api.Update) -> api.SyncReport:
         """Bring one family to *update*. Raises Unsupported at the first call, or SyncFailed."""
         if self._servers is None:
             self._begin()
         state = self._families[update.family.label]
         try:
-            if update.scope is Scope.RESYNC:
+            if update.scope is api.Scope.RESYNC:
                 requirements.ensure_settings(self._settings)
             return sync_family(state, update)
         except HostError as error:
             raise SyncFailed(str(error)) from error
 
     @hookimpl
-    def kproxy_render(self, update: Update) -> str:
+    def kproxy_render(self, update: api.Update) -> str:
         """Return all kernel objects as input for ipvsadm, ipset, ip and iptables-restore."""
         return render_text(update, self._settings)
 
     @hookimpl
-    def kproxy_preview(self, update: Update) -> Preview:
+    def kproxy_preview(self, update: api.Update) -> api.Preview:
         """Return the operations of a resync. Raises HostError."""
         return preview(update, self._settings)
 
     @hookimpl
-    def kproxy_explain(self, questions: Sequence[Question], live: bool) -> Sequence[KernelSide]:
+    def kproxy_explain(self, questions: Sequence[api.Question], live: bool) -> Sequence[api.KernelSide]:
         """Return the rules, set entries and virtual servers that each packet meets. Raises HostError."""
         return explain(questions, self._settings, live=live)
 
@@ -88,7 +78,7 @@ class IpvsBackend:
         return frontends(family)
 
     @hookimpl
-    def kproxy_watch(self, damaged: Damage) -> bool:
+    def kproxy_watch(self, damaged: api.Damage) -> bool:
         """Report changes of the device. The kernel announces no others: full syncs find those."""
         self._unwatch()
         try:
@@ -98,10 +88,10 @@ class IpvsBackend:
         return False
 
     @hookimpl
-    def kproxy_measure(self) -> list[Measurement]:
+    def kproxy_measure(self) -> list[api.Measurement]:
         """Return failure counts under kube-proxy's name (1.36, pkg/proxy/metrics/metrics.go)."""
         return [
-            Measurement(
+            api.Measurement(
                 "kubeproxy_sync_proxy_rules_iptables_restore_failures_total", "Failures of iptables-restore",
                 "counter", state.restore_failures, {"ip_family": family},
             )

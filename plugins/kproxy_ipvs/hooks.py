@@ -2,16 +2,7 @@
 
 from collections.abc import Sequence
 
-from kproxy_core.backend.api import (
-    Backend,
-    BackendSettings,
-    Caveat,
-    Description,
-    Detection,
-    Leftovers,
-    Trial,
-    Update,
-)
+from kproxy_core.backend import api
 from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.host.errors import HostError
@@ -20,8 +11,8 @@ MODE = "ipvs"
 
 
 @hookimpl
-def kproxy_describe() -> Description:
-    return Description(
+def kproxy_describe() -> api.Description:
+    return api.Description(
         mode=MODE,
         summary="virtual servers of the kernel's IPVS, with ipsets and constant iptables rules",
         contract=(1, 5),
@@ -32,7 +23,9 @@ def kproxy_describe() -> Description:
 
 
 @hookimpl
-def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: bool) -> Detection:
+def kproxy_detect(
+    settings: api.BackendSettings, trial: api.Trial | None, load_modules: bool
+) -> api.Detection:
     """Try the kernel features and programs that this mode needs."""
     from kproxy_ipvs.questions.detect import detect
 
@@ -40,7 +33,7 @@ def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: 
 
 
 @hookimpl
-def kproxy_cleanup(settings: BackendSettings, dry_run: bool, own_only: bool) -> Leftovers:
+def kproxy_cleanup(settings: api.BackendSettings, dry_run: bool, own_only: bool) -> api.Leftovers:
     """Delete virtual servers, device, rules and sets of this mode, including kube-proxy's."""
     from kproxy_ipvs.questions.cleanup import cleanup
     from kproxy_ipvs.settings import read_excluded
@@ -49,7 +42,7 @@ def kproxy_cleanup(settings: BackendSettings, dry_run: bool, own_only: bool) -> 
 
 
 @hookimpl
-def kproxy_retire(settings: BackendSettings) -> Leftovers:
+def kproxy_retire(settings: api.BackendSettings) -> api.Leftovers:
     """Delete all objects of this mode that no connection through IPVS needs."""
     from kproxy_ipvs.questions.retire import retire
     from kproxy_ipvs.settings import read_excluded
@@ -58,7 +51,7 @@ def kproxy_retire(settings: BackendSettings) -> Leftovers:
 
 
 @hookimpl
-def kproxy_supersede(dry_run: bool) -> Leftovers:
+def kproxy_supersede(dry_run: bool) -> api.Leftovers:
     """Delete kube-proxy's own objects, and all rules in the iptables variant that the node does not use."""
     from kproxy_ipvs.questions.cleanup import supersede
 
@@ -66,7 +59,7 @@ def kproxy_supersede(dry_run: bool) -> Leftovers:
 
 
 @hookimpl
-def kproxy_prepare(settings: BackendSettings) -> None:
+def kproxy_prepare(settings: api.BackendSettings) -> None:
     """Load the kernel modules and set the sysctls, which need all privileges."""
     from kproxy_ipvs.kernel.requirements import ensure_settings, load_modules
     from kproxy_ipvs.settings import read_settings
@@ -80,7 +73,7 @@ def kproxy_prepare(settings: BackendSettings) -> None:
 
 
 @hookimpl
-def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat]:
+def kproxy_caveats(update: api.Update, settings: api.BackendSettings) -> Sequence[api.Caveat]:
     """Return the deviations of IPVS: node ports, affinity, scheduling."""
     from kproxy_ipvs.questions.caveats import caveats
     from kproxy_ipvs.settings import read_settings
@@ -89,7 +82,7 @@ def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat
 
 
 @hookimpl
-def kproxy_make_backend(mode: str, settings: BackendSettings) -> Backend | None:
+def kproxy_make_backend(mode: str, settings: api.BackendSettings) -> api.Backend | None:
     if mode != MODE:
         return None
     from kproxy_ipvs.backend import IpvsBackend

@@ -3,17 +3,7 @@
 import logging
 from collections.abc import Sequence
 
-from kproxy_core.backend.api import (
-    BackendSettings,
-    Connections,
-    Damage,
-    KernelSide,
-    Measurement,
-    Preview,
-    Question,
-    SyncReport,
-    Update,
-)
+from kproxy_core.backend import api
 from kproxy_core.backend.errors import Unsupported
 from kproxy_core.backend.family_sync import sync_family
 from kproxy_core.backend.hookspecs import hookimpl
@@ -35,7 +25,7 @@ log = logging.getLogger("kproxy.nftables")
 class NftablesBackend:
     """Programs one table for each IP family; see `kproxy_core.backend.hookspecs` for the contract."""
 
-    def __init__(self, settings: BackendSettings) -> None:
+    def __init__(self, settings: api.BackendSettings) -> None:
         self._kernel = Kernel()
         self._counted = settings.count_traffic
         self._states = {
@@ -54,7 +44,7 @@ class NftablesBackend:
         return True
 
     @hookimpl
-    def kproxy_sync(self, update: Update) -> SyncReport:
+    def kproxy_sync(self, update: api.Update) -> api.SyncReport:
         """Bring one family's table to *update*. Raises SyncFailed, TrustLost."""
         report = sync_family(self._states[update.family], update)
         if self._watcher is None:
@@ -62,17 +52,17 @@ class NftablesBackend:
         return report
 
     @hookimpl
-    def kproxy_render(self, update: Update) -> str:
+    def kproxy_render(self, update: api.Update) -> str:
         """Return the whole table as input for `nft -f`."""
         return render_text(update, counted=self._counted)
 
     @hookimpl
-    def kproxy_preview(self, update: Update) -> Preview:
+    def kproxy_preview(self, update: api.Update) -> api.Preview:
         """Return the commands of a resync. Raises BackendError."""
         return preview(update, counted=self._counted)
 
     @hookimpl
-    def kproxy_explain(self, questions: Sequence[Question], live: bool) -> Sequence[KernelSide]:
+    def kproxy_explain(self, questions: Sequence[api.Question], live: bool) -> Sequence[api.KernelSide]:
         """Return the rules and elements that each packet meets. Raises BackendError."""
         return explain(questions, live=live)
 
@@ -82,12 +72,12 @@ class NftablesBackend:
         return frontends(family)
 
     @hookimpl
-    def kproxy_traffic(self, family: Family) -> Sequence[Connections]:
+    def kproxy_traffic(self, family: Family) -> Sequence[api.Connections]:
         """Return the counts of the sets that the rules fill. Raises BackendError."""
         return connections(family)
 
     @hookimpl
-    def kproxy_watch(self, damaged: Damage) -> bool:
+    def kproxy_watch(self, damaged: api.Damage) -> bool:
         """Start watching our tables. Any commit since the last sync is reported as damage."""
         try:
             self._watcher = Watcher(self._kernel.own_ports, damaged)
@@ -100,10 +90,10 @@ class NftablesBackend:
         return True
 
     @hookimpl
-    def kproxy_measure(self) -> list[Measurement]:
+    def kproxy_measure(self) -> list[api.Measurement]:
         """Return the number of failed clean-ups for each IP family."""
         return [
-            Measurement(
+            api.Measurement(
                 "kubeproxy_sync_proxy_rules_nftables_cleanup_failures_total",
                 "Failures to delete unreferenced chains, maps and sets", "counter",
                 state.cleanup_failures, {"ip_family": family.label},

@@ -2,25 +2,16 @@
 
 from collections.abc import Sequence
 
-from kproxy_core.backend.api import (
-    Backend,
-    BackendSettings,
-    Caveat,
-    Description,
-    Detection,
-    Leftovers,
-    Trial,
-    Update,
-)
+from kproxy_core.backend import api
 from kproxy_core.backend.hookspecs import hookimpl
 
 MODE = "nftables"
 
 
 @hookimpl
-def kproxy_describe() -> Description:
+def kproxy_describe() -> api.Description:
     """Describe the mode. As in kube-proxy, node ports are by default on the primary addresses only."""
-    return Description(
+    return api.Description(
         mode=MODE,
         summary="constant nf_tables rules, services in map elements",
         contract=(1, 6),
@@ -31,7 +22,9 @@ def kproxy_describe() -> Description:
 
 
 @hookimpl
-def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: bool) -> Detection:
+def kproxy_detect(
+    settings: api.BackendSettings, trial: api.Trial | None, load_modules: bool
+) -> api.Detection:
     """Check that this machine can run the mode."""
     from kproxy_nftables.questions.detect import detect
 
@@ -39,7 +32,7 @@ def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: 
 
 
 @hookimpl
-def kproxy_cleanup(dry_run: bool, own_only: bool) -> Leftovers:
+def kproxy_cleanup(dry_run: bool, own_only: bool) -> api.Leftovers:
     """Delete our tables and those of kube-proxy's nftables mode."""
     from kproxy_nftables.questions.cleanup import cleanup
 
@@ -47,7 +40,7 @@ def kproxy_cleanup(dry_run: bool, own_only: bool) -> Leftovers:
 
 
 @hookimpl
-def kproxy_supersede(dry_run: bool) -> Leftovers:
+def kproxy_supersede(dry_run: bool) -> api.Leftovers:
     """Delete the tables of kube-proxy's nftables mode."""
     from kproxy_nftables.questions.cleanup import supersede
 
@@ -55,7 +48,7 @@ def kproxy_supersede(dry_run: bool) -> Leftovers:
 
 
 @hookimpl
-def kproxy_caveats(update: Update) -> Sequence[Caveat]:
+def kproxy_caveats(update: api.Update) -> Sequence[api.Caveat]:
     """Return the node ports that are not served."""
     from kproxy_nftables.questions.caveats import caveats
 
@@ -63,7 +56,7 @@ def kproxy_caveats(update: Update) -> Sequence[Caveat]:
 
 
 @hookimpl
-def kproxy_make_backend(mode: str, settings: BackendSettings) -> Backend | None:
+def kproxy_make_backend(mode: str, settings: api.BackendSettings) -> api.Backend | None:
     if mode != MODE:
         return None
     from kproxy_nftables.backend import NftablesBackend

@@ -2,18 +2,7 @@
 
 from collections.abc import Sequence
 
-from kproxy_core.backend.api import (
-    BackendSettings,
-    Connections,
-    Damage,
-    KernelSide,
-    Leftovers,
-    Measurement,
-    Preview,
-    Question,
-    SyncReport,
-    Update,
-)
+from kproxy_core.backend import api
 from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.backend.family_sync import sync_family
 from kproxy_core.backend.hookspecs import hookimpl
@@ -40,7 +29,7 @@ from kproxy_userspace.watch import Watch
 class UserspaceBackend:
     """Relays all traffic itself; see `kproxy_core.backend.hookspecs` for the contract."""
 
-    def __init__(self, settings: BackendSettings) -> None:
+    def __init__(self, settings: api.BackendSettings) -> None:
         """Raises Unsupported for settings that this mode does not know."""
         self._served = settings.families
         self._settings = read_settings(settings)
@@ -60,7 +49,7 @@ class UserspaceBackend:
         return True
 
     @hookimpl
-    def kproxy_sync(self, update: Update) -> SyncReport:
+    def kproxy_sync(self, update: api.Update) -> api.SyncReport:
         """Bring one family's relays and portals to *update*. Raises Unsupported at the first call."""
         family = self._state_of(update.family)
         try:
@@ -75,7 +64,7 @@ class UserspaceBackend:
         return frozenset() if state is None else state.listening_ports(key)
 
     @hookimpl
-    def kproxy_render(self, update: Update) -> str:
+    def kproxy_render(self, update: api.Update) -> str:
         """Return all portals as input for iptables-restore or nft."""
         if self._settings.listen is not None:
             return ""
@@ -83,12 +72,12 @@ class UserspaceBackend:
         return render_text(update, at=at, by_nft=find_tables(update.family) is None)
 
     @hookimpl
-    def kproxy_preview(self, update: Update) -> Preview:
+    def kproxy_preview(self, update: api.Update) -> api.Preview:
         """Return the relays and portals of a start."""
         return preview(update, self._settings)
 
     @hookimpl
-    def kproxy_explain(self, questions: Sequence[Question], live: bool) -> Sequence[KernelSide]:
+    def kproxy_explain(self, questions: Sequence[api.Question], live: bool) -> Sequence[api.KernelSide]:
         """Return the portals and the relay that each packet meets. Raises HostError."""
         state = self._families.get(questions[0].node.family)
 
@@ -103,19 +92,19 @@ class UserspaceBackend:
         return frontends(family)
 
     @hookimpl
-    def kproxy_traffic(self, family: Family) -> Sequence[Connections]:
+    def kproxy_traffic(self, family: Family) -> Sequence[api.Connections]:
         """Return the connections that the relays of this instance have counted."""
         return self._traffic.read(family)
 
     @hookimpl
-    def kproxy_watch(self, damaged: Damage) -> bool:
+    def kproxy_watch(self, damaged: api.Damage) -> bool:
         """Report workers that exit, and portals that another program changes."""
         seconds = self._settings.check_seconds if self._settings.listen is None else None
         self._watch = Watch(self._families, self._workers, damaged, seconds, self._own)
         return True
 
     @hookimpl
-    def kproxy_retire(self) -> Leftovers:
+    def kproxy_retire(self) -> api.Leftovers:
         """Leave new connections to another mode. Open ones continue until they end."""
         self._unwatch()
         if self._retirement is None:
@@ -125,7 +114,7 @@ class UserspaceBackend:
         return self._retirement.advance()
 
     @hookimpl
-    def kproxy_measure(self) -> Sequence[Measurement]:
+    def kproxy_measure(self) -> Sequence[api.Measurement]:
         """Return the workers' counts, and the number of unserved service ports."""
         unserved = sum(family.unserved for family in list(self._families.values()))
         return measurements(self._workers.count, unserved)

@@ -2,25 +2,16 @@
 
 from collections.abc import Sequence
 
-from kproxy_core.backend.api import (
-    Backend,
-    BackendSettings,
-    Caveat,
-    Description,
-    Detection,
-    Leftovers,
-    Trial,
-    Update,
-)
+from kproxy_core.backend import api
 from kproxy_core.backend.hookspecs import hookimpl
 
 MODE = "userspace"
 
 
 @hookimpl
-def kproxy_describe() -> Description:
+def kproxy_describe() -> api.Description:
     """Describe the mode, the last resort: every other one forwards in the kernel."""
-    return Description(
+    return api.Description(
         mode=MODE,
         summary="redirects to relays of its own; also without any privileges",
         contract=(1, 5),
@@ -29,7 +20,9 @@ def kproxy_describe() -> Description:
 
 
 @hookimpl
-def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: bool) -> Detection:
+def kproxy_detect(
+    settings: api.BackendSettings, trial: api.Trial | None, load_modules: bool
+) -> api.Detection:
     """Try whether traffic can be redirected."""
     from kproxy_userspace.questions.detect import detect
 
@@ -37,7 +30,7 @@ def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: 
 
 
 @hookimpl
-def kproxy_cleanup(dry_run: bool, own_only: bool) -> Leftovers:
+def kproxy_cleanup(dry_run: bool, own_only: bool) -> api.Leftovers:
     """Delete the portals, including kube-proxy's."""
     from kproxy_userspace.questions.cleanup import cleanup
 
@@ -45,7 +38,7 @@ def kproxy_cleanup(dry_run: bool, own_only: bool) -> Leftovers:
 
 
 @hookimpl
-def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat]:
+def kproxy_caveats(update: api.Update, settings: api.BackendSettings) -> Sequence[api.Caveat]:
     """Return the limits of relays: hidden client addresses, no traffic policies, no SCTP."""
     from kproxy_userspace.questions.caveats import caveats
     from kproxy_userspace.settings import read_settings
@@ -55,7 +48,7 @@ def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat
 
 
 @hookimpl
-def kproxy_make_backend(mode: str, settings: BackendSettings) -> Backend | None:
+def kproxy_make_backend(mode: str, settings: api.BackendSettings) -> api.Backend | None:
     if mode != MODE:
         return None
     from kproxy_userspace.backend import UserspaceBackend

@@ -9,15 +9,7 @@ from typing import Final, NamedTuple
 
 from kproxy_core.host.conntrack import table as ctnetlink
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.netlink.messages import (
-    NETLINK_NETFILTER,
-    NFGENMSG,
-    Span,
-    attribute,
-    attribute_spans,
-    attributes,
-    messages,
-)
+from kproxy_core.host.netlink import messages as netlink
 from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.host.netlink.watch import Watch
 from kproxy_core.model.address import Address, Family, Protocol
@@ -66,7 +58,7 @@ class ResetWatch:
         """*ended* is called from a thread of its own; True: some events were lost. Raises HostError."""
         self._ended = ended
         try:
-            sock = NetlinkSocket.open(NETLINK_NETFILTER, groups=(_DESTROYED,), receive_space=_BUFFER)
+            sock = NetlinkSocket.open(netlink.NETLINK_NETFILTER, groups=(_DESTROYED,), receive_space=_BUFFER)
         except OSError as error:
             raise HostError("cannot receive events of connection tracking", error) from error
         self._watch = Watch("conntrack-events", sock, self._receive)
@@ -76,7 +68,7 @@ class ResetWatch:
 
     def _receive(self, datagrams: Sequence[bytes], lost: bool) -> None:
         found = list(_resets((data, start, end) for data in datagrams
-                             for _, _, _, start, end in messages(data)))
+                             for _, _, _, start, end in netlink.messages(data)))
         if found or lost:
             self._ended(found, lost)
 
@@ -87,7 +79,7 @@ def read_unanswered(family: Family, syn_timeout: int) -> list[Unanswered]:
     *syn_timeout*: seconds for which the kernel remembers a SYN. Acts on the network namespace of the calling
     thread. Raises HostError.
     """
-    unreplied = attribute(ctnetlink.STATUS, _FLAGS.pack(0)) + attribute(
+    unreplied = netlink.attribute(ctnetlink.STATUS, _FLAGS.pack(0)) + netlink.attribute(
         _STATUS_MASK, _FLAGS.pack(_SEEN_REPLY))
     try:
         with ctnetlink.open_socket() as sock:
@@ -106,21 +98,21 @@ def _waiting(
         by = ctnetlink.answered_by(family, flow)
         if (by.address, by.port) == (flow.destination, flow.port):
             continue
-        found = attributes(flow.data, flow.start, flow.end)
+        found = netlink.attributes(flow.data, flow.start, flow.end)
         seconds = syn_timeout - _number(found[_TIMEOUT])  # rounded up
         if seconds > 1 and not _number(found[ctnetlink.STATUS]) & _SEEN_REPLY:
             yield Unanswered(
                 found[ctnetlink.ID], flow.destination, _number(flow.port), by.address, _number(by.port))
 
 
-def _resets(spans: Iterable[Span]) -> Iterator[Ended]:
+def _resets(spans: Iterable[netlink.Span]) -> Iterator[Ended]:
     """Yield the translated TCP connections among destroyed ones that a reset has ended."""
     for data, start, end in spans:
         # Most connections end otherwise: look for the state first, behind the header and both tuples.
-        at = start + NFGENMSG.size
+        at = start + netlink.NFGENMSG.size
         for _ in range(2):
             at += _SIZE.unpack_from(data, at)[0]
-        rest = {kind: data[first:last] for kind, first, last in attribute_spans(data, at, end)}
+        rest = {kind: data[first:last] for kind, first, last in netlink.attribute_spans(data, at, end)}
         if ctnetlink.tcp_state(rest.get(ctnetlink.PROTOINFO, b"")) != _CLOSED:
             continue
         family = _FAMILIES[data[start]]

@@ -12,18 +12,7 @@ import struct
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Final, NamedTuple, Self, TypeVar
 
-from kproxy_core.host.netlink.messages import (
-    NLM_F_ACK,
-    NLM_F_DUMP,
-    NLM_F_DUMP_INTR,
-    NLMSG_DONE,
-    NLMSG_ERROR,
-    Request,
-    Span,
-    error_code,
-    message,
-    messages,
-)
+from kproxy_core.host.netlink import messages as netlink
 
 T = TypeVar("T")
 
@@ -110,21 +99,21 @@ class NetlinkSocket:
         """The bytes that the kernel takes at once; it counts its own overhead against the buffer."""
         return self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2
 
-    def request(self, kind: int, flags: int, payload: bytes) -> list[Span]:
+    def request(self, kind: int, flags: int, payload: bytes) -> list[netlink.Span]:
         """Send one request and return its answers. Raises OSError if the kernel refuses it."""
         self._sequence += 1
-        self._socket.send(message(kind, flags | NLM_F_ACK, payload, self._sequence))
-        found: list[Span] = []
+        self._socket.send(netlink.message(kind, flags | netlink.NLM_F_ACK, payload, self._sequence))
+        found: list[netlink.Span] = []
         code = 0
         for answer, data, number, start, end in self._answers():
-            if answer == NLMSG_ERROR:
-                code = error_code(data, start)
+            if answer == netlink.NLMSG_ERROR:
+                code = netlink.error_code(data, start)
             elif number == self._sequence:
                 found.append((data, start, end))
         _raise_for(code)
         return found
 
-    def exchange(self, requests: Sequence[Request]) -> list[Refusal]:
+    def exchange(self, requests: Sequence[netlink.Request]) -> list[Refusal]:
         """Send *requests*, in batches, and return the refused ones by index. All others are done.
 
         Raises OSError, also if a batch is refused as a whole: without the privilege for it, the kernel
@@ -139,11 +128,11 @@ class NetlinkSocket:
             size += len(request.payload)
         return refused + self._exchange(requests, start, len(requests))
 
-    def _exchange(self, requests: Sequence[Request], start: int, end: int) -> list[Refusal]:
+    def _exchange(self, requests: Sequence[netlink.Request], start: int, end: int) -> list[Refusal]:
         if start == end:
             return []
         data = b"".join([
-            message(kind, flags | (NLM_F_ACK if number == end else 0), payload, number)
+            netlink.message(kind, flags | (netlink.NLM_F_ACK if number == end else 0), payload, number)
             for number, (kind, flags, payload) in enumerate(requests[start:end], start + 1)
         ])  # fmt: skip
         return [Refusal(number - 1, code) for number, code in self.transact(data, end)]
@@ -158,9 +147,9 @@ class NetlinkSocket:
         refused: list[Refusal] = []
         answered = False
         for kind, answer, number, start, _ in self._answers():
-            if kind == NLMSG_ERROR:
+            if kind == netlink.NLMSG_ERROR:
                 answered = answered or number == last
-                if code := error_code(answer, start):
+                if code := netlink.error_code(answer, start):
                     refused.append(Refusal(number, code))
                 if answered and not refused:
                     break
@@ -168,7 +157,7 @@ class NetlinkSocket:
             _raise_for(refused[0].code if refused else errno.ENOBUFS)
         return refused
 
-    def dump(self, kind: int, payload: bytes, collect: Callable[[Iterator[Span]], T]) -> T:
+    def dump(self, kind: int, payload: bytes, collect: Callable[[Iterator[netlink.Span]], T]) -> T:
         """Return the result of *collect* for the answers to a dump request; it must read all of them.
 
         If the data changed during the dump (NLM_F_DUMP_INTR), the dump is repeated and *collect* called
@@ -181,20 +170,20 @@ class NetlinkSocket:
                 continue
         return collect(self._dump(kind, payload))
 
-    def _dump(self, kind: int, payload: bytes) -> Iterator[Span]:
+    def _dump(self, kind: int, payload: bytes) -> Iterator[netlink.Span]:
         self._sequence += 1
         sequence, interrupted = self._sequence, False
-        self._socket.send(message(kind, NLM_F_DUMP, payload, sequence))
+        self._socket.send(netlink.message(kind, netlink.NLM_F_DUMP, payload, sequence))
         while True:
             data = self._socket.recv(_RECEIVE_SIZE)
-            for answer, flags, number, start, end in messages(data):
+            for answer, flags, number, start, end in netlink.messages(data):
                 if number != sequence:
                     continue
-                interrupted = interrupted or bool(flags & NLM_F_DUMP_INTR)
-                if answer not in (NLMSG_ERROR, NLMSG_DONE):
+                interrupted = interrupted or bool(flags & netlink.NLM_F_DUMP_INTR)
+                if answer not in (netlink.NLMSG_ERROR, netlink.NLMSG_DONE):
                     yield data, start, end
                     continue
-                _raise_for(error_code(data, start))
+                _raise_for(netlink.error_code(data, start))
                 if interrupted:
                     raise InterruptedError(errno.EINTR, "changed while it was read")
                 return
@@ -202,7 +191,7 @@ class NetlinkSocket:
     def _answers(self) -> Iterator[tuple[int, bytes, int, int, int]]:
         """Yield kind, data, sequence number, and start and end of the payload of every message received."""
         for data in iter(self.receive, b""):
-            for kind, _, number, start, end in messages(data):
+            for kind, _, number, start, end in netlink.messages(data):
                 yield kind, data, number, start, end
 
     def receive(self) -> bytes:

@@ -11,17 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import DecodeError
 
-from kproxy_core.objects.decode import (
-    MAX_OBJECT_BYTES,
-    HasMetadata,
-    Malformed,
-    Page,
-    Resource,
-    Status,
-    StatusDetails,
-    WatchEvent,
-    bookmark,
-)
+from kproxy_core.objects import decode
 from kproxy_core.objects.protobuf.convert import (
     to_meta,
     to_node,
@@ -33,7 +23,7 @@ from kproxy_core.objects.protobuf.convert import (
 from kproxy_core.objects.protobuf.schema import parser
 from kproxy_core.objects.reading import Reading, Refused, shown
 
-W = TypeVar("W", bound=HasMetadata)
+W = TypeVar("W", bound=decode.HasMetadata)
 V = TypeVar("V")
 
 MAGIC = b"k8s\x00"
@@ -58,39 +48,41 @@ _parse_status = parser("Status")
 class ProtobufDecoder(Generic[W, V]):
     """Decodes objects of one kind from protobuf, as their `Resource` does from JSON."""
 
-    def __init__(self, resource: Resource[W, V]) -> None:
+    def __init__(self, resource: decode.Resource[W, V]) -> None:
         self._resource = resource
         self._convert: Callable[[Any], W] = _CONVERT[resource.kind]
         self._parse = parser(resource.kind)
 
-    def page(self, data: bytes) -> Page[V]:
+    def page(self, data: bytes) -> decode.Page[V]:
         try:
             page = _parse_list(_opened(data, f"{self._resource.kind}List", self._resource.api_version))
         except DecodeError as error:
-            raise Malformed(_INVALID) from error
+            raise decode.Malformed(_INVALID) from error
         meta = page.metadata
-        return Page(meta.resource_version, meta.next_page, [self._reading(item) for item in page.items])
+        readings = [self._reading(item) for item in page.items]
+        return decode.Page(meta.resource_version, meta.next_page, readings)
 
-    def watch_event(self, data: bytes) -> WatchEvent[V]:
+    def watch_event(self, data: bytes) -> decode.WatchEvent[V]:
         try:
             event = _parse_watch_event(data)
             kind, content = event.type, event.object.raw
             if kind == "ERROR":
-                return WatchEvent(kind, "", status=read_status(content))
+                return decode.WatchEvent(kind, "", status=read_status(content))
             raw = _opened(content, self._resource.kind, self._resource.api_version)
             if kind == "BOOKMARK":
-                return bookmark(to_meta(_parse_object(raw).metadata))
-            if len(raw) <= MAX_OBJECT_BYTES:
+                return decode.bookmark(to_meta(_parse_object(raw).metadata))
+            if len(raw) <= decode.MAX_OBJECT_BYTES:
                 with suppress(DecodeError):
                     found = self._parse(raw)
-                    return WatchEvent(kind, found.metadata.resource_version, self._read(found, raw))
-            return WatchEvent(kind, _parse_versioned(raw).metadata.resource_version, self._reading(raw))
+                    return decode.WatchEvent(kind, found.metadata.resource_version, self._read(found, raw))
+            version = _parse_versioned(raw).metadata.resource_version
+            return decode.WatchEvent(kind, version, self._reading(raw))
         except DecodeError as error:
-            raise Malformed(_INVALID) from error
+            raise decode.Malformed(_INVALID) from error
 
     def _reading(self, raw: bytes) -> Reading[V]:
-        if len(raw) > MAX_OBJECT_BYTES:
-            return self._refused(f"is larger than {MAX_OBJECT_BYTES >> 20} MiB", raw)
+        if len(raw) > decode.MAX_OBJECT_BYTES:
+            return self._refused(f"is larger than {decode.MAX_OBJECT_BYTES >> 20} MiB", raw)
         try:
             found = self._parse(raw)
         except DecodeError:
@@ -113,25 +105,25 @@ class ProtobufDecoder(Generic[W, V]):
         return self._resource.refused(Refused("", problem), name, namespace)
 
 
-def read_status(data: bytes) -> Status:
+def read_status(data: bytes) -> decode.Status:
     """Read a Status in its envelope. Raises Malformed."""
     try:
         status = _parse_status(_opened(data, "Status", "v1"))
     except DecodeError as error:
-        raise Malformed(_INVALID) from error
-    return Status(status.code, status.reason, status.message,
-                  StatusDetails(status.details.retry_after_seconds))
+        raise decode.Malformed(_INVALID) from error
+    return decode.Status(status.code, status.reason, status.message,
+                  decode.StatusDetails(status.details.retry_after_seconds))
 
 
 def _opened(data: bytes, kind: str, api_version: str) -> bytes:
     """Return the bytes of the object in an envelope. Raises Malformed, DecodeError."""
     if not data.startswith(MAGIC):
-        raise Malformed("no protobuf of Kubernetes: it does not begin with its magic bytes")
+        raise decode.Malformed("no protobuf of Kubernetes: it does not begin with its magic bytes")
     envelope = _parse_unknown(memoryview(data)[len(MAGIC):])
     found = type_meta(envelope.type_meta)
     if found != (kind, api_version):
-        raise Malformed(f"{shown(found[1])} {shown(found[0])} instead of {api_version} {kind}")
+        raise decode.Malformed(f"{shown(found[1])} {shown(found[0])} instead of {api_version} {kind}")
     if envelope.content_encoding:
-        raise Malformed("an encoded object, which is not supported")
+        raise decode.Malformed("an encoded object, which is not supported")
     raw: bytes = envelope.raw
     return raw

@@ -7,23 +7,17 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct
 
-from kproxy_core.objects.decode import (
-    ENDPOINT_SLICES,
-    ENDPOINTS,
-    NODES,
-    SERVICE_CIDRS,
-    SERVICES,
-    UNDECODABLE,
-    Malformed,
-    Resource,
-    explained,
-)
+from kproxy_core.objects import decode
 from kproxy_core.objects.reading import quoted, shown
 from kproxy_core.objects.yaml.documents import NotYaml, documents
 from kproxy_core.store.events import BadObject, limit_complaints
 
-RESOURCES: dict[str, Resource[Any, Any]] = {
-    resource.kind: resource for resource in (SERVICES, ENDPOINT_SLICES, ENDPOINTS, NODES, SERVICE_CIDRS)}
+RESOURCES: dict[str, decode.Resource[Any, Any]] = {
+    resource.kind: resource
+    for resource in (
+        decode.SERVICES, decode.ENDPOINT_SLICES, decode.ENDPOINTS, decode.NODES, decode.SERVICE_CIDRS
+    )
+}
 """The kinds that a manifest may hold for a proxy. Other kinds are ignored."""
 
 Key = tuple[str, tuple[str, str]]
@@ -56,7 +50,7 @@ class Manifest:
     stray: int = 0
     """Documents and items that are no API objects."""
 
-    def _add(self, where: str, resource: Resource[Any, Any], value: bytes | Raw) -> None:
+    def _add(self, where: str, resource: decode.Resource[Any, Any], value: bytes | Raw) -> None:
         reading = resource.from_json(value)
         if reading.name is not None:
             self.objects.append(((resource.kind, reading.name), reading.value))
@@ -67,7 +61,7 @@ class Manifest:
         self.bad.append(BadObject(shown(kind), where, path, problem))
         self.stray += 1
         if self.stray > MOST_STRAY:
-            raise Malformed(f"more than {MOST_STRAY} documents or items are no API objects")
+            raise decode.Malformed(f"more than {MOST_STRAY} documents or items are no API objects")
 
 
 def read_manifest(name: str, data: bytes) -> Manifest:
@@ -77,7 +71,7 @@ def read_manifest(name: str, data: bytes) -> Manifest:
     as a whole is neither.
     """
     if not data or data.isspace():
-        raise Malformed("is empty")
+        raise decode.Malformed("is empty")
     manifest = _read(name, data, shown(name))
     manifest.bad = limit_complaints(manifest.bad, "file", shown(name))
     return manifest
@@ -90,11 +84,11 @@ def _read(name: str, data: bytes, where: str) -> Manifest:
         try:
             _collect(manifest, where, data.removeprefix(BOM_UTF8))
             return manifest
-        except Malformed:
+        except decode.Malformed:
             raise
-        except UNDECODABLE as error:
+        except decode.UNDECODABLE as error:
             if is_json:
-                raise Malformed(f"is not a JSON object: {explained(error).problem}") from error
+                raise decode.Malformed(f"is not a JSON object: {decode.explained(error).problem}") from error
             # YAML may start with a brace, too.
     manifest = Manifest()
     try:
@@ -102,7 +96,7 @@ def _read(name: str, data: bytes, where: str) -> Manifest:
             if value is not None:
                 _collect_value(manifest, f"{where} document {i}" if i > 1 else where, value)
     except NotYaml as error:
-        raise Malformed(f"is not YAML: {error}") from error
+        raise decode.Malformed(f"is not YAML: {error}") from error
     return manifest
 
 
@@ -110,10 +104,10 @@ def _collect_value(manifest: Manifest, where: str, value: object) -> None:
     """Add the objects of one YAML document."""
     try:
         _collect(manifest, where, msgspec.json.encode(value))
-    except Malformed:
+    except decode.Malformed:
         raise
-    except UNDECODABLE as error:
-        manifest._complain("object", where, "", explained(error).problem)
+    except decode.UNDECODABLE as error:
+        manifest._complain("object", where, "", decode.explained(error).problem)
 
 
 def _collect(manifest: Manifest, where: str, value: bytes | Raw, lists: int = 0) -> None:
@@ -138,14 +132,14 @@ def _collect(manifest: Manifest, where: str, value: bytes | Raw, lists: int = 0)
 
 
 def _collect_items(
-    manifest: Manifest, where: str, head: _Head, resource: Resource[Any, Any] | None, lists: int
+    manifest: Manifest, where: str, head: _Head, resource: decode.Resource[Any, Any] | None, lists: int
 ) -> None:
     """Add the items of a list: of *resource*, or None: each of the kind that it names itself."""
     if lists > _MAX_LISTS:
         return manifest._complain(head.kind, where, "", "lists are nested too deeply")
     try:
         items = _decode_items(head.items) or []
-    except UNDECODABLE:
+    except decode.UNDECODABLE:
         return manifest._complain(head.kind, where, "items", "is not a list")
     for i, item in enumerate(items):
         place = f"{where} items[{i}]"
@@ -154,10 +148,10 @@ def _collect_items(
                 _collect(manifest, place, item, lists)
             else:
                 manifest._add(place, resource, item)
-        except Malformed:
+        except decode.Malformed:
             raise
-        except UNDECODABLE as error:
-            manifest._complain("object", place, "", explained(error).problem)
+        except decode.UNDECODABLE as error:
+            manifest._complain("object", place, "", decode.explained(error).problem)
     return None
 
 

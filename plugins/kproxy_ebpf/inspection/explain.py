@@ -8,16 +8,7 @@ from kproxy_core.backend.api import KernelObject, KernelSide, Question
 from kproxy_core.model.address import format_socket
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome, Packet
-from kproxy_ebpf import names
-from kproxy_ebpf.batch import (
-    ServiceValue,
-    address_key,
-    frontend_key,
-    node_port_key,
-    parse_endpoint,
-    parse_service,
-    slot_key,
-)
+from kproxy_ebpf import batch, names
 from kproxy_ebpf.settings import Settings
 from kproxy_ebpf.wanted import Group, only_node_clients, wanted
 
@@ -77,9 +68,9 @@ class _Found(NamedTuple):
 
 def _keys(question: Question) -> list[bytes]:
     packet = question.packet
-    keys = [frontend_key(packet.destination, packet.protocol, packet.port)]
+    keys = [batch.frontend_key(packet.destination, packet.protocol, packet.port)]
     if packet.destination in question.node.node_port_addresses:
-        keys.append(node_port_key(packet.family, packet.protocol, packet.port))
+        keys.append(batch.node_port_key(packet.family, packet.protocol, packet.port))
     return keys
 
 
@@ -111,29 +102,29 @@ def _held(question: Question, maps: Maps) -> _Found | None:
     key, value = next(
         ((key, value) for key in _keys(question)
          if (value := maps.find(names.FRONTENDS, key)) is not None), (b"", b""))
-    on_node = maps.find(names.NODE_ADDRESSES, address_key(packet.destination)) is not None
+    on_node = maps.find(names.NODE_ADDRESSES, batch.address_key(packet.destination)) is not None
     if not value or (key != _keys(question)[0] and not on_node):
         return None
-    service = parse_service(value)
+    service = batch.parse_service(value)
     dialled = format_socket(packet.destination, packet.port)
     text = f"{dialled} -> service {service.identity.hex()}, {service.endpoints} endpoints"
     objects = [KernelObject(f"BPF map {names.FRONTENDS}", text)]
     choices: list[Choice] = []
     for index in range(service.endpoints):
-        endpoint = maps.find(names.SLOTS, slot_key(service.identity, index))
+        endpoint = maps.find(names.SLOTS, batch.slot_key(service.identity, index))
         if endpoint is None:
             objects.append(KernelObject(f"BPF map {names.SLOTS}", f"{index}  (missing)"))
             continue
-        where = parse_endpoint(endpoint, packet.family)
+        where = batch.parse_endpoint(endpoint, packet.family)
         objects.append(KernelObject(f"BPF map {names.SLOTS}", f"{index} : {format_socket(*where)}"))
         choices.append(Choice(where, 1 / service.endpoints, masqueraded=False))
     remembered = _remembered(question.packet, service, maps)
     return _Found(objects, tuple(choices), service.masquerades_pods, remembered)
 
 
-def _remembered(packet: Packet, service: ServiceValue, maps: Maps) -> Destination | None:
+def _remembered(packet: Packet, service: batch.ServiceValue, maps: Maps) -> Destination | None:
     """Return the endpoint of the node's own clients. A pod's namespace is not known by its address."""
     if not service.affinity_seconds or packet.origin is not Origin.NODE:
         return None
     endpoint = maps.pinned_endpoint(service.identity, service.affinity_seconds)
-    return None if endpoint is None else parse_endpoint(endpoint, packet.family)
+    return None if endpoint is None else batch.parse_endpoint(endpoint, packet.family)

@@ -15,19 +15,8 @@ from kproxy_core.host.errors import HostError
 from kproxy_core.host.netlink.udp_sockets import udp_destruction_problem
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeView
-from kproxy_ebpf import names
+from kproxy_ebpf import batch, names
 from kproxy_ebpf.applied import Contents, Difference
-from kproxy_ebpf.batch import (
-    CONNECTED_UDP,
-    COUNT_CONNECTIONS,
-    IGNORE_MASQUERADE,
-    KEEP_PEER,
-    ONLY_NODE_CLIENTS,
-    endpoint_family,
-    frontend_family,
-    settings_value,
-    slot_family,
-)
 from kproxy_ebpf.kernel import bpf, mounts
 from kproxy_ebpf.kernel.connected import destroy_connected_sockets
 from kproxy_ebpf.kernel.programs import Compiled
@@ -38,10 +27,10 @@ log = logging.getLogger("kproxy.ebpf")
 
 _SO_NETNS_COOKIE = 71
 _FAMILY_OF_KEY: dict[str, Callable[[bytes], Family]] = {
-    names.FRONTENDS: frontend_family,
-    names.NODE_ADDRESSES: frontend_family,
-    names.SLOTS: slot_family,
-    names.ENDPOINTS: endpoint_family,
+    names.FRONTENDS: batch.frontend_family,
+    names.NODE_ADDRESSES: batch.frontend_family,
+    names.SLOTS: batch.slot_family,
+    names.ENDPOINTS: batch.endpoint_family,
 }
 
 
@@ -88,13 +77,13 @@ class Kernel:
         """Write the settings that programs read at each call. Raises SyncFailed."""
         settings = self._settings
         flags = (
-            ONLY_NODE_CLIENTS * only_node_clients(settings.clients, node)
-            | KEEP_PEER * settings.getpeername
-            | CONNECTED_UDP * self._connected_udp
-            | IGNORE_MASQUERADE * (settings.clients == "all")
-            | COUNT_CONNECTIONS * self._counted
+            batch.ONLY_NODE_CLIENTS * only_node_clients(settings.clients, node)
+            | batch.KEEP_PEER * settings.getpeername
+            | batch.CONNECTED_UDP * self._connected_udp
+            | batch.IGNORE_MASQUERADE * (settings.clients == "all")
+            | batch.COUNT_CONNECTIONS * self._counted
         )
-        value = settings_value(self._namespace, flags)
+        value = batch.settings_value(self._namespace, flags)
         if value != self._settings_written:
             with self._lock, _reporting():
                 bpf.update(self._maps[names.SETTINGS], bytes(4), value)

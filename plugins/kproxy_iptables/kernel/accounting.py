@@ -6,13 +6,7 @@ In a kernel without them the same rules are written without the match that count
 import errno
 import logging
 
-from kproxy_core.host.netlink.messages import (
-    NETLINK_NETFILTER,
-    NFGENMSG,
-    NLM_F_CREATE,
-    attributes,
-    text_attribute,
-)
+from kproxy_core.host.netlink import messages as netlink
 from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_iptables import names
 
@@ -20,14 +14,14 @@ log = logging.getLogger("kproxy.iptables")
 
 _NEW, _GET = 7 << 8, 7 << 8 | 1
 _NAME, _PACKETS = 1, 2
-_HEADER = NFGENMSG.pack(0, 0, 0)
+_HEADER = netlink.NFGENMSG.pack(0, 0, 0)
 
 
 def ensure_counters() -> frozenset[str]:
     """Create the missing objects of `names.COUNTERS`. Return the names of those that exist."""
     present: set[str] = set()
     try:
-        with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
+        with NetlinkSocket.open(netlink.NETLINK_NETFILTER) as sock:
             for name in names.COUNTERS:
                 if _ensure(sock, name):
                     present.add(name)
@@ -38,7 +32,7 @@ def ensure_counters() -> frozenset[str]:
 
 def _ensure(sock: NetlinkSocket, name: str) -> bool:
     try:
-        sock.request(_NEW, NLM_F_CREATE, _HEADER + text_attribute(_NAME, name))
+        sock.request(_NEW, netlink.NLM_F_CREATE, _HEADER + netlink.text_attribute(_NAME, name))
     except OSError as error:
         return error.errno in (errno.EEXIST, errno.EBUSY)
     return True
@@ -47,12 +41,12 @@ def _ensure(sock: NetlinkSocket, name: str) -> bool:
 def read_packets(name: str) -> int | None:
     """Return the packets that the object *name* has counted; None if it does not exist."""
     try:
-        with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-            answers = sock.request(_GET, 0, _HEADER + text_attribute(_NAME, name))
+        with NetlinkSocket.open(netlink.NETLINK_NETFILTER) as sock:
+            answers = sock.request(_GET, 0, _HEADER + netlink.text_attribute(_NAME, name))
     except OSError:
         return None
     for data, start, end in answers:
-        found = attributes(data, start + len(_HEADER), end)
+        found = netlink.attributes(data, start + len(_HEADER), end)
         if _PACKETS in found:
             return int.from_bytes(found[_PACKETS], "big")
     return None
