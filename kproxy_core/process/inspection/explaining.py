@@ -26,7 +26,7 @@ _AT_ONCE = 100
 """Service ports that the loop's thread looks up in one call."""
 
 
-def _cases(given: Mapping[str, Any], plans: Mapping[Family, Plans]) -> list[Case]:
+def cases_of(given: Mapping[str, Any], plans: Mapping[Family, Plans]) -> list[Case]:
     """Return the packets that ``to``, ``from`` and ``origin`` in *given* mean. Raises NoAnswer."""
     sender = parse_sender(str(given.get("from", "")), str(given.get("origin", "")))
     return cases(plans, parse_target(str(given.get("to", ""))), sender)
@@ -40,7 +40,7 @@ def explain_running(
     The loop's thread only looks the plans up; the kernel is read in the calling thread.
     """
     def look() -> tuple[list[Case], list[list[Caveat]]]:
-        found = _cases(given, loop.plans)
+        found = cases_of(given, loop.plans)
         return found, [caveats_of(case, registry, instance) for case in found]
 
     found, caveats = loop.call(look)
@@ -51,7 +51,7 @@ def explain_written(
     given: Mapping[str, Any], plans: Mapping[Family, Plans], registry: Registry, instance: BackendInstance
 ) -> list[dict[str, Any]]:
     """Return an answer for each packet, with the objects that a sync would write. Raises NoAnswer."""
-    found = _cases(given, plans)
+    found = cases_of(given, plans)
     return answers(found, instance, [caveats_of(case, registry, instance) for case in found], live=False)
 
 

@@ -25,7 +25,7 @@ from kproxy_core.config.flags import Flags
 from kproxy_core.host.netlink.addresses import AddressWatch
 from kproxy_core.model.address import Family, format_address
 from kproxy_core.modes.starting import start_backend
-from kproxy_core.process.inspection.explaining import Request, answers
+from kproxy_core.process.inspection.explaining import answers, cases_of
 from kproxy_core.process.terms import Configuration, backend_settings, node_settings, pacing
 from kproxy_core.sources.directory.inventory import Inventory
 from kproxy_core.sources.directory.manifests import read_manifest
@@ -147,7 +147,7 @@ class BackendDriver(Driver):
         assert self._instance is not None
         loop = self._loop
         plans = loop.call(lambda: loop.plans)
-        cases = [case for request in requests for case in Request(request).cases(plans)]
+        cases = [case for request in requests for case in cases_of(request, plans)]
         with self.node.entered():
             return answers(cases, self._instance, [()] * len(cases), live=True)
 
