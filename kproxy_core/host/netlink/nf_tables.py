@@ -1,6 +1,6 @@
 """Requests to nf_tables, encoded (linux/netfilter/nfnetlink.h)."""
 
-import socket
+import struct
 from collections.abc import Sequence
 from typing import Final
 
@@ -10,7 +10,7 @@ from kproxy_core.model.address import Family
 KIND: Final = 10 << 8
 """NFNL_SUBSYS_NFTABLES, with which the kinds of messages begin."""
 _BATCH_BEGIN, _BATCH_END = 16, 17
-_BATCH: Final = NFGENMSG.pack(0, 0, socket.htons(KIND >> 8))
+_BATCH: Final = struct.pack(">BBH", 0, 0, KIND >> 8)
 
 
 def payload(family: Family, *attributes: bytes) -> bytes:
