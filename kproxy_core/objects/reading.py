@@ -9,6 +9,7 @@ from typing import Protocol as TypingProtocol
 
 from kproxy_core.model.address import Address, Cidr, Protocol, parse_address, parse_cidr
 from kproxy_core.model.service import ServiceName
+from kproxy_core.objects import wire
 from kproxy_core.store.events import BadObject
 
 N = TypeVar("N", bound=tuple[str, str])
@@ -120,6 +121,11 @@ def read_namespaced(
         return Reading(name, value(name, found), found.bad)
     except Refused as refused:
         return Reading(name, None, found.refuse(refused))
+
+
+def origin_of(meta: wire.ObjectMeta) -> str:
+    """Return the resource version in words; "" without one, as in a manifest."""
+    return f"resource version {meta.resource_version}" if meta.resource_version else ""
 
 
 def service_name(namespace: str, name: str) -> ServiceName:

@@ -20,6 +20,7 @@ from kproxy_core.objects.reading import (
     checked_address,
     checked_cidr,
     is_label,
+    origin_of,
     quoted,
     read_namespaced,
     service_name,
@@ -83,7 +84,7 @@ def _value(
             _health_check_node_port(spec.health_check_node_port, found)
             if external_local and spec.type == "LoadBalancer" else 0
         ),
-    ), f"resource version {meta.resource_version}" if meta.resource_version else "")
+    ), origin_of(meta))
 
 
 def _cluster_ips(spec: wire.ServiceSpec) -> tuple[Address, ...]:

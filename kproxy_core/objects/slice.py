@@ -21,6 +21,7 @@ from kproxy_core.objects.reading import (
     checked_subdomain,
     is_label,
     is_special,
+    origin_of,
     quoted,
     read_namespaced,
 )
@@ -76,7 +77,7 @@ def _value(
         read_ports(ports, "ports", found),
         _endpoints(endpoints, family, found),
         read_trigger_time(stamp, found) if stamp else None,
-    ))
+    ), origin_of(meta))
 
 
 def read_ports(ports: list[wire.SlicePort], path: str, found: Findings) -> tuple[SlicePort, ...]:

@@ -52,6 +52,8 @@ class ChangeLog(SyncObserver):
                 "names": [str(step.key) for step in synced.steps[:_LOGGED]],
                 "operations": synced.report.operations if synced.report else 0,
             }
+            if synced.named:
+                fields["objects"] = list(synced.named)
             if synced.trigger_times:
                 fields["since_change"] = round(self._wall() - min(synced.trigger_times), 3)
             log.debug("programmed", extra={"fields": fields})

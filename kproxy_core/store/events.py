@@ -31,6 +31,8 @@ class SliceSet:
     """An EndpointSlice was added or changed."""
 
     slice: EndpointSlice
+    origin: str = field(default="", compare=False)
+    """See `ServiceSet.origin`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,12 @@ from kproxy_core.model.node import NodeObject
 from kproxy_core.model.service import Service, ServiceName
 from kproxy_core.store import events
 
+MOST_NAMED = 20
+"""Changed objects that are named for one sync."""
+
 log = logging.getLogger("kproxy.sources")
+
+_DELETED = "deleted"
 
 
 @dataclass(slots=True)
@@ -31,14 +36,21 @@ class Counts:
 class _OfFamily:
     """The EndpointSlices of one family, and its changes with their times."""
 
-    __slots__ = ("changed", "pending_services", "pending_slices", "slices", "trigger_times")
+    __slots__ = (
+        "changed", "named", "pending_services", "pending_slices", "slices", "trigger_times")
 
     def __init__(self) -> None:
         self.slices: dict[ServiceName, dict[str, EndpointSlice]] = {}
         self.changed: set[ServiceName] = set()
+        self.named: list[str] = []
         self.pending_services = 0
         self.pending_slices = 0
         self.trigger_times: dict[ServiceName, list[float]] = {}
+
+    def note(self, kind: str, name: ServiceName | SliceName, state: str) -> None:
+        """Remember the name of a changed object, unless there are many, with its version or "deleted"."""
+        if len(self.named) < MOST_NAMED:
+            self.named.append(f"{kind} {name} {state}".rstrip())
 
 
 class Store:
@@ -77,16 +89,16 @@ class Store:
 
     def fold(self, event: events.Event) -> None:
         match event:
-            case events.SliceSet(piece):
-                self._set_slice(piece)
+            case events.SliceSet(piece, origin):
+                self._set_slice(piece, origin)
             case events.SliceGone(slice_name):
                 self._drop_slice(slice_name)
             case events.ServiceSet(service, origin):
                 self.origins[service.name] = origin
-                self._set_service(service.name, service)
+                self._set_service(service.name, service, origin)
             case events.ServiceGone(name):
                 self.origins.pop(name, None)
-                self._set_service(name, None)
+                self._set_service(name, None, _DELETED)
             case events.NodeSet(node):
                 self.node = self._filled_in(node)
             case events.NodeGone():
@@ -130,6 +142,12 @@ class Store:
         state.pending_services = state.pending_slices = 0
         return changed
 
+    def take_named(self, family: Family) -> list[str]:
+        """Return the first objects that changed since the last call, by kind, name and resource version."""
+        state = self._families[family]
+        named, state.named = state.named, []
+        return named
+
     def take_trigger_times(self, family: Family) -> list[float]:
         """Return the times of the endpoint changes since the last call."""
         state = self._families[family]
@@ -147,7 +165,7 @@ class Store:
         """Changes of Services since `take_changed`."""
         return max((state.pending_services for state in self._families.values()), default=0)
 
-    def _set_service(self, name: ServiceName, service: Service | None) -> None:
+    def _set_service(self, name: ServiceName, service: Service | None, origin: str) -> None:
         self.counts.service_changes += len(self._families)
         if service is not None and service.external_ips and not self._external_ips:
             service = replace(service, external_ips=())
@@ -159,9 +177,10 @@ class Store:
             self.services[name] = service
         for state in self._families.values():
             state.changed.add(name)
+            state.note("Service", name, origin)
             state.pending_services += 1
 
-    def _set_slice(self, piece: EndpointSlice) -> None:
+    def _set_slice(self, piece: EndpointSlice, origin: str) -> None:
         known = self._slices.get(piece.name)
         state = self._families.get(piece.family)
         if state is not None:
@@ -175,6 +194,7 @@ class Store:
         self._slices[piece.name] = piece
         state.slices.setdefault(piece.service, {})[piece.name.name] = piece
         state.changed.add(piece.service)
+        state.note("EndpointSlice", piece.name, origin)
         state.pending_slices += 1
         if piece.trigger_time is not None and piece.trigger_time > self._started:
             state.trigger_times.setdefault(piece.service, []).append(piece.trigger_time)
@@ -194,5 +214,6 @@ class Store:
         if not of_service:
             del state.slices[piece.service]
         state.changed.add(piece.service)
+        state.note("EndpointSlice", piece.name, _DELETED)
         state.pending_slices += 1
         state.trigger_times.pop(piece.service, None)

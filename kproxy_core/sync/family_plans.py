@@ -99,6 +99,10 @@ class FamilyPlans:
         """Return the times of the endpoint changes since the last call, in seconds since the epoch."""
         return self._store.take_trigger_times(self.family)
 
+    def take_named(self) -> list[str]:
+        """Return the first objects that changed since the last call; see `Store.take_named`."""
+        return self._store.take_named(self.family)
+
     @property
     def differs(self) -> bool:
         """The backend has work: something is not acknowledged, or could not be served."""

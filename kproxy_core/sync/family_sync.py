@@ -7,6 +7,7 @@ from kproxy_core.backend.api import Scope, SyncReport
 from kproxy_core.backend.errors import SyncFailed, TrustLost, Unsupported
 from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.model.node import NodeView
+from kproxy_core.store.store import MOST_NAMED
 from kproxy_core.sync.family_plans import FamilyPlans
 from kproxy_core.sync.observer import Synced, SyncFailure, SyncObserver
 from kproxy_core.timing.pacing import Pacing
@@ -39,6 +40,7 @@ class FamilySync:
         self._cpu = cpu
         self._cpu_before = 0.0
         self._trigger_times: list[float] = []
+        self._named: list[str] = []
         self._failures = 0
         self._damage = ""
         self._damages = 0
@@ -90,6 +92,7 @@ class FamilySync:
         for conflict in self.plans.plan():
             log.warning("frontend conflict", extra={"fields": {"conflict": str(conflict)}})
         self._trigger_times += self.plans.take_trigger_times()
+        self._named = [*self._named, *self.plans.take_named()][:MOST_NAMED]
         if scope is Scope.CHANGED and not self.plans.differs:
             self._succeeded(started, scope, None)
             return
@@ -117,10 +120,12 @@ class FamilySync:
             self.is_synced = True
         self._pacing.ran(started, ended, scope, True, cost=self._cost(), unserved=bool(self.plans.unserved))
         trigger_times, self._trigger_times = self._trigger_times, []
+        named, self._named = self._named, []
         synced = Synced(
             plans=self.plans, instance=self.instance, scope=scope, seconds=ended - started, report=report,
             steps=steps, udp_ports=self.plans.take_udp_ports(),
-            health_checks=self.plans.take_health_checks(), trigger_times=trigger_times, problem=problem,
+            health_checks=self.plans.take_health_checks(), trigger_times=trigger_times, named=named,
+            problem=problem,
         )
         for observer in self._observers:
             observer.sync_succeeded(synced)

@@ -46,6 +46,8 @@ class Synced:
     """Health check node ports that may have changed since the last success; None: removed."""
     trigger_times: Sequence[float] = ()
     """Times of the endpoint changes that were programmed, in seconds since the epoch."""
+    named: Sequence[str] = ()
+    """The first API objects whose changes were programmed, with their resource versions."""
     problem: str = ""
     """Service ports that the backend could not serve, for people; "": none."""
 

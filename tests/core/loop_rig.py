@@ -17,6 +17,7 @@ from kproxy_core.observe.http.server import HttpServer
 from kproxy_core.observe.metrics.registry import Metrics
 from kproxy_core.observe.metrics.sync import SyncMetrics
 from kproxy_core.observe.service_health import ServiceHealth
+from kproxy_core.observe.sync_history import ChangeLog
 from kproxy_core.observe.sync_observers import HealthCheckObserver, HealthObserver
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.store.events import Complete, Event
@@ -166,6 +167,7 @@ class Rig:
         observers = [
             HealthObserver(self.health), HealthCheckObserver(families, self._service_health),
             SyncMetrics(self.metrics.registry, "test", families, lambda: WALL + self.clock()), self.flows,
+            ChangeLog(),
         ]
         facts = NodeFacts(settings or NodeSettings(name="node1"), frozenset(addresses))
         self.loop = Loop(

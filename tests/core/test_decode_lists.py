@@ -20,7 +20,7 @@ from kproxy_core.objects.decode import (
     Resource,
     Status,
 )
-from kproxy_core.store.events import ServiceSet
+from kproxy_core.store.events import ServiceSet, SliceSet
 
 Json = dict[str, Any]
 RESOURCES: list[Resource[Any, Any]] = [SERVICES, ENDPOINT_SLICES, ENDPOINTS, NODES, SERVICE_CIDRS]
@@ -72,6 +72,16 @@ def test_one_bad_object_does_not_affect_its_page() -> None:
 def test_data_that_is_no_page_is_refused(data: bytes) -> None:
     with pytest.raises(Malformed):
         SERVICES.page(data)
+
+
+def test_an_endpoint_slice_keeps_its_resource_version() -> None:
+    line = ENDPOINT_SLICES.watch_event(encoded({"type": "ADDED", "object": {
+        "metadata": {"name": "web-1", "resourceVersion": "7",
+                     "labels": {"kubernetes.io/service-name": "web"}},
+        "addressType": "IPv4"}}))
+    assert line.reading is not None
+    assert isinstance(line.reading.value, SliceSet)
+    assert line.reading.value.origin == "resource version 7"
 
 
 @pytest.mark.parametrize("kind", ["ADDED", "MODIFIED", "DELETED"])

@@ -1,5 +1,6 @@
 """The sync loop: its updates to the backend, their times, and its reports to observers."""
 
+import logging
 import threading
 
 import pytest
@@ -202,6 +203,37 @@ def test_service_cidrs_and_interface_addresses_reach_the_backend_with_the_node()
     assert update.node.node_port_addresses == addresses("192.0.2.1 192.0.2.2")
     rig.loop.set_addresses(frozenset(addresses("192.0.2.1 192.0.2.2 10.1.1.2")))
     assert rig.turn() == [], "no address that serves node ports"
+
+
+# Changes in the log
+
+
+def objects(caplog: pytest.LogCaptureFixture) -> list[list[str]]:
+    """Return the API objects that the log names, by sync."""
+    found = [record.__dict__["fields"]["objects"] for record in caplog.records
+             if record.getMessage() == "programmed"]
+    caplog.clear()
+    return found
+
+
+def test_a_change_can_be_followed_from_its_resource_version(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(families=[V4])
+    logging.getLogger("kproxy").propagate = True
+    with caplog.at_level(logging.DEBUG, "kproxy.run"):
+        rig.start(WEB, WEB_SLICE)
+        caplog.clear()
+        rig.backend.problems = [SyncFailed("EBUSY")]
+        rig.say(SliceSet(endpoint_slice("web", "10.0.0.2"), "resource version 7"))
+        rig.say(ServiceSet(service("web", "81"), "resource version 9"))
+        rig.settle()
+        assert objects(caplog) == [[
+            f"EndpointSlice {WEB_SLICE.slice.name} resource version 7",
+            "Service default/web resource version 9",
+        ]]  # fmt: skip
+        rig.say(SliceGone(WEB_SLICE.slice.name))
+        assert objects(caplog) == [[f"EndpointSlice {WEB_SLICE.slice.name} deleted"]]
+        rig.say(*(ServiceSet(service(f"s{n}", ip=f"10.96.1.{n}")) for n in range(30)))
+        assert [len(named) for named in objects(caplog)] == [20]
 
 
 # Failures

@@ -132,7 +132,7 @@ class Inventory:
             if kind == ENDPOINTS.kind:
                 mirrors[ServiceName(*name)] = None
                 continue
-            if isinstance(new, ServiceSet):
+            if isinstance(new, ServiceSet | SliceSet):
                 new = replace(new, origin=f"file {shown(self._holders[key][0])}")
             events.append(RESOURCES[kind].gone(name) if new is None else new)
             if kind == ENDPOINT_SLICES.kind:
