@@ -31,6 +31,7 @@ SORTS: Mapping[str, Callable[[Total], float]] = {
     "rate": lambda total: total.rate,
     "rejected": lambda total: total.rejected,
     "failed": lambda total: total.failures,
+    "bytes": lambda total: total.volume.bytes_to_endpoint + total.volume.bytes_from_endpoint,
 }
 """Orders besides that of names; the largest is first."""
 
@@ -140,7 +141,7 @@ def _frontend(frontend: Frontend) -> str:
 
 def _add_traffic(row: dict[str, Any], total: Total, now: float) -> None:
     row |= {"forwarded": total.forwarded, "rejected": total.rejected, "failed": total.failures,
-            "rate": round(total.rate, 3)}
+            "rate": round(total.rate, 3), **total.volume._asdict()}
     to = {format_socket(*where): one for where, one in list(total.endpoints.items())}
     for endpoint in row["endpoints"]:
         one = to.pop(endpoint["endpoint"], None)
@@ -154,4 +155,4 @@ def _add_traffic(row: dict[str, Any], total: Total, now: float) -> None:
 
 def _of_endpoint(total: EndpointTotal) -> dict[str, Any]:
     failed = {failure.value: total.failed.get(failure, 0) for failure in Failure}
-    return {"forwarded": total.forwarded, **failed}
+    return {"forwarded": total.forwarded, **failed, **total.volume._asdict()}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kproxy_core.host.conntrack.failures import Ended, ResetWatch, Unanswered, read_unanswered
+from kproxy_core.host.conntrack.volumes import Volumes
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.endpoint import Destination
@@ -33,10 +34,13 @@ class Failures:
         self.lost = 0
         """Times that the kernel dropped events because they were not read fast enough."""
 
-    def start(self) -> None:
-        """Start following events. Without them, which is logged, only unanswered connections are reported."""
+    def start(self, add_volumes: Callable[[Volumes], None] | None) -> None:
+        """Start following events. Without them, which is logged, only unanswered connections are reported.
+
+        *add_volumes*: see `ResetWatch`.
+        """
         try:
-            self._watch = ResetWatch(self._ended)
+            self._watch = ResetWatch(self._ended, add_volumes)
         except HostError as error:
             log.warning("refused and reset connections are not counted", extra={
                 "fields": {"error": str(error)}})

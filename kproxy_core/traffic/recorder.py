@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 
 from kproxy_core.backend.errors import BackendError
 from kproxy_core.backend.instance import BackendInstance
+from kproxy_core.host.conntrack.volumes import SETTING, are_counted
 from kproxy_core.host.errors import HostError
-from kproxy_core.model.address import Family
+from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import Frontend
@@ -16,6 +17,7 @@ from kproxy_core.traffic.failures import Failures
 from kproxy_core.traffic.owners import FrontendOwners
 from kproxy_core.traffic.stored import StoredTotals
 from kproxy_core.traffic.totals import Counts, Failure, Total, Totals
+from kproxy_core.traffic.volumes import VolumeReader
 
 log = logging.getLogger("kproxy.run")
 
@@ -24,6 +26,7 @@ INTERVAL = 15.0
 FRESH = 1.0
 """Seconds for which a reading answers every request."""
 _READINGS_UNTIL_WRITTEN = 4
+_PROTOCOLS = frozenset(map(int, Protocol))
 _MOST_FAILURES = 1 << 20
 """Failed connections kept between two readings."""
 
@@ -50,11 +53,15 @@ class TrafficRecorder:
         self._clock = clock
         self._lock = threading.Lock()
         self._totals = Totals()
-        mode, self._totals.of, counts = stored.read(clock())
-        self._serving = _Source(instance, Counts(counts if mode == instance.mode else ()))
-        self._skip = bool(mode) and mode != instance.mode
+        earlier = stored.read(clock())
+        self._totals.of = dict(earlier.totals)
+        self._serving = _Source(instance, Counts(earlier.counts if earlier.mode == instance.mode else ()))
+        self._skip = bool(earlier.mode) and earlier.mode != instance.mode
         """The kernel may hold counts that an earlier process has added already."""
         self.failures = Failures(families, self._failed)
+        self._alive = earlier.alive
+        self._volumes: VolumeReader | None = None
+        """None: the kernel does not count bytes."""
         self._read_at = float("-inf")
         """Time of the last reading of all."""
         self._readings = 0
@@ -71,7 +78,13 @@ class TrafficRecorder:
             if self._skip:
                 self._read(self._serving)  # Now, so that no connection from here on is taken for an old one.
             self._started = True
-        self.failures.start()
+            if are_counted():
+                self._volumes = VolumeReader(self._families)
+            else:
+                log.info("bytes are not counted", extra={"fields": {"because": f"{SETTING} is not 1"}})
+            self.failures.start(self._volumes.add_ended if self._volumes is not None else None)
+            if self._volumes is not None:
+                self._volumes.start(self._alive)
         threading.Thread(target=self._run, name="kproxy-traffic", daemon=True).start()
 
     def stop(self) -> None:
@@ -90,6 +103,7 @@ class TrafficRecorder:
             if self._started and now - self._read_at >= fresh:
                 self._read(self._serving)
                 self._count_failures()
+                self._count_volumes(now)
                 self._totals.forget(self.owners.exists, self.owners.uses, now)
                 self._totals.settle(now - self._read_at)
                 self._read_at = now
@@ -119,6 +133,16 @@ class TrafficRecorder:
             key = self.owners.owner(family, frontend)
             if key is not None:
                 self._totals.fail(key, where, failure)
+
+    def _count_volumes(self, now: float) -> None:
+        for way, volume in self._volumes.read() if self._volumes is not None else ():
+            if way.protocol not in _PROTOCOLS:
+                continue
+            port, endpoint_port = (int.from_bytes(port, "big") for port in (way.port, way.endpoint_port))
+            key = self.owners.owner(way.family, Frontend(way.destination, Protocol(way.protocol), port))
+            if key is not None:
+                where = Destination(way.endpoint, endpoint_port)
+                self._totals.carry(key, where, volume, now, is_endpoint=self.owners.uses(key, where))
 
     def _run(self) -> None:
         while not self._stopped.wait(INTERVAL):
@@ -150,4 +174,5 @@ class TrafficRecorder:
             self._skip = False
 
     def _write(self) -> None:
-        self._stored.write(self._serving.instance.mode, self._totals.of, self._serving.counts)
+        alive = self._volumes.alive if self._volumes is not None else {}
+        self._stored.write(self._serving.instance.mode, self._totals.of, self._serving.counts, alive)

@@ -2,10 +2,11 @@
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from kproxy_core.host.conntrack.volumes import Volume, Volumes, Way
 from kproxy_core.host.files.private import read_private, replace_private
 from kproxy_core.host.namespaces import namespace_name
 from kproxy_core.model.address import Address, Family, Protocol
@@ -19,6 +20,18 @@ log = logging.getLogger("kproxy.run")
 _MOST_BYTES = 256 << 20
 
 
+class Stored(NamedTuple):
+    """The content of the file."""
+
+    mode: str = ""
+    """The mode that counted."""
+    totals: dict[ServicePortKey, Total] = {}  # noqa: RUF012 - immutable by agreement
+    counts: Sequence[tuple[Pair, int]] = ()
+    """The last counts of that mode."""
+    alive: Volumes = {}  # noqa: RUF012
+    """See `VolumeReader.alive`."""
+
+
 class StoredTotals:
     """Reads and writes the file. Its totals and counts are of the same reading.
 
@@ -30,32 +43,35 @@ class StoredTotals:
         self._path = Path(directory) / f"traffic-{namespace_name()}.json"
         self._failed = False
 
-    def read(self, now: float) -> tuple[str, dict[ServicePortKey, Total], list[tuple[Pair, int]]]:
-        """Return the mode that counted, its totals and its last counts; empty if there is no such file.
+    def read(self, now: float) -> Stored:
+        """Return the content; empty if there is no such file.
 
         *now* is the time that all totals get as that of their last connection.
         """
         try:
             found = json.loads(read_private(self._path, _MOST_BYTES))
             if found["boot"] != _boot_id():
-                return "", {}, []
+                return Stored()
             totals = dict(_decode_total(item, now) for item in found["totals"])
-            return str(found["mode"]), totals, [_decode_count(item) for item in found["counts"]]
+            counts = [_decode_count(item) for item in found["counts"]]
+            return Stored(str(found["mode"]), totals, counts, dict(map(_decode_way, found.get("alive", ()))))
         except FileNotFoundError:
-            return "", {}, []
+            return Stored()
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             log.warning("traffic totals of the last process are not used", extra={
                 "fields": {"file": str(self._path), "error": str(error)}})
-            return "", {}, []
+            return Stored()
 
     def write(
-        self, mode: str, totals: Mapping[ServicePortKey, Total], counts: Iterable[tuple[Pair, int]]
+        self, mode: str, totals: Mapping[ServicePortKey, Total], counts: Iterable[tuple[Pair, int]],
+        alive: Volumes,
     ) -> None:
         """Replace the file. A failure is logged once."""
         content = {
             "boot": _boot_id(), "mode": mode,
             "totals": [_encode_total(key, total) for key, total in totals.items()],
             "counts": [_encode_count(pair, number) for pair, number in counts],
+            "alive": [_encode_way(way, volume) for way, volume in alive.items()],
         }
         try:
             replace_private(self._path, json.dumps(content, separators=(",", ":")))
@@ -67,16 +83,18 @@ class StoredTotals:
 
 
 def _encode_total(key: ServicePortKey, total: Total) -> list[object]:
-    endpoints = [[*_encode_destination(where), to.forwarded] for where, to in total.endpoints.items()]
-    return [*key, total.forwarded, total.rejected, endpoints]
+    endpoints = [[*_encode_destination(where), to.forwarded, *to.volume]
+                 for where, to in total.endpoints.items()]
+    return [*key, total.forwarded, total.rejected, endpoints, *total.volume]
 
 
 def _decode_total(item: list[Any], now: float) -> tuple[ServicePortKey, Total]:
-    namespace, name, port_name, protocol, forwarded, rejected, endpoints = item
+    namespace, name, port_name, protocol, forwarded, rejected, endpoints, *volume = item
     key = ServicePortKey(str(namespace), str(name), str(port_name), Protocol(protocol))
-    known = {_decode_destination(address, port): EndpointTotal(int(number), last=now)
-             for address, port, number in endpoints}
-    return key, Total(int(forwarded), int(rejected), now, known, settled=int(forwarded) + int(rejected))
+    known = {_decode_destination(address, port): EndpointTotal(int(number), last=now, volume=_volume(to))
+             for address, port, number, *to in endpoints}
+    return key, Total(int(forwarded), int(rejected), now, known, settled=int(forwarded) + int(rejected),
+                      volume=_volume(volume))
 
 
 def _encode_count(pair: Pair, number: int) -> list[object]:
@@ -91,6 +109,23 @@ def _decode_count(item: list[Any]) -> tuple[Pair, int]:
     dialled = None if address is None else Address(bytes.fromhex(address))
     where = _decode_destination(*endpoint) if endpoint else None
     return Pair(family, Frontend(dialled, Protocol(protocol), int(port)), where, str(layer)), int(number)
+
+
+def _encode_way(way: Way, volume: Volume) -> list[object]:
+    return [way.family.label, way.protocol, way.destination.hex(), way.port.hex(), way.endpoint.hex(),
+            way.endpoint_port.hex(), *volume]
+
+
+def _decode_way(item: list[Any]) -> tuple[Way, Volume]:
+    label, protocol, *names = item
+    family = next(family for family in Family if family.label == label)
+    destination, port, endpoint, endpoint_port = map(bytes.fromhex, names[:4])
+    return (Way(family, int(protocol), Address(destination), port, Address(endpoint), endpoint_port),
+            _volume(names[4:]))
+
+
+def _volume(numbers: Sequence[Any]) -> Volume:
+    return Volume(*map(int, numbers))
 
 
 def _encode_destination(where: Destination | None) -> list[object]:

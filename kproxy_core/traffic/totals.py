@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kproxy_core.backend.api import Connections
+from kproxy_core.host.conntrack.volumes import NO_VOLUME, Volume
 from kproxy_core.model.address import Family
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.service import ServicePortKey
@@ -49,6 +50,7 @@ class EndpointTotal:
     """Since this process started."""
     last: float = 0.0
     """Time of the reading that saw the last new connection; monotonic seconds."""
+    volume: Volume = NO_VOLUME
 
 
 @dataclass(slots=True)
@@ -68,6 +70,7 @@ class Total:
     """New connections a second, rejected ones included, between the last two readings."""
     settled: int = field(default=0, compare=False)
     """Connections as of the last `Totals.settle`."""
+    volume: Volume = NO_VOLUME
 
     @property
     def failures(self) -> int:
@@ -154,6 +157,16 @@ class Totals:
         if total is not None and to is not None:
             for failed in (total.failed, to.failed):
                 failed[failure] = failed.get(failure, 0) + number
+
+    def carry(
+        self, key: ServicePortKey, where: Destination, volume: Volume, now: float, *, is_endpoint: bool
+    ) -> None:
+        """Add packets and bytes exchanged with *where*, for the service port alone if it is none."""
+        total = self.of.setdefault(key, Total(last=now))
+        total.volume = total.volume.plus(volume)
+        if is_endpoint or where in total.endpoints:
+            to = total.endpoints.setdefault(where, EndpointTotal(last=now))
+            to.volume = to.volume.plus(volume)
 
     def settle(self, seconds: float) -> None:
         """Compute rates after a reading that is *seconds* later than the last one."""

@@ -55,8 +55,9 @@ class Clock:
 
 def recorder(instance: Instance, directory: Path, monkeypatch: pytest.MonkeyPatch) -> TrafficRecorder:
     made = TrafficRecorder((V4,), instance, Owners(), StoredTotals(str(directory)), Clock())  # type: ignore[arg-type]
-    monkeypatch.setattr(made.failures, "start", lambda: None)
+    monkeypatch.setattr(made.failures, "start", lambda add_volumes: None)
     monkeypatch.setattr(made.failures, "read", lambda: None)
+    monkeypatch.setattr("kproxy_core.traffic.recorder.are_counted", lambda: False)
     made.start()
     return made
 

@@ -1,5 +1,6 @@
 """Totals of connections: no count is lost or added twice, and series are limited."""
 
+import json
 import os
 from pathlib import Path
 
@@ -8,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kproxy_core.backend.api import Connections
+from kproxy_core.host.conntrack.volumes import Volume, Way
 from kproxy_core.model.address import Address, Family, Protocol
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.observe.metrics.traffic import SERVICE_CONNECTIONS, LimitedSeries, _Series
 from kproxy_core.plan.service_plan import Frontend
-from kproxy_core.traffic.stored import StoredTotals
+from kproxy_core.traffic.stored import Stored, StoredTotals
 from kproxy_core.traffic.totals import KEPT, Counts, Totals
 
 V4 = Family.IPV4
@@ -81,23 +83,37 @@ def test_totals_outlive_the_process(tmp_path: Path) -> None:
     made = counts.new(V4, [Connections(VIP, ONE, 3), Connections(VIP._replace(address=None), None, 2)])
     totals = Totals()
     totals.add(made, lambda family, frontend: WEB, 1.0)
-    StoredTotals(str(tmp_path / "state")).write("one", totals.of, counts)
-    mode, read, known = StoredTotals(str(tmp_path / "state")).read(1.0)
-    assert (mode, read, known) == ("one", totals.of, list(counts))
+    totals.carry(WEB, ONE, Volume(1, 2, 3, 4), 1.0, is_endpoint=True)
+    alive = {Way(V4, Protocol.TCP, Address(bytes(4)), b"\0P", ONE.address, b"\x1f\x90"): Volume(5, 6, 7, 8)}
+    StoredTotals(str(tmp_path / "state")).write("one", totals.of, counts, alive)
+    found = StoredTotals(str(tmp_path / "state")).read(1.0)
+    assert found == Stored("one", totals.of, list(counts), alive)
+    assert found.totals[WEB].endpoints[ONE].volume == Volume(1, 2, 3, 4)
+
+
+def test_the_file_of_an_older_version_has_no_volumes(tmp_path: Path) -> None:
+    StoredTotals(str(tmp_path)).write("one", counted({ONE: 3}).of, [], {})
+    (written,) = tmp_path.iterdir()
+    older = json.loads(written.read_text())
+    del older["alive"]
+    older["totals"] = [[*item[:6], [endpoint[:3] for endpoint in item[6]]] for item in older["totals"]]
+    written.write_text(json.dumps(older))
+    (total,) = StoredTotals(str(tmp_path)).read(0.0).totals.values()
+    assert (total.forwarded, total.volume) == (3, Volume())
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"boot": "another"}', "\0"])
 def test_an_unusable_file_is_ignored(tmp_path: Path, content: str) -> None:
-    StoredTotals(str(tmp_path)).write("one", {}, [])
+    StoredTotals(str(tmp_path)).write("one", {}, [], {})
     (written,) = tmp_path.iterdir()
     written.write_text(content)
-    assert StoredTotals(str(tmp_path)).read(0.0) == ("", {}, [])
+    assert StoredTotals(str(tmp_path)).read(0.0) == Stored()
 
 
 @pytest.mark.parametrize("make", ["link", "pipe"])
 def test_a_link_or_a_pipe_is_not_followed(tmp_path: Path, make: str) -> None:
     stored = StoredTotals(str(tmp_path / "state"))
-    stored.write("one", {}, [])
+    stored.write("one", {}, [], {})
     (written,) = (tmp_path / "state").iterdir()
     victim = tmp_path / "victim"
     victim.write_text("precious")
@@ -107,9 +123,9 @@ def test_a_link_or_a_pipe_is_not_followed(tmp_path: Path, make: str) -> None:
             path.symlink_to(victim)
         else:
             os.mkfifo(path)
-    assert stored.read(0.0) == ("", {}, [])
-    stored.write("two", {}, [])
-    assert stored.read(0.0) == ("two", {}, [])
+    assert stored.read(0.0) == Stored()
+    stored.write("two", {}, [], {})
+    assert stored.read(0.0) == Stored("two", {}, [], {})
     assert victim.read_text() == "precious"
 
 

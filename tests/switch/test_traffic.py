@@ -54,6 +54,15 @@ spec: {clusterIP: 10.96.201.50, ports: [{name: http, port: 80}]}
         ("silent", 8080, "192.0.2.99", "192.0.2.99"),
     ))
 
+CLIENT_COUNTERS = """
+table ip watched {
+    counter to_endpoint {}
+    counter from_endpoint {}
+    chain sent { type filter hook output priority 0; ip daddr 10.96.201.10 counter name to_endpoint; }
+    chain received { type filter hook input priority 0; ip saddr 10.96.201.10 counter name from_endpoint; }
+}
+"""
+
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Room]:
@@ -84,6 +93,28 @@ def counted(proxy: Proxy) -> dict[str, int]:
             name = "endpoints"
         result[name] = result.get(name, 0) + int(value)
     return result
+
+
+def volumes(proxy: Proxy) -> dict[str, int]:
+    """Return packets and bytes of the Service ``one`` by direction; its endpoints' add up to the same."""
+    time.sleep(1.1)
+    text = proxy._get(10249, "/metrics")[1]
+    pattern = r'^kproxy_(service|endpoint)_(packets|bytes)_\w+\{.*direction="(\w+)".*service="one".*\} (\d+)$'
+    result: dict[str, dict[str, int]] = {"service": {}, "endpoint": {}}
+    for kind, unit, direction, value in re.findall(pattern, text, re.MULTILINE):
+        name = f"{unit} {direction}"
+        result[kind][name] = result[kind].get(name, 0) + int(value)
+    assert result["service"] == result["endpoint"]
+    return result["service"]
+
+
+def at_the_client(node: Room) -> dict[str, int]:
+    """Return what passed the client's own counters."""
+    listed = node.client.run("nft", "list", "counters")
+    return {
+        f"{unit} {name}": int(re.findall(rf"counter {name} {{\s+packets (\d+) bytes (\d+)", listed)[0][at])
+        for name in ("to_endpoint", "from_endpoint") for at, unit in enumerate(("packets", "bytes"))
+    }  # fmt: skip
 
 
 def test_no_connection_is_lost_or_counted_twice(node: Room) -> None:
@@ -129,6 +160,35 @@ def test_relays_count_each_connection_once_across_restarts_and_switches(node: Ro
             dial(node, WEB, more)
             wanted = dict.fromkeys(wanted, wanted["one forwarded"] + more)
             assert counted(proxy) == wanted
+
+
+@pytest.mark.parametrize("mode", ["nftables", "iptables"])
+def test_bytes_and_packets_equal_those_of_the_client(node: Room, mode: str) -> None:
+    manifest = node.manifests / "ours.yaml"
+    node.node.run("sysctl", "-qw", "net.netfilter.nf_conntrack_acct=1")
+    node.client.run("nft", "-f", "-", stdin=CLIENT_COUNTERS)
+    with node.proxy(mode, COUNTED) as proxy:
+        lasting = node.client.inside(lambda: socket.create_connection(WEB, 5))
+        lasting.sendall(b"x" * 100)
+        dial(node, WEB, 5)
+        assert volumes(proxy) == at_the_client(node)
+        manifest.write_text(manifest.read_text().replace(PODS["elsewhere"][0], PODS["here"][0]))
+        time.sleep(1)
+        dial(node, WEB, 3)
+        lasting.sendall(b"x" * 200)
+        assert volumes(proxy) == at_the_client(node)
+        node.node.run("conntrack", "-D", "-p", "tcp", "--dport", "80", "--state", "TIME_WAIT")
+        assert volumes(proxy) == at_the_client(node)
+    lasting.sendall(b"x" * 300)
+    dial(node, WEB, 2)
+    with node.proxy(mode, COUNTED) as proxy:
+        other = {"nftables": "iptables", "iptables": "nftables"}[mode]
+        assert volumes(proxy) == at_the_client(node)
+        assert node.kproxy("switch", other).returncode == 0
+        dial(node, WEB, 4)
+        lasting.sendall(b"x" * 400)
+        assert volumes(proxy) == at_the_client(node)
+    lasting.close()
 
 
 def test_a_process_that_is_killed_loses_no_count(node: Room) -> None:

@@ -141,7 +141,7 @@ def verify(
 
 @click.command(cls=FlagCommand)
 @click.option("--once", is_flag=True, help="Print once instead of following.")
-@click.option("--sort", type=click.Choice(["rate", "connections", "rejected", "failed", "name"]),
+@click.option("--sort", type=click.Choice(["rate", "connections", "rejected", "failed", "bytes", "name"]),
               default="rate", show_default=True, help="The order.")
 @click.option("--filter", "search", metavar="WORDS", default="",
               help="Only service ports whose names have these.")

@@ -18,7 +18,7 @@ from kproxy_core.modes.control import send_request
 if TYPE_CHECKING:
     from rich.table import Table
 
-SORTS = ("rate", "connections", "rejected", "failed", "name")
+SORTS = ("rate", "connections", "rejected", "failed", "bytes", "name")
 _MOST_SHOWN = 500
 _WIDE = 110
 """Columns of a terminal in which frontends are shown."""
@@ -132,7 +132,7 @@ def _table(found: Mapping[str, Any], view: View, width: int) -> "Table":
     table.add_column("service port", overflow="fold", min_width=24, ratio=3)
     if width >= _WIDE:
         table.add_column("frontends", overflow="fold", ratio=2)
-    for name in ("endpoints", "per second", "connections", "rejected", "failed"):
+    for name in ("endpoints", "per second", "connections", "rejected", "failed", "bytes"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in found["services"]:
         problem = "".join(f" [red]{escape(text)}[/]" for text in row["problems"])
@@ -142,11 +142,23 @@ def _table(found: Mapping[str, Any], view: View, width: int) -> "Table":
         table.add_row(
             f"{escape(row['service_port'])} [dim]{row['protocol']}[/]{problem}", *shown_frontends,
             str(row["endpoint_count"]), f"{row['rate']:.1f}", str(row["forwarded"]),
-            *(f"[red]{row[name]}[/]" if row[name] else "0" for name in ("rejected", "failed")))
+            *(f"[red]{row[name]}[/]" if row[name] else "0" for name in ("rejected", "failed")), _bytes(row))
         for endpoint in row["endpoints"] if view.endpoints else ():
             former = "" if endpoint["usable"] else " [yellow](no longer usable)[/]"
             name = f"  {escape(endpoint['endpoint'])}{former}"
             failed = sum(endpoint[failure] for failure in ("refused", "unanswered", "reset"))
             table.add_row(name, *(["", ""] + [""] * len(shown_frontends)), str(endpoint["forwarded"]), "",
-                          str(failed))
+                          str(failed), _bytes(endpoint))
     return table
+
+
+def _bytes(row: Mapping[str, Any]) -> str:
+    """Return the bytes of both directions, such as ``1.5 MB``; "-" without any, as if none are counted."""
+    number: float = row["bytes_to_endpoint"] + row["bytes_from_endpoint"]
+    if not number:
+        return "-"
+    units = iter(("B", "kB", "MB", "GB", "TB"))
+    unit = next(units)
+    while number >= 1000 and unit != "TB":
+        number, unit = number / 1000, next(units)
+    return f"{float(f'{number:.3g}'):g} {unit}"

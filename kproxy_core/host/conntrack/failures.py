@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from kproxy_core.host.conntrack import table as ctnetlink
+from kproxy_core.host.conntrack.volumes import Volumes, ended_volumes
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.netlink import messages as netlink
 from kproxy_core.host.netlink.sockets import NetlinkSocket
@@ -54,9 +55,15 @@ class Unanswered(NamedTuple):
 class ResetWatch:
     """Reports connections as they end by a reset. An established one is reported ten seconds later."""
 
-    def __init__(self, ended: Callable[[Sequence[Ended], bool], None]) -> None:
-        """*ended* is called from a thread of its own; True: some events were lost. Raises HostError."""
+    def __init__(
+        self, ended: Callable[[Sequence[Ended], bool], None], add_volumes: Callable[[Volumes], None] | None,
+    ) -> None:
+        """Both are called from a thread of their own; True: some events were lost. Raises HostError.
+
+        *add_volumes* is told the sums over all connections that have ended. None: nothing is spent on them.
+        """
         self._ended = ended
+        self._add_volumes = add_volumes
         try:
             sock = NetlinkSocket.open(netlink.NETLINK_NETFILTER, groups=(_DESTROYED,), receive_space=_BUFFER)
         except OSError as error:
@@ -67,8 +74,12 @@ class ResetWatch:
         self._watch.close()
 
     def _receive(self, datagrams: Sequence[bytes], lost: bool) -> None:
-        found = list(_resets((data, start, end) for data in datagrams
-                             for _, _, _, start, end in netlink.messages(data)))
+        events = [(data, start, end) for data in datagrams for _, _, _, start, end in netlink.messages(data)]
+        if self._add_volumes is not None:
+            for af, family in _FAMILIES.items():
+                of_family = (event for event in events if event[0][event[1]] == af)
+                self._add_volumes(ended_volumes(of_family, family))
+        found = list(_resets(events))
         if found or lost:
             self._ended(found, lost)
 

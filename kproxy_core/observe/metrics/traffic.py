@@ -54,18 +54,22 @@ class LimitedSeries:
                 self._listed.add(name)
                 yield one
             else:
-                of = one.metric, one.labels[-1] if one.metric != ENDPOINT_CONNECTIONS else ""
+                of = one.metric, one.labels[-1] if _METRICS[one.metric][1][-1] != "endpoint" else ""
                 self._sums[of] = self._sums.get(of, 0) + one.value - self._summed.get(name, 0)
                 self._summed[name] = one.value
         for (metric, last), value in self._sums.items():
-            between = ("",) if metric == ENDPOINT_FAILURES else ()
+            between = [""] * (len(_METRICS[metric][1]) - len(_SERVICE) - 1)
             yield _Series(metric, ("", OTHER, "", "", *between, last), value)
 
 
 SERVICE_CONNECTIONS = "kproxy_service_connections"
 SERVICE_FAILURES = "kproxy_service_failures"
+SERVICE_BYTES = "kproxy_service_bytes"
+SERVICE_PACKETS = "kproxy_service_packets"
 ENDPOINT_CONNECTIONS = "kproxy_endpoint_connections"
 ENDPOINT_FAILURES = "kproxy_endpoint_failures"
+ENDPOINT_BYTES = "kproxy_endpoint_bytes"
+ENDPOINT_PACKETS = "kproxy_endpoint_packets"
 _METRICS = {
     SERVICE_CONNECTIONS: ("New connections to Services, or flows of UDP, by outcome", (*_SERVICE, "outcome")),
     SERVICE_FAILURES: ("Forwarded TCP connections that failed, by reason", (*_SERVICE, "reason")),
@@ -73,6 +77,12 @@ _METRICS = {
         "New connections, or flows of UDP, forwarded to endpoints", (*_SERVICE, "endpoint")),
     ENDPOINT_FAILURES: (
         "TCP connections to endpoints that failed, by reason", (*_SERVICE, "endpoint", "reason")),
+    SERVICE_BYTES: ("Bytes between clients and Services, by direction", (*_SERVICE, "direction")),
+    SERVICE_PACKETS: ("Packets between clients and Services, by direction", (*_SERVICE, "direction")),
+    ENDPOINT_BYTES: (
+        "Bytes between clients and endpoints, by direction", (*_SERVICE, "endpoint", "direction")),
+    ENDPOINT_PACKETS: (
+        "Packets between clients and endpoints, by direction", (*_SERVICE, "endpoint", "direction")),
 }  # fmt: skip
 
 
@@ -94,7 +104,7 @@ class TrafficCollector(Collector):
         series = list(_series(self._recorder.read(), endpoints=self._endpoints))
         families = {
             name: Metric(name, about, "counter") for name, (about, _) in _METRICS.items()
-            if self._endpoints or name in (SERVICE_CONNECTIONS, SERVICE_FAILURES)
+            if self._endpoints or name.startswith("kproxy_service_")
         }
         for metric, values, value in self._series.choose(series):
             labels = dict(zip(_METRICS[metric][1], values, strict=True))
@@ -122,8 +132,18 @@ def _series(totals: Mapping[ServicePortKey, Total], *, endpoints: bool) -> Itera
             yield _Series(SERVICE_CONNECTIONS, (*labels, "rejected"), total.rejected)
         for failure, number in list(total.failed.items()):
             yield _Series(SERVICE_FAILURES, (*labels, failure.value), number)
+        yield from _volume(SERVICE_PACKETS, SERVICE_BYTES, labels, total.volume)
         for where, to in list(total.endpoints.items()) if endpoints else ():
             name = format_socket(*where)
             yield _Series(ENDPOINT_CONNECTIONS, (*labels, name), to.forwarded)
             for failure, number in list(to.failed.items()):
                 yield _Series(ENDPOINT_FAILURES, (*labels, name, failure.value), number)
+            yield from _volume(ENDPOINT_PACKETS, ENDPOINT_BYTES, (*labels, name), to.volume)
+
+
+def _volume(packets: str, octets: str, labels: tuple[str, ...], volume: Sequence[int]) -> Iterator[_Series]:
+    """Yield the four series of one volume; none while it is empty, as where the kernel does not count."""
+    if any(volume):
+        for at, direction in enumerate(("to_endpoint", "from_endpoint")):
+            yield _Series(packets, (*labels, direction), volume[2 * at])
+            yield _Series(octets, (*labels, direction), volume[2 * at + 1])

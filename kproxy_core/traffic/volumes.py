@@ -1,0 +1,89 @@
+"""Bytes and packets of Services: those of ended connections, and those of the ones in the kernel's table."""
+
+import logging
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+
+from kproxy_core.host.conntrack.volumes import NO_VOLUME, Volume, Volumes, Way, read_volumes
+from kproxy_core.host.errors import HostError
+from kproxy_core.model.address import Family
+
+log = logging.getLogger("kproxy.run")
+
+
+class Growth:
+    """Turns sums over ended and over living connections into what was added since the last reading. Pure.
+
+    A connection that ends during a reading may be in neither sum. Then the sums of its way shrink, and grow
+    by more at the next reading, from which the difference is withheld; not from later ones, as the kernel may
+    have lost the event.
+    """
+
+    def __init__(self, alive: Volumes) -> None:
+        """*alive*: sums that are told already."""
+        self.alive = alive
+        self._short: dict[Way, Volume] = {}
+
+    def add(self, ended: Volumes, alive: Volumes) -> Iterator[tuple[Way, Volume]]:
+        """Take in a reading. *ended*: since the last one."""
+        before, self.alive = self.alive, alive
+        short, self._short = self._short, {}
+        for way in {**before, **alive, **ended, **short}:
+            now = ended.get(way, NO_VOLUME).plus(alive.get(way, NO_VOLUME))
+            grown = now.minus(before.get(way, NO_VOLUME))
+            if min(grown) < 0:
+                self._short[way] = Volume(*(min(0, number) for number in grown))
+            new = Volume(*(max(0, number) for number in grown.plus(short.get(way, NO_VOLUME))))
+            if any(new):
+                yield way, new
+
+
+class VolumeReader:
+    """Reads what the kernel counts. `add_ended` may be called from any thread."""
+
+    def __init__(self, families: Sequence[Family]) -> None:
+        self._families = families
+        self._growth: Growth | None = None
+        """None: the kernel does not count."""
+        self._ended: dict[Way, Volume] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def alive(self) -> Volumes:
+        """The sums over the connections in the table, as of the last reading."""
+        return self._growth.alive if self._growth is not None else {}
+
+    def start(self, alive: Volumes) -> None:
+        """Start counting, after `add_ended` may be called.
+
+        *alive*: sums that an earlier process has told. Without any, those of the table are taken for told.
+        """
+        try:
+            self._growth = Growth(alive or self._read())
+        except HostError as error:
+            log.warning("bytes are not counted", extra={"fields": {"error": str(error)}})
+
+    def add_ended(self, volumes: Volumes) -> None:
+        """Add the sums over connections that have ended."""
+        with self._lock:
+            for way, volume in volumes.items():
+                self._ended[way] = self._ended.get(way, NO_VOLUME).plus(volume)
+
+    def read(self) -> Sequence[tuple[Way, Volume]]:
+        """Return what was added since the last reading, by way."""
+        if self._growth is None:
+            return ()
+        with self._lock:
+            ended, self._ended = self._ended, {}
+        try:
+            return list(self._growth.add(ended, self._read()))
+        except HostError as error:
+            log.debug("cannot read bytes of connections", extra={"fields": {"error": str(error)}})
+            self.add_ended(ended)
+            return ()
+
+    def _read(self) -> Mapping[Way, Volume]:
+        found: dict[Way, Volume] = {}
+        for family in self._families:
+            found |= read_volumes(family)
+        return found
