@@ -54,6 +54,14 @@ class Churn:
         with self._lock:
             yield
 
+    def mark_service(self, number: int) -> None:
+        """Change the Service of `objects.MARK`. Call in `paused`."""
+        self._send(self._objects.mark_service(number))
+
+    def mark_endpoints(self, number: int) -> None:
+        """Change the endpoints of `objects.MARK`. Call in `paused`."""
+        self._send(self._objects.mark_endpoints(number))
+
     def go_away(self, seconds: float, rng: random.Random) -> None:
         """Kill the server, and start it after *seconds* with a few other objects and without its history."""
         with self._lock:

@@ -12,6 +12,8 @@ Json = dict[str, Any]
 COUNT = 100
 """Services that nobody dials and that change all the time."""
 _NAMESPACE = "churn"
+MARK = f"{_NAMESPACE}/mark:p"
+"""A service port that changes when asked to."""
 _RECREATED, _REPORTED = 0.12, 0.24
 """Of all changes: Services deleted or created, and Services whose ports or policies change."""
 
@@ -35,6 +37,8 @@ class Objects:
             self._apply(Change(False, value))
             if value["kind"] == "EndpointSlice" and _follows(value):
                 self._dialled.append(value)
+        self.mark_service(0)
+        self.mark_endpoints(0)
         for number in range(COUNT):
             for value in (self._service(number), *self._slices(number)):
                 self._apply(Change(False, value))
@@ -65,6 +69,28 @@ class Objects:
         for change in changes:
             self._apply(change)
         return copy.deepcopy(changes)
+
+    def mark_service(self, number: int) -> Change:
+        """Change the port of `MARK`."""
+        spec = {"clusterIP": "10.96.2.1", "clusterIPs": ["10.96.2.1"],
+                "ports": [{"name": "p", "port": 1000 + number % 50_000, "protocol": "TCP"}]}  # fmt: skip
+        return self._marked({"apiVersion": "v1", "kind": "Service", "spec": spec,
+                             "metadata": {"name": "mark", "namespace": _NAMESPACE}})
+
+    def mark_endpoints(self, number: int) -> Change:
+        """Change the endpoint of `MARK`."""
+        endpoint = {"addresses": [f"10.244.3.{number % 250 + 1}"], "conditions": {"ready": True}}
+        return self._marked({
+            "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
+            "metadata": {"name": "mark", "namespace": _NAMESPACE,
+                         "labels": {"kubernetes.io/service-name": "mark"}},
+            "endpoints": [endpoint], "ports": [{"name": "p", "port": 8080, "protocol": "TCP"}],
+        })  # fmt: skip
+
+    def _marked(self, value: Json) -> Change:
+        change = Change(False, value)
+        self._apply(change)
+        return change
 
     def _apply(self, change: Change) -> None:
         key = _key(change.value)

@@ -12,16 +12,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 
 import yaml
 
 from kproxy_core.testing.conformance.kernel_state import difference
+from kproxy_core.timing.backoff import LONGEST
 from tests.soak.api import Churn
 from tests.soak.damage import DAMAGES, UNANNOUNCED, WHILE_ENDED, Damage, Node
 from tests.soak.ledger import Ledger, Window, leaks
 from tests.soak.moments import Moment, now
-from tests.soak.objects import Objects
+from tests.soak.objects import MARK, Objects
 from tests.soak.proxy import REPAIRED, Proxy, SoakFailed
 from tests.soak.witness import Witness
 from tests.switch.room import FROM_CLIENT, FROM_NODE, Failure, Load, Room
@@ -29,8 +31,8 @@ from tests.switch.room import FROM_CLIENT, FROM_NODE, Failure, Load, Room
 MODES = ("nftables", "iptables", "userspace", "ebpf")
 SHORTEST_TIMEOUT = 0.2
 """Seconds: TCP_RTO_MIN."""
-RECONNECTED = 5.0
-"""Seconds after which every watch has been started again that ended with the API server."""
+MARKED = 1.0
+"""Seconds between two changes to a Service that show whether watches deliver."""
 CHILDREN_END = 180.0
 """Seconds after which relays of clients that are gone have ended: by keep-alive, or unsent data given up."""
 REPAIR_PATIENCE = 20.0
@@ -313,10 +315,31 @@ class Soak:
     # Checks ----------------------------------------------------------------------------------
 
     def _await_rest(self) -> None:
-        """Wait until the API server is followed again, and nothing has been synced for a second."""
-        time.sleep(RECONNECTED)
+        """Wait until every object is programmed and no sync follows. Call while the churn is paused."""
+        for mark in (self.churn.mark_service, self.churn.mark_endpoints):
+            self._await_watch(mark)
         self.proxy.wait_for("rest", lambda: not any(
             "scope" in entry.fields for entry in self.proxy.entries(time.monotonic() - 1)))  # fmt: skip
+
+    def _await_watch(self, mark: Callable[[int], None]) -> None:
+        """Wait until a change by *mark* arrives alone: its kind is followed, and all before was synced.
+
+        A watch that ended several times soon after its start is away for `LONGEST` seconds.
+        """
+        for number in count(1):
+            try:
+                self._await_mark(mark, number, MARKED)
+                break
+            except SoakFailed:
+                if number * MARKED > 2 * LONGEST:
+                    raise
+        self._await_mark(mark, 0, LONGEST)  # equal to that of other comparisons
+
+    def _await_mark(self, mark: Callable[[int], None], number: int, seconds: float) -> None:
+        since = time.monotonic()
+        mark(number)
+        self.proxy.wait_for("programmed change", lambda: any(
+            entry.fields.get("names") == [MARK] for entry in self.proxy.entries(since)), seconds)
 
     def _check_full_sync(self) -> None:
         """Check that a full sync finds nothing to write: the first one of another process.
