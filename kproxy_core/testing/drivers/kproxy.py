@@ -46,7 +46,8 @@ class KproxyDriver(ProxyDriver):
         self._path(obj).unlink(missing_ok=True)
 
     def arguments(self, mode: str, config: Path) -> list[str]:
-        return [f"--mode={mode}", f"--config={config}", *self._source(), f"--hostname-override={NODE}"]
+        chosen = [f"--mode={mode}", "--mode-fallback=never"]
+        return [*chosen, f"--config={config}", *self._source(), f"--hostname-override={NODE}"]
 
     def _source(self) -> list[str]:
         return [f"--manifests={self._manifests}"]
