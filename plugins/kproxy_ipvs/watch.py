@@ -5,14 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from kproxy_core.backend.api import Damage
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.netlink.addresses import (
-    RTM_DELADDR,
-    RTNLGRP_IPV4_IFADDR,
-    RTNLGRP_IPV6_IFADDR,
-    RTNLGRP_LINK,
-    decode_interface_address,
-    interface_name,
-)
+from kproxy_core.host.netlink import addresses
 from kproxy_core.host.netlink.messages import NETLINK_ROUTE, attributes, messages, text
 from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.host.netlink.watch import Watch
@@ -36,10 +29,8 @@ class DeviceWatch:
         self._states = {state.family: state for state in states}
         self._damaged = damaged
         try:
-            sock = NetlinkSocket.open(
-                NETLINK_ROUTE, groups=(RTNLGRP_LINK, RTNLGRP_IPV4_IFADDR, RTNLGRP_IPV6_IFADDR),
-                receive_space=_RECEIVE_SPACE,
-            )  # fmt: skip
+            groups = (addresses.RTNLGRP_LINK, addresses.RTNLGRP_IPV4_IFADDR, addresses.RTNLGRP_IPV6_IFADDR)
+            sock = NetlinkSocket.open(NETLINK_ROUTE, groups=groups, receive_space=_RECEIVE_SPACE)
         except OSError as error:
             raise HostError(f"cannot watch {DEVICE}", error) from error
         self._watch = Watch("ipvs-watch", sock, self._receive)
@@ -56,11 +47,11 @@ class DeviceWatch:
                     name = attributes(data, start + _IFINFOMSG.size, end).get(_IFLA_IFNAME, b"")
                     if text(name) == DEVICE:
                         self._report_all(f"interface {DEVICE} deleted")
-                elif kind == RTM_DELADDR:
-                    changed = decode_interface_address(data, start, end)
+                elif kind == addresses.RTM_DELADDR:
+                    changed = addresses.decode_interface_address(data, start, end)
                     state = self._states.get(FAMILY_BY_AF[changed.family])
                     # "": the interface has been deleted in the meantime.
-                    on_device = interface_name(changed.interface) in (DEVICE, "")
+                    on_device = addresses.interface_name(changed.interface) in (DEVICE, "")
                     if state is not None and on_device and state.expects(changed.address):
                         deleted.setdefault(state.family, changed.address)
         for family, address in deleted.items():

@@ -17,17 +17,7 @@ from kproxy_core.host.netlink.nf_tables import payload
 from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.model.address import Family
 from kproxy_nft.elements import attributes_of, complete, parse_counters
-from kproxy_nftables.batch import (
-    GETCHAIN,
-    GETRULE,
-    GETSET,
-    GETSETELEM,
-    GETTABLE,
-    batches,
-    element_list,
-    one_element,
-    parse_elements,
-)
+from kproxy_nftables import batch
 from kproxy_nftables.fingerprint import KINDS, Object, fingerprint, is_anonymous, parse_objects
 from kproxy_nftables.names import NFT_FAMILY, SERVICE_CIDRS, TABLE
 from kproxy_nftables.wanted import Element, Value
@@ -40,7 +30,7 @@ T = TypeVar("T")
 _TABLE_ATTRIBUTE = 1
 _OWNER_ATTRIBUTE = 7
 """NFTA_TABLE_OWNER, since Linux 5.12: the netlink port that alone may change a table."""
-_NAME_ATTRIBUTE = {GETCHAIN: 3, GETSET: 2}
+_NAME_ATTRIBUTE = {batch.GETCHAIN: 3, batch.GETSET: 2}
 
 _SEND_SPACE = 256 << 20
 """Bytes of one transaction that we ask the kernel to take; only a bound, nothing is reserved."""
@@ -98,7 +88,7 @@ class Kernel:
         if not deletes and not adds:
             return
         connection = self._connection()
-        for written, (data, last) in enumerate(batches(family, deletes, adds, connection.send_limit)):
+        for written, (data, last) in enumerate(batch.batches(family, deletes, adds, connection.send_limit)):
             try:
                 refused = connection.transact(data, last)
                 if refused:
@@ -110,24 +100,25 @@ class Kernel:
 
     def elements(self, family: Family, container: str) -> dict[bytes, Value]:
         """Return the elements of a map, or of a set without intervals; none if it does not exist."""
-        collect = partial(complete, parse_elements)
-        return self._dump(GETSETELEM, family, element_list(container), collect) or {}
+        collect = partial(complete, batch.parse_elements)
+        return self._dump(batch.GETSETELEM, family, batch.element_list(container), collect) or {}
 
     def counters(self, family: Family, container: str) -> dict[bytes, int]:
         """Return the counted packets of each element of a set; none if it does not exist."""
         collect = partial(complete, parse_counters)
-        return self._dump(GETSETELEM, family, element_list(container), collect) or {}
+        return self._dump(batch.GETSETELEM, family, batch.element_list(container), collect) or {}
 
     def element(self, family: Family, container: str, key: bytes) -> Value:
         """Return the value of one element of a map. Raises KeyError if it does not exist."""
         try:
-            found = self._connection().request(GETSETELEM, 0, payload(family, one_element(container, key)))
+            asked = payload(family, batch.one_element(container, key))
+            found = self._connection().request(batch.GETSETELEM, 0, asked)
         except FileNotFoundError as error:
             raise KeyError(key) from error
         except OSError as error:
             raise _failure(error) from error
         for data, start, end in found:
-            for _, value in parse_elements(data, start + netlink.NFGENMSG.size, end):
+            for _, value in batch.parse_elements(data, start + netlink.NFGENMSG.size, end):
                 return value
         raise KeyError(key)
 
@@ -148,7 +139,7 @@ class Kernel:
     def _rules_digest(self, family: Family) -> str:
         """Return a digest of our table's rules with their handles; "" without any."""
         digest = hashlib.blake2b(digest_size=16)
-        spans = self._objects(GETRULE, family, netlink.text_attribute(_TABLE_ATTRIBUTE, TABLE))
+        spans = self._objects(batch.GETRULE, family, netlink.text_attribute(_TABLE_ATTRIBUTE, TABLE))
         for data, start, end in spans:
             digest.update(data[start:end])
         return digest.hexdigest() if spans else ""
@@ -180,15 +171,15 @@ class Kernel:
         return {
             (NFT_FAMILY[family], netlink.text(netlink.attributes(*span)[_TABLE_ATTRIBUTE]))
             for family in Family
-            for span in self._objects(GETTABLE, family, b"")
+            for span in self._objects(batch.GETTABLE, family, b"")
         }
 
     def chains(self, family: Family) -> set[str]:
-        return self._names(GETCHAIN, family)
+        return self._names(batch.GETCHAIN, family)
 
     def containers(self, family: Family) -> set[str]:
         """Return the names of the maps and sets in our table, except anonymous ones."""
-        return {name for name in self._names(GETSET, family) if not is_anonymous(name)}
+        return {name for name in self._names(batch.GETSET, family) if not is_anonymous(name)}
 
     def fingerprint(self, family: Family, wanted: Collection[str]) -> bytes:
         """Return a digest of our table's chains, rules, maps and sets named in *wanted*.
@@ -197,16 +188,17 @@ class Kernel:
         """
         objects: list[Object] = []
         for kind in KINDS:
-            of_table = netlink.text_attribute(_TABLE_ATTRIBUTE, TABLE) if kind in (GETRULE, GETSET) else b""
+            lists_by_table = kind in (batch.GETRULE, batch.GETSET)
+            of_table = netlink.text_attribute(_TABLE_ATTRIBUTE, TABLE) if lists_by_table else b""
             objects += parse_objects(kind, self._objects(kind, family, of_table), wanted)
         constant = [SERVICE_CIDRS, *(item.name for item in objects if is_anonymous(item.name))]
         for name in constant:
             elements = sorted(
                 (key, str(value))
-                for span in self._objects(GETSETELEM, family, element_list(name))
-                for key, value in parse_elements(*span)
+                for span in self._objects(batch.GETSETELEM, family, batch.element_list(name))
+                for key, value in batch.parse_elements(*span)
             )
-            objects.append(Object(GETSETELEM, name, repr(elements).encode()))
+            objects.append(Object(batch.GETSETELEM, name, repr(elements).encode()))
         return fingerprint(objects)
 
     def generation(self) -> int:
@@ -221,7 +213,7 @@ class Kernel:
         if os.strerror(errno.EPERM) not in problem:
             return ""
         for family in Family:
-            for span in self._objects(GETTABLE, family, b""):
+            for span in self._objects(batch.GETTABLE, family, b""):
                 found = netlink.attributes(*span)
                 port = int.from_bytes(found.get(_OWNER_ATTRIBUTE, b""), "big")
                 if port and port not in self.own_ports and netlink.text(found[_TABLE_ATTRIBUTE]) == TABLE:
@@ -229,7 +221,7 @@ class Kernel:
         return ""
 
     def _names(self, kind: int, family: Family) -> set[str]:
-        of_table = netlink.text_attribute(_TABLE_ATTRIBUTE, TABLE) if kind == GETSET else b""
+        of_table = netlink.text_attribute(_TABLE_ATTRIBUTE, TABLE) if kind == batch.GETSET else b""
         found = set()
         for span in self._objects(kind, family, of_table):
             named = netlink.attributes(*span)

@@ -12,14 +12,7 @@ from typing import Any, Generic, TypeVar
 from google.protobuf.message import DecodeError
 
 from kproxy_core.objects import decode
-from kproxy_core.objects.protobuf.convert import (
-    to_meta,
-    to_node,
-    to_service,
-    to_service_cidr,
-    to_slice,
-    type_meta,
-)
+from kproxy_core.objects.protobuf import convert
 from kproxy_core.objects.protobuf.schema import parser
 from kproxy_core.objects.reading import Reading, Refused, shown
 
@@ -30,7 +23,8 @@ MAGIC = b"k8s\x00"
 """First bytes of every answer."""
 
 _CONVERT: dict[str, Callable[[Any], Any]] = {
-    "Service": to_service, "EndpointSlice": to_slice, "Node": to_node, "ServiceCIDR": to_service_cidr,
+    "Service": convert.to_service, "EndpointSlice": convert.to_slice, "Node": convert.to_node,
+    "ServiceCIDR": convert.to_service_cidr,
 }
 """The kinds that an API server is asked for."""
 
@@ -70,7 +64,7 @@ class ProtobufDecoder(Generic[W, V]):
                 return decode.WatchEvent(kind, "", status=read_status(content))
             raw = _opened(content, self._resource.kind, self._resource.api_version)
             if kind == "BOOKMARK":
-                return decode.bookmark(to_meta(_parse_object(raw).metadata))
+                return decode.bookmark(convert.to_meta(_parse_object(raw).metadata))
             if len(raw) <= decode.MAX_OBJECT_BYTES:
                 with suppress(DecodeError):
                     found = self._parse(raw)
@@ -120,7 +114,7 @@ def _opened(data: bytes, kind: str, api_version: str) -> bytes:
     if not data.startswith(MAGIC):
         raise decode.Malformed("no protobuf of Kubernetes: it does not begin with its magic bytes")
     envelope = _parse_unknown(memoryview(data)[len(MAGIC):])
-    found = type_meta(envelope.type_meta)
+    found = convert.type_meta(envelope.type_meta)
     if found != (kind, api_version):
         raise decode.Malformed(f"{shown(found[1])} {shown(found[0])} instead of {api_version} {kind}")
     if envelope.content_encoding:

@@ -10,12 +10,7 @@ from kproxy_core.backend.registry import Registry
 from kproxy_core.explain.change import document
 from kproxy_core.explain.traffic import targets
 from kproxy_core.modes.switch import ModeSwitch, Terms
-from kproxy_core.process.inspection.explaining import (
-    compare_running,
-    expectations,
-    explain_running,
-    leftovers,
-)
+from kproxy_core.process.inspection import explaining
 from kproxy_core.process.inspection.previewing import operations
 from kproxy_core.process.inspection.reporting import described
 from kproxy_core.store.store import Store
@@ -43,14 +38,14 @@ class Inspection:
 
     def explain(self, request: Json) -> Sequence[Json]:
         """Return an answer for each packet that *request* means. Raises NoAnswer."""
-        return explain_running(request, self._loop, self._registry, self._switch.instance)
+        return explaining.explain_running(request, self._loop, self._registry, self._switch.instance)
 
     def differences(self) -> Sequence[Json]:
         """Return the differences between the kernel and the plans. Raises NoAnswer."""
         instance = self._switch.instance
         return [
-            *compare_running(self._loop, instance),
-            *leftovers(self._registry, self._settings_of, instance.mode),
+            *explaining.compare_running(self._loop, instance),
+            *explaining.leftovers(self._registry, self._settings_of, instance.mode),
         ]
 
     def plans(self) -> Sequence[Json]:
@@ -61,7 +56,7 @@ class Inspection:
     def targets(self, service: str) -> Sequence[Json]:
         """Return what connections of this node should do at each TCP frontend. Raises NoAnswer."""
         found = self._loop.call(lambda: targets(self._loop.plans, service))
-        return expectations(found, self._switch.instance)
+        return explaining.expectations(found, self._switch.instance)
 
     def report(self) -> Json:
         """Return everything that this process can tell for a report."""

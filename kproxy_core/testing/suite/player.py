@@ -13,19 +13,8 @@ from typing import Any
 import yaml
 
 from kproxy_core.testing.drivers.driver import Driver, DriverError, Rejected, Unavailable
+from kproxy_core.testing.network import dialing
 from kproxy_core.testing.network.addresses import FAMILIES, expand, resolve
-from kproxy_core.testing.network.dialing import (
-    ATTEMPT_TIMEOUT,
-    DROPPED,
-    REACHED,
-    Conversation,
-    HttpAnswer,
-    Outcome,
-    Traffic,
-    dial,
-    http_get,
-    wait_until,
-)
 from kproxy_core.testing.network.namespaces import Namespace
 from kproxy_core.testing.network.topology import Topology
 from kproxy_core.testing.suite import objects
@@ -66,8 +55,8 @@ class Player:
         self._driver = driver
         self._barrier = barrier
         self._affected = FAMILIES if scenario.both_families else (family,)
-        self._conversations: dict[str, Conversation] = {}
-        self._traffic: dict[str, Traffic] = {}
+        self._conversations: dict[str, dialing.Conversation] = {}
+        self._traffic: dict[str, dialing.Traffic] = {}
         self._remembered: Remembered = {}
         self._actions: Mapping[str, Callable[[Any, Step], None]] = {
             "apply": self._apply, "apply_invalid": self._apply, "delete": self._delete,
@@ -154,22 +143,22 @@ class Player:
 
     def _probe(self, spec: Step, step: Step) -> None:
         expectation = Expectation(step.get("expect", {}), self._family, self._remembered)
-        timeout = spec.get("timeout", ATTEMPT_TIMEOUT if expectation.answers else SILENT)
+        timeout = spec.get("timeout", dialing.ATTEMPT_TIMEOUT if expectation.answers else SILENT)
         count = spec.get("count", expectation.default_count)
         sources = [source for source in self._sources(spec) for _ in range(count)]
 
-        def attempt(source: str | None) -> Outcome:
+        def attempt(source: str | None) -> dialing.Outcome:
             protocol = spec.get("proto", "tcp")
-            return dial(*self._target(spec), source=source, timeout=timeout, protocol=protocol)
+            return dialing.dial(*self._target(spec), source=source, timeout=timeout, protocol=protocol)
 
         def burst() -> Attempts:
             if not expectation.answers:
                 with ThreadPoolExecutor(_AT_ONCE) as pool:
                     return list(zip(sources, pool.map(attempt, sources), strict=True))
-            attempts: list[tuple[str | None, Outcome]] = []
+            attempts: list[tuple[str | None, dialing.Outcome]] = []
             for source in sources:
                 attempts.append((source, attempt(source)))
-                if attempts[-1][1].kind == DROPPED:
+                if attempts[-1][1].kind == dialing.DROPPED:
                     break
             return attempts
 
@@ -177,7 +166,7 @@ class Player:
 
     def _open(self, spec: Step, step: Step) -> None:
         def attempt() -> Attempts:
-            conversation = Conversation(
+            conversation = dialing.Conversation(
                 *self._target(spec), protocol=spec.get("proto", "tcp"), source=self._sources(spec)[0],
                 source_port=spec.get("source_port", 0),
             )  # fmt: skip
@@ -207,7 +196,8 @@ class Player:
             problem = expectation.judge(attempts())
             return not problem
 
-        if not wait_until(is_as_expected, 0 if spec.get("at_once") else spec.get("deadline", DEADLINE)):
+        patience = 0 if spec.get("at_once") else spec.get("deadline", DEADLINE)
+        if not dialing.wait_until(is_as_expected, patience):
             raise Failure(problem)
         expectation.remember()
 
@@ -219,14 +209,15 @@ class Player:
 
     def _start_traffic(self, spec: Step, _: Step) -> None:
         attempt = partial(
-            dial, *self._target(spec), protocol=spec.get("proto", "tcp"), timeout=spec.get("timeout", 2)
+            dialing.dial, *self._target(spec), protocol=spec.get("proto", "tcp"),
+            timeout=spec.get("timeout", 2),
         )
-        self._traffic[spec["name"]] = Traffic(attempt, spec.get("interval", 0.005))
+        self._traffic[spec["name"]] = dialing.Traffic(attempt, spec.get("interval", 0.005))
 
     def _stop_traffic(self, spec: str | Step, _: Step) -> None:
         named: Step = {"name": spec} if isinstance(spec, str) else spec
         outcomes = self._traffic.pop(named["name"]).stop()
-        bad = [outcome for outcome in outcomes if outcome.kind != REACHED]
+        bad = [outcome for outcome in outcomes if outcome.kind != dialing.REACHED]
         if len(bad) > named.get("max_failures", 0):
             kinds = collections.Counter(outcome.kind for outcome in bad)
             raise Failure(f"{len(bad)} of {len(outcomes)} conversations failed: {dict(kinds)}")
@@ -250,7 +241,7 @@ class Player:
                 and not any(text in done.stdout for text in expect.get("lacks", ()))
             )
 
-        if not wait_until(is_as_expected, spec.get("deadline", 0), interval=0.1):
+        if not dialing.wait_until(is_as_expected, spec.get("deadline", 0), interval=0.1):
             raise Failure(f"expected {expect}, got {seen}")
 
     def _http(self, spec: Step, step: Step) -> None:
@@ -261,11 +252,11 @@ class Player:
 
         def is_as_expected() -> bool:
             problems[:] = _http_problems(
-                http_get(host, address, spec["port"], spec["path"], spec.get("headers")), expect
+                dialing.http_get(host, address, spec["port"], spec["path"], spec.get("headers")), expect
             )
             return not problems
 
-        if not wait_until(is_as_expected, spec.get("deadline", DEADLINE), interval=0.1):
+        if not dialing.wait_until(is_as_expected, spec.get("deadline", DEADLINE), interval=0.1):
             raise Failure("; ".join(problems))
 
     def _proxy(self, spec: str | Step, step: Step) -> None:
@@ -277,7 +268,7 @@ class Player:
             self._driver.cleanup()
         if do == "retire":
             self._driver.retire()
-        if do == "retired" and not wait_until(self._driver.retire, RETIRED_WITHIN, 0.1):
+        if do == "retired" and not dialing.wait_until(self._driver.retire, RETIRED_WITHIN, 0.1):
             raise Failure("connections are still waited for, though all have ended")
         if do in ("start", "restart"):
             config = self._config(named.get("config", self.scenario.config))
@@ -315,7 +306,7 @@ class Player:
                 self._step(step)
 
 
-def _http_problems(answer: HttpAnswer | None, expect: Any) -> list[str]:
+def _http_problems(answer: dialing.HttpAnswer | None, expect: Any) -> list[str]:
     if answer is None or expect == "no answer":
         return [] if answer is None and expect == "no answer" else [f"answer: {answer}"]
     found = [f"no {text!r} in the body" for text in expect.get("has", ()) if not _has(text, answer.body)]
