@@ -43,7 +43,7 @@ class OwnProcesses:
         self._lock = threading.Lock()
         self._ids: dict[int, None] = {}
 
-    def __contains__(self, pid: int) -> bool:
+    def __contains__(self, pid: object) -> bool:
         with self._lock:
             return pid in self._ids
 

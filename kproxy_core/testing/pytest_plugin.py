@@ -32,24 +32,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("kproxy", "conformance of kproxy backends")
     group.addoption("--kproxy-mode", metavar="MODE", help="Run every check on the backend of MODE.")
     group.addoption(
-        "--kproxy-driver",
-        metavar="DRIVER",
-        action="append",
+        "--kproxy-driver", metavar="DRIVER", action="append",
         choices=("backend", "kproxy", "kproxy-through-api"),
         help="Play scenarios with the backend in this process (default), or with a whole kproxy.",
     )
     group.addoption(
-        "--kproxy-plugin",
-        metavar="PLUGIN",
-        action="append",
-        default=[],
+        "--kproxy-plugin", metavar="PLUGIN", action="append", default=[],
         help="Load a plugin of kproxy that is not installed, as kproxy -p does.",
     )
     group.addoption(
-        "--kproxy-option",
-        metavar="NAME=VALUE",
-        action="append",
-        default=[],
+        "--kproxy-option", metavar="NAME=VALUE", action="append", default=[],
         help=f"An option of the backend: JSON, or else text; {NODE_CGROUP}: see NodeCgroup.",
     )
     for name, about in (

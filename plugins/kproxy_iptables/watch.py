@@ -8,15 +8,14 @@ there the canaries, chains without a purpose, show by their absence that everyth
 import logging
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from kproxy_core.backend.api import Damage
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.netlink import commits
-from kproxy_core.host.netlink.commits import Change, Commit, CommitReader, Kind
-from kproxy_core.host.netlink.messages import NETLINK_NETFILTER, sender
+from kproxy_core.host.netlink.commits import Change, Commit, CommitWatch, Kind
+from kproxy_core.host.netlink.messages import NETLINK_NETFILTER
 from kproxy_core.host.netlink.sockets import NetlinkSocket
-from kproxy_core.host.netlink.watch import Watch
 from kproxy_core.host.programs import OwnProcesses
 from kproxy_core.model.address import Family
 from kproxy_iptables import names
@@ -29,9 +28,6 @@ log = logging.getLogger("kproxy.iptables")
 _FLUSH_TIMEOUT = 5.0
 """Seconds to wait for the rest of a flush, which would delete what is written during it."""
 _FLUSH_POLL = 0.1
-
-_RECEIVE_SPACE = 8 << 20
-"""Bytes of notifications that may wait. If a foreign flush is larger, the loss is noticed instead."""
 
 _OUR_KINDS = frozenset({
     Kind.RULE_ADDED, Kind.RULE_DELETED, Kind.CHAIN_ADDED, Kind.CHAIN_DELETED,
@@ -53,7 +49,6 @@ class Watcher:
         self._own = own
         self._damaged = damaged
         self._canary_period = canary_period
-        self._commits = CommitReader()
         self._watch = self._watch_commits() if any(each.variant.nft for each in tables) else None
         self._stopped = threading.Event()
         self._canaries = threading.Thread(target=self._watch_canaries, name="iptables-canary", daemon=True)
@@ -68,26 +63,16 @@ class Watcher:
 
     # Commits ------------------------------------------------------------------------------
 
-    def _watch_commits(self) -> Watch | None:
+    def _watch_commits(self) -> CommitWatch | None:
         try:
-            events = NetlinkSocket.open(
-                NETLINK_NETFILTER, groups=[commits.NFNLGRP], receive_space=_RECEIVE_SPACE
-            )
+            return CommitWatch("iptables-watch", self._own, self._judge, self._report_loss)
         except OSError as error:
             log.warning("cannot watch nf_tables commits", extra={"fields": {"error": str(error)}})
             return None
-        return Watch("iptables-watch", events, self._receive)
 
-    def _receive(self, datagrams: Sequence[bytes], lost: bool) -> None:
-        for data in datagrams:
-            # The first netlink socket of a program has the process id as its port.
-            if sender(data) not in self._own:
-                for commit in self._commits.read(data):
-                    self._judge(commit)
-        if lost:
-            self._commits = CommitReader()
-            for family in self._tables:
-                self._damaged(family, "notifications were lost")
+    def _report_loss(self) -> None:
+        for family in self._tables:
+            self._damaged(family, "notifications were lost")
 
     def _judge(self, commit: Commit) -> None:
         damage = commit.summary(_concerns_ours)

@@ -8,6 +8,7 @@ from kproxy_core.backend.errors import Unsupported
 from kproxy_core.backend.family_sync import sync_family
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.host import privileges
+from kproxy_core.host.netlink.commits import CommitWatch
 from kproxy_core.model.address import Family
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_nftables.family import FamilyState
@@ -17,7 +18,7 @@ from kproxy_nftables.inspection.render import render_text
 from kproxy_nftables.inspection.traffic import connections
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.questions.features import PERMISSION, lacking
-from kproxy_nftables.watch import Watcher
+from kproxy_nftables.watch import watch
 
 log = logging.getLogger("kproxy.nftables")
 
@@ -30,7 +31,7 @@ class NftablesBackend:
         self._counted = settings.count_traffic
         self._states = {
             family: FamilyState(family, self._kernel, counted=self._counted) for family in settings.families}
-        self._watcher: Watcher | None = None
+        self._watch: CommitWatch | None = None
         self._generation = 0
 
     @hookimpl
@@ -47,7 +48,7 @@ class NftablesBackend:
     def kproxy_sync(self, update: api.Update) -> api.SyncReport:
         """Bring one family's table to *update*. Raises SyncFailed, TrustLost."""
         report = sync_family(self._states[update.family], update)
-        if self._watcher is None:
+        if self._watch is None:
             self._generation = self._kernel.generation()
         return report
 
@@ -80,7 +81,7 @@ class NftablesBackend:
     def kproxy_watch(self, damaged: api.Damage) -> bool:
         """Start watching our tables. Any commit since the last sync is reported as damage."""
         try:
-            self._watcher = Watcher(self._kernel.own_ports, damaged)
+            self._watch = watch(self._kernel.own_ports, damaged)
         except OSError as error:
             log.warning("cannot watch for foreign rule changes", extra={"fields": {"error": str(error)}})
             return False
@@ -104,6 +105,6 @@ class NftablesBackend:
     @hookimpl
     def kproxy_close(self) -> None:
         """Stop watching and close the sockets. The tables are kept."""
-        if self._watcher is not None:
-            self._watcher.close()
+        if self._watch is not None:
+            self._watch.close()
         self._kernel.close()

@@ -9,15 +9,12 @@ import os
 import select
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from kproxy_core.backend.api import Damage
 from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.netlink.commits import NFNLGRP, Change, CommitReader, Kind
-from kproxy_core.host.netlink.messages import NETLINK_NETFILTER, sender
-from kproxy_core.host.netlink.sockets import NetlinkSocket
-from kproxy_core.host.netlink.watch import Watch as NetlinkWatch
+from kproxy_core.host.netlink.commits import Change, Commit, CommitWatch, Kind
 from kproxy_core.host.programs import OwnProcesses
 from kproxy_core.model.address import Family
 from kproxy_userspace.family import FamilyState
@@ -38,9 +35,6 @@ _SHARE = 0.2
 """Share of the time that comparisons after foreign commits may take: commits in a loop cost no more."""
 _BURST = 2.5
 """Seconds of that time that may be used ahead."""
-
-_RECEIVE_SPACE = 8 << 20
-"""Bytes of notifications that may wait. If a foreign flush is larger, the loss is noticed instead."""
 
 _CHAINS = frozenset([("filter", NON_LOCAL), *(("nat", chain) for chain in PORTAL_CHAINS)])
 _BUILT_IN = frozenset((jump.table, jump.chain) for jump in JUMPS)
@@ -66,13 +60,11 @@ class Watch:
         """Process ids of workers whose exit was reported."""
         self._shortages: dict[int, tuple[int, float]] = {}
         """Last reported count and its time, by process id."""
-        self._own = own
-        self._reader = CommitReader()
         self._suspicions: dict[Family, str] = {}
         """Foreign commits since the portals were last compared."""
         self._stopped = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
-        self._commits = None if portal_seconds is None else self._watch_commits()
+        self._commits = None if portal_seconds is None else self._watch_commits(own)
         self._thread = threading.Thread(target=self._run, name="kproxy-relays", daemon=True)
         self._thread.start()
 
@@ -120,23 +112,18 @@ class Watch:
 
     # Portals --------------------------------------------------------------------------------
 
-    def _watch_commits(self) -> NetlinkWatch | None:
+    def _watch_commits(self, own: OwnProcesses) -> CommitWatch | None:
         try:
-            sock = NetlinkSocket.open(NETLINK_NETFILTER, groups=(NFNLGRP,), receive_space=_RECEIVE_SPACE)
+            return CommitWatch("userspace-watch", own, self._judge, self._suspect_all)
         except OSError as error:
             log.warning("cannot watch nf_tables commits", extra={"fields": {"error": str(error)}})
             return None
-        return NetlinkWatch("userspace-watch", sock, self._receive)
 
-    def _receive(self, datagrams: Sequence[bytes], lost: bool) -> None:
-        if lost:
-            self._reader = CommitReader()
-            self._suspect(dict.fromkeys(self._families, "notifications were lost"))
-        for data in datagrams:
-            # The first netlink socket of a program has the process id as its port.
-            if sender(data) not in self._own:
-                for commit in self._reader.read(data):
-                    self._suspect(commit.summary(_may_concern_portals))
+    def _judge(self, commit: Commit) -> None:
+        self._suspect(commit.summary(_may_concern_portals))
+
+    def _suspect_all(self) -> None:
+        self._suspect(dict.fromkeys(self._families, "notifications were lost"))
 
     def _suspect(self, found: Mapping[Family, str]) -> None:
         if found:

@@ -13,7 +13,7 @@ from kproxy_core.host.errors import HostError
 from kproxy_core.host.netlink import messages as netlink
 from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.host.netlink.watch import Watch
-from kproxy_core.model.address import Address, Family, Protocol
+from kproxy_core.model.address import FAMILY_BY_AF, Address, Family, Protocol
 
 _DESTROYED: Final = 3
 """The group NFNLGRP_CONNTRACK_DESTROY."""
@@ -126,7 +126,7 @@ def _resets(spans: Iterable[netlink.Span]) -> Iterator[Ended]:
         rest = {kind: data[first:last] for kind, first, last in netlink.attribute_spans(data, at, end)}
         if ctnetlink.tcp_state(rest.get(ctnetlink.PROTOINFO, b"")) != _CLOSED:
             continue
-        family = _FAMILIES[data[start]]
+        family = FAMILY_BY_AF[data[start]]
         for flow in ctnetlink.decode(iter([(data, start, end)]), family):
             by = ctnetlink.answered_by(family, flow)
             if (by.address, by.port) != (flow.destination, flow.port):
@@ -139,4 +139,3 @@ def _number(value: bytes) -> int:
     return int.from_bytes(value, "big")
 
 
-_FAMILIES = {int(family.af): family for family in Family}

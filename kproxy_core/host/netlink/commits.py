@@ -1,21 +1,24 @@
 """Commits to nf_tables, as the kernel announces them (linux/netfilter/nf_tables.h).
 
-The kernel sends the changes of a commit to the group NFNLGRP, and then a message with the number of the
-commit and the process that made it.
+The kernel sends the changes of a commit to the group NFNLGRP_NFTABLES, and then a message with the number of
+the commit and the process that made it.
 """
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from kproxy_core.host.netlink import messages as netlink
 from kproxy_core.host.netlink.nf_tables import KIND
 from kproxy_core.host.netlink.sockets import NetlinkSocket
+from kproxy_core.host.netlink.watch import Watch
 from kproxy_core.model.address import FAMILY_BY_AF, Family
 
-NFNLGRP: Final = 7
+_NFNLGRP: Final = 7
 """NFNLGRP_NFTABLES"""
+_RECEIVE_SPACE: Final = 8 << 20
+"""Bytes of notifications that may wait. If a foreign flush is larger, the loss is noticed instead."""
 _NEWGEN: Final = 15
 _GETGEN: Final = 16
 _GEN_ID: Final = 1
@@ -106,6 +109,42 @@ class CommitReader:
                 name = netlink.text(data[first:last])
                 break
         self._changes[Change(family, kind, table, name)] += 1
+
+
+class CommitWatch:
+    """Passes on other processes' commits, from a thread of its own until it is closed."""
+
+    def __init__(
+        self, name: str, own: Container[int], foreign: Callable[[Commit], None], lost: Callable[[], None],
+        ignore: Collection[int] = (),
+    ) -> None:
+        """Start watching. *own*: the netlink ports of this process, to which more may be added.
+
+        The kernel drops notifications of the ports *ignore* itself. *lost* is called after the kernel has
+        dropped others. Raises OSError.
+        """
+        self._own = own
+        self._foreign = foreign
+        self._lost = lost
+        self._reader = CommitReader()
+        sock = NetlinkSocket.open(
+            netlink.NETLINK_NETFILTER, groups=(_NFNLGRP,), ignore=ignore, receive_space=_RECEIVE_SPACE
+        )
+        self._watch = Watch(name, sock, self._receive)
+
+    def close(self) -> None:
+        """Stop watching; nothing is passed on after this returns."""
+        self._watch.close()
+
+    def _receive(self, datagrams: Sequence[bytes], lost: bool) -> None:
+        if lost:
+            self._reader = CommitReader()
+            self._lost()
+        for data in datagrams:
+            # The first netlink socket of a program has the process id as its port.
+            if netlink.sender(data) not in self._own:
+                for commit in self._reader.read(data):
+                    self._foreign(commit)
 
 
 def generation(sock: NetlinkSocket) -> int:
