@@ -16,8 +16,6 @@ OBSERVERS = "kproxy.observers"
 
 @dataclass(frozen=True, slots=True)
 class BrokenPlugin:
-    """A plugin that is not used, with the reason."""
-
     name: str
     """Of its entry point."""
     distribution: str

@@ -22,7 +22,6 @@ class DescribedMode:
     detection: Detection | None
 
     def as_document(self) -> dict[str, Any]:
-        """For JSON and YAML."""
         major, minor = self.description.contract
         document: dict[str, Any] = {
             "mode": self.description.mode,
@@ -51,8 +50,6 @@ class DescribedMode:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The whole report."""
-
     machine: tuple[Fact, ...]
     """Empty unless the modes were probed."""
     modes: tuple[DescribedMode, ...]
@@ -68,7 +65,6 @@ class Report:
         )
 
     def as_document(self) -> dict[str, Any]:
-        """For JSON and YAML."""
         document: dict[str, Any] = {"modes": [mode.as_document() for mode in self.modes]}
         if self.machine:
             document["machine"] = {fact.what: fact.found for fact in self.machine}

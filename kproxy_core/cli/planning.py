@@ -44,7 +44,6 @@ def read_plans(
 
 
 def _read(config: Config, node_name: str, families: tuple[Family, ...]) -> Store:
-    """Read all objects once."""
     access = CurrentAccess(config.master, config.client.kubeconfig)
     source = make_source(config, node_name, access, ClientMetrics())
     store = make_store(config, families, source)

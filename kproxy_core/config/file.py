@@ -18,8 +18,6 @@ KIND = "KubeProxyConfiguration"
 
 
 class Problem(NamedTuple):
-    """One error in the configuration."""
-
     option: str
     """The flag (``--mode``) or the path of the field (``conntrack.min``)."""
     value: object
@@ -249,7 +247,6 @@ def decode(text: str) -> FileConfig:
 
 
 def _unknown_field(path: str, name: object, kind: type[msgspec.Struct]) -> str:
-    """Return the notice about the unknown field *name* of *kind* at *path*."""
     import difflib  # needed only for a file with mistakes
 
     known = [f.encode_name for f in msgspec.structs.fields(kind)]

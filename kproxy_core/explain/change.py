@@ -34,7 +34,6 @@ def document(plan: ServicePlan) -> Json:
 
 
 def frontend_text(frontend: Frontend) -> str:
-    """Return *frontend* as users write it."""
     address, protocol, port = frontend
     where = f"node:{port}" if address is None else format_socket(address, port)
     return f"{where}/{protocol.name.lower()}"
@@ -54,7 +53,6 @@ def changes(before: Iterable[Json], after: Iterable[Json]) -> Iterator[Json]:
 
 
 def change(kind: str, plan: Json, details: Sequence[str]) -> Json:
-    """Return one change of a service port."""
     return {
         "change": kind, "service_port": plan["service_port"], "protocol": plan["protocol"],
         "family": plan["family"], "details": list(details),

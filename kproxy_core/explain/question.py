@@ -15,8 +15,6 @@ from kproxy_core.plan.service_plan import Frontend, ServicePlan
 
 
 class Plans(Protocol):
-    """The plans of one family."""
-
     @property
     def node(self) -> NodeView: ...
 

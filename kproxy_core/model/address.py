@@ -96,7 +96,6 @@ def outermost(cidrs: Iterable[Cidr]) -> tuple[Cidr, ...]:
 
 
 def is_loopback(address: Address) -> bool:
-    """Return whether *address* is in 127.0.0.0/8 or is ::1."""
     return address[0] == 127 if len(address) == 4 else address == Family.IPV6.loopback
 
 

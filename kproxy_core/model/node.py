@@ -19,7 +19,6 @@ class NodeObject:
     """Not being deleted and without the cluster autoscaler's deletion taint."""
 
     def address(self, family: Family) -> Address | None:
-        """Return the node's first address of *family*."""
         return next((a for a in self.addresses if family_of(a) is family), None)
 
 

@@ -68,7 +68,6 @@ class Service:
     health_check_node_port: int = 0
 
     def cluster_ip(self, family: Family) -> Address | None:
-        """Return the ClusterIP of one *family*, if the Service has one."""
         for address in self.cluster_ips:
             if family_of(address) is family:
                 return address

@@ -61,7 +61,6 @@ class Takeover:
             self._health.release()
 
     def _left(self, mode: str) -> bool:
-        """Return whether *mode* left anything."""
         settings = self._settings_of(mode)
         found = self._ask(lambda: self._registry.cleanup(mode, settings, dry_run=True), mode)
         for problem in found.errors:

@@ -82,8 +82,6 @@ class ServiceStatus(Struct, frozen=True, gc=False, rename="camel"):
 
 
 class Service(Struct, frozen=True, gc=False):
-    """core/v1 Service."""
-
     metadata: ServiceMeta | None = None
     spec: ServiceSpec | None = None
     status: ServiceStatus | None = None
@@ -171,8 +169,6 @@ class NodeStatus(Struct, frozen=True, gc=False):
 
 
 class Node(Struct, frozen=True, gc=False):
-    """core/v1 Node."""
-
     metadata: NodeMeta | None = None
     spec: NodeSpec | None = None
     status: NodeStatus | None = None

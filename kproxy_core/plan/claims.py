@@ -69,7 +69,6 @@ class Claims:
         return touched
 
     def wanted(self, name: ServiceName) -> tuple[ServicePlan, ...]:
-        """Return the plans that the Service *name* last wanted."""
         return self._wanted.get(name, ())
 
     def granted(self, name: ServiceName) -> tuple[ServicePlan, ...]:

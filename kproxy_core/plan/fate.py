@@ -38,8 +38,6 @@ class Packet(NamedTuple):
 
 
 class Kind(enum.Enum):
-    """The kinds of frontend."""
-
     CLUSTER_IP = "ClusterIP"
     EXTERNAL_IP = "external IP"
     LOAD_BALANCER_IP = "load balancer IP"
@@ -79,8 +77,6 @@ class Policy(enum.Enum):
 
 
 class Fate(NamedTuple):
-    """The decision for one packet."""
-
     outcome: Outcome
     because: str
     choices: tuple[Choice, ...] = ()

@@ -49,7 +49,6 @@ class NodePortSelection(NamedTuple):
 def select_node_port_addresses(
     choice: NodePortChoice, addresses: Collection[Address], family: Family
 ) -> NodePortSelection:
-    """Select those of the node's *addresses* that *choice* admits."""
     everywhere = (Cidr(family.unspecified, 0),)
     match choice:
         case Everywhere():
@@ -72,7 +71,6 @@ def select_node_port_addresses(
 
 
 def includes_loopback(choice: NodePortChoice, family: Family) -> bool:
-    """Return whether *choice* includes loopback addresses of *family*."""
     match choice:
         case Everywhere():
             return True

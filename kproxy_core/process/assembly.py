@@ -100,7 +100,6 @@ def make_source(config: Config, node_name: str, access: "CurrentAccess", counted
 
 
 def make_store(config: Config, families: tuple[Family, ...], source: Source) -> Store:
-    """Return the store for the objects of *source*."""
     external_ips = config.feature_gates.get("AllowServiceExternalIPs", True)
     return Store(families, source.kinds, time.time(), external_ips=external_ips)
 

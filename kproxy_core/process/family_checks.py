@@ -73,7 +73,6 @@ def _single_stack(config: Config, kind: str, primary: Family) -> Iterator[str]:
 
 
 def _none_in(family: Family, cidrs: Iterable[Cidr]) -> bool:
-    """Return whether *cidrs* has networks, but none of *family*."""
     return {cidr.family for cidr in cidrs} == {_other(family)}
 
 

@@ -64,8 +64,6 @@ class ServiceCidrSet:
 
 @dataclass(frozen=True, slots=True)
 class ServiceCidrGone:
-    """A ServiceCIDR was deleted."""
-
     name: str
 
 

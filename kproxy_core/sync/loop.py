@@ -67,7 +67,6 @@ class Loop:
     # From any thread ----------------------------------------------------------------------
 
     def emit(self, events: list[Event]) -> None:
-        """Take in a source's *events*."""
         self._inbox.put(partial(self._fold, events))
 
     def call(self, what: Callable[[], _T]) -> _T:

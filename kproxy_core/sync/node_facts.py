@@ -21,8 +21,6 @@ log = logging.getLogger("kproxy.run")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
-    """Settings of the operator for the node."""
-
     name: str
     local: LocalSource | tuple[Cidr, ...] | None = ()
     """Source of local traffic: an interface for both families, or networks, the first of each family.

@@ -124,7 +124,6 @@ def node_view(
 
 
 def plans(node: NodeView, service: Service, *slices: EndpointSlice) -> dict[ServicePortKey, ServicePlan]:
-    """Return the plans of one Service with *slices*."""
     by_name = {piece.name.name: piece for piece in slices}
     return {plan.key: plan for plan in plan_service(service, by_name, node)}
 

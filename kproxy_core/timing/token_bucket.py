@@ -34,7 +34,6 @@ class TokenBucket:
         return max(0.0, wait)
 
     def try_take(self, now: float) -> bool:
-        """Take a token. Return False if none is left."""
         with self._lock:
             if self.next_at > now:
                 return False

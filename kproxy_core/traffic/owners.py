@@ -67,11 +67,9 @@ class FrontendOwners(SyncObserver):
         return None
 
     def plans_of(self, key: ServicePortKey) -> list[ServicePlan]:
-        """Return the acknowledged plans of one service port, of each family."""
         return [of.plans[key] for of in self._of.values() if key in of.plans]
 
     def exists(self, key: ServicePortKey) -> bool:
-        """Return whether a family serves *key*."""
         return any(key in of.plans for of in self._of.values())
 
     def uses(self, key: ServicePortKey, where: Destination) -> bool:

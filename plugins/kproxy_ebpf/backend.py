@@ -128,7 +128,6 @@ class EbpfBackend:
 
     @hookimpl
     def kproxy_measure(self) -> list[api.Measurement]:
-        """Return whether the programs are attached."""
         attached = self._attached and not self._problem()
         about = "1 while the BPF programs translate local sockets"
         return [api.Measurement("kproxy_ebpf_attached", about, "gauge", float(attached))]

@@ -58,13 +58,10 @@ def service_id(name: str, family: Family) -> bytes:
 
 
 def id_family(service: bytes) -> Family:
-    """Return the family that a service's id belongs to."""
     return Family.IPV6 if service[-1] & 0x80 else Family.IPV4
 
 
 class ServiceValue(NamedTuple):
-    """The value of a frontend."""
-
     identity: bytes
     endpoints: int
     affinity_seconds: int

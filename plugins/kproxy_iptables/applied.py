@@ -66,7 +66,6 @@ class Applied:
         """Number of rules by table, and of those in chains of service ports."""
 
     def endpoints_after(self, changed: Mapping[ServicePortKey, ServicePlan | None]) -> int:
-        """Return the number of endpoints once the *changed* plans are applied."""
         return self.endpoints + self._growth(changed)
 
     def last_rules(self, difference: Difference | None = None) -> dict[str, int]:

@@ -62,8 +62,6 @@ def is_service_chain(table: str, chain: str) -> bool:
 
 
 class ServiceChains(NamedTuple):
-    """Names of the chains of one service port."""
-
     cluster: str
     """Chooses among the endpoints on all nodes."""
     local: str

@@ -89,7 +89,6 @@ def constant_rules(node: NodeView, facts: Facts) -> dict[ChainKey, list[str]]:
 
 
 def rules_differ(one: NodeView, other: NodeView) -> bool:
-    """Return whether any rules for two nodes differ."""
     return _relevant(one) != _relevant(other)
 
 

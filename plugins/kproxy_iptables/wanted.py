@@ -57,7 +57,6 @@ _MASK = {Family.IPV4: "255.255.255.255", Family.IPV6: ":".join(["ffff"] * 8)}
 
 
 def make_style(node: NodeView, facts: Facts, endpoints: int) -> Style:
-    """Return the style for a node and a number of endpoints."""
     return Style(
         family=node.family,
         local_source=node.local_source,

@@ -110,5 +110,4 @@ def mark(number: int, masquerade_bit: int) -> int:
 
 
 def is_own_mark(value: int, masquerade_bit: int) -> bool:
-    """Return whether `mark` can return *value*."""
     return mark(value, masquerade_bit) == value

@@ -21,7 +21,6 @@ JUMPS = (
 
 
 def skeleton(node: NodeView) -> dict[ChainKey, list[str]]:
-    """Return all chains of this mode with their rules."""
     family = node.family
 
     def match(kind: SetKind, sides: str = "dst,dst") -> str:
@@ -92,7 +91,6 @@ def no_frontend(family: Family) -> str:
 
 
 def rules_differ(one: NodeView, other: NodeView) -> bool:
-    """Return whether the constant rules for two nodes differ."""
     return (one.local_source, one.masquerade_all, one.masquerade_bit) != (
         other.local_source, other.masquerade_all, other.masquerade_bit
     )  # fmt: skip

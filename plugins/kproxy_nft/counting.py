@@ -27,7 +27,6 @@ _PORT = struct.Struct(">H2x")
 
 
 def set_of_connections(family: Family, table: str) -> str:
-    """Return the command that adds the set `CONNECTIONS`."""
     return counting_set(family, table, CONNECTIONS, f" . {_ADDRESS_TYPE[family]} . inet_service")
 
 

@@ -207,7 +207,6 @@ def _at(slots: Slots, indices: Iterable[int]) -> list[Slot]:
 
 
 def dict_of(items: Iterable[Element]) -> _Values:
-    """Return the values of elements by container and key."""
     return {(container, key): value for container, key, value in items}
 
 

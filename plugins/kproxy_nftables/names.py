@@ -67,8 +67,6 @@ _TEMPLATE = re.compile(
 
 
 class Template(NamedTuple):
-    """The parameters of a template chain."""
-
     protocol: Protocol
     policy: str
     """``cluster``: ClusterIP. ``local``: ClusterIP, internal policy Local. ``external``: other

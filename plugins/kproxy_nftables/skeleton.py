@@ -72,7 +72,6 @@ def rules_text(
 
 
 def used_templates(verdicts: Iterable[str]) -> set[Template]:
-    """Return the templates to which *verdicts* lead directly."""
     found = (names.parse_template(verdict.partition(" ")[2]) for verdict in set(verdicts))
     return {template for template in found if template is not None}
 
@@ -242,7 +241,6 @@ def _record_rules(ip: str) -> list[str]:
 
 
 def _leads_to(template: Template) -> list[Template]:
-    """Return the templates that *template* leads to."""
     if template.policy != "external-local":
         return []
     short = template._replace(policy="short-circuit", local=0)

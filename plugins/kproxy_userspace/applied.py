@@ -19,8 +19,6 @@ class LocalPort(NamedTuple):
 
 
 class Relay(NamedTuple):
-    """A relay that has a port."""
-
     number: int
     """Its number in orders to workers."""
     name: RelayName
@@ -93,12 +91,10 @@ class Applied:
         return found
 
     def after(self, difference: Difference) -> Iterator[Redirect]:
-        """Yield all portals as they are after *difference*."""
         for redirects in {**self.portals, **difference.after}.values():
             yield from redirects
 
     def acknowledge(self, difference: Difference) -> None:
-        """Record that the kernel has applied *difference*."""
         for key, redirects in difference.after.items():
             if redirects:
                 self.portals[key] = redirects
@@ -106,7 +102,6 @@ class Applied:
                 self.portals.pop(key, None)
 
     def acknowledge_relays(self, relays: Iterable[Relay]) -> None:
-        """Record that *relays* are as they say."""
         for relay in relays:
             self.relays.setdefault(relay.name.key, {})[relay.name] = relay
 

@@ -59,7 +59,6 @@ class UserspaceBackend:
 
     @hookimpl
     def kproxy_relays(self, family: Family, key: ServicePortKey) -> frozenset[int]:
-        """Return the local ports of a service port's relays."""
         state = self._families.get(family)
         return frozenset() if state is None else state.listening_ports(key)
 

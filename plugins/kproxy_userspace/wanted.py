@@ -66,8 +66,6 @@ class RelayName(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A relay, as it must be."""
-
     protocol: Protocol
     endpoints: tuple[Endpoint, ...]
     affinity_seconds: int

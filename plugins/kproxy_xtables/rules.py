@@ -69,7 +69,6 @@ def jumps_by_chain(jumps: Iterable[Jump]) -> dict[ChainKey, list[str]]:
 
 
 def missing_jumps(jumps: Iterable[Jump], held: RulesByChain) -> list[Jump]:
-    """Return those of *jumps* that the *held* chains lack."""
     return [jump for jump in jumps if not has_rule(held.get((jump.table, jump.chain), ()), jump.spec)]
 
 

@@ -5,8 +5,6 @@ from typing import NamedTuple
 
 
 class SavedChain(NamedTuple):
-    """One chain as iptables-save prints it."""
-
     table: str
     name: str
     lines: list[str]

@@ -50,7 +50,6 @@ class Ruleset:
         self._indexes: dict[ChainKey, dict[str, list[int]]] = {}
 
     def rules(self, table: str, chain: str) -> Sequence[str]:
-        """Return the rules of a chain; none if it does not exist."""
         return self._chains.get((table, chain), ())
 
     def relevant(self, table: str, chain: str, flight: Flight) -> Sequence[str]:
@@ -103,14 +102,12 @@ class Walk:
         """A rule that is not understood; "": none."""
 
     def through(self, table: str, chain: str, flight: Flight) -> list[End]:
-        """Return the ways through a built-in chain."""
         return [
             End(share, done if isinstance(done, Outcome) else None, end)
             for share, done, end in self._chain(table, chain, flight)
         ]
 
     def is_local(self, address: Address) -> bool:
-        """Return whether *address* is one of the node's."""
         node = self._node
         own = (node.node_ip, node.family.loopback, *node.node_port_addresses)
         return address in own or address in self._local
@@ -184,7 +181,6 @@ class Walk:
                 yield from self._chain(table, chain, flight)
 
     def _chance(self, rule: "_Rule", table: str, flight: Flight) -> float:
-        """Return the probability that *rule* matches."""
         chance = 1.0
         for name, value, negated in rule.matches:
             if name == "--probability":

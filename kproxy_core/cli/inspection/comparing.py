@@ -31,7 +31,6 @@ def compare(flags: Flags) -> Found:
 
 
 def status_of(found: Found) -> int:
-    """Return the exit status."""
     kinds = {difference["kind"] for difference in found["differences"]}
     if not kinds:
         return SAME

@@ -32,7 +32,6 @@ _SYSCTLS = (
 
 
 def kernel_state() -> Iterator[tuple[str, str]]:
-    """Yield names and texts."""
     modules = Modules()
     for name, module, command in _COMMANDS:
         is_loaded = not module or modules.presence(module) in (Presence.LOADED, Presence.BUILT_IN)

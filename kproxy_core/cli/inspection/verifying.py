@@ -52,7 +52,6 @@ def verify(found: Found, *, rate: float, most: int, timeout: float) -> tuple[Fou
 
 
 def status_of(found: Found) -> int:
-    """Return the exit status."""
     return DIFFERENT if any(frontend["problems"] for frontend in found["frontends"]) else SAME
 
 

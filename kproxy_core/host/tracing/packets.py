@@ -15,8 +15,6 @@ PATIENCE = 1.0
 
 
 class Rule(NamedTuple):
-    """A rule that a packet met."""
-
     family: str
     table: str
     chain: str

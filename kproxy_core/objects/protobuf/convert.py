@@ -97,7 +97,6 @@ def _time(message: Any) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _date(days: int) -> str:
-    """Return the date that is *days* after 1970-01-01."""
     try:
         return (date(1970, 1, 1) + timedelta(days)).isoformat()
     except OverflowError:

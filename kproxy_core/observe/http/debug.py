@@ -105,7 +105,6 @@ class Debug:
 
 
 def _option(query: str, name: str) -> str:
-    """Return the value of *name* in *query*, else ""."""
     return dict(pair.partition("=")[::2] for pair in query.split("&")).get(name, "")
 
 

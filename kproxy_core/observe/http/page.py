@@ -29,8 +29,6 @@ Explain = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 def page_handlers(overview: Overview, explain: Explain) -> dict[str, Handler]:
-    """Return the handlers of the page's paths."""
-
     def services(request: Request) -> Mapping[str, Any]:
         asked = _options(request)
         start, count = (_number(asked.get(name, "")) for name in ("start", "count"))

@@ -36,8 +36,6 @@ class Stack(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """Samples of all threads."""
-
     began_ns: int
     """Wall clock."""
     lasted_ns: int

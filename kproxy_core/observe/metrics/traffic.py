@@ -96,7 +96,6 @@ class TrafficCollector(Collector):
         self._lock = threading.Lock()
 
     def collect(self) -> Iterable[Metric]:
-        """Return the families of all metrics."""
         with self._lock:
             return list(self._collect())
 

@@ -49,7 +49,6 @@ class Inspection:
         ]
 
     def plans(self) -> Sequence[Json]:
-        """Return the plans of all families."""
         return self._loop.call(
             lambda: [document(plan) for plans in self._loop.plans.values() for plan in plans.plans.values()])
 

@@ -231,7 +231,6 @@ class Reflector(Generic[V]):
     # -- requests
 
     def _list(self) -> None:
-        """LIST, page by page."""
         self._replica.start_listing()
         query: dict[str, str] = {}
         limit, received = self._page, 0

@@ -46,7 +46,6 @@ class Replica(Generic[V]):
         return [*events, *reading.bad]
 
     def delete(self, name: Name) -> list[Event]:
-        """Return the events for an object that was deleted."""
         self._known.discard(name)
         return [self._resource.gone(name)]
 

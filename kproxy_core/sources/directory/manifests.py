@@ -41,8 +41,6 @@ _decode_items = msgspec.json.Decoder(list[Raw] | None).decode
 
 @dataclass(slots=True)
 class Manifest:
-    """The content of one file."""
-
     objects: list[tuple[Key, Any]] = field(default_factory=list)
     """Every object with a usable name, and its `Reading.value`, in the order of the file."""
     bad: list[BadObject] = field(default_factory=list)

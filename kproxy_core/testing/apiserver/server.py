@@ -84,7 +84,6 @@ class Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
     def stop(self) -> None:
-        """Stop serving, and close every watch."""
         self.shutdown()
         self.server_close()
         self.store.expire()

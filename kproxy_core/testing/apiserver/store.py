@@ -54,8 +54,6 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One change of one object."""
-
     version: int
     kind: str
     """``ADDED``, ``MODIFIED`` or ``DELETED``."""

@@ -122,6 +122,5 @@ def prepare(wanted: Wanted) -> None:
 
 
 def run_check(check: Check, wanted: Wanted, family: Family | None) -> None:
-    """Run one check of the contract."""
     with bench(wanted, family) as prepared:
         check.run(prepared)

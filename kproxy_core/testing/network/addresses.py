@@ -94,10 +94,8 @@ def symbol_of(address: str) -> str:
 
 
 def node_name_of(symbol: str) -> str:
-    """Return the name of the node that an endpoint *symbol* is on."""
     return NODE if symbol in LOCAL else OTHER_NODE
 
 
 def is_node_address(address: str) -> bool:
-    """Return whether *address* is one of the node under test."""
     return any(address in ADDRESSES[symbol] for symbol in NODE_ADDRESSES)

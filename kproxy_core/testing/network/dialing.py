@@ -200,23 +200,18 @@ class Traffic:
             self._outcomes.append(self._attempt())
 
     def stop(self) -> list[Outcome]:
-        """Stop, and return all outcomes in order."""
         self._stop.set()
         self._thread.join()
         return self._outcomes
 
 
 class HttpAnswer(NamedTuple):
-    """The answer to a GET request."""
-
     status: int
     headers: Mapping[str, str]
     body: str
 
 
 class _HostConnection(http.client.HTTPConnection):
-    """An HTTP connection from *host*."""
-
     def __init__(self, host: Namespace, address: str, port: int, timeout: float) -> None:
         super().__init__(address, port, timeout=timeout)
         self._from = host

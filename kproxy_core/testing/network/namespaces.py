@@ -128,7 +128,6 @@ class Namespace:
             namespace._netlink.link("set", index=namespace._index(name), state="up")
 
     def add_bridge(self, device: str, *ports: str) -> None:
-        """Add a bridge with *ports*, and set it up."""
         self._netlink.link("add", ifname=device, kind="bridge")
         index = self._index(device)
         for port in ports:

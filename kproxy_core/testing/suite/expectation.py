@@ -20,8 +20,6 @@ _ANY_OF = {"unanswered": {DROPPED, REFUSED, UNREACHABLE, BROKEN}}
 
 
 class Expectation:
-    """The ``expect`` of one step."""
-
     def __init__(
         self, spec: str | Mapping[str, Any], family: str, remembered: Remembered, *, all_of: bool = True
     ) -> None:
@@ -37,7 +35,6 @@ class Expectation:
 
     @property
     def answers(self) -> bool:
-        """Return whether attempts must be answered."""
         return self._outcome == REACHED
 
     @property

@@ -140,5 +140,4 @@ def reference(text: str) -> Json:
 
 
 def key_of(obj: Mapping[str, Any]) -> Key:
-    """Return the identity of an object."""
     return obj["kind"], obj["metadata"].get("namespace", ""), obj["metadata"]["name"]

@@ -14,8 +14,6 @@ from kproxy_ebpf.wanted import Group, only_node_clients, wanted
 
 
 class Maps(Protocol):
-    """The maps in the kernel."""
-
     def find(self, name: str, key: bytes) -> bytes | None:
         """Return the value of one element; None: it does not exist."""
 
@@ -57,8 +55,6 @@ def _may_translate(question: Question, settings: Settings) -> bool:
 
 
 class _Found(NamedTuple):
-    """The elements for a frontend."""
-
     objects: Sequence[KernelObject]
     choices: tuple[Choice, ...]
     masquerades_pods: bool

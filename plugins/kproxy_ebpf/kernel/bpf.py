@@ -128,7 +128,6 @@ def delete_all(fd: int, keys: list[bytes]) -> None:
 
 
 def elements(fd: int, definition: MapDefinition) -> Iterator[tuple[bytes, bytes]]:
-    """Yield all elements of a hash map."""
     chunk, position, first = _CHUNK, ctypes.create_string_buffer(max(definition.key, 8)), 0
     keys = values = None
     while True:
@@ -191,7 +190,6 @@ def detach_link(link: int) -> None:
 
 
 def link_info(link: int) -> LinkInfo:
-    """Return what the link leads to."""
     _, _, program, cgroup, _ = _CGROUP_INFO.unpack_from(_info(link))
     return LinkInfo(program, cgroup)
 

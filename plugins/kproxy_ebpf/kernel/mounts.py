@@ -45,7 +45,6 @@ def open_cgroup(path: str = "") -> int:
 
 
 def cgroup_id(descriptor: int) -> int:
-    """Return the id by which the kernel knows the cgroup."""
     return os.fstat(descriptor).st_ino
 
 

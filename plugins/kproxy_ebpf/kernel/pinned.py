@@ -43,7 +43,6 @@ class PinnedMaps:
         return endpoint if self.find(names.ENDPOINTS, endpoint_key(endpoint, service)) is not None else None
 
     def contents(self, family: Family) -> Contents:
-        """Return all elements of *family*."""
         return {
             name: {
                 key: value for key, value in bpf.elements(self._maps[name], self._definitions[name])
@@ -53,7 +52,6 @@ class PinnedMaps:
         }  # fmt: skip
 
     def elements(self, name: str) -> Iterator[tuple[bytes, bytes]]:
-        """Yield all elements of one map."""
         return bpf.elements(self._maps[name], self._definitions[name])
 
     def close(self) -> None:

@@ -26,8 +26,6 @@ BCC_REMEDY = "install the BPF Compiler Collection for Python (Debian: apt-get in
 
 
 class Program(NamedTuple):
-    """One compiled program."""
-
     code: bytes
     references: tuple[tuple[int, str], ...]
     """Offsets in the code, and the maps whose descriptors belong there."""

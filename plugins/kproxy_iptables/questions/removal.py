@@ -32,7 +32,6 @@ def plan_supersede(held: RulesByChain) -> Removal:
 
 
 def is_older(key: ChainKey, rule: str) -> bool:
-    """Return whether a rule in a built-in chain is an older version's."""
     current = [jump.spec for jump in JUMPS if (jump.table, jump.chain) == key]
     return _is_own(names.OUR_CHAINS | OLDER_CHAINS, key, rule) and not has_rule(current, rule)
 

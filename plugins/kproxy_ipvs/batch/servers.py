@@ -42,8 +42,6 @@ class PutDestination(NamedTuple):
 
 
 class DeleteDestination(NamedTuple):
-    """Deletes a real server."""
-
     key: ServerKey
     where: Destination
 
@@ -73,7 +71,6 @@ class Listed(NamedTuple):
 
 
 def encode(operation: Operation) -> bytes:
-    """Encode the payload of the message for *operation*."""
     match operation:
         case PutServer(key, scheduling, new):
             return _payload(_NEW_SERVICE if new else _SET_SERVICE, _service(key, scheduling))

@@ -89,7 +89,6 @@ def _named(name: str, family: Family = Family.IPV4) -> bytes:
 
 
 def _entry(family: Family, kind: SetKind, element: Element) -> Iterator[bytes]:
-    """Yield the attributes of an entry."""
     if kind.type == "bitmap:port":
         yield _port(element.entry)
         return
@@ -118,7 +117,6 @@ def _port(text: str) -> bytes:
 
 
 def _formatted(family: Family, entry: dict[int, bytes]) -> str:
-    """Return an entry as ipset prints it."""
     port = str(int.from_bytes(entry.get(_PORT, b""), "big"))
     if _IP not in entry:
         return port

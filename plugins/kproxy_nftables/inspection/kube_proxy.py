@@ -34,7 +34,6 @@ class KubeProxyTable:
         return False  # The rules name the networks.
 
     def frontends(self) -> Iterator[Frontend]:
-        """Yield the frontends in all maps."""
         for name in _VIPS:
             for key in self._elements.get(name, ()):
                 address, port = key[:-_PORT_KEY_SIZE], key[-_PORT_KEY_SIZE:]

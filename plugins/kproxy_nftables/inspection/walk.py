@@ -32,8 +32,6 @@ class Table(Protocol):
 
 
 class Way(NamedTuple):
-    """The result of a walk."""
-
     objects: tuple[KernelObject, ...]
     fate: Fate | None
     remembered: Destination | None

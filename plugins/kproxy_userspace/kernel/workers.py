@@ -80,8 +80,6 @@ def _receive(worker: Worker, commands: Sequence[Order]) -> dict[int, str]:
 
 
 class WorkerPool:
-    """All workers of a backend."""
-
     def __init__(self, count: int, settings: WorkerSettings) -> None:
         """Start no worker yet. *count* 0 means one for each processor that this process may use."""
         self._count = count or len(os.sched_getaffinity(0))

@@ -12,7 +12,6 @@ _HOST_CHAINS = (("nat", names.PORTALS_HOST), ("nat", names.NODE_PORT_HOST))
 
 
 def plan_cleanup(held: RulesByChain) -> Removal:
-    """Delete all chains of the mode."""
     return plan_removal(held, _CHAINS, _is_own, lambda key: False)
 
 

@@ -12,8 +12,6 @@ _WORD = 8
 
 
 class Counter(enum.IntEnum):
-    """Indices of the counts."""
-
     CONNECTIONS = 0
     """TCP connections that were accepted and have not ended."""
     ACCEPTED = 1

@@ -51,7 +51,6 @@ class Events:
         self._closing: list[socket.socket] = []
 
     def watch(self, fd: int, receiver: Watched, mask: int) -> None:
-        """Report events of *fd* to *receiver*."""
         self.watched[fd] = receiver
         self.epoll.register(fd, mask)
 

@@ -37,7 +37,6 @@ class HalfClosed:
             self._schedule()
 
     def discard(self, connection: Relayed) -> None:
-        """Forget *connection*, which has ended."""
         self._idle.pop(connection, None)
 
     def _schedule(self) -> None:

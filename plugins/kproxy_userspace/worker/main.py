@@ -34,8 +34,6 @@ _DESCRIPTORS = 1 << 19
 
 
 class Worker:
-    """The relays of one process."""
-
     def __init__(self, control: socket.socket, counts: Counts, settings: WorkerSettings) -> None:
         self._control = control
         self._counts = counts

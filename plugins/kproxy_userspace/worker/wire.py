@@ -45,8 +45,6 @@ class Report(NamedTuple):
 
 
 class Count(NamedTuple):
-    """New connections."""
-
     udp: bool
     frontend: Endpoint
     """Its address is "" for a node port of any address."""
@@ -112,7 +110,6 @@ def as_values(messages: Sequence[Command | Count]) -> Values:
 
 
 def as_commands(values: object) -> list[Command]:
-    """Return the commands that `as_values` made plain."""
     assert isinstance(values, list)
     of_length: dict[int, type[Command]] = {len(each._fields): each for each in (Serve, Close, Report)}
     return [of_length[len(value)](*value) for value in values]
