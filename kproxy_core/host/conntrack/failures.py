@@ -76,7 +76,7 @@ class ResetWatch:
     def _receive(self, datagrams: Sequence[bytes], lost: bool) -> None:
         events = [(data, start, end) for data in datagrams for _, _, _, start, end in netlink.messages(data)]
         if self._add_volumes is not None:
-            for af, family in _FAMILIES.items():
+            for af, family in FAMILY_BY_AF.items():
                 of_family = (event for event in events if event[0][event[1]] == af)
                 self._add_volumes(ended_volumes(of_family, family))
         found = list(_resets(events))
