@@ -75,10 +75,7 @@ class Response:
 
 
 class Transport:
-    """Requests to one API server, one at a time, on a connection that is kept as long as it can be.
-
-    Used by one thread; only `abort` may be called by another.
-    """
+    """Requests to one API server on a kept connection, by one thread; any other may call `abort`."""
 
     def __init__(self, access: Access) -> None:
         self._access = access

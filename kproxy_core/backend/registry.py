@@ -159,18 +159,12 @@ class Registry:
                 self.manager.unregister(backend)
 
     def prepare(self, mode: str, settings: api.BackendSettings) -> None:
-        """Have the plugin for *mode* make the settings of the whole machine that it needs.
-
-        Raises UnknownMode, PluginRefused, or any exception of the plugin.
-        """
+        """Have *mode* prepare the machine. Raises UnknownMode, PluginRefused, or any of the plugin."""
         for layer in self.layers(mode):
             self._ask(layer, "kproxy_prepare", settings=settings)
 
     def caveats(self, mode: str, update: api.Update, settings: api.BackendSettings) -> tuple[api.Caveat, ...]:
-        """Return the caveats that *mode* has for *update*.
-
-        Raises UnknownMode, PluginRefused, or any exception of the plugin.
-        """
+        """Return *mode*'s caveats for *update*. Raises UnknownMode, PluginRefused or any of the plugin."""
         arguments = {"update": update, "settings": settings}
         return tuple(
             caveat

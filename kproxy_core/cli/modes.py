@@ -123,11 +123,7 @@ def describe(registry: Registry, mode: str) -> Report:
 
 
 def find_out(registry: Registry, mode: str, configuration: Configuration, *, load_modules: bool) -> Report:
-    """Describe and probe modes as in `describe`. Changes nothing, except that *load_modules* may load
-    modules.
-
-    Raises UnknownMode, PluginRefused or ConfigError.
-    """
+    """As `describe`, with probes, which may load modules. Raises UnknownMode, PluginRefused, ConfigError."""
     families = served_families()
     described = tuple(
         DescribedMode(known, _look(registry, known.mode, configuration, families, load_modules))

@@ -98,10 +98,7 @@ def serves_node_ports(address: Address, node: NodeView) -> bool:
 
 
 def origin_of(source: Address, node: NodeView, endpoints_here: Iterable[Address] = ()) -> Origin:
-    """Return the origin of packets from *source*, without knowledge of interfaces.
-
-    *endpoints_here* are addresses of this node's pods, as far as they are known.
-    """
+    """Return the origin of packets from *source*. *endpoints_here*: known addresses of this node's pods."""
     local = node.local_source
     if local is not None and local.cidr is not None and source in local.cidr:
         return Origin.POD

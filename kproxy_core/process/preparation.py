@@ -28,10 +28,7 @@ _TRIM_BYTES = 128 << 10
 
 
 def tune_interpreter() -> None:
-    """Shorten thread switches, and turn off the garbage collector until the first sync is done.
-
-    Also make glibc return memory to the system when it is freed.
-    """
+    """Switch threads faster, collect no garbage before the first sync, and have glibc trim its heap."""
     # A waiting thread asks for the interpreter's lock only after this long. The default of 5 ms exceeds
     # all other latency between a change and its rules.
     sys.setswitchinterval(0.0005)

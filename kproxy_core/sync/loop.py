@@ -116,10 +116,7 @@ class Loop:
                 asked.cancel()
 
     def turn(self, patience: float | None = 0.0) -> None:
-        """Make the calls in the inbox, then do everything that is due.
-
-        Waits up to *patience* seconds for a call; None: without limit.
-        """
+        """Make the calls in the inbox, waiting up to *patience* seconds for one, then do what is due."""
         for call in self._inbox.take(patience):
             call()
         if self._stopped or self._held or not (self._started or self._start()):

@@ -78,11 +78,7 @@ class Difference:
 
 @dataclass(slots=True)
 class Applied:
-    """The acknowledged state of one family.
-
-    Service ports can share virtual servers, entries and addresses, so owners are counted: a change costs
-    what it touches.
-    """
+    """The acknowledged state of one family, with owners of shared objects counted: a change costs its own."""
 
     _wanted: dict[ServicePortKey, Wanted] = field(default_factory=dict)
     _claims: dict[ServerKey, _Claims] = field(default_factory=dict)
@@ -171,10 +167,7 @@ class Applied:
         self, key: ServicePortKey, plan: ServicePlan, style: Style, touched: Mapping[ServerKey, _Claims],
         before: "Applied | None" = None,
     ) -> int:
-        """Return a mark that no other service port has, mostly the same after a restart; 0 if none is needed.
-
-        The mark that *key* has already is kept.
-        """
+        """Return a mark of its own for *key*, mostly the same after a restart; 0 if none is needed."""
         if not has_short_circuit(plan):
             return 0
         earlier = before or self

@@ -69,10 +69,7 @@ class Kernel:
         self._nft = None
 
     def apply_text(self, text: str) -> None:
-        """Run nft commands as one transaction.
-
-        Raises SyncFailed with nft's message, Unsupported without the Python binding.
-        """
+        """Run nft commands as one transaction. Raises SyncFailed with nft's message, or Unsupported."""
         if not text:
             return
         status, _, problem = self._libnftables().cmd(text)

@@ -40,10 +40,7 @@ class FamilyState:
         self, family: Family, portals: Portals, workers: WorkerPool, ports: RelayPorts,
         listen: Address | None, bind: Address | None, *, counted: bool,
     ) -> None:
-        """With *listen*, bind relays to the ports of Services there, else to any port at *bind*.
-
-        None means every address. *counted*: relays count connections.
-        """
+        """*listen*: the address where relays have Services' ports. *bind*: of other relays; None: any."""
         self.family = family
         self._portals = portals
         self._workers = workers
@@ -132,10 +129,7 @@ class FamilyState:
         return found
 
     def stop_accepting(self) -> None:
-        """Stop listening, and delete the flows of UDP clients that get no answer here.
-
-        Raises HostError or SyncFailed.
-        """
+        """Stop listening, and delete flows of unanswered UDP clients. Raises HostError or SyncFailed."""
         relays = self._applied.all_relays()
         self._workers.stop_accepting(relay.number for relay in relays)
         refusing = {relay.port for relay in relays if not relay.is_listening}

@@ -86,10 +86,7 @@ def find_variant() -> Variant:
 
 
 def find_used_and_unused() -> tuple[list[Variant], list[Variant]]:
-    """Return the variant that this node uses, and the other one. Without a usable one, count all as used.
-
-    Raises ProgramUnfinished.
-    """
+    """Return this node's variant and the other one; all as used if none is. Raises ProgramUnfinished."""
     found = find_variants()
     try:
         used = find_variant()

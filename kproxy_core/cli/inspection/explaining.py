@@ -28,10 +28,7 @@ def ask_proxy(request: Mapping[str, str]) -> Packets:
 
 
 def explain_objects(request: Mapping[str, str], flags: Flags, *, this_machine: bool = False) -> Packets:
-    """Return the answers for the objects that *flags* name; see `read_objects`.
-
-    Raises NoAnswer, and as `cli_errors` expects.
-    """
+    """Return the answers for the objects of `read_objects`. Raises NoAnswer, and as `cli_errors` expects."""
     from kproxy_core.process.inspection.explaining import explain_written
 
     with read_objects(flags, this_machine=this_machine) as (plans, registry, instance, *_):

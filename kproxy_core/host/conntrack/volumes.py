@@ -58,10 +58,7 @@ def are_counted() -> bool:
 
 
 def read_volumes(family: Family) -> dict[Way, Volume]:
-    """Return the sums over all connections in the table.
-
-    Takes 3 us for each. Acts on the network namespace of the calling thread. Raises HostError.
-    """
+    """Return the sums over this thread's whole table, at 3 us a connection. Raises HostError."""
     try:
         with ctnetlink.open_socket() as sock:
             return ctnetlink.flows(sock, family, lambda flows: _sums(flows, family))

@@ -1,7 +1,4 @@
-"""The addresses of this node's interfaces, and changes of them (linux/rtnetlink.h, linux/if_addr.h).
-
-Everything acts on the network namespace of the calling thread.
-"""
+"""Addresses of this thread's network namespace, and their changes (linux/rtnetlink.h, linux/if_addr.h)."""
 
 import logging
 import socket

@@ -1,7 +1,4 @@
-"""Events for the cluster's operators, delivered in the background.
-
-An event that can't be delivered is dropped; nothing waits for it, and nothing fails with it.
-"""
+"""Events for operators, delivered in the background. One that can't be delivered is dropped."""
 
 import logging
 import threading

@@ -95,10 +95,7 @@ class Subject:
 
 
 def full(instance: BackendInstance, family: Family, plans: Plans, node: NodeView | None = None) -> SyncReport:
-    """Run a full sync, with plans that are valid only during the call, as the contract says.
-
-    Before the first one, call kproxy_begin.
-    """
+    """Run a full sync with plans valid only during the call. Call kproxy_begin before the first one."""
     if instance not in _BEGUN:
         instance.begin()
         _BEGUN.add(instance)

@@ -30,10 +30,7 @@ _ACCEPT = struct.pack("=BBhi", 0xB7, 0, 0, 1) + struct.pack("=BBhi", 0x95, 0, 0,
 
 
 def detect(settings: BackendSettings, trial: Trial | None) -> Detection:
-    """Try bpf(2), maps, the cgroup, the BPF file system and the compiler;
-
-    attach programs in a *trial* only.
-    """
+    """Try bpf(2), maps, cgroup, BPF file system and compiler; attach programs only in a *trial*."""
     options = read_settings(settings)
     requirements = [*_quick(options)]
     if trial is not None:

@@ -25,10 +25,7 @@ class Draining:
     """Deletes drained real servers from a thread of its own."""
 
     def __init__(self, delete_drained: Callable[[RealServers], RealServers]) -> None:
-        """*delete_drained* deletes real servers without connections and returns the others.
-
-        It may raise HostError.
-        """
+        """*delete_drained* deletes servers without connections, returns others, may raise HostError."""
         self._delete_drained = delete_drained
         self.lock = threading.RLock()
         """Hold it while changing real servers, so that none is deleted that was just added again."""

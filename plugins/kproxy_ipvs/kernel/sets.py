@@ -54,10 +54,7 @@ def create(family: Family, kinds: Iterable[SetKind]) -> None:
 
 
 def write(family: Family, adds: Iterable[Element] = (), deletes: Iterable[Element] = ()) -> None:
-    """Add entries, then delete others. Entries that exist or are missing already are no error.
-
-    Raises HostError if entries are refused, after all others are written.
-    """
+    """Add entries, then delete others, whatever exists. Raises HostError once all others are written."""
     batches = [
         *messages.batches(family, sorted(adds)),
         *messages.batches(family, sorted(deletes), delete=True),
@@ -74,10 +71,7 @@ def _describe(code: int) -> str:
 
 
 def destroy(names: Sequence[str]) -> dict[str, HostError]:
-    """Delete sets by their full names; missing ones are no error. Return the other errors by name.
-
-    Raises HostError if no set can be deleted, such as without privileges.
-    """
+    """Delete sets by full name. Return errors by name. Raises HostError if no set can be deleted."""
     refused = _exchange([messages.destroy_set(name) for name in names])
     return {names[at]: HostError(_describe(code)) for at, code in refused if code != errno.ENOENT}
 

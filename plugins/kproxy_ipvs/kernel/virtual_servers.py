@@ -106,10 +106,7 @@ class VirtualServers:
             return [messages.decode_destination(key.family, answer) for answer in answers]
 
     def write(self, operations: Sequence[Operation]) -> None:
-        """Execute *operations* in order. Deletions of missing objects succeed.
-
-        Raises HostError about the first refusal, after all others are done.
-        """
+        """Execute *operations* in order, past refusals. Raises HostError about the first of those."""
         for operation, error in self._refused(operations):
             raise HostError(_describe(operation), error)
 
@@ -175,10 +172,7 @@ class VirtualServers:
 
 
 def refusal(scheduler: str, family: Family) -> str:
-    """Return why the kernel refuses virtual servers of *family* with *scheduler*; "" if it accepts them.
-
-    Creates a virtual server that no packet reaches, and deletes it.
-    """
+    """Try a virtual server without traffic. Return why the kernel refuses it; "" if it does not."""
     key = ServerKey.marked(family, _TRIAL_MARK)
     create = PutServer(key, Scheduling(scheduler), new=True)
     try:

@@ -1,7 +1,4 @@
-"""Messages between the proxy and its relay workers.
-
-Both ends run the same program on the same interpreter, so a message is a marshalled value after its length.
-"""
+"""Messages to and from relay workers: marshalled values, as both ends run the same interpreter."""
 
 import marshal
 import socket
