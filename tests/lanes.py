@@ -66,6 +66,7 @@ ALL = (
     Lane("guest", ("tests/guest", "tests/kit", "tests/switch", "tests/leftovers", "tests/shortage",
                    "tests/deploy", "-m", "in_a_guest"),
          in_a_guest=True),
+    Lane("ebpf-in-guest", ("tests/plugins/ebpf", "-m", "in_a_guest"), in_a_guest=True),
     *LINT,
     Lane("soak", ("tests/soak",)),
     Lane("switch", ("tests/switch", *_NOT_IN_A_GUEST)),
