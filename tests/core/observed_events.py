@@ -1,6 +1,7 @@
 """The state that a source has delivered so far, for tests to wait on."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -61,9 +62,12 @@ class Observed:
         return {name.name for name in self.services}
 
     def wait_for(self, what: Callable[["Observed"], object]) -> None:
-        """Return as soon as *what* holds for the state."""
+        """Return as soon as *what* holds for the state, or for a server, of which no event tells."""
+        deadline = time.monotonic() + PATIENCE
         with self._changed:
-            assert self._changed.wait_for(lambda: what(self), PATIENCE), f"never came true, with {vars(self)}"
+            while not what(self):
+                assert time.monotonic() < deadline, f"never came true, with {vars(self)}"
+                self._changed.wait(0.05)
 
     def _fold(self, event: Event) -> None:
         match event:

@@ -32,7 +32,9 @@ def server(request: pytest.FixtureRequest) -> Iterator[BenchServer]:
 @pytest.fixture(params=[JSON, PROTOBUF_OR_JSON], ids=["json", "protobuf"])
 def observed(server: BenchServer, request: pytest.FixtureRequest) -> Iterator[Observed]:
     """A source that follows the server and has delivered everything that existed."""
-    with following(KubernetesSource(CurrentAccess(server.url, None), NODE, accept=request.param)) as observed:
+    source = KubernetesSource(
+        CurrentAccess(server.url, None), NODE, accept=request.param, qps=0, chance=lambda: 0.0)
+    with following(source) as observed:
         observed.wait_for(lambda o: len(o.complete) == len(EVERYTHING))
         yield observed
 

@@ -98,7 +98,8 @@ STANDING_BY = "standing by: another kproxy serves this network namespace"
 def test_a_second_process_stands_by_writes_nothing_and_takes_over(
     node: Namespace, manifests: Path, mode: str
 ) -> None:
-    options = (f"--mode={mode}", f"--manifests={manifests}", "--iptables-sync-period=1s")
+    options = (f"--mode={mode}", f"--manifests={manifests}", "--iptables-sync-period=200ms",
+               "--iptables-min-sync-period=200ms")
     with contextlib.ExitStack() as stack:
         serving = stack.enter_context(running(node, *options))
         serving.await_health()
@@ -107,7 +108,7 @@ def test_a_second_process_stands_by_writes_nothing_and_takes_over(
                 waiting = stack.enter_context(running(node, *options))
                 waiting.await_log(STANDING_BY)
                 before = commits(node)
-                time.sleep(2.5)  # Two full syncs.
+                time.sleep(0.5)  # Two full syncs.
                 assert commits(node) == before
                 assert waiting.health()[0] == 200, "a rolling update with maxSurge waits for readiness"
                 serving.end(number)
