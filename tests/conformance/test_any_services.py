@@ -21,9 +21,10 @@ from kproxy_core.testing.suite import objects
 from kproxy_core.testing.suite.stage import Stage
 from tests.conformance.any_services import Attempt, Fate, Json, Where, World, turns
 
-ROUNDS = 40
+CASES = 400
+"""Packets, at least, in rounds of up to 50."""
 SIDE_BY_SIDE = 16
-TRIES = 10
+TRIES = 6
 """Connections for each endpoint that may be reached: one that must not be is then noticed."""
 MOST_TRIES = 40
 """Connections for each endpoint until all have been reached: random choice misses one in 10^16 runs."""
@@ -131,12 +132,15 @@ def play(mode: str, family: str, tmp_path: Path) -> Iterator[Play]:
 @pytest.mark.parametrize("mode", ["nftables", "iptables", "ebpf"])
 def test_packets_have_the_fate_of_the_specification(play: Play, mode: str, family: str) -> None:
     world = World(Random(f"{mode} {family}"))
-    for _ in range(ROUNDS):
+    cases = 0
+    while cases < CASES:
         play.apply(world)
+        attempts = list(world.attempts())
+        cases += len(attempts)
         with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
             problems = pool.map(
                 lambda turn: [play.problem(attempt, world.fate(attempt)) for attempt in turn],
-                turns(world.attempts()),
+                turns(attempts),
             )
             assert [problem for turn in problems for problem in turn if problem] == []
 
@@ -144,7 +148,7 @@ def test_packets_have_the_fate_of_the_specification(play: Play, mode: str, famil
 def test_attempts_that_share_an_affinity_take_turns() -> None:
     world = World(Random(1))
     sticky: set[tuple[str, str, str]] = set()
-    for _ in range(ROUNDS):
+    for _ in range(40):
         list(world.change())
         attempts = list(world.attempts())
         groups = turns(attempts)
