@@ -117,6 +117,8 @@ SERVICES = {
     "edge": "[{name: http, port: 8080}]",
 }
 
+SPARING = 6
+"""Limit of new connections in a round (see `traffic.EACH_TICK`) where their number is not what is tested."""
 SLACK = 1.0
 """Seconds between a lost segment and its retransmission."""
 
@@ -164,13 +166,19 @@ class Failure(NamedTuple):
 class Load:
     """A running `traffic` client."""
 
-    def __init__(self, command: Sequence[str], targets: Sequence[Target], *, counted: bool) -> None:
-        """*command* is the prefix that enters the client's namespace. *counted*: add to `Loads.made`."""
+    def __init__(
+        self, command: Sequence[str], targets: Sequence[Target], *, counted: bool, sparing: bool = False
+    ) -> None:
+        """*command* is the prefix that enters the client's namespace. *counted*: add to `Loads.made`.
+
+        *sparing*: open `SPARING` connections at most in a round.
+        """
         self.is_counted = counted
         self._process = subprocess.Popen(
             [*command, sys.executable, "-B", traffic.__file__, "client",
              json.dumps(targets), json.dumps(CONTROL)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, **({"SWITCH_EACH_TICK": str(SPARING)} if sparing else {})},
         )  # fmt: skip
         self.answered: dict[str, int] = {}
         """Answered new connections and flows, by target."""
@@ -398,12 +406,12 @@ class Room:
         )  # fmt: skip
 
     @contextmanager
-    def used(self) -> Iterator[Loads]:
+    def used(self, *, sparing: bool = False) -> Iterator[Loads]:
         """Use all Services continuously."""
-        client = ["ip", "netns", "exec", self.client.name]
+        client, counted = ["ip", "netns", "exec", self.client.name], self._cgroup is None
         loads = [
-            Load(client, FROM_CLIENT, counted=self._cgroup is None),
-            Load(self._on_node(), FROM_NODE, counted=True),
+            Load(client, FROM_CLIENT, counted=counted, sparing=sparing or not counted),
+            Load(self._on_node(), FROM_NODE, counted=True, sparing=sparing),
         ]
         try:
             for load, targets in zip(loads, (FROM_CLIENT, FROM_NODE), strict=True):

@@ -13,15 +13,16 @@ from tests.switch.room import PATIENCE, Loads, Proxy, Room, room
 from tests.switch.tour import belongs
 
 HERE = Path(__file__).parent
-SYNCS = range(1, 9)
-"""Syncs of a switch: program, read back, add the probe, remove it; each in two families."""
+SYNCS = (1, 2, 5, 6, 7, 8)
+"""Syncs of a switch that change the kernel, and the last: program (1, 2), read back, add the probe (5, 6),
+remove it (7, 8); each in two families."""
 STEPS = [
     ("kproxy_make_backend", 1), *(("kproxy_sync", number) for number in SYNCS),
     ("kproxy_retire", 1), ("kproxy_close", 1), ("kproxy_cleanup", 1),
 ]  # fmt: skip
 KILLS = [
     *(("nftables", "iptables", *step) for step in STEPS),
-    *(("iptables", "nftables", *step) for step in (STEPS[2], STEPS[5], *STEPS[-3:])),
+    *(("iptables", "nftables", *step) for step in (STEPS[2], STEPS[3], *STEPS[-3:])),
 ]
 
 
@@ -74,12 +75,12 @@ def await_traces(where: Room, loads: Loads, mode: str) -> None:
 
 @pytest.mark.usefixtures("_disarmed")
 @pytest.mark.parametrize(("number", "what"), [
-    *((number, "fail") for number in (1, 2, 3, 5, 6, 8)), (3, "restless"),
+    *((number, "fail") for number in (1, 2, 3, 5, 8)), (3, "restless"),
 ])  # fmt: skip
 def test_a_backend_that_fails_is_rolled_back(
     where: Room, environment: Mapping[str, str], tmp_path: Path, number: int, what: str
 ) -> None:
-    with proxy(where, "nftables", tmp_path, environment) as running, where.used() as loads:
+    with proxy(where, "nftables", tmp_path, environment) as running, where.used(sparing=True) as loads:
         arm(environment, "kproxy_sync", number, what)
         done = where.kproxy("switch", "iptables")
         assert done.returncode == 1
@@ -95,7 +96,7 @@ def test_a_backend_that_fails_is_rolled_back(
 def test_a_backend_that_cannot_be_made_changes_nothing(
     where: Room, environment: Mapping[str, str], tmp_path: Path
 ) -> None:
-    with proxy(where, "nftables", tmp_path, environment) as running, where.used() as loads:
+    with proxy(where, "nftables", tmp_path, environment) as running, where.used(sparing=True) as loads:
         arm(environment, "kproxy_make_backend", 1, "fail")
         done = where.kproxy("switch", "iptables")
         assert (done.returncode, running.mode) == (1, "nftables")
@@ -107,7 +108,7 @@ def test_a_backend_that_cannot_be_made_changes_nothing(
 def test_a_backend_that_programs_nothing_is_exposed_by_the_probe(
     where: Room, environment: Mapping[str, str], tmp_path: Path
 ) -> None:
-    with proxy(where, "nftables", tmp_path, environment) as running, where.used() as loads:
+    with proxy(where, "nftables", tmp_path, environment) as running, where.used(sparing=True) as loads:
         done = where.kproxy("switch", "hollow")
         assert (done.returncode, running.mode) == (1, "nftables")
         assert "did not reach its endpoint" in done.stderr
@@ -137,7 +138,7 @@ def test_a_killed_switch_is_finished_or_rolled_back_by_the_next_start(
     where: Room, environment: Mapping[str, str], tmp_path: Path, before: str, after: str, hook: str,
     number: int,
 ) -> None:
-    with proxy(where, before, tmp_path, environment) as running, where.used() as loads:
+    with proxy(where, before, tmp_path, environment) as running, where.used(sparing=True) as loads:
         arm(environment, hook, number, "kill")
         where.kproxy("switch", after)
         running.process.wait(PATIENCE)
