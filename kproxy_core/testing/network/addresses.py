@@ -1,5 +1,6 @@
 """Symbols of the topology, and the addresses and networks that they stand for in each IP family."""
 
+import functools
 import ipaddress
 from collections.abc import Iterable
 
@@ -81,6 +82,7 @@ def expand(symbols: Iterable[str]) -> list[str]:
     return found
 
 
+@functools.cache
 def symbol_of(address: str) -> str:
     """Return the symbol of an endpoint's *address*; the address itself if it is none."""
     ip = ipaddress.ip_address(address)

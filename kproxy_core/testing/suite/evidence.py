@@ -3,11 +3,10 @@
 import collections
 import contextlib
 import os
-import selectors
+import select
 import socket
 import struct
 import threading
-import time
 from pathlib import Path
 
 from kproxy_core.testing.network.namespaces import Namespace
@@ -24,6 +23,13 @@ _PCAP_HEADER = struct.pack("=IHHiIII", 0xA1B23C4D, 2, 4, 0, 0, 65535, 276)
 _SNAPPED = 160
 """Bytes of each packet that are kept."""
 _PACKETS = 4000
+_PAUSE = 0.1
+"""Seconds between two readings: a thread that wakes for every packet would slow the clients down."""
+_UNREAD = 8 << 20
+"""Bytes of packets that the kernel keeps until then."""
+_SO_RCVBUFFORCE = 33
+_SO_TIMESTAMPNS = 35
+_TIMESPEC = struct.Struct("@ll")
 
 
 def ruleset(node: Namespace) -> str:
@@ -59,15 +65,20 @@ class Capture:
         with node.entered():
             self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(_ETH_P_ALL))
         self._socket.setblocking(False)
+        self._socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _UNREAD)
+        self._socket.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+        self._lock = threading.Lock()
         self._wake_r, self._wake_w = os.pipe()
         self._thread = threading.Thread(target=self._run, daemon=True, name="capture")
         self._thread.start()
 
     def clear(self) -> None:
+        self._read()
         self._packets.clear()
 
     def write(self, path: Path) -> None:
         """Write what was captured to *path*, for tcpdump or Wireshark."""
+        self._read()
         path.write_bytes(_PCAP_HEADER + b"".join(list(self._packets)))
 
     def close(self) -> None:
@@ -78,19 +89,17 @@ class Capture:
         os.close(self._wake_w)
 
     def _run(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._socket, selectors.EVENT_READ)
-            selector.register(self._wake_r, selectors.EVENT_READ)
-            while not any(key.fd == self._wake_r for key, _ in selector.select()):
-                with contextlib.suppress(OSError):
-                    self._read()
+        wake = select.poll()
+        wake.register(self._wake_r, select.POLLIN)
+        while not wake.poll(_PAUSE * 1000):
+            self._read()
 
     def _read(self) -> None:
-        """Raises BlockingIOError once nothing is left."""
-        while True:
-            data, (_, protocol, kind, hardware, address) = self._socket.recvfrom(_SNAPPED)
-            now = time.time_ns()
-            head = struct.pack("!HHIHBB8s", protocol, 0, 0, hardware, kind, len(address), address)
-            size = len(head) + len(data)
-            record = struct.pack("=IIII", now // 10**9, now % 10**9, size, size)
-            self._packets.append(record + head + data)
+        with self._lock, contextlib.suppress(OSError):
+            while True:  # until nothing is left
+                data, ancillary, _, source = self._socket.recvmsg(_SNAPPED, 64)
+                _, protocol, kind, hardware, address = source
+                seconds, nanoseconds = _TIMESPEC.unpack(ancillary[0][2])
+                head = struct.pack("!HHIHBB8s", protocol, 0, 0, hardware, kind, len(address), address)
+                size = len(head) + len(data)
+                self._packets.append(struct.pack("=IIII", seconds, nanoseconds, size, size) + head + data)
