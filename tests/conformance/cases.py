@@ -38,14 +38,18 @@ def kernel_mode(mode: str) -> str:
 def cases_of(mode: str, scenarios: Iterable[Scenario], left_out: Iterable[str] = ()) -> list[Case]:
     """Return the cases of *mode* for all scenarios but those *left_out*.
 
-    Scenarios with equal configuration follow each other, so that the proxy is seldom restarted.
+    Scenarios with equal configuration follow each other, so that the proxy is seldom restarted. Where only
+    the source of the objects differs from another mode, each is played in one family, both in turns.
     """
     ordered = sorted(scenarios, key=lambda s: (json.dumps(s.config, sort_keys=True), s.name))
-    return [
-        Case(mode, family, scenario.name)
-        for scenario in ordered if scenario.name not in left_out
-        for family in FAMILIES if not scenario.unsuitable_for(kernel_mode(mode), family, DRIVER)
-    ]  # fmt: skip
+    found = []
+    for number, scenario in enumerate(each for each in ordered if each.name not in left_out):
+        families = [
+            each for each in FAMILIES if not scenario.unsuitable_for(kernel_mode(mode), each, DRIVER)]
+        if mode.endswith(THROUGH_API):
+            families = families[number % 2 :][:1] or families[:1]
+        found += [Case(mode, family, scenario.name) for family in families]
+    return found
 
 
 def undocumented(cases: Sequence[Case], scenarios: Iterable[Scenario], left_out: Iterable[str]) -> list[str]:

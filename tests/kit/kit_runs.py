@@ -50,7 +50,8 @@ OPTIONS = {
 IN_A_GUEST = "ipvs"
 """The mode that this kernel may lack."""
 PLAYED = ("nftables",)
-"""Modes that all scenarios are played in, too. A whole kproxy plays them in the others: tests/conformance."""
+"""Modes that all scenarios are played in, too, in IPv6: test_an_installed_example.py plays them in IPv4.
+A whole kproxy plays them in every mode: tests/conformance."""
 ONLY_HERE = tuple(scenario.name for scenario in find() if scenario.drivers == (BACKEND,))
 """Scenarios that no whole kproxy plays."""
 
@@ -79,11 +80,12 @@ def _play(mode: str, directory: Path, pins: str = "") -> Results:
         ini += f"{name} =\n" + "".join(f"    {line}\n" for line in values)
     (directory / "pytest.ini").write_text(ini.replace(PINS, pins))
     report = directory / "report.xml"
+    chosen = ("contract", *ONLY_HERE, *(("IPv6",) if mode in PLAYED else ()))
     command = [
         sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--kproxy-mode={mode}",
         f"--rootdir={directory}", f"--config-file={directory}/pytest.ini", f"--junitxml={report}",
         *(option.replace(PINS, pins) for option in OPTIONS.get(mode, ())),
-        *(() if mode in PLAYED else ("-k", " or ".join(("contract", *ONLY_HERE)))), str(directory),
+        "-k", " or ".join(chosen), str(directory),
     ]  # fmt: skip
     if mode == IN_A_GUEST:
         with Guest(command, directory / "log", share=directory, seconds=LONGEST) as guest:
@@ -107,7 +109,7 @@ def to_be_asked(mode: str) -> frozenset[str]:
     scenarios = (
         f"{scenario.name}[{family.label}]"
         for scenario in find() for family in Family
-        if (mode in PLAYED or scenario.name in ONLY_HERE)
+        if ((mode in PLAYED and family is Family.IPV6) or scenario.name in ONLY_HERE)
         and not scenario.unsuitable_for(mode, family.label.lower(), BACKEND)
     )  # fmt: skip
     return frozenset((*checks, *scenarios))
