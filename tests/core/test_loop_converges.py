@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kproxy_core.backend.errors import SyncFailed, TrustLost
@@ -102,7 +102,6 @@ def test_any_batching_ends_where_a_start_with_the_final_objects_would(
     assert rig.backend.nodes == fresh.backend.nodes
 
 
-@settings(max_examples=200)
 @given(st.lists(st.tuples(st.lists(events, max_size=3), problems, problems, st.booleans()), max_size=10))
 def test_no_change_is_lost_after_any_failure(
     steps: list[tuple[list[Event], Exception | None, Exception | None, bool]]
