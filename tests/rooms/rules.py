@@ -20,7 +20,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "apiclient": frozenset({"timing", "objects", "model"}),
     "sources": frozenset({"apiclient", "timing", "objects", "store", "host", "model"}),
     "traffic": frozenset({"sync", "backend", "host", "plan", "model"}),
-    "observe": frozenset({"traffic", "sync", "apiclient", "timing", "store", "backend", "plan", "model"}),
+    "observe": frozenset({"traffic", "sync", "apiclient", "timing", "backend", "model"}),
     "sync": frozenset({"timing", "backend", "store", "host", "plan", "model"}),
     "modes": frozenset({"host", "sync", "timing", "observe", "backend", "plan", "model"}),
     "process": frozenset(
@@ -29,8 +29,7 @@ ROOMS: dict[str, frozenset[str]] = {
     ),
     "explain": frozenset({"backend", "plan", "model"}),
     "testing": frozenset(
-        {"process", "modes", "sync", "timing", "sources", "store", "config", "host", "backend", "plan",
-         "model"}
+        {"process", "modes", "sync", "sources", "store", "config", "host", "backend", "plan", "model"}
     ),
 }
 """The rooms of the core that each room may import, apart from itself. `cli` may import all."""
