@@ -7,7 +7,9 @@ the one with more rules.
 
 import re
 from collections.abc import Callable, Iterable
+from functools import cache
 from itertools import islice
+from pathlib import Path
 from typing import NamedTuple
 
 from kproxy_core.host import programs
@@ -125,16 +127,24 @@ def _is_rule(line: str) -> bool:
 def probe(infix: str) -> Variant | None:
     """Return the variant with *infix* in its programs' names, if installed. Raises ProgramUnfinished."""
     program = f"{PROGRAM[Family.IPV4]}{infix}"
-    if not all(programs.find(name) for name in (program, f"{program}-save", f"{program}-restore")):
+    path = programs.find(program)
+    if path is None or not all(programs.find(f"{program}-{action}") for action in ("save", "restore")):
         return None
     try:
-        said = programs.output(program, "--version")
+        real = Path(path).resolve()
+        said = _version(program, real, real.stat().st_mtime_ns)
     except ProgramUnfinished:
         raise
-    except ProgramFailed:
+    except (ProgramFailed, OSError):
         return None
     found = _VERSION.search(said)
     if found is None:
         return None
     version: Version = tuple(map(int, found[1].split(".")))
     return Variant("nf_tables" in found[2], infix, version)
+
+
+@cache
+def _version(program: str, _path: Path, _changed: int) -> str:
+    """Return the version that *program* prints. A new one is another path, or the same with another time."""
+    return programs.output(program, "--version")

@@ -1,6 +1,7 @@
 """The choice of the variant, and reading and writing of tables in a network namespace."""
 
 import fcntl
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from kproxy_core.model.address import Family
 from kproxy_xtables import tables as tables_module
 from kproxy_xtables.saved import SavedChain, read_saved
 from kproxy_xtables.tables import Busy, RestoreFailed, Tables, Unusable
-from kproxy_xtables.variant import Variant, find_variant, find_variants, prefers_nft
+from kproxy_xtables.variant import Variant, find_variant, find_variants, prefers_nft, probe
 from tests.core.namespaces import Namespace, namespace
 
 HINT = ":KUBE-IPTABLES-HINT - [0:0]\n"
@@ -60,6 +61,25 @@ def test_the_variant_is_chosen_by_evidence(
 
 def test_both_variants_are_found() -> None:
     assert sorted(variant.nft for variant in find_variants()) == [False, True]
+
+
+def test_a_program_is_asked_for_its_version_once_until_it_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    names = [tmp_path / f"iptables-nft{action}" for action in ("", "-save", "-restore")]
+    for name in names:
+        name.touch()
+    asked: list[str] = []
+
+    def output(program: str, *_: str) -> str:
+        asked.append(program)
+        return f"iptables v1.8.{len(asked)} (nf_tables)"
+
+    monkeypatch.setattr(programs, "find", lambda name: str(tmp_path / name))
+    monkeypatch.setattr(programs, "output", output)
+    assert probe("-nft") == probe("-nft") == Variant(True, "-nft", (1, 8, 1))
+    os.utime(names[0], (0, 0))
+    assert probe("-nft") == Variant(True, "-nft", (1, 8, 2))
 
 
 @VARIANTS
