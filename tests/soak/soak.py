@@ -39,8 +39,8 @@ REPAIR_PATIENCE = 20.0
 """Seconds after which a damage counts as unnoticed."""
 
 _TAKE = """
-from kproxy_core.testing.conformance.kernel_state import take
-print(*take().in_use, sep="\\n")
+from kproxy_core.testing.conformance.kernel_state import Reader
+print(*Reader().read().in_use, sep="\\n")
 """
 _LEARNT = re.compile(r"set affinity|map affinity|\baffinity-\S+ element")
 """Lines of a kernel's state that clients cause."""

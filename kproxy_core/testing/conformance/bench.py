@@ -25,6 +25,7 @@ class Bench:
         self.subject = subject
         self._family = family
         self.wanted = subject.wanted
+        self._kernel = kernel_state.Reader(self.wanted.state)
         self.untouched = self.state()
         """The kernel's state before the backend changed anything."""
         self._links = kernel_state.links()
@@ -37,7 +38,7 @@ class Bench:
         return self._family
 
     def state(self) -> KernelState:
-        return kernel_state.take(self.wanted.state)
+        return self._kernel.read()
 
     def destroy(self) -> None:
         """Destroy everything that the backend programmed. Raises NotApplicable if the kit cannot reach it."""

@@ -75,13 +75,28 @@ def difference(before: Sequence[str], after: Sequence[str]) -> str:
     return "\n".join(changes)
 
 
-def take(commands: Sequence[str] = ()) -> KernelState:
-    """Read the state of the calling thread's namespace; *commands* are shell commands."""
-    lines = [*_nft(), *_legacy(), *_ipsets(), *_virtual_servers(), *_links(), *_routes4(), *_routes6()]
-    for command in commands:
-        done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)  # noqa: S602
-        lines += [f"{command}: {line}" for line in done.stdout.splitlines()]
-    return KernelState(tuple(sorted(lines)))
+class Reader:
+    """Reads the state of the calling thread's namespace. Lists nf_tables again only after another commit."""
+
+    def __init__(self, commands: Sequence[str] = ()) -> None:
+        """*commands* are shell commands that print more state."""
+        self._commands = commands
+        self._listed: tuple[int, list[str]] = (0, [])
+        """The number of a commit, and the objects of nf_tables after it."""
+
+    def read(self) -> KernelState:
+        lines = [*self._nft(), *_legacy(), *_ipsets(), *_virtual_servers()]
+        lines += [*_links(), *_routes4(), *_routes6()]
+        for command in self._commands:
+            done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)  # noqa: S602
+            lines += [f"{command}: {line}" for line in done.stdout.splitlines()]
+        return KernelState(tuple(sorted(lines)))
+
+    def _nft(self) -> list[str]:
+        number = commits()
+        if not number or number != self._listed[0]:
+            self._listed = number, list(_nft())
+        return self._listed[1]
 
 
 def commits() -> int:
