@@ -49,7 +49,7 @@ class Proxy:
         deadline = time.monotonic() + PATIENCE
         while (found := self.health(path))[0] != 200:
             assert time.monotonic() < deadline, f"not healthy after {PATIENCE} s: {found}"
-            time.sleep(0.01)
+            time.sleep(0.05)
 
     def await_log(self, text: str) -> None:
         """Read the log until a line holds *text*; later reads do not return what was read."""

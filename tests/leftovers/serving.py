@@ -11,6 +11,8 @@ from tests.leftovers.kernel import held
 
 PATIENCE = 120.0
 """Seconds."""
+LOOK = 0.5
+"""Seconds between two looks, each of which starts a dozen programs."""
 
 _RELAY_PORT = re.compile(r"(--to-ports |KUBE-NODEPORT-NON-LOCAL .*--dport )\d+")
 """The port differs every time."""
@@ -23,7 +25,7 @@ def served(node: Namespace, mode: str, expected: Sequence[str] = ()) -> list[str
         proxy.await_health()
         deadline = time.monotonic() + PATIENCE
         while (found := _seen(node)) != expected and expected and time.monotonic() < deadline:
-            time.sleep(0.1)
+            time.sleep(LOOK)
     return found
 
 

@@ -21,6 +21,8 @@ from tests.switch.room import EBPF, PATIENCE, Loads, Room, room
 COMMAND = [sys.executable, "-B", "-m", "tests.switch.tour"]
 CONNECTIONS = 10_000
 """New connections for each switch."""
+CONNECTIONS_IN_A_GUEST = 2_000
+"""About as many are opened while one mode replaces another; in a guest that takes most of a minute."""
 HERE = (
     "nftables", "iptables-nft", "nftables", "iptables-legacy", "nftables", "userspace", "iptables-nft",
     "userspace", "iptables-legacy", "userspace", "nftables",

@@ -42,6 +42,8 @@ from tests.core.namespaces import Namespace, namespace
 from tests.plugins.ipvs.rig import Plans, answers
 
 NODE_PORT = 30080
+PAUSE = 0.02
+"""Seconds between two connections of a client, which would take the whole processor from the switch."""
 
 
 class Net(NamedTuple):
@@ -374,12 +376,12 @@ def test_switch_back_during_retirement(
 
 @contextlib.contextmanager
 def clients(lab: Lab) -> Iterator[list[str]]:
-    """Open connections continuously, from outside and from the node. Yields the failures."""
+    """Open a connection every `PAUSE`, from outside and from the node. Yields the failures."""
     failures: list[str] = []
     over = threading.Event()
 
     def keep_dialling(inside: bool) -> None:
-        while not over.is_set():
+        while not over.wait(PAUSE):
             try:
                 with lab.dial(lab.net.vip, inside=inside) as connection:
                     if not answers(connection):

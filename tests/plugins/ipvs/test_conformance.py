@@ -4,6 +4,7 @@ A case is one pytest case; all of a session are played in one guest.
 """
 
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from kproxy_core.testing.network.patience import PATIENCE
-from kproxy_core.testing.suite.scenario import SCENARIOS, find
+from kproxy_core.testing.suite.scenario import BACKEND, SCENARIOS, Scenario, find
 from kproxy_core.testing.suite.stage import FAILED, PASSED, Result
-from tests.conformance.cases import Case, cases_of, undocumented
+from tests.conformance.cases import DRIVER, Case, cases_of, undocumented
 from tests.guest.guest import Guest
 
 MODE = "ipvs"
 LONGEST = 1200
-"""Seconds; both families take four minutes on a quiet machine."""
+"""Seconds; both families take two minutes of a processor."""
 
 LEFT_OUT = {
     "affinity-timeout": (
@@ -39,25 +40,39 @@ def play(items: Sequence[pytest.Item], directory: Path) -> dict[Case, Result]:
         for item in items
         if isinstance(item, pytest.Function) and isinstance(case := item.callspec.params["case"], Case)
     }
-    (directory / "scenarios").mkdir()
-    for name in {case.scenario for case in chosen}:
-        (directory / "scenarios" / f"{name}.yaml").symlink_to(SCENARIOS / f"{name}.yaml")
-    report = directory / "report.json"
+    drivers = {case.scenario: driver_of(FOUND[case.scenario]) for case in chosen}
+    commands, reports = [], []
+    for driver in set(drivers.values()):
+        scenarios, report = directory / driver, directory / f"{driver}.json"
+        scenarios.mkdir()
+        for name in (name for name, its in drivers.items() if its == driver):
+            (scenarios / f"{name}.yaml").symlink_to(SCENARIOS / f"{name}.yaml")
+        commands.append(shlex.join([
+            sys.executable, "-B", "-m", "kproxy_core.testing", "--driver", driver, "--mode", MODE,
+            "--dir", str(scenarios), "--report", str(report),
+        ]))  # fmt: skip
+        reports.append(report)
     # The log and the manifests are not in the share, which is the host's: the guest is not notified of files
     # that change there. The evidence of failures is printed.
-    command: list[str | Path] = [sys.executable, "-B", "-m", "kproxy_core.testing", "--mode", MODE]
-    command += ["--dir", directory / "scenarios", "--report", report]
-    environment = {PATIENCE: "4"}
     with Guest(
-        command, directory / "log", share=directory, seconds=LONGEST, environment=environment
-    ) as guest:
+        ["sh", "-c", "; ".join(commands)], directory / "log", share=directory, seconds=LONGEST,
+        environment={PATIENCE: "4"},
+    ) as guest:  # fmt: skip
         guest.status()
         lost = f"the guest did not report it:\n{guest.output[-4000:]}"
-        results = [Result(**result) for result in json.loads(report.read_text())] if report.exists() else []
-        found = {Case(MODE, result.family, result.scenario): result for result in results}
-        return {
-            case: found.get(case, Result(case.scenario, MODE, case.family, FAILED, lost)) for case in chosen
-        }
+    written = [json.loads(report.read_text()) for report in reports if report.exists()]
+    results = [Result(**result) for results in written for result in results]
+    found = {Case(MODE, result.family, result.scenario): result for result in results}
+    return {case: found.get(case, Result(case.scenario, MODE, case.family, FAILED, lost)) for case in chosen}
+
+
+def driver_of(scenario: Scenario) -> str:
+    """Return the driver for *scenario*: the backend in the player's process if a proxy would have to start.
+
+    That takes as long in a guest as ten scenarios. Scenarios that need a process get one.
+    """
+    is_started = bool(scenario.config) or any("proxy" in step for step in scenario.steps)
+    return BACKEND if is_started and not scenario.needs_process else DRIVER
 
 
 def test_only_documented_scenarios_are_left_out() -> None:
