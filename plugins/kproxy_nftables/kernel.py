@@ -1,7 +1,6 @@
 """All input and output with nf_tables: text through libnftables, elements through netlink."""
 
 import errno
-import hashlib
 import os
 import re
 import socket
@@ -38,8 +37,7 @@ _RECEIVE_SPACE = 8 << 20
 
 BINDING_REMEDY = "install python3-nftables and run kproxy on the distribution's own python3"
 
-_texts: dict[tuple[int, Family], tuple[str, str]] = {}
-"""By network namespace and family: the digest of rules, and their text."""
+_LINES = re.DOTALL | re.MULTILINE
 
 _STALE = {errno.ENOENT, errno.EEXIST, errno.EBUSY, errno.ENOBUFS, errno.EINTR, errno.EAGAIN}
 """Errors which mean that the kernel's state is not the one we know."""
@@ -122,32 +120,22 @@ class Kernel:
     def rules_text(self, family: Family) -> str:
         """Return our table as nft prints it, with handles and without elements; "" if it does not exist.
 
-        libnftables reads every element even so, so a text is kept while the same rules are in the kernel.
+        Before nft 1.1.0, only a list of all tables leaves the elements unread.
         """
-        place = os.stat("/proc/thread-self/ns/net").st_ino, family
-        before = self._rules_digest(family)
-        if before and _texts.get(place, ("", ""))[0] == before:
-            return _texts[place][1]
-        text = self.listed_text(family, TABLE, terse=True)
-        if self._rules_digest(family) == before:
-            _texts[place] = before, text
-        return text
+        of = NFT_FAMILY[family]
+        listed = re.search(rf"^table {of} {TABLE} .*?^}}", self._listed(f"ruleset {of}", terse=True), _LINES)
+        return listed[0] if listed else ""
 
-    def _rules_digest(self, family: Family) -> str:
-        """Return a digest of our table's rules with their handles; "" without any."""
-        digest = hashlib.blake2b(digest_size=16)
-        spans = self._objects(batch.GETRULE, family, netlink.text_attribute(_TABLE_ATTRIBUTE, TABLE))
-        for data, start, end in spans:
-            digest.update(data[start:end])
-        return digest.hexdigest() if spans else ""
+    def table_text(self, family: Family, table: str) -> str:
+        """Return a *table* as nft prints it, with handles; "" if it does not exist."""
+        return self._listed(f"table {NFT_FAMILY[family]} {table}", terse=False)
 
-    def listed_text(self, family: Family, table: str, *, terse: bool = False) -> str:
-        """Return a *table* as nft prints it, with handles; "" if it does not exist. *terse*: no elements."""
+    def _listed(self, what: str, *, terse: bool) -> str:
         nft = self._libnftables()
         nft.set_handle_output(True)
         nft.set_terse_output(terse)
         try:
-            return str(nft.cmd(f"list table {NFT_FAMILY[family]} {table}")[1])
+            return str(nft.cmd(f"list {what}")[1])
         finally:
             nft.set_handle_output(False)
             nft.set_terse_output(False)

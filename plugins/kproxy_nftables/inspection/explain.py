@@ -42,7 +42,7 @@ def _kube_proxys(kernel: Kernel, family: Family) -> KubeProxyTable | None:
     tables = {name for of, name in kernel.tables() if of == NFT_FAMILY[family]}
     if TABLE in tables or kube_proxy.TABLE not in tables:
         return None
-    text = kernel.listed_text(family, kube_proxy.TABLE)
+    text = kernel.table_text(family, kube_proxy.TABLE)
     return KubeProxyTable(listed_rules(text.splitlines()), text)
 
 

@@ -70,7 +70,7 @@ def test_the_endpoint_that_kube_proxy_remembers_for_a_client_is_found(family: Fa
             (question, question.plan.cluster[-1]) for question in questions_about(plans.plans, plans.node)
             if question.plan is not None and question.plan.affinity_seconds)
         with Kernel() as kernel:
-            listed = kernel.listed_text(family, "kube-proxy")
+            listed = kernel.table_text(family, "kube-proxy")
         host = format_address(where.address).replace(":", ".")
         name = re.search(rf"affinity-\S+__{re.escape(host)}/", listed)
         assert name
