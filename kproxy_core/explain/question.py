@@ -32,8 +32,7 @@ class Case(NamedTuple):
     """One packet with everything that decides its fate."""
 
     question: Question
-    candidates: Candidates
-    """All endpoints of the service port, usable or not."""
+    plans: Plans
     is_typical: bool
     """The sender's address stands for any sender of its origin."""
     near: str
@@ -50,10 +49,15 @@ class Case(NamedTuple):
         plan = plans.owner(frontend)
         if plan is None:
             near, has_cluster_ip = _near(plans, packet)
-            return cls(Question(packet, node, None, None), (), is_typical, near, has_cluster_ip)
-        candidates = plans.candidates(plan.key)
+            return cls(Question(packet, node, None, None), plans, is_typical, near, has_cluster_ip)
         question, origin = Question(packet, node, frontend, plan), plans.origin(plan.key.service)
-        return cls(question, candidates, is_typical, "", has_cluster_ip=False, origin=origin)
+        return cls(question, plans, is_typical, "", has_cluster_ip=False, origin=origin)
+
+    @property
+    def candidates(self) -> Candidates:
+        """All endpoints of the service port, usable or not."""
+        plan = self.question.plan
+        return self.plans.candidates(plan.key) if plan is not None else ()
 
 
 def cases(plans: Mapping[Family, Plans], target: Socket | ServiceTarget, sender: Sender) -> list[Case]:

@@ -29,24 +29,24 @@ def ask_proxy(request: Mapping[str, str]) -> Packets:
 
 def explain_objects(request: Mapping[str, str], flags: Flags, *, this_machine: bool = False) -> Packets:
     """Return the answers for the objects of `read_objects`. Raises NoAnswer, and as `cli_errors` expects."""
-    from kproxy_core.process.inspection.explaining import explain_written
+    from kproxy_core.process.inspection.explaining import explain
 
     with read_objects(flags, this_machine=this_machine) as (plans, registry, instance, *_):
-        return explain_written(request, plans, registry, instance)
+        return explain(request, plans, registry, instance, live=False)
 
 
 def explain_report(request: Mapping[str, str], path: str) -> Packets:
     """Return the answers for the objects in a report. Raises NoAnswer, and as `cli_errors` expects."""
     from kproxy_core.cli.inspection.reporting import opened
     from kproxy_core.model.address import parse_address
-    from kproxy_core.process.inspection.explaining import explain_written
+    from kproxy_core.process.inspection.explaining import explain
 
     with opened(path) as (flags, node):
         addresses = frozenset(map(parse_address, node["addresses"]))
         with read_objects(flags, this_machine=False, addresses=addresses) as found:
             for service in found.store.origins:
                 found.store.origins[service] = node["origins"].get(str(service), "")
-            return explain_written(request, found.plans, found.registry, found.instance)
+            return explain(request, found.plans, found.registry, found.instance, live=False)
 
 
 def formatted(packets: Packets, output: str) -> str:

@@ -36,11 +36,12 @@ class Objects(NamedTuple):
 def objects_read(flags: Flags) -> Mapping[str, Any]:
     """Return what a proxy would report about the objects of *flags*. Raises as `cli_errors` expects."""
     from kproxy_core.config.write import effective
+    from kproxy_core.process.inspection.reporting import Objects as StoredObjects
     from kproxy_core.process.inspection.reporting import described
 
     with read_objects(flags, this_machine=True) as found:
         return {"mode": found.instance.mode, "configuration": effective(found.config),
-                **described(found.plans, found.store)}  # fmt: skip
+                **described(found.plans, StoredObjects.of(found.store))}  # fmt: skip
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -18,12 +17,7 @@ from kproxy_core.explain.traffic import expectation
 from kproxy_core.host import privileges
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family
-from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import Frontend
-from kproxy_core.sync.loop import Loop
-
-_AT_ONCE = 100
-"""Service ports that the loop's thread looks up in one call."""
 
 
 def cases_of(given: Mapping[str, Any], plans: Mapping[Family, Plans]) -> list[Case]:
@@ -32,27 +26,16 @@ def cases_of(given: Mapping[str, Any], plans: Mapping[Family, Plans]) -> list[Ca
     return cases(plans, parse_target(str(given.get("to", ""))), sender)
 
 
-def explain_running(
-    given: Mapping[str, Any], loop: Loop, registry: Registry, instance: BackendInstance
-) -> list[dict[str, Any]]:
-    """Return an answer for each packet, with the live kernel's side. Raises NoAnswer.
+def explain(
+    given: Mapping[str, Any], plans: Mapping[Family, Plans], registry: Registry, instance: BackendInstance, *,
+    live: bool,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Return an answer for each packet, with the *live* kernel's side or with what a sync would write.
 
-    The loop's thread only looks the plans up; the kernel is read in the calling thread.
+    Raises NoAnswer.
     """
-    def look() -> tuple[list[Case], list[list[Caveat]]]:
-        found = cases_of(given, loop.plans)
-        return found, [caveats_of(case, registry, instance) for case in found]
-
-    found, caveats = loop.call(look)
-    return answers(found, instance, caveats, live=True)
-
-
-def explain_written(
-    given: Mapping[str, Any], plans: Mapping[Family, Plans], registry: Registry, instance: BackendInstance
-) -> list[dict[str, Any]]:
-    """Return an answer for each packet, with the objects that a sync would write. Raises NoAnswer."""
     found = cases_of(given, plans)
-    return answers(found, instance, [caveats_of(case, registry, instance) for case in found], live=False)
+    return answers(found, instance, [caveats_of(case, registry, instance) for case in found], live=live)
 
 
 def answers(
@@ -81,24 +64,6 @@ def caveats_of(case: Case, registry: Registry, instance: BackendInstance) -> lis
         caveat for caveat in registry.caveats(instance.mode, update, instance.settings)
         if caveat.service_port == question.plan.key
     ]
-
-
-def compare_running(loop: Loop, instance: BackendInstance) -> list[dict[str, Any]]:
-    """Return the differences between the kernel and the running proxy's plans. Raises NoAnswer.
-
-    The loop's thread looks up a few Services at a time, so that syncs are not delayed.
-    """
-    found: list[dict[str, Any]] = []
-    for family, plans in loop.call(lambda: loop.plans).items():
-        keys: list[ServicePortKey] = loop.call(partial(list, plans.plans))
-        packets = [
-            case for start in range(0, len(keys), _AT_ONCE)
-            for case in loop.call(partial(packets_to, plans, keys[start:start + _AT_ONCE]))
-        ]
-        frontends = frontends_of(instance, family)
-        found += compare(instance, packets)
-        found += loop.call(partial(list, stale(frontends, plans)))
-    return found
 
 
 def compare_with(plans: Mapping[Family, Plans], instance: BackendInstance) -> list[dict[str, Any]]:

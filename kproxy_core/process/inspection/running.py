@@ -12,7 +12,8 @@ from kproxy_core.explain.traffic import targets
 from kproxy_core.modes.switch import ModeSwitch, Terms
 from kproxy_core.process.inspection import explaining
 from kproxy_core.process.inspection.previewing import operations
-from kproxy_core.process.inspection.reporting import described
+from kproxy_core.process.inspection.reporting import Objects, described
+from kproxy_core.process.inspection.snapshot import snapshots
 from kproxy_core.store.store import Store
 from kproxy_core.sync.loop import Loop
 
@@ -38,28 +39,28 @@ class Inspection:
 
     def explain(self, request: Json) -> Sequence[Json]:
         """Return an answer for each packet that *request* means. Raises NoAnswer."""
-        return explaining.explain_running(request, self._loop, self._registry, self._switch.instance)
+        plans = snapshots(self._loop)
+        return explaining.explain(request, plans, self._registry, self._switch.instance, live=True)
 
     def differences(self) -> Sequence[Json]:
         """Return the differences between the kernel and the plans. Raises NoAnswer."""
         instance = self._switch.instance
         return [
-            *explaining.compare_running(self._loop, instance),
+            *explaining.compare_with(snapshots(self._loop), instance),
             *explaining.leftovers(self._registry, self._settings_of, instance.mode),
         ]
 
     def plans(self) -> Sequence[Json]:
-        return self._loop.call(
-            lambda: [document(plan) for plans in self._loop.plans.values() for plan in plans.plans.values()])
+        return [document(plan) for plans in snapshots(self._loop).values() for plan in plans.plans.values()]
 
     def targets(self, service: str) -> Sequence[Json]:
         """Return what connections of this node should do at each TCP frontend. Raises NoAnswer."""
-        found = self._loop.call(lambda: targets(self._loop.plans, service))
-        return explaining.expectations(found, self._switch.instance)
+        return explaining.expectations(targets(snapshots(self._loop), service), self._switch.instance)
 
     def report(self) -> Json:
         """Return everything that this process can tell for a report."""
-        return {**self._loop.call(lambda: described(self._loop.plans, self._store)), **self._about()}
+        objects = self._loop.call(lambda: Objects.of(self._store))
+        return {**described(snapshots(self._loop), objects), **self._about()}
 
     def operations(self, mode: str) -> Sequence[Json]:
         """Return the number of operations by which *mode* would serve the plans. Raises NoAnswer."""

@@ -26,6 +26,7 @@ from kproxy_core.host.netlink.addresses import AddressWatch
 from kproxy_core.model.address import Family, format_address
 from kproxy_core.modes.starting import start_backend
 from kproxy_core.process.inspection.explaining import answers, cases_of
+from kproxy_core.process.inspection.snapshot import snapshots
 from kproxy_core.process.terms import Configuration, backend_settings, node_settings, pacing
 from kproxy_core.sources.directory.inventory import Inventory
 from kproxy_core.sources.directory.manifests import read_manifest
@@ -145,8 +146,7 @@ class BackendDriver(Driver):
         """Return the answers of ``kproxy explain`` to *requests*. The kernel is read once for all."""
         assert self._loop is not None
         assert self._instance is not None
-        loop = self._loop
-        plans = loop.call(lambda: loop.plans)
+        plans = snapshots(self._loop)
         cases = [case for request in requests for case in cases_of(request, plans)]
         with self.node.entered():
             return answers(cases, self._instance, [()] * len(cases), live=True)
