@@ -55,7 +55,7 @@ from kproxy_core.process.terms import (
     settings_of_modes,
     terms_of_modes,
 )
-from kproxy_core.process.traffic import make_recorder
+from kproxy_core.process.traffic import make_exporter, make_recorder
 from kproxy_core.store.events import Source
 from kproxy_core.store.store import Store
 from kproxy_core.sync.loop import Loop
@@ -214,6 +214,7 @@ class _Proxy:
         self._tuned = not self._privileged or preparation.tune_conntrack(self._limits, self._events)
         self._server = HttpServer()
         self._traffic = make_recorder(config, families, instance, self._metrics)
+        self._exporter = make_exporter(self._metrics, self._node.name)
         self._history = SyncHistory() if config.enable_profiling else None
         self._loop = self._make_loop(instance)
         self._overview = Overview(
@@ -279,6 +280,8 @@ class _Proxy:
         control = ControlServer(answer_requests(self._switch, self._inspection, self._overview))
         control.start()
         self._source.start(self._loop.emit)
+        if self._exporter is not None:
+            self._exporter.start()
         try:
             self._loop.run()
         finally:
@@ -289,6 +292,8 @@ class _Proxy:
             self._events.close()
             watcher.close()
             self._server.stop()
+            if self._exporter is not None:
+                self._exporter.stop()
             if self._traffic is not None:
                 self._traffic.stop()
             self._retiring.close()
