@@ -1,19 +1,17 @@
 """Packets and bytes of translated connections, which the kernel counts with ``nf_conntrack_acct``."""
 
 import operator
+import struct
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from kproxy_core.host import sysctl
 from kproxy_core.host.conntrack import table as ctnetlink
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.netlink.messages import Span, attribute_spans, attributes
+from kproxy_core.host.netlink.messages import NLA_F_NESTED, Span
 from kproxy_core.model.address import Address, Family
 
 SETTING = "net.netfilter.nf_conntrack_acct"
-_TO_ENDPOINT, _FROM_ENDPOINT = 9, 10
-"""Attributes CTA_COUNTERS_ORIG and CTA_COUNTERS_REPLY."""
-_PACKETS, _BYTES = 1, 2
 
 
 class Volume(NamedTuple):
@@ -58,7 +56,7 @@ def are_counted() -> bool:
 
 
 def read_volumes(family: Family) -> dict[Way, Volume]:
-    """Return the sums over this thread's whole table, at 3 us a connection. Raises HostError."""
+    """Return the sums over this thread's whole table, at 4.5 us a connection. Raises HostError."""
     try:
         with ctnetlink.open_socket() as sock:
             return ctnetlink.flows(sock, family, lambda flows: _sums(flows, family))
@@ -72,23 +70,36 @@ def ended_volumes(events: Iterator[Span], family: Family) -> dict[Way, Volume]:
 
 
 def _sums(flows: Iterable[ctnetlink.TrackedFlow], family: Family) -> dict[Way, Volume]:
-    found: dict[Way, Volume] = {}
+    found: dict[tuple[int, Address, bytes, Address, bytes], list[int]] = {}
+    head, unpack, heads = _HEADS[0], _COUNTERS.unpack_from, _HEADS
     for flow in flows:
-        size, address, port = ctnetlink.answered_by(family, flow)
-        if (address, port) == (flow.destination, flow.port):
+        _, address, port = ctnetlink.answered_by(family, flow)
+        if address == flow.destination and port == flow.port:
             continue
-        rest = {kind: (first, last) for kind, first, last in
-                attribute_spans(flow.data, flow.start + flow.size + size, flow.end)}
-        if _TO_ENDPOINT in rest and _FROM_ENDPOINT in rest:
-            way = Way(family, flow.protocol, flow.destination, flow.port, address, port)
-            volume = Volume(*_numbers(flow.data, *rest[_TO_ENDPOINT]),
-                            *_numbers(flow.data, *rest[_FROM_ENDPOINT]))
-            known = found.get(way)
-            found[way] = volume if known is None else known.plus(volume)
-    return found
+        at = flow.data.find(head, flow.start, flow.end)
+        if at < 0:
+            continue  # It is older than the setting.
+        first, packets, second, octets, third, packets_back, fourth, octets_back = unpack(flow.data, at)
+        if (first, second, third, fourth) != heads:
+            continue
+        way = flow.protocol, flow.destination, flow.port, address, port
+        sums = found.get(way)
+        if sums is None:
+            found[way] = [packets, octets, packets_back, octets_back]
+        else:
+            sums[0] += packets
+            sums[1] += octets
+            sums[2] += packets_back
+            sums[3] += octets_back
+    return {Way(family, *way): Volume(*sums) for way, sums in found.items()}
 
 
-def _numbers(data: bytes, start: int, end: int) -> tuple[int, int]:
-    """Return packets and bytes."""
-    found = attributes(data, start, end)
-    return int.from_bytes(found[_PACKETS], "big"), int.from_bytes(found[_BYTES], "big")
+# The kernel writes the counters of both directions in a row: the attributes CTA_COUNTERS_ORIG and
+# CTA_COUNTERS_REPLY, each with CTA_COUNTERS_PACKETS and CTA_COUNTERS_BYTES.
+_COUNTERS = struct.Struct(">8sQ4sQ8sQ4sQ")
+_NUMBER = struct.Struct("=HH")
+_PACKETS, _BYTES = _NUMBER.pack(12, 1), _NUMBER.pack(12, 2)
+_HEADS = (
+    _NUMBER.pack(28, 9 | NLA_F_NESTED) + _PACKETS, _BYTES,
+    _NUMBER.pack(28, 10 | NLA_F_NESTED) + _PACKETS, _BYTES,
+)  # fmt: skip
