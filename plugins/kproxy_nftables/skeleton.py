@@ -57,6 +57,9 @@ def templates(node: NodeView, wanted: Iterable[Template]) -> str:
         text.chain(template.name, _template_rules(node, template))
     if any(template.sticky for template in order):
         text.chain(_RECORD, _record_rules(text.ip))
+        # The first hooks after DNAT: input for connections to this node, else postrouting.
+        for hook in ("filter-input", "filter-postrouting"):
+            text.chain(hook, [f"ct state new ct status dnat jump {_RECORD}"])
     return text.value()
 
 
@@ -162,8 +165,8 @@ def _chains(node: NodeView) -> dict[str, list[str]]:
         if node.node_ports_anywhere
         else f"{ip} daddr @{names.NODE_IPS}"
     )
-    check = "ct state new jump cluster-ips-check"
-    record = f"ct state new ct status dnat jump {_RECORD}"
+    # Service ports have translated the destination of their connections, and no endpoint is a ClusterIP.
+    check = "ct state new ct status ! dnat jump cluster-ips-check"
     return {
         # The kernel rate-limits ICMP errors, but not resets.
         names.REJECT: ["meta l4proto tcp reject with tcp reset", "reject"],
@@ -180,15 +183,15 @@ def _chains(node: NodeView) -> dict[str, list[str]]:
             f"{ip} daddr @{names.CLUSTER_IPS} goto {names.REJECT}",
             f"{ip} daddr @{names.SERVICE_CIDRS} drop",
         ],
-        _RECORD: [],  # `templates` fills it
+        _RECORD: [],
         "nat-prerouting": ["jump services"],
         "nat-output": ["jump services"],
         "nat-postrouting": ["jump masquerading"],
         "filter-forward": [check],
         "filter-output": [check],
-        # The first hooks after DNAT: input for connections to this node, else postrouting.
-        "filter-input": [record],
-        "filter-postrouting": [record],
+        # `templates` fills these, and the chain that they lead to.
+        "filter-input": [],
+        "filter-postrouting": [],
     }
 
 

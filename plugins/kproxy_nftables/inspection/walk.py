@@ -346,6 +346,7 @@ _HANDLERS: dict[str, _Handler] = {
         lambda walk, shown, found: walk._marked,
     r"masquerade fully-random": _Walk._masquerade,
     r"ct state new": lambda walk, shown, found: True,
+    r"ct status ! dnat": lambda walk, shown, found: not walk._dnat,
     r"ct status dnat": lambda walk, shown, found: walk._dnat,
     r"meta l4proto (?P<protocol>tcp|udp|sctp)":
         lambda walk, shown, found: found["protocol"] == walk._packet.protocol.name.lower(),
