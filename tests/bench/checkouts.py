@@ -11,14 +11,18 @@ TOP = Path(__file__).resolve().parents[2]
 _SOURCES = ("kproxy_core", "plugins", "bpf")
 
 
-def command(top: Path = TOP) -> str:
-    """Return a command for --proxy that runs the checkout *top* with the packages of this interpreter."""
+def program(top: Path = TOP) -> list[str]:
+    """Return the command that runs the checkout *top* with the packages of this interpreter."""
     sources = [str(top / name) for name in _SOURCES if (top / name).is_dir()]
     subprocess.run([sys.executable, "-m", "compileall", "-q", *sources], check=True)
     path = ":".join([str(top), *sources[1:]])
-    program = Path(sys.executable).with_name("kproxy")
-    return (f"env PYTHONPATH={path} {program} --mode={{mode}} --config {{config}} --master {{master}} "
-            "--hostname-override {node}")
+    return ["env", f"PYTHONPATH={path}", str(Path(sys.executable).with_name("kproxy"))]
+
+
+def command(top: Path = TOP) -> str:
+    """Return the same for --proxy."""
+    return " ".join([
+        *program(top), "--mode={mode} --config {config} --master {master} --hostname-override {node}"])
 
 
 @contextmanager
