@@ -145,7 +145,6 @@ def _checked_proxy(url: str) -> str:
 
 
 def _tls(loaded: Loaded) -> ssl.SSLContext:
-    """Raises NotLoaded."""
     try:
         if loaded.ca is None:
             context = ssl.create_default_context()

@@ -240,7 +240,7 @@ def _one_line(error: Exception) -> str:
 
 
 class _Complaints(logging.Handler):
-    """Collects what the kubernetes package logs instead of raising it."""
+    """Collects messages that the kubernetes package logs instead of raising."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)

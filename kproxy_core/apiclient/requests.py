@@ -135,7 +135,7 @@ class ApiRequests:
         self._transport.close()
 
     def abort(self) -> None:
-        """Fail what is under way at once, and every further request."""
+        """Fail the current request at once, and every further one."""
         self._stopping.set()
         self._transport.abort()
 

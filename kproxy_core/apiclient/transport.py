@@ -147,7 +147,7 @@ class Transport:
         self._manager.clear()
 
     def abort(self) -> None:
-        """Fail what is under way at once, and every further request."""
+        """Fail the current request at once, and every further one."""
         self._wire.abort()
 
     @contextlib.contextmanager

@@ -128,7 +128,7 @@ class Wire:
             self._shut_down_if_aborted()
 
     def abort(self) -> None:
-        """Fail what is under way and every further connection attempt."""
+        """Fail the current operation and every further connection attempt."""
         with self._lock:
             self.is_aborted = True
             self._shut_down_if_aborted()

@@ -115,7 +115,7 @@ class Leftovers:
 
 
 class Caveat(NamedTuple):
-    """A deviation of a mode from what a Service asks for, or from other modes."""
+    """A deviation of a mode from a Service's specification, or from other modes."""
 
     what: str
     """In the words of the field: ``node port 30080 is not served on 127.0.0.1``."""
@@ -143,7 +143,7 @@ class BackendSettings:
 
 
 class Damage(Protocol):
-    """Callback for changes by other processes to what the backend programmed. Callable from any thread."""
+    """Callback for changes by other processes to the backend's objects. Callable from any thread."""
 
     def __call__(self, family: Family, what: str) -> None: ...
 

@@ -14,7 +14,7 @@ from kproxy_core.process.terms import Configuration, served_families, settings_o
 
 
 def clean(flags: Flags, spared: tuple[str, ...], *, dry_run: bool, own_only: bool, as_json: bool) -> None:
-    """Remove what every mode but *spared* leaves, although some fail. Raises ClickException for those."""
+    """Remove the leftovers of every mode but *spared*, even if some fail. Raises ClickException for those."""
     with cli_errors():
         configuration = Configuration.read(flags)
         registry = open_registry(configuration.asked.plugins)

@@ -23,7 +23,7 @@ class Duration(float):
 
     @classmethod
     def of_nanoseconds(cls, number: int) -> Self:
-        """Raises ValueError beyond what Go allows."""
+        """Raises ValueError beyond Go's limits."""
         if abs(number) >= 1 << 63:
             raise ValueError(f"{number} ns is too long for a duration")
         return cls(number / 1_000_000_000)

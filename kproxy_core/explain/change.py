@@ -40,7 +40,7 @@ def frontend_text(frontend: Frontend) -> str:
 
 
 def changes(before: Iterable[Json], after: Iterable[Json]) -> Iterator[Json]:
-    """Yield what changes from the plans *before* to those *after*, in the order of service ports."""
+    """Yield the changes from the plans *before* to those *after*, in the order of service ports."""
     old, new = _by_key(before), _by_key(after)
     for key in sorted({*old, *new}):
         was, will = old.get(key), new.get(key)

@@ -1,4 +1,4 @@
-"""The differences between what the kernel does with packets and what the plans say, by frontend."""
+"""The differences between the kernel's treatment of packets and that of the plans, by frontend."""
 
 from collections.abc import Iterable, Iterator, Sequence
 

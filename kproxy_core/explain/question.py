@@ -100,7 +100,6 @@ def _destinations(plans: Plans, target: Socket | ServiceTarget) -> Iterator[tupl
 
 
 def _node_address(node: NodeView) -> Address | None:
-    """Return the address to dial for a node port."""
     if node.node_ip in node.node_port_addresses:
         return node.node_ip
     return next(iter(node.node_port_addresses), None)
@@ -122,7 +121,7 @@ def _pods_here(plans: Plans) -> Sequence[Address]:
 
 
 def _near(plans: Plans, packet: Packet) -> tuple[str, bool]:
-    """Return what is nearest to a packet for no frontend, and whether it is for a Service's ClusterIP."""
+    """Return the nearest match for a packet to no frontend, and whether it is for a Service's ClusterIP."""
     where, protocol = packet.destination, packet.protocol
     of_node = serves_node_ports(where, plans.node)
     same: list[str] = []

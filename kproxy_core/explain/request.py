@@ -8,7 +8,7 @@ from kproxy_core.plan.fate import Origin
 
 
 class NoAnswer(Exception):
-    """A question that cannot be answered, with what would help, in one line."""
+    """A question that cannot be answered, with a remedy, in one line."""
 
 
 class Socket(NamedTuple):

@@ -1,4 +1,4 @@
-"""CPU time as a measure of what a piece of work costs."""
+"""CPU time as a measure of the cost of a piece of work."""
 
 import resource
 import time

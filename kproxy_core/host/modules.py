@@ -88,7 +88,7 @@ class Modules:
         return self._options.get(module, f"CONFIG_{module.upper()}")
 
     def remedy(self, module: str) -> str:
-        """Say what an operator can do about a missing module."""
+        """Return the remedy for a missing module."""
         text = f"modprobe {module}, or use a kernel with {self.option(module)}"
         if self.directory_missing:
             text += f"; in a container, mount the node's /lib/modules, it lacks {self.release}"

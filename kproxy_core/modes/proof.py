@@ -17,7 +17,7 @@ ReportProgress = Callable[[str], None]
 
 
 class ProofFailed(Exception):
-    """The kernel does not hold what was programmed, or a connection failed; one line says which."""
+    """The kernel's objects are not ours, or a connection failed; one line says which."""
 
 
 def prove(

@@ -134,7 +134,7 @@ class RetiringModes:
 
 
 def report(mode: str, found: Leftovers) -> None:
-    """Log what was removed in one line, and every failure in a line of its own."""
+    """Log the removed objects in one line, and every failure in a line of its own."""
     if found.removed:
         log.info("removed leftovers", extra={
             "fields": {"mode": mode, "objects": len(found.removed), "first": found.removed[0]}})

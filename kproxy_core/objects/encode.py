@@ -66,7 +66,6 @@ def encode_service_cidr(cidrs: Iterable[Cidr]) -> Json:
 
 
 def _type(service: Service) -> str:
-    """Return a type that has the fields of *service*."""
     if service.health_check_node_port:
         return "LoadBalancer"
     return "NodePort" if service.external_policy_local else "ClusterIP"

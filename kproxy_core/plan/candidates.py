@@ -45,7 +45,7 @@ def _remembered(piece: EndpointSlice, port: PortSpec) -> list[Row]:
 
 
 def _rows(piece: EndpointSlice, port: PortSpec) -> list[Row]:
-    """Return what *piece* has for *port*, sorted; equal addresses in the order of the slice."""
+    """Return the endpoints of *piece* for *port*, sorted; equal addresses in the order of the slice."""
     numbers = [p.port for p in piece.ports if p.name == port.name and p.protocol is port.protocol]
     rows = [
         (format_socket(endpoint.address, number), (Destination(endpoint.address, number), endpoint))

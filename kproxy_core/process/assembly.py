@@ -354,7 +354,6 @@ class _Proxy:
             service.namespace, service.name, "FailedToStartServiceHealthcheck", problem)
 
     def _mode_changed(self, instance: BackendInstance) -> None:
-        """Report *instance* as the one that serves."""
         if self._traffic is not None:
             layers = map(self._registry.layers, (self._told.mode, instance.mode))
             self._traffic.switched(instance, shares=len({layer[0] for layer in layers}) == 1)

@@ -46,7 +46,6 @@ def stop_on_signals(stop: Callable[[], None]) -> None:
 
 
 def _stacks() -> str:
-    """Return where every thread is."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"{names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"

@@ -108,7 +108,6 @@ def explain(inspection: Inspection, asked: Mapping[str, Any]) -> Mapping[str, An
 
 
 def _describe(plans: Sequence[FamilyPlans], keys: Sequence[ServicePortKey]) -> list[dict[str, Any]]:
-    """Describe service ports, on the loop's thread."""
     return [_row(plans, key) for key in keys]
 
 

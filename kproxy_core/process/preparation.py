@@ -41,7 +41,7 @@ def tune_interpreter() -> None:
 
 
 def settle_memory() -> None:
-    """Exclude what exists after the first sync, which mostly lives on, from garbage collection."""
+    """Exclude all objects that exist after the first sync, which mostly live on, from garbage collection."""
     gc.collect()
     gc.freeze()
     with suppress(AttributeError):

@@ -1,4 +1,4 @@
-"""The syncs of one IP family: when they run, and what follows from their success or failure."""
+"""The syncs of one IP family: their times, and the consequences of success and failure."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -67,7 +67,7 @@ class FamilySync:
             self.request()
 
     def report_damage(self, what: str) -> None:
-        """Have the change that another process made, described by *what*, repaired."""
+        """Have a change by another process, described by *what*, repaired."""
         if not self._damages:
             self._damage = what
         self._damages += 1

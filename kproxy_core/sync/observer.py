@@ -85,7 +85,7 @@ class SyncObserver:
         """A sync was requested."""
 
     def damage_found(self, family: Family) -> None:
-        """Another process changed what the backend had programmed."""
+        """Another process changed the backend's objects."""
 
     def sync_started(self, family: Family, *, retry: bool) -> None:
         """A sync starts and takes all pending changes. *retry*: the last one did not do everything."""

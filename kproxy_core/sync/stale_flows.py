@@ -121,7 +121,7 @@ class StaleFlowObserver(SyncObserver):
         self._clean(family)
 
     def finish(self, result: CleanupResult) -> None:
-        """Take back what could not be deleted, else continue. Called on the loop's thread."""
+        """Take back the flows that could not be deleted, else continue. Called on the loop's thread."""
         self._running.pop(result.family, None)
         if result.deleted is None or result.deletion.is_incomplete:
             self._trackers[result.family].give_back(result.deletion.stale)

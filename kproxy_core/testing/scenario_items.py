@@ -62,7 +62,6 @@ The backend announces: {result.announced}. If that is why, say so in kproxy_not_
         return "kproxy-conformance", None, self.name
 
     def _stage(self) -> Stage:
-        """Return the stage that all scenarios of the driver share."""
         stages = self.session.stash.setdefault(_STAGES, {})
         if self._driver not in stages:
             directory = Path(tempfile.mkdtemp(prefix="kproxy-scenarios-"))

@@ -39,7 +39,7 @@ class Growth:
 
 
 class VolumeReader:
-    """Reads what the kernel counts. `add_ended` may be called from any thread."""
+    """Reads the kernel's counts. `add_ended` may be called from any thread."""
 
     def __init__(self, families: Sequence[Family]) -> None:
         self._families = families
@@ -70,7 +70,7 @@ class VolumeReader:
                 self._ended[way] = self._ended.get(way, NO_VOLUME).plus(volume)
 
     def read(self) -> Sequence[tuple[Way, Volume]]:
-        """Return what was added since the last reading, by way."""
+        """Return the growth since the last reading, by way."""
         if self._growth is None:
             return ()
         with self._lock:

@@ -42,7 +42,7 @@ class EbpfBackend:
 
     @hookimpl(wrapper=True)
     def kproxy_begin(self) -> Generator[None, bool, bool]:
-        """Check the base, then what programs need; start the compiler if necessary. Raises Unsupported."""
+        """Check the base and the programs' requirements; start the compiler if needed. Raises Unsupported."""
         can_begin = yield
         missing = lacking(self._settings)
         if missing:
@@ -134,7 +134,7 @@ class EbpfBackend:
 
     @hookimpl(wrapper=True)
     def kproxy_close(self) -> Generator[None, None, None]:
-        """Close descriptors; programs and maps go on by their pins."""
+        """Close descriptors. The pins keep programs and maps at work."""
         if self._watcher is not None:
             self._watcher.close()
         if self._compilation is not None:

@@ -84,5 +84,5 @@ class FamilyState:
             self.distrust()
 
     def distrust(self) -> None:
-        """Discard what was acknowledged: a write failed half-way."""
+        """Discard the acknowledged state: a write failed half-way."""
         self._applied = None

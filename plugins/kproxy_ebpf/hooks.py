@@ -22,7 +22,7 @@ def kproxy_describe() -> Description:
 
 @hookimpl
 def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: bool) -> Detection:
-    """Try what the programs need."""
+    """Try the requirements of the programs."""
     from kproxy_ebpf.questions.detect import detect
 
     return detect(settings, trial)
@@ -55,7 +55,7 @@ def kproxy_prepare(settings: BackendSettings) -> None:
 
 @hookimpl
 def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat]:
-    """Yield what connect-time translation does differently."""
+    """Yield the deviations of connect-time translation."""
     from kproxy_ebpf.questions.caveats import caveats
     from kproxy_ebpf.settings import read_settings
 

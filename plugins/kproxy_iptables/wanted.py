@@ -113,7 +113,7 @@ def _endpoint_chains(
 
 
 def _from_outside(plan: ServicePlan, style: Style, chain: str) -> str:
-    """Return the rule that masquerades traffic that does not come from this node's pods; "" if none."""
+    """Return the rule that masquerades traffic except from this node's pods; "" if none."""
     if plan.cluster_ip is None:
         return ""
     before, after = "", ""

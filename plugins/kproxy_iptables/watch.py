@@ -134,7 +134,6 @@ def _lost_jumps(tables: Tables) -> list[str]:
 
 
 def _lacks_jump(tables: Tables, table: str, chain: str) -> bool:
-    """Return whether a built-in chain lacks one of our jumps. Raises HostError."""
     jumps = [jump for jump in JUMPS if (jump.table, jump.chain) == (table, chain)]
     return bool(missing_jumps(jumps, {(table, chain): tables.rules(table, chain)}))
 

@@ -113,7 +113,7 @@ class IpvsBackend:
             watch.close()
 
     def _begin(self) -> None:
-        """Try what the mode needs, then open IPVS. Raises Unsupported or SyncFailed."""
+        """Try the mode's requirements, then open IPVS. Raises Unsupported or SyncFailed."""
         try:
             variant = find_variant()
         except NoVariant as missing:

@@ -193,7 +193,6 @@ def _frontend_fields(plan: ServicePlan) -> tuple[object, ...]:
 
 
 def _changed(old: Slots, new: Slots) -> list[int]:
-    """Return the indices at which the two differ."""
     if old is new:
         return []
     pairs = enumerate(zip(old, new, strict=False))

@@ -221,7 +221,7 @@ class Kernel:
     def _dump(
         self, kind: int, family: Family, of: bytes, collect: Callable[[Iterator[netlink.Span]], T]
     ) -> T | None:
-        """Return what *collect* makes of the answers to a request; None if its subject does not exist."""
+        """Return *collect*'s result for the answers to a request; None if its subject does not exist."""
         try:
             return self._connection().dump(kind, payload(family, of), collect)
         except FileNotFoundError:

@@ -34,7 +34,7 @@ class Objects(NamedTuple):
 
 
 def objects_read(flags: Flags) -> Mapping[str, Any]:
-    """Return what a proxy would report about the objects of *flags*. Raises as `cli_errors` expects."""
+    """Return a proxy's report on the objects of *flags*. Raises as `cli_errors` expects."""
     from kproxy_core.config.write import effective
     from kproxy_core.process.inspection.reporting import Objects as StoredObjects
     from kproxy_core.process.inspection.reporting import described

@@ -109,7 +109,7 @@ def _member(archive: tarfile.TarFile, name: str) -> bytes:
 
 
 def without_secrets(value: Any) -> Any:
-    """Return *value* without what its key calls a secret, and URLs without user names."""
+    """Return *value* without the values of secret keys, and URLs without user names."""
     match value:
         case dict():
             return {key: "(left out)" if _SECRET.search(str(key)) and item else without_secrets(item)

@@ -128,7 +128,6 @@ class _Deletion:
 
 
 def _deletions(listed: Iterable[ctnetlink.TrackedFlow], family: Family, stale: Stale) -> Iterator[Request]:
-    """Yield a request to delete each of the stale flows."""
     ports = {number.to_bytes(2, "big") for number in stale.ports}
     for flow in listed:
         if flow.protocol != IpProtocol.UDP or flow.port not in ports:

@@ -1,4 +1,4 @@
-"""Announcements of rules and of connection tracking put together: what happened to each packet. Pure."""
+"""Announcements of rules and of connection tracking, put together packet by packet. Pure."""
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ class Rule(NamedTuple):
 
 @dataclass(slots=True)
 class TracedPacket:
-    """The first packet of a connection, and what is known about it."""
+    """The first packet of a connection, and everything known about it."""
 
     began: float
     protocol: int

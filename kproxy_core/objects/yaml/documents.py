@@ -123,7 +123,6 @@ def _build(next_event: Callable[[], Any], yaml: ModuleType) -> Iterator[Any]:
 
 
 def _scalar(event: Any) -> Any:
-    """Return the value of a scalar that is not quoted."""
     text: str = event.value
     if event.tag is not None:
         if event.tag in _TEXT_TAGS:

@@ -40,7 +40,6 @@ class EventWriter:
             raise NotWritten(f"{status} {answer[:200].decode(errors='replace')}", again)
 
     def _post(self, target: str, body: bytes) -> tuple[int, bytes]:
-        """Raises OSError, AccessError, ProtocolError."""
         self._access.keep_up()
         access = self._access.now
         transport = Transport(access)

@@ -157,7 +157,6 @@ class SyncMetrics(SyncObserver):
         self._sync_by_scope[scope][family].observe(seconds)
 
     def _counter(self, name: str, about: str) -> _OfFamily[Counter]:
-        """Register a counter, at 0 for each family."""
         made = _OfFamily(Counter(name, about, _IP_FAMILY, registry=self._registry))
         for family in self._families:
             made[family].inc(0)

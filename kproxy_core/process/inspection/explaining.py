@@ -76,7 +76,7 @@ def compare_with(plans: Mapping[Family, Plans], instance: BackendInstance) -> li
 
 
 def compare(instance: BackendInstance, packets: Sequence[Case]) -> list[dict[str, Any]]:
-    """Return what the live kernel does differently with *packets*. Raises NoAnswer."""
+    """Return the live kernel's deviations for *packets*. Raises NoAnswer."""
     sides = _ask(instance, packets, live=True)
     if sides is None:
         raise NoAnswer(f"mode {instance.mode} does not say what its rules do")

@@ -37,13 +37,13 @@ def operations_of(plans: Mapping[Family, FamilyPlans], instance: BackendInstance
 
 
 def changes_from(before: Sequence[Json], plans: Mapping[Family, FamilyPlans]) -> list[Json]:
-    """Return what changes from the running proxy's plans *before* to *plans*."""
+    """Return the changes from the running proxy's plans *before* to *plans*."""
     after = [document(plan) for of_family in plans.values() for plan in of_family.plans.values()]
     return list(changes(before, after))
 
 
 def changes_from_kernel(plans: Mapping[Family, FamilyPlans], instance: BackendInstance) -> list[Json]:
-    """Return what changes from the kernel's objects of the mode of *instance* to *plans*. Raises NoAnswer."""
+    """Return the changes from the kernel's objects of *instance*'s mode to *plans*. Raises NoAnswer."""
     found: list[Json] = []
     for family, of_family in plans.items():
         held = frontends_of(instance, family)

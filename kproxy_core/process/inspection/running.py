@@ -54,7 +54,7 @@ class Inspection:
         return [document(plan) for plans in snapshots(self._loop).values() for plan in plans.plans.values()]
 
     def targets(self, service: str) -> Sequence[Json]:
-        """Return what connections of this node should do at each TCP frontend. Raises NoAnswer."""
+        """Return the expected outcome of this node's connections to each TCP frontend. Raises NoAnswer."""
         return explaining.expectations(targets(snapshots(self._loop), service), self._switch.instance)
 
     def report(self) -> Json:

@@ -31,7 +31,7 @@ class Replica(Generic[V]):
         self._unseen = self._known.copy()
 
     def abandon_listing(self) -> None:
-        """Keep everything: what was not listed may exist all the same."""
+        """Keep everything: objects that were not listed may still exist."""
         self._unseen = None
 
     def set(self, reading: Reading[V]) -> list[Event]:

@@ -1,1 +1,1 @@
-"""A static Kubernetes API server: what tests and measurements feed a proxy from."""
+"""A static Kubernetes API server, which feeds proxies in tests and measurements."""

@@ -124,7 +124,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     @property
     def _encoding(self) -> Encoding:
-        """The encoding that the client prefers."""
         is_protobuf = (self.headers.get("Accept") or "").startswith(PROTOBUF.content_type)
         return PROTOBUF if is_protobuf and not self.path.startswith("/bench/") else JSON
 
@@ -320,7 +319,7 @@ def _continued(token: str) -> tuple[int, tuple[str, ...]]:
 
 
 def _seen(encoding: Encoding, resource: Resource, event: Event, selector: Selector) -> bytes:
-    """Return what a watch with *selector* sees of *event*."""
+    """Return *event* as a watch with *selector* sees it."""
     is_selected = event.kind != "DELETED" and selector(event.entry.obj)
     was_selected = event.old is not None and selector(event.old.obj)
     if is_selected:

@@ -56,11 +56,11 @@ def merged(base: Mapping[str, Any], override: Mapping[str, Any] | None) -> Json:
 
 
 class DriverError(Exception):
-    """The proxy, or what feeds it, did not do what every scenario needs."""
+    """The proxy, or its source of objects, failed to do something that every scenario needs."""
 
 
 class Unavailable(Exception):
-    """The backend declares that it lacks what a step needs."""
+    """The backend declares that it lacks something that a step needs."""
 
 
 Connections = Mapping[tuple[str, str, int, str], int]
@@ -173,7 +173,7 @@ class Driver:
         self._settings = None
 
     def close(self) -> None:
-        """Stop the proxy, and remove what would outlive the node, such as BPF pins."""
+        """Stop the proxy, and remove objects that would outlive the node, such as BPF pins."""
         if self._settings is not None:
             self.discard()
 

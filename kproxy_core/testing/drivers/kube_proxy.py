@@ -1,5 +1,4 @@
-"""kube-proxy, fed by an etcd and a kube-apiserver on the node's loopback: what proves that a scenario is
-right."""
+"""kube-proxy, fed by an etcd and a kube-apiserver on the node's loopback: the reference for scenarios."""
 
 import http.client
 import json

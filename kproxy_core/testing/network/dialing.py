@@ -1,4 +1,4 @@
-"""Clients: send packets from a host, and say what became of them."""
+"""Clients: send packets from a host, and report their fate."""
 
 import errno
 import http.client
@@ -127,7 +127,7 @@ class Conversation:
         return int.from_bytes(ancillary[0][2][:4], sys.byteorder)
 
     def exchange(self) -> Outcome:
-        """Send something and return what was answered."""
+        """Send something and return the answer."""
         try:
             if not self._is_stream:
                 self._discard_late_answers()

@@ -51,7 +51,7 @@ class CommandFailed(Exception):
 
 
 def run(*argv: str, stdin: str = "", timeout: float = COMMAND_TIMEOUT) -> str:
-    """Run *argv* where the calling thread is, and return what it prints. Raises CommandFailed."""
+    """Run *argv* in the calling thread's namespace, and return its output. Raises CommandFailed."""
     try:
         done = _run(argv, stdin, timeout)
     except OSError as error:
@@ -99,7 +99,7 @@ class Namespace:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Move the calling thread, and what it starts meanwhile, into the namespace and its cgroup."""
+        """Move the calling thread, and processes that it starts, into the namespace and its cgroup."""
         with contextlib.ExitStack() as stack:
             if self._cgroup is not None:
                 stack.enter_context(self._cgroup.entered())
@@ -180,7 +180,7 @@ class Namespace:
             _write("net/ipv6/conf/all/forwarding", 1)
 
     def run(self, *argv: str, stdin: str = "", timeout: float = COMMAND_TIMEOUT) -> str:
-        """Return what *argv* prints in the namespace. Raises CommandFailed."""
+        """Return the output of *argv* in the namespace. Raises CommandFailed."""
         with self.entered():
             return run(*argv, stdin=stdin, timeout=timeout)
 

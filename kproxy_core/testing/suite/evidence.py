@@ -77,7 +77,7 @@ class Capture:
         self._packets.clear()
 
     def write(self, path: Path) -> None:
-        """Write what was captured to *path*, for tcpdump or Wireshark."""
+        """Write the captured packets to *path*, for tcpdump or Wireshark."""
         self._read()
         path.write_bytes(_PCAP_HEADER + b"".join(list(self._packets)))
 

@@ -49,7 +49,7 @@ class Expectation:
         return max(12, 16 * len(self._wanted))
 
     def judge(self, attempts: Attempts) -> str:
-        """Return what is wrong with *attempts*; "" if they are as expected."""
+        """Return the problem with *attempts*; "" if they are as expected."""
         tally = Counter(str(outcome) for _, outcome in attempts)
         seen = ", ".join(f"{number} x {text}" for text, number in tally.most_common(12))
         for problem in self._problems(attempts):

@@ -80,7 +80,7 @@ class Player:
             self._step(step)
 
     def tidy(self) -> None:
-        """Take back what the scenario left, and wait until the proxy has noticed."""
+        """Undo the scenario's changes, and wait until the proxy has noticed."""
         for traffic in self._traffic.values():
             traffic.stop()
         for conversation in self._conversations.values():

@@ -93,7 +93,7 @@ def _choices(group: Group) -> tuple[Choice, ...]:
 
 
 def _held(question: Question, maps: Maps) -> _Found | None:
-    """Return what the maps hold for a frontend; None: the rules decide."""
+    """Return the maps' elements for a frontend; None: the rules decide."""
     packet = question.packet
     key, value = next(
         ((key, value) for key in _keys(question)

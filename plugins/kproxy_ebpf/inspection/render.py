@@ -9,7 +9,7 @@ from kproxy_ebpf.wanted import Group, wanted
 
 
 def render_text(update: Update) -> str:
-    """Return what local sockets are sent where, as comments behind the rules of the base mode."""
+    """Return the endpoints of local sockets by destination, as comments behind the base mode's rules."""
     lines = ["# BPF maps: local sockets that dial a frontend are sent to one of its endpoints."]
     for _, plan in sorted(update.plans.items()):
         for group in wanted(plan):

@@ -272,7 +272,7 @@ def _info(fd: int) -> bytes:
 
 
 def _call(command: int, attributes: bytes) -> tuple[int, bytes]:
-    """Return what the system call returns, and the attributes as the kernel left them."""
+    """Return the result of the system call, and the attributes as the kernel left them."""
     buffer = ctypes.create_string_buffer(attributes, _ATTRIBUTES)
     answer = _libc.syscall(_number(), command, buffer, _ATTRIBUTES)
     if answer < 0:

@@ -98,7 +98,6 @@ def _mounts() -> Iterator[_Mount]:
 
 
 def _kind(path: Path) -> str:
-    """Return the type of the file system that holds *path*."""
     kind, longest = "", -1
     for mount in _mounts():
         depth = len(mount.point.parts)

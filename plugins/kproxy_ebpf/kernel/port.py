@@ -157,7 +157,7 @@ class Kernel:
             self._remove_other_maps(compiled)
 
     def problem(self) -> str:
-        """Return what is no longer as `attach` left it; "" if all is."""
+        """Return the damage since `attach`; "" if there is none."""
         with self._lock:
             for name, link in self._links.items():
                 try:

@@ -79,7 +79,7 @@ class Compilation:
         return self._compiled is not None
 
     def result(self) -> Compiled:
-        """Wait for the compiler if necessary. Raises HostError with the end of what it said."""
+        """Wait for the compiler if necessary. Raises HostError with the end of its error output."""
         if self._compiled is not None:
             return self._compiled
         process = self._process
@@ -142,7 +142,7 @@ def _interpreter() -> str:
 
 
 def _parse(text: bytes) -> Compiled:
-    """Read what compile.py printed. Raises ValueError, KeyError or TypeError."""
+    """Parse the output of compile.py. Raises ValueError, KeyError or TypeError."""
     read = json.loads(text)
     return Compiled(
         {name: MapDefinition(**fields) for name, fields in read["maps"].items()},

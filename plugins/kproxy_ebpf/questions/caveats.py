@@ -9,7 +9,7 @@ from kproxy_ebpf.wanted import only_node_clients, wanted
 
 
 def caveats(update: Update, *, clients: str, whole_node: bool) -> Iterator[Caveat]:
-    """Yield what connect-time translation does differently. *whole_node*: every cgroup is covered."""
+    """Yield the deviations of connect-time translation. *whole_node*: every cgroup is covered."""
     plans = [plan for plan in sorted_plans(update) if any(True for _ in wanted(plan))]
     if not plans:
         return

@@ -39,7 +39,7 @@ def detect(settings: BackendSettings, trial: Trial | None) -> Detection:
 
 
 def lacking(options: Settings) -> list[str]:
-    """Return what is missing, as far as that can be found out in milliseconds."""
+    """Return the missing requirements, as far as they can be found out in milliseconds."""
     return [f"{r.what}: {r.found}. {r.remedy}".rstrip() for r in _quick(options) if not r.met]
 
 

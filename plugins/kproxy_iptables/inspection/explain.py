@@ -162,7 +162,7 @@ def _last(walk: Walk, end: End, *, outgoing: bool) -> End:
 
 
 def _deviation(question: Question) -> str:
-    """Return what this mode, like kube-proxy's, does differently by design for such a packet."""
+    """Return the deviation by design for such a packet, which kube-proxy's mode shares."""
     plan, frontend = question.plan, question.frontend
     if plan is None or frontend is None:
         return "kube-proxy's iptables rules do not refuse packets to other ports and addresses of ClusterIPs"

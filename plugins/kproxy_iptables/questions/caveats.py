@@ -1,4 +1,4 @@
-"""Deviations of this mode from what a Service asks for, or from other modes. Pure."""
+"""Deviations of this mode from the Service API and from other modes. Pure."""
 
 from collections.abc import Iterator, Sequence
 

@@ -76,7 +76,7 @@ def _side(question: Question, state: State) -> KernelSide:
 
 
 def _deviation(question: Question, state: State) -> str:
-    """Return what IPVS, or kube-proxy's use of it, does differently by design for such a packet."""
+    """Return the deviation by design of IPVS, or of kube-proxy's use of it, for such a packet."""
     plan, frontend = question.plan, question.frontend
     if plan is None or frontend is None:
         return "IPVS refuses packets to addresses of Services only"

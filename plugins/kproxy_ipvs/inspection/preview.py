@@ -20,7 +20,7 @@ from kproxy_xtables.variant import PROGRAM, find_variant
 
 
 def preview(update: Update, settings: Settings) -> Preview:
-    """Return what a resync would write. Raises HostError, or NoVariant without iptables."""
+    """Return the operations of a resync. Raises HostError, or NoVariant without iptables."""
     family, node = update.family, update.node
     entries = sets.read(family)
     missing = [kind for kind in SETS if kind not in entries]

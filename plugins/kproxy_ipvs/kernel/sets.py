@@ -66,7 +66,6 @@ def write(family: Family, adds: Iterable[Element] = (), deletes: Iterable[Elemen
 
 
 def _describe(code: int) -> str:
-    """Return the meaning of an error number of ipset."""
     return _PROBLEMS.get(code) or (f"error {code}" if code >= _OWN_ERRORS else os.strerror(code))
 
 

@@ -86,7 +86,7 @@ class _Retirement:
         self._on_device = device.read(family)[0]
 
     def release_new_connections(self) -> list[str]:
-        """Delete what interferes with the other mode. Return a line for each object. Raises HostError."""
+        """Delete the objects that interfere with the other mode. Return a line for each. Raises HostError."""
         if names.CLUSTER_IP not in self._entries:
             return []  # An earlier call has done it.
         source = default_source_address(self._family)

@@ -15,7 +15,7 @@ _Rules = Mapping[str, Sequence[str]]
 
 
 def preview(update: Update, *, counted: bool) -> Preview:
-    """Return what a resync would write. *counted*: connections are counted. Raises BackendError."""
+    """Return the operations of a resync. *counted*: connections are counted. Raises BackendError."""
     family, node, plans = update.family, update.node, update.plans
     templates = skeleton.template_closure(
         skeleton.used_templates(verdict for plan in plans.values() for verdict in verdicts(plan)))

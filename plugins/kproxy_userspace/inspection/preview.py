@@ -8,7 +8,7 @@ from kproxy_userspace.wanted import wanted
 
 
 def preview(update: Update, settings: Settings) -> Preview:
-    """Return what a start writes; the ports of relays are chosen then, and are 0 in the text."""
+    """Return the operations of a start; relays' ports, which are chosen then, are 0 in the text."""
     relays = [
         relay for plan in update.plans.values()
         for relay in wanted(plan, update.node, settings.listen, counted=settings.counts_connections).values()

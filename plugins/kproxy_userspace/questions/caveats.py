@@ -1,4 +1,4 @@
-"""Deviations of this mode from what a Service asks, or from other modes. Pure."""
+"""Deviations of this mode from the Service API and from other modes. Pure."""
 
 from collections.abc import Iterator, Sequence
 
@@ -19,7 +19,6 @@ def caveats(update: Update, *, listen: Address | None, udp_idle_seconds: float) 
 
 
 def _of_addresses(update: Update, listen: Address | None) -> Iterator[Caveat]:
-    """Yield the deviations of the addresses that serve."""
     if listen is None:
         yield from of_node_ports(update, loopback=update.node.node_ports_on_loopback, any_local_address=True)
         yield from of_unclaimed_ports(update)

@@ -1,1 +1,1 @@
-"""The relay worker: a process that accepts, dials and copies. It must not import what it does not need."""
+"""The relay worker: a process that accepts, dials and copies. It imports only the modules it needs."""
