@@ -20,8 +20,6 @@ class AccessError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """One API server and the credentials for it."""
-
     server: str
     """URL with scheme, host and port, and a path without a trailing slash."""
     tls: ssl.SSLContext | None = None

@@ -104,7 +104,6 @@ class Leftovers:
 
     @classmethod
     def merged(cls, mode: str, found: "Iterable[Leftovers]") -> "Leftovers":
-        """Return several answers about *mode* as one."""
         answers = list(found)
         return cls(
             mode,

@@ -71,8 +71,6 @@ class VModule(_Section, frozen=True, kw_only=True, rename="camel"):
 
 
 class Logging(_Section, frozen=True, kw_only=True, rename="camel"):
-    """Log format and verbosity."""
-
     ZERO_IS_DEFAULT = frozenset({"format", "flush_frequency"})
     format: str = "text"
     flush_frequency: NumberOrDuration = NumberOrDuration(5)

@@ -7,8 +7,6 @@ from kproxy_core.model.address import Address, Cidr, Family, family_of
 
 @dataclass(frozen=True, slots=True)
 class NodeObject:
-    """The fields of a Node object that a proxy reads."""
-
     name: str
     zone: str = ""
     """Label ``topology.kubernetes.io/zone``."""

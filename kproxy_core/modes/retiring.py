@@ -20,8 +20,6 @@ _TRIES = 5
 
 @dataclass(slots=True)
 class _RetiringMode:
-    """One mode, until nothing of it is left."""
-
     mode: str
     instance: BackendInstance | None
     """The backend that served; None: an earlier process did."""

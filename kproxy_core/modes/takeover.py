@@ -42,7 +42,6 @@ class Takeover:
         threading.Thread(target=self._take_over, name="kproxy-leftovers", daemon=True).start()
 
     def stop(self) -> None:
-        """Remove nothing further."""
         self._stopped.set()
 
     def _take_over(self) -> None:

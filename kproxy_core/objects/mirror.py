@@ -14,28 +14,20 @@ from msgspec import UNSET
 from kproxy_core.model.address import Address, Family, family_of
 from kproxy_core.model.endpoint import Endpoint, EndpointSlice, SliceName
 from kproxy_core.model.service import ServiceName
-from kproxy_core.objects import wire
-from kproxy_core.objects.reading import (
-    Findings,
-    Reading,
-    Refused,
-    checked_address,
-    read_namespaced,
-    service_name,
-)
+from kproxy_core.objects import reading, wire
 from kproxy_core.objects.slice import MAX_DESTINATIONS, MAX_ENDPOINTS, read_ports
 
 
-def read_endpoints(obj: wire.Endpoints) -> Reading[tuple[EndpointSlice, ...]]:
+def read_endpoints(obj: wire.Endpoints) -> reading.Reading[tuple[EndpointSlice, ...]]:
     """Read the slices that mirror *obj*, one for each subset and family; none if it is not to be mirrored."""
     meta = obj.metadata or wire.EndpointsMeta()
     subsets = (obj.subsets or ()) if _is_mirrored(meta) else ()
 
-    def mirrored(service: ServiceName, found: Findings) -> tuple[EndpointSlice, ...]:
+    def mirrored(service: ServiceName, found: reading.Findings) -> tuple[EndpointSlice, ...]:
         pieces = (_slices(service, i, subset, found) for i, subset in enumerate(subsets))
         return tuple(chain.from_iterable(pieces))
 
-    return read_namespaced("Endpoints", meta, service_name, mirrored)
+    return reading.read_namespaced("Endpoints", meta, reading.service_name, mirrored)
 
 
 def _is_mirrored(meta: wire.EndpointsMeta) -> bool:
@@ -45,22 +37,23 @@ def _is_mirrored(meta: wire.EndpointsMeta) -> bool:
 
 
 def _slices(
-    service: ServiceName, index: int, subset: wire.EndpointSubset, found: Findings
+    service: ServiceName, index: int, subset: wire.EndpointSubset, found: reading.Findings
 ) -> list[EndpointSlice]:
     path = f"subsets[{index}]"
     ready, not_ready = subset.addresses or [], subset.not_ready_addresses or []
     count = len(ready) + len(not_ready)
     if count > MAX_ENDPOINTS:
-        raise Refused(path, f"{count} addresses; at most {MAX_ENDPOINTS} are mirrored")
-    if count * len(subset.ports or ()) > MAX_DESTINATIONS:
-        raise Refused(path, f"{count} addresses with {len(subset.ports or ())} ports each are too many")
-    ports = read_ports(subset.ports or [], f"{path}.ports", found)
+        raise reading.Refused(path, f"{count} addresses; at most {MAX_ENDPOINTS} are mirrored")
+    given = subset.ports or []
+    if count * len(given) > MAX_DESTINATIONS:
+        raise reading.Refused(path, f"{count} addresses with {len(given)} ports each are too many")
+    ports = read_ports(given, f"{path}.ports", found)
     of_family: dict[Family, dict[Address, Endpoint]] = {}
     for field, entries in (("addresses", ready), ("notReadyAddresses", not_ready)):
         for i, entry in enumerate(entries):
             try:
-                address = checked_address(entry.ip, f"{path}.{field}[{i}].ip")
-            except Refused as refused:
+                address = reading.checked_address(entry.ip, f"{path}.{field}[{i}].ip")
+            except reading.Refused as refused:
                 found.add(refused.field, refused.problem)
                 continue
             node = sys.intern(entry.node_name or "")

@@ -2,30 +2,22 @@
 
 from kproxy_core.model.address import Address, Cidr
 from kproxy_core.model.node import NodeObject
-from kproxy_core.objects import wire
-from kproxy_core.objects.reading import (
-    Findings,
-    Reading,
-    Refused,
-    checked_address,
-    checked_cidr,
-    checked_subdomain,
-)
+from kproxy_core.objects import reading, wire
 from kproxy_core.store.events import NodeSet, ServiceCidrSet
 
 DELETION_TAINT = "ToBeDeletedByClusterAutoscaler"
 """Set by the cluster autoscaler before it removes the node: load balancers should avoid it (KEP-3836)."""
 
 
-def read_node(obj: wire.Node) -> Reading[NodeSet]:
+def read_node(obj: wire.Node) -> reading.Reading[NodeSet]:
     """Read any Node; the source selects this node's own."""
     meta = obj.metadata or wire.NodeMeta()
     spec = obj.spec or wire.NodeSpec()
-    found = Findings("Node", None, meta.name)
+    found = reading.Findings("Node", None, meta.name)
     try:
-        name = checked_subdomain(meta.name, "metadata.name")
-    except Refused as refused:
-        return Reading(None, None, found.refuse(refused))
+        name = reading.checked_subdomain(meta.name, "metadata.name")
+    except reading.Refused as refused:
+        return reading.Reading(None, None, found.refuse(refused))
     node = NodeObject(
         name,
         zone=(meta.labels and meta.labels.zone) or "",
@@ -34,16 +26,16 @@ def read_node(obj: wire.Node) -> Reading[NodeSet]:
         eligible=not meta.deletion_timestamp
         and all(taint.key != DELETION_TAINT for taint in spec.taints or ()),
     )
-    return Reading(("", name), NodeSet(node), found.bad)
+    return reading.Reading(("", name), NodeSet(node), found.bad)
 
 
-def _pod_cidrs(spec: wire.NodeSpec, found: Findings) -> tuple[Cidr, ...]:
+def _pod_cidrs(spec: wire.NodeSpec, found: reading.Findings) -> tuple[Cidr, ...]:
     if spec.pod_cidrs:
         return read_cidrs("spec.podCIDRs[{}]", spec.pod_cidrs, found)
     return read_cidrs("spec.podCIDR", [spec.pod_cidr], found) if spec.pod_cidr else ()
 
 
-def _addresses(status: wire.NodeStatus | None, found: Findings) -> tuple[Address, ...]:
+def _addresses(status: wire.NodeStatus | None, found: reading.Findings) -> tuple[Address, ...]:
     """Return the InternalIPs, then the ExternalIPs."""
     kept: dict[Address, None] = {}
     entries = list(enumerate(status.addresses or ())) if status is not None else []
@@ -51,29 +43,29 @@ def _addresses(status: wire.NodeStatus | None, found: Findings) -> tuple[Address
         for i, entry in entries:
             if entry.type == kind:
                 try:
-                    kept[checked_address(entry.address, f"status.addresses[{i}].address")] = None
-                except Refused as refused:
+                    kept[reading.checked_address(entry.address, f"status.addresses[{i}].address")] = None
+                except reading.Refused as refused:
                     found.add(refused.field, refused.problem)
     return tuple(kept)
 
 
-def read_service_cidr(obj: wire.ServiceCIDR) -> Reading[ServiceCidrSet]:
+def read_service_cidr(obj: wire.ServiceCIDR) -> reading.Reading[ServiceCidrSet]:
     name = obj.metadata.name if obj.metadata else None
-    found = Findings("ServiceCIDR", None, name)
+    found = reading.Findings("ServiceCIDR", None, name)
     try:
-        key = ("", checked_subdomain(name, "metadata.name"))
-    except Refused as refused:
-        return Reading(None, None, found.refuse(refused))
+        key = ("", reading.checked_subdomain(name, "metadata.name"))
+    except reading.Refused as refused:
+        return reading.Reading(None, None, found.refuse(refused))
     cidrs = read_cidrs("spec.cidrs[{}]", (obj.spec.cidrs if obj.spec else None) or [], found)
-    return Reading(key, ServiceCidrSet(key[1], cidrs), found.bad)
+    return reading.Reading(key, ServiceCidrSet(key[1], cidrs), found.bad)
 
 
-def read_cidrs(path: str, texts: list[str | None], found: Findings) -> tuple[Cidr, ...]:
+def read_cidrs(path: str, texts: list[str | None], found: reading.Findings) -> tuple[Cidr, ...]:
     """Return the valid networks among *texts*, each once."""
     kept: dict[Cidr, None] = {}
     for i, text in enumerate(texts):
         try:
-            kept[checked_cidr(text, path.format(i))] = None
-        except Refused as refused:
+            kept[reading.checked_cidr(text, path.format(i))] = None
+        except reading.Refused as refused:
             found.add(refused.field, refused.problem)
     return tuple(kept)

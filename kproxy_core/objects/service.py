@@ -11,20 +11,7 @@ from msgspec import UNSET
 
 from kproxy_core.model.address import Address, Cidr, Family, family_of
 from kproxy_core.model.service import PortSpec, Service, ServiceName
-from kproxy_core.objects import wire
-from kproxy_core.objects.reading import (
-    PROTOCOLS,
-    Findings,
-    Reading,
-    Refused,
-    checked_address,
-    checked_cidr,
-    is_label,
-    origin_of,
-    quoted,
-    read_namespaced,
-    service_name,
-)
+from kproxy_core.objects import reading, wire
 from kproxy_core.store.events import ServiceGone, ServiceSet
 
 AFFINITY_SECONDS = 10800
@@ -38,14 +25,15 @@ _FAMILIES: dict[str | None, Family] = {family.label: family for family in Family
 T = TypeVar("T")
 
 
-def read_service(obj: wire.Service) -> Reading[ServiceSet | ServiceGone]:
+def read_service(obj: wire.Service) -> reading.Reading[ServiceSet | ServiceGone]:
     """Read *obj*; ServiceGone if this proxy does not serve it."""
     meta = obj.metadata or wire.ServiceMeta()
-    return read_namespaced("Service", meta, service_name, lambda name, found: _value(name, meta, obj, found))
+    return reading.read_namespaced(
+        "Service", meta, reading.service_name, lambda name, found: _value(name, meta, obj, found))
 
 
 def _value(
-    name: ServiceName, meta: wire.ServiceMeta, obj: wire.Service, found: Findings
+    name: ServiceName, meta: wire.ServiceMeta, obj: wire.Service, found: reading.Findings
 ) -> ServiceSet | ServiceGone:
     spec = obj.spec or wire.ServiceSpec()
     if meta.labels is not None and meta.labels.proxy_name is not UNSET:
@@ -53,18 +41,18 @@ def _value(
     if spec.type == "ExternalName":
         return ServiceGone(name)
     if spec.type not in _TYPES:
-        raise Refused("spec.type", f"{quoted(spec.type)} is not a type of Service")
+        raise reading.Refused("spec.type", f"{reading.quoted(spec.type)} is not a type of Service")
     cluster_ips = _cluster_ips(spec)
     if not cluster_ips or not spec.ports:
         return ServiceGone(name)
     ports = _ports(spec.ports, found)
     external_ips: tuple[Address, ...] = ()
     if spec.external_ips:
-        external_ips = _each(spec.external_ips, "spec.externalIPs[{}]", checked_address, found)
+        external_ips = _each(spec.external_ips, "spec.externalIPs[{}]", reading.checked_address, found)
     source_ranges: tuple[Cidr, ...] = ()
     if spec.load_balancer_source_ranges:
         source_ranges = _each(
-            spec.load_balancer_source_ranges, "spec.loadBalancerSourceRanges[{}]", checked_cidr, found
+            spec.load_balancer_source_ranges, "spec.loadBalancerSourceRanges[{}]", reading.checked_cidr, found
         )
     external_local = _is_local(spec.external_traffic_policy, "spec.externalTrafficPolicy", found) and (
         spec.type in ("NodePort", "LoadBalancer") or bool(spec.external_ips)
@@ -84,7 +72,7 @@ def _value(
             _health_check_node_port(spec.health_check_node_port, found)
             if external_local and spec.type == "LoadBalancer" else 0
         ),
-    ), origin_of(meta))
+    ), reading.origin_of(meta))
 
 
 def _cluster_ips(spec: wire.ServiceSpec) -> tuple[Address, ...]:
@@ -96,29 +84,29 @@ def _cluster_ips(spec: wire.ServiceSpec) -> tuple[Address, ...]:
     if not first or first == "None":
         return ()
     if first != texts[0]:
-        raise Refused(path.format(0), f"{quoted(texts[0])} differs from spec.clusterIP")
+        raise reading.Refused(path.format(0), f"{reading.quoted(texts[0])} differs from spec.clusterIP")
     families = []
     for i, label in enumerate(spec.ip_families or ()):
         if label not in _FAMILIES:
-            raise Refused(f"spec.ipFamilies[{i}]", f"{quoted(label)} is not an IP family")
+            raise reading.Refused(f"spec.ipFamilies[{i}]", f"{reading.quoted(label)} is not an IP family")
         families.append(_FAMILIES[label])
     by_family: dict[Family, Address] = {}
     for i, text in enumerate(texts):
         if families and i == len(families):
             break
-        address = checked_address(text, path.format(i))
+        address = reading.checked_address(text, path.format(i))
         family = family_of(address)
         if families and family is not families[i]:
             problem = f"{text} is not an {families[i].label} address, as spec.ipFamilies says"
-            raise Refused(path.format(i), problem)
+            raise reading.Refused(path.format(i), problem)
         by_family.setdefault(family, address)
     return tuple(by_family.values())
 
 
-def _ports(ports: list[wire.ServicePort], found: Findings) -> tuple[PortSpec, ...]:
+def _ports(ports: list[wire.ServicePort], found: reading.Findings) -> tuple[PortSpec, ...]:
     """Return the valid ones of *ports*. Raises Refused if there are none."""
     if len(ports) <= _FEW:
-        with suppress(Refused):
+        with suppress(reading.Refused):
             return _good_ports(tuple(ports))
     return _read_ports(ports, found)
 
@@ -126,31 +114,32 @@ def _ports(ports: list[wire.ServicePort], found: Findings) -> tuple[PortSpec, ..
 @lru_cache(maxsize=1024)
 def _good_ports(ports: tuple[wire.ServicePort, ...]) -> tuple[PortSpec, ...]:
     """Return valid *ports*, one tuple for all equal ones: Services often share ports. Raises Refused."""
-    found = Findings("", None, None)
+    found = reading.Findings("", None, None)
     kept = _read_ports(ports, found)
     if found.bad:
         raise found.last_refuses()
     return kept
 
 
-def _read_ports(ports: Sequence[wire.ServicePort], found: Findings) -> tuple[PortSpec, ...]:
+def _read_ports(ports: Sequence[wire.ServicePort], found: reading.Findings) -> tuple[PortSpec, ...]:
     kept: dict[tuple[str, int], PortSpec] = {}
     for i, port in enumerate(ports):
         name = port.name or ""
-        protocol = PROTOCOLS.get(port.protocol)
+        protocol = reading.PROTOCOLS.get(port.protocol)
         number = port.port or 0
         node_port = port.node_port or 0
         if protocol is None:
-            found.add(f"spec.ports[{i}].protocol", f"{quoted(port.protocol)} is not TCP, UDP or SCTP")
+            found.add(f"spec.ports[{i}].protocol", f"{reading.quoted(port.protocol)} is not TCP, UDP or SCTP")
         elif not 0 < number < 65536:
             problem = "is missing" if port.port is None else f"{number} is not a port (1 to 65535)"
             found.add(f"spec.ports[{i}].port", problem)
         elif not 0 <= node_port < 65536:
             found.add(f"spec.ports[{i}].nodePort", f"{node_port} is not a port (1 to 65535)")
-        elif name and not is_label(name):
-            found.add(f"spec.ports[{i}].name", f"{quoted(name)} is not a DNS label")
+        elif name and not reading.is_label(name):
+            found.add(f"spec.ports[{i}].name", f"{reading.quoted(name)} is not a DNS label")
         elif (name, protocol) in kept:
-            found.add(f"spec.ports[{i}].name", f"a second {protocol.name} port with the name {quoted(name)}")
+            other = f"a second {protocol.name} port with the name {reading.quoted(name)}"
+            found.add(f"spec.ports[{i}].name", other)
         else:
             name = sys.intern(name)
             kept[name, protocol] = PortSpec(name, protocol, number, node_port)
@@ -159,16 +148,16 @@ def _read_ports(ports: Sequence[wire.ServicePort], found: Findings) -> tuple[Por
     return tuple(kept.values())
 
 
-def _load_balancer_ips(status: wire.ServiceStatus | None, found: Findings) -> tuple[Address, ...]:
+def _load_balancer_ips(status: wire.ServiceStatus | None, found: reading.Findings) -> tuple[Address, ...]:
     """Return the addresses to serve: no host names, and none with ``ipMode: Proxy`` (KEP-1860)."""
     if status is None or status.load_balancer is None or not status.load_balancer.ingress:
         return ()
     texts = [entry.ip if entry.ip_mode in (None, "VIP") else None for entry in status.load_balancer.ingress]
-    return _each(texts, "status.loadBalancer.ingress[{}].ip", checked_address, found)
+    return _each(texts, "status.loadBalancer.ingress[{}].ip", reading.checked_address, found)
 
 
 def _each(
-    texts: Iterable[str | None], field: str, check: Callable[[str | None, str], T], found: Findings
+    texts: Iterable[str | None], field: str, check: Callable[[str | None, str], T], found: reading.Findings
 ) -> tuple[T, ...]:
     """Return the results of *check* for *texts*, each once. Blank texts are dropped, bad ones reported."""
     kept: dict[T, None] = {}
@@ -176,7 +165,7 @@ def _each(
         if text and (text := text.strip()):
             try:
                 kept[check(text, field.format(i))] = None
-            except Refused as refused:
+            except reading.Refused as refused:
                 found.add(refused.field, refused.problem)
     return tuple(kept)
 
@@ -189,11 +178,12 @@ def _restricting(ranges: tuple[Cidr, ...]) -> tuple[Cidr, ...]:
     return tuple(r for r in ranges if r.family not in open_to_all)
 
 
-def _affinity_seconds(spec: wire.ServiceSpec, found: Findings) -> int:
+def _affinity_seconds(spec: wire.ServiceSpec, found: reading.Findings) -> int:
     if spec.session_affinity in (None, "", "None"):
         return 0
     if spec.session_affinity != "ClientIP":
-        found.add("spec.sessionAffinity", f"{quoted(spec.session_affinity)} is neither None nor ClientIP")
+        unknown = reading.quoted(spec.session_affinity)
+        found.add("spec.sessionAffinity", f"{unknown} is neither None nor ClientIP")
         return 0
     config = spec.session_affinity_config
     seconds = config.client_ip.timeout_seconds if config and config.client_ip else None
@@ -208,13 +198,13 @@ def _affinity_seconds(spec: wire.ServiceSpec, found: Findings) -> int:
     return AFFINITY_SECONDS
 
 
-def _is_local(policy: str | None, field: str, found: Findings) -> bool:
+def _is_local(policy: str | None, field: str, found: reading.Findings) -> bool:
     if policy not in (None, "", "Cluster", "Local"):
-        found.add(field, f"{quoted(policy)} is neither Cluster nor Local; using Cluster")
+        found.add(field, f"{reading.quoted(policy)} is neither Cluster nor Local; using Cluster")
     return policy == "Local"
 
 
-def _health_check_node_port(port: int | None, found: Findings) -> int:
+def _health_check_node_port(port: int | None, found: reading.Findings) -> int:
     if port is not None and 0 < port < 65536:
         return port
     problem = f"{port} is not a port (1 to 65535)" if port else "is 0: no health check is served"
@@ -222,7 +212,7 @@ def _health_check_node_port(port: int | None, found: Findings) -> int:
     return 0
 
 
-def _created(stamp: str | None, found: Findings) -> str:
+def _created(stamp: str | None, found: reading.Findings) -> str:
     """Return *stamp* in UTC and whole seconds, so that such texts sort by time."""
     if not stamp:
         return ""
@@ -235,5 +225,5 @@ def _created(stamp: str | None, found: Findings) -> str:
         utc = moment.astimezone(UTC).replace(tzinfo=None)
         return sys.intern(f"{utc.isoformat(timespec='seconds')}Z")
     except (ValueError, OverflowError):
-        found.add("metadata.creationTimestamp", f"{quoted(stamp)} is not a time (RFC 3339)")
+        found.add("metadata.creationTimestamp", f"{reading.quoted(stamp)} is not a time (RFC 3339)")
         return ""

@@ -11,20 +11,7 @@ from msgspec import UNSET
 from kproxy_core.model.address import Address, Family, format_address, parse_address
 from kproxy_core.model.endpoint import Endpoint, EndpointSlice, SliceName, SlicePort
 from kproxy_core.model.service import ServiceName
-from kproxy_core.objects import wire
-from kproxy_core.objects.reading import (
-    PROTOCOLS,
-    Findings,
-    Reading,
-    Refused,
-    checked_label,
-    checked_subdomain,
-    is_label,
-    is_special,
-    origin_of,
-    quoted,
-    read_namespaced,
-)
+from kproxy_core.objects import reading, wire
 from kproxy_core.store.events import SliceGone, SliceSet
 
 MAX_ENDPOINTS = 1000
@@ -38,17 +25,17 @@ _FEW = 16
 _FAMILIES = {family.label: family for family in Family}
 
 
-def read_slice(obj: wire.EndpointSlice) -> Reading[SliceSet | SliceGone]:
+def read_slice(obj: wire.EndpointSlice) -> reading.Reading[SliceSet | SliceGone]:
     """Read *obj*; SliceGone if it can't belong to a Service that is served."""
     meta = obj.metadata or wire.SliceMeta()
-    return read_namespaced(
+    return reading.read_namespaced(
         "EndpointSlice", meta, SliceName, lambda name, found: _value(name, meta, obj, found),
-        check=checked_subdomain,
+        check=reading.checked_subdomain,
     )  # fmt: skip
 
 
 def _value(
-    name: SliceName, meta: wire.SliceMeta, obj: wire.EndpointSlice, found: Findings
+    name: SliceName, meta: wire.SliceMeta, obj: wire.EndpointSlice, found: reading.Findings
 ) -> SliceSet | SliceGone:
     labels = meta.labels
     if labels is None or not labels.service_name or labels.headless is not UNSET:
@@ -56,19 +43,20 @@ def _value(
     if obj.address_type == "FQDN":
         return SliceGone(name)
     if not obj.address_type:
-        raise Refused("addressType", "is missing")
+        raise reading.Refused("addressType", "is missing")
     family = _FAMILIES.get(obj.address_type)
     if family is None:
-        raise Refused("addressType", f"{quoted(obj.address_type)} is not IPv4, IPv6 or FQDN")
-    service = checked_label(labels.service_name, "metadata.labels[kubernetes.io/service-name]")
+        raise reading.Refused("addressType", f"{reading.quoted(obj.address_type)} is not IPv4, IPv6 or FQDN")
+    service = reading.checked_label(labels.service_name, "metadata.labels[kubernetes.io/service-name]")
     endpoints: Sequence[wire.Endpoint | Endpoint] = obj.endpoints or []
     ports = obj.ports or []
     if len(endpoints) > MAX_ENDPOINTS:
-        raise Refused("endpoints", f"{len(endpoints)} of them; a slice holds at most {MAX_ENDPOINTS}")
+        raise reading.Refused("endpoints", f"{len(endpoints)} of them; a slice holds at most {MAX_ENDPOINTS}")
     if len(ports) > MAX_PORTS:
-        raise Refused("ports", f"{len(ports)} of them; a slice holds at most {MAX_PORTS}")
+        raise reading.Refused("ports", f"{len(ports)} of them; a slice holds at most {MAX_PORTS}")
     if len(endpoints) * len(ports) > MAX_DESTINATIONS:
-        raise Refused("ports", f"{len(ports)} of them with {len(endpoints)} endpoints each is too much")
+        many = f"{len(ports)} of them with {len(endpoints)} endpoints each is too much"
+        raise reading.Refused("ports", many)
     stamp = meta.annotations.trigger_time if meta.annotations else None
     return SliceSet(EndpointSlice(
         name,
@@ -77,13 +65,13 @@ def _value(
         read_ports(ports, "ports", found),
         _endpoints(endpoints, family, found),
         read_trigger_time(stamp, found) if stamp else None,
-    ), origin_of(meta))
+    ), reading.origin_of(meta))
 
 
-def read_ports(ports: list[wire.SlicePort], path: str, found: Findings) -> tuple[SlicePort, ...]:
+def read_ports(ports: list[wire.SlicePort], path: str, found: reading.Findings) -> tuple[SlicePort, ...]:
     """Return the usable ones of *ports*, which are at *path* in the object."""
     if len(ports) <= _FEW:
-        with suppress(Refused):
+        with suppress(reading.Refused):
             return _good_ports(tuple(ports))
     return _read_ports(ports, path, found)
 
@@ -91,35 +79,35 @@ def read_ports(ports: list[wire.SlicePort], path: str, found: Findings) -> tuple
 @lru_cache(maxsize=1024)
 def _good_ports(ports: tuple[wire.SlicePort, ...]) -> tuple[SlicePort, ...]:
     """Return usable *ports*, one tuple for all equal ones: most slices share ports. Raises Refused."""
-    found = Findings("", None, None)
+    found = reading.Findings("", None, None)
     kept = _read_ports(ports, "", found)
     if found.bad:
         raise found.last_refuses()
     return kept
 
 
-def _read_ports(ports: Sequence[wire.SlicePort], path: str, found: Findings) -> tuple[SlicePort, ...]:
+def _read_ports(ports: Sequence[wire.SlicePort], path: str, found: reading.Findings) -> tuple[SlicePort, ...]:
     kept = []
     for i, port in enumerate(ports):
         name = "" if port.name is UNSET else port.name
-        protocol = PROTOCOLS.get(port.protocol)
+        protocol = reading.PROTOCOLS.get(port.protocol)
         if name is None:
             found.add(f"{path}[{i}].name", "is null")
         elif protocol is None:
-            found.add(f"{path}[{i}].protocol", f"{quoted(port.protocol)} is not TCP, UDP or SCTP")
+            found.add(f"{path}[{i}].protocol", f"{reading.quoted(port.protocol)} is not TCP, UDP or SCTP")
         elif not port.port:
             found.add(f"{path}[{i}].port", "is not given: a port for every number is not supported")
         elif not 0 < port.port < 65536:
             found.add(f"{path}[{i}].port", f"{port.port} is not a port (1 to 65535)")
-        elif name and not is_label(name):
-            found.add(f"{path}[{i}].name", f"{quoted(name)} is not a DNS label")
+        elif name and not reading.is_label(name):
+            found.add(f"{path}[{i}].name", f"{reading.quoted(name)} is not a DNS label")
         else:
             kept.append(SlicePort(sys.intern(name), protocol, port.port))
     return tuple(kept)
 
 
 def _endpoints(
-    endpoints: Sequence[wire.Endpoint | Endpoint], family: Family, found: Findings
+    endpoints: Sequence[wire.Endpoint | Endpoint], family: Family, found: reading.Findings
 ) -> tuple[Endpoint, ...]:
     size = family.size
     kept = []
@@ -129,7 +117,7 @@ def _endpoints(
             kept.append(read)
         elif (text := _first_address(entry)) is not None:
             found.add(f"endpoints[{i}].addresses[0]",
-                      f"{quoted(text)} is not a usable {family.label} address")
+                      f"{reading.quoted(text)} is not a usable {family.label} address")
     return tuple(kept)
 
 
@@ -160,7 +148,7 @@ def usable_address(text: str) -> Address | None:
         address = parse_address(text)
     except ValueError:
         return None
-    return None if is_special(address) else address
+    return None if reading.is_special(address) else address
 
 
 def read_conditions(conditions: wire.Conditions) -> tuple[bool, bool, bool]:
@@ -187,7 +175,7 @@ def _shared_names(names: tuple[str, ...]) -> frozenset[str]:
     return frozenset(map(sys.intern, names))
 
 
-def read_trigger_time(stamp: str, found: Findings) -> float | None:
+def read_trigger_time(stamp: str, found: reading.Findings) -> float | None:
     """Return *stamp* (RFC 3339, any fraction) in seconds since the epoch."""
     try:
         moment = datetime.fromisoformat(stamp)
@@ -197,6 +185,6 @@ def read_trigger_time(stamp: str, found: Findings) -> float | None:
         pass
     found.add(
         "metadata.annotations[endpoints.kubernetes.io/last-change-trigger-time]",
-        f"{quoted(stamp)} is not a time (RFC 3339)",
+        f"{reading.quoted(stamp)} is not a time (RFC 3339)",
     )
     return None

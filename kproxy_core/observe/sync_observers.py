@@ -10,8 +10,6 @@ from kproxy_core.sync.observer import Synced, SyncFailure, SyncObserver
 
 
 class HealthObserver(SyncObserver):
-    """Records syncs in a `ProxyHealth`."""
-
     def __init__(self, health: ProxyHealth) -> None:
         self._health = health
 

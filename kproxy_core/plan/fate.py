@@ -57,8 +57,6 @@ class Outcome(enum.Enum):
 
 
 class Choice(NamedTuple):
-    """An endpoint that may be chosen."""
-
     where: Destination
     share: float
     """Its part of new connections, 0 to 1."""
@@ -67,8 +65,6 @@ class Choice(NamedTuple):
 
 
 class Policy(enum.Enum):
-    """The rule that selects the candidates."""
-
     INTERNAL = "internal traffic policy Cluster"
     INTERNAL_LOCAL = "internal traffic policy Local"
     EXTERNAL = "external traffic policy Cluster"

@@ -173,8 +173,6 @@ def run(config: Config, registry: Registry, configuration: Configuration, access
 
 
 class _Proxy:
-    """The parts of a running proxy and their connections."""
-
     def __init__(
         self, choice: Choice, registry: Registry, configuration: Configuration, access: "CurrentAccess",
     ) -> None:

@@ -22,8 +22,6 @@ log = logging.getLogger("kproxy.run")
 
 
 class Choice(NamedTuple):
-    """The chosen mode, with its backend."""
-
     config: Config
     """The effective configuration of the chosen mode."""
     instance: BackendInstance

@@ -34,8 +34,6 @@ class Counts:
 
 
 class _OfFamily:
-    """The EndpointSlices of one family, and its changes with their times."""
-
     __slots__ = (
         "changed", "named", "pending_services", "pending_slices", "slices", "trigger_times")
 

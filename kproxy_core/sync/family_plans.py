@@ -29,8 +29,6 @@ class Step(NamedTuple):
 
 
 class HealthCheck(NamedTuple):
-    """One Service's health check node port."""
-
     port: int
     ready: int
     """Distinct addresses of ready endpoints on this node."""

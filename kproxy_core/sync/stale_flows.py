@@ -53,8 +53,6 @@ class Deletion:
 
 
 class CleanupResult(NamedTuple):
-    """Result of deleting one set of stale flows."""
-
     family: Family
     deletion: Deletion
     deleted: int | None

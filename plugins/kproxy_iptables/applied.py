@@ -116,7 +116,6 @@ class Applied:
             list(chains.items()), references, changed, growth, chain_rules, self._growth(changed))
 
     def acknowledge(self, difference: Difference) -> None:
-        """Record that the kernel has accepted *difference*."""
         for key, plan in difference.plans.items():
             if plan is None:
                 self.plans.pop(key, None)
@@ -219,7 +218,6 @@ def owner_of(line: str, plans: Plans, style: Style) -> ServicePortKey | None:
 
 
 def count_endpoints(plans: Plans) -> int:
-    """Return the number of endpoints of all service ports."""
     return sum(map(_endpoints, plans.values()))
 
 

@@ -68,7 +68,6 @@ class IptablesBackend:
 
     @hookimpl
     def kproxy_render(self, update: api.Update) -> str:
-        """Return the complete input for iptables-restore."""
         return render_text(update, localhost_node_ports=self._settings.localhost_node_ports)
 
     @hookimpl

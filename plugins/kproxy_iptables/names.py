@@ -83,7 +83,6 @@ def service_chains(key: ServicePortKey) -> ServiceChains:
 
 
 def endpoint_chain(seed: str, where: str) -> str:
-    """Return the name of the chain for the endpoint *where*, as ``address:port``."""
     return f"KUBE-SEP-{_hash(seed + where)}"
 
 

@@ -20,8 +20,6 @@ _TABLE_NAME, _SET_NAME = 1, 2
 
 
 class CountingTable:
-    """The table ``kproxy-counts`` of one IP family."""
-
     def __init__(self, family: Family) -> None:
         self._family = family
         self.name = f"{'ip' if family is Family.IPV4 else 'ip6'} {TABLE}"

@@ -127,7 +127,6 @@ class Applied:
                 result.deletes.append(element)
 
     def acknowledge(self, result: Difference) -> None:
-        """Record that the kernel has accepted *result*."""
         for key, held in result.held.items():
             if held is None:
                 self.held.pop(key, None)

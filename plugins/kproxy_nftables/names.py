@@ -107,7 +107,6 @@ def parse_template(chain: str) -> Template | None:
 def goto_template(
     protocol: Protocol, policy: str, cluster: int, local: int, sticky: bool, node_port: bool
 ) -> str:
-    """Return the verdict that leads to a template chain."""
     return f"goto {Template(protocol, policy, cluster, local, sticky, node_port).name}"
 
 

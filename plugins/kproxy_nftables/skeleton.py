@@ -82,7 +82,6 @@ def template_closure(wanted: Iterable[Template]) -> set[Template]:
 
 
 def service_cidrs(node: NodeView) -> str:
-    """Return the commands that set the networks of ClusterIPs."""
     name = f"{NFT_FAMILY[node.family]} {TABLE} {names.SERVICE_CIDRS}"
     text = f"flush set {name}\n"
     if node.service_cidrs:
@@ -91,7 +90,6 @@ def service_cidrs(node: NodeView) -> str:
 
 
 def rules_differ(one: NodeView, other: NodeView) -> bool:
-    """Return True if the constant rules for two nodes differ."""
     return (one.local_source, one.masquerade_all, one.masquerade_bit, one.node_ports_anywhere) != (
         other.local_source, other.masquerade_all, other.masquerade_bit, other.node_ports_anywhere
     )  # fmt: skip
@@ -115,7 +113,6 @@ def delete_table(family: Family) -> str:
 
 
 def object_names(*, counted: bool = False) -> set[str]:
-    """Return the names of all chains, maps and sets of the skeleton."""
     names_of_all = {*BASE_CHAINS, *_REGULAR_CHAINS, *names.ELEMENT_CONTAINERS, names.SERVICE_CIDRS}
     if counted:
         names_of_all |= {*_COUNTING_BASE_CHAINS, *_COUNTING_CHAINS, counting.CONNECTIONS, names.REFUSED}
@@ -293,7 +290,6 @@ _ENDPOINTS = {
 
 
 def _from_pods(source: LocalSource, ip: str, *, negate: bool = False) -> str:
-    """Return the match for traffic from this node's pods."""
     equals = "!= " if negate else ""
     if source.cidr is not None:
         return f"{ip} saddr {equals}{source.cidr}"

@@ -208,10 +208,8 @@ def affinity_groups(plan: ServicePlan) -> tuple[str, str]:
 
 
 def record_chain(plan: ServicePlan) -> str:
-    """Return the name of the chain that records the endpoint of each client of *plan*."""
     return f"record-{names.owned_name(plan.key)}"
 
 
 def ranges_chain(plan: ServicePlan) -> str:
-    """Return the name of the chain that admits only the source ranges of *plan*."""
     return f"ranges-{names.owned_name(plan.key)}"

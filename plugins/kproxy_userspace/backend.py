@@ -72,7 +72,6 @@ class UserspaceBackend:
 
     @hookimpl
     def kproxy_preview(self, update: api.Update) -> api.Preview:
-        """Return the relays and portals of a start."""
         return preview(update, self._settings)
 
     @hookimpl
@@ -92,7 +91,6 @@ class UserspaceBackend:
 
     @hookimpl
     def kproxy_traffic(self, family: Family) -> Sequence[api.Connections]:
-        """Return the connections that the relays of this instance have counted."""
         return self._traffic.read(family)
 
     @hookimpl

@@ -77,7 +77,6 @@ def _tables(lines: dict[str, list[str]]) -> str:
 
 
 def nft_change(family: Family, deletes: Iterable[Redirect], adds: Iterable[Redirect]) -> str:
-    """Return commands that delete elements and add others."""
     ip = NFT_FAMILY[family]
     text = ""
     for action, redirects in (("delete", deletes), ("add", adds)):
@@ -91,7 +90,6 @@ def nft_change(family: Family, deletes: Iterable[Redirect], adds: Iterable[Redir
 
 
 def nft_empty(family: Family) -> str:
-    """Return commands that delete all elements."""
     return "".join(f"flush map {NFT_FAMILY[family]} {TABLE} {name}\n" for name in NFT_MAPS)
 
 

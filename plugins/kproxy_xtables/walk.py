@@ -119,7 +119,6 @@ class Walk:
         return f"{last.where}: {last.text}" if last else ""
 
     def note(self, where: str, text: str) -> None:
-        """Note an object that the packet meets."""
         self.objects[KernelObject(where, text)] = None
 
     def _chain(self, table: str, chain: str, flight: Flight, start: int = 0) -> Iterator["_Branch"]:

@@ -38,7 +38,6 @@ def status_of(found: Found) -> int:
 
 
 def formatted(found: Found, output: str) -> str:
-    """Return the differences as text or JSON."""
     if output == "json":
         return json.dumps(found, indent=2)
     differences: Sequence[Mapping[str, Any]] = found["differences"]

@@ -50,7 +50,6 @@ def explain_report(request: Mapping[str, str], path: str) -> Packets:
 
 
 def formatted(packets: Packets, output: str) -> str:
-    """Return the answers as text or JSON."""
     if output == "json":
         return json.dumps({"packets": packets}, indent=2)
     parts = []

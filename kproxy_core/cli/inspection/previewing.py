@@ -62,7 +62,6 @@ def formatted(found: Found, output: str, *, verbose: bool) -> str:
 
 
 def kernel_lines(mode: str, kernel: list[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a line about the operations of each family."""
     if not kernel:
         yield f"mode {mode} does not say what it would write"
     for family in kernel:

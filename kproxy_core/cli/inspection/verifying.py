@@ -67,7 +67,6 @@ def announced(found: Found, most: int, rate: float) -> Iterator[str]:
 
 
 def formatted(found: Found, output: str) -> str:
-    """Return the results as text or JSON."""
     if output == "json":
         return json.dumps(found, indent=2)
     lines = [line for frontend in found["frontends"] for line in _lines(frontend)]

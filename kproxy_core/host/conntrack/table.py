@@ -48,8 +48,6 @@ class TrackedFlow(NamedTuple):
 
 
 class AnsweredBy(NamedTuple):
-    """The source of a flow's replies."""
-
     size: int
     """Bytes of the reply tuple."""
     address: Address

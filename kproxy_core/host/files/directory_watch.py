@@ -33,8 +33,6 @@ def is_manifest(name: str) -> bool:
 
 @dataclass(slots=True)
 class Hints:
-    """The things that may have changed."""
-
     manifests: list[tuple[str, Notice]] = field(default_factory=list)
     """Names of manifests, with the change of the manifest or of a link to it."""
     links: bool = False

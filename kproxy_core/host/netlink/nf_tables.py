@@ -14,7 +14,6 @@ _BATCH: Final = struct.pack(">BBH", 0, 0, KIND >> 8)
 
 
 def payload(family: Family, *attributes: bytes) -> bytes:
-    """Encode the payload of a request about *family*."""
     return NFGENMSG.pack(family.af, 0, 0) + b"".join(attributes)
 
 

@@ -35,7 +35,6 @@ class Replica(Generic[V]):
         self._unseen = None
 
     def set(self, reading: Reading[V]) -> list[Event]:
-        """Return the events for an object that was listed, added or changed."""
         events: list[Event] = []
         name = reading.name
         if name is not None:

@@ -63,7 +63,6 @@ class Inventory:
         return [*events, *reports, *limit_complaints(spares, "directory", "(objects in several files)")]
 
     def has_failed(self, file: str) -> bool:
-        """Return whether *file* was malformed when it was read last."""
         return file in self._failures
 
     def _fail(self, file: str, problem: str) -> list[BadObject]:

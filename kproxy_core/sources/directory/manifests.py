@@ -99,7 +99,6 @@ def _read(name: str, data: bytes, where: str) -> Manifest:
 
 
 def _collect_value(manifest: Manifest, where: str, value: object) -> None:
-    """Add the objects of one YAML document."""
     try:
         _collect(manifest, where, msgspec.json.encode(value))
     except decode.Malformed:

@@ -62,8 +62,6 @@ class Event:
 
 
 class Resource:
-    """All objects of one kind, and their history."""
-
     def __init__(self, prefix: str, plural: str, kind: str) -> None:
         self.prefix = prefix
         self.plural = plural

@@ -32,7 +32,6 @@ class Bench:
 
     @property
     def family(self) -> Family:
-        """The IP family of this run of the check."""
         if self._family is None:
             raise TypeError("this check is asked about both families")
         return self._family

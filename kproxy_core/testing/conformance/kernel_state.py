@@ -157,7 +157,6 @@ def block_as_others_do(table: str, address: str) -> None:
 
 
 def links() -> set[str]:
-    """Return the names of the network interfaces."""
     return {line.partition(":")[0].strip() for line in _read(Path("/proc/net/dev")).splitlines()[2:]}
 
 

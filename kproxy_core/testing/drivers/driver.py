@@ -126,7 +126,6 @@ class Driver:
         raise NotImplementedError
 
     def cleanup(self) -> None:
-        """Have the proxy remove its rules."""
         raise NotImplementedError
 
     def retire(self) -> bool:

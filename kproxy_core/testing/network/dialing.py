@@ -127,7 +127,6 @@ class Conversation:
         return int.from_bytes(ancillary[0][2][:4], sys.byteorder)
 
     def exchange(self) -> Outcome:
-        """Send something and return the answer."""
         try:
             if not self._is_stream:
                 self._discard_late_answers()

@@ -42,7 +42,6 @@ class EchoServers:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop serving and close every socket."""
         os.write(self._wake_w, b"x")
         self._thread.join()
         for key in list(self._selector.get_map().values()):

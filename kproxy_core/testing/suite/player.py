@@ -39,8 +39,6 @@ class Failure(Exception):
 
 
 class Player:
-    """Plays one scenario in one mode and family."""
-
     def __init__(
         self, scenario: Scenario, mode: str, family: str, topology: Topology, driver: Driver, barrier: Barrier
     ) -> None:

@@ -24,8 +24,6 @@ PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The result of one scenario in one mode and family."""
-
     scenario: str
     mode: str
     family: str

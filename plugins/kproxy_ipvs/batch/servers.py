@@ -47,8 +47,6 @@ class DeleteDestination(NamedTuple):
 
 
 class DeleteServer(NamedTuple):
-    """Deletes a virtual server and its real servers."""
-
     key: ServerKey
 
 

@@ -26,8 +26,6 @@ Weights = Mapping[Destination, int]
 
 
 class State(NamedTuple):
-    """All kernel objects of one family."""
-
     rules: RulesByChain
     sets: Mapping[SetKind, Mapping[str, int]]
     find: Callable[[ServerKey], Weights | None]
@@ -55,7 +53,6 @@ def explain(questions: Sequence[Question], settings: Settings, *, live: bool) ->
 
 
 def ways(questions: Sequence[Question], state: State) -> list[KernelSide]:
-    """Return the way of each packet through the objects of *state*."""
     return [_side(question, state) for question in questions]
 
 

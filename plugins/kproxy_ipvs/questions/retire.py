@@ -75,8 +75,6 @@ def retire(excluded: Sequence[Cidr]) -> Leftovers:
 
 
 class _Retirement:
-    """One pass over one family."""
-
     def __init__(self, family: Family, servers: VirtualServers, excluded: Sequence[Cidr]) -> None:
         """Read the kernel. Raises HostError."""
         self._family = family

@@ -111,7 +111,6 @@ def written_rules(commands: Iterable[str]) -> dict[str, list[str]]:
 
 
 def listed_rules(lines: Iterable[str]) -> dict[str, list[str]]:
-    """Return the rules of each chain, from the lines that nft prints."""
     found: dict[str, list[str]] = {}
     rules: list[str] | None = None
     for line in map(str.strip, lines):

@@ -15,8 +15,6 @@ PERMISSION = "run as root or with CAP_NET_ADMIN"
 
 
 class Feature(NamedTuple):
-    """A feature that a kernel may lack."""
-
     what: str
     modules: tuple[str, ...]
     """Modules that provide it; ``{v}`` is 4 or 6."""

@@ -118,8 +118,6 @@ def _meaning(rule: str) -> frozenset[str]:
 
 
 class NftPortals:
-    """The portals as elements of an nftables table."""
-
     def __init__(self, family: Family, at: Address | None, own: OwnProcesses | None = None) -> None:
         """*at* is the relays' address; None: every local address. Processes are remembered in *own*."""
         self._own = own

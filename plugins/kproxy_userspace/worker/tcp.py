@@ -62,7 +62,6 @@ class Listener:
         self.events.watch(sock.fileno(), self, READ)
 
     def ready(self, fd: int, mask: int) -> None:
-        """Accept the clients that are waiting."""
         if self._sock is not None:
             self._accept(self._sock)
 

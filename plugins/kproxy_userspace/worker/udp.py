@@ -69,7 +69,6 @@ class UdpRelay:
         events.watch(sock.fileno(), self, READ)
 
     def ready(self, fd: int, mask: int) -> None:
-        """Forward the datagrams of clients."""
         sock = self._sock
         if sock is None:
             return
@@ -155,7 +154,6 @@ class Flow:
         relay.timeouts.call(self._close_if_idle)
 
     def send(self, data: bytes) -> None:
-        """Forward a datagram to the endpoint."""
         if self._sock is None:
             return
         self._last = time.monotonic()
@@ -168,7 +166,6 @@ class Flow:
                 self.close()
 
     def ready(self, fd: int, mask: int) -> None:
-        """Forward the answers of the endpoint."""
         for _ in range(_AT_ONCE):
             if self._sock is None:
                 return
