@@ -17,6 +17,7 @@ from kproxy_core.testing.drivers.kproxy import KproxyDriver
 from kproxy_core.testing.network.addresses import FAMILIES, resolve
 from kproxy_core.testing.network.cgroup import NodeCgroup
 from kproxy_core.testing.network.dialing import Outcome, dial
+from kproxy_core.testing.network.patience import patience
 from kproxy_core.testing.suite import objects
 from kproxy_core.testing.suite.stage import Stage
 from tests.conformance.any_services import Attempt, Fate, Json, Where, World, turns
@@ -28,6 +29,10 @@ TRIES = 6
 """Connections for each endpoint that may be reached: one that must not be is then noticed."""
 MOST_TRIES = 40
 """Connections for each endpoint until all have been reached: random choice misses one in 10^16 runs."""
+
+
+_TIMEOUTS = {"reached": 2.0, "refused": 0.4, "dropped": 0.4 / patience()}
+"""Seconds, multiplied by `patience`, by expected outcome."""
 
 
 class Play:
@@ -73,7 +78,7 @@ class Play:
                 tries, most = TRIES * len(fate.endpoints), MOST_TRIES * len(fate.endpoints)
         seen: list[Outcome] = []
         while len(seen) < tries or (len(seen) < most and _reached(seen) < fate.endpoints):
-            seen.append(self._try(attempt, 2.0 if fate.outcome == "reached" else 0.4))
+            seen.append(self._try(attempt, _TIMEOUTS[fate.outcome]))
             if seen[-1].kind != "reached":
                 break
         outcomes = {outcome.kind for outcome in seen}

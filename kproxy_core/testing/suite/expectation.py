@@ -38,6 +38,10 @@ class Expectation:
         return self._outcome == REACHED
 
     @property
+    def is_silence(self) -> bool:
+        return self._outcome == DROPPED
+
+    @property
     def default_count(self) -> int:
         """Attempts for each source, where the step does not say."""
         if not self._all_of:

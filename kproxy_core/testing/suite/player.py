@@ -16,6 +16,7 @@ from kproxy_core.testing.drivers.driver import Driver, DriverError, Rejected, Un
 from kproxy_core.testing.network import dialing
 from kproxy_core.testing.network.addresses import FAMILIES, expand, resolve
 from kproxy_core.testing.network.namespaces import Namespace
+from kproxy_core.testing.network.patience import patience
 from kproxy_core.testing.network.topology import Topology
 from kproxy_core.testing.suite import objects
 from kproxy_core.testing.suite.barrier import Barrier
@@ -27,7 +28,8 @@ from kproxy_core.testing.suite.scenario import Scenario, Step
 DEADLINE = 10.0
 """Seconds until an expectation must have come true, multiplied by `patience`."""
 SILENT = 0.4
-"""Seconds without an answer after which an attempt counts as dropped, where that is what is expected."""
+"""Seconds without an answer after which an attempt counts as dropped, where no answer is expected. Where
+silence is, they all pass each time, and are not multiplied by `patience`."""
 RETIRED_WITHIN = 20.0
 """Seconds until a mode has noticed that connections were reset."""
 _AT_ONCE = 16
@@ -141,7 +143,8 @@ class Player:
 
     def _probe(self, spec: Step, step: Step) -> None:
         expectation = Expectation(step.get("expect", {}), self._family, self._remembered)
-        timeout = spec.get("timeout", dialing.ATTEMPT_TIMEOUT if expectation.answers else SILENT)
+        silent = SILENT / patience() if expectation.is_silence else SILENT
+        timeout = spec.get("timeout", dialing.ATTEMPT_TIMEOUT if expectation.answers else silent)
         count = spec.get("count", expectation.default_count)
         sources = [source for source in self._sources(spec) for _ in range(count)]
 
