@@ -1,7 +1,7 @@
 """Real packets do what `kproxy explain` predicts: Services and senders of any kind."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 from pathlib import Path
@@ -15,6 +15,7 @@ from kproxy_core.host.tracing.events import TraceEvents
 from kproxy_core.host.tracing.table import Match, open_table
 from kproxy_core.model.address import Family, Protocol, format_socket, parse_address
 from kproxy_core.modes.control import send_request
+from kproxy_core.testing.drivers.backend import BackendDriver
 from kproxy_core.testing.network.addresses import FAMILIES, SERVERS, resolve
 from tests.conformance.any_services import Attempt, Fate, World
 from tests.conformance.test_any_services import SIDE_BY_SIDE, Play
@@ -30,6 +31,9 @@ RECORDS = ("filter-postrouting ", "filter-input ", "record")
 EXACT = ("nftables", "ebpf")
 """Modes without deviations."""
 
+HERE = ("iptables", "userspace")
+"""Modes whose kernel state is text of programs, which take longer to start than a packet takes."""
+
 _CHAINS = ("KUBE-SVC-", "KUBE-SVL-", "KUBE-EXT-", "KUBE-FW-", "KUBE-SEP-")
 _COUNTED_RULE = re.compile(r"\[(\d+):\d+\] -A (\S+) (.+)")
 
@@ -38,7 +42,15 @@ class ExplainedPlay(Play):
     """A play whose proxy is asked before packets are sent."""
 
     def explained(self, attempt: Attempt) -> dict[str, Any]:
-        """Return the answer for *attempt*, over the control socket of the node."""
+        """Return the answer for *attempt*."""
+        (answer,) = self.all_explained([attempt])
+        return answer
+
+    def all_explained(self, attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
+        """Return the answers for all *attempts*, over the control socket of the node."""
+        return list(map(self._ask, attempts))
+
+    def _ask(self, attempt: Attempt) -> dict[str, Any]:
         with self._stage.topology["node"].entered():
             (answer,) = send_request({"do": "explain", **self.request(attempt)}, lambda line: None)["packets"]
         return dict(answer)
@@ -92,9 +104,19 @@ class ExplainedPlay(Play):
                 if event.packet == begin.packet and event.table == "kproxy" and event.handle}  # fmt: skip
 
 
+class PlayHere(ExplainedPlay):
+    """A play with the backend in this process, which reads the kernel once for all packets of a round."""
+
+    make_driver = BackendDriver
+
+    def all_explained(self, attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
+        assert isinstance(self._stage.driver, BackendDriver)
+        return self._stage.driver.explained(list(map(self.request, attempts)))
+
+
 @pytest.fixture
 def play(mode: str, family: str, tmp_path: Path) -> Iterator[ExplainedPlay]:
-    play = ExplainedPlay(mode, family, tmp_path)
+    play = (PlayHere if mode in HERE else ExplainedPlay)(mode, family, tmp_path)
     try:
         yield play
     finally:
@@ -110,7 +132,8 @@ def test_packets_have_the_fate_of_the_explanation(play: ExplainedPlay, mode: str
     while cases < CASES:
         play.apply(world)
         play.show_bridged_packets(next(shown))
-        asked = [(attempt, play.explained(attempt)) for attempt in world.attempts()]
+        attempts = list(world.attempts())
+        asked = list(zip(attempts, play.all_explained(attempts), strict=True))
         cases += len(asked)
         verdicts = {answer["kernel"]["verdict"] for _, answer in asked}
         assert verdicts <= ({"agrees"} if mode in EXACT else {"agrees", "deviates by design"})

@@ -3,33 +3,20 @@
 The backend is in this process, which reads the kernel once for all packets to one set of objects.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 
-from kproxy_core.testing.drivers.backend import BackendDriver
 from kproxy_core.testing.network.addresses import FAMILIES
-from tests.conformance.any_services import Attempt, World
+from tests.conformance.any_services import World
 from tests.conformance.test_any_services import SIDE_BY_SIDE
-from tests.conformance.test_explained import ExplainedPlay
+from tests.conformance.test_explained import PlayHere
 
 ROUNDS = 8
 """Of 40 packets each on average."""
-
-
-class PlayHere(ExplainedPlay):
-    """A play with the backend in this process."""
-
-    make_driver = BackendDriver
-
-    def all_explained(self, attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
-        """Return the answers for all *attempts*."""
-        assert isinstance(self._stage.driver, BackendDriver)
-        return self._stage.driver.explained(list(map(self.request, attempts)))
 
 
 @pytest.fixture
