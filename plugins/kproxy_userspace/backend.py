@@ -11,6 +11,7 @@ from kproxy_core.host.programs import OwnProcesses
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import Frontend
+from kproxy_userspace.applied import Relay
 from kproxy_userspace.family import FamilyState
 from kproxy_userspace.inspection.explain import explain, frontends
 from kproxy_userspace.inspection.metrics import measurements
@@ -22,7 +23,6 @@ from kproxy_userspace.kernel.ports import RelayPorts
 from kproxy_userspace.kernel.workers import WorkerPool
 from kproxy_userspace.questions.retire import Retirement
 from kproxy_userspace.settings import read_settings
-from kproxy_userspace.wanted import Wanted
 from kproxy_userspace.watch import Watch
 
 
@@ -79,10 +79,10 @@ class UserspaceBackend:
         """Return the portals and the relay that each packet meets. Raises HostError."""
         state = self._families.get(questions[0].node.family)
 
-        def find(protocol: Protocol, port: int) -> Wanted | None:
+        def find(protocol: Protocol, port: int) -> Relay | None:
             return None if state is None else state.relay_at(protocol, port)
 
-        return explain(questions, self._settings, find, live=live)
+        return explain(questions, self._settings, find, self._workers.kept, live=live)
 
     @hookimpl
     def kproxy_frontends(self, family: Family) -> Sequence[Frontend]:

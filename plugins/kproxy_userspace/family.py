@@ -88,12 +88,12 @@ class FamilyState:
         relays = self._applied.relays.get(key, {}).values()
         return frozenset(relay.port for relay in relays if relay.is_listening)
 
-    def relay_at(self, protocol: Protocol, port: int) -> Wanted | None:
+    def relay_at(self, protocol: Protocol, port: int) -> Relay | None:
         """Return the relay that listens at a port of the node. From any thread."""
         for relays in list(self._applied.relays.values()):
             for relay in list(relays.values()):
                 if (relay.wanted.protocol, relay.port) == (protocol, port):
-                    return relay.wanted
+                    return relay
         return None
 
     def close_departed(self) -> None:

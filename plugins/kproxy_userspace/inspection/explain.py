@@ -1,7 +1,8 @@
 """Serves the hook `kproxy_explain`: the portals that packets meet, and the relays behind them."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 
 from kproxy_core.backend.api import KernelObject, KernelSide, Question
 from kproxy_core.host import programs
@@ -9,18 +10,21 @@ from kproxy_core.model.address import Address, Family, Protocol, format_address,
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome, Packet
 from kproxy_core.plan.service_plan import Frontend
+from kproxy_userspace.applied import Relay
 from kproxy_userspace.batch import iptables_rules
 from kproxy_userspace.kernel.bridges import bridged_sources
 from kproxy_userspace.kernel.portals import find_tables, may_have_portals
-from kproxy_userspace.names import PORTAL_CHAINS, TABLE
+from kproxy_userspace.names import PORTAL_CHAINS, TABLE, Endpoint
 from kproxy_userspace.settings import Settings
 from kproxy_userspace.skeleton import JUMPS, NFT_FAMILY
 from kproxy_userspace.wanted import Redirect, Wanted, wanted
 from kproxy_xtables.rules import ChainKey, jumps_by_chain
 from kproxy_xtables.walk import Flight, Ruleset, Walk, network
 
-FindRelay = Callable[[Protocol, int], Wanted | None]
+FindRelay = Callable[[Protocol, int], Relay | None]
 """Returns the relay of this process at a port of the node."""
+Recall = Callable[[str], Mapping[int, Endpoint]]
+"""Returns the endpoints that affinity gives a client, by the number of the relay."""
 
 _ELEMENT = re.compile(r"([0-9a-z][0-9a-z.:/ ]*) : (\d+)")
 _DIALLED = re.compile(r"(?:.*-d (\S+)/\d+ )?.*-p (tcp|udp) .*--dport (\d+) ")
@@ -31,9 +35,9 @@ _NOT_RELAYED = "this mode leaves such packets to the node"
 
 
 def explain(
-    questions: Sequence[Question], settings: Settings, find: FindRelay, *, live: bool
+    questions: Sequence[Question], settings: Settings, find: FindRelay, recall: Recall, *, live: bool
 ) -> list[KernelSide]:
-    """Return the way of each packet. *find* returns the relays that run. Raises HostError.
+    """Return the way of each packet. *find* and *recall* ask the relays that run. Raises HostError.
 
     Unless *live*, no sender is behind a bridge.
     """
@@ -43,7 +47,8 @@ def explain(
     portals = _Portals(family)
     if portals.rules:
         portals.bridged = bridged_sources((question.packet.source for question in questions), family)
-    return [_as_is(question, settings, portals, find) for question in questions]
+    recall = cache(recall)
+    return [_as_is(question, settings, portals, find, recall) for question in questions]
 
 
 def frontends(family: Family) -> list[Frontend]:
@@ -63,7 +68,9 @@ def frontends(family: Family) -> list[Frontend]:
     return list(found)
 
 
-def _as_is(question: Question, settings: Settings, portals: "_Portals", find: FindRelay) -> KernelSide:
+def _as_is(
+    question: Question, settings: Settings, portals: "_Portals", find: FindRelay, recall: Recall
+) -> KernelSide:
     packet = question.packet
     if settings.listen is not None:
         port = packet.port if packet.destination == settings.listen else 0
@@ -74,10 +81,14 @@ def _as_is(question: Question, settings: Settings, portals: "_Portals", find: Fi
     if port and relay is None:
         objects.append(KernelObject("relay", f"port {port}: this process has none"))
         return KernelSide(tuple(objects), Fate(Outcome.REFUSED, f"nothing listens on port {port}"))
-    side = _side(relay, port, objects)
+    side = _side(relay.wanted if relay is not None else None, port, objects)
     as_written = _as_written(question, settings, portals.bridged).fate
     meant = side.fate is not None and as_written is not None and _same(side.fate, as_written)
-    return KernelSide(side.objects, side.fate, deviation=side.deviation if meant else "")
+    remembered = None
+    if relay is not None and relay.wanted.affinity_seconds:
+        remembered = recall(format_address(packet.source)).get(relay.number)
+    where = Destination(parse_address(remembered[0]), remembered[1]) if remembered else None
+    return KernelSide(side.objects, side.fate, where, side.deviation if meant else "")
 
 
 def _as_written(

@@ -6,11 +6,23 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from kproxy_core.backend.errors import SyncFailed
+from kproxy_userspace.names import Endpoint
 from kproxy_userspace.worker import wire
 from kproxy_userspace.worker.counters import GAUGES, Counter, make_counts, open_counts
-from kproxy_userspace.worker.wire import Close, Count, Order, Report, Serve, WorkerSettings
+from kproxy_userspace.worker.wire import (
+    Close,
+    Count,
+    Kept,
+    Order,
+    Question,
+    Recall,
+    Report,
+    Serve,
+    WorkerSettings,
+)
 
 _ANSWER_SECONDS = 30.0
 _EXIT_SECONDS = 5.0
@@ -132,18 +144,26 @@ class WorkerPool:
 
     def report(self) -> list[Count]:
         """Return new connections since the last report. From any thread; an exited worker's are lost."""
-        found: list[Count] = []
+        return [Count(*each) for each in self._ask(Report())]
+
+    def kept(self, client: str) -> dict[int, Endpoint]:
+        """Return the endpoints that affinity gives *client*, by relay. From any thread."""
+        return dict(Kept(*each) for each in self._ask(Recall(client)))
+
+    def _ask(self, question: Question) -> list[tuple[Any, ...]]:
+        """Return the answers of all workers that run."""
+        found: list[tuple[Any, ...]] = []
         with self._ordering:
             for worker in self._workers:
                 if worker.is_running:
                     try:
-                        wire.send(worker.control, wire.as_values([Report()]))
+                        wire.send(worker.control, wire.as_values([question]))
                         answer = wire.receive(worker.control)
                     except (wire.PeerGone, TimeoutError):
                         worker.end()  # The next sync replaces it.
                         continue
                     assert isinstance(answer, list)
-                    found += [Count(*each) for each in answer]
+                    found += answer
         return found
 
     def running(self) -> list[Worker]:

@@ -40,10 +40,10 @@ class Balancer:
         if not endpoints:
             return None
         if self._affinity_seconds and not is_retry:
-            kept = self._clients.get(client)
-            if kept is not None and now - kept[1] < self._affinity_seconds:
-                self._clients[client] = (kept[0], now)
-                return kept[0]
+            kept = self.kept(client, now)
+            if kept is not None:
+                self._clients[client] = (kept, now)
+                return kept
         chosen = endpoints[self._next]
         self._next += 1
         if self._next == len(endpoints):
@@ -53,6 +53,11 @@ class Balancer:
         if self._affinity_seconds:
             self._clients[client] = (chosen, now)
         return chosen
+
+    def kept(self, client: str, now: float) -> Endpoint | None:
+        """Return the endpoint that affinity gives *client*."""
+        endpoint, since = self._clients.get(client, (None, 0.0))
+        return endpoint if now - since < self._affinity_seconds else None
 
     def forget_expired(self, now: float) -> None:
         """Drop the clients whose affinity has timed out."""

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 
 from kproxy_userspace.names import Endpoint
 from kproxy_userspace.worker import wire
@@ -60,12 +61,12 @@ class Worker:
         """Obey the orders of one message, and answer it."""
         try:
             commands = wire.as_commands(wire.receive(self._control))
-            if commands == [wire.Report()]:
-                wire.send(self._control, wire.as_values(self._tally.report()))
+            if isinstance(commands[0], wire.Report | wire.Recall):
+                wire.send(self._control, wire.as_values(self._answer(commands[0])))
                 return
             failed: wire.Answer = []
             for command in commands:
-                assert not isinstance(command, wire.Report)
+                assert not isinstance(command, wire.Report | wire.Recall)
                 try:
                     self._obey(command)
                 except OSError as error:
@@ -82,6 +83,13 @@ class Worker:
 
         # Sockets are closed after the current events, and the answer must not be earlier.
         self._events.timeouts(0.0).call(answer)
+
+    def _answer(self, question: wire.Question) -> Sequence[wire.Count | wire.Kept]:
+        if isinstance(question, wire.Report):
+            return self._tally.report()
+        now, client = time.monotonic(), question.client
+        found = ((number, relay.balancer.kept(client, now)) for number, relay in self._relays.items())
+        return [wire.Kept(number, endpoint) for number, endpoint in found if endpoint is not None]
 
     def _obey(self, command: wire.Order) -> None:
         if isinstance(command, wire.Close):

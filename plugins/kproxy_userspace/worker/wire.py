@@ -41,12 +41,25 @@ class Report(NamedTuple):
     """A request, alone in its message, for the connections that were counted since the last one."""
 
 
+class Recall(NamedTuple):
+    """A request, alone in its message, for the endpoints that affinity gives a client."""
+
+    client: str
+
+
 class Count(NamedTuple):
     udp: bool
     frontend: Endpoint
     """Its address is "" for a node port of any address."""
     endpoint: Endpoint
     number: int
+
+
+class Kept(NamedTuple):
+    """The endpoint that one relay gives a client."""
+
+    relay: int
+    endpoint: Endpoint
 
 
 class Close(NamedTuple):
@@ -58,7 +71,8 @@ class Close(NamedTuple):
 
 
 Order = Serve | Close
-Command = Order | Report
+Question = Report | Recall
+Command = Order | Question
 Answer = list[tuple[int, str]]
 """The relays that could not be served, with the reason."""
 
@@ -101,12 +115,12 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
-def as_values(messages: Sequence[Command | Count]) -> Values:
+def as_values(messages: Sequence[Command | Count | Kept]) -> Values:
     """Return *messages* as plain tuples, which marshal accepts."""
     return [tuple(message) for message in messages]
 
 
 def as_commands(values: object) -> list[Command]:
     assert isinstance(values, list)
-    of_length: dict[int, type[Command]] = {len(each._fields): each for each in (Serve, Close, Report)}
+    of_length: dict[int, type[Command]] = {len(each._fields): each for each in (Serve, Close, Report, Recall)}
     return [of_length[len(value)](*value) for value in values]

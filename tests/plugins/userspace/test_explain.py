@@ -1,14 +1,17 @@
 """The portals and relays that packets meet in the userspace mode."""
 
+import socket
+import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from kproxy_core.backend.api import BackendSettings, KernelSide, Question
 from kproxy_core.backend.registry import Registry
 from kproxy_core.explain.verdict import AGREES, DEVIATES, judge
-from kproxy_core.model.address import Family, format_socket
-from kproxy_core.plan.fate import Outcome
+from kproxy_core.model.address import Family, Protocol, format_address, format_socket, parse_address
+from kproxy_core.plan.fate import Origin, Outcome
 from kproxy_core.testing.conformance.bench import lonely_node
 from kproxy_core.testing.conformance.features import everything
 from kproxy_core.testing.conformance.subject import full
@@ -53,3 +56,28 @@ def test_the_relay_of_a_packet_is_named_with_its_port_and_endpoints(
             assert relay.text.startswith("port ")
             for where in question.plan.cluster or question.plan.local:
                 assert format_socket(*where) in relay.text
+
+
+@FAMILIES
+def test_the_endpoint_that_affinity_keeps_for_a_client_is_named(family: Family) -> None:
+    registry = Registry()
+    sticky = next(question for question in questions(family) if question.plan is not None
+                  and question.plan.affinity_seconds and question.packet.protocol is Protocol.TCP
+                  and question.packet.origin is Origin.NODE and question.plan.cluster)
+    assert sticky.plan is not None
+    with lonely_node():
+        instance = registry.make_backend("userspace", BackendSettings((family,)))
+        full(instance, family, everything(family))
+        version = "-4" if family is Family.IPV4 else "-6"
+        subprocess.run(["ip", version, "route", "add", "default", "dev", "lo"], check=True)
+        before = instance.explain([sticky], live=True)
+        frontend = format_address(sticky.packet.destination), sticky.packet.port
+        with socket.create_connection(frontend, timeout=10) as client:
+            source = parse_address(client.getsockname()[0])
+            asked = replace(sticky, packet=sticky.packet._replace(source=source))
+            after = instance.explain([asked], live=True)
+        registry.close_backend(instance)
+    assert before is not None
+    assert after is not None
+    assert before[0].remembered is None
+    assert after[0].remembered in sticky.plan.cluster
