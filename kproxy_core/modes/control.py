@@ -216,11 +216,8 @@ def _names() -> Iterator[str]:
 
 def _problem_with_peer(connection: socket.socket) -> str:
     """See `Peer.problem`. Raises OSError."""
-    peer = Peer.of(connection)
-    try:
+    with contextlib.closing(Peer.of(connection)) as peer:
         return peer.problem()
-    finally:
-        peer.close()
 
 
 def _send(to: socket.socket, message: Mapping[str, Any]) -> None:

@@ -93,7 +93,6 @@ class EbpfBackend:
 
     @hookimpl(wrapper=True)
     def kproxy_preview(self, update: api.Update) -> Generator[None, api.Preview, api.Preview]:
-        """Return the base's operations, and those on the maps."""
         rules = yield
         maps = preview(update, self._settings)
         return api.Preview(rules.operations + maps.operations, rules.transaction + maps.transaction)
@@ -115,7 +114,6 @@ class EbpfBackend:
     def kproxy_traffic(
         self, family: Family
     ) -> Generator[None, Sequence[api.Connections], Sequence[api.Connections]]:
-        """Return the counts of the rules, and those of the programs."""
         by_rules = yield
         return [*by_rules, *connections(family, self._settings)]
 

@@ -22,7 +22,6 @@ def kproxy_describe() -> Description:
 
 @hookimpl
 def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: bool) -> Detection:
-    """Try the requirements of the programs."""
     from kproxy_ebpf.questions.detect import detect
 
     return detect(settings, trial)
@@ -55,7 +54,6 @@ def kproxy_prepare(settings: BackendSettings) -> None:
 
 @hookimpl
 def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat]:
-    """Yield the deviations of connect-time translation."""
     from kproxy_ebpf.questions.caveats import caveats
     from kproxy_ebpf.settings import read_settings
 

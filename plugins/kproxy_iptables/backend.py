@@ -72,23 +72,19 @@ class IptablesBackend:
 
     @hookimpl
     def kproxy_preview(self, update: api.Update) -> api.Preview:
-        """Return the operations of a resync. Raises HostError or Unsupported."""
         return preview(update, localhost_node_ports=self._settings.localhost_node_ports)
 
     @hookimpl
     def kproxy_explain(self, questions: Sequence[api.Question], live: bool) -> Sequence[api.KernelSide]:
-        """Return the rules that each packet meets. Raises HostError, Unsupported."""
         state = self._families.get(questions[0].node.family)
         return explain(questions, live=live, tables=state.tables if state is not None else None)
 
     @hookimpl
     def kproxy_frontends(self, family: Family) -> Sequence[Frontend]:
-        """Return the frontends that the kernel serves now. Raises BackendError or HostError."""
         return frontends(family)
 
     @hookimpl
     def kproxy_traffic(self, family: Family) -> Sequence[api.Connections]:
-        """Return the counts of the table that counts connections. Raises HostError."""
         return CountingTable(family).read()
 
     @hookimpl
@@ -108,7 +104,6 @@ class IptablesBackend:
 
     @hookimpl
     def kproxy_close(self) -> None:
-        """End the watch. The rules are kept."""
         if self._watcher is not None:
             self._watcher.close()
 

@@ -23,7 +23,6 @@ def kproxy_describe() -> api.Description:
 def kproxy_detect(
     settings: api.BackendSettings, trial: api.Trial | None, load_modules: bool
 ) -> api.Detection:
-    """Check that iptables here supports all rules of the mode."""
     from kproxy_iptables.questions.detect import detect
 
     return detect(settings, trial, load_modules=load_modules)

@@ -64,17 +64,14 @@ class IpvsBackend:
 
     @hookimpl
     def kproxy_preview(self, update: api.Update) -> api.Preview:
-        """Return the operations of a resync. Raises HostError."""
         return preview(update, self._settings)
 
     @hookimpl
     def kproxy_explain(self, questions: Sequence[api.Question], live: bool) -> Sequence[api.KernelSide]:
-        """Return the rules, set entries and virtual servers that each packet meets. Raises HostError."""
         return explain(questions, self._settings, live=live)
 
     @hookimpl
     def kproxy_frontends(self, family: Family) -> Sequence[Frontend]:
-        """Return the frontends that the kernel serves now. Raises BackendError or HostError."""
         return frontends(family)
 
     @hookimpl
@@ -100,7 +97,6 @@ class IpvsBackend:
 
     @hookimpl
     def kproxy_close(self) -> None:
-        """Close sockets and end threads. The kernel keeps its state."""
         self._unwatch()
         for state in self._families.values():
             state.close()

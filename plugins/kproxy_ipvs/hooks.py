@@ -26,7 +26,6 @@ def kproxy_describe() -> api.Description:
 def kproxy_detect(
     settings: api.BackendSettings, trial: api.Trial | None, load_modules: bool
 ) -> api.Detection:
-    """Try the kernel features and programs that this mode needs."""
     from kproxy_ipvs.questions.detect import detect
 
     return detect(settings, trial, load_modules=load_modules)

@@ -46,7 +46,6 @@ class NftablesBackend:
 
     @hookimpl
     def kproxy_sync(self, update: api.Update) -> api.SyncReport:
-        """Bring one family's table to *update*. Raises SyncFailed, TrustLost."""
         report = sync_family(self._states[update.family], update)
         if self._watch is None:
             self._generation = self._kernel.generation()
@@ -59,22 +58,18 @@ class NftablesBackend:
 
     @hookimpl
     def kproxy_preview(self, update: api.Update) -> api.Preview:
-        """Return the commands of a resync. Raises BackendError."""
         return preview(update, counted=self._counted)
 
     @hookimpl
     def kproxy_explain(self, questions: Sequence[api.Question], live: bool) -> Sequence[api.KernelSide]:
-        """Return the rules and elements that each packet meets. Raises BackendError."""
         return explain(questions, live=live)
 
     @hookimpl
     def kproxy_frontends(self, family: Family) -> Sequence[Frontend]:
-        """Return the frontends that the kernel serves now. Raises BackendError or HostError."""
         return frontends(family)
 
     @hookimpl
     def kproxy_traffic(self, family: Family) -> Sequence[api.Connections]:
-        """Return the counts of the sets that the rules fill. Raises BackendError."""
         return connections(family)
 
     @hookimpl
@@ -92,7 +87,6 @@ class NftablesBackend:
 
     @hookimpl
     def kproxy_measure(self) -> list[api.Measurement]:
-        """Return the number of failed clean-ups for each IP family."""
         return [
             api.Measurement(
                 "kubeproxy_sync_proxy_rules_nftables_cleanup_failures_total",
@@ -104,7 +98,6 @@ class NftablesBackend:
 
     @hookimpl
     def kproxy_close(self) -> None:
-        """Stop watching and close the sockets. The tables are kept."""
         if self._watch is not None:
             self._watch.close()
         self._kernel.close()

@@ -25,7 +25,6 @@ def kproxy_describe() -> api.Description:
 def kproxy_detect(
     settings: api.BackendSettings, trial: api.Trial | None, load_modules: bool
 ) -> api.Detection:
-    """Check that this machine can run the mode."""
     from kproxy_nftables.questions.detect import detect
 
     return detect(settings, trial, load_modules=load_modules)
@@ -49,7 +48,6 @@ def kproxy_supersede(dry_run: bool) -> api.Leftovers:
 
 @hookimpl
 def kproxy_caveats(update: api.Update) -> Sequence[api.Caveat]:
-    """Return the node ports that are not served."""
     from kproxy_nftables.questions.caveats import caveats
 
     return caveats(update)

@@ -76,7 +76,6 @@ class UserspaceBackend:
 
     @hookimpl
     def kproxy_explain(self, questions: Sequence[api.Question], live: bool) -> Sequence[api.KernelSide]:
-        """Return the portals and the relay that each packet meets. Raises HostError."""
         state = self._families.get(questions[0].node.family)
 
         def find(protocol: Protocol, port: int) -> Relay | None:
@@ -86,7 +85,6 @@ class UserspaceBackend:
 
     @hookimpl
     def kproxy_frontends(self, family: Family) -> Sequence[Frontend]:
-        """Return the frontends that the kernel serves now. Raises BackendError or HostError."""
         return frontends(family)
 
     @hookimpl
@@ -112,7 +110,6 @@ class UserspaceBackend:
 
     @hookimpl
     def kproxy_measure(self) -> Sequence[api.Measurement]:
-        """Return the workers' counts, and the number of unserved service ports."""
         unserved = sum(family.unserved for family in list(self._families.values()))
         return measurements(self._workers.count, unserved)
 

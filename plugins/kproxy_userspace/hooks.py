@@ -23,7 +23,6 @@ def kproxy_describe() -> api.Description:
 def kproxy_detect(
     settings: api.BackendSettings, trial: api.Trial | None, load_modules: bool
 ) -> api.Detection:
-    """Try whether traffic can be redirected."""
     from kproxy_userspace.questions.detect import detect
 
     return detect(settings, trial, load_modules=load_modules)

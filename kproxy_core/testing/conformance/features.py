@@ -119,36 +119,30 @@ def _protocol(spec: str) -> str:
 
 _LONG = "namespace-" + "n" * 53 + "/service-" + "s" * 55
 
-FEATURES = tuple(
-    replace(feature, number=number)
-    for number, feature in enumerate(
-        [
-            Feature("cluster-ip", 0),
-            Feature("udp", 0, ("53/UDP@30102",)),
-            Feature("sctp", 0, ("9/SCTP@30103",)),
-            Feature("two-protocols-on-one-port", 0, ("tcp:53/TCP@30104", "udp:53/UDP@30104")),
-            Feature("several-ports", 0, ("http:80@30105", "https:443@30205", "metrics:9090")),
-            Feature("one-endpoint", 0, ("80@30106",), endpoints="near"),
-            Feature("many-endpoints", 0, endpoints="many"),
-            Feature("no-endpoints", 0, ("80@30108",), "", external_ip=True, load_balancer=True),
-            Feature("node-port", 0, ("80@30109",)),
-            Feature("external-ip", 0, external_ip=True),
-            Feature("load-balancer", 0, ("80@30111",), load_balancer=True),
-            Feature("source-ranges", 0, ("80@30112",), load_balancer=True, ranges=True),
-            Feature("affinity", 0, ("80@30113",), affinity=600),
-            Feature("internal-policy-local", 0, internal_local=True),
-            Feature("internal-policy-local-none-here", 0, endpoints="far", internal_local=True),
-            Feature("external-policy-local", 0, ("80@30116",), load_balancer=True, external_local=True),
-            Feature("external-policy-local-none-here", 0, ("80@30117",), "far", external_ip=True,
-                    load_balancer=True, external_local=True),
-            Feature("all-of-it", 0, ("a:80@30118", "b:80/UDP@30118"), external_ip=True, load_balancer=True,
-                    ranges=True, affinity=10, internal_local=True, external_local=True),
-            Feature("long-names", 0, ("a-port-of-names:80",), service_name=_LONG),
-            Feature("cluster-ip-of-another", 0, ("80@30120",), claimed=True),
-        ],
-        start=1,
-    )
-)  # fmt: skip
+FEATURES = tuple(replace(feature, number=number) for number, feature in enumerate([
+    Feature("cluster-ip", 0),
+    Feature("udp", 0, ("53/UDP@30102",)),
+    Feature("sctp", 0, ("9/SCTP@30103",)),
+    Feature("two-protocols-on-one-port", 0, ("tcp:53/TCP@30104", "udp:53/UDP@30104")),
+    Feature("several-ports", 0, ("http:80@30105", "https:443@30205", "metrics:9090")),
+    Feature("one-endpoint", 0, ("80@30106",), endpoints="near"),
+    Feature("many-endpoints", 0, endpoints="many"),
+    Feature("no-endpoints", 0, ("80@30108",), "", external_ip=True, load_balancer=True),
+    Feature("node-port", 0, ("80@30109",)),
+    Feature("external-ip", 0, external_ip=True),
+    Feature("load-balancer", 0, ("80@30111",), load_balancer=True),
+    Feature("source-ranges", 0, ("80@30112",), load_balancer=True, ranges=True),
+    Feature("affinity", 0, ("80@30113",), affinity=600),
+    Feature("internal-policy-local", 0, internal_local=True),
+    Feature("internal-policy-local-none-here", 0, endpoints="far", internal_local=True),
+    Feature("external-policy-local", 0, ("80@30116",), load_balancer=True, external_local=True),
+    Feature("external-policy-local-none-here", 0, ("80@30117",), "far", external_ip=True,
+            load_balancer=True, external_local=True),
+    Feature("all-of-it", 0, ("a:80@30118", "b:80/UDP@30118"), external_ip=True, load_balancer=True,
+            ranges=True, affinity=10, internal_local=True, external_local=True),
+    Feature("long-names", 0, ("a-port-of-names:80",), service_name=_LONG),
+    Feature("cluster-ip-of-another", 0, ("80@30120",), claimed=True),
+], start=1))  # fmt: skip
 
 
 def everything(family: Family) -> Plans:

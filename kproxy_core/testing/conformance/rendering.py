@@ -12,19 +12,10 @@ from collections.abc import Mapping
 from kproxy_core.testing.conformance.checks import Failed
 from kproxy_core.testing.conformance.subject import Subject, Wanted
 
-HEAVY = frozenset(
-    {
-        "asyncio",
-        "bcc",
-        "hypothesis",
-        "kubernetes",
-        "nftables",
-        "prometheus_client",
-        "pyroute2",
-        "pytest",
-        "yaml",
-    }
-)
+HEAVY = frozenset({
+    "asyncio", "bcc", "hypothesis", "kubernetes", "nftables", "prometheus_client", "pyroute2",
+    "pytest", "yaml",
+})  # fmt: skip
 """Modules that cost more than 10 ms or 5 MiB."""
 
 
