@@ -20,20 +20,27 @@ SERVICE = ServiceName("bench-0000", "svc-000001")
 SLICE = SliceName("bench-0000", "svc-000001-000")
 
 
-@pytest.fixture(params=["on", "off"], ids=["watch-list", "list"])
-def server(request: pytest.FixtureRequest) -> Iterator[BenchServer]:
+@pytest.fixture(params=[("on", PROTOBUF_OR_JSON), ("off", JSON)], ids=["watch-list-protobuf", "list-json"])
+def wire(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """Watch-lists on or off, and the Accept header: test_kubernetes_source_trouble.py combines them."""
+    found: tuple[str, str] = request.param
+    return found
+
+
+@pytest.fixture
+def server(wire: tuple[str, str]) -> Iterator[BenchServer]:
     """30 Services with 3 endpoints each; a bookmark as soon as nothing happens for a moment."""
-    server = BenchServer("--gen", "services=30,endpoints=3", "--watch-list", request.param,
+    server = BenchServer("--gen", "services=30,endpoints=3", "--watch-list", wire[0],
                          "--bookmark-interval", "0.2")
     yield server
     server.stop()
 
 
-@pytest.fixture(params=[JSON, PROTOBUF_OR_JSON], ids=["json", "protobuf"])
-def observed(server: BenchServer, request: pytest.FixtureRequest) -> Iterator[Observed]:
+@pytest.fixture
+def observed(server: BenchServer, wire: tuple[str, str]) -> Iterator[Observed]:
     """A source that follows the server and has delivered everything that existed."""
     source = KubernetesSource(
-        CurrentAccess(server.url, None), NODE, accept=request.param, qps=0, chance=lambda: 0.0)
+        CurrentAccess(server.url, None), NODE, accept=wire[1], qps=0, chance=lambda: 0.0)
     with following(source) as observed:
         observed.wait_for(lambda o: len(o.complete) == len(EVERYTHING))
         yield observed
