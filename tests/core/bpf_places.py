@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+import json
 import os
 import shlex
 import time
@@ -48,6 +49,23 @@ def new_bpf_file_system(point: Path) -> Iterator[Path]:
     finally:
         with suppress(FileNotFoundError):
             assert _libc.umount2(os.fsencode(point), _DETACH) == 0
+
+
+@contextmanager
+def confined(directory: Path) -> Iterator[tuple[Path, str]]:
+    """Yield a new cgroup, and the flag that confines the programs of mode ebpf to it.
+
+    At the root cgroup they would translate the connections of all tests that run meanwhile.
+    """
+    with new_cgroup() as cgroup, new_bpf_file_system(directory / "bpf") as pins:
+        config = directory / "confined.json"
+        config.write_text(json.dumps({
+            "apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration",
+            "kproxy": {"backendOptions": {
+                "ebpf": {"cgroup": str(cgroup), "pinDirectory": str(pins / "kproxy")},
+            }},
+        }))  # fmt: skip
+        yield cgroup, f"--config={config}"
 
 
 def inside(cgroup: Path, command: Sequence[str]) -> list[str]:

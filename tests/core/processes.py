@@ -83,6 +83,8 @@ def get(node: Namespace, port: int, path: str) -> tuple[int, str]:
 
 def running(node: Namespace, *arguments: str) -> AbstractContextManager[Proxy]:
     """kproxy with these *arguments*, for as long as the context lasts."""
+    confined = any(argument.startswith("--config=") for argument in arguments)
+    assert confined or "--mode=ebpf" not in arguments, "see bpf_places.confined"
     return started(node, ["ip", "netns", "exec", node.name, KPROXY, *arguments])
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.core.bpf_places import confined, inside
 from tests.core.namespaces import Namespace
 from tests.core.processes import KPROXY, running
 from tests.core.test_cli import WEB, manifests, node
@@ -74,16 +75,17 @@ def test_rules_endpoint_and_refusal_of_each_packet_are_printed(
 
 
 def test_sockets_that_programs_translate_are_seen_by_connection_tracking(
-    node: Namespace, manifests: Path
+    node: Namespace, manifests: Path, tmp_path: Path
 ) -> None:
-    flags = ("--mode=ebpf", f"--manifests={manifests}")
-    with serving(node, "10.1.2.3"), running(node, *flags) as proxy:
-        proxy.await_health()
-        with traced(node, "shop/web", "--count=1") as trace:
-            dial(node, "10.96.0.10", 80)
-            (packet,) = packets(trace)
-        assert (packet["outcome"], packet["to"]) == ("forwarded", "10.1.2.3:8080")
-        assert "when the socket connected" in packet["because"]
+    with confined(tmp_path) as (cgroup, confining), serving(node, "10.1.2.3"):
+        with running(node, "--mode=ebpf", f"--manifests={manifests}", confining) as proxy:
+            proxy.await_health()
+            with traced(node, "shop/web", "--count=1") as trace:
+                client = ["ip", "netns", "exec", node.name, sys.executable, "-c", DIAL, "10.96.0.10", "80"]
+                subprocess.run(inside(cgroup, client), check=True)
+                (packet,) = packets(trace)
+            assert (packet["outcome"], packet["to"]) == ("forwarded", "10.1.2.3:8080")
+            assert "when the socket connected" in packet["because"]
 
 
 @pytest.mark.parametrize("mode", ["nftables", "iptables"])

@@ -13,7 +13,7 @@ import pytest
 from kproxy_core.explain.traffic import ANSWERED, HUNG, REFUSED, Attempt, connections, is_settled, result
 from kproxy_core.model.address import parse_address
 from kproxy_core.testing.builders import destinations
-from tests.core.bpf_places import inside, new_bpf_file_system, new_cgroup
+from tests.core.bpf_places import confined, inside
 from tests.core.namespaces import Namespace
 from tests.core.processes import KPROXY, running
 from tests.core.test_cli import WEB, manifests, node
@@ -95,43 +95,32 @@ def verify(node: Namespace, *options: str, cgroup: Path | None = None) -> tuple[
     return done.returncode, done.stdout or done.stderr
 
 
-@pytest.fixture
-def cgroup(tmp_path: Path) -> Iterator[Path]:
-    """A cgroup, and a configuration that confines the programs of mode ebpf to it."""
-    with new_cgroup() as made, new_bpf_file_system(tmp_path / "bpf") as pins:
-        options = {"ebpf": {"cgroup": str(made), "pinDirectory": str(pins / "kproxy")}}
-        (tmp_path / "config.yaml").write_text(json.dumps({
-            "apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration",
-            "kproxy": {"backendOptions": options},
-        }))  # fmt: skip
-        yield made
-
-
 MODES = ["nftables", "iptables", "ebpf"]
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_endpoints_of_real_connections_are_distinguished(
-    node: Namespace, manifests: Path, cgroup: Path, tmp_path: Path, mode: str
+    node: Namespace, manifests: Path, tmp_path: Path, mode: str
 ) -> None:
     web = WEB.replace("[10.1.2.3]}", "[10.1.2.3]}, {addresses: [10.1.2.4]}")
     (manifests / "web.yaml").write_text(web)
     none = WEB.replace("web", "none").replace("10.96.0.10", "10.96.0.11").replace(
         "[{addresses: [10.1.2.3]}]", "[]")
     (manifests / "none.yaml").write_text(none)
-    options = [f"--mode={mode}", f"--manifests={manifests}", f"--config={tmp_path / 'config.yaml'}"]
-    with serving(node, "10.1.2.3"), running(node, *options) as proxy:
-        proxy.await_health()
-        status, text = verify(node, "-o", "json", cgroup=cgroup)
-        found = {frontend["service_port"]: frontend for frontend in json.loads(text)["frontends"]}
-        assert set(found["shop/web"]["reached"][0]) == {"endpoint", "answered"}
-        assert set(found["shop/web"]["reached"][1]) == {"endpoint", "refused"}
-        assert "endpoint 10.1.2.4:8080" in found["shop/web"]["problems"][0]
-        assert found["shop/none"]["problems"] == []
-        assert status == 1
-        assert verify(node, "--service=shop/none", cgroup=cgroup)[0] == 0
-        status, text = verify(node, "--service=shop/wbe", cgroup=cgroup)
-        assert (status, "near names: shop/web" in text) == (2, True)
+    flags = (f"--mode={mode}", f"--manifests={manifests}")
+    with confined(tmp_path) as (cgroup, confining), serving(node, "10.1.2.3"):
+        with running(node, *flags, confining) as proxy:
+            proxy.await_health()
+            status, text = verify(node, "-o", "json", cgroup=cgroup)
+            found = {frontend["service_port"]: frontend for frontend in json.loads(text)["frontends"]}
+            assert set(found["shop/web"]["reached"][0]) == {"endpoint", "answered"}
+            assert set(found["shop/web"]["reached"][1]) == {"endpoint", "refused"}
+            assert "endpoint 10.1.2.4:8080" in found["shop/web"]["problems"][0]
+            assert found["shop/none"]["problems"] == []
+            assert status == 1
+            assert verify(node, "--service=shop/none", cgroup=cgroup)[0] == 0
+            status, text = verify(node, "--service=shop/wbe", cgroup=cgroup)
+            assert (status, "near names: shop/web" in text) == (2, True)
 
 
 def test_a_dry_run_opens_nothing(node: Namespace, manifests: Path) -> None:
