@@ -1,7 +1,4 @@
-"""Plugins named by the operator: ``-p NAME_OR_MODULE`` loads one, ``-p no:NAME`` blocks one.
-
-As in pytest. A name is that of an entry point: a mode, or an observer's own name.
-"""
+"""Plugins named by the operator, as in pytest: ``-p NAME_OR_MODULE`` loads one, ``-p no:NAME`` blocks one."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Rules for a configuration beyond the types of its fields.
-
-The rules are kube-proxy 1.36's, pkg/proxy/apis/config/validation. Fields that hold addresses are
-checked where they are parsed, in `kproxy_core.config.settings`.
-"""
+"""Rules beyond the types of fields, as in kube-proxy 1.36, pkg/proxy/apis/config/validation."""
 
 import re
 from collections.abc import Iterator, Mapping

@@ -1,8 +1,4 @@
-"""The effective configuration in the format of kube-proxy's ``--write-config-to``.
-
-The output equals that of kube-proxy 1.36 for the same settings byte for byte, plus our own section unless
-that is empty.
-"""
+"""The configuration as kube-proxy 1.36 writes it with ``--write-config-to``, and then our own section."""
 
 from typing import Any
 

@@ -1,7 +1,4 @@
-"""Health check node ports: load balancers read from them how many local endpoints a Service has.
-
-kube-proxy 1.36, pkg/proxy/healthcheck/service_health.go; KEP-1669.
-"""
+"""Health check node ports (kube-proxy 1.36, pkg/proxy/healthcheck/service_health.go; KEP-1669)."""
 
 import json
 from collections.abc import Callable, Mapping

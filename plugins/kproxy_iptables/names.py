@@ -1,8 +1,4 @@
-"""Chain names, the same as in kube-proxy's iptables mode.
-
-The chains of a service port end in a hash of its name, which is the same on every node and after every start
-(kube-proxy 1.36, pkg/proxy/iptables/proxier.go).
-"""
+"""Chain names, the same as in kube-proxy's iptables mode (1.36, pkg/proxy/iptables/proxier.go)."""
 
 import base64
 import hashlib

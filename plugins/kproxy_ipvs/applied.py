@@ -1,7 +1,4 @@
-"""The state that the kernel has acknowledged for one family, and the difference to the wanted state.
-
-`Applied.difference` only computes; `Applied.acknowledge` follows when the kernel has accepted the operations.
-"""
+"""The state that the kernel has acknowledged for one family, and the difference to the wanted state."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping

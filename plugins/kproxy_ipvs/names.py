@@ -1,8 +1,4 @@
-"""Names of kernel objects: sets, chains, the device and the marks.
-
-Sets and chains with the same purpose as in kube-proxy have the same names (1.36, pkg/proxy/ipvs/ipset.go and
-proxier.go).
-"""
+"""Names of sets, chains, the device and marks; kube-proxy's where it has them (1.36, pkg/proxy/ipvs)."""
 
 from typing import NamedTuple
 

@@ -1,8 +1,4 @@
-"""The elements that the kernel has acknowledged for one IP family, and the difference to the plans.
-
-`Applied.difference` only makes a value. State changes in `Applied.acknowledge`, after the kernel has
-accepted that difference.
-"""
+"""The elements that the kernel has acknowledged for one IP family, and the difference to the plans."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field

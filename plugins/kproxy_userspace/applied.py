@@ -1,7 +1,4 @@
-"""Acknowledged state of one family: the relays that are open, and the portals that redirect to them. Pure.
-
-Only an acknowledgement of the kernel or of the workers changes it.
-"""
+"""Acknowledged state of one family: open relays, and the portals that redirect to them. Pure."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,4 @@
-"""TCP connections that connection tracking saw fail, from its events and its table.
-
-Values are those of linux/netfilter/nf_conntrack_common.h and nf_conntrack_tcp.h.
-"""
+"""TCP connections that connection tracking saw fail (linux/netfilter/nf_conntrack_{common,tcp}.h)."""
 
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence

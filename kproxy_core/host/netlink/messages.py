@@ -1,7 +1,4 @@
-"""Netlink messages and attributes as bytes: encoding and decoding only (linux/netlink.h).
-
-A few hundred bytes of `struct` instead of a library that takes longer to import than kproxy to start.
-"""
+"""Netlink messages and attributes as bytes: encoding and decoding only (linux/netlink.h)."""
 
 import struct
 from collections.abc import Iterator

@@ -1,7 +1,4 @@
-"""Profiles and verbosity: ``/debug/pprof/...`` and ``/debug/flags/...``.
-
-kube-proxy 1.36 serves these paths with enableProfiling. The profiles are those of a Python process.
-"""
+"""Profiles and verbosity at kube-proxy 1.36's paths ``/debug/pprof/...`` and ``/debug/flags/...``."""
 
 import sys
 import threading

@@ -1,8 +1,4 @@
-"""CPU profiles of this process in the format of ``go tool pprof``.
-
-The format is github.com/google/pprof's profile.proto, gzipped. Encoding it takes 40 lines; the only library
-that does, pypprof, has had no release since 2019.
-"""
+"""CPU profiles of this process in the format of ``go tool pprof`` (google/pprof's profile.proto)."""
 
 import gzip
 import sys

@@ -1,8 +1,4 @@
-"""The system call bpf(2) for maps, programs, links and pins (linux/bpf.h).
-
-bcc compiles the programs in another process; a running proxy needs no more than this. Every function raises
-OSError with the kernel's errno.
-"""
+"""The system call bpf(2) for maps, programs, links and pins (linux/bpf.h). All functions raise OSError."""
 
 import ctypes
 import errno
