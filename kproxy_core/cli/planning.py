@@ -1,6 +1,7 @@
 """The plans for manifests or for the objects of an API server, read once and without a running proxy."""
 
 import logging
+import os
 from queue import SimpleQueue
 
 from kproxy_core.apiclient.access import CurrentAccess
@@ -44,6 +45,8 @@ def read_plans(
 
 
 def _read(config: Config, node_name: str, families: tuple[Family, ...]) -> Store:
+    if config.manifests and not os.path.isdir(config.manifests):
+        raise StartFailed(f"--manifests: {config.manifests}: there is no such directory")
     access = CurrentAccess(config.master, config.client.kubeconfig)
     source = make_source(config, node_name, access, ClientMetrics())
     store = make_store(config, families, source)

@@ -1,12 +1,12 @@
 """From a request to packets: the frontends that it means, and the senders."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import NamedTuple, Protocol
 
 from kproxy_core.backend.api import Question
-from kproxy_core.explain.request import NoAnswer, Sender, ServiceTarget, Socket
-from kproxy_core.model.address import Address, Family, family_of, format_address, format_socket, is_loopback
+from kproxy_core.explain.request import AddressTarget, NoAnswer, Sender, ServiceTarget, Target
+from kproxy_core.model.address import Address, Family, family_of, format_address, is_loopback
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServiceName, ServicePortKey
 from kproxy_core.plan.candidates import Candidates
@@ -60,7 +60,7 @@ class Case(NamedTuple):
         return self.plans.candidates(plan.key) if plan is not None else ()
 
 
-def cases(plans: Mapping[Family, Plans], target: Socket | ServiceTarget, sender: Sender) -> list[Case]:
+def cases(plans: Mapping[Family, Plans], target: Target, sender: Sender) -> list[Case]:
     """Return the packets that *sender* may send to *target*. Raises NoAnswer."""
     found: list[Case] = []
     for family, of_family in plans.items():
@@ -77,15 +77,18 @@ def cases(plans: Mapping[Family, Plans], target: Socket | ServiceTarget, sender:
     return found
 
 
-def _destinations(plans: Plans, target: Socket | ServiceTarget) -> Iterator[tuple[Address, Frontend]]:
+def _destinations(plans: Plans, target: Target) -> Iterator[tuple[Address, Frontend]]:
     node = plans.node
     if isinstance(target, ServiceTarget):
         for key, plan in sorted(plans.plans.items()):
-            if (key.namespace, key.name) == target[:2] and target.port in (None, key.port_name):
+            if target.means(key):
                 for frontend in plan.frontends():
                     address = frontend.address or _node_address(node)
                     if address is not None:
                         yield address, frontend
+        return
+    if isinstance(target, AddressTarget):
+        yield from ((target.address, frontend) for _, frontend in _frontends_at(plans, target.address))
         return
     frontend = Frontend(*target)
     if target.address is None:
@@ -97,6 +100,16 @@ def _destinations(plans: Plans, target: Socket | ServiceTarget) -> Iterator[tupl
             node_port = frontend._replace(address=None)
             frontend = node_port if plans.owner(node_port) else frontend
         yield target.address, frontend
+
+
+def _frontends_at(plans: Plans, address: Address) -> list[tuple[ServicePortKey, Frontend]]:
+    """Return the frontends that an address serves, with their service ports, in order."""
+    of_node = serves_node_ports(address, plans.node)
+    found = [
+        (key, frontend) for key, plan in plans.plans.items() for frontend in plan.frontends()
+        if frontend.address == address or (of_node and frontend.address is None)
+    ]  # fmt: skip
+    return sorted(found, key=lambda each: each[0])
 
 
 def _node_address(node: NodeView) -> Address | None:
@@ -123,15 +136,9 @@ def _pods_here(plans: Plans) -> Sequence[Address]:
 def _near(plans: Plans, packet: Packet) -> tuple[str, bool]:
     """Return the nearest match for a packet to no frontend, and whether it is for a Service's ClusterIP."""
     where, protocol = packet.destination, packet.protocol
-    of_node = serves_node_ports(where, plans.node)
-    same: list[str] = []
-    has_cluster_ip = False
-    for key, plan in sorted(plans.plans.items()):
-        has_cluster_ip = has_cluster_ip or plan.cluster_ip == where
-        same += [
-            f"{frontend.port}/{frontend.protocol.name} of {key}" for frontend in plan.frontends()
-            if frontend.address == where or (of_node and frontend.address is None)
-        ]
+    has_cluster_ip = any(plan.cluster_ip == where for plan in plans.plans.values())
+    frontends = _frontends_at(plans, where)
+    same = [f"{frontend.port}/{frontend.protocol.name} of {key}" for key, frontend in frontends]
     if same:
         more = f", and {len(same) - 5} more" if len(same) > 5 else ""
         return f"{format_address(where)} serves {', '.join(same[:5])}{more}", has_cluster_ip
@@ -143,25 +150,30 @@ def _near(plans: Plans, packet: Packet) -> tuple[str, bool]:
     return "", False
 
 
-def nothing(plans: Mapping[Family, Plans], target: Socket | ServiceTarget, sender: Sender) -> str:
+def nothing(plans: Mapping[Family, Plans], target: Target, sender: Sender) -> str:
     """Return the reason why no packet of *sender* to *target* can be meant, with near names."""
     if isinstance(target, ServiceTarget):
-        known = {str(key.service): key for of_family in plans.values() for key in of_family.plans}
-        wanted = f"{target.namespace}/{target.name}"
-        if wanted in known and target.port is not None:
-            ports = sorted({key.port_name for of_family in plans.values() for key in of_family.plans
-                            if str(key.service) == wanted})
-            if target.port not in ports:
-                return f"Service {wanted} has no port {target.port!r}, but {', '.join(map(repr, ports))}"
-        if wanted in known:
-            return f"Service {wanted} has no frontend that this sender could dial in its IP family"
-        near = get_close_matches(wanted, known, n=5, cutoff=0.5) or [
-            name for name in sorted(known) if name.endswith(f"/{target.name}")][:5]
-        hint = f"; near names: {', '.join(near)}" if near else ""
-        return f"no Service {wanted} with a ClusterIP is known here ({len(known)} are){hint}"
+        return _no_service({key for of_family in plans.values() for key in of_family.plans}, target)
+    if isinstance(target, AddressTarget) and family_of(target.address) in plans:
+        return f"no Service has a frontend at {format_address(target.address)}; ask about one of its ports"
     if target.address is None:
         return "no address of this node serves node ports"
     if sender.address is not None and family_of(sender.address) is not family_of(target.address):
-        return (f"sender {format_address(sender.address)} and target "
-                f"{format_socket(target.address, target.port)} are of different IP families")
+        return (f"sender {format_address(sender.address)} and target {format_address(target.address)} "
+                "are of different IP families")
     return f"{family_of(target.address).label} is not served on this node"
+
+
+def _no_service(keys: Collection[ServicePortKey], target: ServiceTarget) -> str:
+    own = [key for key in keys if target.is_of(key)]
+    if own and not any(map(target.means, own)):
+        ports = ", ".join(sorted({repr(key.port_name) for key in own}))
+        return f"Service {target} has no port {target.port!r}, but {ports}"
+    if own:
+        return f"Service {target} has no frontend that this sender could dial in its IP family"
+    known = {str(key.service): str(key.service) if target.namespace else key.name for key in keys}
+    similar = dict.fromkeys(get_close_matches(str(target), known.values(), n=5, cutoff=0.5))
+    near = [name for text in similar for name in sorted(known) if known[name] == text] or [
+        name for name in sorted(known) if name.endswith(f"/{target.name}")]
+    hint = f"; near names: {', '.join(near[:5])}" if near else ""
+    return f"no Service {target} with a ClusterIP is known here ({len(known)} are){hint}"

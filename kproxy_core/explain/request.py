@@ -1,9 +1,11 @@
 """The words of a request: a target, and a sender."""
 
 import re
+from contextlib import suppress
 from typing import NamedTuple
 
 from kproxy_core.model.address import Address, Protocol, parse_address
+from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.fate import Origin
 
 
@@ -23,9 +25,29 @@ class ServiceTarget(NamedTuple):
     """All frontends of a Service, or of one of its ports."""
 
     namespace: str
+    """"": any"""
     name: str
     port: str | None
     """Name of the port; None: every port."""
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}" if self.namespace else self.name
+
+    def is_of(self, key: ServicePortKey) -> bool:
+        """Return whether the Service of *key* is meant."""
+        return self.name == key.name and self.namespace in ("", key.namespace)
+
+    def means(self, key: ServicePortKey) -> bool:
+        return self.is_of(key) and self.port in (None, key.port_name)
+
+
+class AddressTarget(NamedTuple):
+    """All frontends at an address."""
+
+    address: Address
+
+
+Target = Socket | ServiceTarget | AddressTarget
 
 
 class Sender(NamedTuple):
@@ -36,12 +58,14 @@ class Sender(NamedTuple):
 
 
 _SOCKET = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:/\[\]]+)):(?P<port>\d{1,5})(?:/(?P<protocol>\w+))?")
-_SERVICE = re.compile(r"(?P<namespace>[a-z0-9.-]+)/(?P<name>[a-z0-9.-]+)(?::(?P<port>[a-z0-9.-]*))?")
-_FORMS = "ADDRESS:PORT[/PROTOCOL], node:PORT[/PROTOCOL] or NAMESPACE/SERVICE[:PORT NAME]"
+_SERVICE = re.compile(r"(?:(?P<namespace>[a-z0-9-]+)/)?(?P<name>[a-z0-9-]+)(?::(?P<port>[a-z0-9.-]*))?")
+_FORMS = "ADDRESS[:PORT[/PROTOCOL]], node:PORT[/PROTOCOL] or [NAMESPACE/]SERVICE[:PORT NAME]"
 
 
-def parse_target(text: str) -> Socket | ServiceTarget:
+def parse_target(text: str) -> Target:
     """Return the target that *text* names. Raises NoAnswer."""
+    with suppress(ValueError):
+        return AddressTarget(parse_address(text.strip("[]")))
     if found := _SOCKET.fullmatch(text):
         protocol = (found["protocol"] or "tcp").upper()
         if protocol not in Protocol.__members__:
@@ -56,7 +80,7 @@ def parse_target(text: str) -> Socket | ServiceTarget:
             raise NoAnswer(f"{error}; a target is {_FORMS}") from error
         return Socket(address, Protocol[protocol], port)
     if found := _SERVICE.fullmatch(text):
-        return ServiceTarget(found["namespace"], found["name"], found["port"])
+        return ServiceTarget(found["namespace"] or "", found["name"], found["port"])
     raise NoAnswer(f"{text!r} is not a target: give {_FORMS}")
 
 

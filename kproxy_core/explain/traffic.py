@@ -33,11 +33,11 @@ class Attempt(NamedTuple):
 def targets(plans: Mapping[Family, Plans], service: str) -> list[Case]:
     """Return a packet of the node to each TCP frontend; only of *service*, if that is given.
 
-    *service* is ``NAMESPACE/NAME[:PORT NAME]``. Raises NoAnswer without any frontend.
+    *service* is ``[NAMESPACE/]NAME[:PORT NAME]``. Raises NoAnswer without any frontend.
     """
     wanted = parse_target(service) if service else None
     if wanted is not None and not isinstance(wanted, ServiceTarget):
-        raise NoAnswer(f"{service!r} is not NAMESPACE/SERVICE[:PORT NAME]")
+        raise NoAnswer(f"{service!r} is not [NAMESPACE/]SERVICE[:PORT NAME]")
     found = [case for of_family in plans.values() for case in _targets(of_family, wanted)]
     if not found:
         raise NoAnswer(nothing(plans, wanted, Sender()) if wanted else "no Service has a TCP frontend here")
@@ -46,7 +46,7 @@ def targets(plans: Mapping[Family, Plans], service: str) -> list[Case]:
 
 def _targets(plans: Plans, wanted: ServiceTarget | None) -> Iterator[Case]:
     for key, plan in sorted(plans.plans.items()):
-        if key.protocol is not Protocol.TCP or not _is_wanted(key.namespace, key.name, key.port_name, wanted):
+        if key.protocol is not Protocol.TCP or (wanted is not None and not wanted.means(key)):
             continue
         for frontend in plan.frontends():
             packet = packet_to(frontend, Origin.NODE, plans.node)
@@ -126,8 +126,3 @@ def _endpoint(target: Target, attempt: Attempt) -> str:
         return text
     is_relay = is_loopback(address) or address == attempt.source
     return "" if is_relay or text == target["frontend"] else text
-
-
-def _is_wanted(namespace: str, name: str, port: str, wanted: ServiceTarget | None) -> bool:
-    return wanted is None or ((namespace, name) == wanted[:2] and wanted.port in (None, port))
-

@@ -197,8 +197,9 @@ def _connect() -> socket.socket:
         connection.close()
     if trusted:
         raise NoProxy(f"{len(trusted)} kproxy processes run in this network namespace: stop all but one")
-    ignored = f" (not trusted: {problems[0]})" if problems else ""
-    raise NoProxy(f"no kproxy runs in this network namespace{ignored}")
+    if problems:
+        raise NoProxy(f"the kproxy of this network namespace is not trusted: {problems[0]}")
+    raise NoProxy("no kproxy runs in this network namespace")
 
 
 def _names() -> Iterator[str]:

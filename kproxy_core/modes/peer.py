@@ -53,8 +53,8 @@ class Peer(NamedTuple):
             lacking = (privileges.held() & {_REQUIRED}) - privileges.held(self.pid)
         except PermissionError:  # ptrace(2): it has privileges that this process lacks, or is not dumpable.
             return (
-                f"the user namespace of process {self.pid} cannot be read: its capabilities differ; run"
-                f" `kproxy switch` with those of the proxy, for example in its container")
+                f"process {self.pid} has capabilities that this one lacks; run the command with those of the"
+                " proxy, for example as root in its container")
         except OSError as error:
             return f"the privileges of process {self.pid} cannot be read: {error.strerror}"
         if not same_user_namespace:

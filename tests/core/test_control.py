@@ -202,7 +202,7 @@ print(control.send_request({{}}, print)["served"])
         refused = answer_to_client()
         process.communicate(b"\n")
     assert done.stdout == "True\n", done.stderr
-    assert "run `kproxy switch` with those of the proxy" in refused["problem"]
+    assert "run the command with those of the proxy" in refused["problem"]
 
 
 def drop_net_admin() -> None:
@@ -221,7 +221,7 @@ def test_a_socket_of_another_user_does_not_hide_the_proxy(server: ControlServer,
 def test_a_missing_proxy_is_reported(prefix: str) -> None:
     with pytest.raises(NoProxy, match=r"^no kproxy runs in this network namespace$"):
         count()
-    with squatter(prefix), pytest.raises(NoProxy, match=r"\(not trusted: user 65534 is neither root nor"):
+    with squatter(prefix), pytest.raises(NoProxy, match=r"is not trusted: user 65534 is neither root nor"):
         count()
 
 

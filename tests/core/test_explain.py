@@ -142,7 +142,10 @@ ERRORS = {
     "shop/wbe": "near names: shop/web",
     "other/web": "near names: shop/web",
     "shop/web:https": "has no port 'https', but 'http'",
-    "10.96.0.1": "is not a target",
+    "wbe": "no Service wbe .*; near names: shop/web",
+    "web:https": "Service web has no port 'https', but 'http'",
+    "10.96.0.7": "no Service has a frontend at 10.96.0.7",
+    "10.96.0.1:": "is not a target",
     "10.96.0.1:80/icmp": "'icmp' is not tcp, udp or sctp",
     "10.96.0.1:70000": "70000 is not a port",
     "10.96.0.999:80": "is not an IP address",
@@ -154,6 +157,18 @@ ERRORS = {
 def test_a_question_without_answer_names_a_remedy(to: str) -> None:
     with pytest.raises(NoAnswer, match=ERRORS[to]):
         asked(known(HERE), to)
+
+
+@pytest.mark.parametrize("to", ["web", "web:http", "shop/web"])
+def test_the_namespace_may_be_left_out(to: str) -> None:
+    assert [case.question for case in asked(known(HERE), to)] == [
+        case.question for case in asked(known(HERE), "shop/web")]
+
+
+def test_an_address_without_a_port_means_all_its_frontends() -> None:
+    assert {case.question.packet.port for case in asked(known(HERE), "10.96.0.1")} == {80}
+    node = asked(known(HERE), "192.0.2.10")
+    assert {case.question.packet.port for case in node} == {30080}
 
 
 def test_the_nearest_frontends_of_an_address_are_named() -> None:

@@ -23,10 +23,10 @@ def explain(
 ) -> None:
     """Explain the fate of packets to a frontend, from the plans and from the kernel.
 
-    TO is ADDRESS:PORT[/PROTOCOL], node:PORT[/PROTOCOL] or NAMESPACE/SERVICE[:PORT NAME]. FROM is an address,
-    pod, node or outside; without it, the answer has one of each. The running proxy answers. With --manifests,
-    --kubeconfig, --master or --config the answer is from those objects, and shows the rules that a proxy
-    would write.
+    TO is ADDRESS[:PORT[/PROTOCOL]], node:PORT[/PROTOCOL] or [NAMESPACE/]SERVICE[:PORT NAME]. FROM is an
+    address, pod, node or outside; without it, the answer has one of each. The running proxy answers. With
+    --manifests, --kubeconfig, --master or --config the answer is from those objects, and shows the rules that
+    a proxy would write.
     """
     from kproxy_core.cli.inspection.explaining import ask_proxy, explain_objects, explain_report, formatted
     from kproxy_core.cli.inspection.objects import OBJECTS
@@ -95,7 +95,8 @@ def plan(objects: str, verbose: bool, output: str, **options: Any) -> None:
 
 @click.command(cls=FlagCommand)
 @click.option("--traffic", is_flag=True, help="Open connections; `kproxy diff` compares without any.")
-@click.option("--service", metavar="NAMESPACE/NAME[:PORT NAME]", default="", help="Only its frontends.")
+@click.option("--service", metavar="[NAMESPACE/]NAME[:PORT NAME]", default="",
+              help="Only its frontends.")
 @click.option("--rate", type=click.FloatRange(0.1, 10_000), default=50, show_default=True,
               help="Connections a second.")
 @click.option("--connections", type=click.IntRange(1), default=50, show_default=True,

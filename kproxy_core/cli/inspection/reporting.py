@@ -97,7 +97,8 @@ def opened(path: str) -> Iterator[tuple[Flags, Json]]:
                 hostname_override=node["name"],
             ), node  # fmt: skip
     except (OSError, tarfile.TarError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
-        raise click.ClickException(f"{path}: is no report of kproxy's that has objects: {error}") from error
+        reason = str(error).partition("\n")[0].rstrip(":")
+        raise click.ClickException(f"{path}: is no report of kproxy's that has objects: {reason}") from error
 
 
 def _member(archive: tarfile.TarFile, name: str) -> bytes:
