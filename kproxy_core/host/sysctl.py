@@ -8,7 +8,7 @@ _ROOT = Path("/proc/sys")
 
 
 def read(name: str) -> str:
-    """Return *name*, such as ``net/ipv4/ip_forward``. Raises HostError, with ENOENT if it does not exist."""
+    """Return *name*, such as ``net/ipv4/ip_forward``. Raises HostError; its errno is ENOENT if unknown."""
     try:
         return (_ROOT / name).read_text(encoding="ascii").strip()
     except OSError as error:

@@ -137,10 +137,7 @@ def decide(packet: Packet, frontend: Frontend, plan: ServicePlan, node: NodeView
 
 
 def decide_unowned(packet: Packet, cluster_ips: bool, node: NodeView) -> Fate:
-    """Return the fate of *packet*, which is for no frontend.
-
-    *cluster_ips*: its destination is the ClusterIP of a Service that lacks this port.
-    """
+    """Return the fate of *packet* to no frontend. *cluster_ips*: to a ClusterIP that lacks the port."""
     if cluster_ips:
         return Fate(Outcome.REFUSED, "no Service with this ClusterIP has this port")
     if any(packet.destination in cidr for cidr in node.service_cidrs):

@@ -28,7 +28,7 @@ _TRIM_BYTES = 128 << 10
 
 
 def tune_interpreter() -> None:
-    """Switch threads faster, collect no garbage before the first sync, and have glibc trim its heap."""
+    """Switch threads faster, pause garbage collection until the first sync, and have glibc trim its heap."""
     # A waiting thread asks for the interpreter's lock only after this long. The default of 5 ms exceeds
     # all other latency between a change and its rules.
     sys.setswitchinterval(0.0005)

@@ -43,10 +43,7 @@ class FamilyState:
         return self._node is None or rules_differ(self._node, node)
 
     def change(self, node: NodeView, changed: Mapping[ServicePortKey, ServicePlan | None]) -> SyncReport:
-        """Write the difference to the *changed* plans. O(changed).
-
-        Raises Busy, or TrustLost if the kernel does not hold what it acknowledged.
-        """
+        """Write the difference to the *changed* plans, O(changed). Raises Busy, or TrustLost."""
         style = make_style(node, self._facts, self._applied.endpoints_after(changed))
         difference = self._applied.difference(changed, style)
         references, late = difference.references, list[str]()

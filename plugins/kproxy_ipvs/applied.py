@@ -184,10 +184,7 @@ def compare_all(
     expected: Applied, servers: Mapping[ServerKey, HeldServer], entries: Entries,
     addresses: Iterable[Address], foreign: Iterable[ServerKey],
 ) -> Difference:
-    """Return the operations that bring a kernel with *servers*, *entries* and *addresses* to *expected*.
-
-    Virtual servers that are *foreign* are not deleted.
-    """
+    """Return the operations from *servers*, *entries* and *addresses* to *expected*; *foreign* ones stay."""
     difference = Difference()
     want = expected.servers
     for key, server in want.items():

@@ -40,7 +40,7 @@ class FamilyState:
         self, family: Family, portals: Portals, workers: WorkerPool, ports: RelayPorts,
         listen: Address | None, bind: Address | None, *, counted: bool,
     ) -> None:
-        """*listen*: the address where relays have Services' ports. *bind*: of other relays; None: any."""
+        """*listen*: where relays have the ports of Services. *bind*: address of other relays; None: all."""
         self.family = family
         self._portals = portals
         self._workers = workers

@@ -79,10 +79,7 @@ def write(path: Path, found: Iterator[tuple[str, str]]) -> list[str]:
 
 @contextmanager
 def opened(path: str) -> Iterator[tuple[Flags, Json]]:
-    """Yield flags that mean the objects in an archive, and what it says about its node.
-
-    Raises ClickException if the archive cannot be used.
-    """
+    """Yield flags for the objects in an archive, and its data on the node. Raises ClickException."""
     try:
         with tarfile.open(path) as archive, TemporaryDirectory(prefix="kproxy-report-") as directory:
             node = json.loads(_member(archive, "node.json"))

@@ -54,7 +54,7 @@ def create(family: Family, kinds: Iterable[SetKind]) -> None:
 
 
 def write(family: Family, adds: Iterable[Element] = (), deletes: Iterable[Element] = ()) -> None:
-    """Add entries, then delete others, whatever exists. Raises HostError once all others are written."""
+    """Add and delete entries, existing or not. Raises HostError for refused ones once others are written."""
     batches = [
         *messages.batches(family, sorted(adds)),
         *messages.batches(family, sorted(deletes), delete=True),
