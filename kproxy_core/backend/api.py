@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple, Protocol
 from kproxy_core.model.address import Family
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.node import NodeView
+from kproxy_core.model.requirement import Requirement as Requirement  # a part of the contract
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.fate import Fate, Packet
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
@@ -39,20 +40,6 @@ class Description:
     base: str = ""
     """The mode that this one stands on: the core makes that mode's backend too, and this one's hooks wrap its
     (``@hookimpl(wrapper=True)``). "": none."""
-
-
-@dataclass(frozen=True, slots=True)
-class Requirement:
-    """One thing a backend needs, as found on this machine."""
-
-    what: str
-    met: bool
-    found: str
-    """The observation behind `met`, such as ``nft 1.0.6``."""
-    remedy: str = ""
-    """Advice for the operator; "" if met."""
-    guessed: bool = False
-    """Concluded from versions or files, not tried."""
 
 
 @dataclass(frozen=True, slots=True)

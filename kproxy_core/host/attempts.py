@@ -3,21 +3,11 @@
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from kproxy_core.host import sysctl
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.modules import Modules, Presence, load
-
-
-class Finding(NamedTuple):
-    """The fields of a backend's `Requirement`."""
-
-    what: str
-    met: bool
-    found: str
-    remedy: str = ""
-    guessed: bool = False
+from kproxy_core.model.requirement import Requirement
 
 
 class Attempts:
@@ -32,7 +22,7 @@ class Attempts:
     def attempt(
         self, what: str, own: Sequence[str], act: Callable[[], str], remedy: str = "",
         *, rests_on: Sequence[str] = (),
-    ) -> Finding:
+    ) -> Requirement:
         """Try one kernel feature. *own* are the modules that provide it, *rests_on* those they depend on.
 
         *act* returns "" if the kernel accepts the feature, else the kernel's reason.
@@ -51,10 +41,10 @@ class Attempts:
         problem = act()
         if not problem:
             seen = self.described(own)
-            return Finding(what, True, f"works ({seen})" if seen else "works")
+            return Requirement(what, True, f"works ({seen})" if seen else "works")
         absent = [self.modules.remedy(m) for m in needed
                   if self.modules.presence(m) not in (Presence.LOADED, Presence.BUILT_IN)]  # fmt: skip
-        return Finding(what, False, "; ".join(filter(None, (problem, refused))),
+        return Requirement(what, False, "; ".join(filter(None, (problem, refused))),
                        "; ".join(filter(None, (remedy, *absent))))  # fmt: skip
 
     def described(self, names: Sequence[str]) -> str:
@@ -67,13 +57,13 @@ class Attempts:
 
     def _guess(
         self, what: str, own: Sequence[str], needed: Sequence[str], why_not: str, remedy: str
-    ) -> Finding:
+    ) -> Requirement:
         absent = [name for name in needed if self.modules.presence(name) is Presence.ABSENT]
         found = "; ".join(filter(None, (self.described([*dict.fromkeys([*own, *absent])]), why_not)))
         if not absent:
-            return Finding(what, True, found, guessed=True)
+            return Requirement(what, True, found, guessed=True)
         remedies = (remedy, *map(self.modules.remedy, absent))
-        return Finding(what, False, found, "; ".join(filter(None, remedies)), guessed=True)
+        return Requirement(what, False, found, "; ".join(filter(None, remedies)), guessed=True)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -90,15 +80,15 @@ def problem_of(act: Callable[[], object]) -> str:
     return ""
 
 
-def sysctl_finding(name: str, value: int, remedy: str) -> Finding:
+def sysctl_finding(name: str, value: int, remedy: str) -> Requirement:
     """Check that the sysctl *name* has *value*, or can be set to it; *remedy* says what to do otherwise."""
     what = f"sysctl {name.replace('/', '.')} = {value}"
     try:
         present = sysctl.read(name)
     except HostError as error:
-        return Finding(what, False, str(error), remedy)
+        return Requirement(what, False, str(error), remedy)
     if present == str(value):
-        return Finding(what, True, f"is {present}")
+        return Requirement(what, True, f"is {present}")
     if os.access(Path("/proc/sys") / name, os.W_OK):
-        return Finding(what, True, f"is {present}, and can be set")
-    return Finding(what, False, f"is {present}, and cannot be set from here", remedy)
+        return Requirement(what, True, f"is {present}, and can be set")
+    return Requirement(what, False, f"is {present}, and cannot be set from here", remedy)

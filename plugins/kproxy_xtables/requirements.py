@@ -5,9 +5,10 @@ from functools import partial
 from typing import NamedTuple
 
 from kproxy_core.host import privileges, programs
-from kproxy_core.host.attempts import Attempts, Finding, problem_of
+from kproxy_core.host.attempts import Attempts, problem_of
 from kproxy_core.host.modules import Modules
 from kproxy_core.model.address import Family
+from kproxy_core.model.requirement import Requirement
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import OLDEST, PROGRAM, NoVariant, Variant, find_variant, probe
 
@@ -56,38 +57,38 @@ REJECT = Feature("REJECT", ("{p}t_REJECT",), "-j REJECT", "filter")
 _ADDRESS = {Family.IPV4: "192.0.2.1", Family.IPV6: "[2001:db8::1]"}
 
 
-def check_privileges(variant: Variant | None) -> Finding:
+def check_privileges(variant: Variant | None) -> Requirement:
     """Check that this process may use iptables. Only the legacy variant opens a raw socket."""
     wanted = _PRIVILEGES[:1] if variant is not None and variant.nft else _PRIVILEGES
     what, held = " and ".join(wanted), privileges.held()
     missing = [name for name in wanted if name not in held]
     if missing:
-        return Finding(what, False, f"no {' and no '.join(missing)}", f"run as root or with {what}")
-    return Finding(what, True, "held")
+        return Requirement(what, False, f"no {' and no '.join(missing)}", f"run as root or with {what}")
+    return Requirement(what, True, "held")
 
 
-def check_programs(modules: Modules, *, load_modules: bool) -> tuple[Finding, Variant | None]:
+def check_programs(modules: Modules, *, load_modules: bool) -> tuple[Requirement, Variant | None]:
     """Find the iptables of this node. Without *load_modules*, run nothing that would load nf_tables."""
     oldest = ".".join(map(str, OLDEST))
     what, remedy = f"iptables {oldest} or newer", "install iptables 1.8 or newer"
     try:
         if load_modules or not modules.not_loaded(_NFT):
             variant = find_variant()
-            return Finding(what, True, str(variant)), variant
+            return Requirement(what, True, str(variant)), variant
     except NoVariant as missing:
-        return Finding(what, False, str(missing), remedy), None
+        return Requirement(what, False, str(missing), remedy), None
     legacy = probe("-legacy")
     if legacy is not None and legacy.version >= OLDEST:
         found = f"{legacy}; iptables-nft not run because that would load nf_tables"
-        return Finding(what, True, found, guessed=True), legacy
+        return Requirement(what, True, found, guessed=True), legacy
     if not programs.find(PROGRAM[Family.IPV4]):
-        return Finding(what, False, "iptables is not installed", remedy), None
-    return Finding(what, True, "installed, not run because that would load nf_tables", guessed=True), None
+        return Requirement(what, False, "iptables is not installed", remedy), None
+    return Requirement(what, True, "installed, not run because that would load nf_tables", guessed=True), None
 
 
 def try_rules(
     tables: Tables, attempts: Attempts, features: Iterable[Feature], other_tables: Iterable[str] = ()
-) -> Iterator[Finding]:
+) -> Iterator[Requirement]:
     """Read the nat table; if that works, try rules in *other_tables* and with each of *features*."""
     reading = Attempts(attempts.modules, why_not="", load_modules=attempts.load_modules)
     nat = reading.attempt(
@@ -105,7 +106,7 @@ def try_rules(
         yield _try_feature(feature, tables, attempts)
 
 
-def _try_feature(feature: Feature, tables: Tables, attempts: Attempts) -> Finding:
+def _try_feature(feature: Feature, tables: Tables, attempts: Attempts) -> Requirement:
     family = tables.family
     own = [module.format(p=_prefix(family)) for module in feature.modules]
     compatible = ("nft_compat",) if tables.variant.nft and feature.modules else ()

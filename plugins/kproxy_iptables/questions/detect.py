@@ -1,6 +1,6 @@
 """Requirements of the mode on this node, tried with the programs that it would use."""
 
-from kproxy_core.backend.api import BackendSettings, Detection, Requirement, Trial
+from kproxy_core.backend.api import BackendSettings, Detection, Trial
 from kproxy_core.host.attempts import Attempts, sysctl_finding
 from kproxy_core.host.modules import Modules
 from kproxy_iptables.settings import read_settings
@@ -42,4 +42,4 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
             attempts = Attempts(modules, why_not=why_not, load_modules=load_modules)
             found += requirements.try_rules(
                 Tables(family, variant), attempts, _FEATURES, ("filter", "mangle"))
-    return Detection(_MODE, tuple(Requirement(*finding) for finding in found))
+    return Detection(_MODE, tuple(found))

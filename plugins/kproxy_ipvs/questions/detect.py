@@ -8,7 +8,7 @@ from itertools import product
 from kproxy_core.backend.api import BackendSettings, Detection, Requirement, Trial
 from kproxy_core.backend.errors import Unsupported
 from kproxy_core.host import programs
-from kproxy_core.host.attempts import Attempts, Finding, problem_of, sysctl_finding
+from kproxy_core.host.attempts import Attempts, problem_of, sysctl_finding
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.modules import Modules, kernel_version
 from kproxy_core.model.address import Family
@@ -58,10 +58,10 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
     if has_programs and variant is not None:
         for family in settings.families:
             found += _rules(Tables(family, variant), attempts)
-    return Detection(_MODE, tuple(Requirement(*finding) for finding in found))
+    return Detection(_MODE, tuple(found))
 
 
-def _kernel(attempts: Attempts, scheduler: str, families: tuple[Family, ...]) -> Iterator[Finding]:
+def _kernel(attempts: Attempts, scheduler: str, families: tuple[Family, ...]) -> Iterator[Requirement]:
     conntrack = "nf_conntrack" if kernel_version() >= _CONNTRACK_IN_ONE else "nf_conntrack_ipv4"
     for family, name in product(families, schedulers(scheduler)):
         yield attempts.attempt(
@@ -76,7 +76,7 @@ def _kernel(attempts: Attempts, scheduler: str, families: tuple[Family, ...]) ->
                 rests_on=("nfnetlink", "ip_set"))  # fmt: skip
 
 
-def _rules(tables: Tables, attempts: Attempts) -> Iterator[Finding]:
+def _rules(tables: Tables, attempts: Attempts) -> Iterator[Requirement]:
     set_name = names.IPVS_IPS.full_name(tables.family)
     features = (
         Feature("set match", ("xt_set", "ip_set_hash_ip"), f"-m set --match-set {set_name} dst -j RETURN"),
@@ -86,18 +86,18 @@ def _rules(tables: Tables, attempts: Attempts) -> Iterator[Finding]:
     return requirements.try_rules(tables, attempts, features, ("filter", "mangle"))
 
 
-def _ipset(modules: Modules, *, load_modules: bool) -> Finding:
+def _ipset(modules: Modules, *, load_modules: bool) -> Requirement:
     oldest = ".".join(map(str, _OLDEST_IPSET))
     what, remedy = f"ipset {oldest} or newer", f"install ipset {oldest} or newer"
     if not programs.find("ipset"):
-        return Finding(what, False, "not installed", remedy)
+        return Requirement(what, False, "not installed", remedy)
     if not load_modules and modules.not_loaded(["nfnetlink", "ip_set"]):
-        return Finding(what, True, "installed; not run, that would load ip_set", guessed=True)
+        return Requirement(what, True, "installed; not run, that would load ip_set", guessed=True)
     try:
         said = programs.run("ipset", "--version").stdout
     except HostError as error:
-        return Finding(what, False, str(error), remedy)
+        return Requirement(what, False, str(error), remedy)
     found = _VERSION.search(said)
     if found is None or (int(found[1]), int(found[2])) < _OLDEST_IPSET:
-        return Finding(what, False, said.strip() or "version unknown", remedy)
-    return Finding(what, True, f"ipset {found[1]}.{found[2]}")
+        return Requirement(what, False, said.strip() or "version unknown", remedy)
+    return Requirement(what, True, f"ipset {found[1]}.{found[2]}")

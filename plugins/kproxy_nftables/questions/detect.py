@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from kproxy_core.backend.api import BackendSettings, Detection, Requirement, Trial
 from kproxy_core.backend.errors import SyncFailed, Unsupported
 from kproxy_core.host import privileges
-from kproxy_core.host.attempts import Attempts, Finding
+from kproxy_core.host.attempts import Attempts
 from kproxy_core.host.modules import Modules, kernel_version
 from kproxy_core.model.address import Cidr, Family, Protocol, parse_cidr
 from kproxy_core.model.node import LocalSource, NodeView
@@ -46,9 +46,9 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
         if not binding.met:
             return Detection(_MODE, (_version(()), _privilege(allowed), binding))
         rules = [
-            Requirement(*finding)
+            rule
             for family in settings.families
-            for finding in _tried(kernel, attempts, family, FEATURES if inside else ())
+            for rule in _tried(kernel, attempts, family, FEATURES if inside else ())
         ]
     finally:
         kernel.close()
@@ -57,7 +57,7 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
 
 def _tried(
     kernel: Kernel, attempts: Attempts, family: Family, features: Iterable[Feature]
-) -> Iterator[Finding]:
+) -> Iterator[Requirement]:
     """Try each of *features*, then all rules together."""
     ip = NFT_FAMILY[family]
     for feature in features:

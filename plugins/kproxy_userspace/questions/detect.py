@@ -1,11 +1,12 @@
 """Requirements of the mode, tried with the programs that it would use."""
 
+from dataclasses import replace
 from functools import partial
 
 from kproxy_core.backend.api import BackendSettings, Detection, Requirement, Trial
 from kproxy_core.backend.errors import Unsupported
 from kproxy_core.host import programs
-from kproxy_core.host.attempts import Attempts, Finding, problem_of
+from kproxy_core.host.attempts import Attempts, problem_of
 from kproxy_core.host.modules import Modules
 from kproxy_core.model.address import Family, format_address
 from kproxy_userspace.settings import read_settings
@@ -54,10 +55,10 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
         found += [_by_nft(family, attempts) for family in settings.families]
     else:
         found += map(_rootless, by_iptables)
-    return Detection(_MODE, tuple(Requirement(*finding) for finding in found))
+    return Detection(_MODE, tuple(found))
 
 
-def _by_nft(family: Family, attempts: Attempts) -> Finding:
+def _by_nft(family: Family, attempts: Attempts) -> Requirement:
     create = partial(programs.output, "nft", "-f", "-", stdin=nft_skeleton(family))
     return _rootless(attempts.attempt(
         f"{family.label}: redirection by nft", _NFT_MODULES, partial(problem_of, create),
@@ -65,8 +66,8 @@ def _by_nft(family: Family, attempts: Attempts) -> Finding:
     ))  # fmt: skip
 
 
-def _rootless(finding: Finding) -> Finding:
+def _rootless(finding: Requirement) -> Requirement:
     """Add the remedy of serving without portals, unless the finding is met."""
     if finding.met:
         return finding
-    return finding._replace(remedy=f"{finding.remedy}, {_ROOTLESS}" if finding.remedy else _ROOTLESS)
+    return replace(finding, remedy=f"{finding.remedy}, {_ROOTLESS}" if finding.remedy else _ROOTLESS)

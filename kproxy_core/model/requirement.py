@@ -1,0 +1,15 @@
+"""A requirement of a mode, as found on this machine."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    what: str
+    met: bool
+    found: str
+    """The observation behind `met`, such as ``nft 1.0.6``."""
+    remedy: str = ""
+    """Advice for the operator; "" if met."""
+    guessed: bool = False
+    """Concluded from versions or files, not tried."""
