@@ -56,6 +56,8 @@ def test_questions_without_an_answer_end_with_one_line(node: Namespace) -> None:
 
     assert "no kproxy runs in this network namespace" in complaint("10.96.0.10:80")
     assert "near names: shop/web" in complaint("shop/wbe", "--mode=nftables", f"--manifests={SHOP}")
+    assert complaint("web", "--mode=nftables", "--manifests=/none") == (
+        "Error: --manifests: /none: there is no such directory")
 
 
 def test_damage_is_a_difference_until_it_is_repaired(node: Namespace, manifests: Path) -> None:

@@ -6,6 +6,7 @@ the result uncertain.
 
 import re
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 from kproxy_core.backend.api import KernelObject
@@ -119,24 +120,19 @@ class _Walk:
     def _chain(self, name: str) -> Outcome | bool:
         """Return the verdict of a chain; True: destination translated, False: none."""
         for text in self._table.rules(name):
-            rule = _IGNORED.sub("", text).strip()
-            end = self._rule(KernelObject(f"chain {name}", text), rule)
+            end = self._rule(KernelObject(f"chain {name}", text))
             if end is not None:
                 return end
         return False
 
-    def _rule(self, shown: KernelObject, rule: str) -> Outcome | bool | None:
+    def _rule(self, shown: KernelObject) -> Outcome | bool | None:
         """Return the verdict of a rule; None: the next one decides."""
-        rest = rule
-        while rest:
-            steps = ((found, do) for pattern, do in _STATEMENTS if (found := pattern.match(rest)))
-            step = next(steps, None)
-            if step is None:
-                self._strange = self._strange or rule
+        for statement in _statements(shown.text):
+            if statement is None:
+                self._strange = self._strange or shown.text
                 self._objects[KernelObject(shown.where, f"{shown.text}  (not understood)")] = None
                 return None
-            found, handle = step
-            rest = rest[found.end():].lstrip()
+            handle, found = statement
             end = handle(self, shown, found)
             if end is False:
                 return None
@@ -318,6 +314,7 @@ def _is_in(address: Address, found: "re.Match[str]") -> bool:
         found["no"])
 
 
+@lru_cache(maxsize=4096)
 def _network(text: str) -> Cidr:
     return parse_cidr(text if "/" in text else f"{text}/{len(parse_address(text)) * 8}")
 
@@ -360,3 +357,18 @@ _HANDLERS: dict[str, _Handler] = {
     rf"dnat (ip6? )?to {_IP}saddr map @(?P<map>{_NAME}?) ?: ?(?P<port>\d+)": _Walk._pin,
 }
 _STATEMENTS = tuple((re.compile(pattern), handler) for pattern, handler in _HANDLERS.items())
+
+
+@lru_cache(maxsize=4096)
+def _statements(rule: str) -> Sequence[tuple[_Handler, "re.Match[str]"] | None]:
+    """Return the statements of a rule in order, up to one that is not understood: None."""
+    found: list[tuple[_Handler, re.Match[str]] | None] = []
+    rest = _IGNORED.sub("", rule).strip()
+    while rest:
+        matches = ((handler, match) for pattern, handler in _STATEMENTS if (match := pattern.match(rest)))
+        statement = next(matches, None)
+        found.append(statement)
+        if statement is None:
+            break
+        rest = rest[statement[1].end():].lstrip()
+    return found

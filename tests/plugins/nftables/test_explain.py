@@ -27,6 +27,16 @@ def test_the_rules_in_the_kernel_decide_as_the_plans_say(family: Family, kernel:
 
 
 @FAMILIES
+def test_elements_that_are_read_at_once_decide_the_same(
+    family: Family, kernel: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = questions(family)
+    one_by_one = explain(asked, live=True)
+    monkeypatch.setattr("kproxy_nftables.inspection.explain._FEW", 0)
+    assert explain(asked, live=True) == one_by_one
+
+
+@FAMILIES
 def test_the_rules_that_would_be_written_decide_as_the_plans_say(family: Family) -> None:
     asked = questions(family)
     for question, side in zip(asked, explain(asked, live=False), strict=True):
