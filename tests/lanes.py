@@ -155,11 +155,13 @@ class Run:
 
 def run(lanes: Sequence[Lane], directory: Path) -> Counter[str]:
     """Run *lanes*, and return how many tests passed and failed."""
-    # kproxy starts a thousand times, also where PYTHONDONTWRITEBYTECODE is set: each would compile it again.
+    # kproxy starts a thousand times: each would compile it again where nothing keeps the bytecode.
+    environment = dict(os.environ)
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     for name in _CODE:
         compileall.compile_dir(CHECKOUT / name, quiet=1, workers=0)
     # Measured once, while nothing else runs; the lanes share the machine.
-    environment = {**os.environ, PATIENCE: f"{EACH_PROCESSOR * patience():.2f}"}
+    environment[PATIENCE] = f"{EACH_PROCESSOR * patience():.2f}"
     at_a_time = EACH_PROCESSOR * (os.cpu_count() or 1)
     waiting = [Run(lane, directory / f"{number}-{lane.name}.log") for number, lane in enumerate(lanes)]
     under_way: list[Run] = []

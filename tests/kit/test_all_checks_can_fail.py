@@ -78,7 +78,7 @@ def test_every_check_has_a_sabotage() -> None:
 @pytest.fixture
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the wait for expectations that do not come true."""
-    monkeypatch.setattr(player, "DEADLINE", 1.0)
+    monkeypatch.setattr(player, "DEADLINE", 0.7)
 
 
 @pytest.mark.usefixtures("hurry")
