@@ -125,6 +125,8 @@ class Family(enum.Enum):
         self.bits = self.size * 8
         self.af = socket.AF_INET if ipv4 else socket.AF_INET6
         """The address family of sockets and netlink messages; netfilter's NFPROTO numbers are the same."""
+        self.ip = "ip" if ipv4 else "ip6"
+        """The family in the names of nft, iptables and their kernel modules."""
         self.unspecified = Address(bytes(self.size))
         self.loopback = parse_address("127.0.0.1" if ipv4 else "::1")
         self.loopback_cidr = parse_cidr("127.0.0.0/8" if ipv4 else "::1/128")

@@ -16,7 +16,6 @@ from kproxy_core.plan.service_plan import Frontend
 CONNECTIONS = "connections"
 """The set of pairs of frontend and endpoint."""
 
-_NFT_FAMILY = {Family.IPV4: "ip", Family.IPV6: "ip6"}
 _ADDRESS_TYPE = {Family.IPV4: "ipv4_addr", Family.IPV6: "ipv6_addr"}
 _MOST = 1 << 18
 """Most elements of a set; beyond it, further ones are not counted."""
@@ -33,7 +32,7 @@ def set_of_connections(family: Family, table: str) -> str:
 def counting_set(family: Family, table: str, name: str, rest: str = "") -> str:
     """Return the command that adds a set of frontends, followed by the key types in *rest*."""
     key = f"{_ADDRESS_TYPE[family]} . inet_proto . inet_service{rest}"
-    return (f"add set {_NFT_FAMILY[family]} {table} {name} "
+    return (f"add set {family.ip} {table} {name} "
             f"{{ type {key}; flags dynamic,timeout; timeout {_KEPT}; size {_MOST}; }}")
 
 
@@ -52,7 +51,7 @@ def counting_table(family: Family, table: str) -> str:
 
     Its chains precede those that masquerade, which are the last that nat chains see of a connection.
     """
-    ip = _NFT_FAMILY[family]
+    ip = family.ip
     lines = [f"add table {ip} {table}", set_of_connections(family, table), f"add chain {ip} {table} count",
              f"flush chain {ip} {table} count"]
     lines += [f"add rule {ip} {table} count {rule}" for rule in count_rules(ip)]

@@ -22,7 +22,7 @@ _TABLE_NAME, _SET_NAME = 1, 2
 class CountingTable:
     def __init__(self, family: Family) -> None:
         self._family = family
-        self.name = f"{'ip' if family is Family.IPV4 else 'ip6'} {TABLE}"
+        self.name = f"{family.ip} {TABLE}"
 
     def exists(self) -> bool:
         """Return whether the kernel has the table. False where it cannot be asked."""

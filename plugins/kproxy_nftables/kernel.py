@@ -18,7 +18,7 @@ from kproxy_core.model.address import Family
 from kproxy_nft.elements import attributes_of, complete, parse_counters
 from kproxy_nftables import batch
 from kproxy_nftables.fingerprint import KINDS, Object, fingerprint, is_anonymous, parse_objects
-from kproxy_nftables.names import NFT_FAMILY, SERVICE_CIDRS, TABLE
+from kproxy_nftables.names import SERVICE_CIDRS, TABLE
 from kproxy_nftables.wanted import Element, Value
 
 if TYPE_CHECKING:
@@ -122,13 +122,13 @@ class Kernel:
 
         Before nft 1.1.0, only a list of all tables leaves the elements unread.
         """
-        of = NFT_FAMILY[family]
+        of = family.ip
         listed = re.search(rf"^table {of} {TABLE} .*?^}}", self._listed(f"ruleset {of}", terse=True), _LINES)
         return listed[0] if listed else ""
 
     def table_text(self, family: Family, table: str) -> str:
         """Return a *table* as nft prints it, with handles; "" if it does not exist."""
-        return self._listed(f"table {NFT_FAMILY[family]} {table}", terse=False)
+        return self._listed(f"table {family.ip} {table}", terse=False)
 
     def _listed(self, what: str, *, terse: bool) -> str:
         nft = self._libnftables()
@@ -154,7 +154,7 @@ class Kernel:
     def tables(self) -> set[tuple[str, str]]:
         """Return (family, name) of every table; none where the kernel lacks nf_tables."""
         return {
-            (NFT_FAMILY[family], netlink.text(netlink.attributes(*span)[_TABLE_ATTRIBUTE]))
+            (family.ip, netlink.text(netlink.attributes(*span)[_TABLE_ATTRIBUTE]))
             for family in Family
             for span in self._objects(batch.GETTABLE, family, b"")
         }
@@ -202,7 +202,7 @@ class Kernel:
                 found = netlink.attributes(*span)
                 port = int.from_bytes(found.get(_OWNER_ATTRIBUTE, b""), "big")
                 if port and port not in self.own_ports and netlink.text(found[_TABLE_ATTRIBUTE]) == TABLE:
-                    return f"; table {NFT_FAMILY[family]} {TABLE} is owned by another process{_name_of(port)}"
+                    return f"; table {family.ip} {TABLE} is owned by another process{_name_of(port)}"
         return ""
 
     def _names(self, kind: int, family: Family) -> set[str]:

@@ -14,7 +14,6 @@ from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.service import ServicePortKey
 
 TABLE = "kproxy"
-NFT_FAMILY = {Family.IPV4: "ip", Family.IPV6: "ip6"}
 ADDRESS_TYPE = {Family.IPV4: "ipv4_addr", Family.IPV6: "ipv6_addr"}
 
 # Verdict maps: frontend -> chain. README.md explains the elements of each.

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from kproxy_core.model.address import Family, format_address
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_nftables.names import ADDRESS_TYPE, ADMITTED, NFT_FAMILY, TABLE
+from kproxy_nftables.names import ADDRESS_TYPE, ADMITTED, TABLE
 from kproxy_nftables.wanted import affinity_groups, ranges_chain, record_chain
 
 AFFINITY_SIZE = 65536
@@ -24,7 +24,7 @@ def owned_objects(plan: ServicePlan) -> Owned:
     if not plan.affinity_seconds and not plan.source_ranges:
         return {}
     wanted: dict[str, str] = {}
-    family = NFT_FAMILY[plan.family]
+    family = plan.family.ip
     protocol = plan.key.protocol.name.lower()
     record: list[str] = []
     groups = _group_endpoints(plan)
@@ -67,7 +67,7 @@ def owned_objects(plan: ServicePlan) -> Owned:
 
 def delete_objects(family: Family, owned: Iterable[str]) -> str:
     """Return the commands that delete *owned* objects, in an order that the kernel accepts."""
-    table = f"{NFT_FAMILY[family]} {TABLE}"
+    table = f"{family.ip} {TABLE}"
     maps = [name for name in owned if name.startswith(_AFFINITY)]
     chains = [name for name in owned if not name.startswith(_AFFINITY)]
     return "".join(

@@ -12,7 +12,7 @@ from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_nft import counting
 from kproxy_nftables import names
-from kproxy_nftables.names import ADDRESS_TYPE, NFT_FAMILY, TABLE, Template
+from kproxy_nftables.names import ADDRESS_TYPE, TABLE, Template
 from kproxy_nftables.owned_chains import owned_objects
 
 BASE_CHAINS = {
@@ -82,7 +82,7 @@ def template_closure(wanted: Iterable[Template]) -> set[Template]:
 
 
 def service_cidrs(node: NodeView) -> str:
-    name = f"{NFT_FAMILY[node.family]} {TABLE} {names.SERVICE_CIDRS}"
+    name = f"{node.family.ip} {TABLE} {names.SERVICE_CIDRS}"
     text = f"flush set {name}\n"
     if node.service_cidrs:
         text += f"add element {name} {{ {', '.join(map(str, node.service_cidrs))} }}\n"
@@ -97,7 +97,7 @@ def rules_differ(one: NodeView, other: NodeView) -> bool:
 
 def delete_foreign(family: Family, chains: Iterable[str], containers: Iterable[str]) -> str:
     """Return the commands that delete chains, maps and sets, which may refer to each other."""
-    table = f"{NFT_FAMILY[family]} {TABLE}"
+    table = f"{family.ip} {TABLE}"
     chains = sorted(filter(_QUOTABLE, chains))
     return "".join(
         [f"flush chain {table} {name}\n" for name in chains]
@@ -108,7 +108,7 @@ def delete_foreign(family: Family, chains: Iterable[str], containers: Iterable[s
 
 def delete_table(family: Family) -> str:
     """Return the commands that delete the table of *family*, which need not exist."""
-    table = f"table {NFT_FAMILY[family]} {TABLE}"
+    table = f"table {family.ip} {TABLE}"
     return f"add {table}\ndelete {table}\n"
 
 
@@ -155,7 +155,7 @@ def _containers(text: "_Text") -> None:
 
 def _chains(node: NodeView) -> dict[str, list[str]]:
     """Return every chain with its rules. A chain precedes those that lead to it."""
-    ip = NFT_FAMILY[node.family]
+    ip = node.family.ip
     bit = 1 << node.masquerade_bit
     to_node = (
         f"fib daddr type local {ip} daddr != {str(node.family.loopback_cidr).removesuffix('/128')}"
@@ -245,7 +245,7 @@ def _leads_to(template: Template) -> list[Template]:
 
 
 def _template_rules(node: NodeView, template: Template) -> list[str]:
-    ip = NFT_FAMILY[node.family]
+    ip = node.family.ip
     mark = f"meta mark set meta mark or {1 << node.masquerade_bit:#010x}"
     rules: list[str] = []
     if template.policy in ("cluster", "local"):
@@ -303,7 +303,7 @@ class _Text:
 
     def __init__(self, family: Family) -> None:
         self.family = family
-        self.ip = NFT_FAMILY[family]
+        self.ip = family.ip
         self.table = f"{self.ip} {TABLE}"
         self._lines: list[str] = []
 

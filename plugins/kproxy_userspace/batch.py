@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_address, format_socket
 from kproxy_userspace import names
 from kproxy_userspace.names import PORTAL_CHAINS, TABLE
-from kproxy_userspace.skeleton import NFT_FAMILY, NFT_MAPS, NODE_PORTS, PIN, RANGED_VIPS, VIPS, nft_skeleton
+from kproxy_userspace.skeleton import NFT_MAPS, NODE_PORTS, PIN, RANGED_VIPS, VIPS, nft_skeleton
 from kproxy_userspace.wanted import Portal, Redirect
 from kproxy_xtables.rules import Jump
 
@@ -77,7 +77,7 @@ def _tables(lines: dict[str, list[str]]) -> str:
 
 
 def nft_change(family: Family, deletes: Iterable[Redirect], adds: Iterable[Redirect]) -> str:
-    ip = NFT_FAMILY[family]
+    ip = family.ip
     text = ""
     for action, redirects in (("delete", deletes), ("add", adds)):
         elements: dict[str, dict[str, str]] = {}
@@ -90,7 +90,7 @@ def nft_change(family: Family, deletes: Iterable[Redirect], adds: Iterable[Redir
 
 
 def nft_empty(family: Family) -> str:
-    return "".join(f"flush map {NFT_FAMILY[family]} {TABLE} {name}\n" for name in NFT_MAPS)
+    return "".join(f"flush map {family.ip} {TABLE} {name}\n" for name in NFT_MAPS)
 
 
 def nft_rewrite(family: Family, redirects: Iterable[Redirect], at: Address | None) -> str:

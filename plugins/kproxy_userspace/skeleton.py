@@ -22,8 +22,6 @@ PIN = '-m comment --comment "kproxy: established connections stay translated" -m
 When the last such rule of a family is deleted, the kernel stops translating established connections.
 """
 
-NFT_FAMILY = {Family.IPV4: "ip", Family.IPV6: "ip6"}
-
 NFT_MAPS = VIPS, RANGED_VIPS, NODE_PORTS = "vips", "ranged-vips", "node-ports"
 
 
@@ -34,7 +32,7 @@ def nft_target(at: Address | None) -> str:
 
 def nft_skeleton(family: Family, at: Address | None = None) -> str:
     """Return commands that replace the table by an empty one, for relays *at* an address or everywhere."""
-    ip = NFT_FAMILY[family]
+    ip = family.ip
     protocol = "meta l4proto { tcp, udp }"
     to = nft_target(at)
     address = "ipv4_addr" if family is Family.IPV4 else "ipv6_addr"

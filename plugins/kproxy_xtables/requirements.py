@@ -108,7 +108,7 @@ def try_rules(
 
 def _try_feature(feature: Feature, tables: Tables, attempts: Attempts) -> Requirement:
     family = tables.family
-    own = [module.format(p=_prefix(family)) for module in feature.modules]
+    own = [module.format(p=family.ip) for module in feature.modules]
     compatible = ("nft_compat",) if tables.variant.nft and feature.modules else ()
     rule = feature.spec.format(address=_ADDRESS[family])
     return attempts.attempt(
@@ -119,12 +119,8 @@ def _try_feature(feature: Feature, tables: Tables, attempts: Attempts) -> Requir
 def _table_modules(name: str, tables: Tables) -> tuple[str, ...]:
     if tables.variant.nft:
         return (*_NFT, "nft_chain_nat") if name == "nat" else _NFT
-    prefix = _prefix(tables.family)
-    return ("x_tables", f"{prefix}_tables", f"{prefix}table_{name}")
-
-
-def _prefix(family: Family) -> str:
-    return "ip" if family is Family.IPV4 else "ip6"
+    ip = tables.family.ip
+    return ("x_tables", f"{ip}_tables", f"{ip}table_{name}")
 
 
 def _adding(tables: Tables, table: str, spec: str) -> Callable[[], str]:

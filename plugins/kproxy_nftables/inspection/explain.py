@@ -13,7 +13,7 @@ from kproxy_nftables.inspection import kube_proxy
 from kproxy_nftables.inspection.kube_proxy import KubeProxyTable
 from kproxy_nftables.inspection.walk import Table, walk
 from kproxy_nftables.kernel import Kernel
-from kproxy_nftables.names import NFT_FAMILY, NODE_PORTS, SERVICE_CIDRS, TABLE, VIPS
+from kproxy_nftables.names import NODE_PORTS, SERVICE_CIDRS, TABLE, VIPS
 from kproxy_nftables.wanted import Value, elements, node_elements, parse_port_key, shared_elements, verdicts
 
 _FEW = 1000
@@ -42,7 +42,7 @@ def frontends(family: Family) -> list[Frontend]:
 
 def _kube_proxys(kernel: Kernel, family: Family) -> KubeProxyTable | None:
     """Return kube-proxy's table if it alone exists."""
-    tables = {name for of, name in kernel.tables() if of == NFT_FAMILY[family]}
+    tables = {name for of, name in kernel.tables() if of == family.ip}
     if TABLE in tables or kube_proxy.TABLE not in tables:
         return None
     text = kernel.table_text(family, kube_proxy.TABLE)
@@ -65,7 +65,7 @@ class _InKernel:
         self._elements: dict[str, dict[bytes, Value]] = {}
         self._rules = listed_rules(kernel.rules_text(family).splitlines())
         if not self._rules:
-            of = f"{NFT_FAMILY[family]} {TABLE}"
+            of = f"{family.ip} {TABLE}"
             raise BackendError(f"cannot read table {of}: it does not exist, or CAP_NET_ADMIN is missing")
 
     def rules(self, chain: str) -> Sequence[str]:

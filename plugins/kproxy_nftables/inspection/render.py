@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from kproxy_core.backend.api import Update
 from kproxy_core.model.address import Address, Family, Protocol, format_address
 from kproxy_nftables import names, skeleton
-from kproxy_nftables.names import NFT_FAMILY, TABLE
+from kproxy_nftables.names import TABLE
 from kproxy_nftables.wanted import Element, elements, node_elements, shared_elements, verdicts
 
 _ENDPOINT_MAPS = {name for name in names.ELEMENT_CONTAINERS if name.endswith("-endpoints")}
@@ -35,7 +35,7 @@ def elements_text(family: Family, wanted: Iterable[Element], command: str = "add
     for container, key, value in wanted:
         by_container.setdefault(container, []).append(_element_text(family, container, key, value))
     return "".join(
-        f"{command} element {NFT_FAMILY[family]} {TABLE} {container} {{\n    "
+        f"{command} element {family.ip} {TABLE} {container} {{\n    "
         + ",\n    ".join(sorted(lines))
         + "\n}\n"
         for container, lines in by_container.items()

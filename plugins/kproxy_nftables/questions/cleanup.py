@@ -2,8 +2,9 @@
 
 from kproxy_core.backend.api import Leftovers
 from kproxy_core.backend.errors import BackendError
+from kproxy_core.model.address import Family
 from kproxy_nftables.kernel import Kernel
-from kproxy_nftables.names import NFT_FAMILY, TABLE
+from kproxy_nftables.names import TABLE
 
 _KUBE_PROXY_TABLE = "kube-proxy"
 
@@ -26,7 +27,7 @@ def _deleted(names: tuple[str, ...], dry_run: bool) -> Leftovers:
             present = kernel.tables()
         except BackendError as error:
             return Leftovers("nftables", errors=(str(error),))
-        places = ((family, name) for family in NFT_FAMILY.values() for name in names)
+        places = ((family.ip, name) for family in Family for name in names)
         for family, name in sorted(present.intersection(places)):
             try:
                 if not dry_run:

@@ -13,7 +13,7 @@ from kproxy_core.model.address import Cidr, Family, Protocol, parse_cidr
 from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_nftables import skeleton
 from kproxy_nftables.kernel import BINDING_REMEDY, Kernel
-from kproxy_nftables.names import NFT_FAMILY, Template
+from kproxy_nftables.names import Template
 from kproxy_nftables.questions.features import FEATURES, PERMISSION, Feature, is_permission
 
 _MODE = "nftables"
@@ -59,7 +59,7 @@ def _tried(
     kernel: Kernel, attempts: Attempts, family: Family, features: Iterable[Feature]
 ) -> Iterator[Requirement]:
     """Try each of *features*, then all rules together."""
-    ip = NFT_FAMILY[family]
+    ip = family.ip
     for feature in features:
         text = feature.text(family)
         yield attempts.attempt(

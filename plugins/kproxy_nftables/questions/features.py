@@ -6,7 +6,6 @@ from typing import NamedTuple
 from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.model.address import Family
 from kproxy_nftables.kernel import Kernel
-from kproxy_nftables.names import NFT_FAMILY
 
 TABLE = "kproxy-check"
 """Exists only within a check. No packet passes through it."""
@@ -27,7 +26,7 @@ class Feature(NamedTuple):
 
     def text(self, family: Family, *, flags: str = "") -> str:
         """Return the commands that create a table with this feature only. *flags* are the table's."""
-        ip = NFT_FAMILY[family]
+        ip = family.ip
         where = f"{ip} {TABLE}"
         head = (f"add table {where} {{ {flags} }}", f"add chain {where} rules")
         lines = (line.format(ip=ip, t=where, r=f"add rule {where} rules") for line in self.lines)
@@ -73,7 +72,7 @@ def check(families: Iterable[Family], features: Iterable[Feature] = FEATURES) ->
     text = ""
     for family in families:
         text += "".join(feature.text(family, flags="flags dormant;") for feature in features)
-        text += f"delete table {NFT_FAMILY[family]} {TABLE}\n"
+        text += f"delete table {family.ip} {TABLE}\n"
     return text
 
 
@@ -92,7 +91,7 @@ def lacking(kernel: Kernel, families: Sequence[Family], features: Sequence[Featu
             except SyncFailed as refused:
                 if is_permission(refused):
                     return [f"permission denied, {PERMISSION}"]
-                problems.append(f"no {feature.what} in family {NFT_FAMILY[family]} ({refused})")
+                problems.append(f"no {feature.what} in family {family.ip} ({refused})")
     return problems
 
 

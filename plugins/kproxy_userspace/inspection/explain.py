@@ -16,7 +16,7 @@ from kproxy_userspace.kernel.bridges import bridged_sources
 from kproxy_userspace.kernel.portals import find_tables, may_have_portals
 from kproxy_userspace.names import PORTAL_CHAINS, TABLE, Endpoint
 from kproxy_userspace.settings import Settings
-from kproxy_userspace.skeleton import JUMPS, NFT_FAMILY
+from kproxy_userspace.skeleton import JUMPS
 from kproxy_userspace.wanted import Redirect, Wanted, wanted
 from kproxy_xtables.rules import ChainKey, jumps_by_chain
 from kproxy_xtables.walk import Flight, Ruleset, Walk, network
@@ -135,7 +135,7 @@ class _Portals:
         if tables is not None and may_have_portals(tables):
             self.rules = tables.chains("nat")
             return
-        listed = programs.run("nft", "list", "table", NFT_FAMILY[family], TABLE).stdout
+        listed = programs.run("nft", "list", "table", family.ip, TABLE).stdout
         self.elements = {found[1]: int(found[2]) for found in _ELEMENT.finditer(listed)}
 
     def follow(self, question: Question) -> tuple[int, list[KernelObject]]:

@@ -13,7 +13,7 @@ from kproxy_core.model.address import Address, Family
 from kproxy_userspace import batch
 from kproxy_userspace.names import NON_LOCAL, PORTAL_CHAINS, TABLE
 from kproxy_userspace.questions.removal import plan_cleanup
-from kproxy_userspace.skeleton import JUMPS, NFT_FAMILY, nft_skeleton, nft_target
+from kproxy_userspace.skeleton import JUMPS, nft_skeleton, nft_target
 from kproxy_userspace.wanted import Redirect
 from kproxy_xtables.cleanup import apply_removal
 from kproxy_xtables.dormant import dormant_tables
@@ -123,7 +123,7 @@ class NftPortals:
         self._own = own
         self._family = family
         self._at = at
-        self._table = (NFT_FAMILY[family], TABLE)
+        self._table = (family.ip, TABLE)
 
     def rewrite(self, redirects: Sequence[Redirect]) -> None:
         self._write(batch.nft_rewrite(self._family, redirects, self._at))

@@ -14,7 +14,6 @@ from kproxy_core.testing.conformance.bench import lonely_node
 from kproxy_nftables.backend import NftablesBackend
 from kproxy_nftables.inspection.explain import explain, frontends
 from kproxy_nftables.kernel import Kernel
-from kproxy_nftables.names import NFT_FAMILY
 from tests.plugins.explained import KnownPlans, differences_of, questions_about
 from tests.plugins.iptables import golden_cases
 from tests.plugins.nftables.kube_proxy_table import kube_proxys_table
@@ -49,7 +48,7 @@ def test_an_endpoint_that_kube_proxy_lost_is_named(case: str) -> None:
     with beside_kube_proxy(case) as plans:
         plan = next(plan for plan in plans.plans.values() if len(plan.cluster) > 1)
         lost = dict(plans.plans) | {plan.key: replace(plan, cluster=plan.cluster[:1])}
-        run(f"delete table {NFT_FAMILY[plan.family]} kube-proxy")
+        run(f"delete table {plan.family.ip} kube-proxy")
         run(kube_proxys_table(replace(golden_cases.update(case), plans=lost)))
         texts = {each["difference"] for each in found_in(plans) if each["service_port"] == str(plan.key)}
         assert f"endpoint {format_socket(*plan.cluster[1])} is missing" in texts
@@ -75,7 +74,7 @@ def test_the_endpoint_that_kube_proxy_remembers_for_a_client_is_found(family: Fa
         name = re.search(rf"affinity-\S+__{re.escape(host)}/", listed)
         assert name
         source = format_address(asked.packet.source)
-        run(f"add element {NFT_FAMILY[family]} kube-proxy {name[0]}{where.port} {{ {source} }}")
+        run(f"add element {family.ip} kube-proxy {name[0]}{where.port} {{ {source} }}")
         (side,) = explain([asked], live=True)
         assert side.remembered == where
 

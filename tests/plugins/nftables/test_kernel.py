@@ -148,11 +148,11 @@ def test_the_rendered_text_equals_the_programmed_table(
     wanted = rich(family)
     text = backend.kproxy_render(Update(family, Scope.RESYNC, NODES[family], wanted, wanted))
     resync(backend, wanted, NODES[family])
-    programmed = nft(f"list table {names.NFT_FAMILY[family]} kproxy")
-    nft(f"delete table {names.NFT_FAMILY[family]} kproxy")
+    programmed = nft(f"list table {family.ip} kproxy")
+    nft(f"delete table {family.ip} kproxy")
     (tmp_path / "rules.nft").write_text(text)
     nft(f"-f {tmp_path}/rules.nft")
-    assert normal(nft(f"list table {names.NFT_FAMILY[family]} kproxy")) == normal(programmed)
+    assert normal(nft(f"list table {family.ip} kproxy")) == normal(programmed)
 
 
 def normal(listing: str) -> list[str]:
