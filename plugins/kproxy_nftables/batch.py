@@ -15,6 +15,7 @@ from kproxy_core.host.netlink.messages import (
     Request,
     attribute,
     attribute_spans,
+    attributes,
     nested,
     text_attribute,
 )
@@ -150,27 +151,52 @@ def _verdict(text: str) -> bytes:
 def parse_elements(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, Value]]:
     """Yield the (key, value) of each element in the attributes of an element message."""
     for kind, list_start, list_end in attribute_spans(data, start, end):
-        if kind != _LIST_ELEMENTS:
+        if kind != _LIST_ELEMENTS or list_start == list_end:
+            continue
+        # The kernel writes most elements of a map alike, and there may be 100,000.
+        if alike := _alike(data, list_start, list_end):
+            yield from alike
             continue
         for _, element_start, element_end in attribute_spans(data, list_start, list_end):
-            key, value = b"", None
-            for part, part_start, part_end in attribute_spans(data, element_start, element_end):
-                if part == _ELEM_KEY:
-                    # It holds one attribute, the value.
-                    key = data[part_start + 4 : part_end]
-                elif part == _ELEM_DATA:
-                    value = _parse_data(data, part_start, part_end)
-            yield key, value
+            yield _parse_element(data, element_start, element_end)
+
+
+def _alike(data: bytes, start: int, end: int) -> list[tuple[bytes, Value]]:
+    """Return the elements of a list; none if they differ in more than keys and data."""
+    size = _ATTRIBUTE.unpack_from(data, start)[0]
+    key, value = _parse_element(data, start + 4, start + size)
+    if not isinstance(value, bytes) or size != 20 + len(key) + len(value) or (end - start) % size:
+        return []
+    layout = struct.Struct(f"12s{len(key)}s8s{len(value)}s")
+    heads = layout.unpack_from(data, start)[::2]
+    found: list[tuple[bytes, Value]] = []
+    for head, name, value_head, where in layout.iter_unpack(data[start:end]):
+        if (head, value_head) != heads:
+            return []
+        found.append((name, where))
+    return found
+
+
+def _parse_element(data: bytes, start: int, end: int) -> tuple[bytes, Value]:
+    key, value = b"", None
+    for part, part_start, part_end in attribute_spans(data, start, end):
+        if part == _ELEM_KEY:
+            # It holds one attribute, the value.
+            key = data[part_start + 4 : part_end]
+        elif part == _ELEM_DATA:
+            value = _parse_data(data, part_start, part_end)
+    return key, value
 
 
 def _parse_data(data: bytes, start: int, end: int) -> Value:
     size, kind = _ATTRIBUTE.unpack_from(data, start)
-    if kind & 0x3FFF == _DATA_VALUE:
-        return data[start + 4 : start + size]
-    text = ""
-    for part, part_start, part_end in attribute_spans(data, start + 4, start + size):
-        if part == _VERDICT_CODE:
-            text = _VERDICT_NAMES.get(struct.unpack_from(">i", data, part_start)[0], "?") + text
-        elif part == _VERDICT_CHAIN:
-            text += " " + data[part_start : part_end - 1].decode(errors="replace")
-    return text
+    inner = data[start + 4 : start + size]
+    return inner if kind & 0x3FFF == _DATA_VALUE else _parse_verdict(inner)
+
+
+@lru_cache(maxsize=4096)
+def _parse_verdict(data: bytes) -> str:
+    parts = attributes(data, 0, len(data))
+    text = _VERDICT_NAMES.get(struct.unpack(">i", parts[_VERDICT_CODE])[0], "?")
+    chain = parts.get(_VERDICT_CHAIN)
+    return text if chain is None else f"{text} {chain[:-1].decode(errors='replace')}"
