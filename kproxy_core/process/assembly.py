@@ -3,12 +3,13 @@
 import logging
 import socket
 import time
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kproxy_core import __version__
+from kproxy_core.backend.api import BackendSettings
 from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.backend.registry import Registry
 from kproxy_core.config.check import FEATURE_GATES
@@ -23,7 +24,7 @@ from kproxy_core.model.service import ServiceName
 from kproxy_core.modes.control import ControlServer
 from kproxy_core.modes.journal import Journal
 from kproxy_core.modes.retiring import RetiringModes
-from kproxy_core.modes.switch import ModeSwitch
+from kproxy_core.modes.switch import ModeSwitch, Terms
 from kproxy_core.modes.takeover import Takeover
 from kproxy_core.observe import logs
 from kproxy_core.observe.events.recorder import EventRecorder
@@ -42,7 +43,6 @@ from kproxy_core.process import preparation
 from kproxy_core.process.choice import Choice, choose
 from kproxy_core.process.ending import stop_on_signals
 from kproxy_core.process.family_checks import doubts, unservable
-from kproxy_core.process.inspection.running import Inspection
 from kproxy_core.process.overview import Overview, explain
 from kproxy_core.process.steering import FollowedFile, answer_requests
 from kproxy_core.process.terms import (
@@ -66,6 +66,7 @@ from kproxy_core.sync.stale_flows import CleanupResult, FlowCleaner, StaleFlowOb
 if TYPE_CHECKING:
     from kproxy_core.apiclient.access import CurrentAccess
     from kproxy_core.apiclient.requests import ApiRequest, Observe
+    from kproxy_core.process.inspection.running import Inspection
 
 log = logging.getLogger("kproxy.run")
 
@@ -224,12 +225,19 @@ class _Proxy:
             self._loop, registry, self._retiring, journal, instance=instance, configured=configuration.mode,
             terms=terms, mode_changed=self._mode_changed,
         )
-        self._inspection = Inspection(
-            self._loop, registry, self._switch, settings_of=settings_of, terms=terms, store=self._store,
-            about=self._about)
+        self._inspection = cache(partial(self._make_inspection, settings_of, terms))
         self._metrics.add_collector(lambda: [*self._switch.instance.measure(), self._retiring.measure()])
         self._takeover = Takeover(registry, settings_of, self._switch, self._retiring, self._health)
         self._failures: list[str] = []
+
+    def _make_inspection(
+        self, settings_of: Callable[[str], BackendSettings], terms: Callable[[str], Terms],
+    ) -> "Inspection":
+        from kproxy_core.process.inspection.running import Inspection  # a start needs none of what it imports
+
+        return Inspection(
+            self._loop, self._registry, self._switch, settings_of=settings_of, terms=terms, store=self._store,
+            about=self._about)
 
     def _make_loop(self, instance: BackendInstance) -> Loop:
         return Loop(

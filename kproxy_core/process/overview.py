@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kproxy_core.explain.request import NoAnswer
 from kproxy_core.model.address import format_socket
@@ -13,11 +13,13 @@ from kproxy_core.observe.health import ProxyHealth
 from kproxy_core.observe.http.routes import About
 from kproxy_core.observe.sync_history import SyncHistory
 from kproxy_core.plan.service_plan import Frontend
-from kproxy_core.process.inspection.running import Inspection
 from kproxy_core.sync.family_plans import FamilyPlans
 from kproxy_core.sync.loop import Loop
 from kproxy_core.traffic.recorder import TrafficRecorder
 from kproxy_core.traffic.totals import EndpointTotal, Failure, Total
+
+if TYPE_CHECKING:
+    from kproxy_core.process.inspection.running import Inspection
 
 _AT_ONCE = 50
 """Service ports that the loop's thread describes in one call."""
@@ -99,10 +101,10 @@ class Overview:
                 "counted": self._traffic is not None}
 
 
-def explain(inspection: Inspection, asked: Mapping[str, Any]) -> Mapping[str, Any]:
+def explain(inspection: Callable[[], "Inspection"], asked: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the answer to a question about packets, or the reason for which there is none."""
     try:
-        return {"packets": inspection.explain(asked)}
+        return {"packets": inspection().explain(asked)}
     except NoAnswer as error:
         return {"packets": [], "problem": str(error)}
 

@@ -28,13 +28,10 @@ _TRIM_BYTES = 128 << 10
 
 
 def tune_interpreter() -> None:
-    """Switch threads faster, pause garbage collection until the first sync, and have glibc trim its heap."""
+    """Switch threads faster, and have glibc trim its heap."""
     # A waiting thread asks for the interpreter's lock only after this long. The default of 5 ms exceeds
     # all other latency between a change and its rules.
     sys.setswitchinterval(0.0005)
-    # Objects that are read at the start live on. Searching them for cycles would take longer than the
-    # first sync itself, and find none.
-    gc.disable()
     # By default glibc keeps twice the largest block that was ever freed.
     with suppress(AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)

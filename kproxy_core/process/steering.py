@@ -4,7 +4,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kproxy_core.backend.api import Caveat
 from kproxy_core.config.file import ConfigError, load
@@ -13,14 +13,18 @@ from kproxy_core.host.files.file_watch import FileWatch
 from kproxy_core.modes.control import Handler, ReportProgress, RequestRefused
 from kproxy_core.modes.switch import Comparison, ModeSwitch, SwitchFailed
 from kproxy_core.observe.events.recorder import EventRecorder
-from kproxy_core.process.inspection.running import Inspection
 from kproxy_core.process.overview import Overview
 from kproxy_core.process.terms import Configuration
+
+if TYPE_CHECKING:
+    from kproxy_core.process.inspection.running import Inspection
 
 log = logging.getLogger("kproxy.run")
 
 
-def answer_requests(switch: ModeSwitch, inspection: Inspection, overview: Overview) -> Handler:
+def answer_requests(
+    switch: ModeSwitch, inspection: Callable[[], "Inspection"], overview: Overview,
+) -> Handler:
     """Return the handler of the control socket's requests."""
 
     def answer(request: Mapping[str, Any], report_progress: ReportProgress) -> Mapping[str, Any]:
@@ -31,19 +35,19 @@ def answer_requests(switch: ModeSwitch, inspection: Inspection, overview: Overvi
                     return {"mode": switch.instance.mode, "configured": switch.configured}
                 case {"do": "compare", "mode": str(mode)}:
                     found = _described(switch.compare(mode))
-                    return {"mode": switch.instance.mode, **found, "kernel": inspection.operations(mode)}
+                    return {"mode": switch.instance.mode, **found, "kernel": inspection().operations(mode)}
                 case {"do": "explain", "to": str()}:
-                    return {"mode": switch.instance.mode, "packets": inspection.explain(request)}
+                    return {"mode": switch.instance.mode, "packets": inspection().explain(request)}
                 case {"do": "diff"}:
-                    return {"mode": switch.instance.mode, "differences": inspection.differences()}
+                    return {"mode": switch.instance.mode, "differences": inspection().differences()}
                 case {"do": "targets", "service": str(service)}:
-                    return {"mode": switch.instance.mode, "targets": inspection.targets(service)}
+                    return {"mode": switch.instance.mode, "targets": inspection().targets(service)}
                 case {"do": "top", "search": str(search), "sort": str(sort), "count": int(count)}:
                     return {"status": overview.status(), **overview.services(search, sort, count=count)}
                 case {"do": "report"}:
-                    return {"mode": switch.instance.mode, **inspection.report()}
+                    return {"mode": switch.instance.mode, **inspection().report()}
                 case {"do": "plans"}:
-                    return {"mode": switch.instance.mode, "plans": inspection.plans()}
+                    return {"mode": switch.instance.mode, "plans": inspection().plans()}
         except (SwitchFailed, NoAnswer) as error:
             raise RequestRefused(str(error)) from error
         raise RequestRefused("unknown request")

@@ -12,10 +12,6 @@ from kproxy_core.host.netlink.commits import CommitWatch
 from kproxy_core.model.address import Family
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_nftables.family import FamilyState
-from kproxy_nftables.inspection.explain import explain, frontends
-from kproxy_nftables.inspection.preview import preview
-from kproxy_nftables.inspection.render import render_text
-from kproxy_nftables.inspection.traffic import connections
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.questions.features import PERMISSION, lacking
 from kproxy_nftables.watch import watch
@@ -24,7 +20,10 @@ log = logging.getLogger("kproxy.nftables")
 
 
 class NftablesBackend:
-    """Programs one table for each IP family; see `kproxy_core.backend.hookspecs` for the contract."""
+    """Programs one table for each IP family; see `kproxy_core.backend.hookspecs` for the contract.
+
+    What only answers questions is imported with the first of these.
+    """
 
     def __init__(self, settings: api.BackendSettings) -> None:
         self._kernel = Kernel()
@@ -54,22 +53,32 @@ class NftablesBackend:
     @hookimpl
     def kproxy_render(self, update: api.Update) -> str:
         """Return the whole table as input for `nft -f`."""
+        from kproxy_nftables.inspection.render import render_text
+
         return render_text(update, counted=self._counted)
 
     @hookimpl
     def kproxy_preview(self, update: api.Update) -> api.Preview:
+        from kproxy_nftables.inspection.preview import preview
+
         return preview(update, counted=self._counted)
 
     @hookimpl
     def kproxy_explain(self, questions: Sequence[api.Question], live: bool) -> Sequence[api.KernelSide]:
+        from kproxy_nftables.inspection.explain import explain
+
         return explain(questions, live=live)
 
     @hookimpl
     def kproxy_frontends(self, family: Family) -> Sequence[Frontend]:
+        from kproxy_nftables.inspection.explain import frontends
+
         return frontends(family)
 
     @hookimpl
     def kproxy_traffic(self, family: Family) -> Sequence[api.Connections]:
+        from kproxy_nftables.inspection.traffic import connections
+
         return connections(family)
 
     @hookimpl

@@ -4,6 +4,7 @@ The guest's system calls are several times as dear as a machine's, so what count
 profiler would measure the calls with which it reads the clock; so the parts of a full sync are timed.
 """
 
+import gc
 import subprocess
 import sys
 import time
@@ -61,6 +62,7 @@ def bench(services: int) -> None:
     for number in range(services):
         wanted |= planned(number)
     full = full_update(NODE, wanted)
+    gc.disable()
     preparation.tune_interpreter()
     backend = IpvsBackend(BackendSettings((Family.IPV4,)))
     measure("first sync", lambda: backend.kproxy_sync(full))
