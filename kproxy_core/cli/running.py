@@ -94,7 +94,6 @@ def open_registry(plugins: Iterable[str]) -> Registry:
 
 
 def warn_of_broken(registry: Registry) -> None:
-    """Name the plugins that were left out."""
     for broken in registry.broken:
         click.echo(f"Warning: {broken}", err=True)
 

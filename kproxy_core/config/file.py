@@ -64,8 +64,6 @@ class LoggingOptions(_Section, frozen=True, kw_only=True, rename="camel"):
 
 
 class VModule(_Section, frozen=True, kw_only=True, rename="camel"):
-    """The verbosity of some source files."""
-
     file_pattern: str = ""
     verbosity: int = 0
 

@@ -15,8 +15,6 @@ from kproxy_core.host.programs import ProgramFailed
 
 
 class Presence(enum.Enum):
-    """The availability of something that may be a module."""
-
     LOADED = "loaded"
     BUILT_IN = "built in"
     LOADABLE = "loadable"

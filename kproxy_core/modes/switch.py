@@ -40,8 +40,6 @@ class SwitchFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """The settings that the configuration gives a mode."""
-
     settings: BackendSettings
     node: NodeSettings
     pacing: Callable[[], Pacing]

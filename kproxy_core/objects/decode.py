@@ -130,8 +130,6 @@ _decode_identified = msgspec.json.Decoder(_Identified).decode
 
 
 class Decoder(Protocol[V]):
-    """Decodes objects of one kind from JSON or protobuf."""
-
     def page(self, data: bytes) -> Page[V]:
         """Read one page of a LIST. Raises Malformed if it is no list at all."""
 

@@ -212,7 +212,5 @@ class EndpointSubset(Struct, frozen=True, gc=False, rename="camel"):
 
 
 class Endpoints(Struct, frozen=True, gc=False):
-    """core/v1 Endpoints, the predecessor of EndpointSlice."""
-
     metadata: EndpointsMeta | None = None
     subsets: list[EndpointSubset] | None = None

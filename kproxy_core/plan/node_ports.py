@@ -36,8 +36,6 @@ NodePortChoice = Everywhere | WithinNetworks | PrimaryOnly
 
 
 class NodePortSelection(NamedTuple):
-    """The result for one family, in the terms of `NodeView`."""
-
     addresses: tuple[Address, ...]
     """Sorted, without loopback."""
     anywhere: bool = False

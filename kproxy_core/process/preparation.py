@@ -64,7 +64,6 @@ def protect_from_oom_killer(score: int) -> None:
 
 
 def limits(config: Config) -> ConntrackLimits:
-    """Return the configured limits and timeouts of tracked connections."""
     return ConntrackLimits(**{field.name: getattr(config.conntrack, field.name)
                               for field in fields(ConntrackLimits)})  # fmt: skip
 

@@ -23,8 +23,6 @@ class StartFailed(Exception):
 
 
 class Configuration:
-    """Flags and file, resolved for any mode."""
-
     def __init__(self, flags: Flags, file: FileConfig | None) -> None:
         self.flags = flags
         self.file = file

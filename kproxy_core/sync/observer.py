@@ -58,8 +58,6 @@ class Synced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncFailure:
-    """A failed sync of one family. It will be retried."""
-
     family: Family
     scope: Scope
     seconds: float

@@ -36,7 +36,6 @@ class Backoff:
         self._next = self._first
 
     def reset(self) -> None:
-        """Start again with the first delay."""
         self._next = self._first
 
     def hasten(self) -> None:

@@ -50,7 +50,6 @@ class Failures:
             self._watch.close()
 
     def read(self) -> None:
-        """Report the connections that have no answer yet."""
         timeout = _syn_timeout()
         for family in self._families:
             try:

@@ -32,8 +32,6 @@ _MOST_FAILURES = 1 << 20
 
 
 class _Source:
-    """A backend that counts, and its last counts."""
-
     def __init__(self, instance: BackendInstance, counts: Counts) -> None:
         self.instance = instance
         self.counts = counts

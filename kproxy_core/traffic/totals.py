@@ -31,8 +31,6 @@ class Pair(NamedTuple):
 
 
 class Failure(enum.Enum):
-    """An outcome of a forwarded TCP connection."""
-
     REFUSED = "refused"
     """The endpoint answered the SYN with a reset."""
     UNANSWERED = "unanswered"
@@ -85,8 +83,6 @@ class _Count:
 
 
 class Counts:
-    """The last counts of one backend."""
-
     def __init__(self, known: Iterable[tuple[Pair, int]] = ()) -> None:
         self._counts = {pair: _Count(number) for pair, number in known}
 

@@ -32,7 +32,6 @@ class Difference:
 
     @property
     def operations(self) -> int:
-        """Number of elements written or deleted."""
         parts = (self.withdrawn, self.updates, self.unused)
         return sum(len(elements) for part in parts for elements in part.values())
 

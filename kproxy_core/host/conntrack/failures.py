@@ -27,8 +27,6 @@ _SIZE = struct.Struct("=H")
 
 
 class Ended(NamedTuple):
-    """A TCP connection that was translated, and ended by a reset."""
-
     family: Family
     destination: Address
     port: int

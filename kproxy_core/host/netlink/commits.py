@@ -28,8 +28,6 @@ _TABLE: Final = 1
 
 
 class Kind(enum.StrEnum):
-    """A kind of change to an object of nf_tables."""
-
     TABLE_ADDED = "table added"
     TABLE_DELETED = "table deleted"
     CHAIN_ADDED = "chain added"

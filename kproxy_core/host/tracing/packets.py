@@ -68,7 +68,6 @@ class Tracer:
         self._known: set[_Key] = set()
 
     def trace(self, event: TraceEvent, now: float) -> None:
-        """Take in an announcement about rules."""
         if event.table == self._table:
             if event.handle and event.way is not None:
                 self._begin_trace(event.packet, (event.protocol, event.way), now)
@@ -83,7 +82,6 @@ class Tracer:
         packet.dropped = packet.dropped or event.verdict == "drop"
 
     def flow(self, event: FlowEvent, now: float) -> None:
-        """Take in an announcement about a flow."""
         key = event.protocol, event.original
         packet = self._packets.get(key)
         if packet is None and event.change is Change.NEW and self._is_wanted(event):

@@ -126,7 +126,6 @@ def make_endpoint(address: str, number: int) -> Json:
 
 
 def generate(opts: Options) -> Objects:
-    """Return the nodes, servicecidrs, services and endpointslices."""
     rng = random.Random(opts.seed)
     services: list[Json] = []
     slices: list[Json] = []

@@ -26,8 +26,6 @@ def encode(value: object) -> bytes:
 
 
 class ApiError(Exception):
-    """An answer other than success."""
-
     def __init__(self, code: int, reason: str, message: str) -> None:
         super().__init__(message)
         self.code = code

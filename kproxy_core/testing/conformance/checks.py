@@ -17,8 +17,6 @@ class NotApplicable(Exception):
 
 
 class Check(NamedTuple):
-    """One check of a backend, in a network namespace of its own."""
-
     name: str
     about: str
     """The property that must hold, in a sentence."""

@@ -192,7 +192,6 @@ class ProxyDriver(Driver):
         self._process: Process | None = None
 
     def arguments(self, mode: str, config: Path) -> list[str]:
-        """Return the command line options that start the proxy."""
         raise NotImplementedError
 
     def _start(self, mode: str, config: Mapping[str, Any] | None) -> None:

@@ -25,7 +25,6 @@ class NodeCgroup:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Move the calling thread into the cgroup."""
         thread = threading.get_native_id()
         _write(self.path / "cgroup.threads", thread)
         try:

@@ -33,8 +33,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of one attempt to talk to an address."""
-
     kind: str
     """`REACHED`, `REFUSED`, `DROPPED`, `UNREACHABLE` or `BROKEN`."""
     endpoint: str = ""

@@ -199,7 +199,6 @@ class Namespace:
 
 @contextlib.contextmanager
 def _current() -> Iterator[int]:
-    """Yield a handle of the calling thread's namespace."""
     handle = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
         yield handle

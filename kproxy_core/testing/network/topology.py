@@ -26,8 +26,6 @@ PODS = ("pod1", "pod2", "pod3", "pod4")
 
 
 class Topology:
-    """The namespaces, links, addresses and routes."""
-
     def __init__(
         self, node_cgroup: NodeCgroup | None = None,
         make: Callable[[str, NodeCgroup | None], Namespace] = Namespace,
