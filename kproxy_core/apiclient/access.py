@@ -201,10 +201,7 @@ class CurrentAccess:
             return self._now
 
     def renew(self, refused: Access) -> None:
-        """Load the options again if that may give other credentials than *refused*, taken from here.
-
-        Raises AccessError, having changed nothing.
-        """
+        """Load the options again if that may replace *refused* credentials. AccessError changes nothing."""
         with self._lock:
             if self._now is refused and (refused.generated or refused.is_outdated(self._wall())):
                 self._now = load_access(*self._options)

@@ -145,10 +145,7 @@ class ApiRequests:
         self._take_current()
 
     def renew(self, error: Exception) -> None:
-        """Load the credentials again if *error* may be due to credentials, or a CA, that are no longer valid.
-
-        Raises AccessError, having changed nothing.
-        """
+        """Load the credentials again if *error* may be due to them or a CA. AccessError changes nothing."""
         if (error.code == 401 if isinstance(error, Refusal)
                 else self._access.tls is not None and _is_about_tls(error)):
             self._current.renew(self._access)

@@ -134,10 +134,7 @@ def kproxy_relays(family: Family, key: ServicePortKey) -> frozenset[int]:
 
 @hookspec(firstresult=True)
 def kproxy_render(update: api.Update) -> str:
-    """Return the complete rules for *update* as text in the mechanism's own language.
-
-    Leaves the kernel alone and needs no privileges.
-    """
+    """Return the complete rules for *update* as the mechanism's text. Needs no kernel and no privileges."""
     raise NotImplementedError
 
 

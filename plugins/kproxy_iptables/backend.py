@@ -43,10 +43,7 @@ class IptablesBackend:
 
     @hookimpl
     def kproxy_begin(self) -> bool:
-        """Choose between nf_tables and legacy.
-
-        Raises Unsupported without a working iptables, SyncFailed while another program holds its lock.
-        """
+        """Choose a variant of iptables. Raises Unsupported, or SyncFailed while its lock is held."""
         self._families = self._open()
         return True
 
