@@ -18,7 +18,7 @@ from kproxy_iptables.inspection.preview import preview
 from kproxy_iptables.inspection.render import render_text
 from kproxy_iptables.settings import read_settings
 from kproxy_iptables.watch import Watcher, read_generation
-from kproxy_nft.table import CountingTable, clean_up_counts
+from kproxy_nft.table import Counting, clean_up_counts
 from kproxy_xtables.tables import Tables, Unusable
 from kproxy_xtables.variant import NoVariant, find_variant
 
@@ -38,8 +38,7 @@ class IptablesBackend:
         self._watcher: Watcher | None = None
         self._generation = 0
         """Last commit to nf_tables before the watch."""
-        self._not_counting = False
-        """Connections cannot be counted, which has been logged."""
+        self._counting = Counting(own=self._own)
 
     @hookimpl
     def kproxy_begin(self) -> bool:
@@ -55,7 +54,7 @@ class IptablesBackend:
         family = self._families[update.family]
         try:
             if self._counted and update.scope is api.Scope.RESYNC:
-                self._count(update.family)
+                self._counting.ensure(update.family)
             report = sync_family(family, update)
         except HostError as error:
             raise SyncFailed(str(error)) from error
@@ -82,7 +81,7 @@ class IptablesBackend:
 
     @hookimpl
     def kproxy_traffic(self, family: Family) -> Sequence[api.Connections]:
-        return CountingTable(family).read()
+        return self._counting.read(family)
 
     @hookimpl
     def kproxy_watch(self, damaged: api.Damage) -> bool:
@@ -103,18 +102,6 @@ class IptablesBackend:
     def kproxy_close(self) -> None:
         if self._watcher is not None:
             self._watcher.close()
-
-    def _count(self, family: Family) -> None:
-        """Have nf_tables count connections: rules of iptables would lose their counts with every change.
-
-        Without nft, which is logged once, none are counted.
-        """
-        try:
-            CountingTable(family).write(self._own)
-        except HostError as error:
-            if not self._not_counting:
-                log.warning("connections are not counted", extra={"fields": {"error": str(error)}})
-            self._not_counting = True
 
     def _open(self) -> dict[Family, FamilyState]:
         try:

@@ -21,6 +21,7 @@ from kproxy_ipvs.names import SETS
 from kproxy_ipvs.settings import read_settings
 from kproxy_ipvs.wanted import schedulers
 from kproxy_ipvs.watch import DeviceWatch
+from kproxy_nft.table import Counting, clean_up_counts
 from kproxy_xtables.tables import Tables, Unusable
 from kproxy_xtables.variant import NoVariant, Variant, find_variant
 
@@ -34,6 +35,7 @@ class IpvsBackend:
         """Raises Unsupported for settings that this mode does not know."""
         self._given = settings
         self._settings = read_settings(settings)
+        self._counting = Counting(ipvs=True)
         self._servers: VirtualServers | None = None
         self._families: dict[str, FamilyState] = {}
         self._watch: DeviceWatch | None = None
@@ -53,6 +55,8 @@ class IpvsBackend:
         try:
             if update.scope is api.Scope.RESYNC:
                 requirements.ensure_settings(self._settings)
+                if self._given.count_traffic:
+                    self._counting.ensure(update.family)
             return sync_family(state, update)
         except HostError as error:
             raise SyncFailed(str(error)) from error
@@ -73,6 +77,10 @@ class IpvsBackend:
     @hookimpl
     def kproxy_frontends(self, family: Family) -> Sequence[Frontend]:
         return frontends(family)
+
+    @hookimpl
+    def kproxy_traffic(self, family: Family) -> Sequence[api.Connections]:
+        return self._counting.read(family)
 
     @hookimpl
     def kproxy_watch(self, damaged: api.Damage) -> bool:
@@ -133,6 +141,8 @@ class IpvsBackend:
                 servers.set_timeouts(*self._settings.timeouts)
             except HostError as error:
                 log.warning("connection timeouts could not be set", extra={"fields": {"error": str(error)}})
+        if not self._given.count_traffic:
+            clean_up_counts("ipvs", dry_run=False, ipvs=True)  # An earlier process may have counted.
         self._families = {
             family.label: FamilyState(family, self._settings, servers, Tables(family, variant))
             for family in self._given.families

@@ -15,7 +15,7 @@ def kproxy_describe() -> api.Description:
     return api.Description(
         mode=MODE,
         summary="virtual servers of the kernel's IPVS, with ipsets and constant iptables rules",
-        contract=(1, 5),
+        contract=(1, 6),
         preference=10,
         fallback="iptables",
         interfaces=("kube-ipvs0",),

@@ -16,6 +16,7 @@ from kproxy_core.plan.service_plan import Frontend
 CONNECTIONS = "connections"
 """The set of pairs of frontend and endpoint."""
 
+_DIALLED = "dialled"
 _ADDRESS_TYPE = {Family.IPV4: "ipv4_addr", Family.IPV6: "ipv6_addr"}
 _MOST = 1 << 18
 """Most elements of a set; beyond it, further ones are not counted."""
@@ -46,20 +47,30 @@ def count_rules(ip: str) -> list[str]:
     ]
 
 
-def counting_table(family: Family, table: str) -> str:
+def counting_table(family: Family, table: str, *, ipvs: bool) -> str:
     """Return the commands for a table that counts whatever any rules of this machine translate.
 
     Its chains precede those that masquerade, which are the last that nat chains see of a connection.
+
+    *ipvs*: count what IPVS translates, too. Its connections have no status of their own (ip_vs_nfct.c), but
+    are dialled at a local address, which chains before IPVS note in a set. Connections to the node itself are
+    counted with them: their endpoint is the dialled socket.
     """
     ip = family.ip
-    lines = [f"add table {ip} {table}", set_of_connections(family, table), f"add chain {ip} {table} count",
-             f"flush chain {ip} {table} count"]
-    lines += [f"add rule {ip} {table} count {rule}" for rule in count_rules(ip)]
-    for hook in ("postrouting", "input"):
-        lines += [
-            f"add chain {ip} {table} {hook} {{ type nat hook {hook} priority 99; policy accept; }}",
-            f"flush chain {ip} {table} {hook}", f"add rule {ip} {table} {hook} ct status dnat jump count",
-        ]  # fmt: skip
+    lines = [f"add table {ip} {table}", set_of_connections(family, table)]
+    chains = {"count": ("", count_rules(ip))}
+    translated = ["ct status dnat goto count"]
+    if ipvs:
+        lines.append(f"add set {ip} {table} {_DIALLED} "
+                     f"{{ type {_ADDRESS_TYPE[family]}; flags dynamic,timeout; timeout 10s; size {_MOST}; }}")
+        note = [f"fib daddr type local update @{_DIALLED} {{ {ip} daddr }}"]
+        chains |= {hook: (f"type nat hook {hook} priority -101", note) for hook in ("prerouting", "output")}
+        translated.append(f"ct original {ip} daddr @{_DIALLED} goto count")
+    chains |= {hook: (f"type nat hook {hook} priority 99", translated) for hook in ("postrouting", "input")}
+    for chain, (place, rules) in chains.items():
+        lines += [f"add chain {ip} {table} {chain}" + (f" {{ {place}; policy accept; }}" if place else ""),
+                  f"flush chain {ip} {table} {chain}"]
+        lines += [f"add rule {ip} {table} {chain} {rule}" for rule in rules]
     return "".join(f"{line}\n" for line in lines)
 
 

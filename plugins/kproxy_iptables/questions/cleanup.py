@@ -15,8 +15,7 @@ from kproxy_xtables.variant import Variant, find_used_and_unused, find_variants
 def cleanup(*, dry_run: bool) -> Leftovers:
     """Remove all rules from both variants, nf_tables and legacy, and both families, and the counts."""
     rules = _clean(find_variants(), dry_run=dry_run)
-    removed, errors = clean_up_counts("iptables", dry_run=dry_run)
-    return Leftovers.merged("iptables", [rules, Leftovers("iptables", tuple(removed), tuple(errors))])
+    return Leftovers.merged("iptables", [rules, clean_up_counts("iptables", dry_run=dry_run)])
 
 
 def supersede(*, dry_run: bool) -> Leftovers:

@@ -15,6 +15,7 @@ from kproxy_ipvs.kernel import device, listing, sets
 from kproxy_ipvs.kernel.virtual_servers import VirtualServers
 from kproxy_ipvs.names import MANGLE, NAT
 from kproxy_ipvs.questions.removal import is_leftover, plan_cleanup, plan_kube_proxy_cleanup, plan_own_cleanup
+from kproxy_nft.table import clean_up_counts
 from kproxy_xtables.cleanup import clean_up
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import find_used_and_unused, find_variants
@@ -47,6 +48,7 @@ def cleanup(excluded: Sequence[Cidr] = (), *, dry_run: bool, own_only: bool = Fa
         kinds = _SETS_NEVER_KUBE_PROXYS if own_only else (*names.SETS, *names.OLDER_SETS)
         steps += () if own_only else [partial(_device, dry_run)]
         steps += [partial(_sets, kinds, dry_run)] if entries else ()
+    steps.append(partial(clean_up_counts, _MODE, dry_run=dry_run, ipvs=True))
     return Leftovers.merged(_MODE, [servers, _run(*steps)])
 
 

@@ -12,12 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from kproxy_core.backend.api import BackendSettings, Update
 from kproxy_core.model.address import Family, Protocol, parse_address
+from kproxy_core.model.service import ServicePortKey
+from kproxy_core.plan.service_plan import Frontend
 from kproxy_core.testing.builders import (
     addresses,
     endpoint,
@@ -27,6 +29,9 @@ from kproxy_core.testing.builders import (
     plans,
     service,
 )
+from kproxy_core.traffic.owners import FrontendOwners
+from kproxy_core.traffic.recorder import TrafficRecorder
+from kproxy_core.traffic.stored import StoredTotals
 from kproxy_iptables.backend import IptablesBackend
 from kproxy_iptables.questions.cleanup import cleanup as clean_up_iptables
 from kproxy_ipvs.backend import IpvsBackend
@@ -36,6 +41,7 @@ from kproxy_ipvs.names import IPVS_ACCESS, LOAD_BALANCER, MANGLE, NAT
 from kproxy_ipvs.questions.cleanup import cleanup
 from kproxy_ipvs.questions.retire import retire
 from kproxy_ipvs.wanted import ServerKey
+from kproxy_nft.table import CountingTable
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import find_variant
 from tests.core.namespaces import Namespace, namespace
@@ -174,8 +180,8 @@ def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
     single = f"/{net.family.bits}"
     nodad = " nodad" if net.family is Family.IPV6 else ""
     version = "-6" if net.family is Family.IPV6 else "-4"
-    if net.family is Family.IPV6:
-        Path("/proc/sys/net/ipv6/conf/all/forwarding").write_text("1")
+    for forwarding in ("ipv4/ip_forward", "ipv6/conf/all/forwarding"):
+        Path("/proc/sys/net", forwarding).write_text("1")
     links = [(net.client, net.node), *((address, net.gateway) for address in net.pods)]
     with contextlib.ExitStack() as stack:
         spaces = [stack.enter_context(namespace()) for _ in links]
@@ -372,6 +378,85 @@ def test_switch_back_during_retirement(
     assert set(kernel.read(net.family)[key].weights.values()) == {1}
     assert make().kproxy_sync(update).operations == 0
     assert all(map(answers, held))
+
+
+class Counting:
+    """A mode that counts connections, as the recorder of a process sees it."""
+
+    def __init__(self, mode: str, backend: IptablesBackend | IpvsBackend) -> None:
+        self.mode = mode
+        self.traffic = backend.kproxy_traffic
+
+
+class Owners(FrontendOwners):
+    """The owners of all frontends of *update*."""
+
+    def __init__(self, update: Update) -> None:
+        super().__init__((update.family,), time.monotonic)
+        self._keys = {frontend: key for key, plan in update.plans.items() for frontend in plan.frontends()}
+
+    def owner(self, family: Family, frontend: Frontend) -> ServicePortKey | None:
+        return self._keys.get(frontend) or self._keys.get(frontend._replace(address=None))
+
+
+def test_counts_are_exact_across_switches_and_a_restart(lab: Lab, tmp_path: Path) -> None:
+    net, update = lab.net, lab.net.update
+    settings = BackendSettings(tuple(Family), count_traffic=True)
+    iptables, ipvs = IptablesBackend(settings), IpvsBackend(settings)
+    made = 0
+
+    def recorder(mode: str, backend: IptablesBackend | IpvsBackend) -> TrafficRecorder:
+        instance: Any = Counting(mode, backend)
+        found = TrafficRecorder(
+            (net.family,), instance, Owners(update), StoredTotals(str(tmp_path)), time.monotonic)
+        found.start()
+        return found
+
+    def check(counted: TrafficRecorder, *dialled: tuple[str, int, bool]) -> None:
+        """Open a connection each from outside, or from the node itself, and compare the totals."""
+        nonlocal made
+        for address, port, inside in dialled:
+            lab.dial(address, port, inside=inside)
+            made += 1
+        totals = counted.read(fresh=0.0).values()
+        assert sum(total.forwarded for total in totals) == made
+        assert sum(to.forwarded for total in totals for to in total.endpoints.values()) == made
+
+    outside, node_port, inside = (net.vip, 80, False), (net.node, NODE_PORT, False), (net.vip, 80, True)
+    try:
+        iptables.kproxy_sync(update)
+        counted = recorder("iptables", iptables)
+        check(counted, outside, outside, node_port, inside)
+        ipvs.kproxy_sync(update)
+        check(counted, outside, node_port, inside, (net.external, 80, False))
+        new: Any = Counting("ipvs", ipvs)
+        counted.switched(new, shares=False)
+        clean_up_iptables(dry_run=False)
+        check(counted, outside, node_port, inside, (net.external, 80, False), (net.idle, 80, True))
+        assert answers(lab.datagrams(net.dns, 53))
+        made += 1
+        check(counted)
+        counted.stop()
+        lab.dial(net.vip)
+        made += 1
+        ipvs.kproxy_close()
+        ipvs = IpvsBackend(settings)
+        ipvs.kproxy_sync(update)
+        counted = recorder("ipvs", ipvs)
+        check(counted, outside, node_port)
+        iptables.kproxy_sync(update)
+        check(counted, outside, node_port)
+        new = Counting("iptables", iptables)
+        counted.switched(new, shares=False)
+        retire(())
+        check(counted, outside, node_port, inside)
+        counted.stop()
+    finally:
+        ipvs.kproxy_close()
+        iptables.kproxy_close()
+        clean_up_iptables(dry_run=False)
+    assert any("kproxy-ipvs-counts" in line for line in cleanup(dry_run=False).removed)
+    assert not any(CountingTable(family, ipvs=True).exists() for family in Family)
 
 
 @contextlib.contextmanager
