@@ -49,8 +49,7 @@ def play(
     return turns
 
 
-@pytest.mark.parametrize("family", Family)
-@pytest.mark.parametrize("interface", INTERFACES)
+@pytest.mark.parametrize(("interface", "family"), list(zip(INTERFACES, Family, strict=True)))
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS)
 def test_any_sequence_of_changes_ends_in_the_rules_of_a_restart(
