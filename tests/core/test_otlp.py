@@ -2,6 +2,7 @@
 
 import json
 import logging
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -123,13 +124,30 @@ def test_the_variables_are_those_of_opentelemetry() -> None:
 
 
 @pytest.mark.parametrize("wrong", [
-    {BASE: "file:///etc/passwd"}, {BASE: "collector:4317"},
+    {BASE: "file:///etc/passwd"}, {BASE: "collector:4317"}, {BASE: "http://me:secret@collector:4318"},
     {BASE: "http://c", "OTEL_METRIC_EXPORT_INTERVAL": "0"},
     {BASE: "http://c", "OTEL_EXPORTER_OTLP_TIMEOUT": "soon"},
 ])  # fmt: skip
 def test_wrong_variables_are_refused(wrong: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match="OTEL_"):
+    with pytest.raises(ValueError, match="OTEL_") as raised:
         read_target(wrong, {})
+    assert "secret" not in str(raised.value)
+
+
+def test_an_answer_that_is_no_http_is_a_failure_like_any_other(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, caplog.at_level(logging.INFO, "kproxy.run"):
+        logging.getLogger("kproxy").propagate = True
+
+        def answer() -> None:
+            with server.accept()[0] as connection:
+                connection.recv(65536)
+                connection.sendall(b"SSH-2.0-OpenSSH\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        OtlpExporter(CollectorRegistry(), Target(f"http://127.0.0.1:{server.getsockname()[1]}"), "1").push()
+        thread.join()
+    assert [record.getMessage() for record in caplog.records] == ["metrics could not be pushed"]
 
 
 def test_a_running_proxy_pushes_its_metrics(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterable, Mapping
+from http.client import HTTPException
 from typing import Any, NamedTuple
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 from prometheus_client import Metric
 from prometheus_client.registry import Collector
@@ -45,6 +46,8 @@ def read_target(environment: Mapping[str, str], resource: Mapping[str, str]) -> 
         url = f"{base.rstrip('/')}/v1/metrics"
     if not url or environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
+    if "@" in urlsplit(url).netloc:
+        raise ValueError("OTEL_EXPORTER_OTLP_ENDPOINT: put credentials into OTEL_EXPORTER_OTLP_HEADERS")
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"OTEL_EXPORTER_OTLP_ENDPOINT: {url!r} is no http:// or https:// URL")
     named = {**resource, **_pairs(environment.get("OTEL_RESOURCE_ATTRIBUTES", ""))}
@@ -86,7 +89,7 @@ class OtlpExporter:
         try:
             with urllib.request.urlopen(request, timeout=self._target.timeout) as response:
                 response.read()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:
             problem = str(error)
         if problem and problem != self._problem:
             log.warning("metrics could not be pushed", extra={
