@@ -1,0 +1,61 @@
+"""The conformance scenarios in one mode, in a guest. All cases of a session are played in one guest."""
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kproxy_core.testing.network.patience import PATIENCE
+from kproxy_core.testing.suite.scenario import BACKEND, SCENARIOS, Scenario, find
+from kproxy_core.testing.suite.stage import FAILED, Result
+from tests.conformance.cases import DRIVER, Case
+from tests.guest.guest import Guest
+
+FOUND = {scenario.name: scenario for scenario in find()}
+LONGEST = 1200
+"""Seconds; both families take two minutes of a processor."""
+
+
+def play_scenarios(mode: str, items: Sequence[pytest.Item], directory: Path) -> dict[Case, Result]:
+    """Return the results of the cases of *items*, which are their parameters named ``case``."""
+    chosen = {
+        case
+        for item in items
+        if isinstance(item, pytest.Function) and isinstance(case := item.callspec.params["case"], Case)
+    }
+    drivers = {case.scenario: driver_of(FOUND[case.scenario]) for case in chosen}
+    commands, reports = [], []
+    for driver in set(drivers.values()):
+        scenarios, report = directory / driver, directory / f"{driver}.json"
+        scenarios.mkdir()
+        for name in (name for name, its in drivers.items() if its == driver):
+            (scenarios / f"{name}.yaml").symlink_to(SCENARIOS / f"{name}.yaml")
+        commands.append(shlex.join([
+            sys.executable, "-B", "-m", "kproxy_core.testing", "--driver", driver, "--mode", mode,
+            "--dir", str(scenarios), "--report", str(report),
+        ]))  # fmt: skip
+        reports.append(report)
+    # The log and the manifests are not in the share, which is the host's: the guest is not notified of files
+    # that change there. The evidence of failures is printed.
+    with Guest(
+        ["sh", "-c", "; ".join(commands)], directory / "log", share=directory, seconds=LONGEST,
+        environment={PATIENCE: "4"},
+    ) as guest:  # fmt: skip
+        guest.status()
+        lost = f"the guest did not report it:\n{guest.output[-4000:]}"
+    written = [json.loads(report.read_text()) for report in reports if report.exists()]
+    results = [Result(**result) for results in written for result in results]
+    found = {Case(mode, result.family, result.scenario): result for result in results}
+    return {case: found.get(case, Result(case.scenario, mode, case.family, FAILED, lost)) for case in chosen}
+
+
+def driver_of(scenario: Scenario) -> str:
+    """Return the driver for *scenario*: the backend in the player's process if a proxy would have to start.
+
+    That takes as long in a guest as ten scenarios. Scenarios that need a process get one.
+    """
+    is_started = bool(scenario.config) or any("proxy" in step for step in scenario.steps)
+    return BACKEND if is_started and not scenario.needs_process else DRIVER

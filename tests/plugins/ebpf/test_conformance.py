@@ -1,0 +1,20 @@
+"""The conformance scenarios in ebpf mode on Linux 6.1, in a guest; tests/conformance plays them here."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kproxy_core.testing.suite.stage import PASSED, Result
+from tests.conformance.cases import Case, cases_of
+from tests.guest.scenarios import FOUND, play_scenarios
+
+
+def play(items: Sequence[pytest.Item], directory: Path) -> dict[Case, Result]:
+    return play_scenarios("ebpf", items, directory)
+
+
+@pytest.mark.in_a_guest(play=play)
+@pytest.mark.parametrize("case", cases_of("ebpf", FOUND.values()), ids=str)
+def test_scenario(case: Case, from_guest: dict[Case, Result]) -> None:
+    assert from_guest[case].status == PASSED, from_guest[case].detail
