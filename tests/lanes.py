@@ -62,9 +62,9 @@ LINT = (
     Lane("types", (_program("mypy"), *_CODE), is_program=True),
 )
 ALL = (
-    Lane("ipvs", ("tests/plugins/ipvs", "-m", "in_a_guest"), in_a_guest=True),
-    Lane("guest", ("tests/guest", "tests/kit", "tests/switch", "tests/leftovers", "tests/shortage",
-                   "tests/deploy", "-m", "in_a_guest"),
+    Lane("ipvs", ("tests/plugins/ipvs", "tests/kit", "-m", "in_a_guest"), in_a_guest=True),
+    Lane("guest", ("tests/switch", "tests/leftovers", "tests/guest", "tests/shortage", "tests/deploy",
+                   "-m", "in_a_guest"),
          in_a_guest=True),
     Lane("ebpf-in-guest", ("tests/plugins/ebpf", "-m", "in_a_guest"), in_a_guest=True),
     *LINT,
