@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import pytest
 from tests.core.bpf_places import new_bpf_file_system, new_cgroup
 from tests.deploy import seccomp
 from tests.deploy.objects import DEPLOY
-from tests.guest.checks import names_of, problems_of
+from tests.guest.checks import Problems, names_of, play
 from tests.shortage.node import Node, node, vip
 
 BASE, WITH_BPF = (DEPLOY / "seccomp" / f"{name}.json" for name in ("kproxy", "kproxy-ebpf"))
@@ -86,12 +86,8 @@ def test_a_proxy_starts_serves_repairs_switches_and_ends(here: Node, profile: Pa
 CHECKS = [Path(__file__).with_name("seccomp_checks.py")]
 
 
-def play(items: Sequence[pytest.Item], directory: Path) -> dict[str, list[str]]:
-    return problems_of(CHECKS, directory, seconds=300)
-
-
 @pytest.mark.in_a_guest(play=play)
 @pytest.mark.parametrize("name", names_of(CHECKS))
-def test_in_the_guest(name: str, from_guest: dict[str, list[str]]) -> None:
+def test_in_the_guest(name: str, from_guest: Problems) -> None:
     assert name in from_guest
     assert not any(from_guest[name]), "\n".join(from_guest[name])

@@ -3,10 +3,18 @@
 import ast
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import pytest
+
 from tests.guest.guest import Guest
+
+LONGEST = 900
+"""Seconds until a guest is given up."""
+
+Problems = dict[str, list[str]]
+"""By test: for each of its cases what went wrong, or ""."""
 
 
 def names_of(checks: Iterable[Path]) -> list[str]:
@@ -18,10 +26,14 @@ def names_of(checks: Iterable[Path]) -> list[str]:
     ]  # fmt: skip
 
 
-def problems_of(
-    checks: Iterable[Path], directory: Path, *options: str, seconds: int
-) -> dict[str, list[str]]:
-    """Run *checks* in a guest; by test: for each of its cases what went wrong, or "".
+def play(items: Sequence[pytest.Item], directory: Path) -> Problems:
+    """Run the ``CHECKS`` of the modules of *items* in one guest."""
+    modules = dict.fromkeys(item.module for item in items if isinstance(item, pytest.Function))
+    return problems_of([path for module in modules for path in module.CHECKS], directory, seconds=LONGEST)
+
+
+def problems_of(checks: Iterable[Path], directory: Path, *options: str, seconds: int) -> Problems:
+    """Run *checks* in a guest.
 
     *directory* is for what is written, *options* go to pytest, and the guest lives *seconds* at most.
     """
@@ -31,7 +43,7 @@ def problems_of(
     with Guest(command, directory / "log", share=directory, seconds=seconds) as guest:
         guest.status()
         assert report.exists(), guest.output
-    found: dict[str, list[str]] = {}
+    found: Problems = {}
     for case in ElementTree.parse(report).iter("testcase"):
         problems = [part.text or "" for part in case if part.tag in ("failure", "error", "skipped")]
         found.setdefault(str(case.get("name")).partition("[")[0], []).append("\n".join(problems))

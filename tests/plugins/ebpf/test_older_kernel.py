@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.guest.checks import names_of, problems_of
+from tests.guest.checks import Problems, names_of, problems_of
 
 _HERE = Path(__file__).parent
 CHECKS = [
@@ -15,11 +15,11 @@ LONGEST = 600
 """Seconds for all checks, which take one minute of a processor."""
 
 
-def play(items: Sequence[pytest.Item], directory: Path) -> dict[str, list[str]]:
+def play(items: Sequence[pytest.Item], directory: Path) -> Problems:
     return problems_of(CHECKS, directory, seconds=LONGEST)
 
 
 @pytest.mark.in_a_guest(play=play)
 @pytest.mark.parametrize("name", names_of(CHECKS))
-def test_on_an_older_kernel(from_guest: dict[str, list[str]], name: str) -> None:
+def test_on_an_older_kernel(from_guest: Problems, name: str) -> None:
     assert set(from_guest[name]) == {""}

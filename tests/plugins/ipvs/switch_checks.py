@@ -209,11 +209,10 @@ def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
 
 @pytest.fixture
 def iptables() -> Iterator[IptablesBackend]:
-    """Yield a backend of the iptables mode; remove its rules afterwards."""
+    """Yield a backend of the iptables mode."""
     backend = IptablesBackend(BackendSettings(tuple(Family)))
     yield backend
     backend.kproxy_close()
-    clean_up_iptables(dry_run=False)
 
 
 def chains(family: Family) -> dict[tuple[str, str], list[str]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.guest.checks import names_of, problems_of
+from tests.guest.checks import Problems, names_of, problems_of
 
 CHECKS = [Path(__file__).with_name(f"{name}_checks.py") for name in ("kernel", "switch", "explain")]
 FIXTURES = "tests.plugins.ipvs.rig"
@@ -17,12 +17,12 @@ LONGEST = 900
 """Seconds."""
 
 
-def play(items: Sequence[pytest.Item], directory: Path) -> dict[str, list[str]]:
+def play(items: Sequence[pytest.Item], directory: Path) -> Problems:
     return problems_of(CHECKS, directory, "-p", FIXTURES, seconds=LONGEST)
 
 
 @pytest.mark.in_a_guest(play=play)
 @pytest.mark.parametrize("name", names_of(CHECKS))
-def test_in_the_guest(name: str, from_guest: dict[str, list[str]]) -> None:
+def test_in_the_guest(name: str, from_guest: Problems) -> None:
     assert name in from_guest
     assert not any(from_guest[name]), "\n".join(from_guest[name])
