@@ -65,8 +65,7 @@ class _InKernel:
         self._elements: dict[str, dict[bytes, Value]] = {}
         self._rules = listed_rules(kernel.rules_text(family).splitlines())
         if not self._rules:
-            of = f"{family.ip} {TABLE}"
-            raise BackendError(f"cannot read table {of}: it does not exist, or CAP_NET_ADMIN is missing")
+            raise BackendError(f"neither table {family.ip} {TABLE} nor {family.ip} {kube_proxy.TABLE} exists")
 
     def rules(self, chain: str) -> Sequence[str]:
         return self._rules.get(chain, ())

@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 
 from kproxy_core.backend.api import BackendSettings
+from kproxy_core.backend.errors import BackendError
 from kproxy_core.explain.answer import Json
 from kproxy_core.model.address import Family, format_address, format_socket
 from kproxy_core.testing.conformance.bench import lonely_node
 from kproxy_nftables.backend import NftablesBackend
 from kproxy_nftables.inspection.explain import explain, frontends
 from kproxy_nftables.kernel import Kernel
-from tests.plugins.explained import KnownPlans, differences_of, questions_about
+from tests.plugins.explained import KnownPlans, differences_of, questions, questions_about
 from tests.plugins.iptables import golden_cases
 from tests.plugins.nftables.kube_proxy_table import kube_proxys_table
 
@@ -86,3 +87,10 @@ def test_kproxys_own_table_is_judged_where_both_exist() -> None:
         backend.kproxy_sync(replace(update, plans={}))
         backend.kproxy_close()
         assert found_in(plans) != []
+
+
+@pytest.mark.parametrize("family", Family, ids=lambda family: family.label)
+def test_a_node_that_no_proxy_serves_is_no_difference_but_an_error(family: Family) -> None:
+    asked = questions(family)[:1]
+    with lonely_node(), pytest.raises(BackendError, match=r"neither table ip6? kproxy nor ip6? kube-proxy"):
+        explain(asked, live=True)
