@@ -5,10 +5,16 @@ import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+
+from kproxy_core.model.address import Family
+from kproxy_core.observe.metrics.registry import Metrics
+from kproxy_core.observe.metrics.sync import SyncMetrics
+from kproxy_core.observe.metrics.traffic import TrafficCollector
 
 CHECKOUT = Path(__file__).parents[2]
 MONITORING = CHECKOUT / "deploy" / "monitoring"
@@ -78,3 +84,23 @@ def test_every_metric_in_use_is_explained() -> None:
         if f"`{name}`" not in PAGE and f"`{re.sub('_(bucket|sum|count)$', '', name)}`" not in PAGE
     }
     assert missing == set()
+
+
+def exposed() -> set[str]:
+    """Return the names of all series that a proxy can have, without those of a mode's own metrics."""
+    metrics = Metrics("nftables", "0")
+    SyncMetrics(metrics.registry, "nftables", tuple(Family), lambda: 0.0)
+    recorder: Any = SimpleNamespace(read=dict, failures=SimpleNamespace(lost=0))
+    metrics.registry.register(TrafficCollector(recorder, endpoints=True, limit=1))
+    suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
+    return {
+        f"{metric.name}{suffix}"
+        for metric in metrics.registry.collect() for suffix in suffixes.get(metric.type, ("",))
+    }  # fmt: skip
+
+
+def test_every_metric_in_use_exists() -> None:
+    dashboard = json.loads((MONITORING / "dashboard.json").read_text(encoding="utf-8"))
+    queries = [*expressions(dashboard), *(rule["expr"] for rule in rules())]
+    used = {name for query in queries for name in OF_A_METRIC.findall(query)}
+    assert used - exposed() == set()
