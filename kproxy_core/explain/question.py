@@ -80,12 +80,13 @@ def cases(plans: Mapping[Family, Plans], target: Target, sender: Sender) -> list
 def _destinations(plans: Plans, target: Target) -> Iterator[tuple[Address, Frontend]]:
     node = plans.node
     if isinstance(target, ServiceTarget):
-        for key, plan in sorted(plans.plans.items()):
-            if target.means(key):
-                for frontend in plan.frontends():
-                    address = frontend.address or _node_address(node)
-                    if address is not None:
-                        yield address, frontend
+        for key in sorted(filter(target.means, plans.plans)):
+            for frontend in plans.plans[key].frontends():
+                address = frontend.address or _node_address(node)
+                if address is not None:
+                    yield address, frontend
+        return
+    if target.address is not None and family_of(target.address) is not node.family:
         return
     if isinstance(target, AddressTarget):
         yield from ((target.address, frontend) for _, frontend in _frontends_at(plans, target.address))
@@ -95,7 +96,7 @@ def _destinations(plans: Plans, target: Target) -> Iterator[tuple[Address, Front
         address = _node_address(node)
         if address is not None:
             yield address, frontend
-    elif family_of(target.address) is node.family:
+    else:
         if plans.owner(frontend) is None and serves_node_ports(target.address, node):
             node_port = frontend._replace(address=None)
             frontend = node_port if plans.owner(node_port) else frontend

@@ -45,10 +45,9 @@ def targets(plans: Mapping[Family, Plans], service: str) -> list[Case]:
 
 
 def _targets(plans: Plans, wanted: ServiceTarget | None) -> Iterator[Case]:
-    for key, plan in sorted(plans.plans.items()):
-        if key.protocol is not Protocol.TCP or (wanted is not None and not wanted.means(key)):
-            continue
-        for frontend in plan.frontends():
+    keys = plans.plans if wanted is None else filter(wanted.means, plans.plans)
+    for key in sorted(key for key in keys if key.protocol is Protocol.TCP):
+        for frontend in plans.plans[key].frontends():
             packet = packet_to(frontend, Origin.NODE, plans.node)
             if packet is not None:
                 yield Case.of(plans, packet, frontend, is_typical=True)
