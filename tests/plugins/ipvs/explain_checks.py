@@ -1,6 +1,7 @@
-"""Real packets do what `kproxy explain` predicts in mode ipvs. `test_kernel` runs this in a guest.
+"""Real packets do what `kproxy explain` predicts in mode ipvs, and `kproxy diff` reads kube-proxy's objects.
 
-The backend is in this process, which reads the kernel once for all packets to one set of objects.
+`test_kernel` runs this in a guest. The backend is in this process, which reads the kernel once for all
+packets to one set of objects.
 """
 
 from collections.abc import Iterator
@@ -10,10 +11,17 @@ from random import Random
 
 import pytest
 
+from kproxy_core.backend.api import KernelSide, Question
+from kproxy_core.testing.conformance.bench import lonely_node
 from kproxy_core.testing.network.addresses import FAMILIES
+from kproxy_ipvs.inspection.explain import explain, frontends
+from kproxy_ipvs.settings import Settings
 from tests.conformance.any_services import World
 from tests.conformance.test_any_services import SIDE_BY_SIDE
 from tests.conformance.test_explained import PlayHere
+from tests.plugins.explained import KnownPlans, differences_of
+from tests.plugins.iptables import golden_cases
+from tests.plugins.ipvs.kube_proxy_state import write_objects
 
 ROUNDS = 8
 """Of 40 packets each on average."""
@@ -42,3 +50,18 @@ def test_packets_have_the_fate_of_the_explanation(play: PlayHere, family: str) -
             problems = pool.map(lambda each: play.problem(each[0], play.predicted(*each)), asked)
         assert [problem for problem in problems if problem] == []
     assert cases > 200
+
+
+@pytest.mark.parametrize("case", ["loadbalancer-source-ranges-ipv4", "loadbalancer-source-ranges-ipv6"])
+def test_kube_proxys_objects_are_read_from_the_kernel(case: str) -> None:
+    update = golden_cases.update(case)
+    plans = KnownPlans(update)
+
+    def ask(questions: list[Question]) -> list[KernelSide]:
+        return explain(questions, Settings(), live=True)
+
+    with lonely_node():
+        write_objects(update)
+        assert differences_of(plans, ask, frontends) == []
+        kept = differences_of(plans.without_services(), ask, frontends)
+    assert {each["kind"] for each in kept} == {"stale"}

@@ -1,17 +1,21 @@
 """The kernel objects of kube-proxy 1.36 in ipvs mode, as docs/behaviour/ipvs.md has them."""
 
+import subprocess
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 from kproxy_core.backend.api import Update
-from kproxy_core.model.address import Address, Protocol, format_address
+from kproxy_core.model.address import Address, Family, Protocol, format_address
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_ipvs import names
+from kproxy_ipvs.batch.servers import PutDestination, PutServer
 from kproxy_ipvs.inspection.explain import State
+from kproxy_ipvs.kernel import sets
+from kproxy_ipvs.kernel.virtual_servers import VirtualServers
 from kproxy_ipvs.names import FILTER, NAT, SetKind
-from kproxy_ipvs.wanted import ServerKey
+from kproxy_ipvs.wanted import Element, Scheduling, ServerKey
 from kproxy_xtables.rules import REJECT, ChainKey
 
 _NEW = "-m conntrack --ctstate NEW "
@@ -20,17 +24,45 @@ _NEW = "-m conntrack --ctstate NEW "
 def kube_proxys_state(update: Update) -> State:
     """Return all objects for *update*."""
     node, plans = update.node, update.plans.values()
-    servers = dict(server for plan in plans for server in _servers(plan, node))
+    servers = kube_proxys_servers(update)
     local = frozenset(address for plan in plans for address in _vips(plan))
-    sets: defaultdict[SetKind, dict[str, int]] = defaultdict(dict)
+    entries: defaultdict[SetKind, dict[str, int]] = defaultdict(dict)
     for plan in plans:
         for kind, entry in _entries(plan, node):
-            sets[kind][entry] = 0
-    sets[names.IPVS_IPS] = dict.fromkeys(map(format_address, local), 0)
+            entries[kind][entry] = 0
+    entries[names.IPVS_IPS] = dict.fromkeys(map(format_address, local), 0)
     return State(
-        _rules(update, sets), sets,
+        _rules(update, entries), entries,
         lambda key: dict.fromkeys(servers[key], 1) if key in servers else None,
         lambda key, client: None, local)
+
+
+def kube_proxys_servers(update: Update) -> dict[ServerKey, tuple[Destination, ...]]:
+    """Return the virtual servers with their endpoints."""
+    return dict(server for plan in update.plans.values() for server in _servers(plan, update.node))
+
+
+def write_objects(update: Update) -> None:
+    """Write all objects for *update* into the kernel."""
+    family, state = update.node.family, kube_proxys_state(update)
+    sets.create(family, names.SETS)
+    sets.write(family, [Element(kind, entry, 0) for kind, found in state.sets.items() for entry in found])
+    with VirtualServers() as kernel:
+        for key, endpoints in kube_proxys_servers(update).items():
+            kernel.write([PutServer(key, Scheduling("rr"), new=True), *(
+                PutDestination(key, where, 1, new=True) for where in endpoints)])
+    subprocess.run(["ip", "link", "add", names.DEVICE, "type", "dummy"], check=True)
+    for address in state.local:
+        local = f"{format_address(address)}/{family.bits}"
+        subprocess.run(["ip", "address", "add", local, "dev", names.DEVICE], check=True)
+    lines = []
+    for table in (NAT, FILTER):
+        chains = {chain: rules for (of, chain), rules in state.rules.items() if of == table}
+        lines += [f"*{table}", *(f":{chain} - [0:0]" for chain in chains if chain.startswith("KUBE-"))]
+        lines += [f"-A {chain} {rule}" for chain, rules in chains.items() for rule in rules]
+        lines.append("COMMIT")
+    program = "iptables-restore" if family is Family.IPV4 else "ip6tables-restore"
+    subprocess.run([program, "--noflush"], input="\n".join(lines) + "\n", text=True, check=True)
 
 
 def _vips(plan: ServicePlan) -> Iterable[Address]:
@@ -85,14 +117,14 @@ def _admits(plan: ServicePlan, node: NodeView) -> bool:
     return any(node.node_ip in cidr for cidr in plan.source_ranges if node.node_ip is not None)
 
 
-def _rules(update: Update, sets: Mapping[SetKind, Mapping[str, int]]) -> dict[ChainKey, list[str]]:
+def _rules(update: Update, entries: Mapping[SetKind, Mapping[str, int]]) -> dict[ChainKey, list[str]]:
     node = update.node
     family, bit = node.family, 1 << node.masquerade_bit
 
     def match(kind: SetKind, sides: str, *rest: str) -> list[str]:
         """Return a rule that exists only if the set has entries."""
         words = ("-m comment --comment purpose -m set --match-set", kind.full_name(family), sides, *rest)
-        return [" ".join(words)] * bool(sets.get(kind))
+        return [" ".join(words)] * bool(entries.get(kind))
 
     def externals(kind: SetKind) -> list[str]:
         return [
