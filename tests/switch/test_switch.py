@@ -28,7 +28,7 @@ from tests.switch.tour import (
 PACE = ("SWITCH_PATIENCE=240", "SWITCH_EACH_TICK=2")
 """Settings of a guest. Its only processor has a tenth of this machine's speed, and must switch as well."""
 
-LONGEST = 600
+LONGEST = 1200
 """Seconds for a tour."""
 LONGEST_IN_A_GUEST = 1500
 
