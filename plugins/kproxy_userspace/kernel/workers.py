@@ -121,8 +121,7 @@ class WorkerPool:
                     for relay in (self._wanted if is_new else changes)
                     if (command := self._command(number, worker, relay)) is not None
                 ]
-                if commands:
-                    orders.append((worker, commands))
+                orders.append((worker, commands))
             return self._order(orders)
 
     def stop_accepting(self, relays: Iterable[int]) -> None:
@@ -185,7 +184,7 @@ class WorkerPool:
         problem = ""
         for exchange in (_send, _receive):  # All workers obey at the same time.
             for worker, commands in orders:
-                if worker.is_running:
+                if commands and worker.is_running:
                     try:
                         failures |= exchange(worker, commands)
                     except (wire.PeerGone, TimeoutError) as error:

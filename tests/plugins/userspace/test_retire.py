@@ -15,8 +15,10 @@ from kproxy_core.model.service import Service, ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.testing.builders import endpoint_slice, full_update, plans, service
 from kproxy_nftables.backend import NftablesBackend
+from kproxy_userspace.kernel.workers import WorkerPool
 from kproxy_userspace.questions import retire as retire_module
 from kproxy_userspace.questions.cleanup import cleanup
+from kproxy_userspace.worker.wire import WorkerSettings
 
 from .endpoints import PATIENCE, connect, datagram, endpoints, name_of, reached
 from .proxies import NODE, VIP, Proxy, Start
@@ -202,3 +204,14 @@ def test_without_portals_ports_close_at_once_and_connections_continue(start: Sta
             kept.sendall(b"still here;")
             assert name_of(kept) == "still here"
         assert ends(proxy)
+
+
+def test_a_worker_without_relays_outlives_the_end_of_accepting() -> None:
+    workers = WorkerPool(1, WorkerSettings(0.25, -1.0, 3600.0))
+    try:
+        workers.serve({})
+        workers.stop_accepting([])
+        assert [worker.is_running for worker in workers.running()] == [True]
+        assert workers.report() == []
+    finally:
+        workers.close()
