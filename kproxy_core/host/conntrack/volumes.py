@@ -2,13 +2,13 @@
 
 import operator
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from kproxy_core.host import sysctl
 from kproxy_core.host.conntrack import table as ctnetlink
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.netlink.messages import NLA_F_NESTED, Span
+from kproxy_core.host.netlink.messages import NLA_F_NESTED, Span, attributes
 from kproxy_core.model.address import Address, Family
 
 SETTING = "net.netfilter.nf_conntrack_acct"
@@ -71,35 +71,42 @@ def ended_volumes(events: Iterator[Span], family: Family) -> dict[Way, Volume]:
 
 def _sums(flows: Iterable[ctnetlink.TrackedFlow], family: Family) -> dict[Way, Volume]:
     found: dict[tuple[int, Address, bytes, Address, bytes], list[int]] = {}
-    head, unpack, heads = _HEADS[0], _COUNTERS.unpack_from, _HEADS
     for flow in flows:
-        _, address, port = ctnetlink.answered_by(family, flow)
+        size, address, port = ctnetlink.answered_by(family, flow)
         if address == flow.destination and port == flow.port:
             continue
-        at = flow.data.find(head, flow.start, flow.end)
-        if at < 0:
+        numbers = _numbers(flow, size)
+        if numbers is None:
             continue  # It is older than the setting.
-        first, packets, second, octets, third, packets_back, fourth, octets_back = unpack(flow.data, at)
-        if (first, second, third, fourth) != heads:
-            continue
         way = flow.protocol, flow.destination, flow.port, address, port
-        sums = found.get(way)
-        if sums is None:
-            found[way] = [packets, octets, packets_back, octets_back]
-        else:
-            sums[0] += packets
-            sums[1] += octets
-            sums[2] += packets_back
-            sums[3] += octets_back
+        sums = found.setdefault(way, [0, 0, 0, 0])
+        for at, number in enumerate(numbers):
+            sums[at] += number
     return {Way(family, *way): Volume(*sums) for way, sums in found.items()}
 
 
+def _numbers(flow: ctnetlink.TrackedFlow, size: int) -> Sequence[int] | None:
+    """Return the counters behind a reply tuple of *size* bytes; None without any."""
+    at = flow.data.find(_HEADS[0], flow.start, flow.end)
+    if at >= 0:
+        found = _COUNTERS.unpack_from(flow.data, at)
+        if found[::2] == _HEADS:
+            return found[1::2]
+    rest = attributes(flow.data, flow.start + flow.size + size, flow.end)
+    if not rest.keys() >= {_ORIGINAL, _REPLY}:
+        return None
+    both = [attributes(rest[kind], 0, len(rest[kind])) for kind in (_ORIGINAL, _REPLY)]
+    return [int.from_bytes(counters[kind], "big") for counters in both for kind in (1, 2)]
+
+
 # The kernel writes the counters of both directions in a row: the attributes CTA_COUNTERS_ORIG and
-# CTA_COUNTERS_REPLY, each with CTA_COUNTERS_PACKETS and CTA_COUNTERS_BYTES.
+# CTA_COUNTERS_REPLY, each with CTA_COUNTERS_PACKETS and CTA_COUNTERS_BYTES. Where 64 bits must be aligned, it
+# adds padding.
+_ORIGINAL, _REPLY = 9, 10
 _COUNTERS = struct.Struct(">8sQ4sQ8sQ4sQ")
 _NUMBER = struct.Struct("=HH")
 _PACKETS, _BYTES = _NUMBER.pack(12, 1), _NUMBER.pack(12, 2)
 _HEADS = (
-    _NUMBER.pack(28, 9 | NLA_F_NESTED) + _PACKETS, _BYTES,
-    _NUMBER.pack(28, 10 | NLA_F_NESTED) + _PACKETS, _BYTES,
+    _NUMBER.pack(28, _ORIGINAL | NLA_F_NESTED) + _PACKETS, _BYTES,
+    _NUMBER.pack(28, _REPLY | NLA_F_NESTED) + _PACKETS, _BYTES,
 )  # fmt: skip

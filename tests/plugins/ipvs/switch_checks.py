@@ -32,6 +32,7 @@ from kproxy_core.testing.builders import (
 from kproxy_core.traffic.owners import FrontendOwners
 from kproxy_core.traffic.recorder import TrafficRecorder
 from kproxy_core.traffic.stored import StoredTotals
+from kproxy_core.traffic.totals import Failure
 from kproxy_iptables.backend import IptablesBackend
 from kproxy_iptables.questions.cleanup import cleanup as clean_up_iptables
 from kproxy_ipvs.backend import IpvsBackend
@@ -68,6 +69,7 @@ class Net(NamedTuple):
     idle: str
     dns: str
     external: str
+    closed: str
 
     @property
     def update(self) -> Update:
@@ -90,9 +92,9 @@ class Net(NamedTuple):
 
 NETS = [
     Net(Family.IPV4, "192.0.2.10", "192.0.2.1", "10.244.1.1", ("10.244.1.5", "10.244.1.6"), "10.244.1.0/24",
-        "10.96.0.1", "10.96.0.2", "10.96.0.3", "198.51.100.1"),
+        "10.96.0.1", "10.96.0.2", "10.96.0.3", "198.51.100.1", "10.96.0.4"),
     Net(Family.IPV6, "2001:db8::10", "2001:db8::1", "fd00:1::1", ("fd00:1::5", "fd00:1::6"), "fd00:1::/64",
-        "fd00::1", "fd00::2", "fd00::3", "fd00:51::1"),
+        "fd00::1", "fd00::2", "fd00::3", "fd00:51::1", "fd00::4"),
 ]  # fmt: skip
 
 
@@ -398,9 +400,19 @@ class Owners(FrontendOwners):
         return self._keys.get(frontend) or self._keys.get(frontend._replace(address=None))
 
 
+def with_closed_port(net: Net) -> Update:
+    """Return the update of *net*, with a Service whose endpoint listens on another port."""
+    update = net.update
+    closed = endpoint_slice("closed", endpoint(net.pods[0], "node1"), ports=["8099"])
+    return full_update(
+        update.node, {**update.plans, **plans(update.node, service("closed", ip=net.closed), closed)})
+
+
 def test_counts_are_exact_across_switches_and_a_restart(lab: Lab, tmp_path: Path) -> None:
-    net, update = lab.net, lab.net.update
+    net, update = lab.net, with_closed_port(lab.net)
     settings = BackendSettings(tuple(Family), count_traffic=True)
+    subprocess.run(["modprobe", "nf_conntrack"], check=True)
+    Path("/proc/sys/net/netfilter/nf_conntrack_acct").write_text("1")
     iptables, ipvs = IptablesBackend(settings), IpvsBackend(settings)
     made = 0
 
@@ -433,8 +445,16 @@ def test_counts_are_exact_across_switches_and_a_restart(lab: Lab, tmp_path: Path
         clean_up_iptables(dry_run=False)
         check(counted, outside, node_port, inside, (net.external, 80, False), (net.idle, 80, True))
         assert answers(lab.datagrams(net.dns, 53))
-        made += 1
+        with pytest.raises(ConnectionRefusedError):
+            lab.dial(net.closed)
+        made += 2
         check(counted)
+        until(lambda: any(total.failed for total in counted.read(fresh=0.0).values()))
+        found = {key.name: total for key, total in counted.read().items()}
+        size = (20 if net.family is Family.IPV4 else 40) + 8 + len(b"hello")
+        assert found["dns"].volume == (1, size, 1, size)
+        assert {name: total.failed for name, total in found.items() if total.failed} == {
+            "closed": {Failure.REFUSED: 1}}
         counted.stop()
         lab.dial(net.vip)
         made += 1
