@@ -108,7 +108,7 @@ def check_leg(legs: dict[tuple[str, str], Leg], before: str, after: str, connect
     assert (before, after) in legs, f"the tour ended before: {[leg for leg in legs.values() if leg.status]}"
     leg = legs[before, after]
     assert leg.status == 0, leg.said
-    assert leg.failures == []
+    assert leg.failures == [], f"{leg.said}\n{leg.log}"
     assert leg.made >= connections
     assert leg.exchanged > 0
     left = [(of.after, of.left) for of in legs.values()]

@@ -63,7 +63,7 @@ class Leg:
     kept: list[str]
     """Tables of nf_tables that the switch kept."""
     log: str = ""
-    """The end of the proxy's log, if *left* is wrong."""
+    """The end of the proxy's log, if *left* is wrong or there were failures."""
 
 
 def mode_of(stop: str) -> str:
@@ -114,10 +114,11 @@ def _leg(where: Room, loads: Loads, before: str, after: str, connections: int) -
     loads.more(connections - (loads.made - made))
     loads.renew()  # pending exchanges belong to this leg
     left = _left(where, after)
-    log = "" if belongs(left, after) else where.log_tail()
+    failures = loads.failures(since)
+    log = "" if belongs(left, after) and not failures else where.log_tail()
     return Leg(
         before, after, done.returncode, done.stdout + done.stderr, round(seconds, 3),
-        loads.made - made, loads.exchanged - exchanged, loads.failures(since),
+        loads.made - made, loads.exchanged - exchanged, failures,
         sorted(left), sorted(tables & where.tables()), log,
     )  # fmt: skip
 
