@@ -1,8 +1,9 @@
 """The operations that a mode says it would make are those that it makes, and do what they should."""
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from kproxy_core.testing.builders import full_update
 from kproxy_core.testing.conformance.bench import lonely_node
 from kproxy_core.testing.conformance.features import ADDRESSES, Plans, everything
 from kproxy_core.testing.conformance.subject import Subject, Wanted, full
+from tests.core.bpf_places import new_bpf_file_system, new_cgroup
 
 FAMILIES = pytest.mark.parametrize("family", Family, ids=lambda family: family.label)
 WRITERS = {
@@ -23,15 +25,25 @@ WRITERS = {
 
 
 @pytest.fixture
-def instance(mode: str, family: Family) -> Iterator[BackendInstance]:
+def options(mode: str, tmp_path: Path) -> Iterator[Mapping[str, object]]:
+    """Those that confine BPF programs: they outlive the namespace, and would translate sockets of others."""
+    if mode != "ebpf":
+        yield {}
+        return
+    with new_cgroup() as cgroup, new_bpf_file_system(tmp_path / "bpf") as pins:
+        yield {"cgroup": str(cgroup), "pinDirectory": str(pins / "kproxy")}
+
+
+@pytest.fixture
+def instance(mode: str, family: Family, options: Mapping[str, object]) -> Iterator[BackendInstance]:
     """A backend on a node of its own."""
     with lonely_node():
-        subject = Subject(Wanted(mode), (family,))
+        subject = Subject(Wanted(mode, options=options), (family,))
         try:
             yield subject.start()
         finally:
             subject.end_all()
-            subject.cleanup()  # BPF programs outlive the namespace, and translate sockets of others.
+            subject.cleanup()
 
 
 def preview(instance: BackendInstance, family: Family, plans: Plans) -> Preview:

@@ -220,23 +220,23 @@ def node(directory: Path) -> Iterator[Node]:
 
 
 def _connect(host: Namespace, pod: Namespace, elsewhere: Namespace) -> None:
-    for one in (host, pod, elsewhere):  # Addresses can be used at once.
+    for one in (host, pod, elsewhere):  # Link-local addresses can be used at once, to find neighbours.
         one.run("sysctl", "-qw", "net.ipv6.conf.default.accept_dad=0", "net.ipv6.conf.all.accept_dad=0")
     host.run("sysctl", "-qw", "net.ipv4.ip_forward=1", "net.ipv6.conf.all.forwarding=1")
     host.ip(
         f"link add pod type veth peer eth0 netns {pod.name}", "link set pod up",
-        "addr add 10.244.1.1/24 dev pod", "addr add fd00:244:1::1/64 dev pod",
+        "addr add 10.244.1.1/24 dev pod", "addr add fd00:244:1::1/64 dev pod nodad",
         f"link add out type veth peer eth0 netns {elsewhere.name}", "link set out up",
-        f"addr add {NODE}/24 dev out", f"addr add {NODE6}/64 dev out",
+        f"addr add {NODE}/24 dev out", f"addr add {NODE6}/64 dev out nodad",
     )  # fmt: skip
     pod.ip(
-        "link set eth0 up", f"addr add {POD}/24 dev eth0", f"addr add {POD6}/64 dev eth0",
+        "link set eth0 up", f"addr add {POD}/24 dev eth0", f"addr add {POD6}/64 dev eth0 nodad",
         "route add default via 10.244.1.1", "route add default via fd00:244:1::1",
     )  # fmt: skip
     elsewhere.ip(
-        "link set eth0 up", "addr add 203.0.113.2/24 dev eth0", "addr add fd00:203::2/64 dev eth0",
+        "link set eth0 up", "addr add 203.0.113.2/24 dev eth0", "addr add fd00:203::2/64 dev eth0 nodad",
         *(f"addr add {address}/32 dev lo" for address in REMOTE),
-        *(f"addr add {address}/128 dev lo" for address in REMOTE6),
+        *(f"addr add {address}/128 dev lo nodad" for address in REMOTE6),
         f"route add default via {NODE}", f"route add default via {NODE6}",
     )  # fmt: skip
     host.ip("route add default via 203.0.113.2", "route add default via fd00:203::2")
