@@ -13,8 +13,8 @@ import pytest
 hypothesis.settings.register_profile("kproxy", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("kproxy")
 
-GUESTS_AT_A_TIME = 2
-"""Each keeps a processor busy, more or less."""
+GUESTS_AT_A_TIME = 1
+"""Of one session: each keeps a processor busy, and lanes with guests run side by side."""
 
 Play = Callable[[Sequence[pytest.Item], Path], Any]
 GUESTS = pytest.StashKey[dict[Play, "Future[Any]"]]()

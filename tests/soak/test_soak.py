@@ -1,4 +1,4 @@
-"""A short soak in all modes that work here. `make soak` is the long one."""
+"""A short soak in all modes that work here, five minutes in CI. `make soak` is the long one."""
 
 import os
 import subprocess
