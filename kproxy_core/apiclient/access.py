@@ -207,7 +207,10 @@ class CurrentAccess:
                 self._now = load_access(*self._options)
 
     def keep_up(self) -> None:
-        """Load the options again if a file changed or credentials expired. AccessError changes nothing."""
+        """Load the options again if a file was replaced or the credentials expired.
+
+        Raises AccessError, having changed nothing.
+        """
         known = self.now
         if known.is_outdated(self._wall()):
             self.renew(known)

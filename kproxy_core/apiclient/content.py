@@ -9,7 +9,10 @@ PROTOBUF_OR_JSON = f"{PROTOBUF},{JSON}"
 
 
 def accept_header(configured: str) -> str | None:
-    """Return the Accept header for *configured*, comma-separated content types; None: it names neither."""
+    """Return the Accept header for *configured*, content types separated by commas, the preferred one first.
+
+    None: it names neither type.
+    """
     for name in configured.split(","):
         if is_protobuf(name):
             return PROTOBUF_OR_JSON

@@ -7,7 +7,10 @@ _HEADER = 4
 
 
 class Frames:
-    """Cuts a stream into frames' bodies. Skips empty ones; skips and counts those above *limit* bytes."""
+    """Cuts a stream into the bodies of its frames.
+
+    Skips empty frames, and skips and counts frames of more than *limit* bytes, holding none of their bytes.
+    """
 
     __slots__ = ("_held", "_limit", "_missing", "_skip", "_too_long")
 

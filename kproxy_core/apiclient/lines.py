@@ -5,7 +5,10 @@ MAX_LINE = 4 << 20
 
 
 class Lines:
-    """Cuts a stream into lines. Skips empty ones; skips and counts those of more than *limit* bytes."""
+    """Cuts a stream into lines, without their ends.
+
+    Skips empty lines, and skips and counts lines of more than *limit* bytes.
+    """
 
     __slots__ = ("_held", "_limit", "_size", "_skipping", "_too_long")
 

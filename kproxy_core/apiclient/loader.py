@@ -217,7 +217,10 @@ def _header(name: str, value: object, field: str) -> tuple[str, str]:
 
 
 def proxy_of_environment(server: str) -> str:
-    """Return the environment's proxy for *server*; "" for none, and for a loopback address, as client-go."""
+    """Return the proxy that the environment names for *server*; "" if none.
+
+    As for client-go, a loopback address is never reached through one.
+    """
     if not names_a_proxy():
         return ""
     from kubernetes.client import Configuration

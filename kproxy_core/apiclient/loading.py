@@ -62,7 +62,10 @@ class Load:
     """A configuration that a child process is loading."""
 
     def __init__(self, master: str, kubeconfig: str) -> None:
-        """Start to load *kubeconfig*, with *master* as its server; neither: the pod's own. Raises OSError."""
+        """Start to load *kubeconfig*, with *master* in place of its server; with neither, the pod's own.
+
+        Raises OSError.
+        """
         # The import path is no variable of the environment: a plugin, which may be Python too, inherits that.
         path = [str(Path(kproxy_core.__file__).parents[1]), *sys.path]
         program = f"import sys; sys.path[:] = {path!r}; from kproxy_core.apiclient.loader import main; main()"

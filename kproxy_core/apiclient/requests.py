@@ -140,7 +140,10 @@ class ApiRequests:
         self._transport.abort()
 
     def keep_up(self) -> None:
-        """Load the credentials again if a file changed or they expired. AccessError changes nothing."""
+        """Load the credentials again if a file was replaced or they expired.
+
+        Raises AccessError, having changed nothing.
+        """
         self._current.keep_up()
         self._take_current()
 

@@ -44,7 +44,10 @@ class Response:
         return is_protobuf(self.headers.get("content-type", ""))
 
     def read(self) -> bytes:
-        """Return the bytes of the body that have arrived; b"" at its end. Raises OSError, ProtocolError."""
+        """Return the next bytes of the body, all that have arrived; b"" at its end.
+
+        Raises OSError, ProtocolError.
+        """
         if self._problem is not None:
             raise self._problem
         data = self._read_once()
@@ -75,7 +78,10 @@ class Response:
 
 
 class Transport:
-    """Requests to one API server on a kept connection, by one thread; any other may call `abort`."""
+    """Requests to one API server, one at a time, on a connection that is kept as long as it can be.
+
+    Used by one thread; only `abort` may be called by another.
+    """
 
     def __init__(self, access: Access) -> None:
         self._access = access

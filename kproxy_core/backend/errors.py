@@ -8,11 +8,17 @@ class BackendError(Exception):
 
 
 class SyncFailed(BackendError):
-    """The kernel refused an update as a whole. The loop retries the same changes after a growing delay."""
+    """The kernel refused an update as a whole, and the backend remembers nothing of it.
+
+    The loop retries the same changes after a growing delay.
+    """
 
 
 class TrustLost(SyncFailed):
-    """The kernel lacks what it has acknowledged. A full update follows, which reads the kernel afresh."""
+    """The kernel does not hold what it has acknowledged to the backend.
+
+    The loop follows up with a full update, for which the backend reads the kernel afresh.
+    """
 
 
 class Unsupported(BackendError):

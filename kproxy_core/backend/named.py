@@ -43,7 +43,10 @@ def read_names(words: Iterable[str]) -> NamedPlugins:
 
 
 def import_named(name: str, installed: Iterable[EntryPoint]) -> object:
-    """Import *name*, a module or ``module:object``. Raises PluginNotFound, or whatever the module raises."""
+    """Import the module *name*, or the object ``module:object``, and return it.
+
+    Raises PluginNotFound if it does not exist, or any exception that the module raises.
+    """
     from importlib.metadata import EntryPoint
 
     found: str | None = None

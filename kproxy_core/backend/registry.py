@@ -49,7 +49,10 @@ class Registry:
     def __init__(
         self, entry_points: Iterable[EntryPoint] | None = None, *, plugins: Iterable[str] = ()
     ) -> None:
-        """*plugins* are the values of ``-p``, see `named`. Raises PluginNotFound, PluginRefused."""
+        """*plugins* are the values of ``-p``: see `named`.
+
+        Raises PluginNotFound or PluginRefused for one of those.
+        """
         self.manager = pluggy.PluginManager(hookspecs.PROJECT)
         self.manager.add_hookspecs(hookspecs)
         self.descriptions: dict[str, api.Description] = {}
@@ -114,7 +117,10 @@ class Registry:
         return all(interface not in known.interfaces for known in tuple(self.descriptions.values()))
 
     def layers(self, mode: str) -> tuple[str, ...]:
-        """Return *mode*, preceded by its base, if it has one. Raises UnknownMode, PluginRefused."""
+        """Return *mode*, preceded by the mode that it stands on, if any.
+
+        Raises UnknownMode or PluginRefused.
+        """
         base = self.load(mode).base
         if not base:
             return (mode,)
@@ -159,12 +165,18 @@ class Registry:
                 self.manager.unregister(backend)
 
     def prepare(self, mode: str, settings: api.BackendSettings) -> None:
-        """Have *mode* prepare the machine. Raises UnknownMode, PluginRefused, or any of the plugin."""
+        """Have the plugin for *mode* make the settings of the whole machine that it needs.
+
+        Raises UnknownMode, PluginRefused, or any exception of the plugin.
+        """
         for layer in self.layers(mode):
             self._ask(layer, "kproxy_prepare", settings=settings)
 
     def caveats(self, mode: str, update: api.Update, settings: api.BackendSettings) -> tuple[api.Caveat, ...]:
-        """Return *mode*'s caveats for *update*. Raises UnknownMode, PluginRefused or any of the plugin."""
+        """Return the caveats that *mode* has for *update*.
+
+        Raises UnknownMode, PluginRefused, or any exception of the plugin.
+        """
         arguments = {"update": update, "settings": settings}
         return tuple(
             caveat

@@ -117,13 +117,20 @@ def _table(report: Report) -> str:
 
 
 def describe(registry: Registry, mode: str) -> Report:
-    """Describe all modes, the preferred one first, or only *mode*. Raises UnknownMode, PluginRefused."""
+    """Describe every mode that can be loaded, the preferred one first, or only *mode*.
+
+    Raises UnknownMode or PluginRefused.
+    """
     descriptions = [registry.load(mode)] if mode else registry.load_all()
     return Report((), tuple(DescribedMode(description, None) for description in descriptions))
 
 
 def find_out(registry: Registry, mode: str, configuration: Configuration, *, load_modules: bool) -> Report:
-    """As `describe`, with probes, which may load modules. Raises UnknownMode, PluginRefused, ConfigError."""
+    """Describe and probe modes as in `describe`. Changes nothing, except that *load_modules* may load
+    modules.
+
+    Raises UnknownMode, PluginRefused or ConfigError.
+    """
     families = served_families()
     described = tuple(
         DescribedMode(known, _look(registry, known.mode, configuration, families, load_modules))

@@ -13,7 +13,10 @@ from kproxy_core.process.terms import backend_settings
 
 
 def render_manifests(config: Config, registry: Registry, families: tuple[Family, ...]) -> Iterator[str]:
-    """Yield each family's rules as the backend's text. Raises BackendError, HostError or StartFailed."""
+    """Yield the complete rules of each of *families* in the text format of the backend of ``config.mode``.
+
+    Raises BackendError, HostError or StartFailed.
+    """
     instance = registry.make_backend(config.mode, backend_settings(config, families))
     try:
         for plans in read_plans(config, registry, families)[0].values():

@@ -54,7 +54,10 @@ def run(flags: Flags, *, init_only: bool) -> None:
 
 
 def _begin_access(config: Config) -> CurrentAccess:
-    """Return the access to the API server, which a child process loads meanwhile. Raises StartFailed."""
+    """Return the access to the API server. A child process begins to load it, while this one imports.
+
+    Raises StartFailed.
+    """
     from kproxy_core.apiclient.access import AccessError, CurrentAccess
     from kproxy_core.process.terms import StartFailed
 

@@ -13,7 +13,10 @@ from kproxy_core.modes.control import send_request
 
 
 def check(mode: str, *, as_json: bool) -> bool:
-    """Print what *mode* would change. Return True if it loses nothing. Raises RequestRefused or NoProxy."""
+    """Print what would change with *mode*. Return True if nothing would be lost.
+
+    Raises RequestRefused or NoProxy.
+    """
     found = send_request({"do": "compare", "mode": mode})
     if as_json:
         click.echo(json.dumps(found, indent=2))

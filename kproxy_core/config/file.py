@@ -224,7 +224,10 @@ def load(path: str) -> FileConfig:
 
 
 def decode(text: str) -> FileConfig:
-    """Decode *text*; unknown and duplicate fields are only noted, as in kube-proxy. Raises ConfigError."""
+    """Decode the *text* of a file. As kube-proxy does, unknown and duplicate fields are only noted.
+
+    Raises ConfigError naming every field of a wrong type.
+    """
     found = _Found()
     raw = found.parse(text)
     if not isinstance(raw, dict):

@@ -89,7 +89,10 @@ _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 
 def _with(section: _Struct, path: list[str], text: str) -> _Struct:
-    """Return *section* with the field at *path*, spelled as in files, set to *text*. Raises ValueError."""
+    """Return *section* with the field at *path*, in the spelling of the file, parsed from *text*.
+
+    Raises ValueError.
+    """
     found = next(f for f in msgspec.structs.fields(section) if f.encode_name == path[0])
     before = getattr(section, found.name)
     if isinstance(before, dict) and path[1:]:

@@ -8,7 +8,10 @@ _ROOT = Path("/proc/sys")
 
 
 def read(name: str) -> str:
-    """Return *name*, such as ``net/ipv4/ip_forward``. Raises HostError; its errno is ENOENT if unknown."""
+    """Return the value of *name*, such as ``net/ipv4/ip_forward``, without the line end.
+
+    Raises HostError, with errno ENOENT if the kernel lacks the setting.
+    """
     try:
         return (_ROOT / name).read_text(encoding="ascii").strip()
     except OSError as error:
@@ -16,7 +19,10 @@ def read(name: str) -> str:
 
 
 def ensure(name: str, value: int | str) -> bool:
-    """Set *name* to *value* and return True, unless it has that value already. Raises HostError."""
+    """Set *name* to *value* unless it already has it; return True if it was changed.
+
+    Succeeds with a read-only /proc/sys that holds the value. Raises HostError.
+    """
     wanted = str(value)
     if read(name).split() == wanted.split():
         return False

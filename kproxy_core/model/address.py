@@ -76,7 +76,10 @@ def format_address(address: Address) -> str:
 
 
 def parse_cidr(text: str) -> Cidr:
-    """Return the network *text*, ``address/prefix``, with host bits cleared. Raises ValueError."""
+    """Return the network that *text* names, with host bits cleared.
+
+    Raises ValueError if *text* is not ``address/prefix``.
+    """
     head, slash, tail = text.partition("/")
     if slash and tail.isascii() and tail.isdigit() and len(tail) < 10:
         address, prefix = parse_address(head), int(tail)

@@ -22,7 +22,10 @@ class NodeObject:
 
 @dataclass(frozen=True, slots=True)
 class LocalSource:
-    """The mark of traffic that starts at a pod of this node: exactly one field is set."""
+    """The mark of traffic that starts at a pod of this node. Exactly one field is set.
+
+    The core decides what is local, each backend how to match it.
+    """
 
     cidr: Cidr | None = None
     interface: str = ""

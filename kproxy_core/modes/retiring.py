@@ -67,7 +67,10 @@ class RetiringModes:
             return sum(self._leave(layer, instance if layer == mode else None) for layer in reversed(layers))
 
     def cancel(self, mode: str) -> bool:
-        """Keep the rules of *mode*, about to serve. Return whether anything was still to be removed."""
+        """Keep the rules of *mode*, which is about to serve. A retiring backend still finishes.
+
+        Return whether anything was still to be removed.
+        """
         with self._changed:
             self._serving.add(mode)
             layers = self._registry.layers(mode)

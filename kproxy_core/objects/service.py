@@ -1,4 +1,7 @@
-"""Services, from the wire to the model (kube-proxy 1.36: pkg/proxy/serviceport.go and pkg/proxy/util)."""
+"""Services, from the wire to the model.
+
+As kube-proxy 1.36, pkg/proxy/serviceport.go and pkg/proxy/util. Absent fields get the API server's defaults.
+"""
 
 import sys
 from collections.abc import Callable, Iterable, Sequence

@@ -1,4 +1,7 @@
-"""EndpointSlices, from the wire to the model (kube-proxy 1.36: pkg/proxy/endpointslicecache.go)."""
+"""EndpointSlices, from the wire to the model.
+
+As kube-proxy 1.36, pkg/proxy/endpointslicecache.go. Absent fields get the API server's defaults.
+"""
 
 import sys
 from collections.abc import Sequence

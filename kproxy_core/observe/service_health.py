@@ -18,7 +18,10 @@ class ServiceHealth:
         self, server: HttpServer, healthy: Callable[[], bool],
         failed: Callable[[ServiceName, str], None] = lambda service, problem: None,
     ) -> None:
-        """*failed* is called on the server's thread when a port cannot be opened, which is retried."""
+        """*healthy*: see `ProxyHealth.healthy`.
+
+        *failed* is called on the server's thread when a Service's port cannot be opened. That is retried.
+        """
         self._server = server
         self._healthy = healthy
         self._failed = failed

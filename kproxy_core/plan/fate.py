@@ -94,7 +94,10 @@ def serves_node_ports(address: Address, node: NodeView) -> bool:
 
 
 def origin_of(source: Address, node: NodeView, endpoints_here: Iterable[Address] = ()) -> Origin:
-    """Return the origin of packets from *source*. *endpoints_here*: known addresses of this node's pods."""
+    """Return the origin of packets from *source*, without knowledge of interfaces.
+
+    *endpoints_here* are addresses of this node's pods, as far as they are known.
+    """
     local = node.local_source
     if local is not None and local.cidr is not None and source in local.cidr:
         return Origin.POD
@@ -137,7 +140,10 @@ def decide(packet: Packet, frontend: Frontend, plan: ServicePlan, node: NodeView
 
 
 def decide_unowned(packet: Packet, cluster_ips: bool, node: NodeView) -> Fate:
-    """Return the fate of *packet* to no frontend. *cluster_ips*: to a ClusterIP that lacks the port."""
+    """Return the fate of *packet*, which is for no frontend.
+
+    *cluster_ips*: its destination is the ClusterIP of a Service that lacks this port.
+    """
     if cluster_ips:
         return Fate(Outcome.REFUSED, "no Service with this ClusterIP has this port")
     if any(packet.destination in cidr for cidr in node.service_cidrs):

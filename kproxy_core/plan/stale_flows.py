@@ -54,7 +54,11 @@ class StaleFlows:
         return frozenset(frontend.port for frontend in self.frontends)
 
     def is_stale(self, destination: Socket, answered_by: Socket) -> bool:
-        """Return whether a flow to *destination* with replies from *answered_by* must be deleted."""
+        """Return whether a flow to *destination* must be deleted.
+
+        *answered_by* is the source of its replies: an endpoint, or *destination* itself if
+        the flow is not translated.
+        """
         serving = self.vips.get(destination)
         if serving is None and destination[0] in self.node_port_addresses:
             serving = self.node_ports.get(destination[1])

@@ -83,7 +83,10 @@ def primary(config: Config) -> Family:
 
 
 def conclude(configuration: Configuration, registry: Registry, families: tuple[Family, ...]) -> str:
-    """Return the mode that `choose` would take by itself. Raises ConfigError, or Unsupported without any."""
+    """Return the mode that `choose` would take without a wanted one, concluded without starting any.
+
+    Raises ConfigError, or Unsupported if no mode is usable.
+    """
     problems: dict[str, str] = {}
     for mode in candidates(registry, "", fall_back=False):
         detection = registry.detect(mode, backend_settings(configuration.of(mode), families))

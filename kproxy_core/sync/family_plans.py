@@ -112,7 +112,10 @@ class FamilyPlans:
         return Update(self.family, scope, self.node, changed, self.plans, self.node_changed)
 
     def acknowledge(self, unserved: Mapping[ServicePortKey, str]) -> list[Step]:
-        """Take the last update as done but for *unserved*. Return the changes since the last time."""
+        """Take the last update as done, except for *unserved*, which is part of the next one.
+
+        Return the changes since the last acknowledgement.
+        """
         steps = [Step(key, before, self.plans.get(key)) for key, before in self._before.items()]
         self._before = {}
         self.unserved = dict(unserved)

@@ -116,7 +116,10 @@ class Loop:
                 asked.cancel()
 
     def turn(self, patience: float | None = 0.0) -> None:
-        """Make the calls in the inbox, for which it waits *patience* seconds, then everything that is due."""
+        """Make the calls in the inbox, then do everything that is due.
+
+        Waits up to *patience* seconds for a call; None: without limit.
+        """
         for call in self._inbox.take(patience):
             call()
         if self._stopped or self._held or not (self._started or self._start()):

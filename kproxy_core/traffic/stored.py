@@ -44,7 +44,10 @@ class StoredTotals:
         self._failed = False
 
     def read(self, now: float) -> Stored:
-        """Return the content; empty without a file. *now*: the time of the totals' last connections."""
+        """Return the content; empty if there is no such file.
+
+        *now* is the time that all totals get as that of their last connection.
+        """
         try:
             found = json.loads(read_private(self._path, _MOST_BYTES))
             if found["boot"] != _boot_id():

@@ -142,7 +142,10 @@ def cookie_key(cookie: int) -> bytes:
 
 
 def settings_value(node_namespace: int, flags: int) -> bytes:
-    """Return the settings that all programs read. *node_namespace*: the cookie of the node's namespace."""
+    """Return the settings that all programs read at each call.
+
+    *node_namespace*: the cookie of the node's network namespace.
+    """
     return _SETTINGS.pack(node_namespace, flags)
 
 

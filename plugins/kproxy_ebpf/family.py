@@ -47,7 +47,10 @@ class FamilyState:
         return difference
 
     def write(self, update: Update, difference: Difference | None) -> int:
-        """Add what may be chosen from now on. Return the number of elements changed. Raises TrustLost."""
+        """Add what may be chosen from now on. Return the number of elements written and deleted.
+
+        Raises TrustLost.
+        """
         self._kernel.configure(update.node)
         wanted = node_addresses(update.node)
         operations = self._kernel.replace(names.NODE_ADDRESSES, self._node_addresses, wanted)

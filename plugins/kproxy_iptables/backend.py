@@ -85,7 +85,10 @@ class IptablesBackend:
 
     @hookimpl
     def kproxy_watch(self, damaged: api.Damage) -> bool:
-        """Watch our chains by notifications and canaries. A commit since the last sync is damage."""
+        """Watch our chains, by notifications of nf_tables and by canaries.
+
+        A commit between the last sync and the start of the watch is reported as damage.
+        """
         tables = [family.tables for family in self._families.values()]
         self._watcher = Watcher(tables, self._own, damaged, self._settings.canary_period)
         if read_generation() != self._generation:

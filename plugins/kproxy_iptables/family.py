@@ -43,7 +43,10 @@ class FamilyState:
         return self._node is None or rules_differ(self._node, node)
 
     def change(self, node: NodeView, changed: Mapping[ServicePortKey, ServicePlan | None]) -> SyncReport:
-        """Write the difference to the *changed* plans, O(changed). Raises Busy, or TrustLost."""
+        """Write the difference to the *changed* plans. O(changed).
+
+        Raises Busy, or TrustLost if the kernel does not hold what it acknowledged.
+        """
         style = make_style(node, self._facts, self._applied.endpoints_after(changed))
         difference = self._applied.difference(changed, style)
         references, late = difference.references, list[str]()
@@ -110,7 +113,10 @@ class FamilyState:
         return SyncReport(comparison.operations + len(woken))
 
     def _send(self, inputs: Iterable[str]) -> None:
-        """Give *inputs* to iptables-restore. Raises Busy if nothing changed, else as `Tables.restore`."""
+        """Give *inputs* to iptables-restore.
+
+        Raises Busy if nothing has changed, else what `Tables.restore` raises.
+        """
         for number, text in enumerate(inputs):
             try:
                 self.tables.restore(text)

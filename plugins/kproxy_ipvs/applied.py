@@ -75,7 +75,11 @@ class Difference:
 
 @dataclass(slots=True)
 class Applied:
-    """The acknowledged state of one family, with owners of shared objects counted: a change costs its own."""
+    """The acknowledged state of one family.
+
+    Service ports can share virtual servers, entries and addresses, so owners are counted: a change costs
+    what it touches.
+    """
 
     _wanted: dict[ServicePortKey, Wanted] = field(default_factory=dict)
     _claims: dict[ServerKey, _Claims] = field(default_factory=dict)
@@ -164,7 +168,10 @@ class Applied:
         self, key: ServicePortKey, plan: ServicePlan, style: Style, touched: Mapping[ServerKey, _Claims],
         before: "Applied | None" = None,
     ) -> int:
-        """Return a mark of its own for *key*, mostly the same after a restart; 0 if none is needed."""
+        """Return a mark that no other service port has, mostly the same after a restart; 0 if none is needed.
+
+        The mark that *key* has already is kept.
+        """
         if not has_short_circuit(plan):
             return 0
         earlier = before or self
@@ -184,7 +191,10 @@ def compare_all(
     expected: Applied, servers: Mapping[ServerKey, HeldServer], entries: Entries,
     addresses: Iterable[Address], foreign: Iterable[ServerKey],
 ) -> Difference:
-    """Return the operations from *servers*, *entries* and *addresses* to *expected*; *foreign* ones stay."""
+    """Return the operations that bring a kernel with *servers*, *entries* and *addresses* to *expected*.
+
+    Virtual servers that are *foreign* are not deleted.
+    """
     difference = Difference()
     want = expected.servers
     for key, server in want.items():
@@ -212,7 +222,10 @@ def is_owned(
     key: ServerKey, on_device: Collection[Address], entries: Entries, excluded: Iterable[Cidr],
     is_own_mark: Callable[[int], bool],
 ) -> bool:
-    """Tell a virtual server of this mode by its mark, the device or a set; never in *excluded* networks."""
+    """Return whether a virtual server is this mode's: its mark, the device or a set refers to it.
+
+    Other tools own those in *excluded* networks.
+    """
     if key.address is None:
         return is_own_mark(key.mark)
     if any(key.address in cidr for cidr in excluded):

@@ -64,7 +64,10 @@ class FamilyState:
         )
 
     def change(self, node: NodeView, changed: Mapping[ServicePortKey, ServicePlan | None]) -> SyncReport:
-        """Write the changed plans, O(changed). Raises HostError; then a resync must follow."""
+        """Write the changed plans. O(changed). Raises HostError.
+
+        After a failure the kernel may hold a part of the change, so a resync must follow.
+        """
         if self._node is None or self._style is None:
             raise TrustLost("the kernel has not been read yet")
         self._node = None

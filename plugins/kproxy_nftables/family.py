@@ -56,11 +56,17 @@ class FamilyState:
         """Failed attempts to delete unreferenced objects."""
 
     def must_resync(self, _node: NodeView) -> bool:
-        """Return True until a resync has succeeded, and after a failed one. A changed node needs none."""
+        """Return True before the first successful resync, and after a failed one.
+
+        A changed node needs none: `change` writes what differs.
+        """
         return self._node is None
 
     def change(self, node: NodeView, changed: Mapping[ServicePortKey, ServicePlan | None]) -> SyncReport:
-        """Write the differences of *changed* plans and node, O(changed). Raises SyncFailed, TrustLost."""
+        """Write the differences made by *changed* plans and by a changed node. O(changed).
+
+        Raises SyncFailed, TrustLost.
+        """
         before = self._node
         if before is None:
             raise TrustLost("the table has not been read yet")
@@ -131,7 +137,10 @@ class FamilyState:
         return text + "".join(difference.owned.values())
 
     def _bring_rules(self, text: str, wanted: Collection[str]) -> None:
-        """Write the constant *text*, of objects *wanted*, unless the kernel holds it as last written."""
+        """Write the constant rules, unless the kernel still holds them as they were last written.
+
+        *wanted* are the names of the objects that *text* defines.
+        """
         digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
         known, self._rules = self._rules, None
         if known == _Rules(digest, self._kernel.fingerprint(self._family, wanted)):
@@ -195,7 +204,10 @@ class FamilyState:
         return found
 
     def _delete_stale(self, difference: Difference) -> None:
-        """Delete unreferenced objects. Kernels before 6.2 may call them busy until the next change."""
+        """Delete owned objects that are no longer referenced.
+
+        Kernels before 6.2 may report them busy for a moment; the next change then tries again.
+        """
         if self._stale or difference.disowned:
             stale = dict.fromkeys([*self._stale, *difference.disowned])
             self._stale = [name for name in stale if name not in difference.owned]

@@ -1,4 +1,7 @@
-"""All input and output with nf_tables: text through libnftables, elements through netlink."""
+"""All input and output with nf_tables: text through libnftables, elements through netlink.
+
+Errors of the kernel become typed errors here.
+"""
 
 import errno
 import os
@@ -44,7 +47,10 @@ _STALE = {errno.ENOENT, errno.EEXIST, errno.EBUSY, errno.ENOBUFS, errno.EINTR, e
 
 
 class Kernel:
-    """nf_tables in the calling thread's network namespace. Opens sockets when needed. Not thread-safe."""
+    """nf_tables in the calling thread's network namespace. Sockets are opened when first needed.
+
+    Not thread-safe.
+    """
 
     def __init__(self, *, check_only: bool = False) -> None:
         """With *check_only*, the kernel checks text without applying it."""
@@ -67,7 +73,10 @@ class Kernel:
         self._nft = None
 
     def apply_text(self, text: str) -> None:
-        """Run nft commands as one transaction. Raises SyncFailed with nft's message, or Unsupported."""
+        """Run nft commands as one transaction.
+
+        Raises SyncFailed with nft's message, Unsupported without the Python binding.
+        """
         if not text:
             return
         status, _, problem = self._libnftables().cmd(text)

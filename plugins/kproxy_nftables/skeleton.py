@@ -28,7 +28,10 @@ BASE_CHAINS = {
 
 
 def skeleton(node: NodeView, *, counted: bool = False) -> str:
-    """Return the commands for all objects of a family's table but template chains. *counted*: with counts."""
+    """Return the commands for all constant objects of one family's table except template chains.
+
+    *counted*: with the rules that count new connections.
+    """
     text = _Text(node.family)
     text.line(f'add table {text.table} {{ comment "rules for kproxy"; }}')
     _containers(text)

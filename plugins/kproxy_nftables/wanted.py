@@ -130,7 +130,10 @@ def _endpoints(wanted: list[Element], container: str, key: bytes, values: list[t
 def _affinity(
     wanted: list[Element], maps: "_AffinityMaps", key: bytes, plan: ServicePlan, *, local: bool = False
 ) -> None:
-    """Add the elements that pin and record clients of the frontend *key*, with *local* to local endpoints."""
+    """Add the elements that pin and record clients of the frontend *key*.
+
+    With *local*, all clients use endpoints on this node.
+    """
     cluster_group, local_group = affinity_groups(plan)
     group = local_group if local else cluster_group
     if group:

@@ -1,4 +1,7 @@
-"""Notices changes of our tables by other processes. The kernel filters out our own commits."""
+"""Notices changes of our tables by other processes at once.
+
+Our own commits are filtered out in the kernel, so they do not wake an idle proxy.
+"""
 
 from collections.abc import Collection
 

@@ -40,7 +40,10 @@ class FamilyState:
         self, family: Family, portals: Portals, workers: WorkerPool, ports: RelayPorts,
         listen: Address | None, bind: Address | None, *, counted: bool,
     ) -> None:
-        """*listen*: where relays have the ports of Services. *bind*: address of other relays; None: all."""
+        """With *listen*, bind relays to the ports of Services there, else to any port at *bind*.
+
+        None means every address. *counted*: relays count connections.
+        """
         self.family = family
         self._portals = portals
         self._workers = workers
@@ -97,7 +100,10 @@ class FamilyState:
         return None
 
     def close_departed(self) -> None:
-        """Close relays that no client is on its way to. From any thread. Raises HostError, SyncFailed."""
+        """Close relays once no client is on its way to them. From any thread.
+
+        Raises HostError or SyncFailed.
+        """
         before = time.monotonic() - GRACE_SECONDS
         with self._writing:
             departing = [each for each in self._applied.departing if each.since <= before]
@@ -111,7 +117,10 @@ class FamilyState:
     # Leaving the node to another mode ------------------------------------------------------
 
     def withdraw(self) -> list[str]:
-        """Delete all portals, once: later ones are another instance's. Return lines. Raises HostError."""
+        """Delete all portals, once: later ones belong to another instance. Return a line for each object.
+
+        Raises HostError.
+        """
         if self._withdrawn:
             return []
         with self._writing:
@@ -121,7 +130,10 @@ class FamilyState:
         return removed
 
     def arriving(self) -> Counter[Protocol]:
-        """Return how many clients, by protocol, have not reached a relay yet. Raises HostError."""
+        """Return how many clients of each protocol are on their way to a relay. Raises HostError.
+
+        TCP clients that were accepted are not counted.
+        """
         listening = {relay.local_port for relay in self._applied.all_relays() if relay.is_listening}
         found: Counter[Protocol] = Counter()
         for port, clients in arriving(self.family, listening).items():
@@ -129,7 +141,10 @@ class FamilyState:
         return found
 
     def stop_accepting(self) -> None:
-        """Stop listening, and delete flows of unanswered UDP clients. Raises HostError or SyncFailed."""
+        """Stop listening, and delete the flows of UDP clients that get no answer here.
+
+        Raises HostError or SyncFailed.
+        """
         relays = self._applied.all_relays()
         self._workers.stop_accepting(relay.number for relay in relays)
         refusing = {relay.port for relay in relays if not relay.is_listening}

@@ -69,7 +69,10 @@ def read_settings(settings: BackendSettings) -> Settings:
 
 
 def parse_port_range(text: str) -> range | None:
-    """Return the ports of ``a-b``, ``a+n`` or ``a``; None for "", 0 and 0-0. Raises ValueError."""
+    """Return the ports that ``a-b``, ``a+n`` or ``a`` names; None without a range: empty, 0 or 0-0.
+
+    Raises ValueError.
+    """
     found = _RANGE.fullmatch(text.strip())
     if found is None:
         if text.strip():

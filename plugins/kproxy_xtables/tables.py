@@ -80,7 +80,10 @@ class Tables:
         return False
 
     def save(self, table: str = "") -> Iterator[SavedChain]:
-        """Yield the chains of all tables, or of one, which a legacy program creates. Raises ProgramFailed."""
+        """Yield the chains of all existing tables, or of one *table*, which a legacy program creates.
+
+        Raises ProgramFailed.
+        """
         only = ("-t", table) if table else ()
         return read_saved(programs.lines(self.variant.program(self.family, "save"), *only, own=self._own))
 
@@ -89,7 +92,10 @@ class Tables:
         return {(saved.table, saved.name): saved.rules for saved in self.save(table)}
 
     def restore(self, text: str) -> None:
-        """Give *text* to iptables-restore, atomic by table. Raises Busy, RestoreFailed, ProgramFailed."""
+        """Give *text* to iptables-restore. Each table changes completely or not at all.
+
+        Raises Busy, RestoreFailed or ProgramFailed.
+        """
         program = self.variant.program(self.family, "restore")
         done = programs.run(
             program, "-w", str(LOCK_TIMEOUT), "--noflush", "--counters", stdin=text, own=self._own
@@ -112,7 +118,10 @@ class Tables:
         return found
 
     def has_chain(self, table: str, chain: str) -> bool:
-        """Look for *chain* without reading others. A legacy program creates *table*. Raises HostError."""
+        """Return whether *chain* exists without reading other chains. Raises HostError.
+
+        A legacy program creates *table*.
+        """
         done = self._list(table, chain)
         if done.returncode == _RESOURCE_PROBLEM:
             raise _read_error(f"{self.program}: {programs.complaint(done)}")

@@ -88,7 +88,10 @@ def find_variant() -> Variant:
 
 
 def find_used_and_unused() -> tuple[list[Variant], list[Variant]]:
-    """Return this node's variant and the other one; all as used if none is. Raises ProgramUnfinished."""
+    """Return the variant that this node uses, and the other one. Without a usable one, count all as used.
+
+    Raises ProgramUnfinished.
+    """
     found = find_variants()
     try:
         used = find_variant()
@@ -125,7 +128,10 @@ def _is_rule(line: str) -> bool:
 
 
 def probe(infix: str) -> Variant | None:
-    """Return the variant with *infix* in its programs' names, if installed. Raises ProgramUnfinished."""
+    """Return the variant whose program names contain *infix*; None if it is not installed.
+
+    Raises ProgramUnfinished.
+    """
     program = f"{PROGRAM[Family.IPV4]}{infix}"
     path = programs.find(program)
     if path is None or not all(programs.find(f"{program}-{action}") for action in ("save", "restore")):

@@ -79,7 +79,10 @@ def write(path: Path, found: Iterator[tuple[str, str]]) -> list[str]:
 
 @contextmanager
 def opened(path: str) -> Iterator[tuple[Flags, Json]]:
-    """Yield flags for the objects in an archive, and its data on the node. Raises ClickException."""
+    """Yield flags that mean the objects in an archive, and what it says about its node.
+
+    Raises ClickException if the archive cannot be used.
+    """
     try:
         with tarfile.open(path) as archive, TemporaryDirectory(prefix="kproxy-report-") as directory:
             node = json.loads(_member(archive, "node.json"))

@@ -138,7 +138,10 @@ class DirectoryWatch:
 
 
 def entries_to(folder: str, path: str) -> list[Entry]:
-    """Return the links on the way of *path*, relative to *folder*, in order, then the last entry reached."""
+    """Return the directory entries that decide what *path*, relative to *folder*, is.
+
+    These are the symbolic links on the way, in order, and the last entry that was reached.
+    """
     entries: list[Entry] = []
     parts = path.split("/")[::-1]
     while parts:

@@ -6,7 +6,10 @@ from pathlib import Path
 
 
 def read_private(path: Path, most: int) -> bytes:
-    """Read a regular file of at most *most* bytes. Raises OSError, or ValueError for any other."""
+    """Return what *path* holds. Raises OSError, or ValueError if kproxy cannot have written it.
+
+    *most*: bytes that it may hold.
+    """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with open(os.open(path, flags), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -1,4 +1,7 @@
-"""Addresses of this thread's network namespace, and their changes (linux/rtnetlink.h, linux/if_addr.h)."""
+"""The addresses of this node's interfaces, and changes of them (linux/rtnetlink.h, linux/if_addr.h).
+
+Everything acts on the network namespace of the calling thread.
+"""
 
 import logging
 import socket
@@ -82,12 +85,18 @@ _Accepts = Callable[[str], bool]
 
 
 def node_addresses(accepts: _Accepts = lambda _: True) -> frozenset[Address]:
-    """Return the addresses of all accepted interfaces, loopback and link-local too. Raises HostError."""
+    """Return the addresses of all accepted interfaces, loopback and link-local ones included.
+
+    Raises HostError.
+    """
     return frozenset(each.address for each in _read(accepts))
 
 
 def default_source_address(family: Family) -> Address | None:
-    """Return this node's source address on the default route of *family*; None without one. Sends nothing."""
+    """Return the address from which this node sends along the default route of *family*.
+
+    None without such a route. No packet is sent.
+    """
     try:
         with socket.socket(family.af, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
             sock.connect((_ANYWHERE[family], 9))
@@ -103,7 +112,11 @@ class AddressWatch:
     def __init__(
         self, callback: Callable[[frozenset[Address]], None], accepts: _Accepts = lambda _: True
     ) -> None:
-        """Start a thread that watches and calls; *accepts* for each added address. Raises HostError."""
+        """Start watching.
+
+        Both functions are called from the watch's thread, *accepts* whenever an address is added.
+        Raises HostError.
+        """
         self._callback = callback
         self._accepts = accepts
         self._complete = True

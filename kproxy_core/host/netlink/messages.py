@@ -72,7 +72,10 @@ def messages(data: bytes) -> Iterator[tuple[int, int, int, int, int]]:
 
 
 def sender(data: bytes) -> int:
-    """Return the port of the socket that caused *data*, by its first message; 0: the kernel."""
+    """Return the port of the socket whose request caused the first message in *data*; 0: the kernel.
+
+    A datagram of notifications holds messages caused by one sender only.
+    """
     return int(HEADER.unpack_from(data, 0)[4]) if len(data) >= HEADER.size else 0
 
 

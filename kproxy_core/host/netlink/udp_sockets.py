@@ -1,4 +1,7 @@
-"""Connected UDP sockets of this thread's network namespace (linux/sock_diag.h, linux/inet_diag.h)."""
+"""Connected UDP sockets, listed and destroyed (linux/sock_diag.h, linux/inet_diag.h).
+
+Everything acts on the network namespace of the calling thread.
+"""
 
 import errno
 import os

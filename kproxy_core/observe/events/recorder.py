@@ -1,4 +1,7 @@
-"""Events for operators, delivered in the background. One that can't be delivered is dropped."""
+"""Events for the cluster's operators, delivered in the background.
+
+An event that can't be delivered is dropped; nothing waits for it, and nothing fails with it.
+"""
 
 import logging
 import threading

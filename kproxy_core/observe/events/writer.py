@@ -19,7 +19,10 @@ _SILENCE = 10.0
 
 
 class EventWriter:
-    """Writes events to the API server, each on a connection of its own: they are rare. For one thread."""
+    """Writes events to the API server of *access*.
+
+    Each event is sent on a connection of its own: events are rare. Used by one thread.
+    """
 
     def __init__(self, access: CurrentAccess, host: str, observe: Observe) -> None:
         """*host*: this machine's name, the reporter of the events; *observe* is called for each request."""

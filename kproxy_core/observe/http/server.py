@@ -158,7 +158,10 @@ class HttpServer:
         self._do(lambda: self._unbind(listener))
 
     def settle(self, timeout: float = 5.0) -> None:
-        """Wait until earlier calls have taken effect, each bind tried once. Raises TimeoutError."""
+        """Wait until earlier calls have taken effect, each bind tried once.
+
+        Raises TimeoutError after *timeout* seconds.
+        """
         done = threading.Event()
         self._do(done.set)
         if not done.wait(timeout):

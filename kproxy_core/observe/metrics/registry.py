@@ -85,7 +85,10 @@ class Metrics:
 
 
 def exposition(registry: Collector, accept: str) -> tuple[bytes, str]:
-    """Return metrics as Prometheus text, or OpenMetrics if *accept* prefers it, and the content type."""
+    """Return the metrics of *registry* in Prometheus' text format, or in OpenMetrics if *accept* prefers it.
+
+    Also returns the content type.
+    """
     encode, content_type = choose_encoder(accept)
     if content_type.startswith("application/openmetrics-text"):
         return encode(registry), content_type

@@ -30,7 +30,10 @@ def explain(
     given: Mapping[str, Any], plans: Mapping[Family, Plans], registry: Registry, instance: BackendInstance, *,
     live: bool,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Return an answer for each packet; not *live*: with the rules a sync would write. Raises NoAnswer."""
+    """Return an answer for each packet, with the *live* kernel's side or with what a sync would write.
+
+    Raises NoAnswer.
+    """
     found = cases_of(given, plans)
     return answers(found, instance, [caveats_of(case, registry, instance) for case in found], live=live)
 

@@ -17,7 +17,10 @@ Json = dict[str, Any]
 
 
 def operations(instance: BackendInstance, updates: Sequence[Update]) -> list[Json]:
-    """Return the number of operations of each update, and their text; [] if unknown. Raises NoAnswer."""
+    """Return the number of operations that each of *updates* needs, and their text.
+
+    [] if the mode does not tell. Raises NoAnswer.
+    """
     found = []
     for update in updates:
         family = update.family.label

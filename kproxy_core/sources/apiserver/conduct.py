@@ -49,6 +49,9 @@ class Conduct:
         return self._announces_progress and self._silences > 1
 
     def history_replaced(self) -> None:
-        """Judge silences afresh: the next list may be from an older server, which announces no progress."""
+        """Judge silences afresh from the history that is listed next.
+
+        Its server may be an older one, which announces no progress.
+        """
         self._silences = 0
         self._announces_progress = False

@@ -95,7 +95,10 @@ class Subject:
 
 
 def full(instance: BackendInstance, family: Family, plans: Plans, node: NodeView | None = None) -> SyncReport:
-    """Run a full sync with plans valid only during the call. Call kproxy_begin before the first one."""
+    """Run a full sync, with plans that are valid only during the call, as the contract says.
+
+    Before the first one, call kproxy_begin.
+    """
     if instance not in _BEGUN:
         instance.begin()
         _BEGUN.add(instance)

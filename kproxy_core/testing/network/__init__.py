@@ -1,1 +1,4 @@
-"""The network that packets are tested in, which knows no proxy, no backend and nothing of Kubernetes."""
+"""The network that every test with packets is played in: namespaces, addresses, servers and clients.
+
+Nothing here knows a proxy, a backend or Kubernetes.
+"""

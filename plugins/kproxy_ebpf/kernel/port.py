@@ -58,7 +58,10 @@ class Kernel:
             self._connected_udp = False
 
     def open(self, compiled: Compiled) -> None:
-        """Find or make the maps, and load the programs, without attaching them. Raises SyncFailed."""
+        """Find or make the maps, and load the programs. Nothing is attached yet.
+
+        Raises SyncFailed.
+        """
         with self._lock:
             try:
                 self._cgroup = mounts.open_cgroup(self._settings.cgroup)
@@ -137,7 +140,10 @@ class Kernel:
         return len(updates) + len(deletes)
 
     def destroy_connected_sockets(self) -> None:
-        """Destroy connected UDP sockets that lead to a removed endpoint, if wanted. Raises SyncFailed."""
+        """Destroy connected UDP sockets that were sent to an endpoint that was removed, if wanted.
+
+        Raises SyncFailed.
+        """
         if self._connected_udp:
             with self._lock, _reporting():
                 found = self._maps[names.CONNECTED], self._definition(names.CONNECTED)
@@ -276,7 +282,10 @@ def family_of_key(name: str, key: bytes) -> Family:
 
 
 def namespace_cookie() -> int:
-    """Return the cookie of this thread's network namespace (SO_NETNS_COOKIE, Linux 5.14)."""
+    """Return the kernel's identity of this thread's network namespace (SO_NETNS_COOKIE, Linux 5.14).
+
+    Raises SyncFailed.
+    """
     with _reporting(), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         return int.from_bytes(probe.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8), "little")
 

@@ -1,4 +1,7 @@
-"""The compiled programs: from the cache, which needs neither bcc nor a compiler, or from a bcc process."""
+"""The compiled programs: from the cache, or from a process that runs bcc.
+
+A start that finds its programs in the cache needs neither bcc nor a compiler.
+"""
 
 import base64
 import hashlib
@@ -56,7 +59,10 @@ class Compilation:
     """The programs being compiled, or found in the cache at once."""
 
     def __init__(self, cache: str = CACHE, *, start: bool = True) -> None:
-        """Start the compiler unless *cache* has the result, or only look. Raises HostError."""
+        """Start the compiler unless *cache* has the result, or only look.
+
+        Raises HostError if it cannot be started.
+        """
         source = files("kproxy_bpf")
         text = (source / "services.c").read_bytes()
         key = hashlib.sha256(text + Path(_SCRIPT).read_bytes()).hexdigest()[:32]

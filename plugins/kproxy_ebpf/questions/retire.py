@@ -17,7 +17,10 @@ _since: dict[str, float] = {}
 
 
 def retire(settings: BackendSettings, clock: Callable[[], float] = time.monotonic) -> Leftovers:
-    """Stop choosing endpoints at once; translate replies for a while. TCP connections need nothing."""
+    """Stop choosing endpoints at once; keep translating replies for a while.
+
+    Established TCP connections need nothing of this mode.
+    """
     try:
         home = pin_directory(settings)
         if not home.exists():

@@ -14,7 +14,10 @@ from kproxy_xtables.variant import find_variant
 
 
 def preview(update: Update, *, localhost_node_ports: bool) -> Preview:
-    """Return a resync's operations, except creating counters. Raises HostError, or NoVariant."""
+    """Return what a resync would write, without the counters that it would create.
+
+    Raises HostError, or NoVariant without iptables.
+    """
     localhost = serves_loopback(update.node, enabled=localhost_node_ports)
     counters = frozenset(name for name in COUNTERS if read_packets(name) is not None)
     facts = read_facts(counters, localhost_node_ports=localhost)

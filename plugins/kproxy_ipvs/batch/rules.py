@@ -11,7 +11,10 @@ TABLES = (MANGLE, FILTER, NAT)
 
 
 def difference(held: RulesByChain, want: RulesByChain, jumps: Iterable[Jump] = JUMPS) -> str:
-    """Return the input that corrects our chains, each as a whole, and *jumps*; "" if they are correct."""
+    """Return the iptables-restore input that corrects our chains and *jumps*; "" if they are correct.
+
+    A chain that differs is replaced as a whole.
+    """
     parts: list[str] = []
     for table in TABLES:
         chains = [key for key in want if key[0] == table and held.get(key) != want[key]]

@@ -25,7 +25,10 @@ class Draining:
     """Deletes drained real servers from a thread of its own."""
 
     def __init__(self, delete_drained: Callable[[RealServers], RealServers]) -> None:
-        """*delete_drained* deletes servers without connections, returns others, may raise HostError."""
+        """*delete_drained* deletes real servers without connections and returns the others.
+
+        It may raise HostError.
+        """
         self._delete_drained = delete_drained
         self.lock = threading.RLock()
         """Hold it while changing real servers, so that none is deleted that was just added again."""
@@ -34,7 +37,10 @@ class Draining:
         self._thread: threading.Thread | None = None
 
     def add(self, servers: Iterable[tuple[ServerKey, Destination]]) -> None:
-        """Delete *servers*, of weight 0, now or once they have no connections. Raises HostError."""
+        """Delete those *servers* that have no connections, and the others later. Their weight is 0 already.
+
+        Raises HostError.
+        """
         added: dict[ServerKey, set[Destination]] = {}
         for key, where in servers:
             added.setdefault(key, set()).add(where)

@@ -15,7 +15,10 @@ _REUSE_MODE_MATTERS = ((4, 1), (5, 9))
 
 
 def load_modules(configured: str) -> None:
-    """Load the modules of IPVS for the *configured* scheduler, unless built in. Raises HostError."""
+    """Load the modules of IPVS for the *configured* scheduler. Raises HostError.
+
+    A kernel with IPVS built in needs none.
+    """
     if programs.find("modprobe"):
         programs.run("modprobe", "-qa", "ip_vs", *(f"ip_vs_{name}" for name in schedulers(configured)))
 

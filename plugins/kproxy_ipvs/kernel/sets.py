@@ -54,7 +54,10 @@ def create(family: Family, kinds: Iterable[SetKind]) -> None:
 
 
 def write(family: Family, adds: Iterable[Element] = (), deletes: Iterable[Element] = ()) -> None:
-    """Add and delete entries, existing or not. Raises HostError for refused ones once others are written."""
+    """Add entries, then delete others. Entries that exist or are missing already are no error.
+
+    Raises HostError if entries are refused, after all others are written.
+    """
     batches = [
         *messages.batches(family, sorted(adds)),
         *messages.batches(family, sorted(deletes), delete=True),
@@ -70,7 +73,10 @@ def _describe(code: int) -> str:
 
 
 def destroy(names: Sequence[str]) -> dict[str, HostError]:
-    """Delete sets by full name. Return errors by name. Raises HostError if no set can be deleted."""
+    """Delete sets by their full names; missing ones are no error. Return the other errors by name.
+
+    Raises HostError if no set can be deleted, such as without privileges.
+    """
     refused = _exchange([messages.destroy_set(name) for name in names])
     return {names[at]: HostError(_describe(code)) for at, code in refused if code != errno.ENOENT}
 

@@ -106,7 +106,10 @@ class VirtualServers:
             return [messages.decode_destination(key.family, answer) for answer in answers]
 
     def write(self, operations: Sequence[Operation]) -> None:
-        """Execute *operations* in order, past refusals. Raises HostError about the first of those."""
+        """Execute *operations* in order. Deletions of missing objects succeed.
+
+        Raises HostError about the first refusal, after all others are done.
+        """
         for operation, error in self._refused(operations):
             raise HostError(_describe(operation), error)
 
@@ -120,7 +123,10 @@ class VirtualServers:
         return unusable
 
     def delete_drained(self, draining: RealServers) -> RealServers:
-        """Delete *draining* real servers without connections; return the others. Raises HostError."""
+        """Delete those of the *draining* real servers that have no connections; return the others.
+
+        Raises HostError.
+        """
         drained: list[Operation] = []
         left: dict[ServerKey, set[Destination]] = {}
         with self._lock:
@@ -172,7 +178,10 @@ class VirtualServers:
 
 
 def refusal(scheduler: str, family: Family) -> str:
-    """Try a virtual server without traffic. Return why the kernel refuses it; "" if it does not."""
+    """Return why the kernel refuses virtual servers of *family* with *scheduler*; "" if it accepts them.
+
+    Creates a virtual server that no packet reaches, and deletes it.
+    """
     key = ServerKey.marked(family, _TRIAL_MARK)
     create = PutServer(key, Scheduling(scheduler), new=True)
     try:

@@ -1,4 +1,7 @@
-"""Deviations from the Service API and from other modes; none by local policies, see `kproxy_ipvs.wanted`."""
+"""Deviations of this mode from the Service API and from other modes. Pure.
+
+Local policies are served in full, see `kproxy_ipvs.wanted`.
+"""
 
 from collections.abc import Iterator, Sequence
 

@@ -40,7 +40,10 @@ def is_leftover(
 
 
 def plan_cleanup(held: RulesByChain, kept: frozenset[ChainKey] = frozenset()) -> Removal:
-    """Select all chains and rules of this mode but chains *kept* and those the iptables mode took over."""
+    """Select all chains and rules of this mode, except the chains *kept*.
+
+    Shared chains that the iptables mode has taken over are not selected.
+    """
     ours = (_OF_BOTH | _KUBE_PROXYS | _OLDER | _NEVER_KUBE_PROXYS | ipset_mode_chains(held)) - kept
 
     def is_own(key: ChainKey, rule: str) -> bool:

@@ -7,5 +7,8 @@ from kproxy_core.backend.caveats import of_node_ports
 
 
 def caveats(update: Update) -> Sequence[Caveat]:
-    """Return the node ports that are not served: on loopback, as with kube-proxy's mode (KEP-3866)."""
+    """Return the node ports that this mode does not serve.
+
+    kube-proxy 1.36's nftables mode does not serve them on loopback either (KEP-3866).
+    """
     return tuple(of_node_ports(update, loopback=False, any_local_address=True))

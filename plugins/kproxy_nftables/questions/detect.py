@@ -35,7 +35,10 @@ _TEMPLATES = tuple(
 
 
 def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool) -> Detection:
-    """Check privileges and the binding, then try features and rules; only a *trial* applies any."""
+    """Check privileges and the Python binding, then try each feature, and the rules themselves.
+
+    Without a *trial*, the kernel checks the rules without applying them.
+    """
     allowed = "CAP_NET_ADMIN" in privileges.held()
     why_not = "permission denied" if trial is None else trial.enter()
     inside = not why_not

@@ -1,1 +1,4 @@
-"""All input and output of the mode in the proxy's process: rules, ports, conntrack and relay workers."""
+"""All input and output of the mode in the proxy's process: rules, ports, conntrack and relay workers.
+
+Decisions about what must be open or written do not belong here.
+"""

@@ -177,7 +177,10 @@ class NoPortals:
 
 
 def find_tables(family: Family, own: OwnProcesses | None = None) -> Tables | None:
-    """Return the tables of the node's iptables variant, untried; None without one. Raises HostError."""
+    """Return the tables of the node's iptables variant, which may not work; None if none is installed.
+
+    Raises HostError.
+    """
     try:
         return Tables(family, find_variant(), own)
     except NoVariant:

@@ -87,7 +87,10 @@ class Events:
         self._closing.clear()
 
     def _call(self, now: float) -> None:
-        """Make the calls due at *now*, after all events up to then: a lack of CPU time causes no timeout."""
+        """Make the calls that were due at *now*.
+
+        All events up to then have been handled, so a lack of CPU time here causes no timeout.
+        """
         for timeouts in list(self._timeouts.values()):
             waiting = timeouts.waiting
             while waiting and waiting[0][0] <= now:

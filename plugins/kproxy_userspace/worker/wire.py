@@ -1,4 +1,7 @@
-"""Messages to and from relay workers: marshalled values, as both ends run the same interpreter."""
+"""Messages between the proxy and its relay workers.
+
+Both ends run the same program on the same interpreter, so a message is a marshalled value after its length.
+"""
 
 import marshal
 import socket
