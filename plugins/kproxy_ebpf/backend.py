@@ -22,7 +22,7 @@ from kproxy_ebpf.kernel.port import Kernel
 from kproxy_ebpf.kernel.programs import Compilation
 from kproxy_ebpf.questions.detect import lacking
 from kproxy_ebpf.settings import read_settings
-from kproxy_ebpf.watch import Watcher
+from kproxy_ebpf.watch import Look, Watcher
 
 log = logging.getLogger("kproxy.ebpf")
 
@@ -121,12 +121,12 @@ class EbpfBackend:
     def kproxy_watch(self, damaged: api.Damage) -> Generator[None, bool, bool]:
         """Watch the programs' links besides the rules."""
         watches = yield
-        self._watcher = Watcher(self._problem, self._families_served, damaged)
+        self._watcher = Watcher(self._look, self._families_served, damaged)
         return watches
 
     @hookimpl
     def kproxy_measure(self) -> list[api.Measurement]:
-        attached = self._attached and not self._problem()
+        attached = self._attached and not self._look()[1]
         about = "1 while the BPF programs translate local sockets"
         return [api.Measurement("kproxy_ebpf_attached", about, "gauge", float(attached))]
 
@@ -160,5 +160,8 @@ class EbpfBackend:
         self._families = {family: FamilyState(family, kernel) for family in self._families_served}
         return kernel
 
-    def _problem(self) -> str:
-        return self._kernel.problem() if self._kernel is not None else ""
+    def _look(self) -> Look:
+        if self._kernel is None:
+            return 0, ""
+        repairs = self._kernel.attachments  # read first: a repair meanwhile must not make an old problem new
+        return repairs, self._kernel.problem()

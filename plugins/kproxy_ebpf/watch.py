@@ -14,11 +14,18 @@ INTERVAL = 1.0
 """Seconds between two looks; each takes some 300 microseconds."""
 
 
-class Watcher:
-    """Calls *damaged* for every family when *problem* finds something."""
+Look = tuple[int, str]
+"""The number of repairs so far, and the problem; "": none."""
 
-    def __init__(self, problem: Callable[[], str], families: Iterable[Family], damaged: Damage) -> None:
-        self._problem = problem
+
+class Watcher:
+    """Calls *damaged* for every family when *look* finds a problem.
+
+    The same problem is reported again only after a repair: a repair that fails is retried anyway.
+    """
+
+    def __init__(self, look: Callable[[], Look], families: Iterable[Family], damaged: Damage) -> None:
+        self._look = look
         self._families = tuple(families)
         self._damaged = damaged
         self._stopped = threading.Event()
@@ -31,10 +38,10 @@ class Watcher:
         self._thread.join()
 
     def _run(self) -> None:
-        reported = ""
+        last: Look = (0, "")
         while not self._stopped.wait(INTERVAL):
-            problem = self._problem()
-            if problem and problem != reported:
+            seen = self._look()
+            if seen[1] and seen != last:
                 for family in self._families:
-                    self._damaged(family, problem)
-            reported = problem
+                    self._damaged(family, seen[1])
+            last = seen

@@ -52,6 +52,8 @@ class Kernel:
         self._settings_written = b""
         self._cgroup = -1
         self._cgroup_id = 0
+        self.attachments = 0
+        """How often `attach` has succeeded: a problem seen since then is a new one."""
         self._connected_udp = settings.connected_udp
         if problem := udp_destruction_problem() if settings.connected_udp else "":
             log.warning("connected UDP sockets are left to the rules", extra={"fields": {"error": problem}})
@@ -161,6 +163,7 @@ class Kernel:
             for name in names.PROGRAMS:
                 self._attach(name)
             self._remove_other_maps(compiled)
+            self.attachments += 1
 
     def problem(self) -> str:
         """Return the damage since `attach`; "" if there is none."""

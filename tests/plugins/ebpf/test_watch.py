@@ -1,0 +1,35 @@
+"""Reports of damage to programs: one for each damage, even if it is done again between two looks."""
+
+import threading
+
+import pytest
+
+from kproxy_core.model.address import Family
+from kproxy_ebpf import watch
+from kproxy_ebpf.watch import Look, Watcher
+
+
+@pytest.mark.parametrize(("looks", "reports"), [
+    ([(1, ""), (1, "unpinned"), (1, "unpinned"), (1, "unpinned")], ["unpinned"]),
+    ([(1, "unpinned"), (2, ""), (2, "unpinned")], ["unpinned"] * 2),
+    ([(1, "unpinned"), (2, "unpinned"), (2, "unpinned")], ["unpinned"] * 2),
+    ([(1, "unpinned"), (1, "detached")], ["unpinned", "detached"]),
+    ([(1, ""), (2, "")], []),
+])  # fmt: skip
+def test_a_problem_is_reported_again_after_a_repair(
+    looks: list[Look], reports: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "INTERVAL", 0.001)
+    remaining, ended = iter(looks), threading.Event()
+    found: list[str] = []
+
+    def look() -> Look:
+        if (seen := next(remaining, None)) is None:
+            ended.set()
+            return looks[-1]
+        return seen
+
+    watcher = Watcher(look, [Family.IPV4], lambda family, problem: found.append(problem))
+    assert ended.wait(10)
+    watcher.close()
+    assert found == reports
