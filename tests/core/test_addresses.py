@@ -114,7 +114,9 @@ def test_addresses_of_other_interfaces_do_not_count(inside: Namespace) -> None:
 def test_a_watch_reports_addresses_deleted_with_their_interface(
     inside: Namespace, following: Following
 ) -> None:
-    inside.ip("addr add 172.18.0.2/24 dev one", "addr add fd00::2/64 dev one", "link del one")
+    inside.ip("addr add 172.18.0.2/24 dev one", "addr add fd00::2/64 dev one")
+    following.until(lambda found: found == LOOPBACK | set(addresses("172.18.0.2 fd00::2")))
+    inside.ip("link del one")
     assert following.until(lambda found: found == LOOPBACK)
 
 
