@@ -197,8 +197,8 @@ def guest_is_available() -> bool:
     done = subprocess.run([MODULES], capture_output=True, text=True, check=False)
     if done.returncode:
         print(done.stderr.strip())
-        print("lanes ipvs and guest are left out: without a guest kernel, the mode ipvs and the loading of")
-        print("kernel modules are not tested")
+        print("lanes in a guest are left out: without a guest kernel, the mode ipvs, the mode ebpf on an")
+        print("older kernel and the loading of kernel modules are not tested")
     return done.returncode == 0
 
 
