@@ -13,7 +13,7 @@ from kproxy_core.modes.switch import ModeSwitch, Terms
 from kproxy_core.process.inspection import explaining
 from kproxy_core.process.inspection.previewing import operations
 from kproxy_core.process.inspection.reporting import Objects, described
-from kproxy_core.process.inspection.snapshot import snapshots
+from kproxy_core.process.inspection.snapshot import snapshots, take
 from kproxy_core.store.store import Store
 from kproxy_core.sync.loop import Loop
 
@@ -59,8 +59,8 @@ class Inspection:
 
     def report(self) -> Json:
         """Return everything that this process can tell for a report."""
-        objects = self._loop.call(lambda: Objects.of(self._store))
-        return {**described(snapshots(self._loop), objects), **self._about()}
+        plans, objects = self._loop.call(lambda: (take(self._loop), Objects.of(self._store)))
+        return {**described(plans, objects), **self._about()}
 
     def operations(self, mode: str) -> Sequence[Json]:
         """Return the number of operations by which *mode* would serve the plans. Raises NoAnswer."""

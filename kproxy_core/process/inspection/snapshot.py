@@ -39,6 +39,11 @@ class Snapshot:
         return self._live.origin(service)
 
 
+def take(loop: Loop) -> dict[Family, Snapshot]:
+    """Return the plans of all families at one moment. On the loop's thread."""
+    return {family: Snapshot(loop, plans) for family, plans in loop.plans.items()}
+
+
 def snapshots(loop: Loop) -> dict[Family, Snapshot]:
-    """Return the plans of all families at one moment."""
-    return loop.call(lambda: {family: Snapshot(loop, plans) for family, plans in loop.plans.items()})
+    """As `take`, on any other thread."""
+    return loop.call(partial(take, loop))
