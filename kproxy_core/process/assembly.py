@@ -42,6 +42,7 @@ from kproxy_core.observe.sync_observers import HealthCheckObserver, HealthObserv
 from kproxy_core.process import preparation
 from kproxy_core.process.choice import Choice, choose
 from kproxy_core.process.ending import stop_on_signals
+from kproxy_core.process.exporting import make_exporter
 from kproxy_core.process.family_checks import doubts, unservable
 from kproxy_core.process.overview import Overview, explain
 from kproxy_core.process.steering import FollowedFile, answer_requests
@@ -55,7 +56,7 @@ from kproxy_core.process.terms import (
     settings_of_modes,
     terms_of_modes,
 )
-from kproxy_core.process.traffic import make_exporter, make_recorder
+from kproxy_core.process.traffic import make_recorder
 from kproxy_core.store.events import Source
 from kproxy_core.store.store import Store
 from kproxy_core.sync.loop import Loop
