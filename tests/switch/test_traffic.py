@@ -108,6 +108,13 @@ def volumes(proxy: Proxy) -> dict[str, int]:
     return result["service"]
 
 
+def move_endpoints(node: Room) -> None:
+    """Have the endpoint on this node in place of the one elsewhere, and wait until it is served."""
+    manifest = node.manifests / "ours.yaml"
+    manifest.write_text(manifest.read_text().replace(PODS["elsewhere"][0], PODS["here"][0]))
+    time.sleep(1)
+
+
 def at_the_client(node: Room) -> dict[str, int]:
     """Return what passed the client's own counters."""
     listed = node.client.run("nft", "list", "counters")
@@ -118,13 +125,11 @@ def at_the_client(node: Room) -> dict[str, int]:
 
 
 def test_no_connection_is_lost_or_counted_twice(node: Room) -> None:
-    manifest = node.manifests / "ours.yaml"
     with node.proxy("nftables", COUNTED) as proxy:
         dial(node, WEB, 7)
         dial(node, (NODE, 31780), 3)
         assert counted(proxy) == {"one forwarded": 10, "endpoints": 10}
-        manifest.write_text(manifest.read_text().replace(PODS["elsewhere"][0], PODS["here"][0]))
-        time.sleep(1)
+        move_endpoints(node)
         dial(node, WEB, 2)
         assert counted(proxy)["one forwarded"] == 12
     dial(node, WEB, 4)
@@ -142,13 +147,11 @@ def test_no_connection_is_lost_or_counted_twice(node: Room) -> None:
 
 
 def test_relays_count_each_connection_once_across_restarts_and_switches(node: Room) -> None:
-    manifest = node.manifests / "ours.yaml"
     with node.proxy("userspace", COUNTED) as proxy:
         dial(node, WEB, 4)
         dial(node, (NODE, 31780), 2)
         assert counted(proxy) == {"one forwarded": 6, "endpoints": 6}
-        manifest.write_text(manifest.read_text().replace(PODS["elsewhere"][0], PODS["here"][0]))
-        time.sleep(1)
+        move_endpoints(node)
         dial(node, WEB, 1)
     with node.proxy("userspace", COUNTED) as proxy:
         dial(node, WEB, 9)
@@ -164,7 +167,6 @@ def test_relays_count_each_connection_once_across_restarts_and_switches(node: Ro
 
 @pytest.mark.parametrize("mode", ["nftables", "iptables"])
 def test_bytes_and_packets_equal_those_of_the_client(node: Room, mode: str) -> None:
-    manifest = node.manifests / "ours.yaml"
     node.node.run("sysctl", "-qw", "net.netfilter.nf_conntrack_acct=1")
     node.client.run("nft", "-f", "-", stdin=CLIENT_COUNTERS)
     with node.proxy(mode, COUNTED) as proxy:
@@ -172,8 +174,7 @@ def test_bytes_and_packets_equal_those_of_the_client(node: Room, mode: str) -> N
         lasting.sendall(b"x" * 100)
         dial(node, WEB, 5)
         assert volumes(proxy) == at_the_client(node)
-        manifest.write_text(manifest.read_text().replace(PODS["elsewhere"][0], PODS["here"][0]))
-        time.sleep(1)
+        move_endpoints(node)
         dial(node, WEB, 3)
         lasting.sendall(b"x" * 200)
         assert volumes(proxy) == at_the_client(node)
