@@ -136,4 +136,3 @@ def _reason(endpoint: Endpoint, fate: Fate, node: NodeView, *, any_ready: bool) 
         zones = ", ".join(sorted(endpoint.zone_hints))
         return f"its hints assign it to zone {zones}; this node is in {node.zone or 'none'}"
     return "the hints of other endpoints name this node"
-

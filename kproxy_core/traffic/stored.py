@@ -138,5 +138,3 @@ def _decode_destination(address: str, port: int) -> Destination:
 
 def _boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-
-

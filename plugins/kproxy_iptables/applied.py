@@ -239,4 +239,3 @@ def _is_equivalent(held: list[str] | None, rules: list[str], last: list[str]) ->
     if held[len(rules) :] != last:
         return False
     return held[: len(rules)] == rules or Counter(held[: len(rules)]) == Counter(rules)
-

@@ -116,4 +116,3 @@ def _node_port_dispatch(node: NodeView, facts: Facts) -> list[str]:
     if facts.localhost_node_ports:
         addresses.append("127.0.0.1")
     return [f"-d {address}/{node.family.bits} {_DISPATCH} -j {names.NODE_PORTS}" for address in addresses]
-

@@ -132,5 +132,3 @@ def _resets(spans: Iterable[netlink.Span]) -> Iterator[Ended]:
 
 def _number(value: bytes) -> int:
     return int.from_bytes(value, "big")
-
-

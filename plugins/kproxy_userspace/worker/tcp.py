@@ -366,5 +366,3 @@ class Connection:
         self.listener.counts[Counter.DIAL_FAILURES] += 1
         self._attempt += 1
         self.dial()
-
-

@@ -146,5 +146,3 @@ def answers(connection: socket.socket) -> bool:
 def weight(held: Mapping[ServerKey, HeldServer], address: str) -> int | None:
     """Return the weight of a real server of `WEB`; None if it does not exist."""
     return held[WEB].weights.get(Destination(parse_address(address), 8080))
-
-
