@@ -44,7 +44,7 @@ def main() -> int:
         finally:
             soak.proxy.stop()
             ledger, failures = soak.ledger, soak.failures
-            report = "\n\n".join((ledger.event_table(failures), ledger.total_table()))
+            report = "\n\n".join((ledger.event_tables(failures), ledger.total_table()))
             (directory / "report.md").write_text(f"{report}\n")
             (directory / "report.json").write_text(json.dumps(asdict(ledger), indent=1))
             problems = (f"PROBLEM: {problem}" for problem in ledger.problems)

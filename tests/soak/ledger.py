@@ -1,7 +1,7 @@
 """The book of a soak: when connections may fail, which did, and the tables of the report. Pure."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -69,27 +69,34 @@ class Ledger:
         durations = [window.seconds for window in self.judged()]
         return ", ".join(_milliseconds(durations, share) for share in (0.5, 0.99, 1.0)) if durations else ""
 
-    def event_table(self, failures: Sequence[Failure]) -> str:
-        """Return a Markdown table with a line for each kind of event in each mode."""
-        kinds: dict[tuple[str, str], list[Window]] = defaultdict(list)
-        for window in self.windows:
-            kinds[window.mode, window.kind].append(window)
+    def event_tables(self, failures: Sequence[Failure]) -> str:
+        """Return Markdown tables, one line for each kind of event and one column for each mode.
+
+        Damage and other events: milliseconds until the proxy has dealt with it, median and longest. Failures:
+        connections that failed, and the milliseconds from the begin of the event to the last failure.
+        """
+        damage = {window.kind for window in self.windows if window.is_noticed}
         held = self._by_window(failures)
-        rows = []
-        for (mode, kind), windows in sorted(kinds.items()):
-            durations = [window.until - window.since for window in windows]
-            outages = [
-                max((failure.since - window.since for failure in held[window]), default=0.0)
-                for window in windows
-            ]
-            failed = sum(_count(held[window]) for window in windows)
-            rows.append([
-                mode, kind, str(len(windows)), _milliseconds(durations, 0.5), _milliseconds(durations, 1.0),
-                str(failed), _milliseconds(outages, 0.5), _milliseconds(outages, 1.0),
-            ])  # fmt: skip
-        head = ["mode", "event", "times", "dealt with after: median ms", "longest ms", "connections failed",
-                "outage: median ms", "longest ms"]  # fmt: skip
-        return table(head, rows)
+        failing = [window for window in self.windows if held[window]]
+        return "\n\n".join((
+            self._table("damage", (window for window in self.windows if window.kind in damage), _lengths),
+            self._table("event", (window for window in self.windows if window.kind not in damage), _lengths),
+            self._table("failures", failing, lambda windows: _failures([held[window] for window in windows],
+                                                                      windows)),
+        ))  # fmt: skip
+
+    def _table(
+        self, what: str, windows: Iterable[Window], cell: Callable[[Sequence[Window]], str]
+    ) -> str:
+        modes = list(dict.fromkeys(window.mode for window in self.windows))
+        kinds: dict[str, dict[str, list[Window]]] = defaultdict(lambda: {mode: [] for mode in modes})
+        for window in windows:
+            kind = "switch to another mode" if window.kind.startswith("switch to ") else window.kind
+            kinds[kind][window.mode].append(window)
+        return table([what, *modes], [
+            [kind, *(cell(found) if found else "" for found in by_mode.values())]
+            for kind, by_mode in sorted(kinds.items(), key=lambda item: item[0].lower())
+        ])  # fmt: skip
 
     def _by_window(self, failures: Iterable[Failure]) -> dict[Window, list[Failure]]:
         """Return the failures of each window: of the first that holds one and in which it may fail."""
@@ -126,6 +133,21 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _lengths(windows: Sequence[Window]) -> str:
+    """Return the median and the longest, in milliseconds, and how many there are."""
+    seconds = [window.seconds for window in windows]
+    return f"{_milliseconds(seconds, 0.5)}, {_milliseconds(seconds, 1.0)} ({len(windows)})"
+
+
+def _failures(held: Sequence[Sequence[Failure]], windows: Sequence[Window]) -> str:
+    """Return how many connections failed, and the longest time to the last failure in milliseconds."""
+    outages = [
+        max(failure.since for failure in failures) - window.since
+        for failures, window in zip(held, windows, strict=True)
+    ]
+    return f"{sum(map(_count, held))}, {_milliseconds(outages, 1.0)}"
 
 
 def _count(failures: Sequence[Failure]) -> int:

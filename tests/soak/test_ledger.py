@@ -50,3 +50,23 @@ def test_one_of_a_hundred_repairs_may_be_slow_while_the_machine_has_time(
 def test_leaks_are_what_grew_from_the_first_lap_to_the_last(last: Usage, grown: list[str]) -> None:
     found = leaks([USAGE, USAGE._replace(descriptors=50), last], growth=0.05, slack=4 << 20)
     assert [line.split()[0] for line in found] == grown
+
+
+def test_the_report_shows_each_event_by_mode() -> None:
+    windows = [
+        damage(0.2), damage(0.1), Window("ebpf", "switch to nftables", 20.0, 21.0, may_fail=False),
+    ]  # fmt: skip
+    failures = [Failure(10.05, 10.06, False, "new tcp"), Failure(10.02, 10.03, False, "new udp")]
+    assert Ledger(windows).event_tables(failures).splitlines() == [
+        "| damage | nftables | ebpf |",
+        "| --- | --- | --- |",
+        "| flush ruleset | 200, 200 (2) |  |",
+        "",
+        "| event | nftables | ebpf |",
+        "| --- | --- | --- |",
+        "| switch to another mode |  | 1000, 1000 (1) |",
+        "",
+        "| failures | nftables | ebpf |",
+        "| --- | --- | --- |",
+        "| flush ruleset | 2, 50 |  |",
+    ]
