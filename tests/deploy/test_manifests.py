@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from kproxy_core import __version__
 from kproxy_core.config.file import load
 from kproxy_core.config.flags import Flags
 from kproxy_core.config.settings import resolve
@@ -31,6 +32,14 @@ def test_the_chart_makes_the_same_objects_as_the_base() -> None:
         data = objects["ConfigMap"]["data"]
         objects["ConfigMap"]["data"] = {name: yaml.safe_load(text) for name, text in data.items()}
     assert theirs == ours
+
+
+def test_the_files_deploy_this_version() -> None:
+    about = yaml.safe_load((DEPLOY / "chart/Chart.yaml").read_text())
+    assert about["version"] == about["appVersion"] == __version__
+    assert {container["image"] for container in containers(base()["DaemonSet"])} == {f"kproxy:{__version__}"}
+    for page in (DEPLOY / "Containerfile", DEPLOY.parent / "docs/deploy.md"):
+        assert set(re.findall(r"kproxy:(\d[\d.]+)", page.read_text())) == {__version__}
 
 
 def test_the_charts_values_reach_the_objects() -> None:
