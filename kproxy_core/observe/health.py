@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kproxy_core.model.address import Family
+from kproxy_core.model.node import NodeObject
+from kproxy_core.sync.observer import Synced, SyncFailure, SyncObserver
 
 
 class HealthAnswer(NamedTuple):
@@ -30,7 +32,7 @@ class _FamilyState:
         self.problem = ""
 
 
-class ProxyHealth:
+class ProxyHealth(SyncObserver):
     """Health per IP family, and the node's eligibility for load balancers. Any thread may call; no I/O."""
 
     def __init__(
@@ -58,29 +60,30 @@ class ProxyHealth:
     def release(self) -> None:
         self.hold("")
 
-    def record_request(self, family: Family) -> None:
+    def sync_requested(self, family: Family) -> None:
         with self._lock:
             state = self._states[family]
             if state.pending_since is None:
                 state.pending_since = self._monotonic()
 
-    def record_success(self, family: Family, problem: str = "") -> None:
-        """Record a successful sync: nothing is pending. *problem*: what could not be served is shown."""
+    damage_found = sync_requested
+
+    def sync_succeeded(self, synced: Synced) -> None:
+        """Nothing is pending. The service ports that could not be served are shown."""
         with self._lock:
-            state = self._states[family]
+            state = self._states[synced.family]
             state.updated_ns = self._wall_ns()
             state.pending_since = None
-            state.problem = problem
+            state.problem = synced.problem
 
-    def record_failure(self, family: Family, problem: str) -> None:
-        """Record a failed sync: *problem* is shown until one succeeds."""
+    def sync_failed(self, failure: SyncFailure) -> None:
+        """The error is shown until a sync succeeds."""
         with self._lock:
-            self._states[family].problem = problem
+            self._states[failure.family].problem = str(failure.error)
 
-    def set_node_eligible(self, eligible: bool) -> None:
-        """Set the eligibility that the Node object shows. (Its deletion changes nothing.)"""
+    def node_seen(self, node: NodeObject) -> None:
         with self._lock:
-            self._node_eligible = eligible
+            self._node_eligible = node.eligible
 
     def healthy(self) -> bool:
         """Return True if every family has synced and none is overdue, whatever the node's eligibility."""

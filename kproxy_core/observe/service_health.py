@@ -1,14 +1,15 @@
 """Health check node ports (kube-proxy 1.36, pkg/proxy/healthcheck/service_health.go; KEP-1669)."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from kproxy_core.model.address import Address
+from kproxy_core.model.address import Address, Family
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServiceName
 from kproxy_core.observe.http.messages import Answer
 from kproxy_core.observe.http.server import HttpServer, Listener
 from kproxy_core.sync.family_plans import HealthCheck
+from kproxy_core.sync.observer import Synced, SyncObserver
 
 
 class ServiceHealth:
@@ -88,3 +89,18 @@ class ServiceHealth:
             "application/json",
             (("X-Load-Balancing-Endpoint-Weight", str(check.ready)),),
         )
+
+
+class HealthCheckObserver(SyncObserver):
+    """Brings the health check node ports to the acknowledged plans."""
+
+    def __init__(self, families: Sequence[Family], make: Callable[[], ServiceHealth]) -> None:
+        """*make* is called for each of *families*."""
+        self._ports = {family: make() for family in families}
+
+    def node_changed(self, node: NodeView) -> None:
+        self._ports[node.family].set_node(node)
+
+    def sync_succeeded(self, synced: Synced) -> None:
+        if synced.health_checks:
+            self._ports[synced.family].apply(synced.health_checks)

@@ -36,9 +36,8 @@ from kproxy_core.observe.http.server import HttpServer
 from kproxy_core.observe.metrics.client import ClientMetrics
 from kproxy_core.observe.metrics.registry import Metrics
 from kproxy_core.observe.metrics.sync import SyncMetrics
-from kproxy_core.observe.service_health import ServiceHealth
+from kproxy_core.observe.service_health import HealthCheckObserver, ServiceHealth
 from kproxy_core.observe.sync_history import ChangeLog, SyncHistory
-from kproxy_core.observe.sync_observers import HealthCheckObserver, HealthObserver
 from kproxy_core.process import preparation
 from kproxy_core.process.choice import Choice, choose
 from kproxy_core.process.ending import stop_on_signals
@@ -258,8 +257,8 @@ class _Proxy:
             return ServiceHealth(self._server, self._health.healthy, self._service_health_failed)
 
         observers: list[SyncObserver] = [
-            HealthObserver(self._health), HealthCheckObserver(self._families, service_health),
-            self._sync_metrics, ChangeLog(),
+            self._health, HealthCheckObserver(self._families, service_health), self._sync_metrics,
+            ChangeLog(),
         ]
         if self._traffic is not None:
             observers.append(self._traffic.owners)

@@ -16,9 +16,8 @@ from kproxy_core.observe.health import ProxyHealth
 from kproxy_core.observe.http.server import HttpServer
 from kproxy_core.observe.metrics.registry import Metrics
 from kproxy_core.observe.metrics.sync import SyncMetrics
-from kproxy_core.observe.service_health import ServiceHealth
+from kproxy_core.observe.service_health import HealthCheckObserver, ServiceHealth
 from kproxy_core.observe.sync_history import ChangeLog
-from kproxy_core.observe.sync_observers import HealthCheckObserver, HealthObserver
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.store.events import Complete, Event
 from kproxy_core.store.store import Store
@@ -165,7 +164,7 @@ class Rig:
         self.store = Store(families, kinds=["test"], started=WALL)
         self.flows = StaleFlowObserver(families, self.cleaner)
         observers = [
-            HealthObserver(self.health), HealthCheckObserver(families, self._service_health),
+            self.health, HealthCheckObserver(families, self._service_health),
             SyncMetrics(self.metrics.registry, "test", families, lambda: WALL + self.clock()), self.flows,
             ChangeLog(),
         ]

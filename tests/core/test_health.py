@@ -6,7 +6,9 @@ from datetime import UTC, datetime
 import pytest
 
 from kproxy_core.model.address import Family
+from kproxy_core.model.node import NodeObject
 from kproxy_core.observe.health import HealthAnswer, ProxyHealth
+from tests.core.sync_events import failed, synced
 
 V4, V6 = Family.IPV4, Family.IPV6
 START = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
@@ -30,8 +32,8 @@ class Node:
 
     def in_sync(self) -> "Node":
         for family in (V4, V6):
-            self.health.record_request(family)
-            self.health.record_success(family)
+            self.health.sync_requested(family)
+            self.health.sync_succeeded(synced(family))
         return self
 
     @property
@@ -46,9 +48,9 @@ GOOD, NOT_YET, OVERDUE = (True, True, True), (False, False, True), (False, False
 def test_it_is_ready_once_every_family_has_synced() -> None:
     node = Node()
     assert node.verdicts == NOT_YET
-    node.health.record_success(V4)
+    node.health.sync_succeeded(synced(V4))
     assert node.verdicts == NOT_YET
-    node.health.record_success(V6)
+    node.health.sync_succeeded(synced(V6))
     assert node.verdicts == GOOD
 
 
@@ -60,7 +62,7 @@ def test_a_proxy_that_waits_for_its_sources_is_alive() -> None:
 
 def test_a_first_sync_that_never_succeeds_is_unhealthy() -> None:
     node = Node()
-    node.health.record_request(V4)
+    node.health.sync_requested(V4)
     node.wait(60)
     assert node.verdicts == OVERDUE
 
@@ -76,7 +78,7 @@ def test_a_requested_sync_may_be_pending_for_the_timeout(
     seconds: float, verdicts: tuple[bool, bool, bool]
 ) -> None:
     node = Node().in_sync()
-    node.health.record_request(V6)
+    node.health.sync_requested(V6)
     node.wait(seconds)
     assert node.verdicts == verdicts
 
@@ -84,18 +86,18 @@ def test_a_requested_sync_may_be_pending_for_the_timeout(
 def test_the_oldest_request_counts() -> None:
     node = Node().in_sync()
     for _ in range(7):
-        node.health.record_request(V4)
+        node.health.sync_requested(V4)
         node.wait(10)
     assert node.verdicts == OVERDUE
-    node.health.record_success(V4)
+    node.health.sync_succeeded(synced(V4))
     assert node.verdicts == GOOD
 
 
 def test_a_failed_sync_is_no_success() -> None:
     node = Node().in_sync()
-    node.health.record_request(V4)
+    node.health.sync_requested(V4)
     node.wait(30)
-    node.health.record_failure(V4, "kernel: no")
+    node.health.sync_failed(failed(V4, "kernel: no"))
     node.wait(30)
     assert node.verdicts == OVERDUE
 
@@ -115,7 +117,7 @@ def test_a_node_that_is_leaving_is_not_ready_but_alive_and_healthy(
 ) -> None:
     node = Node(node_required=required).in_sync()
     for eligible in seen:
-        node.health.set_node_eligible(eligible)
+        node.health.node_seen(NodeObject("node1", eligible=eligible))
     assert node.verdicts == (True, ready, True)
 
 
@@ -139,9 +141,9 @@ def test_the_body_is_kube_proxys() -> None:
 def test_a_failing_body_has_the_time_of_the_last_success_and_the_problem() -> None:
     node = Node().in_sync()
     node.nanoseconds = 1
-    node.health.record_success(V6)
-    node.health.record_request(V4)
-    node.health.record_failure(V4, 'table "gone"\nreally')
+    node.health.sync_succeeded(synced(V6))
+    node.health.sync_requested(V4)
+    node.health.sync_failed(failed(V4, 'table "gone"\nreally'))
     node.wait(61)
     assert json.loads(node.health.healthz().body) == {
         "lastUpdated": "2026-03-01T12:00:00.000000001Z",
@@ -155,7 +157,7 @@ def test_a_failing_body_has_the_time_of_the_last_success_and_the_problem() -> No
         "problems": ['IPv4: table "gone"\nreally'],
     }
     assert b"\n" not in node.health.healthz().body
-    node.health.record_success(V4)
+    node.health.sync_succeeded(synced(V4))
     assert "problems" not in json.loads(node.health.healthz().body)
 
 
@@ -172,7 +174,7 @@ def test_the_body_is_different_before_the_first_sync() -> None:
 def test_a_leaving_node_has_a_healthy_proxy_that_was_updated_before() -> None:
     node = Node().in_sync()
     node.wait(5)
-    node.health.set_node_eligible(False)
+    node.health.node_seen(NodeObject("node1", eligible=False))
     body = json.loads(node.health.healthz().body)
     assert (body["healthy"], body["nodeEligible"]) == (True, False)
     assert body["lastUpdated"] == "2026-03-01T12:00:00Z"

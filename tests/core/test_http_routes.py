@@ -14,6 +14,7 @@ from kproxy_core.observe.http.messages import Answer, Handler, Request
 from kproxy_core.observe.http.routes import About, health_routes, metrics_routes
 from kproxy_core.observe.metrics.registry import Metrics
 from tests.core.metric_values import values
+from tests.core.sync_events import synced
 
 STATUSZ = "application/json;v=v1beta1;g=config.k8s.io;as=Statusz"
 FLAGZ = "application/json;v=v1beta1;g=config.k8s.io;as=Flagz"
@@ -89,7 +90,7 @@ def test_the_health_server_answers_and_counts() -> None:
     routes = health_routes(health, metrics)
     statuses = [ask(routes, path).status for path in ("/healthz", "/livez", "/readyz", "/", "/metrics")]
     assert statuses == [503, 200, 404, 404, 404]
-    health.record_success(Family.IPV4)
+    health.sync_succeeded(synced(Family.IPV4))
     answer = ask(routes, "/healthz?verbose", method="POST")
     assert (answer.status, answer.content_type) == (200, "application/json")
     assert answer.body.startswith(b'{"lastUpdated":"')
