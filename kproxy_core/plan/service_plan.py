@@ -174,11 +174,9 @@ def _source_ranges(
     return ranges
 
 
-def serving_destinations(
-    port: PortSpec, slices: Mapping[str, EndpointSlice] | None
-) -> frozenset[Destination]:
-    """Return every serving endpoint of one service port regardless of policies: valid UDP destinations."""
-    return frozenset(where for where, endpoint in endpoints_of(port, slices) if endpoint.serving)
+def serving_destinations(endpoints: Candidates) -> frozenset[Destination]:
+    """Return the serving *endpoints* of a service port regardless of policies: valid UDP destinations."""
+    return frozenset(where for where, endpoint in endpoints if endpoint.serving)
 
 
 def count_ready_local(slices: Mapping[str, EndpointSlice] | None, node: NodeView) -> int:

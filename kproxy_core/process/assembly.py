@@ -265,7 +265,7 @@ class _Proxy:
         if self._history is not None:
             observers.append(self._history)
         if self._privileged:
-            flows = StaleFlowObserver(self._families, FlowCleaner(self._flows_cleaned))
+            flows = StaleFlowObserver(self._families, FlowCleaner(self._flows_cleaned).clean)
             self._finish_flows = flows.finish
             observers.append(flows)
         return observers

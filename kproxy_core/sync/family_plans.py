@@ -168,11 +168,7 @@ class FamilyPlans:
 
     def serving(self, key: ServicePortKey) -> frozenset[Destination]:
         """Return all serving endpoints of one service port."""
-        service = self._store.services.get(key.service)
-        for port in service.ports if service is not None else ():
-            if (port.name, port.protocol) == (key.port_name, key.protocol):
-                return serving_destinations(port, self._store.slices(self.family, key.service))
-        return frozenset()
+        return serving_destinations(self.candidates(key))
 
     def _health_check(self, name: ServiceName) -> HealthCheck | None:
         granted = self._claims.granted(name)

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kproxy_core.host.conntrack.flows import delete_stale_udp
 from kproxy_core.host.errors import HostError
@@ -60,15 +60,8 @@ class CleanupResult(NamedTuple):
     seconds: float
 
 
-class Cleaner(Protocol):
-    """Deletes stale flows in the background and reports each `CleanupResult`."""
-
-    def clean(self, family: Family, deletion: Deletion) -> None:
-        """Start deleting the flows of *family* that *deletion* finds stale."""
-
-
 class FlowCleaner:
-    """Deletes stale flows on one thread, which is started with the first ones."""
+    """Deletes stale flows on one thread, which is started with the first ones, and reports the results."""
 
     def __init__(self, done: Callable[[CleanupResult], None]) -> None:
         """*done* is called on the thread."""
@@ -77,6 +70,7 @@ class FlowCleaner:
         self._thread: threading.Thread | None = None
 
     def clean(self, family: Family, deletion: Deletion) -> None:
+        """Start deleting the flows of *family* that *deletion* finds stale."""
         self._due.put((family, deletion))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kproxy-flows", daemon=True)
@@ -99,8 +93,9 @@ class FlowCleaner:
 class StaleFlowObserver(SyncObserver):
     """Has stale UDP flows deleted after each sync, for each family one set at a time."""
 
-    def __init__(self, families: Sequence[Family], cleaner: Cleaner) -> None:
-        self._cleaner = cleaner
+    def __init__(self, families: Sequence[Family], clean: Callable[[Family, Deletion], None]) -> None:
+        """*clean*: see `FlowCleaner.clean`. Its result must be given to `finish`."""
+        self._start_cleaning = clean
         self._trackers = {family: StaleFlowTracker() for family in families}
         self._running: dict[Family, Deletion] = {}
         self._node_port_addresses: dict[Family, frozenset[Address]] = {}
@@ -133,4 +128,4 @@ class StaleFlowObserver(SyncObserver):
         stale = self._trackers[family].take(self._node_port_addresses[family])
         if stale:
             deletion = self._running[family] = Deletion(stale)
-            self._cleaner.clean(family, deletion)
+            self._start_cleaning(family, deletion)

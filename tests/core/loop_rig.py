@@ -162,7 +162,7 @@ class Rig:
         self.cleaner = RecordingCleaner()
         self.service_health: list[RecordingServiceHealth] = []
         self.store = Store(families, kinds=["test"], started=WALL)
-        self.flows = StaleFlowObserver(families, self.cleaner)
+        self.flows = StaleFlowObserver(families, self.cleaner.clean)
         observers = [
             self.health, HealthCheckObserver(families, self._service_health),
             SyncMetrics(self.metrics.registry, "test", families, lambda: WALL + self.clock()), self.flows,

@@ -16,6 +16,7 @@ from kproxy_core.host.conntrack import flows as conntrack
 from kproxy_core.host.conntrack.flows import Flow, delete_stale_udp, read_udp_flows
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.model.service import Service, ServicePortKey
+from kproxy_core.plan.candidates import endpoints_of
 from kproxy_core.plan.service_plan import plan_service, serving_destinations
 from kproxy_core.plan.stale_flows import Socket, StaleFlows, StaleFlowTracker
 from kproxy_core.testing.builders import endpoint_slice, node_view, service
@@ -131,8 +132,9 @@ class Lab:
             self.tracker.put(ServicePortKey("default", name, "", Protocol.UDP), None, frozenset())
         else:
             slices = {"": endpoint_slice(name, *endpoints, ports=["9053/UDP"], family=self.family)}
+            serving = serving_destinations(endpoints_of(wanted.ports[0], slices))
             for plan in plan_service(wanted, slices, node_view(family=self.family)):
-                self.tracker.put(plan.key, plan, serving_destinations(wanted.ports[0], slices))
+                self.tracker.put(plan.key, plan, serving)
         return self.take()
 
     def take(self) -> StaleFlows:

@@ -6,6 +6,7 @@ import pytest
 
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.endpoint import Endpoint
+from kproxy_core.plan.candidates import endpoints_of
 from kproxy_core.plan.service_plan import Frontend, ServicePlan, count_ready_local, serving_destinations
 from kproxy_core.testing.builders import (
     addresses,
@@ -271,7 +272,7 @@ def test_flows_may_keep_any_serving_endpoint_despite_policies() -> None:
         endpoint("10.0.0.2", ready=False, serving=True, terminating=True),
         endpoint("10.0.0.3", ready=False), ports=["53/UDP"],
     )
-    stay = serving_destinations(port_spec("53/UDP"), {"s": piece})
+    stay = serving_destinations(endpoints_of(port_spec("53/UDP"), {"s": piece}))
     assert stay == set(destinations("10.0.0.1:53 10.0.0.2:53"))
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kproxy_core.model.address import Address, Family, parse_address
 from kproxy_core.model.endpoint import Destination, EndpointSlice
 from kproxy_core.model.service import Service, ServicePortKey
+from kproxy_core.plan.candidates import endpoints_of
 from kproxy_core.plan.claims import Claims
 from kproxy_core.plan.service_plan import ServicePlan, plan_service, serving_destinations
 from kproxy_core.plan.stale_flows import Socket, StaleFlows, StaleFlowTracker, relay
@@ -71,7 +72,7 @@ class Proxy:
     def _serving(self, key: ServicePortKey) -> frozenset[Destination]:
         owner, piece = self._objects[key.name]
         (port,) = (p for p in owner.ports if (p.name, p.protocol) == (key.port_name, key.protocol))
-        return serving_destinations(port, {"": piece})
+        return serving_destinations(endpoints_of(port, {"": piece}))
 
     def take(self, node_port_addresses: Iterable[Address] = NODE_PORT_ADDRESSES) -> StaleFlows:
         return self.tracker.take(frozenset(node_port_addresses))

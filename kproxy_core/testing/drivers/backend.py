@@ -94,7 +94,7 @@ class BackendDriver(Driver):
                 stop_translating()
                 self._is_succeeded = False
             self._instance = start_backend(self.registry, mode, self._backend_settings)
-            flows = StaleFlowObserver(_FAMILIES, self._cleaner)
+            flows = StaleFlowObserver(_FAMILIES, self._cleaner.clean)
             self._finish_flows = flows.finish
             self._inventory = Inventory(NODE)
             self._loop = Loop(
