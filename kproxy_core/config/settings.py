@@ -22,6 +22,7 @@ from kproxy_core.config.flags import Flags
 from kproxy_core.config.merge import merge
 from kproxy_core.model.address import Address, Cidr, format_socket, parse_address, parse_cidr
 
+from kproxy_core.model.node import NodePortAddresses
 _OF_INTERFACES = re.compile(r"""(?:(?![/:*"\\])[!-~])+""")
 """Names of interfaces (linux/if.h), without characters that are special to nft."""
 _LONGEST_NAME = 15
@@ -35,10 +36,6 @@ class DetectLocalMode(enum.Enum):
     NODE_CIDR = "NodeCIDR"
     BRIDGE_INTERFACE = "BridgeInterface"
     INTERFACE_NAME_PREFIX = "InterfaceNamePrefix"
-
-
-NodePortAddresses = tuple[Cidr, ...] | Literal["primary"]
-"""Networks whose addresses serve node ports; (): the mode decides; primary: the node's own addresses."""
 
 
 class BindAddress(NamedTuple):
@@ -73,6 +70,7 @@ class Config:
     cluster_cidrs: tuple[Cidr, ...]
     bridge_interface: str
     interface_name_prefix: str
+    """(): the mode decides."""
     node_port_addresses: NodePortAddresses
     masquerade_all: bool
     masquerade_bit: int

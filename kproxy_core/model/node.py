@@ -1,8 +1,12 @@
 """The node a proxy runs on, as far as planning depends on it."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from kproxy_core.model.address import Address, Cidr, Family, family_of
+
+NodePortAddresses = tuple[Cidr, ...] | Literal["primary"]
+"""Networks whose addresses serve node ports. (): all addresses; primary: the node's own."""
 
 
 @dataclass(frozen=True, slots=True)

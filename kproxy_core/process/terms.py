@@ -14,7 +14,7 @@ from kproxy_core.model.address import Cidr, Family
 from kproxy_core.model.node import LocalSource
 from kproxy_core.modes.switch import Terms
 from kproxy_core.plan.node_ports import includes_loopback
-from kproxy_core.sync.node_facts import NodeSettings, node_port_choice
+from kproxy_core.sync.node_facts import NodeSettings
 from kproxy_core.timing.pacing import Pacing
 
 
@@ -69,8 +69,7 @@ def served_families() -> tuple[Family, ...]:
 
 
 def backend_settings(config: Config, families: tuple[Family, ...]) -> BackendSettings:
-    choice = node_port_choice(config.node_port_addresses, None)
-    loopback = tuple(family for family in families if includes_loopback(choice, family))
+    loopback = tuple(f for f in families if includes_loopback(config.node_port_addresses, f))
     return BackendSettings(families, config.masquerade_bit, config.backend_options, loopback,
                            count_traffic=config.traffic_metrics != "off")
 

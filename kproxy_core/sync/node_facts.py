@@ -3,18 +3,10 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from kproxy_core.model.address import Address, Cidr, Family, family_of
-from kproxy_core.model.node import LocalSource, NodeObject, NodeView
-from kproxy_core.plan.node_ports import (
-    Everywhere,
-    NodePortChoice,
-    PrimaryOnly,
-    WithinNetworks,
-    includes_loopback,
-    select_node_port_addresses,
-)
+from kproxy_core.model.node import LocalSource, NodeObject, NodePortAddresses, NodeView
+from kproxy_core.plan.node_ports import includes_loopback, select_node_port_addresses
 
 log = logging.getLogger("kproxy.run")
 
@@ -25,8 +17,7 @@ class NodeSettings:
     local: LocalSource | tuple[Cidr, ...] | None = ()
     """Source of local traffic: an interface for both families, or networks, the first of each family.
     None: the pod networks of the Node object."""
-    node_ports: tuple[Cidr, ...] | Literal["primary"] = ()
-    """Networks whose addresses serve node ports. (): all addresses; primary: the node's own."""
+    node_ports: NodePortAddresses = ()
     bind_address: Address | None = None
     """Overrides the Node object's address of its family."""
     guess_address: Callable[[Family], Address | None] | None = None
@@ -68,8 +59,7 @@ class NodeFacts:
         """Return the view, and why it serves no node ports; "": it does."""
         settings = self._settings
         own = self._own_address(family)
-        choice = node_port_choice(settings.node_ports, own)
-        node_ports = select_node_port_addresses(choice, self.addresses, family)
+        node_ports = select_node_port_addresses(settings.node_ports, own, self.addresses, family)
         view = NodeView(
             family=family,
             name=settings.name,
@@ -77,7 +67,7 @@ class NodeFacts:
             local_source=self._local_source(family),
             node_port_addresses=node_ports.addresses,
             node_ports_anywhere=node_ports.anywhere,
-            node_ports_on_loopback=includes_loopback(choice, family),
+            node_ports_on_loopback=includes_loopback(settings.node_ports, family),
             node_ip=own,
             service_cidrs=tuple(cidr for cidr in self.service_cidrs if cidr.family is family),
             masquerade_all=settings.masquerade_all,
@@ -133,12 +123,3 @@ def primary_family(bind_address: Address | None, node: NodeObject | None) -> Fam
     if bind_address is not None:
         return family_of(bind_address)
     return family_of(node.addresses[0]) if node is not None and node.addresses else Family.IPV4
-
-
-def node_port_choice(
-    node_ports: tuple[Cidr, ...] | Literal["primary"], own: Address | None
-) -> NodePortChoice:
-    """Return the choice that *node_ports* makes in the family of *own*, the node's address if known."""
-    if node_ports == "primary":
-        return PrimaryOnly(() if own is None else (own,))
-    return WithinNetworks(node_ports) if node_ports else Everywhere()
