@@ -6,10 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from kproxy_core.apiclient.loading import Load, Loaded, NotLoaded, Stamp, names_a_proxy, stamp
+import msgspec
+
+from kproxy_core.apiclient.loading import Load, Loaded, NotLoaded, names_a_proxy, stamp
 
 PROXY_SCHEMES = ("http", "https", "socks5", "socks5h")
 
@@ -18,26 +19,14 @@ class AccessError(Exception):
     """The options do not tell how to reach the API server; the message names the option and the reason."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Access:
-    server: str
-    """URL with scheme, host and port, and a path without a trailing slash."""
+class Access(Loaded, frozen=True, kw_only=True):
+    """A configuration with checked URLs: *server* has host and port, and no trailing slash.
+
+    Its certificates and its key are only in `tls`.
+    """
+
     tls: ssl.SSLContext | None = None
     """None: plain HTTP."""
-    server_name: str = ""
-    """Name expected in the server's certificate; "": the host."""
-    headers: tuple[tuple[str, str], ...] = ()
-    """Authorization and Impersonate-* headers of each request."""
-    proxy: str = ""
-    """URL of an HTTP or SOCKS proxy; "": none."""
-    compression: bool = True
-    """Lists may be compressed."""
-    files: tuple[tuple[str, Stamp | None], ...] = ()
-    """Every file read for this, and its stamp then."""
-    expires: float | None = None
-    """Expiry of the credentials in seconds since the epoch; None: unknown."""
-    generated: bool = False
-    """The credentials are from a plugin or provider, which may return others at any time."""
 
     @property
     def authority(self) -> str:
@@ -90,11 +79,10 @@ class AccessLoad:
         try:
             loaded = self._load.result() if self._load else Loaded(server=self._master)
             url = _checked_url(self._server, loaded.server)
-            return Access(
-                server=url, tls=_tls(loaded) if _is_secure(url) else None, server_name=loaded.server_name,
-                headers=tuple(loaded.headers), proxy=_checked_proxy(loaded.proxy),
-                compression=loaded.compression, files=tuple(loaded.files), expires=loaded.expires,
-                generated=loaded.generated)
+            fields = msgspec.structs.asdict(loaded) | {"ca": None, "certificate": "", "key": ""}
+            return Access(**fields | {
+                "server": url, "proxy": _checked_proxy(loaded.proxy),
+                "tls": _tls(loaded) if url.startswith("https:") else None})
         except (NotLoaded, OSError) as error:
             raise AccessError(f"{self._option}: {error}") from error
 
@@ -102,10 +90,6 @@ class AccessLoad:
 def load_access(master: str | None, kubeconfig: str | None) -> Access:
     """Return the access that the options name, see `AccessLoad`. Raises AccessError."""
     return AccessLoad(master, kubeconfig).result()
-
-
-def _is_secure(url: str) -> bool:
-    return url.startswith("https:")
 
 
 def _checked_url(option: str, url: str) -> str:

@@ -2,11 +2,8 @@
 
 import ctypes
 import errno
+import multiprocessing
 import os
-import pickle
-import select
-import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -54,50 +51,24 @@ def ask(question: Callable[[Namespace], T], timeout: float = TIMEOUT) -> T:
 
     The answer must be picklable. This process must have no other threads. Raises NoAnswer.
     """
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        _answer(question, reader, writer)
-    os.close(writer)
+    forking = multiprocessing.get_context("fork")
+    reader, writer = forking.Pipe(duplex=False)
+    child = forking.Process(target=lambda: writer.send(question(Namespace())))
+    child.start()
+    writer.close()
     try:
-        data = _read(reader, time.monotonic() + timeout)
+        if not reader.poll(timeout):
+            raise NoAnswer(f"no answer within {timeout:g} s")
+        answer: T = reader.recv()
+        return answer
+    except EOFError:
+        child.join()
+        code = child.exitcode or 0
+        raise NoAnswer(f"ended by signal {-code}" if code < 0 else f"ended with status {code}") from None
     finally:
-        os.close(reader)
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-    if data is None:
-        raise NoAnswer(f"no answer within {timeout:g} s")
-    if not data:
-        code = os.waitstatus_to_exitcode(status)
-        raise NoAnswer(f"ended by signal {-code}" if code < 0 else f"ended with status {code}")
-    answer: T = pickle.loads(data)
-    return answer
-
-
-def _answer(question: Callable[[Namespace], T], reader: int, writer: int) -> None:
-    """Run the child process: answer, and exit."""
-    status = 1
-    try:
-        os.close(reader)
-        data = pickle.dumps(question(Namespace()))
-        with open(writer, "wb") as file:
-            file.write(data)
-        status = 0
-    finally:
-        os._exit(status)
-
-
-def _read(reader: int, deadline: float) -> bytes | None:
-    """Return all data up to the end of file; None if that takes too long."""
-    data = b""
-    poller = select.poll()  # select() takes no descriptor above 1,023.
-    poller.register(reader, select.POLLIN)
-    while poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
-        part = os.read(reader, 1 << 16)
-        if not part:
-            return data
-        data += part
-    return None
+        child.kill()
+        child.join()
+        reader.close()
 
 
 def _unshare(flags: int) -> int:

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Generic, NamedTuple, TypeVar
-from typing import Protocol as TypingProtocol
 
 from kproxy_core.model.address import Address, Cidr, Protocol, parse_address, parse_cidr
 from kproxy_core.model.service import ServiceName
@@ -72,14 +71,6 @@ class Findings:
         return self.bad
 
 
-class Metadata(TypingProtocol):
-    @property
-    def name(self) -> str | None: ...
-
-    @property
-    def namespace(self) -> str | None: ...
-
-
 def shown(text: str, limit: int = 80) -> str:
     """Return *text* for one line of a log: unchanged if plain and short, else quoted and cut."""
     plain = text.isascii() and text.isprintable() and len(text) <= limit
@@ -101,7 +92,7 @@ def checked_subdomain(text: str | None, field: str) -> str:
 
 
 def read_namespaced(
-    kind: str, meta: Metadata, named: Callable[[str, str], N], value: Callable[[N, Findings], V], *,
+    kind: str, meta: wire.ObjectMeta, named: Callable[[str, str], N], value: Callable[[N, Findings], V], *,
     check: Callable[[str | None, str], str] = checked_label,
 ) -> Reading[V]:
     """Read an object of a namespaced *kind*: *named* makes its name, *value* its value. Both may be Refused.

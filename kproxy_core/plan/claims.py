@@ -35,7 +35,7 @@ class Conflict:
 
 
 class Claims:
-    """The frontends of one family and tsuccessor holders.
+    """The frontends of one family and their holders.
 
     A change costs in proportion to its own frontends and, where they are contested,
     to the logarithm of the number of rivals (moving a list apart).
@@ -50,7 +50,7 @@ class Claims:
         self._unreported: dict[tuple[ServicePortKey, Frontend], None] = {}
 
     def want(self, name: ServiceName, plans: tuple[ServicePlan, ...]) -> set[ServiceName]:
-        """Replace the wishes of the Service *name* by *plans*; empty: the Service was deleted.
+        """Replace what the Service *name* wants with *plans*; empty: the Service was deleted.
 
         Return the other Services whose granted plans have changed.
         """

@@ -91,14 +91,14 @@ def test_a_token_file_that_is_empty_for_a_moment_changes_nothing(tmp_path: Path)
     token.write_text("old")
     config = write_kubeconfig(tmp_path / "config", "https://127.0.0.1:1", CA, {"tokenFile": "token"})
     access = CurrentAccess(None, config)
-    assert access.now.headers == (("Authorization", "Bearer old"),)
+    assert access.now.headers == [("Authorization", "Bearer old")]
     token.write_text("")
     with pytest.raises(AccessError, match="token contains no token"):
         access.keep_up()
-    assert access.now.headers == (("Authorization", "Bearer old"),)
+    assert access.now.headers == [("Authorization", "Bearer old")]
     token.write_text("new")
     access.keep_up()
-    assert access.now.headers == (("Authorization", "Bearer new"),)
+    assert access.now.headers == [("Authorization", "Bearer new")]
 
 
 def test_a_new_token_in_the_kubeconfig_is_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

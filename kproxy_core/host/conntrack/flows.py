@@ -8,13 +8,12 @@ import errno
 import itertools
 import os
 import struct
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Final, NamedTuple, Protocol, TypeVar
 
 from kproxy_core.host.conntrack import table as ctnetlink
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.netlink.messages import Request, attribute, attributes, nested
-from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.model.address import Address, Family
 from kproxy_core.model.address import Protocol as IpProtocol
 from kproxy_core.plan.stale_flows import Socket
@@ -90,41 +89,27 @@ def delete_stale_udp(family: Family, stale: Stale) -> int:
         return 0
     if len(ports) > _MAX_PORT_DUMPS:
         ports = frozenset([None])
+    deleted = problem = 0
     try:
         with ctnetlink.open_socket() as listing, ctnetlink.open_socket() as deleting:
-            deletion = _Deletion(deleting)
 
             def sweep(listed: Iterator[ctnetlink.TrackedFlow]) -> None:
                 # Deletions during the listing do not confuse the kernel's walk.
+                nonlocal deleted, problem
                 requests = _deletions(listed, family, stale)
                 while batch := tuple(itertools.islice(requests, _BATCH)):
-                    deletion.send(batch)
+                    # ENOENT: the flow expired, or another has taken its place.
+                    errors = [code for _, code in deleting.exchange(batch)]
+                    deleted += len(batch) - len(errors)
+                    problem = next((code for code in errors if code != errno.ENOENT), problem)
 
             for port in ports:
                 ctnetlink.flows(listing, family, sweep, _filter(port))
-            if deletion.error:
-                raise OSError(deletion.error, os.strerror(deletion.error))
-            return deletion.count
+            if problem:
+                raise OSError(problem, os.strerror(problem))
+            return deleted
     except OSError as error:
         raise HostError(f"cannot delete stale {family.label} UDP flows", error) from error
-
-
-class _Deletion:
-    """Deletes flows in batches. A flow that cannot be deleted does not stop the others."""
-
-    def __init__(self, sock: NetlinkSocket) -> None:
-        self._sock = sock
-        self.count = 0
-        self.error = 0
-        """Number of the last error that matters."""
-
-    def send(self, requests: Sequence[Request]) -> None:
-        refused = self._sock.exchange(requests)
-        self.count += len(requests) - len(refused)
-        for _, code in refused:
-            # ENOENT: it expired, or another flow has taken its place.
-            if code != errno.ENOENT:
-                self.error = code
 
 
 def _deletions(listed: Iterable[ctnetlink.TrackedFlow], family: Family, stale: Stale) -> Iterator[Request]:

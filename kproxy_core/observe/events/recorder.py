@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import NamedTuple
 
 from kproxy_core.observe.events.api_event import Event, NotWritten, Regarding
 from kproxy_core.timing.token_bucket import TokenBucket
@@ -32,11 +31,6 @@ Write = Callable[[Event, int], None]
 """Delivers an event, with its time in nanoseconds since the epoch. Raises NotWritten."""
 
 
-class _Waiting(NamedTuple):
-    event: Event
-    happened: int
-
-
 class EventRecorder:
     """Sends events about one node and its Services. All methods may be called from any thread."""
 
@@ -52,7 +46,7 @@ class EventRecorder:
         self._lock = threading.Lock()
         self._sent: dict[Event, float] = {}
         self._tokens = TokenBucket(_REFILL, _BURST)
-        self._queue: SimpleQueue[_Waiting | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Event, int] | None] = SimpleQueue()
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -83,7 +77,7 @@ class EventRecorder:
 
     def _record(self, event: Event) -> None:
         if self._write is not None and self._allowed(event):
-            self._queue.put(_Waiting(event, self._wall_ns()))
+            self._queue.put((event, self._wall_ns()))
 
     def _allowed(self, event: Event) -> bool:
         with self._lock:
@@ -96,15 +90,16 @@ class EventRecorder:
 
     def _deliver(self, write: Write) -> None:
         while (waiting := self._queue.get()) is not None:
+            event, happened = waiting
             for delay in _TRIES:
                 if delay and self._ending.wait(delay):
                     break
                 try:
-                    write(waiting.event, waiting.happened)
+                    write(event, happened)
                     break
                 except NotWritten as error:
                     log.debug("event refused by the API server", extra={
-                        "fields": {"reason": waiting.event.reason, "error": str(error)}})
+                        "fields": {"reason": event.reason, "error": str(error)}})
                     if not error.again:
                         break
                 except Exception:  # reporting a problem must not cause one

@@ -77,11 +77,11 @@ class Metrics:
 
     def add_collector(self, collect: Collect) -> None:
         """Add a collector that is called at every scrape."""
-        self.registry.register(_Measurements(collect))
+        self.registry.register(_Made(lambda: _families(chain(*collect()))))
 
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """Return all metrics in the format that *accept*, a header, prefers, and its content type."""
-        return exposition(_Counted(self.registry), accept)
+        return exposition(_Made(lambda: _counted(self.registry)), accept)
 
 
 def exposition(registry: Collector, accept: str) -> tuple[bytes, str]:
@@ -92,57 +92,51 @@ def exposition(registry: Collector, accept: str) -> tuple[bytes, str]:
     encode, content_type = choose_encoder(accept)
     if content_type.startswith("application/openmetrics-text"):
         return encode(registry), content_type
-    return _WHOLE_VALUE.sub(rb"\1", encode(_GoBuckets(registry))), content_type
+    return _WHOLE_VALUE.sub(rb"\1", encode(_Made(lambda: _go_buckets(registry)))), content_type
 
 
-class _Measurements(Collector):
-    """Metric families of the `Measurement`s that a function returns."""
+class _Made(Collector):
+    """The metrics that a function returns."""
 
-    def __init__(self, collect: Collect) -> None:
-        self._collect = collect
+    def __init__(self, make: Callable[[], Iterable[Metric]]) -> None:
+        self._make = make
 
     def collect(self) -> Iterable[Metric]:
-        families: dict[str, Metric] = {}
-        for name, about, kind, value, labels in chain(*self._collect()):
-            if name not in families:
-                stem = name.removesuffix("_total") if kind == "counter" else name
-                families[name] = Metric(stem, about, kind)
-            families[name].add_sample(name, dict(labels), value)
-        return families.values()
+        return self._make()
 
 
-class _Counted(Collector):
-    """The metrics of a registry, and ``registered_metrics_total``, which counts those of kube-proxy."""
-
-    def __init__(self, registry: Collector) -> None:
-        self._registry = registry
-
-    def collect(self) -> Iterator[Metric]:
-        count = 0
-        for metric in self._registry.collect():
-            count += metric.name.startswith("kubeproxy_")
-            yield metric
-        registered = Metric("registered_metrics", "Metrics by stability", "counter")
-        registered.add_sample(
-            "registered_metrics_total", {"stability_level": "ALPHA", "deprecated_version": ""}, count)
-        yield registered
+def _families(measurements: Iterable[Measurement]) -> Iterable[Metric]:
+    families: dict[str, Metric] = {}
+    for name, about, kind, value, labels in measurements:
+        if name not in families:
+            stem = name.removesuffix("_total") if kind == "counter" else name
+            families[name] = Metric(stem, about, kind)
+        families[name].add_sample(name, dict(labels), value)
+    return families.values()
 
 
-class _GoBuckets(Collector):
-    """The metrics of a registry with bucket bounds as Go programs write them: ``le="1"``, not ``le="1.0"``.
+def _counted(registry: Collector) -> Iterator[Metric]:
+    """Yield the metrics of *registry*, and ``registered_metrics_total``, which counts those of kube-proxy."""
+    count = 0
+    for metric in registry.collect():
+        count += metric.name.startswith("kubeproxy_")
+        yield metric
+    registered = Metric("registered_metrics", "Metrics by stability", "counter")
+    registered.add_sample(
+        "registered_metrics_total", {"stability_level": "ALPHA", "deprecated_version": ""}, count)
+    yield registered
+
+
+def _go_buckets(registry: Collector) -> Iterator[Metric]:
+    """Yield the metrics of *registry* with bucket bounds as Go programs write them: ``1``, not ``1.0``.
 
     A recording rule or dashboard made for kube-proxy may select a bucket by its label.
     """
-
-    def __init__(self, registry: Collector) -> None:
-        self._registry = registry
-
-    def collect(self) -> Iterator[Metric]:
-        for metric in self._registry.collect():
-            if metric.type == "histogram":
-                metric.samples = [
-                    sample._replace(labels={**sample.labels, "le": sample.labels["le"].removesuffix(".0")})
-                    if "le" in sample.labels else sample
-                    for sample in metric.samples
-                ]
-            yield metric
+    for metric in registry.collect():
+        if metric.type == "histogram":
+            metric.samples = [
+                sample._replace(labels={**sample.labels, "le": sample.labels["le"].removesuffix(".0")})
+                if "le" in sample.labels else sample
+                for sample in metric.samples
+            ]
+        yield metric
