@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kproxy_core.modes.peer import Peer
+from kproxy_core.observe.logs import printable
 
 log = logging.getLogger("kproxy.run")
 
@@ -154,11 +155,6 @@ def send_request(
         except OSError as error:
             raise RequestRefused(f"the connection to the proxy failed: {error.strerror}") from error
     raise RequestRefused("the proxy exited before it answered")
-
-
-def printable(text: str) -> str:
-    """Return *text* with everything escaped that a terminal might act on."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _printable(value: Any) -> Any:

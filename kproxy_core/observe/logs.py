@@ -6,7 +6,10 @@ Verbosity counts as in Kubernetes: 0 shows INFO and above, 2 also DEBUG, and n >
 
 import logging
 import re
+import sys
+import threading
 import time
+import traceback
 from collections import deque
 from typing import Literal, TextIO
 
@@ -39,6 +42,15 @@ def recent_lines() -> list[str]:
     return [formatter.format(record) for record in list(_recent.records)]
 
 
+def stacks() -> str:
+    """Return the stack of each thread, the innermost call last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"thread {ident} [{names.get(ident, 'unknown')}]:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    )
+
+
 class _Recent(logging.Handler):
     """Keeps the last records."""
 
@@ -57,7 +69,7 @@ class _TextFormatter(logging.Formatter):
     """``time level room: message key=value``"""
 
     def format(self, record: logging.LogRecord) -> str:
-        line = f"{_time(record)} {record.levelname} {_room(record)}: {_escaped(record.getMessage())}"
+        line = f"{_time(record)} {record.levelname} {_room(record)}: {printable(record.getMessage())}"
         return " ".join((line, *(f"{key}={_quoted(value)}" for key, value in _fields(record).items())))
 
 
@@ -95,10 +107,10 @@ def _quoted(value: object) -> str:
     if text.isprintable() and _PLAIN.fullmatch(text):
         return text
     text = text.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{_escaped(text)}"'
+    return f'"{printable(text)}"'
 
 
-def _escaped(text: str) -> str:
+def printable(text: str) -> str:
     """Return *text* with everything escaped that ends a line, moves a cursor or cannot be encoded."""
     if text.isprintable():
         return text

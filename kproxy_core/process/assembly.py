@@ -322,7 +322,8 @@ class _Proxy:
         if self._config.enable_profiling:
             from kproxy_core.observe.http.page import page_handlers
 
-            pages = page_handlers(self._overview, partial(explain, self._inspection))
+            pages = page_handlers(
+                self._overview.status, self._overview.services, partial(explain, self._inspection))
             self._told.debug = Debug(logs.set_verbosity, pages)
         self._listen_at("the metrics server", "FailedToStartMetricServer",
                         self._config.metrics_bind_address, metrics_routes(self._metrics, self._told))

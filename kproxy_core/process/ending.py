@@ -4,13 +4,12 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 
 from kproxy_core.host import programs
+from kproxy_core.observe.logs import stacks
 
 log = logging.getLogger("kproxy.run")
 
@@ -36,18 +35,10 @@ def stop_on_signals(stop: Callable[[], None]) -> None:
         time.sleep(PROGRAMS_END)
         programs.interrupt()
         time.sleep(PROCESS_ENDS - PROGRAMS_END)
-        log.error("exiting before everything has ended", extra={"fields": {"threads": _stacks()}})
+        log.error("exiting before everything has ended", extra={"fields": {"threads": stacks()}})
         logging.shutdown()
         os._exit(1)
 
     threading.Thread(target=wait, name="kproxy-signals", daemon=True).start()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-
-
-def _stacks() -> str:
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return "\n".join(
-        f"{names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
-        for ident, frame in sys._current_frames().items()
-    )

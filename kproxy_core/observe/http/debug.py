@@ -1,13 +1,12 @@
 """Profiles and verbosity at kube-proxy 1.36's paths ``/debug/pprof/...`` and ``/debug/flags/...``."""
 
-import sys
 import threading
-import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 from kproxy_core.observe.http.messages import Answer, Handler, Request, Slow
+from kproxy_core.observe.logs import stacks
 
 _LONGEST_PROFILE = 300.0
 _FRAMES_OF_AN_ALLOCATION = 10
@@ -36,7 +35,7 @@ class Debug:
             "/debug/pprof": lambda _: Answer(302, b"", headers=(("Location", "/debug/pprof/"),)),
             "/debug/pprof/": lambda _: Answer(200, _index("/debug/pprof/", _PROFILES), _HTML),
             "/debug/pprof/cmdline": lambda _: Answer(200, Path("/proc/self/cmdline").read_bytes()[:-1]),
-            "/debug/pprof/goroutine": lambda _: Answer(200, _threads().encode()),
+            "/debug/pprof/goroutine": lambda _: Answer(200, stacks().encode()),
             "/debug/pprof/heap": self._heap,
             "/debug/pprof/profile": self._profile,
             "/debug/flags": lambda _: Answer(200, _index("/debug/flags/", {"v": "PUT a number"}), _HTML),
@@ -110,15 +109,6 @@ def _index(path: str, entries: dict[str, str]) -> bytes:
     rows = "".join(row.format(path, name, about) for name, about in entries.items())
     page = f"<!DOCTYPE html>\n<html><head><title>{path}</title></head><body><h1>{path}</h1>"
     return f"{page}\n<ul>\n{rows}</ul></body></html>\n".encode()
-
-
-def _threads() -> str:
-    """Return the stack of each thread, the innermost call last."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return "\n".join(
-        f"thread {ident} [{names.get(ident, 'unknown')}]:\n{''.join(traceback.format_stack(frame))}"
-        for ident, frame in sys._current_frames().items()
-    )
 
 
 def _allocations(seconds: float) -> str:

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import parse_qs
 
 from kproxy_core.observe.http.messages import Answer, Handler, Request, Slow
@@ -16,30 +16,27 @@ _LONGEST = 10.0
 """Seconds for one answer."""
 
 
-class Overview(Protocol):
-    """Source of the answers."""
-
-    def status(self) -> Mapping[str, Any]: ...
-
-    def services(self, search: str, sort: str, start: int, count: int) -> Mapping[str, Any]: ...
-
+Services = Callable[[str, str, int, int], Mapping[str, Any]]
+"""Returns the Services that a search finds, in an order, from a place on, and how many of them."""
 
 Explain = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 """Answers a question about packets: ``to``, ``from`` and ``origin``. A refusal is in ``problem``."""
 
 
-def page_handlers(overview: Overview, explain: Explain) -> dict[str, Handler]:
-    def services(request: Request) -> Mapping[str, Any]:
+def page_handlers(
+    status: Callable[[], Mapping[str, Any]], services: Services, explain: Explain
+) -> dict[str, Handler]:
+    def found(request: Request) -> Mapping[str, Any]:
         asked = _options(request)
         start, count = (_number(asked.get(name, "")) for name in ("start", "count"))
-        return overview.services(
+        return services(
             asked.get("search", "")[:200], asked.get("sort", "name"), start, min(count or 50, 200))
 
     return {
         PAGE.removesuffix("/"): lambda _: Answer(302, b"", headers=(("Location", PAGE),)),
         PAGE: lambda _: _page(),
-        f"{PAGE}status.json": lambda _: _json(overview.status),
-        f"{PAGE}services.json": lambda request: _json(lambda: services(request)),
+        f"{PAGE}status.json": lambda _: _json(status),
+        f"{PAGE}services.json": lambda request: _json(lambda: found(request)),
         f"{PAGE}explain.json": lambda request: _json(lambda: explain(_options(request))),
     }
 
