@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 
 from kproxy_core.backend import api
-from kproxy_core.backend.errors import SyncFailed, Unsupported
+from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.backend.family_sync import sync_family
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.host.errors import HostError
@@ -19,8 +19,7 @@ from kproxy_iptables.inspection.render import render_text
 from kproxy_iptables.settings import read_settings
 from kproxy_iptables.watch import Watcher, read_generation
 from kproxy_nft.table import Counting, clean_up_counts
-from kproxy_xtables.tables import Tables, Unusable
-from kproxy_xtables.variant import NoVariant, find_variant
+from kproxy_xtables.tables import open_tables
 
 log = logging.getLogger("kproxy.iptables")
 
@@ -107,24 +106,11 @@ class IptablesBackend:
             self._watcher.close()
 
     def _open(self) -> dict[Family, FamilyState]:
-        try:
-            variant = find_variant()
-        except NoVariant as missing:
-            raise Unsupported(str(missing)) from missing
-        except HostError as error:
-            raise SyncFailed(str(error)) from error
-        found: dict[Family, FamilyState] = {}
-        for family in self._served:
-            tables = Tables(family, variant, self._own)
-            try:
-                tables.check()
-            except Unusable as error:
-                problem = f"{variant} has no nat table for {family.label}: {error}"
-                raise Unsupported(problem, family) from error
-            except HostError as error:
-                raise SyncFailed(f"{tables.program}: {error}") from error
-            found[family] = FamilyState(tables, localhost_node_ports=self._settings.localhost_node_ports)
+        found = open_tables(self._served, self._own)
         if not self._counted:
             clean_up_counts("iptables", dry_run=False)  # An earlier process may have counted.
-        log.info("iptables variant chosen", extra={"fields": {"variant": str(variant)}})
-        return found
+        variant = str(next(iter(found.values())).variant)
+        log.info("iptables variant chosen", extra={"fields": {"variant": variant}})
+        localhost = self._settings.localhost_node_ports
+        return {
+            family: FamilyState(tables, localhost_node_ports=localhost) for family, tables in found.items()}

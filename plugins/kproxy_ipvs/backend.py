@@ -22,8 +22,7 @@ from kproxy_ipvs.settings import read_settings
 from kproxy_ipvs.wanted import schedulers
 from kproxy_ipvs.watch import DeviceWatch
 from kproxy_nft.table import Counting, clean_up_counts
-from kproxy_xtables.tables import Tables, Unusable
-from kproxy_xtables.variant import NoVariant, Variant, find_variant
+from kproxy_xtables.tables import open_tables
 
 log = logging.getLogger("kproxy.ipvs")
 
@@ -118,17 +117,11 @@ class IpvsBackend:
 
     def _begin(self) -> None:
         """Try the mode's requirements, then open IPVS. Raises Unsupported or SyncFailed."""
-        try:
-            variant = find_variant()
-        except NoVariant as missing:
-            raise Unsupported(str(missing)) from missing
-        except HostError as error:
-            raise SyncFailed(str(error)) from error
+        tables = open_tables(self._given.families)
         _require_sets()
         try:
             requirements.load_modules(self._settings.scheduler)
             for family in self._given.families:
-                _require_rules(family, variant)
                 for scheduler in schedulers(self._settings.scheduler):
                     _require_servers(scheduler, family)
             _require_device()
@@ -144,8 +137,8 @@ class IpvsBackend:
         if not self._given.count_traffic:
             clean_up_counts("ipvs", dry_run=False, ipvs=True)  # An earlier process may have counted.
         self._families = {
-            family.label: FamilyState(family, self._settings, servers, Tables(family, variant))
-            for family in self._given.families
+            family.label: FamilyState(family, self._settings, servers, of_family)
+            for family, of_family in tables.items()
         }
         self._servers = servers
 
@@ -157,14 +150,6 @@ def _require_sets() -> None:
     except HostError as error:
         remedy = "install ipset, and use a kernel with CONFIG_IP_SET"
         raise Unsupported(f"no ipsets: {error}; {remedy}") from error
-
-
-def _require_rules(family: Family, variant: Variant) -> None:
-    """Raise Unsupported if masquerade rules can't be written, or Busy while the xtables lock is held."""
-    try:
-        Tables(family, variant).check()
-    except Unusable as error:
-        raise Unsupported(f"{variant} has no nat table for {family.label}: {error}", family) from error
 
 
 def _require_servers(scheduler: str, family: Family) -> None:

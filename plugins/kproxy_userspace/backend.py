@@ -18,7 +18,7 @@ from kproxy_userspace.inspection.metrics import measurements
 from kproxy_userspace.inspection.preview import preview
 from kproxy_userspace.inspection.render import render_text
 from kproxy_userspace.inspection.traffic import Traffic
-from kproxy_userspace.kernel.portals import NoPortals, Portals, find_tables, open_portals
+from kproxy_userspace.kernel.portals import Portals, find_tables, open_portals
 from kproxy_userspace.kernel.ports import RelayPorts
 from kproxy_userspace.kernel.workers import WorkerPool
 from kproxy_userspace.questions.retire import Retirement
@@ -129,7 +129,7 @@ class UserspaceBackend:
         state = self._families.get(family)
         if state is None:
             listen, bind = self._settings.listen, self._settings.bind_in(family)
-            portals: Portals = NoPortals() if listen is not None else open_portals(family, bind, self._own)
+            portals = Portals() if listen is not None else open_portals(family, bind, self._own)
             state = FamilyState(family, portals, self._workers, self._ports, listen, bind,
                                 counted=self._settings.counts_connections)
             self._families[family] = state

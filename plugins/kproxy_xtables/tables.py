@@ -1,8 +1,9 @@
 """The tables of one IP family, read by iptables-save and written by iptables-restore."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from kproxy_core.backend.errors import SyncFailed, Unsupported
 from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.programs import Done, OwnProcesses, ProgramFailed, ProgramUnfinished
@@ -10,7 +11,7 @@ from kproxy_core.model.address import Family
 from kproxy_xtables.dormant import dormant_tables, wake_tables
 from kproxy_xtables.rules import ChainKey
 from kproxy_xtables.saved import SavedChain, read_saved
-from kproxy_xtables.variant import Variant
+from kproxy_xtables.variant import NoVariant, Variant, find_variant
 
 LOCK_TIMEOUT = 5
 """Seconds that a program waits for the xtables lock."""
@@ -137,6 +138,26 @@ class Tables:
 
     def _list(self, table: str, chain: str) -> Done:
         return programs.run(self.program, "-w", str(LOCK_TIMEOUT), "-t", table, "-S", chain, own=self._own)
+
+
+def open_tables(families: Iterable[Family], own: OwnProcesses | None = None) -> dict[Family, Tables]:
+    """Return the usable tables of this node's variant of iptables.
+
+    Raises Unsupported, or SyncFailed for a problem that may pass, such as a lock that another program holds.
+    """
+    found: dict[Family, Tables] = {}
+    try:
+        variant = find_variant()
+        for family in families:
+            found[family] = Tables(family, variant, own)
+            found[family].check()
+    except NoVariant as missing:
+        raise Unsupported(str(missing)) from missing
+    except Unusable as error:
+        raise Unsupported(f"{variant} has no nat table for {family.label}: {error}", family) from error
+    except HostError as error:
+        raise SyncFailed(str(error)) from error
+    return found
 
 
 def _read_error(problem: str) -> Busy | Unusable:

@@ -54,7 +54,7 @@ def _side(question: Question, table: Table) -> KernelSide:
     return KernelSide(way.objects, way.fate, way.remembered)
 
 
-class _InKernel:
+class _InKernel(Table):
     """The kernel's table. The rules are read once, elements when they are needed."""
 
     def __init__(self, kernel: Kernel, family: Family, *, whole: bool) -> None:
@@ -63,12 +63,10 @@ class _InKernel:
         self._family = family
         self._whole = whole
         self._elements: dict[str, dict[bytes, Value]] = {}
-        self._rules = listed_rules(kernel.rules_text(family).splitlines())
-        if not self._rules:
+        rules = listed_rules(kernel.rules_text(family).splitlines())
+        if not rules:
             raise BackendError(f"neither table {family.ip} {TABLE} nor {family.ip} {kube_proxy.TABLE} exists")
-
-    def rules(self, chain: str) -> Sequence[str]:
-        return self._rules.get(chain, ())
+        super().__init__(rules)
 
     def find(self, container: str, key: bytes) -> Value:
         if not self._whole or container == SERVICE_CIDRS:
@@ -77,29 +75,19 @@ class _InKernel:
             self._elements[container] = self._kernel.elements(self._family, container)
         return self._elements[container][key]
 
-    def in_service_cidrs(self, address: Address) -> bool:
-        try:
-            self.find(SERVICE_CIDRS, address)
-        except KeyError:
-            return False
-        return True
 
-
-class _Written:
+class _Written(Table):
     """The table that a sync would write for one plan, or none."""
 
     def __init__(self, node: NodeView, plan: ServicePlan | None) -> None:
         self._node = node
         plans = [plan] if plan else []
         templates = skeleton.used_templates(verdict for plan in plans for verdict in verdicts(plan))
-        self._rules = written_rules(skeleton.rules_text(node, templates, plans).splitlines())
+        super().__init__(written_rules(skeleton.rules_text(node, templates, plans).splitlines()))
         wanted = node_elements(node)
         for one in plans:
             wanted += [*elements(one, enumerate(one.cluster), enumerate(one.local)), *shared_elements(one)]
         self._elements = {(container, key): value for container, key, value in wanted}
-
-    def rules(self, chain: str) -> Sequence[str]:
-        return self._rules.get(chain, ())
 
     def find(self, container: str, key: bytes) -> Value:
         return self._elements[container, key]

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from kproxy_core.model.address import Address, Protocol, parse_address
 from kproxy_core.plan.service_plan import Frontend
+from kproxy_nftables.inspection.walk import Table
 from kproxy_nftables.wanted import Value, parse_port_key, port_key
 
 TABLE = "kube-proxy"
@@ -16,22 +17,16 @@ _ELEMENTS = re.compile(r"elements = \{(.*)\}", re.DOTALL)
 _ASIDE = re.compile(r' (?:comment "[^"]*"|(?:timeout|expires) \S+|counter packets \d+ bytes \d+)')
 
 
-class KubeProxyTable:
-    """The table of one IP family, for `kproxy_nftables.inspection.walk`."""
+class KubeProxyTable(Table):
+    """The table of one IP family. It has no set of the ClusterIPs' networks: the rules name them."""
 
     def __init__(self, rules: Mapping[str, Sequence[str]], text: str) -> None:
         """*rules* are those of each chain in *text*."""
-        self._rules = rules
+        super().__init__(rules)
         self._elements = {name: dict(_elements(body)) for name, body in _CONTAINER.findall(text)}
-
-    def rules(self, chain: str) -> Sequence[str]:
-        return self._rules.get(chain, ())
 
     def find(self, container: str, key: bytes) -> Value:
         return self._elements[container][key]
-
-    def in_service_cidrs(self, _address: Address) -> bool:
-        return False  # The rules name the networks.
 
     def frontends(self) -> Iterator[Frontend]:
         for name in _VIPS:

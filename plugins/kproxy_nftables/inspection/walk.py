@@ -4,10 +4,11 @@ Understands the statements of `skeleton` and `owned_chains`, and of kube-proxy's
 the result uncertain.
 """
 
+import abc
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kproxy_core.backend.api import KernelObject
 from kproxy_core.model.address import Address, Cidr, format_address, format_socket, parse_address, parse_cidr
@@ -19,17 +20,28 @@ from kproxy_nftables import names
 from kproxy_nftables.wanted import Value, endpoint_key, index, parse_destination, port_key, vip_key
 
 
-class Table(Protocol):
+class Table(abc.ABC):
     """The table of one IP family: in the kernel, or as it would be written."""
+
+    def __init__(self, rules: Mapping[str, Sequence[str]]) -> None:
+        """*rules* are those of each chain."""
+        self._rules = rules
 
     def rules(self, chain: str) -> Sequence[str]:
         """Return the rules of a *chain*; none if it does not exist."""
+        return self._rules.get(chain, ())
 
+    @abc.abstractmethod
     def find(self, container: str, key: bytes) -> Value:
         """Return the value of an element, None in a set. Raises KeyError."""
 
     def in_service_cidrs(self, address: Address) -> bool:
         """Return whether *address* is in the set of the ClusterIPs' networks."""
+        try:
+            self.find(names.SERVICE_CIDRS, address)
+        except KeyError:
+            return False
+        return True
 
 
 class Way(NamedTuple):

@@ -3,7 +3,6 @@
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Protocol
 
 from kproxy_core.backend.errors import SyncFailed, Unsupported
 from kproxy_core.host import programs
@@ -29,8 +28,8 @@ _NFT_RULES = 5
 _ELEMENT = re.compile(r"([0-9a-z][0-9a-z.:/ ]*) : (\d+)")
 
 
-class Portals(Protocol):
-    """The redirections of one family."""
+class Portals:
+    """The redirections of one family: none, where relays are bound to the ports of Services."""
 
     def rewrite(self, redirects: Sequence[Redirect]) -> None:
         """Replace all portals by *redirects*. Raises HostError."""
@@ -40,6 +39,7 @@ class Portals(Protocol):
 
     def differences(self, redirects: Sequence[Redirect]) -> int:
         """Return how many rules or elements the kernel has too few or too many. Raises HostError."""
+        return 0
 
     def withdraw(self) -> list[str]:
         """Delete all portals and return a line for each deleted object. Raises HostError.
@@ -47,9 +47,10 @@ class Portals(Protocol):
         One rule that needs connection tracking is kept. Without any, the kernel would stop translating the
         family's established connections, those of other modes too.
         """
+        return []
 
 
-class IptablesPortals:
+class IptablesPortals(Portals):
     """kube-proxy's chains, written by iptables-restore."""
 
     def __init__(self, tables: Tables) -> None:
@@ -117,7 +118,9 @@ def _meaning(rule: str) -> frozenset[str]:
     return frozenset(words)
 
 
-class NftPortals:
+class NftPortals(Portals):
+    """The maps of our nftables table, written by nft."""
+
     def __init__(self, family: Family, at: Address | None, own: OwnProcesses | None = None) -> None:
         """*at* is the relays' address; None: every local address. Processes are remembered in *own*."""
         self._own = own
@@ -142,38 +145,20 @@ class NftPortals:
         return len(wanted ^ found) + abs(_NFT_RULES - rules) + len(dormant_tables(self._family, [TABLE]))
 
     def withdraw(self) -> list[str]:
-        done = programs.run("nft", "-f", "-", stdin=batch.nft_empty(self._family), own=self._own)
-        if "No such file or directory" in done.stderr:
-            return []
-        if done.returncode:
-            raise ProgramFailed(programs.failure(done))
-        return [f"portals in table {' '.join(self._table)}"]
+        return self._deleted("portals in table", "-f", "-", stdin=batch.nft_empty(self._family))
 
     def remove(self, *, dry_run: bool) -> list[str]:
+        """Delete the table. Return a line about it if it existed. Raises HostError."""
         # Listing tables would read every rule of all of them.
-        check = ["--check"] if dry_run else []
-        done = programs.run("nft", *check, "delete", "table", *self._table)
+        return self._deleted("table", *["--check"] * dry_run, "delete", "table", *self._table)
+
+    def _deleted(self, what: str, *arguments: str, stdin: str = "") -> list[str]:
+        done = programs.run("nft", *arguments, stdin=stdin, own=self._own)
         if "No such file or directory" in done.stderr:
             return []
         if done.returncode:
             raise ProgramFailed(programs.failure(done))
-        return [f"table {' '.join(self._table)}"]
-
-
-class NoPortals:
-    """No portals: the relays are bound to the ports of Services, so nothing is redirected."""
-
-    def rewrite(self, redirects: Sequence[Redirect]) -> None:
-        """Do nothing."""
-
-    def change(self, deletes: Sequence[Redirect], adds: Sequence[Redirect]) -> None:
-        """Do nothing."""
-
-    def differences(self, redirects: Sequence[Redirect]) -> int:
-        return 0
-
-    def withdraw(self) -> list[str]:
-        return []
+        return [f"{what} {' '.join(self._table)}"]
 
 
 def find_tables(family: Family, own: OwnProcesses | None = None) -> Tables | None:

@@ -56,7 +56,7 @@ class Worker:
 
     @property
     def is_running(self) -> bool:
-        """True until the process exits until `hang_up`."""
+        """True until the process exits or `hang_up` is called."""
         return self.control.fileno() >= 0 and self.process.poll() is None
 
     def hang_up(self) -> None:
