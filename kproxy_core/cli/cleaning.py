@@ -17,7 +17,7 @@ def clean(flags: Flags, spared: tuple[str, ...], *, dry_run: bool, own_only: boo
     """Remove the leftovers of every mode but *spared*, even if some fail. Raises ClickException for those."""
     with cli_errors():
         configuration = Configuration.read(flags)
-        registry = open_registry(configuration.asked.plugins)
+        registry = open_registry(configuration.asked.kproxy.plugins)
     results = []
     for left in _cleaned(registry, configuration, spared, dry_run=dry_run, own_only=own_only):
         results.append(left)

@@ -84,7 +84,7 @@ def modes(
     flags = given(options)
     with cli_errors():
         configuration = Configuration.read(flags)
-        registry = open_registry(configuration.of("").plugins)
+        registry = open_registry(configuration.of("").kproxy.plugins)
         mode = only or flags.get("mode", "")
         if probe:
             report = find_out(registry, mode, configuration, load_modules=load_modules)

@@ -138,7 +138,7 @@ def find_out(registry: Registry, mode: str, configuration: Configuration, *, loa
     )
     works = [d.description.mode for d in described if d.detection is not None and d.detection.usable]
     config = configuration.of(mode or configuration.mode)
-    fall_back = not mode and config.mode_fallback == "auto"
+    fall_back = not mode and config.kproxy.mode_fallback == "auto"
     asked = candidates(registry, mode or config.mode, fall_back=fall_back)
     serving = next((candidate for candidate in asked if candidate in works), "")
     return Report(tuple(facts(families)), described, serving)

@@ -45,8 +45,8 @@ def read_plans(
 
 
 def _read(config: Config, node_name: str, families: tuple[Family, ...]) -> Store:
-    if config.manifests and not os.path.isdir(config.manifests):
-        raise StartFailed(f"--manifests: {config.manifests}: there is no such directory")
+    if config.kproxy.manifests and not os.path.isdir(config.kproxy.manifests):
+        raise StartFailed(f"--manifests: {config.kproxy.manifests}: there is no such directory")
     access = CurrentAccess(config.master, config.client.kubeconfig)
     source = make_source(config, node_name, access, ClientMetrics())
     store = make_store(config, families, source)
@@ -54,7 +54,7 @@ def _read(config: Config, node_name: str, families: tuple[Family, ...]) -> Store
     try:
         source.start(delivered.put)
     except OSError as error:
-        raise StartFailed(f"can't read {config.manifests}: {error}") from error
+        raise StartFailed(f"can't read {config.kproxy.manifests}: {error}") from error
     try:
         while not store.complete:
             for event in delivered.get():

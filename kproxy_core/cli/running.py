@@ -39,7 +39,7 @@ def run(flags: Flags, *, init_only: bool) -> None:
             if init_only:
                 process.set_up(config, registry, configuration, access)
                 return
-            lock, waited = await_turn(config.state_directory, exclusive=config.exclusive)
+            lock, waited = await_turn(config.kproxy.state_directory, exclusive=config.kproxy.exclusive)
             if waited:  # The other process may have switched modes.
                 config, registry, configuration = prepare(flags)
                 access = _begin_access(config)
@@ -63,7 +63,7 @@ def _begin_access(config: Config) -> CurrentAccess:
 
     access = CurrentAccess(config.master, config.client.kubeconfig)
     try:
-        if not config.manifests:
+        if not config.kproxy.manifests:
             access.begin()
     except AccessError as error:
         raise StartFailed(str(error)) from error
@@ -111,8 +111,8 @@ def prepare(flags: Flags) -> tuple[Config, Registry, Configuration]:
 
     configuration = Configuration.read(flags)
     config = configuration.of(configuration.mode)
-    registry = open_registry(config.plugins)
-    mode = Journal(config.state_directory).starting_mode(config.mode, registry.modes) or config.mode
+    registry = open_registry(config.kproxy.plugins)
+    mode = Journal(config.kproxy.state_directory).starting_mode(config.mode, registry.modes) or config.mode
     if mode != config.mode:
         config = configuration.of(mode)
     if mode:

@@ -151,7 +151,8 @@ class Kproxy(_Section, frozen=True, kw_only=True, rename="camel"):
     switch_modes: tuple[str, ...] = ()
     """Modes besides `mode` for which ``--init-only`` sets sysctls and loads modules."""
     plugins: tuple[str, ...] = ()
-    """Plugins to load, by name or module, and ``no:NAME`` for those to block."""
+    """Plugins to load, by name or module, and ``no:NAME`` for those to block; the last word
+    about a plugin counts."""
     traffic_metrics: str | bool = "off"
     """``off``, ``service`` or ``endpoint``: the detail with which connections are counted. YAML reads a plain
     ``off`` as false, which means the same."""
@@ -159,6 +160,10 @@ class Kproxy(_Section, frozen=True, kw_only=True, rename="camel"):
     """Most series of traffic metrics; all others are summed up in one."""
     backend_options: dict[str, dict[str, Any]] = {}
     """Options of backends without a section in kube-proxy's format, by mode."""
+
+    @property
+    def count_traffic(self) -> bool:
+        return self.traffic_metrics in ("service", "endpoint")
 
 
 _SECTIONS = {"ebpf": "nftables"}

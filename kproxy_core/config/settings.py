@@ -3,7 +3,7 @@
 import enum
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -15,14 +15,15 @@ from kproxy_core.config.file import (
     ConfigError,
     Conntrack,
     FileConfig,
+    Kproxy,
     KubeProxyConfiguration,
     Problem,
 )
 from kproxy_core.config.flags import Flags
 from kproxy_core.config.merge import merge
 from kproxy_core.model.address import Address, Cidr, format_socket, parse_address, parse_cidr
-
 from kproxy_core.model.node import NodePortAddresses
+
 _OF_INTERFACES = re.compile(r"""(?:(?![/:*"\\])[!-~])+""")
 """Names of interfaces (linux/if.h), without characters that are special to nft."""
 _LONGEST_NAME = 15
@@ -56,8 +57,6 @@ class Config:
     """"": the preferred usable mode."""
     hostname_override: str
     """Trimmed and in lower case; "": the machine's name."""
-    manifests: str
-    """Directory to read objects from; "": an API server."""
     master: str
     bind_address: Address
     """Overrides the detected node address unless unspecified; nothing listens on it."""
@@ -70,8 +69,8 @@ class Config:
     cluster_cidrs: tuple[Cidr, ...]
     bridge_interface: str
     interface_name_prefix: str
-    """(): the mode decides."""
     node_port_addresses: NodePortAddresses
+    """(): the mode decides."""
     masquerade_all: bool
     masquerade_bit: int
     sync_period: float
@@ -85,30 +84,21 @@ class Config:
     """The effective value of every known gate (e.g. ``AllowServiceExternalIPs``)."""
     verbosity: int
     logging_format: Literal["text", "json"]
-    state_directory: str
-    """Directory of the journal of mode switches."""
-    mode_fallback: Literal["auto", "never"]
-    """``auto``: another mode may serve if this one does not work here."""
-    exclusive: bool
-    """Exit instead of standing by while another kproxy serves this network namespace."""
-    live_mode_switch: bool
-    """Follow a changed mode in the file without a restart."""
-    switch_modes: tuple[str, ...]
-    """Modes to prepare the machine for besides the one that serves."""
-    plugins: tuple[str, ...]
-    """Plugins to load, and ``no:NAME`` for those to block; the last word about a plugin counts."""
+    kproxy: Kproxy
     backend_options: Mapping[str, object]
     """The file's options of this mode, named as in the file; durations are floats in seconds."""
-    traffic_metrics: Literal["off", "service", "endpoint"]
-    """The detail with which new connections are counted."""
-    max_series: int
-    """Most series of traffic metrics."""
     reported_version: str = ""
     """The version to report; "": our own."""
     document: KubeProxyConfiguration = field(default=KubeProxyConfiguration(), compare=False)
     """Flags and file together, in the form of a file."""
     notices: tuple[str, ...] = ()
     """Notices for the operator that do not prevent a start."""
+
+    def is_like(self, other: "Config") -> bool:
+        """Compare, except whether a changed mode is followed, and the options of other modes."""
+        section = msgspec.structs.replace(other.kproxy, live_mode_switch=self.kproxy.live_mode_switch,
+                                          backend_options=self.kproxy.backend_options)  # fmt: skip
+        return self == replace(other, kproxy=section)
 
 
 def resolve(flags: Flags, file: FileConfig | None) -> Config:
@@ -131,7 +121,6 @@ def resolve(flags: Flags, file: FileConfig | None) -> Config:
     config = Config(
         mode=document.mode,
         hostname_override=parse.hostname(),
-        manifests=document.kproxy.manifests,
         master=flags.get("master", ""),
         bind_address=bind_address,
         healthz_bind_address=None if merged.no_health_server else parse.server(
@@ -155,15 +144,8 @@ def resolve(flags: Flags, file: FileConfig | None) -> Config:
         feature_gates=gates_in_effect(document.feature_gates),
         verbosity=document.logging.verbosity,
         logging_format="json" if document.logging.format == "json" else "text",
-        state_directory=document.kproxy.state_directory,
-        mode_fallback="never" if document.kproxy.mode_fallback == "never" else "auto",
-        exclusive=document.kproxy.exclusive,
-        live_mode_switch=document.kproxy.live_mode_switch,
-        switch_modes=document.kproxy.switch_modes,
-        plugins=document.kproxy.plugins,
+        kproxy=document.kproxy,
         backend_options=_options(document),
-        traffic_metrics=_traffic_metrics(document.kproxy.traffic_metrics),
-        max_series=document.kproxy.max_series,
         document=document,
         reported_version=given if (given := flags.get("version", "")).startswith("v") else "",
         notices=(*merged.notices, *(
@@ -173,10 +155,6 @@ def resolve(flags: Flags, file: FileConfig | None) -> Config:
     if merged.problems or problems:
         raise ConfigError((*merged.problems, *(merged.as_given(problem) for problem in problems)))
     return config
-
-
-def _traffic_metrics(text: str | bool) -> Literal["off", "service", "endpoint"]:
-    return "service" if text == "service" else "endpoint" if text == "endpoint" else "off"
 
 
 def parse_node_port_addresses(words: Sequence[str]) -> NodePortAddresses:

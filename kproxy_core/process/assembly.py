@@ -80,10 +80,10 @@ def make_source(config: Config, node_name: str, access: "CurrentAccess", counted
 
     *counted* counts requests to the API server. Raises StartFailed if the source cannot be used.
     """
-    if config.manifests:
+    if config.kproxy.manifests:
         from kproxy_core.sources.directory.source import DirectorySource
 
-        return DirectorySource(Path(config.manifests), node_name)
+        return DirectorySource(Path(config.kproxy.manifests), node_name)
     from kproxy_core.apiclient.access import AccessError
     from kproxy_core.apiclient.content import JSON, accept_header
     from kproxy_core.sources.apiserver.source import KubernetesSource
@@ -109,7 +109,7 @@ def make_events(
     config: Config, node_name: str, access: "CurrentAccess", counted: ClientMetrics,
 ) -> EventRecorder:
     """Return the recorder of cluster events; silent without an API server. *counted* counts requests."""
-    if config.manifests:
+    if config.kproxy.manifests:
         return EventRecorder(node_name, None)
     from kproxy_core.observe.events.writer import EventWriter
 
@@ -127,15 +127,15 @@ def about(config: Config, flags: Flags) -> About:
         flags=effective_flags(flags),
         statusz=config.feature_gates.get("ComponentStatusz", True),
         flagz=config.feature_gates.get("ComponentFlagz", True),
-        many_series=config.traffic_metrics != "off",
+        many_series=config.kproxy.count_traffic,
     )
 
 
 def set_up(config: Config, registry: Registry, configuration: Configuration, access: "CurrentAccess") -> None:
     """Do everything that needs all privileges; `run` then needs fewer.
 
-    Also prepares the modes in `Config.switch_modes`. Raises BackendError, HostError or StartFailed for the
-    mode that will serve; another mode's failure is only logged.
+    Also prepares the `switch_modes` of the configuration. Raises BackendError, HostError or StartFailed for
+    the mode that will serve; another mode's failure is only logged.
     """
     families = served_families()
     config, instance, _, families = choose(configuration, registry, config.mode, families)
@@ -146,7 +146,7 @@ def set_up(config: Config, registry: Registry, configuration: Configuration, acc
         log.warning("the kernel does not track connections yet; their limits and timeouts are not set")
     registry.prepare(config.mode, backend_settings(config, families))
     others = preparation.prepare_others(
-        registry, config.switch_modes, settings_of_modes(configuration, families))
+        registry, config.kproxy.switch_modes, settings_of_modes(configuration, families))
     events.close()
     log.info("privileged initialisation finished", extra={
         "fields": {"mode": config.mode, "also_prepared": ",".join(others)}})
@@ -162,7 +162,7 @@ def run(config: Config, registry: Registry, configuration: Configuration, access
     preparation.protect_from_oom_killer(config.oom_score_adj)
     preparation.raise_file_limit()
     if config.mode == configuration.mode:
-        Journal(config.state_directory).clear()
+        Journal(config.kproxy.state_directory).clear()
     else:
         log.info("resuming earlier mode switch", extra={
             "fields": {"configured": configuration.mode, "mode": config.mode}})
@@ -189,13 +189,13 @@ class _Proxy:
             "families": ",".join(family.label for family in families),
         }})
         log.debug("flags", extra={"fields": configuration.flags})
-        journal = Journal(config.state_directory)
+        journal = Journal(config.kproxy.state_directory)
         self._metrics = Metrics(config.mode, __version__)
         self._sync_metrics = SyncMetrics(self._metrics.registry, config.mode, families, time.time)
         for name, enabled in config.feature_gates.items():
             self._metrics.set_gate(name, FEATURE_GATES[name].stage, enabled)
         self._health = ProxyHealth(
-            families, timeout=2 * config.sync_period, node_required=not config.manifests)
+            families, timeout=2 * config.sync_period, node_required=not config.kproxy.manifests)
         self._health.hold("other modes' leftovers have not been removed yet")
         self._source = make_source(config, self._node.name, access, self._metrics.client)
         self._store = make_store(config, families, self._source)

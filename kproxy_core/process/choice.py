@@ -39,7 +39,7 @@ def choose(
     Raises ConfigError, UnknownMode or PluginRefused, or Unsupported if no such mode works.
     """
     privileged = "CAP_NET_ADMIN" in privileges.held()
-    fall_back = privileged and configuration.of(wanted).mode_fallback == "auto"
+    fall_back = privileged and configuration.of(wanted).kproxy.mode_fallback == "auto"
     problems: dict[str, str] = {}
     for mode in candidates(registry, wanted, fall_back=fall_back):
         try:

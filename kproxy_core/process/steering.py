@@ -3,7 +3,6 @@
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kproxy_core.backend.api import Caveat
@@ -105,8 +104,7 @@ class FollowedFile:
             config, before = new.of(serving), known.of(serving)
         except ConfigError:
             return False  # the next start says what is wrong
-        same = config == replace(before, live_mode_switch=config.live_mode_switch)
-        if not (config.live_mode_switch and same and asked):
+        if not (config.kproxy.live_mode_switch and config.is_like(before) and asked):
             return False
         known.follow(new.file)
         try:

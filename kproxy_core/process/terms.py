@@ -71,7 +71,7 @@ def served_families() -> tuple[Family, ...]:
 def backend_settings(config: Config, families: tuple[Family, ...]) -> BackendSettings:
     loopback = tuple(f for f in families if includes_loopback(config.node_port_addresses, f))
     return BackendSettings(families, config.masquerade_bit, config.backend_options, loopback,
-                           count_traffic=config.traffic_metrics != "off")
+                           count_traffic=config.kproxy.count_traffic)
 
 
 def settings_of_modes(
@@ -94,7 +94,7 @@ def node_settings(config: Config, description: Description) -> NodeSettings:
         local=_local(config),
         node_ports=node_ports,
         bind_address=config.bind_address if any(config.bind_address) else None,
-        guess_address=default_source_address if config.manifests else None,
+        guess_address=default_source_address if config.kproxy.manifests else None,
         masquerade_all=config.masquerade_all,
         masquerade_bit=config.masquerade_bit,
     )

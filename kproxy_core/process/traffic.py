@@ -17,7 +17,7 @@ def make_recorder(
     config: Config, families: Sequence[Family], instance: BackendInstance, metrics: Metrics
 ) -> "TrafficRecorder | None":
     """Return the recorder of connections, whose totals are in *metrics*; None if none are counted."""
-    if config.traffic_metrics == "off":
+    if not config.kproxy.count_traffic:
         return None
     from kproxy_core.observe.metrics.traffic import TrafficCollector
     from kproxy_core.traffic.owners import FrontendOwners
@@ -28,7 +28,7 @@ def make_recorder(
     sys.setswitchinterval(0.0001)
     owners = FrontendOwners(families, time.monotonic)
     recorder = TrafficRecorder(
-        families, instance, owners, StoredTotals(config.state_directory), time.monotonic)
+        families, instance, owners, StoredTotals(config.kproxy.state_directory), time.monotonic)
     metrics.registry.register(TrafficCollector(
-        recorder, endpoints=config.traffic_metrics == "endpoint", limit=config.max_series))
+        recorder, endpoints=config.kproxy.traffic_metrics == "endpoint", limit=config.kproxy.max_series))
     return recorder

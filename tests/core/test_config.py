@@ -97,8 +97,9 @@ def test_a_section_of_ones_own_at_the_top_is_an_unknown_field() -> None:
 
 
 def test_manifests_may_stand_in_the_file() -> None:
-    assert from_file("kproxy: {manifests: /objects}\n").manifests == "/objects"
-    assert from_file("kproxy: {manifests: /objects}\n", Flags(manifests="/others")).manifests == "/others"
+    content = "kproxy: {manifests: /objects}\n"
+    assert from_file(content).kproxy.manifests == "/objects"
+    assert from_file(content, Flags(manifests="/others")).kproxy.manifests == "/others"
 
 
 def test_the_flag_for_the_mode_wins_and_takes_its_section() -> None:
@@ -127,7 +128,7 @@ def test_a_file_replaces_the_flags_except_those_that_count_beside_it() -> None:
     )
     alone, beside = resolve(given, None), from_file("hostnameOverride: other\n", given)
     for config in (alone, beside):
-        assert (config.mode, config.manifests, config.master) == ("ipvs", "/objects", "http://10.0.0.1")
+        assert (config.mode, config.kproxy.manifests, config.master) == ("ipvs", "/objects", "http://10.0.0.1")
         assert (config.hostname_override, config.verbosity, config.logging_format) == ("node-1", 4, "json")
     assert alone.client.kubeconfig == "/k"
     assert alone.bind_address == parse_address("10.0.0.9")

@@ -138,7 +138,7 @@ def _machine(flags: Flags) -> str:
     from kproxy_core.process.terms import Configuration
 
     configuration = Configuration.read(flags)
-    registry = open_registry(configuration.of("").plugins)
+    registry = open_registry(configuration.of("").kproxy.plugins)
     return formatted(find_out(registry, "", configuration, load_modules=False), "json") + "\n"
 
 
