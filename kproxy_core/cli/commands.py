@@ -12,12 +12,12 @@ from kproxy_core.config.flags import OLDER, PROCESS, RULES, spared_by_cleanup, t
 
 
 def main() -> None:
-    """Run the console script. Exit with status 0, or 1 for every failure."""
+    """Run the console script. Exit with status 0, with that of the command, or with 1 for wrong usage."""
     try:
         status = kproxy.main(standalone_mode=False)
     except click.ClickException as error:
         error.show()
-        status = 1
+        status = 1 if isinstance(error, click.UsageError) else error.exit_code
     except click.Abort:
         status = 1
     sys.exit(status if isinstance(status, int) else 0)
@@ -116,23 +116,12 @@ def switch(mode: str, check: bool, output: str) -> None:
 @click.option("--family", type=click.Choice(["ipv4", "ipv6"]), help="Only this one.")
 def render(family: str | None, **options: Any) -> None:
     """Print the rules that the manifests ask for. The kernel is left alone, and no privileges are needed."""
-    from kproxy_core.cli.rendering import render_manifests
-    from kproxy_core.cli.running import prepare
+    from kproxy_core.cli.rendering import rendered
     from kproxy_core.model.address import Family
-    from kproxy_core.observe import logs
 
+    families = tuple(f for f in Family if family in (None, f.label.lower()))
     with cli_errors():
-        config, registry, configuration = prepare(given(options))
-        if not config.manifests:
-            raise click.UsageError("render needs --manifests")
-        if not config.mode:
-            from kproxy_core.process.choice import conclude
-            from kproxy_core.process.terms import served_families
-
-            config = configuration.of(conclude(configuration, registry, served_families()))
-        logs.set_up(0, "text")
-        families = tuple(f for f in Family if family in (None, f.label.lower()))
-        for rules in render_manifests(config, registry, families):
+        for rules in rendered(given(options), families):
             click.echo(rules)
 
 

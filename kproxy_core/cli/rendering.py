@@ -4,25 +4,25 @@ from collections.abc import Iterator
 from dataclasses import replace
 from operator import itemgetter
 
+import click
+
 from kproxy_core.backend.api import Scope, Update
-from kproxy_core.backend.registry import Registry
-from kproxy_core.cli.planning import read_plans
-from kproxy_core.config.settings import Config
+from kproxy_core.cli.inspection.objects import read_objects
+from kproxy_core.config.flags import Flags
 from kproxy_core.model.address import Family
-from kproxy_core.process.terms import backend_settings
+from kproxy_core.process.terms import Configuration
 
 
-def render_manifests(config: Config, registry: Registry, families: tuple[Family, ...]) -> Iterator[str]:
-    """Yield the complete rules of each of *families* in the text format of the backend of ``config.mode``.
+def rendered(flags: Flags, families: tuple[Family, ...]) -> Iterator[str]:
+    """Yield the complete rules of each of *families*, in the text format of the mode's backend.
 
-    Raises BackendError, HostError or StartFailed.
+    Raises UsageError without manifests, and as `cli_errors` expects.
     """
-    instance = registry.make_backend(config.mode, backend_settings(config, families))
-    try:
-        for plans in read_plans(config, registry, families)[0].values():
-            yield instance.render(_sorted(plans.update(Scope.RESYNC)))
-    finally:
-        registry.close_backend(instance)
+    if not Configuration.read(flags).asked.kproxy.manifests:
+        raise click.UsageError("render needs --manifests")
+    with read_objects(flags, this_machine=False, families=families) as found:
+        for plans in found.plans.values():
+            yield found.instance.render(_sorted(plans.update(Scope.RESYNC)))
 
 
 def _sorted(update: Update) -> Update:

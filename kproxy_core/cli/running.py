@@ -121,8 +121,8 @@ def prepare(flags: Flags) -> tuple[Config, Registry, Configuration]:
 
 
 @contextmanager
-def cli_errors() -> Iterator[None]:
-    """Turn expected errors into one line and status 1. Any other exception is a bug and is shown as one."""
+def cli_errors(status: int = 1) -> Iterator[None]:
+    """Turn expected errors into one line and *status*. Any other exception is a bug and is shown as one."""
     from kproxy_core.backend.errors import BackendError
     from kproxy_core.config.file import ConfigError
     from kproxy_core.explain.request import NoAnswer
@@ -132,7 +132,10 @@ def cli_errors() -> Iterator[None]:
 
     try:
         yield
-    except ConfigError as error:
-        raise click.ClickException("\n".join(map(str, error.problems))) from error
-    except (BackendError, HostError, NoAnswer, NoProxy, RequestRefused, StartFailed) as error:
-        raise click.ClickException(str(error)) from error
+    except (
+        BackendError, ConfigError, HostError, NoAnswer, NoProxy, RequestRefused, StartFailed
+    ) as error:
+        lines = error.problems if isinstance(error, ConfigError) else [error]
+        failure = click.ClickException("\n".join(map(str, lines)))
+        failure.exit_code = status  # type: ignore[misc]  # a class variable by its stub; click asks the object
+        raise failure from error

@@ -1,7 +1,10 @@
 """Text for people: styled on a terminal, plain elsewhere or with NO_COLOR (https://no-color.org) set."""
 
+import json
 import os
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import click
 
@@ -14,6 +17,11 @@ def is_terminal() -> bool:
 def show(text: str) -> None:
     """Print *text*; its styles only where they are welcome."""
     click.echo(text, color=False if os.environ.get("NO_COLOR") else None)
+
+
+def show_answer(answer: Any, output: str, as_text: Callable[[Any], str]) -> None:
+    """Print *answer* as *output*: json, or the text that *as_text* makes of it."""
+    show(json.dumps(answer, indent=2) if output == "json" else as_text(answer))
 
 
 def good(text: str) -> str:

@@ -28,9 +28,9 @@ def explain(
     --manifests, --kubeconfig, --master or --config the answer is from those objects, and shows the rules that
     a proxy would write.
     """
-    from kproxy_core.cli.inspection.explaining import ask_proxy, explain_objects, explain_report, formatted
+    from kproxy_core.cli.inspection.explaining import as_text, ask_proxy, explain_objects, explain_report
     from kproxy_core.cli.inspection.objects import OBJECTS
-    from kproxy_core.cli.terminal import show
+    from kproxy_core.cli.terminal import show_answer
 
     if len(words) > 2 or (len(words) == 2 and sender):
         raise click.UsageError("give [FROM] TO")
@@ -44,7 +44,7 @@ def explain(
             packets = explain_objects(request, flags)
         else:
             packets = ask_proxy(request)
-    show(formatted(packets, output))
+    show_answer({"packets": packets}, output, as_text)
 
 
 @click.command(cls=FlagCommand)
@@ -58,16 +58,12 @@ def diff(context: click.Context, /, output: str, **options: Any) -> None:
     --kubeconfig, --master or --config this process compares, also beside a kube-proxy that writes the rules
     of the same mode.
     """
-    from kproxy_core.cli.inspection.comparing import UNCLEAR, compare, formatted, status_of
-    from kproxy_core.cli.terminal import show
+    from kproxy_core.cli.inspection.comparing import UNCLEAR, as_text, compare, status_of
+    from kproxy_core.cli.terminal import show_answer
 
-    try:
-        with cli_errors():
-            found = compare(given(options))
-    except click.ClickException as error:
-        error.show()
-        context.exit(UNCLEAR)
-    show(formatted(found, output))
+    with cli_errors(UNCLEAR):
+        found = compare(given(options))
+    show_answer(found, output, as_text)
     context.exit(status_of(found))
 
 
@@ -83,14 +79,14 @@ def plan(objects: str, verbose: bool, output: str, **options: Any) -> None:
     """
     from kproxy_core.cli.inspection import previewing
     from kproxy_core.cli.inspection.objects import OBJECTS
-    from kproxy_core.cli.terminal import show
+    from kproxy_core.cli.terminal import show_answer
 
     flags = previewing.with_objects(objects, given(options))
     if not OBJECTS & set(flags):
         raise click.UsageError("give DIR, KUBECONFIG, --manifests, --kubeconfig, --master or --config")
     with cli_errors():
-        found = previewing.plan(flags)
-    show(previewing.formatted(found, output, verbose=verbose))
+        found = previewing.plan(flags, verbose=verbose)
+    show_answer(found, output, previewing.as_text)
 
 
 @click.command(cls=FlagCommand)
@@ -119,16 +115,12 @@ def verify(
     """
     from kproxy_core.cli.inspection import verifying
     from kproxy_core.cli.inspection.comparing import UNCLEAR
-    from kproxy_core.cli.terminal import show
+    from kproxy_core.cli.terminal import show, show_answer
 
     if not traffic:
         raise click.UsageError("--traffic is required: it opens connections; `kproxy diff` needs none")
-    try:
-        with cli_errors():
-            found = verifying.read_targets(given(options), service)
-    except click.ClickException as error:
-        error.show()
-        context.exit(UNCLEAR)
+    with cli_errors(UNCLEAR):
+        found = verifying.read_targets(given(options), service)
     if dry_run:
         for line in verifying.announced(found, connections, rate):
             show(line)
@@ -136,7 +128,7 @@ def verify(
     results, problem = verifying.verify(found, rate=rate, most=connections, timeout=timeout)
     if problem:
         click.echo(f"Warning: {problem}", err=True)
-    show(verifying.formatted(results, output))
+    show_answer(results, output, verifying.as_text)
     context.exit(verifying.status_of(results))
 
 
@@ -218,12 +210,11 @@ def report(file: str, output: str, **options: Any) -> None:
     log and what works on this machine: addresses and names of Services, but no secrets. The running proxy
     tells them, or --manifests, --kubeconfig, --master or --config do.
     """
-    import json
     import time
     from pathlib import Path
 
     from kproxy_core.cli.inspection import reporting
-    from kproxy_core.cli.terminal import show
+    from kproxy_core.cli.terminal import show_answer
 
     path = Path(file or time.strftime("kproxy-report-%Y%m%dT%H%M%SZ.tar.gz", time.gmtime()))
     try:
@@ -231,10 +222,7 @@ def report(file: str, output: str, **options: Any) -> None:
             names = reporting.write(path, reporting.contents(given(options)))
     except OSError as error:
         raise click.ClickException(f"{path}: {error.strerror}") from error
-    if output == "json":
-        show(json.dumps({"file": str(path), "contents": names}, indent=2))
-    else:
-        show(f"{path}: {', '.join(names)}")
+    show_answer({"file": str(path), "contents": names}, output, lambda _: f"{path}: {', '.join(names)}")
 
 
 COMMANDS = (explain, diff, plan, verify, trace, report, top)

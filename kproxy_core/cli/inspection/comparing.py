@@ -1,6 +1,5 @@
 """``kproxy diff``."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,9 +36,7 @@ def status_of(found: Found) -> int:
     return UNCLEAR if kinds == {"unclear"} else DIFFERENT
 
 
-def formatted(found: Found, output: str) -> str:
-    if output == "json":
-        return json.dumps(found, indent=2)
+def as_text(found: Found) -> str:
     differences: Sequence[Mapping[str, Any]] = found["differences"]
     if not differences:
         return good(f"the kernel does what the plans say ({found['mode']})")

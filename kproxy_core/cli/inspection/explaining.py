@@ -1,6 +1,5 @@
 """``kproxy explain``."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -49,11 +48,9 @@ def explain_report(request: Mapping[str, str], path: str) -> Packets:
             return explain(request, found.plans, found.registry, found.instance, live=False)
 
 
-def formatted(packets: Packets, output: str) -> str:
-    if output == "json":
-        return json.dumps({"packets": packets}, indent=2)
+def as_text(answer: Mapping[str, Packets]) -> str:
     parts = []
-    for target, answers in groupby(packets, key=lambda packet: (packet["to"], packet["protocol"])):
+    for target, answers in groupby(answer["packets"], key=lambda packet: (packet["to"], packet["protocol"])):
         found = list(answers)
         parts.append("\n".join([strong(_title(target, found[0])), *(
             line for packet in found for line in ("", *_answer(packet)))]))

@@ -46,12 +46,13 @@ def objects_read(flags: Flags) -> Mapping[str, Any]:
 
 @contextmanager
 def read_objects(
-    flags: Flags, *, this_machine: bool, addresses: frozenset[Address] | None = None
+    flags: Flags, *, this_machine: bool, addresses: frozenset[Address] | None = None,
+    families: tuple[Family, ...] = (),
 ) -> Iterator[Objects]:
     """Yield the plans for the objects that *flags* name. Raises as `cli_errors` expects.
 
     *this_machine*: the node has this machine's addresses, whatever its Node object says. *addresses*: it has
-    these.
+    these. *families*: those to serve instead of this machine's.
     """
     from kproxy_core.cli.planning import read_plans
     from kproxy_core.cli.running import prepare
@@ -61,9 +62,9 @@ def read_objects(
     from kproxy_core.process.terms import backend_settings, served_families, settings_of_modes
 
     config, registry, configuration = prepare(flags)
-    families = served_families()
     if not config.mode:
-        config = configuration.of(conclude(configuration, registry, families))
+        config = configuration.of(conclude(configuration, registry, served_families()))
+    families = families or served_families()
     logs.set_up(0, "text")
     instance = registry.make_backend(config.mode, backend_settings(config, families))
     try:

@@ -1,6 +1,5 @@
 """``kproxy plan``."""
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,8 +23,8 @@ def with_objects(where: str, flags: Flags) -> Flags:
     return Flags(flags, **{"manifests" if Path(where).is_dir() else "kubeconfig": where})
 
 
-def plan(flags: Flags) -> Found:
-    """Return the changes that the objects in *flags* would make.
+def plan(flags: Flags, *, verbose: bool) -> Found:
+    """Return the changes that the objects in *flags* would make; transactions only if *verbose*.
 
     Services are compared with those of the running proxy; without one, with what the kernel serves. Raises
     NoAnswer or RequestRefused, and as `cli_errors` expects.
@@ -46,19 +45,16 @@ def plan(flags: Flags) -> Found:
             running["plans"], plans)
         return {
             "mode": instance.mode, "serving": running["mode"] if running is not None else "",
-            "services": services, "kernel": operations_of(plans, instance),
+            "services": services, "kernel": [
+                {key: family[key] for key in family if verbose or key != "transaction"}
+                for family in operations_of(plans, instance)],
         }  # fmt: skip
 
 
-def formatted(found: Found, output: str, *, verbose: bool) -> str:
-    """Return the changes as text or JSON; transactions only if *verbose*."""
-    if output == "json":
-        hidden = () if verbose else ("transaction",)
-        kernel = [{key: family[key] for key in family if key not in hidden} for family in found["kernel"]]
-        return json.dumps({**found, "kernel": kernel}, indent=2)
-    return "\n".join([*_services(found), *kernel_lines(found["mode"], found["kernel"]), *(
-        faint(family["transaction"].rstrip("\n"))
-        for family in found["kernel"] if verbose and family["transaction"])])  # fmt: skip
+def as_text(found: Found) -> str:
+    transactions = [family.get("transaction", "").rstrip("\n") for family in found["kernel"]]
+    return "\n".join([*_services(found), *kernel_lines(found["mode"], found["kernel"]),
+                      *map(faint, filter(None, transactions))])  # fmt: skip
 
 
 def kernel_lines(mode: str, kernel: list[Mapping[str, Any]]) -> Iterator[str]:

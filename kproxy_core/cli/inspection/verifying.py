@@ -1,6 +1,5 @@
 """``kproxy verify --traffic``."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -66,9 +65,7 @@ def announced(found: Found, most: int, rate: float) -> Iterator[str]:
     yield f"up to {total} connections in {total / rate:.0f} s"
 
 
-def formatted(found: Found, output: str) -> str:
-    if output == "json":
-        return json.dumps(found, indent=2)
+def as_text(found: Found) -> str:
     lines = [line for frontend in found["frontends"] for line in _lines(frontend)]
     wrong = sum(bool(frontend["problems"]) for frontend in found["frontends"])
     count = len(found["frontends"])
