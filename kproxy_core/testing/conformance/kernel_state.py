@@ -161,10 +161,15 @@ def links() -> set[str]:
 
 
 def _nft() -> Iterator[str]:
-    """Leave out empty tables of the iptables programs: reading them creates them."""
+    """Leave out empty tables of the iptables programs: reading them creates them.
+
+    nft warns of targets of iptables that it does not know in the middle of their rules.
+    """
     if not shutil.which("nft") or not _first_answer(_GET_TABLES):
         return
-    listing = [line for line in run("nft", "list", "ruleset").splitlines() if line.strip()]
+    command = ["nft", "list", "ruleset"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
+    listing = [line for line in done.stdout.splitlines() if line.strip()]
     for table, body in _blocks(listing, ""):
         lines = []
         for block, content in _blocks(body, "\t"):
