@@ -64,7 +64,7 @@ LINT = (
 ALL = (
     Lane("ipvs", ("tests/plugins/ipvs", "tests/kit", "-m", "in_a_guest"), in_a_guest=True),
     Lane("guest", ("tests/switch", "tests/leftovers", "tests/guest", "tests/shortage", "tests/deploy",
-                   "-m", "in_a_guest"),
+                   "tests/plugins/nftables", "-m", "in_a_guest"),
          in_a_guest=True),
     Lane("ebpf-in-guest", ("tests/plugins/ebpf", "-m", "in_a_guest"), in_a_guest=True),
     *LINT,

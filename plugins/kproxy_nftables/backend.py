@@ -13,7 +13,8 @@ from kproxy_core.model.address import Family
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_nftables.family import FamilyState
 from kproxy_nftables.kernel import Kernel
-from kproxy_nftables.questions.features import PERMISSION, lacking
+from kproxy_nftables.questions.features import FLOW_OFFLOAD, PERMISSION, lacking
+from kproxy_nftables.settings import FLOWTABLE, read_settings
 from kproxy_nftables.watch import watch
 
 log = logging.getLogger("kproxy.nftables")
@@ -26,22 +27,34 @@ class NftablesBackend:
     """
 
     def __init__(self, settings: api.BackendSettings) -> None:
+        """Raises Unsupported."""
         self._kernel = Kernel()
-        self._counted = settings.count_traffic
-        self._states = {
-            family: FamilyState(family, self._kernel, counted=self._counted) for family in settings.families}
+        self._extras = read_settings(settings)
+        self._states = self._new_states(settings.families)
         self._watch: CommitWatch | None = None
         self._generation = 0
 
     @hookimpl
     def kproxy_begin(self) -> bool:
-        """Check that the kernel accepts the rules' features. Raises Unsupported."""
+        """Check that the kernel accepts the rules' features. Raises Unsupported.
+
+        A flowtable is no requirement: without it packets take the ordinary way.
+        """
         if "CAP_NET_ADMIN" not in privileges.held():
             raise Unsupported(f"permission denied, {PERMISSION}")
-        missing = lacking(self._kernel, tuple(self._states))
+        families = tuple(self._states)
+        missing = lacking(self._kernel, families)
         if missing:
             raise Unsupported("; ".join(missing))
+        if self._extras.flowtable and (missing := lacking(self._kernel, families, [FLOW_OFFLOAD])):
+            log.warning("flowtable not available", extra={"fields": {
+                "option": FLOWTABLE, "error": "; ".join(missing)}})
+            self._extras = self._extras._replace(flowtable=())
+            self._states = self._new_states(families)
         return True
+
+    def _new_states(self, families: Sequence[Family]) -> dict[Family, FamilyState]:
+        return {family: FamilyState(family, self._kernel, self._extras) for family in families}
 
     @hookimpl
     def kproxy_sync(self, update: api.Update) -> api.SyncReport:
@@ -55,13 +68,13 @@ class NftablesBackend:
         """Return the whole table as input for `nft -f`."""
         from kproxy_nftables.inspection.render import render_text
 
-        return render_text(update, counted=self._counted)
+        return render_text(update, self._extras)
 
     @hookimpl
     def kproxy_preview(self, update: api.Update) -> api.Preview:
         from kproxy_nftables.inspection.preview import preview
 
-        return preview(update, counted=self._counted)
+        return preview(update, self._extras)
 
     @hookimpl
     def kproxy_explain(self, questions: Sequence[api.Question], live: bool) -> Sequence[api.KernelSide]:

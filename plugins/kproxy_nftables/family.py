@@ -1,6 +1,7 @@
 """One IP family's table: its known state, and the steps that bring it to the plans."""
 
 import hashlib
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -17,7 +18,11 @@ from kproxy_nftables.batch import MOST_ELEMENTS
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.names import Template
 from kproxy_nftables.owned_chains import affinity_maps, delete_objects, owned_objects
+from kproxy_nftables.settings import FLOWTABLE
+from kproxy_nftables.skeleton import Extras
 from kproxy_nftables.wanted import Element, node_elements, verdicts
+
+log = logging.getLogger("kproxy.nftables")
 
 _ATTEMPTS = 3
 """Writes tried before giving up because a pinned client expired between the read and the write."""
@@ -38,11 +43,12 @@ class _Rules(NamedTuple):
 class FamilyState:
     """The table ``kproxy`` of one IP family."""
 
-    def __init__(self, family: Family, kernel: Kernel, *, counted: bool = False) -> None:
-        """*counted*: count new connections."""
+    def __init__(self, family: Family, kernel: Kernel, extras: Extras) -> None:
         self._family = family
         self._kernel = kernel
-        self._counted = counted
+        self._extras = extras
+        self._in_effect = extras
+        """`_extras` without devices that did not exist at the last resync."""
         self._applied = Applied()
         self._node: NodeView | None = None
         """The node for which the table was last written; None: the next sync must be a resync."""
@@ -98,8 +104,9 @@ class FamilyState:
         templates = skeleton.template_closure(
             skeleton.used_templates(verdict for plan in plans.values() for verdict in verdicts(plan))
         )
-        wanted = object_names(plans, templates, counted=self._counted)
-        rules = skeleton.rules_text(node, templates, plans.values(), counted=self._counted)
+        self._find_devices()
+        wanted = object_names(plans, templates, self._in_effect)
+        rules = skeleton.rules_text(node, templates, plans.values(), self._in_effect)
         self._bring_rules(rules, wanted)
         actual: Contents = {
             container: self._kernel.elements(self._family, container)
@@ -128,13 +135,23 @@ class FamilyState:
         """Return the commands that must run before the elements are written; mostly none."""
         text = ""
         if skeleton.rules_differ(before, node):
-            text = skeleton.skeleton(node, counted=self._counted)
+            text = skeleton.skeleton(node, self._in_effect)
             text += skeleton.templates(node, self._templates | templates)
         elif not templates <= self._templates:
             text = skeleton.templates(node, templates - self._templates)
         if node.service_cidrs != before.service_cidrs:
             text += skeleton.service_cidrs(node)
         return text + "".join(difference.owned.values())
+
+    def _find_devices(self) -> None:
+        if not self._extras.flowtable:
+            return
+        known, self._in_effect = (
+            self._in_effect, self._extras.limited_to(self._kernel.devices()))
+        missing = set(self._extras.flowtable).difference(self._in_effect.flowtable)
+        if missing and known != self._in_effect:
+            log.warning("no such network device", extra={"fields": {
+                "option": FLOWTABLE, "devices": ",".join(sorted(missing)), "family": self._family.label}})
 
     def _bring_rules(self, text: str, wanted: Collection[str]) -> None:
         """Write the constant rules, unless the kernel still holds them as they were last written.
@@ -218,7 +235,8 @@ class FamilyState:
         """Delete unwanted chains, maps and sets in our table, which belongs to us as a whole."""
         chains = self._kernel.chains(self._family).difference(wanted)
         containers = self._kernel.containers(self._family).difference(wanted)
-        self._clean_up(skeleton.delete_foreign(self._family, chains, containers))
+        flowtables = self._kernel.flowtables(self._family).difference(wanted)
+        self._clean_up(skeleton.delete_foreign(self._family, chains, containers, flowtables))
 
     def _clean_up(self, text: str) -> bool:
         """Run deletions that may be delayed without harm; return False if they fail."""
@@ -231,11 +249,11 @@ class FamilyState:
 
 
 def object_names(
-    plans: Mapping[ServicePortKey, ServicePlan], templates: Collection[Template], *, counted: bool
+    plans: Mapping[ServicePortKey, ServicePlan], templates: Collection[Template], extras: Extras
 ) -> set[str]:
     """Return the names of all chains, maps and sets that belong into the table."""
     return (
         {name for plan in plans.values() for name in owned_objects(plan)}
-        | skeleton.object_names(counted=counted)
+        | skeleton.object_names(extras)
         | {template.name for template in templates}
     )

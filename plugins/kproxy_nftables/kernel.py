@@ -20,7 +20,6 @@ from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.model.address import Family
 from kproxy_nft.elements import attributes_of, complete, parse_counters
 from kproxy_nftables import batch
-from kproxy_nftables.fingerprint import KINDS, Object, fingerprint, is_anonymous, parse_objects
 from kproxy_nftables.names import SERVICE_CIDRS, TABLE
 from kproxy_nftables.wanted import Element, Value
 
@@ -32,7 +31,7 @@ T = TypeVar("T")
 _TABLE_ATTRIBUTE = 1
 _OWNER_ATTRIBUTE = 7
 """NFTA_TABLE_OWNER, since Linux 5.12: the netlink port that alone may change a table."""
-_NAME_ATTRIBUTE = {batch.GETCHAIN: 3, batch.GETSET: 2}
+_NAME_ATTRIBUTE = {batch.GETCHAIN: 3, batch.GETSET: 2, batch.GETFLOWTABLE: 2}
 
 _SEND_SPACE = 256 << 20
 """Bytes of one transaction that we ask the kernel to take; only a bound, nothing is reserved."""
@@ -173,27 +172,34 @@ class Kernel:
 
     def containers(self, family: Family) -> set[str]:
         """Return the names of the maps and sets in our table, except anonymous ones."""
-        return {name for name in self._names(batch.GETSET, family) if not is_anonymous(name)}
+        return {name for name in self._names(batch.GETSET, family) if not batch.is_anonymous(name)}
+
+    def flowtables(self, family: Family) -> set[str]:
+        return self._names(batch.GETFLOWTABLE, family)
+
+    def devices(self) -> set[str]:
+        """Return the names of all network devices."""
+        return {name for _, name in socket.if_nameindex()}
 
     def fingerprint(self, family: Family, wanted: Collection[str]) -> bytes:
         """Return a digest of our table's chains, rules, maps and sets named in *wanted*.
 
         The elements of maps and sets are left out, except those that belong to the constant rules.
         """
-        objects: list[Object] = []
-        for kind in KINDS:
+        objects: list[batch.Object] = []
+        for kind in batch.KINDS:
             lists_by_table = kind in (batch.GETRULE, batch.GETSET)
             of_table = netlink.text_attribute(_TABLE_ATTRIBUTE, TABLE) if lists_by_table else b""
-            objects += parse_objects(kind, self._objects(kind, family, of_table), wanted)
-        constant = [SERVICE_CIDRS, *(item.name for item in objects if is_anonymous(item.name))]
+            objects += batch.parse_objects(kind, self._objects(kind, family, of_table), wanted)
+        constant = [SERVICE_CIDRS, *(item.name for item in objects if batch.is_anonymous(item.name))]
         for name in constant:
             elements = sorted(
                 (key, str(value))
                 for span in self._objects(batch.GETSETELEM, family, batch.element_list(name))
                 for key, value in batch.parse_elements(*span)
             )
-            objects.append(Object(batch.GETSETELEM, name, repr(elements).encode()))
-        return fingerprint(objects)
+            objects.append(batch.Object(batch.GETSETELEM, name, repr(elements).encode()))
+        return batch.fingerprint(objects)
 
     def generation(self) -> int:
         """Return the number of the last commit by any process in this network namespace."""

@@ -41,6 +41,8 @@ SERVICE_CIDRS = "service-cidrs"
 # A set that rules fill while traffic is counted.
 REFUSED = "refused"
 
+FLOWTABLE = "flows"
+
 VERDICT_MAPS = (
     VIPS, ADMITTED_VIPS, STICKY_VIPS, STICKY_LOCAL_VIPS, RECORDED_VIPS,
     NODE_PORTS, STICKY_NODE_PORTS, STICKY_LOCAL_NODE_PORTS, RECORDED_NODE_PORTS,

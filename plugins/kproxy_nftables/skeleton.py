@@ -5,7 +5,8 @@ in one transaction, and maps keep their elements.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
+from typing import NamedTuple, Self
 
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.node import LocalSource, NodeView
@@ -27,22 +28,37 @@ BASE_CHAINS = {
 }
 
 
-def skeleton(node: NodeView, *, counted: bool = False) -> str:
-    """Return the commands for all constant objects of one family's table except template chains.
+class Extras(NamedTuple):
+    """The rules that are written on request only."""
 
-    *counted*: with the rules that count new connections.
-    """
+    counted: bool = False
+    """Count new connections."""
+    flowtable: tuple[str, ...] = ()
+    """Devices between which established flows are forwarded without rules; none: no flowtable."""
+
+    def limited_to(self, present: Container[str]) -> Self:
+        """Return the extras without devices that do not exist: the kernel refuses those."""
+        return self._replace(flowtable=tuple(device for device in self.flowtable if device in present))
+
+
+NO_EXTRAS = Extras()
+
+
+def skeleton(node: NodeView, extras: Extras = NO_EXTRAS) -> str:
+    """Return the commands for all constant objects of one family's table except template chains."""
     text = _Text(node.family)
     text.line(f'add table {text.table} {{ comment "rules for kproxy"; }}')
     _containers(text)
-    if counted:
+    if extras.counted:
         _counting_sets(text)
-    for name, (kind, hook, priority) in (BASE_CHAINS | (_COUNTING_BASE_CHAINS if counted else {})).items():
+    for name, (kind, hook, priority) in _base_chains(extras).items():
         place = f"type {kind} hook {hook} priority {priority}; policy accept;"
         text.line(f"add chain {text.table} {name} {{ {place} }}")
     chains = _chains(node)
-    for name, rules in (_counted(chains, text.ip) if counted else chains).items():
+    for name, rules in (_counted(chains, text.ip) if extras.counted else chains).items():
         text.chain(name, rules)
+    if extras.flowtable:
+        _flowtable(text, extras.flowtable)
     return text.value()
 
 
@@ -67,11 +83,11 @@ def templates(node: NodeView, wanted: Iterable[Template]) -> str:
 
 
 def rules_text(
-    node: NodeView, wanted: Iterable[Template], plans: Iterable[ServicePlan], *, counted: bool = False
+    node: NodeView, wanted: Iterable[Template], plans: Iterable[ServicePlan], extras: Extras = NO_EXTRAS
 ) -> str:
     """Return the commands for everything but elements, including the objects that service ports own."""
     owned = [text for plan in plans for text in owned_objects(plan).values()]
-    return skeleton(node, counted=counted) + templates(node, wanted) + service_cidrs(node) + "".join(owned)
+    return skeleton(node, extras) + templates(node, wanted) + service_cidrs(node) + "".join(owned)
 
 
 def used_templates(verdicts: Iterable[str]) -> set[Template]:
@@ -98,13 +114,16 @@ def rules_differ(one: NodeView, other: NodeView) -> bool:
     )  # fmt: skip
 
 
-def delete_foreign(family: Family, chains: Iterable[str], containers: Iterable[str]) -> str:
-    """Return the commands that delete chains, maps and sets, which may refer to each other."""
+def delete_foreign(
+    family: Family, chains: Iterable[str], containers: Iterable[str], flowtables: Iterable[str]
+) -> str:
+    """Return the commands that delete chains and what they refer to; maps and sets may refer to chains."""
     table = f"{family.ip} {TABLE}"
     chains = sorted(filter(_QUOTABLE, chains))
     return "".join(
         [f"flush chain {table} {name}\n" for name in chains]
         + [f"delete set {table} {name}\n" for name in sorted(filter(_QUOTABLE, containers))]
+        + [f"delete flowtable {table} {name}\n" for name in sorted(filter(_QUOTABLE, flowtables))]
         + [f"delete chain {table} {name}\n" for name in chains]
     )
 
@@ -115,11 +134,13 @@ def delete_table(family: Family) -> str:
     return f"add {table}\ndelete {table}\n"
 
 
-def object_names(*, counted: bool = False) -> set[str]:
-    names_of_all = {*BASE_CHAINS, *_REGULAR_CHAINS, *names.ELEMENT_CONTAINERS, names.SERVICE_CIDRS}
-    if counted:
-        names_of_all |= {*_COUNTING_BASE_CHAINS, *_COUNTING_CHAINS, counting.CONNECTIONS, names.REFUSED}
-    return names_of_all
+def object_names(extras: Extras) -> set[str]:
+    wanted = {*_base_chains(extras), *_REGULAR_CHAINS, *names.ELEMENT_CONTAINERS, names.SERVICE_CIDRS}
+    if extras.counted:
+        wanted |= {*_COUNTING_CHAINS, counting.CONNECTIONS, names.REFUSED}
+    if extras.flowtable:
+        wanted.add(names.FLOWTABLE)
+    return wanted
 
 
 _QUOTABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*").fullmatch
@@ -197,6 +218,31 @@ def _chains(node: NodeView) -> dict[str, list[str]]:
 
 _COUNTING_BASE_CHAINS = {"nat-input": ("nat", "input", 100)}
 _COUNTING_CHAINS = ("count", "refuse-unserved")
+_FLOWTABLE_BASE_CHAINS = {"flow-offload": ("filter", "forward", 300)}
+"""After the filters of other tables: they see, and may drop, each packet that would add a flow."""
+
+
+def _base_chains(extras: Extras) -> dict[str, tuple[str, str, int]]:
+    return (
+        BASE_CHAINS
+        | (_COUNTING_BASE_CHAINS if extras.counted else {})
+        | (_FLOWTABLE_BASE_CHAINS if extras.flowtable else {})
+    )
+
+
+def _flowtable(text: "_Text", devices: Iterable[str]) -> None:
+    """Replace the flowtable: `add` alone removes no device. The next packets of its flows add them again."""
+    (chain,) = _FLOWTABLE_BASE_CHAINS
+    flowtable = f"flowtable {text.table} {names.FLOWTABLE}"
+    hook = "hook ingress priority 0;"
+    listed = ", ".join(f'"{device}"' for device in devices)
+    text.line(f"flush chain {text.table} {chain}")
+    text.line(f"add {flowtable} {{ {hook} }}")
+    text.line(f"delete {flowtable}")
+    text.line(f"add {flowtable} {{ {hook} devices = {{ {listed} }}; counter; }}")
+    text.chain(chain, [f"meta l4proto {{ tcp, udp }} ct state established flow add @{names.FLOWTABLE}"])
+
+
 def _counting_sets(text: "_Text") -> None:
     text.line(counting.set_of_connections(text.family, TABLE))
     text.line(counting.counting_set(text.family, TABLE, names.REFUSED))

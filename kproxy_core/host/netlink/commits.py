@@ -38,26 +38,29 @@ class Kind(enum.StrEnum):
     SET_DELETED = "set deleted"
     ELEMENT_ADDED = "element added"
     ELEMENT_DELETED = "element deleted"
+    FLOWTABLE_ADDED = "flowtable added"
+    FLOWTABLE_DELETED = "flowtable deleted"
 
 
-# Kind of message: kind of change, attribute with the name of the chain or set.
+# Kind of message: kind of change, attribute with the name of the chain, set or flowtable.
 _KINDS: Final = {
     0: (Kind.TABLE_ADDED, 0), 2: (Kind.TABLE_DELETED, 0),
     3: (Kind.CHAIN_ADDED, 3), 5: (Kind.CHAIN_DELETED, 3),
     6: (Kind.RULE_ADDED, 2), 8: (Kind.RULE_DELETED, 2),
     9: (Kind.SET_ADDED, 2), 11: (Kind.SET_DELETED, 2),
     12: (Kind.ELEMENT_ADDED, 2), 14: (Kind.ELEMENT_DELETED, 2),
+    22: (Kind.FLOWTABLE_ADDED, 2), 24: (Kind.FLOWTABLE_DELETED, 2),
 }  # fmt: skip
 
 
 class Change(NamedTuple):
-    """One kind of change to the contents of one chain or set."""
+    """One kind of change to the contents of one chain, set or flowtable."""
 
     family: Family
     kind: Kind
     table: str
     name: str
-    """Of the chain or set; "" for a table."""
+    """Of the chain, set or flowtable; "" for a table."""
 
 
 class Commit(NamedTuple):

@@ -9,25 +9,28 @@ from kproxy_nftables.family import object_names
 from kproxy_nftables.inspection.explain import listed_rules, written_rules
 from kproxy_nftables.inspection.render import elements_text
 from kproxy_nftables.kernel import Kernel
+from kproxy_nftables.skeleton import Extras
 from kproxy_nftables.wanted import node_elements, verdicts
 
 _Rules = Mapping[str, Sequence[str]]
 
 
-def preview(update: Update, *, counted: bool) -> Preview:
-    """Return the operations of a resync. *counted*: connections are counted. Raises BackendError."""
+def preview(update: Update, extras: Extras) -> Preview:
+    """Return the operations of a resync. Raises BackendError."""
     family, node, plans = update.family, update.node, update.plans
     templates = skeleton.template_closure(
         skeleton.used_templates(verdict for plan in plans.values() for verdict in verdicts(plan)))
-    wanted = object_names(plans, templates, counted=counted)
     with Kernel() as kernel:
+        extras = extras.limited_to(kernel.devices())
+        wanted = object_names(plans, templates, extras)
         actual: Contents = {
             container: dict(kernel.elements(family, container)) for container in names.ELEMENT_CONTAINERS}
         held = listed_rules(kernel.rules_text(family).splitlines())
-        unwanted = [kind(family).difference(wanted) for kind in (kernel.chains, kernel.containers)]
+        kinds = (kernel.chains, kernel.containers, kernel.flowtables)
+        unwanted = [kind(family).difference(wanted) for kind in kinds]
     applied = Applied(recover_all(plans, actual))
     deletes, adds = compare_all(actual, applied.elements(), node_elements(node))
-    rules = skeleton.rules_text(node, templates, plans.values(), counted=counted)
+    rules = skeleton.rules_text(node, templates, plans.values(), extras)
     parts = ["" if _holds(held, written_rules(rules.splitlines())) else rules]
     keys = [(container, key, None) for container, key, _ in deletes]
     parts += [elements_text(family, keys, command="delete"), elements_text(family, adds)]

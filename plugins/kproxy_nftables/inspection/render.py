@@ -7,6 +7,7 @@ from kproxy_core.backend.api import Update
 from kproxy_core.model.address import Address, Family, Protocol, format_address
 from kproxy_nftables import names, skeleton
 from kproxy_nftables.names import TABLE
+from kproxy_nftables.skeleton import NO_EXTRAS, Extras
 from kproxy_nftables.wanted import Element, elements, node_elements, shared_elements, verdicts
 
 _ENDPOINT_MAPS = {name for name in names.ELEMENT_CONTAINERS if name.endswith("-endpoints")}
@@ -14,8 +15,8 @@ _ADDRESS_SETS = {names.CLUSTER_IPS, names.NODE_IPS, names.HAIRPINS}
 _PROTOCOLS = {protocol.value: protocol.name.lower() for protocol in Protocol}
 
 
-def render_text(update: Update, *, counted: bool = False) -> str:
-    """Return the commands that bring an empty kernel to *update*. *counted*: count new connections."""
+def render_text(update: Update, extras: Extras = NO_EXTRAS) -> str:
+    """Return the commands that bring an empty kernel to *update*."""
     plans = list(update.plans.values())
     wanted = [
         element
@@ -25,7 +26,7 @@ def render_text(update: Update, *, counted: bool = False) -> str:
     wanted += dict.fromkeys(element for plan in plans for element in shared_elements(plan))
     wanted += node_elements(update.node)
     templates = skeleton.used_templates(verdict for plan in plans for verdict in verdicts(plan))
-    rules = skeleton.rules_text(update.node, templates, plans, counted=counted)
+    rules = skeleton.rules_text(update.node, templates, plans, extras)
     return rules + elements_text(update.family, wanted)
 
 

@@ -14,7 +14,8 @@ from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_nftables import skeleton
 from kproxy_nftables.kernel import BINDING_REMEDY, Kernel
 from kproxy_nftables.names import Template
-from kproxy_nftables.questions.features import FEATURES, PERMISSION, Feature, is_permission
+from kproxy_nftables.questions.features import FEATURES, FLOW_OFFLOAD, PERMISSION, Feature, is_permission
+from kproxy_nftables.settings import read_settings
 
 _MODE = "nftables"
 _OLDEST_KERNEL = (5, 13)
@@ -39,6 +40,10 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
 
     Without a *trial*, the kernel checks the rules without applying them.
     """
+    try:
+        options = read_settings(settings)
+    except Unsupported as wrong:
+        return Detection(_MODE, (Requirement("options", False, str(wrong)),))
     allowed = "CAP_NET_ADMIN" in privileges.held()
     why_not = "permission denied" if trial is None else trial.enter()
     inside = not why_not
@@ -53,9 +58,13 @@ def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool
             for family in settings.families
             for rule in _tried(kernel, attempts, family, FEATURES if inside else ())
         ]
+        offload = [
+            _as_option(_try(kernel, attempts, family, FLOW_OFFLOAD))
+            for family in settings.families if inside and options.flowtable
+        ]
     finally:
         kernel.close()
-    return Detection(_MODE, (_version(rules), _privilege(allowed), binding, *rules))
+    return Detection(_MODE, (_version(rules), _privilege(allowed), binding, *rules, *offload))
 
 
 def _tried(
@@ -64,10 +73,7 @@ def _tried(
     """Try each of *features*, then all rules together."""
     ip = family.ip
     for feature in features:
-        text = feature.text(family)
-        yield attempts.attempt(
-            f"{ip}: {feature.what}", feature.modules_of(family), partial(_refusal, kernel, text),
-            rests_on=_BASE)  # fmt: skip
+        yield _try(kernel, attempts, family, feature)
     node = NodeView(
         family=family, name="check", local_source=LocalSource(cidr=_POD_CIDR[family]),
         node_ports_anywhere=True,
@@ -76,6 +82,20 @@ def _tried(
     needed = dict.fromkeys(module for feature in FEATURES for module in feature.modules_of(family))
     yield attempts.attempt(
         f"{ip}: all rules of the mode", _BASE, partial(_refusal, kernel, rules), rests_on=tuple(needed))
+
+
+def _try(kernel: Kernel, attempts: Attempts, family: Family, feature: Feature) -> Requirement:
+    return attempts.attempt(
+        f"{family.ip}: {feature.what}", feature.modules_of(family),
+        partial(_refusal, kernel, feature.text(family)), rests_on=_BASE)  # fmt: skip
+
+
+def _as_option(found: Requirement) -> Requirement:
+    """Return the finding about a feature that the mode can do without."""
+    if found.met:
+        return found
+    without = f"{found.found}; {found.remedy}; flows are forwarded without it"
+    return Requirement(f"{found.what}, if available", True, without, guessed=found.guessed)
 
 
 def _privilege(held: bool) -> Requirement:

@@ -66,6 +66,14 @@ FEATURES = (
 )  # fmt: skip
 
 
+FLOW_OFFLOAD = Feature(
+    "flowtable", ("nf_flow_table", "nf_flow_table_inet", "nft_flow_offload"), (
+        "add flowtable {t} flows {{ hook ingress priority 0; counter; }}",
+        "{r} flow add @flows",
+    ))
+"""Needed by the option `flowtable` only."""
+
+
 def check(families: Iterable[Family], features: Iterable[Feature] = FEATURES) -> str:
     """Return one transaction that creates *features* and deletes them. It never affects a packet."""
     features = tuple(features)

@@ -9,6 +9,7 @@ from kproxy_core.backend.api import BackendSettings, Detection
 from kproxy_core.backend.errors import Unsupported
 from kproxy_core.host import privileges, trial
 from kproxy_core.model.address import Family
+from kproxy_core.testing.builders import full_update, node_view
 from kproxy_nftables.backend import NftablesBackend
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.questions import features
@@ -97,3 +98,33 @@ def test_a_missing_feature_is_named() -> None:
 
 def test_a_check_never_affects_packets() -> None:
     assert features.check([Family.IPV4]).count("flags dormant") == len(FEATURES)
+
+
+WITH_FLOWTABLE = BackendSettings(families=tuple(Family), options={"flowtable": ["lo"]})
+
+
+def test_a_mode_without_flow_offload_is_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kproxy_nftables.questions.detect.FLOW_OFFLOAD", UNHEARD)
+    found = trial.ask(lambda namespace: detect(WITH_FLOWTABLE, namespace, load_modules=False))
+    assert found.usable, found.because
+    optional = [r.found for r in found.requirements if "quantum lookup" in r.what]
+    assert len(optional) == 2
+    assert all(text.endswith("flows are forwarded without it") for text in optional)
+
+
+def test_a_wrong_option_makes_the_mode_unusable() -> None:
+    found = detect(BackendSettings(tuple(Family), options={"flowtable": "lo"}), None, load_modules=False)
+    assert not found.usable
+    assert "nftables.flowtable: 'lo': must be a list of network devices" in found.because
+
+
+def test_a_backend_serves_without_a_flowtable_where_the_kernel_has_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kproxy_nftables.backend.FLOW_OFFLOAD", UNHEARD)
+    backend = NftablesBackend(WITH_FLOWTABLE)
+    assert backend.kproxy_begin()
+    backend.kproxy_sync(full_update(node_view(), {}))
+    backend.kproxy_close()
+    assert "flowtable" not in nft("list ruleset")
+    assert [record.message for record in caplog.records] == ["flowtable not available"]

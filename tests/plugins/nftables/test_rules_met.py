@@ -58,6 +58,8 @@ def program(*, affinity: bool) -> None:
         service("web", "80/UDP@30001", ip="10.96.0.1", load_balancer_ips="203.0.113.1"),
         endpoint_slice("web", endpoint("10.244.2.1"), ports=("8080/UDP",)))
     wanted |= plans(node, service("none", "80/UDP", ip="10.96.0.3"))
+    wanted |= plans(node, service("odd", "80/UDP", ip="10.96.0.4"),
+                    endpoint_slice("odd", endpoint("10.96.5.5"), ports=("8080/UDP",)))
     if affinity:
         wanted |= plans(node, service("sticky", "80/UDP", ip="10.96.0.2", affinity=60),
                         endpoint_slice("sticky", endpoint("10.244.2.1"), ports=("8080/UDP",)))
@@ -96,3 +98,16 @@ def test_the_documentation_counts_the_rules_that_a_packet_meets(
         theirs = count(hosts, "kube-proxy", packet)
     assert told(packet) == [f"{rules}, {lookups}" for rules, lookups in (ours, theirs)]
     assert ours[0] <= theirs[0]
+
+
+def test_an_endpoint_in_a_service_network_is_not_checked(hosts: tuple[Namespace, Namespace]) -> None:
+    _, around = hosts
+    with hosts[0].entered():
+        program(affinity=False)
+        with rules_met.tracing("kproxy") as met, around.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+            sender.bind((POD, 0))
+            translated = met(sender, "10.96.0.4", 80)
+            untranslated = met(sender, "10.96.5.5", 80)
+    assert any("dnat" in rule for rule in translated)
+    assert not any("@service-cidrs" in rule for rule in translated)
+    assert untranslated[-1] == "ip daddr @service-cidrs drop"
