@@ -9,7 +9,6 @@ from kproxy_core.backend.registry import Registry
 from kproxy_core.config.settings import Config
 from kproxy_core.host.netlink.addresses import node_addresses
 from kproxy_core.model.address import Address, Family
-from kproxy_core.observe.metrics.client import ClientMetrics
 from kproxy_core.process.assembly import make_source, make_store
 from kproxy_core.process.terms import StartFailed, node_settings
 from kproxy_core.store.events import BadObject, Event
@@ -48,7 +47,7 @@ def _read(config: Config, node_name: str, families: tuple[Family, ...]) -> Store
     if config.kproxy.manifests and not os.path.isdir(config.kproxy.manifests):
         raise StartFailed(f"--manifests: {config.kproxy.manifests}: there is no such directory")
     access = CurrentAccess(config.master, config.client.kubeconfig)
-    source = make_source(config, node_name, access, ClientMetrics())
+    source = make_source(config, node_name, access, lambda _: None)
     store = make_store(config, families, source)
     delivered: SimpleQueue[list[Event]] = SimpleQueue()
     try:

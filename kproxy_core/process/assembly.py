@@ -33,7 +33,6 @@ from kproxy_core.observe.http.debug import Debug
 from kproxy_core.observe.http.messages import Handler
 from kproxy_core.observe.http.routes import About, health_routes, metrics_routes
 from kproxy_core.observe.http.server import HttpServer
-from kproxy_core.observe.metrics.client import ClientMetrics
 from kproxy_core.observe.metrics.registry import Metrics
 from kproxy_core.observe.metrics.sync import SyncMetrics
 from kproxy_core.observe.service_health import HealthCheckObserver, ServiceHealth
@@ -65,7 +64,7 @@ from kproxy_core.sync.stale_flows import CleanupResult, FlowCleaner, StaleFlowOb
 
 if TYPE_CHECKING:
     from kproxy_core.apiclient.access import CurrentAccess
-    from kproxy_core.apiclient.requests import ApiRequest, Observe
+    from kproxy_core.apiclient.requests import Observe
     from kproxy_core.process.inspection.running import Inspection
 
 log = logging.getLogger("kproxy.run")
@@ -75,10 +74,10 @@ FILE_CHANGED = "the content of the configuration file has changed: a restart is 
 """The reason for an exit after which the supervisor restarts the process."""
 
 
-def make_source(config: Config, node_name: str, access: "CurrentAccess", counted: ClientMetrics) -> Source:
+def make_source(config: Config, node_name: str, access: "CurrentAccess", observe: "Observe") -> Source:
     """Return the source of objects: the API server of *access*, unless *config* names a directory.
 
-    *counted* counts requests to the API server. Raises StartFailed if the source cannot be used.
+    *observe* is called after each request to the API server. Raises StartFailed if the source cannot be used.
     """
     if config.kproxy.manifests:
         from kproxy_core.sources.directory.source import DirectorySource
@@ -95,7 +94,7 @@ def make_source(config: Config, node_name: str, access: "CurrentAccess", counted
                  extra={"fields": {"configured": client.accept_content_types}})
     try:
         return KubernetesSource(access, node_name, accept=accept or JSON, qps=client.qps, burst=client.burst,
-                                observe=_counting(counted))
+                                observe=observe)
     except AccessError as error:
         raise StartFailed(str(error)) from error
 
@@ -106,15 +105,15 @@ def make_store(config: Config, families: tuple[Family, ...], source: Source) -> 
 
 
 def make_events(
-    config: Config, node_name: str, access: "CurrentAccess", counted: ClientMetrics,
+    config: Config, node_name: str, access: "CurrentAccess", observe: "Observe"
 ) -> EventRecorder:
-    """Return the recorder of cluster events; silent without an API server. *counted* counts requests."""
+    """Return the recorder of cluster events; silent without an API server. *observe*: see `make_source`."""
     if config.kproxy.manifests:
         return EventRecorder(node_name, None)
     from kproxy_core.observe.events.writer import EventWriter
 
     host = socket.gethostname().strip().lower()
-    writer = EventWriter(access, host, _counting(counted))
+    writer = EventWriter(access, host, observe)
     return EventRecorder(node_name, writer.write)
 
 
@@ -141,7 +140,7 @@ def set_up(config: Config, registry: Registry, configuration: Configuration, acc
     config, instance, _, families = choose(configuration, registry, config.mode, families)
     registry.close_backend(instance)
     settings = node_settings(config, registry.load(config.mode))
-    events = make_events(config, settings.name, access, ClientMetrics())
+    events = make_events(config, settings.name, access, lambda _: None)
     if not preparation.tune_conntrack(preparation.limits(config), events):
         log.warning("the kernel does not track connections yet; their limits and timeouts are not set")
     registry.prepare(config.mode, backend_settings(config, families))
@@ -197,9 +196,9 @@ class _Proxy:
         self._health = ProxyHealth(
             families, timeout=2 * config.sync_period, node_required=not config.kproxy.manifests)
         self._health.hold("other modes' leftovers have not been removed yet")
-        self._source = make_source(config, self._node.name, access, self._metrics.client)
+        self._source = make_source(config, self._node.name, access, self._metrics.client.record)
         self._store = make_store(config, families, self._source)
-        self._events = make_events(config, self._node.name, access, self._metrics.client)
+        self._events = make_events(config, self._node.name, access, self._metrics.client.record)
         self._events.report_node("Normal", "Starting")
         self._told = about(config, configuration.flags)
         if fallback is not None:
@@ -369,13 +368,3 @@ class _Proxy:
         self._told.mode = instance.mode
         self._told.configuration = effective(self._configuration.of(instance.mode))
         self._events.report_node("Normal", "ModeSwitched", instance.mode)
-
-
-def _counting(counted: ClientMetrics) -> "Observe":
-    def observe(request: "ApiRequest") -> None:
-        counted.record(
-            request.method, request.host, request.code, waited=request.waited,
-            seconds=request.seconds, sent=request.sent, received=request.received,
-        )  # fmt: skip
-
-    return observe

@@ -21,7 +21,7 @@ _RECEIVE_SPACE = 4 << 20
 """Bytes for pending notifications, which include those of our own changes."""
 
 
-class DeviceWatch:
+class DeviceWatch(Watch):
     """Reports deletions of addresses from the device, and of the device, from a thread of its own."""
 
     def __init__(self, states: Iterable[FamilyState], damaged: Damage) -> None:
@@ -33,11 +33,7 @@ class DeviceWatch:
             sock = NetlinkSocket.open(NETLINK_ROUTE, groups=groups, receive_space=_RECEIVE_SPACE)
         except OSError as error:
             raise HostError(f"cannot watch {DEVICE}", error) from error
-        self._watch = Watch("ipvs-watch", sock, self._receive)
-
-    def close(self) -> None:
-        """Stop watching. No report follows."""
-        self._watch.close()
+        super().__init__("ipvs-watch", sock, self._receive)
 
     def _receive(self, datagrams: Sequence[bytes], lost: bool) -> None:
         deleted: dict[Family, Address] = {}

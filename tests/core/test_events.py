@@ -16,7 +16,6 @@ from kproxy_core.config.flags import Flags
 from kproxy_core.config.settings import resolve
 from kproxy_core.observe.events.api_event import Event, NotWritten
 from kproxy_core.observe.events.recorder import SAME_AGAIN, EventRecorder
-from kproxy_core.observe.metrics.client import ClientMetrics
 from kproxy_core.process.assembly import make_events
 from tests.core.namespaces import namespace
 
@@ -69,7 +68,7 @@ def server() -> Iterator[Taker]:
 
 def recorder(master: str, node: str) -> EventRecorder:
     config = resolve(Flags(master=master), None)
-    return make_events(config, node, CurrentAccess(master, None), ClientMetrics())
+    return make_events(config, node, CurrentAccess(master, None), lambda _: None)
 
 
 def events_to(server: Taker) -> EventRecorder:
@@ -172,7 +171,7 @@ def test_without_a_server_the_end_is_not_delayed() -> None:
 
 def test_without_an_api_server_events_are_dropped(tmp_path: Path) -> None:
     events = make_events(
-        resolve(Flags(manifests=str(tmp_path)), None), "node1", CurrentAccess(None, None), ClientMetrics())
+        resolve(Flags(manifests=str(tmp_path)), None), "node1", CurrentAccess(None, None), lambda _: None)
     events.report_node("Normal", "Starting")
     events.start()
     events.close()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kproxy_core.apiclient.requests import ApiRequest
 from kproxy_core.backend.api import Measurement, Scope, SyncReport
 from kproxy_core.model.address import Family
 from kproxy_core.observe.metrics.registry import Metrics
@@ -62,9 +63,12 @@ def exercised(mode: str) -> Recorded:
     sync.events_folded(Folded(service_changes=4, services_pending=2, endpoint_changes=10, endpoints_pending=5,
                               bad_objects=[BadObject("Service", "a/b", "spec", "bad")]))
     metrics.set_gate("SomeGate", "BETA", True)
-    metrics.client.record("GET", "api:6443", "200", waited=0.1, seconds=0.2, received=700)
-    metrics.client.record("GET", "api:6443", "<error>", waited=0, seconds=1)
-    metrics.client.record("POST", "api:6443", "201", waited=0, seconds=3, sent=5_000_000, received=100)
+    for request in (
+        ApiRequest("api:6443", "200", waited=0.1, seconds=0.2, received=700),
+        ApiRequest("api:6443", "<error>", waited=0, seconds=1, received=None),
+        ApiRequest("api:6443", "201", waited=0, seconds=3, received=100, method="POST", sent=5_000_000),
+    ):
+        metrics.client.record(request)
     for status in (200, 503):
         metrics.record_health_answer("healthz", status)
         metrics.record_health_answer("livez", status)

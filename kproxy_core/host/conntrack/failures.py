@@ -47,7 +47,7 @@ class Unanswered(NamedTuple):
     endpoint_port: int
 
 
-class ResetWatch:
+class ResetWatch(Watch):
     """Reports connections as they end by a reset. An established one is reported ten seconds later."""
 
     def __init__(
@@ -63,10 +63,7 @@ class ResetWatch:
             sock = NetlinkSocket.open(netlink.NETLINK_NETFILTER, groups=(_DESTROYED,), receive_space=_BUFFER)
         except OSError as error:
             raise HostError("cannot receive events of connection tracking", error) from error
-        self._watch = Watch("conntrack-events", sock, self._receive)
-
-    def close(self) -> None:
-        self._watch.close()
+        super().__init__("conntrack-events", sock, self._receive)
 
     def _receive(self, datagrams: Sequence[bytes], lost: bool) -> None:
         events = [(data, start, end) for data in datagrams for _, _, _, start, end in netlink.messages(data)]

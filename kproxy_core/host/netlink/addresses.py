@@ -106,7 +106,7 @@ def default_source_address(family: Family) -> Address | None:
     return None if is_loopback(address) or address.startswith(b"\xfe\x80") else address
 
 
-class AddressWatch:
+class AddressWatch(Watch):
     """Calls back with all node addresses (see `node_addresses`) whenever they have changed."""
 
     def __init__(
@@ -131,15 +131,11 @@ class AddressWatch:
             sock.close()
             raise
         self._addresses = self._known()
-        self._watch = Watch("kproxy-addresses", sock, self._receive)
+        super().__init__("kproxy-addresses", sock, self._receive)
 
     @property
     def addresses(self) -> frozenset[Address]:
         return self._addresses
-
-    def close(self) -> None:
-        """Stop watching; no callback follows. The callback must not call this."""
-        self._watch.close()
 
     def _receive(self, datagrams: Sequence[bytes], lost: bool) -> float | None:
         for data in datagrams:

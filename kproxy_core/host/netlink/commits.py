@@ -112,7 +112,7 @@ class CommitReader:
         self._changes[Change(family, kind, table, name)] += 1
 
 
-class CommitWatch:
+class CommitWatch(Watch):
     """Passes on other processes' commits, from a thread of its own until it is closed."""
 
     def __init__(
@@ -131,11 +131,7 @@ class CommitWatch:
         sock = NetlinkSocket.open(
             netlink.NETLINK_NETFILTER, groups=(_NFNLGRP,), ignore=ignore, receive_space=_RECEIVE_SPACE
         )
-        self._watch = Watch(name, sock, self._receive)
-
-    def close(self) -> None:
-        """Stop watching; nothing is passed on after this returns."""
-        self._watch.close()
+        super().__init__(name, sock, self._receive)
 
     def _receive(self, datagrams: Sequence[bytes], lost: bool) -> None:
         if lost:

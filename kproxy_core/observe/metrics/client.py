@@ -1,8 +1,12 @@
 """Metrics of requests to the API server, under the names that client-go 1.36 has."""
 
 import math
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+if TYPE_CHECKING:
+    from kproxy_core.apiclient.requests import ApiRequest
 
 _SECONDS = (0.005, 0.025, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60)
 _BYTES = (64, 256, 512, 1024, 4096, 16384, 65536, 262144, 1 << 20, 4 << 20, 16 << 20)
@@ -14,7 +18,7 @@ _AGES = (600, 1800, _HOUR, 4 * _HOUR, *(days * _DAY for days in (1, 7, 30, 90, 1
 class ClientMetrics:
     """The families ``rest_client_*``. Any thread may record."""
 
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+    def __init__(self, registry: CollectorRegistry) -> None:
         by_verb = ("verb", "host")
 
         def counter(name: str, about: str, labels: tuple[str, ...] = ()) -> Counter:
@@ -41,18 +45,11 @@ class ClientMetrics:
         gauge("exec_plugin_ttl_seconds", "Always +Inf: plugins' certificates are not tracked").set(math.inf)
         histogram("exec_plugin_certificate_rotation_age", "Always empty, see the ttl", _AGES, ())
 
-    def record(
-        self, method: str, host: str, code: str, *,
-        waited: float, seconds: float, sent: int = 0, received: int | None = None,
-    ) -> None:
-        """Count a request to *host* (``host:port``). *code*: its status, or ``<error>`` without a response.
-
-        It was held back for *waited* seconds, and its body has *sent* bytes. The response, or the start of a
-        watch, took *seconds*. The response's body has *received* bytes; None: it has none, or no end.
-        """
-        self._requests.labels(code, method, host).inc()
-        self._waited.labels(method, host).observe(waited)
-        self._sent.labels(method, host).observe(sent)
-        self._seconds.labels(method, host).observe(seconds)
-        if received is not None:
-            self._received.labels(method, host).observe(received)
+    def record(self, request: "ApiRequest") -> None:
+        where = request.method, request.host
+        self._requests.labels(request.code, *where).inc()
+        self._waited.labels(*where).observe(request.waited)
+        self._sent.labels(*where).observe(request.sent)
+        self._seconds.labels(*where).observe(request.seconds)
+        if request.received is not None:
+            self._received.labels(*where).observe(request.received)
