@@ -2,7 +2,7 @@
 
 from kproxy_core.host.conntrack.events import Change, Direction, FlowEvent
 from kproxy_core.host.tracing.events import Step, TraceEvent
-from kproxy_core.host.tracing.packets import PATIENCE, Rule, TracedPacket, Tracer
+from kproxy_core.host.tracing.packets import PATIENCE, TracedPacket, Tracer
 from kproxy_core.host.tracing.table import Match
 from kproxy_core.model.address import Address, Family, Protocol, parse_address
 from kproxy_core.testing.builders import destinations
@@ -41,12 +41,13 @@ def finished(made: Tracer, now: float = 0.0) -> TracedPacket:
 def test_a_packet_that_is_forwarded_has_its_rules_its_endpoint_and_the_time_of_the_answer() -> None:
     made = tracer()
     made.trace(BEGIN, 1.0)
-    made.trace(met("services", "goto tcp-cluster-2"), 1.0)
+    rule = met("services", "goto tcp-cluster-2")
+    made.trace(rule, 1.0)
     made.flow(flow(status=SOURCE_NAT, source=NODE), 1.0)
     assert list(made.finished(1.1)) == []
     made.flow(flow(Change.UPDATED, status=SOURCE_NAT | SEEN_REPLY, source=NODE), 1.25)
     packet = finished(made, 1.25)
-    assert packet.rules == [Rule("ip", "kproxy", "services", 3, "goto tcp-cluster-2")]
+    assert packet.rules == [rule]
     assert (packet.endpoint, packet.source, packet.translated) == (ENDPOINT, NODE, True)
     assert packet.answered == 0.25
     assert not made.is_busy
@@ -65,8 +66,9 @@ def test_a_rule_that_drops_is_the_last_one() -> None:
 def test_a_chain_s_policy_can_drop() -> None:
     made = tracer()
     made.trace(BEGIN, 1.0)
-    made.trace(met("FORWARD", "drop", table="filter", handle=0, step=Step.POLICY), 1.0)
-    assert finished(made, 1.0).rules == [Rule("ip", "filter", "FORWARD", 0, "drop")]
+    policy = met("FORWARD", "drop", table="filter", handle=0, step=Step.POLICY)
+    made.trace(policy, 1.0)
+    assert finished(made, 1.0).rules == [policy]
 
 
 def test_an_endpoint_that_refuses_ends_the_flow_without_an_answer() -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from kproxy_core.host.conntrack.events import Change, Direction, FlowEvent
 from kproxy_core.host.tracing.events import Step, TraceEvent
@@ -14,14 +13,6 @@ PATIENCE = 1.0
 """Seconds to wait for an answer."""
 
 
-class Rule(NamedTuple):
-    family: str
-    table: str
-    chain: str
-    handle: int
-    verdict: str
-
-
 @dataclass(slots=True)
 class TracedPacket:
     """The first packet of a connection, and everything known about it."""
@@ -30,7 +21,8 @@ class TracedPacket:
     protocol: int
     way: Direction
     """Before any translation."""
-    rules: list[Rule] = field(default_factory=list)
+    rules: list[TraceEvent] = field(default_factory=list)
+    """Those that it met, and the policy that dropped it, without a handle."""
     dropped: bool = False
     """By the last rule, which may have refused it."""
     endpoint: Destination | None = None
@@ -76,9 +68,9 @@ class Tracer:
         if packet is None:
             return
         if event.step is Step.RULE and event.handle:
-            packet.rules.append(Rule(event.family, event.table, event.chain, event.handle, event.verdict))
+            packet.rules.append(event)
         elif event.verdict == "drop":
-            packet.rules.append(Rule(event.family, event.table, event.chain, 0, "drop"))
+            packet.rules.append(event._replace(handle=0))
         packet.dropped = packet.dropped or event.verdict == "drop"
 
     def flow(self, event: FlowEvent, now: float) -> None:

@@ -4,7 +4,7 @@ import re
 
 from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.tracing.packets import Rule
+from kproxy_core.host.tracing.events import TraceEvent
 
 _TABLE = re.compile(r"^table (\S+) (\S+) \{(.*?)^\}", re.DOTALL | re.MULTILINE)
 _CHAIN = re.compile(r"^\tchain (\S+) \{(.*?)^\t\}", re.DOTALL | re.MULTILINE)
@@ -22,7 +22,7 @@ class RuleTexts:
         self._chains: dict[_Place, dict[int, str]] = {}
         self._has_nft = bool(programs.find("nft"))
 
-    def text(self, rule: Rule) -> str:
+    def text(self, rule: TraceEvent) -> str:
         """Return the text of *rule*; its handle if nft is not installed or the rule is gone."""
         if not rule.handle:
             return "the chain's policy"
