@@ -91,7 +91,7 @@ def _destinations(plans: Plans, target: Target) -> Iterator[tuple[Address, Front
     if isinstance(target, AddressTarget):
         yield from ((target.address, frontend) for _, frontend in _frontends_at(plans, target.address))
         return
-    frontend = Frontend(*target)
+    frontend = target
     if target.address is None:
         address = _node_address(node)
         if address is not None:

@@ -7,18 +7,11 @@ from typing import NamedTuple
 from kproxy_core.model.address import Address, Protocol, parse_address
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.fate import Origin
+from kproxy_core.plan.service_plan import Frontend
 
 
 class NoAnswer(Exception):
     """A question that cannot be answered, with a remedy, in one line."""
-
-
-class Socket(NamedTuple):
-    """A target given by its address. ``address`` None: any address of the node that serves node ports."""
-
-    address: Address | None
-    protocol: Protocol
-    port: int
 
 
 class ServiceTarget(NamedTuple):
@@ -47,7 +40,7 @@ class AddressTarget(NamedTuple):
     address: Address
 
 
-Target = Socket | ServiceTarget | AddressTarget
+Target = Frontend | ServiceTarget | AddressTarget
 
 
 class Sender(NamedTuple):
@@ -78,7 +71,7 @@ def parse_target(text: str) -> Target:
             address = None if host == "node" else parse_address(host)
         except ValueError as error:
             raise NoAnswer(f"{error}; a target is {_FORMS}") from error
-        return Socket(address, Protocol[protocol], port)
+        return Frontend(address, Protocol[protocol], port)
     if found := _SERVICE.fullmatch(text):
         return ServiceTarget(found["namespace"] or "", found["name"], found["port"])
     raise NoAnswer(f"{text!r} is not a target: give {_FORMS}")

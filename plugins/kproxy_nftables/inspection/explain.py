@@ -23,11 +23,11 @@ _FEW = 1000
 def explain(questions: Sequence[Question], *, live: bool) -> list[KernelSide]:
     """Return the way of each packet. Raises BackendError."""
     if not live:
-        return [_side(question, _Written(question.node, question.plan)) for question in questions]
+        return [walk(q.packet, q.node, _Written(q.node, q.plan)) for q in questions]
     family = questions[0].node.family
     with Kernel() as kernel:
         table = _kube_proxys(kernel, family) or _InKernel(kernel, family, whole=len(questions) > _FEW)
-        return [_side(question, table) for question in questions]
+        return [walk(question.packet, question.node, table) for question in questions]
 
 
 def frontends(family: Family) -> list[Frontend]:
@@ -47,11 +47,6 @@ def _kube_proxys(kernel: Kernel, family: Family) -> KubeProxyTable | None:
         return None
     text = kernel.table_text(family, kube_proxy.TABLE)
     return KubeProxyTable(listed_rules(text.splitlines()), text)
-
-
-def _side(question: Question, table: Table) -> KernelSide:
-    way = walk(question.packet, question.node, table)
-    return KernelSide(way.objects, way.fate, way.remembered)
 
 
 class _InKernel(Table):

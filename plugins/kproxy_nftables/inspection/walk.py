@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from kproxy_core.backend.api import KernelObject
+from kproxy_core.backend.api import KernelObject, KernelSide
 from kproxy_core.model.address import Address, Cidr, format_address, format_socket, parse_address, parse_cidr
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.node import NodeView
@@ -44,13 +44,7 @@ class Table(abc.ABC):
         return True
 
 
-class Way(NamedTuple):
-    objects: tuple[KernelObject, ...]
-    fate: Fate | None
-    remembered: Destination | None
-
-
-def walk(packet: Packet, node: NodeView, table: Table) -> Way:
+def walk(packet: Packet, node: NodeView, table: Table) -> KernelSide:
     """Return the way of *packet*, the first of its connection."""
     return _Walk(packet, node, table).way()
 
@@ -77,7 +71,7 @@ class _Walk:
         self._remembered: Destination | None = None
         self._strange = ""
 
-    def way(self) -> Way:
+    def way(self) -> KernelSide:
         outgoing = self._first.origin is Origin.NODE
         hooks = ["filter-output-pre-dnat", "nat-output"] if outgoing else [
             "filter-prerouting-pre-dnat", "nat-prerouting"]
@@ -90,9 +84,7 @@ class _Walk:
                 Outcome.UNTOUCHED, "no rule applies")
         else:
             fate = self._translated(self._chosen, outgoing=outgoing)
-        if self._strange:
-            return Way(tuple(self._objects), None, self._remembered)
-        return Way(tuple(self._objects), fate, self._remembered)
+        return KernelSide(tuple(self._objects), None if self._strange else fate, self._remembered)
 
     def _translated(self, chosen: Sequence[Destination | None], *, outgoing: bool) -> Fate:
         """Follow a packet whose destination is one of *chosen* now."""
