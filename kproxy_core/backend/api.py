@@ -209,7 +209,7 @@ class KernelSide:
 
     objects: tuple[KernelObject, ...]
     fate: Fate | None = None
-    """The result that these objects give; None: it cannot be told from them."""
+    """The result that these objects give; None: they do not tell."""
     remembered: Destination | None = None
     """The endpoint to which session affinity has pinned the sender."""
     deviation: str = ""

@@ -1,4 +1,4 @@
-"""Kernel settings under /proc/sys; those of networking are the calling thread's network namespace's."""
+"""Kernel settings under /proc/sys; network settings are read and set in the calling thread's namespace."""
 
 from pathlib import Path
 

@@ -35,7 +35,7 @@ SORTS: Mapping[str, Callable[[Total], float]] = {
     "failed": lambda total: total.failures,
     "bytes": lambda total: total.volume.bytes_to_endpoint + total.volume.bytes_from_endpoint,
 }
-"""Orders besides that of names; the largest is first."""
+"""Orders other than by name; the largest value is first."""
 
 _NONE = Total()
 

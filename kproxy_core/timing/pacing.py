@@ -1,4 +1,4 @@
-"""Times at which the sync loop may run."""
+"""When the sync loop may run."""
 
 import math
 

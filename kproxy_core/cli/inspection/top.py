@@ -54,7 +54,7 @@ class View:
     typing: bool = False
 
     def press(self, key: str) -> bool:
-        """Follow a key. Return False for the one that quits."""
+        """Do what a pressed key asks for. Return False for the key that quits."""
         if self.typing:
             if key in "\r\n\x1b":
                 self.typing = False

@@ -30,7 +30,7 @@ def read_targets(flags: Flags, service: str) -> Found:
 
 
 def verify(found: Found, *, rate: float, most: int, timeout: float) -> tuple[Found, str]:
-    """Open the connections. Return the results, and the reason if endpoints could not be told."""
+    """Open the connections. Return the results, and the reason why endpoints are unknown, if they are."""
     from contextlib import ExitStack
 
     from kproxy_core.cli.inspection.connecting import Connector

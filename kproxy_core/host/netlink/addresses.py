@@ -36,7 +36,7 @@ _ANYWHERE: Final = {Family.IPV4: "192.0.0.8", Family.IPV6: "2001:db8:ffff:ffff:f
 
 
 class InterfaceAddress(NamedTuple):
-    """An address of an interface, as the kernel tells two of them apart."""
+    """An address of an interface. The kernel has no two that are equal in all fields."""
 
     interface: int
     family: int

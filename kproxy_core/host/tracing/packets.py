@@ -44,7 +44,7 @@ _Key = tuple[int, Direction]
 
 
 class Tracer:
-    """Puts announcements together; all times are those of one clock, in seconds."""
+    """Puts announcements together. All times are seconds of one clock."""
 
     def __init__(
         self, table: str, matches: Collection[Match], is_local: Callable[[Address], bool],
@@ -96,7 +96,7 @@ class Tracer:
         return bool(self._packets)
 
     def finished(self, now: float) -> Iterator[TracedPacket]:
-        """Yield the packets about which nothing more will be known, once each."""
+        """Yield each packet once, when nothing more can be learned about it."""
         for key, packet in list(self._packets.items()):
             if packet.is_complete or now - packet.began >= PATIENCE:
                 del self._packets[key]

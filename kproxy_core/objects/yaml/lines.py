@@ -12,7 +12,7 @@ from kproxy_core.objects.yaml.scalars import plain_value
 
 _MAX_BYTES = 1 << 18
 _MAX_DEPTH = 50
-"""Limits that a document reaches before it reaches those of `documents`."""
+"""Tighter limits than those of `documents`."""
 
 _line = re.compile(r"""
     (\ *) (-\ )? (?: ([A-Za-z0-9_/][A-Za-z0-9_./-]*) : (?:\ (?=.)|\Z) )?

@@ -63,7 +63,7 @@ class Inspection:
         return {**described(plans, objects), **self._about()}
 
     def operations(self, mode: str) -> Sequence[Json]:
-        """Return the number of operations by which *mode* would serve the plans. Raises NoAnswer."""
+        """Return how many operations *mode* needs to serve the plans, by family. Raises NoAnswer."""
         return [
             {"family": found["family"], "operations": found["operations"]} for found in self._preview(mode)]
 

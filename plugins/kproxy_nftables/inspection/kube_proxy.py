@@ -51,7 +51,7 @@ def _elements(body: str) -> Iterator[tuple[bytes, Value]]:
 
 
 def _key(parts: Sequence[str]) -> bytes:
-    """Return the key that nft prints in *parts*: addresses, and a protocol and a port in the end."""
+    """Return the key that nft prints in *parts*: addresses, then perhaps a protocol and a port."""
     if parts[-1].isdecimal():
         *addresses, protocol, port = parts
         return b"".join(map(parse_address, addresses)) + port_key(Protocol[protocol.upper()], int(port))

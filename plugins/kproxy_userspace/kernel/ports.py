@@ -108,7 +108,7 @@ class RelayPorts:
         raise NoPort(problem)
 
     def release(self, family: Family, protocol: Protocol, port: int) -> None:
-        """Release a relay's port, at which nothing listens any more."""
+        """Release a relay's port after its listener was closed."""
         _close(self._held.pop((family, protocol, port), None))
 
     def _candidates(self) -> list[int]:

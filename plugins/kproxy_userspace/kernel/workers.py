@@ -137,7 +137,7 @@ class WorkerPool:
             ])  # fmt: skip
 
     def count(self, counter: Counter) -> int:
-        """Return the sum of *counter* over all workers, of those that have ended too. From any thread."""
+        """Return the sum of *counter* over all workers, including ended ones. Callable from any thread."""
         workers = [each for each in list(self._workers) if counter not in GAUGES or each.is_running]
         return self._counts_of_ended[counter] + sum(worker.counts[counter] for worker in workers)
 
