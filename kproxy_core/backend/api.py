@@ -17,7 +17,7 @@ from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.fate import Fate, Packet
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 
-CONTRACT = (1, 6)
+CONTRACT = (1, 7)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import pluggy
 
 from kproxy_core.backend import api
-from kproxy_core.model.address import Family
+from kproxy_core.model.address import Family, Protocol
+from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import Frontend
 
@@ -89,6 +90,16 @@ def kproxy_prepare(settings: api.BackendSettings) -> None:
     Optional. Called for ``--init-only``, with all privileges, for the mode that will serve and for every
     usable mode to which the proxy may be switched. Leaves rules alone. Raises SyncFailed.
     """
+
+
+@hookspec
+def kproxy_dialled(protocol: Protocol, source: Destination, endpoint: Destination) -> Destination | None:
+    """Return the frontend that the socket at *source* dialled; None if that is not known.
+
+    Optional, for modes that send sockets to an *endpoint* before their first packet; serves ``kproxy trace``.
+    Called while the connection is new, in another process than the one that serves. Raises HostError.
+    """
+    raise NotImplementedError
 
 
 @hookspec(firstresult=True)

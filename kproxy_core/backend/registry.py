@@ -20,9 +20,12 @@ from kproxy_core.backend.entry_points import OBSERVERS, BrokenPlugin, distributi
 from kproxy_core.backend.errors import BackendError
 from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.backend.named import PluginNotFound, import_named, read_names
+from kproxy_core.model.endpoint import Destination
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
+
+    from kproxy_core.model.address import Protocol
 
 PLUGIN_HOOKS = ("kproxy_describe", "kproxy_detect", "kproxy_cleanup", "kproxy_make_backend")
 BACKEND_HOOKS = ("kproxy_sync", "kproxy_render", "kproxy_watch", "kproxy_close")
@@ -211,6 +214,13 @@ class Registry:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - as in `load`
             problem = _reason(error)
         return api.Detection(mode, (api.Requirement("an answer from the plugin", False, problem),))
+
+    def dialled(
+        self, mode: str, protocol: Protocol, source: Destination, endpoint: Destination
+    ) -> Destination | None:
+        """Return the frontend that a socket dialled; see `hookspecs.kproxy_dialled`. Raises HostError."""
+        found = self._ask(mode, "kproxy_dialled", protocol=protocol, source=source, endpoint=endpoint)
+        return found if isinstance(found, Destination) else None
 
     def cleanup(
         self, mode: str, settings: api.BackendSettings, *, dry_run: bool, own_only: bool = False

@@ -95,6 +95,13 @@ def parse_count(key: bytes, value: bytes) -> tuple[bytes, bytes, int]:
     return key[:_FRONTEND.size], key[_FRONTEND.size:], _NUMBER.unpack(value)[0]
 
 
+def parse_peer(value: bytes) -> tuple[bytes, bytes] | None:
+    """Return the frontend's key and the endpoint, as in slots, of a socket's value; None: it has none."""
+    if len(value) != _FRONTEND.size + _ENDPOINT.size:
+        return None
+    return value[:_FRONTEND.size], value[_FRONTEND.size:]
+
+
 def slot_family(key: bytes) -> Family:
     return id_family(key[:_SERVICE_ID])
 

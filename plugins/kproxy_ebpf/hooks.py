@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 from kproxy_core.backend.api import BackendSettings, Caveat, Description, Detection, Leftovers, Trial, Update
 from kproxy_core.backend.hookspecs import hookimpl
+from kproxy_core.model.address import Protocol
+from kproxy_core.model.endpoint import Destination
 from kproxy_ebpf.names import MODE
 
 
@@ -12,7 +14,7 @@ def kproxy_describe() -> Description:
     return Description(
         mode=MODE,
         summary="endpoints chosen at connect() by BPF programs, in front of the nftables rules",
-        contract=(1, 5),
+        contract=(1, 7),
         preference=5,
         default_node_port_addresses=("primary",),
         fallback="nftables",
@@ -59,6 +61,13 @@ def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat
 
     options = read_settings(settings)
     return tuple(caveats(update, clients=options.clients, whole_node=not options.cgroup))
+
+
+@hookimpl
+def kproxy_dialled(protocol: Protocol, source: Destination, endpoint: Destination) -> Destination | None:
+    from kproxy_ebpf.inspection.dialled import dialled
+
+    return dialled(protocol, source, endpoint)
 
 
 @hookimpl

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ dialling = socket.socket()
 dialling.settimeout(1)
 dialling.connect_ex((sys.argv[1], int(sys.argv[2])))
 """
+DIAL_AND_WAIT = f"{DIAL}sys.stdin.read()"
 TABLE = "kproxy-trace-"
 """The names of tables that mark packets begin with this."""
 
@@ -74,18 +75,22 @@ def test_rules_endpoint_and_refusal_of_each_packet_are_printed(
         assert TABLE not in node.run("nft", "list", "tables")
 
 
-def test_sockets_that_programs_translate_are_seen_by_connection_tracking(
+def test_sockets_that_programs_translate_tell_the_frontend_that_they_dialled(
     node: Namespace, manifests: Path, tmp_path: Path
 ) -> None:
+    (manifests / "twin.yaml").write_text(WEB.replace("web", "twin").replace("10.96.0.10", "10.96.0.11"))
     with confined(tmp_path) as (cgroup, confining), serving(node, "10.1.2.3"):
         with running(node, "--mode=ebpf", f"--manifests={manifests}", confining) as proxy:
             proxy.await_health()
-            with traced(node, "shop/web", "--count=1") as trace:
-                client = ["ip", "netns", "exec", node.name, sys.executable, "-c", DIAL, "10.96.0.10", "80"]
-                subprocess.run(inside(cgroup, client), check=True)
+            with traced(node, "shop/web", "--count=1") as trace, ExitStack() as clients:
+                python = ["ip", "netns", "exec", node.name, sys.executable, "-c", DIAL_AND_WAIT]
+                for address in ("10.96.0.11", "10.96.0.10"):
+                    clients.enter_context(subprocess.Popen(
+                        inside(cgroup, [*python, address, "80"]), stdin=subprocess.PIPE))
                 (packet,) = packets(trace)
-            assert (packet["outcome"], packet["to"]) == ("forwarded", "10.1.2.3:8080")
-            assert "when the socket connected" in packet["because"]
+            assert (packet["outcome"], packet["endpoint"]) == ("forwarded", "10.1.2.3:8080")
+            assert (packet["to"], packet["service_port"]) == ("10.96.0.10:80", "shop/web")
+            assert packet["because"] == "chosen when the socket connected"
 
 
 @pytest.mark.parametrize("mode", ["nftables", "iptables"])

@@ -2,9 +2,10 @@
 
 from kproxy_core.host.conntrack.events import Change, Direction, FlowEvent
 from kproxy_core.host.tracing.events import Step, TraceEvent
-from kproxy_core.host.tracing.packets import PATIENCE, TracedPacket, Tracer
+from kproxy_core.host.tracing.packets import PATIENCE, FindDialled, TracedPacket, Tracer
 from kproxy_core.host.tracing.table import Match
 from kproxy_core.model.address import Address, Family, Protocol, parse_address
+from kproxy_core.model.endpoint import Destination
 from kproxy_core.testing.builders import destinations
 
 CLIENT, VIP, NODE = map(parse_address, ("10.1.1.9", "10.96.0.10", "192.0.2.10"))
@@ -14,9 +15,11 @@ TABLE = "kproxy-trace-7"
 SEEN_REPLY, SOURCE_NAT = 2, 16
 
 
-def tracer(*endpoints: str, match: Match | None = None) -> Tracer:
-    wanted = match or Match(Family.IPV4, VIP, Protocol.TCP, 80, None)
-    return Tracer(TABLE, [wanted], {NODE}.__contains__, destinations(" ".join(endpoints)))
+TO_VIP = Match(Family.IPV4, VIP, Protocol.TCP, 80, None)
+
+
+def tracer(match: Match = TO_VIP, dialled: FindDialled | None = None) -> Tracer:
+    return Tracer(TABLE, [match], {NODE}.__contains__, [ENDPOINT], dialled)
 
 
 def met(chain: str, verdict: str, *, table: str = "kproxy", handle: int = 3, packet: int = 1,
@@ -120,8 +123,19 @@ def test_node_ports_and_senders_are_matched() -> None:
     assert made.is_busy
 
 
-def test_connections_straight_to_an_endpoint_count_if_sockets_are_translated() -> None:
+def test_connections_straight_to_an_endpoint_count_if_sockets_may_have_dialled_the_frontend() -> None:
     direct = Direction(CLIENT, 40000, *ENDPOINT)
-    for made, counts in ((tracer("10.1.2.3:8080"), True), (tracer(), False)):
+    dialled: dict[str, FindDialled | None] = {
+        "no socket is translated": None,
+        "unknown": lambda protocol, way: None,
+        "the frontend": lambda protocol, way: Destination(VIP, 80) if way == direct else None,
+        "another frontend": lambda protocol, way: Destination(VIP, 81),
+    }
+    seen = {}
+    for name, find in dialled.items():
+        made = tracer(dialled=find)
         made.flow(flow(way=direct), 1.0)
-        assert made.is_busy is counts
+        seen[name] = [packet.dialled for packet in made.finished(9.0)]
+    assert seen == {
+        "no socket is translated": [], "unknown": [None], "the frontend": [Destination(VIP, 80)],
+        "another frontend": []}

@@ -184,8 +184,8 @@ def trace(
     try:
         with cli_errors():
             wanted = parse_sender(sender)
-            answers, at_sockets = read_answers(target, given(options))
-            watch = Trace(answers, wanted, at_sockets=at_sockets)
+            answers, dialled = read_answers(target, given(options))
+            watch = Trace(answers, wanted, dialled)
             for packet in watch.packets(count=count, seconds=seconds):
                 show(formatted(packet, output))
                 seen += 1

@@ -5,7 +5,7 @@ import os
 import selectors
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -15,10 +15,11 @@ from kproxy_core.cli.running import open_registry
 from kproxy_core.cli.terminal import bad, faint, good, hint, strong
 from kproxy_core.config.flags import Flags
 from kproxy_core.explain.request import NoAnswer, Sender
-from kproxy_core.host.conntrack.events import FlowEvents
+from kproxy_core.host.conntrack.events import Direction, FlowEvents
+from kproxy_core.host.errors import HostError
 from kproxy_core.host.netlink.addresses import node_addresses
 from kproxy_core.host.tracing.events import TraceEvents
-from kproxy_core.host.tracing.packets import PATIENCE, TracedPacket, Tracer
+from kproxy_core.host.tracing.packets import PATIENCE, FindDialled, TracedPacket, Tracer
 from kproxy_core.host.tracing.table import Match, open_table
 from kproxy_core.host.tracing.texts import RuleTexts
 from kproxy_core.model.address import Address, Protocol, family_of, format_address, format_socket, is_loopback
@@ -27,25 +28,35 @@ from kproxy_core.model.endpoint import Destination
 _STYLES = {"forwarded": good, "refused": bad, "dropped": bad, "not touched": hint, "unknown": hint}
 
 
-def read_answers(target: str, flags: Flags) -> tuple[Packets, bool]:
-    """Return the answers of ``kproxy explain`` about *target*, and whether the mode acts on sockets, too.
+def read_answers(target: str, flags: Flags) -> tuple[Packets, FindDialled | None]:
+    """Return the answers of ``kproxy explain`` about *target*, and a function that finds dialled frontends.
+
+    None: the mode does not send sockets to endpoints before their first packet.
 
     Raises NoAnswer, NoProxy or RequestRefused, and as `cli_errors` expects.
     """
     request = {"to": target, "from": "", "origin": ""}
     asked = OBJECTS & set(flags)
     answers = explain_objects(request, flags, this_machine=True) if asked else ask_proxy(request)
-    plugins = flags["plugin"].split(",") if "plugin" in flags else ()
-    return answers, bool(open_registry(plugins).load(answers[0]["kernel"]["mode"]).base)
+    registry = open_registry(flags["plugin"].split(",") if "plugin" in flags else ())
+    mode = answers[0]["kernel"]["mode"]
+
+    def dialled(protocol: int, way: Direction) -> Destination | None:
+        source, endpoint = way[:2], way[2:]
+        with suppress(HostError):
+            return registry.dialled(mode, Protocol(protocol), Destination(*source), Destination(*endpoint))
+        return None
+
+    return answers, dialled if registry.load(mode).base else None
 
 
 class Trace:
     """The watch for packets to the frontends of *answers*, which are those of ``kproxy explain``."""
 
-    def __init__(self, answers: Packets, sender: Sender, *, at_sockets: bool) -> None:
-        """*at_sockets*: the mode may translate addresses when sockets connect, before any packet.
+    def __init__(self, answers: Packets, sender: Sender, dialled: FindDialled | None) -> None:
+        """*dialled* finds the frontends of connections that begin with a packet to an endpoint.
 
-        Raises NoAnswer without an address to match.
+        None: no connection to a frontend does. Raises NoAnswer without an address to match.
         """
         if sender.origin is not None:
             raise NoAnswer("FROM must be an address here")
@@ -57,8 +68,8 @@ class Trace:
         self._local = node_addresses(lambda _: True)
         self._table = f"kproxy-trace-{os.getpid()}"
         self._tracer = Tracer(
-            self._table, list(self._owners), self._local.__contains__, endpoints if at_sockets else ())
-        self._endpoints, self._at_sockets = endpoints, at_sockets
+            self._table, list(self._owners), self._local.__contains__, endpoints, dialled)
+        self._endpoints, self._at_sockets = endpoints, dialled is not None
         self._texts = RuleTexts()
         self.problem = ""
         """The reason why rules are not seen, so that drops are not either."""
@@ -101,13 +112,17 @@ class Trace:
         return {
             "time": began.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "from": format_socket(way.source, way.source_port),
-            "to": format_socket(way.destination, way.port),
+            "to": format_socket(*_dialled(packet)),
             "protocol": Protocol(packet.protocol).name,
             "service_port": self._owner(packet),
-            **_outcome(packet, rules, at_socket=self._at_sockets and (
-                way.destination, way.port) in self._endpoints, is_relay=self._is_relay(packet.endpoint)),
+            **_outcome(
+                packet, rules, at_socket=self._is_at_socket(way), is_relay=self._is_relay(packet.endpoint)),
             "rules": rules,
         }  # fmt: skip
+
+    def _is_at_socket(self, way: Direction) -> bool:
+        """Return whether the endpoint may have been chosen before the packet existed."""
+        return self._at_sockets and (way.destination, way.port) in self._endpoints
 
     def _is_relay(self, endpoint: Destination | None) -> bool:
         """Return whether a process of this node takes the packets, and is no endpoint."""
@@ -116,12 +131,17 @@ class Trace:
         return is_loopback(endpoint.address) or endpoint.address in self._local
 
     def _owner(self, packet: TracedPacket) -> str:
-        way = packet.way
+        address, port = _dialled(packet)
         for match, owner in self._owners.items():
-            same = (match.protocol, match.port) == (packet.protocol, way.port)
-            if same and match.destination in (None, way.destination):
+            same = (match.protocol, match.port) == (packet.protocol, port)
+            if same and match.destination in (None, address):
                 return owner
         return next(iter(self._owners.values()), "")
+
+
+def _dialled(packet: TracedPacket) -> Destination:
+    """Return the frontend, or the endpoint if no more is known."""
+    return packet.dialled or Destination(packet.way.destination, packet.way.port)
 
 
 def _outcome(
@@ -149,7 +169,8 @@ def _outcome(
     if not packet.translated and not at_socket:
         return {**found, "outcome": "not touched"}
     if at_socket:
-        found["because"] = found["because"] or "chosen when the socket connected, or dialled directly"
+        found["because"] = found["because"] or (
+            "chosen when the socket connected" + ("" if packet.dialled else ", or dialled directly"))
     return {**found, "outcome": "forwarded", "endpoint": endpoint}
 
 

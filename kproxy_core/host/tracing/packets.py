@@ -34,11 +34,16 @@ class TracedPacket:
     """Seconds after `began`."""
     refused: bool = False
     """By the endpoint."""
+    dialled: Destination | None = None
+    """The frontend, if the destination was already an endpoint in the first packet; None: it is not known."""
 
     @property
     def is_complete(self) -> bool:
         return self.dropped or self.answered is not None or self.refused
 
+
+FindDialled = Callable[[int, Direction], Destination | None]
+"""Returns the frontend that the sender of a protocol's packet dialled; None if it is not known."""
 
 _Key = tuple[int, Direction]
 
@@ -48,13 +53,18 @@ class Tracer:
 
     def __init__(
         self, table: str, matches: Collection[Match], is_local: Callable[[Address], bool],
-        endpoints: Collection[Destination] = (),
+        endpoints: Collection[Destination] = (), dialled: FindDialled | None = None,
     ) -> None:
-        """*table* marks the packets. *endpoints*: connections that go straight to one of these count, too."""
+        """*table* marks the packets.
+
+        With *dialled*, connections straight to one of *endpoints* count, too, unless it returns another
+        frontend.
+        """
         self._table = table
         self._matches = matches
         self._is_local = is_local
         self._endpoints = frozenset(endpoints)
+        self._find_dialled = dialled
         self._packets: dict[_Key, TracedPacket] = {}
         self._by_id: dict[int, TracedPacket] = {}
         self._known: set[_Key] = set()
@@ -76,8 +86,8 @@ class Tracer:
     def flow(self, event: FlowEvent, now: float) -> None:
         key = event.protocol, event.original
         packet = self._packets.get(key)
-        if packet is None and event.change is Change.NEW and self._is_wanted(event):
-            packet = self._start(key, now)
+        if packet is None and event.change is Change.NEW:
+            packet = self._start_flow(event, key, now)
         if packet is None:
             return
         reply = event.reply
@@ -117,11 +127,23 @@ class Tracer:
         packet = self._packets[key] = TracedPacket(now, *key)
         return packet
 
-    def _is_wanted(self, event: FlowEvent) -> bool:
-        way = event.original
-        if Destination(way.destination, way.port) in self._endpoints:
-            return event.reply.source == way.destination
-        return any(self._matches_way(match, event.protocol, way) for match in self._matches)
+    def _start_flow(self, event: FlowEvent, key: _Key, now: float) -> TracedPacket | None:
+        """Return a new packet if the flow that begins with it is wanted."""
+        protocol, way = key
+        dialled = None
+        if self._find_dialled and Destination(way.destination, way.port) in self._endpoints:
+            if event.reply.source != way.destination:
+                return None
+            dialled = self._find_dialled(protocol, way)
+            if dialled is None:
+                return self._start(key, now)
+            way = way._replace(destination=dialled.address, port=dialled.port)
+        if not any(self._matches_way(match, protocol, way) for match in self._matches):
+            return None
+        packet = self._start(key, now)
+        if packet is not None:
+            packet.dialled = dialled
+        return packet
 
     def _matches_way(self, match: Match, protocol: int, way: Direction) -> bool:
         if (match.protocol, match.port) != (protocol, way.port) or match.source not in (None, way.source):
