@@ -8,6 +8,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from random import Random
+from typing import ClassVar
 
 import pytest
 
@@ -39,6 +40,7 @@ class Play:
     """A kproxy in the harness's topology, and what packets to it tell."""
 
     make_driver: Callable[..., Driver] = KproxyDriver
+    config: ClassVar[Json | None] = None
 
     def __init__(self, mode: str, family: str, directory: Path) -> None:
         self._mode, self._family = mode, family
@@ -52,7 +54,7 @@ class Play:
                 options = {mode: {"cgroup": str(cgroup.path)}}
             self._stage = Stage(partial(self.make_driver, options=options), directory, cgroup)
             stack.callback(self._stage.close)
-            self._stage.driver.start(mode, None)
+            self._stage.driver.start(mode, self.config)
             self.close = stack.pop_all().close
 
     def apply(self, world: World) -> None:

@@ -1,12 +1,13 @@
 """Real packets do what `kproxy explain` predicts: Services and senders of any kind."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -17,7 +18,9 @@ from kproxy_core.model.address import Family, Protocol, format_socket, parse_add
 from kproxy_core.modes.control import send_request
 from kproxy_core.testing.drivers.backend import BackendDriver
 from kproxy_core.testing.network.addresses import FAMILIES, SERVERS, resolve
-from tests.conformance.any_services import Attempt, Fate, World
+from kproxy_ebpf.inspection.traffic import connections
+from kproxy_ebpf.settings import Settings
+from tests.conformance.any_services import Attempt, Fate, Json, World
 from tests.conformance.test_any_services import SIDE_BY_SIDE, Play
 
 CASES = 200
@@ -34,7 +37,11 @@ EXACT = ("nftables", "ebpf")
 HERE = ("iptables", "userspace")
 """Modes whose kernel state is text of programs, which take longer to start than a packet takes."""
 
-_CHAINS = ("KUBE-SVC-", "KUBE-SVL-", "KUBE-EXT-", "KUBE-FW-", "KUBE-SEP-")
+CHAINS = {
+    "iptables": ("nat KUBE-SVC-", "nat KUBE-SVL-", "nat KUBE-EXT-", "nat KUBE-FW-", "nat KUBE-SEP-"),
+    "userspace": ("nat KUBE-PORTALS-", "nat KUBE-NODEPORT-"),
+}
+"""Tables, and beginnings of the names of chains in which only packets to Services meet rules."""
 _COUNTED_RULE = re.compile(r"\[(\d+):\d+\] -A (\S+) (.+)")
 
 
@@ -80,16 +87,26 @@ class ExplainedPlay(Play):
             for name in ("iptables", "ip6tables"):
                 sysctl.ensure(f"net/bridge/bridge-nf-call-{name}", int(shown))
 
-    def counted(self, attempt: Attempt) -> set[str]:
-        """Return the rules of iptables' service chains that one packet of *attempt* passes."""
-        node = self._stage.topology["node"]
-        program = "iptables" if self._family == "ipv4" else "ip6tables"
-        node.run(program, "-t", "nat", "-Z")
+    def counted(self, attempt: Attempt, chains: tuple[str, ...]) -> set[tuple[str, str]]:
+        """Return the objects that count one connection of *attempt*, after their places.
+
+        Only those whose places begin with one of *chains*.
+        """
+        before = self.counters()
         self._try(attempt, 2.0)
-        lines = node.run(f"{program}-save", "-c", "-t", "nat").splitlines()
-        found = filter(None, map(_COUNTED_RULE.match, lines))
-        return {
-            f"{rule[2]} {rule[3]}" for rule in found if rule[1] != "0" and rule[2].startswith(_CHAINS)}
+        return {(where, text) for where, text in self.counters() - before if where.startswith(chains)}
+
+    def counters(self) -> Counter[tuple[str, str]]:
+        """Return the packets that each rule of iptables has counted."""
+        program = "iptables-save" if self._family == "ipv4" else "ip6tables-save"
+        found = Counter[tuple[str, str]]()
+        table = ""
+        for line in self._stage.topology["node"].run(program, "-c").splitlines():
+            if line.startswith("*"):
+                table = line[1:]
+            elif rule := _COUNTED_RULE.match(line):
+                found[f"{table} {rule[2]}", rule[3]] += int(rule[1])
+        return found
 
     def traced(self, attempt: Attempt) -> set[str]:
         """Return the rules of our nftables table that one packet of *attempt* meets, by chain and handle."""
@@ -112,6 +129,33 @@ class PlayHere(ExplainedPlay):
     def all_explained(self, attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
         assert isinstance(self._stage.driver, BackendDriver)
         return self._stage.driver.explained(list(map(self.request, attempts)))
+
+
+class CountingPlay(ExplainedPlay):
+    """A play whose BPF programs count connections by frontend and endpoint."""
+
+    config: ClassVar[Json] = {"kproxy": {"trafficMetrics": "endpoint"}}
+
+    def counters(self) -> Counter[tuple[str, str]]:
+        """Return the connections by frontend and endpoint."""
+        family = Family.IPV4 if self._family == "ipv4" else Family.IPV6
+        with self._stage.topology["node"].entered():
+            found = connections(family, Settings())
+        sums = Counter[tuple[str, str]]()
+        for (address, _, port), endpoint, number, _ in found:
+            assert address is not None
+            assert endpoint is not None
+            sums[format_socket(address, port), format_socket(*endpoint)] += number
+        return sums
+
+
+@pytest.fixture
+def counting(family: str, tmp_path: Path) -> Iterator[CountingPlay]:
+    play = CountingPlay("ebpf", family, tmp_path)
+    try:
+        yield play
+    finally:
+        play.close()
 
 
 @pytest.fixture
@@ -173,7 +217,7 @@ def test_a_bridged_pod_reaches_external_ips_unless_iptables_sees_it_on_its_port(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("mode", ["iptables"])
+@pytest.mark.parametrize("mode", CHAINS)
 def test_the_rules_that_count_a_packet_are_those_of_the_explanation(
     play: ExplainedPlay, mode: str, family: str
 ) -> None:
@@ -183,13 +227,36 @@ def test_the_rules_that_count_a_packet_are_those_of_the_explanation(
         play.apply(world)
         for attempt in world.attempts():
             answer = play.explained(attempt)
-            if answer["outcome"] != "forwarded" or attempt.sticky:
+            if answer["kernel"]["outcome"] != "forwarded" or attempt.sticky:
                 continue
-            objects = answer["kernel"]["objects"]
-            shown = {f"{item['where'].partition(' ')[2]} {item['text']}" for item in objects}
-            counted = play.counted(attempt)
+            counted = play.counted(attempt, CHAINS[mode])
             assert counted
-            assert counted <= shown
+            assert counted <= objects_of(answer)
+            left -= 1
+
+
+def objects_of(answer: dict[str, Any]) -> set[tuple[str, str]]:
+    """Return the kernel's objects in *answer*, after their places."""
+    return {(item["where"], item["text"]) for item in answer["kernel"]["objects"]}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mode", ["ebpf"])
+def test_the_map_elements_that_count_a_connection_are_those_of_the_explanation(
+    counting: CountingPlay, mode: str, family: str
+) -> None:
+    world = World(Random(f"counted {mode} {family}"))
+    left = COUNTED
+    while left > 0:
+        counting.apply(world)
+        for attempt in world.attempts():
+            shown = objects_of(counting.explained(attempt))
+            if attempt.protocol != "TCP" or not any(where == "BPF map frontends" for where, _ in shown):
+                continue
+            ((frontend, endpoint),) = counting.counted(attempt, ("",))
+            assert any(where == "BPF map frontends" and text.startswith(f"{frontend} -> ")
+                       for where, text in shown)  # fmt: skip
+            assert any(where == "BPF map slots" and text.endswith(f" : {endpoint}") for where, text in shown)
             left -= 1
 
 

@@ -4,6 +4,7 @@
 packets to one set of objects.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,24 +13,45 @@ from random import Random
 import pytest
 
 from kproxy_core.backend.api import KernelSide, Question
+from kproxy_core.model.address import Family, format_socket
 from kproxy_core.testing.conformance.bench import lonely_node
 from kproxy_core.testing.network.addresses import FAMILIES
 from kproxy_ipvs.inspection.explain import explain, frontends
+from kproxy_ipvs.kernel.virtual_servers import VirtualServers
 from kproxy_ipvs.settings import Settings
 from tests.conformance.any_services import World
 from tests.conformance.test_any_services import SIDE_BY_SIDE
-from tests.conformance.test_explained import PlayHere
+from tests.conformance.test_explained import COUNTED, PlayHere, objects_of
 from tests.plugins.explained import KnownPlans, differences_of
 from tests.plugins.iptables import golden_cases
 from tests.plugins.ipvs.kube_proxy_state import write_objects
 
+SERVERS = ("virtual server", "real server")
 ROUNDS = 8
 """Of 40 packets each on average."""
+CHAINS = ("mangle KUBE-", "nat KUBE-", "filter KUBE-IPVS-FILTER", *SERVERS)
+"""Chains that only the first packet of a connection meets, and the servers."""
+
+
+class IpvsPlay(PlayHere):
+    """A play that reads the kernel's counts of connections, too."""
+
+    def counters(self) -> Counter[tuple[str, str]]:
+        """Return the packets of each rule, and the connections of each virtual server and real server."""
+        found = super().counters()
+        family = Family.IPV4 if self._family == "ipv4" else Family.IPV6
+        with self._stage.topology["node"].entered(), VirtualServers() as servers:
+            for key, (_, items) in servers.count(family).items():
+                for item in items:
+                    found["virtual server", str(key)] += item.connections
+                    text = f"{format_socket(*item.where)} weight {item.weight}"
+                    found["real server", text] += item.connections
+        return found
 
 
 @pytest.fixture
-def play(family: str, tmp_path: Path) -> Iterator[PlayHere]:
-    play = PlayHere("ipvs", family, tmp_path)
+def play(family: str, tmp_path: Path) -> Iterator[IpvsPlay]:
+    play = IpvsPlay("ipvs", family, tmp_path)
     try:
         yield play
     finally:
@@ -50,6 +72,22 @@ def test_packets_have_the_fate_of_the_explanation(play: PlayHere, family: str) -
             problems = pool.map(lambda each: play.problem(each[0], play.predicted(*each)), asked)
         assert [problem for problem in problems if problem] == []
     assert cases > 200
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_objects_that_count_a_packet_are_those_of_the_explanation(play: IpvsPlay, family: str) -> None:
+    world = World(Random(f"counted ipvs {family}"))
+    left = COUNTED
+    while left > 0:
+        play.apply(world)
+        for attempt in world.attempts():
+            answer = play.explained(attempt)
+            if answer["outcome"] != "forwarded" or attempt.sticky:
+                continue
+            counted = play.counted(attempt, CHAINS)
+            assert {where for where, _ in counted} >= {*SERVERS}
+            assert counted <= objects_of(answer)
+            left -= 1
 
 
 @pytest.mark.parametrize("case", ["loadbalancer-source-ranges-ipv4", "loadbalancer-source-ranges-ipv6"])
