@@ -73,7 +73,7 @@ PLUGINS_MAY_IMPORT = frozenset({"model", "plan", "backend", "host"})
 
 PURE_MODULES = frozenset(
     {"wanted", "applied", "skeleton", "names", "batch", "owned_chains", "caveats",
-     "rules", "saved", "removal", "walk", "shared_chains", "elements", "counting"}
+     "rules", "saved", "removal", "semantics", "walk", "shared_chains", "elements", "counting"}
 )  # fmt: skip
 """The modules of a plugin that only compute; each backend that has one has it under this name."""
 

@@ -13,9 +13,10 @@ from kproxy_iptables.names import EXTERNAL_SERVICES, FILTER, NAT, NODE_PORTS, SE
 from kproxy_iptables.skeleton import JUMPS, Facts, constant_rules
 from kproxy_iptables.wanted import make_style, wanted
 from kproxy_xtables.rules import ChainKey, jumps_by_chain
+from kproxy_xtables.semantics import Flight
 from kproxy_xtables.tables import Tables, Unusable
 from kproxy_xtables.variant import find_variant
-from kproxy_xtables.walk import End, Flight, Ruleset, Walk
+from kproxy_xtables.walk import End, Ruleset, Walk
 
 _FEW = 12
 """Packets for which single chains are read."""

@@ -1,7 +1,6 @@
 """Serves the hook `kproxy_explain`: the rules, sets and virtual servers that packets meet."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from kproxy_core.backend.api import KernelSide, Question
@@ -18,9 +17,10 @@ from kproxy_ipvs.settings import Settings
 from kproxy_ipvs.skeleton import JUMPS, skeleton
 from kproxy_ipvs.wanted import ServerKey, make_style
 from kproxy_xtables.rules import RulesByChain, jumps_by_chain
+from kproxy_xtables.semantics import Flight, network
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import find_variant
-from kproxy_xtables.walk import Flight, Ruleset, Walk, network
+from kproxy_xtables.walk import Ruleset, Walk
 
 Weights = Mapping[Destination, int]
 
@@ -124,7 +124,7 @@ def _follow(packet: Packet, walk: Walk, state: State) -> tuple[Fate, Destination
     key, servers = _server(packet, flight, state)
     to_node = walk.is_local(packet.destination)
     if outgoing and to_node:  # The kernel chooses the local address that is dialled as source.
-        flight = replace(flight, packet=packet._replace(source=packet.destination))
+        flight = flight._replace(packet=packet._replace(source=packet.destination))
     hooks = ["OUTPUT"] if outgoing else ["INPUT" if to_node else "FORWARD"]
     for hook in [*hooks, "INPUT"] if outgoing and to_node and servers is None else hooks:
         (end,) = walk.through(FILTER, hook, flight)

@@ -19,7 +19,8 @@ from kproxy_userspace.settings import Settings
 from kproxy_userspace.skeleton import JUMPS
 from kproxy_userspace.wanted import Redirect, Wanted, wanted
 from kproxy_xtables.rules import ChainKey, jumps_by_chain
-from kproxy_xtables.walk import Flight, Ruleset, Walk, network
+from kproxy_xtables.semantics import Flight, network
+from kproxy_xtables.walk import Ruleset, Walk
 
 FindRelay = Callable[[Protocol, int], Relay | None]
 """Returns the relay of this process at a port of the node."""

@@ -1,0 +1,243 @@
+"""The meaning of rules as iptables-save prints them: the matches and targets that the backends use. Pure."""
+
+import re
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Literal, NamedTuple, Protocol
+
+from kproxy_core.model import address as addresses
+from kproxy_core.model.address import Address, Cidr, parse_address, parse_cidr
+from kproxy_core.model.endpoint import Destination
+from kproxy_core.plan.fate import Origin, Outcome, Packet
+
+
+class Flight(NamedTuple):
+    """A packet on its way."""
+
+    packet: Packet
+    """The packet before any translation."""
+    destination: Address
+    port: int
+    mark: int = 0
+    translated: bool = False
+    masqueraded: bool = False
+    local: int = 0
+    """The port of this node to which it was redirected; 0: it was not."""
+
+    @classmethod
+    def of(cls, packet: Packet) -> "Flight":
+        return cls(packet, packet.destination, packet.port)
+
+    @property
+    def where(self) -> Destination:
+        return Destination(self.destination, self.port)
+
+
+class Branch(NamedTuple):
+    """One of the ways that a packet may take through a chain."""
+
+    share: float
+    done: Outcome | Literal[True] | None
+    """True: accepted; None: no verdict, the calling chain continues."""
+    flight: Flight
+
+
+class Surroundings(Protocol):
+    """Everything beside a packet that matches and targets look at."""
+
+    def is_local(self, address: Address) -> bool: ...
+
+    def is_bridged(self, source: Address) -> bool: ...
+
+    def set_mark(self, value: str, flight: Flight) -> int | None:
+        """Return the mark of a packet's entry in an ipset, 0 without marks; None: it has no entry.
+
+        *value*: the set's name, and the sides of the packet that are compared.
+        """
+
+
+Test = Callable[[Surroundings, Flight], bool]
+Act = Callable[[Surroundings, Flight], Branch]
+
+
+class Rule(NamedTuple):
+    tests: tuple[Test, ...] = ()
+    chance: float = 1.0
+    recent: str = ""
+    """The list in which the rule looks up clients; "": none."""
+    target: str = ""
+    goto: bool = False
+    act: Act | None = None
+    """The target's effect; None: it is a chain."""
+    endpoint: Destination | None = None
+    """The new destination, of a DNAT rule."""
+    places: tuple[tuple[str, str], ...] = ()
+    """The matches on the destination's address and port: their names and values."""
+    strange: bool = False
+    """The rule is not understood."""
+
+    def matches(self, around: Surroundings, flight: Flight) -> bool:
+        for test in self.tests:  # noqa: SIM110 - all() of a generator takes twice as long
+            if not test(around, flight):
+                return False
+        return True
+
+
+def _to(value: str) -> Test:
+    net, (address, prefix) = network(value), network(value)
+    if prefix == len(address) * 8:
+        return lambda around, flight: flight.destination == address
+    return lambda around, flight: flight.destination in net
+
+
+def _from(value: str) -> Test:
+    net, (address, prefix) = network(value), network(value)
+    if prefix == len(address) * 8:
+        return lambda around, flight: flight.packet.source == address
+    return lambda around, flight: flight.packet.source in net
+
+
+def _protocol(value: str) -> Test:
+    return lambda around, flight: flight.packet.protocol is _PROTOCOLS.get(value)
+
+
+def _port(value: str) -> Test:
+    port = int(value)
+    return lambda around, flight: flight.port == port
+
+
+def _state(value: str) -> Test:
+    states = value.split(",")
+    return lambda around, flight: "NEW" in states or (flight.translated and "DNAT" in states)
+
+
+def _mark(value: str) -> Test:
+    wanted, mask = _value_and_mask(value)
+    return lambda around, flight: flight.mark & mask == wanted
+
+
+_PROTOCOLS = {text: each for each in addresses.Protocol for text in (each.name.lower(), str(int(each)))}
+_TESTS: Mapping[str, Callable[[str], Test]] = {
+    "-d": _to,
+    "-s": _from,
+    "-p": _protocol,
+    "-i": lambda value: lambda around, flight: flight.packet.origin is Origin.POD,
+    "--dport": _port,
+    "--dst-type": lambda value: lambda around, flight: (
+        value == "LOCAL" and around.is_local(flight.destination)),
+    "--src-type": lambda value: lambda around, flight: (
+        value == "LOCAL" and flight.packet.origin is Origin.NODE),
+    "--ctstate": _state,
+    "--state": _state,
+    "--mark": _mark,
+    "--vaddr": lambda value: lambda around, flight: flight.packet.destination in network(value),
+    "--vproto": _protocol,
+    "--vport": lambda value: lambda around, flight: flight.packet.port == int(value),
+    "--match-set": lambda value: lambda around, flight: around.set_mark(value, flight) is not None,
+    "--physdev-is-in": lambda value: lambda around, flight: around.is_bridged(flight.packet.source),
+}  # fmt: skip
+"""The matches that are understood."""
+
+
+def _set_mark(value: str) -> Act:
+    new, mask = _value_and_mask(value)
+    return lambda around, flight: Branch(1.0, None, flight._replace(mark=(flight.mark & ~mask) ^ new))
+
+
+def _mark_of_set(value: str) -> Act:
+    return lambda around, flight: Branch(
+        1.0, None, flight._replace(mark=around.set_mark(value, flight) or flight.mark))
+
+
+def _translate(value: str) -> Act:
+    address, port = Destination.parse(value)
+    return lambda around, flight: Branch(
+        1.0, True, flight._replace(destination=address, port=port, translated=True))
+
+
+def _redirect(value: str) -> Act:
+    port = int(value)
+    return lambda around, flight: Branch(1.0, True, flight._replace(translated=True, local=port))
+
+
+_ACTS: Mapping[str, tuple[str, Callable[[str], Act]]] = {
+    "": ("", lambda _: lambda around, flight: Branch(1.0, None, flight)),
+    "RETURN": ("", lambda _: lambda around, flight: Branch(1.0, None, flight)),
+    "ACCEPT": ("", lambda _: lambda around, flight: Branch(1.0, True, flight)),
+    "DROP": ("", lambda _: lambda around, flight: Branch(1.0, Outcome.DROPPED, flight)),
+    "REJECT": ("", lambda _: lambda around, flight: Branch(1.0, Outcome.REFUSED, flight)),
+    "MASQUERADE": ("", lambda _: lambda around, flight: Branch(1.0, True, flight._replace(masqueraded=True))),
+    "MARK": ("--set-xmark", _set_mark),
+    "SET": ("--map-set", _mark_of_set),
+    "DNAT": ("--to-destination", _translate),
+    "REDIRECT": ("--to-ports", _redirect),
+}
+"""The targets that are understood, with the option that each needs."""
+TARGETS = frozenset(_ACTS)
+
+_WORD = re.compile(r'"((?:[^"\\]|\\.)*)"|(\S+)')
+_WORDS_OF_VALUE = {"--match-set": 2, "--map-set": 2, "--physdev-is-in": 0}
+"""Of the others: 1."""
+_FLAGS = frozenset({"--rsource", "--reap", "--random-fully", "--random", "--map-mark", "--set", "--rcheck"})
+_OPTIONS = frozenset({
+    "-m", "--comment", "--mode", "--probability", "--name", "--mask", "--seconds", "--nfacct-name",
+    "--reject-with", "--set-xmark", "--map-set", "--to-destination", "--to-ports",
+})  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def parsed(text: str) -> Rule:
+    """Return the meaning of a rule, without ``-A CHAIN``."""
+    words = [bare or quoted.replace('\\"', '"') for quoted, bare in _WORD.findall(text)]
+    options: dict[str, str] = {}
+    tests: list[Test] = []
+    places: list[tuple[str, str]] = []
+    target, goto, negated, strange, at = "", False, False, False, 0
+    try:
+        while at < len(words):
+            word, size = words[at], _WORDS_OF_VALUE.get(words[at], 1)
+            value = " ".join(words[at + 1 : at + 1 + size])
+            at += 1
+            if word == "!":
+                negated = True
+                continue
+            if word in ("-j", "-g"):
+                target, goto = value, word == "-g"
+            elif make := _TESTS.get(word):
+                test = make(value)
+                tests.append(_not(test) if negated else test)
+                if word in ("-d", "--dport"):
+                    places.append((word, value))
+            elif word in _FLAGS:
+                size, options[word] = 0, ""
+            elif word in _OPTIONS:
+                options[word] = value
+            else:
+                size, strange = 0, True
+            at += size
+            negated = False
+        option, act = _ACTS.get(target, ("", None))
+        return Rule(
+            tuple(tests), float(options.get("--probability", 1)),
+            options["--name"] if "--rcheck" in options else "", target, goto,
+            act(options[option] if option else "") if act and not strange else None,
+            Destination.parse(options["--to-destination"]) if target == "DNAT" else None,
+            tuple(places), strange,
+        )  # fmt: skip
+    except (KeyError, ValueError):
+        return Rule(target=target, strange=True)
+
+
+def _not(test: Test) -> Test:
+    return lambda around, flight: not test(around, flight)
+
+
+@lru_cache(maxsize=4096)
+def network(text: str) -> Cidr:
+    """Return a network as iptables and ipset write it: a single address has no prefix length."""
+    return parse_cidr(text if "/" in text else f"{text}/{len(parse_address(text)) * 8}")
+
+
+def _value_and_mask(text: str) -> tuple[int, int]:
+    value, _, mask = text.partition("/")
+    return int(value, 0), int(mask, 0) if mask else 0xFFFFFFFF
