@@ -144,7 +144,7 @@ def _follow(packet: Packet, walk: Walk, state: State) -> tuple[Fate, Destination
     total = sum(usable.values())
     choices = []
     for where, weight in usable.items():
-        translated = Flight(packet, where.address, where.port, flight.mark, translated=True)
+        translated = Flight(flight.packet, where.address, where.port, flight.mark, translated=True)
         (end,) = walk.through(NAT, "POSTROUTING", translated)
         choices.append(Choice(where, weight / total, end.flight.masqueraded))
     remembered = state.remembered(key, packet.source)
