@@ -19,7 +19,7 @@ from kproxy_iptables.inspection.render import render_text
 from kproxy_iptables.settings import read_settings
 from kproxy_iptables.watch import Watcher, read_generation
 from kproxy_nft.table import Counting, clean_up_counts
-from kproxy_xtables.tables import open_tables
+from kproxy_xtables.tables import Tables, open_tables
 
 log = logging.getLogger("kproxy.iptables")
 
@@ -71,12 +71,11 @@ class IptablesBackend:
 
     @hookimpl
     def kproxy_explain(self, questions: Sequence[api.Question], live: bool) -> Sequence[api.KernelSide]:
-        state = self._families.get(questions[0].node.family)
-        return explain(questions, live=live, tables=state.tables if state is not None else None)
+        return explain(questions, live=live, tables=self._tables(questions[0].node.family))
 
     @hookimpl
     def kproxy_frontends(self, family: Family) -> Sequence[Frontend]:
-        return frontends(family)
+        return frontends(family, self._tables(family))
 
     @hookimpl
     def kproxy_traffic(self, family: Family) -> Sequence[api.Connections]:
@@ -104,6 +103,11 @@ class IptablesBackend:
     def kproxy_close(self) -> None:
         if self._watcher is not None:
             self._watcher.close()
+
+    def _tables(self, family: Family) -> Tables | None:
+        """Return the tables in use; None before they have been chosen."""
+        state = self._families.get(family)
+        return state.tables if state is not None else None
 
     def _open(self) -> dict[Family, FamilyState]:
         found = open_tables(self._served, self._own)

@@ -4,24 +4,29 @@ In built-in chains, only rules that lead to other chains are followed: what othe
 """
 
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from kproxy_core.backend.api import KernelObject
-from kproxy_core.model.address import Address, format_address
+from kproxy_core.model.address import Address, Cidr, format_address
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.node import NodeView
 from kproxy_core.plan.fate import Outcome
 from kproxy_xtables.rules import BUILT_IN_CHAINS, ChainKey, RulesByChain
-from kproxy_xtables.semantics import TARGETS, Branch, Flight, Rule, parsed
+from kproxy_xtables.semantics import TARGETS, Branch, Flight, Rule, network, parsed
 
 
 class Ruleset:
     """The chains of one IP family: in the kernel, or as they would be written."""
 
-    def __init__(self, chains: RulesByChain) -> None:
+    def __init__(self, chains: RulesByChain, *, for_many: bool = False) -> None:
+        """*for_many*: many packets will be followed."""
         self._chains = chains
         self._indexes: dict[ChainKey, dict[str, list[int]]] = {}
+        self._scopes: dict[Sequence[ChainKey], _Scope | None] = {}
+        self.known: dict[object, _Followed] | None = {} if for_many else None
+        """Results of `Walk.onward`, by `likeness`."""
 
     def rules(self, table: str, chain: str) -> Sequence[str]:
         return self._chains.get((table, chain), ())
@@ -36,6 +41,39 @@ class Ruleset:
             index = self._indexes[table, chain] = _index(rules)
         keys = ("", f"{format_address(flight.destination)}", f"port {flight.port}")
         return [rules[number] for number in sorted(number for key in keys for number in index.get(key, ()))]
+
+    def likeness(self, chains: Sequence[ChainKey], flight: Flight) -> object | None:
+        """Return a key that flights share if no rule that *chains* lead to distinguishes them.
+
+        Except by whether the destination is this node. None: every flight may be a case of its own.
+        """
+        if chains not in self._scopes:
+            self._scopes[chains] = self._scope(chains)
+        scope = self._scopes[chains]
+        if scope is None:
+            return None
+        (origin, source, _, protocol, _), to, port, *state = flight
+        return (
+            chains, origin, source, protocol, *state,
+            to if to in scope.addresses else None, port if port in scope.ports else None,
+            *[to in net for net in scope.networks],
+        )  # fmt: skip
+
+    def _scope(self, chains: Iterable[ChainKey]) -> "_Scope | None":
+        reached = list(chains)
+        values = set[tuple[str, str]]()
+        for table, chain in reached:
+            for text in self.rules(table, chain):
+                rule = parsed(text)
+                if rule.looks_further:
+                    return None
+                values.update(rule.places)
+                if rule.target not in TARGETS and (table, rule.target) not in reached:
+                    reached.append((table, rule.target))
+        networks = {network(value) for name, value in values if name == "-d"}
+        single = {net for net in networks if net.prefix == len(net.network) * 8}
+        ports = frozenset(int(value) for name, value in values if name == "--dport")
+        return _Scope(frozenset(net.network for net in single), ports, tuple(networks - single))
 
     def in_set(self, name: str, sides: Sequence[str], packet: Flight) -> int | None:
         """Return the mark of the entry for *packet* in an ipset, 0 without marks; None: it has no entry."""
@@ -53,6 +91,20 @@ class End(NamedTuple):
     outcome: Outcome | None
     """None: accepted."""
     flight: Flight
+
+
+class _Scope(NamedTuple):
+    """Everything about a destination that some rules distinguish."""
+
+    addresses: frozenset[Address]
+    ports: frozenset[int]
+    networks: tuple[Cidr, ...]
+
+
+class _Followed(NamedTuple):
+    outcome: Outcome | None
+    masqueraded: bool
+    objects: Mapping[KernelObject, None]
 
 
 class Walk:
@@ -81,6 +133,32 @@ class Walk:
             for share, done, end in self._chain(table, chain, flight)
         ]
 
+    def onward(self, chains: Sequence[ChainKey], flight: Flight) -> tuple[Outcome | None, bool]:
+        """Follow a packet through built-in *chains*. Return a verdict, and whether it was masqueraded.
+
+        Where rules choose by chance, the first verdict counts.
+        """
+        known = self._ruleset.known
+        if known is None or (likeness := self._ruleset.likeness(chains, flight)) is None:
+            return self._onward(chains, flight)
+        key = likeness, self.is_local(flight.destination)
+        if key not in known:
+            met, self.objects = self.objects, {}
+            known[key] = _Followed(*self._onward(chains, flight), self.objects)
+            self.objects = met
+        outcome, masqueraded, objects = known[key]
+        self.objects.update(objects)
+        return outcome, masqueraded
+
+    def _onward(self, chains: Sequence[ChainKey], flight: Flight) -> tuple[Outcome | None, bool]:
+        for table, chain in chains:
+            for end in self.through(table, chain, flight):
+                if end.outcome is not None:
+                    return end.outcome, False
+                last = end.flight
+            flight = last
+        return None, flight.masqueraded
+
     def is_local(self, address: Address) -> bool:
         node = self._node
         own = (node.node_ip, node.family.loopback, *node.node_port_addresses)
@@ -93,7 +171,7 @@ class Walk:
         return f"{last.where}: {last.text}" if last else ""
 
     def note(self, where: str, text: str) -> None:
-        self.objects[KernelObject(where, text)] = None
+        self.objects[_object(where, text)] = None
 
     def is_bridged(self, source: Address) -> bool:
         return source in self._bridged
@@ -155,6 +233,8 @@ class Walk:
                 self.remembered = parsed(text).endpoint or self.remembered
 
 
+_object = lru_cache(maxsize=4096)(KernelObject)
+"""Packets to one frontend meet the same rules, and fewer objects are less work for the garbage collector."""
 _SHORT = 32
 """Rules in a chain that needs no index."""
 _ONE_ADDRESS = re.compile(r"(?<!! )-d (\S+)/(?:32|128) ")

@@ -3,6 +3,7 @@
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 from kproxy_core.backend.api import KernelSide, Question
@@ -16,7 +17,7 @@ from kproxy_xtables.rules import ChainKey, jumps_by_chain
 from kproxy_xtables.semantics import Flight
 from kproxy_xtables.tables import Tables, Unusable
 from kproxy_xtables.variant import find_variant
-from kproxy_xtables.walk import End, Ruleset, Walk
+from kproxy_xtables.walk import Ruleset, Walk
 
 _FEW = 12
 """Packets for which single chains are read."""
@@ -35,7 +36,7 @@ def explain(questions: Sequence[Question], *, live: bool, tables: Tables | None 
     if tables is None:
         tables = Tables(questions[0].node.family, find_variant())
     is_cheap = tables.variant.nft and len(questions) <= _FEW
-    ruleset = _OnDemand(tables) if is_cheap else _Rules(tables.chains())
+    ruleset = _OnDemand(tables) if is_cheap else _Rules(tables.chains(), for_many=True)
     return [_side(question, ruleset) for question in questions]
 
 
@@ -43,12 +44,15 @@ _DIALLED = re.compile(r"(?:.*-d (\S+)/\d+ )?.*-p (tcp|udp|sctp) .*--dport (\d+) 
 _OF_SERVICES = ("KUBE-SVC-", "KUBE-SVL-", "KUBE-EXT-", "KUBE-FW-", "REJECT", "DROP")
 
 
-def frontends(family: Family) -> list[Frontend]:
-    """Return the frontends that rules in the kernel match. Raises HostError, NoVariant."""
-    saved = Tables(family, find_variant()).chains()
+def frontends(family: Family, tables: Tables | None = None) -> list[Frontend]:
+    """Return the frontends that rules in the kernel match. *tables* as above. Raises HostError, NoVariant."""
+    if tables is None:
+        tables = Tables(family, find_variant())
+    # A legacy program reads a table as a whole.
+    ruleset = _OnDemand(tables) if tables.variant.nft else Ruleset(tables.chains())
     places = ((NAT, SERVICES), (NAT, NODE_PORTS), (FILTER, SERVICES), (FILTER, EXTERNAL_SERVICES))
     found: dict[Frontend, None] = {}
-    for rule in (rule for place in places for rule in saved.get(place, ())):
+    for rule in (rule for place in places for rule in ruleset.rules(*place)):
         match = _DIALLED.match(rule)
         if match and match[4].startswith(_OF_SERVICES):
             address = parse_address(match[1]) if match[1] else None
@@ -135,31 +139,29 @@ def follow(question: Question, walk: Walk) -> Fate:
     choices: dict[object, Choice] = {}
     ends = walk.through(NAT, "OUTPUT" if outgoing else "PREROUTING", Flight.of(question.packet))
     for end in ends:
-        last = _last(walk, end, outgoing=outgoing)
-        if last.outcome is not None:
-            return Fate(last.outcome, walk.reason)
-        flight = last.flight
+        flight = end.flight
+        outcome, masqueraded = end.outcome, False
+        if outcome is None:
+            to_node = walk.is_local(flight.destination)
+            chains = _chains_after(outgoing, to_node, flight.translated)
+            outcome, masqueraded = walk.onward(chains, flight)
+        if outcome is not None:
+            return Fate(outcome, walk.reason)
         if flight.translated:
-            known = choices.get(flight.where)
-            share = end.share + (known.share if known else 0.0)
-            choices[flight.where] = Choice(flight.where, share, flight.masqueraded)
+            where = flight.where
+            known = choices.get(where)
+            choices[where] = Choice(where, end.share + (known.share if known else 0.0), masqueraded)
     if choices:
         return Fate(Outcome.FORWARDED, walk.reason, tuple(choices.values()))
     return Fate(Outcome.UNTOUCHED, "no rule applies")
 
 
-def _last(walk: Walk, end: End, *, outgoing: bool) -> End:
-    """Follow one way through the filter table, and the nat table after it."""
-    to_node = walk.is_local(end.flight.destination)
-    hooks = ["OUTPUT"] if outgoing else [] if to_node else ["FORWARD"]
-    for hook in [*hooks, "INPUT"] if to_node else hooks:
-        for passed in walk.through(FILTER, hook, end.flight):
-            if passed.outcome is not None:
-                return passed
-            end = passed
-    for passed in walk.through(NAT, "POSTROUTING", end.flight) if end.flight.translated else ():
-        end = passed
-    return end
+@cache
+def _chains_after(outgoing: bool, to_node: bool, translated: bool) -> tuple[ChainKey, ...]:
+    """Return the built-in chains that follow the nat table's first one."""
+    last = ["INPUT"] if to_node else [] if outgoing else ["FORWARD"]
+    hooks = ["OUTPUT", *last] if outgoing else last
+    return *((FILTER, hook) for hook in hooks), *[(NAT, "POSTROUTING")] * translated
 
 
 def _deviation(question: Question) -> str:
