@@ -39,7 +39,7 @@ class _OfFamily:
 
     def __init__(self) -> None:
         self.slices: dict[ServiceName, dict[str, EndpointSlice]] = {}
-        self.changed: set[ServiceName] = set()
+        self.changed: dict[ServiceName, None] = {}
         self.named: list[str] = []
         self.pending_services = 0
         self.pending_slices = 0
@@ -133,10 +133,10 @@ class Store:
         """Return whether `take_changed` would return any Service."""
         return bool(self._families[family].changed)
 
-    def take_changed(self, family: Family) -> set[ServiceName]:
-        """Return the Services that may have changed in *family* since the last call."""
+    def take_changed(self, family: Family) -> dict[ServiceName, None]:
+        """Return the Services that may have changed in *family* since the last call, in that order."""
         state = self._families[family]
-        changed, state.changed = state.changed, set()
+        changed, state.changed = state.changed, {}
         state.pending_services = state.pending_slices = 0
         return changed
 
@@ -174,7 +174,7 @@ class Store:
         else:
             self.services[name] = service
         for state in self._families.values():
-            state.changed.add(name)
+            state.changed[name] = None
             state.note("Service", name, origin)
             state.pending_services += 1
 
@@ -191,7 +191,7 @@ class Store:
             return
         self._slices[piece.name] = piece
         state.slices.setdefault(piece.service, {})[piece.name.name] = piece
-        state.changed.add(piece.service)
+        state.changed[piece.service] = None
         state.note("EndpointSlice", piece.name, origin)
         state.pending_slices += 1
         if piece.trigger_time is not None and piece.trigger_time > self._started:
@@ -211,7 +211,7 @@ class Store:
         del of_service[piece.name.name]
         if not of_service:
             del state.slices[piece.service]
-        state.changed.add(piece.service)
+        state.changed[piece.service] = None
         state.note("EndpointSlice", piece.name, _DELETED)
         state.pending_slices += 1
         state.trigger_times.pop(piece.service, None)

@@ -72,7 +72,7 @@ class FamilyPlans:
         """Bring the plans up to date with the store. Return new frontend conflicts."""
         names = self._store.take_changed(self.family)
         if self._dirty:
-            names |= self._dirty
+            names |= dict.fromkeys(self._dirty)
             self._dirty = set()
         touched: set[ServiceName] = set()
         for name in names:
@@ -88,7 +88,7 @@ class FamilyPlans:
                         self._put(plan.key, None)
             if before or wanted:
                 touched |= self._claims.want(name, wanted)
-        for granted in map(self._claims.granted, (*names, *(touched - names))):
+        for granted in map(self._claims.granted, (*names, *touched.difference(names))):
             for plan in granted:
                 self._put(plan.key, plan)
         return self._claims.take_conflicts()

@@ -1,6 +1,6 @@
 """The elements that the kernel has acknowledged for one IP family, and the difference to the plans."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
 from typing import NamedTuple
@@ -67,8 +67,12 @@ class Applied:
     def elements(self) -> Iterator[Element]:
         """Yield every element that the kernel holds for service ports."""
         for one in self.held.values():
-            yield from elements(one.plan, enumerate(one.cluster), enumerate(one.local))
+            yield from held_elements(one)
         yield from self._counts
+
+    def shared(self) -> Iterable[Element]:
+        """Return the elements that several service ports may share."""
+        return self._counts
 
     def parts(self, size: int) -> Iterator[list[Element]]:
         """Yield the same elements in lists of about *size*, which hold all elements of a service port.
@@ -77,7 +81,7 @@ class Applied:
         """
         part: list[Element] = []
         for one in self.held.values():
-            part += elements(one.plan, enumerate(one.cluster), enumerate(one.local))
+            part += held_elements(one)
             if len(part) >= size:
                 yield part
                 part = []
@@ -135,6 +139,11 @@ class Applied:
                 self._counts.pop(element, None)
 
 
+def held_elements(held: Held) -> list[Element]:
+    """Return the elements that belong to this service port alone."""
+    return elements(held.plan, enumerate(held.cluster), enumerate(held.local))
+
+
 def hold(plan: ServicePlan, old: Held | None) -> Held:
     """Return *plan* with its endpoints at the indices that need the fewest writes."""
     if old is None:
@@ -174,9 +183,7 @@ def _differing(old: Held | None, new: Held | None) -> tuple[_Values, _Values]:
 
 
 def _values(held: Held | None) -> _Values:
-    if held is None:
-        return {}
-    return dict_of(elements(held.plan, enumerate(held.cluster), enumerate(held.local)))
+    return dict_of(held_elements(held)) if held is not None else {}
 
 
 def _frontend_fields(plan: ServicePlan) -> tuple[object, ...]:
@@ -216,11 +223,48 @@ def _compare(
     result.deletes += [(*at, value) for at, value in before.items() if at not in after]
 
 
-def compare_all(actual: Contents, *wanted: Iterable[Element]) -> tuple[list[Element], list[Element]]:
-    """Return the (deletes, adds) that turn *actual* into *wanted*. Consumes *actual*."""
+def hold_all(plans: Mapping[ServicePortKey, ServicePlan]) -> Applied:
+    """Return the state of a kernel that holds *plans*, each with its endpoints in their order."""
+    return Applied({key: hold(plan, None) for key, plan in plans.items()})
+
+
+def compare_all(
+    plans: Mapping[ServicePortKey, ServicePlan], others: Iterable[Element], actual: Contents
+) -> tuple[Applied, list[Element], list[Element]]:
+    """Return the state to write, and the (deletes, adds) that turn *actual* into it. Consumes *actual*.
+
+    *others* are elements that belong to no plan. Endpoints stay at the indices that they have in *actual*.
+    """
+    applied = hold_all(plans)
     deletes: list[Element] = []
     adds: list[Element] = []
-    for element in chain.from_iterable(wanted):
+    for key, held in applied.held.items():
+        wanted = held_elements(held)
+        if _take(wanted, actual):
+            continue
+        applied.held[key] = held = recover(held.plan, actual)
+        _replace(held_elements(held), actual, deletes, adds)
+    _replace(chain(applied.shared(), others), actual, deletes, adds)
+    for container, rest in actual.items():
+        deletes += [(container, key, None) for key in rest]
+    return applied, deletes, adds
+
+
+def _take(wanted: Sequence[Element], actual: Contents) -> bool:
+    """Remove *wanted* from *actual* if all are there, each with its value."""
+    for container, key, value in wanted:
+        if actual[container].get(key, _ABSENT) != value:
+            return False
+    for container, key, _ in wanted:
+        del actual[container][key]
+    return True
+
+
+def _replace(
+    wanted: Iterable[Element], actual: Contents, deletes: list[Element], adds: list[Element]
+) -> None:
+    """Remove the keys of *wanted* from *actual*. Append to *deletes* and *adds* where the values differ."""
+    for element in wanted:
         container, key, value = element
         have = actual[container].pop(key, _ABSENT)
         if have is _ABSENT:
@@ -228,16 +272,6 @@ def compare_all(actual: Contents, *wanted: Iterable[Element]) -> tuple[list[Elem
         elif have != value:
             deletes.append((container, key, value))
             adds.append(element)
-    for container, rest in actual.items():
-        deletes += [(container, key, None) for key in rest]
-    return deletes, adds
-
-
-def recover_all(plans: Mapping[ServicePortKey, ServicePlan], actual: Contents) -> dict[ServicePortKey, Held]:
-    """Return *plans* with their endpoints at the indices that they already have in the kernel."""
-    if not any(actual.values()):
-        return {key: hold(plan, None) for key, plan in plans.items()}
-    return {key: recover(plan, actual) for key, plan in plans.items()}
 
 
 def recover(plan: ServicePlan, actual: Contents) -> Held:

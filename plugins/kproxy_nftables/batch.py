@@ -157,12 +157,8 @@ def parse_elements(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, V
     for kind, list_start, list_end in attribute_spans(data, start, end):
         if kind != _LIST_ELEMENTS or list_start == list_end:
             continue
-        # The kernel writes most elements of a map alike, and there may be 100,000.
-        if alike := _alike(data, list_start, list_end):
-            yield from alike
-            continue
-        for _, element_start, element_end in attribute_spans(data, list_start, list_end):
-            yield _parse_element(data, element_start, element_end)
+        # The kernel writes most elements of a container alike, and there may be 100,000.
+        yield from _alike(data, list_start, list_end) or _with_keys_alike(data, list_start, list_end)
 
 
 def _alike(data: bytes, start: int, end: int) -> list[tuple[bytes, Value]]:
@@ -179,6 +175,25 @@ def _alike(data: bytes, start: int, end: int) -> list[tuple[bytes, Value]]:
             return []
         found.append((name, where))
     return found
+
+
+def _with_keys_alike(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, Value]]:
+    """Yield the elements of a list of verdicts, or of a set: these differ in keys, and share few values."""
+    key, _ = _parse_element(data, start + 4, start + _ATTRIBUTE.unpack_from(data, start)[0])
+    head = data[start + 4 : start + 12]
+    key_size = 12 + len(key)
+    for _, element, element_end in attribute_spans(data, start, end):
+        if data[element : element + 8] == head:
+            key_end = element + key_size - 4
+            yield data[element + 8 : key_end], _parse_rest(data[key_end:element_end])
+        else:
+            yield _parse_element(data, element, element_end)
+
+
+@lru_cache(maxsize=4096)
+def _parse_rest(data: bytes) -> Value:
+    """Return the value in the attributes that follow an element's key."""
+    return _parse_element(data, 0, len(data))[1]
 
 
 def _parse_element(data: bytes, start: int, end: int) -> tuple[bytes, Value]:

@@ -13,7 +13,7 @@ from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_nftables import names, skeleton
-from kproxy_nftables.applied import Applied, Contents, Difference, compare_all, recover_all
+from kproxy_nftables.applied import Applied, Contents, Difference, compare_all, hold_all
 from kproxy_nftables.batch import MOST_ELEMENTS
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.names import Template
@@ -112,18 +112,19 @@ class FamilyState:
             container: self._kernel.elements(self._family, container)
             for container in names.ELEMENT_CONTAINERS
         }
-        applied = Applied(recover_all(plans, actual))
         deletes: list[Element] = []
         adds: list[Element] = []
         operations = 0
         if any(actual.values()):
-            deletes, adds = compare_all(actual, applied.elements(), node_elements(node))
+            applied, deletes, adds = compare_all(plans, node_elements(node), actual)
         else:
+            applied = hold_all(plans)
             operations = self._fill(applied, node)
         del actual
         pinned: dict[str, frozenset[bytes]] = {}
         for plan in plans.values():
-            pinned |= affinity_maps(plan)
+            if plan.affinity_seconds:
+                pinned |= affinity_maps(plan)
         self._write(deletes, adds, pinned)
         self._applied, self._templates, self._node, self._stale = applied, templates, node, []
         self._sweep(wanted)

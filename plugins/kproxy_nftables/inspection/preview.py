@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from kproxy_core.backend.api import Preview, Update
 from kproxy_nftables import names, skeleton
-from kproxy_nftables.applied import Applied, Contents, compare_all, recover_all
+from kproxy_nftables.applied import Contents, compare_all
 from kproxy_nftables.family import object_names
 from kproxy_nftables.inspection.explain import listed_rules, written_rules
 from kproxy_nftables.inspection.render import elements_text
@@ -28,8 +28,7 @@ def preview(update: Update, extras: Extras) -> Preview:
         held = listed_rules(kernel.rules_text(family).splitlines())
         kinds = (kernel.chains, kernel.containers, kernel.flowtables)
         unwanted = [kind(family).difference(wanted) for kind in kinds]
-    applied = Applied(recover_all(plans, actual))
-    deletes, adds = compare_all(actual, applied.elements(), node_elements(node))
+    _, deletes, adds = compare_all(plans, node_elements(node), actual)
     rules = skeleton.rules_text(node, templates, plans.values(), extras)
     parts = ["" if _holds(held, written_rules(rules.splitlines())) else rules]
     keys = [(container, key, None) for container, key, _ in deletes]

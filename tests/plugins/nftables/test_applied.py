@@ -155,8 +155,7 @@ def test_any_path_ends_in_the_elements_of_a_full_sync(
 def test_comparing_with_the_kernel_finds_every_kind_of_difference() -> None:
     a, b, c = b"aaaa", b"bbbb", b"cccc"
     actual: Contents = {"vips": {a: "drop", b: "goto tcp-cluster-1"}, "node-ips": {c: None}}
-    deletes, adds = compare_all(
-        actual, [("vips", a, "goto tcp-cluster-2"), ("vips", c, "drop")], node_elements(NODE)
-    )
+    others = [("vips", a, "goto tcp-cluster-2"), ("vips", c, "drop"), *node_elements(NODE)]
+    _, deletes, adds = compare_all({}, others, actual)
     assert {e[:2] for e in deletes} == {("vips", a), ("vips", b), ("node-ips", c)}
     assert {e[:2] for e in adds} == {("vips", a), ("vips", c), ("node-ips", bytes([192, 0, 2, 1]))}
