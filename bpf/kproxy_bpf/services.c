@@ -19,6 +19,8 @@
 #define IPPROTO_UDP 17
 #define AF_INET 2
 #define AF_INET6 10
+#define SOL_SOCKET 1
+#define SO_MARK 36
 
 /* A helper that bcc 0.26 has no name for (linux/bpf.h). */
 #define netns_cookie(ctx) (((u64 (*)(void *))122)(ctx))
@@ -37,7 +39,8 @@ struct address { u64 half[2]; };
 struct client { u64 netns; u64 service; };
 struct pin { u64 seen; struct endpoint endpoint; };
 struct sockaddr;
-struct settings { u64 node_netns; u32 flags; u32 padding; };
+/* *mark*: of the node's own TCP sockets whose packets are not to be tracked; 0: none. */
+struct settings { u64 node_netns; u32 flags; u32 mark; };
 struct flow { struct frontend frontend; struct endpoint endpoint; };
 struct flows { struct flow flow[4]; u64 next; };
 
@@ -135,6 +138,12 @@ static __always_inline int redirect(struct bpf_sock_addr *ctx, const u64 *addres
 	return 1;
 }
 
+static __always_inline void set_mark(struct bpf_sock_addr *ctx, u32 mark)
+{
+	u64 value = join(mark, 0);
+	bpf_setsockopt(ctx, SOL_SOCKET, SO_MARK, &value, sizeof(mark));
+}
+
 /* Return a flow of *k*. The pointer is opaque: clang would merge branches into one with a computed offset. */
 static __always_inline struct flow *flow_at(struct flows *k, int n)
 {
@@ -159,6 +168,10 @@ static __always_inline int dial(struct bpf_sock_addr *ctx, u64 first, u64 second
 		return 1; /* Ping sockets and SCTP. */
 	if (!datagram && protocol == IPPROTO_UDP && !(set->flags & CONNECTED_UDP))
 		return 1;
+	/* Not a datagram's: the rules may translate its next one. Nor a pod's: its packets lose the mark on their way. */
+	bool may_mark = !datagram && protocol == IPPROTO_TCP && set->mark && netns_cookie(ctx) == set->node_netns;
+	if (may_mark && sk->mark == set->mark)
+		set_mark(ctx, 0); /* It was translated before, and now dials another address. */
 	if (set->flags & ONLY_NODE_CLIENTS && netns_cookie(ctx) != set->node_netns)
 		return 1;
 
@@ -260,6 +273,8 @@ chosen:
 			connected.update(&cookie, &to);
 		}
 	}
+	if (may_mark && !sk->mark)
+		set_mark(ctx, set->mark);
 	return redirect(ctx, to.endpoint.address, to.endpoint.port, v4);
 }
 

@@ -44,7 +44,7 @@ class EbpfBackend:
     def kproxy_begin(self) -> Generator[None, bool, bool]:
         """Check the base and the programs' requirements; start the compiler if needed. Raises Unsupported."""
         can_begin = yield
-        missing = lacking(self._settings)
+        missing = lacking(self._settings, self._families_served)
         if missing:
             raise Unsupported("; ".join(missing))
         try:
@@ -87,9 +87,9 @@ class EbpfBackend:
 
     @hookimpl(wrapper=True)
     def kproxy_render(self, update: api.Update) -> Generator[None, str, str]:
-        """Return the base's rules, and the maps as comments."""
+        """Return the base's rules and this mode's, and the maps as comments."""
         rules = yield
-        return rules + render_text(update)
+        return rules + render_text(update, self._settings.notrack_mark)
 
     @hookimpl(wrapper=True)
     def kproxy_preview(self, update: api.Update) -> Generator[None, api.Preview, api.Preview]:
@@ -150,7 +150,7 @@ class EbpfBackend:
             return None
         try:
             compiled = self._compilation.result()
-            kernel = Kernel(self._settings, counted=self._counted)
+            kernel = Kernel(self._settings, families=self._families_served, counted=self._counted)
             kernel.open(compiled)
         except (HostError, SyncFailed) as error:
             log.error("local sockets are left to the rules", extra={"fields": {"error": str(error)}})

@@ -15,7 +15,7 @@ _SERVICE = struct.Struct("=8sIIIxxxx")
 _ENDPOINT = struct.Struct("=16sQ")
 """Address; port, and is local << 16."""
 _NUMBER = struct.Struct("=Q")
-_SETTINGS = struct.Struct("=QIxxxx")
+_SETTINGS = struct.Struct("=QII")
 _NUMBERS = [_NUMBER.pack(number) for number in range(64)]
 _SERVICE_ID = 8
 """Bytes of a service's id."""
@@ -148,12 +148,12 @@ def cookie_key(cookie: int) -> bytes:
     return _NUMBER.pack(cookie)
 
 
-def settings_value(node_namespace: int, flags: int) -> bytes:
+def settings_value(node_namespace: int, flags: int, mark: int) -> bytes:
     """Return the settings that all programs read at each call.
 
-    *node_namespace*: the cookie of the node's network namespace.
+    *node_namespace*: the cookie of the node's network namespace. *mark*: `Settings.notrack_mark`.
     """
-    return _SETTINGS.pack(node_namespace, flags)
+    return _SETTINGS.pack(node_namespace, flags, mark)
 
 
 def _network(port: int) -> int:

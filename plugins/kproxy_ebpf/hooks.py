@@ -26,7 +26,7 @@ def kproxy_describe() -> Description:
 def kproxy_detect(settings: BackendSettings, trial: Trial | None, load_modules: bool) -> Detection:
     from kproxy_ebpf.questions.detect import detect
 
-    return detect(settings, trial)
+    return detect(settings, trial, load_modules=load_modules)
 
 
 @hookimpl
@@ -60,7 +60,8 @@ def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat
     from kproxy_ebpf.settings import read_settings
 
     options = read_settings(settings)
-    return tuple(caveats(update, clients=options.clients, whole_node=not options.cgroup))
+    notrack = bool(options.notrack_mark)
+    return tuple(caveats(update, clients=options.clients, whole_node=not options.cgroup, notrack=notrack))
 
 
 @hookimpl

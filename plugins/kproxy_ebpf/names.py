@@ -37,5 +37,8 @@ ATTACH_TYPES = {
 }  # fmt: skip
 """enum bpf_attach_type of each program."""
 
+NOTRACK_TABLE = "kproxy-notrack"
+"""The table of each IP family with the rules for option ``notrack``."""
+
 OBJECT_PREFIX = "kproxy_"
 """Of the names of programs and maps in the kernel's lists."""

@@ -7,6 +7,8 @@ from kproxy_core.backend.api import BackendSettings
 from kproxy_core.backend.errors import Unsupported
 
 DEFAULT_PIN_DIRECTORY = "/sys/fs/bpf/kproxy"
+_NOTRACK_BIT = 12
+"""Kubernetes uses bits 14 and 15, the plugin portmap 13, Cilium 8 to 11, Calico and Tailscale 16 to 31."""
 
 
 class Settings(NamedTuple):
@@ -21,6 +23,8 @@ class Settings(NamedTuple):
     """getpeername(2) of a TCP socket returns the address that was dialled."""
     connected_udp: bool = False
     """Translate connected UDP sockets too, and destroy those whose endpoint is removed."""
+    notrack_mark: int = 0
+    """Mark of the node's own TCP sockets, once translated, whose packets are not tracked; 0: track all."""
 
 
 def read_settings(settings: BackendSettings) -> Settings:
@@ -32,7 +36,19 @@ def read_settings(settings: BackendSettings) -> Settings:
         pin_directory=_path(options, "pinDirectory", DEFAULT_PIN_DIRECTORY),
         getpeername=_boolean(options, "getpeername", default=True),
         connected_udp=_choice(options, "connectedUdp", ("rules", "destroy")) == "destroy",
+        notrack_mark=_notrack_mark(settings),
     )
+
+
+def _notrack_mark(settings: BackendSettings) -> int:
+    bit = settings.options.get("notrackBit", _NOTRACK_BIT)
+    if not isinstance(bit, int) or isinstance(bit, bool) or not 0 <= bit <= 31:
+        raise _wrong("notrackBit", bit, "must be within 0 to 31")
+    if not _boolean(settings.options, "notrack", default=False):
+        return 0
+    if bit == settings.masquerade_bit:
+        raise _wrong("notrackBit", bit, "must differ from masqueradeBit")
+    return 1 << bit
 
 
 def _path(options: Mapping[str, object], name: str, default: str) -> str:

@@ -1,6 +1,8 @@
 """The cost of connect() and datagrams through a ClusterIP in ebpf mode, through its rules, and directly.
 
-    .venv/bin/python -m tests.bench.sockets [ROUNDS]
+    .venv/bin/python -m tests.bench.sockets [ROUNDS [notrack]]
+
+*notrack*: with that option of the mode. A mark of the client's own keeps the other ways tracked.
 
 As root. Makes two network namespaces and a cgroup, and removes them. All ways are measured in turn, in one
 thread: figures of separate runs differ by more than what is measured.
@@ -15,10 +17,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import yaml
 
@@ -56,19 +59,29 @@ def known_flow(client: socket.socket, address: str) -> None:
         datagram(client, address)
 
 
-WAYS = {"direct": (SERVER, False), "rules": (VIP, False), "ebpf": (VIP, True)}
+class Way(NamedTuple):
+    """A way to the server. *is_translated*: by programs."""
+
+    address: str
+    is_translated: bool
+    mark: int = 0
 
 
-def main(rounds: int) -> None:
+WAYS = {"direct": Way(SERVER, False), "rules": Way(VIP, False), "ebpf": Way(VIP, True)}
+WAYS_OF_NOTRACK = {"direct": Way(SERVER, False), "ebpf": Way(VIP, True, 7), "notrack": Way(VIP, True)}
+
+
+def main(rounds: int, *, notrack: bool) -> None:
     """Print a table of medians in microseconds, and ratios to the direct way."""
-    with _stage() as (client, cgroup):
+    ways = WAYS_OF_NOTRACK if notrack else WAYS
+    with _stage(notrack=notrack) as (client, cgroup):
         for what, kind, warm, operation, repeats in (
             ("TCP connect()", socket.SOCK_STREAM, None, connect, 1),
             ("TCP, established", socket.SOCK_STREAM, connect, exchange, 20),
             ("UDP, new socket", socket.SOCK_DGRAM, None, datagram, 1),
             ("UDP, known flow", socket.SOCK_DGRAM, datagram, known_flow, 20),
         ):
-            times = client.inside(partial(_rounds, rounds, cgroup, kind, operation, warm=warm))
+            times = client.inside(partial(_rounds, ways, rounds, cgroup, kind, operation, warm=warm))
             medians = {way: statistics.median(found) / repeats / 1000 for way, found in times.items()}
             direct = medians["direct"]
             row = "   ".join(f"{way} {us:6.2f} us ({us / direct:4.2f})" for way, us in medians.items())
@@ -76,20 +89,22 @@ def main(rounds: int) -> None:
 
 
 def _rounds(
-    rounds: int, cgroup: Path, kind: socket.SocketKind, operation: Operation,
+    ways: Mapping[str, Way], rounds: int, cgroup: Path, kind: socket.SocketKind, operation: Operation,
     *, warm: Operation | None,
 ) -> dict[str, list[int]]:
     """Return how many nanoseconds each operation took, by way."""
-    times: dict[str, list[int]] = {way: [] for way in WAYS}
+    times: dict[str, list[int]] = {way: [] for way in ways}
     thread = str(threading.get_native_id())
     for number in range(rounds):
         sockets = {}
-        for way, (_, inside) in WAYS.items():
-            (cgroup if inside else cgroup.parent).joinpath("cgroup.threads").write_text(thread)
+        for way, (_, is_translated, mark) in ways.items():
+            (cgroup if is_translated else cgroup.parent).joinpath("cgroup.threads").write_text(thread)
             sockets[way] = [socket.socket(socket.AF_INET, kind) for _ in range(BATCH)]
+            for made in sockets[way] if mark else ():
+                made.setsockopt(socket.SOL_SOCKET, socket.SO_MARK, mark)
         for at in range(BATCH):
-            for way in sorted(WAYS, reverse=bool((number + at) % 2)):
-                client, (address, _) = sockets[way][at], WAYS[way]
+            for way in sorted(ways, reverse=bool((number + at) % 2)):
+                client, address = sockets[way][at], ways[way].address
                 if warm is not None:
                     warm(client, address)
                 begun = time.perf_counter_ns()
@@ -100,7 +115,7 @@ def _rounds(
 
 
 @contextmanager
-def _stage() -> Iterator[tuple[Namespace, Path]]:
+def _stage(*, notrack: bool) -> Iterator[tuple[Namespace, Path]]:
     """Two namespaces, kproxy in ebpf mode in the client's, and the cgroup that it translates."""
     home = cgroup2_tree() / f"kpb-{os.getpid()}"
     cgroup = home / "node"
@@ -114,7 +129,7 @@ def _stage() -> Iterator[tuple[Namespace, Path]]:
                       f"route add default via {SERVER}")  # fmt: skip
             server.ip(f"address add {SERVER}/24 dev eth0", "link set eth0 up")
             server.inside(_serve)
-            with _proxy(client, Path(directory), cgroup):
+            with _proxy(client, Path(directory), {"cgroup": str(cgroup), "notrack": notrack}):
                 yield client, cgroup
     finally:
         (cgroup2_tree() / "cgroup.procs").write_text(str(os.getpid()))
@@ -145,7 +160,7 @@ def _serve() -> None:
 
 
 @contextmanager
-def _proxy(client: Namespace, directory: Path, cgroup: Path) -> Iterator[None]:
+def _proxy(client: Namespace, directory: Path, options: Mapping[str, object]) -> Iterator[None]:
     ports = [("tcp", "TCP"), ("udp", "UDP")]
     objects = [
         {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "node1"},
@@ -166,7 +181,7 @@ def _proxy(client: Namespace, directory: Path, cgroup: Path) -> Iterator[None]:
     config = directory / "config.yaml"
     config.write_text(yaml.safe_dump({
         "apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration",
-        "clusterCIDR": "10.244.0.0/16", "kproxy": {"backendOptions": {"ebpf": {"cgroup": str(cgroup)}}},
+        "clusterCIDR": "10.244.0.0/16", "kproxy": {"backendOptions": {"ebpf": dict(options)}},
     }))  # fmt: skip
     kproxy = str(Path(sys.executable).with_name("kproxy"))
     process = subprocess.Popen([
@@ -191,4 +206,4 @@ def _is_ready() -> bool:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 40)
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 40, notrack=sys.argv[2:] == ["notrack"])

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
+from typing import Protocol as TypingProtocol
 
 from kproxy_core.backend.api import KernelObject, KernelSide, Question
-from kproxy_core.model.address import format_socket
+from kproxy_core.model.address import Protocol, format_socket
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome, Packet
 from kproxy_ebpf import batch, names
@@ -13,7 +14,7 @@ from kproxy_ebpf.settings import Settings
 from kproxy_ebpf.wanted import Group, only_node_clients, wanted
 
 
-class Maps(Protocol):
+class Maps(TypingProtocol):
     def find(self, name: str, key: bytes) -> bytes | None:
         """Return the value of one element; None: it does not exist."""
 
@@ -43,7 +44,11 @@ def _in_front(question: Question, side: KernelSide, settings: Settings, maps: Ma
     if pod and found.masquerades_pods and settings.clients != "all":
         return side
     fate = Fate(Outcome.FORWARDED, "a BPF program chooses when a socket connects", found.choices)
-    return replace(side, objects=(*found.objects, *side.objects), fate=fate, remembered=found.remembered)
+    objects = [*found.objects, *side.objects]
+    if settings.notrack_mark and not pod and question.packet.protocol is Protocol.TCP:
+        table = f"table {question.packet.family.ip} {names.NOTRACK_TABLE}"
+        objects.append(KernelObject(table, f"meta mark {settings.notrack_mark:#010x} notrack"))
+    return replace(side, objects=tuple(objects), fate=fate, remembered=found.remembered)
 
 
 def _may_translate(question: Question, settings: Settings) -> bool:

@@ -6,7 +6,7 @@ import os
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from kproxy_ebpf import batch, names
 from kproxy_ebpf.applied import Contents, Difference
 from kproxy_ebpf.kernel import bpf, mounts
 from kproxy_ebpf.kernel.connected import destroy_connected_sockets
+from kproxy_ebpf.kernel.notrack import NotrackTables
 from kproxy_ebpf.kernel.programs import Compiled
 from kproxy_ebpf.settings import Settings
 from kproxy_ebpf.wanted import only_node_clients
@@ -37,7 +38,9 @@ _FAMILY_OF_KEY: dict[str, Callable[[bytes], Family]] = {
 class Kernel:
     """The mode's maps, programs and links. `open` first; then all methods may be called from any thread."""
 
-    def __init__(self, settings: Settings, *, counted: bool = False) -> None:
+    def __init__(
+        self, settings: Settings, *, families: Sequence[Family] = tuple(Family), counted: bool = False
+    ) -> None:
         """*counted*: programs count connections."""
         self._settings = settings
         self._counted = counted
@@ -54,6 +57,7 @@ class Kernel:
         self._cgroup_id = 0
         self.attachments = 0
         """How often `attach` has succeeded: a problem seen since then is a new one."""
+        self._notrack = NotrackTables(families, settings.notrack_mark)
         self._connected_udp = settings.connected_udp
         if problem := udp_destruction_problem() if settings.connected_udp else "":
             log.warning("connected UDP sockets are left to the rules", extra={"fields": {"error": problem}})
@@ -88,7 +92,7 @@ class Kernel:
             | batch.IGNORE_MASQUERADE * (settings.clients == "all")
             | batch.COUNT_CONNECTIONS * self._counted
         )
-        value = batch.settings_value(self._namespace, flags)
+        value = batch.settings_value(self._namespace, flags, settings.notrack_mark)
         if value != self._settings_written:
             with self._lock, _reporting():
                 bpf.update(self._maps[names.SETTINGS], bytes(4), value)
@@ -157,6 +161,7 @@ class Kernel:
         assert compiled is not None
         with self._lock, _reporting():
             self._make_directories(compiled)
+            self._notrack.write()
             for name, descriptor in self._maps.items():
                 if not (pin := self._maps_directory(compiled) / name).exists():
                     bpf.pin(descriptor, str(pin))
@@ -183,6 +188,7 @@ class Kernel:
                 for name in self._maps:
                     if not (self._maps_directory(self._compiled) / name).exists():
                         return f"the pin of the BPF map {name} was removed"
+                return self._notrack.problem()
         return ""
 
     def close(self) -> None:

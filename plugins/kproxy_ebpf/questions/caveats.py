@@ -8,7 +8,7 @@ from kproxy_core.model.address import Family, format_address
 from kproxy_ebpf.wanted import only_node_clients, wanted
 
 
-def caveats(update: Update, *, clients: str, whole_node: bool) -> Iterator[Caveat]:
+def caveats(update: Update, *, clients: str, whole_node: bool, notrack: bool = False) -> Iterator[Caveat]:
     """Yield the deviations of connect-time translation. *whole_node*: every cgroup is covered."""
     plans = [plan for plan in sorted_plans(update) if any(True for _ in wanted(plan))]
     if not plans:
@@ -22,6 +22,8 @@ def caveats(update: Update, *, clients: str, whole_node: bool) -> Iterator[Cavea
             yield Caveat(
                 "containers of this machine that are not of this cluster are translated too", lost=False
             )
+    if notrack:
+        yield Caveat("rules that match conntrack states do not recognise replies to this node", lost=False)
     for plan in plans:
         if plan.affinity_seconds:
             yield Caveat("session affinity tells clients apart by network namespace, not by address",

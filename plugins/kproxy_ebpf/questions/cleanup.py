@@ -1,4 +1,4 @@
-"""Removes the mode's links, programs and maps of this network namespace."""
+"""Removes the mode's links, programs, maps and tables of this network namespace."""
 
 import shutil
 from pathlib import Path
@@ -6,17 +6,19 @@ from pathlib import Path
 from kproxy_core.backend.api import BackendSettings, Leftovers
 from kproxy_core.backend.errors import BackendError
 from kproxy_ebpf import names
+from kproxy_ebpf.kernel.notrack import delete_tables
 from kproxy_ebpf.kernel.port import detach_pins, namespace_cookie
 from kproxy_ebpf.settings import read_settings
 
 
 def cleanup(settings: BackendSettings, *, dry_run: bool) -> Leftovers:
-    """Detach all programs and remove all pins, or say what would be removed."""
+    """Detach all programs and remove all pins and tables, or say what would be removed."""
     try:
         home = pin_directory(settings)
+        removed = delete_tables(dry_run=dry_run)
         if not home.exists():
-            return Leftovers(names.MODE)
-        removed = [f"BPF pin {path}" for path in sorted(home.rglob("*")) if path.is_file()]
+            return Leftovers(names.MODE, tuple(removed))
+        removed += [f"BPF pin {path}" for path in sorted(home.rglob("*")) if path.is_file()]
         if not dry_run:
             detach_pins(home / "links", names.ON_THE_WAY_OUT + names.ON_THE_WAY_BACK)
             shutil.rmtree(home)

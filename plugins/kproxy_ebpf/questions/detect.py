@@ -3,18 +3,22 @@
 import errno
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from kproxy_core.backend.api import BackendSettings, Detection, Requirement, Trial
 from kproxy_core.backend.errors import BackendError
 from kproxy_core.host import privileges
+from kproxy_core.host.attempts import Attempts
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.modules import kernel_version
+from kproxy_core.host.modules import Modules, kernel_version
 from kproxy_core.host.netlink.udp_sockets import udp_destruction_problem
+from kproxy_core.model.address import Family
 from kproxy_ebpf import names
 from kproxy_ebpf.kernel import bpf, mounts
+from kproxy_ebpf.kernel.notrack import refusal
 from kproxy_ebpf.kernel.port import namespace_cookie
 from kproxy_ebpf.kernel.programs import BCC_REMEDY, Compilation, has_compiler
 from kproxy_ebpf.settings import Settings, read_settings
@@ -29,21 +33,22 @@ _ACCEPT = struct.pack("=BBhi", 0xB7, 0, 0, 1) + struct.pack("=BBhi", 0x95, 0, 0,
 """``r0 = 1; exit``"""
 
 
-def detect(settings: BackendSettings, trial: Trial | None) -> Detection:
+def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool) -> Detection:
     """Try bpf(2), maps, cgroup, BPF file system and compiler; attach programs only in a *trial*."""
     options = read_settings(settings)
-    requirements = [*_quick(options)]
+    requirements = [*_quick(options, settings.families, load_modules=load_modules)]
     if trial is not None:
         requirements.append(_attach(options))
     return Detection(names.MODE, tuple(requirements))
 
 
-def lacking(options: Settings) -> list[str]:
+def lacking(options: Settings, families: Sequence[Family] = tuple(Family)) -> list[str]:
     """Return the missing requirements, as far as they can be found out in milliseconds."""
-    return [f"{r.what}: {r.found}. {r.remedy}".rstrip() for r in _quick(options) if not r.met]
+    found = _quick(options, families, load_modules=True)
+    return [f"{r.what}: {r.found}. {r.remedy}".rstrip() for r in found if not r.met]
 
 
-def _quick(options: Settings) -> Iterator[Requirement]:
+def _quick(options: Settings, families: Sequence[Family], *, load_modules: bool) -> Iterator[Requirement]:
     yield _tried("bpf(2)", lambda: os.close(bpf.create_map("kproxy_probe", _ARRAY)), "works")
     yield _tried("BPF socket storage and LRU maps", _make_maps, f"work (Linux {_version()})",
                  "use Linux 5.8 or newer")  # fmt: skip
@@ -60,6 +65,10 @@ def _quick(options: Settings) -> Iterator[Requirement]:
         problem = udp_destruction_problem()
         found = f"{problem}: connected UDP sockets are left to the rules" if problem else "works"
         yield Requirement("destruction of UDP sockets", True, found)
+    if options.notrack_mark:
+        attempts = Attempts(Modules(), why_not="", load_modules=load_modules)
+        modules = ("nft_socket", *(f"nf_socket_{family.label.lower()}" for family in families))
+        yield attempts.attempt("match of a packet's socket in nf_tables", modules, partial(refusal, families))
 
 
 def _pin_directory(directory: str) -> Requirement:

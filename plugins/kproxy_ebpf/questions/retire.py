@@ -6,6 +6,7 @@ from collections.abc import Callable
 from kproxy_core.backend.api import BackendSettings, Leftovers
 from kproxy_core.backend.errors import BackendError
 from kproxy_ebpf import names
+from kproxy_ebpf.kernel.notrack import delete_tables
 from kproxy_ebpf.kernel.port import detach_pins, forget_connections
 from kproxy_ebpf.questions.cleanup import pin_directory
 
@@ -19,17 +20,16 @@ _since: dict[str, float] = {}
 def retire(settings: BackendSettings, clock: Callable[[], float] = time.monotonic) -> Leftovers:
     """Stop choosing endpoints at once; keep translating replies for a while.
 
-    Established TCP connections need nothing of this mode.
+    Established TCP connections need nothing of this mode; those that were not tracked are from now on.
     """
     try:
         home = pin_directory(settings)
-        if not home.exists():
-            return Leftovers(names.MODE)
-        removed = detach_pins(home / "links", names.ON_THE_WAY_OUT)
-        if removed:
+        pins = detach_pins(home / "links", names.ON_THE_WAY_OUT)
+        tables = delete_tables()
+        if pins:
             _since[str(home)] = clock()
             forget_connections(home)
     except (OSError, BackendError) as error:
         return Leftovers(names.MODE, errors=(str(error),))
     waiting = clock() - _since.get(str(home), -GRACE) < GRACE
-    return Leftovers(names.MODE, tuple(f"BPF pin {path}" for path in removed), waiting=int(waiting))
+    return Leftovers(names.MODE, (*(f"BPF pin {path}" for path in pins), *tables), waiting=int(waiting))

@@ -42,6 +42,7 @@ class Node:
         self.pins = stack.enter_context(new_bpf_file_system(directory / "bpf")) / "kproxy"
         self.host, self.pod, self.elsewhere = (stack.enter_context(namespace()) for _ in range(3))
         _connect(self.host, self.pod, self.elsewhere)
+        self.config = directory / "config.json"
         self.manifests = directory / "manifests"
         self.manifests.mkdir()
         self._write("node", {
@@ -61,16 +62,15 @@ class Node:
         kproxy: Mapping[str, object] = {},
     ) -> Iterator[Proxy]:  # fmt: skip
         """Start a kproxy, ready to serve, with *options* of the mode, its own and other *settings*."""
-        config = self._directory / "config.json"
         backends = {"ebpf": {"cgroup": str(self.cgroup), "pinDirectory": str(self.pins), **options}}
         state = str(self._directory / "state")
-        config.write_text(json.dumps({
+        self.config.write_text(json.dumps({
             "apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration",
             "mode": "ebpf", "clusterCIDR": "10.244.0.0/16,fd00:244::/32", "conntrack": {"maxPerCore": 0},
             "kproxy": {"stateDirectory": state, "backendOptions": backends, **kproxy},
             **settings,
         }))  # fmt: skip
-        command = ["ip", "netns", "exec", self.host.name, KPROXY, "--config", str(config),
+        command = ["ip", "netns", "exec", self.host.name, KPROXY, "--config", str(self.config),
                    "--manifests", str(self.manifests), "--hostname-override", "here"]  # fmt: skip
         with started(self.host, inside(self.cgroup, command)) as proxy:
             proxy.await_health()

@@ -4,16 +4,20 @@ import os
 import struct
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from kproxy_core.backend.api import BackendSettings, Detection
+from kproxy_core.backend.errors import Unsupported
+from kproxy_core.host.modules import Modules
 from kproxy_core.model.address import Family
 from kproxy_ebpf import names
 from kproxy_ebpf.kernel import bpf
-from kproxy_ebpf.questions.detect import detect
-from kproxy_ebpf.settings import Settings
+from kproxy_ebpf.questions import detect as questions
+from kproxy_ebpf.questions.detect import detect, lacking
+from kproxy_ebpf.settings import Settings, read_settings
 
 _PROG_ATTACH = 8
 _ACCEPT = struct.pack("=BBhi", 0xB7, 0, 0, 1) + struct.pack("=BBhi", 0x95, 0, 0, 0)
@@ -32,7 +36,7 @@ class _Trial:
 
 def probe(settings: Settings) -> Detection:
     options = {"cgroup": settings.cgroup, "pinDirectory": settings.pin_directory}
-    return detect(BackendSettings((Family.IPV4,), options=options), _Trial())
+    return detect(BackendSettings((Family.IPV4,), options=options), _Trial(), load_modules=False)
 
 
 def unmet(found: Detection) -> list[str]:
@@ -81,6 +85,36 @@ def test_a_directory_outside_of_bpf_file_systems_is_named(settings: Settings) ->
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert "BPF file system: /proc is not one. mount -t bpf bpf /proc" in done.stdout
+
+
+def test_notrack_is_tried_and_a_kernel_without_its_match_is_told_the_module(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = settings._replace(notrack_mark=1 << 12)
+    assert lacking(wanted, [Family.IPV4]) == []
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/modules").touch()
+    (tmp_path / "lib/modules/6.1").mkdir(parents=True)
+    monkeypatch.setattr(questions, "Modules", lambda: Modules(root=tmp_path, release="6.1"))
+    monkeypatch.setattr(questions, "refusal", lambda _: "Error: Could not process rule")
+    assert lacking(wanted, [Family.IPV4]) == [
+        "match of a packet's socket in nf_tables: Error: Could not process rule. "
+        "modprobe nft_socket, or use a kernel with CONFIG_NFT_SOCKET; "
+        "modprobe nf_socket_ipv4, or use a kernel with CONFIG_NF_SOCKET_IPV4"
+    ]
+    assert lacking(settings) == []
+
+
+@pytest.mark.parametrize(("options", "problem"), [
+    ({"notrack": "yes"}, "ebpf.notrack: 'yes': must be true or false"),
+    ({"notrackBit": 32}, "ebpf.notrackBit: 32: must be within 0 to 31"),
+    ({"notrackBit": True}, "ebpf.notrackBit: True: must be within 0 to 31"),
+    ({"notrack": True, "notrackBit": 14}, "ebpf.notrackBit: 14: must differ from masqueradeBit"),
+])  # fmt: skip
+def test_a_wrong_option_is_named(options: Mapping[str, object], problem: str) -> None:
+    with pytest.raises(Unsupported) as error:
+        read_settings(BackendSettings((Family.IPV4,), options=options))
+    assert str(error.value) == problem
 
 
 @pytest.mark.parametrize(("allowed", "missing"), [

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kproxy_core.backend.api import KernelSide
-from kproxy_core.model.address import Family
+from kproxy_core.backend.api import KernelObject, KernelSide
+from kproxy_core.model.address import Family, Protocol
 from kproxy_core.plan.fate import Origin, Outcome
 from kproxy_core.testing.builders import full_update
 from kproxy_core.testing.conformance.features import ADDRESSES, everything
@@ -45,6 +45,19 @@ def test_maps_and_rules_decide_together_as_the_plans_say(
                 assert agrees(question, side), (question, side)
             by_maps = [q.packet.origin for q, side in zip(asked, sides, strict=True) if side.objects]
             assert set(by_maps) == {Origin.POD, Origin.NODE}
+
+
+@FAMILIES
+def test_connections_of_the_node_that_are_not_tracked_meet_a_rule(family: Family) -> None:
+    asked = questions(family)
+    rules = [KernelSide((), decided(question)) for question in asked]
+    sides = explain(asked, rules, Settings(notrack_mark=1 << 12), None)
+    untracked = {
+        (question.packet.origin, question.packet.protocol)
+        for question, side in zip(asked, sides, strict=True)
+        if KernelObject(f"table {family.ip} kproxy-notrack", "meta mark 0x00001000 notrack") in side.objects
+    }
+    assert untracked == {(Origin.NODE, Protocol.TCP)}
 
 
 @pytest.mark.parametrize("family", [Family.IPV4])

@@ -4,6 +4,7 @@ import errno
 import itertools
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -28,7 +29,9 @@ from kproxy_ebpf.questions.cleanup import cleanup
 from kproxy_ebpf.questions.detect import lacking
 from kproxy_ebpf.questions.retire import GRACE, retire
 from kproxy_ebpf.settings import Settings
+from tests.core.namespaces import namespace
 from tests.plugins.ebpf.node import until
+from tests.plugins.ebpf.sockets import sockets_in
 
 V4 = Family.IPV4
 NODE = node_view("node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1")
@@ -228,6 +231,34 @@ def test_retiring_detaches_at_once_and_translates_late_replies(
     assert {name for name, count in attached(settings).items() if count} == set(names.ON_THE_WAY_BACK)
     now += GRACE
     assert retire(backend_settings(settings), lambda: now).waiting == 0
+
+
+def test_sockets_of_the_node_are_marked_for_rules_that_a_clean_up_removes(
+    settings: Settings, compiled: Compiled
+) -> None:
+    marking = settings._replace(notrack_mark=1 << 12)
+
+    def program() -> None:
+        kernel = Kernel(marking, families=[V4])
+        kernel.open(compiled)
+        sync(kernel)
+        kernel.attach()
+        assert kernel.problem() == ""
+        kernel.close()
+
+    with namespace() as node:
+        node.ip("route add default dev lo")
+        node.inside(program)
+        with sockets_in(node, Path(settings.cgroup)) as sockets:
+            for address, mark in (("10.96.0.1", 1 << 12), ("10.244.2.1", 0)):
+                with sockets.open(socket.AF_INET, socket.SOCK_STREAM) as client:
+                    client.setblocking(False)
+                    assert client.connect_ex((address, 80)) == errno.EINPROGRESS
+                    assert client.getsockopt(socket.SOL_SOCKET, socket.SO_MARK) == mark
+        assert node.run("nft", "list", "tables").strip() == "table ip kproxy-notrack"
+        removed = node.inside(partial(cleanup, backend_settings(settings), dry_run=False)).removed
+        assert "table ip kproxy-notrack" in removed
+        assert node.run("nft", "list", "tables") == ""
 
 
 @pytest.mark.parametrize(("problem", "translated"), [("", True), ("no CONFIG_INET_DIAG_DESTROY", False)])

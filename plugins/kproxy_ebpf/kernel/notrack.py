@@ -1,0 +1,91 @@
+"""The tables of option ``notrack`` in the kernel, one for each IP family."""
+
+from collections.abc import Sequence
+
+from kproxy_core.backend.errors import SyncFailed
+from kproxy_core.host import programs
+from kproxy_core.host.errors import HostError
+from kproxy_core.host.netlink import nf_tables
+from kproxy_core.host.netlink.messages import NETLINK_NETFILTER, NFGENMSG, Span, text_attribute
+from kproxy_core.host.netlink.sockets import NetlinkSocket
+from kproxy_core.model.address import Family
+from kproxy_ebpf.names import NOTRACK_TABLE
+from kproxy_ebpf.skeleton import notrack_rules
+
+_GETTABLE, _GETRULE = nf_tables.KIND | 1, nf_tables.KIND | 7
+_TABLE_NAME = 1
+
+
+class NotrackTables:
+    """The tables of *families* for packets with *mark*; with mark 0 there are none."""
+
+    def __init__(self, families: Sequence[Family], mark: int) -> None:
+        self._families = families
+        self._mark = mark
+        self._written: list[bytes] = []
+        """Tables and rules with their handles, as the kernel had them after the last `write`."""
+
+    def write(self) -> None:
+        """Create or replace the tables, or delete those of an earlier process.
+
+        Raises SyncFailed, OSError.
+        """
+        if not self._mark:
+            delete_tables()
+            return
+        _run("".join(notrack_rules(family, self._mark) for family in self._families))
+        self._written = self._present()
+
+    def problem(self) -> str:
+        """Return the damage since `write`; "" if there is none."""
+        try:
+            is_intact = self._present() == self._written
+        except OSError as error:
+            return f"table {NOTRACK_TABLE} cannot be read: {error.strerror}"
+        return "" if is_intact else f"table {NOTRACK_TABLE} was changed or deleted"
+
+    def _present(self) -> list[bytes]:
+        """Return the tables and rules as the kernel lists them. Raises OSError."""
+        found: list[Span] = []
+        for family in self._families if self._mark else ():
+            with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
+                found += sock.request(_GETTABLE, 0, _table(family))
+                found += sock.dump(_GETRULE, _table(family), list)
+        return [data[start + NFGENMSG.size : end] for data, start, end in found]
+
+
+def refusal(families: Sequence[Family]) -> str:
+    """Return why the kernel or nft refuses the rules; "" if they would work. Changes nothing."""
+    try:
+        _run("".join(notrack_rules(family, 1) for family in families), "--check")
+    except SyncFailed as error:
+        return str(error)
+    return ""
+
+
+def delete_tables(*, dry_run: bool = False) -> list[str]:
+    """Delete the tables of both families, and return their names. Raises SyncFailed."""
+    found = [f"{family.ip} {NOTRACK_TABLE}" for family in Family if _exists(family)]
+    if found and not dry_run:
+        _run("".join(f"delete table {table}\n" for table in found))
+    return [f"table {table}" for table in found]
+
+
+def _exists(family: Family) -> bool:
+    """Return whether the kernel has the table. False where it cannot be asked."""
+    try:
+        with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
+            return bool(sock.request(_GETTABLE, 0, _table(family)))
+    except OSError:
+        return False
+
+
+def _table(family: Family) -> bytes:
+    return nf_tables.payload(family, text_attribute(_TABLE_NAME, NOTRACK_TABLE))
+
+
+def _run(commands: str, *options: str) -> None:
+    try:
+        programs.output("nft", *options, "-f", "-", stdin=commands)
+    except HostError as error:
+        raise SyncFailed(str(error)) from error
