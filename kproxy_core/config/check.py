@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kproxy_core.config.duration import Duration
 from kproxy_core.config.file import KubeProxyConfiguration, Logging, Problem
 from kproxy_core.model.address import parse_cidr
+from kproxy_core.model.duration import Duration
 
 
 class Gate(NamedTuple):

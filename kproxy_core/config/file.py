@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 
-from kproxy_core.config.duration import DefaultDuration, Duration, NumberOrDuration, duration_from
+from kproxy_core.model.duration import DefaultDuration, Duration, NumberOrDuration, duration_from
 
 API_VERSION = "kubeproxy.config.k8s.io/v1alpha1"
 KIND = "KubeProxyConfiguration"

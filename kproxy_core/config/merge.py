@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kproxy_core.config.duration import DefaultDuration, duration_from
 from kproxy_core.config.file import FileConfig, Ipvs, KubeProxyConfiguration, Problem, VModule
 from kproxy_core.config.flags import FLAGS, Flag, Flags, truth
+from kproxy_core.model.duration import DefaultDuration, duration_from
 
 
 @dataclass(slots=True)

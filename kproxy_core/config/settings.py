@@ -9,7 +9,6 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from kproxy_core.config.check import OUTSIDE_SECTIONS, field_at, gates_in_effect, notices_about, problems_of
-from kproxy_core.config.duration import DefaultDuration
 from kproxy_core.config.file import (
     ClientConnection,
     ConfigError,
@@ -22,6 +21,7 @@ from kproxy_core.config.file import (
 from kproxy_core.config.flags import Flags
 from kproxy_core.config.merge import merge
 from kproxy_core.model.address import Address, Cidr, format_socket, parse_address, parse_cidr
+from kproxy_core.model.duration import DefaultDuration
 from kproxy_core.model.node import NodePortAddresses
 
 _OF_INTERFACES = re.compile(r"""(?:(?![/:*"\\])[!-~])+""")

@@ -4,10 +4,10 @@ from typing import Any
 
 import msgspec
 
-from kproxy_core.config.duration import Duration
 from kproxy_core.config.file import API_VERSION, KIND, Kproxy, KubeProxyConfiguration
 from kproxy_core.config.flags import FLAGS, Flags
 from kproxy_core.config.settings import Config
+from kproxy_core.model.duration import Duration
 
 _LEFT_OUT_IF_EMPTY = frozenset({"featureGates", "splitStream", "vmodule", "windowsRunAsService"})
 _SECTIONS = ("iptables", "ipvs", "nftables")

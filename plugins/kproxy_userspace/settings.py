@@ -2,19 +2,18 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 from kproxy_core.backend.api import BackendSettings
 from kproxy_core.backend.errors import Unsupported
 from kproxy_core.model.address import Address, Family, is_loopback, parse_address
+from kproxy_core.model.duration import Duration
 from kproxy_userspace.worker.wire import WorkerSettings
 
 FOREVER = -1.0
 
 _RANGE = re.compile(r"(\d{1,5})(?:([-+])(\d{1,5}))?")
-_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
-_DURATION = re.compile(f"({_PART.pattern})+")
-_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class Settings(NamedTuple):
@@ -126,11 +125,12 @@ def _duration(options: Mapping[str, object], name: str, default: float) -> float
     value = options.get(name)
     if value is None:
         return default
+    seconds = 0.0
     if isinstance(value, int | float) and not isinstance(value, bool):
         seconds = float(value)
-    else:
-        parts = _PART.findall(str(value)) if _DURATION.fullmatch(str(value)) else ()
-        seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
+    elif isinstance(value, str):
+        with suppress(ValueError):
+            seconds = Duration.parse(value)
     if seconds <= 0:
         raise _wrong(name, value, "must be a duration greater than 0, such as 250ms or 30s")
     return seconds

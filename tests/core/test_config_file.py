@@ -8,7 +8,6 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy_core.config.duration import Duration
 from kproxy_core.config.file import (
     API_VERSION,
     ConfigError,
@@ -20,6 +19,7 @@ from kproxy_core.config.file import (
 )
 from kproxy_core.config.flags import Flags
 from kproxy_core.config.settings import resolve
+from kproxy_core.model.duration import Duration
 from tests.core.golden import golden
 
 HEAD = f"apiVersion: {API_VERSION}\nkind: KubeProxyConfiguration\n"
