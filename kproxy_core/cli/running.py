@@ -123,18 +123,20 @@ def prepare(flags: Flags) -> tuple[Config, Registry, Configuration]:
 @contextmanager
 def cli_errors(status: int = 1) -> Iterator[None]:
     """Turn expected errors into one line and *status*. Any other exception is a bug and is shown as one."""
-    from kproxy_core.backend.errors import BackendError
-    from kproxy_core.config.file import ConfigError
-    from kproxy_core.explain.request import NoAnswer
-    from kproxy_core.host.errors import HostError
-    from kproxy_core.modes.control import NoProxy, RequestRefused
-    from kproxy_core.process.terms import StartFailed
-
     try:
         yield
-    except (
-        BackendError, ConfigError, HostError, NoAnswer, NoProxy, RequestRefused, StartFailed
-    ) as error:
+    except Exception as error:
+        # Imported only now: a third of the time that a command takes which asks the running proxy.
+        from kproxy_core.backend.errors import BackendError
+        from kproxy_core.config.file import ConfigError
+        from kproxy_core.explain.request import NoAnswer
+        from kproxy_core.host.errors import HostError
+        from kproxy_core.modes.control import NoProxy, RequestRefused
+        from kproxy_core.process.terms import StartFailed
+
+        expected = (BackendError, ConfigError, HostError, NoAnswer, NoProxy, RequestRefused, StartFailed)
+        if not isinstance(error, expected):
+            raise
         lines = error.problems if isinstance(error, ConfigError) else [error]
         failure = click.ClickException("\n".join(map(str, lines)))
         failure.exit_code = status  # type: ignore[misc]  # a class variable by its stub; click asks the object
