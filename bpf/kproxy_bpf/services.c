@@ -43,6 +43,8 @@ struct sockaddr;
 struct settings { u64 node_netns; u32 flags; u32 mark; };
 struct flow { struct frontend frontend; struct endpoint endpoint; };
 struct flows { struct flow flow[4]; u64 next; };
+/* Connections, and those of them that failed. */
+struct counts { u64 made; u64 refused; u64 unanswered; u64 reset; };
 
 #define ONLY_NODE_CLIENTS 1
 #define KEEP_PEER 2
@@ -72,7 +74,7 @@ BPF_TABLE("lru_hash", struct client, u64, hairpins, 16384);
 /* Connected UDP sockets by cookie: they are destroyed when their endpoint is removed. */
 BPF_TABLE("lru_hash", u64, struct member, connected, 16384);
 /* New connections and flows by frontend and endpoint. */
-BPF_TABLE("lru_hash", struct flow, u64, connections, 32768);
+BPF_TABLE("lru_hash", struct flow, struct counts, connections, 32768);
 BPF_ARRAY(settings, struct settings, 1);
 /* Sockets that send datagrams to several destinations, and connected sockets. */
 BPF_SK_STORAGE(kept, struct flows);
@@ -246,10 +248,10 @@ chosen:
 	}
 	struct flow kept_flow = { f, to.endpoint };
 	if (set->flags & COUNT_CONNECTIONS) {
-		u64 none = 0;
-		u64 *number = connections.lookup_or_try_init(&kept_flow, &none);
+		struct counts none = {};
+		struct counts *number = connections.lookup_or_try_init(&kept_flow, &none);
 		if (number)
-			lock_xadd(number, 1);
+			lock_xadd(&number->made, 1);
 	}
 	if (datagram) {
 		struct flows *k = kept.sk_storage_get(sk, 0, 1);
@@ -264,7 +266,7 @@ chosen:
 			else
 				*flow_at(k, 3) = kept_flow;
 		}
-	} else if (set->flags & KEEP_PEER || protocol == IPPROTO_UDP) {
+	} else if (set->flags & (KEEP_PEER | COUNT_CONNECTIONS) || protocol == IPPROTO_UDP) {
 		struct flow *w = peer.sk_storage_get(sk, 0, 1);
 		if (w)
 			*w = kept_flow;
@@ -286,9 +288,14 @@ static __always_inline int answer(struct bpf_sock_addr *ctx, u64 first, u64 seco
 	struct bpf_sock *sk = ctx->sk;
 	if (!sk)
 		return 1;
+	int zero = 0;
+	struct settings *set = settings.lookup(&zero);
 	struct flow *p = peer.sk_storage_get(sk, 0, 0);
-	if (p && (u16)p->endpoint.port == port && same_address(p->endpoint.address, a))
+	if (p && (u16)p->endpoint.port == port && same_address(p->endpoint.address, a)) {
+		if (ctx->protocol == IPPROTO_TCP && set && !(set->flags & KEEP_PEER))
+			return 1; /* It is kept for the counts. */
 		return redirect(ctx, p->frontend.address, p->frontend.port, v4);
+	}
 	struct flows *k = kept.sk_storage_get(sk, 0, 0);
 #pragma unroll
 	for (int n = 0; k && n < 4; n++) {
@@ -334,3 +341,65 @@ int recvmsg6(struct bpf_sock_addr *ctx) { return answer6(ctx); }
 /* getpeername(2): the address that was dialled. Accepted sockets call this too, and have nothing kept. */
 int getpeername4(struct bpf_sock_addr *ctx) { return answer4(ctx); }
 int getpeername6(struct bpf_sock_addr *ctx) { return answer6(ctx); }
+
+/* The context is read by words here: clang would merge two loads into one. */
+static __always_inline u32 opaque(u32 word)
+{
+	asm volatile("" : "+r"(word));
+	return word;
+}
+
+/* Whether a translated socket connects to the endpoint that was chosen for it: it may have dialled again since. */
+static __always_inline bool is_translated(struct bpf_sock_ops *ctx, const struct flow *p)
+{
+	if (bpf_ntohl(ctx->remote_port) != bpf_ntohs((u16)p->endpoint.port))
+		return false;
+	if (ctx->family == AF_INET)
+		return p->endpoint.address[1] == v4_mapped(ctx->remote_ip4);
+	u64 half[2] = {
+		join(opaque(ctx->remote_ip6[0]), opaque(ctx->remote_ip6[1])),
+		join(opaque(ctx->remote_ip6[2]), opaque(ctx->remote_ip6[3])),
+	};
+	return same_address(p->endpoint.address, half);
+}
+
+/*
+ * The failures of translated TCP connections, which connection tracking knows by the endpoint only, if at all. Sockets
+ * of others have their changes of state reported too, where another program asks for it.
+ */
+int outcomes(struct bpf_sock_ops *ctx)
+{
+	u32 op = ctx->op;
+	if (op != BPF_SOCK_OPS_TCP_CONNECT_CB && op != BPF_SOCK_OPS_RTO_CB && op != BPF_SOCK_OPS_STATE_CB)
+		return 1;
+	struct bpf_sock *sk = ctx->sk;
+	if (!sk)
+		return 1;
+	struct flow *p = peer.sk_storage_get(sk, 0, 0);
+	if (!p)
+		return 1;
+	if (op == BPF_SOCK_OPS_TCP_CONNECT_CB) {
+		if (is_translated(ctx, p))
+			bpf_sock_ops_cb_flags_set(ctx, ctx->bpf_sock_ops_cb_flags | BPF_SOCK_OPS_RTO_CB_FLAG
+				| BPF_SOCK_OPS_STATE_CB_FLAG);
+		else
+			peer.sk_storage_delete(sk);
+		return 1;
+	}
+	struct counts *number = connections.lookup(p);
+	if (!number)
+		return 1;
+	u32 first = ctx->args[0], second = ctx->args[1];
+	if (op == BPF_SOCK_OPS_RTO_CB) { /* first: retransmissions before this one. */
+		if (!first && ctx->state == BPF_TCP_SYN_SENT)
+			lock_xadd(&number->unanswered, 1);
+	} else if (second == BPF_TCP_CLOSE) { /* first: the state before. */
+		if (first == BPF_TCP_SYN_SENT) {
+			if (ctx->segs_in) /* If not, the client gave up. */
+				lock_xadd(&number->refused, 1);
+		} else if (first == BPF_TCP_ESTABLISHED || first == BPF_TCP_FIN_WAIT1 || first == BPF_TCP_CLOSE_WAIT) {
+			lock_xadd(&number->reset, 1);
+		}
+	}
+	return 1;
+}

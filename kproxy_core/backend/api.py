@@ -216,6 +216,17 @@ class KernelSide:
     """The reason why this mode decides differently by design, if it does."""
 
 
+class Failure(enum.Enum):
+    """The reason why a connection failed that was forwarded to an endpoint."""
+
+    REFUSED = "refused"
+    """The endpoint answered the SYN with a reset."""
+    UNANSWERED = "unanswered"
+    """The endpoint had not answered when a second had passed."""
+    RESET = "reset"
+    """Ended by a reset after it was established, by either side."""
+
+
 class Connections(NamedTuple):
     """New connections counted for one frontend and endpoint; see `hookspecs.kproxy_traffic`.
 
@@ -231,6 +242,9 @@ class Connections(NamedTuple):
     layer: str = ""
     """Distinguishes counts of the same pair. A mode with a base counts under its own name, its base under "".
     Counts that end with an instance need a name of that instance: others of the pair are not their sequel."""
+    failure: Failure | None = None
+    """These are no further connections, but the ones among them that failed for this reason. Only of those
+    that connection tracking does not know by the frontend: kproxy counts all other failures itself."""
 
 
 class Measurement(NamedTuple):

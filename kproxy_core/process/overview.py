@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from kproxy_core.backend.api import Failure
 from kproxy_core.explain.request import NoAnswer
 from kproxy_core.model.address import format_socket
 from kproxy_core.model.service import ServicePortKey
@@ -16,7 +17,7 @@ from kproxy_core.plan.service_plan import Frontend
 from kproxy_core.sync.family_plans import FamilyPlans
 from kproxy_core.sync.loop import Loop
 from kproxy_core.traffic.recorder import TrafficRecorder
-from kproxy_core.traffic.totals import EndpointTotal, Failure, Total
+from kproxy_core.traffic.totals import EndpointTotal, Total
 
 if TYPE_CHECKING:
     from kproxy_core.process.inspection.running import Inspection

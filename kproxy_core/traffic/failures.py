@@ -5,13 +5,13 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kproxy_core.backend.api import Failure
 from kproxy_core.host.conntrack.failures import Ended, ResetWatch, Unanswered, read_unanswered
 from kproxy_core.host.conntrack.volumes import Volumes
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.service_plan import Frontend
-from kproxy_core.traffic.totals import Failure
 
 log = logging.getLogger("kproxy.run")
 

@@ -5,9 +5,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from kproxy_core.backend.api import Failure
 from kproxy_core.backend.errors import BackendError
 from kproxy_core.backend.instance import BackendInstance
-from kproxy_core.host.conntrack.volumes import SETTING, are_counted
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.endpoint import Destination
@@ -16,7 +16,7 @@ from kproxy_core.plan.service_plan import Frontend
 from kproxy_core.traffic.failures import Failures
 from kproxy_core.traffic.owners import FrontendOwners
 from kproxy_core.traffic.stored import StoredTotals
-from kproxy_core.traffic.totals import Counts, Failure, Total, Totals
+from kproxy_core.traffic.totals import Counts, Total, Totals
 from kproxy_core.traffic.volumes import VolumeReader
 
 log = logging.getLogger("kproxy.run")
@@ -58,8 +58,7 @@ class TrafficRecorder:
         """The kernel may hold counts that an earlier process has added already."""
         self.failures = Failures(families, self._failed)
         self._alive = earlier.alive
-        self._volumes: VolumeReader | None = None
-        """None: the kernel does not count bytes."""
+        self._volumes = VolumeReader(families)
         self._read_at = float("-inf")
         """Time of the last reading of all."""
         self._readings = 0
@@ -76,13 +75,9 @@ class TrafficRecorder:
             if self._skip:
                 self._read(self._serving)  # Now, so that no connection from here on is taken for an old one.
             self._started = True
-            if are_counted():
-                self._volumes = VolumeReader(self._families)
-            else:
-                log.info("bytes are not counted", extra={"fields": {"because": f"{SETTING} is not 1"}})
-            self.failures.start(self._volumes.add_ended if self._volumes is not None else None)
-            if self._volumes is not None:
-                self._volumes.start(self._alive)
+            self._volumes.check()
+            self.failures.start(self._volumes.add_ended if self._volumes.is_counted else None)
+            self._volumes.start(self._alive)
         threading.Thread(target=self._run, name="kproxy-traffic", daemon=True).start()
 
     def stop(self) -> None:
@@ -100,7 +95,7 @@ class TrafficRecorder:
             now = self._clock()
             if self._started and now - self._read_at >= fresh:
                 self._read(self._serving)
-                self._count_failures()
+                self._count_failures(now)
                 self._count_volumes(now)
                 self._totals.forget(self.owners.exists, self.owners.uses, now)
                 self._totals.settle(now - self._read_at)
@@ -124,16 +119,19 @@ class TrafficRecorder:
         """Remember a failed connection until the counts of its endpoint have been read."""
         self._unsorted.append((family, frontend, where, failure))
 
-    def _count_failures(self) -> None:
+    def _count_failures(self, now: float) -> None:
         self.failures.read()
         while self._unsorted:
             family, frontend, where, failure = self._unsorted.popleft()
             key = self.owners.owner(family, frontend)
-            if key is not None:
-                self._totals.fail(key, where, failure)
+            if key is None or self._totals.fail(key, where, failure):
+                continue
+            if failure is Failure.REFUSED and not self.owners.uses(key, where):
+                # The rules lead to a port of this node at which nothing listens: a relay without endpoints.
+                self._totals.reject(key, now)
 
     def _count_volumes(self, now: float) -> None:
-        for way, volume in self._volumes.read() if self._volumes is not None else ():
+        for way, volume in self._volumes.read():
             if way.protocol not in _PROTOCOLS:
                 continue
             port, endpoint_port = (int.from_bytes(port, "big") for port in (way.port, way.endpoint_port))
@@ -172,5 +170,5 @@ class TrafficRecorder:
             self._skip = False
 
     def _write(self) -> None:
-        alive = self._volumes.alive if self._volumes is not None else {}
-        self._stored.write(self._serving.instance.mode, self._totals.of, self._serving.counts, alive)
+        self._stored.write(
+            self._serving.instance.mode, self._totals.of, self._serving.counts, self._volumes.alive)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kproxy_core.backend.api import Failure
 from kproxy_core.host.conntrack.volumes import Volume, Volumes, Way
 from kproxy_core.host.files.private import read_private, replace_private
 from kproxy_core.host.namespaces import namespace_name
@@ -98,17 +99,19 @@ def _decode_total(item: list[Any], now: float) -> tuple[ServicePortKey, Total]:
 
 
 def _encode_count(pair: Pair, number: int) -> list[object]:
-    family, (address, protocol, port), endpoint, layer = pair
+    family, (address, protocol, port), endpoint, layer, failure = pair
     dialled = None if address is None else address.hex()
-    return [family.label, dialled, protocol, port, _encode_destination(endpoint), number, layer]
+    rest = [failure.value] if failure is not None else []
+    return [family.label, dialled, protocol, port, _encode_destination(endpoint), number, layer, *rest]
 
 
 def _decode_count(item: list[Any]) -> tuple[Pair, int]:
-    label, address, protocol, port, endpoint, number, layer = item
+    label, address, protocol, port, endpoint, number, layer, *failure = item
     family = next(family for family in Family if family.label == label)
     dialled = None if address is None else Address(bytes.fromhex(address))
     where = _decode_destination(*endpoint) if endpoint else None
-    return Pair(family, Frontend(dialled, Protocol(protocol), int(port)), where, str(layer)), int(number)
+    frontend = Frontend(dialled, Protocol(protocol), int(port))
+    return Pair(family, frontend, where, str(layer), Failure(*failure) if failure else None), int(number)
 
 
 def _encode_way(way: Way, volume: Volume) -> list[object]:

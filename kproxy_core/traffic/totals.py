@@ -1,11 +1,10 @@
 """Totals of connections by service port and endpoint, from counts that may begin again at 0. Pure."""
 
-import enum
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kproxy_core.backend.api import Connections
+from kproxy_core.backend.api import Connections, Failure
 from kproxy_core.host.conntrack.volumes import NO_VOLUME, Volume
 from kproxy_core.model.address import Family
 from kproxy_core.model.endpoint import Destination
@@ -28,15 +27,8 @@ class Pair(NamedTuple):
     endpoint: Destination | None
     layer: str = ""
     """See `Connections.layer`."""
-
-
-class Failure(enum.Enum):
-    REFUSED = "refused"
-    """The endpoint answered the SYN with a reset."""
-    UNANSWERED = "unanswered"
-    """The endpoint had not answered when a second had passed."""
-    RESET = "reset"
-    """Ended by a reset after it was established, by either side."""
+    failure: Failure | None = None
+    """See `Connections.failure`."""
 
 
 @dataclass(slots=True)
@@ -94,8 +86,8 @@ class Counts:
         found: list[tuple[Pair, int]] = []
         counts = self._counts
         numbers: dict[Pair, int] = {}
-        for frontend, endpoint, number, layer in reading:
-            pair = Pair(family, frontend, endpoint, layer)
+        for frontend, endpoint, number, layer, failure in reading:
+            pair = Pair(family, frontend, endpoint, layer, failure)
             numbers[pair] = numbers.get(pair, 0) + number
         for pair, number in numbers.items():
             known = counts.get(pair)
@@ -125,20 +117,21 @@ class Totals:
         """Service ports with connections since the last reading but one."""
 
     def add(self, made: Iterable[tuple[Pair, int]], owner_of: OwnerOf, now: float) -> None:
-        """Add connections to the totals of the service ports that own the frontends."""
-        for (family, frontend, endpoint, _), number in made:
+        """Add connections to the totals of the service ports that own the frontends.
+
+        Failures of a pair follow its connections.
+        """
+        for (family, frontend, endpoint, _, failure), number in made:
             key = owner_of(family, frontend)
             if key is None:
-                self.unknown += number
+                self.unknown += number if failure is None else 0
+            elif number and failure is not None and endpoint is not None:
+                self.fail(key, endpoint, failure, number)
             elif number:
-                total = self.of.get(key)
-                if total is None:
-                    total = self.of[key] = Total()
-                total.last = now
-                self._moving.add(key)
                 if endpoint is None:
-                    total.rejected += number
+                    self.reject(key, now, number)
                     continue
+                total = self._met(key, now)
                 total.forwarded += number
                 if endpoint not in total.endpoints:
                     total.endpoints[endpoint] = EndpointTotal()
@@ -146,13 +139,19 @@ class Totals:
                 to.forwarded += number
                 to.last = now
 
-    def fail(self, key: ServicePortKey, where: Destination, failure: Failure, number: int = 1) -> None:
-        """Count failed connections to *where*; nothing if it has never been an endpoint of *key*."""
+    def reject(self, key: ServicePortKey, now: float, number: int = 1) -> None:
+        """Count connections that were rejected for lack of endpoints."""
+        self._met(key, now).rejected += number
+
+    def fail(self, key: ServicePortKey, where: Destination, failure: Failure, number: int = 1) -> bool:
+        """Count failed connections to *where*. Return False if it has never been an endpoint of *key*."""
         total = self.of.get(key)
         to = total.endpoints.get(where) if total is not None else None
-        if total is not None and to is not None:
-            for failed in (total.failed, to.failed):
-                failed[failure] = failed.get(failure, 0) + number
+        if total is None or to is None:
+            return False
+        for failed in (total.failed, to.failed):
+            failed[failure] = failed.get(failure, 0) + number
+        return True
 
     def carry(
         self, key: ServicePortKey, where: Destination, volume: Volume, now: float, *, is_endpoint: bool
@@ -163,6 +162,15 @@ class Totals:
         if is_endpoint or where in total.endpoints:
             to = total.endpoints.setdefault(where, EndpointTotal(last=now))
             to.volume = to.volume.plus(volume)
+
+    def _met(self, key: ServicePortKey, now: float) -> Total:
+        """Return the total of a service port with new connections."""
+        total = self.of.get(key)
+        if total is None:
+            total = self.of[key] = Total()
+        total.last = now
+        self._moving.add(key)
+        return total
 
     def settle(self, seconds: float) -> None:
         """Compute rates after a reading that is *seconds* later than the last one."""

@@ -4,7 +4,15 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 
-from kproxy_core.host.conntrack.volumes import NO_VOLUME, Volume, Volumes, Way, read_volumes
+from kproxy_core.host.conntrack.volumes import (
+    NO_VOLUME,
+    SETTING,
+    Volume,
+    Volumes,
+    Way,
+    are_counted,
+    read_volumes,
+)
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family
 
@@ -43,24 +51,34 @@ class VolumeReader:
 
     def __init__(self, families: Sequence[Family]) -> None:
         self._families = families
-        self._growth: Growth | None = None
-        """None: the kernel does not count."""
+        self._growth = Growth({})
+        self.is_counted = False
+        """The kernel counts. If not, this reads nothing."""
         self._ended: dict[Way, Volume] = {}
         self._lock = threading.Lock()
 
     @property
     def alive(self) -> Volumes:
         """The sums over the connections in the table, as of the last reading."""
-        return self._growth.alive if self._growth is not None else {}
+        return self._growth.alive
+
+    def check(self) -> None:
+        """Set `is_counted`."""
+        self.is_counted = are_counted()
+        if not self.is_counted:
+            log.info("bytes are not counted", extra={"fields": {"because": f"{SETTING} is not 1"}})
 
     def start(self, alive: Volumes) -> None:
-        """Start counting, after `add_ended` may be called.
+        """Start counting if the kernel does, after `add_ended` may be called.
 
         *alive*: sums that an earlier process has told. Without any, those of the table are taken for told.
         """
+        if not self.is_counted:
+            return
         try:
             self._growth = Growth(alive or self._read())
         except HostError as error:
+            self.is_counted = False
             log.warning("bytes are not counted", extra={"fields": {"error": str(error)}})
 
     def add_ended(self, volumes: Volumes) -> None:
@@ -71,7 +89,7 @@ class VolumeReader:
 
     def read(self) -> Sequence[tuple[Way, Volume]]:
         """Return the growth since the last reading, by way."""
-        if self._growth is None:
+        if not self.is_counted:
             return ()
         with self._lock:
             ended, self._ended = self._ended, {}

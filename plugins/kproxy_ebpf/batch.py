@@ -15,6 +15,7 @@ _SERVICE = struct.Struct("=8sIIIxxxx")
 _ENDPOINT = struct.Struct("=16sQ")
 """Address; port, and is local << 16."""
 _NUMBER = struct.Struct("=Q")
+_COUNTS = struct.Struct("=4Q")
 _SETTINGS = struct.Struct("=QII")
 _NUMBERS = [_NUMBER.pack(number) for number in range(64)]
 _SERVICE_ID = 8
@@ -90,9 +91,13 @@ def parse_frontend(key: bytes) -> tuple[Address, Protocol, int]:
     return Address(address[-family.size:]), Protocol(rest >> 16 & 0xFF), _network(rest & 0xFFFF)
 
 
-def parse_count(key: bytes, value: bytes) -> tuple[bytes, bytes, int]:
-    """Return the frontend's key, the endpoint as in slots, and the number of connections."""
-    return key[:_FRONTEND.size], key[_FRONTEND.size:], _NUMBER.unpack(value)[0]
+def parse_count(key: bytes, value: bytes) -> tuple[bytes, bytes, tuple[int, int, int, int]]:
+    """Return the frontend's key, the endpoint as in slots, and the numbers of connections.
+
+    These are all that were made, and the ones that were refused, unanswered, and reset.
+    """
+    made, refused, unanswered, reset = _COUNTS.unpack(value)
+    return key[:_FRONTEND.size], key[_FRONTEND.size:], (made, refused, unanswered, reset)
 
 
 def parse_peer(value: bytes) -> tuple[bytes, bytes] | None:

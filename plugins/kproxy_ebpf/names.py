@@ -28,6 +28,8 @@ ON_THE_WAY_BACK = ("recvmsg4", "recvmsg6", "getpeername4", "getpeername6")
 """The programs that restore the address that was dialled."""
 PROGRAMS = ON_THE_WAY_BACK + ON_THE_WAY_OUT
 """In the order of attachment: a reply is translated before a first request is."""
+OUTCOMES = "outcomes"
+"""The program that counts failures, attached only where connections are counted."""
 
 PROGRAM_TYPE = 18
 """BPF_PROG_TYPE_CGROUP_SOCK_ADDR"""
@@ -35,7 +37,16 @@ ATTACH_TYPES = {
     "connect4": 10, "connect6": 11, "sendmsg4": 14, "sendmsg6": 15, "recvmsg4": 19, "recvmsg6": 20,
     "getpeername4": 29, "getpeername6": 30,
 }  # fmt: skip
-"""enum bpf_attach_type of each program."""
+"""enum bpf_attach_type of the programs that translate."""
+
+SOCK_OPS = 13, 3
+"""BPF_PROG_TYPE_SOCK_OPS and BPF_CGROUP_SOCK_OPS, of the program that counts failures."""
+
+
+def kind_of(program: str) -> tuple[int, int]:
+    """Return the type and the attach type of a program."""
+    return SOCK_OPS if program == OUTCOMES else (PROGRAM_TYPE, ATTACH_TYPES[program])
+
 
 NOTRACK_TABLE = "kproxy-notrack"
 """The table of each IP family with the rules for option ``notrack``."""

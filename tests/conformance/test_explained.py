@@ -142,10 +142,11 @@ class CountingPlay(ExplainedPlay):
         with self._stage.topology["node"].entered():
             found = connections(family, Settings())
         sums = Counter[tuple[str, str]]()
-        for (address, _, port), endpoint, number, _ in found:
+        for (address, _, port), endpoint, number, _, failure in found:
             assert address is not None
             assert endpoint is not None
-            sums[format_socket(address, port), format_socket(*endpoint)] += number
+            if failure is None:
+                sums[format_socket(address, port), format_socket(*endpoint)] += number
         return sums
 
 

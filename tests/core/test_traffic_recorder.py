@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kproxy_core.backend.api import Connections
+from kproxy_core.backend.api import Connections, Failure
 from kproxy_core.backend.errors import BackendError
 from kproxy_core.model.address import Address, Family, Protocol
 from kproxy_core.model.endpoint import Destination
@@ -15,7 +15,6 @@ from kproxy_core.plan.service_plan import Frontend
 from kproxy_core.traffic.owners import FrontendOwners
 from kproxy_core.traffic.recorder import TrafficRecorder
 from kproxy_core.traffic.stored import StoredTotals
-from kproxy_core.traffic.totals import Failure
 
 V4 = Family.IPV4
 WEB = ServicePortKey("default", "web", "http", Protocol.TCP)
@@ -57,7 +56,7 @@ def recorder(instance: Instance, directory: Path, monkeypatch: pytest.MonkeyPatc
     made = TrafficRecorder((V4,), instance, Owners(), StoredTotals(str(directory)), Clock())  # type: ignore[arg-type]
     monkeypatch.setattr(made.failures, "start", lambda add_volumes: None)
     monkeypatch.setattr(made.failures, "read", lambda: None)
-    monkeypatch.setattr("kproxy_core.traffic.recorder.are_counted", lambda: False)
+    monkeypatch.setattr("kproxy_core.traffic.volumes.are_counted", lambda: False)
     made.start()
     return made
 
@@ -133,7 +132,20 @@ def test_failures_are_counted_for_endpoints_that_had_connections(
     made = recorder(Instance("one", 3), tmp_path, monkeypatch)
     report: Any = made._failed
     report(V4, VIP, ONE, Failure.REFUSED)
-    report(V4, VIP, ONE._replace(port=1), Failure.REFUSED)
+    report(V4, VIP, ONE._replace(port=1), Failure.RESET)
     report(V4, VIP._replace(port=1), ONE, Failure.REFUSED)
     total = made.read(fresh=0.0)[WEB]
     assert total.failed == total.endpoints[ONE].failed == {Failure.REFUSED: 1}
+    assert total.rejected == 0
+
+
+def test_connections_that_a_port_without_a_listener_refuses_are_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = recorder(Instance("one", 3), tmp_path, monkeypatch)
+    report: Any = made._failed
+    relay = Destination(Address(bytes([192, 0, 2, 1])), 40001)
+    for _ in range(2):
+        report(V4, VIP, relay, Failure.REFUSED)
+    total = made.read(fresh=0.0)[WEB]
+    assert (total.rejected, total.forwarded, total.failed) == (2, 3, {})

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy_core.backend.api import Connections
+from kproxy_core.backend.api import Connections, Failure
 from kproxy_core.host.conntrack.volumes import Volume, Way
 from kproxy_core.model.address import Address, Family, Protocol
 from kproxy_core.model.endpoint import Destination
@@ -67,6 +67,16 @@ def test_refusals_and_endpoints_are_distinguished() -> None:
     assert {where: to.forwarded for where, to in total.endpoints.items()} == {ONE: 1, TWO: 2}
 
 
+def test_failures_that_a_backend_counts_are_those_of_its_connections() -> None:
+    totals, counts = Totals(), Counts()
+    for made, refused in ((3, 0), (5, 2), (6, 3)):
+        reading = [Connections(VIP, ONE, made), Connections(VIP, ONE, refused, failure=Failure.REFUSED)]
+        totals.add(counts.new(V4, reading), lambda family, frontend: WEB, 1.0)
+    total = totals.of[WEB]
+    assert (total.forwarded, total.failed) == (6, {Failure.REFUSED: 3})
+    assert total.endpoints[ONE].failed == {Failure.REFUSED: 3}
+
+
 def test_a_former_endpoint_is_kept_for_an_hour_and_its_connections_for_good() -> None:
     totals = counted({ONE: 1}, {ONE: 1, TWO: 1})
     totals.forget(lambda key: True, lambda key, where: where == TWO, KEPT)
@@ -80,7 +90,9 @@ def test_a_former_endpoint_is_kept_for_an_hour_and_its_connections_for_good() ->
 
 def test_totals_outlive_the_process(tmp_path: Path) -> None:
     counts = Counts()
-    made = counts.new(V4, [Connections(VIP, ONE, 3), Connections(VIP._replace(address=None), None, 2)])
+    made = counts.new(V4, [
+        Connections(VIP, ONE, 3), Connections(VIP._replace(address=None), None, 2),
+        Connections(VIP, ONE, 0, failure=Failure.RESET)])
     totals = Totals()
     totals.add(made, lambda family, frontend: WEB, 1.0)
     totals.carry(WEB, ONE, Volume(1, 2, 3, 4), 1.0, is_endpoint=True)

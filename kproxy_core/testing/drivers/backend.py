@@ -136,7 +136,9 @@ class BackendDriver(Driver):
         if found is None:
             raise Unavailable("the backend does not implement kproxy_traffic")
         sums: Counter[tuple[str, str, int, str]] = Counter()
-        for (address, protocol, port), where, number, _ in found:
+        for (address, protocol, port), where, number, _, failure in found:
+            if failure is not None:
+                continue
             dialled = format_address(address) if address is not None else resolve("node", family)
             endpoint = format_address(where.address) if where is not None else ""
             sums[protocol.name.lower(), dialled, port, endpoint] += number

@@ -1,6 +1,6 @@
 """Serves the hook `kproxy_traffic`: the connections that programs count."""
 
-from kproxy_core.backend.api import Connections
+from kproxy_core.backend.api import Connections, Failure
 from kproxy_core.model.address import Family
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_ebpf import names
@@ -14,8 +14,9 @@ def connections(family: Family, settings: Settings) -> list[Connections]:
     found = []
     with pinned_maps(settings) as maps:
         for key, value in () if maps is None else maps.elements(names.CONNECTIONS):
-            frontend, endpoint, number = parse_count(key, value)
-            if frontend_family(frontend) is family:
-                where = parse_endpoint(endpoint, family)
-                found.append(Connections(Frontend(*parse_frontend(frontend)), where, number, names.MODE))
+            name, endpoint, numbers = parse_count(key, value)
+            if frontend_family(name) is family:
+                frontend, where = Frontend(*parse_frontend(name)), parse_endpoint(endpoint, family)
+                for number, failure in zip(numbers, (None, *Failure), strict=True):
+                    found.append(Connections(frontend, where, number, names.MODE, failure))
     return found

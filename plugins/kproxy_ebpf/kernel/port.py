@@ -44,6 +44,7 @@ class Kernel:
         """*counted*: programs count connections."""
         self._settings = settings
         self._counted = counted
+        self._wanted = (names.OUTCOMES, *names.PROGRAMS) if counted else names.PROGRAMS
         self._namespace = namespace_cookie()
         self._home = Path(settings.pin_directory) / str(self._namespace)
         self._links_directory = self._home / "links"
@@ -165,8 +166,10 @@ class Kernel:
             for name, descriptor in self._maps.items():
                 if not (pin := self._maps_directory(compiled) / name).exists():
                     bpf.pin(descriptor, str(pin))
-            for name in names.PROGRAMS:
+            for name in self._wanted:
                 self._attach(name)
+            if not self._counted:
+                detach_pins(self._links_directory, [names.OUTCOMES])  # An earlier process may have counted.
             self._remove_other_maps(compiled)
             self.attachments += 1
 
@@ -204,7 +207,7 @@ class Kernel:
         """Load the programs for the present maps. Raises OSError."""
         programs: dict[str, int] = {}
         try:
-            for name in names.PROGRAMS:
+            for name in self._wanted:
                 programs[name] = compiled.load(name, self._maps)
             programs, self._programs = self._programs, programs
         finally:
@@ -261,7 +264,7 @@ class Kernel:
                 self._links.pop(name, None)
             with suppress(FileNotFoundError):
                 pin.unlink()
-            link = bpf.create_link(program, self._cgroup, names.ATTACH_TYPES[name])
+            link = bpf.create_link(program, self._cgroup, names.kind_of(name)[1])
         self._links[name] = link
         if not pin.exists():
             bpf.pin(link, str(pin))

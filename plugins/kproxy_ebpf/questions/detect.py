@@ -119,8 +119,8 @@ def _attach(options: Settings) -> Requirement:
 def _attach_all(cgroup: int) -> str:
     """Return why a program cannot be attached to the new *cgroup*, which is closed; "" if all can."""
     try:
-        for name, attach_type in names.ATTACH_TYPES.items():
-            program = _load(name)
+        for name in (*names.PROGRAMS, names.OUTCOMES):
+            program, attach_type = _load(name), names.kind_of(name)[1]
             try:
                 os.close(bpf.create_link(program, cgroup, attach_type))
             except PermissionError:
@@ -136,7 +136,7 @@ def _attach_all(cgroup: int) -> str:
 
 
 def _load(name: str) -> int:
-    return bpf.load_program(names.PROGRAM_TYPE, names.ATTACH_TYPES[name], "kproxy_probe", _ACCEPT)
+    return bpf.load_program(*names.kind_of(name), "kproxy_probe", _ACCEPT)
 
 
 def _name_of(program: int) -> str:

@@ -24,7 +24,7 @@ def retire(settings: BackendSettings, clock: Callable[[], float] = time.monotoni
     """
     try:
         home = pin_directory(settings)
-        pins = detach_pins(home / "links", names.ON_THE_WAY_OUT)
+        pins = detach_pins(home / "links", (*names.ON_THE_WAY_OUT, names.OUTCOMES))
         tables = delete_tables()
         if pins:
             _since[str(home)] = clock()

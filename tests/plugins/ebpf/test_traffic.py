@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+import struct
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -15,9 +16,23 @@ from kproxy_ebpf.kernel import bpf
 from tests.core.processes import KPROXY
 from tests.plugins.ebpf.node import NODE, REMOTE, Node, node
 from tests.plugins.ebpf.sockets import Sockets
-from tests.plugins.ebpf.test_translation import UDP, V4, ask, dial
+from tests.plugins.ebpf.test_translation import TCP, UDP, V4, ask, dial
 
 WEB, DNS = "10.96.0.10", "10.96.0.53"
+CLOSED, SILENT, EMPTY = "10.96.0.31", "10.96.0.32", "10.96.0.33"
+NO_LISTENER = "203.0.113.2"
+"""Refuses connections."""
+RESET = struct.pack("ii", 1, 0)
+"""SO_LINGER for a reset at close(2)."""
+COUNTERS = f"""
+table ip watched {{
+    counter to_endpoint {{}}
+    counter from_endpoint {{}}
+    chain sent {{ type filter hook output priority 0; ip daddr {WEB} counter name to_endpoint; }}
+    chain received {{ type filter hook input priority 0; ip saddr {WEB} counter name from_endpoint; }}
+}}
+"""
+"""Rules of the pod: what its sockets exchange with the frontend."""
 NODE_PORT = 30080
 COUNTED = {"trafficMetrics": "endpoint"}
 
@@ -35,13 +50,33 @@ def connect(sockets: Sockets, times: int) -> Counter[str]:
     return Counter(dial(sockets, V4, WEB)[0] for _ in range(times))
 
 
+def metrics(where: Node) -> str:
+    time.sleep(1.1)  # A reading answers every scrape of a second.
+    return where.host.run("curl", "-s", "http://127.0.0.1:10249/metrics")
+
+
+def refused(sockets: Sockets, address: str, times: int) -> None:
+    for _ in range(times):
+        with pytest.raises(ConnectionRefusedError):
+            dial(sockets, V4, address)
+
+
+def failures(where: Node) -> Counter[str]:
+    """Return the failed connections like ``web reset``. Those of endpoints add up to the same."""
+    result = {"service": Counter[str](), "endpoint": Counter[str]()}
+    pattern = r"^kproxy_(service|endpoint)_failures_total\{(.*)\} (\d+)$"
+    for kind, labels, value in re.findall(pattern, metrics(where), re.MULTILINE):
+        values = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+        result[kind][f"{values['service']} {values['reason']}"] += int(value)
+    assert result["service"] == result["endpoint"]
+    return result["service"]
+
+
 def counted(where: Node) -> dict[str, Counter[str]]:
     """Return the connections by Service, and those by endpoint, as the metrics have them."""
-    time.sleep(1.1)  # A reading answers every scrape of a second.
-    text = where.host.run("curl", "-s", "http://127.0.0.1:10249/metrics")
     result = {"service": Counter[str](), "endpoint": Counter[str]()}
     pattern = r"^kproxy_(service|endpoint)_connections_total\{(.*)\} (\d+)$"
-    for kind, labels, value in re.findall(pattern, text, re.MULTILINE):
+    for kind, labels, value in re.findall(pattern, metrics(where), re.MULTILINE):
         values = dict(re.findall(r'(\w+)="([^"]*)"', labels))
         if kind == "service" or values["service"] == "web":
             result[kind][values["service"] if kind == "service" else values["endpoint"]] += int(value)
@@ -81,6 +116,66 @@ def test_no_connection_is_lost_or_counted_twice(where: Node) -> None:
             connect(outside, 1)
             expected += 3
             assert counted(where)["service"]["web"] == expected
+
+
+def test_failures_are_counted_whether_programs_or_rules_translate(where: Node) -> None:
+    pod, outside = where.sockets(where.pod), where.sockets(where.pod, translated=False)
+    where.serve("closed", CLOSED, [NO_LISTENER])
+    where.serve("silent", SILENT, ["192.0.2.99"])
+    where.serve("empty", EMPTY, [])
+    with where.proxy({"getpeername": False}, kproxy=COUNTED):
+        refused(pod, CLOSED, 3)
+        refused(outside, CLOSED, 2)
+        refused(pod, EMPTY, 1)
+        for patience in (0.1, 1.5):
+            with pod.open(socket.AF_INET, TCP) as client:
+                client.settimeout(patience)
+                with pytest.raises(TimeoutError):
+                    client.connect((SILENT, 80))
+        for _ in range(4):
+            with pod.open(socket.AF_INET, TCP) as client:
+                client.connect((WEB, 80))
+                assert client.recv(100)
+                assert client.getpeername()[0] in REMOTE
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        connect(pod, 5)
+        assert failures(where) == {"closed refused": 5, "silent unanswered": 1, "web reset": 4}
+        assert counted(where)["service"] == {"closed": 5, "empty": 1, "silent": 2, "web": 9}
+        where.serve("closed", CLOSED, [NO_LISTENER, "192.0.2.98"])
+        where.serve("closed", CLOSED, [NO_LISTENER])
+        refused(pod, CLOSED, 1)
+        assert failures(where)["closed refused"] == 6
+    with where.proxy(kproxy=COUNTED):
+        refused(pod, CLOSED, 2)
+        assert failures(where) == {"closed refused": 2}
+        switch(where, "nftables")
+        refused(pod, CLOSED, 1)
+        assert failures(where) == {"closed refused": 3}
+
+
+def test_a_socket_that_dials_again_is_counted_for_its_last_endpoint(where: Node) -> None:
+    where.serve("closed", CLOSED, [NO_LISTENER])
+    with where.proxy(kproxy=COUNTED), where.sockets(where.pod).open(socket.AF_INET, TCP) as client:
+        client.settimeout(None)
+        for address, port in ((CLOSED, 80), (CLOSED, 80), (NO_LISTENER, 8081)):
+            with pytest.raises(ConnectionRefusedError):
+                client.connect((address, port))
+        assert failures(where) == {"closed refused": 2}
+
+
+def test_bytes_are_counted_of_connections_that_the_rules_translate(where: Node) -> None:
+    where.host.run("sysctl", "-qw", "net.netfilter.nf_conntrack_acct=1")
+    where.pod.run("nft", "-f", "-", stdin=COUNTERS)
+    pod, outside = where.sockets(where.pod), where.sockets(where.pod, translated=False)
+    with where.proxy(kproxy=COUNTED):
+        connect(pod, 3)
+        connect(outside, 4)
+        pattern = r'^kproxy_service_bytes_total\{direction="(\w+)".*service="web"\} (\d+)$'
+        found = re.findall(pattern, metrics(where), re.MULTILINE)
+        passed = where.pod.run("nft", "list", "counters")
+        assert len(found) == 2
+        assert dict(found) == {
+            name: re.findall(rf"counter {name} {{\s+packets \d+ bytes (\d+)", passed)[0] for name, _ in found}
 
 
 def test_nothing_is_counted_without_the_option(where: Node) -> None:

@@ -30,7 +30,7 @@ def counting(start: Start) -> Proxy:
 def counted(proxy: Proxy, family: Family = Family.IPV4) -> Counter[str]:
     """Return the counts as ``tcp 10.96.0.1:80 127.0.0.1:9001``."""
     found: Counter[str] = Counter()
-    for (address, protocol, port), where, number, _ in proxy.backend.kproxy_traffic(family):
+    for (address, protocol, port), where, number, _, _ in proxy.backend.kproxy_traffic(family):
         dialled = format_address(address) if address else "any"
         assert where is not None
         endpoint = f"{format_address(where.address)}:{where.port}"
