@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from kproxy_core.backend import api
 from kproxy_core.backend.errors import SyncFailed
@@ -52,9 +53,8 @@ class IptablesBackend:
             self._families = self._open()
         family = self._families[update.family]
         try:
-            if self._counted and update.scope is api.Scope.RESYNC:
-                self._counting.ensure(update.family)
-            report = sync_family(family, update)
+            with self._counting.during(update) if self._counted else nullcontext():
+                report = sync_family(family, update)
         except HostError as error:
             raise SyncFailed(str(error)) from error
         if self._watcher is None:

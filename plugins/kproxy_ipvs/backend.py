@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from kproxy_core.backend import api
 from kproxy_core.backend.errors import SyncFailed, Unsupported
@@ -54,9 +55,8 @@ class IpvsBackend:
         try:
             if update.scope is api.Scope.RESYNC:
                 requirements.ensure_settings(self._settings)
-                if self._given.count_traffic:
-                    self._counting.ensure(update.family)
-            return sync_family(state, update)
+            with self._counting.during(update) if self._given.count_traffic else nullcontext():
+                return sync_family(state, update)
         except HostError as error:
             raise SyncFailed(str(error)) from error
 

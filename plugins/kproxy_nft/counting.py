@@ -9,12 +9,17 @@ import struct
 from collections.abc import Iterable
 
 from kproxy_core.backend.api import Connections
-from kproxy_core.model.address import Address, Family, Protocol
+from kproxy_core.model.address import Address, Family, Protocol, format_address
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.service_plan import Frontend
 
 CONNECTIONS = "connections"
 """The set of pairs of frontend and endpoint."""
+REJECTED = "rejected"
+"""The set of frontends that were dialled without an endpoint."""
+
+_UNSERVED, _UNSERVED_NODE_PORTS = "unserved", "unserved-node-ports"
+"""The sets of frontends without endpoints."""
 
 _DIALLED = "dialled"
 _ADDRESS_TYPE = {Family.IPV4: "ipv4_addr", Family.IPV6: "ipv6_addr"}
@@ -50,28 +55,59 @@ def count_rules(ip: str) -> list[str]:
 def counting_table(family: Family, table: str, *, ipvs: bool) -> str:
     """Return the commands for a table that counts whatever any rules of this machine translate.
 
-    Its chains precede those that masquerade, which are the last that nat chains see of a connection.
+    Its chains precede those that masquerade, which are the last that nat chains see of a connection. Those
+    that count rejections precede DNAT and IPVS, for `change_unserved` says which frontends are rejected.
 
     *ipvs*: count what IPVS translates, too. Its connections have no status of their own (ip_vs_nfct.c), but
     are dialled at a local address, which chains before IPVS note in a set. Connections to the node itself are
     counted with them: their endpoint is the dialled socket.
     """
     ip = family.ip
-    lines = [f"add table {ip} {table}", set_of_connections(family, table)]
-    chains = {"count": ("", count_rules(ip))}
+    port = "meta l4proto . th dport"
+    frontend = f"{ip} daddr . {port}"
+    reject = f"update @{REJECTED} {{ {frontend} counter }}"
+    lines = [
+        f"add table {ip} {table}", set_of_connections(family, table), counting_set(family, table, REJECTED),
+        f"add set {ip} {table} {_UNSERVED} {{ type {_ADDRESS_TYPE[family]} . inet_proto . inet_service; }}",
+        f"add set {ip} {table} {_UNSERVED_NODE_PORTS} {{ type inet_proto . inet_service; }}",
+    ]
+    dialled = [
+        f"{frontend} @{_UNSERVED} {reject}",
+        f"fib daddr type local {port} @{_UNSERVED_NODE_PORTS} {reject}",
+    ]
     translated = ["ct status dnat goto count"]
     if ipvs:
         lines.append(f"add set {ip} {table} {_DIALLED} "
                      f"{{ type {_ADDRESS_TYPE[family]}; flags dynamic,timeout; timeout 10s; size {_MOST}; }}")
-        note = [f"fib daddr type local update @{_DIALLED} {{ {ip} daddr }}"]
-        chains |= {hook: (f"type nat hook {hook} priority -101", note) for hook in ("prerouting", "output")}
+        dialled.append(f"fib daddr type local update @{_DIALLED} {{ {ip} daddr }}")
         translated.append(f"ct original {ip} daddr @{_DIALLED} goto count")
+    chains = {"count": ("", count_rules(ip))}
+    chains |= {hook: (f"type nat hook {hook} priority -101", dialled) for hook in ("prerouting", "output")}
     chains |= {hook: (f"type nat hook {hook} priority 99", translated) for hook in ("postrouting", "input")}
     for chain, (place, rules) in chains.items():
         lines += [f"add chain {ip} {table} {chain}" + (f" {{ {place}; policy accept; }}" if place else ""),
                   f"flush chain {ip} {table} {chain}"]
         lines += [f"add rule {ip} {table} {chain} {rule}" for rule in rules]
     return "".join(f"{line}\n" for line in lines)
+
+
+def change_unserved(action: str, family: Family, table: str, frontends: Iterable[Frontend]) -> str:
+    """Return the commands that ``add`` or ``delete`` frontends without endpoints."""
+    elements: dict[str, list[str]] = {_UNSERVED: [], _UNSERVED_NODE_PORTS: []}
+    for address, protocol, port in frontends:
+        last = f"{protocol.name.lower()} . {port}"
+        if address is None:
+            elements[_UNSERVED_NODE_PORTS].append(last)
+        else:
+            elements[_UNSERVED].append(f"{format_address(address)} . {last}")
+    return "".join(
+        f"{action} element {family.ip} {table} {name} {{ {', '.join(found)} }}\n"
+        for name, found in elements.items() if found
+    )  # fmt: skip
+
+
+def forget_unserved(family: Family, table: str) -> str:
+    return "".join(f"flush set {family.ip} {table} {name}\n" for name in (_UNSERVED, _UNSERVED_NODE_PORTS))
 
 
 def connections(family: Family, counted: Iterable[tuple[bytes, int]]) -> list[Connections]:

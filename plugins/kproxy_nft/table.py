@@ -2,15 +2,20 @@
 
 import errno
 import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from typing import Literal
 
-from kproxy_core.backend.api import Connections, Leftovers
+from kproxy_core.backend.api import Connections, Leftovers, Scope, Update
 from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.netlink import nf_tables
 from kproxy_core.host.netlink.messages import NETLINK_NETFILTER, text_attribute
 from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.model.address import Family
+from kproxy_core.model.service import ServicePortKey
+from kproxy_core.plan.service_plan import Frontend
 from kproxy_nft import counting
 from kproxy_nft.elements import complete, parse_counters
 
@@ -37,13 +42,20 @@ class CountingTable:
         except OSError:
             return False
 
-    def write(self, own: programs.OwnProcesses | None = None) -> None:
-        """Create or complete the table, and keep its counts. Raises HostError."""
+    def creation(self) -> str:
+        """Return the commands that create or complete the table, and keep its counts."""
         tables = [self._table]
         if self._ipvs and (other := CountingTable(self._family)).exists():
             tables.append(other._table)  # It counts until the switch to IPVS is complete.
-        text = "".join(counting.counting_table(self._family, table, ipvs=self._ipvs) for table in tables)
-        programs.output("nft", "-f", "-", stdin=text, own=own)
+        return "".join(counting.counting_table(self._family, table, ipvs=self._ipvs) for table in tables)
+
+    def change_unserved(self, action: Literal["add", "delete"], frontends: Iterable[Frontend]) -> str:
+        """Return the commands that change the frontends without endpoints."""
+        return counting.change_unserved(action, self._family, self._table, frontends)
+
+    def replace_unserved(self, frontends: Iterable[Frontend]) -> str:
+        """Return the commands after which *frontends* are those without endpoints."""
+        return counting.forget_unserved(self._family, self._table) + self.change_unserved("add", frontends)
 
     def delete(self) -> None:
         """Delete the table with its counts. Raises HostError."""
@@ -51,15 +63,17 @@ class CountingTable:
 
     def read(self) -> list[Connections]:
         """Return the counts; none without the table. Raises HostError."""
-        container = self._request() + text_attribute(_SET_NAME, counting.CONNECTIONS)
+        found: list[Connections] = []
         try:
             with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-                counted = sock.dump(_GETSETELEM, container, partial(complete, parse_counters))
+                for name in (counting.CONNECTIONS, counting.REJECTED):
+                    container = self._request() + text_attribute(_SET_NAME, name)
+                    counted = sock.dump(_GETSETELEM, container, partial(complete, parse_counters))
+                    found += counting.connections(self._family, counted.items())
         except OSError as error:
             if error.errno == errno.ENOENT:
                 return []
             raise HostError(f"cannot read table {self.name}", error) from error
-        found = counting.connections(self._family, counted.items())
         return [one for one in found if one.endpoint != (one.frontend.address, one.frontend.port)]
 
     def _request(self) -> bytes:
@@ -73,19 +87,55 @@ class Counting:
         self._ipvs = ipvs
         self._own = own
         self._failed = False
+        self._unserved: dict[Family, dict[ServicePortKey, frozenset[Frontend]]] = {}
+        """Frontends without endpoints."""
 
-    def ensure(self, family: Family) -> None:
-        """Create or complete the table of *family*."""
-        try:
-            CountingTable(family, ipvs=self._ipvs).write(self._own)
-        except HostError as error:
-            if not self._failed:
-                log.warning("connections are not counted", extra={"fields": {"error": str(error)}})
-            self._failed = True
+    @contextmanager
+    def during(self, update: Update) -> Iterator[None]:
+        """Count while *update* is synced, and from then on.
+
+        Rejections of a frontend are counted if it has endpoints neither before nor after the sync: none is
+        counted as rejected and as forwarded.
+        """
+        table = CountingTable(update.family, ipvs=self._ipvs)
+        resync = update.scope is Scope.RESYNC
+        unserved = self._unserved.setdefault(update.family, {})
+        before = {
+            key: unserved[key] for key in (list(unserved) if resync else update.changed) if key in unserved}
+        after = {
+            key: frozenset(plan.frontends())
+            for key, plan in (update.plans if resync else update.changed).items()
+            if plan is not None and not plan.has_endpoints
+        }
+        old, new = (frozenset[Frontend]().union(*of.values()) for of in (before, after))
+        if not resync:
+            self._send(table.change_unserved("delete", old - new))
+        elif unserved:
+            self._send(table.creation() + table.replace_unserved(old & new))
+        else:
+            self._send(table.creation())  # An earlier process knew which frontends its rules reject.
+        unserved.update({key: frontends & new for key, frontends in before.items()})
+        yield
+        if resync:
+            self._send(table.replace_unserved(new))
+        else:
+            self._send(table.change_unserved("add", new - old))
+        for key in before:
+            del unserved[key]
+        unserved.update(after)
 
     def read(self, family: Family) -> list[Connections]:
         """Return the counts of *family*. Raises HostError."""
         return CountingTable(family, ipvs=self._ipvs).read()
+
+    def _send(self, commands: str) -> None:
+        try:
+            if commands:
+                programs.output("nft", "-f", "-", stdin=commands, own=self._own)
+        except HostError as error:
+            if not self._failed:
+                log.warning("connections are not counted", extra={"fields": {"error": str(error)}})
+            self._failed = True
 
 
 def clean_up_counts(mode: str, *, dry_run: bool, ipvs: bool = False) -> Leftovers:

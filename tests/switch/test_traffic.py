@@ -18,7 +18,7 @@ import pytest
 from tests.switch.room import CLIENT, KPROXY, NODE, PATIENCE, PODS, SLICE, Proxy, Room, room
 
 COUNTED = {"trafficMetrics": "endpoint"}
-WEB, CART = ("10.96.201.10", 80), ("10.96.201.20", 80)
+WEB, CART, EMPTY = ("10.96.201.10", 80), ("10.96.201.20", 80), ("10.96.201.50", 80)
 OURS = """
 apiVersion: v1
 kind: Service
@@ -76,6 +76,12 @@ def dial(node: Room, where: tuple[str, int], times: int) -> None:
         node.client.inside(lambda: socket.create_connection(where, 5)).close()
 
 
+def refused(node: Room, where: tuple[str, int], times: int) -> None:
+    for _ in range(times):
+        with pytest.raises(ConnectionRefusedError):
+            dial(node, where, 1)
+
+
 def counted(proxy: Proxy) -> dict[str, int]:
     """Return the connections by service port, and the sum over all endpoints."""
     time.sleep(1.1)  # A reading answers every scrape of a second.
@@ -95,8 +101,11 @@ def counted(proxy: Proxy) -> dict[str, int]:
     return result
 
 
-def volumes(proxy: Proxy) -> dict[str, int]:
-    """Return packets and bytes of the Service ``one`` by direction; its endpoints' add up to the same."""
+def volumes(proxy: Proxy, *, by_endpoint: bool = True) -> dict[str, int]:
+    """Return packets and bytes of the Service ``one`` by direction.
+
+    *by_endpoint*: its endpoints' add up to the same; else there are none.
+    """
     time.sleep(1.1)
     text = proxy._get(10249, "/metrics")[1]
     pattern = r'^kproxy_(service|endpoint)_(packets|bytes)_\w+\{.*direction="(\w+)".*service="one".*\} (\d+)$'
@@ -104,7 +113,7 @@ def volumes(proxy: Proxy) -> dict[str, int]:
     for kind, unit, direction, value in re.findall(pattern, text, re.MULTILINE):
         name = f"{unit} {direction}"
         result[kind][name] = result[kind].get(name, 0) + int(value)
-    assert result["service"] == result["endpoint"]
+    assert result["endpoint"] == (result["service"] if by_endpoint else {})
     return result["service"]
 
 
@@ -192,6 +201,24 @@ def test_bytes_and_packets_equal_those_of_the_client(node: Room, mode: str) -> N
     lasting.close()
 
 
+def test_bytes_and_packets_through_relays_equal_those_of_the_client(node: Room) -> None:
+    node.node.run("sysctl", "-qw", "net.netfilter.nf_conntrack_acct=1")
+    node.client.run("nft", "-f", "-", stdin=CLIENT_COUNTERS)
+    with node.proxy("userspace", COUNTED) as proxy:
+        lasting = node.client.inside(lambda: socket.create_connection(WEB, 5))
+        lasting.sendall(b"x" * 100)
+        dial(node, WEB, 5)
+        assert volumes(proxy, by_endpoint=False) == at_the_client(node)
+        move_endpoints(node)
+        dial(node, WEB, 3)
+        lasting.sendall(b"x" * 200)
+        assert volumes(proxy, by_endpoint=False) == at_the_client(node)
+        lasting.close()
+    with node.proxy("userspace", COUNTED) as proxy:
+        dial(node, WEB, 2)
+        assert volumes(proxy, by_endpoint=False) == at_the_client(node)
+
+
 def test_a_process_that_is_killed_loses_no_count(node: Room) -> None:
     with node.proxy("nftables", COUNTED) as proxy:
         dial(node, WEB, 5)
@@ -203,15 +230,12 @@ def test_a_process_that_is_killed_loses_no_count(node: Room) -> None:
         assert counted(proxy)["one forwarded"] == 7
 
 
-def test_failures_are_told_from_refusals_by_the_rules(node: Room) -> None:
+@pytest.mark.parametrize("mode", ["nftables", "iptables"])
+def test_failures_are_told_from_refusals_by_the_rules(node: Room, mode: str) -> None:
     node.node.run("ip", "route", "add", "192.0.2.99", "via", CLIENT)
-    with node.proxy("nftables", COUNTED) as proxy:
-        for _ in range(3):
-            with pytest.raises(ConnectionRefusedError):
-                dial(node, ("10.96.201.30", 80), 1)
-        for _ in range(2):
-            with pytest.raises(ConnectionRefusedError):
-                dial(node, ("10.96.201.50", 80), 1)
+    with node.proxy(mode, COUNTED) as proxy:
+        refused(node, ("10.96.201.30", 80), 3)
+        refused(node, EMPTY, 2)
         with pytest.raises(OSError, match=r"timed out|unreachable"):
             dial(node, ("10.96.201.40", 80), 1)
         found = counted(proxy)
@@ -219,6 +243,34 @@ def test_failures_are_told_from_refusals_by_the_rules(node: Room) -> None:
             "closed forwarded": 3, "closed refused": 3, "empty rejected": 2,
             "silent forwarded": 1, "silent unanswered": 1, "endpoints": 4,
         }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mode", "other"), [("nftables", "iptables"), ("iptables", "nftables"), ("userspace", "iptables")])
+def test_rejections_end_with_the_first_endpoint_and_begin_again_after_the_last(
+    node: Room, mode: str, other: str
+) -> None:
+    endpoints = SLICE.format(
+        service="empty", at=0, ports="[{name: http, port: 8080}]", family="IPv4",
+        here=PODS["here"][0], elsewhere=PODS["elsewhere"][0]).replace("shop", "counted")
+    with node.proxy(mode, COUNTED) as proxy:
+        refused(node, EMPTY, 2)
+        assert counted(proxy) == {"empty rejected": 2}
+        (node.manifests / "filled.yaml").write_text(endpoints)
+        time.sleep(1)
+        dial(node, EMPTY, 3)
+        assert counted(proxy) == {"empty rejected": 2, "empty forwarded": 3, "endpoints": 3}
+        (node.manifests / "filled.yaml").unlink()
+        time.sleep(1)
+        refused(node, EMPTY, 1)
+        assert counted(proxy)["empty rejected"] == 3
+    with node.proxy(mode, COUNTED) as proxy:
+        refused(node, EMPTY, 1)
+        assert counted(proxy) == {"empty rejected": 4, "empty forwarded": 3, "endpoints": 3}
+        assert node.kproxy("switch", other).returncode == 0
+        assert counted(proxy)["empty rejected"] == 4
+        refused(node, EMPTY, 2)
+        assert counted(proxy) == {"empty rejected": 6, "empty forwarded": 3, "endpoints": 3}
 
 
 def test_off_has_no_series(node: Room) -> None:

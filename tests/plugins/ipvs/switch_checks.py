@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kproxy_core.backend.api import BackendSettings, Update
+from kproxy_core.backend.api import BackendSettings, Failure, Update
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import Frontend
@@ -32,7 +32,6 @@ from kproxy_core.testing.builders import (
 from kproxy_core.traffic.owners import FrontendOwners
 from kproxy_core.traffic.recorder import TrafficRecorder
 from kproxy_core.traffic.stored import StoredTotals
-from kproxy_core.traffic.totals import Failure
 from kproxy_iptables.backend import IptablesBackend
 from kproxy_iptables.questions.cleanup import cleanup as clean_up_iptables
 from kproxy_ipvs.backend import IpvsBackend
@@ -70,6 +69,7 @@ class Net(NamedTuple):
     dns: str
     external: str
     closed: str
+    empty: str
 
     @property
     def update(self) -> Update:
@@ -92,9 +92,9 @@ class Net(NamedTuple):
 
 NETS = [
     Net(Family.IPV4, "192.0.2.10", "192.0.2.1", "10.244.1.1", ("10.244.1.5", "10.244.1.6"), "10.244.1.0/24",
-        "10.96.0.1", "10.96.0.2", "10.96.0.3", "198.51.100.1", "10.96.0.4"),
+        "10.96.0.1", "10.96.0.2", "10.96.0.3", "198.51.100.1", "10.96.0.4", "10.96.0.5"),
     Net(Family.IPV6, "2001:db8::10", "2001:db8::1", "fd00:1::1", ("fd00:1::5", "fd00:1::6"), "fd00:1::/64",
-        "fd00::1", "fd00::2", "fd00::3", "fd00:51::1", "fd00::4"),
+        "fd00::1", "fd00::2", "fd00::3", "fd00:51::1", "fd00::4", "fd00::5"),
 ]  # fmt: skip
 
 
@@ -401,11 +401,13 @@ class Owners(FrontendOwners):
 
 
 def with_closed_port(net: Net) -> Update:
-    """Return the update of *net*, with a Service whose endpoint listens on another port."""
+    """Return the update of *net*, with a Service whose endpoint listens on another port, and an empty one."""
     update = net.update
     closed = endpoint_slice("closed", endpoint(net.pods[0], "node1"), ports=["8099"])
-    return full_update(
-        update.node, {**update.plans, **plans(update.node, service("closed", ip=net.closed), closed)})
+    return full_update(update.node, {
+        **update.plans, **plans(update.node, service("closed", ip=net.closed), closed),
+        **plans(update.node, service("empty", "53/UDP", ip=net.empty)),
+    })
 
 
 def test_counts_are_exact_across_switches_and_a_restart(lab: Lab, tmp_path: Path) -> None:
@@ -433,17 +435,26 @@ def test_counts_are_exact_across_switches_and_a_restart(lab: Lab, tmp_path: Path
         assert sum(total.forwarded for total in totals) == made
         assert sum(to.forwarded for total in totals for to in total.endpoints.values()) == made
 
+    def reject(counted: TrafficRecorder, *, inside: bool) -> int:
+        """Return the connections that were rejected, with one more."""
+        with contextlib.suppress(PermissionError):  # IPVS lets the node's own datagrams fail at once.
+            lab.datagrams(net.empty, 53, inside=inside).send(b"hello")  # A SYN would be sent again.
+        time.sleep(1)
+        return sum(total.rejected for total in counted.read(fresh=0.0).values())
+
     outside, node_port, inside = (net.vip, 80, False), (net.node, NODE_PORT, False), (net.vip, 80, True)
     try:
         iptables.kproxy_sync(update)
         counted = recorder("iptables", iptables)
         check(counted, outside, outside, node_port, inside)
+        assert reject(counted, inside=False) == 1
         ipvs.kproxy_sync(update)
         check(counted, outside, node_port, inside, (net.external, 80, False))
         new: Any = Counting("ipvs", ipvs)
         counted.switched(new, shares=False)
         clean_up_iptables(dry_run=False)
         check(counted, outside, node_port, inside, (net.external, 80, False), (net.idle, 80, True))
+        assert [reject(counted, inside=inside) for inside in (False, True)] == [2, 3]
         assert answers(lab.datagrams(net.dns, 53))
         with pytest.raises(ConnectionRefusedError):
             lab.dial(net.closed)
@@ -463,6 +474,7 @@ def test_counts_are_exact_across_switches_and_a_restart(lab: Lab, tmp_path: Path
         ipvs.kproxy_sync(update)
         counted = recorder("ipvs", ipvs)
         check(counted, outside, node_port)
+        assert reject(counted, inside=False) == 4
         iptables.kproxy_sync(update)
         check(counted, outside, node_port)
         new = Counting("iptables", iptables)
