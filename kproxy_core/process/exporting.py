@@ -12,17 +12,24 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kproxy.run")
 
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+
 
 def make_exporter(metrics: Metrics, node: str) -> "OtlpExporter | None":
     """Return the exporter that OpenTelemetry's variables of the environment ask for, if they do."""
-    if not any(name.startswith("OTEL_EXPORTER_OTLP_") for name in os.environ):
+    variable = next((name for name in _ENDPOINTS if os.environ.get(name)), None)
+    if variable is None or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
-    from kproxy_core.observe.metrics.otlp import OtlpExporter, read_target
-
-    resource = {"service.name": "kproxy", "service.version": __version__, "k8s.node.name": node}
+    attributes = {"service.name": "kproxy", "service.version": __version__, "k8s.node.name": node}
+    problem = f"{variable} is set, but OpenTelemetry's exporter is not installed: pip install 'kproxy[otlp]'"
     try:
-        target = read_target(os.environ, resource)
+        from kproxy_core.observe.metrics.otlp import OtlpExporter
+
+        return OtlpExporter(metrics.registry, attributes, __version__)
+    except ImportError as error:
+        if not (error.name or "").startswith("opentelemetry"):
+            problem = f"{variable} is set, but {error}"
     except ValueError as error:
-        log.error("metrics are not pushed by OTLP", extra={"fields": {"because": str(error)}})
-        return None
-    return OtlpExporter(metrics.registry, target, __version__) if target is not None else None
+        problem = str(error)
+    log.error("metrics are not pushed by OTLP", extra={"fields": {"because": problem}})
+    return None

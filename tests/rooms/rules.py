@@ -45,7 +45,7 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
     "objects": frozenset({"google", "msgspec", "yaml"}),
     "apiclient": frozenset({"kubernetes", "msgspec", "urllib3", "yaml"}),
     "sources": frozenset({"msgspec"}),
-    "observe": frozenset({"h11", "prometheus_client"}),
+    "observe": frozenset({"h11", "opentelemetry", "prometheus_client"}),
     "sync": frozenset(),
     "modes": frozenset(),
     "explain": frozenset(),
@@ -66,7 +66,10 @@ THIRD_PARTY_OF_PLUGINS: dict[str, frozenset[str]] = {
 FROM_THE_DISTRIBUTION = frozenset({"bcc", "nftables"})
 """Packages that pip cannot install."""
 
-IMPORTED_AS = {"protobuf": "google", "prometheus-client": "prometheus_client", "pyyaml": "yaml"}
+IMPORTED_AS = {
+    "opentelemetry-exporter-otlp-proto-http": "opentelemetry", "protobuf": "google",
+    "prometheus-client": "prometheus_client", "pyyaml": "yaml",
+}  # fmt: skip
 """Modules of distributions with another name."""
 
 PLUGINS_MAY_IMPORT = frozenset({"model", "plan", "backend", "host"})

@@ -81,7 +81,8 @@ def test_rooms_may_import_only_packages_that_they_use() -> None:
 def test_every_declared_dependency_is_imported_and_every_import_declared() -> None:
     settings = ConfigParser()
     settings.read(CHECKOUT / "setup.cfg")
-    wanted = [settings["options"]["install_requires"], settings["options.extras_require"]["conformance"]]
+    extras = settings["options.extras_require"]
+    wanted = [settings["options"]["install_requires"], extras["conformance"], extras["otlp"]]
     names = [re.match(r"[\w-]+", line) for text in wanted for line in text.split("\n")]
     declared = {rules.IMPORTED_AS.get(name[0], name[0]) for name in names if name}
     used = set().union(*rules.THIRD_PARTY.values(), *rules.THIRD_PARTY_OF_PLUGINS.values())

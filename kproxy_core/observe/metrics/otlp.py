@@ -1,135 +1,99 @@
-"""Metrics pushed to an OpenTelemetry collector: OTLP over HTTP in JSON (opentelemetry.io/docs/specs/otlp)."""
+"""Metrics pushed to an OpenTelemetry collector by OpenTelemetry's exporter, which its variables configure."""
 
-import json
 import logging
+import os
 import threading
 import time
-import urllib.request
-from collections.abc import Iterable, Mapping
-from http.client import HTTPException
-from typing import Any, NamedTuple
-from urllib.parse import unquote, urlsplit
+from collections.abc import Mapping, Sequence
 
+from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+from opentelemetry.sdk.metrics import export as sdk
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from prometheus_client import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 log = logging.getLogger("kproxy.run")
 
-_CUMULATIVE = 2
-"""AGGREGATION_TEMPORALITY_CUMULATIVE."""
+_CUMULATIVE = sdk.AggregationTemporality.CUMULATIVE
 
-Json = dict[str, Any]
 Labels = tuple[tuple[str, str], ...]
-
-
-class Target(NamedTuple):
-    """A collector."""
-
-    url: str
-    headers: Mapping[str, str] = {}
-    interval: float = 60.0
-    """Seconds between two pushes."""
-    timeout: float = 10.0
-    """Seconds."""
-    resource: Mapping[str, str] = {}
-    """Attributes of this process."""
-
-
-def read_target(environment: Mapping[str, str], resource: Mapping[str, str]) -> Target | None:
-    """Return the collector that OpenTelemetry's variables name; None: no metrics are pushed.
-
-    *resource*: attributes that the variables may override. Raises ValueError.
-    """
-    url = environment.get("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "")
-    if not url and (base := environment.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")):
-        url = f"{base.rstrip('/')}/v1/metrics"
-    if not url or environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
-        return None
-    if "@" in urlsplit(url).netloc:
-        raise ValueError("OTEL_EXPORTER_OTLP_ENDPOINT: put credentials into OTEL_EXPORTER_OTLP_HEADERS")
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"OTEL_EXPORTER_OTLP_ENDPOINT: {url!r} is no http:// or https:// URL")
-    named = {**resource, **_pairs(environment.get("OTEL_RESOURCE_ATTRIBUTES", ""))}
-    if name := environment.get("OTEL_SERVICE_NAME", ""):
-        named["service.name"] = name
-    return Target(
-        url, _pairs(environment.get("OTEL_EXPORTER_OTLP_HEADERS", "")),
-        _seconds(environment, "OTEL_METRIC_EXPORT_INTERVAL", 60.0),
-        _seconds(environment, "OTEL_EXPORTER_OTLP_TIMEOUT", 10.0), named,
-    )
+Times = tuple[int, int]
+"""Start of counting and present, in nanoseconds since the epoch."""
 
 
 class OtlpExporter:
     """Pushes the metrics of a registry at intervals, in a thread of its own."""
 
-    def __init__(self, registry: Collector, target: Target, version: str) -> None:
+    def __init__(self, registry: Collector, attributes: Mapping[str, str], version: str) -> None:
+        """*attributes* of this process may be overridden by variables.
+
+        Raises ValueError naming a variable with a wrong value.
+        """
         self._registry = registry
-        self._target = target
-        self._version = version
+        self._interval = _seconds("OTEL_METRIC_EXPORT_INTERVAL", 60.0)
+        timeout = _seconds("OTEL_EXPORTER_OTLP_TIMEOUT", 10.0)
+        self._messages = _Messages()
+        # The package takes the number in the variable for seconds, against the specification.
+        self._exporter = OTLPMetricExporter(timeout=_seconds("OTEL_EXPORTER_OTLP_METRICS_TIMEOUT", timeout))
+        self._resource = Resource(dict(attributes)).merge(OTELResourceDetector().detect())
+        self._scope = InstrumentationScope("kproxy", version)
         self._started = time.time_ns()
         self._problem = ""
         self._stopped = threading.Event()
 
     def start(self) -> None:
-        log.info("metrics are pushed by OTLP", extra={"fields": {"url": self._target.url}})
+        log.info("metrics are pushed by OTLP", extra={"fields": {"seconds": self._interval}})
         threading.Thread(target=self._run, name="kproxy-otlp", daemon=True).start()
 
     def stop(self) -> None:
         self._stopped.set()
+        self._exporter.shutdown()
 
     def push(self) -> None:
-        """Push all metrics once. Logs a failure, unless it is that of the last push."""
-        content = payload(self._registry.collect(), self._target.resource, self._version, self._started,
-                          time.time_ns())
-        request = urllib.request.Request(
-            self._target.url, json.dumps(content).encode(),
-            {**self._target.headers, "Content-Type": "application/json"})
-        problem = ""
-        try:
-            with urllib.request.urlopen(request, timeout=self._target.timeout) as response:
-                response.read()
-        except (OSError, ValueError, HTTPException) as error:
-            problem = str(error)
-        if problem and problem != self._problem:
-            log.warning("metrics could not be pushed", extra={
-                "fields": {"url": self._target.url, "error": problem}})
+        """Push all metrics once. Logs a failure, unless the last push failed, too."""
+        times = self._started, time.time_ns()
+        metrics = [_metric(metric, times) for metric in self._registry.collect() if metric.samples]
+        scope = sdk.ScopeMetrics(self._scope, metrics, "")
+        self._messages.first = ""
+        result = self._exporter.export(sdk.MetricsData([sdk.ResourceMetrics(self._resource, [scope], "")]))
+        problem = "" if result is sdk.MetricExportResult.SUCCESS else self._messages.first
+        if problem and not self._problem:
+            log.warning("metrics could not be pushed", extra={"fields": {"error": problem}})
         elif self._problem and not problem:
-            log.info("metrics are pushed again", extra={"fields": {"url": self._target.url}})
+            log.info("metrics are pushed again")
         self._problem = problem
 
     def _run(self) -> None:
-        while not self._stopped.wait(self._target.interval):
+        while not self._stopped.wait(self._interval):
             self.push()
 
 
-def payload(
-    metrics: Iterable[Metric], resource: Mapping[str, str], version: str, started: int, now: int
-) -> Json:
-    """Return an ExportMetricsServiceRequest. *started*, *now*: nanoseconds since the epoch."""
-    times = {"startTimeUnixNano": str(started), "timeUnixNano": str(now)}
-    return {"resourceMetrics": [{
-        "resource": {"attributes": _attributes(resource.items())},
-        "scopeMetrics": [{
-            "scope": {"name": "kproxy", "version": version},
-            "metrics": [_metric(metric, times) for metric in metrics if metric.samples],
-        }],
-    }]}  # fmt: skip
+class _Messages(logging.Handler):
+    """Keeps the first message of OpenTelemetry's packages, which log each attempt of a push."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.first = ""
+        logger = logging.getLogger("opentelemetry")
+        logger.propagate = False
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.first = self.first or record.getMessage()
 
 
-def _metric(metric: Metric, times: Mapping[str, str]) -> Json:
-    head = {"name": metric.name, "description": metric.documentation}
+def _metric(metric: Metric, times: Times) -> sdk.Metric:
+    data: sdk.Histogram | sdk.Sum | sdk.Gauge
     if metric.type == "histogram":
         points = [_histogram_point(labels, samples, times) for labels, samples in _series(metric).items()]
-        return head | {"histogram": {"dataPoints": points, "aggregationTemporality": _CUMULATIVE}}
-    points = [
-        {"attributes": _attributes(sample.labels.items()), "asDouble": sample.value, **times}
-        for sample in metric.samples
-    ]  # fmt: skip
-    if metric.type == "counter":
-        return head | {"sum": {
-            "dataPoints": points, "aggregationTemporality": _CUMULATIVE, "isMonotonic": True}}
-    return head | {"gauge": {"dataPoints": points}}
+        data = sdk.Histogram(points, _CUMULATIVE)
+    else:
+        numbers = [sdk.NumberDataPoint(sample.labels, *times, sample.value) for sample in metric.samples]
+        is_counter = metric.type == "counter"
+        data = sdk.Sum(numbers, _CUMULATIVE, is_monotonic=True) if is_counter else sdk.Gauge(numbers)
+    return sdk.Metric(metric.name, metric.documentation, metric.unit, data)
 
 
 def _series(metric: Metric) -> dict[Labels, list[Sample]]:
@@ -141,37 +105,22 @@ def _series(metric: Metric) -> dict[Labels, list[Sample]]:
     return found
 
 
-def _histogram_point(labels: Labels, samples: Iterable[Sample], times: Mapping[str, str]) -> Json:
-    point: Json = {"attributes": _attributes(labels), "explicitBounds": [], "bucketCounts": [], **times}
-    before = 0  # Prometheus' buckets contain the smaller ones.
-    for sample in samples:
-        if sample.name.endswith("_sum"):
-            point["sum"] = sample.value
-        elif sample.name.endswith("_count"):
-            point["count"] = str(int(sample.value))
-        elif sample.name.endswith("_bucket"):
-            if sample.labels["le"] != "+Inf":
-                point["explicitBounds"].append(float(sample.labels["le"]))
-            point["bucketCounts"].append(str(int(sample.value) - before))
-            before = int(sample.value)
-    return point
+def _histogram_point(labels: Labels, samples: Sequence[Sample], times: Times) -> sdk.HistogramDataPoint:
+    total = {sample.name.rpartition("_")[2]: sample.value for sample in samples}
+    buckets = [sample for sample in samples if sample.name.endswith("_bucket")]
+    values = [int(sample.value) for sample in buckets]
+    # Prometheus' buckets contain the smaller ones. It knows neither minimum nor maximum.
+    each = [value - before for value, before in zip(values, [0, *values], strict=False)]
+    bounds = [float(sample.labels["le"]) for sample in buckets if sample.labels["le"] != "+Inf"]
+    return sdk.HistogramDataPoint(
+        dict(labels), *times, int(total["count"]), total["sum"], each, bounds, None, None)  # type: ignore[arg-type]
 
 
-def _attributes(pairs: Iterable[tuple[str, str]]) -> list[Json]:
-    return [{"key": name, "value": {"stringValue": value}} for name, value in pairs]
-
-
-def _pairs(text: str) -> dict[str, str]:
-    """Parse ``name=value,name=value``, with values in percent-encoding."""
-    pairs = (part.partition("=") for part in text.split(",") if "=" in part)
-    return {name.strip(): unquote(value.strip()) for name, _, value in pairs}
-
-
-def _seconds(environment: Mapping[str, str], name: str, default: float) -> float:
-    """Return a number of milliseconds in seconds. Raises ValueError unless it is positive."""
-    text = environment.get(name, "")
+def _seconds(variable: str, default: float) -> float:
+    """Return a variable's number of milliseconds in seconds. Raises ValueError."""
+    text = os.environ.get(variable, "")
     if not text:
         return default
     if not text.isdecimal() or int(text) == 0:
-        raise ValueError(f"{name}: {text!r} is no number of milliseconds")
+        raise ValueError(f"{variable}: {text!r} is no number of milliseconds")
     return int(text) / 1000
