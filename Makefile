@@ -66,8 +66,9 @@ $(SUPPLY)/.ready: Makefile
 	@touch $@
 
 requirements: $(SUPPLY)/.ready
-	$(SUPPLY)/bin/uv pip compile setup.cfg --extra otlp --quiet --generate-hashes --python-version 3.11 --python-platform linux \
-	    --no-emit-index-url --custom-compile-command 'make requirements' --output-file deploy/requirements.txt
+	$(SUPPLY)/bin/uv pip compile setup.cfg --extra otlp --quiet --generate-hashes --python-version 3.11 \
+	    --python-platform linux --no-emit-index-url --custom-compile-command 'make requirements' \
+	    --output-file deploy/requirements.txt
 
 sbom: $(SUPPLY)/.ready
 	@mkdir -p build
