@@ -129,7 +129,7 @@ def cli_errors(status: int = 1) -> Iterator[None]:
         # Imported only now: a third of the time that a command takes which asks the running proxy.
         from kproxy_core.backend.errors import BackendError
         from kproxy_core.config.file import ConfigError
-        from kproxy_core.explain.request import NoAnswer
+        from kproxy_core.explain.errors import NoAnswer
         from kproxy_core.host.errors import HostError
         from kproxy_core.modes.control import NoProxy, RequestRefused
         from kproxy_core.process.terms import StartFailed

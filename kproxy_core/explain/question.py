@@ -5,7 +5,8 @@ from difflib import get_close_matches
 from typing import NamedTuple, Protocol
 
 from kproxy_core.backend.api import Question
-from kproxy_core.explain.request import AddressTarget, NoAnswer, Sender, ServiceTarget, Target
+from kproxy_core.explain.errors import NoAnswer
+from kproxy_core.explain.request import AddressTarget, Sender, ServiceTarget, Target
 from kproxy_core.model.address import Address, Family, family_of, format_address, is_loopback
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServiceName, ServicePortKey

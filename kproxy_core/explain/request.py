@@ -4,14 +4,11 @@ import re
 from contextlib import suppress
 from typing import NamedTuple
 
+from kproxy_core.explain.errors import NoAnswer
 from kproxy_core.model.address import Address, Protocol, parse_address
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.fate import Origin
 from kproxy_core.plan.service_plan import Frontend
-
-
-class NoAnswer(Exception):
-    """A question that cannot be answered, with a remedy, in one line."""
 
 
 class ServiceTarget(NamedTuple):

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 from kproxy_core.backend.api import KernelSide
 from kproxy_core.explain.answer import Json, decide_case
 from kproxy_core.explain.difference import packet_to
+from kproxy_core.explain.errors import NoAnswer
 from kproxy_core.explain.question import Case, Plans, nothing
-from kproxy_core.explain.request import NoAnswer, Sender, ServiceTarget, parse_target
+from kproxy_core.explain.request import Sender, ServiceTarget, parse_target
 from kproxy_core.model.address import Address, Family, Protocol, format_socket, is_loopback
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.fate import Origin, Outcome

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kproxy_core.backend.api import Failure
-from kproxy_core.explain.request import NoAnswer
+from kproxy_core.explain.errors import NoAnswer
 from kproxy_core.model.address import format_socket
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.observe.health import ProxyHealth

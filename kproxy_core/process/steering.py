@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kproxy_core.backend.api import Caveat
 from kproxy_core.config.file import ConfigError, load
-from kproxy_core.explain.request import NoAnswer
+from kproxy_core.explain.errors import NoAnswer
 from kproxy_core.host.files.file_watch import FileWatch
 from kproxy_core.modes.control import Handler, ReportProgress, RequestRefused
 from kproxy_core.modes.switch import Comparison, ModeSwitch, SwitchFailed

@@ -7,8 +7,9 @@ import pytest
 
 from kproxy_core.backend.api import KernelObject, KernelSide
 from kproxy_core.explain.answer import Json, answer, decide_case
+from kproxy_core.explain.errors import NoAnswer
 from kproxy_core.explain.question import Case, cases
-from kproxy_core.explain.request import NoAnswer, parse_sender, parse_target
+from kproxy_core.explain.request import parse_sender, parse_target
 from kproxy_core.model.address import Family
 from kproxy_core.model.endpoint import Endpoint, EndpointSlice
 from kproxy_core.model.node import NodeView

@@ -8,7 +8,7 @@ from typing import Any
 from kproxy_core.cli.inspection.objects import read_objects
 from kproxy_core.cli.terminal import bad, faint, good, hint
 from kproxy_core.config.flags import Flags
-from kproxy_core.explain.request import NoAnswer
+from kproxy_core.explain.errors import NoAnswer
 from kproxy_core.modes.control import NoProxy, send_request
 
 Found = Mapping[str, Any]

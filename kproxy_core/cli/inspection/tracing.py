@@ -14,7 +14,8 @@ from kproxy_core.cli.inspection.objects import OBJECTS
 from kproxy_core.cli.running import open_registry
 from kproxy_core.cli.terminal import bad, faint, good, hint, strong
 from kproxy_core.config.flags import Flags
-from kproxy_core.explain.request import NoAnswer, Sender
+from kproxy_core.explain.errors import NoAnswer
+from kproxy_core.explain.request import Sender
 from kproxy_core.host.conntrack.events import Direction, FlowEvents
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.netlink.addresses import node_addresses

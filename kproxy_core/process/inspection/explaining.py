@@ -11,8 +11,9 @@ from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.backend.registry import Registry
 from kproxy_core.explain.answer import answer
 from kproxy_core.explain.difference import differences, packets_to, stale
+from kproxy_core.explain.errors import NoAnswer
 from kproxy_core.explain.question import Case, Plans, cases
-from kproxy_core.explain.request import NoAnswer, parse_sender, parse_target
+from kproxy_core.explain.request import parse_sender, parse_target
 from kproxy_core.explain.traffic import expectation
 from kproxy_core.host import privileges
 from kproxy_core.host.errors import HostError
