@@ -29,6 +29,7 @@ _SK_STORAGE = bpf.MapDefinition(type=bpf.SK_STORAGE, key=4, value=8, entries=0, 
 _LRU = bpf.MapDefinition(type=9, key=8, value=8, entries=64, flags=0)
 _CGROUP = "mount the host's cgroup2 tree at /sys/fs/cgroup, or set kproxy.backendOptions.ebpf.cgroup"
 _FOREIGN = "remove the exclusive program of the cgroup or an ancestor, or name another cgroup"
+_TRACKED = "leave out kproxy.backendOptions.ebpf.notrack"
 _ACCEPT = struct.pack("=BBhi", 0xB7, 0, 0, 1) + struct.pack("=BBhi", 0x95, 0, 0, 0)
 """``r0 = 1; exit``"""
 
@@ -68,7 +69,8 @@ def _quick(options: Settings, families: Sequence[Family], *, load_modules: bool)
     if options.notrack_mark:
         attempts = Attempts(Modules(), why_not="", load_modules=load_modules)
         modules = ("nft_socket", *(f"nf_socket_{family.label.lower()}" for family in families))
-        yield attempts.attempt("match of a packet's socket in nf_tables", modules, partial(refusal, families))
+        what = "match of a packet's socket in nf_tables"
+        yield attempts.attempt(what, modules, partial(refusal, families), _TRACKED)
 
 
 def _pin_directory(directory: str) -> Requirement:

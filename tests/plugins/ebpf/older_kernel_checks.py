@@ -1,15 +1,16 @@
 """Tests for Linux 6.1 alone, run by test_older_kernel.py in a guest."""
 
 
-def test_the_module_that_notrack_lacks_is_named() -> None:
-    """The guest's kernel has no match of IPv6 sockets."""
+def test_a_family_that_lacks_what_notrack_needs_is_named() -> None:
+    """The guest's nft_socket is built without IPv6."""
     from kproxy_core.model.address import Family
     from kproxy_ebpf.questions.detect import lacking
     from kproxy_ebpf.settings import Settings
 
     problems = [problem for problem in lacking(Settings(notrack_mark=1 << 12)) if "socket in nf" in problem]
     assert len(problems) == 1
-    assert problems[0].endswith("modprobe nf_socket_ipv6, or use a kernel with CONFIG_NF_SOCKET_IPV6")
+    assert "add rule ip6 kproxy-notrack prerouting" in problems[0]
+    assert problems[0].endswith("leave out kproxy.backendOptions.ebpf.notrack")
     wanted = lacking(Settings(notrack_mark=1 << 12), [Family.IPV4])
     assert not any("socket in nf" in problem for problem in wanted)
 

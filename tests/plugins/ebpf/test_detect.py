@@ -99,6 +99,7 @@ def test_notrack_is_tried_and_a_kernel_without_its_match_is_told_the_module(
     monkeypatch.setattr(questions, "refusal", lambda _: "Error: Could not process rule")
     assert lacking(wanted, [Family.IPV4]) == [
         "match of a packet's socket in nf_tables: Error: Could not process rule. "
+        "leave out kproxy.backendOptions.ebpf.notrack; "
         "modprobe nft_socket, or use a kernel with CONFIG_NFT_SOCKET; "
         "modprobe nf_socket_ipv4, or use a kernel with CONFIG_NF_SOCKET_IPV4"
     ]

@@ -21,19 +21,21 @@ TABLES = {"ip kproxy-notrack", "ip6 kproxy-notrack"}
 
 
 @pytest.fixture(scope="module")
-def where(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+def untracked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     with node(tmp_path_factory.mktemp("node")) as made:
         services = {FAR: REMOTE[0], FAR6: REMOTE6[0], NEAR: POD, NEAR6: POD6, OWN: NODE, OWN6: NODE6}
         for number, (address, endpoint) in enumerate({**services, REFUSING: "203.0.113.2"}.items()):
             made.serve(f"service-{number}", address, [endpoint])
-        with echo(made.host, (NODE, NODE6)):
+        with echo(made.host, (NODE, NODE6)), made.proxy({"notrack": True}):
             yield made
 
 
 @pytest.fixture
-def untracked(where: Node) -> Iterator[Node]:
-    with where.proxy({"notrack": True}):
-        yield where
+def where(tmp_path: Path) -> Iterator[Node]:
+    """A node for a proxy of the test's own."""
+    with node(tmp_path) as made:
+        made.serve("web", FAR, REMOTE)
+        yield made
 
 
 def dial(where: Node, at: Namespace, address: str, *, mark: int = 0) -> socket.socket:
@@ -171,16 +173,24 @@ def test_damage_is_repaired(untracked: Node, damage: str) -> None:
         assert entries(untracked, client) == []
 
 
-def test_an_open_connection_is_tracked_from_a_switch_to_another_mode_on(tmp_path: Path) -> None:
-    with node(tmp_path) as where:
-        where.serve("web", FAR, REMOTE)
-        with where.proxy({"notrack": True}), dial(where, where.host, FAR) as client:
-            assert tables(where) == TABLES
-            assert kproxy("switch", "nftables", node=where.host).returncode == 0
-            until(lambda: tables(where) == set())
-            client.sendall(b"again")
-            assert client.recv(100) == b"again"
-            assert len(entries(where, client)) == 1
+def test_an_open_connection_is_tracked_from_a_switch_to_another_mode_on(where: Node) -> None:
+    with where.proxy({"notrack": True}), dial(where, where.host, FAR) as client:
+        assert tables(where) == TABLES
+        assert kproxy("switch", "nftables", node=where.host).returncode == 0
+        until(lambda: tables(where) == set())
+        client.sendall(b"again")
+        assert client.recv(100) == b"again"
+        assert len(entries(where, client)) == 1
+
+
+def test_render_shows_the_tables_and_nft_accepts_them(untracked: Node) -> None:
+    arguments = [f"--config={untracked.config}", f"--manifests={untracked.manifests}"]
+    rules = kproxy("render", *arguments, "--hostname-override=here", node=untracked.host).stdout
+    untracked.host.run("nft", "--check", "-f", "-", stdin=rules)
+    for family in ("ip", "ip6"):
+        table = f"add rule {family} kproxy-notrack"
+        assert f'{table} output meta l4proto tcp oif != "lo" meta mark 0x00001000 notrack\n' in rules
+        assert f'{table} prerouting meta l4proto tcp iif != "lo" socket mark 0x00001000 notrack\n' in rules
 
 
 def test_a_clean_up_removes_the_tables_and_a_dry_run_names_them(where: Node) -> None:
