@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def run(flags: Flags, *, init_only: bool) -> None:
     """Run the proxy, or with *init_only* do only what needs all privileges. Exit with 1 if that fails."""
     # What a start imports and reads lives on. Searching it for cycles would take longer than the first sync
-    # itself, and find none; `preparation.settle_memory` does so after that.
+    # itself, and find none, until `preparation.settle_memory` excludes it.
     gc.disable()
     from kproxy_core.observe import logs
 

@@ -38,8 +38,10 @@ def tune_interpreter() -> None:
 
 
 def settle_memory() -> None:
-    """Exclude all objects that exist after the first sync, which mostly live on, from garbage collection."""
-    gc.collect()
+    """Exclude all objects that exist after the first sync, which mostly live on, from garbage collection.
+
+    They are not searched for cycles before: imports leave 1,500 objects in cycles, and each Service none.
+    """
     gc.freeze()
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
