@@ -130,7 +130,7 @@ def _duration(options: Mapping[str, object], name: str, default: float) -> float
         seconds = float(value)
     elif isinstance(value, str):
         with suppress(ValueError):
-            seconds = Duration.parse(value)
+            seconds = float(Duration.parse(value))  # Workers get its str().
     if seconds <= 0:
         raise _wrong(name, value, "must be a duration greater than 0, such as 250ms or 30s")
     return seconds

@@ -34,6 +34,7 @@ def test_options_are_read() -> None:
 
 def test_durations_have_the_syntax_of_go() -> None:
     assert settings(udpIdleTimeout="1m1.5s").udp_idle_seconds == 61.5
+    assert str(settings(udpIdleTimeout="1m1.5s").of_workers[0]) == "61.5"  # As workers read it.
 
 
 def test_the_bind_address_is_used_in_its_family() -> None:
