@@ -173,9 +173,10 @@ def _no_service(keys: Collection[ServicePortKey], target: ServiceTarget) -> str:
         return f"Service {target} has no port {target.port!r}, but {ports}"
     if own:
         return f"Service {target} has no frontend that this sender could dial in its IP family"
-    known = {str(key.service): str(key.service) if target.namespace else key.name for key in keys}
-    similar = dict.fromkeys(get_close_matches(str(target), known.values(), n=5, cutoff=0.5))
-    near = [name for text in similar for name in sorted(known) if known[name] == text] or [
-        name for name in sorted(known) if name.endswith(f"/{target.name}")]
+    known = {str(key.service): key for key in keys}
+    similar = get_close_matches(target.name, {key.name for key in keys}, n=5, cutoff=0.5)
+    near = [name for text in similar for name in sorted(
+        (name for name, key in known.items() if key.name == text),
+        key=lambda name: (known[name].namespace != target.namespace, name))]
     hint = f"; near names: {', '.join(near[:5])}" if near else ""
     return f"no Service {target} with a ClusterIP is known here ({len(known)} are){hint}"

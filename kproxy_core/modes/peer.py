@@ -52,9 +52,10 @@ class Peer(NamedTuple):
             same_user_namespace = os.path.samefile(f"/proc/{self.pid}/ns/user", "/proc/self/ns/user")
             lacking = (privileges.held() & {_REQUIRED}) - privileges.held(self.pid)
         except PermissionError:  # ptrace(2): it has privileges that this process lacks, or is not dumpable.
+            more = ", ".join(sorted(privileges.held(self.pid) - privileges.held())) or "others"
             return (
-                f"process {self.pid} has capabilities that this one lacks; run the command with those of the"
-                " proxy, for example as root in its container")
+                f"process {self.pid} has capabilities that this one lacks ({more}); run the command with"
+                " those of the proxy, for example as root in its container")
         except OSError as error:
             return f"the privileges of process {self.pid} cannot be read: {error.strerror}"
         if not same_user_namespace:
