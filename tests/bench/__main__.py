@@ -75,6 +75,8 @@ def main() -> None:
                    help="seconds between changes, at most (1.0 with min-sync 1s, else 0.1)")
     p.add_argument("--incremental-limit", type=float, default=180.0, help="seconds of the phase at most")
     p.add_argument("--rates", type=float, nargs="+", default=[10, 100], help="changes a second of the churn")
+    p.add_argument("--beside", action="append", default=[""], metavar="COMMAND",
+                   help="repeat the churn while COMMAND runs in a loop; {frontend} is one of a Service")
     p.add_argument("--churn-seconds", type=float, default=30.0)
     p.add_argument("--connects", type=int, default=500, help="connects to each place in the connect phase")
     p.add_argument("--rounds", type=int, default=1)
@@ -119,6 +121,7 @@ def measure(args: argparse.Namespace, proxies: Sequence[str]) -> list[Json]:
             spec = {"proxy": name, "command": command, "mode": mode, "min_sync": min_sync, "round": round_,
                     "gen": ",".join(filter(None, [f"services={services},endpoints={endpoints}", args.gen])),
                     "phases": args.phases, "changes": args.changes, "rates": args.rates,
+                    "beside": args.beside,
                     "gap": args.gap if args.gap is not None else (1.0 if min_sync == "1s" else 0.1),
                     "incremental_limit": args.incremental_limit, "churn_seconds": args.churn_seconds,
                     "connects": args.connects, "timeout": args.timeout,

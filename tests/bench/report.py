@@ -36,10 +36,14 @@ def pick(result: Any, path: str) -> Any:
 
 
 def churn_columns(results: Sequence[Json]) -> Iterator[Column]:
-    rates = sorted({r for res in results for r in res.get("churn", {})}, key=lambda r: float(r[:-2]))
+    rates = sorted({r for res in results for r in res.get("churn", {})}, key=_rate_of)
     for rate in rates:
         for name, path in _CHURN_COLUMNS:
             yield name.format(rate=rate), partial(_of_churn, rate, path)
+
+
+def _rate_of(name: str) -> tuple[float, str]:
+    return float(name.partition("/")[0]), name
 
 
 def _of_churn(rate: str, path: str, result: Json) -> Any:

@@ -2,14 +2,17 @@
 means."""
 
 import itertools
+import os
 import random
 import select
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import yaml
@@ -28,6 +31,19 @@ from tests.bench.measured import (
     summary,
     sync_metrics,
 )
+
+
+@contextmanager
+def repeated(command: str) -> Iterator[None]:
+    """Run a shell command again and again meanwhile; "": none."""
+    loop = command and subprocess.Popen(
+        ["sh", "-c", f"while :; do {command}; done >/dev/null 2>&1"], start_new_session=True)
+    try:
+        yield
+    finally:
+        if loop:
+            os.killpg(loop.pid, signal.SIGKILL)
+            loop.wait()
 
 
 class Run:
@@ -277,8 +293,11 @@ class Run:
             "notifications_lost": monitor.lost, "sync": sync_metrics(before, metrics())}
         monitor.close()
 
-    def churn(self, rate: float) -> None:
-        """Make *rate* endpoint changes a second for a while: how far behind does the kernel fall?"""
+    def churn(self, rate: float, beside: str = "") -> None:
+        """Make *rate* endpoint changes a second for a while: how far behind does the kernel fall?
+
+        The command *beside* runs again and again meanwhile.
+        """
         seconds = self.spec["churn_seconds"]
         order = list(range(len(self.slices)))
         self.rng.shuffle(order)
@@ -295,7 +314,8 @@ class Run:
         before, cpu0, began = metrics(), self.running.cpu(), time.monotonic()
         self.api.call("POST", "/bench/churn", {"ops": ops, "rate": rate})
         limit = began + seconds + 90
-        self.drain(monitor, lambda: False, began + seconds)
+        with repeated(beside.format(frontend="{}:{}".format(*self.targets[0]))):
+            self.drain(monitor, lambda: False, began + seconds)
         pushed_cpu = self.running.cpu() - cpu0
         after = metrics()
         # changes that a later one to the same endpoint undid before the proxy got to them are never seen
@@ -308,7 +328,8 @@ class Run:
         times = dict(zip((op["address"] for op in ops), state["times"], strict=True))
         lags = [monitor.seen[a] - t for a, t in times.items() if a in monitor.seen]
         missing = sum(a not in monitor.seen for a in final.values())
-        self.result.setdefault("churn", {})[f"{rate:g}/s"] = {
+        name = f"{rate:g}/s beside {beside}" if beside else f"{rate:g}/s"
+        self.result.setdefault("churn", {})[name] = {
             "seconds": seconds, "changes": len(ops), "lag_ms": summary(lags, 1e3, 1),
             "superseded": len(ops) - len(lags) - missing, "missing": missing,
             "caught_up_after_s": round(caught_up - max(state["times"]), 2),
@@ -366,8 +387,8 @@ class Run:
                 for phase in self.spec["phases"]:
                     self.log(phase)
                     if phase == "churn":
-                        for rate in self.spec["rates"]:
-                            self.churn(rate)
+                        for rate, beside in itertools.product(self.spec["rates"], self.spec["beside"]):
+                            self.churn(rate, beside)
                     else:
                         getattr(self, phase)()
                 self.result["memory_end"] = self.running.memory()
