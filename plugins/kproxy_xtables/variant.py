@@ -6,14 +6,18 @@ the one with more rules.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
+from kproxy_core.host.netlink import nf_tables
+from kproxy_core.host.netlink.messages import NETLINK_NETFILTER, text_attribute
+from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.host.programs import ProgramFailed, ProgramUnfinished
 from kproxy_core.model.address import Family
 
@@ -21,6 +25,10 @@ PROGRAM = {Family.IPV4: "iptables", Family.IPV6: "ip6tables"}
 
 KUBELET_CHAINS = (":KUBE-IPTABLES-HINT ", ":KUBE-KUBELET-CANARY ")
 """Chains that kubelet creates in mangle to show which variant it uses (KEP-3178)."""
+
+_GET_CHAIN: Final = nf_tables.KIND | 4
+_CHAIN_TABLE, _CHAIN_NAME = 1, 3
+"""linux/netfilter/nf_tables.h"""
 
 OLDEST = (1, 6, 2)
 """The first version with ``--random-fully`` and with ``-w`` for iptables-restore."""
@@ -69,6 +77,9 @@ def find_variant() -> Variant:
     if len(found) == 2:
 
         def save(kind: str, table: str) -> Iterable[str]:
+            if kind == "nft" and table:  # The program would read the rules of all tables.
+                yield from _kubelet_chains(table)
+                return
             arguments = ("-t", table) if table else ()
             for family in Family:
                 try:
@@ -117,6 +128,18 @@ def prefers_nft(save: Callable[[str, str], Iterable[str]], default_is_nft: bool)
         return True
     enough = max(legacy_rules, 1)  # No need to read more.
     return sum(1 for _ in islice(filter(_is_rule, save("nft", "")), enough)) == enough
+
+
+def _kubelet_chains(table: str) -> Iterator[str]:
+    """Yield those of `KUBELET_CHAINS` that exist in nf_tables, as iptables-save prints their beginnings."""
+    with suppress(OSError), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
+        for family in Family:
+            for line in KUBELET_CHAINS:
+                name = text_attribute(_CHAIN_NAME, line.strip(": "))
+                with suppress(FileNotFoundError):
+                    sock.request(_GET_CHAIN, 0, nf_tables.payload(
+                        family, text_attribute(_CHAIN_TABLE, table), name))
+                    yield line
 
 
 def _has_kubelet_chains(lines: Iterable[str]) -> bool:
