@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -61,6 +62,7 @@ def read_objects(
     from kproxy_core.process.choice import conclude
     from kproxy_core.process.terms import backend_settings, served_families, settings_of_modes
 
+    gc.disable()  # What a command reads lives until it has answered.
     config, registry, configuration = prepare(flags)
     if not config.mode:
         config = configuration.of(conclude(configuration, registry, served_families()))
@@ -73,4 +75,5 @@ def read_objects(
         plans, store = read_plans(config, registry, families, addresses)
         yield Objects(plans, registry, instance, settings_of_modes(configuration, families), config, store)
     finally:
+        gc.enable()
         registry.close_backend(instance)
