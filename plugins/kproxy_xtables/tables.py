@@ -8,10 +8,10 @@ from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.programs import Done, OwnProcesses, ProgramFailed, ProgramUnfinished
 from kproxy_core.model.address import Family
-from kproxy_xtables.dormant import dormant_tables, wake_tables
+from kproxy_xtables import over_netlink
 from kproxy_xtables.rules import ChainKey
 from kproxy_xtables.saved import SavedChain, read_saved
-from kproxy_xtables.variant import NoVariant, Variant, find_variant
+from kproxy_xtables.variant import NoVariant, Variant, find_variant, has_legacy_tables
 
 LOCK_TIMEOUT = 5
 """Seconds that a program waits for the xtables lock."""
@@ -85,8 +85,7 @@ class Tables:
 
         Raises ProgramFailed.
         """
-        only = ("-t", table) if table else ()
-        return read_saved(programs.lines(self.variant.program(self.family, "save"), *only, own=self._own))
+        return read_saved(self.variant.saved(self.family, table, self._own))
 
     def chains(self, table: str = "") -> dict[ChainKey, list[str]]:
         """Return the chains of `save` with their rules. Raises ProgramFailed."""
@@ -110,19 +109,23 @@ class Tables:
 
     def dormant(self) -> list[str]:
         """Return the tables that exist but are switched off, which only nf_tables can. Raises HostError."""
-        return dormant_tables(self.family, _TABLES) if self.variant.nft else []
+        return over_netlink.dormant_tables(self.family, _TABLES) if self.variant.nft else []
 
     def wake(self) -> list[str]:
         """Switch dormant tables on again and return their names. Raises HostError."""
         if found := self.dormant():
-            wake_tables(self.family, found, self._own)
+            over_netlink.wake_tables(self.family, found, self._own)
         return found
 
     def has_chain(self, table: str, chain: str) -> bool:
         """Return whether *chain* exists without reading other chains. Raises HostError.
 
-        A legacy program creates *table*.
+        A legacy program creates *table* beside existing ones.
         """
+        if self.variant.nft:
+            return over_netlink.has_chain(self.family, table, chain)
+        if not has_legacy_tables(self.family):
+            return False
         done = self._list(table, chain)
         if done.returncode == _RESOURCE_PROBLEM:
             raise _read_error(f"{self.program}: {programs.complaint(done)}")

@@ -7,33 +7,27 @@ the one with more rules.
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.netlink import nf_tables
-from kproxy_core.host.netlink.messages import NETLINK_NETFILTER, text_attribute
-from kproxy_core.host.netlink.sockets import NetlinkSocket
-from kproxy_core.host.programs import ProgramFailed, ProgramUnfinished
+from kproxy_core.host.programs import OwnProcesses, ProgramFailed, ProgramUnfinished
 from kproxy_core.model.address import Family
+from kproxy_xtables.over_netlink import has_chain
 
 PROGRAM = {Family.IPV4: "iptables", Family.IPV6: "ip6tables"}
 
-KUBELET_CHAINS = (":KUBE-IPTABLES-HINT ", ":KUBE-KUBELET-CANARY ")
+KUBELET_CHAINS = ("KUBE-IPTABLES-HINT", "KUBE-KUBELET-CANARY")
 """Chains that kubelet creates in mangle to show which variant it uses (KEP-3178)."""
-
-_GET_CHAIN: Final = nf_tables.KIND | 4
-_CHAIN_TABLE, _CHAIN_NAME = 1, 3
-"""linux/netfilter/nf_tables.h"""
 
 OLDEST = (1, 6, 2)
 """The first version with ``--random-fully`` and with ``-w`` for iptables-restore."""
 
 _VERSION = re.compile(r"v(\d+(?:\.\d+)+)(.*)")
+_LEGACY_TABLES = Path("/proc/thread-self/net")
 
 Version = tuple[int, ...]
 
@@ -54,6 +48,15 @@ class Variant(NamedTuple):
     def program(self, family: Family, action: str = "") -> str:
         """Return the name of a program. *action* is ``save``, ``restore`` or ""."""
         return f"{PROGRAM[family]}{self.infix}{'-' if action else ''}{action}"
+
+    def saved(self, family: Family, table: str = "", own: OwnProcesses | None = None) -> Iterator[str]:
+        """Yield the lines of iptables-save for all existing tables, or for one *table*.
+
+        A legacy program creates that table; it is not run where no table exists. Raises ProgramFailed.
+        """
+        if self.nft or table or has_legacy_tables(family):
+            only = ("-t", table) if table else ()
+            yield from programs.lines(self.program(family, "save"), *only, own=own)
 
     def __str__(self) -> str:
         return f"iptables {'.'.join(map(str, self.version))} ({'nf_tables' if self.nft else 'legacy'})"
@@ -76,21 +79,18 @@ def find_variant() -> Variant:
         raise NoVariant("iptables is not installed")
     if len(found) == 2:
 
-        def save(kind: str, table: str) -> Iterable[str]:
-            if kind == "nft" and table:  # The program would read the rules of all tables.
-                yield from _kubelet_chains(table)
-                return
-            arguments = ("-t", table) if table else ()
+        def save(nft: bool) -> Iterable[str]:
             for family in Family:
                 try:
-                    yield from programs.lines(found[kind == "nft"].program(family, "save"), *arguments)
+                    yield from found[nft].saved(family)
                 except ProgramUnfinished:  # The rules are unknown, so any choice might be wrong.
                     raise
                 except ProgramFailed:  # This kernel lacks the family or the interface.
                     continue
 
         default = probe("")
-        chosen = found[prefers_nft(save, default is None or default.nft)]
+        hinted = any(map(_kubelet_uses_nft, Family))
+        chosen = found[prefers_nft(hinted, save, default is None or default.nft)]
     else:
         (chosen,) = found.values()
     if chosen.version < OLDEST:
@@ -111,39 +111,46 @@ def find_used_and_unused() -> tuple[list[Variant], list[Variant]]:
     return [used], [variant for variant in found if variant != used]
 
 
-def prefers_nft(save: Callable[[str, str], Iterable[str]], default_is_nft: bool) -> bool:
+def prefers_nft(
+    kubelet_uses_nft: bool, save: Callable[[bool], Iterable[str]], default_is_nft: bool
+) -> bool:
     """Choose between two installed variants.
 
-    *save* returns the rules of both families as iptables-save prints them, for ``nft`` or ``legacy`` and one
-    table, or all existing tables for "". Naming a legacy table would create it. Without any rules the variant
-    of plain ``iptables`` wins: *default_is_nft*.
+    *save* returns the rules of both families in all existing tables, as iptables-save prints them, of the
+    variant for nf_tables (True) or of the legacy one. Without any rules the variant of plain ``iptables``
+    wins: *default_is_nft*.
     """
-    if _has_kubelet_chains(save("nft", "mangle")):
+    if kubelet_uses_nft:
         return True
-    legacy = list(save("legacy", ""))
-    if _has_kubelet_chains(legacy):
+    legacy = list(save(False))
+    if any(line.startswith(tuple(f":{chain} " for chain in KUBELET_CHAINS)) for line in legacy):
         return False
     legacy_rules = sum(map(_is_rule, legacy))
     if legacy_rules == 0 and default_is_nft:
         return True
     enough = max(legacy_rules, 1)  # No need to read more.
-    return sum(1 for _ in islice(filter(_is_rule, save("nft", "")), enough)) == enough
+    return sum(1 for _ in islice(filter(_is_rule, save(True)), enough)) == enough
 
 
-def _kubelet_chains(table: str) -> Iterator[str]:
-    """Yield those of `KUBELET_CHAINS` that exist in nf_tables, as iptables-save prints their beginnings."""
-    with suppress(OSError), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-        for family in Family:
-            for line in KUBELET_CHAINS:
-                name = text_attribute(_CHAIN_NAME, line.strip(": "))
-                with suppress(FileNotFoundError):
-                    sock.request(_GET_CHAIN, 0, nf_tables.payload(
-                        family, text_attribute(_CHAIN_TABLE, table), name))
-                    yield line
+def _kubelet_uses_nft(family: Family) -> bool:
+    """Return whether nf_tables has one of `KUBELET_CHAINS`; iptables-nft-save would read all tables for that.
+
+    False where nf_tables can't be asked.
+    """
+    try:
+        return any(has_chain(family, "mangle", chain) for chain in KUBELET_CHAINS)
+    except HostError:
+        return False
 
 
-def _has_kubelet_chains(lines: Iterable[str]) -> bool:
-    return any(line.startswith(KUBELET_CHAINS) for line in lines)
+def has_legacy_tables(family: Family) -> bool:
+    """Return whether the network namespace has tables of the legacy interface. True if that is unknown."""
+    try:
+        return bool((_LEGACY_TABLES / f"{family.ip}_tables_names").read_bytes())
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
 
 
 def _is_rule(line: str) -> bool:

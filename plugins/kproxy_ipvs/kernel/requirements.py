@@ -1,6 +1,7 @@
 """The kernel modules and sysctls of the ipvs mode."""
 
 import logging
+from pathlib import Path
 
 from kproxy_core.host import programs, sysctl
 from kproxy_core.host.errors import HostError
@@ -19,8 +20,10 @@ def load_modules(configured: str) -> None:
 
     A kernel with IPVS built in needs none.
     """
-    if programs.find("modprobe"):
-        programs.run("modprobe", "-qa", "ip_vs", *(f"ip_vs_{name}" for name in schedulers(configured)))
+    wanted = ["ip_vs", *(f"ip_vs_{name}" for name in schedulers(configured))]
+    missing = [name for name in wanted if not Path("/sys/module", name).is_dir()]
+    if missing and programs.find("modprobe"):
+        programs.run("modprobe", "-qa", *missing)
 
 
 def ensure_settings(settings: Settings) -> None:

@@ -15,7 +15,7 @@ from kproxy_userspace.questions.removal import plan_cleanup
 from kproxy_userspace.skeleton import JUMPS, nft_skeleton, nft_target
 from kproxy_userspace.wanted import Redirect
 from kproxy_xtables.cleanup import apply_removal
-from kproxy_xtables.dormant import dormant_tables
+from kproxy_xtables.over_netlink import dormant_tables
 from kproxy_xtables.removal import describe, kubernetes_rules
 from kproxy_xtables.rules import ChainKey, missing_jumps
 from kproxy_xtables.tables import Tables, Unusable

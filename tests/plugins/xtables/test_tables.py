@@ -14,7 +14,7 @@ from kproxy_core.model.address import Family
 from kproxy_xtables import tables as tables_module
 from kproxy_xtables.saved import SavedChain, read_saved
 from kproxy_xtables.tables import Busy, RestoreFailed, Tables, Unusable
-from kproxy_xtables.variant import Variant, find_variant, find_variants, prefers_nft, probe
+from kproxy_xtables.variant import KUBELET_CHAINS, Variant, find_variant, find_variants, prefers_nft, probe
 from tests.core.namespaces import Namespace, namespace
 
 HINT = ":KUBE-IPTABLES-HINT - [0:0]\n"
@@ -52,11 +52,11 @@ def node() -> Iterator[Namespace]:
 def test_the_variant_is_chosen_by_evidence(
     nft: tuple[str, ...], legacy: tuple[str, ...], default_is_nft: bool, expected: bool
 ) -> None:
-    def save(kind: str, table: str) -> Iterator[str]:
-        assert table == "" or kind == "nft", "naming a legacy table would create it"
-        yield from nft if kind == "nft" else legacy
+    def save(of_nft: bool) -> tuple[str, ...]:
+        return nft if of_nft else legacy
 
-    assert prefers_nft(save, default_is_nft) is expected
+    kubelet_uses_nft = any(line in (HINT, OLD_HINT) for line in nft)
+    assert prefers_nft(kubelet_uses_nft, save, default_is_nft) is expected
 
 
 def test_both_variants_are_found() -> None:
@@ -83,10 +83,11 @@ def test_a_program_is_asked_for_its_version_once_until_it_is_replaced(
 
 
 @VARIANTS
-def test_kubelets_variant_is_chosen(node: Namespace, variant: Variant) -> None:
+@pytest.mark.parametrize(("family", "chain"), [*zip(Family, KUBELET_CHAINS, strict=True)])
+def test_kubelets_variant_is_chosen(node: Namespace, variant: Variant, family: Family, chain: str) -> None:
     other = next(each for each in find_variants() if each.nft is not variant.nft)
     node.run(other.program(Family.IPV6), "-w", "-A", "INPUT", "-j", "ACCEPT")
-    node.run(variant.program(Family.IPV4), "-w", "-t", "mangle", "-N", "KUBE-IPTABLES-HINT")
+    node.run(variant.program(family), "-w", "-t", "mangle", "-N", chain)
     assert node.inside(find_variant) == variant
 
 
@@ -105,8 +106,15 @@ def test_no_variant_is_chosen_while_the_rules_of_one_are_unknown(
         node.inside(find_variant)
 
 
-def test_choosing_creates_nothing(node: Namespace) -> None:
-    node.inside(find_variant)
+def test_choosing_creates_nothing_and_runs_no_program_without_rules(
+    node: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variant = node.inside(find_variant)
+    with monkeypatch.context() as patch:
+        patch.setattr(programs, "lines", None)
+        assert node.inside(find_variant) == variant
+        legacy = next(each for each in find_variants() if not each.nft)
+        assert node.inside(lambda: Tables(Family.IPV4, legacy).chains()) == {}
     assert node.run("nft", "list", "ruleset") == ""
 
 

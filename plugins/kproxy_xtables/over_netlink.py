@@ -1,4 +1,4 @@
-"""Tables of nf_tables that another program made dormant. iptables neither shows nor clears that flag."""
+"""Tables and chains of nf_tables, over netlink: a program takes longer, and creates tables when it reads."""
 
 import errno
 from collections.abc import Collection
@@ -17,14 +17,30 @@ from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.host.programs import OwnProcesses
 from kproxy_core.model.address import Family
 
-_NEWTABLE, _GETTABLE = nf_tables.KIND, nf_tables.KIND | 1
+_NEWTABLE, _GETTABLE, _GETCHAIN = nf_tables.KIND, nf_tables.KIND | 1, nf_tables.KIND | 4
 _NAME, _FLAGS = 1, 2
+_TABLE_OF_CHAIN, _CHAIN_NAME = 1, 3
 _DORMANT = 1
 """NFT_TABLE_F_DORMANT (linux/netfilter/nf_tables.h)"""
 
 
+def has_chain(family: Family, table: str, chain: str) -> bool:
+    """Return whether *chain* exists. Raises HostError."""
+    names = text_attribute(_TABLE_OF_CHAIN, table), text_attribute(_CHAIN_NAME, chain)
+    try:
+        with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
+            return bool(sock.request(_GETCHAIN, 0, nf_tables.payload(family, *names)))
+    except OSError as error:
+        if error.errno == errno.ENOENT:
+            return False
+        raise HostError(f"cannot look for chain {chain}", error) from error
+
+
 def dormant_tables(family: Family, names: Collection[str]) -> list[str]:
-    """Return the dormant ones among the tables *names*. Raises HostError."""
+    """Return those of the tables *names* that another program switched off, which iptables does not show.
+
+    Raises HostError.
+    """
     try:
         with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
             return [name for name in names if _flags(sock, family, name) & _DORMANT]
@@ -33,7 +49,7 @@ def dormant_tables(family: Family, names: Collection[str]) -> list[str]:
 
 
 def wake_tables(family: Family, names: Collection[str], own: OwnProcesses) -> None:
-    """Clear the flag of the tables *names*. Remember the socket in *own*. Raises HostError."""
+    """Switch the tables *names* on, which iptables can't. Remember the socket in *own*. Raises HostError."""
     awake = attribute(_FLAGS, bytes(4))
     data, last = nf_tables.transaction([
         Request(_NEWTABLE, 0, nf_tables.payload(family, text_attribute(_NAME, name), awake)) for name in names
