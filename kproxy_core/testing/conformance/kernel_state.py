@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from kproxy_core.host.netlink.messages import NETLINK_NETFILTER, NFGENMSG, attribute
+from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.testing.network.namespaces import CommandFailed, run
 
 _LEGACY = {
@@ -22,12 +24,14 @@ _LEGACY = {
     "ip6tables-legacy": Path("/proc/net/ip6_tables_names"),
 }
 _IPVS = Path("/proc/net/ip_vs")
-_NETLINK_NETFILTER = 12
+_IPSET = Path("/sys/module/ip_set")
 _GET_TABLES = struct.pack("=IHHIIBBH", 20, 0x0A01, 0x0301, 0, 0, 0, 0, 0)
 """A dump of NFT_MSG_GETTABLE (linux/netlink.h, linux/netfilter/nf_tables.h)."""
 _GET_GENERATION = struct.pack("=IHHIIBBH", 20, 0x0A10, 0x0001, 0, 0, 0, 0, 0)
 """NFT_MSG_GETGEN. The number is the first attribute of the answer."""
 _GENERATION = slice(24, 28)
+_LIST_SETS, _ALL_SETS = 6 << 8 | 7, NFGENMSG.pack(0, 0, 0) + attribute(1, b"\x06")
+"""IPSET_CMD_LIST, and its protocol (linux/netfilter/ipset/ip_set.h)."""
 _KIND, _ENDS = struct.Struct("=4xH"), (2, 3)
 """Of a message; NLMSG_ERROR and NLMSG_DONE."""
 _SUCCESSOR = "kproxy-kit-successor"
@@ -76,16 +80,21 @@ def difference(before: Sequence[str], after: Sequence[str]) -> str:
 
 
 class Reader:
-    """Reads the state of the calling thread's namespace. Lists nf_tables again only after another commit."""
+    """Reads the state of the calling thread's namespace.
+
+    Lists nf_tables again only after another commit, and ipsets only if a dump of them differs from the last.
+    """
 
     def __init__(self, commands: Sequence[str] = ()) -> None:
         """*commands* are shell commands that print more state."""
         self._commands = commands
         self._listed: tuple[int, list[str]] = (0, [])
         """The number of a commit, and the objects of nf_tables after it."""
+        self._listed_sets: tuple[bytes, list[str]] = (b"", [])
+        """A dump of all ipsets, and what ``ipset save`` prints of it."""
 
     def read(self) -> KernelState:
-        lines = [*self._nft(), *_legacy(), *_ipsets(), *_virtual_servers()]
+        lines = [*self._nft(), *_legacy(), *self._ipsets(), *_virtual_servers()]
         lines += [*_links(), *_routes4(), *_routes6()]
         for command in self._commands:
             done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)  # noqa: S602
@@ -97,6 +106,12 @@ class Reader:
         if not number or number != self._listed[0]:
             self._listed = number, list(_nft())
         return self._listed[1]
+
+    def _ipsets(self) -> list[str]:
+        dumped = _dumped_ipsets()
+        if dumped != self._listed_sets[0]:
+            self._listed_sets = dumped, list(_ipsets())
+        return self._listed_sets[1]
 
 
 def commits() -> int:
@@ -184,7 +199,7 @@ def _nft() -> Iterator[str]:
 def _first_answer(request: bytes) -> bytes:
     """Ask nf_tables, far cheaper than with nft; b"" where it has nothing, or this kernel lacks nf_tables."""
     try:
-        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_NETFILTER) as sock:
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_NETFILTER) as sock:
             sock.send(request)
             answer = sock.recv(1 << 16)
     except OSError:
@@ -229,8 +244,16 @@ def _legacy() -> Iterator[str]:
                 yield f"{program} {table} {_COUNTS.sub('', line).strip()}"
 
 
+def _dumped_ipsets() -> bytes:
+    """Return a dump of all ipsets, far cheaper than with ipset; b"" without any, or without ipset."""
+    if not _IPSET.exists() or not shutil.which("ipset"):
+        return b""
+    with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
+        return sock.dump(_LIST_SETS, _ALL_SETS, lambda answers: b"".join(data[a:z] for data, a, z in answers))
+
+
 def _ipsets() -> Iterator[str]:
-    if Path("/sys/module/ip_set").exists() and shutil.which("ipset"):
+    if _dumped_ipsets():
         yield from (f"ipset {line}" for line in run("ipset", "save").splitlines())
 
 
