@@ -1,12 +1,17 @@
 """All kernel objects that any mode may create, as a value."""
 
+import socket
 from functools import cache, partial
+from pathlib import Path
 
+from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import Variant, find_variants
 from tests.core.namespaces import Namespace, namespace
+
+_SERVERS = Path("/proc/thread-self/net/ip_vs")
 
 
 @cache
@@ -29,20 +34,21 @@ def held(node: Namespace) -> list[str]:
 
     Built-in chains are left out.
     """
-    found = [f"ipset {name}" for name in node.run("ipset", "list", "-name").split()]
-    found += [f"link {line.split()[1]}" for line in node.run("ip", "-o", "link").splitlines()]
-    servers = node.run("sh", "-c", "cat /proc/net/ip_vs 2>/dev/null || true").splitlines()[3:]
-    found += [" ".join(line.split()[:3]) for line in servers]
-    variants = working()
-    if any(variant.nft for variant in variants):
-        tables = node.run("nft", "list", "tables").splitlines()
-        found += [table for table in tables if table.split()[2] not in ("filter", "nat", "mangle")]
-    for variant in variants:
-        for family in Family:
-            table = ""
-            for line in node.run(variant.program(family, "save")).splitlines():
-                if line.startswith("*"):
-                    table = line[1:]
-                elif line.startswith("-A") or (line.startswith(":") and " - " in line):
-                    found.append(f"{variant.program(family)} {table} {line.partition(' [')[0]}")
+    with node.joined():  # and not `node.run`, which starts two programs for each
+        found = [f"ipset {name}" for name in programs.output("ipset", "list", "-name").split()]
+        found += [f"link {name}" for _, name in socket.if_nameindex()]
+        servers = _SERVERS.read_text().splitlines()[3:] if _SERVERS.exists() else []
+        found += [" ".join(line.split()[:3]) for line in servers]
+        if any(variant.nft for variant in working()):
+            tables = programs.output("nft", "list", "tables").splitlines()
+            found += [table for table in tables if table.split()[2] not in ("filter", "nat", "mangle")]
+        for variant in working():
+            for family in Family:
+                table = ""
+                for line in variant.saved(family):
+                    if line.startswith("*"):
+                        table = line[1:].strip()
+                    elif line.startswith("-A") or (line.startswith(":") and " - " in line):
+                        found.append(
+                            f"{variant.program(family)} {table} {line.partition(' [')[0].rstrip()}")
     return sorted(found)

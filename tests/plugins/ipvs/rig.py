@@ -43,10 +43,10 @@ WEB = ServerKey(Family.IPV4, 0, VIP, Protocol.TCP, 80)
 
 
 @pytest.fixture(autouse=True)
-def _own_network() -> Iterator[None]:
+def node() -> Iterator[Namespace]:
     """Run each test in a network namespace of its own, whose end is quicker than a clean-up."""
-    with contextlib.closing(Namespace("node")) as node, node.joined():
-        yield
+    with contextlib.closing(Namespace("node")) as made, made.joined():
+        yield made
 
 
 @pytest.fixture
@@ -62,9 +62,13 @@ def make() -> Iterator[Callable[..., IpvsBackend]]:
         yield made
 
 
-@pytest.fixture
-def kernel() -> Iterator[VirtualServers]:
+@pytest.fixture(scope="session")
+def _ip_vs() -> None:
     subprocess.run(["modprobe", "ip_vs"], check=True)
+
+
+@pytest.fixture
+def kernel(_ip_vs: None) -> Iterator[VirtualServers]:
     servers = VirtualServers()
     yield servers
     servers.close()
@@ -110,20 +114,19 @@ def change(backend: IpvsBackend, wanted: Plans) -> int:
 
 
 @pytest.fixture
-def pods() -> Iterator[tuple[str, str]]:
+def pods(node: Namespace) -> Iterator[tuple[str, str]]:
     """Yield two addresses of this machine with echo servers on port 8080."""
     addresses = ("192.0.2.71", "192.0.2.72")
     listeners = []
     for address in addresses:
-        subprocess.run(["ip", "address", "add", f"{address}/32", "dev", "lo"], check=True)
+        node.add_address(f"{address}/32", "lo")
         listener = socket.create_server((address, 8080))
         listeners.append(listener)
         threading.Thread(target=echo, args=[listener], daemon=True).start()
     yield addresses
-    for listener, address in zip(listeners, addresses, strict=True):
+    for listener in listeners:
         listener.shutdown(socket.SHUT_RDWR)  # Wakes who waits in accept.
         listener.close()
-        subprocess.run(["ip", "address", "del", f"{address}/32", "dev", "lo"], check=True)
 
 
 def echo(listener: socket.socket) -> None:

@@ -29,6 +29,7 @@ from kproxy_core.testing.builders import (
     plans,
     service,
 )
+from kproxy_core.testing.network.namespaces import Namespace
 from kproxy_core.traffic.owners import FrontendOwners
 from kproxy_core.traffic.recorder import TrafficRecorder
 from kproxy_core.traffic.stored import StoredTotals
@@ -44,7 +45,6 @@ from kproxy_ipvs.wanted import ServerKey
 from kproxy_nft.table import CountingTable
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import find_variant
-from tests.core.namespaces import Namespace, namespace
 from tests.plugins.ipvs.rig import Plans, answers
 
 NODE_PORT = 30080
@@ -112,18 +112,14 @@ class Lab:
     def dial(self, address: str, port: int = 80, *, inside: bool = False) -> socket.socket:
         """Connect from outside, or from the node itself."""
 
-        def connect() -> socket.socket:
-            return socket.create_connection((address, port), timeout=20)
-
-        return self._sockets.enter_context(connect() if inside else self.client.inside(connect))
+        with contextlib.nullcontext() if inside else self.client.joined():
+            return self._sockets.enter_context(socket.create_connection((address, port), timeout=20))
 
     def datagrams(self, address: str, port: int, *, inside: bool = False) -> socket.socket:
         """Return a connected UDP socket outside, or on the node itself."""
 
-        def make() -> socket.socket:
-            return socket.socket(self.number, socket.SOCK_DGRAM)
-
-        sock = make() if inside else self.client.inside(make)
+        with contextlib.nullcontext() if inside else self.client.joined():
+            sock = socket.socket(self.number, socket.SOCK_DGRAM)
         sock.settimeout(20)
         sock.connect((address, port))
         return self._sockets.enter_context(sock)
@@ -131,8 +127,9 @@ class Lab:
     @contextlib.contextmanager
     def echoing(self, pod: Namespace, address: str) -> Iterator[None]:
         """Run a TCP and a UDP echo server in *pod*."""
-        listener = pod.inside(lambda: socket.create_server((address, 8080), family=self.number))
-        datagrams = pod.inside(lambda: socket.socket(self.number, socket.SOCK_DGRAM))
+        with pod.joined():
+            listener = socket.create_server((address, 8080), family=self.number)
+            datagrams = socket.socket(self.number, socket.SOCK_DGRAM)
         datagrams.bind((address, 8080))
 
         def serve(connection: socket.socket) -> None:
@@ -177,32 +174,24 @@ class Lab:
 
 
 @pytest.fixture(params=NETS, ids=[net.family.label for net in NETS])
-def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
+def lab(request: pytest.FixtureRequest, node: Namespace) -> Iterator[Lab]:
     net: Net = request.param
     single = f"/{net.family.bits}"
-    nodad = " nodad" if net.family is Family.IPV6 else ""
-    version = "-6" if net.family is Family.IPV6 else "-4"
-    for forwarding in ("ipv4/ip_forward", "ipv6/conf/all/forwarding"):
-        Path("/proc/sys/net", forwarding).write_text("1")
+    everywhere = "::/0" if net.family is Family.IPV6 else "0.0.0.0/0"
+    node.forward()
     links = [(net.client, net.node), *((address, net.gateway) for address in net.pods)]
     with contextlib.ExitStack() as stack:
-        spaces = [stack.enter_context(namespace()) for _ in links]
+        spaces = [stack.enter_context(contextlib.closing(Namespace(there))) for there, _ in links]
         for number, (space, (there, here)) in enumerate(zip(spaces, links, strict=True)):
-            name = f"side{number}"
-            for command in (
-                f"link add {name} type veth peer name uplink netns {space.name}", f"link set {name} up",
-                f"address add {here}{single} dev {name}{nodad}",
-            ):  # fmt: skip
-                subprocess.run(["ip", *command.split()], check=True)
-            stack.callback(subprocess.run, ["ip", "link", "del", name], check=True)
-            space.ip(
-                "link set uplink up", f"addr add {there}{single} dev uplink{nodad}",
-                f"route add {here}{single} dev uplink", f"route add default via {here} dev uplink",
-            )  # fmt: skip
-            subprocess.run(
-                ["ip", version, *f"route add {there}{single} dev {name} src {here}".split()], check=True)
+            device = f"side{number}"
+            node.add_veth(device, space, "uplink")
+            node.add_address(f"{here}{single}", device)
+            space.add_address(f"{there}{single}", "uplink")
+            space.add_route(f"{here}{single}", device="uplink")
+            space.add_route(everywhere, via=here, device="uplink")
+            node.add_route(f"{there}{single}", device=device, source=here)
         # Without it the node can't even begin to send to a VIP that rules would translate.
-        subprocess.run(["ip", version, *f"route add default via {net.client} dev side0".split()], check=True)
+        node.add_route(everywhere, via=net.client, device="side0")
         made = Lab(net, spaces[0], stack.enter_context(contextlib.ExitStack()))
         for space, address in zip(spaces[1:], net.pods, strict=True):
             stack.enter_context(made.echoing(space, address))
