@@ -23,11 +23,14 @@ CHECKOUT = Path(__file__).parents[1]
 MODULES = CHECKOUT / "tests" / "guest" / "modules"
 EACH_PROCESSOR = 3
 """Lanes that run at a time for each processor: most wait most of the time."""
+BESIDE_OTHERS = 0.5
+"""What a lane with guests counts for: guests have a lower priority, and take the time that others leave."""
 REPORTED = 20.0
 """Seconds between two reports of progress."""
 
 _CODE = ("kproxy_core", "plugins", "bpf", "tests", "examples")
 _NOT_IN_A_GUEST = ("-m", "not in_a_guest")
+_TOURS = "tests/switch/test_switch.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,11 @@ class Lane:
             return list(self.arguments)
         pytest = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5")
         return [*pytest, *self.arguments]
+
+    @property
+    def share(self) -> float:
+        """Its share of the lanes that may run at a time."""
+        return BESIDE_OTHERS if self.in_a_guest else 1.0
 
 
 def _program(name: str) -> str:
@@ -69,8 +77,9 @@ ALL = (
     Lane("ebpf-in-guest", ("tests/plugins/ebpf", "-m", "in_a_guest"), in_a_guest=True),
     *LINT,
     Lane("soak", ("tests/soak",)),
-    Lane("switch", ("tests/switch", *_NOT_IN_A_GUEST)),
-    Lane("core", ("tests/core",)),
+    *(Lane("core", ("tests/core", f"--part={part}/2")) for part in (1, 2)),
+    Lane("switch", (_TOURS, *_NOT_IN_A_GUEST)),
+    Lane("switch", ("tests/switch", f"--ignore={_TOURS}", *_NOT_IN_A_GUEST)),
     Lane("kit", ("tests/kit", *_NOT_IN_A_GUEST)),
     Lane("plugins", ("tests/plugins", *_NOT_IN_A_GUEST)),
     *_scenarios("iptables", 2),
@@ -169,7 +178,7 @@ def run(lanes: Sequence[Lane], directory: Path) -> Counter[str]:
     reported = time.monotonic()
     try:
         while waiting or under_way:
-            while waiting and len(under_way) < at_a_time:
+            while waiting and sum(run.lane.share for run in (*under_way, waiting[0])) <= at_a_time:
                 under_way.append(waiting.pop(0))
                 under_way[-1].start(environment)
             time.sleep(0.1)
