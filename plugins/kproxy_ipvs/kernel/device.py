@@ -26,12 +26,13 @@ from kproxy_core.host.netlink.messages import (
     NLM_F_REPLACE,
     Request,
     attribute,
+    text_attribute,
 )
 from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.model.address import Address, Family, format_address
 from kproxy_ipvs.names import DEVICE
 
-_RTM_DELLINK = 17
+_RTM_DELLINK, _RTM_GETLINK, _IFLA_IFNAME = 17, 18, 3
 _RTM_NEWROUTE, _RTM_DELROUTE, _RTM_GETROUTE = 24, 25, 26
 _CREATE = NLM_F_CREATE | NLM_F_EXCL
 _IFINFOMSG = struct.Struct("=BxHiII")
@@ -196,7 +197,15 @@ def _send(requests: Sequence[Request], accepted: frozenset[int]) -> None:
 
 
 def _index() -> int | None:
+    """Return the index of the device; None if it does not exist.
+
+    if_nametoindex() asks by an ioctl, for which the kernel runs modprobe twice if there is no such device.
+    """
+    request = _IFINFOMSG.pack(0, 0, 0, 0, 0) + text_attribute(_IFLA_IFNAME, DEVICE)
     try:
-        return socket.if_nametoindex(DEVICE)
+        with NetlinkSocket.open(NETLINK_ROUTE) as sock:
+            ((data, start, _),) = sock.request(_RTM_GETLINK, 0, request)
     except OSError:
         return None
+    index: int = _IFINFOMSG.unpack_from(data, start)[2]
+    return index
