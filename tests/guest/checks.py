@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.guest.guest import Guest
+from tests.guest.guest import Guest, with_nft
 
 LONGEST = 900
 """Seconds until a guest is given up."""
@@ -39,7 +39,7 @@ def problems_of(checks: Iterable[Path], directory: Path, *options: str, seconds:
     """
     report = directory / "report.xml"
     fixed = ["-p", "no:cacheprovider", f"--junitxml={report}"]
-    command = [sys.executable, "-m", "pytest", *fixed, *options, *map(str, checks)]
+    command = with_nft([sys.executable, "-m", "pytest", *fixed, *options, *checks])
     with Guest(command, directory / "log", share=directory, seconds=seconds) as guest:
         guest.status()
         assert report.exists(), guest.output

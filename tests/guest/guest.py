@@ -8,6 +8,10 @@ from pathlib import Path
 
 RUN = Path(__file__).with_name("run")
 
+_NFT = (
+    *("nft_chain_nat", "nft_compat", "nft_ct", "nft_masq", "nft_nat", "nft_numgen", "nft_redir"),
+    *("nft_fib_inet", "nft_fib_ipv4", "nft_fib_ipv6", "nft_reject_ipv4", "nft_reject_ipv6"),
+)
 _GRACE = 20
 """Seconds for the script to end its guest and clean up."""
 
@@ -58,3 +62,12 @@ class Guest:
     def output(self) -> str:
         """The output so far."""
         return self.log.read_text(errors="replace")
+
+
+def with_nft(command: Sequence[str | Path]) -> list[str | Path]:
+    """Return *command*, run once the modules of nf_tables are loaded.
+
+    The kernel loads them by itself, but begins a transaction again for each: the first rules take a hundred
+    runs of modprobe.
+    """
+    return ["sh", "-c", f'modprobe -qa {" ".join(_NFT)}; exec "$@"', "sh", *command]

@@ -12,7 +12,7 @@ from kproxy_core.testing.network.patience import PATIENCE
 from kproxy_core.testing.suite.scenario import BACKEND, SCENARIOS, Scenario, find
 from kproxy_core.testing.suite.stage import FAILED, Result
 from tests.conformance.cases import DRIVER, Case
-from tests.guest.guest import Guest
+from tests.guest.guest import Guest, with_nft
 
 FOUND = {scenario.name: scenario for scenario in find()}
 LONGEST = 1200
@@ -41,7 +41,7 @@ def play_scenarios(mode: str, items: Sequence[pytest.Item], directory: Path) -> 
     # The log and the manifests are not in the share, which is the host's: the guest is not notified of files
     # that change there. The evidence of failures is printed.
     with Guest(
-        ["sh", "-c", "; ".join(commands)], directory / "log", share=directory, seconds=LONGEST,
+        with_nft(["sh", "-c", "; ".join(commands)]), directory / "log", share=directory, seconds=LONGEST,
         environment={PATIENCE: "4"},
     ) as guest:  # fmt: skip
         guest.status()

@@ -12,7 +12,7 @@ from kproxy_core.testing.conformance import contract, lifecycle
 from kproxy_core.testing.pytest_plugin import NODE_CGROUP
 from kproxy_core.testing.suite.scenario import BACKEND, find
 from tests.core.bpf_places import new_bpf_file_system
-from tests.guest.guest import Guest
+from tests.guest.guest import Guest, with_nft
 
 SIDE_BY_SIDE = 2
 """The userspace mode mostly waits."""
@@ -89,7 +89,7 @@ def _play(mode: str, directory: Path, pins: str = "") -> Results:
         "-k", " or ".join(chosen), str(directory),
     ]  # fmt: skip
     if mode == IN_A_GUEST:
-        with Guest(command, directory / "log", share=directory, seconds=LONGEST) as guest:
+        with Guest(with_nft(command), directory / "log", share=directory, seconds=LONGEST) as guest:
             guest.status()
             output = guest.output
     else:

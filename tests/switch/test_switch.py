@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.guest.guest import Guest
+from tests.guest.guest import Guest, with_nft
 from tests.switch.tour import (
     COMMAND,
     CONNECTIONS,
@@ -63,7 +63,7 @@ def play(
     stops: Sequence[str], items: Sequence[pytest.Item], directory: Path
 ) -> dict[tuple[str, str], Leg]:
     command = ["env", *PACE, *COMMAND, str(directory), str(CONNECTIONS_IN_A_GUEST), *stops]
-    with Guest(command, directory / "log", share=directory, seconds=LONGEST_IN_A_GUEST) as running:
+    with Guest(with_nft(command), directory / "log", share=directory, seconds=LONGEST_IN_A_GUEST) as running:
         running.status()
         assert (directory / LEGS).exists(), running.output
     return read(directory)
