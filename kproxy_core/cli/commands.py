@@ -108,7 +108,7 @@ def switch(mode: str, check: bool, output: str) -> None:
         if not check:
             switching.switch(mode, as_json=output == "json")
         elif not switching.check(mode, as_json=output == "json"):
-            raise click.ClickException(f"with {mode} would not serve everything")
+            raise click.ClickException(f"not everything would be served with {mode}")
 
 
 @kproxy.command(cls=FlagCommand)

@@ -69,7 +69,7 @@ def _kernel(packet: Packet, fate: Fate, side: KernelSide | None, mode: str, *, l
     if side is None:
         return {
             "mode": mode, "live": live, "verdict": UNKNOWN, "outcome": "", "endpoints": [], "objects": [],
-            "differences": [f"mode {mode} does not say what its rules do"],
+            "differences": [f"mode {mode} cannot explain its rules"],
         }  # fmt: skip
     verdict, differences = judge(packet, fate, side)
     return {

@@ -59,7 +59,7 @@ def as_text(found: Found) -> str:
 
 def kernel_lines(mode: str, kernel: list[Mapping[str, Any]]) -> Iterator[str]:
     if not kernel:
-        yield f"mode {mode} does not say what it would write"
+        yield f"mode {mode} cannot say what it would write"
     for family in kernel:
         count = family["operations"]
         text = f"{count} operation{'' if count == 1 else 's'}" if count else good("nothing to write")

@@ -98,14 +98,14 @@ def opened(path: str) -> Iterator[tuple[Flags, Json]]:
             ), node  # fmt: skip
     except (OSError, tarfile.TarError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         reason = str(error).partition("\n")[0].rstrip(":")
-        raise click.ClickException(f"{path}: is no report of kproxy's that has objects: {reason}") from error
+        raise click.ClickException(f"{path}: not a report of kproxy with objects: {reason}") from error
 
 
 def _member(archive: tarfile.TarFile, name: str) -> bytes:
     member = archive.getmember(f"{TOP}/{name}")
     file = archive.extractfile(member)
     if file is None or member.size > _LARGEST:
-        raise ValueError(f"{name} is no file, or too large")
+        raise ValueError(f"{name} is not a file, or is too large")
     return file.read()
 
 

@@ -157,7 +157,7 @@ def _outcome(
         rule = f"{rules[-1]['where']}: {rules[-1]['text']}"
         return {**found, "outcome": "refused" if refused else "dropped", "because": rule}
     if packet.endpoint is None:
-        return {**found, "outcome": "unknown", "because": "no connection came of it, and no rule dropped it"}
+        return {**found, "outcome": "unknown", "because": "it opened no connection, and no rule dropped it"}
     found["source"] = "kept"
     if packet.source is not None and packet.source != packet.way.source:
         found["source"] = f"masqueraded to {format_address(packet.source)}"

@@ -21,7 +21,7 @@ class Announcements(Generic[T]):
         try:
             self._socket = NetlinkSocket.open(NETLINK_NETFILTER, groups=groups, receive_space=_RECEIVE_SPACE)
         except OSError as error:
-            raise HostError(f"cannot {purpose}, which takes CAP_NET_ADMIN", error) from error
+            raise HostError(f"cannot {purpose}, which requires CAP_NET_ADMIN", error) from error
 
     def __enter__(self) -> Self:
         return self

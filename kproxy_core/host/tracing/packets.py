@@ -26,7 +26,7 @@ class TracedPacket:
     dropped: bool = False
     """By the last rule, which may have refused it."""
     endpoint: Destination | None = None
-    """None: no connection came of it."""
+    """None: it opened no connection."""
     source: Address | None = None
     """The sender as the endpoint sees it."""
     translated: bool = False

@@ -80,7 +80,7 @@ def compare(instance: BackendInstance, packets: Sequence[Case]) -> list[dict[str
     """Return the live kernel's deviations for *packets*. Raises NoAnswer."""
     sides = _ask(instance, packets, live=True)
     if sides is None:
-        raise NoAnswer(f"mode {instance.mode} does not say what its rules do")
+        raise NoAnswer(f"mode {instance.mode} cannot explain its rules")
     return list(differences(packets, sides))
 
 
