@@ -1,6 +1,8 @@
 """The error of all operations on the node, its kernel and its programs."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class HostError(Exception):
@@ -13,3 +15,12 @@ class HostError(Exception):
         self.what = what
         self.errno = None if cause is None else cause.errno
         """The error number; None without one from the kernel."""
+
+
+@contextmanager
+def doing(what: str) -> Iterator[None]:
+    """Turn an OSError into a HostError: cannot do *what*."""
+    try:
+        yield
+    except OSError as error:
+        raise HostError(f"cannot {what}", error) from error

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from kproxy_core.host.errors import HostError
+from kproxy_core.host.errors import doing
 
 _ROOT = Path("/proc/sys")
 
@@ -12,10 +12,8 @@ def read(name: str) -> str:
 
     Raises HostError, with errno ENOENT if the kernel lacks the setting.
     """
-    try:
+    with doing(f"read sysctl {name}"):
         return (_ROOT / name).read_text(encoding="ascii").strip()
-    except OSError as error:
-        raise HostError(f"cannot read sysctl {name}", error) from error
 
 
 def ensure(name: str, value: int | str) -> bool:
@@ -26,8 +24,6 @@ def ensure(name: str, value: int | str) -> bool:
     wanted = str(value)
     if read(name).split() == wanted.split():
         return False
-    try:
+    with doing(f"set sysctl {name} to {wanted}"):
         (_ROOT / name).write_text(wanted, encoding="ascii")
-    except OSError as error:
-        raise HostError(f"cannot set sysctl {name} to {wanted}", error) from error
     return True

@@ -4,7 +4,7 @@ import struct
 from collections.abc import Iterable, Sequence
 
 from kproxy_core.backend.api import Damage
-from kproxy_core.host.errors import HostError
+from kproxy_core.host.errors import doing
 from kproxy_core.host.netlink import addresses
 from kproxy_core.host.netlink.messages import NETLINK_ROUTE, attributes, messages, text
 from kproxy_core.host.netlink.sockets import NetlinkSocket
@@ -28,11 +28,9 @@ class DeviceWatch(Watch):
         """Start watching. Raises HostError."""
         self._states = {state.family: state for state in states}
         self._damaged = damaged
-        try:
+        with doing(f"watch {DEVICE}"):
             groups = (addresses.RTNLGRP_LINK, addresses.RTNLGRP_IPV4_IFADDR, addresses.RTNLGRP_IPV6_IFADDR)
             sock = NetlinkSocket.open(NETLINK_ROUTE, groups=groups, receive_space=_RECEIVE_SPACE)
-        except OSError as error:
-            raise HostError(f"cannot watch {DEVICE}", error) from error
         super().__init__("ipvs-watch", sock, self._receive)
 
     def _receive(self, datagrams: Sequence[bytes], lost: bool) -> None:

@@ -3,7 +3,7 @@
 import errno
 from collections.abc import Collection
 
-from kproxy_core.host.errors import HostError
+from kproxy_core.host.errors import HostError, doing
 from kproxy_core.host.netlink import nf_tables
 from kproxy_core.host.netlink.messages import (
     NETLINK_NETFILTER,
@@ -41,11 +41,8 @@ def dormant_tables(family: Family, names: Collection[str]) -> list[str]:
 
     Raises HostError.
     """
-    try:
-        with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-            return [name for name in names if _flags(sock, family, name) & _DORMANT]
-    except OSError as error:
-        raise HostError("cannot read the flags of tables", error) from error
+    with doing("read the flags of tables"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
+        return [name for name in names if _flags(sock, family, name) & _DORMANT]
 
 
 def wake_tables(family: Family, names: Collection[str], own: OwnProcesses) -> None:
@@ -54,14 +51,11 @@ def wake_tables(family: Family, names: Collection[str], own: OwnProcesses) -> No
     data, last = nf_tables.transaction([
         Request(_NEWTABLE, 0, nf_tables.payload(family, text_attribute(_NAME, name), awake)) for name in names
     ])  # fmt: skip
-    try:
-        with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-            with own.starting():
-                own.remember(sock.port)
-            for refusal in sock.transact(data, last):
-                raise refusal.error
-    except OSError as error:
-        raise HostError("cannot activate dormant tables", error) from error
+    with doing("activate dormant tables"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
+        with own.starting():
+            own.remember(sock.port)
+        for refusal in sock.transact(data, last):
+            raise refusal.error
 
 
 def _flags(sock: NetlinkSocket, family: Family, name: str) -> int:

@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 from kproxy_core.host.conntrack import table as ctnetlink
 from kproxy_core.host.conntrack.volumes import Volumes, ended_volumes
-from kproxy_core.host.errors import HostError
+from kproxy_core.host.errors import doing
 from kproxy_core.host.netlink import messages as netlink
 from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.host.netlink.watch import Watch
@@ -59,10 +59,8 @@ class ResetWatch(Watch):
         """
         self._ended = ended
         self._add_volumes = add_volumes
-        try:
+        with doing("receive events of connection tracking"):
             sock = NetlinkSocket.open(netlink.NETLINK_NETFILTER, groups=(_DESTROYED,), receive_space=_BUFFER)
-        except OSError as error:
-            raise HostError("cannot receive events of connection tracking", error) from error
         super().__init__("conntrack-events", sock, self._receive)
 
     def _receive(self, datagrams: Sequence[bytes], lost: bool) -> None:
@@ -84,12 +82,9 @@ def read_unanswered(family: Family, syn_timeout: int) -> list[Unanswered]:
     """
     unreplied = netlink.attribute(ctnetlink.STATUS, _FLAGS.pack(0)) + netlink.attribute(
         _STATUS_MASK, _FLAGS.pack(_SEEN_REPLY))
-    try:
-        with ctnetlink.open_socket() as sock:
-            return ctnetlink.flows(
-                sock, family, lambda flows: list(_waiting(flows, family, syn_timeout)), unreplied)
-    except OSError as error:
-        raise HostError(f"cannot list {family.label} connections", error) from error
+    with doing(f"list {family.label} connections"), ctnetlink.open_socket() as sock:
+        return ctnetlink.flows(
+            sock, family, lambda flows: list(_waiting(flows, family, syn_timeout)), unreplied)
 
 
 def _waiting(

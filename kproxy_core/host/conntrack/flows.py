@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Final, NamedTuple, Protocol, TypeVar
 
 from kproxy_core.host.conntrack import table as ctnetlink
-from kproxy_core.host.errors import HostError
+from kproxy_core.host.errors import doing
 from kproxy_core.host.netlink.messages import Request, attribute, attributes, nested
 from kproxy_core.model.address import Address, Family
 from kproxy_core.model.address import Protocol as IpProtocol
@@ -66,13 +66,10 @@ def read_udp_flows(family: Family, to: Container[Address], collect: Callable[[It
     Acts on the network namespace of the calling thread, and takes as long as `delete_stale_udp`.
     Raises HostError.
     """
-    try:
-        with ctnetlink.open_socket() as sock:
-            return ctnetlink.flows(
-                sock, family, lambda listed: collect(_flows(listed, family, to)), _filter(None)
-            )
-    except OSError as error:
-        raise HostError(f"cannot list {family.label} UDP flows", error) from error
+    with doing(f"list {family.label} UDP flows"), ctnetlink.open_socket() as sock:
+        return ctnetlink.flows(
+            sock, family, lambda listed: collect(_flows(listed, family, to)), _filter(None)
+        )
 
 
 def delete_stale_udp(family: Family, stale: Stale) -> int:
@@ -90,7 +87,7 @@ def delete_stale_udp(family: Family, stale: Stale) -> int:
     if len(ports) > _MAX_PORT_DUMPS:
         ports = frozenset([None])
     deleted = problem = 0
-    try:
+    with doing(f"delete stale {family.label} UDP flows"):
         with ctnetlink.open_socket() as listing, ctnetlink.open_socket() as deleting:
 
             def sweep(listed: Iterator[ctnetlink.TrackedFlow]) -> None:
@@ -108,8 +105,6 @@ def delete_stale_udp(family: Family, stale: Stale) -> int:
             if problem:
                 raise OSError(problem, os.strerror(problem))
             return deleted
-    except OSError as error:
-        raise HostError(f"cannot delete stale {family.label} UDP flows", error) from error
 
 
 def _deletions(listed: Iterable[ctnetlink.TrackedFlow], family: Family, stale: Stale) -> Iterator[Request]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kproxy_core.host import sysctl
 from kproxy_core.host.conntrack import table as ctnetlink
-from kproxy_core.host.errors import HostError
+from kproxy_core.host.errors import HostError, doing
 from kproxy_core.host.netlink.messages import NLA_F_NESTED, Span, attributes
 from kproxy_core.model.address import Address, Family
 
@@ -57,11 +57,8 @@ def are_counted() -> bool:
 
 def read_volumes(family: Family) -> dict[Way, Volume]:
     """Return the sums over this thread's whole table, at 4.5 us a connection. Raises HostError."""
-    try:
-        with ctnetlink.open_socket() as sock:
-            return ctnetlink.flows(sock, family, lambda flows: _sums(flows, family))
-    except OSError as error:
-        raise HostError(f"cannot list {family.label} connections", error) from error
+    with doing(f"list {family.label} connections"), ctnetlink.open_socket() as sock:
+        return ctnetlink.flows(sock, family, lambda flows: _sums(flows, family))
 
 
 def ended_volumes(events: Iterator[Span], family: Family) -> dict[Way, Volume]:

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-from kproxy_core.host.errors import HostError
+from kproxy_core.host.errors import HostError, doing
 from kproxy_core.host.netlink.messages import NETLINK_ROUTE, attributes, messages
 from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.host.netlink.watch import Watch
@@ -71,8 +71,8 @@ def decode_interface_address(data: bytes, start: int, end: int) -> InterfaceAddr
 
 
 def read_interface_addresses() -> list[InterfaceAddress]:
-    """Return all addresses of all interfaces in both families. Raises OSError."""
-    with NetlinkSocket.open(NETLINK_ROUTE) as sock:
+    """Return all addresses of all interfaces in both families. Raises HostError."""
+    with doing("read interface addresses"), NetlinkSocket.open(NETLINK_ROUTE) as sock:
         return sock.dump(
             RTM_GETADDR,
             IFADDRMSG.pack(0, 0, 0, 0, 0),
@@ -120,10 +120,8 @@ class AddressWatch(Watch):
         self._callback = callback
         self._accepts = accepts
         self._complete = True
-        try:
+        with doing("watch interface addresses"):
             sock = NetlinkSocket.open(NETLINK_ROUTE, groups=(RTNLGRP_IPV4_IFADDR, RTNLGRP_IPV6_IFADDR))
-        except OSError as error:
-            raise HostError("cannot watch interface addresses", error) from error
         try:
             # After subscribing: a change during the read is in a notification as well.
             self._held = _read(accepts)
@@ -174,9 +172,6 @@ class AddressWatch(Watch):
 
 
 def _read(accepts: _Accepts) -> set[InterfaceAddress]:
-    try:
-        found = read_interface_addresses()
-    except OSError as error:
-        raise HostError("cannot read interface addresses", error) from error
+    found = read_interface_addresses()
     accepted = {index for index in {each.interface for each in found} if accepts(interface_name(index))}
     return {each for each in found if each.interface in accepted}

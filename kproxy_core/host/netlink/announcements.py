@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, Self, TypeVar
 
-from kproxy_core.host.errors import HostError
+from kproxy_core.host.errors import doing
 from kproxy_core.host.netlink.messages import NETLINK_NETFILTER
 from kproxy_core.host.netlink.sockets import NetlinkSocket
 
@@ -18,10 +18,8 @@ class Announcements(Generic[T]):
     def __init__(self, groups: Sequence[int], parse: Callable[[bytes], Iterator[T]], purpose: str) -> None:
         """*parse* yields the announcements in a datagram. Raises HostError without CAP_NET_ADMIN."""
         self._parse = parse
-        try:
+        with doing(f"{purpose}, which requires CAP_NET_ADMIN"):
             self._socket = NetlinkSocket.open(NETLINK_NETFILTER, groups=groups, receive_space=_RECEIVE_SPACE)
-        except OSError as error:
-            raise HostError(f"cannot {purpose}, which requires CAP_NET_ADMIN", error) from error
 
     def __enter__(self) -> Self:
         return self

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-from kproxy_core.host.errors import HostError
+from kproxy_core.host.errors import HostError, doing
 from kproxy_core.host.netlink.messages import NETLINK_SOCK_DIAG, Request
 from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.model.address import Address
@@ -53,14 +53,11 @@ class UdpSocket(NamedTuple):
 def connected_udp_sockets() -> list[UdpSocket]:
     """Return all connected UDP sockets of both families. Raises HostError."""
     found: list[UdpSocket] = []
-    try:
-        with NetlinkSocket.open(NETLINK_SOCK_DIAG) as sock:
-            for family in _FAMILIES:
-                request = _REQUEST.pack(family, socket.IPPROTO_UDP, _ESTABLISHED, bytes(48))
-                found += sock.dump(_SOCK_DIAG_BY_FAMILY, request, lambda spans: [
-                    UdpSocket(*_MESSAGE.unpack_from(data, start)) for data, start, _ in spans])
-    except OSError as error:
-        raise HostError("cannot list UDP sockets", error) from error
+    with doing("list UDP sockets"), NetlinkSocket.open(NETLINK_SOCK_DIAG) as sock:
+        for family in _FAMILIES:
+            request = _REQUEST.pack(family, socket.IPPROTO_UDP, _ESTABLISHED, bytes(48))
+            found += sock.dump(_SOCK_DIAG_BY_FAMILY, request, lambda spans: [
+                UdpSocket(*_MESSAGE.unpack_from(data, start)) for data, start, _ in spans])
     return found
 
 
@@ -72,11 +69,8 @@ def destroy_udp_sockets(sockets: Iterable[UdpSocket]) -> int:
     requests = [_destruction(family, identity) for family, identity in sockets]
     if not requests:
         return 0
-    try:
-        with NetlinkSocket.open(NETLINK_SOCK_DIAG) as sock:
-            refused = sock.exchange(requests)
-    except OSError as error:
-        raise HostError("cannot destroy UDP sockets", error) from error
+    with doing("destroy UDP sockets"), NetlinkSocket.open(NETLINK_SOCK_DIAG) as sock:
+        refused = sock.exchange(requests)
     for refusal in refused:
         if refusal.code not in (errno.ENOENT, errno.ESTALE):  # Closed or reconnected since.
             raise HostError("cannot destroy UDP sockets", refusal.error)

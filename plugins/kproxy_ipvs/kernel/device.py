@@ -10,7 +10,7 @@ import struct
 import time
 from collections.abc import Collection, Iterable, Sequence
 
-from kproxy_core.host.errors import HostError
+from kproxy_core.host.errors import HostError, doing
 from kproxy_core.host.netlink.addresses import (
     IFA_ADDRESS,
     IFA_LOCAL,
@@ -86,10 +86,7 @@ def delete() -> None:
 def read(family: Family) -> tuple[frozenset[Address], frozenset[Address]]:
     """Return the addresses of *family* on the device and those on other interfaces. Raises HostError."""
     index = _index()
-    try:
-        found = [each for each in read_interface_addresses() if each.family == family.af]
-    except OSError as error:
-        raise HostError("cannot read interface addresses", error) from error
+    found = [each for each in read_interface_addresses() if each.family == family.af]
     own = [each for each in found if each.interface == index]
     return (
         frozenset(each.address for each in own if family is Family.IPV4 or each.scope != _LINK_LOCAL_SCOPE),
@@ -131,14 +128,11 @@ def _await_local(address: Address) -> None:
     """
     header = _RTMSG.pack(Family.IPV6.af, Family.IPV6.bits, 0, 0, 0, 0, 0, 0, 0)
     payload = header + attribute(_RTA_DST, address)
-    try:
-        with NetlinkSocket.open(NETLINK_ROUTE) as sock:
-            for _ in range(_ROUTE_CHECKS):
-                if _is_local(sock, payload):
-                    return
-                time.sleep(_CHECK_PERIOD)
-    except OSError as error:
-        raise HostError(f"cannot read the route to {format_address(address)}", error) from error
+    with doing(f"read the route to {format_address(address)}"), NetlinkSocket.open(NETLINK_ROUTE) as sock:
+        for _ in range(_ROUTE_CHECKS):
+            if _is_local(sock, payload):
+                return
+            time.sleep(_CHECK_PERIOD)
     raise HostError(f"{format_address(address)} on {DEVICE} does not become local")
 
 
@@ -186,11 +180,8 @@ def _route(
 
 def _send(requests: Sequence[Request], accepted: frozenset[int]) -> None:
     """Send *requests*. Raises HostError about the first refusal with an error that is not *accepted*."""
-    try:
-        with NetlinkSocket.open(NETLINK_ROUTE) as sock:
-            refused = sock.exchange(requests)
-    except OSError as error:
-        raise HostError(f"cannot change {DEVICE}", error) from error
+    with doing(f"change {DEVICE}"), NetlinkSocket.open(NETLINK_ROUTE) as sock:
+        refused = sock.exchange(requests)
     for _, code in refused:
         if code not in accepted:
             raise HostError(f"cannot change {DEVICE}", OSError(code, ""))

@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from kproxy_core.host.errors import HostError
+from kproxy_core.host.errors import HostError, doing
 from kproxy_core.model.address import Address, Family, Protocol, parse_address
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.service_plan import Frontend
@@ -151,11 +151,8 @@ def _twice(count: Callable[[], Counter[_T]]) -> Counter[_T]:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    try:
-        with path.open(encoding="ascii") as lines:
-            yield from lines
-    except OSError as error:
-        raise HostError(f"cannot read {path}", error) from error
+    with doing(f"read {path}"), path.open(encoding="ascii") as lines:
+        yield from lines
 
 
 def _socket(text: str) -> tuple[Address, int]:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable, Sequence
 
 from kproxy_core.host import programs
-from kproxy_core.host.errors import HostError
+from kproxy_core.host.errors import HostError, doing
 from kproxy_core.host.netlink.messages import NETLINK_NETFILTER, Request
 from kproxy_core.host.netlink.sockets import NetlinkSocket, Refusal
 from kproxy_core.model.address import Family
@@ -22,14 +22,11 @@ _PROBLEMS = {errno.ENOENT: "the set does not exist", 4100: "a rule uses the set"
 def read(family: Family) -> dict[SetKind, dict[str, int]]:
     """Return all existing sets, with their entries and the entries' marks. Raises HostError."""
     found: dict[SetKind, dict[str, int]] = {}
-    try:
-        with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-            for kind in SETS:
-                entries = _read(sock, family, kind)
-                if entries is not None:
-                    found[kind] = entries
-    except OSError as error:
-        raise HostError("cannot read ipsets", error) from error
+    with doing("read ipsets"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
+        for kind in SETS:
+            entries = _read(sock, family, kind)
+            if entries is not None:
+                found[kind] = entries
     return found
 
 
@@ -83,11 +80,8 @@ def destroy(names: Sequence[str]) -> dict[str, HostError]:
 
 def _exchange(requests: Sequence[Request]) -> list[Refusal]:
     """Send *requests* and return the refused ones. Raises HostError."""
-    try:
-        with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-            return sock.exchange(requests)
-    except OSError as error:
-        raise HostError("cannot write ipsets", error) from error
+    with doing("write ipsets"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
+        return sock.exchange(requests)
 
 
 def existing(kinds: Iterable[SetKind]) -> list[str]:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from typing import Self
 
-from kproxy_core.host.errors import HostError
+from kproxy_core.host.errors import HostError, doing
 from kproxy_core.host.netlink.messages import NETLINK_GENERIC, Request, attributes, text_attribute
 from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.model.address import Family, format_socket
@@ -156,11 +156,8 @@ class VirtualServers:
 
     def _exchange(self, payloads: Sequence[bytes]) -> dict[int, OSError]:
         """Send *payloads*; return the errors of those that were refused, by index."""
-        try:
-            with self._lock:
-                refused = self._socket.exchange([Request(self._family, 0, payload) for payload in payloads])
-        except OSError as error:
-            raise HostError("cannot write to IPVS", error) from error
+        with doing("write to IPVS"), self._lock:
+            refused = self._socket.exchange([Request(self._family, 0, payload) for payload in payloads])
         return {at: OSError(code, os.strerror(code)) for at, code in refused}
 
     def _dump(self, payload: bytes, kind: int) -> list[dict[int, bytes]]:

@@ -11,7 +11,7 @@ from typing import Final
 
 from kproxy_core.host.conntrack import table as ctnetlink
 from kproxy_core.host.conntrack.flows import delete_stale_udp
-from kproxy_core.host.errors import HostError
+from kproxy_core.host.errors import doing
 from kproxy_core.host.netlink import messages as netlink
 from kproxy_core.host.netlink.addresses import node_addresses
 from kproxy_core.model.address import Address, Family, Protocol
@@ -37,11 +37,9 @@ def arriving(family: Family, ports: Collection[LocalPort]) -> Counter[LocalPort]
     """
     if not ports:
         return Counter()
-    try:
+    with doing(f"read the connections to {family.label} relays"):
         # Conntrack first: a handshake that has ended there may still be half-open in a socket.
         return Counter(_tracked(family, ports)) + Counter(_half_open(family, ports))
-    except OSError as error:
-        raise HostError(f"could not read the connections to {family.label} relays", error) from error
 
 
 def delete_flows(family: Family, of: Iterable[Redirect]) -> None:

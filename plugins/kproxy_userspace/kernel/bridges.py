@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from kproxy_core.host import sysctl
-from kproxy_core.host.errors import HostError
+from kproxy_core.host.errors import HostError, doing
 from kproxy_core.host.netlink.messages import NETLINK_ROUTE, attribute, attributes
 from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.model.address import Address, Family
@@ -31,15 +31,12 @@ def bridged_sources(sources: Iterable[Address], family: Family) -> frozenset[Add
         everywhere = sysctl.read(f"net/bridge/{_SYSCTL[family]}") != "0"
     except HostError:
         return frozenset()  # The kernel lacks br_netfilter.
-    try:
-        with NetlinkSocket.open(NETLINK_ROUTE) as sock:
-            return frozenset(
-                source for source in set(sources)
-                if (device := _device(sock, source, family))
-                and _filters(sock, device, family, everywhere=everywhere)
-            )  # fmt: skip
-    except OSError as error:
-        raise HostError("cannot read the routes to senders", error) from error
+    with doing("read the routes to senders"), NetlinkSocket.open(NETLINK_ROUTE) as sock:
+        return frozenset(
+            source for source in set(sources)
+            if (device := _device(sock, source, family))
+            and _filters(sock, device, family, everywhere=everywhere)
+        )  # fmt: skip
 
 
 def _device(sock: NetlinkSocket, address: Address, family: Family) -> int:
