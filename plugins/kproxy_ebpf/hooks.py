@@ -66,9 +66,10 @@ def kproxy_caveats(update: Update, settings: BackendSettings) -> Sequence[Caveat
 
 @hookimpl
 def kproxy_dialled(protocol: Protocol, source: Destination, endpoint: Destination) -> Destination | None:
+    """Return what a TCP socket remembers: the kernel does not tell it of others."""
     from kproxy_ebpf.inspection.dialled import dialled
 
-    return dialled(protocol, source, endpoint)
+    return dialled(source, endpoint) if protocol is Protocol.TCP else None
 
 
 @hookimpl

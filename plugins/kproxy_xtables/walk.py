@@ -119,7 +119,7 @@ class Walk:
         *bridged*: senders whose packets are on a bridge's port when they meet the rules.
         """
         self._ruleset = ruleset
-        self._node = node
+        self._own = {node.node_ip, node.family.loopback, *node.node_port_addresses}
         self._local = local
         self._bridged = bridged
         self.objects: dict[KernelObject, None] = {}
@@ -160,9 +160,7 @@ class Walk:
         return None, flight.masqueraded
 
     def is_local(self, address: Address) -> bool:
-        node = self._node
-        own = (node.node_ip, node.family.loopback, *node.node_port_addresses)
-        return address in own or address in self._local
+        return address in self._own or address in self._local
 
     @property
     def reason(self) -> str:
@@ -210,14 +208,15 @@ class Walk:
             if rule.chance == 1 and len(branches) == 1 and branches[0].done is None and not leaves:
                 flight = branches[0].flight
                 continue
-            for share, done, end in branches:
-                share *= left * rule.chance
-                if done is not None or leaves:
-                    found.append(Branch(share, done, end))
+            factor = left * rule.chance
+            for branch in branches:
+                share = branch.share * factor
+                if branch.done is not None or leaves:
+                    found.append(branch if factor == 1 else Branch(share, branch.done, branch.flight))
                 else:
                     found += [
                         rest._replace(share=share * rest.share)
-                        for rest in self._rules(table, chain, rules[number + 1:], end)
+                        for rest in self._rules(table, chain, rules[number + 1:], branch.flight)
                     ]
             left *= 1 - rule.chance
             if not left:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kproxy_core.model.address import Protocol, parse_address
+from kproxy_core.model.address import parse_address
 from kproxy_core.model.endpoint import Destination
 from kproxy_ebpf.inspection.dialled import dialled
 from tests.plugins.ebpf.node import NODE, PORT, REMOTE, REMOTE6, Node, node
@@ -29,7 +29,7 @@ def found(where: Node, client: socket.socket, endpoint: str) -> Destination | No
     host, port = client.getsockname()[:2]
     source = Destination(parse_address(host.removeprefix("::ffff:")), port)
     to = Destination(parse_address(endpoint), PORT)
-    return where.host.inside(lambda: dialled(Protocol.TCP, source, to))
+    return where.host.inside(lambda: dialled(source, to))
 
 
 def connected(sockets: Sockets, way: Way, address: str, port: int = 80) -> tuple[socket.socket, str]:
