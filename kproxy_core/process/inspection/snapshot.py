@@ -1,7 +1,7 @@
 """The running proxy's plans as they were at one moment, so that the loop's thread need not answer."""
 
 from collections.abc import Mapping
-from functools import cached_property, partial
+from functools import partial
 
 from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServiceName, ServicePortKey
@@ -23,11 +23,9 @@ class Snapshot:
         self._candidates: dict[ServicePortKey, Candidates] = {}
 
     def owner(self, frontend: Frontend) -> ServicePlan | None:
-        return self._owners.get(frontend)
-
-    @cached_property
-    def _owners(self) -> Mapping[Frontend, ServicePlan]:
-        return {frontend: plan for plan in self.plans.values() for frontend in plan.frontends()}
+        """Return the plan of the service port that holds *frontend* now."""
+        plan = self._live.owner(frontend)  # Only looks up single keys, which any thread may do.
+        return self.plans.get(plan.key) if plan is not None else None
 
     def candidates(self, key: ServicePortKey) -> Candidates:
         """Return all endpoints of one service port as they are now. Asks the loop's thread."""
