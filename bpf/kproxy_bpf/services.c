@@ -349,7 +349,7 @@ static __always_inline u32 opaque(u32 word)
 	return word;
 }
 
-/* Whether a translated socket connects to the endpoint that was chosen for it: it may have dialled again since. */
+/* Return whether a socket connects to the endpoint that was chosen for it: it may have dialled again since. */
 static __always_inline bool is_translated(struct bpf_sock_ops *ctx, const struct flow *p)
 {
 	if (bpf_ntohl(ctx->remote_port) != bpf_ntohs((u16)p->endpoint.port))
@@ -364,8 +364,8 @@ static __always_inline bool is_translated(struct bpf_sock_ops *ctx, const struct
 }
 
 /*
- * The failures of translated TCP connections, which connection tracking knows by the endpoint only, if at all. Sockets
- * of others have their changes of state reported too, where another program asks for it.
+ * Count failures of translated TCP connections, which connection tracking knows by the endpoint only, if at all. Where
+ * another program asks for the changes of state of other sockets, they are reported here, too.
  */
 int outcomes(struct bpf_sock_ops *ctx)
 {
