@@ -59,13 +59,14 @@ def mark_of(client: socket.socket) -> int:
 
 
 def entries(where: Node, client: socket.socket) -> list[str]:
-    """Return the connections of the client's port that the node tracks."""
+    """Return the connections of the client's port to an endpoint that the node tracks."""
     return entries_of(where, client.getsockname()[1])
 
 
 def entries_of(where: Node, port: int) -> list[str]:
     listed = [where.host.run("conntrack", "-L", "-f", family, "-p", "tcp") for family in ("ipv4", "ipv6")]
-    return [line for line in "".join(listed).splitlines() if f"port={port} " in line]
+    lines = "".join(listed).splitlines()
+    return [line for line in lines if f"port={port} " in line and "port=8080 " in line]
 
 
 def tables(where: Node) -> set[str]:
