@@ -15,6 +15,7 @@ from kproxy_core.testing.network.addresses import NODE
 from kproxy_core.testing.network.topology import Topology
 from kproxy_core.testing.suite.objects import Json, base_objects
 
+_DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 KPROXY = str(Path(sys.executable).with_name("kproxy"))
 """The command of the kproxy that is installed beside this interpreter."""
 
@@ -39,7 +40,7 @@ class KproxyDriver(ProxyDriver):
     def apply(self, obj: Json) -> None:
         path = self._path(obj)
         scratch = path.with_name(f".{path.name}.tmp")
-        scratch.write_text(yaml.safe_dump(obj, sort_keys=False))
+        scratch.write_text(yaml.dump(obj, Dumper=_DUMPER, sort_keys=False))
         scratch.replace(path)
 
     def delete(self, obj: Mapping[str, Any]) -> None:
