@@ -10,13 +10,13 @@ import click
 
 
 def is_terminal() -> bool:
-    """Return whether a person reads the standard output."""
-    return sys.stdout.isatty()
+    """Return whether a person reads the standard output, on a terminal that can move its cursor."""
+    return sys.stdout.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 def show(text: str) -> None:
     """Print *text*; its styles only where they are welcome."""
-    click.echo(text, color=False if os.environ.get("NO_COLOR") else None)
+    click.echo(text, color=is_terminal() and not os.environ.get("NO_COLOR"))
 
 
 def show_answer(answer: Any, output: str, as_text: Callable[[Any], str]) -> None:

@@ -27,7 +27,7 @@ KPROXY = str(Path(sys.executable).with_name("kproxy"))
 def on_a_terminal(*arguments: str, **environment: str) -> str:
     """Return the output of ``kproxy`` with *arguments* on a terminal."""
     ours, theirs = pty.openpty()
-    known = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+    known = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | {"TERM": "xterm"}
     with subprocess.Popen([KPROXY, *arguments], stdout=theirs, env={**known, **environment}):
         os.close(theirs)
         text = b""
@@ -49,6 +49,12 @@ def test_probed_modes_are_a_table_with_colours_on_a_terminal() -> None:
     text = on_a_terminal("modes", "--probe")
     assert "MODE         WORKS" in text
     assert "\x1b[32myes" in text
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_plain_text() -> None:
+    text = on_a_terminal("modes", "--probe", TERM="dumb")
+    assert text.startswith("machine\r\n")
+    assert "\x1b" not in text
 
 
 def test_a_missing_requirement_stands_out(monkeypatch: pytest.MonkeyPatch) -> None:

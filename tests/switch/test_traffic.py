@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import re
+import select
 import socket
 import struct
 import subprocess
@@ -299,10 +300,12 @@ def watched(node: Room, text: str, keys: str) -> int:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
     process = subprocess.Popen(
-        ["ip", "netns", "exec", node.node.name, KPROXY, "top"], stdin=theirs, stdout=theirs, stderr=theirs)
+        ["ip", "netns", "exec", node.node.name, KPROXY, "top"], stdin=theirs, stdout=theirs, stderr=theirs,
+        env={**os.environ, "TERM": "xterm"})
     try:
         seen = b""
         while text.encode() not in seen:
+            assert select.select([ours], [], [], PATIENCE)[0], seen.decode()
             seen += os.read(ours, 65536)
         os.write(ours, keys.encode())
         return process.wait(PATIENCE)
