@@ -56,6 +56,8 @@ class Watch:
         self._workers = workers
         self._damaged = damaged
         self._portal_seconds = portal_seconds
+        self._watched: dict[int, Worker] = {}
+        """By process id, the workers at the last look."""
         self._reported: set[int] = set()
         """Process ids of workers whose exit was reported."""
         self._shortages: dict[int, tuple[int, float]] = {}
@@ -95,7 +97,7 @@ class Watch:
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         watched: dict[int, Worker] = {}
-        for worker in self._workers.running():
+        for worker in self._look_at_workers():
             fd = worker.control.fileno()
             if worker.process.pid not in self._reported and fd >= 0:
                 poll.register(fd, 0)  # A hang-up is always reported.
@@ -141,6 +143,15 @@ class Watch:
                 log.warning("could not check portals", extra={"fields": {"error": str(error)}})
 
     # Workers --------------------------------------------------------------------------------
+
+    def _look_at_workers(self) -> list[Worker]:
+        """Return the workers that run. Report the exits that a sync noticed first, and has replaced."""
+        running = self._workers.running()
+        before, self._watched = self._watched, {worker.process.pid: worker for worker in running}
+        for pid in before.keys() - self._watched.keys() - self._reported:
+            self._report_exit(before[pid])
+        self._reported &= self._watched.keys()
+        return running
 
     def _report_exit(self, worker: Worker) -> None:
         self._reported.add(worker.process.pid)
