@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,13 @@ def watches(pid: int) -> dict[str, int]:
 
 def descriptors(pid: int) -> dict[str, int]:
     """Return the sockets of a process: file descriptors by inode."""
-    links = {int(link.name): os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
-    return {name[8:-1]: fd for fd, name in links.items() if name.startswith("socket:[")}
+    found = {}
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed since it was listed
+            name = os.readlink(link)
+            if name.startswith("socket:["):
+                found[name[8:-1]] = int(link.name)
+    return found
 
 
 def shrink(pid: int, inode: str) -> None:
