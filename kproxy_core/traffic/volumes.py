@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kproxy_core.host.conntrack.volumes import (
     NO_VOLUME,
@@ -22,9 +22,9 @@ log = logging.getLogger("kproxy.run")
 class Growth:
     """Turns sums over ended and over living connections into what was added since the last reading. Pure.
 
-    A connection that ends during a reading may be in neither sum. Then the sums of its way shrink, and grow
-    by more at the next reading, from which the difference is withheld; not from later ones, as the kernel may
-    have lost the event.
+    A connection that ends during a reading may be in neither sum. Then the sums of its way shrink, and the
+    next reading has the connection among the ended ones, from which the difference is withheld; not from
+    later ones, as the kernel may have lost the event.
     """
 
     def __init__(self, alive: Volumes) -> None:
@@ -37,13 +37,17 @@ class Growth:
         before, self.alive = self.alive, alive
         short, self._short = self._short, {}
         for way in {**before, **alive, **ended, **short}:
-            now = ended.get(way, NO_VOLUME).plus(alive.get(way, NO_VOLUME))
-            grown = now.minus(before.get(way, NO_VOLUME))
+            new = _limited(ended.get(way, NO_VOLUME).plus(short.get(way, NO_VOLUME)), max)
+            grown = new.plus(alive.get(way, NO_VOLUME)).minus(before.get(way, NO_VOLUME))
             if min(grown) < 0:
-                self._short[way] = Volume(*(min(0, number) for number in grown))
-            new = Volume(*(max(0, number) for number in grown.plus(short.get(way, NO_VOLUME))))
-            if any(new):
-                yield way, new
+                self._short[way] = _limited(grown, min)
+            if max(grown) > 0:
+                yield way, _limited(grown, max)
+
+
+def _limited(volume: Volume, limit: Callable[[int, int], int]) -> Volume:
+    """Return *volume* without negative numbers if *limit* is max, without positive ones if it is min."""
+    return Volume(*(limit(0, number) for number in volume))
 
 
 class VolumeReader:

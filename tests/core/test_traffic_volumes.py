@@ -1,6 +1,6 @@
 """Bytes and packets of ended and of living connections: what was added since the last reading."""
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kproxy_core.host.conntrack.volumes import Volume, Way
@@ -37,6 +37,7 @@ def test_an_end_that_the_kernel_did_not_report_withholds_no_later_ones() -> None
     assert [told(growth, *sums) for sums in ((0, 5), (0, 0), (0, 0), (3, 0))] == [5, 0, 0, 3]
 
 
+@example([(2, 0, "lives"), (0, 0, "races"), (0, 0, "races")])
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9), st.sampled_from(["lives", "ends", "races"]))))
 def test_nothing_is_lost_or_told_twice(steps: list[tuple[int, int, str]]) -> None:
     """Each step opens connections, adds packets to the oldest, and may end it, reported a reading later."""
