@@ -45,7 +45,7 @@ print(*Reader().read().in_use, sep="\\n")
 _LEARNT = re.compile(r"set affinity|map affinity|\baffinity-\S+ element")
 """Lines of a kernel's state that clients cause."""
 _VARIABLE = re.compile(
-    r"(?<=redirect to :)\d+|(?<=KUBE-NODEPORT-NON-LOCAL meta l4proto )\S+ +\S+ dport \d+|(?<= \. )\d+(?= : )")
+    r"(?<=redirect to :)\d+|(?<=KUBE-NODEPORT-NON-LOCAL ).*? dport \d+|(?<= \. )\d+(?= : )")
 """Ports of relays, and the places of endpoints among those of a service port."""
 
 _CONNTRACK = {
