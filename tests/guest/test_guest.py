@@ -45,6 +45,12 @@ def test_guest_is_ended_after_its_time_limit(tmp_path: Path) -> None:
     assert "begun" in output
 
 
+def test_a_kernel_that_panics_says_why(tmp_path: Path) -> None:
+    status, output = run("echo c > /proc/sysrq-trigger; sleep 60", tmp_path)
+    assert status == 125
+    assert "Kernel panic - not syncing: sysrq triggered crash" in output
+
+
 def test_guest_that_is_ended_early_leaves_nothing(tmp_path: Path) -> None:
     """Its kernel is recognised by its directory."""
     command, environment = ["sh", "-c", "echo begun; sleep 600"], {"TMPDIR": str(tmp_path)}
