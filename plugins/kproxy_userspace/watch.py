@@ -56,8 +56,8 @@ class Watch:
         self._workers = workers
         self._damaged = damaged
         self._portal_seconds = portal_seconds
-        self._watched: dict[int, Worker] = {}
-        """By process id, the workers at the last look."""
+        self._watched: set[int] = set()
+        """Process ids of the workers at the last look."""
         self._reported: set[int] = set()
         """Process ids of workers whose exit was reported."""
         self._shortages: dict[int, tuple[int, float]] = {}
@@ -96,12 +96,12 @@ class Watch:
         """Wait for a worker's exit or a foreign commit, at most until *due*. Return False once closed."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
-        watched: dict[int, Worker] = {}
+        watched: dict[int, int] = {}
         for worker in self._look_at_workers():
             fd = worker.control.fileno()
             if worker.process.pid not in self._reported and fd >= 0:
                 poll.register(fd, 0)  # A hang-up is always reported.
-                watched[fd] = worker
+                watched[fd] = worker.process.pid
         seconds = _POLL_SECONDS
         if self._portal_seconds is not None:
             seconds = min(seconds, max(0.0, due - time.monotonic()))
@@ -147,15 +147,15 @@ class Watch:
     def _look_at_workers(self) -> list[Worker]:
         """Return the workers that run. Report the exits that a sync noticed first, and has replaced."""
         running = self._workers.running()
-        before, self._watched = self._watched, {worker.process.pid: worker for worker in running}
-        for pid in before.keys() - self._watched.keys() - self._reported:
-            self._report_exit(before[pid])
-        self._reported &= self._watched.keys()
+        before, self._watched = self._watched, {worker.process.pid for worker in running}
+        for pid in before - self._watched - self._reported:
+            self._report_exit(pid)
+        self._reported &= self._watched
         return running
 
-    def _report_exit(self, worker: Worker) -> None:
-        self._reported.add(worker.process.pid)
-        log.error("relay worker exited", extra={"fields": {"pid": worker.process.pid}})
+    def _report_exit(self, pid: int) -> None:
+        self._reported.add(pid)
+        log.error("relay worker exited", extra={"fields": {"pid": pid}})
         for family in list(self._families):
             self._damaged(family, "a relay worker exited")
 
