@@ -11,6 +11,8 @@ from tests.switch.room import Failure
 LONGEST = 0.25
 """Seconds from the start of the program that damages until the proxy has repaired the kernel."""
 SHARE_LONGER = 0.01
+CONNECTIONS = 8
+"""Most connections at rest: for each of four kinds a watch, and the one that it follows."""
 OVERLOADED = 0.5
 """Share of a window in which some task waited for a processor."""
 
@@ -115,12 +117,13 @@ class Ledger:
 def leaks(usages: Sequence[Usage], *, growth: float, slack: int) -> list[str]:
     """Return what the process holds more of after the last lap than after the first.
 
-    Memory may grow by the share *growth* and by *slack* bytes.
+    Memory may grow by the share *growth* and by *slack* bytes, connections up to `CONNECTIONS`.
     """
     first, last = usages[0], usages[-1]
     bounds: Mapping[str, int] = {
         "rss": int(first.rss * (1 + growth)) + slack,
-        "descriptors": first.descriptors, "threads": first.threads, "children": first.children,
+        "descriptors": first.descriptors, "connections": CONNECTIONS, "threads": first.threads,
+        "children": first.children,
     }  # fmt: skip
     return [
         f"{name} grew: {[getattr(usage, name) for usage in usages]}"

@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,12 +35,19 @@ class Entry(NamedTuple):
         return str(self.fields["msg"])
 
 
+_LISTENS = "0A"
+"""TCP_LISTEN, as /proc/net/tcp has it."""
+
+
 class Usage(NamedTuple):
     """What a process and its children hold."""
 
     rss: int
     """Bytes, of the process itself."""
     descriptors: int
+    """All but `connections`."""
+    connections: int
+    """TCP sockets that do not listen. At rest those to the API server, without the watches that back off."""
     threads: int
     children: int
 
@@ -136,9 +144,12 @@ class Proxy:
         pid = self.pid
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         status = dict(line.split(":", 1) for line in lines)
+        descriptors = _descriptors(pid)
+        connections = len(_connections(pid) & set(descriptors))
         return Usage(
             rss=int(status["VmRSS"].split()[0]) * 1024,
-            descriptors=len(os.listdir(f"/proc/{pid}/fd")),
+            descriptors=len(descriptors) - connections,
+            connections=connections,
             threads=int(status["Threads"]),
             children=len(self.children()),
         )
@@ -229,3 +240,21 @@ def _command(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
         return ""
+
+
+def _descriptors(pid: int) -> list[str]:
+    """Return the names of a process's open files."""
+    found = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed since it was listed
+            found.append(os.readlink(link))
+    return found
+
+
+def _connections(pid: int) -> set[str]:
+    """Return the TCP sockets of a process's namespace that do not listen."""
+    lines = [
+        line.split() for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]
+    ]  # fmt: skip
+    return {f"socket:[{fields[9]}]" for fields in lines if fields[3] != _LISTENS}

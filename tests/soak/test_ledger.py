@@ -6,7 +6,7 @@ from tests.soak.ledger import Ledger, Window, leaks
 from tests.soak.proxy import Usage
 from tests.switch.room import Failure
 
-USAGE = Usage(rss=50 << 20, descriptors=40, threads=13, children=0)
+USAGE = Usage(rss=50 << 20, descriptors=36, connections=4, threads=13, children=0)
 
 
 def damage(seconds: float, pressure: float = 0.4) -> Window:
@@ -44,7 +44,8 @@ def test_one_of_a_hundred_repairs_may_be_slow_while_the_machine_has_time(
 
 @pytest.mark.parametrize(("last", "grown"), [
     (USAGE, []), (USAGE._replace(rss=56 << 20), []), (USAGE._replace(rss=57 << 20), ["rss"]),
-    (USAGE._replace(descriptors=41), ["descriptors"]),
+    (USAGE._replace(descriptors=37), ["descriptors"]),
+    (USAGE._replace(connections=8), []), (USAGE._replace(connections=9), ["connections"]),
     (USAGE._replace(threads=14, children=1), ["threads", "children"]),
 ])  # fmt: skip
 def test_leaks_are_what_grew_from_the_first_lap_to_the_last(last: Usage, grown: list[str]) -> None:
