@@ -132,12 +132,15 @@ class Proxy:
 
     def is_healthy(self) -> bool:
         """Return the answer of the health page."""
-        url = "http://127.0.0.1:10256/healthz"
-        command = ["curl", "-s", "-o", "/dev/null", "-m", "5", "-w", "%{http_code}", url]
-        return subprocess.run(
-            ["nsenter", f"--net=/run/netns/{self._node.name}", *command],
-            capture_output=True, text=True, check=False,
-        ).stdout == "200"  # fmt: skip
+        return self._page("-o", "/dev/null", "-w", "%{http_code}", "http://127.0.0.1:10256/healthz") == "200"
+
+    def is_retiring(self) -> bool:
+        """Return whether a mode that no longer serves still holds anything."""
+        return "kproxy_retiring_connections{" in self._page("http://127.0.0.1:10249/metrics")
+
+    def _page(self, *arguments: str) -> str:
+        command = ["nsenter", f"--net=/run/netns/{self._node.name}", "curl", "-s", "-m", "5", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
     def usage(self) -> Usage:
         """Measure the running process."""
@@ -170,10 +173,14 @@ class Proxy:
         """Process ids of its relay workers."""
         return [pid for pid in self.children() if "worker" in _command(pid)]
 
-    def wait_for_children(self, seconds: float) -> None:
-        """Wait until its relay workers and programs have ended. Raises SoakFailed, which names the others."""
+    def wait_until_retired(self, seconds: float) -> None:
+        """Wait until the modes that served before hold nothing, and all children have ended.
+
+        Raises SoakFailed, which names those that have not.
+        """
         try:
-            self.wait_for("end of the children", lambda: not self.children(), seconds)
+            self.wait_for(
+                "end of retirement", lambda: not (self.children() or self.is_retiring()), seconds)
         except SoakFailed as error:
             raise SoakFailed(f"{error}\nchildren: {[_command(pid) for pid in self.children()]}") from error
 

@@ -33,7 +33,7 @@ SHORTEST_TIMEOUT = 0.2
 """Seconds: TCP_RTO_MIN."""
 MARKED = 1.0
 """Seconds between two changes to a Service that show whether watches deliver."""
-CHILDREN_END = 180.0
+RETIREMENT = 180.0
 """Seconds after which relays of clients that are gone have ended: by keep-alive, or unsent data given up."""
 REPAIR_PATIENCE = 20.0
 """Seconds after which a damage counts as unnoticed."""
@@ -162,7 +162,7 @@ class Soak:
                 while time.monotonic() < end:
                     self._act("laps", self._peaceful)
             with self.churn.paused():
-                self.proxy.wait_for_children(CHILDREN_END)
+                self.proxy.wait_until_retired(RETIREMENT)
                 self._await_rest()
                 self.ledger.usages.append(self.proxy.usage())
         self.ledger.problems += leaks(self.ledger.usages, growth=MEMORY_GROWTH, slack=MEMORY_SLACK)
