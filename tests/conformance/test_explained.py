@@ -23,7 +23,7 @@ from kproxy_ebpf.settings import Settings
 from tests.conformance.any_services import Attempt, Fate, Json, World
 from tests.conformance.test_any_services import SIDE_BY_SIDE, Play
 
-CASES = 200
+CASES = 300
 """Packets, at least, in rounds of up to 60."""
 COUNTED = 12
 """Packets whose rules' counters are read."""
