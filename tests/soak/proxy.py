@@ -166,7 +166,8 @@ class Proxy:
         """Process ids of its children."""
         found: list[int] = []
         for task in Path(f"/proc/{self.pid}/task").iterdir():
-            found += map(int, (task / "children").read_text().split())
+            with suppress(OSError):  # The thread has ended since it was listed.
+                found += map(int, (task / "children").read_text().split())
         return found
 
     def workers(self) -> list[int]:
