@@ -19,7 +19,7 @@ from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.host.programs import OwnProcesses
 from kproxy_core.model.address import Family
 from kproxy_iptables import names
-from kproxy_iptables.skeleton import BUILT_IN_CHAINS, JUMPS
+from kproxy_iptables.skeleton import BUILT_IN_CHAINS, JUMPS, KUBELET_JUMPS
 from kproxy_xtables.rules import missing_jumps
 from kproxy_xtables.tables import Tables
 
@@ -36,6 +36,7 @@ _OUR_KINDS = frozenset({
 _TABLE_KINDS = (Kind.TABLE_ADDED, Kind.TABLE_DELETED)
 """The first is announced for a table that exists when its flags change, such as `dormant`."""
 _TABLES = (names.FILTER, names.NAT, names.MANGLE)
+_ALL_JUMPS = (*JUMPS, *KUBELET_JUMPS)
 
 
 class Watcher:
@@ -125,7 +126,7 @@ def _lost_canaries(tables: Tables) -> list[str]:
 
 def _lost_jumps(tables: Tables) -> list[str]:
     """Return the built-in chains that lack one of our jumps; none if they can't be read now."""
-    chains = dict.fromkeys((jump.table, jump.chain) for jump in JUMPS)
+    chains = dict.fromkeys((jump.table, jump.chain) for jump in _ALL_JUMPS)
     try:
         return [f"{chain} of {table}" for table, chain in chains if _lacks_jump(tables, table, chain)]
     except HostError as error:
@@ -134,13 +135,16 @@ def _lost_jumps(tables: Tables) -> list[str]:
 
 
 def _lacks_jump(tables: Tables, table: str, chain: str) -> bool:
-    jumps = [jump for jump in JUMPS if (jump.table, jump.chain) == (table, chain)]
+    jumps = [jump for jump in _ALL_JUMPS if (jump.table, jump.chain) == (table, chain)]
     return bool(missing_jumps(jumps, {(table, chain): tables.rules(table, chain)}))
 
 
 def _concerns_ours(change: Change) -> bool:
     if change.table not in _TABLES or change.kind not in _OUR_KINDS:
         return False
+    if (change.table, change.name) == (names.FILTER, names.KUBELET_FIREWALL):
+        # Kubelet adds rules of its own, but nobody may delete those that guard services on loopback.
+        return change.kind in (Kind.RULE_DELETED, Kind.CHAIN_DELETED)
     return change.kind in _TABLE_KINDS or names.is_ours(change.table, change.name)
 
 

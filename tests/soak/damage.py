@@ -26,7 +26,8 @@ TABLES = {
     "userspace": ("nat",),
 }
 """The nf_tables tables of each mode; iptables' own interface for nf_tables makes tables as well."""
-_BUILT_IN = ("PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING")
+_SHARED = ("PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING", "KUBE-FIREWALL")
+"""Chains in which the rules of others are kept."""
 FAMILIES = {"ip": "IPv4", "ip6": "IPv6"}
 BOTH = frozenset(FAMILIES.values())
 
@@ -87,8 +88,8 @@ def delete_rule(where: Node) -> Done:
 
 
 def insert_rule(where: Node) -> Done:
-    """Drop what a chain of the mode gets. A rule in a built-in one is an operator's, and is kept."""
-    rule = _pick(where, "rule", lambda value: value["chain"] not in _BUILT_IN)
+    """Drop the packets that a chain of the mode gets."""
+    rule = _pick(where, "rule", lambda value: value["chain"] not in _SHARED)
     return _on(where, rule, lambda at: f"insert rule {at} {rule['chain']} counter drop")
 
 

@@ -80,6 +80,8 @@ DAMAGE = {
     "deleted jump": ["iptables-nft", "-t", "filter", "-D", "FORWARD", "1"],
     "added rule": ["iptables-nft", "-t", "nat", "-I", "KUBE-SERVICES", "-j", "ACCEPT"],
     "emptied chain": ["iptables-nft", "-t", "filter", "-F", "KUBE-FORWARD"],
+    "rules of kubelet's chain": ["iptables-nft", "-t", "filter", "-F", "KUBE-FIREWALL"],
+    "jump to kubelet's chain": ["iptables-nft", "-t", "filter", "-D", "INPUT", "-j", "KUBE-FIREWALL"],
     "dormant table": ["nft", "add table ip nat { flags dormant; }"],
     "stale chain": ["iptables-nft", "-t", "nat", "-N", "KUBE-SEP-AAAAAAAAAAAAAAAA"],
 }
@@ -126,6 +128,7 @@ def test_changes_of_foreign_rules_are_not_damage(netns: None, monkeypatch: pytes
             "-t nat -N FOREIGN", "-t nat -A FOREIGN -d 192.0.2.1 -j RETURN",
             "-t nat -I POSTROUTING -j FOREIGN", "-t nat -D POSTROUTING -j FOREIGN",
             "-t nat -F FOREIGN", "-t nat -X FOREIGN",
+            "-t filter -A KUBE-FIREWALL -m mark --mark 0x8000/0x8000 -j DROP",
             "-t filter -N KUBE-KUBELET-CANARY", "-t filter -X KUBE-KUBELET-CANARY",
         ):  # fmt: skip
             subprocess.run(["iptables-nft", *arguments.split()], check=True)
