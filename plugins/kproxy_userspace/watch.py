@@ -1,7 +1,8 @@
 """Detection of workers that exit or run short of resources, and of portals that another program changes.
 
-nf_tables announces every commit. After one that may concern the portals they are compared with the kernel at
-once. Legacy iptables announces nothing; there they are compared every `syncPeriod`.
+nf_tables announces every commit. One to our chains is damage. After one that may have deleted a jump to them,
+the portals are compared with the kernel at once. Legacy iptables announces nothing; there they are compared
+every `syncPeriod`.
 """
 
 import logging
@@ -9,10 +10,11 @@ import os
 import select
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from kproxy_core.backend.api import Damage
 from kproxy_core.backend.errors import SyncFailed
+from kproxy_core.host.cpu import cpu_seconds
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.netlink.commits import Change, Commit, CommitWatch, Kind
 from kproxy_core.host.programs import OwnProcesses
@@ -32,7 +34,7 @@ _SHORTAGE_SECONDS = 30.0
 """Least time between two log lines about a shortage in one worker."""
 
 _SHARE = 0.2
-"""Share of the time that comparisons after foreign commits may take: commits in a loop cost no more."""
+"""Share of one processor that comparisons after foreign commits may take: commits in a loop cost no more."""
 _BURST = 2.5
 """Seconds of that time that may be used ahead."""
 
@@ -63,7 +65,7 @@ class Watch:
         self._shortages: dict[int, tuple[int, float]] = {}
         """Last reported count and its time, by process id."""
         self._suspicions: dict[Family, str] = {}
-        """Foreign commits since the portals were last compared."""
+        """Foreign commits since the portals were last compared that may have deleted a jump."""
         self._stopped = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._commits = None if portal_seconds is None else self._watch_commits(own)
@@ -82,15 +84,16 @@ class Watch:
     def _run(self) -> None:
         used = time.monotonic()
         due = used + (self._portal_seconds or 0.0)
-        while self._wait(used - _BURST if self._suspicions else due):
+        while self._wait(min(due, used - _BURST) if self._suspicions else due):
             for worker in self._workers.running():
                 self._check_shortage(worker)
-            began = time.monotonic()
-            if self._portal_seconds is not None and began >= (used - _BURST if self._suspicions else due):
-                self._check_portals()
-                ended = time.monotonic()
-                used = max(used, began) + (ended - began) / _SHARE
-                due = ended + self._portal_seconds
+            began, before = time.monotonic(), cpu_seconds()
+            if self._portal_seconds is not None and began >= due:
+                self._check_portals(list(self._families))
+                due = time.monotonic() + self._portal_seconds
+            elif self._suspicions and began >= used - _BURST:
+                self._check_portals(list(self._suspicions))
+            used = max(used, began) + (cpu_seconds() - before) / _SHARE
 
     def _wait(self, due: float) -> bool:
         """Wait for a worker's exit or a foreign commit, at most until *due*. Return False once closed."""
@@ -116,31 +119,37 @@ class Watch:
 
     def _watch_commits(self, own: OwnProcesses) -> CommitWatch | None:
         try:
-            return CommitWatch("userspace-watch", own, self._judge, self._suspect_all)
+            return CommitWatch("userspace-watch", own, self._judge, self._report_loss)
         except OSError as error:
             log.warning("cannot watch nf_tables commits", extra={"fields": {"error": str(error)}})
             return None
 
     def _judge(self, commit: Commit) -> None:
-        self._suspect(commit.summary(_may_concern_portals))
-
-    def _suspect_all(self) -> None:
-        self._suspect(dict.fromkeys(self._families, "notifications were lost"))
-
-    def _suspect(self, found: Mapping[Family, str]) -> None:
-        if found:
-            self._suspicions |= found
+        damage, suspicions = commit.summary(_concerns_portals), commit.summary(_may_delete_jump)
+        for family in list(self._families):
+            if family in damage:
+                self._damaged(family, damage[family])
+            elif family in suspicions:
+                self._suspicions[family] = suspicions[family]
+        if self._suspicions:
             os.eventfd_write(self._wake, 1)
 
-    def _check_portals(self) -> None:
-        suspicions, self._suspicions = self._suspicions, {}
-        for family, state in list(self._families.items()):
+    def _report_loss(self) -> None:
+        for family in list(self._families):
+            self._damaged(family, "notifications were lost")
+
+    def _check_portals(self, families: Iterable[Family]) -> None:
+        for family in families:
+            suspicion = self._suspicions.pop(family, "")
+            state = self._families[family]
             try:
                 if not state.is_intact():
-                    self._damaged(family, suspicions.get(family, "portals are missing"))
+                    self._damaged(family, suspicion or "portals are missing")
                 state.close_departed()
             except (HostError, SyncFailed) as error:
                 log.warning("could not check portals", extra={"fields": {"error": str(error)}})
+                if suspicion:  # A sync is retried until it succeeds.
+                    self._damaged(family, suspicion)
 
     # Workers --------------------------------------------------------------------------------
 
@@ -171,11 +180,13 @@ class Watch:
             log.warning("relay worker out of file descriptors or memory", extra={"fields": fields})
 
 
-def _may_concern_portals(change: Change) -> bool:
+def _concerns_portals(change: Change) -> bool:
     if change.table == TABLE or (change.table, change.name) in _CHAINS:
         return True
-    if change.table not in _IPTABLES:
-        return False
-    if change.kind is Kind.RULE_DELETED:  # perhaps a jump to our chains: its contents are not announced
-        return (change.table, change.name) in _BUILT_IN
-    return change.kind in (Kind.TABLE_ADDED, Kind.TABLE_DELETED)  # "added": flags changed, such as dormant
+    # "Added": flags changed, such as dormant.
+    return change.table in _IPTABLES and change.kind in (Kind.TABLE_ADDED, Kind.TABLE_DELETED)
+
+
+def _may_delete_jump(change: Change) -> bool:
+    """Return whether a jump to our chains may be deleted: the contents of rules are not announced."""
+    return change.kind is Kind.RULE_DELETED and (change.table, change.name) in _BUILT_IN

@@ -1,54 +1,103 @@
-"""The exit of relay workers is reported, whoever notices it first."""
+"""Foreign commits that may concern the portals: some are damage, others only a reason to compare."""
 
-import threading
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from queue import SimpleQueue
 from typing import cast
 
 import pytest
 
+from kproxy_core.host.errors import HostError
 from kproxy_core.host.programs import OwnProcesses
 from kproxy_core.model.address import Family
+from kproxy_userspace import watch as watch_module
 from kproxy_userspace.family import FamilyState
-from kproxy_userspace.kernel.workers import Worker, WorkerPool
+from kproxy_userspace.kernel.workers import WorkerPool
+from kproxy_userspace.names import PORTALS_HOST
 from kproxy_userspace.watch import Watch
-from kproxy_userspace.worker.wire import WorkerSettings
 
-PATIENCE = 20
+from .endpoints import PATIENCE
+
+pytestmark = pytest.mark.usefixtures("node")
+
+COMPARED = "compared"
 
 
-def test_a_worker_that_a_sync_has_replaced_is_reported_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+class Portals:
+    """Stands for a family whose portals are intact, and compared in *seconds* during which others run."""
+
+    def __init__(self, events: "SimpleQueue[str]", seconds: float, *, can_read: bool = True) -> None:
+        self._events, self._seconds, self._can_read = events, seconds, can_read
+
+    def is_intact(self) -> bool:
+        time.sleep(self._seconds)
+        self._events.put(COMPARED)
+        if not self._can_read:
+            raise HostError("iptables-save: killed")
+        return True
+
+    def close_departed(self) -> None:
+        """No relay departs."""
+
+
+class NoWorkers:
+    def running(self) -> list[object]:
+        return []
+
+
+class Events:
+    """Comparisons and reports of damage, and the commits that cause them."""
+
+    def __init__(self, *, seconds: float = 0.0, can_read: bool = True) -> None:
+        self._happened: SimpleQueue[str] = SimpleQueue()
+        state = Portals(self._happened, seconds, can_read=can_read)
+        families = {Family.IPV4: cast(FamilyState, state)}
+        _iptables("-N", PORTALS_HOST)
+        self.watch = Watch(families, cast(WorkerPool, NoWorkers()), lambda _, what: self._happened.put(what),
+                           3600.0, OwnProcesses())  # fmt: skip
+
+    def __iter__(self) -> Iterator[str]:
+        while True:
+            yield self._happened.get(timeout=PATIENCE)
+
+    def delete_foreign_rule(self) -> None:
+        """Delete a rule beside the jumps."""
+        _iptables("-A", "OUTPUT", "-j", "RETURN")
+        _iptables("-D", "OUTPUT", "-j", "RETURN")
+
+
+def _iptables(*arguments: str) -> None:
+    subprocess.run(["iptables", "-t", "nat", *arguments], check=True)
+
+
+def test_changes_of_our_chains_are_reported_while_other_commits_have_used_up_the_comparisons(
+    monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    families = dict.fromkeys(Family, cast("FamilyState", None))
-    reports: list[tuple[Family, str]] = []
-    all_reported = threading.Event()
+    monkeypatch.setattr(watch_module, "_SHARE", 1e-9)
+    happened = Events()
+    with closing(happened.watch):
+        happened.delete_foreign_rule()
+        assert next(iter(happened)) == COMPARED
+        happened.delete_foreign_rule()
+        _iptables("-A", PORTALS_HOST, "-j", "RETURN")
+        assert next(iter(happened)).startswith("rule added by ")
 
-    def damaged(family: Family, what: str) -> None:
-        reports.append((family, what))
-        if len(reports) == len(families):
-            all_reported.set()
 
-    looked = threading.Event()
+def test_comparisons_cost_nothing_while_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "_SHARE", 0.01)
+    happened = Events(seconds=0.5)  # 50 seconds' worth
+    with closing(happened.watch):
+        for _ in range(2):
+            happened.delete_foreign_rule()
+            assert next(iter(happened)) == COMPARED
 
-    def look() -> list[Worker]:
-        looked.set()
-        return found
 
-    pool, successor = (WorkerPool(1, WorkerSettings(0.25, -1.0, 3600.0)) for _ in range(2))
-    try:
-        pool.serve({})
-        successor.serve({})
-        (replaced,) = found = pool.running()
-        monkeypatch.setattr(pool, "running", look)
-        watch = Watch(families, pool, damaged, None, OwnProcesses())
-        try:
-            assert looked.wait(PATIENCE)
-            monkeypatch.setattr(pool, "running", successor.running)
-            assert all_reported.wait(PATIENCE)
-        finally:
-            watch.close()
-    finally:
-        pool.close()
-        successor.close()
-    assert reports == [(family, "a relay worker exited") for family in families]
-    pids = [record.fields["pid"] for record in caplog.records if record.message == "relay worker exited"]  # type: ignore[attr-defined]
-    assert pids == [replaced.process.pid]
+def test_portals_that_cannot_be_compared_count_as_damaged() -> None:
+    happened = Events(can_read=False)
+    with closing(happened.watch):
+        happened.delete_foreign_rule()
+        events = iter(happened)
+        assert next(events) == COMPARED
+        assert next(events).startswith("rule deleted by ")
