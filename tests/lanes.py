@@ -25,6 +25,8 @@ EACH_PROCESSOR = 3
 """Lanes that run at a time for each processor: most wait most of the time."""
 BESIDE_OTHERS = 0.5
 """What a lane with guests counts for: guests have a lower priority, and take the time that others leave."""
+REPEATED = 40
+"""Lines at the end of a failed lane's log that are printed again after all lanes: pytest's summary."""
 REPORTED = 20.0
 """Seconds between two reports of progress."""
 
@@ -161,6 +163,10 @@ class Run:
         if failed:
             print("\n".join(self._lines()), flush=True)
 
+    def repeat_failures(self) -> None:
+        if self.tally["failed"]:
+            print(f"{self.lane.name} failed:", *self._lines()[-REPEATED:], sep="\n", flush=True)
+
 
 def run(lanes: Sequence[Lane], directory: Path) -> Counter[str]:
     """Run *lanes*, and return how many tests passed and failed."""
@@ -198,6 +204,8 @@ def run(lanes: Sequence[Lane], directory: Path) -> Counter[str]:
     cpu = sum(each.cpu for each in ended)
     print(f"slowest: {slowest.lane.name}, {slowest.seconds:.0f} s; {cpu:.0f} s of CPU in all")
     print(f"logs: {directory}")
+    for each in ended:
+        each.repeat_failures()
     return sum((each.tally for each in ended), Counter())
 
 

@@ -198,9 +198,9 @@ class Proxy:
             while not done():
                 process = self._process
                 if process is not None and process.poll() is not None:
-                    raise SoakFailed(f"kproxy ended with {process.returncode} before {what}: {self._tail()}")
+                    raise SoakFailed(f"kproxy ended with {process.returncode} before {what}\n{self._tail()}")
                 if time.monotonic() > deadline:
-                    raise SoakFailed(f"not within {seconds:.0f} s: {what}; {self._tail()}")
+                    raise SoakFailed(f"not within {seconds:.0f} s: {what}\n{self._tail()}")
                 self._changed.wait(0.05)
 
     def _first_syncs(self) -> int:
