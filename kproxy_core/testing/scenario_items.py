@@ -42,7 +42,7 @@ class ScenarioItem(pytest.Item):
 
     def runtest(self) -> None:
         reason = self._wanted.excuse(self._scenario.name)
-        if reason:
+        if reason := self._scenario.unplayable_by(self._driver) or reason:
             pytest.skip(f"not applicable: {reason}")
         family = self._family.label.lower()
         result = self._stage().play(
@@ -91,7 +91,7 @@ def scenario_items(parent: pytest.Collector, wanted: Wanted, driver: str) -> Ite
     group = "scenarios" if driver == BACKEND else f"scenarios-of-{driver}"
     for scenario in sorted(find(), key=lambda s: (json.dumps(s.config, sort_keys=True), s.name)):
         for family in Family:
-            if not scenario.unsuitable_for(wanted.mode, family.label.lower(), driver):
+            if not scenario.not_for(wanted.mode, family.label.lower()):
                 yield ScenarioItem.from_parent(
                     parent, name=f"{group}::{scenario.name}[{family.label}]",
                     scenario=scenario, family=family, driver=driver, wanted=wanted,

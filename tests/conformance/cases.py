@@ -1,7 +1,7 @@
 """The modes that scenarios are played in, and the scenarios that one of them leaves out."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kproxy_core.testing.network.addresses import FAMILIES
@@ -12,6 +12,41 @@ LEGACY = "-legacy"
 THROUGH_API = "-through-api"
 """Suffix of a mode: with objects from an API server instead of manifests."""
 DRIVER = "kproxy"
+
+_SOURCE = "endpoints see the node, never the client"
+_POLICY = "traffic policies are not for a mode that does not keep client addresses"
+_PROCESS = "nothing is forwarded while the process does not run"
+NOT_FOR: Mapping[str, Mapping[str, str]] = {
+    "userspace": {
+        "clusterip-from-outside": _SOURCE,
+        "clusterip-udp": _SOURCE,
+        "detect-local-by-bridge": _SOURCE,
+        "detect-local-by-node-cidr": _SOURCE,
+        "detect-local-by-prefix": _SOURCE,
+        "hairpin": _SOURCE,
+        "affinity-follows-policies": _POLICY,
+        "affinity-local-policies": _POLICY,
+        "both-policies-local": _POLICY,
+        "endpoint-on-the-host-network-local": _POLICY,
+        "internal-policy-local": _POLICY,
+        "loadbalancer-local": _POLICY,
+        "nodeport-etp-local": _POLICY,
+        "nodeport-etp-local-none": _POLICY,
+        "source-ranges-local": _POLICY,
+        "address-of-the-node": "frontends whose port another program holds are not served",
+        "counted-rejections": "the process, not the backend, counts rejections, by connection tracking",
+        "counted-without-the-process": _PROCESS,
+        "mode-switch": _PROCESS,
+        "proxy-restart": _PROCESS,
+    },
+    "ipvs": {
+        "affinity-timeout": (
+            "IPVS remembers a client as long as it has connections to the Service, those in TIME_WAIT"
+            " included, which it keeps for two minutes: no shorter timeout can be had"
+        ),
+    },
+}
+"""By mode, the scenarios that ask for what it does not do, and why; docs/userspace.md has them as a table."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

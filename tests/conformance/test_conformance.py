@@ -9,37 +9,11 @@ import pytest
 
 from kproxy_core.testing.suite.scenario import find
 from kproxy_core.testing.suite.stage import PASSED
-from tests.conformance.cases import LEGACY, THROUGH_API, Case, cases_of, undocumented
+from tests.conformance.cases import LEGACY, NOT_FOR, THROUGH_API, Case, cases_of, undocumented
 from tests.conformance.stages import Stages
 
 MODES = ("nftables", "nftables" + THROUGH_API, "iptables", "iptables" + LEGACY, "userspace", "ebpf")
 SCENARIOS = {scenario.name: scenario for scenario in find()}
-
-_SOURCE = "endpoints see the node, never the client"
-_POLICY = "traffic policies are not for a mode that does not keep client addresses"
-_PROCESS = "nothing is forwarded while the process does not run"
-NOT_FOR: dict[str, dict[str, str]] = {
-    "userspace": {
-        "clusterip-from-outside": _SOURCE,
-        "clusterip-udp": _SOURCE,
-        "detect-local-by-bridge": _SOURCE,
-        "detect-local-by-node-cidr": _SOURCE,
-        "detect-local-by-prefix": _SOURCE,
-        "hairpin": _SOURCE,
-        "affinity-follows-policies": _POLICY,
-        "affinity-local-policies": _POLICY,
-        "both-policies-local": _POLICY,
-        "internal-policy-local": _POLICY,
-        "loadbalancer-local": _POLICY,
-        "nodeport-etp-local": _POLICY,
-        "nodeport-etp-local-none": _POLICY,
-        "mode-switch": _PROCESS,
-        "proxy-restart": _PROCESS,
-    },
-}
-"""By mode, the scenarios that ask for what it does not do, and why; docs/userspace.md has them as a table."""
-
-
 CASES = [case for mode in MODES for case in cases_of(mode, SCENARIOS.values(), NOT_FOR.get(mode, ()))]
 
 

@@ -58,4 +58,4 @@ def driver_of(scenario: Scenario) -> str:
     That takes as long in a guest as ten scenarios. Scenarios that need a process get one.
     """
     is_started = bool(scenario.config) or any("proxy" in step for step in scenario.steps)
-    return BACKEND if is_started and not scenario.needs_process else DRIVER
+    return BACKEND if is_started and not scenario.process_need else DRIVER

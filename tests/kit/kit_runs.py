@@ -11,6 +11,7 @@ from kproxy_core.model.address import Family
 from kproxy_core.testing.conformance import contract, lifecycle
 from kproxy_core.testing.pytest_plugin import NODE_CGROUP
 from kproxy_core.testing.suite.scenario import BACKEND, find
+from tests.conformance.cases import NOT_FOR
 from tests.core.bpf_places import new_bpf_file_system
 from tests.guest.guest import Guest, with_nft
 
@@ -23,6 +24,12 @@ _KUBELET = "*filter\\n:KUBE-FIREWALL -\\n-A INPUT -j KUBE-FIREWALL\\n-A OUTPUT -
 PINS = "{pins}"
 """In settings: a BPF file system of the run's own."""
 PINNED = ("ebpf",)
+
+
+def _left_out(mode: str) -> list[str]:
+    return [f"{name}: {reason}" for name, reason in NOT_FOR[mode].items()]
+
+
 INI: Mapping[str, Mapping[str, Sequence[str]]] = {
     "nftables": {},
     "iptables": {
@@ -33,9 +40,10 @@ INI: Mapping[str, Mapping[str, Sequence[str]]] = {
         "kproxy_not_applicable": [
             "restart-writes-nothing: every process has relays of its own",
             "close-leaves-the-kernel-alone: connections end with the process",
+            *_left_out("userspace"),
         ],
     },
-    "ipvs": {},
+    "ipvs": {"kproxy_not_applicable": _left_out("ipvs")},
     "ebpf": {
         "kproxy_state": [f"find {PINS} -path '*kproxy*' -type f -printf '%P\\n' | sort"],
         "kproxy_damage": [f"rm -rf {PINS}/kproxy"],
@@ -112,7 +120,7 @@ def to_be_asked(mode: str) -> frozenset[str]:
         f"{scenario.name}[{family.label}]"
         for scenario in find() for family in Family
         if ((mode in PLAYED and family is Family.IPV6) or scenario.name in ONLY_HERE)
-        and not scenario.unsuitable_for(mode, family.label.lower(), BACKEND)
+        and not scenario.not_for(mode, family.label.lower())
     )  # fmt: skip
     return frozenset((*checks, *scenarios))
 

@@ -46,6 +46,15 @@ def test_a_scenario_is_played_by_each_driver_that_is_named(tmp_path: Path) -> No
         assert f"{group}::clusterip-udp[IPv4] PASSED" in done.stdout
 
 
+def test_what_needs_a_whole_process_is_told(tmp_path: Path) -> None:
+    done = pytest_in(tmp_path, *PLAIN, "-k", "status-endpoints or killed-in-between and IPv6")
+    assert done.returncode == 0
+    by_whom = "so only the drivers of a whole kproxy play it"
+    assert f"status-endpoints[IPv4]: not applicable: asks for pages of the process, {by_whom}" in done.stdout
+    assert f"killed-in-between[IPv6]: not applicable: kills the process, {by_whom}" in done.stdout
+    assert "0 passed, 0 failed, 2 not applicable" in done.stdout
+
+
 def test_what_is_declared_is_not_asked_and_is_told(tmp_path: Path) -> None:
     ini = "kproxy_not_applicable =\n    describes-itself: it is shy\n"
     done = pytest_in(tmp_path, *PLAIN, "-k", "describes", ini=ini)

@@ -47,30 +47,45 @@ class Scenario:
     """Why kube-proxy is known to fail it."""
 
     @property
-    def needs_process(self) -> bool:
-        """Pages of a server, a killed process or a second mode, which only a whole proxy has."""
-        return any(map(_needs_process, self.steps))
+    def process_need(self) -> str:
+        """What a step does that only a whole proxy allows; "" if there is no such step."""
+        return _process_need(self.steps)
 
     def unsuitable_for(self, mode: str, family: str, driver: str) -> str:
         """Return why the scenario does not apply; "" if it does."""
+        return self.not_for(mode, family) or self.unplayable_by(driver)
+
+    def not_for(self, mode: str, family: str) -> str:
+        """Return why the scenario does not apply, whatever the driver; "" if it does."""
         if self.modes and mode not in self.modes:
             return f"not for mode {mode}"
-        if family not in self.families:
-            return f"not for {family}"
+        return "" if family in self.families else f"not for {family}"
+
+    def unplayable_by(self, driver: str) -> str:
+        """Return why *driver* plays the scenario in no mode; "" if it plays it."""
         if self.drivers and driver not in self.drivers:
-            return f"not for driver {driver}"
-        if self.needs_process and driver == BACKEND:
-            return "needs a whole proxy"
+            return f"only for driver {', '.join(self.drivers)}"
+        if driver == BACKEND and self.process_need:
+            return f"{self.process_need}, so only the drivers of a whole kproxy play it"
         if self.oracle_differs and driver == "kube-proxy":
             return f"kube-proxy differs: {self.oracle_differs}"
         return ""
 
 
-def _needs_process(step: Step) -> bool:
-    if "repeat" in step:
-        return any(map(_needs_process, step["repeat"]["steps"]))
-    proxy = step.get("proxy")
-    return "http" in step or proxy == "kill" or (isinstance(proxy, Mapping) and "mode" in proxy)
+def _process_need(steps: Iterable[Step]) -> str:
+    for step in steps:
+        if BACKEND not in step.get("drivers", (BACKEND,)):
+            continue
+        proxy = step.get("proxy")
+        if "repeat" in step and (need := _process_need(step["repeat"]["steps"])):
+            return need
+        if "http" in step:
+            return "asks for pages of the process"
+        if proxy == "kill":
+            return "kills the process"
+        if isinstance(proxy, Mapping) and "mode" in proxy:
+            return "starts a second mode"
+    return ""
 
 
 def read(path: Path) -> Scenario:

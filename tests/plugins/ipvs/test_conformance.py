@@ -6,19 +6,11 @@ from pathlib import Path
 import pytest
 
 from kproxy_core.testing.suite.stage import PASSED, Result
-from tests.conformance.cases import Case, cases_of, undocumented
+from tests.conformance.cases import NOT_FOR, Case, cases_of, undocumented
 from tests.guest.scenarios import FOUND, play_scenarios
 
 MODE = "ipvs"
-LEFT_OUT = {
-    "affinity-timeout": (
-        "IPVS remembers a client as long as it has connections to the Service, those in TIME_WAIT included,"
-        " which it keeps for two minutes: no shorter timeout can be had"
-    ),
-}
-"""Scenarios of the harness that are not played, with the reason."""
-
-CASES = cases_of(MODE, FOUND.values(), LEFT_OUT)
+CASES = cases_of(MODE, FOUND.values(), NOT_FOR[MODE])
 
 
 def play(items: Sequence[pytest.Item], directory: Path) -> dict[Case, Result]:
@@ -26,7 +18,7 @@ def play(items: Sequence[pytest.Item], directory: Path) -> dict[Case, Result]:
 
 
 def test_only_documented_scenarios_are_left_out() -> None:
-    assert undocumented(CASES, FOUND.values(), LEFT_OUT) == []
+    assert undocumented(CASES, FOUND.values(), NOT_FOR[MODE]) == []
 
 
 @pytest.mark.in_a_guest(play=play)
