@@ -7,6 +7,7 @@ that it makes. The last line is ``N passed, N failed, N skipped``; the exit stat
 import argparse
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -60,6 +61,10 @@ def main() -> int:
         sys.exit("no scenario matches")
     if os.geteuid() != 0:
         sys.exit("network namespaces need root")
+    if options.driver == KubeProxyDriver.name:
+        programs = (shlex.split(options.command or "kube-proxy")[0], options.apiserver, options.etcd)
+        if missing := ", ".join(program for program in programs if shutil.which(program) is None):
+            sys.exit(f"not found: {missing}; --command, --apiserver and --etcd say where they are")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     directory = options.workdir or Path(tempfile.mkdtemp(prefix="scenarios-"))
     results = _play(options, scenarios, directory)

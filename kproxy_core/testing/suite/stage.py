@@ -113,6 +113,7 @@ class Stage:
         state_path, packets_path = base.with_suffix(".state"), base.with_suffix(".pcap")
         self._capture.write(packets_path)
         state_path.write_text(state(self.topology["node"]))
+        log_path = self.directory / "proxy.log"
         shown = yaml.safe_dump_all(
             player.applied.values(), sort_keys=False, default_flow_style=None, width=120
         )
@@ -123,7 +124,7 @@ class Stage:
                 f"problem: {problem}",
                 f"rules, connections and counters: {state_path}",
                 f"packets at the node: {packets_path}",
-                f"log of the proxy: {self.directory / 'proxy.log'}",
+                *([f"log of the proxy: {log_path}"] if log_path.exists() else []),
                 f"objects:\n{_indented(shown)}",
             ]
         )
