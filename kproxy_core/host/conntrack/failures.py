@@ -4,6 +4,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
+from kproxy_core.host.conntrack import filters
 from kproxy_core.host.conntrack import table as ctnetlink
 from kproxy_core.host.conntrack.volumes import Volumes, ended_volumes
 from kproxy_core.host.errors import doing
@@ -60,7 +61,9 @@ class ResetWatch(Watch):
         self._ended = ended
         self._add_volumes = add_volumes
         with doing("receive events of connection tracking"):
-            sock = NetlinkSocket.open(netlink.NETLINK_NETFILTER, groups=(_DESTROYED,), receive_space=_BUFFER)
+            sock = NetlinkSocket.open(
+                netlink.NETLINK_NETFILTER, groups=(_DESTROYED,), receive_space=_BUFFER,
+                accept=filters.RESETS if add_volumes is None else filters.TRANSLATED)
         super().__init__("conntrack-events", sock, self._receive)
 
     def _receive(self, datagrams: Sequence[bytes], lost: bool) -> None:

@@ -43,6 +43,15 @@ class Refusal(NamedTuple):
         return OSError(self.code, os.strerror(self.code))
 
 
+class Instruction(NamedTuple):
+    """An instruction of classic BPF (linux/filter.h)."""
+
+    code: int
+    if_true: int
+    if_false: int
+    value: int
+
+
 class NetlinkSocket:
     """A netlink socket in the network namespace of the thread that opened it. Not thread-safe."""
 
@@ -53,11 +62,12 @@ class NetlinkSocket:
     @classmethod
     def open(
         cls, protocol: int, *, groups: Collection[int] = (), ignore: Collection[int] = (),
-        receive_space: int = 0, send_space: int = 0,
+        accept: Sequence[Instruction] = (), receive_space: int = 0, send_space: int = 0,
     ) -> Self:  # fmt: skip
         """Open a socket that receives the notifications of *groups*, by number.
 
-        Notifications caused by the ports in *ignore* are dropped by the kernel. *receive_space* and
+        Notifications caused by the ports in *ignore* are dropped by the kernel, as are those for which the
+        program *accept* returns 0. *receive_space* and
         *send_space* are the buffers' sizes in bytes, limited by net.core.*mem_max without CAP_NET_ADMIN;
         0 means the kernel's default. Raises OSError.
         """
@@ -68,8 +78,8 @@ class NetlinkSocket:
             sock.setsockopt(_SOL_NETLINK, _NETLINK_CAP_ACK, 1)
             _set_buffer(sock, _SO_RCVBUFFORCE, socket.SO_RCVBUF, receive_space)
             _set_buffer(sock, _SO_SNDBUFFORCE, socket.SO_SNDBUF, send_space)
-            if ignore:
-                _attach_filter(sock, ignore)
+            if program := accept or _ignoring(ignore):
+                _attach_filter(sock, program)
             for group in groups:
                 sock.setsockopt(_SOL_NETLINK, _NETLINK_ADD_MEMBERSHIP, group)
         except OSError:
@@ -211,20 +221,20 @@ def _set_buffer(sock: socket.socket, force: int, option: int, size: int) -> None
         sock.setsockopt(socket.SOL_SOCKET, option, size)
 
 
-def _attach_filter(sock: socket.socket, ports: Collection[int]) -> None:
-    """Have the kernel drop datagrams whose first message was caused by one of *ports*.
-
-    Classic BPF (linux/filter.h): load the port from the netlink header, compare, accept or drop.
-    """
+def _ignoring(ports: Collection[int]) -> list[Instruction]:
+    """Return a filter that drops datagrams whose first message was caused by one of *ports*."""
     load, jump_if_equal, give_back = 0x20, 0x15, 0x06
     # Loads are big-endian, netlink headers are in host order.
     values = [int.from_bytes(struct.pack("=I", port), "big") for port in ports]
-    program = [
-        (load, 0, 0, 12),
-        *((jump_if_equal, len(values) - at, 0, value) for at, value in enumerate(values)),
-        (give_back, 0, 0, 0xFFFFFFFF),
-        (give_back, 0, 0, 0),
-    ]
+    return [
+        Instruction(load, 0, 0, 12),
+        *(Instruction(jump_if_equal, len(values) - at, 0, value) for at, value in enumerate(values)),
+        Instruction(give_back, 0, 0, 0xFFFFFFFF),
+        Instruction(give_back, 0, 0, 0),
+    ] if ports else []
+
+
+def _attach_filter(sock: socket.socket, program: Sequence[Instruction]) -> None:
     code = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
     buffer = ctypes.create_string_buffer(code)
     fprog = struct.pack("HP", len(program), ctypes.addressof(buffer))
