@@ -369,9 +369,18 @@ static __always_inline bool is_translated(struct bpf_sock_ops *ctx, const struct
  */
 int outcomes(struct bpf_sock_ops *ctx)
 {
-	u32 op = ctx->op;
-	if (op != BPF_SOCK_OPS_TCP_CONNECT_CB && op != BPF_SOCK_OPS_RTO_CB && op != BPF_SOCK_OPS_STATE_CB)
+	u32 op = ctx->op, first = ctx->args[0], second = ctx->args[1];
+	/* Each connection calls this nine times: most calls end here. */
+	if (op == BPF_SOCK_OPS_RTO_CB) { /* first: retransmissions before this one. */
+		if (first || ctx->state != BPF_TCP_SYN_SENT)
+			return 1;
+	} else if (op == BPF_SOCK_OPS_STATE_CB) { /* first: the state before. */
+		if (second != BPF_TCP_CLOSE || (first != BPF_TCP_SYN_SENT && first != BPF_TCP_ESTABLISHED
+				&& first != BPF_TCP_FIN_WAIT1 && first != BPF_TCP_CLOSE_WAIT))
+			return 1;
+	} else if (op != BPF_SOCK_OPS_TCP_CONNECT_CB) {
 		return 1;
+	}
 	struct bpf_sock *sk = ctx->sk;
 	if (!sk)
 		return 1;
@@ -389,17 +398,11 @@ int outcomes(struct bpf_sock_ops *ctx)
 	struct counts *number = connections.lookup(p);
 	if (!number)
 		return 1;
-	u32 first = ctx->args[0], second = ctx->args[1];
-	if (op == BPF_SOCK_OPS_RTO_CB) { /* first: retransmissions before this one. */
-		if (!first && ctx->state == BPF_TCP_SYN_SENT)
-			lock_xadd(&number->unanswered, 1);
-	} else if (second == BPF_TCP_CLOSE) { /* first: the state before. */
-		if (first == BPF_TCP_SYN_SENT) {
-			if (ctx->segs_in) /* If not, the client gave up. */
-				lock_xadd(&number->refused, 1);
-		} else if (first == BPF_TCP_ESTABLISHED || first == BPF_TCP_FIN_WAIT1 || first == BPF_TCP_CLOSE_WAIT) {
-			lock_xadd(&number->reset, 1);
-		}
-	}
+	if (op == BPF_SOCK_OPS_RTO_CB)
+		lock_xadd(&number->unanswered, 1);
+	else if (first != BPF_TCP_SYN_SENT)
+		lock_xadd(&number->reset, 1);
+	else if (ctx->segs_in) /* If not, the client gave up. */
+		lock_xadd(&number->refused, 1);
 	return 1;
 }
