@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 from kproxy_ebpf.kernel.port import detach_pins
 from kproxy_ebpf.names import PROGRAMS
+from kproxy_iptables import names as iptables
+from kproxy_userspace.names import PORTAL_CHAINS
 from tests.core.namespaces import Namespace
 from tests.soak.moments import Moment, now
 from tests.soak.proxy import Proxy
@@ -26,8 +28,13 @@ TABLES = {
     "userspace": ("nat",),
 }
 """The nf_tables tables of each mode; iptables' own interface for nf_tables makes tables as well."""
-_SHARED = ("PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING", "KUBE-FIREWALL")
-"""Chains in which the rules of others are kept."""
+_OWNS: Mapping[str, Callable[[str, str], bool]] = {
+    "iptables": iptables.is_ours,
+    "userspace": lambda _, chain: chain in PORTAL_CHAINS,
+}
+"""Returns whether a chain, given its table, is the mode's. A mode that retires has others in these tables."""
+_KEPT = {"iptables": (iptables.KUBELET_FIREWALL,)}
+"""Chains of others with rules of the mode."""
 FAMILIES = {"ip": "IPv4", "ip6": "IPv6"}
 BOTH = frozenset(FAMILIES.values())
 
@@ -78,18 +85,21 @@ def make_table_dormant(where: Node) -> Done:
 
 
 def flush_chain(where: Node) -> Done:
-    rule = _pick(where, "rule")
-    return _on(where, rule, lambda at: f"flush chain {at} {rule['chain']}")
+    """Fails if the rule that was listed has gone: nothing is announced if the chain is empty by then."""
+    rule = _pick(where, "rule", _is_ours(where))
+    return _on(where, rule, lambda at: f"""\
+delete rule {at} {rule['chain']} handle {rule['handle']}
+flush chain {at} {rule['chain']}""", what=f"flush chain {rule.get('chain')}")
 
 
 def delete_rule(where: Node) -> Done:
-    rule = _pick(where, "rule")
+    rule = _pick(where, "rule", _is_ours(where))
     return _on(where, rule, lambda at: f"delete rule {at} {rule['chain']} handle {rule['handle']}")
 
 
 def insert_rule(where: Node) -> Done:
     """Drop the packets that a chain of the mode gets."""
-    rule = _pick(where, "rule", lambda value: value["chain"] not in _SHARED)
+    rule = _pick(where, "rule", lambda value: _owns(where.proxy.mode, value["table"], value["chain"]))
     return _on(where, rule, lambda at: f"insert rule {at} {rule['chain']} counter drop")
 
 
@@ -99,19 +109,24 @@ def add_chain(where: Node) -> Done:
 
 
 def flush_map(where: Node) -> Done:
-    found = _pick(where, "map", lambda value: bool(value.get("elem")))
-    return _on(where, found, lambda at: f"flush map {at} {found['name']}")
+    """Fails if the element that was listed has gone, as `flush_chain`."""
+    return _delete_element(where, "flush map", "flush")
 
 
 def delete_element(where: Node) -> Done:
+    return _delete_element(where, "delete element of")
+
+
+def _delete_element(where: Node, what: str, *then: str) -> Done:
+    """Delete an element of a map, and do *then*, commands of nft, with the map in the same transaction."""
     found = _pick(where, "map", lambda value: bool(value.get("elem")))
     if not found:
         return NOTHING
-    element = json.dumps({"nftables": [{"delete": {"element": {
-        "family": found["family"], "table": found["table"], "name": found["name"],
-        "elem": [_key(where.rng.choice(found["elem"]))],
-    }}}]})  # fmt: skip
-    return _nft(where, element, _of(found["family"]), "-j", what=f"delete element of {found['name']}")
+    at = {name: found[name] for name in ("family", "table", "name")}
+    element = {**at, "elem": [_key(where.rng.choice(found["elem"]))]}
+    commands = [{"delete": {"element": element}}, *({command: {"map": at}} for command in then)]
+    return _nft(where, json.dumps({"nftables": commands}), _of(found["family"]), "-j",
+                what=f"{what} {found['name']}")
 
 
 def flush_with_iptables(where: Node) -> Done:
@@ -134,7 +149,10 @@ def kill_worker(where: Node) -> Done:
     if not workers:
         return NOTHING
     since = now()
-    os.kill(where.rng.choice(workers), signal.SIGKILL)
+    try:
+        os.kill(where.rng.choice(workers), signal.SIGKILL)
+    except ProcessLookupError:
+        return NOTHING
     return Done("kill worker", BOTH, since)
 
 
@@ -148,8 +166,10 @@ def detach_programs(where: Node) -> Done:
 
 def remove_pins(where: Node) -> Done:
     links = next(where.pins.glob("*/links"))
+    removed = links.with_name("removed")
     since = now()
-    shutil.rmtree(links)
+    links.rename(removed)  # at once: the proxy may pin programs while others are being removed
+    shutil.rmtree(removed)
     return _attached_again(where, links, "remove pins", since)
 
 
@@ -197,9 +217,27 @@ def _table(where: Node) -> tuple[str, str]:
 
 
 def _pick(where: Node, kind: str, fits: Callable[[Json], bool] = lambda _: True) -> Json:
-    """Return a random rule or map of the mode; empty without any."""
+    """Return a random rule or map in the mode's tables; empty without any."""
     values = [value for value in _listed(where, kind) if fits(value)]
     return where.rng.choice(values) if values else {}
+
+
+def _is_ours(where: Node) -> Callable[[Json], bool]:
+    """Return the test for rules of the mode: they stand in its chains, or jump to them."""
+    mode = where.proxy.mode
+
+    def is_ours(rule: Json) -> bool:
+        targets = [part["jump"]["target"] for part in rule["expr"] if "jump" in part]
+        return any(
+            _owns(mode, rule["table"], chain) or chain in _KEPT.get(mode, ())
+            for chain in (rule["chain"], *targets)
+        )
+
+    return is_ours
+
+
+def _owns(mode: str, table: str, chain: str) -> bool:
+    return mode not in _OWNS or _OWNS[mode](table, chain)
 
 
 def _tables(where: Node) -> list[tuple[str, str]]:
@@ -226,10 +264,11 @@ def _key(element: Any) -> Any:
     return element[0] if isinstance(element, list) else element
 
 
-def _on(where: Node, found: Json, command: Callable[[str], str]) -> Done:
+def _on(where: Node, found: Json, command: Callable[[str], str], what: str = "") -> Done:
     if not found:
         return NOTHING
-    return _nft(where, command(f"{found['family']} {found['table']}"), _of(found["family"]))
+    at = f"{found['family']} {found['table']}"
+    return _nft(where, command(at), _of(found["family"]), what=what and f"{what} of {at}")
 
 
 def _nft(where: Node, text: str, families: frozenset[str], *options: str, what: str = "") -> Done:

@@ -9,7 +9,8 @@ from tests.soak.proxy import Usage
 from tests.switch.room import Failure
 
 LONGEST = 0.25
-"""Seconds from the start of the program that damages until the proxy has repaired the kernel."""
+"""Seconds from the start of the program that damages until the proxy has repaired the kernel, without those
+in which some task waited for a processor."""
 SHARE_LONGER = 0.01
 CONNECTIONS = 8
 """Most connections at rest: for each of four kinds a watch, and the one that it follows."""
@@ -35,6 +36,11 @@ class Window(NamedTuple):
     @property
     def seconds(self) -> float:
         return self.until - self.since
+
+    @property
+    def calm_seconds(self) -> float:
+        """Those in which no task of the machine waited for a processor."""
+        return self.seconds * (1 - self.pressure)
 
     def holds(self, failure: Failure) -> bool:
         """Return True if the connection or question began before the end, and failed after the begin."""
@@ -62,9 +68,9 @@ class Ledger:
         return [window for window in self.windows if window.is_noticed and window.pressure < OVERLOADED]
 
     def slow(self) -> list[Window]:
-        """Return the judged windows longer than `LONGEST` if they are more than one of a hundred."""
-        found = [window for window in self.judged() if window.seconds > LONGEST]
-        return found if len(found) > SHARE_LONGER * len(self.judged()) else []
+        """Return the judged windows longer than `LONGEST` if they are more than one of a hundred damages."""
+        found = [window for window in self.judged() if window.calm_seconds > LONGEST]
+        return found if len(found) > SHARE_LONGER * sum(window.is_noticed for window in self.windows) else []
 
     def repair_times(self) -> str:
         """Return p50, p99 and the longest of the judged windows in milliseconds."""

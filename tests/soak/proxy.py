@@ -147,8 +147,10 @@ class Proxy:
         pid = self.pid
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         status = dict(line.split(":", 1) for line in lines)
+        before = _connections(pid)
         descriptors = _descriptors(pid)
-        connections = len(_connections(pid) & set(descriptors))
+        # One may be opened or closed meanwhile.
+        connections = len((before | _connections(pid)) & set(descriptors))
         return Usage(
             rss=int(status["VmRSS"].split()[0]) * 1024,
             descriptors=len(descriptors) - connections,
@@ -228,10 +230,11 @@ class Proxy:
         assert process.stderr is not None
         with process.stderr, path.open("w") as log:
             for line in process.stderr:
+                at = time.monotonic()
                 log.write(line)
                 log.flush()
                 try:
-                    entry = Entry(time.monotonic(), json.loads(line))
+                    entry = Entry(at, json.loads(line))
                 except ValueError:
                     self.problems.append(f"{path.name}: {line.rstrip()}")
                     continue

@@ -280,8 +280,10 @@ class Soak:
                     load.renew()
 
     def _repaired(self, since: float) -> set[str]:
+        """Return the labels of the families that were repaired by a sync that began after *since*."""
         return {
-            entry.fields["ip_family"] for entry in self.proxy.entries(since) if entry.message in REPAIRED
+            entry.fields["ip_family"] for entry in self.proxy.entries(since)
+            if entry.message in REPAIRED and entry.at - entry.fields["seconds"] >= since
         }
 
     def _restart(self, kind: str, *, damaged: bool) -> None:

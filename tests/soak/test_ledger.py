@@ -31,10 +31,11 @@ def test_connections_may_not_fail_when_nothing_was_damaged() -> None:
 
 @pytest.mark.parametrize(("windows", "slow"), [
     ([damage(0.2)], 0),
-    ([damage(0.3)], 1),
-    ([damage(0.3, pressure=0.9)], 0),
-    ([damage(0.1)] * 99 + [damage(0.3)], 0),
-    ([damage(0.1)] * 98 + [damage(0.3)] * 2, 2),
+    ([damage(0.5, pressure=0.4)], 1),
+    ([damage(0.5, pressure=0.6)], 0),
+    ([damage(0.4, pressure=0.4)], 0),
+    ([damage(0.1)] * 99 + [damage(0.5)], 0),
+    ([damage(0.1)] * 98 + [damage(0.5)] * 2, 2),
 ])  # fmt: skip
 def test_one_of_a_hundred_repairs_may_be_slow_while_the_machine_has_time(
     windows: list[Window], slow: int

@@ -325,7 +325,7 @@ def detach_pins(directory: Path, programs: Iterable[str]) -> list[str]:
             bpf.detach_link(link)
         finally:
             os.close(link)
-        pin.unlink()
+        pin.unlink(missing_ok=True)  # A running proxy may have removed the pin of the detached link.
         removed.append(str(pin))
     return removed
 
