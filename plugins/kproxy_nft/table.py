@@ -10,7 +10,7 @@ from typing import Literal
 from kproxy_core.backend.api import Connections, Leftovers, Scope, Update
 from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.netlink import nf_tables
+from kproxy_core.host.netlink import nf_objects, nf_tables
 from kproxy_core.host.netlink.messages import NETLINK_NETFILTER, text_attribute
 from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.model.address import Family
@@ -21,8 +21,8 @@ from kproxy_nft.elements import complete, parse_counters
 
 log = logging.getLogger("kproxy.nft")
 
-_GETTABLE, _GETSETELEM = nf_tables.KIND | 1, nf_tables.KIND | 13
-_TABLE_NAME, _SET_NAME = 1, 2
+_GETSETELEM = nf_tables.KIND | 13
+_SET_NAME = 2
 
 
 class CountingTable:
@@ -35,15 +35,11 @@ class CountingTable:
         self.name = f"{family.ip} {self._table}"
 
     def exists(self) -> bool:
-        """Return whether the kernel has the table. False where it cannot be asked."""
-        try:
-            with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-                return bool(sock.request(_GETTABLE, 0, self._request()))
-        except OSError:
-            return False
+        """Return whether the kernel has the table. Raises HostError."""
+        return nf_objects.table_exists(self._family, self._table)
 
     def creation(self) -> str:
-        """Return the commands that create or complete the table, and keep its counts."""
+        """Return the commands that create or complete the table, and keep its counts. Raises HostError."""
         tables = [self._table]
         if self._ipvs and (other := CountingTable(self._family)).exists():
             tables.append(other._table)  # It counts until the switch to IPVS is complete.
@@ -77,7 +73,7 @@ class CountingTable:
         return [one for one in found if one.endpoint != (one.frontend.address, one.frontend.port)]
 
     def _request(self) -> bytes:
-        return nf_tables.payload(self._family, text_attribute(_TABLE_NAME, self._table))
+        return nf_tables.payload(self._family, text_attribute(nf_tables.TABLE_NAME, self._table))
 
 
 class Counting:
@@ -108,18 +104,20 @@ class Counting:
             if plan is not None and not plan.has_endpoints
         }
         old, new = (frozenset[Frontend]().union(*of.values()) for of in (before, after))
-        if not resync:
-            self._send(table.change_unserved("delete", old - new))
-        elif unserved:
-            self._send(table.creation() + table.replace_unserved(old & new))
-        else:
-            self._send(table.creation())  # An earlier process knew which frontends its rules reject.
+        with self._failures_logged():
+            if not resync:
+                self._send(table.change_unserved("delete", old - new))
+            elif unserved:
+                self._send(table.creation() + table.replace_unserved(old & new))
+            else:
+                self._send(table.creation())  # An earlier process knew which frontends its rules reject.
         unserved.update({key: frontends & new for key, frontends in before.items()})
         yield
-        if resync:
-            self._send(table.replace_unserved(new))
-        else:
-            self._send(table.change_unserved("add", new - old))
+        with self._failures_logged():
+            if resync:
+                self._send(table.replace_unserved(new))
+            else:
+                self._send(table.change_unserved("add", new - old))
         for key in before:
             del unserved[key]
         unserved.update(after)
@@ -129,9 +127,13 @@ class Counting:
         return CountingTable(family, ipvs=self._ipvs).read()
 
     def _send(self, commands: str) -> None:
+        if commands:
+            programs.output("nft", "-f", "-", stdin=commands, own=self._own)
+
+    @contextmanager
+    def _failures_logged(self) -> Iterator[None]:
         try:
-            if commands:
-                programs.output("nft", "-f", "-", stdin=commands, own=self._own)
+            yield
         except HostError as error:
             if not self._failed:
                 log.warning("connections are not counted", extra={"fields": {"error": str(error)}})
@@ -143,9 +145,9 @@ def clean_up_counts(mode: str, *, dry_run: bool, ipvs: bool = False) -> Leftover
     removed: list[str] = []
     errors: list[str] = []
     for table in [CountingTable(family, ipvs=ipvs) for family in Family]:
-        if not table.exists():
-            continue
         try:
+            if not table.exists():
+                continue
             if not dry_run:
                 table.delete()
             removed.append(f"table {table.name}")

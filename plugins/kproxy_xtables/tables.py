@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from kproxy_core.backend.errors import SyncFailed, Unsupported
 from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
+from kproxy_core.host.netlink.nf_objects import chain_exists
 from kproxy_core.host.programs import Done, OwnProcesses, ProgramFailed, ProgramUnfinished
 from kproxy_core.model.address import Family
 from kproxy_xtables import over_netlink
@@ -123,7 +124,7 @@ class Tables:
         A legacy program creates *table* beside existing ones.
         """
         if self.variant.nft:
-            return over_netlink.has_chain(self.family, table, chain)
+            return chain_exists(self.family, table, chain)
         if not has_legacy_tables(self.family):
             return False
         done = self._list(table, chain)

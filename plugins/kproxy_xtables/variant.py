@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
+from kproxy_core.host.netlink.nf_objects import chain_exists
 from kproxy_core.host.programs import OwnProcesses, ProgramFailed, ProgramUnfinished
 from kproxy_core.model.address import Family
-from kproxy_xtables.over_netlink import has_chain
 
 PROGRAM = {Family.IPV4: "iptables", Family.IPV6: "ip6tables"}
 
@@ -138,7 +138,7 @@ def _kubelet_uses_nft(family: Family) -> bool:
     False where nf_tables can't be asked.
     """
     try:
-        return any(has_chain(family, "mangle", chain) for chain in KUBELET_CHAINS)
+        return any(chain_exists(family, "mangle", chain) for chain in KUBELET_CHAINS)
     except HostError:
         return False
 

@@ -1,19 +1,19 @@
 """The tables of option ``notrack`` in the kernel, one for each IP family."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.netlink import nf_tables
+from kproxy_core.host.netlink import nf_objects, nf_tables
 from kproxy_core.host.netlink.messages import NETLINK_NETFILTER, NFGENMSG, Span, text_attribute
 from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.model.address import Family
 from kproxy_ebpf.names import NOTRACK_TABLE
 from kproxy_ebpf.skeleton import notrack_rules
 
-_GETTABLE, _GETRULE = nf_tables.KIND | 1, nf_tables.KIND | 7
-_TABLE_NAME = 1
+_GETRULE = nf_tables.KIND | 7
 
 
 class NotrackTables:
@@ -49,7 +49,7 @@ class NotrackTables:
         found: list[Span] = []
         for family in self._families if self._mark else ():
             with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-                found += sock.request(_GETTABLE, 0, _table(family))
+                found += sock.request(nf_tables.GETTABLE, 0, _table(family))
                 found += sock.dump(_GETRULE, _table(family), list)
         return [data[start + NFGENMSG.size : end] for data, start, end in found]
 
@@ -65,27 +65,27 @@ def refusal(families: Sequence[Family]) -> str:
 
 def delete_tables(*, dry_run: bool = False) -> list[str]:
     """Delete the tables of both families, and return their names. Raises SyncFailed."""
-    found = [f"{family.ip} {NOTRACK_TABLE}" for family in Family if _exists(family)]
+    with _reporting():
+        families = [family for family in Family if nf_objects.table_exists(family, NOTRACK_TABLE)]
+    found = [f"table {family.ip} {NOTRACK_TABLE}" for family in families]
     if found and not dry_run:
-        _run("".join(f"delete table {table}\n" for table in found))
-    return [f"table {table}" for table in found]
-
-
-def _exists(family: Family) -> bool:
-    """Return whether the kernel has the table. False where it cannot be asked."""
-    try:
-        with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-            return bool(sock.request(_GETTABLE, 0, _table(family)))
-    except OSError:
-        return False
+        _run("".join(f"delete {table}\n" for table in found))
+    return found
 
 
 def _table(family: Family) -> bytes:
-    return nf_tables.payload(family, text_attribute(_TABLE_NAME, NOTRACK_TABLE))
+    return nf_tables.payload(family, text_attribute(nf_tables.TABLE_NAME, NOTRACK_TABLE))
 
 
 def _run(commands: str, *options: str) -> None:
-    try:
+    with _reporting():
         programs.output("nft", *options, "-f", "-", stdin=commands)
+
+
+@contextmanager
+def _reporting() -> Iterator[None]:
+    """Turn a HostError into SyncFailed."""
+    try:
+        yield
     except HostError as error:
         raise SyncFailed(str(error)) from error

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from kproxy_core.model.address import Family
+from kproxy_core.testing.conformance.privileges import without_privileges
 from kproxy_iptables.questions.cleanup import cleanup
 from tests.plugins.iptables.rig import INTERFACES, NFT, V4, family_state, run
 from tests.plugins.iptables.scenes import NODES, Scene, all_plans, plain
@@ -155,3 +156,12 @@ def test_a_chain_with_a_foreign_jump_is_kept_and_reported(netns: None, interface
     ]
     assert "-A KUBE-MARK-MASQ -j MARK --set-xmark 0x4000/0x4000" in saved(interface)
     assert not any("KUBE-SVC" in line for line in saved(interface))
+
+
+def test_a_clean_up_without_privileges_reports_that_tables_could_not_be_looked_up() -> None:
+    with without_privileges():
+        left = cleanup(dry_run=True)
+    assert [error for error in left.errors if "kproxy-counts" in error] == [
+        f"iptables: cannot look up table {family} kproxy-counts: Operation not permitted"
+        for family in ("ip", "ip6")
+    ]
