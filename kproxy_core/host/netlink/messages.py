@@ -11,6 +11,8 @@ NETLINK_GENERIC: Final = 16
 
 NLMSG_ERROR: Final = 2
 NLMSG_DONE: Final = 3
+SOCK_DIAG_BY_FAMILY: Final = 20
+"""The kind of requests of NETLINK_SOCK_DIAG, and of their answers."""
 NLM_F_REQUEST: Final = 0x1
 NLM_F_ACK: Final = 0x4
 NLM_F_DUMP_INTR: Final = 0x10

@@ -11,11 +11,10 @@ from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from kproxy_core.host.errors import HostError, doing
-from kproxy_core.host.netlink.messages import NETLINK_SOCK_DIAG, Request
+from kproxy_core.host.netlink.messages import NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, Request
 from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.model.address import Address
 
-_SOCK_DIAG_BY_FAMILY: Final = 20
 _SOCK_DESTROY: Final = 21
 _FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
 _ESTABLISHED: Final = 1 << 1
@@ -56,7 +55,7 @@ def connected_udp_sockets() -> list[UdpSocket]:
     with doing("list UDP sockets"), NetlinkSocket.open(NETLINK_SOCK_DIAG) as sock:
         for family in _FAMILIES:
             request = _REQUEST.pack(family, socket.IPPROTO_UDP, _ESTABLISHED, bytes(48))
-            found += sock.dump(_SOCK_DIAG_BY_FAMILY, request, lambda spans: [
+            found += sock.dump(SOCK_DIAG_BY_FAMILY, request, lambda spans: [
                 UdpSocket(*_MESSAGE.unpack_from(data, start)) for data, start, _ in spans])
     return found
 

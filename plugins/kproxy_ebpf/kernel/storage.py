@@ -4,12 +4,18 @@ import socket
 import struct
 from typing import Final, NamedTuple
 
-from kproxy_core.host.errors import HostError
-from kproxy_core.host.netlink.messages import NETLINK_SOCK_DIAG, Span, attribute_spans, attributes, nested
+from kproxy_core.host.errors import doing
+from kproxy_core.host.netlink.messages import (
+    NETLINK_SOCK_DIAG,
+    SOCK_DIAG_BY_FAMILY,
+    Span,
+    attribute_spans,
+    attributes,
+    nested,
+)
 from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.model.address import Address
 
-_SOCK_DIAG_BY_FAMILY: Final = 20
 _NO_LISTENERS: Final = 0xFFF & ~(1 << 10)
 """The states of sockets but TCP_LISTEN."""
 _REQUEST = struct.Struct("=BBxxIH46x")
@@ -34,14 +40,11 @@ def stored_values(protocol: int, port: int) -> list[Stored]:
     Sockets of the calling thread's network namespace only. The kernel tells those of TCP sockets.
     """
     found: list[Stored] = []
-    try:
-        with NetlinkSocket.open(NETLINK_SOCK_DIAG) as sock:
-            for family in (socket.AF_INET, socket.AF_INET6):
-                request = _REQUEST.pack(family, protocol, _NO_LISTENERS, socket.htons(port))
-                found += sock.dump(_SOCK_DIAG_BY_FAMILY, request + _STORAGES_WANTED, lambda answers: [
-                    stored for answer in answers for stored in _decode(answer)])
-    except OSError as error:
-        raise HostError("cannot read what programs keep for sockets", error) from error
+    with doing("read what programs keep for sockets"), NetlinkSocket.open(NETLINK_SOCK_DIAG) as sock:
+        for family in (socket.AF_INET, socket.AF_INET6):
+            request = _REQUEST.pack(family, protocol, _NO_LISTENERS, socket.htons(port))
+            found += sock.dump(SOCK_DIAG_BY_FAMILY, request + _STORAGES_WANTED, lambda answers: [
+                stored for answer in answers for stored in _decode(answer)])
     return found
 
 
