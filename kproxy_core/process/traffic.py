@@ -13,6 +13,7 @@ from kproxy_core.observe.metrics.registry import Metrics
 if TYPE_CHECKING:
     from kproxy_core.traffic.recorder import TrafficRecorder
 
+
 def make_recorder(
     config: Config, families: Sequence[Family], instance: BackendInstance, metrics: Metrics
 ) -> "TrafficRecorder | None":

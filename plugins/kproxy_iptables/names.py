@@ -46,7 +46,6 @@ OUR_CHAINS = frozenset(
 """Table and name of every chain of this mode, except those of service ports."""
 
 
-
 def is_ours(table: str, chain: str) -> bool:
     """Return whether a chain is this mode's. Kubelet's chain is not."""
     return (table, chain) in OUR_CHAINS or is_service_chain(table, chain)

@@ -77,7 +77,6 @@ def has_rule(rules: Sequence[str], spec: str) -> bool:
     return spec in rules or sorted(spec.split()) in (sorted(rule.split()) for rule in rules)
 
 
-
 def mark_rules(node: NodeView) -> tuple[list[str], list[str], list[str]]:
     """Return the rules that mark packets, that accept marked ones, and that masquerade them."""
     bit = f"{1 << node.masquerade_bit:#x}"

@@ -155,7 +155,6 @@ class Lab:
             for line in listed.splitlines()
         }
 
-
     def only_flow(self, port: int) -> str:
         """Return the id of the only UDP flow to *port*."""
         (found,) = (flow for flow in self.flows() if f" dport={port} " in flow)

@@ -134,8 +134,6 @@ def test_state_is_kept_while_the_server_is_away_and_updated_when_it_returns(
                             and len(addresses(o, SLICE)) == 2)
 
 
-
-
 def test_a_frozen_server_removes_nothing(server: BenchServer, observed: Observed) -> None:
     server.freeze()
     with following(KubernetesSource(CurrentAccess(server.url, None), NODE)) as late:

@@ -563,8 +563,6 @@ def _deaf_server(accepting: bool) -> Iterator[int]:
         yield port
 
 
-
-
 # -- requests
 
 def test_the_selectors_are_those_of_kube_proxy(follow: ScriptedRun) -> None:

@@ -13,6 +13,7 @@ from kproxy_userspace.worker.main import listening_socket
 
 FEW = range(40000, 40010)
 
+
 @pytest.fixture(autouse=True)
 def _few_ports(node: None) -> None:
     Path("/proc/sys/net/ipv4/ip_local_port_range").write_text(f"{FEW[0]} {FEW[-1]}")
