@@ -4,11 +4,11 @@ import ctypes
 import os
 import signal
 import socket
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from kproxy_core.testing.open_files import open_files
 from tests.shortage.node import MODES, Node, node, vip
 
 _PIDFD_GETFD = 438
@@ -24,13 +24,7 @@ def watches(pid: int) -> dict[str, int]:
 
 def descriptors(pid: int) -> dict[str, int]:
     """Return the sockets of a process: file descriptors by inode."""
-    found = {}
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # closed since it was listed
-            name = os.readlink(link)
-            if name.startswith("socket:["):
-                found[name[8:-1]] = int(link.name)
-    return found
+    return {name[8:-1]: fd for fd, name in open_files(pid).items() if name.startswith("socket:[")}
 
 
 def shrink(pid: int, inode: str) -> None:

@@ -1,7 +1,6 @@
 """A kproxy that is started, killed and watched by its log."""
 
 import json
-import os
 import signal
 import subprocess
 import threading
@@ -12,6 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kproxy_core.testing.open_files import open_files
 from tests.core.namespaces import Namespace
 from tests.switch.room import KPROXY
 
@@ -148,7 +148,7 @@ class Proxy:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         status = dict(line.split(":", 1) for line in lines)
         before = _connections(pid)
-        descriptors = _descriptors(pid)
+        descriptors = open_files(pid).values()
         # One may be opened or closed meanwhile.
         connections = len((before | _connections(pid)) & set(descriptors))
         return Usage(
@@ -251,15 +251,6 @@ def _command(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
         return ""
-
-
-def _descriptors(pid: int) -> list[str]:
-    """Return the names of a process's open files."""
-    found = []
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # closed since it was listed
-            found.append(os.readlink(link))
-    return found
 
 
 def _connections(pid: int) -> set[str]:

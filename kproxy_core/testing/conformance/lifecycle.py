@@ -19,6 +19,7 @@ from kproxy_core.testing.conformance.checks import Checks, Failed, NotApplicable
 from kproxy_core.testing.conformance.features import ADDRESSES, FEATURES, everything
 from kproxy_core.testing.conformance.subject import change, deaf, full, render
 from kproxy_core.testing.network.namespaces import run
+from kproxy_core.testing.open_files import open_files
 
 CHECKS = Checks()
 
@@ -276,11 +277,8 @@ def _held() -> set[str]:
         except OSError:  # the thread is ending, or the kernel does not report it
             continue
     files: dict[str, int] = {}
-    for handle in Path("/proc/self/fd").iterdir():
-        try:
-            kind = re.sub(r"\d+", "N", os.readlink(handle))
-        except OSError:  # the descriptor used for this listing
-            continue
+    for name in open_files(os.getpid()).values():
+        kind = re.sub(r"\d+", "N", name)
         files[kind] = files.get(kind, 0) + 1
         found.add(f"file {kind} ({files[kind]})")
     return found
