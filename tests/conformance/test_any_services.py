@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -128,11 +128,8 @@ def _reached(outcomes: Iterable[Outcome]) -> set[Where]:
 
 @pytest.fixture
 def play(mode: str, family: str, tmp_path: Path) -> Iterator[Play]:
-    play = Play(mode, family, tmp_path)
-    try:
+    with closing(Play(mode, family, tmp_path)) as play:
         yield play
-    finally:
-        play.close()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -2,8 +2,9 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from itertools import cycle
 from pathlib import Path
 from random import Random
@@ -52,6 +53,28 @@ class ExplainedPlay(Play):
         """Return the answer for *attempt*."""
         (answer,) = self.all_explained([attempt])
         return answer
+
+    def compared(self, attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
+        """Ask about *attempts*, then send them and compare their fates. Return the answers."""
+        answers = self.all_explained(attempts)
+        with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+            problems = pool.map(self.problem, attempts, map(self.predicted, attempts, answers))
+        assert [problem for problem in problems if problem] == []
+        return answers
+
+    def cases(
+        self, seed: str, is_wanted: Callable[[Attempt, dict[str, Any]], bool]
+    ) -> Iterator[tuple[Attempt, dict[str, Any]]]:
+        """Yield the wanted packets to a changing world with their answers, in rounds, `COUNTED` at least."""
+        world = World(Random(seed))
+        left = COUNTED
+        while left > 0:
+            self.apply(world)
+            for attempt in world.attempts():
+                answer = self.explained(attempt)
+                if is_wanted(attempt, answer):
+                    yield attempt, answer
+                    left -= 1
 
     def all_explained(self, attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
         """Return the answers for all *attempts*, over the control socket of the node."""
@@ -152,20 +175,14 @@ class CountingPlay(ExplainedPlay):
 
 @pytest.fixture
 def counting(family: str, tmp_path: Path) -> Iterator[CountingPlay]:
-    play = CountingPlay("ebpf", family, tmp_path)
-    try:
+    with closing(CountingPlay("ebpf", family, tmp_path)) as play:
         yield play
-    finally:
-        play.close()
 
 
 @pytest.fixture
 def play(mode: str, family: str, tmp_path: Path) -> Iterator[ExplainedPlay]:
-    play = (PlayHere if mode in HERE else ExplainedPlay)(mode, family, tmp_path)
-    try:
+    with closing((PlayHere if mode in HERE else ExplainedPlay)(mode, family, tmp_path)) as play:
         yield play
-    finally:
-        play.close()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -177,16 +194,12 @@ def test_packets_have_the_fate_of_the_explanation(play: ExplainedPlay, mode: str
     while cases < CASES:
         play.apply(world)
         play.show_bridged_packets(next(shown))
-        attempts = list(world.attempts())
-        asked = list(zip(attempts, play.all_explained(attempts), strict=True))
-        cases += len(asked)
-        verdicts = {answer["kernel"]["verdict"] for _, answer in asked}
+        answers = play.compared(list(world.attempts()))
+        cases += len(answers)
+        verdicts = {answer["kernel"]["verdict"] for answer in answers}
         assert verdicts <= ({"agrees"} if mode in EXACT else {"agrees", "deviates by design"})
-        assert [answer for _, answer in asked if answer["kernel"]["verdict"] == "agrees"
+        assert [answer for answer in answers if answer["kernel"]["verdict"] == "agrees"
                 and answer["outcome"] != answer["kernel"]["outcome"]] == []  # fmt: skip
-        with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-            problems = pool.map(lambda each: play.problem(each[0], play.predicted(*each)), asked)
-        assert [problem for problem in problems if problem] == []
 
 
 SERVICE = {"service": {
@@ -222,18 +235,15 @@ def test_a_bridged_pod_reaches_external_ips_unless_iptables_sees_it_on_its_port(
 def test_the_rules_that_count_a_packet_are_those_of_the_explanation(
     play: ExplainedPlay, mode: str, family: str
 ) -> None:
-    world = World(Random(f"counted {mode} {family}"))
-    left = COUNTED
-    while left > 0:
-        play.apply(world)
-        for attempt in world.attempts():
-            answer = play.explained(attempt)
-            if answer["kernel"]["outcome"] != "forwarded" or attempt.sticky:
-                continue
-            counted = play.counted(attempt, CHAINS[mode])
-            assert counted
-            assert counted <= objects_of(answer)
-            left -= 1
+    for attempt, answer in play.cases(f"counted {mode} {family}", is_load_balanced):
+        counted = play.counted(attempt, CHAINS[mode])
+        assert counted
+        assert counted <= objects_of(answer)
+
+
+def is_load_balanced(attempt: Attempt, answer: dict[str, Any]) -> bool:
+    """Return whether connections of *attempt* are forwarded, each to an endpoint chosen at random."""
+    return answer["kernel"]["outcome"] == "forwarded" and not attempt.sticky
 
 
 def objects_of(answer: dict[str, Any]) -> set[tuple[str, str]]:
@@ -246,19 +256,16 @@ def objects_of(answer: dict[str, Any]) -> set[tuple[str, str]]:
 def test_the_map_elements_that_count_a_connection_are_those_of_the_explanation(
     counting: CountingPlay, mode: str, family: str
 ) -> None:
-    world = World(Random(f"counted {mode} {family}"))
-    left = COUNTED
-    while left > 0:
-        counting.apply(world)
-        for attempt in world.attempts():
-            shown = objects_of(counting.explained(attempt))
-            if attempt.protocol != "TCP" or not any(where == "BPF map frontends" for where, _ in shown):
-                continue
-            ((frontend, endpoint),) = counting.counted(attempt, ("",))
-            assert any(where == "BPF map frontends" and text.startswith(f"{frontend} -> ")
-                       for where, text in shown)  # fmt: skip
-            assert any(where == "BPF map slots" and text.endswith(f" : {endpoint}") for where, text in shown)
-            left -= 1
+    def is_counted(attempt: Attempt, answer: dict[str, Any]) -> bool:
+        return attempt.protocol == "TCP" and any(
+            where == "BPF map frontends" for where, _ in objects_of(answer))
+
+    for attempt, answer in counting.cases(f"counted {mode} {family}", is_counted):
+        shown = objects_of(answer)
+        ((frontend, endpoint),) = counting.counted(attempt, ("",))
+        assert any(where == "BPF map frontends" and text.startswith(f"{frontend} -> ")
+                   for where, text in shown)  # fmt: skip
+        assert any(where == "BPF map slots" and text.endswith(f" : {endpoint}") for where, text in shown)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -266,18 +273,12 @@ def test_the_map_elements_that_count_a_connection_are_those_of_the_explanation(
 def test_the_rules_that_a_packet_meets_are_those_of_the_explanation(
     play: ExplainedPlay, mode: str, family: str
 ) -> None:
-    world = World(Random(f"traced {mode} {family}"))
-    left = COUNTED
-    while left > 0:
-        play.apply(world)
-        for attempt in world.attempts():
-            answer = play.explained(attempt)
-            if answer["frontend"] is None or attempt.sticky or attempt.client != "node":
-                continue
-            shown = [(item["where"], item["text"]) for item in answer["kernel"]["objects"]]
-            handles = {f"{where.partition(' ')[2]} # handle {text.rpartition(' ')[2]}"
-                       for where, text in shown if where.startswith("chain ")}  # fmt: skip
-            met = play.traced(attempt)
-            assert met
-            assert {rule for rule in met if not rule.startswith(RECORDS)} <= handles
-            left -= 1
+    def is_traced(attempt: Attempt, answer: dict[str, Any]) -> bool:
+        return answer["frontend"] is not None and not attempt.sticky and attempt.client == "node"
+
+    for attempt, answer in play.cases(f"traced {mode} {family}", is_traced):
+        handles = {f"{where.partition(' ')[2]} # handle {text.rpartition(' ')[2]}"
+                   for where, text in objects_of(answer) if where.startswith("chain ")}  # fmt: skip
+        met = play.traced(attempt)
+        assert met
+        assert {rule for rule in met if not rule.startswith(RECORDS)} <= handles

@@ -6,7 +6,7 @@ packets to one set of objects.
 
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from random import Random
 
@@ -20,8 +20,7 @@ from kproxy_ipvs.inspection.explain import explain, frontends
 from kproxy_ipvs.kernel.virtual_servers import VirtualServers
 from kproxy_ipvs.settings import Settings
 from tests.conformance.any_services import World
-from tests.conformance.test_any_services import SIDE_BY_SIDE
-from tests.conformance.test_explained import COUNTED, PlayHere, objects_of
+from tests.conformance.test_explained import PlayHere, is_load_balanced, objects_of
 from tests.plugins.explained import KnownPlans, differences_of
 from tests.plugins.iptables import golden_cases
 from tests.plugins.ipvs.kube_proxy_state import write_objects
@@ -51,11 +50,8 @@ class IpvsPlay(PlayHere):
 
 @pytest.fixture
 def play(family: str, tmp_path: Path) -> Iterator[IpvsPlay]:
-    play = IpvsPlay("ipvs", family, tmp_path)
-    try:
+    with closing(IpvsPlay("ipvs", family, tmp_path)) as play:
         yield play
-    finally:
-        play.close()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -64,30 +60,18 @@ def test_packets_have_the_fate_of_the_explanation(play: PlayHere, family: str) -
     cases = 0
     for _ in range(ROUNDS):
         play.apply(world)
-        attempts = list(world.attempts())
-        asked = list(zip(attempts, play.all_explained(attempts), strict=True))
-        cases += len(asked)
-        assert [answer for _, answer in asked if answer["kernel"]["verdict"] != "agrees"] == []
-        with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-            problems = pool.map(lambda each: play.problem(each[0], play.predicted(*each)), asked)
-        assert [problem for problem in problems if problem] == []
+        answers = play.compared(list(world.attempts()))
+        cases += len(answers)
+        assert [answer for answer in answers if answer["kernel"]["verdict"] != "agrees"] == []
     assert cases > 200
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_objects_that_count_a_packet_are_those_of_the_explanation(play: IpvsPlay, family: str) -> None:
-    world = World(Random(f"counted ipvs {family}"))
-    left = COUNTED
-    while left > 0:
-        play.apply(world)
-        for attempt in world.attempts():
-            answer = play.explained(attempt)
-            if answer["outcome"] != "forwarded" or attempt.sticky:
-                continue
-            counted = play.counted(attempt, CHAINS)
-            assert {where for where, _ in counted} >= {*SERVERS}
-            assert counted <= objects_of(answer)
-            left -= 1
+    for attempt, answer in play.cases(f"counted ipvs {family}", is_load_balanced):
+        counted = play.counted(attempt, CHAINS)
+        assert {where for where, _ in counted} >= {*SERVERS}
+        assert counted <= objects_of(answer)
 
 
 @pytest.mark.parametrize("case", ["loadbalancer-source-ranges-ipv4", "loadbalancer-source-ranges-ipv6"])
