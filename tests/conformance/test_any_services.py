@@ -1,7 +1,7 @@
 """Services of any shape, changed at random: packets go where the specification says."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import partial
@@ -70,6 +70,16 @@ class Play:
             else:
                 driver.apply(objects.build(change, self._family))
         self._stage.barrier.wait((self._family,))
+
+    def problems(self, attempts: Sequence[Attempt], fates: Iterable[Fate]) -> list[str]:
+        """Return how the results of *attempts* differ from their *fates*. Sticky ones take `turns`."""
+        expected = dict(zip(map(id, attempts), fates, strict=True))
+        with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+            found = pool.map(
+                lambda turn: [self.problem(attempt, expected[id(attempt)]) for attempt in turn],
+                turns(attempts),
+            )
+            return [problem for turn in found for problem in turn if problem]
 
     def problem(self, attempt: Attempt, fate: Fate) -> str:
         """Return how the result of *attempt* differs from its *fate*; "": not at all."""
@@ -141,12 +151,7 @@ def test_packets_have_the_fate_of_the_specification(play: Play, mode: str, famil
         play.apply(world)
         attempts = list(world.attempts())
         cases += len(attempts)
-        with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-            problems = pool.map(
-                lambda turn: [play.problem(attempt, world.fate(attempt)) for attempt in turn],
-                turns(attempts),
-            )
-            assert [problem for turn in problems for problem in turn if problem] == []
+        assert play.problems(attempts, map(world.fate, attempts)) == []
 
 
 def test_attempts_that_share_an_affinity_take_turns() -> None:

@@ -3,7 +3,6 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import cycle
 from pathlib import Path
@@ -22,7 +21,7 @@ from kproxy_core.testing.network.addresses import FAMILIES, SERVERS, resolve
 from kproxy_ebpf.inspection.traffic import connections
 from kproxy_ebpf.settings import Settings
 from tests.conformance.any_services import Attempt, Fate, Json, World
-from tests.conformance.test_any_services import SIDE_BY_SIDE, Play
+from tests.conformance.test_any_services import Play
 
 CASES = 300
 """Packets, at least, in rounds of up to 60."""
@@ -57,9 +56,7 @@ class ExplainedPlay(Play):
     def compared(self, attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
         """Ask about *attempts*, then send them and compare their fates. Return the answers."""
         answers = self.all_explained(attempts)
-        with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-            problems = pool.map(self.problem, attempts, map(self.predicted, attempts, answers))
-        assert [problem for problem in problems if problem] == []
+        assert self.problems(attempts, map(self.predicted, attempts, answers)) == []
         return answers
 
     def cases(
