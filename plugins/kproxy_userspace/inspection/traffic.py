@@ -4,7 +4,7 @@ import threading
 import time
 from uuid import uuid4
 
-from kproxy_core.backend.api import Connections
+from kproxy_core.backend.api import Connections, Failure
 from kproxy_core.model.address import Address, Family, Protocol, parse_address
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.service_plan import Frontend
@@ -22,21 +22,22 @@ class Traffic:
         self._workers = workers
         self._instance = uuid4().hex
         self._lock = threading.Lock()
-        self._found: dict[tuple[Frontend, Destination], tuple[int, float]] = {}
-        """Numbers, and the times of the last new connections."""
+        self._found: dict[tuple[Frontend, Destination, Failure | None], tuple[int, float]] = {}
+        """Numbers, and the times of their last changes."""
 
     def read(self, family: Family) -> list[Connections]:
         """Return the connections of one family since this instance started."""
         with self._lock:
             now = time.monotonic()
             for count in self._workers.report():
-                key = _frontend(count), _destination(count)
+                failure = Failure(count.failure) if count.failure else None
+                key = _frontend(count), _destination(count), failure
                 number, _ = self._found.get(key, (0, now))
                 self._found[key] = number + count.number, now
             self._found = {key: found for key, found in self._found.items() if found[1] >= now - _KEPT}
             return [
-                Connections(frontend, where, number, self._instance)
-                for (frontend, where), (number, _) in self._found.items()
+                Connections(frontend, where, number, self._instance, failure)
+                for (frontend, where, failure), (number, _) in self._found.items()
                 if len(where.address) == family.size
             ]  # fmt: skip
 

@@ -1,10 +1,16 @@
-"""New connections by the frontend that was dialled and the endpoint that serves it."""
+"""Connections to endpoints by the frontend that was dialled, and those of them that failed."""
 
+import errno
 import socket
 import struct
 
 from kproxy_userspace.names import Endpoint
 from kproxy_userspace.worker.wire import Count
+
+REFUSED, UNANSWERED, RESET = "refused", "unanswered", "reset"
+"""The values of `api.Failure`, whose module is too large to import here."""
+
+_FAILURES = {errno.ECONNREFUSED: REFUSED, errno.ECONNRESET: RESET, errno.EPIPE: RESET}
 
 _SO_ORIGINAL_DST = 80
 """Of both families (linux/netfilter_ipv4.h, linux/netfilter_ipv6/ip6_tables.h)."""
@@ -16,16 +22,21 @@ class Tally:
     """Connections since the last report."""
 
     def __init__(self) -> None:
-        self._numbers: dict[tuple[bool, Endpoint, Endpoint], int] = {}
+        self._numbers: dict[tuple[bool, Endpoint, Endpoint, str], int] = {}
 
-    def count(self, udp: bool, frontend: Endpoint, endpoint: Endpoint) -> None:
-        key = udp, frontend, endpoint
+    def count(self, udp: bool, frontend: Endpoint, endpoint: Endpoint, failure: str = "") -> None:
+        key = udp, frontend, endpoint, failure
         self._numbers[key] = self._numbers.get(key, 0) + 1
 
     def report(self) -> list[Count]:
         """Return all counts, and begin again at 0."""
         numbers, self._numbers = self._numbers, {}
         return [Count(*key, number) for key, number in numbers.items()]
+
+
+def failure_of(error: int) -> str:
+    """Return the failure of an attempt to connect that ended with *error*; 0: it timed out."""
+    return _FAILURES.get(error, UNANSWERED)
 
 
 def dialled(client: socket.socket, otherwise: Endpoint) -> Endpoint:

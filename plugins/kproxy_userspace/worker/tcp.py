@@ -12,7 +12,7 @@ import struct
 import time
 
 from kproxy_userspace.names import Endpoint
-from kproxy_userspace.worker.attribution import dialled
+from kproxy_userspace.worker.attribution import RESET, dialled, failure_of
 from kproxy_userspace.worker.balancer import Balancer
 from kproxy_userspace.worker.counters import Counter
 from kproxy_userspace.worker.events import BROKEN, EDGE, READ, WRITE
@@ -230,6 +230,7 @@ class Connection:
             result = server.connect_ex(endpoint)
             if result in (0, errno.EINPROGRESS):
                 self._server, self._endpoint = server, endpoint
+                self._count()
                 timeouts = listener.events.timeouts(DIAL_SECONDS[self._attempt])
                 timeouts.call(self._dial_timed_out, self._attempt)
                 listener.events.watch(server.fileno(), self, READ | WRITE | EDGE)
@@ -249,7 +250,7 @@ class Connection:
         if self._server is not None and fd == self._server.fileno():
             reading, writing = writing, reading
         if mask & BROKEN and reading.ended:  # Reading from this peer would not show the error any more.
-            self.reset()
+            self._broken()
             return
         if mask & (READ | BROKEN):
             self.pump(reading)
@@ -268,7 +269,7 @@ class Connection:
                 self.listener.events.epoll.modify(self._client.fileno(), READ | WRITE | EDGE)
             return
         except OSError:
-            self.reset()
+            self._broken()
             return
         if self._up is None or self._down is None or not direction.ended:
             return
@@ -285,6 +286,11 @@ class Connection:
     def time_out(self) -> None:
         """Reset the connection because it was half-closed and idle for too long."""
         self.listener.counts[Counter.HALF_CLOSED_TIMEOUTS] += 1
+        self.reset()
+
+    def _broken(self) -> None:
+        """Pass on a reset by either peer."""
+        self._count(RESET)
         self.reset()
 
     def reset(self) -> None:
@@ -322,8 +328,8 @@ class Connection:
         server, client, endpoint = self._server, self._client, self._endpoint
         if server is None or client is None or endpoint is None:
             return
-        if mask & BROKEN and server.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            self._dial_next()
+        if mask & BROKEN and (error := server.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)):
+            self._dial_next(error)
             return
         if not mask & WRITE:
             return
@@ -333,8 +339,6 @@ class Connection:
         self._up = Direction(self, client, server, _UP)
         self._down = Direction(self, server, client, _DOWN)
         self.listener.connections.setdefault(endpoint, set()).add(self)
-        if self._frontend is not None:
-            self.listener.shared.tally.count(False, self._frontend, endpoint)
         self.pump(self._up)
         if self._client is not None:
             self.listener.events.watch(client.fileno(), self, READ | EDGE)
@@ -343,26 +347,28 @@ class Connection:
 
     def _dial_timed_out(self, attempt: int) -> None:
         """Try the next endpoint unless *attempt* has ended, perhaps by an event that is not handled yet."""
-        waiting = self._up is None and self._client is not None and self._attempt == attempt
-        if waiting and not self._answered():
-            self._dial_next()
-
-    def _answered(self) -> bool:
-        if self._server is None:
-            return False
+        server = self._server
+        if self._up is not None or self._client is None or server is None or self._attempt != attempt:
+            return
         try:
-            self._server.getpeername()
-        except OSError:
-            return False
-        return True
+            server.getpeername()
+        except OSError:  # Not connected.
+            self._dial_next(server.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
 
     def _dial_again(self, attempt: int) -> None:
         """Continue *attempt*, which had no file descriptor."""
         if self._client is not None and self._server is None and self._attempt == attempt:
             self.dial()
 
-    def _dial_next(self) -> None:
+    def _dial_next(self, error: int) -> None:
+        """Try the next endpoint after *error*; see `failure_of`."""
+        self._count(failure_of(error))
         self._hang_up()
         self.listener.counts[Counter.DIAL_FAILURES] += 1
         self._attempt += 1
         self.dial()
+
+    def _count(self, failure: str = "") -> None:
+        """Count the connection to the endpoint, or its failure."""
+        if self._frontend is not None and self._endpoint is not None:
+            self.listener.shared.tally.count(False, self._frontend, self._endpoint, failure)

@@ -55,6 +55,8 @@ class Count(NamedTuple):
     frontend: Endpoint
     """Its address is "" for a node port of any address."""
     endpoint: Endpoint
+    failure: str
+    """The value of an `api.Failure`; "": all connections, failed ones included."""
     number: int
 
 

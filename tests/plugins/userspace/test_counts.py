@@ -1,9 +1,13 @@
 """Connections counted by relays, by the frontend that was dialled and the endpoint."""
 
+import contextlib
 import os
 import signal
 import socket
+import struct
+import time
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
@@ -11,10 +15,11 @@ from kproxy_core.backend.api import BackendSettings
 from kproxy_core.model.address import Family, format_address, parse_address
 from kproxy_core.model.service import Service
 from kproxy_core.testing.builders import endpoint_slice, plans, service
+from kproxy_core.testing.network.namespaces import run
 from kproxy_userspace.backend import UserspaceBackend
 from kproxy_userspace.wanted import wanted
 
-from .endpoints import PATIENCE, datagram, endpoints, reached
+from .endpoints import PATIENCE, connect, datagram, endpoints, name_of, reached
 from .proxies import NODE, ONE, TWO, VIP, A, B, Proxy, Start
 
 
@@ -28,14 +33,43 @@ def counting(start: Start) -> Proxy:
 
 
 def counted(proxy: Proxy, family: Family = Family.IPV4) -> Counter[str]:
-    """Return the counts as ``tcp 10.96.0.1:80 127.0.0.1:9001``."""
+    """Return the counts as ``tcp 10.96.0.1:80 127.0.0.1:9001``, followed by a failure."""
     found: Counter[str] = Counter()
-    for (address, protocol, port), where, number, _, _ in proxy.backend.kproxy_traffic(family):
+    for (address, protocol, port), where, number, _, failure in proxy.backend.kproxy_traffic(family):
         dialled = format_address(address) if address else "any"
         assert where is not None
         endpoint = f"{format_address(where.address)}:{where.port}"
-        found[f"{protocol.name.lower()} {dialled}:{port} {endpoint}"] += number
+        failed = f" {failure.value}" if failure else ""
+        found[f"{protocol.name.lower()} {dialled}:{port} {endpoint}{failed}"] += number
     return found
+
+
+def until_counted(proxy: Proxy, wanted: dict[str, int]) -> None:
+    """Wait until the counts are *wanted*: a relay notices a reset later than the peer that sent it."""
+    deadline = time.monotonic() + PATIENCE
+    while counted(proxy) != wanted and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert counted(proxy) == wanted
+
+
+@contextlib.contextmanager
+def resetting(host: str, port: int) -> Iterator[None]:
+    """Accept a connection there, and reset it at the end."""
+    with socket.create_server((host, port)) as server:
+        yield
+        server.settimeout(PATIENCE)
+        reset(server.accept()[0])
+
+
+def reset(sock: socket.socket) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    sock.close()
+
+
+def given_up(host: str, port: int) -> None:
+    """Connect to a relay that reaches no endpoint."""
+    with pytest.raises(ConnectionResetError), connect(host, port) as client:
+        client.recv(1)
 
 
 @pytest.mark.usefixtures("node")
@@ -98,6 +132,77 @@ def test_counts_outlive_a_worker_that_is_killed(counting: Proxy) -> None:
         counting.serve(service(), "127.0.0.1")
         reached(VIP, 80)
         assert counted(counting) == {f"tcp {VIP}:80 {A}": 2}
+
+
+@pytest.mark.usefixtures("node")
+def test_each_attempt_of_a_relay_counts_and_its_failure(counting: Proxy) -> None:
+    run("nft", "add table ip lossy; add chain ip lossy input { type filter hook input priority 0; }; "
+        "add rule ip lossy input ip daddr 127.0.0.3 tcp dport 9001 drop")
+    counting.serve(service(), "127.0.0.2")
+    for _ in range(3):
+        given_up(VIP, 80)
+    wanted_counts = {f"tcp {VIP}:80 {B}": 12, f"tcp {VIP}:80 {B} refused": 12}
+    assert counted(counting) == wanted_counts
+    counting.serve(service(), "127.0.0.3")
+    given_up(VIP, 80)
+    silent = f"tcp {VIP}:80 127.0.0.3:9001"
+    wanted_counts |= {silent: 4, f"{silent} unanswered": 4}
+    assert counted(counting) == wanted_counts
+    with endpoints(ONE):
+        counting.serve(service(), "127.0.0.1", "127.0.0.3")
+        for _ in range(4):
+            assert reached(VIP, 80) == A
+    found = counted(counting)
+    skipped = found[silent] - 4
+    assert skipped  # Each worker takes the endpoints in turn.
+    assert found == {
+        **wanted_counts, f"tcp {VIP}:80 {A}": 4, silent: 4 + skipped, f"{silent} unanswered": 4 + skipped}
+
+
+@pytest.mark.usefixtures("node")
+def test_resets_by_either_side_are_counted_and_ends_without_are_not(counting: Proxy) -> None:
+    to_one, to_two = f"tcp {VIP}:80 {A}", f"tcp {VIP}:80 {B}"
+    with endpoints(ONE):
+        counting.serve(service(), "127.0.0.1")
+        for _ in range(3):
+            with connect(VIP, 80) as client:
+                assert name_of(client) == A
+                client.shutdown(socket.SHUT_WR)
+                assert client.recv(1) == b""
+        for _ in range(2):
+            client = connect(VIP, 80)
+            assert name_of(client) == A
+            reset(client)
+        until_counted(counting, {to_one: 5, f"{to_one} reset": 2})
+    with resetting(*TWO):
+        counting.serve(service(), "127.0.0.2")
+        client = connect(VIP, 80)
+        until_counted(counting, {to_one: 5, f"{to_one} reset": 2, to_two: 1})
+        counting.serve(service())  # The connection continues without its endpoint.
+    with client, pytest.raises(ConnectionResetError):
+        client.recv(1)
+    until_counted(counting, {to_one: 5, f"{to_one} reset": 2, to_two: 1, f"{to_two} reset": 1})
+
+
+@pytest.mark.usefixtures("node")
+def test_failures_outlive_a_worker_that_is_killed_and_its_end_is_none(counting: Proxy) -> None:
+    with endpoints(ONE):
+        counting.serve(service(), "127.0.0.1")
+        client = connect(VIP, 80)
+        assert name_of(client) == A
+        reset(client)
+        failed = {f"tcp {VIP}:80 {A}": 1, f"tcp {VIP}:80 {A} reset": 1}
+        until_counted(counting, failed)
+        with connect(VIP, 80) as client:
+            assert name_of(client) == A
+            failed[f"tcp {VIP}:80 {A}"] = 2
+            assert counted(counting) == failed
+            for worker in counting.workers():
+                os.kill(worker.process.pid, signal.SIGKILL)
+                worker.process.wait(PATIENCE)
+        counting.serve(service(), "127.0.0.2")
+        given_up(VIP, 80)
+        assert counted(counting) == {**failed, f"tcp {VIP}:80 {B}": 4, f"tcp {VIP}:80 {B} refused": 4}
 
 
 @pytest.mark.usefixtures("node")
