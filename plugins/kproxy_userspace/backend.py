@@ -89,7 +89,8 @@ class UserspaceBackend:
 
     @hookimpl
     def kproxy_traffic(self, family: Family) -> Sequence[api.Connections]:
-        return self._traffic.read(family)
+        state = self._families.get(family)
+        return self._traffic.read(family, frozenset() if state is None else state.refusing_ports())
 
     @hookimpl
     def kproxy_watch(self, damaged: api.Damage) -> bool:

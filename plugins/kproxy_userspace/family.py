@@ -91,6 +91,12 @@ class FamilyState:
         relays = self._applied.relays.get(key, {}).values()
         return frozenset(relay.port for relay in relays if relay.is_listening)
 
+    def refusing_ports(self) -> frozenset[int]:
+        """Return the ports of UDP relays without endpoints. From any thread."""
+        return frozenset(
+            relay.port for relays in list(self._applied.relays.values()) for relay in list(relays.values())
+            if relay.wanted.protocol is Protocol.UDP and not relay.is_listening)
+
     def relay_at(self, protocol: Protocol, port: int) -> Relay | None:
         """Return the relay that listens at a port of the node. From any thread."""
         for relays in list(self._applied.relays.values()):

@@ -20,6 +20,7 @@ from tests.switch.room import CLIENT, KPROXY, NODE, PATIENCE, PODS, SLICE, Proxy
 
 COUNTED = {"trafficMetrics": "endpoint"}
 WEB, CART, EMPTY = ("10.96.201.10", 80), ("10.96.201.20", 80), ("10.96.201.50", 80)
+CLOSED, SILENT, MUTE = ("10.96.201.30", 80), ("10.96.201.40", 80), ("10.96.201.60", 53)
 OURS = """
 apiVersion: v1
 kind: Service
@@ -45,6 +46,11 @@ apiVersion: v1
 kind: Service
 metadata: {name: empty, namespace: counted}
 spec: {clusterIP: 10.96.201.50, ports: [{name: http, port: 80}]}
+---
+apiVersion: v1
+kind: Service
+metadata: {name: mute, namespace: counted}
+spec: {clusterIP: 10.96.201.60, ports: [{name: dns, port: 53, protocol: UDP}]}
 """ + "".join(
     SLICE.format(service=service, at=0, ports=f"[{{name: http, port: {port}}}]", family="IPv4",
                  here=here, elsewhere=elsewhere).replace("shop", "counted")
@@ -81,6 +87,25 @@ def refused(node: Room, where: tuple[str, int], times: int) -> None:
     for _ in range(times):
         with pytest.raises(ConnectionRefusedError):
             dial(node, where, 1)
+
+
+def refused_datagrams(node: Room, where: tuple[str, int], times: int) -> None:
+    """Send datagrams of one flow, which are all refused."""
+    with node.client.inside(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as sock:
+        sock.settimeout(PATIENCE)
+        sock.connect(where)
+        for _ in range(times):
+            sock.send(b"?")
+            with pytest.raises(ConnectionRefusedError):
+                sock.recv(1)
+
+
+def abandoned(node: Room, where: tuple[str, int], times: int) -> None:
+    """Connect to a relay that reaches no endpoint."""
+    for _ in range(times):
+        with pytest.raises(ConnectionResetError), \
+                node.client.inside(lambda: socket.create_connection(where, 5)) as client:
+            client.recv(1)
 
 
 def counted(proxy: Proxy) -> dict[str, int]:
@@ -235,14 +260,43 @@ def test_a_process_that_is_killed_loses_no_count(node: Room) -> None:
 def test_failures_are_told_from_refusals_by_the_rules(node: Room, mode: str) -> None:
     node.node.run("ip", "route", "add", "192.0.2.99", "via", CLIENT)
     with node.proxy(mode, COUNTED) as proxy:
-        refused(node, ("10.96.201.30", 80), 3)
+        refused(node, CLOSED, 3)
         refused(node, EMPTY, 2)
+        refused_datagrams(node, MUTE, 4)
         with pytest.raises(OSError, match=r"timed out|unreachable"):
-            dial(node, ("10.96.201.40", 80), 1)
+            dial(node, SILENT, 1)
         found = counted(proxy)
         assert found == {
-            "closed forwarded": 3, "closed refused": 3, "empty rejected": 2,
+            "closed forwarded": 3, "closed refused": 3, "empty rejected": 2, "mute rejected": 4,
             "silent forwarded": 1, "silent unanswered": 1, "endpoints": 4,
+        }  # fmt: skip
+
+
+def test_relays_tell_failures_of_endpoints_from_a_lack_of_them(node: Room) -> None:
+    node.node.run("ip", "route", "add", "192.0.2.99", "via", CLIENT)
+    with node.proxy("userspace", COUNTED) as proxy:
+        refused(node, EMPTY, 2)
+        refused_datagrams(node, MUTE, 4)
+        refused_datagrams(node, MUTE, 1)
+        abandoned(node, CLOSED, 2)
+        abandoned(node, SILENT, 1)
+        found = counted(proxy)
+        assert found == {
+            "empty rejected": 2, "mute rejected": 2, "closed forwarded": 8, "closed refused": 8,
+            "silent forwarded": 4, "silent unanswered": 4, "endpoints": 12,
+        }  # fmt: skip
+        top = json.loads(node.kproxy("top", "--once", "-o", "json", "--filter", "counted").stdout)
+        shown = {one["name"]: one for one in top["services"]}
+        assert [shown[name]["failed"] for name in ("closed", "silent", "one")] == [8, 4, 0]
+        assert [shown[name]["rejected"] for name in ("empty", "mute", "closed")] == [2, 2, 0]
+        (endpoint,) = shown["closed"]["endpoints"]
+        assert [endpoint[reason] for reason in ("refused", "unanswered", "reset")] == [8, 0, 0]
+    with node.proxy("userspace", COUNTED) as proxy:
+        abandoned(node, CLOSED, 1)
+        found = counted(proxy)
+        assert found == {
+            "empty rejected": 2, "mute rejected": 2, "closed forwarded": 12, "closed refused": 4,
+            "silent forwarded": 4, "endpoints": 16,
         }  # fmt: skip
 
 

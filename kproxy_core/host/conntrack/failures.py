@@ -18,12 +18,9 @@ _DESTROYED: Final = 3
 _BUFFER: Final = 8 << 20
 """Bytes; a few seconds at 20,000 connections a second."""
 
-_SEEN_REPLY: Final = 1 << 1
 _ASSURED: Final = 1 << 2
 _CLOSED: Final = 8
-_STATUS_MASK: Final = 26
 _TIMEOUT: Final = 7
-_FLAGS = struct.Struct(">I")
 _SIZE = struct.Struct("=H")
 
 
@@ -83,11 +80,9 @@ def read_unanswered(family: Family, syn_timeout: int) -> list[Unanswered]:
     *syn_timeout*: seconds for which the kernel remembers a SYN. Acts on the network namespace of the calling
     thread. Raises HostError.
     """
-    unreplied = netlink.attribute(ctnetlink.STATUS, _FLAGS.pack(0)) + netlink.attribute(
-        _STATUS_MASK, _FLAGS.pack(_SEEN_REPLY))
     with doing(f"list {family.label} connections"), ctnetlink.open_socket() as sock:
         return ctnetlink.flows(
-            sock, family, lambda flows: list(_waiting(flows, family, syn_timeout)), unreplied)
+            sock, family, lambda flows: list(_waiting(flows, family, syn_timeout)), ctnetlink.UNREPLIED)
 
 
 def _waiting(
@@ -101,7 +96,7 @@ def _waiting(
             continue
         found = netlink.attributes(flow.data, flow.start, flow.end)
         seconds = syn_timeout - _number(found[_TIMEOUT])  # rounded up
-        if seconds > 1 and not _number(found[ctnetlink.STATUS]) & _SEEN_REPLY:
+        if seconds > 1 and not _number(found[ctnetlink.STATUS]) & ctnetlink.SEEN_REPLY:
             yield Unanswered(
                 found[ctnetlink.ID], flow.destination, _number(flow.port), by.address, _number(by.port))
 

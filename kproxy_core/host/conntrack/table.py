@@ -25,11 +25,18 @@ PROTOINFO: Final = 4
 ID: Final = 12
 ZONE: Final = 18
 FILTER: Final = 25
+_STATUS_MASK: Final = 26
 TUPLE_PROTO: Final = 2
 PROTO_NUM: Final = 1
 _PROTOINFO_TCP: Final = 1
 _TCP_STATE: Final = 1
 PROTO_DST_PORT: Final = 3
+
+SEEN_REPLY: Final = 1 << 1
+"""A bit of the attribute `STATUS`, a big-endian number."""
+UNREPLIED: Final = netlink.attribute(STATUS, bytes(4)) + netlink.attribute(
+    _STATUS_MASK, SEEN_REPLY.to_bytes(4, "big"))
+"""A filter for `flows`: those without any reply."""
 
 
 class TrackedFlow(NamedTuple):

@@ -1,18 +1,22 @@
-"""Serves the hook `kproxy_traffic`: the connections that relays report."""
+"""Serves the hook `kproxy_traffic`: connections that relays report, and UDP flows that have no endpoint."""
 
 import threading
 import time
+from collections.abc import Collection
 from uuid import uuid4
 
 from kproxy_core.backend.api import Connections, Failure
 from kproxy_core.model.address import Address, Family, Protocol, parse_address
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.service_plan import Frontend
+from kproxy_userspace.kernel.arrivals import UnansweredFlow, unanswered_flows
 from kproxy_userspace.kernel.workers import WorkerPool
 from kproxy_userspace.worker.wire import Count
 
 _KEPT = 3600.0
 """Seconds after its last connection for which a count is kept."""
+
+_Subject = tuple[Family, Frontend, Destination | None, Failure | None]
 
 
 class Traffic:
@@ -22,32 +26,40 @@ class Traffic:
         self._workers = workers
         self._instance = uuid4().hex
         self._lock = threading.Lock()
-        self._found: dict[tuple[Frontend, Destination, Failure | None], tuple[int, float]] = {}
+        self._found: dict[_Subject, tuple[int, float]] = {}
         """Numbers, and the times of their last changes."""
+        self._rejected: dict[Family, dict[bytes, UnansweredFlow]] = {}
+        """Flows that have been counted, until the kernel forgets them."""
 
-    def read(self, family: Family) -> list[Connections]:
-        """Return the connections of one family since this instance started."""
+    def read(self, family: Family, refusing: Collection[int]) -> list[Connections]:
+        """Return the connections of one family since this instance started.
+
+        *refusing*: the ports of UDP relays without endpoints. Raises HostError.
+        """
         with self._lock:
             now = time.monotonic()
-            for count in self._workers.report():
-                failure = Failure(count.failure) if count.failure else None
-                key = _frontend(count), _destination(count), failure
-                number, _ = self._found.get(key, (0, now))
-                self._found[key] = number + count.number, now
+            known = self._rejected.get(family, {})
+            flows = unanswered_flows(family, {*refusing, *(flow.relay for flow in known.values())})
+            rejected = {key: flow for key, flow in flows.items() if key in known or flow.relay in refusing}
+            self._rejected[family] = rejected
+            made = [(_subject(count), count.number) for count in self._workers.report()]
+            made += [
+                ((family, rejected[key].frontend, None, None), 1) for key in rejected.keys() - known.keys()]
+            for subject, number in made:
+                before, _ = self._found.get(subject, (0, now))
+                self._found[subject] = before + number, now
             self._found = {key: found for key, found in self._found.items() if found[1] >= now - _KEPT}
             return [
                 Connections(frontend, where, number, self._instance, failure)
-                for (frontend, where, failure), (number, _) in self._found.items()
-                if len(where.address) == family.size
+                for (of, frontend, where, failure), (number, _) in self._found.items() if of is family
             ]  # fmt: skip
 
 
-def _frontend(count: Count) -> Frontend:
+def _subject(count: Count) -> _Subject:
     address, port = count.frontend
     dialled: Address | None = parse_address(address) if address else None
-    return Frontend(dialled, Protocol.UDP if count.udp else Protocol.TCP, port)
-
-
-def _destination(count: Count) -> Destination:
-    address, port = count.endpoint
-    return Destination(parse_address(address), port)
+    host, endpoint_port = count.endpoint
+    where = Destination(parse_address(host), endpoint_port)
+    family = next(family for family in Family if family.size == len(where.address))
+    failure = Failure(count.failure) if count.failure else None
+    return family, Frontend(dialled, Protocol.UDP if count.udp else Protocol.TCP, port), where, failure

@@ -7,7 +7,7 @@ later still reaches the relay, which must listen then, or the client is refused.
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
 from kproxy_core.host.conntrack import table as ctnetlink
 from kproxy_core.host.conntrack.flows import delete_stale_udp
@@ -15,6 +15,7 @@ from kproxy_core.host.errors import doing
 from kproxy_core.host.netlink import messages as netlink
 from kproxy_core.host.netlink.addresses import node_addresses
 from kproxy_core.model.address import Address, Family, Protocol
+from kproxy_core.plan.service_plan import Frontend
 from kproxy_userspace.applied import LocalPort, RelayedFlows
 from kproxy_userspace.wanted import Redirect
 
@@ -27,6 +28,15 @@ After a reset, conntrack takes a SYN from the same port for the same connection;
 _HALF_OPEN: Final = "03"
 """TCP_SYN_RECV in /proc/net/tcp: the last ACK was lost after conntrack had seen it."""
 _SOCKETS: Final = {Family.IPV4: "/proc/thread-self/net/tcp", Family.IPV6: "/proc/thread-self/net/tcp6"}
+
+
+class UnansweredFlow(NamedTuple):
+    """A UDP flow to a relay that has had no answer."""
+
+    frontend: Frontend
+    """The address and port that the client dialled."""
+    relay: int
+    """The relay's port."""
 
 
 def arriving(family: Family, ports: Collection[LocalPort]) -> Counter[LocalPort]:
@@ -47,6 +57,35 @@ def delete_flows(family: Family, of: Iterable[Redirect]) -> None:
     delete_stale_udp(family, RelayedFlows.of(of))
 
 
+def unanswered_flows(family: Family, ports: Collection[int]) -> dict[bytes, UnansweredFlow]:
+    """Return the UDP flows to these *ports* of relays that have had no answer, by id. Raises HostError.
+
+    The kernel forgets such a flow 30 seconds after its last datagram.
+    """
+    if not ports:
+        return {}
+    wanted = {port.to_bytes(2, "big") for port in ports}
+    local = node_addresses()
+    with doing(f"list unanswered {family.label} UDP flows"), ctnetlink.open_socket() as sock:
+        return ctnetlink.flows(
+            sock, family, lambda flows: dict(_unanswered(flows, wanted, local, family)), ctnetlink.UNREPLIED)
+
+
+def _unanswered(
+    flows: Iterable[ctnetlink.TrackedFlow], wanted: Collection[bytes], local: Collection[Address],
+    family: Family,
+) -> Iterator[tuple[bytes, UnansweredFlow]]:  # fmt: skip
+    for flow in flows:
+        if flow.protocol != Protocol.UDP or not _is_relayed(flow, wanted, local, family):
+            continue
+        found = netlink.attributes(flow.data, flow.start, flow.end)
+        if not int.from_bytes(found[ctnetlink.STATUS], "big") & ctnetlink.SEEN_REPLY:
+            dialled, relay = (
+                int.from_bytes(port, "big") for port in (flow.port, ctnetlink.answered_by(family, flow).port))
+            frontend = Frontend(flow.destination, Protocol.UDP, dialled)
+            yield found[ctnetlink.ID], UnansweredFlow(frontend, relay)
+
+
 def _tracked(family: Family, ports: Collection[LocalPort]) -> list[LocalPort]:
     wanted = {port.number.to_bytes(2, "big") for port in ports}
     local = node_addresses()
@@ -61,13 +100,21 @@ def _relayed(
 ) -> Iterator[LocalPort]:  # fmt: skip
     """Yield the relay port of each flow that is answered by one of the *wanted* ports of this node."""
     for flow in flows:
-        by = ctnetlink.answered_by(family, flow)
-        same = (by.address, by.port) == (flow.destination, flow.port)
-        if by.port not in wanted or same or by.address not in local:
+        if not _is_relayed(flow, wanted, local, family):
             continue
         protocol = flow.protocol
         if protocol == Protocol.UDP or (protocol == Protocol.TCP and _state(flow) in _OPENING):
-            yield LocalPort(Protocol(protocol), int.from_bytes(by.port, "big"))
+            port = ctnetlink.answered_by(family, flow).port
+            yield LocalPort(Protocol(protocol), int.from_bytes(port, "big"))
+
+
+def _is_relayed(
+    flow: ctnetlink.TrackedFlow, wanted: Collection[bytes], local: Collection[Address], family: Family
+) -> bool:
+    """Return whether a portal has led *flow* to one of the *wanted* ports of this node."""
+    by = ctnetlink.answered_by(family, flow)
+    same = (by.address, by.port) == (flow.destination, flow.port)
+    return by.port in wanted and not same and by.address in local
 
 
 def _state(flow: ctnetlink.TrackedFlow) -> int:

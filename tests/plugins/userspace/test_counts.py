@@ -23,6 +23,17 @@ from .endpoints import PATIENCE, connect, datagram, endpoints, name_of, reached
 from .proxies import NODE, ONE, TWO, VIP, A, B, Proxy, Start
 
 
+def refused_datagrams(times: int, host: str, port: int) -> None:
+    """Send datagrams of one flow, which are all refused."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
+        client.settimeout(PATIENCE)
+        client.connect((host, port))
+        for _ in range(times):
+            client.send(b"?")
+            with pytest.raises(ConnectionRefusedError):
+                client.recv(1)
+
+
 @pytest.fixture
 def counting(start: Start) -> Proxy:
     """Return a backend that counts. It is closed with those of *start*."""
@@ -37,8 +48,7 @@ def counted(proxy: Proxy, family: Family = Family.IPV4) -> Counter[str]:
     found: Counter[str] = Counter()
     for (address, protocol, port), where, number, _, failure in proxy.backend.kproxy_traffic(family):
         dialled = format_address(address) if address else "any"
-        assert where is not None
-        endpoint = f"{format_address(where.address)}:{where.port}"
+        endpoint = f"{format_address(where.address)}:{where.port}" if where else "rejected"
         failed = f" {failure.value}" if failure else ""
         found[f"{protocol.name.lower()} {dialled}:{port} {endpoint}{failed}"] += number
     return found
@@ -203,6 +213,26 @@ def test_failures_outlive_a_worker_that_is_killed_and_its_end_is_none(counting: 
         counting.serve(service(), "127.0.0.2")
         given_up(VIP, 80)
         assert counted(counting) == {**failed, f"tcp {VIP}:80 {B}": 4, f"tcp {VIP}:80 {B} refused": 4}
+
+
+@pytest.mark.usefixtures("node")
+def test_each_udp_flow_without_an_endpoint_is_rejected_once(counting: Proxy) -> None:
+    rejected = f"udp {VIP}:53 rejected"
+    of = service("dns", "53/UDP@30053")
+    counting.serve(of)
+    for host, port, times in ((VIP, 53, 2), ("192.0.2.1", 30053, 1)):
+        for _ in range(times):
+            refused_datagrams(3, host, port)
+    wanted_counts = {rejected: 2, "udp 192.0.2.1:30053 rejected": 1}
+    for _ in range(3):
+        assert counted(counting) == wanted_counts
+    with endpoints(ONE), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
+        counting.serve(of, "127.0.0.1", ports="9001/UDP")
+        assert datagram(client, b"?", VIP, 53) == A
+        assert counted(counting) == {**wanted_counts, f"udp {VIP}:53 {A}": 1}
+    counting.serve(of)
+    refused_datagrams(1, VIP, 53)
+    assert counted(counting) == {**wanted_counts, f"udp {VIP}:53 {A}": 1, rejected: 3}
 
 
 @pytest.mark.usefixtures("node")
