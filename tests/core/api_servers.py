@@ -27,10 +27,10 @@ Json = dict[str, Any]
 class BenchServer:
     """`kproxy_core.testing.apiserver` as a process; `stop` and `start` again keep the address."""
 
-    def __init__(self, *options: str, node: Namespace | None = None) -> None:
-        """*node*: the namespace that it runs in, if another than this one."""
+    def __init__(self, *options: str, node: Namespace | None = None, port: int = 0) -> None:
+        """*node*: the namespace that it runs in, if another than this one. *port* 0: any."""
         self._node = node
-        self.port = 0
+        self.port = port
         self._process: subprocess.Popen[str] | None = None
         self.start(*options)
 

@@ -13,6 +13,8 @@ from tests.core.api_servers import BenchServer
 from tests.core.namespaces import Namespace
 from tests.soak.objects import Change, Objects
 
+PORT = 30_500
+"""No client, relay or node port takes it while the server is away (`traffic.PORTS`, ip_local_port_range)."""
 _PLURALS = {"Service": "services", "EndpointSlice": "endpointslices"}
 
 
@@ -31,7 +33,7 @@ class Churn:
         self._version = 1000
         """Of the objects before a start; greater than all that the previous one used."""
         self._write()
-        self._server = BenchServer(*self._options, node=node)
+        self._server = BenchServer(*self._options, node=node, port=PORT)
         self._thread = threading.Thread(target=self._run, name="churn")
         self._thread.start()
 

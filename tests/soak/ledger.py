@@ -121,11 +121,11 @@ class Ledger:
 
 
 def leaks(usages: Sequence[Usage], *, growth: float, slack: int) -> list[str]:
-    """Return what the process holds more of after the last lap than after the first.
+    """Return what the process holds more of after the last lap than after the second.
 
     Memory may grow by the share *growth* and by *slack* bytes, connections up to `CONNECTIONS`.
     """
-    first, last = usages[0], usages[-1]
+    first, last = usages[1], usages[-1]
     bounds: Mapping[str, int] = {
         "rss": int(first.rss * (1 + growth)) + slack,
         "descriptors": first.descriptors, "connections": CONNECTIONS, "threads": first.threads,
