@@ -47,6 +47,8 @@ class Done(NamedTuple):
     """Labels of the IP families whose repair is still to be awaited."""
     since: Moment | None = None
     """Start of the program that damages."""
+    again: Moment | None = None
+    """Start of another one that went on with it. The repair must follow."""
 
 
 NOTHING = Done("", frozenset())
@@ -132,8 +134,11 @@ def _delete_element(where: Node, what: str, *then: str) -> Done:
 def flush_with_iptables(where: Node) -> Done:
     """Delete all rules of table nat with iptables(8), and its chains unless the proxy has repaired them."""
     program = where.rng.choice(("iptables", "ip6tables"))
-    command = ["sh", "-c", f"{program} -w -t nat -F && {{ {program} -w -t nat -X || true; }}"]
-    return _run(where, command, f"{program} -t nat -F", _of("ip6" if "6" in program else "ip"))
+    flush, family = [program, "-w", "-t", "nat", "-F"], _of("ip6" if "6" in program else "ip")
+    flushed = _run(where, flush, f"{program} -t nat -F, -X", family)
+    if flushed.since is None:
+        return NOTHING
+    return flushed._replace(again=_run(where, [*flush[:-1], "-X"], "", family).since)
 
 
 def restore_with_iptables(where: Node) -> Done:

@@ -274,10 +274,10 @@ class Soak:
         done = damage(self._damaged)
         if done.since is None:
             return
-        since, at = done.since, done.since.at
+        since, at, last = done.since, done.since.at, (done.again or done.since).at
         try:
             self.proxy.wait_for(
-                f"repair of {done}", lambda: done.families <= self._repaired(at), REPAIR_PATIENCE)
+                f"repair of {done}", lambda: done.families <= self._repaired(last), REPAIR_PATIENCE)
         except SoakFailed as error:
             self.ledger.problems.append(f"{self.proxy.mode}: {error}")
         window = Window(self.proxy.mode, kind, at, now().at, may_fail=True, what=done.what,
