@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from kproxy_core.backend.errors import SyncFailed, Unsupported
 from kproxy_core.host import programs
 from kproxy_core.host.errors import HostError
+from kproxy_core.host.netlink.nf_objects import table_exists
 from kproxy_core.host.programs import OwnProcesses, ProgramFailed
 from kproxy_core.model.address import Address, Family
 from kproxy_userspace import batch
@@ -149,7 +150,8 @@ class NftPortals(Portals):
 
     def remove(self, *, dry_run: bool) -> list[str]:
         """Delete the table. Return a line about it if it existed. Raises HostError."""
-        # Listing tables would read every rule of all of them.
+        if not table_exists(self._family, TABLE):
+            return []
         return self._deleted("table", *["--check"] * dry_run, "delete", "table", *self._table)
 
     def _deleted(self, what: str, *arguments: str, stdin: str = "") -> list[str]:
