@@ -181,7 +181,7 @@ def run(lanes: Sequence[Lane], directory: Path) -> Counter[str]:
     waiting = [Run(lane, directory / f"{number}-{lane.name}.log") for number, lane in enumerate(lanes)]
     under_way: list[Run] = []
     ended: list[Run] = []
-    reported = time.monotonic()
+    began = reported = time.monotonic()
     try:
         while waiting or under_way:
             while waiting and sum(run.lane.share for run in (*under_way, waiting[0])) <= at_a_time:
@@ -202,7 +202,8 @@ def run(lanes: Sequence[Lane], directory: Path) -> Counter[str]:
                 each.process.wait()
     slowest = max(ended, key=lambda each: each.seconds)
     cpu = sum(each.cpu for each in ended)
-    print(f"slowest: {slowest.lane.name}, {slowest.seconds:.0f} s; {cpu:.0f} s of CPU in all")
+    took = time.monotonic() - began
+    print(f"slowest: {slowest.lane.name}, {slowest.seconds:.0f} s; in all {took:.0f} s, {cpu:.0f} s of CPU")
     print(f"logs: {directory}")
     for each in ended:
         each.repeat_failures()

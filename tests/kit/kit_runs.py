@@ -57,9 +57,9 @@ OPTIONS = {
 }
 IN_A_GUEST = "ipvs"
 """The mode that this kernel may lack. A guest takes minutes for a family: the contract is checked in IPv6."""
-PLAYED = ("nftables", "iptables", "ebpf")
+PLAYED = ("nftables", "iptables", "userspace", "ebpf")
 """Modes that all scenarios are played in, too, in IPv6: test_an_installed_example.py plays them in IPv4.
-A whole kproxy plays them in every mode: tests/conformance."""
+A whole kproxy plays them in every mode and family: tests/conformance, tests/plugins/ipvs."""
 ONLY_HERE = tuple(scenario.name for scenario in find() if scenario.drivers == (BACKEND,))
 """Scenarios that no whole kproxy plays."""
 
