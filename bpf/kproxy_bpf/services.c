@@ -43,8 +43,8 @@ struct sockaddr;
 struct settings { u64 node_netns; u32 flags; u32 mark; };
 struct flow { struct frontend frontend; struct endpoint endpoint; };
 struct flows { struct flow flow[4]; u64 next; };
-/* Connections, and those of them that failed. */
-struct counts { u64 made; u64 refused; u64 unanswered; u64 reset; };
+/* Connections, those of them that failed, and bytes to and from the endpoint. */
+struct counts { u64 made; u64 refused; u64 unanswered; u64 reset; u64 sent; u64 received; };
 
 #define ONLY_NODE_CLIENTS 1
 #define KEEP_PEER 2
@@ -364,8 +364,8 @@ static __always_inline bool is_translated(struct bpf_sock_ops *ctx, const struct
 }
 
 /*
- * Count failures of translated TCP connections, which connection tracking knows by the endpoint only, if at all. Where
- * another program asks for the changes of state of other sockets, they are reported here, too.
+ * Count failures and bytes of translated TCP connections, which connection tracking knows by the endpoint only, if at
+ * all. Where another program asks for the changes of state of other sockets, they are reported here, too.
  */
 int outcomes(struct bpf_sock_ops *ctx)
 {
@@ -375,8 +375,7 @@ int outcomes(struct bpf_sock_ops *ctx)
 		if (first || ctx->state != BPF_TCP_SYN_SENT)
 			return 1;
 	} else if (op == BPF_SOCK_OPS_STATE_CB) { /* first: the state before. */
-		if (second != BPF_TCP_CLOSE || (first != BPF_TCP_SYN_SENT && first != BPF_TCP_ESTABLISHED
-				&& first != BPF_TCP_FIN_WAIT1 && first != BPF_TCP_CLOSE_WAIT))
+		if (second != BPF_TCP_CLOSE)
 			return 1;
 	} else if (op != BPF_SOCK_OPS_TCP_CONNECT_CB) {
 		return 1;
@@ -398,11 +397,16 @@ int outcomes(struct bpf_sock_ops *ctx)
 	struct counts *number = connections.lookup(p);
 	if (!number)
 		return 1;
-	if (op == BPF_SOCK_OPS_RTO_CB)
+	if (op == BPF_SOCK_OPS_RTO_CB) {
 		lock_xadd(&number->unanswered, 1);
-	else if (first != BPF_TCP_SYN_SENT)
-		lock_xadd(&number->reset, 1);
-	else if (ctx->segs_in) /* If not, the client gave up. */
-		lock_xadd(&number->refused, 1);
+	} else if (first == BPF_TCP_SYN_SENT) {
+		if (ctx->segs_in) /* If not, the client gave up. */
+			lock_xadd(&number->refused, 1);
+	} else {
+		lock_xadd(&number->sent, ctx->bytes_acked);
+		lock_xadd(&number->received, ctx->bytes_received);
+		if (first == BPF_TCP_ESTABLISHED || first == BPF_TCP_FIN_WAIT1 || first == BPF_TCP_CLOSE_WAIT)
+			lock_xadd(&number->reset, 1);
+	}
 	return 1;
 }

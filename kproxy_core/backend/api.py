@@ -17,7 +17,7 @@ from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.fate import Fate, Packet
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 
-CONTRACT = (1, 7)
+CONTRACT = (1, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +227,13 @@ class Failure(enum.Enum):
     """Ended by a reset after it was established, by either side."""
 
 
+class Carried(enum.Enum):
+    """The direction of bytes."""
+
+    TO_ENDPOINT = "to_endpoint"
+    FROM_ENDPOINT = "from_endpoint"
+
+
 class Connections(NamedTuple):
     """New connections counted for one frontend and endpoint; see `hookspecs.kproxy_traffic`.
 
@@ -245,6 +252,8 @@ class Connections(NamedTuple):
     failure: Failure | None = None
     """These are no further connections, but the ones among them that failed for this reason. Only of those
     that connection tracking does not know by the frontend: kproxy counts all other failures itself."""
+    carried: Carried | None = None
+    """These are no connections, but bytes that they carried. Only of those as above."""
 
 
 class Measurement(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kproxy_core.backend.api import Failure
+from kproxy_core.backend.api import Carried, Failure
 from kproxy_core.host.conntrack.volumes import Volume, Volumes, Way
 from kproxy_core.host.files.private import read_private, replace_private
 from kproxy_core.host.namespaces import namespace_name
@@ -99,19 +99,22 @@ def _decode_total(item: list[Any], now: float) -> tuple[ServicePortKey, Total]:
 
 
 def _encode_count(pair: Pair, number: int) -> list[object]:
-    family, (address, protocol, port), endpoint, layer, failure = pair
+    family, (address, protocol, port), endpoint, layer, *aspects = pair
     dialled = None if address is None else address.hex()
-    rest = [failure.value] if failure is not None else []
+    rest = [aspect and aspect.value for aspect in aspects]
+    while rest and rest[-1] is None:
+        rest.pop()
     return [family.label, dialled, protocol, port, _encode_destination(endpoint), number, layer, *rest]
 
 
 def _decode_count(item: list[Any]) -> tuple[Pair, int]:
-    label, address, protocol, port, endpoint, number, layer, *failure = item
+    label, address, protocol, port, endpoint, number, layer, failure, carried = (*item, None, None)[:9]
     family = next(family for family in Family if family.label == label)
     dialled = None if address is None else Address(bytes.fromhex(address))
     where = _decode_destination(*endpoint) if endpoint else None
     frontend = Frontend(dialled, Protocol(protocol), int(port))
-    return Pair(family, frontend, where, str(layer), Failure(*failure) if failure else None), int(number)
+    return Pair(family, frontend, where, str(layer), failure and Failure(failure),
+                carried and Carried(carried)), int(number)
 
 
 def _encode_way(way: Way, volume: Volume) -> list[object]:

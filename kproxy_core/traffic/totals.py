@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kproxy_core.backend.api import Connections, Failure
+from kproxy_core.backend.api import Carried, Connections, Failure
 from kproxy_core.host.conntrack.volumes import NO_VOLUME, Volume
 from kproxy_core.model.address import Family
 from kproxy_core.model.endpoint import Destination
@@ -29,6 +29,8 @@ class Pair(NamedTuple):
     """See `Connections.layer`."""
     failure: Failure | None = None
     """See `Connections.failure`."""
+    carried: Carried | None = None
+    """See `Connections.carried`."""
 
 
 @dataclass(slots=True)
@@ -86,8 +88,8 @@ class Counts:
         found: list[tuple[Pair, int]] = []
         counts = self._counts
         numbers: dict[Pair, int] = {}
-        for frontend, endpoint, number, layer, failure in reading:
-            pair = Pair(family, frontend, endpoint, layer, failure)
+        for frontend, endpoint, number, layer, failure, carried in reading:
+            pair = Pair(family, frontend, endpoint, layer, failure, carried)
             numbers[pair] = numbers.get(pair, 0) + number
         for pair, number in numbers.items():
             known = counts.get(pair)
@@ -119,12 +121,15 @@ class Totals:
     def add(self, made: Iterable[tuple[Pair, int]], owner_of: OwnerOf, now: float) -> None:
         """Add connections to the totals of the service ports that own the frontends.
 
-        Failures of a pair follow its connections.
+        Failures and bytes of a pair follow its connections.
         """
-        for (family, frontend, endpoint, _, failure), number in made:
+        for (family, frontend, endpoint, _, failure, carried), number in made:
             key = owner_of(family, frontend)
             if key is None:
-                self.unknown += number if failure is None else 0
+                self.unknown += number if failure is None and carried is None else 0
+            elif number and carried is not None and endpoint is not None:
+                volume = NO_VOLUME._replace(**{f"bytes_{carried.value}": number})
+                self.carry(key, endpoint, volume, now, is_endpoint=False)
             elif number and failure is not None and endpoint is not None:
                 self.fail(key, endpoint, failure, number)
             elif number:

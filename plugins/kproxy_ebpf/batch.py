@@ -15,7 +15,7 @@ _SERVICE = struct.Struct("=8sIIIxxxx")
 _ENDPOINT = struct.Struct("=16sQ")
 """Address; port, and is local << 16."""
 _NUMBER = struct.Struct("=Q")
-_COUNTS = struct.Struct("=4Q")
+_COUNTS = struct.Struct("=6Q")
 _SETTINGS = struct.Struct("=QII")
 _NUMBERS = [_NUMBER.pack(number) for number in range(64)]
 _SERVICE_ID = 8
@@ -91,13 +91,12 @@ def parse_frontend(key: bytes) -> tuple[Address, Protocol, int]:
     return Address(address[-family.size:]), Protocol(rest >> 16 & 0xFF), _network(rest & 0xFFFF)
 
 
-def parse_count(key: bytes, value: bytes) -> tuple[bytes, bytes, tuple[int, int, int, int]]:
-    """Return the frontend's key, the endpoint as in slots, and the numbers of connections.
+def parse_count(key: bytes, value: bytes) -> tuple[bytes, bytes, tuple[int, ...]]:
+    """Return the frontend's key, the endpoint as in slots, and six numbers.
 
-    These are all that were made, and the ones that were refused, unanswered, and reset.
+    These are the connections that were made, refused, unanswered, and reset; bytes to, and from the endpoint.
     """
-    made, refused, unanswered, reset = _COUNTS.unpack(value)
-    return key[:_FRONTEND.size], key[_FRONTEND.size:], (made, refused, unanswered, reset)
+    return key[:_FRONTEND.size], key[_FRONTEND.size:], _COUNTS.unpack(value)
 
 
 def parse_peer(value: bytes) -> tuple[bytes, bytes] | None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy_core.backend.api import Connections, Failure
+from kproxy_core.backend.api import Carried, Connections, Failure
 from kproxy_core.host.conntrack.volumes import Volume, Way
 from kproxy_core.model.address import Address, Family, Protocol
 from kproxy_core.model.endpoint import Destination
@@ -77,6 +77,18 @@ def test_failures_that_a_backend_counts_are_those_of_its_connections() -> None:
     assert total.endpoints[ONE].failed == {Failure.REFUSED: 3}
 
 
+def test_bytes_that_a_backend_counts_are_no_connections() -> None:
+    totals, counts = Totals(), Counts()
+    for made, sent, received in ((1, 0, 0), (1, 10, 5), (2, 12, 5)):
+        totals.add(counts.new(V4, [
+            Connections(VIP, ONE, made), Connections(VIP, ONE, sent, carried=Carried.TO_ENDPOINT),
+            Connections(VIP, ONE, received, carried=Carried.FROM_ENDPOINT),
+        ]), lambda family, frontend: WEB, 1.0)  # fmt: skip
+    total = totals.of[WEB]
+    assert (total.forwarded, total.failed, total.volume) == (2, {}, Volume(0, 12, 0, 5))
+    assert total.endpoints[ONE].volume == total.volume
+
+
 def test_a_former_endpoint_is_kept_for_an_hour_and_its_connections_for_good() -> None:
     totals = counted({ONE: 1}, {ONE: 1, TWO: 1})
     totals.forget(lambda key: True, lambda key, where: where == TWO, KEPT)
@@ -92,7 +104,8 @@ def test_totals_outlive_the_process(tmp_path: Path) -> None:
     counts = Counts()
     made = counts.new(V4, [
         Connections(VIP, ONE, 3), Connections(VIP._replace(address=None), None, 2),
-        Connections(VIP, ONE, 0, failure=Failure.RESET)])
+        Connections(VIP, ONE, 0, failure=Failure.RESET),
+        Connections(VIP, ONE, 7, carried=Carried.FROM_ENDPOINT)])
     totals = Totals()
     totals.add(made, lambda family, frontend: WEB, 1.0)
     totals.carry(WEB, ONE, Volume(1, 2, 3, 4), 1.0, is_endpoint=True)
@@ -100,7 +113,7 @@ def test_totals_outlive_the_process(tmp_path: Path) -> None:
     StoredTotals(str(tmp_path / "state")).write("one", totals.of, counts, alive)
     found = StoredTotals(str(tmp_path / "state")).read(1.0)
     assert found == Stored("one", totals.of, list(counts), alive)
-    assert found.totals[WEB].endpoints[ONE].volume == Volume(1, 2, 3, 4)
+    assert found.totals[WEB].endpoints[ONE].volume == Volume(1, 2, 3, 11)
 
 
 def test_the_file_of_an_older_version_has_no_volumes(tmp_path: Path) -> None:

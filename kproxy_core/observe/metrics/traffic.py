@@ -142,7 +142,8 @@ def _series(totals: Mapping[ServicePortKey, Total], *, endpoints: bool) -> Itera
 
 def _volume(packets: str, octets: str, labels: tuple[str, ...], volume: Sequence[int]) -> Iterator[_Series]:
     """Yield the four series of one volume; none while it is empty, as where the kernel does not count."""
-    if any(volume):
-        for at, direction in enumerate(("to_endpoint", "from_endpoint")):
-            yield _Series(packets, (*labels, direction), volume[2 * at])
-            yield _Series(octets, (*labels, direction), volume[2 * at + 1])
+    for first, metric in enumerate((packets, octets)):
+        numbers = volume[first::2]
+        if any(numbers):
+            for direction, number in zip(("to_endpoint", "from_endpoint"), numbers, strict=True):
+                yield _Series(metric, (*labels, direction), number)

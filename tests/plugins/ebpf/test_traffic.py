@@ -163,19 +163,74 @@ def test_a_socket_that_dials_again_is_counted_for_its_last_endpoint(where: Node)
         assert failures(where) == {"closed refused": 2}
 
 
+def volumes(where: Node) -> dict[str, int]:
+    """Return the bytes of the web by direction. Those of endpoints add up to the same."""
+    result = {"service": Counter[str](), "endpoint": Counter[str]()}
+    pattern = r'^kproxy_(service|endpoint)_bytes_total\{direction="(\w+)".*service="web"\} (\d+)$'
+    for kind, direction, value in re.findall(pattern, metrics(where), re.MULTILINE):
+        result[kind][direction] += int(value)
+    assert result["service"] == result["endpoint"]
+    return dict(result["service"])
+
+
+def exchange(client: socket.socket, size: int) -> Counter[str]:
+    """Send *size* bytes to the echo, receive them, and have it close. Return the bytes that TCP exchanged.
+
+    SYN and FIN count as one byte each; that of the first SYN received does not.
+    """
+    client.sendall(b"x" * size)
+    client.shutdown(socket.SHUT_WR)
+    received = sum(map(len, iter(lambda: client.recv(100), b"")))
+    client.close()
+    return Counter(to_endpoint=1 + size + 1, from_endpoint=received + 1)
+
+
+def test_bytes_of_translated_connections_are_those_of_tcp(where: Node) -> None:
+    where.serve("closed", CLOSED, [NO_LISTENER])
+    pod = where.sockets(where.pod)
+
+    def opened() -> socket.socket:
+        client = pod.open(socket.AF_INET, TCP)
+        client.connect((WEB, 80))
+        return client
+
+    with where.proxy(kproxy=COUNTED) as proxy:
+        expected = exchange(opened(), 50) + exchange(opened(), 70)
+        refused(pod, CLOSED, 1)
+        assert volumes(where) == expected
+        with opened() as reset, opened() as lasting:
+            greeting = len(reset.recv(100))
+            reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+            reset.close()
+            expected += Counter(to_endpoint=1, from_endpoint=greeting)
+            assert volumes(where) == expected
+            where.serve("web", WEB, REMOTE[1:], node_port=NODE_PORT)
+            where.serve("dns", DNS, REMOTE[1:], protocol="UDP")
+            where.await_endpoints(DNS, *REMOTE[1:])
+            proxy.end(signal.SIGKILL)
+            expected += exchange(lasting, 90)
+    with where.proxy(kproxy=COUNTED):
+        assert volumes(where) == expected
+        expected += exchange(opened(), 30)
+        for mode in ("nftables", "ebpf"):
+            switch(where, mode)
+            assert volumes(where) == expected
+        expected += exchange(opened(), 40)
+        assert volumes(where) == expected
+
+
 def test_bytes_are_counted_of_connections_that_the_rules_translate(where: Node) -> None:
     where.host.run("sysctl", "-qw", "net.netfilter.nf_conntrack_acct=1")
     where.pod.run("nft", "-f", "-", stdin=COUNTERS)
     pod, outside = where.sockets(where.pod), where.sockets(where.pod, translated=False)
     with where.proxy(kproxy=COUNTED):
-        connect(pod, 3)
-        connect(outside, 4)
-        pattern = r'^kproxy_service_bytes_total\{direction="(\w+)".*service="web"\} (\d+)$'
-        found = re.findall(pattern, metrics(where), re.MULTILINE)
+        with pod.open(socket.AF_INET, TCP) as client:  # Its bytes count once it is closed.
+            client.connect((WEB, 80))
+            connect(outside, 4)
+            found = volumes(where)
         passed = where.pod.run("nft", "list", "counters")
-        assert len(found) == 2
-        assert dict(found) == {
-            name: re.findall(rf"counter {name} {{\s+packets \d+ bytes (\d+)", passed)[0] for name, _ in found}
+        counters = re.findall(r"counter (\w+) {\s+packets \d+ bytes (\d+)", passed)
+        assert found == {name: int(octets) for name, octets in counters}
 
 
 def test_nothing_is_counted_without_the_option(where: Node) -> None:

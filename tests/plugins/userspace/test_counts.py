@@ -46,7 +46,7 @@ def counting(start: Start) -> Proxy:
 def counted(proxy: Proxy, family: Family = Family.IPV4) -> Counter[str]:
     """Return the counts as ``tcp 10.96.0.1:80 127.0.0.1:9001``, followed by a failure."""
     found: Counter[str] = Counter()
-    for (address, protocol, port), where, number, _, failure in proxy.backend.kproxy_traffic(family):
+    for (address, protocol, port), where, number, _, failure, _ in proxy.backend.kproxy_traffic(family):
         dialled = format_address(address) if address else "any"
         endpoint = f"{format_address(where.address)}:{where.port}" if where else "rejected"
         failed = f" {failure.value}" if failure else ""
