@@ -1,10 +1,11 @@
 """The cost of connect() and datagrams through a ClusterIP in ebpf mode, through its rules, and directly.
 
-    .venv/bin/python -m tests.bench.sockets [ROUNDS [notrack]]
+    .venv/bin/python -m tests.bench.sockets [ROUNDS [notrack | counting]]
 
-*notrack*: with that option of the mode. A mark of the client's own keeps the other ways tracked.
+*notrack*: with that option of the mode. A mark of the client's own keeps the other ways tracked. *counting*:
+one kproxy without and one with ``trafficMetrics``, side by side.
 
-As root. Makes two network namespaces and a cgroup, and removes them. All ways are measured in turn, in one
+As root. Makes network namespaces and cgroups, and removes them. All ways are measured in turn, in one
 thread: figures of separate runs differ by more than what is measured.
 """
 
@@ -17,8 +18,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -38,6 +39,13 @@ Operation = Callable[[socket.socket, str], None]
 def connect(client: socket.socket, address: str) -> None:
     """Open one TCP connection."""
     client.connect((address, PORT))
+
+
+def connect_and_end(client: socket.socket, address: str) -> None:
+    """Open one TCP connection, end it, and wait until the server has."""
+    connect(client, address)
+    client.shutdown(socket.SHUT_WR)
+    client.recv(1)
 
 
 def exchange(client: socket.socket, address: str) -> None:
@@ -60,28 +68,43 @@ def known_flow(client: socket.socket, address: str) -> None:
 
 
 class Way(NamedTuple):
-    """A way to the server. *is_translated*: by programs."""
+    """A way to the server. *is_translated*: by programs. *is_counted*: by the second kproxy."""
 
     address: str
     is_translated: bool
     mark: int = 0
+    is_counted: bool = False
+
+
+class Stage(NamedTuple):
+    """The namespace of clients, and the cgroup in which programs translate."""
+
+    client: Namespace
+    cgroup: Path
 
 
 WAYS = {"direct": Way(SERVER, False), "rules": Way(VIP, False), "ebpf": Way(VIP, True)}
 WAYS_OF_NOTRACK = {"direct": Way(SERVER, False), "ebpf": Way(VIP, True, 7), "notrack": Way(VIP, True)}
+WAYS_OF_COUNTING = WAYS | {f"{name}, counted": way._replace(is_counted=True) for name, way in WAYS.items()}
 
 
-def main(rounds: int, *, notrack: bool) -> None:
+def main(rounds: int, variant: str) -> None:
     """Print a table of medians in microseconds, and ratios to the direct way."""
-    ways = WAYS_OF_NOTRACK if notrack else WAYS
-    with _stage(notrack=notrack) as (client, cgroup):
+    ways = {"notrack": WAYS_OF_NOTRACK, "counting": WAYS_OF_COUNTING}.get(variant, WAYS)
+    with ExitStack() as stack:
+        home = stack.enter_context(_home())
+        stages = [stack.enter_context(_stage(home / "node", {"notrack": variant == "notrack"}, "off"))]
+        if variant == "counting":
+            stages.append(stack.enter_context(_stage(home / "counted", {}, "service")))
         for what, kind, warm, operation, repeats in (
             ("TCP connect()", socket.SOCK_STREAM, None, connect, 1),
+            ("TCP, whole life", socket.SOCK_STREAM, None, connect_and_end, 1),
             ("TCP, established", socket.SOCK_STREAM, connect, exchange, 20),
             ("UDP, new socket", socket.SOCK_DGRAM, None, datagram, 1),
             ("UDP, known flow", socket.SOCK_DGRAM, datagram, known_flow, 20),
         ):
-            times = client.inside(partial(_rounds, ways, rounds, cgroup, kind, operation, warm=warm))
+            play = partial(_rounds, ways, rounds, stages, kind, operation, warm=warm)
+            times = stages[0].client.inside(play)
             medians = {way: statistics.median(found) / repeats / 1000 for way, found in times.items()}
             direct = medians["direct"]
             row = "   ".join(f"{way} {us:6.2f} us ({us / direct:4.2f})" for way, us in medians.items())
@@ -89,52 +112,62 @@ def main(rounds: int, *, notrack: bool) -> None:
 
 
 def _rounds(
-    ways: Mapping[str, Way], rounds: int, cgroup: Path, kind: socket.SocketKind, operation: Operation,
-    *, warm: Operation | None,
+    ways: Mapping[str, Way], rounds: int, stages: Sequence[Stage], kind: socket.SocketKind,
+    operation: Operation, *, warm: Operation | None,
 ) -> dict[str, list[int]]:
     """Return how many nanoseconds each operation took, by way."""
     times: dict[str, list[int]] = {way: [] for way in ways}
     thread = str(threading.get_native_id())
     for number in range(rounds):
         sockets = {}
-        for way, (_, is_translated, mark) in ways.items():
+        for way, (_, is_translated, mark, is_counted) in ways.items():
+            client, cgroup = stages[is_counted]
             (cgroup if is_translated else cgroup.parent).joinpath("cgroup.threads").write_text(thread)
-            sockets[way] = [socket.socket(socket.AF_INET, kind) for _ in range(BATCH)]
+            with client.joined():
+                sockets[way] = [socket.socket(socket.AF_INET, kind) for _ in range(BATCH)]
             for made in sockets[way] if mark else ():
                 made.setsockopt(socket.SOL_SOCKET, socket.SO_MARK, mark)
         for at in range(BATCH):
             for way in sorted(ways, reverse=bool((number + at) % 2)):
-                client, address = sockets[way][at], ways[way].address
+                sock, address = sockets[way][at], ways[way].address
                 if warm is not None:
-                    warm(client, address)
+                    warm(sock, address)
                 begun = time.perf_counter_ns()
-                operation(client, address)
+                operation(sock, address)
                 times[way].append(time.perf_counter_ns() - begun)
-                client.close()
+                sock.close()
     return times
 
 
 @contextmanager
-def _stage(*, notrack: bool) -> Iterator[tuple[Namespace, Path]]:
-    """Two namespaces, kproxy in ebpf mode in the client's, and the cgroup that it translates."""
+def _home() -> Iterator[Path]:
+    """Move this process to a new cgroup, and back."""
     home = cgroup2_tree() / f"kpb-{os.getpid()}"
-    cgroup = home / "node"
-    cgroup.mkdir(parents=True)
-    (cgroup / "cgroup.type").write_text("threaded")
+    home.mkdir()
     (home / "cgroup.procs").write_text(str(os.getpid()))
     try:
+        yield home
+    finally:
+        (cgroup2_tree() / "cgroup.procs").write_text(str(os.getpid()))
+        home.rmdir()
+
+
+@contextmanager
+def _stage(cgroup: Path, options: Mapping[str, object], counting: str) -> Iterator[Stage]:
+    """Two namespaces, and kproxy in ebpf mode in the client's, for sockets of the new *cgroup*."""
+    cgroup.mkdir()
+    try:
+        (cgroup / "cgroup.type").write_text("threaded")
         with namespace() as client, namespace() as server, tempfile.TemporaryDirectory() as directory:
             client.ip(f"link add eth0 type veth peer name eth0 netns {server.name}",
                       f"address add {CLIENT}/24 dev eth0", "link set eth0 up",
                       f"route add default via {SERVER}")  # fmt: skip
             server.ip(f"address add {SERVER}/24 dev eth0", "link set eth0 up")
             server.inside(_serve)
-            with _proxy(client, Path(directory), {"cgroup": str(cgroup), "notrack": notrack}):
-                yield client, cgroup
+            with _proxy(client, Path(directory), {"cgroup": str(cgroup), **options}, counting):
+                yield Stage(client, cgroup)
     finally:
-        (cgroup2_tree() / "cgroup.procs").write_text(str(os.getpid()))
         cgroup.rmdir()
-        home.rmdir()
 
 
 def _serve() -> None:
@@ -160,7 +193,9 @@ def _serve() -> None:
 
 
 @contextmanager
-def _proxy(client: Namespace, directory: Path, options: Mapping[str, object]) -> Iterator[None]:
+def _proxy(
+    client: Namespace, directory: Path, options: Mapping[str, object], counting: str
+) -> Iterator[None]:  # fmt: skip
     ports = [("tcp", "TCP"), ("udp", "UDP")]
     objects = [
         {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "node1"},
@@ -181,7 +216,9 @@ def _proxy(client: Namespace, directory: Path, options: Mapping[str, object]) ->
     config = directory / "config.yaml"
     config.write_text(yaml.safe_dump({
         "apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration",
-        "clusterCIDR": "10.244.0.0/16", "kproxy": {"backendOptions": {"ebpf": dict(options)}},
+        "clusterCIDR": "10.244.0.0/16",
+        "kproxy": {"backendOptions": {"ebpf": dict(options)}, "trafficMetrics": counting,
+                   "stateDirectory": str(directory / "state")},
     }))  # fmt: skip
     kproxy = str(Path(sys.executable).with_name("kproxy"))
     process = subprocess.Popen([
@@ -206,4 +243,4 @@ def _is_ready() -> bool:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 40, notrack=sys.argv[2:] == ["notrack"])
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 40, sys.argv[2] if len(sys.argv) > 2 else "")
