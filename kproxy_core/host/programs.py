@@ -1,13 +1,15 @@
 """Programs of the node, and the processes that run them for us."""
 
 import io
+import math
 import os
 import select
 import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Generator, Iterator
+import time
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 
 from kproxy_core.host.errors import HostError
@@ -24,6 +26,8 @@ _BATCH = 1 << 20
 """Bytes of output that are read at once."""
 _MAX_REMEMBERED = 100
 """Kernel notifications are delayed, but never by more processes than this."""
+_REMEMBERED_SECONDS = 600.0
+"""Longer than any program runs. Later the id may be that of another process: changes by it are foreign."""
 
 Done = subprocess.CompletedProcess[str]
 
@@ -39,13 +43,16 @@ class ProgramUnfinished(ProgramFailed):
 class OwnProcesses:
     """The processes that one backend has started; their changes in the kernel are its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._lock = threading.Lock()
-        self._ids: dict[int, None] = {}
+        self._ids: dict[int, float] = {}
+        """The times of their starts, in this order."""
 
     def __contains__(self, pid: object) -> bool:
         with self._lock:
-            return pid in self._ids
+            started = self._ids.get(pid, -math.inf) if isinstance(pid, int) else -math.inf
+            return self._clock() - started < _REMEMBERED_SECONDS
 
     @contextmanager
     def starting(self) -> Iterator[None]:
@@ -56,7 +63,7 @@ class OwnProcesses:
     def remember(self, pid: int) -> None:
         """Add *pid*. Must be called within `starting`."""
         self._ids.pop(pid, None)
-        self._ids[pid] = None
+        self._ids[pid] = self._clock()
         if len(self._ids) > _MAX_REMEMBERED:
             del self._ids[next(iter(self._ids))]
 

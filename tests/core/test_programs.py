@@ -73,6 +73,17 @@ def test_each_owner_remembers_its_own_processes() -> None:
     assert len(yours._ids) == 1
 
 
+def test_a_process_is_forgotten_before_another_one_gets_its_id() -> None:
+    now = 1000.0
+    own = OwnProcesses(lambda: now)
+    with own.starting():
+        own.remember(4711)
+    now += programs.TIMEOUT + 100
+    assert 4711 in own
+    now += 3600
+    assert 4711 not in own
+
+
 def test_a_program_that_stops_in_the_middle_of_its_output_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "TIMEOUT", 0.05)
     with pytest.raises(ProgramUnfinished, match="sh timed out after"):
