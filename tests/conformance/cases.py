@@ -35,7 +35,7 @@ NOT_FOR: Mapping[str, Mapping[str, str]] = {
         "nodeport-etp-local-none": _POLICY,
         "source-ranges-local": _POLICY,
         "address-of-the-node": "frontends whose port another program holds are not served",
-        "counted-rejections": "the process, not the backend, counts rejections, by connection tracking",
+        "counted-rejections": "the process, not the backend, counts rejected TCP connections",
         "counted-without-the-process": _PROCESS,
         "mode-switch": _PROCESS,
         "proxy-restart": _PROCESS,
