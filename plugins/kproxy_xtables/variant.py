@@ -66,8 +66,8 @@ def find_variants() -> list[Variant]:
     """Return the installed variants. Raises ProgramUnfinished."""
     kinds: dict[bool, Variant] = {}
     for infix in ("-nft", "-legacy", ""):
-        variant = probe(infix)
-        if variant is not None:
+        # Plain iptables is one of the other two if both are installed.
+        if len(kinds) < 2 and (variant := probe(infix)) is not None:
             kinds.setdefault(variant.nft, variant)
     return list(kinds.values())
 
