@@ -25,8 +25,12 @@ _DIALLED = "dialled"
 _ADDRESS_TYPE = {Family.IPV4: "ipv4_addr", Family.IPV6: "ipv6_addr"}
 _MOST = 1 << 18
 """Most elements of a set; beyond it, further ones are not counted."""
-_KEPT = "1h"
-"""Time after its last connection for which a count is kept."""
+_KEPT = "90m"
+"""Time after its last connection for which a count is kept.
+
+Not an hour: the count of a client that connects hourly would end, and begin again at the number that was read
+last, which does not show the new connection.
+"""
 _FRONTEND = struct.Struct(">B3xH2x")
 _PORT = struct.Struct(">H2x")
 

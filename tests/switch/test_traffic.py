@@ -164,6 +164,10 @@ def test_no_connection_is_lost_or_counted_twice(node: Room) -> None:
         dial(node, WEB, 7)
         dial(node, (NODE, 31780), 3)
         assert counted(proxy) == {"one forwarded": 10, "endpoints": 10}
+        kept = re.findall(
+            r"expires (\d+)h(\d+)m", node.node.run("nft", "list", "set", "ip", "kproxy", "connections"))
+        assert kept
+        assert all((int(hours), int(minutes)) > (1, 5) for hours, minutes in kept)  # for hourly clients
         move_endpoints(node)
         dial(node, WEB, 2)
         assert counted(proxy)["one forwarded"] == 12

@@ -13,8 +13,8 @@ from kproxy_userspace.kernel.arrivals import UnansweredFlow, unanswered_flows
 from kproxy_userspace.kernel.workers import WorkerPool
 from kproxy_userspace.worker.wire import Count
 
-_KEPT = 3600.0
-"""Seconds after its last connection for which a count is kept."""
+_KEPT = 5400.0
+"""Seconds after its last connection for which a count is kept: not an hour, see `kproxy_nft.counting`."""
 
 _Subject = tuple[Family, Frontend, Destination | None, Failure | None]
 

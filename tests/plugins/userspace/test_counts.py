@@ -8,6 +8,7 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -16,8 +17,11 @@ from kproxy_core.model.address import Family, format_address, parse_address
 from kproxy_core.model.service import Service
 from kproxy_core.testing.builders import endpoint_slice, plans, service
 from kproxy_core.testing.network.namespaces import run
+from kproxy_core.traffic.totals import Counts
 from kproxy_userspace.backend import UserspaceBackend
+from kproxy_userspace.inspection.traffic import Traffic
 from kproxy_userspace.wanted import wanted
+from kproxy_userspace.worker.wire import Count
 
 from .endpoints import PATIENCE, connect, datagram, endpoints, name_of, reached
 from .proxies import NODE, ONE, TWO, VIP, A, B, Proxy, Start
@@ -262,3 +266,28 @@ def test_udp_without_affinity_has_a_relay_for_each_frontend(
     (only,) = wanted(plan, node, None).values()
     assert only.frontend is None
     assert Counter(portal for relay in relays.values() for portal in relay.portals) == Counter(only.portals)
+
+
+class HourlyClient:
+    """Workers whose relays see one connection an hour, each a little later than the last one."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self._clock = clock
+        self.made = 0
+
+    def report(self) -> list[Count]:
+        if self._clock[0] < self.made * 3625:
+            return []
+        self.made += 1
+        return [Count(False, (VIP, 80), ONE, "", 1)]
+
+
+def test_each_connection_of_an_hourly_client_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("kproxy_userspace.inspection.traffic.time.monotonic", lambda: clock[0])
+    workers: Any = HourlyClient(clock)
+    traffic, counts, total = Traffic(workers), Counts(), 0
+    while workers.made < 10:
+        total += sum(number for _, number in counts.new(Family.IPV4, traffic.read(Family.IPV4, ())))
+        clock[0] += 15
+    assert total == 10
