@@ -11,6 +11,7 @@ thread: figures of separate runs differ by more than what is measured.
 
 import json
 import os
+import random
 import socket
 import statistics
 import subprocess
@@ -118,7 +119,7 @@ def _rounds(
     """Return how many nanoseconds each operation took, by way."""
     times: dict[str, list[int]] = {way: [] for way in ways}
     thread = str(threading.get_native_id())
-    for number in range(rounds):
+    for _ in range(rounds):
         sockets = {}
         for way, (_, is_translated, mark, is_counted) in ways.items():
             client, cgroup = stages[is_counted]
@@ -128,7 +129,7 @@ def _rounds(
             for made in sockets[way] if mark else ():
                 made.setsockopt(socket.SOL_SOCKET, socket.SO_MARK, mark)
         for at in range(BATCH):
-            for way in sorted(ways, reverse=bool((number + at) % 2)):
+            for way in random.sample(list(ways), len(ways)):  # One leaves its code in the processor's caches.
                 sock, address = sockets[way][at], ways[way].address
                 if warm is not None:
                     warm(sock, address)
