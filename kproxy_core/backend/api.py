@@ -40,6 +40,9 @@ class Description:
     base: str = ""
     """The mode that this one stands on: the core makes that mode's backend too, and this one's hooks wrap its
     (``@hookimpl(wrapper=True)``). "": none."""
+    options: tuple[str, ...] | None = None
+    """Names of the mode's options in ``kproxy.backendOptions``, without those of its base. A start with any
+    other name fails. None: any may be given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,8 @@ class BackendSettings:
     """Families in which nodePortAddresses includes loopback (`NodeView.node_ports_on_loopback`)."""
     count_traffic: bool = False
     """Count new connections for `hookspecs.kproxy_traffic`. False: spend nothing on it."""
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """The flag or the path in the file that set each of `options`, as `errors.InvalidOption` names it."""
 
 
 class Damage(Protocol):

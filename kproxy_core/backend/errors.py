@@ -1,5 +1,6 @@
 """The errors that a backend raises. The sync loop distinguishes them by type and never parses a message."""
 
+from kproxy_core.backend.api import BackendSettings
 from kproxy_core.model.address import Family
 
 
@@ -28,3 +29,11 @@ class Unsupported(BackendError):
         """*family* is the only IP family that cannot be served; None: none can."""
         super().__init__(problem)
         self.family = family
+
+
+class InvalidOption(BackendError):
+    """An option of the mode has a wrong value or an unknown name, so kproxy does not start in any mode."""
+
+    def __init__(self, settings: BackendSettings, name: str, value: object, problem: str) -> None:
+        """*name*: as in `BackendSettings.options`. The message has the flag or the path in the file."""
+        super().__init__(f"{settings.sources.get(name, name)}: {value!r}: {problem}")

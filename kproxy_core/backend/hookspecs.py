@@ -38,7 +38,8 @@ def kproxy_detect(
     Changes nothing, and never raises because something is missing. With a *trial*, this process exists for
     the question only: enter its namespace (`Trial.enter`) and try what the mode needs. Without one, draw
     conclusions from what can be read, and mark them as `Requirement.guessed`. Kernels load modules for
-    processes that use their features: without *load_modules*, try nothing that has this effect.
+    processes that use their features: without *load_modules*, try nothing that has this effect. Raises
+    InvalidOption as `kproxy_make_backend` does.
     """
     raise NotImplementedError
 
@@ -106,7 +107,8 @@ def kproxy_dialled(protocol: Protocol, source: Destination, endpoint: Destinatio
 def kproxy_make_backend(mode: str, settings: api.BackendSettings) -> api.Backend | None:
     """Return a new backend if *mode* is this plugin's, else None. Leave the kernel alone.
 
-    Raises Unsupported if the mode cannot work here.
+    Raises Unsupported if the mode cannot work here, and another may be chosen; raises InvalidOption if one of
+    `BackendSettings.options` has a wrong value, which ends the start.
     """
 
 

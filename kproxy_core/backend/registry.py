@@ -17,7 +17,7 @@ import pluggy
 
 from kproxy_core.backend import api, hookspecs
 from kproxy_core.backend.entry_points import OBSERVERS, BrokenPlugin, distribution_of, installed_entry_points
-from kproxy_core.backend.errors import BackendError
+from kproxy_core.backend.errors import BackendError, InvalidOption
 from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.backend.named import PluginNotFound, import_named, read_names
 from kproxy_core.model.endpoint import Destination
@@ -131,10 +131,22 @@ class Registry:
             raise PluginRefused(f"mode {mode!r} has the base {base!r}, which has a base itself")
         return (base, mode)
 
+    def options(self, mode: str) -> frozenset[str] | None:
+        """Return the names of the options of *mode* and its base; None: it may have any.
+
+        Raises UnknownMode or PluginRefused.
+        """
+        names: set[str] = set()
+        for layer in self.layers(mode):
+            if (known := self.load(layer).options) is None:
+                return None
+            names.update(known)
+        return frozenset(names)
+
     def make_backend(self, mode: str, settings: api.BackendSettings) -> BackendInstance:
         """Make the backend for *mode*, and its base's before it, and register both for the hooks of work.
 
-        Raises UnknownMode, PluginRefused, or Unsupported if it can't work on this machine.
+        Raises UnknownMode, PluginRefused, InvalidOption, or Unsupported if it can't work on this machine.
         """
         backends: list[object] = []
         try:
@@ -194,7 +206,8 @@ class Registry:
     ) -> api.Detection:
         """Ask the plugin for *mode* whether it works here. A plugin that fails to answer does not work.
 
-        For *trial* and *load_modules* see `hookspecs.kproxy_detect`. Raises UnknownMode or PluginRefused.
+        For *trial* and *load_modules* see `hookspecs.kproxy_detect`. Raises UnknownMode, PluginRefused or
+        InvalidOption.
         """
         found = [
             self._detect(layer, settings, trial, load_modules=load_modules) for layer in self.layers(mode)
@@ -211,6 +224,8 @@ class Registry:
             if isinstance(answer, api.Detection):
                 return answer
             problem = f"answered {type(answer).__name__}, not Detection"
+        except InvalidOption:
+            raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - as in `load`
             problem = _reason(error)
         return api.Detection(mode, (api.Requirement("an answer from the plugin", False, problem),))

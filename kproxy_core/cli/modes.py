@@ -4,14 +4,18 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
-from kproxy_core.backend.api import BackendSettings, Description, Detection, Requirement
+from kproxy_core.backend.api import Description, Detection, Requirement, Trial
+from kproxy_core.backend.errors import InvalidOption
 from kproxy_core.backend.registry import Registry
 from kproxy_core.cli.machine import Fact, facts
 from kproxy_core.cli.terminal import bad, faint, good, hint, is_terminal, strong
+from kproxy_core.config.settings import Config
 from kproxy_core.host import trial
 from kproxy_core.model.address import Family
 from kproxy_core.process.choice import candidates, primary
-from kproxy_core.process.terms import Configuration, backend_settings, served_families
+from kproxy_core.process.terms import Configuration, served_families, serving_settings
+
+_OPTIONS = "options"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +24,12 @@ class DescribedMode:
 
     description: Description
     detection: Detection | None
+
+    @property
+    def ends_a_start(self) -> bool:
+        """Return whether options of the mode are wrong. A proxy that would serve in it does not start."""
+        return self.detection is not None and any(
+            requirement.what == _OPTIONS for requirement in self.detection.requirements)
 
     def as_document(self) -> dict[str, Any]:
         major, minor = self.description.contract
@@ -137,11 +147,12 @@ def find_out(registry: Registry, mode: str, configuration: Configuration, *, loa
         for known in (mode.description for mode in describe(registry, mode).modes)
     )
     works = [d.description.mode for d in described if d.detection is not None and d.detection.usable]
+    ends = [d.description.mode for d in described if d.ends_a_start]
     config = configuration.of(mode or configuration.mode)
     fall_back = not mode and config.kproxy.mode_fallback == "auto"
     asked = candidates(registry, mode or config.mode, fall_back=fall_back)
-    serving = next((candidate for candidate in asked if candidate in works), "")
-    return Report(tuple(facts(families)), described, serving)
+    first = next((candidate for candidate in asked if candidate in (*works, *ends)), "")
+    return Report(tuple(facts(families)), described, first if first in works else "")
 
 
 def _look(
@@ -150,24 +161,33 @@ def _look(
 ) -> Detection:
     """Probe *mode* for all *families*, or else for the primary one, which suffices to serve."""
     config = configuration.of(mode)
-    found = _detection(registry, mode, backend_settings(config, families), load_modules)
+    found = _detection(registry, config, families, load_modules)
     others = [family.label for family in families if family is not primary(config)]
     if found.usable or len(others) != len(families) - 1 or not others:
         return found
-    alone = _detection(registry, mode, backend_settings(config, (primary(config),)), load_modules)
+    alone = _detection(registry, config, (primary(config),), load_modules)
     if not alone.usable:
         return found
     unserved = Requirement(" and ".join(others), True, f"not served: {found.because}")
     return Detection(mode, (*alone.requirements, unserved))
 
 
-def _detection(registry: Registry, mode: str, settings: BackendSettings, load_modules: bool) -> Detection:
+def _detection(
+    registry: Registry, config: Config, families: tuple[Family, ...], load_modules: bool
+) -> Detection:
     """Probe in a child process, which can enter a namespace and crash without harm."""
+
+    def detect(namespace: Trial) -> Detection:
+        try:
+            settings = serving_settings(config, registry, families)
+            return registry.detect(config.mode, settings, namespace, load_modules=load_modules)
+        except InvalidOption as error:
+            return Detection(config.mode, (Requirement(_OPTIONS, False, str(error)),))
+
     try:
-        return trial.ask(
-            lambda namespace: registry.detect(mode, settings, namespace, load_modules=load_modules))
+        return trial.ask(detect)
     except trial.NoAnswer as error:
-        return Detection(mode, (Requirement("an answer from the plugin", False, str(error)),))
+        return Detection(config.mode, (Requirement("an answer from the plugin", False, str(error)),))
 
 
 def _line(requirement: Requirement) -> str:

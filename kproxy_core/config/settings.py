@@ -87,6 +87,8 @@ class Config:
     kproxy: Kproxy
     backend_options: Mapping[str, object]
     """The file's options of this mode, named as in the file; durations are floats in seconds."""
+    option_sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """The flag or the path in the file that set each of `backend_options`."""
     reported_version: str = ""
     """The version to report; "": our own."""
     document: KubeProxyConfiguration = field(default=KubeProxyConfiguration(), compare=False)
@@ -115,6 +117,7 @@ def resolve(flags: Flags, file: FileConfig | None) -> Config:
     document = merged.document
     parse = _Parser(document)
     _, section = document.section_of(document.mode)
+    options = _options(document)
     local_mode = parse.detect_local_mode()
     bind_address = parse.bind_address()
     anywhere, loopback = ("0.0.0.0", "127.0.0.1") if len(bind_address) == 4 else ("::", "::1")
@@ -145,7 +148,8 @@ def resolve(flags: Flags, file: FileConfig | None) -> Config:
         verbosity=document.logging.verbosity,
         logging_format="json" if document.logging.format == "json" else "text",
         kproxy=document.kproxy,
-        backend_options=_options(document),
+        backend_options={option: value for option, (_, value) in options.items()},
+        option_sources={option: merged.option(path) for option, (path, _) in options.items()},
         document=document,
         reported_version=given if (given := flags.get("version", "")).startswith("v") else "",
         notices=(*merged.notices, *(
@@ -255,10 +259,17 @@ class _Parser:
         self.problems.append(Problem(path, value, problem))
 
 
-def _options(document: KubeProxyConfiguration) -> dict[str, object]:
-    """Return the options of the mode: its section or fields in kube-proxy's format, and our additions."""
-    name, section = document.section_of(document.mode)
-    own = {f.encode_name: getattr(section, f.name) for f in msgspec.structs.fields(section)}
-    if name != document.mode:
-        own = {path: field_at(document, path) for path in OUTSIDE_SECTIONS.get(document.mode, ())}
-    return own | document.kproxy.backend_options.get(document.mode, {})
+def _options(document: KubeProxyConfiguration) -> dict[str, tuple[str, object]]:
+    """Return the path and value of each option of the mode.
+
+    These are its section or fields in kube-proxy's format, and our additions.
+    """
+    mode = document.mode
+    name, section = document.section_of(mode)
+    if name == mode:
+        own = {f.encode_name: (f"{name}.{f.encode_name}", getattr(section, f.name))
+               for f in msgspec.structs.fields(section)}  # fmt: skip
+    else:
+        own = {path: (path, field_at(document, path)) for path in OUTSIDE_SECTIONS.get(mode, ())}
+    added = document.kproxy.backend_options.get(mode, {})
+    return own | {option: (f"kproxy.backendOptions.{mode}.{option}", added[option]) for option in added}

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from kproxy_core.backend.api import BackendSettings
-from kproxy_core.backend.errors import BackendError, SyncFailed, Unsupported
+from kproxy_core.backend.errors import BackendError, InvalidOption, SyncFailed, Unsupported
 from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.backend.registry import Registry
 
@@ -19,7 +19,8 @@ def start_backend(
 ) -> BackendInstance:
     """Make the backend of *mode*, and check that it can work as far as possible without programming rules.
 
-    With *insist*, a failed check is only logged. Raises UnknownMode, PluginRefused or Unsupported.
+    With *insist*, a failed check is only logged. Raises UnknownMode, PluginRefused, InvalidOption or
+    Unsupported.
     """
     instance = _checked(lambda: registry.make_backend(mode, settings))
     try:
@@ -30,8 +31,8 @@ def start_backend(
     except SyncFailed as error:
         # It may pass, and the sync loop retries.
         log.info("backend start failed, retrying", extra={"fields": {"mode": mode, "error": str(error)}})
-    except Unsupported as error:
-        if not insist:
+    except (InvalidOption, Unsupported) as error:
+        if not insist or isinstance(error, InvalidOption):
             registry.close_backend(instance)
             raise
         log.warning("mode may not work", extra={"fields": {"mode": mode, "because": str(error)}})

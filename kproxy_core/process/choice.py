@@ -16,7 +16,7 @@ from kproxy_core.config.settings import Config
 from kproxy_core.host import privileges
 from kproxy_core.model.address import Family, family_of
 from kproxy_core.modes.starting import start_backend
-from kproxy_core.process.terms import Configuration, backend_settings
+from kproxy_core.process.terms import Configuration, serving_settings
 
 log = logging.getLogger("kproxy.run")
 
@@ -36,7 +36,8 @@ def choose(
     """Start the first working mode of *wanted* and its fallbacks; without *wanted*, of all modes.
 
     A process without CAP_NET_ADMIN cannot find out what the kernel lacks, and does not fall back.
-    Raises ConfigError, UnknownMode or PluginRefused, or Unsupported if no such mode works.
+    Raises ConfigError or InvalidOption for the first mode that is not configured correctly, UnknownMode or
+    PluginRefused, or Unsupported if no such mode works.
     """
     privileged = "CAP_NET_ADMIN" in privileges.held()
     fall_back = privileged and configuration.of(wanted).kproxy.mode_fallback == "auto"
@@ -64,17 +65,17 @@ def _begin(
     """Start the backend of *mode* for those of *families* that it can serve.
 
     kube-proxy also serves one family where iptables has no nat table for the other (1.36,
-    cmd/kube-proxy/app/server_linux.go). Raises UnknownMode, PluginRefused or Unsupported.
+    cmd/kube-proxy/app/server_linux.go). Raises UnknownMode, PluginRefused, InvalidOption or Unsupported.
     """
     try:
-        return start_backend(registry, mode, backend_settings(config, families), insist=insist)
+        return start_backend(registry, mode, serving_settings(config, registry, families), insist=insist)
     except Unsupported as error:
         served = tuple(family for family in families if family is not error.family)
         if served == families or primary(config) not in served:
             raise
         log.warning("IP family is not served", extra={"fields": {
             "mode": mode, "ip_family": error.family.label if error.family else "", "because": str(error)}})
-        return start_backend(registry, mode, backend_settings(config, served))
+        return start_backend(registry, mode, serving_settings(config, registry, served))
 
 
 def primary(config: Config) -> Family:
@@ -85,11 +86,11 @@ def primary(config: Config) -> Family:
 def conclude(configuration: Configuration, registry: Registry, families: tuple[Family, ...]) -> str:
     """Return the mode that `choose` would take without a wanted one, concluded without starting any.
 
-    Raises ConfigError, or Unsupported if no mode is usable.
+    Raises ConfigError or InvalidOption, or Unsupported if no mode is usable.
     """
     problems: dict[str, str] = {}
     for mode in candidates(registry, "", fall_back=False):
-        detection = registry.detect(mode, backend_settings(configuration.of(mode), families))
+        detection = registry.detect(mode, serving_settings(configuration.of(mode), registry, families))
         if detection.usable:
             return mode
         problems[mode] = detection.because

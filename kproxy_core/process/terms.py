@@ -1,10 +1,11 @@
 """The settings with which a mode serves on this machine."""
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from kproxy_core.backend.api import BackendSettings, Description
+from kproxy_core.backend.errors import InvalidOption
 from kproxy_core.backend.registry import Registry
 from kproxy_core.config.file import FileConfig, load
 from kproxy_core.config.flags import Flags
@@ -71,7 +72,28 @@ def served_families() -> tuple[Family, ...]:
 def backend_settings(config: Config, families: tuple[Family, ...]) -> BackendSettings:
     loopback = tuple(f for f in families if includes_loopback(config.node_port_addresses, f))
     return BackendSettings(families, config.masquerade_bit, config.backend_options, loopback,
-                           count_traffic=config.kproxy.count_traffic)
+                           count_traffic=config.kproxy.count_traffic, sources=config.option_sources)
+
+
+def serving_settings(config: Config, registry: Registry, families: tuple[Family, ...]) -> BackendSettings:
+    """Return the settings for the backend of a mode that will serve, or whose use is being considered.
+
+    Raises InvalidOption for an option that neither the mode nor its base has, UnknownMode or PluginRefused.
+    """
+    settings = backend_settings(config, families)
+    known = registry.options(config.mode)
+    for name, value in config.kproxy.backend_options.get(config.mode, {}).items():
+        if known is not None and name not in known:
+            raise InvalidOption(settings, name, value, _unknown(name, config.mode, known))
+    return settings
+
+
+def _unknown(name: str, mode: str, known: Collection[str]) -> str:
+    import difflib  # needed only for a file with mistakes
+
+    nearest = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    return f"mode {mode} has no such option{hint}"
 
 
 def settings_of_modes(
@@ -112,7 +134,7 @@ def terms_of_modes(
     def terms(mode: str) -> Terms:
         config = configuration.of(mode)
         return Terms(
-            settings=backend_settings(config, families),
+            settings=serving_settings(config, registry, families),
             node=node_settings(config, registry.load(mode)),
             pacing=lambda: pacing(config),
         )

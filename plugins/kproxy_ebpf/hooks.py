@@ -14,11 +14,14 @@ def kproxy_describe() -> Description:
     return Description(
         mode=MODE,
         summary="endpoints chosen at connect() by BPF programs, in front of the nftables rules",
-        contract=(1, 7),
+        contract=(1, 8),
         preference=5,
         default_node_port_addresses=("primary",),
         fallback="nftables",
         base="nftables",
+        options=(
+            "cgroup", "clients", "pinDirectory", "getpeername", "connectedUdp", "notrack", "notrackBit",
+        ),
     )
 
 

@@ -1,10 +1,9 @@
 """The options of the mode, under ``kproxy.backendOptions.ebpf`` of the configuration file."""
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from kproxy_core.backend.api import BackendSettings
-from kproxy_core.backend.errors import Unsupported
+from kproxy_core.backend.errors import InvalidOption
 
 DEFAULT_PIN_DIRECTORY = "/sys/fs/bpf/kproxy"
 _NOTRACK_BIT = 12
@@ -28,14 +27,13 @@ class Settings(NamedTuple):
 
 
 def read_settings(settings: BackendSettings) -> Settings:
-    """Return the options in effect. Raises Unsupported naming an option with a wrong value."""
-    options = settings.options
+    """Return the options in effect. Raises InvalidOption."""
     return Settings(
-        cgroup=_path(options, "cgroup", ""),
-        clients=_choice(options, "clients", ("auto", "all", "node")),
-        pin_directory=_path(options, "pinDirectory", DEFAULT_PIN_DIRECTORY),
-        getpeername=_boolean(options, "getpeername", default=True),
-        connected_udp=_choice(options, "connectedUdp", ("rules", "destroy")) == "destroy",
+        cgroup=_path(settings, "cgroup", ""),
+        clients=_choice(settings, "clients", ("auto", "all", "node")),
+        pin_directory=_path(settings, "pinDirectory", DEFAULT_PIN_DIRECTORY),
+        getpeername=_boolean(settings, "getpeername", default=True),
+        connected_udp=_choice(settings, "connectedUdp", ("rules", "destroy")) == "destroy",
         notrack_mark=_notrack_mark(settings),
     )
 
@@ -43,34 +41,30 @@ def read_settings(settings: BackendSettings) -> Settings:
 def _notrack_mark(settings: BackendSettings) -> int:
     bit = settings.options.get("notrackBit", _NOTRACK_BIT)
     if not isinstance(bit, int) or isinstance(bit, bool) or not 0 <= bit <= 31:
-        raise _wrong("notrackBit", bit, "must be within 0 to 31")
-    if not _boolean(settings.options, "notrack", default=False):
+        raise InvalidOption(settings, "notrackBit", bit, "must be within 0 to 31")
+    if not _boolean(settings, "notrack", default=False):
         return 0
     if bit == settings.masquerade_bit:
-        raise _wrong("notrackBit", bit, "must differ from masqueradeBit")
+        raise InvalidOption(settings, "notrackBit", bit, "must differ from masqueradeBit")
     return 1 << bit
 
 
-def _path(options: Mapping[str, object], name: str, default: str) -> str:
-    value = options.get(name) or default
+def _path(settings: BackendSettings, name: str, default: str) -> str:
+    value = settings.options.get(name) or default
     if not isinstance(value, str) or (value and not value.startswith("/")) or "\0" in value:
-        raise _wrong(name, value, "must be an absolute path")
+        raise InvalidOption(settings, name, value, "must be an absolute path")
     return value
 
 
-def _choice(options: Mapping[str, object], name: str, choices: tuple[str, ...]) -> str:
-    value = options.get(name, choices[0])
+def _choice(settings: BackendSettings, name: str, choices: tuple[str, ...]) -> str:
+    value = settings.options.get(name, choices[0])
     if value not in choices:
-        raise _wrong(name, value, f"must be {', '.join(choices[:-1])} or {choices[-1]}")
+        raise InvalidOption(settings, name, value, f"must be {', '.join(choices[:-1])} or {choices[-1]}")
     return str(value)
 
 
-def _boolean(options: Mapping[str, object], name: str, *, default: bool) -> bool:
-    value = options.get(name, default)
+def _boolean(settings: BackendSettings, name: str, *, default: bool) -> bool:
+    value = settings.options.get(name, default)
     if not isinstance(value, bool):
-        raise _wrong(name, value, "must be true or false")
+        raise InvalidOption(settings, name, value, "must be true or false")
     return value
-
-
-def _wrong(name: str, value: object, problem: str) -> Unsupported:
-    return Unsupported(f"ebpf.{name}: {value!r}: {problem}")

@@ -13,9 +13,10 @@ def kproxy_describe() -> api.Description:
     return api.Description(
         mode=MODE,
         summary="the chains and rules of kube-proxy's iptables mode",
-        contract=(1, 6),
+        contract=(1, 8),
         preference=50,
         fallback="userspace",
+        options=("localhostNodePorts", "syncPeriod"),
     )
 
 

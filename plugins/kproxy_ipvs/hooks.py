@@ -15,9 +15,10 @@ def kproxy_describe() -> api.Description:
     return api.Description(
         mode=MODE,
         summary="virtual servers of the kernel's IPVS, with ipsets and constant iptables rules",
-        contract=(1, 6),
+        contract=(1, 8),
         preference=10,
         fallback="iptables",
+        options=("scheduler", "excludeCIDRs", "strictARP", "tcpTimeout", "tcpFinTimeout", "udpTimeout"),
         interfaces=("kube-ipvs0",),
     )
 

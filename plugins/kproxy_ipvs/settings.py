@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from kproxy_core.backend.api import BackendSettings
-from kproxy_core.backend.errors import Unsupported
+from kproxy_core.backend.errors import InvalidOption
 from kproxy_core.model.address import Cidr, parse_cidr
 
 SCHEDULERS = ("rr", "wrr", "lc", "wlc", "lblc", "lblcr", "sh", "dh", "sed", "nq", "mh")
@@ -28,11 +28,11 @@ class Settings(NamedTuple):
 
 
 def read_settings(settings: BackendSettings) -> Settings:
-    """Read kube-proxy's fields, with its defaults. Raises Unsupported for an unknown scheduler."""
+    """Read kube-proxy's fields, with its defaults. Raises InvalidOption for an unknown scheduler."""
     options = settings.options
     scheduler = str(options.get("scheduler") or "rr")
     if scheduler not in SCHEDULERS:
-        raise Unsupported(f"ipvs.scheduler: {scheduler!r} is none of {', '.join(SCHEDULERS)}")
+        raise InvalidOption(settings, "scheduler", scheduler, f"must be one of {', '.join(SCHEDULERS)}")
     return Settings(
         scheduler,
         read_excluded(settings),

@@ -27,7 +27,7 @@ class NftablesBackend:
     """
 
     def __init__(self, settings: api.BackendSettings) -> None:
-        """Raises Unsupported."""
+        """Raises InvalidOption."""
         self._kernel = Kernel()
         self._extras = read_settings(settings)
         self._states = self._new_states(settings.families)

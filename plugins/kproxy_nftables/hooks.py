@@ -14,10 +14,11 @@ def kproxy_describe() -> api.Description:
     return api.Description(
         mode=MODE,
         summary="constant nf_tables rules, services in map elements",
-        contract=(1, 6),
+        contract=(1, 8),
         preference=100,
         default_node_port_addresses=("primary",),
         fallback="iptables",
+        options=("flowtable",),
     )
 
 

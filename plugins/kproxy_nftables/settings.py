@@ -3,7 +3,7 @@
 import re
 
 from kproxy_core.backend.api import BackendSettings
-from kproxy_core.backend.errors import Unsupported
+from kproxy_core.backend.errors import InvalidOption
 from kproxy_nftables.skeleton import Extras
 
 FLOWTABLE = "kproxy.backendOptions.nftables.flowtable"
@@ -13,15 +13,11 @@ _DEVICE = re.compile(r"""(?:(?![/:*"\\])[!-~]){1,15}""")
 
 
 def read_settings(settings: BackendSettings) -> Extras:
-    """Return the options in effect. Raises Unsupported naming an option with a wrong value."""
+    """Return the options in effect. Raises InvalidOption."""
     devices = settings.options.get("flowtable") or []
     if not isinstance(devices, list):
-        raise _wrong(devices, "must be a list of network devices")
+        raise InvalidOption(settings, "flowtable", devices, "must be a list of network devices")
     for device in devices:
         if not isinstance(device, str) or not _DEVICE.fullmatch(device):
-            raise _wrong(device, "must be the name of a network device")
+            raise InvalidOption(settings, "flowtable", device, "must be the name of a network device")
     return Extras(settings.count_traffic, tuple(dict.fromkeys(devices)))
-
-
-def _wrong(value: object, problem: str) -> Unsupported:
-    return Unsupported(f"nftables.flowtable: {value!r}: {problem}")

@@ -14,8 +14,12 @@ def kproxy_describe() -> api.Description:
     return api.Description(
         mode=MODE,
         summary="redirects to relays of its own; also without any privileges",
-        contract=(1, 5),
+        contract=(1, 8),
         preference=-100,
+        options=(
+            "listen", "bindAddress", "portRange", "udpIdleTimeout", "removedEndpoints", "drainTimeout",
+            "halfClosedTimeout", "workers", "syncPeriod",
+        ),
     )
 
 

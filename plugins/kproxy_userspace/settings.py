@@ -1,12 +1,11 @@
 """The section ``backendOptions.userspace`` of the configuration file."""
 
 import re
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
 from kproxy_core.backend.api import BackendSettings
-from kproxy_core.backend.errors import Unsupported
+from kproxy_core.backend.errors import InvalidOption
 from kproxy_core.model.address import Address, Family, is_loopback, parse_address
 from kproxy_core.model.duration import Duration
 from kproxy_userspace.worker.wire import WorkerSettings
@@ -48,21 +47,20 @@ class Settings(NamedTuple):
 
 
 def read_settings(settings: BackendSettings) -> Settings:
-    """Return the options in effect. Raises Unsupported with the name of an option that has a wrong value."""
-    options = settings.options
-    removed = options.get("removedEndpoints", "leave")
+    """Return the options in effect. Raises InvalidOption."""
+    removed = settings.options.get("removedEndpoints", "leave")
     if removed not in ("leave", "close", "drain"):
-        raise _wrong("removedEndpoints", removed, "must be leave, close or drain")
-    drain = _duration(options, "drainTimeout", 30.0)
+        raise InvalidOption(settings, "removedEndpoints", removed, "must be leave, close or drain")
+    drain = _duration(settings, "drainTimeout", 30.0)
     return Settings(
-        listen=_address(options, "listen"),
-        bind=_bind(options),
-        port_range=_port_range(options.get("portRange")),
-        udp_idle_seconds=_duration(options, "udpIdleTimeout", 0.25),
+        listen=_address(settings, "listen"),
+        bind=_bind(settings),
+        port_range=_port_range(settings),
+        udp_idle_seconds=_duration(settings, "udpIdleTimeout", 0.25),
         drain_seconds={"leave": FOREVER, "close": 0.0}.get(str(removed), drain),
-        half_closed_seconds=_duration(options, "halfClosedTimeout", 3600.0),
-        workers=_workers(options.get("workers")),
-        check_seconds=_duration(options, "syncPeriod", 30.0),
+        half_closed_seconds=_duration(settings, "halfClosedTimeout", 3600.0),
+        workers=_workers(settings),
+        check_seconds=_duration(settings, "syncPeriod", 30.0),
         counts_connections=settings.count_traffic,
     )
 
@@ -86,43 +84,45 @@ def parse_port_range(text: str) -> range | None:
     return range(first, last + 1)
 
 
-def _address(options: Mapping[str, object], name: str) -> Address | None:
-    value = options.get(name)
+def _address(settings: BackendSettings, name: str) -> Address | None:
+    value = settings.options.get(name)
     if not value:
         return None
     try:
         return parse_address(str(value))
     except ValueError:
-        raise _wrong(name, value, "must be an IP address") from None
+        raise InvalidOption(settings, name, value, "must be an IP address") from None
 
 
-def _bind(options: Mapping[str, object]) -> Address | None:
-    address = _address(options, "bindAddress")
+def _bind(settings: BackendSettings) -> Address | None:
+    address = _address(settings, "bindAddress")
     if address is None or not any(address):
         return None
-    if is_loopback(address) and not options.get("listen"):
-        raise _wrong("bindAddress", options["bindAddress"],
-                     "must not be a loopback address: a portal cannot redirect to it")
+    if is_loopback(address) and not settings.options.get("listen"):
+        raise InvalidOption(settings, "bindAddress", settings.options["bindAddress"],
+                            "must not be a loopback address: a portal cannot redirect to it")
     return address
 
 
-def _port_range(value: object) -> range | None:
+def _port_range(settings: BackendSettings) -> range | None:
+    value = settings.options.get("portRange")
     try:
         return parse_port_range("" if value is None else str(value))
     except ValueError as error:
-        raise _wrong("portRange", value, str(error)) from None
+        raise InvalidOption(settings, "portRange", value, str(error)) from None
 
 
-def _workers(value: object) -> int:
+def _workers(settings: BackendSettings) -> int:
+    value = settings.options.get("workers")
     if value is None:
         return 0
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= 256:
-        raise _wrong("workers", value, "must be a number of 0 to 256")
+        raise InvalidOption(settings, "workers", value, "must be a number of 0 to 256")
     return value
 
 
-def _duration(options: Mapping[str, object], name: str, default: float) -> float:
-    value = options.get(name)
+def _duration(settings: BackendSettings, name: str, default: float) -> float:
+    value = settings.options.get(name)
     if value is None:
         return default
     seconds = 0.0
@@ -132,9 +132,5 @@ def _duration(options: Mapping[str, object], name: str, default: float) -> float
         with suppress(ValueError):
             seconds = float(Duration.parse(value))  # Workers get its str().
     if seconds <= 0:
-        raise _wrong(name, value, "must be a duration greater than 0, such as 250ms or 30s")
+        raise InvalidOption(settings, name, value, "must be a duration greater than 0, such as 250ms or 30s")
     return seconds
-
-
-def _wrong(name: str, value: object, problem: str) -> Unsupported:
-    return Unsupported(f"userspace.{name}: {value!r}: {problem}")

@@ -216,3 +216,64 @@ def test_init_only_prepares_the_mode_that_will_serve(node: Namespace, tmp_path: 
         capture_output=True, text=True, check=True, timeout=60,
     )  # fmt: skip
     assert "mode=second" in done.stderr.replace('"', "")
+
+
+DEPTH = """    if mode != "wanted":
+        return None
+    if settings.options.get("depth", 1) not in range(9):
+        raise InvalidOption(settings, "depth", settings.options["depth"], "must be within 0 to 8")
+    return Backend()"""
+
+
+def with_depth(text: str) -> str:
+    """Return the source of the plugin *text* of mode wanted with an option."""
+    made = '    return Backend() if mode == "wanted" else None'
+    return text.replace('summary="a test"', 'summary="a test", options=("depth",)').replace(made, DEPTH)
+
+
+def configured(directory: Path, options: str) -> str:
+    """Return the flag with a file that has mode wanted and these *options* of backends."""
+    (directory / "config.yaml").write_text(
+        "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\nmode: wanted\n"
+        f"kproxy: {{manifests: {directory}/manifests, backendOptions: {options}}}\n"
+    )
+    return f"--config={directory}/config.yaml"
+
+
+@pytest.mark.parametrize(("options", "problem"), [
+    ("{wanted: {dept: 3}}",
+     "kproxy.backendOptions.wanted.dept: 3: mode wanted has no such option; did you mean 'depth'?"),
+    ("{wanted: {depth: 9}}", "kproxy.backendOptions.wanted.depth: 9: must be within 0 to 8"),
+])  # fmt: skip
+@pytest.mark.parametrize("command", [(), ("--init-only",), ("render",)], ids=" ".join)
+def test_a_wrong_option_ends_a_start_instead_of_falling_back(
+    command: tuple[str, ...], options: str, problem: str, node: Namespace, tmp_path: Path
+) -> None:
+    put(tmp_path, wanted=with_depth(source("wanted", fallback="second")), second=source("second"))
+    said = failed(node, *command, configured(tmp_path, options), "--hostname-override=node1")
+    assert problem in said
+    assert "Traceback" not in said
+
+
+def test_an_option_is_checked_only_if_its_mode_serves_and_has_named_its_options(
+    node: Namespace, tmp_path: Path
+) -> None:
+    put(tmp_path, wanted=source("wanted", fallback="second"), second=with_depth(source("second")))
+    options = configured(tmp_path, "{wanted: {dept: 3}, second: {dept: 3}}")
+    with running(node, options, "--hostname-override=node1") as proxy:
+        assert serves(proxy, node) == "wanted"
+
+
+def test_a_wrong_option_of_the_fallback_ends_a_start(node: Namespace, tmp_path: Path) -> None:
+    put(tmp_path, wanted=source("wanted", fallback="second", begins=LACKING),
+        second=with_depth(source("second")))  # fmt: skip
+    said = failed(node, configured(tmp_path, "{second: {dept: 3}}"), "--hostname-override=node1")
+    assert "kproxy.backendOptions.second.dept: 3: mode second has no such option" in said
+
+
+@pytest.mark.parametrize(("flags", "problem"), [
+    (("--mode=userspace", "--userspace-listen=here"), "--userspace-listen: 'here': must be an IP address"),
+    (("--mode=ipvs", "--ipvs-scheduler=fastest"), "--ipvs-scheduler: 'fastest': must be one of rr, "),
+])  # fmt: skip
+def test_a_wrong_flag_of_a_mode_is_named(flags: tuple[str, ...], problem: str, node: Namespace) -> None:
+    assert problem in failed(node, *flags, "--manifests=.", "--hostname-override=node1")

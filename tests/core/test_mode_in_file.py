@@ -19,11 +19,12 @@ class ConfigFile:
     def __init__(self, directory: Path, manifests: Path) -> None:
         self.state = directory / "state"
         self._path = directory / "config.yaml"
-        self._own = f"{{manifests: {manifests}, liveModeSwitch: true, stateDirectory: {self.state}}}"
+        self._own = f"manifests: {manifests}, liveModeSwitch: true, stateDirectory: {self.state}"
         self.option = f"--config={self._path}"
 
-    def write(self, mode: str, rest: str = "") -> None:
-        configuration(self._path, f"mode: {mode}\nkproxy: {self._own}\n{rest}")
+    def write(self, mode: str, rest: str = "", options: str = "{}") -> None:
+        own = f"{{{self._own}, backendOptions: {options}}}"
+        configuration(self._path, f"mode: {mode}\nkproxy: {own}\n{rest}")
 
 
 @pytest.fixture
@@ -76,6 +77,19 @@ def test_a_mode_in_the_file_that_does_not_work_leaves_the_one_that_does(
         await_mode(proxy, "iptables")
         _, log = proxy.end()
     assert "could not switch to the mode in the configuration file mode=no-such-mode" in log
+
+
+def test_a_mode_with_a_wrong_option_in_the_file_leaves_the_one_that_serves(
+    node: Namespace, file: ConfigFile
+) -> None:
+    with running(node, file.option) as proxy:
+        proxy.await_health()
+        file.write("iptables", options="{iptables: {syncperiod: 5}}")
+        proxy.await_log("kproxy.backendOptions.iptables.syncperiod: 5: mode iptables has no such option")
+        assert proxy.get(10249, "/proxyMode") == (200, "nftables")
+        assert "10.1.2.3" in node.run("nft", "list", "table", "ip", "kproxy")
+        file.write("iptables", options="{iptables: {syncPeriod: 5}}")
+        await_mode(proxy, "iptables")
 
 
 def test_a_switch_is_remembered_until_the_configuration_changes(

@@ -82,8 +82,8 @@ def test_the_mode_of_a_configuration_file_is_asked_for(tmp_path: Path, node: Nam
     )
     probed = kproxy("modes", "--probe", f"--config={config}", node=node)
     assert probed.returncode == 1
-    assert "'fastest' is none of rr, wrr" in probed.stdout
-    assert probed.stdout.endswith("\na proxy started like this would serve in mode iptables\n")
+    assert "missing  options: ipvs.scheduler: 'fastest': must be one of rr, wrr" in probed.stdout
+    assert "a proxy started like this would serve" not in probed.stdout
     assert kproxy("modes", "nftables", "--probe", f"--config={config}", node=node).returncode == 0
 
 

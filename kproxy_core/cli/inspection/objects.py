@@ -60,7 +60,7 @@ def read_objects(
     from kproxy_core.host.netlink.addresses import node_addresses
     from kproxy_core.observe import logs
     from kproxy_core.process.choice import conclude
-    from kproxy_core.process.terms import backend_settings, served_families, settings_of_modes
+    from kproxy_core.process.terms import served_families, serving_settings, settings_of_modes
 
     gc.disable()  # What a command reads lives until it has answered.
     config, registry, configuration = prepare(flags)
@@ -68,7 +68,7 @@ def read_objects(
         config = configuration.of(conclude(configuration, registry, served_families()))
     families = families or served_families()
     logs.set_up(0, "text")
-    instance = registry.make_backend(config.mode, backend_settings(config, families))
+    instance = registry.make_backend(config.mode, serving_settings(config, registry, families))
     try:
         if this_machine:
             addresses = node_addresses(registry.is_of_node)

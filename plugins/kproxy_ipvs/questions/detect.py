@@ -6,7 +6,6 @@ from functools import partial
 from itertools import product
 
 from kproxy_core.backend.api import BackendSettings, Detection, Requirement, Trial
-from kproxy_core.backend.errors import Unsupported
 from kproxy_core.host import programs
 from kproxy_core.host.attempts import Attempts, problem_of, sysctl_finding
 from kproxy_core.host.errors import HostError
@@ -37,12 +36,9 @@ _SET_MODULES = {
 def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool) -> Detection:
     """Check privileges, programs and sysctls, then try virtual servers, the device, sets and rules.
 
-    Without a *trial* namespace, most findings are concluded from kernel modules.
+    Without a *trial* namespace, most findings are concluded from kernel modules. Raises InvalidOption.
     """
-    try:
-        scheduler = read_settings(settings).scheduler
-    except Unsupported as error:
-        return Detection(_MODE, (Requirement("scheduler", False, str(error), "choose another"),))
+    scheduler = read_settings(settings).scheduler
     modules = Modules(requirements.KERNEL_OPTIONS)
     installed, variant = requirements.check_programs(modules, load_modules=load_modules)
     found = [

@@ -38,12 +38,9 @@ _TEMPLATES = tuple(
 def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool) -> Detection:
     """Check privileges and the Python binding, then try each feature, and the rules themselves.
 
-    Without a *trial*, the kernel checks the rules without applying them.
+    Without a *trial*, the kernel checks the rules without applying them. Raises InvalidOption.
     """
-    try:
-        options = read_settings(settings)
-    except Unsupported as wrong:
-        return Detection(_MODE, (Requirement("options", False, str(wrong)),))
+    options = read_settings(settings)
     allowed = "CAP_NET_ADMIN" in privileges.held()
     why_not = "permission denied" if trial is None else trial.enter()
     inside = not why_not

@@ -4,7 +4,6 @@ from dataclasses import replace
 from functools import partial
 
 from kproxy_core.backend.api import BackendSettings, Detection, Requirement, Trial
-from kproxy_core.backend.errors import Unsupported
 from kproxy_core.host import programs
 from kproxy_core.host.attempts import Attempts, problem_of
 from kproxy_core.host.modules import Modules
@@ -31,12 +30,9 @@ _NFT_MODULES = ("nf_tables", "nft_chain_nat", "nft_redir", "nft_fib", "nft_fib_i
 def detect(settings: BackendSettings, trial: Trial | None, *, load_modules: bool) -> Detection:
     """Try to redirect each family with iptables, or else with nft. Without portals nothing is needed.
 
-    Without a *trial*, most findings are concluded from kernel modules.
+    Without a *trial*, most findings are concluded from kernel modules. Raises InvalidOption.
     """
-    try:
-        options = read_settings(settings)
-    except Unsupported as wrong:
-        return Detection(_MODE, (Requirement("options", False, str(wrong)),))
+    options = read_settings(settings)
     if options.listen is not None:
         where = format_address(options.listen)
         return Detection(_MODE, (Requirement("an address", True, f"ports at {where}, no portals"),))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kproxy_core.backend.api import BackendSettings, Detection
-from kproxy_core.backend.errors import Unsupported
+from kproxy_core.backend.errors import InvalidOption
 from kproxy_core.host.modules import Modules
 from kproxy_core.model.address import Family
 from kproxy_ebpf import names
@@ -107,13 +107,13 @@ def test_notrack_is_tried_and_a_kernel_without_its_match_is_told_the_module(
 
 
 @pytest.mark.parametrize(("options", "problem"), [
-    ({"notrack": "yes"}, "ebpf.notrack: 'yes': must be true or false"),
-    ({"notrackBit": 32}, "ebpf.notrackBit: 32: must be within 0 to 31"),
-    ({"notrackBit": True}, "ebpf.notrackBit: True: must be within 0 to 31"),
-    ({"notrack": True, "notrackBit": 14}, "ebpf.notrackBit: 14: must differ from masqueradeBit"),
+    ({"notrack": "yes"}, "notrack: 'yes': must be true or false"),
+    ({"notrackBit": 32}, "notrackBit: 32: must be within 0 to 31"),
+    ({"notrackBit": True}, "notrackBit: True: must be within 0 to 31"),
+    ({"notrack": True, "notrackBit": 14}, "notrackBit: 14: must differ from masqueradeBit"),
 ])  # fmt: skip
 def test_a_wrong_option_is_named(options: Mapping[str, object], problem: str) -> None:
-    with pytest.raises(Unsupported) as error:
+    with pytest.raises(InvalidOption) as error:
         read_settings(BackendSettings((Family.IPV4,), options=options))
     assert str(error.value) == problem
 

@@ -112,12 +112,6 @@ def test_a_mode_without_flow_offload_is_usable(monkeypatch: pytest.MonkeyPatch) 
     assert all(text.endswith("flows are forwarded without it") for text in optional)
 
 
-def test_a_wrong_option_makes_the_mode_unusable() -> None:
-    found = detect(BackendSettings(tuple(Family), options={"flowtable": "lo"}), None, load_modules=False)
-    assert not found.usable
-    assert "nftables.flowtable: 'lo': must be a list of network devices" in found.because
-
-
 def test_a_backend_serves_without_a_flowtable_where_the_kernel_has_none(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

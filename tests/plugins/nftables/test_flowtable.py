@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kproxy_core.backend.api import BackendSettings
-from kproxy_core.backend.errors import Unsupported
+from kproxy_core.backend.errors import InvalidOption
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import full_update, node_view
 from kproxy_nftables.inspection.render import render_text
@@ -40,9 +40,9 @@ def test_devices_are_read(given: object, devices: tuple[str, ...]) -> None:
     (["eth*"], "must be the name of a network device"),
 ])  # fmt: skip
 def test_wrong_values_are_refused_with_the_name_of_the_option(given: object, words: str) -> None:
-    with pytest.raises(Unsupported) as refused:
+    with pytest.raises(InvalidOption) as refused:
         read_settings(BackendSettings(tuple(Family), options={"flowtable": given}))
-    assert str(refused.value).startswith("nftables.flowtable: ")
+    assert str(refused.value).startswith("flowtable: ")
     assert words in str(refused.value)
 
 

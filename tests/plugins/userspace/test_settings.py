@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from kproxy_core.backend.api import BackendSettings
-from kproxy_core.backend.errors import Unsupported
+from kproxy_core.backend.errors import InvalidOption
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.model.service import ServicePortKey
 from kproxy_userspace.kernel.ports import BoundSocket, NoPort, RelayPorts, Reservations
@@ -54,7 +54,7 @@ def test_the_bind_address_is_used_in_its_family() -> None:
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_named_with_its_option(option: str, value: object) -> None:
-    with pytest.raises(Unsupported, match=f"userspace.{option}: {value!r}"):
+    with pytest.raises(InvalidOption, match=f"{option}: {value!r}"):
         settings(**{option: value})
 
 

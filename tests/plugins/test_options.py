@@ -1,0 +1,29 @@
+"""The options that each mode says it has are those that it reads and that its page describes."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kproxy_core.backend.api import BackendSettings
+from kproxy_core.backend.errors import InvalidOption
+from kproxy_core.backend.registry import Registry
+from kproxy_core.model.address import Family
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.parametrize("mode", ["nftables", "userspace", "ebpf"])
+def test_every_option_is_read(mode: str) -> None:
+    registry = Registry()
+    for name in registry.options(mode) or ():
+        settings = BackendSettings((Family.IPV4,), options={name: object()}, sources={name: f"--{name}"})
+        with pytest.raises(InvalidOption, match=f"^--{name}: "):
+            registry.make_backend(mode, settings)
+
+
+@pytest.mark.parametrize("mode", ["userspace", "ebpf"])
+def test_every_option_is_described(mode: str) -> None:
+    section = (DOCS / f"{mode}.md").read_text().split("\n## Options\n")[1].split("\n## ")[0]
+    described = re.findall(r"^\| `(\w+)` \|", section, re.M)
+    assert sorted(described) == sorted(Registry().options(mode) or ())
