@@ -1,7 +1,6 @@
 """The effective configuration: flags and file as one frozen Config. Errors name the option."""
 
 import enum
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
@@ -22,12 +21,7 @@ from kproxy_core.config.flags import Flags
 from kproxy_core.config.merge import merge
 from kproxy_core.model.address import Address, Cidr, format_socket, parse_address, parse_cidr
 from kproxy_core.model.duration import DefaultDuration
-from kproxy_core.model.node import NodePortAddresses
-
-_OF_INTERFACES = re.compile(r"""(?:(?![/:*"\\])[!-~])+""")
-"""Names of interfaces (linux/if.h), without characters that are special to nft."""
-_LONGEST_NAME = 15
-"""Characters of an interface's name."""
+from kproxy_core.model.node import LONGEST_INTERFACE, NodePortAddresses, is_interface_name
 
 
 class DetectLocalMode(enum.Enum):
@@ -224,16 +218,16 @@ class _Parser:
             return DetectLocalMode.CLUSTER_CIDR
         detail = self._document.detect_local
         if mode is DetectLocalMode.BRIDGE_INTERFACE:
-            self._interface("detectLocal.bridgeInterface", detail.bridge_interface, _LONGEST_NAME, text)
+            self._interface("detectLocal.bridgeInterface", detail.bridge_interface, LONGEST_INTERFACE, text)
         if mode is DetectLocalMode.INTERFACE_NAME_PREFIX:
-            self._interface(
-                "detectLocal.interfaceNamePrefix", detail.interface_name_prefix, _LONGEST_NAME - 1, text)
+            self._interface("detectLocal.interfaceNamePrefix", detail.interface_name_prefix,
+                            LONGEST_INTERFACE - 1, text)
         return mode
 
     def _interface(self, path: str, name: str, longest: int, mode: str) -> None:
         if not name:
             self._bad(path, name, f"must not be empty with detectLocalMode {mode}")
-        elif len(name) > longest or not _OF_INTERFACES.fullmatch(name):
+        elif not is_interface_name(name, longest):
             self._bad(path, name, f"must be at most {longest} letters, digits and signs but / : * \" and \\")
 
     def cluster_cidrs(self) -> tuple[Cidr, ...]:

@@ -1,12 +1,22 @@
 """The node a proxy runs on, as far as planning depends on it."""
 
+import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from kproxy_core.model.address import Address, Cidr, Family, family_of
 
 NodePortAddresses = tuple[Cidr, ...] | Literal["primary"]
 """Networks whose addresses serve node ports. (): all addresses; primary: the node's own."""
+
+LONGEST_INTERFACE: Final = 15
+"""Characters of an interface's name (IFNAMSIZ in linux/if.h, without the final 0)."""
+_INTERFACE = re.compile(r"""(?:(?![/:*"\\])[!-~])+""")
+
+
+def is_interface_name(text: str, longest: int = LONGEST_INTERFACE) -> bool:
+    """Return whether *text* may name an interface, without characters that are special to nft."""
+    return len(text) <= longest and _INTERFACE.fullmatch(text) is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,11 @@
 """The options of the mode, under ``kproxy.backendOptions.nftables`` of the configuration file."""
 
-import re
-
 from kproxy_core.backend.api import BackendSettings
 from kproxy_core.backend.errors import InvalidOption
+from kproxy_core.model.node import is_interface_name
 from kproxy_nftables.skeleton import Extras
 
 FLOWTABLE = "kproxy.backendOptions.nftables.flowtable"
-
-_DEVICE = re.compile(r"""(?:(?![/:*"\\])[!-~]){1,15}""")
-"""Names of devices (linux/if.h), without characters that are special to nft."""
 
 
 def read_settings(settings: BackendSettings) -> Extras:
@@ -18,6 +14,6 @@ def read_settings(settings: BackendSettings) -> Extras:
     if not isinstance(devices, list):
         raise InvalidOption(settings, "flowtable", devices, "must be a list of network devices")
     for device in devices:
-        if not isinstance(device, str) or not _DEVICE.fullmatch(device):
+        if not isinstance(device, str) or not is_interface_name(device):
             raise InvalidOption(settings, "flowtable", device, "must be the name of a network device")
     return Extras(settings.count_traffic, tuple(dict.fromkeys(devices)))
