@@ -1,1 +1,1 @@
-"""Elements and counters of nf_tables sets, shared by backends. Knows no mode."""
+"""Objects and elements of nf_tables tables, and counters of their sets, shared by backends. Knows no mode."""

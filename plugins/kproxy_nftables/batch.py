@@ -1,26 +1,22 @@
-"""Elements as netlink messages: one batch is one transaction. Also the digest of the constant rules.
+"""Elements as netlink messages: one batch is one transaction.
 
 Layouts: linux/netfilter/nf_tables.h and nfnetlink.h. Attributes are padded to 4 bytes; all our keys and
 values have such a length already.
 """
 
-import hashlib
 import struct
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
-from typing import Final, NamedTuple
 
 from kproxy_core.host.netlink.messages import (
     NLA_F_NESTED,
     NLM_F_CREATE,
     Request,
-    Span,
     attribute,
     attribute_spans,
     attributes,
     nested,
-    text,
     text_attribute,
 )
 from kproxy_core.host.netlink.nf_tables import KIND, payload, transaction
@@ -28,7 +24,6 @@ from kproxy_core.model.address import Family
 from kproxy_nftables.names import CLUSTER_IPS, TABLE, VERDICT_MAPS
 from kproxy_nftables.wanted import Element, Value
 
-GETTABLE, GETCHAIN, GETRULE, GETSET, GETFLOWTABLE = KIND | 1, KIND | 4, KIND | 7, KIND | 10, KIND | 23
 _NEWSETELEM, GETSETELEM, _DELSETELEM = KIND | 12, KIND | 13, KIND | 14
 
 _LIST_TABLE, _LIST_SET, _LIST_ELEMENTS = 1, 2, 3
@@ -219,61 +214,3 @@ def _parse_verdict(data: bytes) -> str:
     text = _VERDICT_NAMES.get(struct.unpack(">i", parts[_VERDICT_CODE])[0], "?")
     chain = parts.get(_VERDICT_CHAIN)
     return text if chain is None else f"{text} {chain[:-1].decode(errors='replace')}"
-
-
-class _Layout(NamedTuple):
-    table: int
-    name: int
-    """Of the object, or for a rule of its chain."""
-    content: tuple[int, ...]
-
-
-_LAYOUTS: Final = {
-    GETTABLE: _Layout(1, 1, (2, 6)),  # flags, comment
-    GETCHAIN: _Layout(1, 3, (4, 5, 7, 10, 12)),  # hook, policy, type, flags, comment
-    GETRULE: _Layout(1, 2, (4, 5, 7)),  # expressions, compat, comment
-    GETSET: _Layout(1, 2, (3, 4, 5, 6, 7, 9, 11, 17, 18)),  # flags, types, size, timeout, expressions
-    GETFLOWTABLE: _Layout(1, 2, (3, 7)),  # hook and devices, flags
-}
-KINDS: Final = tuple(_LAYOUTS)
-
-
-class Object(NamedTuple):
-    """A table, chain, rule, map, set or flowtable."""
-
-    kind: int
-    name: str
-    content: bytes
-
-
-def parse_objects(kind: int, spans: Iterable[Span], wanted: Collection[str]) -> list[Object]:
-    """Return the objects of our table that are named in *wanted*, anonymous sets, and the table itself."""
-    layout = _LAYOUTS[kind]
-    found = []
-    for span in spans:
-        values = attributes(*span)
-        name = text(values[layout.name])
-        if text(values[layout.table]) == TABLE and (name in wanted or is_anonymous(name) or kind == GETTABLE):
-            content = b"".join(
-                b"%d:%d:%b" % (part, len(values[part]), values[part])
-                for part in layout.content if part in values
-            )
-            found.append(Object(kind, name, content))
-    return found
-
-
-def is_anonymous(name: str) -> bool:
-    """Return True for the kernel's name of a set that is written inside of a rule."""
-    return name.startswith("__")
-
-
-def fingerprint(objects: Iterable[Object]) -> bytes:
-    """Return a digest of *objects*. The order of rules in one chain matters, any other does not.
-
-    Rules are never compared as text: each release of nft prints them in its own way. Handles, use counts and
-    counters change by themselves and are left out.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    for item in sorted(objects, key=lambda item: item[:2]):
-        digest.update(b"%d %b %d:%b" % (item.kind, item.name.encode(), len(item.content), item.content))
-    return digest.digest()

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Self, TypeVar
 from kproxy_core.backend.errors import SyncFailed, TrustLost, Unsupported
 from kproxy_core.host.netlink import commits
 from kproxy_core.host.netlink import messages as netlink
-from kproxy_core.host.netlink.nf_tables import payload
+from kproxy_core.host.netlink.nf_tables import GETCHAIN, GETFLOWTABLE, GETRULE, GETSET, GETTABLE, payload
 from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.model.address import Family
+from kproxy_nft import objects
 from kproxy_nft.elements import attributes_of, complete, parse_counters
 from kproxy_nftables import batch
 from kproxy_nftables.names import SERVICE_CIDRS, TABLE
@@ -31,7 +32,7 @@ T = TypeVar("T")
 _TABLE_ATTRIBUTE = 1
 _OWNER_ATTRIBUTE = 7
 """NFTA_TABLE_OWNER, since Linux 5.12: the netlink port that alone may change a table."""
-_NAME_ATTRIBUTE = {batch.GETCHAIN: 3, batch.GETSET: 2, batch.GETFLOWTABLE: 2}
+_NAME_ATTRIBUTE = {GETCHAIN: 3, GETSET: 2, GETFLOWTABLE: 2}
 
 _SEND_SPACE = 256 << 20
 """Bytes of one transaction that we ask the kernel to take; only a bound, nothing is reserved."""
@@ -164,18 +165,18 @@ class Kernel:
         return {
             (family.ip, netlink.text(netlink.attributes(*span)[_TABLE_ATTRIBUTE]))
             for family in Family
-            for span in self._objects(batch.GETTABLE, family, b"")
+            for span in self._objects(GETTABLE, family, b"")
         }
 
     def chains(self, family: Family) -> set[str]:
-        return self._names(batch.GETCHAIN, family)
+        return self._names(GETCHAIN, family)
 
     def containers(self, family: Family) -> set[str]:
         """Return the names of the maps and sets in our table, except anonymous ones."""
-        return {name for name in self._names(batch.GETSET, family) if not batch.is_anonymous(name)}
+        return {name for name in self._names(GETSET, family) if not objects.is_anonymous(name)}
 
     def flowtables(self, family: Family) -> set[str]:
-        return self._names(batch.GETFLOWTABLE, family)
+        return self._names(GETFLOWTABLE, family)
 
     def devices(self) -> set[str]:
         """Return the names of all network devices."""
@@ -186,20 +187,20 @@ class Kernel:
 
         The elements of maps and sets are left out, except those that belong to the constant rules.
         """
-        objects: list[batch.Object] = []
-        for kind in batch.KINDS:
-            lists_by_table = kind in (batch.GETRULE, batch.GETSET)
+        found: list[objects.Object] = []
+        for kind in objects.KINDS:
+            lists_by_table = kind in (GETRULE, GETSET)
             of_table = netlink.text_attribute(_TABLE_ATTRIBUTE, TABLE) if lists_by_table else b""
-            objects += batch.parse_objects(kind, self._objects(kind, family, of_table), wanted)
-        constant = [SERVICE_CIDRS, *(item.name for item in objects if batch.is_anonymous(item.name))]
+            found += objects.parse_objects(kind, self._objects(kind, family, of_table), TABLE, wanted)
+        constant = [SERVICE_CIDRS, *(item.name for item in found if objects.is_anonymous(item.name))]
         for name in constant:
             elements = sorted(
                 (key, str(value))
                 for span in self._objects(batch.GETSETELEM, family, batch.element_list(name))
                 for key, value in batch.parse_elements(*span)
             )
-            objects.append(batch.Object(batch.GETSETELEM, name, repr(elements).encode()))
-        return batch.fingerprint(objects)
+            found.append(objects.Object(batch.GETSETELEM, name, repr(elements).encode()))
+        return objects.fingerprint(found)
 
     def generation(self) -> int:
         """Return the number of the last commit by any process in this network namespace."""
@@ -213,7 +214,7 @@ class Kernel:
         if os.strerror(errno.EPERM) not in problem:
             return ""
         for family in Family:
-            for span in self._objects(batch.GETTABLE, family, b""):
+            for span in self._objects(GETTABLE, family, b""):
                 found = netlink.attributes(*span)
                 port = int.from_bytes(found.get(_OWNER_ATTRIBUTE, b""), "big")
                 if port and port not in self.own_ports and netlink.text(found[_TABLE_ATTRIBUTE]) == TABLE:
@@ -221,7 +222,7 @@ class Kernel:
         return ""
 
     def _names(self, kind: int, family: Family) -> set[str]:
-        of_table = netlink.text_attribute(_TABLE_ATTRIBUTE, TABLE) if kind == batch.GETSET else b""
+        of_table = netlink.text_attribute(_TABLE_ATTRIBUTE, TABLE) if kind == GETSET else b""
         found = set()
         for span in self._objects(kind, family, of_table):
             named = netlink.attributes(*span)

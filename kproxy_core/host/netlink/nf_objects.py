@@ -9,7 +9,6 @@ from kproxy_core.host.netlink.messages import NETLINK_NETFILTER, text_attribute
 from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.model.address import Family
 
-_GETCHAIN: Final = nf_tables.KIND | 4
 _CHAIN_NAME: Final = 3
 _ABSENT: Final = (errno.ENOENT, errno.EINVAL, errno.EPROTONOSUPPORT)
 """No such object, a kernel without nf_tables, a kernel without netfilter's netlink (nfnetlink.c)."""
@@ -22,7 +21,7 @@ def table_exists(family: Family, table: str) -> bool:
 
 def chain_exists(family: Family, table: str, chain: str) -> bool:
     """Return whether *chain* exists, as `table_exists` does. Raises HostError."""
-    return _exists(_GETCHAIN, family, table, text_attribute(_CHAIN_NAME, chain))
+    return _exists(nf_tables.GETCHAIN, family, table, text_attribute(_CHAIN_NAME, chain))
 
 
 def _exists(kind: int, family: Family, table: str, *attributes: bytes) -> bool:

@@ -9,7 +9,7 @@ from kproxy_core.model.address import Family
 
 KIND: Final = 10 << 8
 """NFNL_SUBSYS_NFTABLES, with which the kinds of messages begin."""
-GETTABLE: Final = KIND | 1
+GETTABLE, GETCHAIN, GETRULE, GETSET, GETFLOWTABLE = KIND | 1, KIND | 4, KIND | 7, KIND | 10, KIND | 23
 TABLE_NAME: Final = 1
 """The attribute with the table's name in messages about tables, chains, rules and sets."""
 _BATCH_BEGIN, _BATCH_END = 16, 17
