@@ -20,7 +20,7 @@ from kproxy_nftables.names import Template
 from kproxy_nftables.owned_chains import affinity_maps, delete_objects, owned_objects
 from kproxy_nftables.settings import FLOWTABLE
 from kproxy_nftables.skeleton import Extras
-from kproxy_nftables.wanted import Element, node_elements, verdicts
+from kproxy_nftables.wanted import Element, node_elements
 
 log = logging.getLogger("kproxy.nftables")
 
@@ -77,9 +77,7 @@ class FamilyState:
         if before is None:
             raise TrustLost("the table has not been read yet")
         difference = self._applied.difference(changed)
-        templates = skeleton.template_closure(
-            skeleton.used_templates(v for _, _, v in difference.adds if isinstance(v, str))
-        )
+        templates = skeleton.templates_behind(v for _, _, v in difference.adds if isinstance(v, str))
         self._kernel.apply_text(self._rules_change(before, node, templates, difference))
         self._templates |= templates
 
@@ -101,9 +99,7 @@ class FamilyState:
         Raises SyncFailed, TrustLost.
         """
         self._node = None
-        templates = skeleton.template_closure(
-            skeleton.used_templates(verdict for plan in plans.values() for verdict in verdicts(plan))
-        )
+        templates = skeleton.templates_of(plans.values())
         self._find_devices()
         wanted = object_names(plans, templates, self._in_effect)
         rules = skeleton.rules_text(node, templates, plans.values(), self._in_effect)

@@ -15,6 +15,7 @@ from kproxy_nft import counting
 from kproxy_nftables import names
 from kproxy_nftables.names import ADDRESS_TYPE, TABLE, Template
 from kproxy_nftables.owned_chains import owned_objects
+from kproxy_nftables.wanted import verdicts
 
 BASE_CHAINS = {
     # name: (type, hook, priority)
@@ -90,14 +91,15 @@ def rules_text(
     return skeleton(node, extras) + templates(node, wanted) + service_cidrs(node) + "".join(owned)
 
 
-def used_templates(verdicts: Iterable[str]) -> set[Template]:
+def templates_of(plans: Iterable[ServicePlan]) -> set[Template]:
+    """Return all templates that *plans* need."""
+    return templates_behind(verdict for plan in plans for verdict in verdicts(plan))
+
+
+def templates_behind(verdicts: Iterable[str]) -> set[Template]:
+    """Return the templates to which *verdicts* lead, at once or from one to the next."""
     found = (names.parse_template(verdict.partition(" ")[2]) for verdict in set(verdicts))
-    return {template for template in found if template is not None}
-
-
-def template_closure(wanted: Iterable[Template]) -> set[Template]:
-    """Return *wanted* and every template that they lead to."""
-    return {t for template in wanted for t in (template, *_leads_to(template))}
+    return {t for template in found if template is not None for t in (template, *_leads_to(template))}
 
 
 def service_cidrs(node: NodeView) -> str:

@@ -14,7 +14,7 @@ from kproxy_nftables.inspection.kube_proxy import KubeProxyTable
 from kproxy_nftables.inspection.walk import Table, walk
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.names import NODE_PORTS, SERVICE_CIDRS, TABLE, VIPS
-from kproxy_nftables.wanted import Value, elements, node_elements, parse_port_key, shared_elements, verdicts
+from kproxy_nftables.wanted import Value, elements, node_elements, parse_port_key, shared_elements
 
 _FEW = 1000
 """Questions for which single elements are read; 1,000 take as long as all elements of 10,000 Services."""
@@ -77,8 +77,8 @@ class _Written(Table):
     def __init__(self, node: NodeView, plan: ServicePlan | None) -> None:
         self._node = node
         plans = [plan] if plan else []
-        templates = skeleton.used_templates(verdict for plan in plans for verdict in verdicts(plan))
-        super().__init__(written_rules(skeleton.rules_text(node, templates, plans).splitlines()))
+        rules = skeleton.rules_text(node, skeleton.templates_of(plans), plans)
+        super().__init__(written_rules(rules.splitlines()))
         wanted = node_elements(node)
         for one in plans:
             wanted += [*elements(one, enumerate(one.cluster), enumerate(one.local)), *shared_elements(one)]

@@ -10,7 +10,7 @@ from kproxy_nftables.inspection.explain import listed_rules, written_rules
 from kproxy_nftables.inspection.render import elements_text
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.skeleton import Extras
-from kproxy_nftables.wanted import node_elements, verdicts
+from kproxy_nftables.wanted import node_elements
 
 _Rules = Mapping[str, Sequence[str]]
 
@@ -18,8 +18,7 @@ _Rules = Mapping[str, Sequence[str]]
 def preview(update: Update, extras: Extras) -> Preview:
     """Return the operations of a resync. Raises BackendError."""
     family, node, plans = update.family, update.node, update.plans
-    templates = skeleton.template_closure(
-        skeleton.used_templates(verdict for plan in plans.values() for verdict in verdicts(plan)))
+    templates = skeleton.templates_of(plans.values())
     with Kernel() as kernel:
         extras = extras.limited_to(kernel.devices())
         wanted = object_names(plans, templates, extras)

@@ -8,7 +8,7 @@ from kproxy_core.model.address import Address, Family, Protocol, format_address
 from kproxy_nftables import names, skeleton
 from kproxy_nftables.names import TABLE
 from kproxy_nftables.skeleton import NO_EXTRAS, Extras
-from kproxy_nftables.wanted import Element, elements, node_elements, shared_elements, verdicts
+from kproxy_nftables.wanted import Element, elements, node_elements, shared_elements
 
 _ENDPOINT_MAPS = {name for name in names.ELEMENT_CONTAINERS if name.endswith("-endpoints")}
 _ADDRESS_SETS = {names.CLUSTER_IPS, names.NODE_IPS, names.HAIRPINS}
@@ -25,8 +25,7 @@ def render_text(update: Update, extras: Extras = NO_EXTRAS) -> str:
     ]
     wanted += dict.fromkeys(element for plan in plans for element in shared_elements(plan))
     wanted += node_elements(update.node)
-    templates = skeleton.used_templates(verdict for plan in plans for verdict in verdicts(plan))
-    rules = skeleton.rules_text(update.node, templates, plans, extras)
+    rules = skeleton.rules_text(update.node, skeleton.templates_of(plans), plans, extras)
     return rules + elements_text(update.family, wanted)
 
 
