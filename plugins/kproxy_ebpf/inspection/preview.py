@@ -1,17 +1,18 @@
-"""Serves the hook `kproxy_preview`: the difference between the maps and the plans."""
+"""Serves the hook `kproxy_preview`: the difference between maps and plans, and the tables of ``notrack``."""
 
 from collections.abc import Iterator, Mapping
 
 from kproxy_core.backend.api import Preview, Update
 from kproxy_ebpf import names
 from kproxy_ebpf.applied import Contents, compare, contents
+from kproxy_ebpf.kernel.notrack import planned_commands
 from kproxy_ebpf.kernel.pinned import pinned_maps
 from kproxy_ebpf.settings import Settings
 from kproxy_ebpf.wanted import node_addresses
 
 
 def preview(update: Update, settings: Settings) -> Preview:
-    """Return the operations on the maps, as comments behind the rules. Raises SyncFailed."""
+    """Return the rules of ``notrack``, and the operations on the maps as comments. Raises SyncFailed."""
     with pinned_maps(settings) as maps:
         actual: Contents = {} if maps is None else maps.contents(update.family)
     held, wanted = actual.pop(names.NODE_ADDRESSES, {}), node_addresses(update.node)
@@ -23,7 +24,8 @@ def preview(update: Update, settings: Settings) -> Preview:
         *_lines("update", {**difference.updates, names.NODE_ADDRESSES: addresses}),
         *_lines("delete", difference.unused),
     ]
-    return Preview(difference.operations + len(addresses) + len(gone), "".join(lines))
+    rules = planned_commands(update.family, settings.notrack_mark)
+    return Preview(difference.operations + len(addresses) + len(gone), rules + "".join(lines))
 
 
 def _lines(command: str, contents: Mapping[str, Mapping[bytes, bytes]]) -> Iterator[str]:

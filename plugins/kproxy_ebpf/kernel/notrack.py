@@ -13,8 +13,6 @@ from kproxy_core.model.address import Family
 from kproxy_ebpf.names import NOTRACK_TABLE
 from kproxy_ebpf.skeleton import notrack_rules
 
-_GETRULE = nf_tables.KIND | 7
-
 
 class NotrackTables:
     """The tables of *families* for packets with *mark*; with mark 0 there are none."""
@@ -50,7 +48,7 @@ class NotrackTables:
         for family in self._families if self._mark else ():
             with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
                 found += sock.request(nf_tables.GETTABLE, 0, _table(family))
-                found += sock.dump(_GETRULE, _table(family), list)
+                found += sock.dump(nf_tables.GETRULE, _table(family), list)
         return [data[start + NFGENMSG.size : end] for data, start, end in found]
 
 
@@ -61,6 +59,23 @@ def refusal(families: Sequence[Family]) -> str:
     except SyncFailed as error:
         return str(error)
     return ""
+
+
+def planned_commands(family: Family, mark: int) -> str:
+    """Return the commands that `NotrackTables.write` would run for *family*; "" if the kernel has its result.
+
+    Raises SyncFailed.
+    """
+    table = f"{family.ip} {NOTRACK_TABLE}"
+    with _reporting():
+        if not nf_objects.table_exists(family, NOTRACK_TABLE):
+            return notrack_rules(family, mark) if mark else ""
+        if not mark:
+            return f"delete table {table}\n"
+        held = programs.output("nft", "list", "table", *table.split())
+    wanted = notrack_rules(family, mark)
+    rule = f" mark {mark:#010x} notrack\n"  # nft prints the rest of a rule in other words.
+    return "" if held.count(rule) == wanted.count(rule) else wanted
 
 
 def delete_tables(*, dry_run: bool = False) -> list[str]:

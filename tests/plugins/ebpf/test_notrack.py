@@ -1,5 +1,6 @@
 """Option ``notrack``: connections of the node's own sockets that leave no trace in connection tracking."""
 
+import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -192,6 +193,22 @@ def test_render_shows_the_tables_and_nft_accepts_them(untracked: Node) -> None:
         table = f"add rule {family} kproxy-notrack"
         assert f'{table} output meta l4proto tcp oif != "lo" meta mark 0x00001000 notrack\n' in rules
         assert f'{table} prerouting meta l4proto tcp iif != "lo" socket mark 0x00001000 notrack\n' in rules
+
+
+def test_a_plan_lists_the_tables_that_a_start_would_create_or_delete(where: Node) -> None:
+    def planned() -> set[str]:
+        objects = f"--config={where.config}", f"--manifests={where.manifests}", "--hostname-override=here"
+        done = kproxy("plan", "-v", "-o", "json", *objects, node=where.host)
+        commands = "".join(each.get("transaction", "") for each in json.loads(done.stdout)["kernel"])
+        return {line for line in commands.splitlines() if "kproxy-notrack" in line and " chain " not in line}
+
+    with where.proxy({"notrack": True}):
+        assert planned() == set()
+    where.host.nft("flush chain ip kproxy-notrack output; delete table ip6 kproxy-notrack")
+    assert {f"add table {table}" for table in TABLES} <= planned()
+    assert sum(" mark 0x00001000 notrack" in line for line in planned()) == 4
+    where.config.write_text(where.config.read_text().replace('"notrack": true', '"notrack": false'))
+    assert planned() == {"delete table ip kproxy-notrack"}
 
 
 def test_a_clean_up_removes_the_tables_and_a_dry_run_names_them(where: Node) -> None:
