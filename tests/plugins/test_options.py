@@ -1,5 +1,6 @@
 """The options that each mode says it has are those that it reads and that its page describes."""
 
+import json
 import re
 from pathlib import Path
 
@@ -8,7 +9,11 @@ import pytest
 from kproxy_core.backend.api import BackendSettings
 from kproxy_core.backend.errors import InvalidOption
 from kproxy_core.backend.registry import Registry
+from kproxy_core.config.file import API_VERSION, KIND, decode
+from kproxy_core.config.flags import Flags
 from kproxy_core.model.address import Family
+from kproxy_core.process.choice import conclude
+from kproxy_core.process.terms import Configuration
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -27,3 +32,12 @@ def test_every_option_is_described(mode: str) -> None:
     section = (DOCS / f"{mode}.md").read_text().split("\n## Options\n")[1].split("\n## ")[0]
     described = re.findall(r"^\| `(\w+)` \|", section, re.M)
     assert sorted(described) == sorted(Registry().options(mode) or ())
+
+
+@pytest.mark.parametrize("options", [{"flowtable": ["eth0/x"]}, {"flowtabel": ["eth0"]}])
+def test_without_a_mode_a_wrong_option_of_the_first_one_is_not_passed_over(options: object) -> None:
+    file = decode(json.dumps({
+        "apiVersion": API_VERSION, "kind": KIND, "kproxy": {"backendOptions": {"nftables": options}},
+    }))  # fmt: skip
+    with pytest.raises(InvalidOption, match=r"^kproxy\.backendOptions\.nftables\.flowtab"):
+        conclude(Configuration(Flags(), file), Registry(), (Family.IPV4,))
