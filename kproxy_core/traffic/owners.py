@@ -32,11 +32,18 @@ class FrontendOwners(SyncObserver):
         """*clock*: monotonic seconds."""
         self._clock = clock
         self._of = {family: _OfFamily() for family in families}
+        self.before_move: Callable[[], object] = lambda: None
+        """Called before frontends get another owner: connections until now are those of the former one."""
 
     def sync_succeeded(self, synced: Synced) -> None:
         if not synced.steps:
             return
         of, now = self._of[synced.family], self._clock()
+        if (of.frontends or of.former) and any(
+            self.owner(synced.family, frontend) not in (None, step.key)
+            for step in synced.steps if step.after is not None for frontend in step.after.frontends()
+        ):
+            self.before_move()
         for step in synced.steps:
             for frontend in step.before.frontends() if step.before else ():
                 if of.frontends.get(frontend) == step.key:

@@ -46,6 +46,7 @@ class TrafficRecorder:
     ) -> None:
         """*instance* serves. *clock*: monotonic seconds."""
         self.owners = owners
+        owners.before_move = lambda: self.read(fresh=0.0)
         self._families = families
         self._stored = stored
         self._clock = clock

@@ -185,6 +185,23 @@ def test_no_connection_is_lost_or_counted_twice(node: Room) -> None:
             assert counted(proxy) == wanted
 
 
+def test_connections_belong_to_the_service_that_had_the_address(node: Room) -> None:
+    manifest = node.manifests / "ours.yaml"
+    text = manifest.read_text()
+    with node.proxy("nftables", COUNTED) as proxy:
+        dial(node, WEB, 3)
+        manifest.write_text(re.sub(r"\bone\b", "renamed", text))
+        time.sleep(1)
+        dial(node, WEB, 2)
+        wanted = {"one forwarded": 3, "renamed forwarded": 2, "endpoints": 5}
+        assert counted(proxy) == wanted
+        dial(node, WEB, 1)
+        manifest.write_text(text)
+        time.sleep(1)
+        dial(node, WEB, 1)
+        assert counted(proxy) == {"one forwarded": 4, "renamed forwarded": 3, "endpoints": 7}
+
+
 def test_relays_count_each_connection_once_across_restarts_and_switches(node: Room) -> None:
     with node.proxy("userspace", COUNTED) as proxy:
         dial(node, WEB, 4)
