@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from kproxy_core.testing.network.addresses import FAMILIES
 from kproxy_core.testing.suite.scenario import Scenario
@@ -75,21 +74,17 @@ def cases_of(mode: str, scenarios: Iterable[Scenario], left_out: Iterable[str] =
     """Return the cases of *mode* for all scenarios but those *left_out*.
 
     Scenarios with equal configuration follow each other, so that the proxy is seldom restarted. Where only
-    the source of the objects differs from another mode, each is played in one family.
+    the source of the objects differs from another mode, each is played in one family, both in turns.
     """
     ordered = sorted(scenarios, key=lambda s: (json.dumps(s.config, sort_keys=True), s.name))
-    found = [
-        Case(mode, family, scenario.name)
-        for scenario in ordered if scenario.name not in left_out
-        for family in FAMILIES if not scenario.unsuitable_for(kernel_mode(mode), family, DRIVER)
-    ]  # fmt: skip
-    return in_turns(found) if mode.endswith(THROUGH_API) else found
-
-
-def in_turns(cases: Iterable[Case]) -> list[Case]:
-    """Return one case of each scenario, of both families in turns. Cases of a scenario follow each other."""
-    groups = [list(group) for _, group in groupby(cases, key=lambda case: case.scenario)]
-    return [group[number % len(group)] for number, group in enumerate(groups)]
+    found = []
+    for number, scenario in enumerate(each for each in ordered if each.name not in left_out):
+        families = [
+            each for each in FAMILIES if not scenario.unsuitable_for(kernel_mode(mode), each, DRIVER)]
+        if mode.endswith(THROUGH_API):
+            families = families[number % 2 :][:1] or families[:1]
+        found += [Case(mode, family, scenario.name) for family in families]
+    return found
 
 
 def undocumented(cases: Sequence[Case], scenarios: Iterable[Scenario], left_out: Iterable[str]) -> list[str]:
