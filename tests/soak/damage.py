@@ -88,14 +88,14 @@ def make_table_dormant(where: Node) -> Done:
 
 def flush_chain(where: Node) -> Done:
     """Fails if the rule that was listed has gone: nothing is announced if the chain is empty by then."""
-    rule = _pick(where, "rule", _is_ours(where))
+    rule = _pick(where, "rule", lambda value: is_ours(where.proxy.mode, value))
     return _on(where, rule, lambda at: f"""\
 delete rule {at} {rule['chain']} handle {rule['handle']}
 flush chain {at} {rule['chain']}""", what=f"flush chain {rule.get('chain')}")
 
 
 def delete_rule(where: Node) -> Done:
-    rule = _pick(where, "rule", _is_ours(where))
+    rule = _pick(where, "rule", lambda value: is_ours(where.proxy.mode, value))
     return _on(where, rule, lambda at: f"delete rule {at} {rule['chain']} handle {rule['handle']}")
 
 
@@ -227,18 +227,13 @@ def _pick(where: Node, kind: str, fits: Callable[[Json], bool] = lambda _: True)
     return where.rng.choice(values) if values else {}
 
 
-def _is_ours(where: Node) -> Callable[[Json], bool]:
-    """Return the test for rules of the mode: they stand in its chains, or jump to them."""
-    mode = where.proxy.mode
-
-    def is_ours(rule: Json) -> bool:
-        targets = [part["jump"]["target"] for part in rule["expr"] if "jump" in part]
-        return any(
-            _owns(mode, rule["table"], chain) or chain in _KEPT.get(mode, ())
-            for chain in (rule["chain"], *targets)
-        )
-
-    return is_ours
+def is_ours(mode: str, rule: Json) -> bool:
+    """Return whether *rule* is the mode's: it stands in one of its chains, or jumps to one."""
+    targets = [part["jump"]["target"] for part in rule["expr"] if "jump" in part]
+    return any(
+        _owns(mode, rule["table"], chain) or chain in _KEPT.get(mode, ())
+        for chain in (rule["chain"], *targets)
+    )
 
 
 def _owns(mode: str, table: str, chain: str) -> bool:
