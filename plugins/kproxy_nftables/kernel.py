@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from kproxy_core.backend.errors import SyncFailed, TrustLost, Unsupported
+from kproxy_core.host.errors import HostError
 from kproxy_core.host.netlink import commits
 from kproxy_core.host.netlink import messages as netlink
+from kproxy_core.host.netlink.nf_objects import table_exists
 from kproxy_core.host.netlink.nf_tables import GETCHAIN, GETFLOWTABLE, GETRULE, GETSET, GETTABLE, payload
 from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.model.address import Family
@@ -160,13 +162,12 @@ class Kernel:
         match = re.search(r'"version": ?"([^"]+)"', output)
         return f"libnftables {match[1]}" if match else "libnftables"
 
-    def tables(self) -> set[tuple[str, str]]:
-        """Return (family, name) of every table; none where the kernel lacks nf_tables."""
-        return {
-            (family.ip, netlink.text(netlink.attributes(*span)[_TABLE_ATTRIBUTE]))
-            for family in Family
-            for span in self._objects(GETTABLE, family, b"")
-        }
+    def has_table(self, family: Family, table: str) -> bool:
+        """Return whether *table* exists; False in a kernel without nf_tables. Raises SyncFailed."""
+        try:
+            return table_exists(family, table)
+        except HostError as error:
+            raise SyncFailed(str(error)) from error
 
     def chains(self, family: Family) -> set[str]:
         return self._names(GETCHAIN, family)

@@ -42,8 +42,7 @@ def frontends(family: Family) -> list[Frontend]:
 
 def _kube_proxys(kernel: Kernel, family: Family) -> KubeProxyTable | None:
     """Return kube-proxy's table if it alone exists."""
-    tables = {name for of, name in kernel.tables() if of == family.ip}
-    if TABLE in tables or kube_proxy.TABLE not in tables:
+    if kernel.has_table(family, TABLE) or not kernel.has_table(family, kube_proxy.TABLE):
         return None
     text = kernel.table_text(family, kube_proxy.TABLE)
     return KubeProxyTable(listed_rules(text.splitlines()), text)

@@ -24,15 +24,17 @@ def _deleted(names: tuple[str, ...], dry_run: bool) -> Leftovers:
     errors: list[str] = []
     with Kernel() as kernel:
         try:
-            present = kernel.tables()
+            present = [
+                (family, name) for family in Family for name in names if kernel.has_table(family, name)
+            ]
         except BackendError as error:
             return Leftovers("nftables", errors=(str(error),))
-        places = ((family.ip, name) for family in Family for name in names)
-        for family, name in sorted(present.intersection(places)):
+        for family, name in present:
+            table = f"table {family.ip} {name}"
             try:
                 if not dry_run:
-                    kernel.apply_text(f"delete table {family} {name}\n")
-                removed.append(f"table {family} {name}")
+                    kernel.apply_text(f"delete {table}\n")
+                removed.append(table)
             except BackendError as error:
-                errors.append(f"table {family} {name}: {error}")
+                errors.append(f"{table}: {error}")
     return Leftovers("nftables", tuple(removed), tuple(errors))

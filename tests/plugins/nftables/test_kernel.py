@@ -459,7 +459,7 @@ def test_the_owner_of_a_foreign_table_is_named() -> None:
         assert owner.stdin is not None
         owner.stdin.write(f"add table ip {names.TABLE} {{ flags owner; }}\n")
         owner.stdin.flush()
-        while ("ip", names.TABLE) not in kernel.tables():
+        while not kernel.has_table(Family.IPV4, names.TABLE):
             assert owner.poll() is None
         owned = f"table ip {names.TABLE} is owned by another process, nft[{owner.pid}]"
         with pytest.raises(SyncFailed, match=f"Operation not permitted.*{re.escape(owned)}"):
