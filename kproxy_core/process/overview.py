@@ -16,11 +16,11 @@ from kproxy_core.observe.sync_history import SyncHistory
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_core.sync.family_plans import FamilyPlans
 from kproxy_core.sync.loop import Loop
-from kproxy_core.traffic.recorder import TrafficRecorder
 from kproxy_core.traffic.totals import EndpointTotal, Total
 
 if TYPE_CHECKING:
     from kproxy_core.process.inspection.running import Inspection
+    from kproxy_core.traffic.recorder import TrafficRecorder
 
 _AT_ONCE = 50
 """Service ports that the loop's thread describes in one call."""
@@ -46,7 +46,7 @@ class Overview:
 
     def __init__(
         self, loop: Loop, health: ProxyHealth, about: About, history: SyncHistory | None,
-        traffic: TrafficRecorder | None, node: str,
+        traffic: "TrafficRecorder | None", node: str,
     ) -> None:
         self._loop = loop
         self._health = health
