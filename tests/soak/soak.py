@@ -2,7 +2,7 @@
 
 The first half starts kproxy in each mode, kills and ends it among the other events, and then compares the
 kernel with the one that a fresh start makes. The second half keeps one process, takes it through all modes
-lap by lap, and compares what the process holds after the second and after the last lap.
+lap by lap, and compares what the process holds after the second and after the last two laps.
 """
 
 import random
@@ -59,10 +59,8 @@ _CONNTRACK = {
 """Seconds: ended connections are forgotten before the tracked ones are counted."""
 
 MEMORY_GROWTH, MEMORY_SLACK = 0.05, 4 << 20
-LAPS = 3
+LAPS = 4
 """Least number of laps. Imports and heaps grow in the first one."""
-MORE_LAPS = 6
-"""Most laps after the end of a soak whose last lap may have leaked: a leak stays, while heaps breathe."""
 
 
 class Soak:
@@ -159,9 +157,8 @@ class Soak:
         self._switch(self.modes[0])
         self._restart("SIGTERM", damaged=False)
         dwell = max(2.0, min(25.0, (until - time.monotonic()) / len(self.modes) / (LAPS + 1)))
-        usages, more = self.ledger.usages, MORE_LAPS
-        while time.monotonic() < until or len(usages) < LAPS or (self._leaks() and more):
-            more -= len(usages) >= LAPS and time.monotonic() >= until
+        usages = self.ledger.usages
+        while time.monotonic() < until or len(usages) < LAPS:
             for mode in (*self.modes[1:], self.modes[0]):
                 self._switch(mode)
                 end = time.monotonic() + dwell
@@ -171,10 +168,7 @@ class Soak:
                 self.proxy.wait_until_retired(RETIREMENT)
                 self._await_rest()
                 usages.append(self.proxy.usage())
-        self.ledger.problems += self._leaks()
-
-    def _leaks(self) -> list[str]:
-        return leaks(self.ledger.usages, growth=MEMORY_GROWTH, slack=MEMORY_SLACK)
+        self.ledger.problems += leaks(usages, growth=MEMORY_GROWTH, slack=MEMORY_SLACK)
 
     def _finish(self) -> None:
         """Check what is left at the end."""
@@ -198,7 +192,7 @@ class Soak:
             f"{each.mode}: repaired after {each.seconds:.3f} s, pressure {each.pressure:.0%}: {each.what}"
             for each in ledger.slow()
         ]
-        fresh, last = ledger.usages[1], ledger.usages[-1]
+        shown = [ledger.usages[1], *ledger.usages[-2:]]
         stalled = sum(until - since for load in self._loads for since, until in load.stalls)
         ledger.totals |= {
             "duration, s": round(seconds),
@@ -210,10 +204,10 @@ class Soak:
             "their repair, ms: p50, p99, longest": ledger.repair_times(),
             "changes of objects": self.churn.changes,
             "starts of kproxy": self.proxy.starts,
-            "laps of one process, measured after the second and the last": len(ledger.usages),
-            "its memory, MiB": f"{fresh.rss / 2**20:.1f}, {last.rss / 2**20:.1f}",
-            "its descriptors": f"{fresh.descriptors}, {last.descriptors}",
-            "its threads": f"{fresh.threads}, {last.threads}",
+            "laps of one process, measured after the second and the last two": len(ledger.usages),
+            "its memory, MiB": ", ".join(f"{usage.rss / 2**20:.1f}" for usage in shown),
+            "its descriptors": ", ".join(str(usage.descriptors) for usage in shown),
+            "its threads": ", ".join(str(usage.threads) for usage in shown),
             "its last end, s": round(ended, 2),
             "seconds in which the machine stalled": round(stalled, 1),
         }

@@ -49,10 +49,12 @@ def test_one_of_a_hundred_repairs_may_be_slow_while_the_machine_has_time(
     (USAGE._replace(connections=8), []), (USAGE._replace(connections=9), ["connections"]),
     (USAGE._replace(threads=14, children=1), ["threads", "children"]),
 ])  # fmt: skip
-def test_leaks_are_what_grew_from_the_second_lap_to_the_last(last: Usage, grown: list[str]) -> None:
-    first, third = USAGE._replace(rss=30 << 20), USAGE._replace(descriptors=50)
-    found = leaks([first, USAGE, third, last], growth=0.05, slack=4 << 20)
+def test_leaks_are_what_stayed_more_than_after_the_second_lap(last: Usage, grown: list[str]) -> None:
+    first, more = USAGE._replace(rss=30 << 20), USAGE._replace(rss=90 << 20, descriptors=50, connections=20)
+    found = leaks([first, USAGE, more, last, last], growth=0.05, slack=4 << 20)
     assert [line.split()[0] for line in found] == grown
+    for laps in ([first, USAGE, last, USAGE], [first, USAGE, USAGE, last]):
+        assert not leaks(laps, growth=0.05, slack=4 << 20)
 
 
 def test_the_report_shows_each_event_by_mode() -> None:
