@@ -46,7 +46,9 @@ class Witness:
                     self._take(taken, silent)
 
     def _take(self, number: int, failures: Sequence[Failure]) -> None:
-        with (self._directory / f"witness-{number}.txt").open("w") as file:
+        """Write the state to a file, and print the lines about the clients' ports: files may not be kept."""
+        path = self._directory / f"witness-{number}.txt"
+        with path.open("w") as file:
             file.writelines(f"{failure}\n" for failure in failures)
             for host in self._hosts:
                 for command in COMMANDS:
@@ -54,3 +56,7 @@ class Witness:
                     file.flush()
                     subprocess.run(
                         ["ip", "netns", "exec", host.name, *command], stdout=file, stderr=file, check=False)
+        ports = [f"port={failure.port} " for failure in failures if failure.port]
+        for line in path.read_text(errors="replace").splitlines():
+            if (line.startswith("== ") and "conntrack" in line) or any(port in line for port in ports):
+                print(f"witness {number}: {line}", flush=True)
