@@ -19,7 +19,6 @@ _BUFFER: Final = 8 << 20
 """Bytes; a few seconds at 20,000 connections a second."""
 
 _ASSURED: Final = 1 << 2
-_CLOSED: Final = 8
 _TIMEOUT: Final = 7
 _SIZE = struct.Struct("=H")
 
@@ -109,7 +108,7 @@ def _resets(spans: Iterable[netlink.Span]) -> Iterator[Ended]:
         for _ in range(2):
             at += _SIZE.unpack_from(data, at)[0]
         rest = {kind: data[first:last] for kind, first, last in netlink.attribute_spans(data, at, end)}
-        if ctnetlink.tcp_state(rest.get(ctnetlink.PROTOINFO, b"")) != _CLOSED:
+        if ctnetlink.tcp_state(rest.get(ctnetlink.PROTOINFO, b"")) != ctnetlink.TCP_CLOSED:
             continue
         family = FAMILY_BY_AF[data[start]]
         for flow in ctnetlink.decode(iter([(data, start, end)]), family):

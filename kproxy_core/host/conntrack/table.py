@@ -32,6 +32,8 @@ _PROTOINFO_TCP: Final = 1
 _TCP_STATE: Final = 1
 PROTO_DST_PORT: Final = 3
 
+TCP_CLOSED: Final = 8
+"""The state after a reset, TCP_CONNTRACK_CLOSE, as `tcp_state` returns it."""
 SEEN_REPLY: Final = 1 << 1
 """A bit of the attribute `STATUS`, a big-endian number."""
 UNREPLIED: Final = netlink.attribute(STATUS, bytes(4)) + netlink.attribute(

@@ -52,6 +52,11 @@ class Instruction(NamedTuple):
     value: int
 
 
+LOAD_WORD, JUMP_IF_EQUAL, RETURN = 0x20, 0x15, 0x06
+"""Codes of instructions. Loads are big-endian, netlink headers are in host order."""
+ACCEPT, DROP = Instruction(RETURN, 0, 0, 0xFFFFFFFF), Instruction(RETURN, 0, 0, 0)
+
+
 class NetlinkSocket:
     """A netlink socket in the network namespace of the thread that opened it. Not thread-safe."""
 
@@ -223,14 +228,11 @@ def _set_buffer(sock: socket.socket, force: int, option: int, size: int) -> None
 
 def _ignoring(ports: Collection[int]) -> list[Instruction]:
     """Return a filter that drops datagrams whose first message was caused by one of *ports*."""
-    load, jump_if_equal, give_back = 0x20, 0x15, 0x06
-    # Loads are big-endian, netlink headers are in host order.
     values = [int.from_bytes(struct.pack("=I", port), "big") for port in ports]
     return [
-        Instruction(load, 0, 0, 12),
-        *(Instruction(jump_if_equal, len(values) - at, 0, value) for at, value in enumerate(values)),
-        Instruction(give_back, 0, 0, 0xFFFFFFFF),
-        Instruction(give_back, 0, 0, 0),
+        Instruction(LOAD_WORD, 0, 0, 12),
+        *(Instruction(JUMP_IF_EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)),
+        ACCEPT, DROP,
     ] if ports else []
 
 
