@@ -76,13 +76,12 @@ def _unanswered(
     family: Family,
 ) -> Iterator[tuple[bytes, UnansweredFlow]]:  # fmt: skip
     for flow in flows:
-        if flow.protocol != Protocol.UDP or not _is_relayed(flow, wanted, local, family):
+        relay = _relay_port(flow, wanted, local, family) if flow.protocol == Protocol.UDP else None
+        if relay is None:
             continue
         found = netlink.attributes(flow.data, flow.start, flow.end)
         if not int.from_bytes(found[ctnetlink.STATUS], "big") & ctnetlink.SEEN_REPLY:
-            dialled, relay = (
-                int.from_bytes(port, "big") for port in (flow.port, ctnetlink.answered_by(family, flow).port))
-            frontend = Frontend(flow.destination, Protocol.UDP, dialled)
+            frontend = Frontend(flow.destination, Protocol.UDP, int.from_bytes(flow.port, "big"))
             yield found[ctnetlink.ID], UnansweredFlow(frontend, relay)
 
 
@@ -100,21 +99,20 @@ def _relayed(
 ) -> Iterator[LocalPort]:  # fmt: skip
     """Yield the relay port of each flow that is answered by one of the *wanted* ports of this node."""
     for flow in flows:
-        if not _is_relayed(flow, wanted, local, family):
+        port, protocol = _relay_port(flow, wanted, local, family), flow.protocol
+        if port is None:
             continue
-        protocol = flow.protocol
         if protocol == Protocol.UDP or (protocol == Protocol.TCP and _state(flow) in _OPENING):
-            port = ctnetlink.answered_by(family, flow).port
-            yield LocalPort(Protocol(protocol), int.from_bytes(port, "big"))
+            yield LocalPort(Protocol(protocol), port)
 
 
-def _is_relayed(
+def _relay_port(
     flow: ctnetlink.TrackedFlow, wanted: Collection[bytes], local: Collection[Address], family: Family
-) -> bool:
-    """Return whether a portal has led *flow* to one of the *wanted* ports of this node."""
+) -> int | None:
+    """Return the port, among the *wanted* ones of this node, to which a portal has led *flow*; None: none."""
     by = ctnetlink.answered_by(family, flow)
     same = (by.address, by.port) == (flow.destination, flow.port)
-    return by.port in wanted and not same and by.address in local
+    return int.from_bytes(by.port, "big") if by.port in wanted and not same and by.address in local else None
 
 
 def _state(flow: ctnetlink.TrackedFlow) -> int:
