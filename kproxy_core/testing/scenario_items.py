@@ -41,8 +41,8 @@ class ScenarioItem(pytest.Item):
         self.add_marker("kproxy")
 
     def runtest(self) -> None:
-        reason = self._wanted.excuse(self._scenario.name)
-        if reason := self._scenario.unplayable_by(self._driver) or reason:
+        reason = self._scenario.unplayable_by(self._driver) or self._wanted.excuse(self._scenario.name)
+        if reason:
             pytest.skip(f"not applicable: {reason}")
         family = self._family.label.lower()
         result = self._stage().play(
