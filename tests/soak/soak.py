@@ -2,7 +2,7 @@
 
 The first half starts kproxy in each mode, kills and ends it among the other events, and then compares the
 kernel with the one that a fresh start makes. The second half keeps one process, takes it through all modes
-lap by lap, and compares what the process holds after the second and after the last two laps.
+lap by lap, and compares what the process holds after the second and after the last laps.
 """
 
 import random
