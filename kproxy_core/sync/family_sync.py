@@ -58,6 +58,8 @@ class FamilySync:
         self.instance = instance
         self._pacing = pacing
         self._failures = 0
+        for observer in self._observers:
+            observer.instance_changed(self.family, instance, self.plans.udp_frontends())
         self._damages = 0
 
     def set_node(self, node: NodeView) -> None:

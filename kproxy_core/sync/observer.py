@@ -88,6 +88,11 @@ class SyncObserver:
     def sync_started(self, family: Family, *, retry: bool) -> None:
         """A sync starts and takes all pending changes. *retry*: the last one did not do everything."""
 
+    def instance_changed(
+        self, family: Family, instance: BackendInstance, udp_frontends: frozenset[Frontend]
+    ) -> None:
+        """From now on *instance* serves all plans. *udp_frontends*: those of UDP."""
+
     def plans_changed(self, family: Family, udp_frontends: frozenset[Frontend]) -> None:
         """Plans have changed, and the backend is called next. *udp_frontends*: of UDP, before and after."""
 

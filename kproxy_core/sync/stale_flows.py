@@ -7,10 +7,13 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import NamedTuple
 
+from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.host.conntrack.flows import delete_stale_udp
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Address, Family
 from kproxy_core.model.address import Protocol as IpProtocol
+from kproxy_core.model.endpoint import Destination
+from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_core.plan.stale_flows import Socket, StaleFlows, StaleFlowTracker, relay
 from kproxy_core.sync.observer import Synced, SyncObserver
@@ -98,7 +101,14 @@ class StaleFlowObserver(SyncObserver):
         self._start_cleaning = clean
         self._trackers = {family: StaleFlowTracker() for family in families}
         self._running: dict[Family, Deletion] = {}
+        self._instances: dict[Family, BackendInstance] = {}
         self._node_port_addresses: dict[Family, frozenset[Address]] = {}
+
+    def instance_changed(
+        self, family: Family, instance: BackendInstance, udp_frontends: frozenset[Frontend]
+    ) -> None:
+        self._instances[family] = instance
+        self.plans_changed(family, udp_frontends)
 
     def plans_changed(self, family: Family, udp_frontends: frozenset[Frontend]) -> None:
         running = self._running.get(family)
@@ -107,9 +117,10 @@ class StaleFlowObserver(SyncObserver):
 
     def sync_succeeded(self, synced: Synced) -> None:
         family, plans = synced.family, synced.plans
+        self._instances[family] = synced.instance
         for key in synced.udp_ports:
-            relays = {relay(family, port) for port in synced.instance.relays(family, key)}
-            self._trackers[family].put(key, plans.plans.get(key), plans.serving(key) | relays)
+            serving = plans.serving(key) | self._relays(family, key)
+            self._trackers[family].put(key, plans.plans.get(key), serving)
         self._node_port_addresses[family] = frozenset(plans.node.node_port_addresses)
         self._clean(family)
 
@@ -125,7 +136,11 @@ class StaleFlowObserver(SyncObserver):
         """Start deleting, unless a deletion is running: `finish` then continues."""
         if family in self._running:
             return
-        stale = self._trackers[family].take(self._node_port_addresses[family])
+        stale = self._trackers[family].take(
+            self._node_port_addresses[family], lambda key: self._relays(family, key))
         if stale:
             deletion = self._running[family] = Deletion(stale)
             self._start_cleaning(family, deletion)
+
+    def _relays(self, family: Family, key: ServicePortKey) -> frozenset[Destination]:
+        return frozenset(relay(family, port) for port in self._instances[family].relays(family, key))

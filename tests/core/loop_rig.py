@@ -169,11 +169,12 @@ class Rig:
             ChangeLog(),
         ]
         facts = NodeFacts(settings or NodeSettings(name="node1"), frozenset(addresses))
+        self._families = families
+        self._pacing = lambda: Pacing(
+            min_interval=min_interval, retry_cap=30.0, full_period=full_period, shortest_rest=0.0)
         self.loop = Loop(
             families, self.store, facts, instance, observers,
-            pacing=lambda: Pacing(
-                min_interval=min_interval, retry_cap=30.0, full_period=full_period, shortest_rest=0.0),
-            clock=self.clock, cpu=self.clock, all_synced=all_synced,
+            pacing=self._pacing, clock=self.clock, cpu=self.clock, all_synced=all_synced,
         )
 
     def start(self, *events: Event) -> list[Update]:
@@ -200,6 +201,12 @@ class Rig:
             self.clock.now = max(self.clock.now, at)
             updates += self.turn()
         raise AssertionError("the loop does not come to rest")
+
+    def serve_with(self, backend: object, settings: NodeSettings) -> None:
+        """Hand over to *backend*, as a switch of modes does, and run a turn."""
+        self.loop.serve_with(
+            instance_of(backend, self._families), settings, self._pacing, Scope.RESYNC)
+        self.loop.turn()
 
     def flows_deleted(self, deleted: int | None = 0) -> None:
         """Finish the deletion of all flows; None: it fails."""

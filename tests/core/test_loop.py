@@ -7,8 +7,11 @@ import pytest
 
 from kproxy_core.backend.api import Scope, Update
 from kproxy_core.backend.errors import SyncFailed, TrustLost, Unsupported
+from kproxy_core.backend.hookspecs import hookimpl
+from kproxy_core.model.address import Family
 from kproxy_core.model.endpoint import SliceName
 from kproxy_core.model.node import NodeObject
+from kproxy_core.model.service import ServicePortKey
 from kproxy_core.store.events import (
     BadObject,
     Complete,
@@ -31,7 +34,7 @@ from kproxy_core.testing.builders import (
     service,
     service_name,
 )
-from tests.core.loop_rig import V4, WALL, Rig
+from tests.core.loop_rig import V4, WALL, RecordingBackend, Rig
 
 WEB = ServiceSet(service("web"))
 WEB_SLICE = SliceSet(endpoint_slice("web", "10.0.0.1"))
@@ -426,6 +429,36 @@ def test_flows_that_a_newer_sync_starts_are_not_deleted_as_stale() -> None:
     ((_, again),) = rig.cleaner.under_way
     assert again.is_stale(vip, old)
     assert not again.is_stale(vip, new)
+
+
+class RelayingBackend(RecordingBackend):
+    """A mode that relays in its own process."""
+
+    @hookimpl
+    def kproxy_relays(self, family: Family, key: ServicePortKey) -> frozenset[int]:
+        return frozenset({40001})
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_flows_to_relays_of_a_new_mode_are_not_stale(is_running: bool) -> None:
+    """It serves node ports on more addresses, whose older flows are deleted while relays answer new ones."""
+    here, other = addresses("172.18.0.2 172.19.0.2")
+    rig = Rig(families=[V4], addresses=[here, other],
+              settings=NodeSettings(name="node1", node_ports=cidrs("172.18.0.0/16")))  # fmt: skip
+    dns = ServiceSet(service("dns", "53/UDP@30053"))
+    rig.start(dns, SliceSet(endpoint_slice("dns", "10.0.0.1", ports=["53/UDP"])))
+    if not is_running:
+        rig.flows_deleted()
+    rig.serve_with(RelayingBackend(rig.clock), NodeSettings(name="node1", node_ports=cidrs("0.0.0.0/0")))
+    ((_, deletion),) = rig.cleaner.under_way
+    relayed = (here, 30053), (here, 40001)
+    assert not deletion.is_stale(*relayed)
+    if is_running:  # Flows that were spared are judged again.
+        rig.flows_deleted()
+        ((_, deletion),) = rig.cleaner.under_way
+        assert not deletion.is_stale(*relayed)
+    assert deletion.is_stale((here, 30053), (here, 30053))
+    assert deletion.is_stale((other, 30053), (other, 30053))
 
 
 def test_flows_that_could_not_be_deleted_are_due_again_after_the_next_sync() -> None:
