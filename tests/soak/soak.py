@@ -25,8 +25,8 @@ from tests.soak.ledger import Ledger, Window, leaks
 from tests.soak.moments import Moment, now
 from tests.soak.objects import MARK, Objects
 from tests.soak.proxy import REPAIRED, Proxy, SoakFailed
-from tests.soak.witness import Witness
 from tests.switch.room import FROM_CLIENT, FROM_NODE, Failure, Load, Room
+from tests.switch.witness import Witness
 
 MODES = ("nftables", "iptables", "userspace", "ebpf")
 SHORTEST_TIMEOUT = 0.2

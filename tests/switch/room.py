@@ -246,18 +246,18 @@ class Loads:
     """Loads from the client and from the node, at the same time."""
 
     def __init__(self, loads: Sequence[Load]) -> None:
-        self._loads = loads
+        self.all = loads
 
     @property
     def made(self) -> int:
-        return sum(load.made for load in self._loads if load.is_counted)
+        return sum(load.made for load in self.all if load.is_counted)
 
     def failures(self, since: float = 0) -> list[str]:
         """Return the failures since *since* (monotonic clock) that are not the machine's fault."""
-        stalls = [stall for load in self._loads for stall in load.stalls]
+        stalls = [stall for load in self.all for stall in load.stalls]
         return [
             f"{failure.until:.3f} {failure.what}"
-            for load in self._loads
+            for load in self.all
             for failure in load.failures
             if failure.until >= since
             and not (failure.sent_again and any(failure.overlaps(*stall) for stall in stalls))
@@ -265,10 +265,10 @@ class Loads:
 
     @property
     def exchanged(self) -> int:
-        return sum(load.exchanged for load in self._loads)
+        return sum(load.exchanged for load in self.all)
 
     def renew(self) -> None:
-        for load in self._loads:
+        for load in self.all:
             load.renew()
 
     def more(self, number: int) -> None:

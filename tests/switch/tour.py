@@ -4,7 +4,7 @@
 
 A stop is a mode; ``iptables-nft`` and ``iptables-legacy`` name an interface of the kernel as well. Each way
 from a stop to the next is a leg of at least CONNECTIONS new connections and flows. What became of the legs is
-written to DIRECTORY/legs.json.
+written to DIRECTORY/legs.json, and the state of the node after a request without answer to files beside it.
 """
 
 import json
@@ -12,11 +12,13 @@ import sys
 import time
 import traceback
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
 from tests.switch.room import EBPF, PATIENCE, Loads, Room, room
+from tests.switch.witness import Witness
 
 COMMAND = [sys.executable, "-B", "-m", "tests.switch.tour"]
 CONNECTIONS = 10_000
@@ -90,7 +92,12 @@ def tour(directory: Path, connections: int, stops: Sequence[str]) -> Iterator[Le
     """Switch from the first stop to the last. Ends at the first failure."""
     with room(directory, sockets=EBPF in stops) as where:
         _choose_iptables(where, stops[0])
-        with where.proxy(mode_of(stops[0])), where.used() as loads:
+        hosts = where.node, where.client, *where.pods
+        with (
+            where.proxy(mode_of(stops[0])),
+            where.used() as loads,
+            closing(Witness(hosts, loads.all, directory, lambda _: False)),
+        ):
             for before, after in pairwise(stops):
                 try:
                     leg = _leg(where, loads, before, after, connections)

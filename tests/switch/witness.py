@@ -10,9 +10,9 @@ from tests.switch.room import Failure, Load
 
 POLL = 0.05
 LIMIT = 5
-"""Pieces of evidence of one soak; rules and connections are a few hundred KB each."""
+"""Pieces of evidence of one run; rules and connections are a few hundred KB each."""
 COMMANDS = (
-    ("conntrack", "-L"), ("conntrack", "-L", "-f", "ipv6"), ("nft", "-a", "list", "ruleset"), ("ss", "-tan"),
+    ("conntrack", "-L"), ("conntrack", "-L", "-f", "ipv6"), ("nft", "-a", "list", "ruleset"), ("ss", "-tuan"),
     ("nstat", "-asz"), ("cat", "/proc/pressure/cpu"), ("bpftool", "cgroup", "tree"),
 )  # fmt: skip
 
