@@ -177,7 +177,8 @@ class Watch:
                 "pid": worker.process.pid, "connections": worker.counts[Counter.CONNECTIONS],
                 "shortages": count - reported,
             }  # fmt: skip
-            log.warning("relay worker out of file descriptors or memory", extra={"fields": fields})
+            log.warning(
+                "relay worker out of file descriptors, memory or local ports", extra={"fields": fields})
 
 
 def _concerns_portals(change: Change) -> bool:

@@ -17,7 +17,8 @@ _METRICS = {
     Counter.FLOWS: ("udp_flows", "UDP clients that have an endpoint now", ""),
     Counter.DATAGRAMS_TO_ENDPOINTS: ("datagrams_total", "UDP datagrams", "endpoint"),
     Counter.DATAGRAMS_TO_CLIENTS: ("datagrams_total", "UDP datagrams", "client"),
-    Counter.SHORTAGES: ("shortages_total", "Times that a worker ran out of file descriptors or memory", ""),
+    Counter.SHORTAGES: (
+        "shortages_total", "Times that a worker ran out of file descriptors, memory or local ports", ""),
     Counter.HALF_CLOSED_TIMEOUTS: (
         "half_closed_timeouts_total", "TCP connections reset because they were half-closed and idle", ""),
 }  # fmt: skip

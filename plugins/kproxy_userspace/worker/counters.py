@@ -26,7 +26,7 @@ class Counter(enum.IntEnum):
     DATAGRAMS_TO_ENDPOINTS = 7
     DATAGRAMS_TO_CLIENTS = 8
     SHORTAGES = 9
-    """Times that file descriptors or memory ran out."""
+    """Times that file descriptors, memory or local ports ran out."""
     HALF_CLOSED_TIMEOUTS = 10
     """Connections reset because they were half-closed and idle for too long."""
 

@@ -116,11 +116,12 @@ class UdpRelay:
             return None
         try:
             upstream = socket.socket(self.family, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK, 0)
-        except OSError as error:  # The datagram is lost, other flows continue.
-            self.counts[Counter.SHORTAGES] += error.errno in EXHAUSTED
+        except OSError as problem:  # The datagram is lost, other flows continue.
+            self.counts[Counter.SHORTAGES] += problem.errno in EXHAUSTED
             return None
-        if upstream.connect_ex(endpoint):
+        if error := upstream.connect_ex(endpoint):  # EAGAIN: no local port is left.
             upstream.close()
+            self.counts[Counter.SHORTAGES] += error == errno.EAGAIN or error in EXHAUSTED
             return None
         flow = self.flows[key] = Flow(self, key, upstream, endpoint)
         if self.frontend is not None:

@@ -7,6 +7,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -91,6 +92,26 @@ def test_bulk_data_is_copied_without_file_descriptors_for_a_pipe(start: Start) -
             assert bytes(got) == sent
 
 
+def test_a_udp_client_without_a_local_port_left_is_counted_as_a_shortage(start: Start) -> None:
+    with endpoints(ONE), ExitStack() as stack:
+        Path("/proc/sys/net/ipv4/ip_local_port_range").write_text("40000 40003")
+        proxy = start(workers=1, udpIdleTimeout="1h")
+        proxy.serve(service("dns", "53/UDP"), "127.0.0.1", ports="9001/UDP")
+        clients = []
+        for number in range(4):  # The relay itself has one of the four ports.
+            client = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+            client.settimeout(PATIENCE)
+            client.bind(("", 50000 + number))
+            client.connect((VIP, 53))
+            clients.append(client)
+        for client in clients[:3]:
+            client.send(b"?")
+            assert client.recv(100) == f"{A};?".encode()
+        assert measured(proxy, "shortages_total") == 0
+        clients[3].send(b"?")
+        await_true(lambda: measured(proxy, "shortages_total") == 1)
+
+
 def test_a_shortage_is_logged_with_the_worker(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     with endpoints(ONE), ExitStack() as stack:
         proxy = start(workers=1)
@@ -98,7 +119,8 @@ def test_a_shortage_is_logged_with_the_worker(start: Start, caplog: pytest.LogCa
         assert proxy.backend.kproxy_watch(lambda family, what: None)
         with few_descriptors(proxy, 1):
             stack.enter_context(connect(VIP, 80))
-            await_true(lambda: "relay worker out of file descriptors or memory" in caplog.messages)
+            logged = "relay worker out of file descriptors, memory or local ports"
+            await_true(lambda: logged in caplog.messages)
         (record,) = [each for each in caplog.records if each.msg.startswith("relay worker out of")]
         assert record.__dict__["fields"]["pid"] == proxy.workers()[0].process.pid
 
