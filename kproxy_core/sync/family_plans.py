@@ -132,12 +132,6 @@ class FamilyPlans:
         )
         return frozenset(frontend for plan in plans for frontend in plan.frontends())
 
-    def udp_frontends(self) -> frozenset[Frontend]:
-        """Return the frontends of all UDP service ports."""
-        return frozenset(
-            frontend for key, plan in self.plans.items() if key.protocol is Protocol.UDP
-            for frontend in plan.frontends())
-
     def take_udp_ports(self) -> frozenset[ServicePortKey]:
         """Return the UDP service ports planned since the last call.
 

@@ -54,12 +54,15 @@ class FamilySync:
         """Run full syncs often: the backend does not notice foreign changes."""
         self._pacing.look_often()
 
+    def pause(self) -> None:
+        """Prepare for rules of another instance. The caller makes no turn until `serve_with`."""
+        for observer in self._observers:
+            observer.syncs_paused(self.family)
+
     def serve_with(self, instance: BackendInstance, pacing: Pacing) -> None:
         self.instance = instance
         self._pacing = pacing
         self._failures = 0
-        for observer in self._observers:
-            observer.instance_changed(self.family, instance, self.plans.udp_frontends())
         self._damages = 0
 
     def set_node(self, node: NodeView) -> None:

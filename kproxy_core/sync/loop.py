@@ -157,6 +157,8 @@ class Loop:
     def hold(self) -> None:
         """Pause syncs until `serve_with`, while two modes are programmed in the kernel."""
         self._held = True
+        for sync in self._syncs.values():
+            sync.pause()
 
     def updates(self, settings: NodeSettings) -> list[Update]:
         """Return full updates with the plans of the last turn, for a node with *settings*."""

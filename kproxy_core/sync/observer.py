@@ -88,10 +88,8 @@ class SyncObserver:
     def sync_started(self, family: Family, *, retry: bool) -> None:
         """A sync starts and takes all pending changes. *retry*: the last one did not do everything."""
 
-    def instance_changed(
-        self, family: Family, instance: BackendInstance, udp_frontends: frozenset[Frontend]
-    ) -> None:
-        """From now on *instance* serves all plans. *udp_frontends*: those of UDP."""
+    def syncs_paused(self, family: Family) -> None:
+        """Until the next success another instance may write rules, which packets meet at once."""
 
     def plans_changed(self, family: Family, udp_frontends: frozenset[Frontend]) -> None:
         """Plans have changed, and the backend is called next. *udp_frontends*: of UDP, before and after."""

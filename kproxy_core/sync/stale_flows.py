@@ -101,16 +101,20 @@ class StaleFlowObserver(SyncObserver):
         self._start_cleaning = clean
         self._trackers = {family: StaleFlowTracker() for family in families}
         self._running: dict[Family, Deletion] = {}
+        self._unsettled: set[Family] = set()
+        """Families whose rules may be newer than the last success. No deletion starts: it would not know the
+        endpoints and relays of those rules."""
         self._instances: dict[Family, BackendInstance] = {}
         self._node_port_addresses: dict[Family, frozenset[Address]] = {}
 
-    def instance_changed(
-        self, family: Family, instance: BackendInstance, udp_frontends: frozenset[Frontend]
-    ) -> None:
-        self._instances[family] = instance
-        self.plans_changed(family, udp_frontends)
+    def syncs_paused(self, family: Family) -> None:
+        self._unsettled.add(family)
+        running = self._running.get(family)
+        if running is not None:
+            running.spare(running.stale.frontends)
 
     def plans_changed(self, family: Family, udp_frontends: frozenset[Frontend]) -> None:
+        self._unsettled.add(family)
         running = self._running.get(family)
         if running is not None:
             running.spare(udp_frontends)
@@ -118,6 +122,7 @@ class StaleFlowObserver(SyncObserver):
     def sync_succeeded(self, synced: Synced) -> None:
         family, plans = synced.family, synced.plans
         self._instances[family] = synced.instance
+        self._unsettled.discard(family)
         for key in synced.udp_ports:
             serving = plans.serving(key) | self._relays(family, key)
             self._trackers[family].put(key, plans.plans.get(key), serving)
@@ -133,8 +138,8 @@ class StaleFlowObserver(SyncObserver):
             self._clean(result.family)
 
     def _clean(self, family: Family) -> None:
-        """Start deleting, unless a deletion is running: `finish` then continues."""
-        if family in self._running:
+        """Start deleting, unless a deletion is running: `finish` or the next success then continues."""
+        if family in self._running or family in self._unsettled:
             return
         stale = self._trackers[family].take(
             self._node_port_addresses[family], lambda key: self._relays(family, key))

@@ -204,6 +204,7 @@ class Rig:
 
     def serve_with(self, backend: object, settings: NodeSettings) -> None:
         """Hand over to *backend*, as a switch of modes does, and run a turn."""
+        self.loop.hold()
         self.loop.serve_with(
             instance_of(backend, self._families), settings, self._pacing, Scope.RESYNC)
         self.loop.turn()

@@ -461,6 +461,42 @@ def test_flows_to_relays_of_a_new_mode_are_not_stale(is_running: bool) -> None:
     assert deletion.is_stale((other, 30053), (other, 30053))
 
 
+def test_no_flow_is_stale_while_another_mode_is_programmed() -> None:
+    """Its relays answer new flows before it serves."""
+    rig = Rig(families=[V4])
+    relayed = (addresses("10.96.0.1")[0], 53), destinations("172.18.0.2:40001")[0]
+    dns = ServiceSet(service("dns", "53/UDP"))
+    rig.start(dns, SliceSet(endpoint_slice("dns", "10.0.0.1", "10.0.0.2", ports=["53/UDP"])))
+    rig.flows_deleted()
+    rig.say(SliceSet(endpoint_slice("dns", "10.0.0.1", ports=["53/UDP"])))
+    ((_, deletion),) = rig.cleaner.under_way
+    assert deletion.is_stale(*relayed)
+    rig.loop.hold()
+    assert not deletion.is_stale(*relayed)
+    rig.flows_deleted()
+    assert rig.cleaner.under_way == []
+    rig.serve_with(RelayingBackend(rig.clock), NodeSettings(name="node1"))
+    ((_, deletion),) = rig.cleaner.under_way
+    assert not deletion.is_stale(*relayed)
+    assert deletion.is_stale(relayed[0], destinations("10.0.0.2:53")[0])
+
+
+def test_no_flow_is_stale_after_a_failed_sync() -> None:
+    """The kernel may have taken a part of it."""
+    rig = Rig(families=[V4])
+    rig.start(ServiceSet(service("dns", "53/UDP")),
+              SliceSet(endpoint_slice("dns", "10.0.0.1", ports=["53/UDP"])))  # fmt: skip
+    rig.backend.problems = [TrustLost("half of it")]
+    rig.say(SliceSet(endpoint_slice("dns", "10.0.0.2", ports=["53/UDP"])))
+    rig.flows_deleted()
+    assert rig.cleaner.under_way == []
+    rig.settle()
+    ((_, deletion),) = rig.cleaner.under_way
+    vip, (old, new) = (addresses("10.96.0.1")[0], 53), destinations("10.0.0.1:53 10.0.0.2:53")
+    assert deletion.is_stale(vip, old)
+    assert not deletion.is_stale(vip, new)
+
+
 def test_flows_that_could_not_be_deleted_are_due_again_after_the_next_sync() -> None:
     rig = Rig(families=[V4])
     rig.start(ServiceSet(service("dns", "53/UDP")))
