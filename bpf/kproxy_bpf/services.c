@@ -37,6 +37,8 @@ struct endpoint { u64 address[2]; u64 port; };
 struct member { struct endpoint endpoint; u64 service; };
 struct address { u64 half[2]; };
 struct client { u64 netns; u64 service; };
+/* *from*: with the local port of the socket << 32. */
+struct sender { u64 netns; struct frontend from; };
 struct pin { u64 seen; struct endpoint endpoint; };
 struct sockaddr;
 /* *mark*: of the node's own TCP sockets whose packets are not to be tracked; 0: none. */
@@ -71,6 +73,12 @@ BPF_TABLE("lru_hash", struct client, struct pin, pins, 65536);
  * and if only these choices were left to them, the client itself would be chosen too rarely.
  */
 BPF_TABLE("lru_hash", struct client, u64, hairpins, 16384);
+/*
+ * Senders of datagrams with the address and port of a frontend: a client may be bound to a node port, and the rules
+ * masquerade with any port. What is sent back is left to the rules, which tell answers by the flow. As in a flow, the
+ * local port is part of the key: another socket that is bound to it may answer.
+ */
+BPF_TABLE("lru_hash", struct sender, u64, senders, 4096);
 /* Connected UDP sockets by cookie: they are destroyed when their endpoint is removed. */
 BPF_TABLE("lru_hash", u64, struct member, connected, 16384);
 /* New connections and flows by frontend and endpoint. */
@@ -154,6 +162,12 @@ static __always_inline struct flow *flow_at(struct flows *k, int n)
 	return one;
 }
 
+static __always_inline u64 node_port_kind(u64 first, u64 second)
+{
+	bool v4 = first == 0 && second == v4_mapped(second_word(second));
+	return (u64)(v4 ? KIND_NODE_PORT_V4 : KIND_NODE_PORT_V6) << 24;
+}
+
 /*
  * Send a socket to an endpoint of the frontend it dials; *datagram*: one datagram of a socket that may send to several.
  * Return 1: whatever is not redirected proceeds as it is.
@@ -188,8 +202,7 @@ static __always_inline int dial(struct bpf_sock_addr *ctx, u64 first, u64 second
 		/* Every pod has a loopback address of its own. */
 		if (*only_node && netns_cookie(ctx) != set->node_netns)
 			return 1;
-		bool is_v4 = first == 0 && second == v4_mapped(second_word(second));
-		struct frontend n = { .port = f.port | (u64)(is_v4 ? KIND_NODE_PORT_V4 : KIND_NODE_PORT_V6) << 24 };
+		struct frontend n = { .port = f.port | node_port_kind(first, second) };
 		s = frontends.lookup(&n);
 		if (!s)
 			return 1;
@@ -215,6 +228,11 @@ static __always_inline int dial(struct bpf_sock_addr *ctx, u64 first, u64 second
 			if (endpoints.lookup(&to))
 				return redirect(ctx, to.endpoint.address, to.endpoint.port, v4);
 		}
+	}
+	if (protocol == IPPROTO_UDP) {
+		struct sender asked = { netns_cookie(ctx), { { first, second }, f.port | (u64)sk->src_port << 32 } };
+		if (senders.lookup(&asked))
+			return 1; /* An answer; if not, the rules know the endpoint. */
 	}
 	u64 now = 0;
 	if (s->affinity_seconds) {
@@ -280,8 +298,27 @@ chosen:
 	return redirect(ctx, to.endpoint.address, to.endpoint.port, v4);
 }
 
-/* Show the frontend through which this socket reached the endpoint at an address; return 1. */
-static __always_inline int answer(struct bpf_sock_addr *ctx, u64 first, u64 second, bool v4)
+/*
+ * Remember the sender of a datagram that belongs to no translated flow, if its address and port are a frontend's. Only
+ * addresses with node ports are considered: few senders have one, and that map is small enough for the processor's
+ * caches. Connected sockets answer without an address.
+ */
+static __always_inline void note_sender(struct bpf_sock_addr *ctx, struct bpf_sock *sk, u64 first, u64 second)
+{
+	struct address a = { { first, second } };
+	if (sk->state == BPF_TCP_ESTABLISHED || !node_addresses.lookup(&a))
+		return;
+	struct frontend f = { { first, second }, (u16)ctx->user_port | (u64)ctx->protocol << 16 };
+	struct frontend n = { .port = f.port | node_port_kind(first, second) };
+	if (!frontends.lookup(&f) && !frontends.lookup(&n))
+		return;
+	struct sender asked = { netns_cookie(ctx), { { first, second }, f.port | (u64)sk->src_port << 32 } };
+	u64 one = 1;
+	senders.update(&asked, &one);
+}
+
+/* Show the frontend through which this socket reached the endpoint at an address, a *datagram*'s sender; return 1. */
+static __always_inline int answer(struct bpf_sock_addr *ctx, u64 first, u64 second, bool v4, bool datagram)
 {
 	u64 a[2] = { first, second };
 	u16 port = (u16)ctx->user_port;
@@ -303,6 +340,8 @@ static __always_inline int answer(struct bpf_sock_addr *ctx, u64 first, u64 seco
 		if ((u16)one->endpoint.port == port && same_address(one->endpoint.address, a))
 			return redirect(ctx, one->frontend.address, one->frontend.port, v4);
 	}
+	if (datagram)
+		note_sender(ctx, sk, first, second);
 	return 1;
 }
 
@@ -316,14 +355,14 @@ static __always_inline int dial6(struct bpf_sock_addr *ctx, bool datagram)
 	return dial(ctx, HALF(0), HALF(1), false, datagram);
 }
 
-static __always_inline int answer4(struct bpf_sock_addr *ctx)
+static __always_inline int answer4(struct bpf_sock_addr *ctx, bool datagram)
 {
-	return answer(ctx, 0, v4_mapped(ctx->user_ip4), true);
+	return answer(ctx, 0, v4_mapped(ctx->user_ip4), true, datagram);
 }
 
-static __always_inline int answer6(struct bpf_sock_addr *ctx)
+static __always_inline int answer6(struct bpf_sock_addr *ctx, bool datagram)
 {
-	return answer(ctx, HALF(0), HALF(1), false);
+	return answer(ctx, HALF(0), HALF(1), false, datagram);
 }
 
 /* connect(2): TCP, MPTCP's first subflow, TCP Fast Open, and connected UDP where the operator wants that. */
@@ -335,12 +374,12 @@ int sendmsg4(struct bpf_sock_addr *ctx) { return dial4(ctx, true); }
 int sendmsg6(struct bpf_sock_addr *ctx) { return dial6(ctx, true); }
 
 /* recvfrom(2), recvmsg(2) that ask for the sender: a reply bears the address that was dialled. */
-int recvmsg4(struct bpf_sock_addr *ctx) { return answer4(ctx); }
-int recvmsg6(struct bpf_sock_addr *ctx) { return answer6(ctx); }
+int recvmsg4(struct bpf_sock_addr *ctx) { return answer4(ctx, true); }
+int recvmsg6(struct bpf_sock_addr *ctx) { return answer6(ctx, true); }
 
 /* getpeername(2): the address that was dialled. Accepted sockets call this too, and have nothing kept. */
-int getpeername4(struct bpf_sock_addr *ctx) { return answer4(ctx); }
-int getpeername6(struct bpf_sock_addr *ctx) { return answer6(ctx); }
+int getpeername4(struct bpf_sock_addr *ctx) { return answer4(ctx, false); }
+int getpeername6(struct bpf_sock_addr *ctx) { return answer6(ctx, false); }
 
 /* The context is read by words here: clang would merge two loads into one. */
 static __always_inline u32 opaque(u32 word)

@@ -44,6 +44,10 @@ NOT_FOR: Mapping[str, Mapping[str, str]] = {
             "IPVS remembers a client as long as it has connections to the Service, those in TIME_WAIT"
             " included, which it keeps for two minutes: no shorter timeout can be had"
         ),
+        "udp-client-with-a-frontend-port": (
+            "IPVS takes every datagram to a node port for one of a client, the answer to a client that is"
+            " bound to this port included"
+        ),
     },
 }
 """By mode, the scenarios that ask for what it does not do, and why; docs/userspace.md has them as a table."""

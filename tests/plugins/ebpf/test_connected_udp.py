@@ -1,5 +1,6 @@
 """Connected UDP sockets under ``connectedUdp: destroy`` when their endpoint is removed."""
 
+import select
 import socket
 from collections.abc import Iterator
 from contextlib import closing
@@ -13,7 +14,7 @@ from kproxy_core.host.netlink.udp_sockets import (
     udp_destruction_problem,
 )
 from tests.core.namespaces import Namespace, namespace
-from tests.plugins.ebpf.node import PORT, REMOTE, REMOTE6, Node, node
+from tests.plugins.ebpf.node import NODE, POD, PORT, REMOTE, REMOTE6, Node, node
 from tests.plugins.ebpf.sockets import Sockets
 
 UDP = socket.SOCK_DGRAM
@@ -83,6 +84,30 @@ def test_the_sockets_of_a_removed_endpoint_are_destroyed_and_no_other(
         assert error_of(bound) == 0
         bound.sendto(b"now", (dialled, 80))
         assert bound.recv(100).decode().split()[0] == endpoints[1]
+
+
+def test_a_client_with_the_source_of_a_node_port_is_answered_by_a_connected_socket(where: Node) -> None:
+    """DTLS servers bind another socket to the same port, and connect it to the client."""
+    asked, node_port = "10.96.0.54", 30053
+    local = {"node_port": node_port, "externalTrafficPolicy": "Local"}
+    where.serve("asked", asked, REMOTE, protocol="UDP", **local)
+    where.await_endpoints(asked, *REMOTE)
+    pod = where.sockets(where.pod)
+    with (
+        where.sockets(where.host).open(socket.AF_INET, UDP) as client,
+        pod.open(socket.AF_INET, UDP) as server, pod.open(socket.AF_INET, UDP) as connected,
+    ):  # fmt: skip
+        client.bind((NODE, node_port))
+        for sock in (server, connected):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((POD, 5684))
+        client.sendto(b"now", (POD, 5684))
+        ready = select.select([server, connected], [], [], 5)[0]
+        _, sender = ready[0].recvfrom(100)
+        other = server if ready[0] is connected else connected
+        other.connect(sender)
+        other.send(b"answer")
+        assert client.recv(100) == b"answer"
 
 
 def test_sockets_connected_before_a_restart_are_destroyed(tmp_path_factory: pytest.TempPathFactory) -> None:

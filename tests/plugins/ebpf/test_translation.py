@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.plugins.ebpf.node import NODE, NODE6, POD, REMOTE, REMOTE6, Node, node, until
+from tests.plugins.ebpf.node import NODE, NODE6, POD, POD6, REMOTE, REMOTE6, Node, node, until
 from tests.plugins.ebpf.sockets import Sockets
 
 TCP, UDP = socket.SOCK_STREAM, socket.SOCK_DGRAM
@@ -19,6 +19,8 @@ EXTERNAL = "10.96.0.30"
 SINGLE = tuple(f"10.96.1.{number}" for number in range(5))
 """Of UDP Services with one endpoint each."""
 NODE_PORT, LOCAL_NODE_PORT = 30080, 30081
+ASKED, ASKED6 = "10.96.0.40", "fd00:96::40"
+"""Of UDP Services with node ports and external traffic policy Local."""
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +34,9 @@ def where(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
         for number, address in enumerate(SINGLE):
             made.serve(f"single-{number}", address, [REMOTE[number]], protocol="UDP")
         made.serve("lb", EXTERNAL, REMOTE, node_port=LOCAL_NODE_PORT, externalTrafficPolicy="Local")
+        local: dict[str, Any] = {"node_port": LOCAL_NODE_PORT, "externalTrafficPolicy": "Local"}
+        made.serve("asked", ASKED, REMOTE, protocol="UDP", externalIPs=[NODE], **local)
+        made.serve("asked6", ASKED6, REMOTE6, protocol="UDP", **local)
         with made.proxy(settings={"nodePortAddresses": ["0.0.0.0/0", "::/0"]}):
             yield made
 
@@ -86,6 +91,35 @@ def test_a_connection_reaches_an_endpoint_and_shows_the_frontend(
     endpoint, _, peer = dial(pod, way, web)
     assert endpoint in endpoints
     assert peer == (way.address(web), 80)
+
+
+@pytest.mark.parametrize(
+    ("way", "server_address", "source"),
+    [
+        (V4, POD, (NODE, LOCAL_NODE_PORT)), (V6, POD6, (NODE6, LOCAL_NODE_PORT)),
+        (MAPPED, POD, (NODE, LOCAL_NODE_PORT)), (V4, POD, (NODE, 80)),
+    ],
+    ids=["IPv4", "IPv6", "IPv4-mapped", "external IP"],
+)  # fmt: skip
+def test_a_client_with_the_source_of_a_frontend_is_answered(
+    host: Sockets, pod: Sockets, way: Way, server_address: str, source: tuple[str, int]
+) -> None:
+    """The rules masquerade one of 64,512 flows with the port of a node port."""
+    family = V6.family if way is V6 else V4.family
+    with host.open(family, UDP) as client, pod.open(way.family, UDP) as server:
+        client.bind(source)
+        server.bind(("", 0))
+        for said in (b"first", b"second"):
+            client.sendto(said, (server_address, server.getsockname()[1]))
+            heard, sender = server.recvfrom(100)
+            server.sendto(heard, sender)
+            assert client.recvfrom(100)[0] == said
+    with pod.open(way.family, UDP) as other:
+        frontend = way.address(source[0]), source[1]
+        other.sendto(b"now", frontend)
+        answer, sender = other.recvfrom(100)
+        assert answer.decode().split()[0] in (*REMOTE, *REMOTE6)
+        assert sender[:2] == frontend
 
 
 @WAYS
