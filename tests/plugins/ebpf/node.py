@@ -98,9 +98,11 @@ class Node:
             "ports": [{"port": PORT, "protocol": protocol}],
         })  # fmt: skip
 
-    def await_endpoints(self, cluster_ip: str, *endpoints: str) -> None:
-        """Wait until programs choose among these endpoints for a UDP Service."""
-        key = frontend_key(parse_address(cluster_ip), Protocol.UDP, 80)
+    def await_endpoints(
+        self, cluster_ip: str, *endpoints: str, protocol: Protocol = Protocol.UDP
+    ) -> None:  # fmt: skip
+        """Wait until programs choose among these endpoints for a Service."""
+        key = frontend_key(parse_address(cluster_ip), protocol, 80)
         until(lambda: self._behind(key) == set(endpoints))
 
     def _behind(self, frontend: bytes) -> set[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kproxy_core.model.address import Protocol
 from kproxy_ebpf.kernel import bpf
 from tests.core.processes import KPROXY
 from tests.plugins.ebpf.node import NODE, REMOTE, Node, node
@@ -141,8 +142,9 @@ def test_failures_are_counted_whether_programs_or_rules_translate(where: Node) -
         connect(pod, 5)
         assert failures(where) == {"closed refused": 5, "silent unanswered": 1, "web reset": 4}
         assert counted(where)["service"] == {"closed": 5, "empty": 1, "silent": 2, "web": 9}
-        where.serve("closed", CLOSED, [NO_LISTENER, "192.0.2.98"])
-        where.serve("closed", CLOSED, [NO_LISTENER])
+        for endpoints in ([NO_LISTENER, "192.0.2.98"], [NO_LISTENER]):
+            where.serve("closed", CLOSED, endpoints)
+            where.await_endpoints(CLOSED, *endpoints, protocol=Protocol.TCP)
         refused(pod, CLOSED, 1)
         assert failures(where)["closed refused"] == 6
     with where.proxy(kproxy=COUNTED):
