@@ -45,8 +45,11 @@ struct sockaddr;
 struct settings { u64 node_netns; u32 flags; u32 mark; };
 struct flow { struct frontend frontend; struct endpoint endpoint; };
 struct flows { struct flow flow[4]; u64 next; };
-/* Connections, those of them that failed, and bytes to and from the endpoint. */
-struct counts { u64 made; u64 refused; u64 unanswered; u64 reset; u64 sent; u64 received; };
+/*
+ * Connections, those of them that failed, bytes to and from the endpoint, and handshakes by their duration: up to 250 us,
+ * 1 ms, 4 ms, 16 ms, 64 ms, 256 ms, 1 s, and longer; then the sum in microseconds.
+ */
+struct counts { u64 made; u64 refused; u64 unanswered; u64 reset; u64 sent; u64 received; u64 shaken[8]; u64 took; };
 
 #define ONLY_NODE_CLIENTS 1
 #define KEEP_PEER 2
@@ -402,8 +405,44 @@ static __always_inline bool is_translated(struct bpf_sock_ops *ctx, const struct
 	return same_address(p->endpoint.address, half);
 }
 
+/* As `flow_at`, for the handshakes of one duration. */
+static __always_inline void count_handshake(struct counts *number, int n)
+{
+	u64 *shaken = &number->shaken[n];
+	asm volatile("" : "+r"(shaken));
+	lock_xadd(shaken, 1);
+}
+
 /*
- * Count failures and bytes of translated TCP connections, which connection tracking knows by the endpoint only, if at
+ * Count a handshake by the time from its first SYN until the answer. The kernel's first measurement of the round trip
+ * is this time unless the SYN was sent again, a second after the first. Then it may be that of the last SYN, so that
+ * each SYN counts as a second: Linux 6.5 and newer send the next five so.
+ */
+static __always_inline void handshake(struct counts *number, u64 us, u64 again)
+{
+	if (us < again * 1000000)
+		us = again * 1000000;
+	lock_xadd(&number->took, us);
+	if (us < 250)
+		count_handshake(number, 0);
+	else if (us < 1000)
+		count_handshake(number, 1);
+	else if (us < 4000)
+		count_handshake(number, 2);
+	else if (us < 16000)
+		count_handshake(number, 3);
+	else if (us < 64000)
+		count_handshake(number, 4);
+	else if (us < 256000)
+		count_handshake(number, 5);
+	else if (us < 1000000)
+		count_handshake(number, 6);
+	else
+		count_handshake(number, 7);
+}
+
+/*
+ * Count failures, bytes and handshakes of translated TCP connections, which connection tracking knows by the endpoint only, if at
  * all. Where another program asks for the changes of state of other sockets, they are reported here, too.
  */
 int outcomes(struct bpf_sock_ops *ctx)
@@ -416,7 +455,7 @@ int outcomes(struct bpf_sock_ops *ctx)
 	} else if (op == BPF_SOCK_OPS_STATE_CB) { /* first: the state before. */
 		if (second != BPF_TCP_CLOSE)
 			return 1;
-	} else if (op != BPF_SOCK_OPS_TCP_CONNECT_CB) {
+	} else if (op != BPF_SOCK_OPS_TCP_CONNECT_CB && op != BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB) {
 		return 1;
 	}
 	struct bpf_sock *sk = ctx->sk;
@@ -438,6 +477,8 @@ int outcomes(struct bpf_sock_ops *ctx)
 		return 1;
 	if (op == BPF_SOCK_OPS_RTO_CB) {
 		lock_xadd(&number->unanswered, 1);
+	} else if (op == BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB) {
+		handshake(number, ctx->srtt_us >> 3, ctx->total_retrans);
 	} else if (first == BPF_TCP_SYN_SENT) {
 		if (ctx->segs_in) /* If not, the client gave up. */
 			lock_xadd(&number->refused, 1);

@@ -17,7 +17,7 @@ from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.fate import Fate, Packet
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 
-CONTRACT = (1, 8)
+CONTRACT = (1, 9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +239,25 @@ class Carried(enum.Enum):
     FROM_ENDPOINT = "from_endpoint"
 
 
+class Handshake(enum.Enum):
+    """The duration of TCP handshakes with endpoints: ranges by their upper bound in seconds, and the sum.
+
+    A range begins at the bound of the one before. Powers of 4 tell a node, a zone, a region and the world
+    apart in eight numbers. Longer than a second takes one whose SYN, or the answer to it, was lost.
+    """
+
+    WITHIN_250_US = "0.00025"
+    WITHIN_1_MS = "0.001"
+    WITHIN_4_MS = "0.004"
+    WITHIN_16_MS = "0.016"
+    WITHIN_64_MS = "0.064"
+    WITHIN_256_MS = "0.256"
+    WITHIN_1_S = "1.0"
+    LONGER = "+Inf"
+    MICROSECONDS = "sum"
+    """No connections, but what the handshakes of all of them took together."""
+
+
 class Connections(NamedTuple):
     """New connections counted for one frontend and endpoint; see `hookspecs.kproxy_traffic`.
 
@@ -259,6 +278,9 @@ class Connections(NamedTuple):
     that connection tracking does not know by the frontend: kproxy counts all other failures itself."""
     carried: Carried | None = None
     """These are no connections, but bytes that they carried. Only of those as above."""
+    handshake: Handshake | None = None
+    """These are no further connections, but the ones among them that were established within this time, or
+    the sum of these times. Only where the backend can measure it."""
 
 
 class Measurement(NamedTuple):

@@ -186,9 +186,9 @@ def kproxy_traffic(family: Family) -> Sequence[api.Connections]:
     """Return the new connections of each frontend and endpoint, as counted since each count began.
 
     Optional; called only with `BackendSettings.count_traffic`. A sync that replaces an endpoint keeps its
-    count. Frontends without connections may be left out, and refusals where the mode cannot count them. A
-    count may end 90 minutes after its last connection: after an hour, that of an hourly client would begin
-    again at the same number. Called as `kproxy_explain`. Raises BackendError or HostError.
+    count. Numbers that are 0 may be left out, and refusals where the mode cannot count them. A count may end
+    90 minutes after its last connection: after an hour, that of an hourly client would begin again at the
+    same number. Called as `kproxy_explain`. Raises BackendError or HostError.
     """
     raise NotImplementedError
 

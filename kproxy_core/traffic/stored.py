@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kproxy_core.backend.api import Carried, Failure
+from kproxy_core.backend.api import Carried, Failure, Handshake
 from kproxy_core.host.conntrack.volumes import Volume, Volumes, Way
 from kproxy_core.host.files.private import read_private, replace_private
 from kproxy_core.host.namespaces import namespace_name
@@ -84,18 +84,21 @@ class StoredTotals:
 
 
 def _encode_total(key: ServicePortKey, total: Total) -> list[object]:
-    endpoints = [[*_encode_destination(where), to.forwarded, *to.volume]
+    endpoints = [[*_encode_destination(where), to.forwarded, *to.volume, *to.handshakes]
                  for where, to in total.endpoints.items()]
-    return [*key, total.forwarded, total.rejected, endpoints, *total.volume]
+    return [*key, total.forwarded, total.rejected, endpoints, *total.volume, *total.handshakes]
 
 
 def _decode_total(item: list[Any], now: float) -> tuple[ServicePortKey, Total]:
-    namespace, name, port_name, protocol, forwarded, rejected, endpoints, *volume = item
+    namespace, name, port_name, protocol, forwarded, rejected, endpoints, *rest = item
     key = ServicePortKey(str(namespace), str(name), str(port_name), Protocol(protocol))
-    known = {_decode_destination(address, port): EndpointTotal(int(number), last=now, volume=_volume(to))
-             for address, port, number, *to in endpoints}
+    known = {
+        _decode_destination(address, port):
+            EndpointTotal(int(number), last=now, volume=_volume(to[:4]), handshakes=list(map(int, to[4:])))
+        for address, port, number, *to in endpoints
+    }
     return key, Total(int(forwarded), int(rejected), now, known, settled=int(forwarded) + int(rejected),
-                      volume=_volume(volume))
+                      volume=_volume(rest[:4]), handshakes=list(map(int, rest[4:])))
 
 
 def _encode_count(pair: Pair, number: int) -> list[object]:
@@ -108,13 +111,14 @@ def _encode_count(pair: Pair, number: int) -> list[object]:
 
 
 def _decode_count(item: list[Any]) -> tuple[Pair, int]:
-    label, address, protocol, port, endpoint, number, layer, failure, carried = (*item, None, None)[:9]
+    label, address, protocol, port, endpoint, number, layer, *aspects = item
+    failure, carried, handshake = (*aspects, None, None, None)[:3]
     family = next(family for family in Family if family.label == label)
     dialled = None if address is None else Address(bytes.fromhex(address))
     where = _decode_destination(*endpoint) if endpoint else None
     frontend = Frontend(dialled, Protocol(protocol), int(port))
     return Pair(family, frontend, where, str(layer), failure and Failure(failure),
-                carried and Carried(carried)), int(number)
+                carried and Carried(carried), handshake and Handshake(handshake)), int(number)
 
 
 def _encode_way(way: Way, volume: Volume) -> list[object]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kproxy_core.backend.api import Carried, Connections, Failure
+from kproxy_core.backend.api import Carried, Connections, Failure, Handshake
 from kproxy_core.host.conntrack.volumes import NO_VOLUME, Volume
 from kproxy_core.model.address import Family
 from kproxy_core.model.endpoint import Destination
@@ -15,6 +15,8 @@ KEPT = 3600.0
 """Seconds after its last connection for which the total of a former endpoint or service port is kept."""
 _MISSING_FOR = 3
 """Consecutive readings without a count after which it is forgotten: a dump may lack an element."""
+
+_PLACES = {handshake: place for place, handshake in enumerate(Handshake)}
 
 OwnerOf = Callable[[Family, Frontend], ServicePortKey | None]
 
@@ -31,6 +33,8 @@ class Pair(NamedTuple):
     """See `Connections.failure`."""
     carried: Carried | None = None
     """See `Connections.carried`."""
+    handshake: Handshake | None = None
+    """See `Connections.handshake`."""
 
 
 @dataclass(slots=True)
@@ -43,6 +47,8 @@ class EndpointTotal:
     last: float = 0.0
     """Time of the reading that saw the last new connection; monotonic seconds."""
     volume: Volume = NO_VOLUME
+    handshakes: list[int] = field(default_factory=list)
+    """A number for each `Handshake`; empty before the first one."""
 
 
 @dataclass(slots=True)
@@ -63,6 +69,8 @@ class Total:
     settled: int = field(default=0, compare=False)
     """Connections as of the last `Totals.settle`."""
     volume: Volume = NO_VOLUME
+    handshakes: list[int] = field(default_factory=list)
+    """See `EndpointTotal`."""
 
     @property
     def failures(self) -> int:
@@ -88,8 +96,8 @@ class Counts:
         found: list[tuple[Pair, int]] = []
         counts = self._counts
         numbers: dict[Pair, int] = {}
-        for frontend, endpoint, number, layer, failure, carried in reading:
-            pair = Pair(family, frontend, endpoint, layer, failure, carried)
+        for frontend, endpoint, number, layer, failure, carried, handshake in reading:
+            pair = Pair(family, frontend, endpoint, layer, failure, carried, handshake)
             numbers[pair] = numbers.get(pair, 0) + number
         for pair, number in numbers.items():
             known = counts.get(pair)
@@ -121,12 +129,15 @@ class Totals:
     def add(self, made: Iterable[tuple[Pair, int]], owner_of: OwnerOf, now: float) -> None:
         """Add connections to the totals of the service ports that own the frontends.
 
-        Failures and bytes of a pair follow its connections.
+        Failures, bytes and handshakes of a pair follow its connections.
         """
-        for (family, frontend, endpoint, _, failure, carried), number in made:
+        for (family, frontend, endpoint, _, failure, carried, handshake), number in made:
             key = owner_of(family, frontend)
             if key is None:
-                self.unknown += number if failure is None and carried is None else 0
+                is_made = failure is None and carried is None and handshake is None
+                self.unknown += number if is_made else 0
+            elif number and handshake is not None and endpoint is not None:
+                self._shake(key, endpoint, handshake, number)
             elif number and carried is not None and endpoint is not None:
                 volume = NO_VOLUME._replace(**{f"bytes_{carried.value}": number})
                 self.carry(key, endpoint, volume, now, is_endpoint=False)
@@ -157,6 +168,15 @@ class Totals:
         for failed in (total.failed, to.failed):
             failed[failure] = failed.get(failure, 0) + number
         return True
+
+    def _shake(self, key: ServicePortKey, where: Destination, handshake: Handshake, number: int) -> None:
+        total = self.of.get(key)
+        to = total.endpoints.get(where) if total is not None else None
+        if total is not None and to is not None:
+            for handshakes in (total.handshakes, to.handshakes):
+                if not handshakes:
+                    handshakes += [0] * len(Handshake)
+                handshakes[_PLACES[handshake]] += number
 
     def carry(
         self, key: ServicePortKey, where: Destination, volume: Volume, now: float, *, is_endpoint: bool

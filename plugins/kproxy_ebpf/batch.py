@@ -15,7 +15,7 @@ _SERVICE = struct.Struct("=8sIIIxxxx")
 _ENDPOINT = struct.Struct("=16sQ")
 """Address; port, and is local << 16."""
 _NUMBER = struct.Struct("=Q")
-_COUNTS = struct.Struct("=6Q")
+_COUNTS = struct.Struct("=15Q")
 _SETTINGS = struct.Struct("=QII")
 _NUMBERS = [_NUMBER.pack(number) for number in range(64)]
 _SERVICE_ID = 8
@@ -92,9 +92,10 @@ def parse_frontend(key: bytes) -> tuple[Address, Protocol, int]:
 
 
 def parse_count(key: bytes, value: bytes) -> tuple[bytes, bytes, tuple[int, ...]]:
-    """Return the frontend's key, the endpoint as in slots, and six numbers.
+    """Return the frontend's key, the endpoint as in slots, and fifteen numbers.
 
-    These are the connections that were made, refused, unanswered, and reset; bytes to, and from the endpoint.
+    These are the connections that were made, refused, unanswered, and reset; bytes to, and from the endpoint;
+    handshakes by their duration, and the sum of these in microseconds.
     """
     return key[:_FRONTEND.size], key[_FRONTEND.size:], _COUNTS.unpack(value)
 

@@ -162,10 +162,10 @@ class CountingPlay(ExplainedPlay):
         with self._stage.topology["node"].entered():
             found = connections(family, Settings())
         sums = Counter[tuple[str, str]]()
-        for (address, _, port), endpoint, number, _, failure, carried in found:
+        for (address, _, port), endpoint, number, _, *aspects in found:
             assert address is not None
             assert endpoint is not None
-            if failure is None and carried is None:
+            if not any(aspects):
                 sums[format_socket(address, port), format_socket(*endpoint)] += number
         return sums
 

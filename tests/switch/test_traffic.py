@@ -16,10 +16,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.core.late_endpoints import Lateness, late_endpoints
 from tests.switch.room import CLIENT, KPROXY, NODE, PATIENCE, PODS, SLICE, Proxy, Room, room
 
 COUNTED = {"trafficMetrics": "endpoint"}
 WEB, CART, EMPTY = ("10.96.201.10", 80), ("10.96.201.20", 80), ("10.96.201.50", 80)
+LATE = ("10.96.201.70", 80)
 CLOSED, SILENT, MUTE = ("10.96.201.30", 80), ("10.96.201.40", 80), ("10.96.201.60", 53)
 OURS = """
 apiVersion: v1
@@ -51,6 +53,11 @@ apiVersion: v1
 kind: Service
 metadata: {name: mute, namespace: counted}
 spec: {clusterIP: 10.96.201.60, ports: [{name: dns, port: 53, protocol: UDP}]}
+---
+apiVersion: v1
+kind: Service
+metadata: {name: late, namespace: counted}
+spec: {clusterIP: 10.96.201.70, ports: [{name: http, port: 80}]}
 """ + "".join(
     SLICE.format(service=service, at=0, ports=f"[{{name: http, port: {port}}}]", family="IPv4",
                  here=here, elsewhere=elsewhere).replace("shop", "counted")
@@ -59,6 +66,7 @@ spec: {clusterIP: 10.96.201.60, ports: [{name: dns, port: 53, protocol: UDP}]}
         ("two", 8080, PODS["here"][0], PODS["elsewhere"][0]),
         ("closed", 8099, PODS["here"][0], PODS["here"][0]),
         ("silent", 8080, "192.0.2.99", "192.0.2.99"),
+        ("late", 8080, "198.18.0.1", "198.18.0.1"),
     ))
 
 CLIENT_COUNTERS = """
@@ -328,6 +336,47 @@ def test_relays_tell_failures_of_endpoints_from_a_lack_of_them(node: Room) -> No
             "empty rejected": 2, "mute rejected": 2, "closed forwarded": 12, "closed refused": 4,
             "silent forwarded": 4, "endpoints": 16,
         }  # fmt: skip
+
+
+def handshakes(proxy: Proxy, number: int) -> dict[str, float]:
+    """Return the histogram of the late Service, and of its endpoint, once it has *number* handshakes."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        result: dict[str, dict[str, float]] = {"service": {}, "endpoint": {}}
+        for kind, series, labels, value in re.findall(
+            r'^kproxy_(service|endpoint)_handshake_duration_seconds_(\w+)\{(.*service="late".*)\} ([\d.]+)$',
+            proxy._get(10249, "/metrics")[1], re.MULTILINE,
+        ):  # fmt: skip
+            bound = re.search(r'le="([^"]+)"', labels)
+            result[kind][bound[1] if bound else series] = float(value)
+        if result["service"].get("count") == number or time.monotonic() > deadline:
+            assert result["service"] == result["endpoint"]
+            return result["service"]
+        time.sleep(1)
+
+
+def test_handshakes_of_relays_are_counted_with_their_duration(node: Room) -> None:
+    with late_endpoints(node.node, {"198.18.0.1": Lateness(0.02)}):
+        begun = time.monotonic()
+        with node.proxy("userspace", COUNTED) as proxy:
+            dial(node, LATE, 5)
+            found = handshakes(proxy, 5)
+            assert list(found) == ["0.00025", "0.001", "0.004", "0.016", "0.064", "0.256", "1", "+Inf",
+                                   "count", "sum"]  # fmt: skip
+            assert list(found.values())[:4] == [0] * 4
+            assert found["+Inf"] == found["count"] == 5
+            assert 0.02 <= found["sum"] / 5 < time.monotonic() - begun
+        with node.proxy("userspace", COUNTED) as proxy:
+            assert handshakes(proxy, 5) == found
+            assert node.kproxy("switch", "iptables").returncode == 0
+            dial(node, LATE, 1)
+            assert handshakes(proxy, 5) == found
+            assert node.kproxy("switch", "userspace").returncode == 0
+            dial(node, LATE, 2)
+            assert handshakes(proxy, 7)["0.016"] == 0
+            refused(node, EMPTY, 1)
+            abandoned(node, CLOSED, 1)
+            assert handshakes(proxy, 7)["count"] == 7
 
 
 @pytest.mark.parametrize(

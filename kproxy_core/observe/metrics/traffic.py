@@ -2,11 +2,13 @@
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from prometheus_client import Metric
 from prometheus_client.registry import Collector
 
+from kproxy_core.backend.api import Handshake
 from kproxy_core.model.address import format_socket
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.traffic.recorder import TrafficRecorder
@@ -17,11 +19,15 @@ _SERVICE = ("namespace", "service", "port", "protocol")
 OTHER = "other"
 """Value of the label ``service`` of the series that sums up all those beyond the limit."""
 
+_RANGES = tuple(handshake for handshake in Handshake if handshake is not Handshake.MICROSECONDS)
+_SERIES_OF_HISTOGRAM = len(_RANGES) + 2
+
 
 class _Series(NamedTuple):
     metric: str
     labels: tuple[str, ...]
-    value: int
+    values: tuple[int, ...]
+    """One number of a counter; of a histogram one for each `Handshake`."""
 
 
 class LimitedSeries:
@@ -30,9 +36,9 @@ class LimitedSeries:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._listed: set[tuple[str, tuple[str, ...]]] = set()
-        self._summed: dict[tuple[str, tuple[str, ...]], int] = {}
-        """Series in the sums, with the value that the sum of their metric contains."""
-        self._sums: dict[tuple[str, str], int] = {}
+        self._summed: dict[tuple[str, tuple[str, ...]], tuple[int, ...]] = {}
+        """Series in the sums, with the values that the sum of their metric contains."""
+        self._sums: dict[tuple[str, str], tuple[int, ...]] = {}
         """By metric and outcome or reason, if the metric has one."""
 
     @property
@@ -42,24 +48,26 @@ class LimitedSeries:
 
     def choose(self, series: Sequence[_Series]) -> Iterator[_Series]:
         """Yield the listed ones of *series*, then the sums. A series is listed if there was room at first."""
-        present = {one[:2] for one in series}
+        names = [one[:2] for one in series]
+        present = set(names)
         self._listed &= present
         for gone in self._summed.keys() - present:
             del self._summed[gone]
-        for one in series:
-            name = one[:2]
+        for name, one in zip(names, series, strict=True):
             if name in self._listed:
                 yield one
             elif name not in self._summed and len(self._listed) < self._limit:
                 self._listed.add(name)
                 yield one
-            else:
-                of = one.metric, one.labels[-1] if _METRICS[one.metric][1][-1] != "endpoint" else ""
-                self._sums[of] = self._sums.get(of, 0) + one.value - self._summed.get(name, 0)
-                self._summed[name] = one.value
-        for (metric, last), value in self._sums.items():
-            between = [""] * (len(_METRICS[metric][1]) - len(_SERVICE) - 1)
-            yield _Series(metric, ("", OTHER, "", "", *between, last), value)
+            elif (before := self._summed.get(name)) != one.values:
+                of = one.metric, one.labels[-1] if _METRICS[one.metric][1][-1] in _DIVIDING else ""
+                none = (0,) * len(one.values)
+                sums = zip(self._sums.get(of, none), one.values, before or none, strict=True)
+                self._sums[of] = tuple(total + value - known for total, value, known in sums)
+                self._summed[name] = one.values
+        for (metric, last), values in self._sums.items():
+            empty = [""] * (len(_METRICS[metric][1]) - 2 - bool(last))
+            yield _Series(metric, ("", OTHER, *empty, *filter(None, (last,))), values)
 
 
 SERVICE_CONNECTIONS = "kproxy_service_connections"
@@ -70,6 +78,10 @@ ENDPOINT_CONNECTIONS = "kproxy_endpoint_connections"
 ENDPOINT_FAILURES = "kproxy_endpoint_failures"
 ENDPOINT_BYTES = "kproxy_endpoint_bytes"
 ENDPOINT_PACKETS = "kproxy_endpoint_packets"
+SERVICE_HANDSHAKES = "kproxy_service_handshake_duration_seconds"
+ENDPOINT_HANDSHAKES = "kproxy_endpoint_handshake_duration_seconds"
+_DIVIDING = ("outcome", "reason", "direction")
+"""Labels whose values are summed up apart."""
 _METRICS = {
     SERVICE_CONNECTIONS: ("New connections to Services, or flows of UDP, by outcome", (*_SERVICE, "outcome")),
     SERVICE_FAILURES: ("Forwarded TCP connections that failed, by reason", (*_SERVICE, "reason")),
@@ -83,6 +95,8 @@ _METRICS = {
         "Bytes between clients and endpoints, by direction", (*_SERVICE, "endpoint", "direction")),
     ENDPOINT_PACKETS: (
         "Packets between clients and endpoints, by direction", (*_SERVICE, "endpoint", "direction")),
+    SERVICE_HANDSHAKES: ("Duration of TCP handshakes with endpoints of Services", _SERVICE),
+    ENDPOINT_HANDSHAKES: ("Duration of TCP handshakes with endpoints", (*_SERVICE, "endpoint")),
 }  # fmt: skip
 
 
@@ -92,7 +106,9 @@ class TrafficCollector(Collector):
     def __init__(self, recorder: TrafficRecorder, *, endpoints: bool, limit: int) -> None:
         self._recorder = recorder
         self._endpoints = endpoints
-        self._series = LimitedSeries(limit)
+        self._counters = LimitedSeries(limit)
+        self._histograms = LimitedSeries(max(1, limit // (4 * _SERIES_OF_HISTOGRAM)))
+        """A quarter as many series, of their own: each would displace ten counters."""
         self._lock = threading.Lock()
 
     def collect(self) -> Iterable[Metric]:
@@ -100,21 +116,32 @@ class TrafficCollector(Collector):
             return list(self._collect())
 
     def _collect(self) -> Iterator[Metric]:
-        series = list(_series(self._recorder.read(), endpoints=self._endpoints))
+        totals = self._recorder.read()
         families = {
-            name: Metric(name, about, "counter") for name, (about, _) in _METRICS.items()
-            if self._endpoints or name.startswith("kproxy_service_")
+            name: Metric(name, about, "histogram" if name.endswith("_seconds") else "counter")
+            for name, (about, _) in _METRICS.items() if self._endpoints or name.startswith("kproxy_service_")
         }
-        for metric, values, value in self._series.choose(series):
-            labels = dict(zip(_METRICS[metric][1], values, strict=True))
+        counters: list[_Series] = []
+        histograms: list[_Series] = []
+        for one in _series(totals, endpoints=self._endpoints):
+            (counters if len(one.values) == 1 else histograms).append(one)
+        for metric, named, (value,) in self._counters.choose(counters):
+            labels = dict(zip(_METRICS[metric][1], named, strict=True))
             families[metric].add_sample(f"{metric}_total", labels, value)
+        for metric, named, (*counts, microseconds) in self._histograms.choose(histograms):
+            labels = dict(zip(_METRICS[metric][1], named, strict=True))
+            for bound, count in zip(_RANGES, accumulate(counts), strict=True):
+                families[metric].add_sample(f"{metric}_bucket", {**labels, "le": bound.value}, count)
+            families[metric].add_sample(f"{metric}_count", labels, sum(counts))
+            families[metric].add_sample(f"{metric}_sum", labels, microseconds / 1_000_000)
         yield from families.values()
         lost = Metric("kproxy_conntrack_events_lost", "Times that events of connection tracking were lost",
                       "counter")
         lost.add_sample("kproxy_conntrack_events_lost_total", {}, self._recorder.failures.lost)
         yield lost
         summed = Metric("kproxy_traffic_series_summed", "Series beyond maxSeries, summed in 'other'", "gauge")
-        summed.add_sample("kproxy_traffic_series_summed", {}, self._series.summed)
+        number = self._counters.summed + self._histograms.summed * _SERIES_OF_HISTOGRAM
+        summed.add_sample("kproxy_traffic_series_summed", {}, number)
         yield summed
 
     def describe(self) -> Iterable[Metric]:
@@ -126,18 +153,22 @@ def _series(totals: Mapping[ServicePortKey, Total], *, endpoints: bool) -> Itera
     for key, total in totals.items():
         labels = key.namespace, key.name, key.port_name, key.protocol.name
         if total.forwarded:
-            yield _Series(SERVICE_CONNECTIONS, (*labels, "forwarded"), total.forwarded)
+            yield _Series(SERVICE_CONNECTIONS, (*labels, "forwarded"), (total.forwarded,))
         if total.rejected:
-            yield _Series(SERVICE_CONNECTIONS, (*labels, "rejected"), total.rejected)
+            yield _Series(SERVICE_CONNECTIONS, (*labels, "rejected"), (total.rejected,))
         for failure, number in list(total.failed.items()):
-            yield _Series(SERVICE_FAILURES, (*labels, failure.value), number)
+            yield _Series(SERVICE_FAILURES, (*labels, failure.value), (number,))
         yield from _volume(SERVICE_PACKETS, SERVICE_BYTES, labels, total.volume)
+        if total.handshakes:
+            yield _Series(SERVICE_HANDSHAKES, labels, tuple(total.handshakes))
         for where, to in list(total.endpoints.items()) if endpoints else ():
             name = format_socket(*where)
-            yield _Series(ENDPOINT_CONNECTIONS, (*labels, name), to.forwarded)
+            yield _Series(ENDPOINT_CONNECTIONS, (*labels, name), (to.forwarded,))
             for failure, number in list(to.failed.items()):
-                yield _Series(ENDPOINT_FAILURES, (*labels, name, failure.value), number)
+                yield _Series(ENDPOINT_FAILURES, (*labels, name, failure.value), (number,))
             yield from _volume(ENDPOINT_PACKETS, ENDPOINT_BYTES, (*labels, name), to.volume)
+            if to.handshakes:
+                yield _Series(ENDPOINT_HANDSHAKES, (*labels, name), tuple(to.handshakes))
 
 
 def _volume(packets: str, octets: str, labels: tuple[str, ...], volume: Sequence[int]) -> Iterator[_Series]:
@@ -146,4 +177,4 @@ def _volume(packets: str, octets: str, labels: tuple[str, ...], volume: Sequence
         numbers = volume[first::2]
         if any(numbers):
             for direction, number in zip(("to_endpoint", "from_endpoint"), numbers, strict=True):
-                yield _Series(metric, (*labels, direction), number)
+                yield _Series(metric, (*labels, direction), (number,))

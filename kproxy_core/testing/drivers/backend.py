@@ -136,8 +136,8 @@ class BackendDriver(Driver):
         if found is None:
             raise Unavailable("the backend does not implement kproxy_traffic")
         sums: Counter[tuple[str, str, int, str]] = Counter()
-        for (address, protocol, port), where, number, _, failure, carried in found:
-            if failure is not None or carried is not None:
+        for (address, protocol, port), where, number, _, *aspects in found:
+            if any(aspects):
                 continue
             dialled = format_address(address) if address is not None else resolve("node", family)
             endpoint = format_address(where.address) if where is not None else ""

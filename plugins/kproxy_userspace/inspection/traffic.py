@@ -5,7 +5,7 @@ import time
 from collections.abc import Collection
 from uuid import uuid4
 
-from kproxy_core.backend.api import Connections, Failure
+from kproxy_core.backend.api import Connections, Failure, Handshake
 from kproxy_core.model.address import Address, Family, Protocol, parse_address
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.service_plan import Frontend
@@ -16,7 +16,8 @@ from kproxy_userspace.worker.wire import Count
 _KEPT = 5400.0
 """Seconds after its last connection for which a count is kept: not an hour, see `kproxy_nft.counting`."""
 
-_Subject = tuple[Family, Frontend, Destination | None, Failure | None]
+_Subject = tuple[Family, Frontend, Destination | None, Failure | None, Handshake | None]
+_HANDSHAKES = tuple(Handshake)
 
 
 class Traffic:
@@ -44,15 +45,17 @@ class Traffic:
             self._rejected[family] = rejected
             made = [(_subject(count), count.number) for count in self._workers.report()]
             made += [
-                ((family, rejected[key].frontend, None, None), 1) for key in rejected.keys() - known.keys()]
+                ((family, rejected[key].frontend, None, None, None), 1)
+                for key in rejected.keys() - known.keys()]
             for subject, number in made:
                 before, _ = self._found.get(subject, (0, now))
                 self._found[subject] = before + number, now
             self._found = {key: found for key, found in self._found.items() if found[1] >= now - _KEPT}
             return [
-                Connections(frontend, where, number, self._instance, failure)
-                for (of, frontend, where, failure), (number, _) in self._found.items() if of is family
-            ]  # fmt: skip
+                Connections(frontend, where, number, self._instance, failure, handshake=handshake)
+                for (of, frontend, where, failure, handshake), (number, _) in self._found.items()
+                if of is family
+            ]
 
 
 def _subject(count: Count) -> _Subject:
@@ -62,4 +65,6 @@ def _subject(count: Count) -> _Subject:
     where = Destination(parse_address(host), endpoint_port)
     family = next(family for family in Family if family.size == len(where.address))
     failure = Failure(count.failure) if count.failure else None
-    return family, Frontend(dialled, Protocol.UDP if count.udp else Protocol.TCP, port), where, failure
+    handshake = None if count.handshake is None else _HANDSHAKES[count.handshake]
+    frontend = Frontend(dialled, Protocol.UDP if count.udp else Protocol.TCP, port)
+    return family, frontend, where, failure, handshake

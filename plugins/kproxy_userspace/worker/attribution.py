@@ -1,8 +1,9 @@
-"""Connections to endpoints by the frontend that was dialled, and those of them that failed."""
+"""Connections to endpoints by the frontend that was dialled, those of them that failed, and handshakes."""
 
 import errno
 import socket
 import struct
+from bisect import bisect
 
 from kproxy_userspace.names import Endpoint
 from kproxy_userspace.worker.wire import Count
@@ -11,6 +12,10 @@ REFUSED, UNANSWERED, RESET = "refused", "unanswered", "reset"
 """The values of `api.Failure`, whose module is too large to import here."""
 
 _FAILURES = {errno.ECONNREFUSED: REFUSED, errno.ECONNRESET: RESET, errno.EPIPE: RESET}
+
+_BOUNDS = (250, 1000, 4000, 16_000, 64_000, 256_000, 1_000_000)
+"""Those of `api.Handshake` in microseconds."""
+_SUM = len(_BOUNDS) + 1
 
 _SO_ORIGINAL_DST = 80
 """Of both families (linux/netfilter_ipv4.h, linux/netfilter_ipv6/ip6_tables.h)."""
@@ -22,11 +27,18 @@ class Tally:
     """Connections since the last report."""
 
     def __init__(self) -> None:
-        self._numbers: dict[tuple[bool, Endpoint, Endpoint, str], int] = {}
+        self._numbers: dict[tuple[bool, Endpoint, Endpoint, str, int | None], int] = {}
 
     def count(self, udp: bool, frontend: Endpoint, endpoint: Endpoint, failure: str = "") -> None:
-        key = udp, frontend, endpoint, failure
+        key = udp, frontend, endpoint, failure, None
         self._numbers[key] = self._numbers.get(key, 0) + 1
+
+    def shake(self, frontend: Endpoint, endpoint: Endpoint, seconds: float) -> None:
+        """Count a TCP handshake that took *seconds*."""
+        took = int(seconds * 1_000_000)
+        for which, number in ((bisect(_BOUNDS, took), 1), (_SUM, took)):
+            key = False, frontend, endpoint, "", which
+            self._numbers[key] = self._numbers.get(key, 0) + number
 
     def report(self) -> list[Count]:
         """Return all counts, and begin again at 0."""

@@ -192,8 +192,8 @@ class Connection:
     """A client, its endpoint, and both directions between them."""
 
     __slots__ = (
-        "_attempt", "_client", "_down", "_endpoint", "_frontend", "_host", "_server", "_up", "_writable",
-        "listener",
+        "_attempt", "_began", "_client", "_down", "_endpoint", "_frontend", "_host", "_server", "_up",
+        "_writable", "listener",
     )  # fmt: skip
 
     def __init__(self, listener: Listener, client: socket.socket, host: str) -> None:
@@ -204,6 +204,8 @@ class Connection:
         self._server: socket.socket | None = None
         self._endpoint: Endpoint | None = None
         self._attempt = 0
+        self._began = 0.0
+        """Time of the attempt; monotonic seconds."""
         self._up: Direction | None = None
         self._down: Direction | None = None
         listener.counts[_CONNECTIONS] += 1
@@ -223,7 +225,8 @@ class Connection:
                 listener.counts[Counter.SHORTAGES] += 1
                 listener.events.timeouts(_PAUSE).call(self._dial_again, self._attempt)
                 return
-            endpoint = listener.balancer.choose(self._host, time.monotonic(), is_retry=self._attempt > 0)
+            self._began = time.monotonic()
+            endpoint = listener.balancer.choose(self._host, self._began, is_retry=self._attempt > 0)
             if endpoint is None:
                 server.close()
                 break
@@ -333,6 +336,8 @@ class Connection:
             return
         if not mask & WRITE:
             return
+        if self._frontend is not None:
+            self.listener.shared.tally.shake(self._frontend, endpoint, time.monotonic() - self._began)
         server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         server.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         client.setblocking(False)

@@ -57,6 +57,8 @@ class Count(NamedTuple):
     endpoint: Endpoint
     failure: str
     """The value of an `api.Failure`; "": all connections, failed ones included."""
+    handshake: int | None
+    """The place in `api.Handshake` of the number; None: it counts no handshakes."""
     number: int
 
 
