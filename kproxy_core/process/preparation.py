@@ -25,6 +25,9 @@ _M_TRIM_THRESHOLD = -1
 """A parameter of mallopt(3)."""
 
 _TRIM_BYTES = 128 << 10
+_TRIM_BYTES_LOADING = 1 << 20
+"""While the first lists are decoded: each piece of one is freed before the next arrives, and giving its pages
+back to the kernel between two pieces takes longer than reading them."""
 
 
 def tune_interpreter() -> None:
@@ -33,8 +36,7 @@ def tune_interpreter() -> None:
     # all other latency between a change and its rules.
     sys.setswitchinterval(0.0005)
     # By default glibc keeps twice the largest block that was ever freed.
-    with suppress(AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)
+    _set_trim_threshold(_TRIM_BYTES_LOADING)
 
 
 def settle_memory() -> None:
@@ -43,11 +45,17 @@ def settle_memory() -> None:
     They are not searched for cycles before: imports leave 1,500 objects in cycles, and each Service none.
     """
     gc.freeze()
+    _set_trim_threshold(_TRIM_BYTES)
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
     # Values are freed by their reference counts; cycles come from rare exceptions only.
     gc.set_threshold(10_000, 20, 20)
     gc.enable()
+
+
+def _set_trim_threshold(size: int) -> None:
+    with suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_TRIM_THRESHOLD, size)
 
 
 def raise_file_limit() -> None:

@@ -176,7 +176,7 @@ class FamilyState:
     def _fill(self, applied: Applied, node: NodeView) -> int:
         """Write all elements to maps and sets that have none. Return their number."""
         written = 0
-        for part in chain([node_elements(node)], applied.parts(MOST_ELEMENTS // 2)):
+        for part in chain([node_elements(node)], applied.parts(MOST_ELEMENTS // 4)):
             self._kernel.write(self._family, [], part)
             written += len(part)
         return written
