@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
-from kproxy_core.model.address import Protocol
+from kproxy_core.model.address import Address, Protocol
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.stale_flows import Socket
 from kproxy_userspace.wanted import Redirect, RelayName, Wanted
@@ -124,12 +124,15 @@ class RelayedFlows:
     """Destination ports of the clients."""
     relays: frozenset[int]
     """Ports of the relays."""
+    local: frozenset[Address]
+    """Addresses of this node. Endpoints elsewhere may have the port of a relay."""
 
     @classmethod
-    def of(cls, redirects: Iterable[Redirect]) -> Self:
+    def of(cls, redirects: Iterable[Redirect], local: frozenset[Address]) -> Self:
         udp = [(portal.port, relay) for portal, relay, _ in redirects if portal.protocol is Protocol.UDP]
-        return cls(frozenset(port for port, _ in udp), frozenset(relay for _, relay in udp))
+        return cls(frozenset(port for port, _ in udp), frozenset(relay for _, relay in udp), local)
 
     def is_stale(self, destination: Socket, answered_by: Socket) -> bool:
         """Return whether the flow to *destination* is answered by one of the relays."""
-        return answered_by[1] in self.relays and answered_by != destination
+        address, port = answered_by
+        return port in self.relays and address in self.local and answered_by != destination

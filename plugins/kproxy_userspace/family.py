@@ -57,6 +57,7 @@ class FamilyState:
         self._writing = threading.Lock()
         """Guards the portals, in the kernel and in `_applied`, and the departing relays."""
         self._withdrawn = False
+        self._is_cleared = False
         self._node: NodeView | None = None
         """Node of the last acknowledged resync; None: there was none, or it failed."""
 
@@ -73,7 +74,8 @@ class FamilyState:
         """Bring everything to *plans*, and compare the portals with a fresh read of the kernel."""
         deleted = dict.fromkeys(self._applied.relays.keys() - plans.keys())
         self._node = None
-        report = self._bring(node, {**deleted, **plans}, is_resync=True)
+        takes_over = not self._is_cleared and self._clear()
+        report = self._bring(node, {**deleted, **plans}, is_resync=True, takes_over=takes_over)
         self._node = node
         return report
 
@@ -168,11 +170,23 @@ class FamilyState:
         self._release(self._applied.all_relays())
         self._reservations.release_all()
 
+    def _clear(self) -> bool:
+        """Delete the portals of an earlier process, once. Return whether there were any. Raises HostError.
+
+        They would lead clients to whichever relay binds their port again.
+        """
+        with self._writing:
+            removed = self._portals.withdraw()
+        self._is_cleared = True
+        return bool(removed)
+
     # Synchronisation -----------------------------------------------------------------------
 
     def _bring(
-        self, node: NodeView, changed: Mapping[ServicePortKey, ServicePlan | None], *, is_resync: bool
+        self, node: NodeView, changed: Mapping[ServicePortKey, ServicePlan | None], *, is_resync: bool,
+        takes_over: bool = False,
     ) -> SyncReport:
+        """*takes_over*: UDP flows may lead to relays of an earlier process, whose ports are bound again."""
         relays_of = {
             key: {} if plan is None else wanted(plan, node, self._listen, counted=self._counted)
             for key, plan in changed.items()
@@ -184,6 +198,9 @@ class FamilyState:
         surplus = self._applied.surplus(relays_of)
         operations = self._close_relays(surplus) if self._listen is not None else 0
         opened = list(self._open_all(relays_of, unserved))
+        if takes_over:
+            delete_flows(self.family, [
+                Redirect(portal, relay.port) for relay in opened for portal in relay.wanted.portals])
         failures = self._workers.serve({relay.number: self._order(relay) for relay in opened})
         self._applied.acknowledge_relays(opened)
         portals = {key: set[Redirect]() for key in changed}

@@ -60,9 +60,10 @@ def test_relays_that_are_not_wanted_are_surplus_until_closed() -> None:
 
 def test_flows_of_udp_portals_are_stale_only_if_a_relay_answers_them() -> None:
     udp = Redirect(Portal(Protocol.UDP, VIPS[0], 53, "shop/dns"), 40001)
-    flows = RelayedFlows.of([udp, REDIRECTS[0]])
+    here, elsewhere = parse_address("192.0.2.1"), parse_address("10.1.0.5")
+    flows = RelayedFlows.of([udp, REDIRECTS[0]], frozenset([here]))
     assert (set(flows.ports), set(flows.relays)) == ({53}, {40001})
-    here = parse_address("192.0.2.1")
     assert flows.is_stale((VIPS[0], 53), (here, 40001))
     assert not flows.is_stale((VIPS[0], 53), (here, 40002))
     assert not flows.is_stale((here, 40001), (here, 40001))
+    assert not flows.is_stale((VIPS[0], 53), (elsewhere, 40001)), "another mode's flow to an endpoint"

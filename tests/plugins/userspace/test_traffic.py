@@ -1,12 +1,15 @@
 """Real clients and endpoints, with the backend between them."""
 
 import os
+import random
 import re
 import resource
 import socket
 import subprocess
 import threading
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -17,6 +20,7 @@ from kproxy_core.testing.builders import changed_update, endpoint_slice, full_up
 from kproxy_userspace import backend as backend_module
 from kproxy_userspace.kernel.portals import NftPortals, open_portals
 from kproxy_userspace.questions.cleanup import cleanup
+from kproxy_userspace.worker.wire import Serve
 
 from .endpoints import PATIENCE, connect, datagram, endpoints, name_of, reached
 from .proxies import NODE, ONE, TWO, VIP, A, B, Start
@@ -345,6 +349,46 @@ def test_portals_of_a_process_that_was_killed_are_taken_over(start: Start) -> No
         found = plans(NODE[Family.IPV4], service("web", "80@30080"), slices)
         assert second.backend.kproxy_sync(full_update(NODE[Family.IPV4], found)).operations == 0
         assert reached(VIP, 80) == A
+
+
+@pytest.mark.parametrize("program", ["iptables", "nft"])
+def test_clients_never_reach_another_service_at_a_port_of_a_killed_process(
+    start: Start, program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if program == "nft":
+        monkeypatch.setattr(backend_module, "open_portals", NftPortals)
+    monkeypatch.setattr(random, "randrange", lambda _: 0)
+    options = {"workers": 1, "portRange": "40000-40001", "udpIdleTimeout": "1h"}
+    wanted = {
+        vip: plans(NODE[Family.IPV4], service(name, "80", "53/UDP", ip=vip),
+                   endpoint_slice(name, host, ports=["9001", "9001/UDP"]))
+        for name, vip, host in (("a", "10.96.0.1", "127.0.0.1"), ("b", "10.96.0.2", "127.0.0.2"))
+    }
+    a, b = wanted.values()
+    with endpoints(ONE, TWO), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
+        killed = start(**options).backend
+        killed.kproxy_sync(full_update(NODE[Family.IPV4], {**a, **b}))
+        assert datagram(client, b"1", VIP, 53) == A
+        killed._workers.close()
+        for family in killed._families.values():
+            family.close()
+            family._withdrawn = True
+
+        next_one = start(**options).backend
+        serve, answered = next_one._workers.serve, list[str]()
+
+        def serve_and_dial(changes: Mapping[int, Serve | None]) -> dict[int, str]:
+            failed = serve(changes)
+            if changes:  # The relays listen, and no portal is written.
+                with suppress(OSError), socket.create_connection((VIP, 80), 0.3) as early:
+                    answered.append(name_of(early))
+            return failed
+
+        monkeypatch.setattr(next_one._workers, "serve", serve_and_dial)
+        next_one.kproxy_sync(full_update(NODE[Family.IPV4], {**b, **a}))
+        assert answered == []
+        assert reached(VIP, 80) == A
+        assert datagram(client, b"2", VIP, 53) == A
 
 
 def test_a_relay_that_cannot_listen_is_reported_and_retried(start: Start) -> None:
