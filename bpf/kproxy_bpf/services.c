@@ -196,6 +196,12 @@ static __always_inline int dial(struct bpf_sock_addr *ctx, u64 first, u64 second
 
 	/* The service of the frontend: by its address, or by its port where the address serves node ports. */
 	struct frontend f = { { first, second }, (u16)ctx->user_port | (u64)protocol << 16 };
+	if (datagram && sk->state == BPF_TCP_ESTABLISHED) { /* It only receives from the peer it is connected to. */
+		struct flow *p = peer.sk_storage_get(sk, 0, 0);
+		if (!p || p->frontend.port != f.port || !same_address(p->frontend.address, f.address))
+			return 1;
+		return redirect(ctx, p->endpoint.address, p->endpoint.port, v4);
+	}
 	struct service *s = frontends.lookup(&f);
 	if (!s) {
 		struct address a = { { first, second } };

@@ -110,6 +110,19 @@ def test_a_client_with_the_source_of_a_node_port_is_answered_by_a_connected_sock
         assert client.recv(100) == b"answer"
 
 
+def test_a_socket_that_names_its_peer_keeps_to_its_endpoint(where: Node, sockets: Sockets) -> None:
+    address = "10.96.0.55"
+    where.serve("named", address, REMOTE, protocol="UDP")
+    where.await_endpoints(address, *REMOTE)
+    for _ in range(10):
+        with connect(sockets, socket.AF_INET, address) as client:
+            endpoint = answer(client)
+            client.sendto(b"now", (address, 80))
+            said, sender = client.recvfrom(100)
+            assert said.decode().split()[0] == endpoint
+            assert sender == (address, 80)
+
+
 def test_sockets_connected_before_a_restart_are_destroyed(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The endpoint is removed while no proxy runs."""
     with node(tmp_path_factory.mktemp("node")) as where:

@@ -134,6 +134,18 @@ def test_the_answer_to_a_datagram_bears_the_frontend(
         assert client.recvmsg(100)[3][:2] == (way.address(dns), 80)
 
 
+@WAYS
+def test_a_connected_socket_that_names_its_peer_is_answered(
+    pod: Sockets, way: Way, web: str, dns: str, endpoints: tuple[str, ...]
+) -> None:
+    """Option ``connectedUdp`` is ``rules`` by default."""
+    with pod.open(way.family, UDP) as client:
+        client.connect((way.address(dns), 80))
+        endpoint, sender = ask(client, way.address(dns))
+        assert endpoint in endpoints
+        assert sender == (way.address(dns), 80)
+
+
 def test_packets_of_translated_sockets_carry_the_endpoint(where: Node, pod: Sockets) -> None:
     with pod.open(socket.AF_INET, TCP) as client:
         client.connect((WEB, 80))
