@@ -16,15 +16,16 @@ env: packages $(READY)
 packages:
 	@$(MISSING) env $(PYTHON)
 
-# Editable, as two plain lines in a .pth file: no import hook, so the console script starts as fast as an
-# installed one.
+# Editable, as plain lines in a .pth file: no import hook, so the console script starts as fast as an installed one.
+# The distribution's packages are such lines, too: --system-site-packages would run their .pth files at each start.
 $(READY): setup.cfg pyproject.toml Makefile kproxy_core/__init__.py | packages
 	@echo "building $(VENV)"
-	@$(VENV)/bin/python -c pass 2>/dev/null || $(PYTHON) -m venv --clear --system-site-packages $(VENV)
+	@$(VENV)/bin/python -c pass 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+	@$(PYTHON) -c 'import site; print("$(CURDIR)/plugins", "$(CURDIR)/bpf", *site.getsitepackages(), sep="\n")' \
+	    > "$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kproxy-plugins.pth"
 	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check 'setuptools >= 66' wheel
 	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation \
 	    --config-settings editable_mode=compat --editable '.[test]'
-	@printf '%s\n' '$(CURDIR)/plugins' '$(CURDIR)/bpf' > "$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kproxy-plugins.pth"
 	@touch $@
 
 demo: env
