@@ -173,6 +173,13 @@ class Namespace:
         with self.joined():
             return socket.if_nametoindex(device)
 
+    def forget_connections(self) -> None:
+        """Delete all entries of connection tracking."""
+        from pyroute2 import NFCTSocket
+
+        with self.joined(), NFCTSocket() as tracking:
+            tracking.flush()
+
     def forward(self) -> None:
         """Make it a router."""
         with self.entered():

@@ -47,8 +47,7 @@ class Player:
         self.scenario = scenario
         self.applied: dict[Key, Json] = {}
         """The objects of the scenario, as they are now."""
-        self.step_text = ""
-        """The step that is performed."""
+        self._performed: Step = {}
         self._mode = mode
         self._family = family
         self._topology = topology
@@ -66,6 +65,11 @@ class Player:
             "exec": self._exec, "http": self._http, "proxy": self._proxy, "rules": self._rules,
             "wait": self._wait, "counted": self._counted, "repeat": self._repeat,
         }  # fmt: skip
+
+    @property
+    def step_text(self) -> str:
+        """The step that is performed."""
+        return yaml.safe_dump(dict(self._performed), default_flow_style=None, width=100)
 
     def play(self, *, is_excusable: bool = False) -> None:
         """Play the whole scenario. Raises Failure at the first expectation that does not come true.
@@ -93,7 +97,7 @@ class Player:
                 self._driver.delete(obj)
         if self._driver.is_running:
             self._barrier.wait()
-        self._topology["node"].attempt("conntrack", "-F")
+        self._topology["node"].forget_connections()
 
     def _config(self, overrides: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
         found: Mapping[str, Any] | None = objects.substitute(overrides, self._family)
@@ -104,7 +108,7 @@ class Player:
         if any(key in step and mine not in step[key] for key, mine in limits.items()):
             return
         (action,) = [name for name in self._actions if name in step]
-        self.step_text = yaml.safe_dump(dict(step), default_flow_style=None, width=100)
+        self._performed = step
         self._actions[action](step[action], step)
 
     # Objects
