@@ -171,12 +171,12 @@ def field_at(document: msgspec.Struct, path: str) -> Any:
     """Return the value at *path*, in the spelling of the file."""
     found: Any = document
     for name in path.split("."):
-        found = getattr(found, next(f.name for f in msgspec.structs.fields(found) if f.encode_name == name))
+        found = getattr(found, found.__struct_fields__[found.__struct_encode_fields__.index(name)])
     return found
 
 
 def _negative(path: str, section: msgspec.Struct, *only: str) -> Iterator[Problem]:
-    for field in msgspec.structs.fields(section):
-        value = getattr(section, field.name)
-        if (not only or field.name in only) and isinstance(value, int | Duration) and value < 0:
-            yield Problem(f"{path}.{field.encode_name}", value, _NOT_NEGATIVE)
+    for name, spelled in zip(section.__struct_fields__, section.__struct_encode_fields__, strict=True):
+        value = getattr(section, name)
+        if (not only or name in only) and isinstance(value, int | Duration) and value < 0:
+            yield Problem(f"{path}.{spelled}", value, _NOT_NEGATIVE)
