@@ -428,12 +428,10 @@ class Room:
         """
         said = []
         for other in ("nft", "legacy"):
-            program = [f"iptables-{other}", "-w", "-t", "mangle"]
-            program = ["ip", "netns", "exec", self.node.name, *program]
-            action = "-N" if other == variant else "-X"
-            done = subprocess.run([*program, action, HINT], capture_output=True, text=True, check=False)
-            seen = subprocess.run([*program, "-S", HINT], capture_output=True, text=True, check=False)
-            said.append(f"{other}: {done.stderr.strip()}; then: {seen.stdout.strip() or seen.stderr.strip()}")
+            program = (f"iptables-{other}", "-w", "-t", "mangle")
+            done = self.node.attempt(*program, "-N" if other == variant else "-X", HINT)
+            seen = self.node.attempt(*program, "-S", HINT)
+            said.append(f"{other}: {done.stdout.strip()}; then: {seen.stdout.strip()}")
             assert (seen.returncode == 0) is (other == variant), f"no choice of {variant}: {' | '.join(said)}"
 
     def traces(self) -> set[str]:
@@ -442,8 +440,7 @@ class Room:
         dumps += [[f"{base}-{of}-save"] for of in ("nft", "legacy") for base in ("iptables", "ip6tables")]
         found = set()
         for dump in dumps:
-            done = subprocess.run(
-                ["ip", "netns", "exec", self.node.name, *dump], capture_output=True, text=True, check=False)
+            done = self.node.attempt(*dump)  # and not `run`, which starts two programs for each
             interface = " (legacy)" if "legacy" in dump[0] else ""
             found |= {f"{of}{interface}" for of, pattern in TRACES.items() if re.search(pattern, done.stdout)}
         if self._cgroup is not None and (self._is_attached(self._cgroup) or any(self._pins.rglob("*"))):
