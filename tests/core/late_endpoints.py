@@ -1,21 +1,22 @@
-"""Endpoints behind a TUN device that answer SYNs after a known time. Not every kernel has netem."""
+"""Endpoints that answer SYNs after a known time. Not every kernel has netem."""
 
-import fcntl
-import os
-import select
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from tests.core.namespaces import Namespace
 
 NETWORK = "198.18.0.0/24"
-_DEVICE = "late"
-_TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x1, 0x1000
+_NEAR, _FAR = "late", "late-far"
+"""A pair of veth devices: endpoints are at the far end."""
+_NEAR_ADDRESS = "02:00:00:00:00:01"
+_NEIGHBOUR = "02:00:00:00:00:02"
+"""Not the address of the far end: the kernel would process what arrives there."""
+_ETH_P_IP = 0x0800
 _SYN, _SYN_ACK = 0x02, 0x12
 _INFO = struct.Struct("=68xI28xI")
 """tcpi_rtt and tcpi_total_retrans of struct tcp_info (linux/tcp.h)."""
@@ -28,9 +29,9 @@ class Lateness(NamedTuple):
 
 
 class _Endpoints:
-    """Answers the SYNs that are routed to the device. No packet that follows is answered."""
+    """Answers the SYNs that arrive at the far end. No packet that follows is answered."""
 
-    def __init__(self, device: int, late: Mapping[str, Lateness]) -> None:
+    def __init__(self, device: socket.socket, late: Mapping[str, Lateness]) -> None:
         self._device = device
         self._late = late
         self._seen: dict[bytes, int] = {}
@@ -42,12 +43,12 @@ class _Endpoints:
     def close(self) -> None:
         self._ended.set()
         self._thread.join()
-        os.close(self._device)
+        self._device.close()
 
     def _run(self) -> None:
         while not self._ended.is_set():
-            if select.select([self._device], [], [], 0.1)[0]:
-                packet = os.read(self._device, 2048)
+            with suppress(TimeoutError):
+                packet = self._device.recv(2048)
                 if packet[0] == 0x45 and packet[9] == socket.IPPROTO_TCP and packet[33] == _SYN:
                     self._answer(packet[12:20], packet[20:])
 
@@ -57,7 +58,8 @@ class _Endpoints:
         seen = self._seen[connection] = self._seen.get(connection, 0) + 1
         if seen == lost + 1:
             time.sleep(seconds)
-            os.write(self._device, _answer(addresses, segment))
+            to = bytes.fromhex(_NEAR_ADDRESS.replace(":", ""))
+            self._device.sendto(_answer(addresses, segment), (_FAR, _ETH_P_IP, 0, 0, to))
 
 
 def _answer(addresses: bytes, segment: bytes) -> bytes:
@@ -83,18 +85,23 @@ def _checksum(data: bytes) -> int:
     return ~total & 0xFFFF
 
 
-def _open_device() -> int:
-    device = os.open("/dev/net/tun", os.O_RDWR)
-    fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", _DEVICE.encode(), _IFF_TUN | _IFF_NO_PI))
+def _open_device() -> socket.socket:
+    device = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM)
+    device.bind((_FAR, _ETH_P_IP))
+    device.settimeout(0.1)
     return device
 
 
 @contextmanager
 def late_endpoints(where: Namespace, late: Mapping[str, Lateness]) -> Iterator[None]:
     """Accept connections to these addresses of `NETWORK`, to which *where* gets a route."""
+    where.ip(
+        f"link add {_NEAR} address {_NEAR_ADDRESS} type veth peer name {_FAR}",
+        f"link set {_NEAR} up", f"link set {_FAR} up", f"route add {NETWORK} dev {_NEAR}",
+        *(f"neighbour add {address} lladdr {_NEIGHBOUR} dev {_NEAR} nud permanent" for address in late),
+    )  # fmt: skip
     answering = _Endpoints(where.inside(_open_device), late)
     try:
-        where.ip(f"link set {_DEVICE} up", f"route add {NETWORK} dev {_DEVICE}")
         yield
     finally:
         answering.close()

@@ -9,7 +9,8 @@ from tests.guest.checks import Problems, names_of, problems_of
 
 _HERE = Path(__file__).parent
 CHECKS = [
-    _HERE / f"{name}.py" for name in ("older_kernel_checks", "test_detect", "test_kernel", "test_backend")
+    _HERE / f"{name}.py"
+    for name in ("older_kernel_checks", "test_detect", "test_kernel", "test_backend", "test_counts")
 ]
 LONGEST = 600
 """Seconds for all checks, which take one minute of a processor."""
