@@ -57,6 +57,8 @@ class Loop:
         self._inbox = Inbox()
         self._asked: set[Future[None]] = set()
         self._held = False
+        self._damage_on_hold: dict[Family, str] = {}
+        """Damage reported since `hold`."""
         self._started = False
         self._watching = False
         self._settled = False
@@ -173,12 +175,16 @@ class Loop:
     ) -> None:
         """Sync *instance*, which has been given all `updates`, from now on, and next with *scope*."""
         self._held = False
+        damage, self._damage_on_hold = self._damage_on_hold, {}
         if instance is not self._instance:
             self._instance = instance
             self._facts = self._facts.with_settings(settings)
             for sync in self._syncs.values():
                 sync.serve_with(instance, pacing())
             self._watch()
+        elif scope is not Scope.RESYNC:  # which repairs what a mode that was tried has changed
+            for family, what in damage.items():
+                self._syncs[family].report_damage(what)
         self._node_differs = True
         for sync in self._syncs.values():
             sync.request(scope)
@@ -256,9 +262,13 @@ class Loop:
         self._node_differs = True
 
     def _damaged(self, instance: BackendInstance, family: Family, what: str) -> None:
-        """Have damage to *instance*'s rules repaired. During a mode switch the other mode causes it."""
+        """Have damage to *instance*'s rules repaired, on hold once it serves again."""
         sync = self._syncs.get(family)
-        if sync is not None and instance is self._instance and not self._held:
+        if sync is None or instance is not self._instance:
+            return
+        if self._held:
+            self._damage_on_hold[family] = what
+        else:
             sync.report_damage(what)
 
     def _stop(self) -> None:

@@ -3,12 +3,15 @@
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kproxy_core.modes import switch
 from kproxy_core.modes import takeover as leftovers
+from kproxy_core.modes.proof import prove
 from kproxy_core.modes.takeover import Takeover
-from tests.core.switch_room import SETTINGS, Room, names
+from tests.core.switch_room import SETTINGS, V4, Room, names
 
 
 @pytest.fixture
@@ -71,6 +74,21 @@ def test_without_a_proof_nothing_is_deleted_and_readiness_waits(
     room.old.restless = False
     await_that(lambda: ready(room))
     assert names(room.new) == set()
+
+
+def test_damage_during_the_proof_is_repaired(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prove_and_flush(*arguments: Any) -> None:
+        prove(*arguments)
+        room.old.rules.clear()
+        assert room.old.damaged is not None
+        room.old.damaged(V4, "flushed")
+
+    monkeypatch.setattr(switch, "prove", prove_and_flush)
+    room.rig.clock.now += 60.0  # the rest after the first sync is over
+    room.new.rules = dict(room.old.rules)
+    heir(room).start()
+    await_that(lambda: ready(room))
+    await_that(lambda: names(room.old) == {"web"})
 
 
 def test_connections_that_are_waited_for_do_not_hold_readiness_up(room: Room) -> None:
