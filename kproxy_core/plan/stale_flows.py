@@ -11,7 +11,8 @@ matter, because changing them must not cut working flows. Unlike there
 - only frontends whose flows may have become stale are examined;
 - a node port means the addresses that serve node ports, not every destination;
 - a changed Service counts like a changed endpoint;
-- a mode that relays in its own process answers flows itself, and handles deleted endpoints;
+- a mode that relays in its own process answers flows itself, and handles deleted endpoints. Relays that were
+  replaced, by another mode for example, answer as well until an endpoint is deleted: they do not learn of it;
 - without any serving endpoint, and when a frontend is deleted, flows that were sent to an
   endpoint are stale too. kube-proxy left them, as later flows are rejected anyway; but
   clients that never pause never make a later flow (kubernetes issue 139628; changed in
@@ -74,6 +75,10 @@ def relay(family: Family, port: int) -> Destination:
     return Destination(family.unspecified, port)
 
 
+def _is_relay(destination: Destination) -> bool:
+    return not any(destination.address)
+
+
 def _at_any_address(socket: Socket) -> Socket:
     address, port = socket
     return Address(bytes(len(address))), port
@@ -113,6 +118,9 @@ class StaleFlowTracker:
         after = _UdpPort()
         if plan is not None:
             after = _UdpPort(frozenset(plan.frontends()), serving.union(plan.reachable))
+            gone = before.serving - after.serving
+            if all(map(_is_relay, gone)):
+                after = after._replace(serving=after.serving | gone)
             self._ports[key] = after
         for frontend in before.frontends - after.frontends:
             # Another service port may have taken it over just before.

@@ -121,9 +121,13 @@ class StaleFlowObserver(SyncObserver):
 
     def sync_succeeded(self, synced: Synced) -> None:
         family, plans = synced.family, synced.plans
-        self._instances[family] = synced.instance
+        changed = synced.udp_ports
+        if self._instances.get(family) is not synced.instance:
+            # Record its relays for all service ports: they answer flows even after another mode took over.
+            self._instances[family] = synced.instance
+            changed |= {key for key in plans.plans if key.protocol is IpProtocol.UDP}
         self._unsettled.discard(family)
-        for key in synced.udp_ports:
+        for key in changed:
             serving = plans.serving(key) | self._relays(family, key)
             self._trackers[family].put(key, plans.plans.get(key), serving)
         self._node_port_addresses[family] = frozenset(plans.node.node_port_addresses)

@@ -461,6 +461,22 @@ def test_flows_to_relays_of_a_new_mode_are_not_stale(is_running: bool) -> None:
     assert deletion.is_stale((other, 30053), (other, 30053))
 
 
+def test_flows_to_relays_of_an_earlier_mode_are_not_stale_at_new_node_port_addresses() -> None:
+    here, other = addresses("172.18.0.2 172.19.0.2")
+    narrow = NodeSettings(name="node1", node_ports=cidrs("172.18.0.0/16"))
+    rig = Rig(families=[V4], addresses=[here, other], settings=narrow)
+    dns = ServiceSet(service("dns", "53/UDP@30053"))
+    rig.start(dns, SliceSet(endpoint_slice("dns", "10.0.0.1", ports=["53/UDP"])))
+    rig.flows_deleted()
+    rig.serve_with(RelayingBackend(rig.clock), narrow)
+    rig.serve_with(RecordingBackend(rig.clock), narrow)
+    assert rig.cleaner.under_way == []
+    rig.serve_with(RecordingBackend(rig.clock), NodeSettings(name="node1", node_ports=cidrs("0.0.0.0/0")))
+    ((_, deletion),) = rig.cleaner.under_way
+    assert not deletion.is_stale((here, 30053), (here, 40001))
+    assert deletion.is_stale((other, 30053), (other, 30053))
+
+
 def test_no_flow_is_stale_while_another_mode_is_programmed() -> None:
     """Its relays answer new flows before it serves."""
     rig = Rig(families=[V4])

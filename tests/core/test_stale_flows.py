@@ -114,6 +114,22 @@ def test_flows_to_the_ports_of_relays_are_never_stale() -> None:
     assert proxy.take().is_stale((VIP, 53), (NODE_ADDRESS, 40001))
 
 
+def test_flows_to_replaced_relays_are_stale_once_an_endpoint_leaves() -> None:
+    proxy = Proxy()
+    proxy.relays = frozenset({relay(Family.IPV4, 40001)})
+    proxy.apply(dns(), "10.244.0.1 10.244.0.2")
+    proxy.take()
+    proxy.relays = frozenset()
+    proxy.apply(dns(), "10.244.0.1 10.244.0.2 10.244.0.3")
+    assert not proxy.take()
+    proxy.apply(dns(external_ips="192.0.2.1"), "10.244.0.1 10.244.0.2 10.244.0.3")
+    assert not proxy.take().is_stale((EXTERNAL, 53), (NODE_ADDRESS, 40001))
+    proxy.apply(dns(external_ips="192.0.2.1"), "10.244.0.1 10.244.0.3")
+    stale = proxy.take()
+    assert stale.is_stale((VIP, 53), (NODE_ADDRESS, 40001))
+    assert not stale.is_stale((VIP, 53), A)
+
+
 def test_flows_to_relays_of_a_mode_that_took_over_are_not_stale() -> None:
     proxy = settled(dns("53/UDP@30053"), "10.244.0.1")
     proxy.opened = frozenset({relay(Family.IPV4, 40001)})
