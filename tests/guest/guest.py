@@ -8,9 +8,11 @@ from pathlib import Path
 
 RUN = Path(__file__).with_name("run")
 
-_NFT = (
+_MODULES = (
     *("nft_chain_nat", "nft_compat", "nft_ct", "nft_masq", "nft_nat", "nft_numgen", "nft_redir"),
     *("nft_fib_inet", "nft_fib_ipv4", "nft_fib_ipv6", "nft_reject_ipv4", "nft_reject_ipv6"),
+    *("xt_addrtype", "xt_comment", "xt_conntrack", "xt_mark", "xt_MASQUERADE", "xt_nat", "xt_REDIRECT"),
+    *("xt_statistic", "xt_tcpudp", "ipt_REJECT", "ip6t_REJECT", "bridge", "veth"),
 )
 _GRACE = 20
 """Seconds for the script to end its guest and clean up."""
@@ -65,9 +67,9 @@ class Guest:
 
 
 def with_nft(command: Sequence[str | Path]) -> list[str | Path]:
-    """Return *command*, run once the modules of nf_tables are loaded.
+    """Return *command*, run once the modules of nf_tables, matches and targets are loaded.
 
-    The kernel loads them by itself, but begins a transaction again for each: the first rules take a hundred
-    runs of modprobe.
+    The kernel loads them by itself, but begins a transaction of nf_tables again for each: the first rules
+    take a hundred runs of modprobe.
     """
-    return ["sh", "-c", f'modprobe -qa {" ".join(_NFT)}; exec "$@"', "sh", *command]
+    return ["sh", "-c", f'modprobe -qa {" ".join(_MODULES)}; exec "$@"', "sh", *command]
