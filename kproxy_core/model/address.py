@@ -104,8 +104,9 @@ def is_loopback(address: Address) -> bool:
 
 def format_socket(address: Address, port: int) -> str:
     """Return ``address:port``, with IPv6 in brackets."""
-    text = format_address(address)
-    return f"{text}:{port}" if len(address) == 4 else f"[{text}]:{port}"
+    if len(address) == 4:
+        return f"{socket.inet_ntoa(address)}:{port}"
+    return f"[{format_address(address)}]:{port}"
 
 
 def _masked(address: bytes, prefix: int) -> Address:

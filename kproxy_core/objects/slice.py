@@ -136,13 +136,10 @@ def _read_endpoint(entry: wire.Endpoint) -> Endpoint | None:
     address = usable_address(entry.addresses[0]) if entry.addresses else None
     if address is None:
         return None
-    hints = entry.hints
-    return Endpoint(
-        address,
-        sys.intern(entry.node_name) if entry.node_name else "",
-        *read_conditions(entry.conditions or _NO_CONDITIONS),
-        *(read_hints(hints) if hints is not None else NO_HINTS),
-    )
+    node = sys.intern(entry.node_name) if entry.node_name else ""
+    ready, serving, terminating = read_conditions(entry.conditions or _NO_CONDITIONS)
+    zones, nodes = read_hints(entry.hints) if entry.hints is not None else NO_HINTS
+    return Endpoint(address, node, ready, serving, terminating, zones, nodes)
 
 
 def usable_address(text: str) -> Address | None:
