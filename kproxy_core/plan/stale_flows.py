@@ -162,6 +162,10 @@ class StaleFlowTracker:
                     vips[address, port] = self._serving(frontend, relays)
         return StaleFlows(due, vips, node_ports, node_port_addresses)
 
+    def examine_all(self) -> None:
+        """Make all frontends due: some rules were missing, and flows may have begun without them."""
+        self._due.update(self._owners)
+
     def give_back(self, stale: StaleFlows) -> None:
         """Make *stale*, which could not be deleted, due again. It is judged by the state at that time."""
         self._due |= stale.frontends

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import NamedTuple
 
+from kproxy_core.backend.api import Scope
 from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.host.conntrack.flows import delete_stale_udp
 from kproxy_core.host.errors import HostError
@@ -104,8 +105,13 @@ class StaleFlowObserver(SyncObserver):
         self._unsettled: set[Family] = set()
         """Families whose rules may be newer than the last success. No deletion starts: it would not know the
         endpoints and relays of those rules."""
+        self._damaged: set[Family] = set()
+        """Families whose rules another process has changed since the last full sync."""
         self._instances: dict[Family, BackendInstance] = {}
         self._node_port_addresses: dict[Family, frozenset[Address]] = {}
+
+    def damage_found(self, family: Family) -> None:
+        self._damaged.add(family)
 
     def syncs_paused(self, family: Family) -> None:
         self._unsettled.add(family)
@@ -130,6 +136,10 @@ class StaleFlowObserver(SyncObserver):
         for key in changed:
             serving = plans.serving(key) | self._relays(family, key)
             self._trackers[family].put(key, plans.plans.get(key), serving)
+        if synced.scope is Scope.RESYNC:
+            if family in self._damaged or (synced.report is not None and synced.report.operations):
+                self._trackers[family].examine_all()
+            self._damaged.discard(family)
         self._node_port_addresses[family] = frozenset(plans.node.node_port_addresses)
         self._clean(family)
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from kproxy_core.backend.api import Scope, Update
+from kproxy_core.backend.api import Scope, SyncReport, Update
 from kproxy_core.backend.errors import SyncFailed, TrustLost, Unsupported
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.model.address import Family
@@ -511,6 +511,36 @@ def test_no_flow_is_stale_after_a_failed_sync() -> None:
     vip, (old, new) = (addresses("10.96.0.1")[0], 53), destinations("10.0.0.1:53 10.0.0.2:53")
     assert deletion.is_stale(vip, old)
     assert not deletion.is_stale(vip, new)
+
+
+class CorrectingBackend(RecordingBackend):
+    """Each full sync finds something to write."""
+
+    @hookimpl
+    def kproxy_sync(self, update: Update) -> SyncReport:
+        super().kproxy_sync(update)
+        return SyncReport(operations=int(update.scope is Scope.RESYNC))
+
+
+@pytest.mark.parametrize("is_reported", [True, False])
+def test_flows_that_began_while_rules_were_missing_are_stale_once_these_are_back(is_reported: bool) -> None:
+    rig = Rig(families=[V4])
+    rig.start(ServiceSet(service("dns", "53/UDP")),
+              SliceSet(endpoint_slice("dns", "10.0.0.1", ports=["53/UDP"])))  # fmt: skip
+    rig.flows_deleted()
+    rig.clock.now += 60.0
+    if is_reported:
+        assert rig.backend.damaged is not None
+        rig.backend.damaged(V4, "flushed")
+        rig.turn()
+    else:
+        rig.serve_with(CorrectingBackend(rig.clock), NodeSettings(name="node1"))
+    ((_, deletion),) = rig.cleaner.under_way
+    vip = addresses("10.96.0.1")[0], 53
+    assert deletion.is_stale(vip, vip)
+    assert not deletion.is_stale(vip, destinations("10.0.0.1:53")[0])
+    rig.flows_deleted()
+    assert rig.cleaner.under_way == []
 
 
 def test_flows_that_could_not_be_deleted_are_due_again_after_the_next_sync() -> None:

@@ -2,7 +2,9 @@
 
 import os
 import socket
+import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,26 @@ def test_an_answer_arrives_after_its_endpoint_was_removed(tmp_path: Path) -> Non
         question, relay = second.recvfrom(100)
         second.sendto(b"its answer", relay)
         assert (question, client.recv(100)) == (b"another", b"its answer")
+
+
+def test_a_client_that_began_while_rules_were_missing_is_served_once_they_are_back(tmp_path: Path) -> None:
+    objects = tmp_path / "objects"
+    objects.mkdir()
+    (objects / "dns.yaml").write_text(
+        manifests("dns", VIP, HOSTS[0], port=53, protocol="UDP", node_port=30053))
+    with udp(HOSTS[0], 9001) as endpoint, udp() as client, program(objects):
+        until(lambda: metric(CLEANED) > 0)
+        endpoint.settimeout(0.1)
+        client.connect(("192.0.2.1", 30053))
+        subprocess.run(["iptables", "-w", "-t", "nat", "-F", "KUBE-NODEPORT-HOST"], check=True)
+
+        deadline = time.monotonic() + PATIENCE
+        arrived = b""
+        while not arrived and time.monotonic() < deadline:
+            with suppress(OSError):  # It never pauses, so conntrack does not forget its first datagram.
+                client.send(b"question")
+                arrived = endpoint.recv(100)
+        assert arrived == b"question"
 
 
 def test_a_client_that_awaits_an_answer_is_not_idle(start: Start) -> None:
