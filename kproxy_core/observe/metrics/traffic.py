@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from operator import sub
 from typing import NamedTuple
 
 from prometheus_client import Metric
@@ -53,6 +54,8 @@ class LimitedSeries:
         self._listed &= present
         for gone in self._summed.keys() - present:
             del self._summed[gone]
+        grown: dict[tuple[str, str], list[tuple[int, ...]]] = {}
+        shrunk: dict[tuple[str, str], list[tuple[int, ...]]] = {}
         for name, one in zip(names, series, strict=True):
             if name in self._listed:
                 yield one
@@ -61,13 +64,22 @@ class LimitedSeries:
                 yield one
             elif (before := self._summed.get(name)) != one.values:
                 of = one.metric, one.labels[-1] if _METRICS[one.metric][1][-1] in _DIVIDING else ""
-                none = (0,) * len(one.values)
-                sums = zip(self._sums.get(of, none), one.values, before or none, strict=True)
-                self._sums[of] = tuple(total + value - known for total, value, known in sums)
+                grown.setdefault(of, []).append(one.values)
+                if before is not None:
+                    shrunk.setdefault(of, []).append(before)
                 self._summed[name] = one.values
+        for of, rows in grown.items():
+            none = (0,) * len(rows[0])
+            sums = _added(self._sums.get(of, none), *rows)
+            self._sums[of] = tuple(map(sub, sums, _added(none, *shrunk.get(of, ()))))
         for (metric, last), values in self._sums.items():
             empty = [""] * (len(_METRICS[metric][1]) - 2 - bool(last))
             yield _Series(metric, ("", OTHER, *empty, *filter(None, (last,))), values)
+
+
+def _added(*rows: tuple[int, ...]) -> Iterator[int]:
+    """Return the sum of each column."""
+    return map(sum, zip(*rows, strict=True))
 
 
 SERVICE_CONNECTIONS = "kproxy_service_connections"
