@@ -12,7 +12,7 @@ import pytest
 from kproxy_core.testing.builders import service
 
 from .endpoints import PATIENCE
-from .program import manifests, metric, program, until
+from .program import manifests, metric, problems, program, until
 from .proxies import Start
 
 HOSTS = ("192.0.2.2", "192.0.2.3")
@@ -63,7 +63,7 @@ def test_a_client_that_began_while_rules_were_missing_is_served_once_they_are_ba
     (objects / "dns.yaml").write_text(
         manifests("dns", VIP, HOSTS[0], port=53, protocol="UDP", node_port=30053))
     with udp(HOSTS[0], 9001) as endpoint, udp() as client, program(objects):
-        until(lambda: metric(CLEANED) > 0)
+        until(lambda: metric(CLEANED) > 0 and problems() == [])  # Ready: it notices foreign changes.
         endpoint.settimeout(0.1)
         client.connect(("192.0.2.1", 30053))
         subprocess.run(["iptables", "-w", "-t", "nat", "-F", "KUBE-NODEPORT-HOST"], check=True)
