@@ -104,14 +104,16 @@ class TrafficRecorder:
             return dict(self._totals.of)
 
     def switched(self, instance: BackendInstance, *, shares: bool) -> None:
-        """Count with *instance* from now on. *shares*: it counts in the same place as the last one.
+        """Count with *instance* from now on. *shares*: its base, or itself, counts where the last one's did.
 
+        Counts of a layer end with their mode: those of a later instance may be larger, and are no sequel.
         While both modes' rules exist, each counts what either of them translates.
         """
         with self._lock:
             old = self._serving
             self._read(old)
-            self._serving = _Source(instance, old.counts if shares else Counts())
+            known = [count for count in old.counts if shares and not count[0].layer]
+            self._serving = _Source(instance, Counts(known))
             if not shares:
                 self._skip = True
                 self._read(self._serving)

@@ -25,14 +25,14 @@ ONE = Destination(Address(bytes([10, 1, 0, 1])), 8080)
 class Instance:
     """A backend that has counted `number` connections; None: it does not count."""
 
-    def __init__(self, mode: str, number: int | None) -> None:
-        self.mode, self.number = mode, number
+    def __init__(self, mode: str, number: int | None, layer: str = "") -> None:
+        self.mode, self.number, self.layer = mode, number, layer
         self.broken = False
 
     def traffic(self, family: Family) -> list[Connections] | None:
         if self.broken:
             raise BackendError("busy")
-        return None if self.number is None else [Connections(VIP, ONE, self.number)]
+        return None if self.number is None else [Connections(VIP, ONE, self.number, self.layer)]
 
 
 class Owners(FrontendOwners):
@@ -100,6 +100,18 @@ def test_a_switch_reads_the_old_mode_and_then_the_new_one(
     old.number = 1000
     new.number = 11
     assert forwarded(made) == wanted
+
+
+def test_counts_of_a_layer_begin_again_with_its_mode_however_large_they_are_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = recorder(Instance("upper", 3, layer="upper"), tmp_path, monkeypatch)
+    assert forwarded(made) == 3
+    made.switched(Instance("base", 0), shares=True)  # type: ignore[arg-type]
+    again = Instance("upper", None, layer="upper")
+    made.switched(again, shares=True)  # type: ignore[arg-type]
+    again.number = 5
+    assert forwarded(made) == 8
 
 
 def test_a_reading_that_fails_loses_nothing(
