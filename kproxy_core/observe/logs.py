@@ -5,6 +5,7 @@ Verbosity counts as in Kubernetes: 0 shows INFO and above, 2 also DEBUG, and n >
 """
 
 import logging
+import os
 import re
 import sys
 import threading
@@ -15,6 +16,7 @@ from typing import Literal, TextIO
 
 _ROOT = "kproxy"
 _LONGEST_VALUE = 4000
+_CALLS = 6
 _KEPT = 300
 """Lines that are kept for a report."""
 _PLAIN = re.compile(r"""[^\s"'=\\]+""")
@@ -49,6 +51,21 @@ def stacks() -> str:
         f"thread {ident} [{names.get(ident, 'unknown')}]:\n{''.join(traceback.format_stack(frame))}"
         for ident, frame in sys._current_frames().items()
     )
+
+
+def innermost_calls() -> str:
+    """Return the last calls of each thread, the innermost first: short enough for a value in the log."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    threads = (
+        (names.get(ident, "unknown"), traceback.StackSummary.extract(
+            traceback.walk_stack(frame), limit=_CALLS, lookup_lines=False))
+        for ident, frame in sys._current_frames().items()
+    )
+    return "; ".join(f"{name}: {' < '.join(map(_place, calls))}" for name, calls in threads)
+
+
+def _place(call: traceback.FrameSummary) -> str:
+    return f"{call.name} {os.path.basename(call.filename)}:{call.lineno}"
 
 
 class _Recent(logging.Handler):

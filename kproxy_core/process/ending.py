@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from kproxy_core.host import programs
-from kproxy_core.observe.logs import stacks
+from kproxy_core.observe.logs import innermost_calls
 
 log = logging.getLogger("kproxy.run")
 
@@ -35,7 +35,7 @@ def stop_on_signals(stop: Callable[[], None]) -> None:
         time.sleep(PROGRAMS_END)
         programs.interrupt()
         time.sleep(PROCESS_ENDS - PROGRAMS_END)
-        log.error("exiting before everything has ended", extra={"fields": {"threads": stacks()}})
+        log.error("exiting before everything has ended", extra={"fields": {"threads": innermost_calls()}})
         logging.shutdown()
         os._exit(1)
 
