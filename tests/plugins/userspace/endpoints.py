@@ -5,7 +5,7 @@ import socket
 import threading
 from collections.abc import Iterator
 
-PATIENCE = 10.0
+PATIENCE = 30.0
 
 
 class Endpoint:
