@@ -448,8 +448,8 @@ static __always_inline void handshake(struct counts *number, u64 us, u64 again)
 }
 
 /*
- * Count failures, bytes and handshakes of translated TCP connections, which connection tracking knows by the endpoint only, if at
- * all. Where another program asks for the changes of state of other sockets, they are reported here, too.
+ * Count failures, bytes and handshakes of translated TCP connections, which connection tracking knows by the endpoint
+ * only, if at all. Where another program asks for the changes of state of other sockets, they are reported here, too.
  */
 int outcomes(struct bpf_sock_ops *ctx)
 {
