@@ -137,12 +137,15 @@ class FamilyState:
         self._reservations.release_all()
         return removed
 
-    def arriving(self) -> Counter[Protocol]:
-        """Return how many clients of each protocol are on their way to a relay. Raises HostError.
+    def arriving(self, protocols: Collection[Protocol]) -> Counter[Protocol]:
+        """Return how many clients of each of these *protocols* are on their way to a relay. Raises HostError.
 
         TCP clients that were accepted are not counted.
         """
-        listening = {relay.local_port for relay in self._applied.all_relays() if relay.is_listening}
+        listening = {
+            relay.local_port for relay in self._applied.all_relays()
+            if relay.is_listening and relay.wanted.protocol in protocols
+        }  # fmt: skip
         found: Counter[Protocol] = Counter()
         for port, clients in arriving(self.family, listening).items():
             found[port.protocol] += clients

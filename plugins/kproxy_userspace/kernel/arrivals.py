@@ -122,8 +122,8 @@ def _state(flow: ctnetlink.TrackedFlow) -> int:
 
 def _half_open(family: Family, ports: Collection[LocalPort]) -> Iterator[LocalPort]:
     path = _SOCKETS[family]
-    if not os.path.exists(path):
-        return  # A kernel without IPv6.
+    if not any(port.protocol is Protocol.TCP for port in ports) or not os.path.exists(path):
+        return  # The latter: a kernel without IPv6.
     with open(path, encoding="ascii") as lines:
         for line in lines:
             words = line.split(maxsplit=4)

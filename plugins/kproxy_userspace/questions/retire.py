@@ -54,16 +54,20 @@ class Retirement:
         return Leftovers("userspace", tuple(removed), tuple(errors), waiting)
 
     def _arriving(self, errors: list[str]) -> Clients[Protocol]:
-        """Return how many clients are on their way to relays, by protocol. Append problems to *errors*."""
+        """Return how many clients are on their way to relays, by protocol. Append problems to *errors*.
+
+        Those of TCP are not looked for once no relay accepts them: a node may have many connections.
+        """
         if not self._has_portals:
             return Clients()
         seconds = time.monotonic() - self._since
         if seconds < GRACE_SECONDS:
             return Clients([Protocol.TCP])
+        protocols = (Protocol.TCP, Protocol.UDP) if self.is_accepting else (Protocol.UDP,)
         found: Clients[Protocol] = Clients()
         for family in self._families:
             try:
-                found += family.arriving()
+                found += family.arriving(protocols)
             except HostError as error:
                 errors.append(str(error))
                 found[Protocol.TCP] += seconds < _LONGEST_HANDSHAKE
