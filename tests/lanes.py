@@ -23,10 +23,8 @@ CHECKOUT = Path(__file__).parents[1]
 MODULES = CHECKOUT / "tests" / "guest" / "modules"
 EACH_PROCESSOR = 3
 """Lanes that run at a time for each processor: most wait most of the time."""
-BESIDE_OTHERS = 0.25
-"""What a lane with guests counts for, which needs one processor and takes the time that others leave."""
-WAITS = 0.5
-"""What a lane of scenarios counts for: it needs a sixth of a processor."""
+BESIDE_OTHERS = 0.5
+"""What a lane with guests counts for: guests have a lower priority, and take the time that others leave."""
 REPEATED = 40
 """Lines at the end of a failed lane's log that are printed again after all lanes: pytest's summary."""
 REPORTED = 20.0
@@ -46,7 +44,6 @@ class Lane:
     """For pytest; another program with its arguments if *is_program*."""
     is_program: bool = False
     in_a_guest: bool = False
-    waits: bool = False
 
     def command(self) -> list[str]:
         if self.is_program:
@@ -57,7 +54,7 @@ class Lane:
     @property
     def share(self) -> float:
         """Its share of the lanes that may run at a time."""
-        return BESIDE_OTHERS if self.in_a_guest else WAITS if self.waits else 1.0
+        return BESIDE_OTHERS if self.in_a_guest else 1.0
 
 
 def _program(name: str) -> str:
@@ -67,7 +64,7 @@ def _program(name: str) -> str:
 def _scenarios(mode: str, parts: int) -> list[Lane]:
     """Return the lanes for the scenarios of *mode*, which are divided into *parts*."""
     selected = ("tests/conformance", "-k", f"{mode}-ipv4 or {mode}-ipv6")
-    return [Lane(mode, (*selected, f"--part={part}/{parts}"), waits=True) for part in range(1, parts + 1)]
+    return [Lane(mode, (*selected, f"--part={part}/{parts}")) for part in range(1, parts + 1)]
 
 
 LINT = (
