@@ -8,6 +8,7 @@ loaded separately and only when needed, so a broken one harms no other.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -62,7 +63,11 @@ class Registry:
         """Descriptions of the loaded plugins, by mode."""
         self.broken: list[BrokenPlugin] = []
         self._plugins: dict[str, object] = {}
-        self._instances: list[BackendInstance] = []
+        self._backends: tuple[object, ...] = ()
+        """All backends, from before their registration until after it ends: another thread may call hooks of
+        one while others are made and closed."""
+        self._changing = threading.Lock()
+        """Guards writes of `_backends`."""
         self._offered: dict[str, EntryPoint] = {}
         named = read_names(plugins)
         for name in named.blocked:
@@ -153,20 +158,21 @@ class Registry:
             backends.extend(self._make(layer, settings) for layer in self.layers(mode))
         except BaseException:
             for made in backends:
-                self.manager.unregister(made)
+                self._unregister(made)
             raise
         together = tuple(backends)
-        instance = BackendInstance(self.load(mode), settings, together, partial(self._call, together))
-        self._instances.append(instance)
-        return instance
+        return BackendInstance(self.load(mode), settings, together, partial(self._call, together))
 
     def _make(self, mode: str, settings: api.BackendSettings) -> object:
         made = self.manager.hook.kproxy_make_backend(mode=mode, settings=settings)
         if made is None:
             raise PluginRefused(f"the plugin for mode {mode!r} made no backend for it")
+        with self._changing:
+            self._backends += (made,)
         try:
             self._register(made, f"{mode} backend {id(made):x}", BACKEND_HOOKS)
         except (PluginRefused, pluggy.PluginValidationError, ValueError) as error:
+            self._forget(made)
             raise PluginRefused(f"the backend of mode {mode!r}: {_reason(error)}") from error
         return made
 
@@ -175,9 +181,19 @@ class Registry:
         try:
             instance.close()
         finally:
-            self._instances.remove(instance)
             for backend in instance.backends:
-                self.manager.unregister(backend)
+                self._unregister(backend)
+
+    def _unregister(self, backend: object) -> None:
+        self.manager.unregister(backend)
+        self._forget(backend)
+
+    def _forget(self, backend: object) -> None:
+        with self._changing:
+            self._backends = tuple(other for other in self._backends if other is not backend)
+
+    def _backends_except(self, own: tuple[object, ...]) -> list[object]:
+        return [backend for backend in self._backends if all(backend is not each for each in own)]
 
     def prepare(self, mode: str, settings: api.BackendSettings) -> None:
         """Have the plugin for *mode* make the settings of the whole machine that it needs.
@@ -291,20 +307,13 @@ class Registry:
         """Return the answers of the *plugin* for *mode*, of the backend of *instance*, and of observers."""
         self.load(mode)
         others = [found for other, found in self._plugins.items() if other != mode or not plugin]
-        others += [
-            backend for other in self._instances if other is not instance for backend in other.backends]
+        others += self._backends_except(() if instance is None else instance.backends)
         answers: list[Any] = self.manager.subset_hook_caller(hook, others)(**arguments)
         return answers
 
     def _call(self, backends: tuple[object, ...], hook: str, **arguments: object) -> Any:
         """Call *hook* of *backends* and of no other backend."""
-        others = [
-            backend
-            for instance in self._instances
-            if instance.backends is not backends
-            for backend in instance.backends
-        ]
-        return self.manager.subset_hook_caller(hook, others)(**arguments)
+        return self.manager.subset_hook_caller(hook, self._backends_except(backends))(**arguments)
 
     def _load_named(self, name: str, installed: Iterable[EntryPoint]) -> None:
         """Load the plugin installed under *name*, or else the module: a backend or an observer."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,6 +90,32 @@ def test_the_mode_selected_makes_the_backend_that_gets_the_work(put: Install) ->
     update = full_update(node, plans(node, service("web")))
     assert instance.sync(update) == SyncReport(1)
     assert instance.render(update) == "rules"
+
+
+def test_no_backend_gets_the_work_of_another_while_it_is_made_or_closed(
+    put: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A retired mode is closed, and another one is made, by other threads than the one that syncs."""
+    put("good", good=plugin("good"), other=plugin("other").replace("len(update.plans)", "99"))
+    registry = Registry()
+    serving = registry.make_backend("good", SETTINGS)
+    update = full_update(node_view(), plans(node_view(), service("web")))
+    synced: list[SyncReport] = []
+    register, unregister = registry.manager.register, registry.manager.unregister
+
+    def registered(*arguments: Any, **named: Any) -> str | None:
+        name = register(*arguments, **named)
+        synced.append(serving.sync(update))
+        return name
+
+    def before_it_is_unregistered(*arguments: Any) -> object:
+        synced.append(serving.sync(update))
+        return unregister(*arguments)
+
+    monkeypatch.setattr(registry.manager, "register", registered)
+    monkeypatch.setattr(registry.manager, "unregister", before_it_is_unregistered)
+    registry.close_backend(registry.make_backend("other", SETTINGS))
+    assert synced == [SyncReport(1)] * 3  # the plugin and its backend are registered, and one is unregistered
 
 
 def test_our_own_backends_are_entry_points_too(put: Install) -> None:
