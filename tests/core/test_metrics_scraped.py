@@ -107,6 +107,7 @@ def test_all_metrics_of_kube_proxy_are_exposed(mode: str, tmp_path: Path) -> Non
         exposition = proxy.exposition_with(
             'kubeproxy_sync_partial_proxy_rules_duration_seconds_count{ip_family="IPv4"}',
             "kubeproxy_network_programming_duration_seconds_count", "kubeproxy_proxy_healthz_total",
+            "rest_client_response_size_bytes_count",  # of the first event: objects come from watches
             change=changing_endpoints(server),
         )
     ours = shapes(exposition)
