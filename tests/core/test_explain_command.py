@@ -77,8 +77,8 @@ def test_damage_is_a_difference_until_it_is_repaired(node: Namespace, manifests:
     assert diff(*flags)[0] == 0
     rules = node.run("iptables", "-t", "nat", "-S", "KUBE-SERVICES").splitlines()
     (rule,) = [line for line in rules if "10.96.0.10" in line]
-    node.run("sh", "-c", f"iptables -t nat {rule.replace('-A', '-D', 1)}")
-    node.run("sh", "-c", "iptables -A KUBE-SERVICES -d 10.96.0.66 -p tcp --dport 80 -j DROP")
+    node.run("sh", "-c", f"iptables -w -t nat {rule.replace('-A', '-D', 1)}")
+    node.run("sh", "-c", "iptables -w -A KUBE-SERVICES -d 10.96.0.66 -p tcp --dport 80 -j DROP")
     node.run("nft", "add", "table", "ip", "kproxy")
     status, text = diff(*flags)
     assert status == 1

@@ -155,7 +155,7 @@ def test_the_first_container_runs_the_privileged_steps_of_iptables(
 def test_iptables_of_the_legacy_kind_needs_raw_sockets(node: Namespace, tmp_path: Path) -> None:
     """The kubelet's chain says which kind the node uses; without CAP_NET_RAW it can't be seen."""
     for program in ("iptables-legacy", "ip6tables-legacy"):
-        node.run(program, "-t", "mangle", "-N", "KUBE-IPTABLES-HINT")
+        node.run(program, "-w", "-t", "mangle", "-N", "KUBE-IPTABLES-HINT")
     pod = Pod(node, tmp_path, "iptables")
     pod.init()
     with pod.main(capabilities=("NET_ADMIN", "NET_RAW")) as proxy:

@@ -146,7 +146,7 @@ def translate_addresses() -> None:
             run("nft", "-f", "-", stdin=f"table {family} {_SUCCESSOR} {{ {chains} }}\n")
     except CommandFailed:  # nft is missing, or this kernel does not support it
         for program in _LEGACY:
-            run(program, "-t", "nat", "-N", _SUCCESSOR)
+            run(program, "-w", "-t", "nat", "-N", _SUCCESSOR)
 
 
 def stop_translating() -> None:
@@ -157,7 +157,7 @@ def stop_translating() -> None:
         ))  # fmt: skip
     for program in _LEGACY:
         with suppress(CommandFailed):
-            run(program, "-t", "nat", "-X", _SUCCESSOR)
+            run(program, "-w", "-t", "nat", "-X", _SUCCESSOR)
 
 
 def block_as_others_do(table: str, address: str) -> None:
@@ -166,9 +166,9 @@ def block_as_others_do(table: str, address: str) -> None:
     try:
         run("nft", "-f", "-", stdin=f"table ip {table} {{ {rules} }}\n")
     except CommandFailed:  # as above
-        run("iptables-legacy", "-N", table)
-        run("iptables-legacy", "-A", table, "-d", address, "-j", "DROP")
-        run("iptables-legacy", "-A", "OUTPUT", "-j", table)
+        run("iptables-legacy", "-w", "-N", table)
+        run("iptables-legacy", "-w", "-A", table, "-d", address, "-j", "DROP")
+        run("iptables-legacy", "-w", "-A", "OUTPUT", "-j", table)
 
 
 def links() -> set[str]:

@@ -58,7 +58,8 @@ def test_damage_is_seen_on_the_packet_s_way(family: Family, kernel: None, comman
 
 @pytest.mark.parametrize("family", [Family.IPV4])
 def test_a_rule_that_is_not_understood_makes_the_result_uncertain(family: Family, kernel: None) -> None:
-    subprocess.run(["iptables", "-t", "nat", "-I", "KUBE-SERVICES", "-m", "ttl", "--ttl-eq", "7"], check=True)
+    rule = ["-m", "ttl", "--ttl-eq", "7"]
+    subprocess.run(["iptables", "-w", "-t", "nat", "-I", "KUBE-SERVICES", *rule], check=True)
     (side, *_) = explain(questions(family)[:1], live=True)
     assert side.fate is None
     assert any("not understood" in item.text for item in side.objects)

@@ -409,7 +409,7 @@ def test_iptables_failures_are_counted(make: Callable[..., IpvsBackend]) -> None
     backend = make()
     full(backend, web("10.244.2.1"))
     assert [found.value for found in backend.kproxy_measure()] == [0, 0]
-    subprocess.run(["iptables", "-F", "KUBE-IPVS-FILTER"], check=True)
+    subprocess.run(["iptables", "-w", "-F", "KUBE-IPVS-FILTER"], check=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(skeleton, "no_frontend", lambda family: "-j NO-SUCH-TARGET")
         with pytest.raises(SyncFailed):

@@ -257,7 +257,7 @@ def test_own_changes_and_foreign_rules_are_not_damage(start: Start) -> None:
         for port in range(81, 85):
             proxy.serve(service("web", str(port)), "127.0.0.1")
         for command in ("-N MINE", "-A MINE -j RETURN", "-I OUTPUT -j MINE", "-D OUTPUT -j MINE", "-F MINE"):
-            subprocess.run(["iptables", "-t", "nat", *command.split()], check=True)
+            subprocess.run(["iptables", "-w", "-t", "nat", *command.split()], check=True)
         subprocess.run(["nft", "flush chain ip nat KUBE-PORTALS-HOST"], check=True)
         assert "nft[" in reports.get(timeout=PATIENCE)
 

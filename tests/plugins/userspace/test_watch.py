@@ -69,7 +69,7 @@ class Events:
 
 
 def _iptables(*arguments: str) -> None:
-    subprocess.run(["iptables", "-t", "nat", *arguments], check=True)
+    subprocess.run(["iptables", "-w", "-t", "nat", *arguments], check=True)
 
 
 def test_changes_of_our_chains_are_reported_while_other_commits_have_used_up_the_comparisons(
