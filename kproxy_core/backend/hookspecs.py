@@ -140,7 +140,7 @@ def kproxy_relays(family: Family, key: ServicePortKey) -> frozenset[int]:
 
     Optional, for modes that relay. UDP flows to these ports are not stale when endpoints disappear, because
     the relay learns of that and an answer may be under way. Called after each sync that changed the service
-    port, and before flows to its frontends are examined.
+    port.
     """
     raise NotImplementedError
 

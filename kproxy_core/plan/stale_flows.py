@@ -20,7 +20,7 @@ matter, because changing them must not cut working flows. Unlike there
   nothing here could serve them better.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,8 +31,6 @@ from kproxy_core.plan.service_plan import Frontend, ServicePlan
 
 Socket = tuple[Address, int]
 """Address and port; a `Destination` is one."""
-Relays = Callable[[ServicePortKey], frozenset[Destination]]
-"""Returns the destinations that stand for the relays of a service port: see `relay`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +132,11 @@ class StaleFlowTracker:
         if before.serving - after.serving or (after.serving and not before.serving):
             self._due |= after.frontends
 
-    def take(self, node_port_addresses: frozenset[Address], relays: Relays) -> StaleFlows:
+    def take(self, node_port_addresses: frozenset[Address]) -> StaleFlows:
         """Return the condition for flows that are due. *node_port_addresses* serve node ports now.
 
         These are all addresses of the node if any local address serves node ports. An address that is new
         since the last call may have older flows to node ports.
-
-        *relays* answer as well, even if they were opened after the last `put`: a mode that relays may have
-        taken over from one that does not, with the same plans.
         """
         if node_port_addresses - self._node_port_addresses:
             self._due.update(frontend for frontend in self._owners if frontend.address is None)
@@ -151,15 +146,15 @@ class StaleFlowTracker:
         node_ports = {}
         for frontend in due:
             if frontend.address is None:
-                node_ports[frontend.port] = self._serving(frontend, relays)
+                node_ports[frontend.port] = self._serving(frontend)
             else:
-                vips[frontend.address, frontend.port] = self._serving(frontend, relays)
+                vips[frontend.address, frontend.port] = self._serving(frontend)
         if node_ports:
             # A VIP that is an address of the node takes precedence over a node port of the same number.
             for frontend in self._owners:
                 address, _, port = frontend
                 if address is not None and port in node_ports and address in node_port_addresses:
-                    vips[address, port] = self._serving(frontend, relays)
+                    vips[address, port] = self._serving(frontend)
         return StaleFlows(due, vips, node_ports, node_port_addresses)
 
     def examine_all(self) -> None:
@@ -170,9 +165,9 @@ class StaleFlowTracker:
         """Make *stale*, which could not be deleted, due again. It is judged by the state at that time."""
         self._due |= stale.frontends
 
-    def _serving(self, frontend: Frontend, relays: Relays) -> frozenset[Destination]:
+    def _serving(self, frontend: Frontend) -> frozenset[Destination]:
         """Return the endpoints and relays that may answer flows to *frontend*."""
         owner = self._owners.get(frontend)
         if owner is None and frontend.address in self._node_port_addresses:
             owner = self._owners.get(frontend._replace(address=None))
-        return frozenset() if owner is None else self._ports[owner].serving | relays(owner)
+        return frozenset() if owner is None else self._ports[owner].serving

@@ -116,6 +116,7 @@ class FamilyPlans:
 
         Return the changes since the last acknowledgement.
         """
+        self._udp_ports.update(key for key in self.unserved if key.protocol is Protocol.UDP)
         steps = [Step(key, before, self.plans.get(key)) for key, before in self._before.items()]
         self._before = {}
         self.unserved = dict(unserved)
@@ -133,9 +134,9 @@ class FamilyPlans:
         return frozenset(frontend for plan in plans for frontend in plan.frontends())
 
     def take_udp_ports(self) -> frozenset[ServicePortKey]:
-        """Return the UDP service ports planned since the last call.
+        """Return the UDP service ports planned or tried again since the last call.
 
-        Their serving endpoints may differ even where their plans do not.
+        Their serving endpoints or relays may differ even where their plans do not.
         """
         taken, self._udp_ports = self._udp_ports, set()
         return frozenset(taken)

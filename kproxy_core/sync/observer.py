@@ -41,7 +41,8 @@ class Synced:
     """None: nothing differed, and the backend was not called."""
     steps: Sequence[Step] = ()
     udp_ports: frozenset[ServicePortKey] = frozenset()
-    """UDP service ports with new plans or other serving endpoints since the last success."""
+    """UDP service ports with new plans or other serving endpoints since the last success, or that were tried
+    again."""
     health_checks: Mapping[ServiceName, HealthCheck | None] = field(default_factory=dict)
     """Health check node ports that may have changed since the last success; None: removed."""
     trigger_times: Sequence[float] = ()

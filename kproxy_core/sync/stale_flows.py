@@ -13,8 +13,6 @@ from kproxy_core.host.conntrack.flows import delete_stale_udp
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Address, Family
 from kproxy_core.model.address import Protocol as IpProtocol
-from kproxy_core.model.endpoint import Destination
-from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_core.plan.stale_flows import Socket, StaleFlows, StaleFlowTracker, relay
 from kproxy_core.sync.observer import Synced, SyncObserver
@@ -134,8 +132,8 @@ class StaleFlowObserver(SyncObserver):
             changed |= {key for key in plans.plans if key.protocol is IpProtocol.UDP}
         self._unsettled.discard(family)
         for key in changed:
-            serving = plans.serving(key) | self._relays(family, key)
-            self._trackers[family].put(key, plans.plans.get(key), serving)
+            relays = {relay(family, port) for port in synced.instance.relays(family, key)}
+            self._trackers[family].put(key, plans.plans.get(key), plans.serving(key) | relays)
         if synced.scope is Scope.RESYNC:
             if family in self._damaged or (synced.report is not None and synced.report.operations):
                 self._trackers[family].examine_all()
@@ -155,11 +153,7 @@ class StaleFlowObserver(SyncObserver):
         """Start deleting, unless a deletion is running: `finish` or the next success then continues."""
         if family in self._running or family in self._unsettled:
             return
-        stale = self._trackers[family].take(
-            self._node_port_addresses[family], lambda key: self._relays(family, key))
+        stale = self._trackers[family].take(self._node_port_addresses[family])
         if stale:
             deletion = self._running[family] = Deletion(stale)
             self._start_cleaning(family, deletion)
-
-    def _relays(self, family: Family, key: ServicePortKey) -> frozenset[Destination]:
-        return frozenset(relay(family, port) for port in self._instances[family].relays(family, key))

@@ -138,7 +138,7 @@ class Lab:
         return self.take()
 
     def take(self) -> StaleFlows:
-        return self.tracker.take(frozenset([parse_address(self.at.node)]), lambda _: frozenset())
+        return self.tracker.take(frozenset([parse_address(self.at.node)]))
 
     def delete(self, stale: StaleFlows) -> int:
         return self.inside.inside(lambda: delete_stale_udp(self.family, stale))
@@ -372,7 +372,7 @@ def test_a_new_flow_in_place_of_a_stale_one_is_kept(lab: Lab) -> None:
 
 
 def test_without_changes_no_table_is_read() -> None:
-    assert delete_stale_udp(Family.IPV4, StaleFlowTracker().take(frozenset(), lambda _: frozenset())) == 0
+    assert delete_stale_udp(Family.IPV4, StaleFlowTracker().take(frozenset())) == 0
 
 
 def test_without_privileges_the_error_names_the_operation(lab: Lab) -> None:

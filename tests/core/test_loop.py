@@ -8,7 +8,7 @@ import pytest
 from kproxy_core.backend.api import Scope, SyncReport, Update
 from kproxy_core.backend.errors import SyncFailed, TrustLost, Unsupported
 from kproxy_core.backend.hookspecs import hookimpl
-from kproxy_core.model.address import Family
+from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.endpoint import SliceName
 from kproxy_core.model.node import NodeObject
 from kproxy_core.model.service import ServicePortKey
@@ -34,7 +34,7 @@ from kproxy_core.testing.builders import (
     service,
     service_name,
 )
-from tests.core.loop_rig import V4, WALL, RecordingBackend, Rig
+from tests.core.loop_rig import V4, WALL, Clock, RecordingBackend, Rig
 
 WEB = ServiceSet(service("web"))
 WEB_SLICE = SliceSet(endpoint_slice("web", "10.0.0.1"))
@@ -434,9 +434,11 @@ def test_flows_that_a_newer_sync_starts_are_not_deleted_as_stale() -> None:
 class RelayingBackend(RecordingBackend):
     """A mode that relays in its own process."""
 
+    ports = frozenset({40001})
+
     @hookimpl
     def kproxy_relays(self, family: Family, key: ServicePortKey) -> frozenset[int]:
-        return frozenset({40001})
+        return self.ports
 
 
 @pytest.mark.parametrize("is_running", [False, True])
@@ -475,6 +477,25 @@ def test_flows_to_relays_of_an_earlier_mode_are_not_stale_at_new_node_port_addre
     ((_, deletion),) = rig.cleaner.under_way
     assert not deletion.is_stale((here, 30053), (here, 40001))
     assert deletion.is_stale((other, 30053), (other, 30053))
+
+
+def test_flows_to_a_relay_that_found_its_port_late_are_not_stale() -> None:
+    here, other = addresses("172.18.0.2 172.19.0.2")
+    backend = RelayingBackend(Clock())
+    rig = Rig(families=[V4], addresses=[here], backend=backend, settings=NodeSettings(
+        name="node1", node_ports=cidrs("0.0.0.0/0")))  # fmt: skip
+    backend.ports = frozenset()
+    backend.unserved = {ServicePortKey("default", "dns", "", Protocol.UDP): "no port is free"}
+    rig.start(ServiceSet(service("dns", "53/UDP@30053")),
+              SliceSet(endpoint_slice("dns", "10.0.0.1", ports=["53/UDP"])))  # fmt: skip
+    rig.flows_deleted()
+    backend.ports, backend.unserved = frozenset({40001}), {}
+    rig.settle()
+    rig.loop.set_addresses(frozenset({here, other}))
+    rig.settle()
+    ((_, deletion),) = rig.cleaner.under_way
+    assert not deletion.is_stale((here, 30053), (here, 40001))
+    assert deletion.is_stale((here, 30053), (here, 40002))
 
 
 def test_no_flow_is_stale_while_another_mode_is_programmed() -> None:

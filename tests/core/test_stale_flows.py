@@ -42,8 +42,6 @@ class Proxy:
     def __init__(self) -> None:
         self.tracker = StaleFlowTracker()
         self.relays: frozenset[Destination] = frozenset()
-        self.opened: frozenset[Destination] = frozenset()
-        """Relays of the present mode, which took over with the same plans."""
         self.allowed: dict[ServicePortKey, frozenset[Destination]] = {}
         self.plans: dict[ServicePortKey, ServicePlan] = {}
         self._objects: dict[str, tuple[Service, EndpointSlice]] = {}
@@ -77,7 +75,7 @@ class Proxy:
         return serving_destinations(endpoints_of(port, {"": piece}))
 
     def take(self, node_port_addresses: Iterable[Address] = NODE_PORT_ADDRESSES) -> StaleFlows:
-        return self.tracker.take(frozenset(node_port_addresses), lambda _: self.opened)
+        return self.tracker.take(frozenset(node_port_addresses))
 
 
 def settled(wanted: Service, endpoints: str) -> Proxy:
@@ -132,7 +130,8 @@ def test_flows_to_replaced_relays_are_stale_once_an_endpoint_leaves() -> None:
 
 def test_flows_to_relays_of_a_mode_that_took_over_are_not_stale() -> None:
     proxy = settled(dns("53/UDP@30053"), "10.244.0.1")
-    proxy.opened = frozenset({relay(Family.IPV4, 40001)})
+    proxy.relays = frozenset({relay(Family.IPV4, 40001)})
+    proxy.apply(dns("53/UDP@30053"), "10.244.0.1")
     stale = proxy.take([NODE_ADDRESS, OTHER_NODE_ADDRESS])  # The mode serves node ports on more addresses.
     for address in (NODE_ADDRESS, OTHER_NODE_ADDRESS):
         assert not stale.is_stale((address, 30053), (OTHER_NODE_ADDRESS, 40001))
