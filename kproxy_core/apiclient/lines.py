@@ -1,13 +1,15 @@
 """A byte stream cut into lines. No I/O."""
 
+from io import BytesIO
+
 MAX_LINE = 4 << 20
 """Limit in bytes for one line of a watch, a little above the largest object that an API server stores."""
 
 
 class Lines:
-    """Cuts a stream into lines, without their ends.
+    """Cuts a stream into lines with their ends.
 
-    Skips empty lines, and skips and counts lines of more than *limit* bytes.
+    Skips empty lines, and skips and counts lines of more than *limit* bytes, besides their ends.
     """
 
     __slots__ = ("_held", "_limit", "_size", "_skipping", "_too_long")
@@ -21,8 +23,8 @@ class Lines:
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the lines that end in *data*, the next bytes of the stream."""
-        lines = data.split(b"\n")
-        rest = lines.pop()
+        lines = BytesIO(data).readlines()  # split() compares each byte, this calls memchr
+        rest = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
         if lines:
             if self._skipping:
                 self._skipping = False
@@ -30,18 +32,17 @@ class Lines:
             elif self._held:
                 lines[0] = b"".join([*self._held, lines[0]])
             self._held, self._size = [], 0
-            lines = [line for line in lines if line and not self._is_too_long(len(line))]
+            whole = [line for line in lines if line != b"\n"]
+            lines = [line for line in whole if len(line) <= self._limit + 1]
+            self._too_long += len(whole) - len(lines)
         if rest and not self._skipping:
             self._held.append(rest)
             self._size += len(rest)
-            if self._is_too_long(self._size):
+            if self._size > self._limit:
                 self._held, self._size = [], 0
                 self._skipping = True
+                self._too_long += 1
         return lines
-
-    def _is_too_long(self, size: int) -> bool:
-        self._too_long += size > self._limit
-        return size > self._limit
 
     def take_too_long(self) -> int:
         """Return and reset the number of skipped lines that were longer than the limit."""

@@ -122,8 +122,8 @@ def _from_kubeconfig(path: str, master: str) -> Loaded:
             token_file = os.path.join(os.path.dirname(os.path.abspath(path)), user["tokenFile"])
             files.append((token_file, stamp(token_file)))
         config = _configuration(cluster.get("server"))
-        with _Complaints() as complaints:
-            loader.load_and_set(config)
+        complaints = _Complaints()
+        loader.load_and_set(config)
         _check_credentials(user, loader, complaints.texts)
         pems = []
         for name in (config.ssl_ca_cert, config.cert_file, config.key_file):
@@ -243,18 +243,12 @@ def _one_line(error: Exception) -> str:
 
 
 class _Complaints(logging.Handler):
-    """Collects messages that the kubernetes package logs instead of raising."""
+    """Collects messages that the kubernetes package logs instead of raising, from now on."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
         self.texts: list[str] = []
+        logging.getLogger().addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(" ".join(record.getMessage().split())[:300])
-
-    def __enter__(self) -> "_Complaints":
-        logging.getLogger().addHandler(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger().removeHandler(self)

@@ -2,12 +2,12 @@
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from ssl import SSLError
 from typing import NamedTuple
 
 import msgspec
+from msgspec import Struct
 
 from kproxy_core.apiclient.access import CurrentAccess
 from kproxy_core.apiclient.transport import Response, Transport
@@ -51,8 +51,7 @@ class Body(NamedTuple):
     """JSON otherwise."""
 
 
-@dataclass(frozen=True, slots=True)
-class ApiRequest:
+class ApiRequest(Struct, frozen=True):
     """One request to the API server, as client-go counts it (``rest_client_*``)."""
 
     host: str
@@ -128,7 +127,7 @@ class ApiRequests:
 
     def allow_silence(self, seconds: float) -> None:
         """Let the watch last as long as it is not silent for *seconds*."""
-        self._transport.allow_silence(seconds)
+        self._transport.wire.start_answer(seconds)
 
     def disconnect(self) -> None:
         """Close the connection; the next request makes a new one."""

@@ -53,7 +53,7 @@ class Response:
         data = self._read_once()
         size, pieces = len(data), [data]
         try:
-            while data and size < PIECE and self._transport.has_more():
+            while data and size < PIECE and self._transport.wire.has_more():
                 data = self._read_once()
                 size += len(data)
                 pieces.append(data)
@@ -85,11 +85,11 @@ class Transport:
 
     def __init__(self, access: Access) -> None:
         self._access = access
-        self._wire = Wire()
+        self.wire = Wire()
         self._manager = _manager(access)
         pools: dict[str, Any] = self._manager.pool_classes_by_scheme
         self._manager.pool_classes_by_scheme = {
-            scheme: type(pool.__name__, (pool,), {"ConnectionCls": on_wire(pool.ConnectionCls, self._wire)})
+            scheme: type(pool.__name__, (pool,), {"ConnectionCls": on_wire(pool.ConnectionCls, self.wire)})
             for scheme, pool in pools.items()}
         self._answer: BaseHTTPResponse | None = None
 
@@ -105,11 +105,11 @@ class Transport:
         """
         coding = "gzip" if compressed and self._access.compression else SKIP_HEADER
         headers = {"Accept": accept, "Accept-Encoding": coding}
-        known = self._wire.connections
+        known = self.wire.connections
         try:
             return self._ask("GET", target, headers, None, silence, allowance)
         except ConnectionError:
-            if not known or self._wire.connections != known or self._wire.is_aborted:
+            if not known or self.wire.connections != known or self.wire.is_aborted:
                 raise
         # The server closed the kept connection just before the request: no failure yet.
         return self._ask("GET", target, headers, None, silence, allowance)
@@ -123,7 +123,7 @@ class Transport:
              allowance: float) -> Response:
         if self._answer is not None and not self._answer.closed:
             self.close()
-        self._wire.start_answer(silence, allowance)
+        self.wire.start_answer(silence, allowance)
         sent = HTTPHeaderDict({"User-Agent": _USER_AGENT, **headers})
         for name, value in self._access.headers:
             sent.add(name, value)
@@ -132,18 +132,6 @@ class Transport:
                 method, self._access.server + target, body=body, headers=sent, redirect=False, retries=False,
                 preload_content=False, timeout=Timeout(connect=CONNECT_TIMEOUT, read=silence))
         return Response(self, self._answer)
-
-    @property
-    def connections(self) -> int:
-        return self._wire.connections
-
-    def has_more(self) -> bool:
-        """Return whether more bytes of the answer have arrived. Does not wait."""
-        return self._wire.has_more()
-
-    def allow_silence(self, seconds: float) -> None:
-        """Let the answer last as long as it is not silent for *seconds*."""
-        self._wire.start_answer(seconds)
 
     def close(self) -> None:
         """Close the connection; the next request makes a new one."""
@@ -154,7 +142,7 @@ class Transport:
 
     def abort(self) -> None:
         """Fail the current request at once, and every further one."""
-        self._wire.abort()
+        self.wire.abort()
 
     @contextlib.contextmanager
     def typed_errors(self) -> Iterator[None]:
@@ -162,11 +150,11 @@ class Transport:
         try:
             yield
         except (HTTPError, ValueError) as error:
-            if self._wire.is_aborted:
+            if self.wire.is_aborted:
                 raise Aborted("closed from this side") from error
             root = _root(error)
-            if self._wire.is_connecting:
-                self._wire.is_connecting = False
+            if self.wire.is_connecting:
+                self.wire.is_connecting = False
                 via = f" through the proxy {self._access.via}" if self._access.via else ""
                 raise Unreachable(f"can't connect to {self._access.authority}{via}: {root}") from root
             if isinstance(root, OSError):

@@ -15,6 +15,7 @@ import socket
 import ssl
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 from urllib3.connection import HTTPConnection
@@ -83,7 +84,8 @@ class Wire:
     def open(self, host: str, port: int, options: SocketOptions) -> socket.socket:
         """Return a socket connected to the first address of *host* that accepts. Raises OSError."""
         problem: OSError = OSError(f"{host} has no address")
-        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        name = host.encode("ascii")  # urllib3 made it ASCII; for text, the codec idna would be imported
+        for family, kind, protocol, _, address in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM):
             plain = socket.socket(family, kind, protocol)
             try:
                 for option in options:
@@ -152,8 +154,10 @@ class Wire:
 
     def answer(self, connected: socket.socket, **options: Any) -> http.client.HTTPResponse:
         """Return the answer that arrives on *connected*, in the framing of http.client."""
-        self._buffer = io.BufferedReader(_Raw(self, connected), PIECE)
-        self._answer = http.client.HTTPResponse(_Buffered(self._buffer), **options)  # type: ignore[arg-type]
+        buffer = self._buffer = io.BufferedReader(_Raw(self, connected), PIECE)
+        # All that http.client wants from a socket is a file to read from.
+        readable = SimpleNamespace(makefile=lambda _: buffer)
+        self._answer = http.client.HTTPResponse(readable, **options)  # type: ignore[arg-type]
         return self._answer
 
     def has_more(self) -> bool:
@@ -223,16 +227,6 @@ class _Raw(io.RawIOBase):
         if not self.closed:
             self._raw.close()
         super().close()
-
-
-class _Buffered:
-    """A socket as http.client's response sees it: something that makes a file to read from."""
-
-    def __init__(self, buffer: io.BufferedReader) -> None:
-        self._buffer = buffer
-
-    def makefile(self, _: str) -> io.BufferedReader:
-        return self._buffer
 
 
 def _read_on(secure: ssl.SSLSocket, target: memoryview, size: int) -> int:

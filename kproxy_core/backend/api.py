@@ -6,8 +6,9 @@ with a new minor, meanings change only with a new major.
 
 import enum
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
+
+from msgspec import Struct, field
 
 from kproxy_core.model.address import Family
 from kproxy_core.model.endpoint import Destination
@@ -17,11 +18,10 @@ from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.fate import Fate, Packet
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 
-CONTRACT = (1, 9)
+CONTRACT = (1, 12)
 
 
-@dataclass(frozen=True, slots=True)
-class Description:
+class Description(Struct, frozen=True):
     """A backend's description of itself. Making it must not touch the kernel."""
 
     mode: str
@@ -45,8 +45,7 @@ class Description:
     other name fails. None: any may be given."""
 
 
-@dataclass(frozen=True, slots=True)
-class Detection:
+class Detection(Struct, frozen=True):
     """The requirements of a mode, as found on this machine."""
 
     mode: str
@@ -81,8 +80,7 @@ class Trial(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class Leftovers:
+class Leftovers(Struct, frozen=True):
     """The result of a clean-up: removed objects, or in a dry run those that would be."""
 
     mode: str
@@ -91,6 +89,13 @@ class Leftovers:
     errors: tuple[str, ...] = ()
     waiting: int = 0
     """Established connections that still depend on the mode (see `hookspecs.kproxy_retire`)."""
+    in_grace: bool = False
+    """For some seconds more, connections that nothing can count may be on their way to the mode."""
+
+    @property
+    def is_needed(self) -> bool:
+        """The rest of the mode is needed for now."""
+        return self.in_grace or self.waiting > 0
 
     @classmethod
     def merged(cls, mode: str, found: "Iterable[Leftovers]") -> "Leftovers":
@@ -100,6 +105,7 @@ class Leftovers:
             tuple(line for answer in answers for line in answer.removed),
             tuple(line for answer in answers for line in answer.errors),
             sum(answer.waiting for answer in answers),
+            any(answer.in_grace for answer in answers),
         )
 
 
@@ -116,8 +122,7 @@ class Caveat(NamedTuple):
     """Requested, and provided by no other mode: leaving this mode loses it."""
 
 
-@dataclass(frozen=True, slots=True)
-class BackendSettings:
+class BackendSettings(Struct, frozen=True):
     """The settings of a backend. They never change; other settings need a new backend."""
 
     families: tuple[Family, ...]
@@ -129,7 +134,7 @@ class BackendSettings:
     """Families in which nodePortAddresses includes loopback (`NodeView.node_ports_on_loopback`)."""
     count_traffic: bool = False
     """Count new connections for `hookspecs.kproxy_traffic`. False: spend nothing on it."""
-    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+    sources: Mapping[str, str] = field(default_factory=dict)
     """The flag or the path in the file that set each of `options`, as `errors.InvalidOption` names it."""
 
 
@@ -148,8 +153,7 @@ class Scope(enum.Enum):
     """Trust nothing that the backend remembers: compare with a fresh dump of the kernel."""
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(Struct, frozen=True):
     """The desired state of one family, and the changes since the last success."""
 
     family: Family
@@ -163,8 +167,7 @@ class Update:
     """`node` differs from that of the last successful update."""
 
 
-@dataclass(frozen=True, slots=True)
-class SyncReport:
+class SyncReport(Struct, frozen=True):
     """The result of a successful sync."""
 
     operations: int
@@ -196,8 +199,7 @@ class KernelObject(NamedTuple):
     """In the format of the mechanism's own program."""
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
+class Question(Struct, frozen=True):
     """One packet, and the plan that it concerns; see `hookspecs.kproxy_explain`."""
 
     packet: Packet
@@ -208,8 +210,7 @@ class Question:
     """Of the service port that owns `frontend`."""
 
 
-@dataclass(frozen=True, slots=True)
-class KernelSide:
+class KernelSide(Struct, frozen=True):
     """The way of one packet through the kernel's objects."""
 
     objects: tuple[KernelObject, ...]
@@ -233,10 +234,15 @@ class Failure(enum.Enum):
 
 
 class Carried(enum.Enum):
-    """The direction of bytes."""
+    """Bytes or packets, and their direction."""
 
+    PACKETS_TO_ENDPOINT = "packets_to_endpoint"
+    """Without accounting in connection tracking, count none of the four."""
     TO_ENDPOINT = "to_endpoint"
+    """Bytes of IP packets, headers included."""
+    PACKETS_FROM_ENDPOINT = "packets_from_endpoint"
     FROM_ENDPOINT = "from_endpoint"
+    """Bytes, as above."""
 
 
 class Handshake(enum.Enum):
@@ -261,7 +267,8 @@ class Handshake(enum.Enum):
 class Connections(NamedTuple):
     """New connections counted for one frontend and endpoint; see `hookspecs.kproxy_traffic`.
 
-    Of UDP, a connection is a flow: the packets between two sockets until the kernel forgets them.
+    Of UDP, a connection is a flow: the packets between two sockets until the kernel forgets them. No number
+    ever falls, except to begin again at 0. Elements of the same pair and layer add up.
     """
 
     frontend: Frontend
@@ -269,18 +276,18 @@ class Connections(NamedTuple):
     endpoint: Destination | None
     """None: refused, because the service port has no endpoints."""
     number: int
-    """Since counting began. It never falls, except to begin again at 0."""
+    """Since counting began."""
     layer: str = ""
     """Distinguishes counts of the same pair. A mode with a base counts under its own name, its base under "".
     Counts that end with an instance need a name of that instance: others of the pair are not their sequel."""
-    failure: Failure | None = None
-    """These are no further connections, but the ones among them that failed for this reason. Only of those
-    that connection tracking does not know by the frontend: kproxy counts all other failures itself."""
-    carried: Carried | None = None
-    """These are no connections, but bytes that they carried. Only of those as above."""
-    handshake: Handshake | None = None
-    """These are no further connections, but the ones among them that were established within this time, or
-    the sum of these times. Only where the backend can measure it."""
+    failed: tuple[int, ...] = ()
+    """Those among them that failed: a number for each `Failure`, or none. Only of those that connection
+    tracking does not know by the frontend: kproxy counts all other failures itself."""
+    carried: tuple[int, ...] = ()
+    """Their packets and bytes: a number for each `Carried`, or none. Only of those as above."""
+    handshakes: tuple[int, ...] = ()
+    """Those among them that were established: a number for each `Handshake`, or none where the backend cannot
+    measure it."""
 
 
 class Measurement(NamedTuple):

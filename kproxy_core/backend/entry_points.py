@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from kproxy_core.backend.hookspecs import ENTRY_POINTS
 
@@ -14,8 +15,7 @@ OBSERVERS = "kproxy.observers"
 """Entry point group of plugins that provide no mode: they watch or wrap the hooks of those that do."""
 
 
-@dataclass(frozen=True, slots=True)
-class BrokenPlugin:
+class BrokenPlugin(Struct, frozen=True):
     name: str
     """Of its entry point."""
     distribution: str

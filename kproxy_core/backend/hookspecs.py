@@ -59,7 +59,7 @@ def kproxy_retire(settings: api.BackendSettings) -> api.Leftovers:
     """Remove what no established connection needs, and accept no new connections: another mode serves now.
 
     Optional, for plugins whose rules carry established connections, and for backends that relay connections
-    in their own process. Called every few seconds while `Leftovers.waiting` is not 0; `kproxy_close` and
+    in their own process. Called every few seconds while `Leftovers.is_needed`; `kproxy_close` and
     `kproxy_cleanup` follow. Errors as in `kproxy_cleanup`.
     """
     raise NotImplementedError

@@ -1,7 +1,9 @@
 """The core's handle of one backend."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
+
+from pluggy import PluginManager
 
 from kproxy_core.backend import api
 from kproxy_core.model.address import Family
@@ -18,53 +20,51 @@ class BackendInstance:
 
     def __init__(
         self, description: api.Description, settings: api.BackendSettings, backends: tuple[object, ...],
-        call: Callable[..., Any],
+        manager: PluginManager,
     ) -> None:
-        """*backends*: the base's first, where the mode has one.
-
-        *call* takes the name of a hook and its arguments, and returns the answer of *backends*.
-        """
+        """*backends*: the base's first, where the mode has one. No others are registered in *manager*."""
         self.description = description
         self.settings = settings
         """The settings that it was made with."""
         self.backends = backends
-        self._call = call
+        self.manager = manager
+        self._hooks: Any = manager.hook
 
     @property
     def mode(self) -> str:
         return self.description.mode
 
     def begin(self) -> bool:
-        return bool(self._call("kproxy_begin"))
+        return bool(self._hooks.kproxy_begin())
 
     def sync(self, update: api.Update) -> api.SyncReport:
-        return cast(api.SyncReport, self._call("kproxy_sync", update=update))
+        return cast(api.SyncReport, self._hooks.kproxy_sync(update=update))
 
     def relays(self, family: Family, key: ServicePortKey) -> frozenset[int]:
-        return self._call("kproxy_relays", family=family, key=key) or frozenset()
+        return self._hooks.kproxy_relays(family=family, key=key) or frozenset()
 
     def render(self, update: api.Update) -> str:
-        return str(self._call("kproxy_render", update=update))
+        return str(self._hooks.kproxy_render(update=update))
 
     def preview(self, update: api.Update) -> api.Preview | None:
-        return cast(api.Preview | None, self._call("kproxy_preview", update=update))
+        return cast(api.Preview | None, self._hooks.kproxy_preview(update=update))
 
     def explain(self, questions: Sequence[api.Question], *, live: bool) -> Sequence[api.KernelSide] | None:
-        sides = self._call("kproxy_explain", questions=questions, live=live)
+        sides = self._hooks.kproxy_explain(questions=questions, live=live)
         return cast(Sequence[api.KernelSide] | None, sides)
 
     def frontends(self, family: Family) -> Sequence[Frontend] | None:
-        return cast(Sequence[Frontend] | None, self._call("kproxy_frontends", family=family))
+        return cast(Sequence[Frontend] | None, self._hooks.kproxy_frontends(family=family))
 
     def traffic(self, family: Family) -> Sequence[api.Connections] | None:
-        return cast(Sequence[api.Connections] | None, self._call("kproxy_traffic", family=family))
+        return cast(Sequence[api.Connections] | None, self._hooks.kproxy_traffic(family=family))
 
     def watch(self, damaged: api.Damage) -> bool:
-        return bool(self._call("kproxy_watch", damaged=damaged))
+        return bool(self._hooks.kproxy_watch(damaged=damaged))
 
     def measure(self) -> Sequence[Sequence[api.Measurement]]:
         """Return the answers of the backend and of observers."""
-        return cast(Sequence[Sequence[api.Measurement]], self._call("kproxy_measure"))
+        return cast(Sequence[Sequence[api.Measurement]], self._hooks.kproxy_measure())
 
     def close(self) -> None:
-        self._call("kproxy_close")
+        self._hooks.kproxy_close()

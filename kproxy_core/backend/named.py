@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kproxy_core.backend.errors import BackendError
@@ -20,26 +19,18 @@ class PluginNotFound(BackendError):
     """No plugin has the name that the operator gave."""
 
 
-@dataclass(frozen=True, slots=True)
-class NamedPlugins:
-    """Plugins to load in any case, and plugins never to load."""
+def read_names(words: Iterable[str]) -> dict[str, bool]:
+    """Parse *words*. Return the plugins that they name: True, load it in any case; False, never.
 
-    wanted: tuple[str, ...] = ()
-    blocked: frozenset[str] = frozenset()
-
-
-def read_names(words: Iterable[str]) -> NamedPlugins:
-    """Parse *words*. Of two words about one plugin, the later one counts."""
+    Of two words about one plugin, the later one counts.
+    """
     said: dict[str, bool] = {}
     for word in map(str.strip, words):
         name = word.removeprefix(_KEEP_OUT)
         said.pop(name, None)
         if name:
             said[name] = not word.startswith(_KEEP_OUT)
-    return NamedPlugins(
-        tuple(name for name, wanted in said.items() if wanted),
-        frozenset(name for name, wanted in said.items() if not wanted),
-    )
+    return said
 
 
 def import_named(name: str, installed: Iterable[EntryPoint]) -> object:

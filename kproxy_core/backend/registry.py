@@ -8,11 +8,8 @@ loaded separately and only when needed, so a broken one harms no other.
 from __future__ import annotations
 
 import re
-import threading
-from collections.abc import Iterable, Mapping
-from functools import partial
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pluggy
 
@@ -31,13 +28,15 @@ if TYPE_CHECKING:
 PLUGIN_HOOKS = ("kproxy_describe", "kproxy_detect", "kproxy_cleanup", "kproxy_make_backend")
 BACKEND_HOOKS = ("kproxy_sync", "kproxy_render", "kproxy_watch", "kproxy_close")
 
+_T = TypeVar("_T")
+
 _MODE = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
 
 
 class UnknownMode(BackendError):
     """No plugin provides the requested mode."""
 
-    def __init__(self, mode: str, known: Iterable[str], *, blocked: bool = False) -> None:
+    def __init__(self, mode: str, known: Iterable[str], *, blocked: bool) -> None:
         problem = f"the plugin of mode {mode!r} is blocked by -p no:{mode}" if blocked else (
             f"no backend provides mode {mode!r}")
         super().__init__(f"{problem}; {'others' if blocked else 'installed'}: {', '.join(known) or 'none'}")
@@ -57,21 +56,17 @@ class Registry:
 
         Raises PluginNotFound or PluginRefused for one of those.
         """
-        self.manager = pluggy.PluginManager(hookspecs.PROJECT)
-        self.manager.add_hookspecs(hookspecs)
+        self.manager = _new_manager()
+        """All plugins and observers, without backends."""
         self.descriptions: dict[str, api.Description] = {}
         """Descriptions of the loaded plugins, by mode."""
         self.broken: list[BrokenPlugin] = []
         self._plugins: dict[str, object] = {}
-        self._backends: tuple[object, ...] = ()
-        """All backends, from before their registration until after it ends: another thread may call hooks of
-        one while others are made and closed."""
-        self._changing = threading.Lock()
-        """Guards writes of `_backends`."""
         self._offered: dict[str, EntryPoint] = {}
         named = read_names(plugins)
-        for name in named.blocked:
-            self.manager.set_blocked(name)
+        for name, is_wanted in named.items():
+            if not is_wanted:
+                self.manager.set_blocked(name)
         installed = list(installed_entry_points() if entry_points is None else entry_points)
         for entry in installed:
             if self.manager.is_blocked(entry.name):
@@ -85,8 +80,9 @@ class Registry:
                 self._refuse(entry, f"mode {entry.name!r} is already provided by {first}")
             else:
                 self._offered[entry.name] = entry
-        for name in named.wanted:
-            self._load_named(name, installed)
+        for name, is_wanted in named.items():
+            if is_wanted:
+                self._load_named(name, installed)
 
     @property
     def modes(self) -> list[str]:
@@ -102,14 +98,9 @@ class Registry:
         if entry is None:
             raise UnknownMode(mode, self.modes, blocked=self.manager.is_blocked(mode))
         try:
-            plugin = entry.load()
-            description = _describe(plugin, mode)
-            self._register(plugin, mode, PLUGIN_HOOKS)
+            return self._add(entry.load(), mode)
         except (Exception, SystemExit) as error:  # foreign code may raise anything
             raise PluginRefused(str(self._refuse(entry, _reason(error)))) from error
-        self.descriptions[mode] = description
-        self._plugins[mode] = plugin
-        return description
 
     def load_all(self) -> list[api.Description]:
         """Load every plugin; `broken` has those that fail. Return the descriptions, most preferred first."""
@@ -149,30 +140,27 @@ class Registry:
         return frozenset(names)
 
     def make_backend(self, mode: str, settings: api.BackendSettings) -> BackendInstance:
-        """Make the backend for *mode*, and its base's before it, and register both for the hooks of work.
+        """Make the backend for *mode*, and its base's before it.
 
-        Raises UnknownMode, PluginRefused, InvalidOption, or Unsupported if it can't work on this machine.
+        They are registered in a manager of their own, beside their plugins and all observers: other threads
+        call hooks of other instances meanwhile, and those must not reach them. Raises UnknownMode,
+        PluginRefused, InvalidOption, or Unsupported if it can't work on this machine.
         """
-        backends: list[object] = []
-        try:
-            backends.extend(self._make(layer, settings) for layer in self.layers(mode))
-        except BaseException:
-            for made in backends:
-                self._unregister(made)
-            raise
-        together = tuple(backends)
-        return BackendInstance(self.load(mode), settings, together, partial(self._call, together))
+        layers, manager = self.layers(mode), _new_manager()
+        others = [found for other, found in self._plugins.items() if other not in layers]
+        for name, plugin in self.manager.list_name_plugin():
+            if plugin not in others:
+                manager.register(plugin, name=name)
+        backends = tuple(self._make(layer, settings, manager) for layer in layers)
+        return BackendInstance(self.load(mode), settings, backends, manager)
 
-    def _make(self, mode: str, settings: api.BackendSettings) -> object:
+    def _make(self, mode: str, settings: api.BackendSettings, manager: pluggy.PluginManager) -> object:
         made = self.manager.hook.kproxy_make_backend(mode=mode, settings=settings)
         if made is None:
             raise PluginRefused(f"the plugin for mode {mode!r} made no backend for it")
-        with self._changing:
-            self._backends += (made,)
         try:
-            self._register(made, f"{mode} backend {id(made):x}", BACKEND_HOOKS)
+            _register(manager, made, f"{mode} backend", BACKEND_HOOKS)
         except (PluginRefused, pluggy.PluginValidationError, ValueError) as error:
-            self._forget(made)
             raise PluginRefused(f"the backend of mode {mode!r}: {_reason(error)}") from error
         return made
 
@@ -182,18 +170,7 @@ class Registry:
             instance.close()
         finally:
             for backend in instance.backends:
-                self._unregister(backend)
-
-    def _unregister(self, backend: object) -> None:
-        self.manager.unregister(backend)
-        self._forget(backend)
-
-    def _forget(self, backend: object) -> None:
-        with self._changing:
-            self._backends = tuple(other for other in self._backends if other is not backend)
-
-    def _backends_except(self, own: tuple[object, ...]) -> list[object]:
-        return [backend for backend in self._backends if all(backend is not each for each in own)]
+                instance.manager.unregister(backend)
 
     def prepare(self, mode: str, settings: api.BackendSettings) -> None:
         """Have the plugin for *mode* make the settings of the whole machine that it needs.
@@ -208,11 +185,10 @@ class Registry:
 
         Raises UnknownMode, PluginRefused, or any exception of the plugin.
         """
-        arguments = {"update": update, "settings": settings}
         return tuple(
             caveat
             for layer in self.layers(mode)
-            for answer in self._answers(layer, "kproxy_caveats", arguments)
+            for answer in self._answers(layer, "kproxy_caveats", update=update, settings=settings)
             for caveat in answer
         )
 
@@ -237,14 +213,11 @@ class Registry:
         try:
             answer = self._ask(
                 mode, "kproxy_detect", settings=settings, trial=trial, load_modules=load_modules)
-            if isinstance(answer, api.Detection):
-                return answer
-            problem = f"answered {type(answer).__name__}, not Detection"
+            return _checked(answer, api.Detection)
         except InvalidOption:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - as in `load`
-            problem = _reason(error)
-        return api.Detection(mode, (api.Requirement("an answer from the plugin", False, problem),))
+            return api.Detection(mode, (api.Requirement("an answer from the plugin", False, _reason(error)),))
 
     def dialled(
         self, mode: str, protocol: Protocol, source: Destination, endpoint: Destination
@@ -257,8 +230,7 @@ class Registry:
         self, mode: str, settings: api.BackendSettings, *, dry_run: bool, own_only: bool = False
     ) -> api.Leftovers:
         """Remove every trace of *mode* from the kernel. Raises UnknownMode or PluginRefused."""
-        arguments = {"settings": settings, "dry_run": dry_run, "own_only": own_only}
-        return self._leftovers(mode, "kproxy_cleanup", arguments=arguments)
+        return self._leftovers(mode, "kproxy_cleanup", settings=settings, dry_run=dry_run, own_only=own_only)
 
     def retire(
         self, mode: str, settings: api.BackendSettings, *, instance: BackendInstance | None = None,
@@ -267,53 +239,39 @@ class Registry:
         """Remove the traces of *mode*, except those that `waiting` established connections need.
 
         *instance* is the backend that served in this process, if any. *traces*: include what is not bound to
-        it. Call this until none waits, then `close_backend` for the *instance*, and `cleanup`.
+        it. Call this while the result `is_needed`, then `close_backend` for the *instance*, and `cleanup`.
         Raises UnknownMode or PluginRefused.
         """
-        return self._leftovers(
-            mode, "kproxy_retire", instance=instance, traces=traces, arguments={"settings": settings})
+        return self._leftovers(mode, "kproxy_retire", instance=instance, plugin=traces, settings=settings)
 
     def supersede(self, mode: str, *, dry_run: bool) -> api.Leftovers:
         """Remove kube-proxy's leftovers of *mode*, which serves. Raises UnknownMode or PluginRefused."""
-        found = [
-            self._leftovers(layer, "kproxy_supersede", arguments={"dry_run": dry_run})
-            for layer in self.layers(mode)
-        ]
+        found = [self._leftovers(layer, "kproxy_supersede", dry_run=dry_run) for layer in self.layers(mode)]
         return api.Leftovers.merged(mode, found)
 
-    def _leftovers(
-        self, mode: str, hook: str, *, instance: BackendInstance | None = None, traces: bool = True,
-        arguments: Mapping[str, object] = MappingProxyType({}),
-    ) -> api.Leftovers:
+    def _leftovers(self, mode: str, hook: str, **arguments: Any) -> api.Leftovers:
+        """Return the merged answers to *hook*; for *arguments* see `_answers`."""
         try:
-            answers = self._answers(mode, hook, arguments, instance=instance, plugin=traces)
-            wrong = [answer for answer in answers if not isinstance(answer, api.Leftovers)]
-            if not wrong:
-                return api.Leftovers.merged(mode, answers)
-            problem = f"answered {type(wrong[0]).__name__}, not Leftovers"
+            answers = self._answers(mode, hook, **arguments)
+            return api.Leftovers.merged(mode, [_checked(answer, api.Leftovers) for answer in answers])
         except (Exception, SystemExit) as error:  # noqa: BLE001 - as in `load`
-            problem = _reason(error)
-        return api.Leftovers(mode, errors=(problem,))
+            return api.Leftovers(mode, errors=(_reason(error),))
 
-    def _ask(self, mode: str, hook: str, **arguments: object) -> object:
+    def _ask(self, mode: str, hook: str, **arguments: Any) -> object:
         """Return the answer of the plugin for *mode*. Calls only that plugin and the observers."""
-        answers = self._answers(mode, hook, arguments)
+        answers = self._answers(mode, hook, **arguments)
         return answers[-1] if answers else None
 
     def _answers(
-        self, mode: str, hook: str, arguments: Mapping[str, object],
-        *, instance: BackendInstance | None = None, plugin: bool = True,
+        self, mode: str, hook: str, *, instance: BackendInstance | None = None, plugin: bool = True,
+        **arguments: object,
     ) -> list[Any]:
         """Return the answers of the *plugin* for *mode*, of the backend of *instance*, and of observers."""
         self.load(mode)
         others = [found for other, found in self._plugins.items() if other != mode or not plugin]
-        others += self._backends_except(() if instance is None else instance.backends)
-        answers: list[Any] = self.manager.subset_hook_caller(hook, others)(**arguments)
+        manager = self.manager if instance is None else instance.manager
+        answers: list[Any] = manager.subset_hook_caller(hook, others)(**arguments)
         return answers
-
-    def _call(self, backends: tuple[object, ...], hook: str, **arguments: object) -> Any:
-        """Call *hook* of *backends* and of no other backend."""
-        return self.manager.subset_hook_caller(hook, self._backends_except(backends))(**arguments)
 
     def _load_named(self, name: str, installed: Iterable[EntryPoint]) -> None:
         """Load the plugin installed under *name*, or else the module: a backend or an observer."""
@@ -328,51 +286,63 @@ class Registry:
         try:
             plugin = import_named(name, installed)
             if not hasattr(plugin, "kproxy_describe"):
-                self._register(plugin, name, ())
+                _register(self.manager, plugin, name, ())
                 if not self.manager.get_hookcallers(plugin):
                     raise PluginRefused("it has none of kproxy's hooks")
                 return
             mode = plugin.kproxy_describe().mode
             if mode in self.modes:
                 raise PluginRefused(f"mode {mode!r} is provided by another plugin")
-            description = _describe(plugin, mode)
-            self._register(plugin, mode, PLUGIN_HOOKS)
+            self._add(plugin, mode)
         except PluginNotFound:
             raise
         except (Exception, SystemExit) as error:  # as in `load`
             raise PluginRefused(f"plugin {name!r} can't be used: {_reason(error)}") from error
+
+    def _add(self, plugin: object, mode: str) -> api.Description:
+        """Register *plugin* as that of *mode*. Raises PluginRefused, or any exception of the plugin."""
+        description = _describe(plugin, mode)
+        _register(self.manager, plugin, mode, PLUGIN_HOOKS)
         self.descriptions[mode] = description
         self._plugins[mode] = plugin
+        return description
 
     def _load_observer(self, entry: EntryPoint) -> None:
         try:
-            self._register(entry.load(), entry.name, ())
+            _register(self.manager, entry.load(), entry.name, ())
         except (Exception, SystemExit) as error:  # noqa: BLE001 - as in `load`
             self._refuse(entry, _reason(error))
-
-    def _register(self, plugin: object, name: str, required: Iterable[str]) -> None:
-        """Register *plugin* if all its hooks are known and none of the *required* ones is missing."""
-        try:
-            self.manager.register(plugin, name=name)
-            callers = {caller.name: caller for caller in self.manager.get_hookcallers(plugin) or ()}
-            problems = [f"it lacks the hook {hook}" for hook in required if hook not in callers]
-            problems += [
-                f"it has a hook {hook}, unknown to this version of kproxy"
-                for hook, caller in callers.items()
-                if not caller.has_spec()
-            ]
-            if problems:
-                raise PluginRefused("; ".join(problems))
-        except (pluggy.PluginValidationError, PluginRefused):
-            if self.manager.is_registered(plugin):
-                self.manager.unregister(plugin)
-            raise
 
     def _refuse(self, entry: EntryPoint, problem: str) -> BrokenPlugin:
         broken = BrokenPlugin(entry.name, distribution_of(entry), problem)
         if broken not in self.broken:
             self.broken.append(broken)
         return broken
+
+
+def _new_manager() -> pluggy.PluginManager:
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    return manager
+
+
+def _register(manager: pluggy.PluginManager, plugin: object, name: str, required: Iterable[str]) -> None:
+    """Register *plugin* if all its hooks are known and none of the *required* ones is missing."""
+    try:
+        manager.register(plugin, name=name)
+        callers = {caller.name: caller for caller in manager.get_hookcallers(plugin) or ()}
+        problems = [f"it lacks the hook {hook}" for hook in required if hook not in callers]
+        problems += [
+            f"it has a hook {hook}, unknown to this version of kproxy"
+            for hook, caller in callers.items()
+            if not caller.has_spec()
+        ]
+        if problems:
+            raise PluginRefused("; ".join(problems))
+    except (pluggy.PluginValidationError, PluginRefused):
+        if manager.is_registered(plugin):
+            manager.unregister(plugin)
+        raise
 
 
 def _describe(plugin: object, mode: str) -> api.Description:
@@ -390,6 +360,13 @@ def _describe(plugin: object, mode: str) -> api.Description:
     if description.mode != mode or not _MODE.fullmatch(mode):
         raise PluginRefused(f"its entry point is named {mode!r}, it calls itself {description.mode!r}")
     return description
+
+
+def _checked(answer: object, kind: type[_T]) -> _T:
+    """Return *answer*. Raises PluginRefused if it is not of *kind*."""
+    if not isinstance(answer, kind):
+        raise PluginRefused(f"answered {type(answer).__name__}, not {kind.__name__}")
+    return answer
 
 
 def _reason(error: BaseException) -> str:

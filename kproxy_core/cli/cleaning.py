@@ -7,7 +7,7 @@ import click
 
 from kproxy_core.backend.api import Leftovers
 from kproxy_core.backend.registry import Registry
-from kproxy_core.cli.running import cli_errors, open_registry, warn_of_broken
+from kproxy_core.cli.running import cli_errors, warn_of_broken
 from kproxy_core.cli.terminal import bad, is_terminal, show, strong
 from kproxy_core.config.flags import Flags
 from kproxy_core.process.terms import Configuration, served_families, settings_of_modes
@@ -17,7 +17,7 @@ def clean(flags: Flags, spared: tuple[str, ...], *, dry_run: bool, own_only: boo
     """Remove the leftovers of every mode but *spared*, even if some fail. Raises ClickException for those."""
     with cli_errors():
         configuration = Configuration.read(flags)
-        registry = open_registry(configuration.asked.kproxy.plugins)
+        registry = Registry(plugins=configuration.asked.kproxy.plugins)
     results = []
     for left in _cleaned(registry, configuration, spared, dry_run=dry_run, own_only=own_only):
         results.append(left)

@@ -74,8 +74,9 @@ def modes(
 
     With --probe the exit status is 0 if MODE works on this machine (without one: any), else 1.
     """
+    from kproxy_core.backend.registry import Registry
     from kproxy_core.cli.modes import describe, find_out, formatted
-    from kproxy_core.cli.running import open_registry, warn_of_broken
+    from kproxy_core.cli.running import warn_of_broken
     from kproxy_core.cli.terminal import show
     from kproxy_core.process.terms import Configuration
 
@@ -84,7 +85,7 @@ def modes(
     flags = given(options)
     with cli_errors():
         configuration = Configuration.read(flags)
-        registry = open_registry(configuration.of("").kproxy.plugins)
+        registry = Registry(plugins=configuration.of("").kproxy.plugins)
         mode = only or flags.get("mode", "")
         if probe:
             report = find_out(registry, mode, configuration, load_modules=load_modules)

@@ -4,7 +4,6 @@ import os
 import platform
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from kproxy_core.host import privileges, sysctl, trial
 from kproxy_core.host.errors import HostError
@@ -12,27 +11,20 @@ from kproxy_core.host.modules import Modules
 from kproxy_core.model.address import Family
 
 
-class Fact(NamedTuple):
-    """One line of the report."""
-
-    what: str
-    found: str
-
-
-def facts(families: Iterable[Family]) -> Iterator[Fact]:
-    """Yield the facts about this machine, as this process sees it."""
+def facts(families: Iterable[Family]) -> Iterator[tuple[str, str]]:
+    """Yield names and values of the facts about this machine, as this process sees it."""
     modules = Modules()
-    yield Fact("kernel", f"{platform.system()} {platform.release()} {platform.machine()}")
-    yield Fact("IP families", ", ".join(family.label for family in families))
+    yield "kernel", f"{platform.system()} {platform.release()} {platform.machine()}"
+    yield "IP families", ", ".join(family.label for family in families)
     held = privileges.held()
-    yield Fact("user id", str(os.geteuid()))
-    yield Fact("capabilities", ", ".join(name for name in privileges.CAPABILITIES if name in held) or "none")
-    yield Fact("network namespaces for trials", _namespaces())
-    yield Fact("kernel modules", _modules(modules))
+    yield "user id", str(os.geteuid())
+    yield "capabilities", ", ".join(name for name in privileges.CAPABILITIES if name in held) or "none"
+    yield "network namespaces for trials", _namespaces()
+    yield "kernel modules", _modules(modules)
     for name in ("net/ipv4/ip_forward", "net/ipv6/conf/all/forwarding", "net/netfilter/nf_conntrack_max"):
-        yield Fact(f"sysctl {name.replace('/', '.')}", _sysctl(name))
-    yield Fact("cgroup", _cgroup())
-    yield Fact("BPF", _bpf())
+        yield f"sysctl {name.replace('/', '.')}", _sysctl(name)
+    yield "cgroup", _cgroup()
+    yield "BPF", _bpf()
 
 
 def _namespaces() -> str:
@@ -60,7 +52,8 @@ def _sysctl(name: str) -> str:
         return str(error)
 
 
-def _cgroup(root: Path = Path("/sys/fs/cgroup")) -> str:
+def _cgroup() -> str:
+    root = Path("/sys/fs/cgroup")
     if (root / "cgroup.controllers").exists():
         return "version 2"
     return "version 2 beside version 1" if (root / "unified").is_dir() else "no version 2 at /sys/fs/cgroup"

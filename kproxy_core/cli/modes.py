@@ -1,13 +1,14 @@
 """The report of ``kproxy modes`` about this machine and the installed backends."""
 
 import textwrap
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kproxy_core.backend.api import Description, Detection, Requirement, Trial
 from kproxy_core.backend.errors import InvalidOption
 from kproxy_core.backend.registry import Registry
-from kproxy_core.cli.machine import Fact, facts
+from kproxy_core.cli.machine import facts
 from kproxy_core.cli.terminal import bad, faint, good, hint, is_terminal, strong
 from kproxy_core.config.settings import Config
 from kproxy_core.host import trial
@@ -54,14 +55,15 @@ class DescribedMode:
             guessed = any(requirement.guessed for requirement in self.detection.requirements)
             usable = "usable" if self.detection.usable else "not usable here"
             lines.append(f"  {usable}{', as far as can be told without trying' if guessed else ''}")
-            lines += map(_line, self.detection.requirements)
+            for requirement in self.detection.requirements:
+                lines += _lines(requirement, str, str)
         return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    machine: tuple[Fact, ...]
-    """Empty unless the modes were probed."""
+    machine: Mapping[str, str]
+    """Facts about it; empty unless the modes were probed."""
     modes: tuple[DescribedMode, ...]
     serving: str = ""
     """The mode that a proxy would serve in here, if probed; "": none."""
@@ -77,12 +79,12 @@ class Report:
     def as_document(self) -> dict[str, Any]:
         document: dict[str, Any] = {"modes": [mode.as_document() for mode in self.modes]}
         if self.machine:
-            document["machine"] = {fact.what: fact.found for fact in self.machine}
+            document["machine"] = dict(self.machine)
             document["serving"] = self.serving
         return document
 
     def __str__(self) -> str:
-        machine = ["machine", *(f"  {fact.what}: {fact.found}" for fact in self.machine)]
+        machine = ["machine", *(f"  {what}: {found}" for what, found in self.machine.items())]
         serving = [f"a proxy started like this would serve in mode {self.serving}"] if self.serving else []
         return "\n".join([*(machine if self.machine else ()), *map(str, self.modes), *serving])
 
@@ -102,8 +104,8 @@ def formatted(report: Report, output: str) -> str:
 
 def _table(report: Report) -> str:
     """Return the machine's facts, a table of modes, and every requirement that is missing or only guessed."""
-    width = max(len(fact.what) for fact in report.machine)
-    lines = [f"{faint(fact.what.ljust(width))}  {fact.found}" for fact in report.machine]
+    width = max(map(len, report.machine))
+    lines = [f"{faint(what.ljust(width))}  {found}" for what, found in report.machine.items()]
     lines += ["", strong(f"{'MODE':<12} {'WORKS':<7} {'MET':>7}  MISSING")]
     found = [mode.detection for mode in report.modes if mode.detection is not None]
     for detection in found:
@@ -116,10 +118,7 @@ def _table(report: Report) -> str:
         if doubtful:
             lines += ["", strong(detection.mode)]
         for requirement in doubtful:
-            style = hint if requirement.met else bad
-            lines.append(f"  {style(_verdict(requirement).ljust(8))} {requirement.what}: {requirement.found}")
-            if requirement.remedy:
-                lines.append(textwrap.indent(hint(requirement.remedy), " " * 11))
+            lines += _lines(requirement, hint if requirement.met else bad, hint)
     serving = report.serving
     lines += ["", f"a proxy started like this would serve in mode {good(serving)}" if serving
               else bad("a proxy started like this would not serve")]
@@ -132,7 +131,7 @@ def describe(registry: Registry, mode: str) -> Report:
     Raises UnknownMode or PluginRefused.
     """
     descriptions = [registry.load(mode)] if mode else registry.load_all()
-    return Report((), tuple(DescribedMode(description, None) for description in descriptions))
+    return Report({}, tuple(DescribedMode(description, None) for description in descriptions))
 
 
 def find_out(registry: Registry, mode: str, configuration: Configuration, *, load_modules: bool) -> Report:
@@ -152,7 +151,7 @@ def find_out(registry: Registry, mode: str, configuration: Configuration, *, loa
     fall_back = not mode and config.kproxy.mode_fallback == "auto"
     asked = candidates(registry, mode or config.mode, fall_back=fall_back)
     first = next((candidate for candidate in asked if candidate in (*works, *ends)), "")
-    return Report(tuple(facts(families)), described, first if first in works else "")
+    return Report(dict(facts(families)), described, first if first in works else "")
 
 
 def _look(
@@ -190,12 +189,10 @@ def _detection(
         return Detection(config.mode, (Requirement("an answer from the plugin", False, str(error)),))
 
 
-def _line(requirement: Requirement) -> str:
-    line = f"  {_verdict(requirement):<8} {requirement.what}: {requirement.found}"
-    if not requirement.remedy:
-        return line
-    return f"{line}\n{textwrap.indent(requirement.remedy, ' ' * 11)}"
-
-
-def _verdict(requirement: Requirement) -> str:
-    return ("ok" if requirement.met else "missing") + ("?" if requirement.guessed else "")
+def _lines(
+    requirement: Requirement, styled: Callable[[str], str], styled_remedy: Callable[[str], str]
+) -> Iterator[str]:
+    verdict = ("ok" if requirement.met else "missing") + ("?" if requirement.guessed else "")
+    yield f"  {styled(verdict.ljust(8))} {requirement.what}: {requirement.found}"
+    if requirement.remedy:
+        yield textwrap.indent(styled_remedy(requirement.remedy), " " * 11)

@@ -1,10 +1,10 @@
 """``kproxy render``: the rules for a directory of manifests, without touching the kernel."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from operator import itemgetter
 
 import click
+from msgspec.structs import replace
 
 from kproxy_core.backend.api import Scope, Update
 from kproxy_core.cli.inspection.objects import read_objects

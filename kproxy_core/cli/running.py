@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -89,13 +89,6 @@ def write_config(flags: Flags) -> None:
     click.echo(f"the configuration was written to {path}", err=True)
 
 
-def open_registry(plugins: Iterable[str]) -> Registry:
-    """Return the installed plugins, and *plugins* of the option ``-p``. Raises BackendError."""
-    from kproxy_core.backend.registry import Registry
-
-    return Registry(plugins=plugins)
-
-
 def warn_of_broken(registry: Registry) -> None:
     for broken in registry.broken:
         click.echo(f"Warning: {broken}", err=True)
@@ -106,12 +99,13 @@ def prepare(flags: Flags) -> tuple[Config, Registry, Configuration]:
 
     Without a mode, the configuration names none either. Raises as `cli_errors` expects.
     """
+    from kproxy_core.backend.registry import Registry
     from kproxy_core.modes.journal import Journal
     from kproxy_core.process.terms import Configuration
 
     configuration = Configuration.read(flags)
     config = configuration.of(configuration.mode)
-    registry = open_registry(config.kproxy.plugins)
+    registry = Registry(plugins=config.kproxy.plugins)
     mode = Journal(config.kproxy.state_directory).starting_mode(config.mode, registry.modes) or config.mode
     if mode != config.mode:
         config = configuration.of(mode)

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import click
@@ -24,21 +25,8 @@ def show_answer(answer: Any, output: str, as_text: Callable[[Any], str]) -> None
     show(json.dumps(answer, indent=2) if output == "json" else as_text(answer))
 
 
-def good(text: str) -> str:
-    return click.style(text, fg="green")
-
-
-def bad(text: str) -> str:
-    return click.style(text, fg="red", bold=True)
-
-
-def hint(text: str) -> str:
-    return click.style(text, fg="yellow")
-
-
-def faint(text: str) -> str:
-    return click.style(text, dim=True)
-
-
-def strong(text: str) -> str:
-    return click.style(text, bold=True)
+good = partial(click.style, fg="green")
+bad = partial(click.style, fg="red", bold=True)
+hint = partial(click.style, fg="yellow")
+faint = partial(click.style, dim=True)
+strong = partial(click.style, bold=True)

@@ -5,8 +5,7 @@ judged in `kproxy_core.config.settings`; here a value only has to be of its fiel
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
@@ -207,13 +206,12 @@ class KubeProxyConfiguration(_Section, frozen=True, kw_only=True, rename="camel"
         return (name, section) if isinstance(section, ModeSection) else ("iptables", self.iptables)
 
 
-@dataclass(frozen=True, slots=True)
-class FileConfig:
+class FileConfig(msgspec.Struct, frozen=True):
     document: KubeProxyConfiguration
     notices: tuple[str, ...] = ()
     """Warnings for its author: unknown and duplicate fields."""
-    path: str = field(default="", compare=False)
-    content: bytes = field(default=b"", compare=False)
+    path: str = ""
+    content: bytes = b""
     """The bytes of the file."""
 
 
@@ -222,7 +220,7 @@ def load(path: str) -> FileConfig:
     try:
         with open(path, "rb") as file:
             content = file.read()
-        return replace(decode(content.decode()), path=path, content=content)
+        return msgspec.structs.replace(decode(content.decode()), path=path, content=content)
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
         raise ConfigError((Problem("--config", path, f"can't be read: {reason}"),)) from error
@@ -248,12 +246,16 @@ def decode(text: str) -> FileConfig:
 
 
 def _unknown_field(path: str, name: object, kind: type[msgspec.Struct]) -> str:
+    known = [f.encode_name for f in msgspec.structs.fields(kind)]
+    return f"{path}{name}: unknown field, ignored{did_you_mean(str(name), known)}"
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """Return a hint at the one of the *known* names that is nearest to *name*; "" if none is near."""
     import difflib  # needed only for a file with mistakes
 
-    known = [f.encode_name for f in msgspec.structs.fields(kind)]
-    nearest = difflib.get_close_matches(str(name), known, n=1)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    return f"{path}{name}: unknown field, ignored{hint}"
+    nearest = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
 _S = TypeVar("_S", bound=_Section)

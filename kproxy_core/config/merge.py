@@ -1,18 +1,17 @@
 """The merge of flags and file into one document. Messages name the flag that set a field."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import Struct, field
 
 from kproxy_core.config.file import FileConfig, Ipvs, KubeProxyConfiguration, Problem, VModule
 from kproxy_core.config.flags import FLAGS, Flag, Flags, truth
 from kproxy_core.model.duration import DefaultDuration, duration_from
 
 
-@dataclass(slots=True)
-class Merged:
+class Merged(Struct):
     """The document of flags and file together, not checked yet."""
 
     document: KubeProxyConfiguration

@@ -2,7 +2,6 @@
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -43,8 +42,7 @@ class BindAddress(NamedTuple):
         return format_socket(self.address, self.port)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
+class Config(msgspec.Struct, frozen=True, kw_only=True):
     """All settings, checked. Periods in seconds."""
 
     mode: str
@@ -81,20 +79,25 @@ class Config:
     kproxy: Kproxy
     backend_options: Mapping[str, object]
     """The file's options of this mode, named as in the file; durations are floats in seconds."""
-    option_sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+    option_sources: Mapping[str, str] = msgspec.field(default_factory=dict)
     """The flag or the path in the file that set each of `backend_options`."""
     reported_version: str = ""
     """The version to report; "": our own."""
-    document: KubeProxyConfiguration = field(default=KubeProxyConfiguration(), compare=False)
+    document: KubeProxyConfiguration = KubeProxyConfiguration()
     """Flags and file together, in the form of a file."""
     notices: tuple[str, ...] = ()
     """Notices for the operator that do not prevent a start."""
+
+    @property
+    def effect(self) -> "Config":
+        """The same settings, wherever they come from."""
+        return msgspec.structs.replace(self, option_sources={}, document=KubeProxyConfiguration())
 
     def is_like(self, other: "Config") -> bool:
         """Compare, except whether a changed mode is followed, and the options of other modes."""
         section = msgspec.structs.replace(other.kproxy, live_mode_switch=self.kproxy.live_mode_switch,
                                           backend_options=self.kproxy.backend_options)  # fmt: skip
-        return self == replace(other, kproxy=section)
+        return self.effect == msgspec.structs.replace(other.effect, kproxy=section)
 
 
 def resolve(flags: Flags, file: FileConfig | None) -> Config:

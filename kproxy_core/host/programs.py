@@ -68,37 +68,19 @@ class OwnProcesses:
             del self._ids[next(iter(self._ids))]
 
 
-class _Running:
-    """The programs that are running, so that the end of the process need not wait for them."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._processes: set[subprocess.Popen[str]] = set()
-        self._interrupted = False
-
-    def add(self, process: subprocess.Popen[str]) -> None:
-        with self._lock:
-            self._processes.add(process)
-            if self._interrupted:
-                process.kill()
-
-    def discard(self, process: subprocess.Popen[str]) -> None:
-        with self._lock:
-            self._processes.discard(process)
-
-    def interrupt(self) -> None:
-        with self._lock:
-            self._interrupted = True
-            for process in self._processes:
-                process.kill()
-
-
-_running = _Running()
+_running: set[subprocess.Popen[str]] = set()
+"""The programs that are running, so that the end of the process need not wait for them."""
+_changing = threading.Lock()
+"""Guards `_running` and `_ending`."""
+_ending = threading.Event()
 
 
 def interrupt() -> None:
     """Kill all programs that are running, and those that are started from now on: this process is ending."""
-    _running.interrupt()
+    with _changing:
+        _ending.set()
+        for process in _running:
+            process.kill()
 
 
 def find(name: str) -> str | None:
@@ -188,10 +170,14 @@ def _started(argv: tuple[str, ...], own: OwnProcesses | None) -> "Iterator[subpr
             raise ProgramFailed(f"cannot start {argv[0]}", error) from error
         own.remember(process.pid)
     with process:
-        _running.add(process)
+        with _changing:
+            _running.add(process)
+            if _ending.is_set():
+                process.kill()
         try:
             yield process
         finally:
-            _running.discard(process)
+            with _changing:
+                _running.discard(process)
             if process.poll() is None:
                 process.kill()

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import enum
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from socket import inet_ntoa
 from typing import Final, NamedTuple, NewType
 
 Address = NewType("Address", bytes)
 """A packed IP address: 4 bytes (IPv4) or 16 bytes (IPv6), network order."""
 
+_pack: Callable[[int, str], Address] = socket.inet_pton  # type: ignore[assignment]
+_IPV4, _IPV6 = int(socket.AF_INET), int(socket.AF_INET6)
 _MAPPED_PREFIX = bytes(10) + b"\xff\xff"
 
 
@@ -43,6 +46,11 @@ class Cidr(NamedTuple):
     def __str__(self) -> str:
         return f"{format_address(self.network)}/{self.prefix}"
 
+    @property
+    def listed(self) -> str:
+        """The text that nft and ipset print, and `parse_network` reads: one address has no prefix length."""
+        return str(self).removesuffix(f"/{self.family.bits}")
+
 
 def family_of(address: Address) -> Family:
     return Family.IPV4 if len(address) == 4 else Family.IPV6
@@ -58,10 +66,10 @@ def parse_address(text: str) -> Address:
     """
     try:
         if ":" not in text:
-            return Address(socket.inet_pton(socket.AF_INET, text))
+            return _pack(_IPV4, text)
         if "%" not in text:
-            packed = socket.inet_pton(socket.AF_INET6, text)
-            return Address(packed[12:] if packed.startswith(_MAPPED_PREFIX) else packed)
+            packed = _pack(_IPV6, text)
+            return Address(packed[12:]) if packed.startswith(_MAPPED_PREFIX) else packed
     except (OSError, ValueError):
         octets = text.split(".")
         if len(octets) == 4 and all(o.isascii() and o.isdigit() for o in octets):
@@ -88,6 +96,11 @@ def parse_cidr(text: str) -> Cidr:
     raise ValueError(f"{text!r} is not a CIDR")
 
 
+def parse_network(text: str) -> Cidr:
+    """Return the network that *text* names, ``address/prefix`` or one address. Raises ValueError."""
+    return parse_cidr(text if "/" in text else f"{text}/{len(parse_address(text)) * 8}")
+
+
 def outermost(cidrs: Iterable[Cidr]) -> tuple[Cidr, ...]:
     """Return *cidrs* without those contained in another, IPv4 first, sorted by address."""
     kept: list[Cidr] = []
@@ -105,7 +118,7 @@ def is_loopback(address: Address) -> bool:
 def format_socket(address: Address, port: int) -> str:
     """Return ``address:port``, with IPv6 in brackets."""
     if len(address) == 4:
-        return f"{socket.inet_ntoa(address)}:{port}"
+        return f"{inet_ntoa(address)}:{port}"
     return f"[{format_address(address)}]:{port}"
 
 
@@ -120,6 +133,8 @@ class Family(enum.Enum):
 
     IPV4 = "IPv4"
     IPV6 = "IPv6"
+
+    __hash__ = object.__hash__  # Enum's is a Python function.
 
     def __init__(self, label: str) -> None:
         ipv4 = label == "IPv4"

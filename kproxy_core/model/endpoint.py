@@ -1,7 +1,9 @@
 """Endpoints and the EndpointSlices that carry them."""
 
-from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from kproxy_core.model.address import Address, Family, Protocol, parse_address
 from kproxy_core.model.service import ServiceName
@@ -56,16 +58,14 @@ Row = tuple[str, Candidate]
 """A candidate after its ``address:port``, by which candidates are sorted."""
 
 
-@dataclass(frozen=True, slots=True)
-class EndpointSlice:
+class EndpointSlice(Struct, frozen=True, dict=True):
     name: SliceName
     service: ServiceName
     family: Family
     ports: tuple[SlicePort, ...]
     endpoints: tuple[Endpoint, ...]
-    trigger_time: float | None = field(default=None, compare=False)
-    """Time of the change that this slice reports (seconds since the epoch), from the
-    annotation ``endpoints.kubernetes.io/last-change-trigger-time``."""
-    rows: dict[tuple[str, Protocol], list[Row]] = field(
-        default_factory=dict, compare=False, repr=False, hash=False)
-    """Results of planning derived from this slice, by name and protocol of a service port."""
+
+    @cached_property
+    def rows(self) -> dict[tuple[str, Protocol], list[Row]]:
+        """Results of planning derived from this slice, by name and protocol of a service port."""
+        return {}

@@ -1,8 +1,9 @@
 """The node a proxy runs on, as far as planning depends on it."""
 
 import re
-from dataclasses import dataclass
 from typing import Final, Literal
+
+from msgspec import Struct
 
 from kproxy_core.model.address import Address, Cidr, Family, family_of
 
@@ -19,8 +20,7 @@ def is_interface_name(text: str, longest: int = LONGEST_INTERFACE) -> bool:
     return len(text) <= longest and _INTERFACE.fullmatch(text) is not None
 
 
-@dataclass(frozen=True, slots=True)
-class NodeObject:
+class NodeObject(Struct, frozen=True):
     name: str
     zone: str = ""
     """Label ``topology.kubernetes.io/zone``."""
@@ -34,8 +34,7 @@ class NodeObject:
         return next((a for a in self.addresses if family_of(a) is family), None)
 
 
-@dataclass(frozen=True, slots=True)
-class LocalSource:
+class LocalSource(Struct, frozen=True):
     """The mark of traffic that starts at a pod of this node. Exactly one field is set.
 
     The core decides what is local, each backend how to match it.
@@ -46,8 +45,7 @@ class LocalSource:
     interface_prefix: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeView:
+class NodeView(Struct, frozen=True, kw_only=True):
     """The node as the plans and backends of one family see it."""
 
     family: Family

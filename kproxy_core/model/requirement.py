@@ -1,10 +1,9 @@
 """A requirement of a mode, as found on this machine."""
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True)
-class Requirement:
+class Requirement(Struct, frozen=True):
     what: str
     met: bool
     found: str

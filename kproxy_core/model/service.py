@@ -5,10 +5,11 @@ servicechangetracker.go; a Service that yields no service port at all (headless,
 ExternalName, owned by another proxy) never becomes one of these values.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from kproxy_core.model.address import Address, Cidr, Family, Protocol, family_of, format_address
+from msgspec import Struct
+
+from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_address
 
 
 class ServiceName(NamedTuple):
@@ -36,8 +37,7 @@ class ServicePortKey(NamedTuple):
         return f"{self.namespace}/{self.name}{suffix}"
 
 
-@dataclass(frozen=True, slots=True)
-class PortSpec:
+class PortSpec(Struct, frozen=True, gc=False):
     """One entry of ``spec.ports``."""
 
     name: str
@@ -47,8 +47,7 @@ class PortSpec:
     """0: none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Service:
+class Service(Struct, frozen=True, gc=False, kw_only=True):
     """One Service. Address tuples hold both families, in the order of the object."""
 
     name: ServiceName
@@ -69,7 +68,7 @@ class Service:
 
     def cluster_ip(self, family: Family) -> Address | None:
         for address in self.cluster_ips:
-            if family_of(address) is family:
+            if len(address) == family.size:
                 return address
         return None
 

@@ -2,7 +2,7 @@
 
 Its address is abstract (unix(7)): it belongs to the network namespace, as the rules do, and disappears with
 the process. Every process of the namespace may take any abstract name, so the name is random, clients read
-the existing ones from /proc/net/unix, and both ends check whom they talk to (`Peer`). A request is one line
+the existing ones from /proc/net/unix, and both ends check whom they talk to (`peer`). A request is one line
 of JSON; the answer is lines of JSON, the last of which has ``"ok"``.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kproxy_core.modes.peer import Peer
+from kproxy_core.modes.peer import problem_of_peer
 from kproxy_core.observe.logs import printable
 
 log = logging.getLogger("kproxy.run")
@@ -88,7 +88,7 @@ class ControlServer:
         """Return whether *client* may send requests. If not, answer with the reason at once."""
         client.settimeout(_TIMEOUT)
         try:
-            problem = _problem_with_peer(client)
+            problem = problem_of_peer(client)
             if problem:
                 # Every process of the network namespace may try, and as often as it likes.
                 level = logging.DEBUG if self._refused else logging.WARNING
@@ -177,7 +177,7 @@ def _connect() -> socket.socket:
         connection.setblocking(False)  # A full queue is an error at once.
         try:
             connection.connect("\0" + name)
-            problem = _problem_with_peer(connection)
+            problem = problem_of_peer(connection)
         except OSError:
             problem = ""
         else:
@@ -209,12 +209,6 @@ def _names() -> Iterator[str]:
         found = pattern.fullmatch(line.rpartition(" ")[2])
         if found and line.split()[3] == "00010000":  # __SO_ACCEPTCON
             yield found[1]
-
-
-def _problem_with_peer(connection: socket.socket) -> str:
-    """See `Peer.problem`. Raises OSError."""
-    with contextlib.closing(Peer.of(connection)) as peer:
-        return peer.problem()
 
 
 def _send(to: socket.socket, message: Mapping[str, Any]) -> None:

@@ -10,8 +10,10 @@ import json
 import logging
 import os
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from kproxy_core.host.files.private import read_private, replace_private
 from kproxy_core.host.namespaces import namespace_name
@@ -30,8 +32,7 @@ class Phase(enum.Enum):
     """The new mode serves. The next start finishes the switch."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Struct, frozen=True):
     configured: str
     """The mode in the configuration at that time; "": none."""
     before: str

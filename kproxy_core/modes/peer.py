@@ -6,7 +6,7 @@ import os
 import select
 import socket
 import struct
-from typing import Final, NamedTuple
+from typing import Final
 
 from kproxy_core.host import privileges
 
@@ -18,56 +18,52 @@ _REQUIRED: Final = "CAP_NET_ADMIN"
 """With this capability a process could rewrite the rules by itself."""
 
 
-class Peer(NamedTuple):
-    """A process as the kernel identified it when it connected, or when it began to listen."""
+def problem_of_peer(connection: socket.socket) -> str:
+    """Return why the process at the other end has no power over this node's rules; "" if it has.
 
-    pid: int
-    """0: in another PID namespace, and not visible from this one."""
-    uid: int
-    pidfd: int
-    """-1: the process cannot be followed."""
+    The kernel identified it when it connected, or when it began to listen. Raises OSError.
+    """
+    pid, uid, _ = _CREDENTIALS.unpack(
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    pidfd = _pidfd(connection, pid)
+    try:
+        return _problem(pid, uid, pidfd)
+    finally:
+        if pidfd >= 0:
+            os.close(pidfd)
 
-    @classmethod
-    def of(cls, connection: socket.socket) -> "Peer":
-        """Return the other end of *connection*. Raises OSError. Close the result."""
-        pid, uid, _ = _CREDENTIALS.unpack(
-            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-        return cls(pid, uid, _pidfd(connection, pid))
 
-    def close(self) -> None:
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
+def _problem(pid: int, uid: int, pidfd: int) -> str:
+    """Return why a process has no power. *pid* 0: it is in another PID namespace, and not visible.
 
-    def problem(self) -> str:
-        """Return why this process has no power over this node's rules; "" if it has.
-
-        User id 0 proves nothing: a container may run as root, in the node's network namespace, without any
-        capability, or with all of them in a user namespace of its own.
-        """
-        if self.uid not in (0, os.geteuid()):
-            return f"user {self.uid} is neither root nor the user that runs kproxy"
-        if self.pid == 0 or self.pidfd < 0:
-            return "the process is in another PID namespace, such as that of another container"
-        try:
-            same_user_namespace = os.path.samefile(f"/proc/{self.pid}/ns/user", "/proc/self/ns/user")
-            lacking = (privileges.held() & {_REQUIRED}) - privileges.held(self.pid)
-        except PermissionError:  # ptrace(2): it has privileges that this process lacks, or is not dumpable.
-            more = ", ".join(sorted(privileges.held(self.pid) - privileges.held())) or "others"
-            return (
-                f"process {self.pid} has capabilities that this one lacks ({more}); run the command with"
-                " those of the proxy, for example as root in its container")
-        except OSError as error:
-            return f"the privileges of process {self.pid} cannot be read: {error.strerror}"
-        if not same_user_namespace:
-            return f"process {self.pid} is in another user namespace"
-        if lacking:
-            return f"process {self.pid} does not have {_REQUIRED}"
-        if _has_ended(self.pidfd):  # Its number may belong to another process by now.
-            return f"process {self.pid} has ended"
-        return ""
+    User id 0 proves nothing: a container may run as root, in the node's network namespace, without any
+    capability, or with all of them in a user namespace of its own.
+    """
+    if uid not in (0, os.geteuid()):
+        return f"user {uid} is neither root nor the user that runs kproxy"
+    if pid == 0 or pidfd < 0:
+        return "the process is in another PID namespace, such as that of another container"
+    try:
+        same_user_namespace = os.path.samefile(f"/proc/{pid}/ns/user", "/proc/self/ns/user")
+        lacking = (privileges.held() & {_REQUIRED}) - privileges.held(pid)
+    except PermissionError:  # ptrace(2): it has privileges that this process lacks, or is not dumpable.
+        more = ", ".join(sorted(privileges.held(pid) - privileges.held())) or "others"
+        return (
+            f"process {pid} has capabilities that this one lacks ({more}); run the command with"
+            " those of the proxy, for example as root in its container")
+    except OSError as error:
+        return f"the privileges of process {pid} cannot be read: {error.strerror}"
+    if not same_user_namespace:
+        return f"process {pid} is in another user namespace"
+    if lacking:
+        return f"process {pid} does not have {_REQUIRED}"
+    if _has_ended(pidfd):  # Its number may belong to another process by now.
+        return f"process {pid} has ended"
+    return ""
 
 
 def _pidfd(connection: socket.socket, pid: int) -> int:
+    """Return a descriptor of the process; -1: it cannot be followed."""
     try:
         return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     except OSError as error:

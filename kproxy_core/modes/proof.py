@@ -1,23 +1,37 @@
 """Proof that a mode is at work, before anything of another mode is removed."""
 
-from collections.abc import Callable, Sequence
+import secrets
+import select
+import socket
+import time
+from collections.abc import Sequence
 from functools import partial
 
-from kproxy_core.backend.api import Update
+from kproxy_core.backend.api import Scope, Update
 from kproxy_core.backend.instance import BackendInstance
-from kproxy_core.model.address import Address
-from kproxy_core.modes.probe import Probe, ProbeFailed, ProbeImpossible
+from kproxy_core.model.address import Address, Protocol, format_address, format_socket
+from kproxy_core.model.endpoint import Destination
+from kproxy_core.model.service import ServicePortKey
+from kproxy_core.modes.control import ReportProgress
+from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.sync.loop import Loop
 
 _TRIES = 3
 """Other processes may change the rules in between."""
 
-ReportProgress = Callable[[str], None]
-"""Takes one line for the operator."""
+_KEY = ServicePortKey("kproxy", "mode-switch", "probe", Protocol.TCP)
+
+_ATTEMPTS = 3
+_PATIENCE = 1.0
+"""Seconds for one attempt."""
 
 
 class ProofFailed(Exception):
     """The kernel's objects are not ours, or a connection failed; one line says which."""
+
+
+class _ProbeImpossible(Exception):
+    """No VIP to connect to, or no route to it."""
 
 
 def prove(
@@ -38,18 +52,71 @@ def prove(
     for update in updates:
         try:
             report_progress(f"{update.family.label}: {_probe(loop, instance, update, addresses)} answered")
-        except ProbeImpossible as reason:
+        except _ProbeImpossible as reason:
             report_progress(f"{update.family.label}: not probed: {reason}")
-        except ProbeFailed as error:
-            raise ProofFailed(f"{instance.mode}: {error}") from error
 
 
 def _probe(loop: Loop, instance: BackendInstance, full: Update, addresses: frozenset[Address]) -> str:
-    probe = Probe(full, addresses)
-    try:
-        loop.call(partial(instance.sync, probe.addition))
-        probe.connect()
-    finally:
-        loop.call(partial(instance.sync, probe.removal))
-        probe.close()
-    return str(probe)
+    """Connect through a service port that only *instance* knows: an unused port of a ClusterIP in *full*.
+
+    Its endpoint is in this process. *addresses* are this machine's. Returns the VIP and the port. Raises
+    ProofFailed, _ProbeImpossible, or whatever the backend raises.
+    """
+    vip = next((p.cluster_ip for p in full.plans.values() if p.cluster_ip is not None), None)
+    if vip is None:
+        raise _ProbeImpossible("there is no Service with a ClusterIP")
+    own = full.node.node_ip
+    if own is None or own not in addresses:
+        raise _ProbeImpossible("the node's address is not on this machine")
+    with socket.create_server((format_address(own), 0), family=full.family.af) as listener:
+        port = listener.getsockname()[1]
+        name = format_socket(vip, port)
+        if any(p.cluster_ip == vip and p.port == port for p in full.plans.values()):
+            raise _ProbeImpossible(f"{name} belongs to a Service")
+        plan = ServicePlan(
+            key=_KEY, family=full.family, created="", port=port, cluster_ip=vip,
+            cluster=(Destination(own, port),), hairpins=(own,), has_endpoints=True,
+        )  # fmt: skip
+        try:
+            loop.call(partial(instance.sync, _update(full, plan)))
+            problem = ""
+            for _ in range(_ATTEMPTS):
+                problem = _attempt(listener, vip, port)
+                if not problem:
+                    return name
+            raise ProofFailed(f"{instance.mode}: {name} did not reach its endpoint: {problem}")
+        finally:
+            loop.call(partial(instance.sync, _update(full, None)))
+
+
+def _update(full: Update, plan: ServicePlan | None) -> Update:
+    """Return the update that adds the probe's service port; *plan* None: the one that removes it."""
+    plans = full.plans if plan is None else {**full.plans, _KEY: plan}
+    return Update(full.family, Scope.CHANGED, full.node, {_KEY: plan}, plans)
+
+
+def _attempt(listener: socket.socket, vip: Address, port: int) -> str:
+    """Connect to *vip*, and check that *listener* answers. Return the reason why it does not; "" if it does.
+
+    Until an answer arrives, every connection to the listener is answered with the same word: also those of
+    other processes, and that of a relay between both ends. Raises _ProbeImpossible without a route.
+    """
+    word = secrets.token_bytes(16)
+    with socket.socket(listener.family) as connection:
+        connection.settimeout(_PATIENCE)
+        try:
+            connection.connect((format_address(vip), port))
+            poll = select.poll()
+            poll.register(connection, select.POLLIN)
+            poll.register(listener, select.POLLIN)
+            ends = time.monotonic() + _PATIENCE
+            while (left := ends - time.monotonic()) > 0 and (ready := dict(poll.poll(left * 1000))):
+                if connection.fileno() in ready:
+                    return "" if connection.recv(len(word)) == word else "another process answered"
+                with listener.accept()[0] as client:
+                    client.sendall(word)
+        except OSError as error:
+            if "unreachable" in str(error):
+                raise _ProbeImpossible(f"no route to {format_socket(vip, port)}") from error
+            return str(error)
+    return "timed out"

@@ -3,7 +3,8 @@
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from kproxy_core.backend.api import BackendSettings, Leftovers, Measurement
 from kproxy_core.backend.errors import BackendError
@@ -18,15 +19,14 @@ _TRIES = 5
 """Consecutive checks that may fail before the mode is cleaned up regardless."""
 
 
-@dataclass(slots=True)
-class _RetiringMode:
+class _RetiringMode(Struct):
     mode: str
     instance: BackendInstance | None
     """The backend that served; None: an earlier process did."""
+    found: Leftovers
+    """The result of the last check."""
     traces: bool = True
     """Remove its rules from the kernel, too."""
-    waiting: int = 0
-    """Connections that still depend on it."""
     failures: int = 0
     """Consecutive failed checks."""
 
@@ -35,12 +35,15 @@ class RetiringModes:
     """Removes modes that no longer serve. Every method may be called from any thread."""
 
     def __init__(
-        self, registry: Registry, settings_of: Callable[[str], BackendSettings], serving: str
+        self, registry: Registry, settings_of: Callable[[str], BackendSettings], serving: str,
+        ended: Callable[[], None] = lambda: None,
     ) -> None:
+        """*ended* is called, on any thread, after nothing is left of a mode."""
         self._registry = registry
         self._settings_of = settings_of
         self._serving = {serving}
         """Modes that serve or are being tried."""
+        self._ended = ended
         self._changed = threading.Condition()
         self._leaving: list[_RetiringMode] = []
         self._thread: threading.Thread | None = None
@@ -50,12 +53,12 @@ class RetiringModes:
         """Return the remaining connections of each mode. Never blocks on a removal."""
         return [
             Measurement("kproxy_retiring_connections", "Connections that still depend on a mode that no "
-                        "longer serves", "gauge", leaving.waiting, {"mode": leaving.mode})
+                        "longer serves", "gauge", leaving.found.waiting, {"mode": leaving.mode})
             for leaving in list(self._leaving)
         ]  # fmt: skip
 
-    def retire(self, mode: str, instance: BackendInstance | None = None) -> int:
-        """Start removing the leftovers of *mode*. Return how many connections still depend on them.
+    def retire(self, mode: str, instance: BackendInstance | None = None) -> Leftovers:
+        """Start removing the leftovers of *mode*. Return the result of the first check.
 
         Without an *instance*, remove what any earlier process left. Does nothing while the mode is serving.
         """
@@ -64,7 +67,8 @@ class RetiringModes:
             if instance is not None:
                 self._serving.discard(mode)
                 layers = self._registry.layers(mode)
-            return sum(self._leave(layer, instance if layer == mode else None) for layer in reversed(layers))
+            return Leftovers.merged(mode, [
+                self._leave(layer, instance if layer == mode else None) for layer in reversed(layers)])
 
     def cancel(self, mode: str) -> bool:
         """Keep the rules of *mode*, which is about to serve. A retiring backend still finishes.
@@ -79,19 +83,19 @@ class RetiringModes:
                 leaving.traces = False
             return bool(cancelled)
 
-    def _leave(self, mode: str, instance: BackendInstance | None) -> int:
-        """Start retiring one layer; return how many connections still depend on it. The lock is held."""
+    def _leave(self, mode: str, instance: BackendInstance | None) -> Leftovers:
+        """Start retiring one layer; return the result of the first check. The lock is held."""
         is_in_use = any(mode in self._registry.layers(serving) for serving in self._serving)
         if self._closed or (is_in_use and instance is None):
-            return 0
-        leaving = _RetiringMode(mode, instance, traces=not is_in_use)
+            return Leftovers(mode)
+        leaving = _RetiringMode(mode, instance, Leftovers(mode), traces=not is_in_use)
         if self._step(leaving):
-            return 0
+            return leaving.found
         self._leaving.append(leaving)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kproxy-retiring", daemon=True)
             self._thread.start()
-        return leaving.waiting
+        return leaving.found
 
     def close(self) -> None:
         """Close all retiring backends with the connections that they carry. Leave the kernel as it is."""
@@ -117,9 +121,9 @@ class RetiringModes:
             found = self._registry.retire(
                 leaving.mode, settings, instance=leaving.instance, traces=leaving.traces)
             report(leaving.mode, found)
-            leaving.waiting = found.waiting
+            leaving.found = found
             leaving.failures = leaving.failures + 1 if found.errors else 0
-            if found.waiting or 0 < leaving.failures < _TRIES:
+            if found.is_needed or 0 < leaving.failures < _TRIES:
                 return False
             if leaving.instance is not None:
                 instance, leaving.instance = leaving.instance, None
@@ -131,6 +135,7 @@ class RetiringModes:
             problem = str(error) if isinstance(error, BackendError) else repr(error)
             log.warning("could not look for leftovers", extra={
                 "fields": {"mode": leaving.mode, "error": problem}})
+        self._ended()
         return True
 
 

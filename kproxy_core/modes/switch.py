@@ -11,15 +11,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
-from kproxy_core.backend.api import BackendSettings, Caveat, Scope, SyncReport, Update
+from msgspec import Struct
+
+from kproxy_core.backend.api import BackendSettings, Caveat, Leftovers, Scope, SyncReport, Update
 from kproxy_core.backend.errors import BackendError, SyncFailed, Unsupported
 from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.backend.registry import Registry
+from kproxy_core.modes.control import ReportProgress
 from kproxy_core.modes.journal import Entry, Journal, JournalFailed, Phase
-from kproxy_core.modes.proof import ProofFailed, ReportProgress, prove
+from kproxy_core.modes.proof import ProofFailed, prove
 from kproxy_core.modes.retiring import RetiringModes, report
 from kproxy_core.modes.starting import start_backend
 from kproxy_core.sync.loop import Loop
@@ -38,15 +40,13 @@ class SwitchFailed(Exception):
     """The old mode still serves; one line says why."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class Terms(Struct, frozen=True, kw_only=True):
     settings: BackendSettings
     node: NodeSettings
     pacing: Callable[[], Pacing]
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(Struct, frozen=True):
     """The caveats by which two modes differ for this node's Services."""
 
     appearing: tuple[Caveat, ...]
@@ -163,12 +163,11 @@ class ModeSwitch:
         self._mode_changed(new)
         report_progress(f"{mode} serves")
         log.info("switched modes", extra={"fields": {"before": old.mode, "after": mode}})
-        waiting = self._retiring.retire(old.mode, old)
+        left = self._retiring.retire(old.mode, old)
         if old.mode in self._registry.layers(mode):
             report_progress(f"the rules of {old.mode} are kept: {mode} needs them")
         else:
-            left = f"{waiting} connections still use {old.mode}" if waiting else f"{old.mode} is removed"
-            report_progress(left)
+            report_progress(_rest(left))
         self._settle(mode)
 
     def _try_out(self, new: BackendInstance, node: NodeSettings, report_progress: ReportProgress) -> None:
@@ -226,6 +225,16 @@ class ModeSwitch:
             return list(dict.fromkeys(caveat for caveats in found for caveat in caveats))
 
         return self._loop.call(ask)
+
+
+def _rest(left: Leftovers) -> str:
+    """Describe the rest of a mode that is being retired."""
+    if left.waiting:
+        use = "connections still use" if left.waiting > 1 else "connection still uses"
+        return f"{left.waiting} {use} {left.mode}"
+    if left.in_grace:
+        return f"{left.mode} is removed in a few seconds: connections to it may be on their way"
+    return f"{left.mode} is removed"
 
 
 def _does_not_work(mode: str, because: str) -> str:

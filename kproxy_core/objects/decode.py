@@ -71,7 +71,7 @@ class Page(NamedTuple, Generic[V]):
     readings: list[Reading[V]]
 
 
-class WatchEvent(NamedTuple, Generic[V]):
+class WatchEvent(Struct, Generic[V], frozen=True, gc=False):
     type: str
     """ADDED, MODIFIED, DELETED, BOOKMARK or ERROR."""
     resource_version: str
@@ -158,10 +158,21 @@ class Resource(Generic[W, V]):
         self.path = f"/{'apis' if '/' in api_version else 'api'}/{api_version}/{plural}"
         self.read = read
         self._gone = gone
-        self._decode = msgspec.json.Decoder(struct).decode
-        self._decode_list = msgspec.json.Decoder(_List[struct]).decode  # type: ignore[valid-type]
-        self._decode_line: Callable[[bytes], _Line[W]] = (
-            msgspec.json.Decoder(_Line[struct]).decode)  # type: ignore[valid-type]
+        self._struct = struct
+
+    # Made when they are first needed: a start needs a decoder of lines for each kind, and no other.
+
+    @cached_property
+    def _decode(self) -> Callable[[bytes | Raw], W]:
+        return msgspec.json.Decoder(self._struct).decode
+
+    @cached_property
+    def _decode_list(self) -> Callable[[bytes], _List[W]]:
+        return msgspec.json.Decoder(_List[self._struct]).decode  # type: ignore[name-defined]
+
+    @cached_property
+    def _decode_line(self) -> Callable[[bytes], _Line[W]]:
+        return msgspec.json.Decoder(_Line[self._struct]).decode  # type: ignore[name-defined]
 
     @cached_property
     def protobuf(self) -> "ProtobufDecoder[W, V]":
@@ -242,8 +253,7 @@ class Resource(Generic[W, V]):
             namespace = "default"
         elif not isinstance(namespace, str):
             namespace = "?"
-        found = Findings(self.kind, namespace, name)
-        bad = found.refuse(refused)
+        bad = Findings([refused]).bad(self.kind, namespace, name)
         try:
             if self.namespaced:
                 checked_label(namespace, "metadata.namespace")

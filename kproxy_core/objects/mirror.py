@@ -7,6 +7,7 @@ written for use.
 """
 
 import sys
+from collections.abc import Sequence
 from itertools import chain
 
 from msgspec import UNSET
@@ -23,11 +24,15 @@ def read_endpoints(obj: wire.Endpoints) -> reading.Reading[tuple[EndpointSlice, 
     meta = obj.metadata or wire.EndpointsMeta()
     subsets = (obj.subsets or ()) if _is_mirrored(meta) else ()
 
-    def mirrored(service: ServiceName, found: reading.Findings) -> tuple[EndpointSlice, ...]:
-        pieces = (_slices(service, i, subset, found) for i, subset in enumerate(subsets))
-        return tuple(chain.from_iterable(pieces))
+    return reading.read_namespaced("Endpoints", subsets, meta, reading.service_name, _value)
 
-    return reading.read_namespaced("Endpoints", meta, reading.service_name, mirrored)
+
+def _value(
+    service: ServiceName, subsets: Sequence[wire.EndpointSubset], _: wire.EndpointsMeta,
+    found: reading.Findings,
+) -> tuple[EndpointSlice, ...]:
+    pieces = (_slices(service, i, subset, found) for i, subset in enumerate(subsets))
+    return tuple(chain.from_iterable(pieces))
 
 
 def _is_mirrored(meta: wire.EndpointsMeta) -> bool:
@@ -52,9 +57,9 @@ def _slices(
     for field, entries in (("addresses", ready), ("notReadyAddresses", not_ready)):
         for i, entry in enumerate(entries):
             try:
-                address = reading.checked_address(entry.ip, f"{path}.{field}[{i}].ip")
+                address = reading.checked_address(entry.ip, f"{path}.{field}[{{}}].ip", i)
             except reading.Refused as refused:
-                found.add(refused.field, refused.problem)
+                found.append(refused)
                 continue
             node = sys.intern(entry.node_name or "")
             endpoint = Endpoint(address, node, ready=field == "addresses")

@@ -13,11 +13,11 @@ def read_node(obj: wire.Node) -> reading.Reading[NodeSet]:
     """Read any Node; the source selects this node's own."""
     meta = obj.metadata or wire.NodeMeta()
     spec = obj.spec or wire.NodeSpec()
-    found = reading.Findings("Node", None, meta.name)
+    found = reading.Findings()
     try:
         name = reading.checked_subdomain(meta.name, "metadata.name")
     except reading.Refused as refused:
-        return reading.Reading(None, None, found.refuse(refused))
+        return reading.Reading(None, None, reading.Findings([refused]).bad("Node", None, meta.name))
     node = NodeObject(
         name,
         zone=(meta.labels and meta.labels.zone) or "",
@@ -26,7 +26,7 @@ def read_node(obj: wire.Node) -> reading.Reading[NodeSet]:
         eligible=not meta.deletion_timestamp
         and all(taint.key != DELETION_TAINT for taint in spec.taints or ()),
     )
-    return reading.Reading(("", name), NodeSet(node), found.bad)
+    return reading.Reading(("", name), NodeSet(node), found.bad("Node", None, name))
 
 
 def _pod_cidrs(spec: wire.NodeSpec, found: reading.Findings) -> tuple[Cidr, ...]:
@@ -43,21 +43,21 @@ def _addresses(status: wire.NodeStatus | None, found: reading.Findings) -> tuple
         for i, entry in entries:
             if entry.type == kind:
                 try:
-                    kept[reading.checked_address(entry.address, f"status.addresses[{i}].address")] = None
+                    kept[reading.checked_address(entry.address, "status.addresses[{}].address", i)] = None
                 except reading.Refused as refused:
-                    found.add(refused.field, refused.problem)
+                    found.append(refused)
     return tuple(kept)
 
 
 def read_service_cidr(obj: wire.ServiceCIDR) -> reading.Reading[ServiceCidrSet]:
     name = obj.metadata.name if obj.metadata else None
-    found = reading.Findings("ServiceCIDR", None, name)
+    found = reading.Findings()
     try:
         key = ("", reading.checked_subdomain(name, "metadata.name"))
     except reading.Refused as refused:
-        return reading.Reading(None, None, found.refuse(refused))
+        return reading.Reading(None, None, reading.Findings([refused]).bad("ServiceCIDR", None, name))
     cidrs = read_cidrs("spec.cidrs[{}]", (obj.spec.cidrs if obj.spec else None) or [], found)
-    return reading.Reading(key, ServiceCidrSet(key[1], cidrs), found.bad)
+    return reading.Reading(key, ServiceCidrSet(key[1], cidrs), found.bad("ServiceCIDR", None, name))
 
 
 def read_cidrs(path: str, texts: list[str | None], found: reading.Findings) -> tuple[Cidr, ...]:
@@ -65,7 +65,7 @@ def read_cidrs(path: str, texts: list[str | None], found: reading.Findings) -> t
     kept: dict[Cidr, None] = {}
     for i, text in enumerate(texts):
         try:
-            kept[reading.checked_cidr(text, path.format(i))] = None
+            kept[reading.checked_cidr(text, path, i)] = None
         except reading.Refused as refused:
-            found.add(refused.field, refused.problem)
+            found.append(refused)
     return tuple(kept)

@@ -4,15 +4,19 @@ import re
 import sys
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
+
+from msgspec import Struct
 
 from kproxy_core.model.address import Address, Cidr, Protocol, parse_address, parse_cidr
 from kproxy_core.model.service import ServiceName
 from kproxy_core.objects import wire
 from kproxy_core.store.events import BadObject
 
+M = TypeVar("M", bound=wire.ObjectMeta)
 N = TypeVar("N", bound=tuple[str, str])
 V = TypeVar("V")
+W = TypeVar("W")
 
 PROTOCOLS: dict[str | None, Protocol] = {None: Protocol.TCP, "": Protocol.TCP} | {
     protocol.name: protocol for protocol in Protocol
@@ -20,12 +24,12 @@ PROTOCOLS: dict[str | None, Protocol] = {None: Protocol.TCP, "": Protocol.TCP} |
 """A port's protocol as the API spells it; absent means TCP."""
 
 _SPECIAL_FIRST_OCTETS = frozenset({0, 127, *range(224, 240)})
-_LABEL = r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?"
+_LABEL = r"[a-z0-9][-a-z0-9]{0,62}(?<!-)"
 _is_label = re.compile(_LABEL).fullmatch
 _is_subdomain = re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(?:\.{_LABEL})*").fullmatch
 
 
-class Reading(NamedTuple, Generic[V]):
+class Reading(Struct, Generic[V], frozen=True, gc=False):
     """One API object, read."""
 
     name: tuple[str, str] | None
@@ -45,30 +49,18 @@ class Refused(Exception):
         self.problem = problem
 
 
-class Findings:
-    __slots__ = ("_kind", "_name", "_namespace", "bad")
+class Findings(list[Refused]):
+    """The problems of one object. A list, because nearly every object has none: it is made quickly."""
 
-    def __init__(self, kind: str, namespace: str | None, name: str | None) -> None:
-        self._kind = kind
-        self._namespace = namespace
-        self._name = name
-        self.bad: tuple[BadObject, ...] = ()
+    __slots__ = ()
 
     def add(self, field: str, problem: str) -> None:
-        namespace, name = self._namespace, self._name
+        self.append(Refused(field, problem))
+
+    def bad(self, kind: str, namespace: str | None, name: str | None) -> tuple[BadObject, ...]:
+        """Return the problems as those of the object *name*."""
         name = f"{namespace}/{name}" if namespace and name else name or ""
-        self.bad += (BadObject(self._kind, shown(name), field, problem),)
-
-    def last_refuses(self) -> Refused:
-        """Return the refusal of the whole object for the problem added last."""
-        *others, last = self.bad
-        self.bad = tuple(others)
-        return Refused(last.field, last.problem)
-
-    def refuse(self, refused: Refused) -> tuple[BadObject, ...]:
-        """Return all problems, with that of *refused*, for which the whole object is refused."""
-        self.add(refused.field, refused.problem)
-        return self.bad
+        return tuple(BadObject(kind, shown(name), found.field, found.problem) for found in self)
 
 
 def shown(text: str, limit: int = 80) -> str:
@@ -92,26 +84,29 @@ def checked_subdomain(text: str | None, field: str) -> str:
 
 
 def read_namespaced(
-    kind: str, meta: wire.ObjectMeta, named: Callable[[str, str], N], value: Callable[[N, Findings], V], *,
-    check: Callable[[str | None, str], str] = checked_label,
+    kind: str, obj: W, meta: M, named: Callable[[str, str | None], N],
+    value: Callable[[N, W, M, Findings], V],
 ) -> Reading[V]:
-    """Read an object of a namespaced *kind*: *named* makes its name, *value* its value. Both may be Refused.
+    """Read *obj*, of a namespaced *kind*: *named* makes its name, *value* its value. Both may raise Refused.
 
-    *check* is for the name; a namespace is a DNS label, and that of a manifest without one is ``default``.
+    A namespace is a DNS label, and that of a manifest without one is ``default``.
     """
     namespace = meta.namespace or "default"
-    found = Findings(kind, namespace, meta.name)
+    found = Findings()
+    name = None
     try:
-        if not is_label(namespace):
-            raise Refused("metadata.namespace", f"{quoted(namespace)} is not a DNS label")
-        namespace = sys.intern(namespace)
-        name = named(namespace, check(meta.name, "metadata.name"))
+        name = named(_namespace(namespace), meta.name)
+        read = value(name, obj, meta, found)
     except Refused as refused:
-        return Reading(None, None, found.refuse(refused))
-    try:
-        return Reading(name, value(name, found), found.bad)
-    except Refused as refused:
-        return Reading(name, None, found.refuse(refused))
+        found.append(refused)
+        return Reading(name, None, found.bad(kind, namespace, meta.name))
+    return Reading(name, read, found.bad(kind, namespace, meta.name) if found else ())
+
+
+@lru_cache(maxsize=1024)
+def _namespace(text: str) -> str:
+    """Return *text*, interned, if it is a DNS label. Raises Refused. Cached, because namespaces recur."""
+    return sys.intern(checked_label(text, "metadata.namespace"))
 
 
 def origin_of(meta: wire.ObjectMeta) -> str:
@@ -119,9 +114,9 @@ def origin_of(meta: wire.ObjectMeta) -> str:
     return f"resource version {meta.resource_version}" if meta.resource_version else ""
 
 
-def service_name(namespace: str, name: str) -> ServiceName:
-    """Return the name of a Service. It is interned: many objects hold it."""
-    return ServiceName(namespace, sys.intern(name))
+def service_name(namespace: str, name: str | None) -> ServiceName:
+    """Return the checked name of a Service. It is interned: many objects hold it. Raises Refused."""
+    return ServiceName(namespace, sys.intern(checked_label(name, "metadata.name")))
 
 
 def is_label(text: str) -> bool:
@@ -134,23 +129,24 @@ def _is_known_label(text: str) -> bool:
     return _is_label(text) is not None
 
 
-def checked_address(text: str | None, field: str) -> Address:
-    """Return the address *text* if traffic can be sent to it. Raises Refused."""
+def checked_address(text: str | None, field: str, at: int) -> Address:
+    """Return the address *text* if it can receive traffic; *field* has a place for *at*. Raises Refused."""
     try:
         address = parse_address(text or "")
     except ValueError:
-        raise Refused(field, f"{quoted(text)} is not an IP address") from None
+        raise Refused(field.format(at), f"{quoted(text)} is not an IP address") from None
     if is_special(address):
-        raise Refused(field, f"{text} is an unspecified, loopback, multicast or broadcast address")
+        problem = f"{text} is an unspecified, loopback, multicast or broadcast address"
+        raise Refused(field.format(at), problem)
     return address
 
 
-def checked_cidr(text: str | None, field: str) -> Cidr:
-    """Return the network *text*. Raises Refused."""
+def checked_cidr(text: str | None, field: str, at: int) -> Cidr:
+    """Return the network *text*; *field* has a place for *at*. Raises Refused."""
     try:
         return parse_cidr(text or "")
     except ValueError:
-        raise Refused(field, f"{quoted(text)} is not a CIDR") from None
+        raise Refused(field.format(at), f"{quoted(text)} is not a CIDR") from None
 
 
 def is_special(address: Address) -> bool:

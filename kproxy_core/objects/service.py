@@ -5,7 +5,6 @@ As kube-proxy 1.36, pkg/proxy/serviceport.go and pkg/proxy/util. Absent fields g
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TypeVar
@@ -31,12 +30,11 @@ T = TypeVar("T")
 def read_service(obj: wire.Service) -> reading.Reading[ServiceSet | ServiceGone]:
     """Read *obj*; ServiceGone if this proxy does not serve it."""
     meta = obj.metadata or wire.ServiceMeta()
-    return reading.read_namespaced(
-        "Service", meta, reading.service_name, lambda name, found: _value(name, meta, obj, found))
+    return reading.read_namespaced("Service", obj, meta, reading.service_name, _value)
 
 
 def _value(
-    name: ServiceName, meta: wire.ServiceMeta, obj: wire.Service, found: reading.Findings
+    name: ServiceName, obj: wire.Service, meta: wire.ServiceMeta, found: reading.Findings
 ) -> ServiceSet | ServiceGone:
     spec = obj.spec or wire.ServiceSpec()
     if meta.labels is not None and meta.labels.proxy_name is not UNSET:
@@ -62,9 +60,9 @@ def _value(
     )
     return ServiceSet(Service(
         name=name,
-        created=_created(meta.creation_timestamp, found),
         ports=ports,
         cluster_ips=cluster_ips,
+        created=_created(meta.creation_timestamp, found),
         external_ips=external_ips,
         load_balancer_ips=_load_balancer_ips(obj.status, found),
         source_ranges=_restricting(source_ranges),
@@ -88,19 +86,16 @@ def _cluster_ips(spec: wire.ServiceSpec) -> tuple[Address, ...]:
         return ()
     if first != texts[0]:
         raise reading.Refused(path.format(0), f"{reading.quoted(texts[0])} differs from spec.clusterIP")
-    families = []
-    for i, label in enumerate(spec.ip_families or ()):
+    labels = spec.ip_families or ()
+    for i, label in enumerate(labels):
         if label not in _FAMILIES:
             raise reading.Refused(f"spec.ipFamilies[{i}]", f"{reading.quoted(label)} is not an IP family")
-        families.append(_FAMILIES[label])
     by_family: dict[Family, Address] = {}
-    for i, text in enumerate(texts):
-        if families and i == len(families):
-            break
-        address = reading.checked_address(text, path.format(i))
+    for i, text in enumerate(texts[:len(labels)] if labels else texts):
+        address = reading.checked_address(text, path, i)
         family = family_of(address)
-        if families and family is not families[i]:
-            problem = f"{text} is not an {families[i].label} address, as spec.ipFamilies says"
+        if labels and family.label != labels[i]:
+            problem = f"{text} is not an {labels[i]} address, as spec.ipFamilies says"
             raise reading.Refused(path.format(i), problem)
         by_family.setdefault(family, address)
     return tuple(by_family.values())
@@ -108,19 +103,21 @@ def _cluster_ips(spec: wire.ServiceSpec) -> tuple[Address, ...]:
 
 def _ports(ports: list[wire.ServicePort], found: reading.Findings) -> tuple[PortSpec, ...]:
     """Return the valid ones of *ports*. Raises Refused if there are none."""
-    if len(ports) <= _FEW:
-        with suppress(reading.Refused):
-            return _good_ports(tuple(ports))
-    return _read_ports(ports, found)
+    if len(ports) > _FEW:
+        return _read_ports(ports, found)
+    try:
+        return _good_ports(tuple(ports))
+    except reading.Refused:
+        return _read_ports(ports, found)
 
 
 @lru_cache(maxsize=1024)
 def _good_ports(ports: tuple[wire.ServicePort, ...]) -> tuple[PortSpec, ...]:
     """Return valid *ports*, one tuple for all equal ones: Services often share ports. Raises Refused."""
-    found = reading.Findings("", None, None)
+    found = reading.Findings()
     kept = _read_ports(ports, found)
-    if found.bad:
-        raise found.last_refuses()
+    if found:
+        raise found.pop()
     return kept
 
 
@@ -147,7 +144,7 @@ def _read_ports(ports: Sequence[wire.ServicePort], found: reading.Findings) -> t
             name = sys.intern(name)
             kept[name, protocol] = PortSpec(name, protocol, number, node_port)
     if not kept:
-        raise found.last_refuses()
+        raise found.pop()
     return tuple(kept.values())
 
 
@@ -160,16 +157,17 @@ def _load_balancer_ips(status: wire.ServiceStatus | None, found: reading.Finding
 
 
 def _each(
-    texts: Iterable[str | None], field: str, check: Callable[[str | None, str], T], found: reading.Findings
+    texts: Iterable[str | None], field: str, check: Callable[[str | None, str, int], T],
+    found: reading.Findings,
 ) -> tuple[T, ...]:
     """Return the results of *check* for *texts*, each once. Blank texts are dropped, bad ones reported."""
     kept: dict[T, None] = {}
     for i, text in enumerate(texts):
         if text and (text := text.strip()):
             try:
-                kept[check(text, field.format(i))] = None
+                kept[check(text, field, i)] = None
             except reading.Refused as refused:
-                found.add(refused.field, refused.problem)
+                found.append(refused)
     return tuple(kept)
 
 

@@ -5,13 +5,12 @@ As kube-proxy 1.36, pkg/proxy/endpointslicecache.go. Absent fields get the API s
 
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 
 from msgspec import UNSET
 
-from kproxy_core.model.address import Address, Family, format_address, parse_address
+from kproxy_core.model.address import Family, format_address, parse_address
 from kproxy_core.model.endpoint import Endpoint, EndpointSlice, SliceName, SlicePort
 from kproxy_core.model.service import ServiceName
 from kproxy_core.objects import reading, wire
@@ -26,19 +25,21 @@ MAX_DESTINATIONS = 100_000
 _FEW = 16
 """Ports up to which they are cached, to bound memory."""
 _FAMILIES = {family.label: family for family in Family}
+_new = tuple.__new__
 
 
 def read_slice(obj: wire.EndpointSlice) -> reading.Reading[SliceSet | SliceGone]:
     """Read *obj*; SliceGone if it can't belong to a Service that is served."""
     meta = obj.metadata or wire.SliceMeta()
-    return reading.read_namespaced(
-        "EndpointSlice", meta, SliceName, lambda name, found: _value(name, meta, obj, found),
-        check=reading.checked_subdomain,
-    )  # fmt: skip
+    return reading.read_namespaced("EndpointSlice", obj, meta, _slice_name, _value)
+
+
+def _slice_name(namespace: str, name: str | None) -> SliceName:
+    return SliceName(namespace, reading.checked_subdomain(name, "metadata.name"))
 
 
 def _value(
-    name: SliceName, meta: wire.SliceMeta, obj: wire.EndpointSlice, found: reading.Findings
+    name: SliceName, obj: wire.EndpointSlice, meta: wire.SliceMeta, found: reading.Findings
 ) -> SliceSet | SliceGone:
     labels = meta.labels
     if labels is None or not labels.service_name or labels.headless is not UNSET:
@@ -61,31 +62,33 @@ def _value(
         many = f"{len(ports)} of them with {len(endpoints)} endpoints each is too much"
         raise reading.Refused("ports", many)
     stamp = meta.annotations.trigger_time if meta.annotations else None
-    return SliceSet(EndpointSlice(
+    piece = EndpointSlice(
         name,
         ServiceName(name.namespace, sys.intern(service)),
         family,
         read_ports(ports, "ports", found),
         _endpoints(endpoints, family, found),
-        read_trigger_time(stamp, found) if stamp else None,
-    ), reading.origin_of(meta))
+    )
+    return SliceSet(piece, reading.origin_of(meta), read_trigger_time(stamp, found) if stamp else None)
 
 
 def read_ports(ports: list[wire.SlicePort], path: str, found: reading.Findings) -> tuple[SlicePort, ...]:
     """Return the usable ones of *ports*, which are at *path* in the object."""
-    if len(ports) <= _FEW:
-        with suppress(reading.Refused):
-            return _good_ports(tuple(ports))
-    return _read_ports(ports, path, found)
+    if len(ports) > _FEW:
+        return _read_ports(ports, path, found)
+    try:
+        return _good_ports(tuple(ports))
+    except reading.Refused:
+        return _read_ports(ports, path, found)
 
 
 @lru_cache(maxsize=1024)
 def _good_ports(ports: tuple[wire.SlicePort, ...]) -> tuple[SlicePort, ...]:
     """Return usable *ports*, one tuple for all equal ones: most slices share ports. Raises Refused."""
-    found = reading.Findings("", None, None)
+    found = reading.Findings()
     kept = _read_ports(ports, "", found)
-    if found.bad:
-        raise found.last_refuses()
+    if found:
+        raise found.pop()
     return kept
 
 
@@ -115,7 +118,7 @@ def _endpoints(
     size = family.size
     kept = []
     for i, entry in enumerate(endpoints):
-        read = entry if isinstance(entry, Endpoint) else _read_endpoint(entry)
+        read = entry if isinstance(entry, Endpoint) else read_endpoint(entry)
         if read is not None and len(read.address) == size:
             kept.append(read)
         elif (text := _first_address(entry)) is not None:
@@ -131,39 +134,28 @@ def _first_address(entry: wire.Endpoint | Endpoint) -> str | None:
     return entry.addresses[0] if entry.addresses else None
 
 
-def _read_endpoint(entry: wire.Endpoint) -> Endpoint | None:
-    """Read *entry*; None if it has no usable address."""
-    address = usable_address(entry.addresses[0]) if entry.addresses else None
-    if address is None:
+def read_endpoint(entry: wire.Endpoint) -> Endpoint | None:
+    """Read *entry*; None if it has no address that traffic can be sent to."""
+    if not entry.addresses:
         return None
-    node = sys.intern(entry.node_name) if entry.node_name else ""
-    ready, serving, terminating = read_conditions(entry.conditions or _NO_CONDITIONS)
-    zones, nodes = read_hints(entry.hints) if entry.hints is not None else NO_HINTS
-    return Endpoint(address, node, ready, serving, terminating, zones, nodes)
-
-
-def usable_address(text: str) -> Address | None:
-    """Return the address *text*; None if traffic can't be sent to it."""
     try:
-        address = parse_address(text)
+        address = parse_address(entry.addresses[0])
     except ValueError:
         return None
-    return None if reading.is_special(address) else address
-
-
-def read_conditions(conditions: wire.Conditions) -> tuple[bool, bool, bool]:
-    """Return whether an endpoint is ready, serving and terminating."""
-    return conditions.ready is not False, conditions.serving is not False, conditions.terminating is True
-
-
-def read_hints(hints: wire.Hints) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the zones and nodes that should use an endpoint."""
-    return _hinted(hints.for_zones), _hinted(hints.for_nodes)
+    if reading.is_special(address):
+        return None
+    is_ = entry.conditions or _NO_CONDITIONS
+    zones = nodes = _NOWHERE
+    if entry.hints is not None:
+        zones, nodes = _hinted(entry.hints.for_zones), _hinted(entry.hints.for_nodes)
+    # Half the time of Endpoint(...), whose constructor is a Python function: most objects are endpoints.
+    return _new(Endpoint, (
+        address, sys.intern(entry.node_name or ""),
+        is_.ready is not False, is_.serving is not False, is_.terminating is True, zones, nodes))
 
 
 _NO_CONDITIONS = wire.Conditions()
 _NOWHERE: frozenset[str] = frozenset()
-NO_HINTS = (_NOWHERE, _NOWHERE)
 
 
 def _hinted(hints: list[wire.Hint] | None) -> frozenset[str]:

@@ -8,28 +8,21 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+
+from msgspec import Struct
 
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeObject
+from kproxy_core.observe.http.messages import Answer
 from kproxy_core.sync.observer import Synced, SyncFailure, SyncObserver
 
 
-class HealthAnswer(NamedTuple):
-    ok: bool
-    body: bytes
-    """One line of JSON."""
-
-
-class _FamilyState:
-    __slots__ = ("pending_since", "problem", "updated_ns")
-
-    def __init__(self) -> None:
-        self.updated_ns: int | None = None
-        """Wall clock time of the last successful sync, in nanoseconds."""
-        self.pending_since: float | None = None
-        """Monotonic time of the oldest request since then."""
-        self.problem = ""
+class _FamilyState(Struct):
+    updated_ns: int | None = None
+    """Wall clock time of the last successful sync, in nanoseconds."""
+    pending_since: float | None = None
+    """Monotonic time of the oldest request since then."""
+    problem: str = ""
 
 
 class ProxyHealth(SyncObserver):
@@ -88,30 +81,32 @@ class ProxyHealth(SyncObserver):
     def healthy(self) -> bool:
         """Return True if every family has synced and none is overdue, whatever the node's eligibility."""
         with self._lock:
-            return self._in_sync() and self._alive(self._monotonic())
+            return self._healthy()
 
-    def healthz(self) -> HealthAnswer:
+    def healthz(self) -> Answer:
         """Answer for readiness: healthy, not held, and the node is eligible."""
         with self._lock:
-            healthy = self._in_sync() and self._alive(self._monotonic()) and not self._held
+            healthy = self._healthy() and not self._held
             return self._answer(healthy and self._node_eligible, healthy, with_node=True)
 
-    def livez(self) -> HealthAnswer:
+    def livez(self) -> Answer:
         """Answer for liveness: no family is overdue. A restart would not speed up the first sync."""
         with self._lock:
-            alive = self._alive(self._monotonic())
+            alive = self._alive()
             return self._answer(alive, alive, with_node=False)
 
-    def _in_sync(self) -> bool:
-        return all(state.updated_ns is not None for state in self._states.values())
+    def _healthy(self) -> bool:
+        return self._alive() and all(state.updated_ns is not None for state in self._states.values())
 
-    def _alive(self, now: float) -> bool:
+    def _alive(self) -> bool:
+        now = self._monotonic()
         return not any(self._overdue(state, now) for state in self._states.values())
 
     def _overdue(self, state: _FamilyState, now: float) -> bool:
         return state.pending_since is not None and now - state.pending_since >= self._timeout
 
-    def _answer(self, ok: bool, healthy: bool, with_node: bool) -> HealthAnswer:
+    def _answer(self, ok: bool, healthy: bool, with_node: bool) -> Answer:
+        """Return the answer: one line of JSON."""
         now_ns, now = self._wall_ns(), self._monotonic()
         newest = max((state.updated_ns or 0 for state in self._states.values()), default=0)
         document: dict[str, object] = {
@@ -137,7 +132,8 @@ class ProxyHealth(SyncObserver):
             problems.append(self._held)
         if problems:
             document["problems"] = problems
-        return HealthAnswer(ok, json.dumps(document, separators=(",", ":")).encode())
+        body = json.dumps(document, separators=(",", ":")).encode()
+        return Answer(200 if ok else 503, body, "application/json")
 
 
 def _rfc3339(nanoseconds: int) -> str:

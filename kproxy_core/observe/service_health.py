@@ -1,7 +1,7 @@
 """Health check node ports (kube-proxy 1.36, pkg/proxy/healthcheck/service_health.go; KEP-1669)."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from kproxy_core.model.address import Address, Family
 from kproxy_core.model.node import NodeView
@@ -12,23 +12,35 @@ from kproxy_core.sync.family_plans import HealthCheck
 from kproxy_core.sync.observer import Synced, SyncObserver
 
 
-class ServiceHealth:
-    """The health check node ports of one family. Called from one thread; the server's thread answers."""
+class ServiceHealth(SyncObserver):
+    """The health check node ports of one family, which follow the acknowledged plans.
+
+    Called from one thread; the server's thread answers.
+    """
 
     def __init__(
-        self, server: HttpServer, healthy: Callable[[], bool],
+        self, family: Family, server: HttpServer, healthy: Callable[[], bool],
         failed: Callable[[ServiceName, str], None] = lambda service, problem: None,
     ) -> None:
         """*healthy*: see `ProxyHealth.healthy`.
 
         *failed* is called on the server's thread when a Service's port cannot be opened. That is retried.
         """
+        self._family = family
         self._server = server
         self._healthy = healthy
         self._failed = failed
         self._addresses: tuple[Address, ...] = ()
         self._services: dict[ServiceName, HealthCheck] = {}
         self._listeners: dict[ServiceName, Listener] = {}
+
+    def node_changed(self, node: NodeView) -> None:
+        if node.family is self._family:
+            self.set_node(node)
+
+    def sync_succeeded(self, synced: Synced) -> None:
+        if synced.family is self._family:
+            self.apply(synced.health_checks)
 
     def set_node(self, node: NodeView) -> None:
         """Listen on the addresses of *node*, of this family, that serve node ports."""
@@ -89,18 +101,3 @@ class ServiceHealth:
             "application/json",
             (("X-Load-Balancing-Endpoint-Weight", str(check.ready)),),
         )
-
-
-class HealthCheckObserver(SyncObserver):
-    """Brings the health check node ports to the acknowledged plans."""
-
-    def __init__(self, families: Sequence[Family], make: Callable[[], ServiceHealth]) -> None:
-        """*make* is called for each of *families*."""
-        self._ports = {family: make() for family in families}
-
-    def node_changed(self, node: NodeView) -> None:
-        self._ports[node.family].set_node(node)
-
-    def sync_succeeded(self, synced: Synced) -> None:
-        if synced.health_checks:
-            self._ports[synced.family].apply(synced.health_checks)

@@ -8,7 +8,9 @@ the current wishes, never on the order in which they arose.
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Set
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from kproxy_core.model.address import Address, Protocol, format_socket
 from kproxy_core.model.service import ServiceName, ServicePortKey
@@ -20,8 +22,7 @@ Rank = tuple[str, ServicePortKey]
 _AFTER_ANY_TIME = "~"
 
 
-@dataclass(frozen=True, slots=True)
-class Conflict:
+class Conflict(Struct, frozen=True):
     """A frontend that *loser* wants and *winner* holds."""
 
     frontend: Frontend
@@ -60,7 +61,9 @@ class Claims:
             for frontend, key in dict.fromkeys(_frontends(before)):
                 self._release(frontend, (_age(before[0]), key), touched)
             for frontend, key in dict.fromkeys(_frontends(plans)):
-                self._claim(frontend, (_age(plans[0]), key), touched)
+                holder = self._holder.setdefault(frontend, key)
+                if holder is not key:
+                    self._contest(frontend, holder, (_age(plans[0]), key), touched)
             touched.discard(name)
         if plans:
             self._wanted[name] = plans
@@ -96,11 +99,9 @@ class Claims:
         self._unreported.clear()
         return found
 
-    def _claim(self, frontend: Frontend, rank: Rank, touched: set[ServiceName]) -> None:
-        holder = self._holder.get(frontend)
-        if holder is None:
-            self._holder[frontend] = rank[1]
-            return
+    def _contest(
+        self, frontend: Frontend, holder: ServicePortKey, rank: Rank, touched: set[ServiceName]
+    ) -> None:
         rivals = self._contested.get(frontend)
         if rivals is None:
             rivals = self._contested[frontend] = [(self._age_of(holder, rank), holder)]

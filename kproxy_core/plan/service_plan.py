@@ -1,8 +1,9 @@
 """Service plans: the decision for one service port in one family, as backends receive it."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from kproxy_core.model.address import Address, Cidr, Family, Protocol, family_of
 from kproxy_core.model.endpoint import Destination, EndpointSlice
@@ -20,8 +21,7 @@ class Frontend(NamedTuple):
     port: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServicePlan:
+class ServicePlan(Struct, frozen=True, gc=False, kw_only=True):
     """The desired state of one service port in one family.
 
     Three kinds of frontend: the ClusterIP (internal), external addresses (external

@@ -2,7 +2,8 @@
 
 The kernel decides about NAT on a flow's first packet only. A UDP client that keeps sending reaches a deleted
 endpoint, or none at all if it started before the Service existed, until its flow is deleted; the next packet
-then starts a new one. Connections of TCP and SCTP end by themselves.
+then starts a new one. Connections of TCP and SCTP end by themselves; for a TCP client that has no answer yet,
+see `is_stale_syn`.
 
 As kube-proxy 1.36 (pkg/proxy/conntrack/cleanup.go): a flow to a frontend is stale
 unless a serving endpoint answers it, and policies, hints and termination do not
@@ -20,9 +21,10 @@ matter, because changing them must not cut working flows. Unlike there
   nothing here could serve them better.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Set
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from kproxy_core.model.address import Address, Family, Protocol
 from kproxy_core.model.endpoint import Destination
@@ -31,10 +33,11 @@ from kproxy_core.plan.service_plan import Frontend, ServicePlan
 
 Socket = tuple[Address, int]
 """Address and port; a `Destination` is one."""
+Owner = Callable[[Frontend], object]
+"""Returns None for a frontend that no service port has."""
 
 
-@dataclass(frozen=True, slots=True)
-class StaleFlows:
+class StaleFlows(Struct, frozen=True):
     """The condition for UDP flows of one family to be stale; falsy if none can be."""
 
     frontends: frozenset[Frontend]
@@ -66,6 +69,25 @@ class StaleFlows:
         if serving is None or answered_by in serving or _at_any_address(answered_by) in serving:
             return False
         return bool(serving) or answered_by != destination
+
+
+def is_stale_syn(destination: Socket, owner: Owner, node_port_addresses: Set[Address]) -> bool:
+    """Return whether a TCP connection to *destination* that nothing has answered or translated is stale.
+
+    Its client repeats the SYN for two minutes, in vain: the kernel tracked the first one before the Service
+    existed, or while rules were missing. A SYN that a rule rejects or drops is not tracked. kube-proxy 1.36
+    keeps such connections.
+    """
+    address, port = destination
+    return owner(Frontend(address, Protocol.TCP, port)) is not None or (
+        address in node_port_addresses and owner(Frontend(None, Protocol.TCP, port)) is not None)
+
+
+def adds_tcp(before: ServicePlan | None, after: ServicePlan | None) -> bool:
+    """Return whether *after* has a TCP frontend that *before* lacks."""
+    if after is None or after.key.protocol is not Protocol.TCP:
+        return False
+    return before is None or not set(after.frontends()).issubset(before.frontends())
 
 
 def relay(family: Family, port: int) -> Destination:

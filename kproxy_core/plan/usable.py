@@ -4,7 +4,7 @@ kube-proxy 1.36, pkg/proxy/topology.go; KEP-1669 (terminating endpoints),
 KEP-2433 (topology hints), KEP-3015 (same-node hints).
 """
 
-from typing import NamedTuple
+from msgspec import Struct
 
 from kproxy_core.model.address import Address
 from kproxy_core.model.endpoint import Candidate, Destination
@@ -12,7 +12,7 @@ from kproxy_core.model.node import NodeView
 from kproxy_core.plan.candidates import Candidates
 
 
-class Usable(NamedTuple):
+class Usable(Struct, frozen=True, gc=False):
     """The result for one service port; see the fields of ServicePlan."""
 
     cluster: tuple[Destination, ...] = ()

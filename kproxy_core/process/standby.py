@@ -4,14 +4,10 @@ Without this, each would repair what the other changes. A standby process writes
 probes of the health port are answered by the process that serves.
 """
 
-import contextlib
 import logging
 import signal
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Final
 
 from kproxy_core.host import privileges
@@ -41,10 +37,7 @@ def await_turn(directory: str, *, exclusive: bool) -> tuple[FileLock | None, boo
             return lock, False
         if exclusive:
             raise StartFailed("another kproxy serves this network namespace")
-        with _ending_on_signals():
-            log.warning("standing by: another kproxy serves this network namespace")
-            while not lock.acquire():
-                time.sleep(_INTERVAL)
+        _stand_by(lock)
     except OSError as error:
         if lock is not None:
             lock.release()
@@ -54,28 +47,19 @@ def await_turn(directory: str, *, exclusive: bool) -> tuple[FileLock | None, boo
     return lock, True
 
 
-class _Ended(BaseException):
-    """A signal ended this process while it stood by."""
+def _stand_by(lock: FileLock) -> None:
+    """Take *lock* once it is free. Exit on SIGTERM and SIGINT. Raises OSError.
 
-
-@contextlib.contextmanager
-def _ending_on_signals() -> Iterator[None]:
-    """Exit on SIGTERM and SIGINT, also as process 1 of a container, whose default is to ignore them."""
-
-    def end(_number: int, _frame: FrameType | None) -> None:
-        for number in _SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
-        # Nothing is logged here: Python drops what is logged while it handles another log record.
-        raise _Ended
-
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    Signals are blocked meanwhile: process 1 of a container ignores those that it neither handles nor blocks.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
-        for number in _SIGNALS:
-            signal.signal(number, end)
-        yield
-    except _Ended:
-        log.info("stopped")
-        sys.exit(0)
+        log.warning("standing by: another kproxy serves this network namespace")
+        while not lock.acquire():
+            if signal.sigtimedwait(_SIGNALS, _INTERVAL):
+                for number in _SIGNALS:
+                    signal.signal(number, signal.SIG_IGN)
+                log.info("stopped")
+                sys.exit(0)
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)

@@ -1,8 +1,8 @@
 """Changes of the mode while the process runs: by the control socket or the configuration file."""
 
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kproxy_core.backend.api import Caveat
@@ -12,17 +12,17 @@ from kproxy_core.host.files.file_watch import FileWatch
 from kproxy_core.modes.control import Handler, ReportProgress, RequestRefused
 from kproxy_core.modes.switch import Comparison, ModeSwitch, SwitchFailed
 from kproxy_core.observe.events.recorder import EventRecorder
-from kproxy_core.process.overview import Overview
 from kproxy_core.process.terms import Configuration
 
 if TYPE_CHECKING:
     from kproxy_core.process.inspection.running import Inspection
+    from kproxy_core.process.overview import Overview
 
 log = logging.getLogger("kproxy.run")
 
 
 def answer_requests(
-    switch: ModeSwitch, inspection: Callable[[], "Inspection"], overview: Overview,
+    switch: ModeSwitch, inspection: Callable[[], "Inspection"], overview: Callable[[], "Overview"],
 ) -> Handler:
     """Return the handler of the control socket's requests."""
 
@@ -42,7 +42,7 @@ def answer_requests(
                 case {"do": "targets", "service": str(service)}:
                     return {"mode": switch.instance.mode, "targets": inspection().targets(service)}
                 case {"do": "top", "search": str(search), "sort": str(sort), "count": int(count)}:
-                    return {"status": overview.status(), **overview.services(search, sort, count=count)}
+                    return {"status": overview().status(), **overview().services(search, sort, count=count)}
                 case {"do": "report"}:
                     return {"mode": switch.instance.mode, **inspection().report()}
                 case {"do": "plans"}:
@@ -61,59 +61,47 @@ class FollowedFile:
         self, configuration: Configuration, switch: ModeSwitch, events: EventRecorder,
         restart: Callable[[], None],
     ) -> None:
-        """*restart* is called once if a change needs a restart."""
+        """Start watching. *restart* is called once if a change needs a restart."""
         self._configuration = configuration
         self._switch = switch
         self._events = events
         self._restart = restart
-        self._lock = threading.Lock()
         self._watch: FileWatch | None = None
-        self._closed = False
-
-    def start(self) -> None:
-        with self._lock:
-            file = self._configuration.file
-            if self._watch is not None:
-                self._watch.close()
-            if file is not None and not self._closed:
-                self._watch = FileWatch(file.path, file.content, self._changed)
-                self._watch.start()
+        if (file := configuration.file) is not None:
+            self._watch = FileWatch(file.path, file.content, partial(self._changed, file.path))
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.close()
+        if self._watch is not None:
+            self._watch.close()
 
-    def _changed(self) -> None:
-        """Handle a change, in the watch's thread, which then ends."""
-        if self._follow():
-            threading.Thread(target=self.start, name="config file again", daemon=True).start()
-        else:
+    def _changed(self, path: str) -> bytes | None:
+        """Follow a change. Return the content that counts from now on; None: a restart is needed."""
+        followed = self._follow(path)
+        if followed is None:
             self._restart()
+        return followed
 
-    def _follow(self) -> bool:
-        """Switch modes if nothing else changed. Return False if a restart is needed instead."""
+    def _follow(self, path: str) -> bytes | None:
+        """Switch modes if nothing else changed. Return the file's content; None if a restart is needed."""
         known = self._configuration
-        assert known.file is not None
         serving = self._switch.instance.mode
         try:
-            new = Configuration(known.flags, load(known.file.path))
+            file = load(path)
+            new = Configuration(known.flags, file)
             asked = new.mode
             config, before = new.of(serving), known.of(serving)
         except ConfigError:
-            return False  # the next start says what is wrong
+            return None  # the next start says what is wrong
         if not (config.kproxy.live_mode_switch and config.is_like(before) and asked):
-            return False
-        known.follow(new.file)
+            return None
+        known.follow(file)
         try:
             self._switch.switch_to(asked, _log_progress, configured=asked)
         except SwitchFailed as error:
             log.error("could not switch to the mode in the configuration file", extra={
                 "fields": {"mode": asked, "error": str(error)}})
             self._events.report_node("Warning", "ModeSwitchFailed", f"{asked}: {error}")
-        return True
+        return file.content
 
 
 def _log_progress(line: str) -> None:

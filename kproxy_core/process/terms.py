@@ -1,13 +1,13 @@
 """The settings with which a mode serves on this machine."""
 
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 
 from kproxy_core.backend.api import BackendSettings, Description
 from kproxy_core.backend.errors import InvalidOption
 from kproxy_core.backend.registry import Registry
-from kproxy_core.config.file import FileConfig, load
+from kproxy_core.config.file import FileConfig, did_you_mean, load
 from kproxy_core.config.flags import Flags
 from kproxy_core.config.settings import Config, DetectLocalMode, parse_node_port_addresses, resolve
 from kproxy_core.host.netlink.addresses import default_source_address
@@ -51,7 +51,7 @@ class Configuration:
             config = self._configs[mode] = resolve(Flags(self.flags, mode=mode), self.file)
         return config
 
-    def follow(self, file: FileConfig | None) -> None:
+    def follow(self, file: FileConfig) -> None:
         """Replace the file by its new content."""
         self.file = file
         self._configs = {}
@@ -84,16 +84,9 @@ def serving_settings(config: Config, registry: Registry, families: tuple[Family,
     known = registry.options(config.mode)
     for name, value in config.kproxy.backend_options.get(config.mode, {}).items():
         if known is not None and name not in known:
-            raise InvalidOption(settings, name, value, _unknown(name, config.mode, known))
+            hint = did_you_mean(name, known)
+            raise InvalidOption(settings, name, value, f"mode {config.mode} has no such option{hint}")
     return settings
-
-
-def _unknown(name: str, mode: str, known: Collection[str]) -> str:
-    import difflib  # needed only for a file with mistakes
-
-    nearest = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    return f"mode {mode} has no such option{hint}"
 
 
 def settings_of_modes(

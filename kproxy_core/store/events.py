@@ -1,8 +1,9 @@
 """The events that sources send to the store: typed, decoded and checked."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
+
+from msgspec import Struct
 
 from kproxy_core.model.address import Cidr
 from kproxy_core.model.endpoint import EndpointSlice, SliceName
@@ -10,72 +11,71 @@ from kproxy_core.model.node import NodeObject
 from kproxy_core.model.service import Service, ServiceName
 
 
-@dataclass(frozen=True, slots=True)
-class ServiceSet:
+class ServiceSet(Struct, frozen=True, eq=False, gc=False):
     """A Service for this proxy was added or changed."""
 
     service: Service
-    origin: str = field(default="", compare=False)
+    origin: str = ""
     """The file or the resource version of the object, in words; "" if unknown."""
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ServiceSet) and self.service == other.service
 
-@dataclass(frozen=True, slots=True)
-class ServiceGone:
+
+class ServiceGone(Struct, frozen=True, gc=False):
     """A Service was deleted, or was given to another proxy."""
 
     name: ServiceName
 
 
-@dataclass(frozen=True, slots=True)
-class SliceSet:
+class SliceSet(Struct, frozen=True, eq=False, gc=False):
     """An EndpointSlice was added or changed."""
 
     slice: EndpointSlice
-    origin: str = field(default="", compare=False)
+    origin: str = ""
     """See `ServiceSet.origin`."""
+    trigger_time: float | None = None
+    """Time of the change that the slice reports (seconds since the epoch), from the
+    annotation ``endpoints.kubernetes.io/last-change-trigger-time``."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SliceSet) and self.slice == other.slice
 
 
-@dataclass(frozen=True, slots=True)
-class SliceGone:
+class SliceGone(Struct, frozen=True, gc=False):
     """An EndpointSlice was deleted or can no longer be used."""
 
     name: SliceName
 
 
-@dataclass(frozen=True, slots=True)
-class NodeSet:
+class NodeSet(Struct, frozen=True, gc=False):
     """This node's Node object was added or changed."""
 
     node: NodeObject
 
 
-@dataclass(frozen=True, slots=True)
-class NodeGone:
+class NodeGone(Struct, frozen=True, gc=False):
     """This node's Node object was deleted."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServiceCidrSet:
+class ServiceCidrSet(Struct, frozen=True, gc=False):
     """A ServiceCIDR was added or changed."""
 
     name: str
     cidrs: tuple[Cidr, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ServiceCidrGone:
+class ServiceCidrGone(Struct, frozen=True, gc=False):
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Complete:
+class Complete(Struct, frozen=True, gc=False):
     """Source *source* has delivered everything that existed when it started."""
 
     source: str
 
 
-@dataclass(frozen=True, slots=True)
-class BadObject:
+class BadObject(Struct, frozen=True, gc=False):
     """An object, or part of one, could not be used; the rest is unaffected."""
 
     kind: str
@@ -107,13 +107,12 @@ def limit_complaints(events: list[E], kind: str, name: str) -> list[E | BadObjec
 
     *kind* and *name* are for that one: each complaint costs the loop a line of the log.
     """
-    left = MOST_COMPLAINTS
-    kept: list[E | BadObject] = []
-    for event in events:
-        left -= isinstance(event, BadObject)
-        if left >= 0 or not isinstance(event, BadObject):
-            kept.append(event)
-    return kept if left >= 0 else [*kept, BadObject(kind, name, "", f"{-left} more problems")]
+    bad = [at for at, event in enumerate(events) if isinstance(event, BadObject)]
+    more = set(bad[MOST_COMPLAINTS:])
+    if not more:
+        return [*events]
+    kept: list[E | BadObject] = [event for at, event in enumerate(events) if at not in more]
+    return [*kept, BadObject(kind, name, "", f"{len(more)} more problems")]
 
 
 Emit = Callable[[list[Event]], None]

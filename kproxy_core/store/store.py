@@ -6,7 +6,9 @@ without addresses or pod networks keeps those it had.
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from kproxy_core.model.address import Cidr, Family, outermost
 from kproxy_core.model.endpoint import EndpointSlice, SliceName
@@ -22,8 +24,7 @@ log = logging.getLogger("kproxy.sources")
 _DELETED = "deleted"
 
 
-@dataclass(slots=True)
-class Counts:
+class Counts(Struct):
     """Events since the process started, as kube-proxy's metrics count them."""
 
     service_changes: int = 0
@@ -87,13 +88,13 @@ class Store:
 
     def fold(self, event: events.Event) -> None:
         match event:
-            case events.SliceSet(piece, origin):
-                self._set_slice(piece, origin)
+            case events.SliceSet():
+                self._set_slice(event)
+            case events.ServiceSet():
+                self.origins[event.service.name] = event.origin
+                self._set_service(event.service.name, event.service, event.origin)
             case events.SliceGone(slice_name):
                 self._drop_slice(slice_name)
-            case events.ServiceSet(service, origin):
-                self.origins[service.name] = origin
-                self._set_service(service.name, service, origin)
             case events.ServiceGone(name):
                 self.origins.pop(name, None)
                 self._set_service(name, None, _DELETED)
@@ -178,7 +179,8 @@ class Store:
             state.note("Service", name, origin)
             state.pending_services += 1
 
-    def _set_slice(self, piece: EndpointSlice, origin: str) -> None:
+    def _set_slice(self, event: events.SliceSet) -> None:
+        piece = event.slice
         known = self._slices.get(piece.name)
         state = self._families.get(piece.family)
         if state is not None:
@@ -192,10 +194,10 @@ class Store:
         self._slices[piece.name] = piece
         state.slices.setdefault(piece.service, {})[piece.name.name] = piece
         state.changed[piece.service] = None
-        state.note("EndpointSlice", piece.name, origin)
+        state.note("EndpointSlice", piece.name, event.origin)
         state.pending_slices += 1
-        if piece.trigger_time is not None and piece.trigger_time > self._started:
-            state.trigger_times.setdefault(piece.service, []).append(piece.trigger_time)
+        if event.trigger_time is not None and event.trigger_time > self._started:
+            state.trigger_times.setdefault(piece.service, []).append(event.trigger_time)
 
     def _drop_slice(self, name: SliceName) -> None:
         known = self._slices.get(name)

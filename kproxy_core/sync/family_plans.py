@@ -19,6 +19,8 @@ from kproxy_core.plan.service_plan import (
 )
 from kproxy_core.store.store import Store
 
+_UDP = Protocol.UDP
+
 
 class Step(NamedTuple):
     """The change of one service port between two acknowledged states; None: absent."""
@@ -88,9 +90,9 @@ class FamilyPlans:
                         self._put(plan.key, None)
             if before or wanted:
                 touched |= self._claims.want(name, wanted)
-        for granted in map(self._claims.granted, (*names, *touched.difference(names))):
-            for plan in granted:
-                self._put(plan.key, plan)
+                self._put_granted(name)
+        for name in touched:
+            self._put_granted(name)
         return self._claims.take_conflicts()
 
     def take_trigger_times(self) -> list[float]:
@@ -150,7 +152,10 @@ class FamilyPlans:
         return {name: self._health_check(name) for name in taken}
 
     def owner(self, frontend: Frontend) -> ServicePlan | None:
-        """Return the plan to which *frontend* belongs. None: it is unclaimed, or a health check node port."""
+        """Return the plan to which *frontend* belongs. None: it is unclaimed, or a health check node port.
+
+        From any thread.
+        """
         key = self._claims.holder(frontend)
         plan = self.plans.get(key) if key is not None else None
         return plan if plan is not None and frontend in plan.frontends() else None
@@ -178,9 +183,13 @@ class FamilyPlans:
             return None
         return HealthCheck(port, count_ready_local(self._store.slices(self.family, name), self.node))
 
+    def _put_granted(self, name: ServiceName) -> None:
+        for plan in self._claims.granted(name):
+            self._put(plan.key, plan)
+
     def _put(self, key: ServicePortKey, plan: ServicePlan | None) -> None:
         known = self.plans.get(key)
-        if key.protocol is Protocol.UDP:
+        if key.protocol is _UDP:
             self._udp_ports.add(key)
         if (known and known.health_check_node_port) or (plan and plan.health_check_node_port):
             self._health_checked.add(key.service)

@@ -2,7 +2,8 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from kproxy_core.model.address import Address, Cidr, Family, family_of
 from kproxy_core.model.node import LocalSource, NodeObject, NodePortAddresses, NodeView
@@ -11,8 +12,7 @@ from kproxy_core.plan.node_ports import includes_loopback, select_node_port_addr
 log = logging.getLogger("kproxy.run")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSettings:
+class NodeSettings(Struct, frozen=True, kw_only=True):
     name: str
     local: LocalSource | tuple[Cidr, ...] | None = ()
     """Source of local traffic: an interface for both families, or networks, the first of each family.

@@ -133,12 +133,12 @@ def _version() -> str:
 
 
 def _machine(flags: Flags) -> str:
+    from kproxy_core.backend.registry import Registry
     from kproxy_core.cli.modes import find_out, formatted
-    from kproxy_core.cli.running import open_registry
     from kproxy_core.process.terms import Configuration
 
     configuration = Configuration.read(flags)
-    registry = open_registry(configuration.of("").kproxy.plugins)
+    registry = Registry(plugins=configuration.of("").kproxy.plugins)
     return formatted(find_out(registry, "", configuration, load_modules=False), "json") + "\n"
 
 

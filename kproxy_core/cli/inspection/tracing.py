@@ -9,9 +9,9 @@ from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from typing import Any
 
+from kproxy_core.backend.registry import Registry
 from kproxy_core.cli.inspection.explaining import Packets, ask_proxy, explain_objects
 from kproxy_core.cli.inspection.objects import OBJECTS
-from kproxy_core.cli.running import open_registry
 from kproxy_core.cli.terminal import bad, faint, good, hint, strong
 from kproxy_core.config.flags import Flags
 from kproxy_core.explain.errors import NoAnswer
@@ -39,7 +39,7 @@ def read_answers(target: str, flags: Flags) -> tuple[Packets, FindDialled | None
     request = {"to": target, "from": "", "origin": ""}
     asked = OBJECTS & set(flags)
     answers = explain_objects(request, flags, this_machine=True) if asked else ask_proxy(request)
-    registry = open_registry(flags["plugin"].split(",") if "plugin" in flags else ())
+    registry = Registry(plugins=flags["plugin"].split(",") if "plugin" in flags else ())
     mode = answers[0]["kernel"]["mode"]
 
     def dialled(protocol: int, way: Direction) -> Destination | None:

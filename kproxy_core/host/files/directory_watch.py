@@ -7,7 +7,8 @@ manifest to its file, and, while the directory does not exist, its nearest exist
 import logging
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from kproxy_core.host.files import inotify
 from kproxy_core.host.files.inotify import Inotify, Notice
@@ -31,8 +32,7 @@ def is_manifest(name: str) -> bool:
     return name.endswith((".yaml", ".yml", ".json")) and not name.startswith(".")
 
 
-@dataclass(slots=True)
-class Hints:
+class Hints(Struct):
     manifests: list[tuple[str, Notice]] = field(default_factory=list)
     """Names of manifests, with the change of the manifest or of a link to it."""
     links: bool = False

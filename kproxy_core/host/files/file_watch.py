@@ -20,23 +20,22 @@ _MASK = _ENTRY | inotify.CLOSE_WRITE | inotify.DELETE_SELF | inotify.MOVE_SELF
 
 
 class FileWatch:
-    """Calls *changed* once, from a thread of its own, when the file *path* no longer holds *content*.
+    """Calls *changed*, from a thread of its own, when the file *path* no longer holds *content*.
 
-    A file that is missing or being written does not count as changed. Without inotify no change is noticed,
-    which is logged.
+    *changed* returns the content that counts as unchanged from then on; None: it is not called again. A file
+    that is missing or being written does not count as changed. Without inotify no change is noticed, which is
+    logged.
     """
 
-    def __init__(self, path: str, content: bytes, changed: Callable[[], None]) -> None:
+    def __init__(self, path: str, content: bytes, changed: Callable[[], bytes | None]) -> None:
+        """Start watching."""
         self._path = os.path.abspath(path)
-        self._content = content
+        self._content: bytes | None = content
         self._changed = changed
         self._watched: dict[int, set[str]] = {}
         """Names by watch: every directory entry that decides which file is at the path."""
         self._suspected = True  # It may have changed before it was watched.
-        self._reported = False
         self._watch: Watch | None = None
-
-    def start(self) -> None:
         try:
             self._notices = Inotify()
         except OSError as error:
@@ -54,16 +53,15 @@ class FileWatch:
 
     def _check(self) -> None:
         notices = self._notices.read()
-        if self._reported:
+        if self._content is None:
             return
         if any(notice.mask & (_GONE | inotify.Q_OVERFLOW)
                or notice.name in self._watched.get(notice.watch, ()) for notice in notices):
             self._suspected = True
             self._renew()
-        self._reported = self._suspected and self._differs()
+        if self._suspected and self._differs():
+            self._content = self._changed()
         self._suspected = False
-        if self._reported:
-            self._changed()
 
     def _renew(self) -> None:
         watched: dict[int, set[str]] = {}

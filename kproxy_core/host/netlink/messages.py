@@ -92,9 +92,10 @@ def attribute_spans(data: bytes, start: int, end: int) -> Iterator[tuple[int, in
         start += (size + 3) & ~3
 
 
-def attributes(data: bytes, start: int, end: int) -> dict[int, bytes]:
-    """Return the values of the attributes in ``data[start:end]`` by kind, without flags."""
-    return {kind: data[first:last] for kind, first, last in attribute_spans(data, start, end)}
+def attributes(data: bytes, start: int = 0, end: int | None = None) -> dict[int, bytes]:
+    """Return the values of the attributes in ``data[start:end]``, by default all, by kind without flags."""
+    spans = attribute_spans(data, start, len(data) if end is None else end)
+    return {kind: data[first:last] for kind, first, last in spans}
 
 
 def text(value: bytes) -> str:

@@ -1,6 +1,5 @@
 """The kernel's announcements about traced packets: one for each rule, verdict and policy that they meet."""
 
-import enum
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -13,22 +12,17 @@ from kproxy_core.model.address import Address
 _GROUP = 9
 """NFNLGRP_NFTRACE"""
 _TRACE = nf_tables.KIND | 17
+_TYPE_RULE = 3
+"""NFT_TRACETYPE_RULE"""
 _DROP, _ACCEPT = 0, 1
 _JUMPS = {-3: "jump", -4: "goto", -5: "return", -1: "continue"}
-
-
-class Step(enum.Enum):
-    """The kinds of announcement."""
-
-    POLICY = 1
-    RETURN = 2
-    RULE = 3
 
 
 class TraceEvent(NamedTuple):
     packet: int
     """The same number for all announcements about one packet."""
-    step: Step
+    is_rule: bool
+    """Of a rule, not of a policy or of the end of a chain."""
     family: str
     """nft's name: ``ip``, ``ip6``, ``inet``."""
     table: str
@@ -60,13 +54,11 @@ def parse(data: bytes) -> Iterator[TraceEvent]:
             continue
         found = attributes(data, start + NFGENMSG.size, end)
         protocol, way = _way(found.get(8, b""), found.get(9, b""))
-        step = int.from_bytes(found.get(4, b""), "big")
-        if step in (1, 2, 3):
-            yield TraceEvent(
-                int.from_bytes(found.get(6, b""), "big"), Step(step), _FAMILIES.get(data[start], "?"),
-                text(found.get(1, b"")), text(found.get(2, b"")), int.from_bytes(found.get(3, b""), "big"),
-                _verdict(found), protocol, way,
-            )  # fmt: skip
+        yield TraceEvent(
+            int.from_bytes(found.get(6, b""), "big"), int.from_bytes(found.get(4, b""), "big") == _TYPE_RULE,
+            _FAMILIES.get(data[start], "?"), text(found.get(1, b"")), text(found.get(2, b"")),
+            int.from_bytes(found.get(3, b""), "big"), _verdict(found), protocol, way,
+        )  # fmt: skip
 
 
 def _verdict(found: dict[int, bytes]) -> str:

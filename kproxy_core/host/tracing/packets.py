@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from kproxy_core.host.conntrack.events import Change, Direction, FlowEvent
-from kproxy_core.host.tracing.events import Step, TraceEvent
+from kproxy_core.host.tracing.events import TraceEvent
 from kproxy_core.host.tracing.table import Match
 from kproxy_core.model.address import Address, family_of
 from kproxy_core.model.endpoint import Destination
@@ -77,7 +77,7 @@ class Tracer:
         packet = self._by_id.get(event.packet)
         if packet is None:
             return
-        if event.step is Step.RULE and event.handle:
+        if event.is_rule and event.handle:
             packet.rules.append(event)
         elif event.verdict == "drop":
             packet.rules.append(event._replace(handle=0))

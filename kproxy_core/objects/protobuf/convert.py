@@ -3,7 +3,6 @@
 An API server sends "" and 0 in protobuf for most fields that JSON leaves out; the readings do not differ.
 """
 
-import sys
 from collections.abc import Callable
 from datetime import date, timedelta
 from functools import lru_cache
@@ -14,7 +13,7 @@ from msgspec import UNSET
 from kproxy_core.model.endpoint import Endpoint
 from kproxy_core.objects import wire
 from kproxy_core.objects.protobuf.schema import parser
-from kproxy_core.objects.slice import NO_HINTS, read_conditions, read_hints, usable_address
+from kproxy_core.objects.slice import read_endpoint
 
 T = TypeVar("T")
 
@@ -123,28 +122,25 @@ def type_meta(raw: bytes) -> tuple[str, str]:
 def _endpoint(raw: bytes) -> wire.Endpoint | Endpoint:
     """Read an endpoint. In a slice that changes, nearly all are as they were before."""
     message = _parse_endpoint(raw)
-    addresses = message.addresses
-    address = usable_address(addresses[0]) if addresses else None
-    if address is None:
-        return wire.Endpoint(addresses)  # which the reader of the slice reports
     hints = message.hints
-    return Endpoint(address, sys.intern(message.node_name), *_conditions(message.conditions),
-                    *(_hints(hints) if hints else NO_HINTS))
+    found = wire.Endpoint(message.addresses, _conditions(message.conditions), message.node_name,
+                          _hints(hints) if hints else None)
+    return read_endpoint(found) or found  # which the reader of the slice reports
 
 
 @_shared(256, 1024)
-def _conditions(raw: bytes) -> tuple[bool, bool, bool]:
+def _conditions(raw: bytes) -> wire.Conditions:
     message = _parse_conditions(raw)
-    return read_conditions(wire.Conditions(*[
+    return wire.Conditions(*[
         getattr(message, name) if message.HasField(name) else None
-        for name in ("ready", "serving", "terminating")]))
+        for name in ("ready", "serving", "terminating")])
 
 
 @_shared(256, 1024)
-def _hints(raw: bytes) -> tuple[frozenset[str], frozenset[str]]:
+def _hints(raw: bytes) -> wire.Hints:
     message = _parse_hints(raw)
-    return read_hints(wire.Hints([wire.Hint(hint.name) for hint in message.for_zones],
-                                 [wire.Hint(hint.name) for hint in message.for_nodes]))
+    return wire.Hints([wire.Hint(hint.name) for hint in message.for_zones],
+                      [wire.Hint(hint.name) for hint in message.for_nodes])
 
 
 @_shared(256, 1024)

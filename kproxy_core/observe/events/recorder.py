@@ -9,7 +9,9 @@ import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from kproxy_core.observe.events.api_event import Event, NotWritten, Regarding
+from msgspec import Struct
+
+from kproxy_core.model.service import ServiceName
 from kproxy_core.timing.token_bucket import TokenBucket
 
 log = logging.getLogger("kproxy.run")
@@ -27,6 +29,29 @@ _TRIES = (0.0, 1.0, 5.0, 15.0, 60.0)
 _AT_THE_END = 2.0
 """Timeout in seconds for the last events when the process ends."""
 
+
+class Event(Struct, frozen=True):
+    """An event of events.k8s.io/v1."""
+
+    type: str
+    """``Normal`` or ``Warning``."""
+    reason: str
+    action: str
+    kind: str
+    """Kind, name and namespace of the object that the event is about."""
+    name: str
+    namespace: str = ""
+    note: str = ""
+
+
+class NotWritten(Exception):
+    """The server did not accept the event. `again`: it may do so later."""
+
+    def __init__(self, problem: str, again: bool) -> None:
+        super().__init__(problem)
+        self.again = again
+
+
 Write = Callable[[Event, int], None]
 """Delivers an event, with its time in nanoseconds since the epoch. Raises NotWritten."""
 
@@ -39,7 +64,7 @@ class EventRecorder:
         clock: Callable[[], float] = time.monotonic, wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         """*write* delivers the events; None: there is no API server, and they are dropped."""
-        self._node = Regarding("Node", node_name)
+        self._node_name = node_name
         self._write = write
         self._clock = clock
         self._wall_ns = wall_ns
@@ -52,11 +77,11 @@ class EventRecorder:
 
     def report_node(self, type_: str, reason: str, note: str = "") -> None:
         """Report an event of the proxy as a whole. *type_*: ``Normal`` or ``Warning``."""
-        self._record(Event(type_, reason, "StartKubeProxy", self._node, note))
+        self._record(Event(type_, reason, "StartKubeProxy", "Node", self._node_name, note=note))
 
-    def report_service(self, namespace: str, name: str, reason: str, note: str) -> None:
-        """Report that a Service can't be served as its spec demands."""
-        self._record(Event("Warning", reason, "Listen", Regarding("Service", name, namespace), note))
+    def report_service(self, reason: str, service: ServiceName, note: str) -> None:
+        """Report that *service* can't be served as its spec demands."""
+        self._record(Event("Warning", reason, "Listen", "Service", service.name, service.namespace, note))
 
     def start(self) -> None:
         """Start delivering; until then events wait."""

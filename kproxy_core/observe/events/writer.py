@@ -6,7 +6,7 @@ import time
 from kproxy_core.apiclient.access import AccessError, CurrentAccess
 from kproxy_core.apiclient.requests import MAX_REFUSAL, ApiRequest, Observe
 from kproxy_core.apiclient.transport import ProtocolError, Transport
-from kproxy_core.observe.events.api_event import Event, NotWritten
+from kproxy_core.observe.events.recorder import Event, NotWritten
 
 _CONTROLLER = "kube-proxy"
 """The name that operators look for: any service proxy reports under it."""
@@ -32,7 +32,7 @@ class EventWriter:
 
     def write(self, event: Event, happened: int) -> None:
         """Deliver *event* of the time *happened*, in nanoseconds since the epoch. Raises NotWritten."""
-        namespace = event.regarding.namespace or "default"
+        namespace = event.namespace or "default"
         body = json.dumps(_document(event, namespace, happened, self._host)).encode()
         try:
             status, answer = self._post(f"/apis/events.k8s.io/v1/namespaces/{namespace}/events", body)
@@ -61,14 +61,15 @@ class EventWriter:
 
 
 def _document(event: Event, namespace: str, happened: int, host: str) -> dict[str, object]:
-    regarding = {"kind": event.regarding.kind, "name": event.regarding.name, "uid": event.regarding.uid}
-    if event.regarding.namespace:
-        regarding["namespace"] = event.regarding.namespace
+    # As in kube-proxy, the uid is the name.
+    regarding = {"kind": event.kind, "name": event.name, "uid": event.name}
+    if event.namespace:
+        regarding |= {"namespace": event.namespace, "uid": f"{event.namespace}/{event.name}"}
     seconds, rest = divmod(happened, 1_000_000_000)
     return {
         "apiVersion": "events.k8s.io/v1",
         "kind": "Event",
-        "metadata": {"name": _name(event.regarding.name, f".{happened:x}"), "namespace": namespace},
+        "metadata": {"name": _name(event.name, f".{happened:x}"), "namespace": namespace},
         "eventTime": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{rest // 1000:06d}Z",
         "reportingController": _CONTROLLER,
         "reportingInstance": f"{_CONTROLLER}-{host}",

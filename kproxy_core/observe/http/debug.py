@@ -1,9 +1,8 @@
 """Profiles and verbosity at kube-proxy 1.36's paths ``/debug/pprof/...`` and ``/debug/flags/...``."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 
 from kproxy_core.observe.http.messages import Answer, Handler, Request, Slow
 from kproxy_core.observe.logs import stacks
@@ -23,15 +22,12 @@ _HTML = "text/html; charset=utf-8"
 
 
 class Debug:
-    """The handler of all paths below ``/debug/``. Takes one profile at a time."""
+    """The handlers of the paths below ``/debug/``. Takes one profile at a time."""
 
-    def __init__(
-        self, set_verbosity: Callable[[int], None], pages: Mapping[str, Handler] = MappingProxyType({})
-    ) -> None:
-        """*pages* are handlers of further paths."""
+    def __init__(self, set_verbosity: Callable[[int], None]) -> None:
         self._set_verbosity = set_verbosity
         self._busy = threading.Lock()
-        self._handlers: dict[str, Handler] = {
+        self.handlers: dict[str, Handler] = {
             "/debug/pprof": lambda _: Answer(302, b"", headers=(("Location", "/debug/pprof/"),)),
             "/debug/pprof/": lambda _: Answer(200, _index("/debug/pprof/", _PROFILES), _HTML),
             "/debug/pprof/cmdline": lambda _: Answer(200, Path("/proc/self/cmdline").read_bytes()[:-1]),
@@ -41,16 +37,7 @@ class Debug:
             "/debug/flags": lambda _: Answer(200, _index("/debug/flags/", {"v": "PUT a number"}), _HTML),
             "/debug/flags/": lambda _: Answer(200, _index("/debug/flags/", {"v": "PUT a number"}), _HTML),
             "/debug/flags/v": self._verbosity,
-            **pages,
         }
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        return tuple(self._handlers)
-
-    def __call__(self, request: Request) -> Answer | Slow:
-        handler = self._handlers.get(request.path)
-        return handler(request) if handler else Answer(404, b"404 page not found\n")
 
     def _profile(self, request: Request) -> Answer | Slow:
         from kproxy_core.observe.http import profiling  # loaded for the first profile

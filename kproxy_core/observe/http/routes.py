@@ -2,13 +2,13 @@
 
 import json
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from functools import partial
+
+from msgspec import Struct, field
 
 from kproxy_core.backend.fallback import Fallback
 from kproxy_core.observe.health import ProxyHealth
-from kproxy_core.observe.http.debug import Debug
 from kproxy_core.observe.http.messages import Answer, Handler, Request, Slow
 from kproxy_core.observe.http.zpages import flagz, statusz
 from kproxy_core.observe.metrics.registry import Metrics
@@ -25,26 +25,18 @@ _REFUSED_METHODS = ("DELETE", "TRACE")
 def health_routes(health: ProxyHealth, metrics: Metrics) -> Handler:
     """Return the handler of ``/healthz`` and ``/livez`` (port 10256)."""
 
-    def answer(request: Request) -> Answer:
-        match request.path:
-            case "/healthz":
-                check = health.healthz
-            case "/livez":
-                check = health.livez
-            case _:
-                return _NOT_FOUND
+    def answer(check: Callable[[], Answer], request: Request) -> Answer:
         if request.method in _REFUSED_METHODS:
             return _NOT_ALLOWED
         result = check()
-        status = 200 if result.ok else 503
-        metrics.record_health_answer(request.path.removeprefix("/"), status)
-        return Answer(status, result.body, "application/json")
+        metrics.record_health_answer(request.path.removeprefix("/"), result.status)
+        return result
 
-    return answer
+    return partial(dispatch, {"/healthz": partial(answer, health.healthz),
+                              "/livez": partial(answer, health.livez)})  # fmt: skip
 
 
-@dataclass(slots=True, kw_only=True)
-class About:
+class About(Struct, kw_only=True):
     """Facts about the process for the metrics server. Mode and configuration may change."""
 
     mode: str
@@ -63,8 +55,8 @@ class About:
     """Serve ``/flagz`` (gate ComponentFlagz)."""
     many_series: bool = False
     """Metrics take long to write."""
-    debug: Debug | None = None
-    """Serve ``/debug/`` (enableProfiling)."""
+    debug: Mapping[str, Handler] = field(default_factory=dict)
+    """Handlers of the paths below ``/debug/`` (enableProfiling)."""
 
 
 def metrics_routes(metrics: Metrics, about: About) -> Handler:
@@ -80,16 +72,16 @@ def metrics_routes(metrics: Metrics, about: About) -> Handler:
     }
     if about.flagz:
         handlers["/flagz"] = flagz(about.flags)
-    if about.debug is not None:
-        handlers |= dict.fromkeys(about.debug.paths, about.debug)
+    handlers |= about.debug
     if about.statusz:
         handlers["/statusz"] = statusz(about.version, about.started, sorted([*handlers, "/statusz"]))
+    return partial(dispatch, handlers)
 
-    def answer(request: Request) -> Answer | Slow:
-        handler = handlers.get(request.path)
-        return handler(request) if handler else _NOT_FOUND
 
-    return answer
+def dispatch(handlers: Mapping[str, Handler], request: Request) -> Answer | Slow:
+    """Answer *request* with the handler of its path, or 404."""
+    handler = handlers.get(request.path)
+    return handler(request) if handler else _NOT_FOUND
 
 
 def _metrics(metrics: Metrics, request: Request, *, slow: bool) -> Answer | Slow:

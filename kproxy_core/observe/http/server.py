@@ -14,9 +14,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from kproxy_core.model.address import Address, family_of, format_address, format_socket
-from kproxy_core.observe.http.messages import Answer, Exchange, Handler, Refused, Request, Slow
+from kproxy_core.observe.http.messages import Answer, Handler, Refused, Request, Slow
+
+if TYPE_CHECKING:
+    from kproxy_core.observe.http.exchange import Exchange
 
 log = logging.getLogger("kproxy.http")
 
@@ -55,14 +61,9 @@ class Listener:
         self._problem = ""
         self.sockets: Sequence[socket.socket] = ()
 
-    @property
-    def port(self) -> int:
-        """The port of the first binding (see `HttpServer.settle`); 0: not bound."""
-        return int(self.sockets[0].getsockname()[1]) if self.sockets else 0
-
     def close(self) -> None:
         """Stop listening, before any later call to the server takes effect."""
-        self._server.close(self)
+        self._server._do(lambda: self._server._unbind(self))
 
     def open(self) -> Sequence[socket.socket] | None:
         """Listen on all bindings. Return None if one failed: the others are closed."""
@@ -92,19 +93,23 @@ class Listener:
             self._failed(error)
 
 
-class _Connection:
+class _Connection(Struct, eq=False):
     """One client's only request."""
 
-    __slots__ = ("answering", "deadline", "exchange", "handler", "socket", "unsent")
+    client: socket.socket
+    handler: Handler
+    deadline: float
+    exchange: "Exchange"
+    answering: bool = False
+    """A slow answer is being made."""
+    unsent: bytes | memoryview = b""
 
-    def __init__(self, connected: socket.socket, handler: Handler, deadline: float) -> None:
-        self.socket = connected
-        self.handler = handler
-        self.deadline = deadline
-        self.exchange = Exchange()
-        self.answering = False
-        """A slow answer is being made."""
-        self.unsent = memoryview(b"")
+
+def _new_exchange() -> "Exchange":
+    """Return a new exchange. Raises OSError if its module, imported for the first client, can't be read."""
+    from kproxy_core.observe.http.exchange import Exchange
+
+    return Exchange()
 
 
 class HttpServer:
@@ -153,20 +158,6 @@ class HttpServer:
         self._do(lambda: self._bind(listener))
         return listener
 
-    def close(self, listener: Listener) -> None:
-        """See `Listener.close`."""
-        self._do(lambda: self._unbind(listener))
-
-    def settle(self, timeout: float = 5.0) -> None:
-        """Wait until earlier calls have taken effect, each bind tried once.
-
-        Raises TimeoutError after *timeout* seconds.
-        """
-        done = threading.Event()
-        self._do(done.set)
-        if not done.wait(timeout):
-            raise TimeoutError("the HTTP server does not respond")
-
     def _do(self, action: Callable[[], None]) -> None:
         self._todo.append(action)
         os.eventfd_write(self._alarm, 1)
@@ -190,7 +181,7 @@ class HttpServer:
             now = time.monotonic()
             for connection in [c for c, at in self._paused.items() if at <= now]:
                 del self._paused[connection]
-                self._selector.register(connection.socket, selectors.EVENT_READ, connection)
+                self._selector.register(connection.client, selectors.EVENT_READ, connection)
             for listener in [listener for listener, at in self._unbound.items() if at <= now]:
                 self._bind(listener)
             for connection in [c for c in self._connections if c.deadline <= now]:
@@ -233,6 +224,7 @@ class HttpServer:
     def _accept(self, listening: socket.socket, listener: Listener) -> None:
         try:
             connected, _ = listening.accept()
+            exchange = _new_exchange()
         except OSError as error:
             if error.errno in _OUT_OF_DESCRIPTORS:
                 if self._connections:
@@ -243,7 +235,8 @@ class HttpServer:
         connected.setblocking(False)
         if len(self._connections) >= _MOST_CONNECTIONS:
             self._drop(next(iter(self._connections)))
-        connection = _Connection(connected, listener.handler, time.monotonic() + self._connection_seconds)
+        deadline = time.monotonic() + self._connection_seconds
+        connection = _Connection(connected, listener.handler, deadline, exchange)
         self._connections[connection] = None
         self._selector.register(connected, selectors.EVENT_READ, connection)
 
@@ -261,7 +254,7 @@ class HttpServer:
 
     def _receive(self, connection: _Connection) -> None:
         try:
-            data = connection.socket.recv(_RECEIVE)
+            data = connection.client.recv(_RECEIVE)
         except BlockingIOError:
             return
         if not data:
@@ -285,7 +278,7 @@ class HttpServer:
                 self._answer(connection, answer)
 
     def _pause(self, connection: _Connection) -> None:
-        self._selector.unregister(connection.socket)
+        self._selector.unregister(connection.client)
         self._paused[connection] = time.monotonic() + _PAUSE
 
     @staticmethod
@@ -317,27 +310,27 @@ class HttpServer:
 
     def _answer(self, connection: _Connection, answer: Answer) -> None:
         if self._paused.pop(connection, None) is not None:
-            self._selector.register(connection.socket, selectors.EVENT_READ, connection)
+            self._selector.register(connection.client, selectors.EVENT_READ, connection)
         date = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime())
         connection.unsent = memoryview(connection.exchange.render(answer, date))
         self._send(connection)
 
     def _send(self, connection: _Connection) -> None:
         try:
-            sent = connection.socket.send(connection.unsent)
+            sent = connection.client.send(connection.unsent)
         except BlockingIOError:
             sent = 0
         connection.unsent = connection.unsent[sent:]
         if connection.unsent:
-            self._selector.modify(connection.socket, selectors.EVENT_WRITE, connection)
+            self._selector.modify(connection.client, selectors.EVENT_WRITE, connection)
         else:
             self._drop(connection)
 
     def _drop(self, connection: _Connection) -> None:
         del self._connections[connection]
         if self._paused.pop(connection, None) is None:
-            self._selector.unregister(connection.socket)
-        connection.socket.close()
+            self._selector.unregister(connection.client)
+        connection.client.close()
 
 
 def _listen(address: Address, port: int, both_families: bool) -> socket.socket:

@@ -7,7 +7,7 @@ Text by default. A client that accepts ``application/json;v=v1beta1;g=config.k8s
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from kproxy_core.observe.http.messages import Answer, Handler, Request
 from kproxy_core.observe.metrics.process import KUBERNETES
@@ -20,9 +20,7 @@ _WARNING = (
 _NAME = "kproxy"
 
 
-def statusz(
-    version: str, started: float, paths: Sequence[str], wall: Callable[[], float] = time.time
-) -> Handler:
+def statusz(version: str, started: float, paths: Sequence[str]) -> Handler:
     """Return the handler of ``/statusz``. *started*: seconds since the epoch; *paths*: all others."""
 
     def text(up: int) -> str:
@@ -37,7 +35,7 @@ def statusz(
         )
 
     def answer(request: Request) -> Answer:
-        up = max(0, int(wall() - started))
+        up = max(0, int(time.time() - started))
         return _negotiated(request, "Statusz", f"{_NAME} statusz\n{_WARNING}{text(up)}", {
             "startTime": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
             "uptimeSeconds": up,

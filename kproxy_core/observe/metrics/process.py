@@ -16,7 +16,7 @@ KUBERNETES = "1.36"
 """Version of Kubernetes whose kube-proxy this process replaces."""
 
 
-def build_info(version: str) -> Measurement:
+def _build_info(version: str) -> Measurement:
     """Return ``kubernetes_build_info``. Alerts on version skew in a cluster compare its ``git_version``."""
     major, minor = KUBERNETES.split(".")
     machine = os.uname().machine
@@ -30,8 +30,9 @@ def build_info(version: str) -> Measurement:
     )  # fmt: skip
 
 
-def measure_process() -> Iterator[Measurement]:
+def measure_process(version: str) -> Iterator[Measurement]:
     """Yield the metrics that are read at each scrape. A value that cannot be read is left out."""
+    yield _build_info(version)
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     yield Measurement(
         "process_virtual_memory_max_bytes", "Limit of this process's virtual memory", "gauge",

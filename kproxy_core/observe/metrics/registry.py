@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 from kproxy_core.backend.api import Measurement
 from kproxy_core.observe.metrics.client import ClientMetrics
-from kproxy_core.observe.metrics.process import build_info, measure_process
+from kproxy_core.observe.metrics.process import measure_process
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # kube-proxy has no ..._created series
 
@@ -37,16 +37,13 @@ class Metrics:
         self.client = ClientMetrics(self.registry)
         for collector in (GCCollector, PlatformCollector, ProcessCollector):
             collector(registry=self.registry)
-        self.add_collector(lambda: [tuple(measure_process())])
+        self.add_collector(lambda: [tuple(measure_process(version))])
         self._version = version
         self._build = Gauge("kproxy_build_info", "Always 1", ("version", "mode"), registry=self.registry)
         self._fallback = Gauge(
             "kproxy_mode_fallback", "1: a fallback mode serves", ("wanted", "serving"),
             registry=self.registry)
         self.set_mode(mode)
-        build = build_info(version)
-        Gauge(build.name, build.about, tuple(build.labels), registry=self.registry).labels(
-            **build.labels).set(build.value)
         self._gates = Gauge(
             "kubernetes_feature_enabled", "1: the feature gate is on", ("name", "stage"),
             registry=self.registry)

@@ -9,7 +9,6 @@ from kproxy_core.backend.api import Scope
 from kproxy_core.model.address import Family
 from kproxy_core.sync.family_plans import Step
 from kproxy_core.sync.observer import Folded, Synced, SyncFailure, SyncObserver
-from kproxy_core.sync.stale_flows import CleanupResult
 
 _SYNC_BUCKETS = tuple(0.001 * 2**i for i in range(15))
 _PROGRAMMING_BUCKETS = (0.25, 0.5, *range(1, 60), *range(60, 120, 5), *range(120, 301, 30))
@@ -146,11 +145,10 @@ class SyncMetrics(SyncObserver):
         self._observe_duration(failure.family, failure.scope, failure.seconds)
         self._mode_failures[failure.family].inc()
 
-    def record_cleanup(self, result: CleanupResult) -> None:
-        """Count a clean-up of stale flows, if it succeeded. Any thread may call."""
-        if result.deleted is not None:
-            self._cleanup[result.family].observe(result.seconds)
-            self._deleted_flows[result.family].inc(result.deleted)
+    def record_cleanup(self, family: Family, deleted: int, seconds: float) -> None:
+        """Count a clean-up of stale flows that succeeded. Any thread may call."""
+        self._cleanup[family].observe(seconds)
+        self._deleted_flows[family].inc(deleted)
 
     def _observe_duration(self, family: Family, scope: Scope, seconds: float) -> None:
         self._sync[family].observe(seconds)

@@ -2,18 +2,20 @@
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from dataclasses import dataclass
+from itertools import accumulate, repeat
 from operator import sub
 from typing import NamedTuple
 
 from prometheus_client import Metric
 from prometheus_client.registry import Collector
 
-from kproxy_core.backend.api import Handshake
+from kproxy_core.backend.api import Failure, Handshake
 from kproxy_core.model.address import format_socket
+from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.traffic.recorder import TrafficRecorder
-from kproxy_core.traffic.totals import Total
+from kproxy_core.traffic.totals import EndpointTotal, Total
 
 _SERVICE = ("namespace", "service", "port", "protocol")
 
@@ -24,62 +26,139 @@ _RANGES = tuple(handshake for handshake in Handshake if handshake is not Handsha
 _SERIES_OF_HISTOGRAM = len(_RANGES) + 2
 
 
-class _Series(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class _Series:
+    """A series that rows have."""
+
+    metric: str
+    last: str
+    """Value of the metric's last label if it is an outcome, a reason or a direction."""
+    numbers: slice
+    """Of a row's values: one number of a counter; of a histogram one for each `Handshake`."""
+    exists_with: tuple[int, ...]
+    """Places of values: the series exists while one of them is not 0. Empty: as long as the row."""
+
+
+class Chosen(NamedTuple):
     metric: str
     labels: tuple[str, ...]
     values: tuple[int, ...]
-    """One number of a counter; of a histogram one for each `Handshake`."""
+
+
+Rows = dict[Destination | None, tuple[int, ...]]
+"""The numbers of one service port's endpoints and, with None, its own."""
+
+
+@dataclass(slots=True)
+class _State:
+    """One row over time."""
+
+    values: tuple[int, ...] = ()
+    labels: tuple[str, ...] = ()
+    """Empty until a series is listed."""
+    filled: tuple[bool, ...] = ()
+    """The values that were not 0 when series were listed last."""
+    listed: tuple[_Series, ...] = ()
+    others: tuple[_Series, ...] = ()
+    summed: tuple[int, ...] = ()
+    """The values that the sums contain: 0 for those of listed series. Empty: none."""
+
+
+class _Sums:
+    """The sums over the series that are not listed, of all rows that have the same series."""
+
+    def __init__(self, series: Sequence[_Series]) -> None:
+        self.series = series
+        self.rows: list[tuple[int, ...]] = []
+        """Values to be added up: the earlier sums first."""
+
+    def add_up(self) -> tuple[int, ...]:
+        if len(self.rows) > 1:
+            self.rows = [tuple(map(sum, zip(*self.rows, strict=True)))]
+        return self.rows[0]
 
 
 class LimitedSeries:
     """The listed series, and the sums of all others. No sum ever falls."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, service: Sequence[_Series], endpoint: Sequence[_Series]) -> None:
+        """*service* and *endpoint*: the series of each service port, and of each endpoint."""
         self._limit = limit
-        self._listed: set[tuple[str, tuple[str, ...]]] = set()
-        self._summed: dict[tuple[str, tuple[str, ...]], tuple[int, ...]] = {}
-        """Series in the sums, with the values that the sum of their metric contains."""
-        self._sums: dict[tuple[str, str], tuple[int, ...]] = {}
-        """By metric and outcome or reason, if the metric has one."""
-
-    @property
-    def summed(self) -> int:
+        self._listed = 0
+        self.summed = 0
         """Series that are not listed now."""
-        return len(self._summed)
+        self._states: dict[ServicePortKey, dict[Destination | None, _State]] = {}
+        self._service, self._endpoint = _Sums(service), _Sums(endpoint)
+        self._with_sum: set[_Series] = set()
+        """Series that some row had while they were not listed."""
 
-    def choose(self, series: Sequence[_Series]) -> Iterator[_Series]:
-        """Yield the listed ones of *series*, then the sums. A series is listed if there was room at first."""
-        names = [one[:2] for one in series]
-        present = set(names)
-        self._listed &= present
-        for gone in self._summed.keys() - present:
-            del self._summed[gone]
-        grown: dict[tuple[str, str], list[tuple[int, ...]]] = {}
-        shrunk: dict[tuple[str, str], list[tuple[int, ...]]] = {}
-        for name, one in zip(names, series, strict=True):
-            if name in self._listed:
-                yield one
-            elif name not in self._summed and len(self._listed) < self._limit:
-                self._listed.add(name)
-                yield one
-            elif (before := self._summed.get(name)) != one.values:
-                of = one.metric, one.labels[-1] if _METRICS[one.metric][1][-1] in _DIVIDING else ""
-                grown.setdefault(of, []).append(one.values)
-                if before is not None:
-                    shrunk.setdefault(of, []).append(before)
-                self._summed[name] = one.values
-        for of, rows in grown.items():
-            none = (0,) * len(rows[0])
-            sums = _added(self._sums.get(of, none), *rows)
-            self._sums[of] = tuple(map(sub, sums, _added(none, *shrunk.get(of, ()))))
-        for (metric, last), values in self._sums.items():
-            empty = [""] * (len(_METRICS[metric][1]) - 2 - bool(last))
-            yield _Series(metric, ("", OTHER, *empty, *filter(None, (last,))), values)
+    def update(self, key: ServicePortKey, rows: Rows) -> None:
+        """Replace the rows of *key*. A series is listed if there was room at first."""
+        states = self._states.setdefault(key, {})
+        for endpoint in states.keys() - rows.keys():
+            gone = states.pop(endpoint)
+            self._listed -= len(gone.listed)
+            self.summed -= len(gone.others)
+        for endpoint, values in rows.items():
+            state = states.get(endpoint)
+            if state is None:
+                state = states[endpoint] = _State()
+            elif state.values == values:
+                continue
+            state.values = values
+            sums = self._service if endpoint is None else self._endpoint
+            filled = tuple(map(bool, values))
+            if filled != state.filled:
+                state.filled = filled
+                self._list(state, sums.series, key, endpoint)
+            if not state.others and not state.summed:
+                continue
+            if state.listed:
+                hidden = [0] * len(values)
+                for one in state.others:
+                    hidden[one.numbers] = values[one.numbers]
+                values = tuple(hidden)
+            grown = tuple(map(sub, values, state.summed or repeat(0)))
+            if min(grown) < 0:  # A forgotten endpoint is counted from 0 again.
+                grown = tuple([now if more < 0 else more for now, more in zip(values, grown, strict=True)])
+            sums.rows.append(grown)
+            state.summed = values
+        if not rows:
+            del self._states[key]
 
+    def chosen(self) -> Iterator[Chosen]:
+        """Yield the listed series, then the sums."""
+        for states in self._states.values():
+            for state in states.values():
+                for one in state.listed:
+                    yield Chosen(one.metric, (*state.labels, one.last) if one.last else state.labels,
+                                 state.values[one.numbers])
+        for sums in (self._service, self._endpoint):
+            for one in sums.series:
+                if one in self._with_sum:
+                    empty = [""] * (len(_METRICS[one.metric][1]) - 2 - bool(one.last))
+                    yield Chosen(one.metric, ("", OTHER, *empty, *filter(None, (one.last,))),
+                                 sums.add_up()[one.numbers])
 
-def _added(*rows: tuple[int, ...]) -> Iterator[int]:
-    """Return the sum of each column."""
-    return map(sum, zip(*rows, strict=True))
+    def _list(
+        self, state: _State, series: Sequence[_Series], key: ServicePortKey, endpoint: Destination | None
+    ) -> None:
+        """List the series of a row that did not exist before, as far as there is room."""
+        values = state.values
+        existing = [one for one in series if not one.exists_with or any(values[at] for at in one.exists_with)]
+        listed = [one for one in state.listed if one in existing]
+        self._listed -= len(state.listed) - len(listed)
+        new = [one for one in existing if one not in listed and one not in state.others]
+        fitting = new[:max(0, self._limit - self._listed)]
+        self._listed += len(fitting)
+        listed += fitting
+        others = [one for one in existing if one not in listed]
+        self._with_sum.update(others)
+        self.summed += len(others) - len(state.others)
+        state.listed, state.others = tuple(listed), tuple(others)
+        if listed and not state.labels:
+            where = () if endpoint is None else (format_socket(*endpoint),)
+            state.labels = key.namespace, key.name, key.port_name, key.protocol.name, *where
 
 
 SERVICE_CONNECTIONS = "kproxy_service_connections"
@@ -92,8 +171,6 @@ ENDPOINT_BYTES = "kproxy_endpoint_bytes"
 ENDPOINT_PACKETS = "kproxy_endpoint_packets"
 SERVICE_HANDSHAKES = "kproxy_service_handshake_duration_seconds"
 ENDPOINT_HANDSHAKES = "kproxy_endpoint_handshake_duration_seconds"
-_DIVIDING = ("outcome", "reason", "direction")
-"""Labels whose values are summed up apart."""
 _METRICS = {
     SERVICE_CONNECTIONS: ("New connections to Services, or flows of UDP, by outcome", (*_SERVICE, "outcome")),
     SERVICE_FAILURES: ("Forwarded TCP connections that failed, by reason", (*_SERVICE, "reason")),
@@ -112,15 +189,43 @@ _METRICS = {
 }  # fmt: skip
 
 
+def _counters_of_row(
+    connections: Sequence[tuple[str, str]], failures: str, *volume: str
+) -> tuple[_Series, ...]:
+    """Return the series of *connections*, of each `Failure`, and of a `Volume` of packets and bytes."""
+    names = [
+        *connections, *((failures, failure.value) for failure in Failure),
+        *((metric, direction) for direction in ("to_endpoint", "from_endpoint") for metric in volume),
+    ]  # fmt: skip
+    return tuple(
+        _Series(metric, last, slice(at, at + 1), () if not last else tuple(
+            other for other, name in enumerate(names) if metric in volume and name[0] == metric) or (at,))
+        for at, (metric, last) in enumerate(names)
+    )  # fmt: skip
+
+
+SERVICE_COUNTERS = _counters_of_row(
+    [(SERVICE_CONNECTIONS, "forwarded"), (SERVICE_CONNECTIONS, "rejected")],
+    SERVICE_FAILURES, SERVICE_PACKETS, SERVICE_BYTES)  # fmt: skip
+_ENDPOINT_COUNTERS = _counters_of_row(
+    [(ENDPOINT_CONNECTIONS, "")], ENDPOINT_FAILURES, ENDPOINT_PACKETS, ENDPOINT_BYTES)
+SERVICE_HISTOGRAM = (_Series(SERVICE_HANDSHAKES, "", slice(None), ()),)
+_ENDPOINT_HISTOGRAM = (_Series(ENDPOINT_HANDSHAKES, "", slice(None), ()),)
+_NO_FAILURES = (0,) * len(Failure)
+
+
 class TrafficCollector(Collector):
     """Connections by service port, and with *endpoints* by endpoint."""
 
     def __init__(self, recorder: TrafficRecorder, *, endpoints: bool, limit: int) -> None:
         self._recorder = recorder
         self._endpoints = endpoints
-        self._counters = LimitedSeries(limit)
-        self._histograms = LimitedSeries(max(1, limit // (4 * _SERIES_OF_HISTOGRAM)))
+        self._counters = LimitedSeries(limit, SERVICE_COUNTERS, _ENDPOINT_COUNTERS)
+        self._histograms = LimitedSeries(
+            max(1, limit // (4 * _SERIES_OF_HISTOGRAM)), SERVICE_HISTOGRAM, _ENDPOINT_HISTOGRAM)
         """A quarter as many series, of their own: each would displace ten counters."""
+        self._seen: dict[ServicePortKey, tuple[Total, int]] = {}
+        """Each total, and `Total.changes` as of the last scrape."""
         self._lock = threading.Lock()
 
     def collect(self) -> Iterable[Metric]:
@@ -128,19 +233,15 @@ class TrafficCollector(Collector):
             return list(self._collect())
 
     def _collect(self) -> Iterator[Metric]:
-        totals = self._recorder.read()
+        self._update(self._recorder.read())
         families = {
             name: Metric(name, about, "histogram" if name.endswith("_seconds") else "counter")
             for name, (about, _) in _METRICS.items() if self._endpoints or name.startswith("kproxy_service_")
         }
-        counters: list[_Series] = []
-        histograms: list[_Series] = []
-        for one in _series(totals, endpoints=self._endpoints):
-            (counters if len(one.values) == 1 else histograms).append(one)
-        for metric, named, (value,) in self._counters.choose(counters):
+        for metric, named, (value,) in self._counters.chosen():
             labels = dict(zip(_METRICS[metric][1], named, strict=True))
             families[metric].add_sample(f"{metric}_total", labels, value)
-        for metric, named, (*counts, microseconds) in self._histograms.choose(histograms):
+        for metric, named, (*counts, microseconds) in self._histograms.chosen():
             labels = dict(zip(_METRICS[metric][1], named, strict=True))
             for bound, count in zip(_RANGES, accumulate(counts), strict=True):
                 families[metric].add_sample(f"{metric}_bucket", {**labels, "le": bound.value}, count)
@@ -156,37 +257,39 @@ class TrafficCollector(Collector):
         summed.add_sample("kproxy_traffic_series_summed", {}, number)
         yield summed
 
+    def _update(self, totals: Mapping[ServicePortKey, Total]) -> None:
+        """Bring the rows to *totals*. Those that have not changed cost little."""
+        for key in self._seen.keys() - totals.keys():
+            del self._seen[key]
+            for series in (self._counters, self._histograms):
+                series.update(key, {})
+        for key, total in totals.items():
+            seen = self._seen.get(key)
+            if seen is None or seen[0] is not total or seen[1] != total.changes:
+                self._seen[key] = total, total.changes
+                endpoints = list(total.endpoints.items()) if self._endpoints else []
+                self._counters.update(key, _counters(total, endpoints))
+                self._histograms.update(key, _histograms(total, endpoints))
+
     def describe(self) -> Iterable[Metric]:
         """Return nothing: registering must not read any counts."""
         return ()
 
 
-def _series(totals: Mapping[ServicePortKey, Total], *, endpoints: bool) -> Iterator[_Series]:
-    for key, total in totals.items():
-        labels = key.namespace, key.name, key.port_name, key.protocol.name
-        if total.forwarded:
-            yield _Series(SERVICE_CONNECTIONS, (*labels, "forwarded"), (total.forwarded,))
-        if total.rejected:
-            yield _Series(SERVICE_CONNECTIONS, (*labels, "rejected"), (total.rejected,))
-        for failure, number in list(total.failed.items()):
-            yield _Series(SERVICE_FAILURES, (*labels, failure.value), (number,))
-        yield from _volume(SERVICE_PACKETS, SERVICE_BYTES, labels, total.volume)
-        if total.handshakes:
-            yield _Series(SERVICE_HANDSHAKES, labels, tuple(total.handshakes))
-        for where, to in list(total.endpoints.items()) if endpoints else ():
-            name = format_socket(*where)
-            yield _Series(ENDPOINT_CONNECTIONS, (*labels, name), (to.forwarded,))
-            for failure, number in list(to.failed.items()):
-                yield _Series(ENDPOINT_FAILURES, (*labels, name, failure.value), (number,))
-            yield from _volume(ENDPOINT_PACKETS, ENDPOINT_BYTES, (*labels, name), to.volume)
-            if to.handshakes:
-                yield _Series(ENDPOINT_HANDSHAKES, (*labels, name), tuple(to.handshakes))
+def _counters(total: Total, endpoints: Iterable[tuple[Destination, EndpointTotal]]) -> Rows:
+    rows: Rows = {None: (total.forwarded, total.rejected, *_failed(total), *total.volume)}
+    for where, to in endpoints:
+        rows[where] = to.forwarded, *_failed(to), *to.volume
+    return rows
 
 
-def _volume(packets: str, octets: str, labels: tuple[str, ...], volume: Sequence[int]) -> Iterator[_Series]:
-    """Yield the four series of one volume; none while it is empty, as where the kernel does not count."""
-    for first, metric in enumerate((packets, octets)):
-        numbers = volume[first::2]
-        if any(numbers):
-            for direction, number in zip(("to_endpoint", "from_endpoint"), numbers, strict=True):
-                yield _Series(metric, (*labels, direction), (number,))
+def _failed(total: Total | EndpointTotal) -> Iterable[int]:
+    return [total.failed.get(failure, 0) for failure in Failure] if total.failed else _NO_FAILURES
+
+
+def _histograms(total: Total, endpoints: Iterable[tuple[Destination, EndpointTotal]]) -> Rows:
+    rows: Rows = {None: total.handshakes} if total.handshakes else {}
+    for where, to in endpoints:
+        if to.handshakes:
+            rows[where] = to.handshakes
+    return rows

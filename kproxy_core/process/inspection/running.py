@@ -1,9 +1,10 @@
 """The questions that the control socket takes beside switches of the mode, answered by the running proxy."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
+
+from msgspec.structs import replace
 
 from kproxy_core.backend.api import BackendSettings, Update
 from kproxy_core.backend.registry import Registry

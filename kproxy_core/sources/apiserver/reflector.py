@@ -245,7 +245,7 @@ class Reflector(Generic[V]):
                 raise Malformed("a list without metadata.resourceVersion")
             events: list[Event] = []
             for reading in page.readings:
-                events += self._replica.set(reading)
+                self._replica.set(reading, events)
             if not page.next_page:
                 events += self._replica.end_listing()
                 self._resume_after(page.resource_version)
@@ -295,11 +295,11 @@ class Reflector(Generic[V]):
             return
         if seen.status is not None:
             raise refusal(seen.status)
-        if _is_older(seen.resource_version, self._version):
+        if self._version and _is_older(seen.resource_version, self._version):
             raise HistoryLost(f"resource version {seen.resource_version} after {self._version}")
         if seen.reading is not None:
             if seen.type in ("ADDED", "MODIFIED"):
-                events += self._replica.set(seen.reading)
+                self._replica.set(seen.reading, events)
             elif seen.type == "DELETED" and seen.reading.name is not None:
                 events += self._replica.delete(seen.reading.name)
         if self._replica.is_listing:

@@ -34,15 +34,15 @@ class Replica(Generic[V]):
         """Keep everything: objects that were not listed may still exist."""
         self._unseen = None
 
-    def set(self, reading: Reading[V]) -> list[Event]:
-        events: list[Event] = []
+    def set(self, reading: Reading[V], events: list[Event]) -> None:
+        """Add to *events* those for an object that exists."""
         name = reading.name
         if name is not None:
             self._known.add(name)
-            if self._unseen is not None:
+            if self._unseen:
                 self._unseen.discard(name)
             events.append(self._resource.gone(name) if reading.value is None else reading.value)
-        return [*events, *reading.bad]
+        events += reading.bad
 
     def delete(self, name: Name) -> list[Event]:
         self._known.discard(name)

@@ -6,8 +6,9 @@ do all objects of a malformed file. Endpoints are mirrored as EndpointSlices whi
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from kproxy_core.model.endpoint import EndpointSlice
 from kproxy_core.model.service import ServiceName

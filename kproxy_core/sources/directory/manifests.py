@@ -1,11 +1,11 @@
 """Manifest files, from bytes to readings of the API objects in them."""
 
 from codecs import BOM_UTF8
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Raw, Struct, structs
 
 from kproxy_core.objects import decode
 from kproxy_core.objects.reading import quoted, shown
@@ -53,7 +53,7 @@ class Manifest:
         if reading.name is not None:
             self.objects.append(((resource.kind, reading.name), reading.value))
         for bad in reading.bad:
-            self.bad.append(bad if bad.name else replace(bad, name=where))
+            self.bad.append(bad if bad.name else structs.replace(bad, name=where))
 
     def _complain(self, kind: str, where: str, path: str, problem: str) -> None:
         self.bad.append(BadObject(shown(kind), where, path, problem))

@@ -10,15 +10,13 @@ import enum
 import errno
 import logging
 import os
-import select
 import stat
-import threading
 import time
-from collections.abc import Iterable
-from math import ceil
+from collections.abc import Iterable, Iterator
 
 from kproxy_core.host.files import inotify
 from kproxy_core.host.files.directory_watch import DirectoryWatch, Hints, is_manifest
+from kproxy_core.host.watch import Watch
 from kproxy_core.objects.decode import ENDPOINT_SLICES, NODES, SERVICE_CIDRS, SERVICES, Malformed
 from kproxy_core.objects.reading import shown
 from kproxy_core.sources.directory.inventory import Inventory
@@ -95,26 +93,20 @@ class DirectorySource:
         """Start delivering. Raises OSError if the kernel grants no inotify instance."""
         self._emit = emit
         self._watch = DirectoryWatch(self._path)
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="kproxy-manifests", daemon=True)
-        self._thread.start()
+        self._thread = Watch("kproxy-manifests", self._watch.fileno(), self._run().__next__, first=0.0)
 
     def stop(self) -> None:
         self._stopping = True
-        os.eventfd_write(self._wake, 1)
-        self._thread.join()
-        os.close(self._wake)
+        self._thread.close()
         self._watch.close()
 
-    def _run(self) -> None:
-        poll = select.poll()
-        poll.register(self._watch, select.POLLIN)
-        poll.register(self._wake, select.POLLIN)
+    def _run(self) -> Iterator[float | None]:
+        """Read the directory, and follow its changes. Yield the seconds to wait for the next at most."""
         self._renew()
         changes: dict[str, Content] = {}
         at_the_latest = apply_at = 0.0  # by the monotonic clock; 0: at once
-        while not self._stopping:
-            poll.poll(self._milliseconds_to_next(apply_at if changes else None))
+        while True:
+            yield self._seconds_to_next(apply_at if changes else None)
             hints = self._watch.read()
             for name, notice in hints.manifests:
                 if notice.mask & inotify.MODIFY:
@@ -133,10 +125,10 @@ class DirectorySource:
             if apply_at <= now:
                 apply_at = 0.0
 
-    def _milliseconds_to_next(self, apply_at: float | None) -> int | None:
+    def _seconds_to_next(self, apply_at: float | None) -> float | None:
         times = [when for when, _ in self._due.values()]
         times += [at for at in (apply_at, self._retry_at) if at is not None]
-        return max(0, ceil(1000 * (min(times) - time.monotonic()))) if times else None
+        return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _renew(self) -> None:
         """Find the directory, and read it if it is another one."""
