@@ -20,7 +20,6 @@ from kproxy_core.host import privileges
 from kproxy_core.host.cpu import cpu_seconds
 from kproxy_core.host.netlink.addresses import AddressWatch
 from kproxy_core.model.address import Family
-from kproxy_core.model.service import ServiceName
 from kproxy_core.modes.control import ControlServer
 from kproxy_core.modes.journal import Journal
 from kproxy_core.modes.retiring import RetiringModes
@@ -35,14 +34,13 @@ from kproxy_core.observe.http.routes import About, health_routes, metrics_routes
 from kproxy_core.observe.http.server import HttpServer
 from kproxy_core.observe.metrics.registry import Metrics
 from kproxy_core.observe.metrics.sync import SyncMetrics
-from kproxy_core.observe.service_health import HealthCheckObserver, ServiceHealth
+from kproxy_core.observe.service_health import ServiceHealth
 from kproxy_core.observe.sync_history import ChangeLog, SyncHistory
 from kproxy_core.process import preparation
 from kproxy_core.process.choice import Choice, choose
 from kproxy_core.process.ending import stop_on_signals
 from kproxy_core.process.exporting import make_exporter
 from kproxy_core.process.family_checks import doubts, unservable
-from kproxy_core.process.overview import Overview, explain
 from kproxy_core.process.steering import FollowedFile, answer_requests
 from kproxy_core.process.terms import (
     Configuration,
@@ -57,6 +55,7 @@ from kproxy_core.process.terms import (
 from kproxy_core.process.traffic import make_recorder
 from kproxy_core.store.events import Source
 from kproxy_core.store.store import Store
+from kproxy_core.sync.early_connections import EarlyConnections
 from kproxy_core.sync.loop import Loop
 from kproxy_core.sync.node_facts import NodeFacts
 from kproxy_core.sync.observer import SyncObserver
@@ -66,6 +65,7 @@ if TYPE_CHECKING:
     from kproxy_core.apiclient.access import CurrentAccess
     from kproxy_core.apiclient.requests import Observe
     from kproxy_core.process.inspection.running import Inspection
+    from kproxy_core.process.overview import Overview
 
 log = logging.getLogger("kproxy.run")
 
@@ -215,11 +215,11 @@ class _Proxy:
         self._exporter = make_exporter(self._metrics, self._node.name)
         self._history = SyncHistory() if config.enable_profiling else None
         self._loop = self._make_loop(instance)
-        self._overview = Overview(
-            self._loop, self._health, self._told, self._history, self._traffic, self._node.name)
+        self._overview = cache(self._make_overview)
         settings_of = settings_of_modes(configuration, families)
         terms = terms_of_modes(configuration, registry, families)
-        self._retiring = RetiringModes(registry, settings_of, config.mode)
+        self._retiring = RetiringModes(
+            registry, settings_of, config.mode, preparation.return_freed_memory)
         self._switch = ModeSwitch(
             self._loop, registry, self._retiring, journal, instance=instance, configured=configuration.mode,
             terms=terms, mode_changed=self._mode_changed,
@@ -238,6 +238,11 @@ class _Proxy:
             self._loop, self._registry, self._switch, settings_of=settings_of, terms=terms, store=self._store,
             about=self._about)
 
+    def _make_overview(self) -> "Overview":
+        from kproxy_core.process.overview import Overview  # nor this
+
+        return Overview(self._loop, self._health, self._told, self._history, self._traffic, self._node.name)
+
     def _make_loop(self, instance: BackendInstance) -> Loop:
         return Loop(
             self._families,
@@ -252,11 +257,12 @@ class _Proxy:
         )
 
     def _observers(self) -> list[SyncObserver]:
-        def service_health() -> ServiceHealth:
-            return ServiceHealth(self._server, self._health.healthy, self._service_health_failed)
-
+        failed = partial(self._events.report_service, "FailedToStartServiceHealthcheck")
         observers: list[SyncObserver] = [
-            self._health, HealthCheckObserver(self._families, service_health), self._sync_metrics,
+            self._health,
+            *(ServiceHealth(family, self._server, self._health.healthy, failed)
+              for family in self._families),
+            self._sync_metrics,
             ChangeLog(),
         ]
         if self._traffic is not None:
@@ -266,11 +272,13 @@ class _Proxy:
         if self._privileged:
             flows = StaleFlowObserver(self._families, FlowCleaner(self._flows_cleaned).clean)
             self._finish_flows = flows.finish
-            observers.append(flows)
+            observers += [flows, EarlyConnections(self._sync_metrics.record_cleanup)]
+        observers.append(preparation.FreedMemory())
         return observers
 
     def _flows_cleaned(self, result: CleanupResult) -> None:
-        self._sync_metrics.record_cleanup(result)
+        if result.deleted is not None:
+            self._sync_metrics.record_cleanup(result.family, result.deleted, result.seconds)
         self._loop.post(partial(self._finish_flows, result))
 
     def run(self) -> None:
@@ -281,7 +289,6 @@ class _Proxy:
         stop_on_signals(self._loop.stop)
         followed = FollowedFile(
             self._configuration, self._switch, self._events, partial(self._end, FILE_CHANGED))
-        followed.start()
         control = ControlServer(answer_requests(self._switch, self._inspection, self._overview))
         control.start()
         self._source.start(self._loop.emit)
@@ -320,10 +327,11 @@ class _Proxy:
                             self._config.healthz_bind_address, health_routes(self._health, self._metrics))
         if self._config.enable_profiling:
             from kproxy_core.observe.http.page import page_handlers
+            from kproxy_core.process.overview import explain
 
-            pages = page_handlers(
-                self._overview.status, self._overview.services, partial(explain, self._inspection))
-            self._told.debug = Debug(logs.set_verbosity, pages)
+            overview = self._overview()
+            pages = page_handlers(overview.status, overview.services, partial(explain, self._inspection))
+            self._told.debug = Debug(logs.set_verbosity).handlers | pages
         self._listen_at("the metrics server", "FailedToStartMetricServer",
                         self._config.metrics_bind_address, metrics_routes(self._metrics, self._told))
 
@@ -355,16 +363,12 @@ class _Proxy:
             self._health.release()
         self._events.start()
 
-    def _service_health_failed(self, service: ServiceName, problem: str) -> None:
-        self._events.report_service(
-            service.namespace, service.name, "FailedToStartServiceHealthcheck", problem)
-
     def _mode_changed(self, instance: BackendInstance) -> None:
         if self._traffic is not None:
             layers = map(self._registry.layers, (self._told.mode, instance.mode))
             self._traffic.switched(instance, shares=len({layer[0] for layer in layers}) == 1)
         self._metrics.set_mode(instance.mode)
         self._sync_metrics.set_mode(instance.mode)
-        self._told.mode = instance.mode
         self._told.configuration = effective(self._configuration.of(instance.mode))
+        self._told.mode = instance.mode  # After everything that others read once they have seen it.
         self._events.report_node("Normal", "ModeSwitched", instance.mode)

@@ -8,15 +8,15 @@ import resource
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 
-from kproxy_core.backend.api import BackendSettings
+from kproxy_core.backend.api import BackendSettings, Scope
 from kproxy_core.backend.registry import Registry
 from kproxy_core.config.settings import Config
 from kproxy_core.host.conntrack.settings import READ_ONLY_SYS, ConntrackLimits, apply
 from kproxy_core.host.errors import HostError
 from kproxy_core.observe.events.recorder import EventRecorder
+from kproxy_core.sync.observer import Synced, SyncObserver
 
 log = logging.getLogger("kproxy.run")
 
@@ -46,11 +46,28 @@ def settle_memory() -> None:
     """
     gc.freeze()
     _set_trim_threshold(_TRIM_BYTES)
-    with suppress(AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+    return_freed_memory()
     # Values are freed by their reference counts; cycles come from rare exceptions only.
     gc.set_threshold(10_000, 20, 20)
     gc.enable()
+
+
+class FreedMemory(SyncObserver):
+    """Returns the memory that full syncs have freed, after damage or a change of modes for instance.
+
+    The libraries of a mode free up to 10 MiB in the middle of the heap, which glibc keeps. After the first
+    syncs `settle_memory` returns it.
+    """
+
+    def sync_succeeded(self, synced: Synced) -> None:
+        if synced.scope is Scope.RESYNC and not synced.is_first:
+            return_freed_memory()
+
+
+def return_freed_memory() -> None:
+    """Return free pages in the middle of the heap, which glibc keeps otherwise."""
+    with suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _set_trim_threshold(size: int) -> None:
@@ -74,8 +91,8 @@ def protect_from_oom_killer(score: int) -> None:
 
 
 def limits(config: Config) -> ConntrackLimits:
-    return ConntrackLimits(**{field.name: getattr(config.conntrack, field.name)
-                              for field in fields(ConntrackLimits)})  # fmt: skip
+    return ConntrackLimits(**{name: getattr(config.conntrack, name)
+                              for name in ConntrackLimits.__struct_fields__})  # fmt: skip
 
 
 def tune_conntrack(wanted: ConntrackLimits, events: EventRecorder) -> bool:

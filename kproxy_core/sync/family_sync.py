@@ -44,6 +44,8 @@ class FamilySync:
         self._failures = 0
         self._damage = ""
         self._damages = 0
+        self._is_damaged = False
+        """Another process has changed rules since the last full sync, those of an earlier mode included."""
 
     def request(self, scope: Scope = Scope.CHANGED) -> None:
         self._pacing.request(self._clock(), scope)
@@ -76,6 +78,7 @@ class FamilySync:
         if not self._damages:
             self._damage = what
         self._damages += 1
+        self._is_damaged = True
         self._pacing.request_repair()
         for observer in self._observers:
             observer.damage_found(self.family)
@@ -118,6 +121,10 @@ class FamilySync:
         self._failures = 0
         steps = []
         problem = ""
+        is_first, rules_were_missing = not self.is_synced, False
+        if scope is Scope.RESYNC:
+            rules_were_missing = self._is_damaged or (report is not None and report.operations > 0)
+            self._is_damaged = False
         if report is not None:
             self._log_sync(scope, report, ended - started)
             problem = self._log_unserved(report)
@@ -130,7 +137,7 @@ class FamilySync:
             plans=self.plans, instance=self.instance, scope=scope, seconds=ended - started, report=report,
             steps=steps, udp_ports=self.plans.take_udp_ports(),
             health_checks=self.plans.take_health_checks(), trigger_times=trigger_times, named=named,
-            problem=problem,
+            problem=problem, is_first=is_first, rules_were_missing=rules_were_missing,
         )
         for observer in self._observers:
             observer.sync_succeeded(synced)

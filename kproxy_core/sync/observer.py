@@ -1,7 +1,8 @@
 """Events of the sync loop, and the interface of its observers."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from kproxy_core.backend.api import Scope, SyncReport
 from kproxy_core.backend.instance import BackendInstance
@@ -13,8 +14,7 @@ from kproxy_core.store.events import BadObject
 from kproxy_core.sync.family_plans import FamilyPlans, HealthCheck, Step
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Folded:
+class Folded(Struct, frozen=True, kw_only=True):
     """A batch of source events, taken into the store."""
 
     service_changes: int
@@ -28,12 +28,11 @@ class Folded:
     bad_objects: Sequence[BadObject]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Synced:
+class Synced(Struct, frozen=True, kw_only=True):
     """A successful sync of one family: the kernel agrees with `plans`."""
 
     plans: FamilyPlans
-    """Valid during the call only."""
+    """Valid during the call only, but for `FamilyPlans.owner`."""
     instance: BackendInstance
     scope: Scope
     seconds: float
@@ -51,14 +50,17 @@ class Synced:
     """The first API objects whose changes were programmed, with their resource versions."""
     problem: str = ""
     """Service ports that the backend could not serve, for people; "": none."""
+    is_first: bool = False
+    """The first success of this family in this process."""
+    rules_were_missing: bool = False
+    """A full sync wrote rules, or another process had changed them since the last one."""
 
     @property
     def family(self) -> Family:
         return self.plans.family
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncFailure:
+class SyncFailure(Struct, frozen=True, kw_only=True):
     family: Family
     scope: Scope
     seconds: float

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from kproxy_core.backend.api import Scope
 from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.host.conntrack.flows import delete_stale_udp
 from kproxy_core.host.errors import HostError
@@ -103,13 +102,8 @@ class StaleFlowObserver(SyncObserver):
         self._unsettled: set[Family] = set()
         """Families whose rules may be newer than the last success. No deletion starts: it would not know the
         endpoints and relays of those rules."""
-        self._damaged: set[Family] = set()
-        """Families whose rules another process has changed since the last full sync."""
         self._instances: dict[Family, BackendInstance] = {}
         self._node_port_addresses: dict[Family, frozenset[Address]] = {}
-
-    def damage_found(self, family: Family) -> None:
-        self._damaged.add(family)
 
     def syncs_paused(self, family: Family) -> None:
         self._unsettled.add(family)
@@ -134,16 +128,19 @@ class StaleFlowObserver(SyncObserver):
         for key in changed:
             relays = {relay(family, port) for port in synced.instance.relays(family, key)}
             self._trackers[family].put(key, plans.plans.get(key), plans.serving(key) | relays)
-        if synced.scope is Scope.RESYNC:
-            if family in self._damaged or (synced.report is not None and synced.report.operations):
-                self._trackers[family].examine_all()
-            self._damaged.discard(family)
+        if synced.rules_were_missing:
+            self._trackers[family].examine_all()
         self._node_port_addresses[family] = frozenset(plans.node.node_port_addresses)
         self._clean(family)
 
     def finish(self, result: CleanupResult) -> None:
-        """Take back the flows that could not be deleted, else continue. Called on the loop's thread."""
-        self._running.pop(result.family, None)
+        """Take back the flows that could not be deleted, else continue. Called on the loop's thread.
+
+        Ignores results of deletions that another observer started.
+        """
+        if self._running.get(result.family) is not result.deletion:
+            return
+        del self._running[result.family]
         if result.deleted is None or result.deletion.is_incomplete:
             self._trackers[result.family].give_back(result.deletion.stale)
         if result.deleted is not None:

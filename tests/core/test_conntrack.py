@@ -1,4 +1,4 @@
-"""Stale UDP flows are deleted from the kernel's table, and nothing else is: with real packets."""
+"""Stale flows are deleted from the kernel's table, and nothing else is: with real packets."""
 
 import contextlib
 import itertools
@@ -7,18 +7,19 @@ import select
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from kproxy_core.host.conntrack import flows as conntrack
-from kproxy_core.host.conntrack.flows import Flow, delete_stale_udp, read_udp_flows
+from kproxy_core.host.conntrack.flows import Flow, delete_stale_syns, delete_stale_udp, read_udp_flows
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.model.service import Service, ServicePortKey
 from kproxy_core.plan.candidates import endpoints_of
-from kproxy_core.plan.service_plan import plan_service, serving_destinations
-from kproxy_core.plan.stale_flows import Socket, StaleFlows, StaleFlowTracker
+from kproxy_core.plan.service_plan import Frontend, plan_service, serving_destinations
+from kproxy_core.plan.stale_flows import Socket, StaleFlows, StaleFlowTracker, is_stale_syn
 from kproxy_core.testing.builders import endpoint_slice, node_view, service
 from tests.core.namespaces import Namespace, namespace
 
@@ -306,7 +307,7 @@ def test_flows_have_the_source_of_replies_and_whether_a_rule_translated_them(lab
 
 def test_a_kernel_that_lists_every_flow(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before Linux 5.8 there was no filter: flows of all protocols are listed."""
-    monkeypatch.setattr(conntrack, "_filter", lambda port: b"")
+    monkeypatch.setattr(conntrack, "_filter", lambda protocol, port=None: b"")
     at = lab.at
     lab.nat({(at.vip, 53): at.a, (at.vip, 54): at.a})
     listener = lab.bound(socket.SOCK_STREAM, at.a, 9053)
@@ -324,7 +325,58 @@ def test_a_kernel_that_lists_every_flow(lab: Lab, monkeypatch: pytest.MonkeyPatc
     assert "dport=54" in left
 
 
-class Meddling(StaleFlows):
+def connecting(lab: Lab, to: str, port: int) -> socket.socket:
+    """Return a TCP client that has sent its first SYN."""
+    client = lab.bound(socket.SOCK_STREAM, lab.at.client)
+    client.setblocking(False)
+    client.connect_ex((to, port))
+    return client
+
+
+def test_a_syn_older_than_its_service_is_repeated_to_the_service(lab: Lab) -> None:
+    """Answered, translated and foreign connections are kept."""
+    at = lab.at
+    lab.nat({(at.vip, 80): at.elsewhere, (at.vip, 81): at.a})
+    for address in (at.external, at.elsewhere):
+        # A SYN that cannot be sent fails at once.
+        lab.inside.ip(f"neigh add {address} lladdr 02:00:00:00:00:01 dev out nud permanent")
+    for address in (at.a, at.b):
+        lab.bound(socket.SOCK_STREAM, address, 9053).listen()
+    for to in ((at.vip, 81), (at.b, 9053)):
+        lab.bound(socket.SOCK_STREAM, at.client).connect(to)
+    for to in ((at.vip, 80), (at.external, 81)):
+        connecting(lab, *to)
+    kept = lab.flows("tcp")
+    assert len(kept) == 4
+    early = [connecting(lab, at.external, 80), connecting(lab, at.elsewhere, 30080)]
+    assert len(lab.flows("tcp")) == 6
+
+    lab.nat({(at.external, 80): at.b, (at.elsewhere, 30080): at.b})
+    frontends = {Frontend(parse_address(at.vip), Protocol.TCP, 80), Frontend(None, Protocol.TCP, 30080),
+                 Frontend(parse_address(at.external), Protocol.TCP, 80),
+                 Frontend(parse_address(at.b), Protocol.TCP, 9053)}  # fmt: skip
+    is_stale = partial(is_stale_syn, owner=dict.fromkeys(frontends, "a plan").get,
+                       node_port_addresses={parse_address(at.elsewhere)})  # fmt: skip
+    assert lab.inside.inside(lambda: delete_stale_syns(lab.family, is_stale)) == 2
+    for client in early:
+        assert select.select([], [client], [], 60)[1]
+        assert not client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    assert kept <= lab.flows("tcp")
+
+
+def test_a_rejected_syn_is_not_tracked(lab: Lab) -> None:
+    at, word = lab.at, NAT[lab.family]
+    lab.inside.nft(
+        f"add chain {word} lab filter {{ type filter hook output priority 0; }}\n"
+        f"add rule {word} lab filter {word} daddr {at.vip} reject\n"
+        f"add rule {word} lab filter {word} daddr {at.external} drop\n"
+    )
+    for to in (at.vip, at.external):
+        connecting(lab, to, 80)
+    assert lab.flows("tcp") == set()
+
+
+class Meddling(StaleFlows, frozen=True, kw_only=True):
     """Changes a flow between the moments when it is found stale and when it is deleted."""
 
     meddle: Callable[[], object]
@@ -336,9 +388,8 @@ class Meddling(StaleFlows):
 
 
 def meddling(stale: StaleFlows, meddle: Callable[[], object]) -> StaleFlows:
-    made = Meddling(stale.frontends, stale.vips, stale.node_ports, stale.node_port_addresses)
-    object.__setattr__(made, "meddle", meddle)
-    return made
+    return Meddling(
+        stale.frontends, stale.vips, stale.node_ports, stale.node_port_addresses, meddle=meddle)
 
 
 def test_a_stale_flow_that_expires_first_is_no_error(lab: Lab) -> None:

@@ -9,8 +9,7 @@ import pytest
 
 from kproxy_core.host import sysctl
 from kproxy_core.host.conntrack.settings import ConntrackLimits, apply
-from kproxy_core.observe.events.api_event import Event
-from kproxy_core.observe.events.recorder import EventRecorder
+from kproxy_core.observe.events.recorder import Event, EventRecorder
 from kproxy_core.process import preparation
 from tests.core.namespaces import Namespace, namespace
 
@@ -97,7 +96,7 @@ def test_a_read_only_sys_is_an_event_and_nothing_worse(
     events = EventRecorder("node1", lambda event, _: told.append(event))
     assert node.inside(lambda: preparation.tune_conntrack(limits, events))
     events.close()
-    assert [(event.type, event.reason, event.regarding.name) for event in told] == [
+    assert [(event.type, event.reason, event.name) for event in told] == [
         ("Warning", "readOnlySysFS", "node1")]
 
 

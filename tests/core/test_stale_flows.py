@@ -1,4 +1,4 @@
-"""Stale UDP flows, and the changes after which they must be looked for."""
+"""Stale flows, and the changes after which they must be looked for."""
 
 from collections.abc import Iterable
 
@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy_core.model.address import Address, Family, parse_address
+from kproxy_core.model.address import Address, Family, Protocol, parse_address
 from kproxy_core.model.endpoint import Destination, EndpointSlice
 from kproxy_core.model.service import Service, ServicePortKey
 from kproxy_core.plan.candidates import endpoints_of
 from kproxy_core.plan.claims import Claims
-from kproxy_core.plan.service_plan import ServicePlan, plan_service, serving_destinations
-from kproxy_core.plan.stale_flows import Socket, StaleFlows, StaleFlowTracker, relay
+from kproxy_core.plan.service_plan import Frontend, ServicePlan, plan_service, serving_destinations
+from kproxy_core.plan.stale_flows import Socket, StaleFlows, StaleFlowTracker, adds_tcp, is_stale_syn, relay
 from kproxy_core.testing.builders import addresses, destinations, endpoint, endpoint_slice, node_view, service
 
 NODE = node_view()
@@ -251,6 +251,29 @@ def test_other_protocols_are_never_looked_at() -> None:
     proxy.apply(dns("t:53/TCP", "s:53/SCTP"), "10.244.0.1")
     proxy.delete("dns")
     assert not proxy.take()
+
+
+def test_an_unanswered_syn_is_stale_if_its_destination_is_a_tcp_frontend() -> None:
+    frontends = dict.fromkeys([Frontend(VIP, Protocol.TCP, 53), Frontend(None, Protocol.TCP, 30053),
+                               Frontend(EXTERNAL, Protocol.UDP, 53)], "a plan")  # fmt: skip
+    for destination in ((VIP, 53), (NODE_ADDRESS, 30053)):
+        assert is_stale_syn(destination, frontends.get, NODE_PORT_ADDRESSES)
+    for other in ((VIP, 54), (VIP, 30053), (EXTERNAL, 53), (ELSEWHERE, 30053)):
+        assert not is_stale_syn(other, frontends.get, NODE_PORT_ADDRESSES)
+
+
+def test_new_frontends_of_tcp_are_noticed() -> None:
+    def plan(*ports: str, external_ips: str = "", endpoints: str = "10.244.0.1") -> ServicePlan:
+        return plan_service(dns(*ports, external_ips=external_ips), {"": slice_of(endpoints)}, NODE)[0]
+
+    tcp, more = plan("53/TCP"), plan("53/TCP", external_ips="192.0.2.1")
+    assert adds_tcp(None, tcp)
+    assert adds_tcp(tcp, more)
+    assert adds_tcp(tcp, plan("53/TCP@30053"))
+    assert not adds_tcp(more, tcp)
+    assert not adds_tcp(tcp, None)
+    assert not adds_tcp(tcp, plan("53/TCP", endpoints=""))
+    assert not adds_tcp(None, plan("53/UDP"))
 
 
 def test_flows_that_could_not_be_deleted_are_examined_again() -> None:

@@ -1,4 +1,4 @@
-"""Reads UDP flows from the kernel's connection tracking, and deletes stale ones.
+"""Reads UDP flows from the kernel's connection tracking, and deletes stale ones of UDP and TCP.
 
 linux/netfilter/nf_conntrack_common.h. Since Linux 5.8 the kernel filters its listing; an older kernel
 lists every flow of the family, which costs time and changes nothing else.
@@ -38,7 +38,7 @@ _BATCH: Final = 64
 
 
 class Stale(Protocol):
-    """Decides which flows are stale; see `StaleFlows`."""
+    """Decides which UDP flows are stale; see `StaleFlows`."""
 
     @property
     def ports(self) -> frozenset[int]:
@@ -68,7 +68,7 @@ def read_udp_flows(family: Family, to: Container[Address], collect: Callable[[It
     """
     with doing(f"list {family.label} UDP flows"), ctnetlink.open_socket() as sock:
         return ctnetlink.flows(
-            sock, family, lambda listed: collect(_flows(listed, family, to)), _filter(None)
+            sock, family, lambda listed: collect(_flows(listed, family, to)), _filter(IpProtocol.UDP)
         )
 
 
@@ -81,39 +81,70 @@ def delete_stale_udp(family: Family, stale: Stale) -> int:
 
     Raises HostError if flows cannot be listed, or some cannot be deleted; all others have been deleted then.
     """
-    ports: frozenset[int | None] = frozenset(stale.ports)
+    ports = stale.ports
     if not ports:
         return 0
-    if len(ports) > _MAX_PORT_DUMPS:
-        ports = frozenset([None])
+    numbers = {port.to_bytes(2, "big") for port in ports}
+
+    def is_stale(flow: ctnetlink.TrackedFlow) -> bool:
+        if flow.protocol != IpProtocol.UDP or flow.port not in numbers:
+            return False
+        by = ctnetlink.answered_by(family, flow)
+        return stale.is_stale(_socket(flow.destination, flow.port), _socket(by.address, by.port))
+
+    each: Iterable[int | None] = ports if len(ports) <= _MAX_PORT_DUMPS else [None]
+    return _delete(family, "UDP flows", [_filter(IpProtocol.UDP, port) for port in each], is_stale)
+
+
+def delete_stale_syns(family: Family, is_stale_syn: Callable[[Socket], bool]) -> int:
+    """Delete the TCP connections of *family* to stale destinations that nothing has answered or translated.
+
+    Return their number. The client's next SYN starts a new connection. Takes as long as the kernel's walk
+    through its hash table; acts and raises as `delete_stale_udp`.
+    """
+
+    def is_stale(flow: ctnetlink.TrackedFlow) -> bool:
+        if flow.protocol != IpProtocol.TCP or not is_stale_syn(_socket(flow.destination, flow.port)):
+            return False
+        by = ctnetlink.answered_by(family, flow)
+        if (by.address, by.port) != (flow.destination, flow.port):
+            return False
+        info = attributes(flow.data, flow.start, flow.end).get(ctnetlink.PROTOINFO, b"")
+        return ctnetlink.tcp_state(info) == ctnetlink.TCP_SYN_SENT
+
+    return _delete(family, "TCP connections", [_filter(IpProtocol.TCP) + ctnetlink.UNREPLIED], is_stale)
+
+
+def _delete(
+    family: Family, what: str, filters: Iterable[bytes], is_stale: Callable[[ctnetlink.TrackedFlow], bool]
+) -> int:
+    """Delete the stale flows among those that one of *filters* selects; return their number."""
     deleted = problem = 0
-    with doing(f"delete stale {family.label} UDP flows"):
+    with doing(f"delete stale {family.label} {what}"):
         with ctnetlink.open_socket() as listing, ctnetlink.open_socket() as deleting:
 
             def sweep(listed: Iterator[ctnetlink.TrackedFlow]) -> None:
                 # Deletions during the listing do not confuse the kernel's walk.
                 nonlocal deleted, problem
-                requests = _deletions(listed, family, stale)
+                requests = _deletions(listed, family, is_stale)
                 while batch := tuple(itertools.islice(requests, _BATCH)):
                     # ENOENT: the flow expired, or another has taken its place.
                     errors = [code for _, code in deleting.exchange(batch)]
                     deleted += len(batch) - len(errors)
                     problem = next((code for code in errors if code != errno.ENOENT), problem)
 
-            for port in ports:
-                ctnetlink.flows(listing, family, sweep, _filter(port))
+            for wanted in filters:
+                ctnetlink.flows(listing, family, sweep, wanted)
             if problem:
                 raise OSError(problem, os.strerror(problem))
             return deleted
 
 
-def _deletions(listed: Iterable[ctnetlink.TrackedFlow], family: Family, stale: Stale) -> Iterator[Request]:
-    ports = {number.to_bytes(2, "big") for number in stale.ports}
+def _deletions(
+    listed: Iterable[ctnetlink.TrackedFlow], family: Family, is_stale: Callable[[ctnetlink.TrackedFlow], bool]
+) -> Iterator[Request]:
     for flow in listed:
-        if flow.protocol != IpProtocol.UDP or flow.port not in ports:
-            continue
-        by = ctnetlink.answered_by(family, flow)
-        if stale.is_stale(_socket(flow.destination, flow.port), _socket(by.address, by.port)):
+        if is_stale(flow):
             rest = attributes(flow.data, flow.start, flow.end)
             # Without its tuple a request would delete every flow.
             payload = ctnetlink.header(family) + flow.data[flow.start : flow.start + flow.size] + b"".join(
@@ -141,9 +172,9 @@ def _socket(address: Address, port: bytes) -> Socket:
     return address, int.from_bytes(port, "big")
 
 
-def _filter(port: int | None) -> bytes:
-    """Encode a filter for UDP, and for one destination port unless *port* is None."""
-    fields = [attribute(ctnetlink.PROTO_NUM, bytes([IpProtocol.UDP]))]
+def _filter(protocol: IpProtocol, port: int | None = None) -> bytes:
+    """Encode a filter for *protocol*, and for one destination port unless *port* is None."""
+    fields = [attribute(ctnetlink.PROTO_NUM, bytes([protocol]))]
     flags = _FILTER_PROTO_NUM
     if port is not None:
         fields.append(attribute(ctnetlink.PROTO_DST_PORT, port.to_bytes(2, "big")))

@@ -8,9 +8,10 @@ import contextlib
 import errno
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from kproxy_core.host import sysctl
 from kproxy_core.host.conntrack import table as ctnetlink
@@ -25,8 +26,7 @@ READ_ONLY_SYS = "readOnlySysFS"
 """Reason of the event about a hash table that cannot be enlarged."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConntrackLimits:
+class ConntrackLimits(Struct, frozen=True, kw_only=True):
     """The configured limits. Timeouts are in seconds; 0 keeps the kernel's value."""
 
     max_per_core: int = 32768
@@ -47,8 +47,8 @@ class ConntrackLimits:
 
     def sysctls(self) -> list[tuple[str, int]]:
         """Return names and values of the settings other than the limit."""
-        wanted = [("nf_conntrack_tcp_be_liberal", int(self.tcp_be_liberal))]  # never reset to 0
-        wanted += [
+        wanted = [
+            ("nf_conntrack_tcp_be_liberal", int(self.tcp_be_liberal)),  # never reset to 0
             ("nf_conntrack_tcp_timeout_established", int(self.tcp_established_timeout)),
             ("nf_conntrack_tcp_timeout_close_wait", int(self.tcp_close_wait_timeout)),
             ("nf_conntrack_udp_timeout", int(self.udp_timeout)),

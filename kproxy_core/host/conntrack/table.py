@@ -32,8 +32,9 @@ _PROTOINFO_TCP: Final = 1
 _TCP_STATE: Final = 1
 PROTO_DST_PORT: Final = 3
 
+TCP_SYN_SENT: Final = 1
 TCP_CLOSED: Final = 8
-"""The state after a reset, TCP_CONNTRACK_CLOSE, as `tcp_state` returns it."""
+"""States of `tcp_state`: TCP_CONNTRACK_SYN_SENT, and after a reset TCP_CONNTRACK_CLOSE."""
 SEEN_REPLY: Final = 1 << 1
 """A bit of the attribute `STATUS`, a big-endian number."""
 UNREPLIED: Final = netlink.attribute(STATUS, bytes(4)) + netlink.attribute(

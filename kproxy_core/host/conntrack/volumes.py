@@ -23,10 +23,10 @@ class Volume(NamedTuple):
     bytes_from_endpoint: int = 0
 
     def plus(self, other: "Volume") -> "Volume":
-        return Volume(*map(operator.add, self, other))
+        return Volume._make(map(operator.add, self, other))
 
     def minus(self, other: "Volume") -> "Volume":
-        return Volume(*map(operator.sub, self, other))
+        return Volume._make(map(operator.sub, self, other))
 
 
 NO_VOLUME = Volume()
