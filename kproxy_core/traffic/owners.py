@@ -24,6 +24,12 @@ class _OfFamily:
         self.plans: dict[ServicePortKey, ServicePlan] = {}
         self.former: dict[Frontend, _Former] = {}
 
+    def owner(self, frontend: Frontend) -> ServicePortKey | None:
+        key = self.frontends.get(frontend)
+        if key is None and (former := self.former.get(frontend)) is not None:
+            return former.key
+        return key
+
 
 class FrontendOwners(SyncObserver):
     """Follows the acknowledged plans. Any thread may look up."""
@@ -66,12 +72,7 @@ class FrontendOwners(SyncObserver):
         An address that belongs to no service port is the node's, dialled at a node port.
         """
         of = self._of[family]
-        for known in (frontend, frontend._replace(address=None)):
-            if (key := of.frontends.get(known)) is not None:
-                return key
-            if (former := of.former.get(known)) is not None:
-                return former.key
-        return None
+        return of.owner(frontend) or of.owner(frontend._replace(address=None))
 
     def plans_of(self, key: ServicePortKey) -> list[ServicePlan]:
         return [of.plans[key] for of in self._of.values() if key in of.plans]

@@ -112,7 +112,7 @@ class TrafficRecorder:
         with self._lock:
             old = self._serving
             self._read(old)
-            known = [count for count in old.counts if shares and not count[0].layer]
+            known = [(family, one) for family, one in old.counts if shares and not one.layer]
             self._serving = _Source(instance, Counts(known))
             if not shares:
                 self._skip = True
@@ -166,9 +166,11 @@ class TrafficRecorder:
                 self._silent.add(source.instance.mode)
                 log.warning("this mode does not count connections", extra={
                     "fields": {"mode": source.instance.mode}})
-            made = source.counts.new(family, reading or ())
-            if not (self._skip and source is self._serving):
-                self._totals.add(made, self.owners.owner, now)
+            if self._skip and source is self._serving:
+                source.counts.remember(family, reading or ())
+            else:
+                made = source.counts.new(family, reading or ())
+                self._totals.add(family, made, self.owners.owner, now)
         if source is self._serving:
             self._skip = False
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kproxy_core.backend.api import Carried, Failure, Handshake
+from kproxy_core.backend.api import Carried, Connections, Failure, Handshake
 from kproxy_core.host.conntrack.volumes import Volume, Volumes, Way
 from kproxy_core.host.files.private import read_private, replace_private
 from kproxy_core.host.namespaces import namespace_name
@@ -14,11 +14,15 @@ from kproxy_core.model.address import Address, Family, Protocol
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import Frontend
-from kproxy_core.traffic.totals import EndpointTotal, Pair, Total
+from kproxy_core.traffic.totals import EndpointTotal, Total
 
 log = logging.getLogger("kproxy.run")
 
 _MOST_BYTES = 256 << 20
+
+_PARTS = slice(0, 3), slice(3, 7), slice(7, 16)
+"""The places of `Connections.failed`, `carried` and `handshakes` in an item."""
+_PLACES = [one.value for kind in (Failure, Carried, Handshake) for one in kind]
 
 
 class Stored(NamedTuple):
@@ -27,7 +31,7 @@ class Stored(NamedTuple):
     mode: str = ""
     """The mode that counted."""
     totals: dict[ServicePortKey, Total] = {}  # noqa: RUF012 - immutable by agreement
-    counts: Sequence[tuple[Pair, int]] = ()
+    counts: Sequence[tuple[Family, Connections]] = ()
     """The last counts of that mode."""
     alive: Volumes = {}  # noqa: RUF012
     """See `VolumeReader.alive`."""
@@ -64,14 +68,14 @@ class StoredTotals:
             return Stored()
 
     def write(
-        self, mode: str, totals: Mapping[ServicePortKey, Total], counts: Iterable[tuple[Pair, int]],
-        alive: Volumes,
+        self, mode: str, totals: Mapping[ServicePortKey, Total],
+        counts: Iterable[tuple[Family, Connections]], alive: Volumes,
     ) -> None:
         """Replace the file. A failure is logged once."""
         content = {
             "boot": _boot_id(), "mode": mode,
             "totals": [_encode_total(key, total) for key, total in totals.items()],
-            "counts": [_encode_count(pair, number) for pair, number in counts],
+            "counts": [_encode_count(family, one) for family, one in counts],
             "alive": [_encode_way(way, volume) for way, volume in alive.items()],
         }
         try:
@@ -94,31 +98,36 @@ def _decode_total(item: list[Any], now: float) -> tuple[ServicePortKey, Total]:
     key = ServicePortKey(str(namespace), str(name), str(port_name), Protocol(protocol))
     known = {
         _decode_destination(address, port):
-            EndpointTotal(int(number), last=now, volume=_volume(to[:4]), handshakes=list(map(int, to[4:])))
+            EndpointTotal(int(number), last=now, volume=_volume(to[:4]), handshakes=tuple(map(int, to[4:])))
         for address, port, number, *to in endpoints
     }
-    return key, Total(int(forwarded), int(rejected), now, known, settled=int(forwarded) + int(rejected),
-                      volume=_volume(rest[:4]), handshakes=list(map(int, rest[4:])))
+    return key, Total(int(forwarded), {}, now, _volume(rest[:4]), tuple(map(int, rest[4:])), int(rejected),
+                      known, settled=int(forwarded) + int(rejected))
 
 
-def _encode_count(pair: Pair, number: int) -> list[object]:
-    family, (address, protocol, port), endpoint, layer, *aspects = pair
+def _encode_count(family: Family, one: Connections) -> list[object]:
+    (address, protocol, port), endpoint, number, layer, *parts = one
     dialled = None if address is None else address.hex()
-    rest = [aspect and aspect.value for aspect in aspects]
-    while rest and rest[-1] is None:
-        rest.pop()
-    return [family.label, dialled, protocol, port, _encode_destination(endpoint), number, layer, *rest]
+    numbers = [count for part, of in zip(parts, _PARTS, strict=True)
+               for count in part or [0] * (of.stop - of.start)]
+    # Three values that older versions read: they had an item for each number.
+    aspects = [None, None, None, *numbers] if any(parts) else ()
+    return [family.label, dialled, protocol, port, _encode_destination(endpoint), number, layer, *aspects]
 
 
-def _decode_count(item: list[Any]) -> tuple[Pair, int]:
+def _decode_count(item: list[Any]) -> tuple[Family, Connections]:
     label, address, protocol, port, endpoint, number, layer, *aspects = item
-    failure, carried, handshake = (*aspects, None, None, None)[:3]
+    numbers = list(map(int, aspects[3:]))
+    if aspect := next(filter(None, aspects[:3]), None):  # Of an older version.
+        numbers = [int(number) * (aspect == of) for of in _PLACES]
+        number = 0
     family = next(family for family in Family if family.label == label)
     dialled = None if address is None else Address(bytes.fromhex(address))
     where = _decode_destination(*endpoint) if endpoint else None
+    numbers += [0] * (len(_PLACES) - len(numbers)) if numbers else []
+    parts = (tuple(numbers[of]) for of in _PARTS)
     frontend = Frontend(dialled, Protocol(protocol), int(port))
-    return Pair(family, frontend, where, str(layer), failure and Failure(failure),
-                carried and Carried(carried), handshake and Handshake(handshake)), int(number)
+    return family, Connections(frontend, where, int(number), str(layer), *parts)
 
 
 def _encode_way(way: Way, volume: Volume) -> list[object]:

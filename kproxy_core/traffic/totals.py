@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import repeat
+from operator import add, sub
 
-from kproxy_core.backend.api import Carried, Connections, Failure, Handshake
+from kproxy_core.backend.api import Connections, Failure
 from kproxy_core.host.conntrack.volumes import NO_VOLUME, Volume
 from kproxy_core.model.address import Family
 from kproxy_core.model.endpoint import Destination
@@ -16,25 +17,7 @@ KEPT = 3600.0
 _MISSING_FOR = 3
 """Consecutive readings without a count after which it is forgotten: a dump may lack an element."""
 
-_PLACES = {handshake: place for place, handshake in enumerate(Handshake)}
-
 OwnerOf = Callable[[Family, Frontend], ServicePortKey | None]
-
-
-class Pair(NamedTuple):
-    """The subject of one count."""
-
-    family: Family
-    frontend: Frontend
-    endpoint: Destination | None
-    layer: str = ""
-    """See `Connections.layer`."""
-    failure: Failure | None = None
-    """See `Connections.failure`."""
-    carried: Carried | None = None
-    """See `Connections.carried`."""
-    handshake: Handshake | None = None
-    """See `Connections.handshake`."""
 
 
 @dataclass(slots=True)
@@ -47,73 +30,126 @@ class EndpointTotal:
     last: float = 0.0
     """Time of the reading that saw the last new connection; monotonic seconds."""
     volume: Volume = NO_VOLUME
-    handshakes: list[int] = field(default_factory=list)
+    handshakes: tuple[int, ...] = ()
     """A number for each `Handshake`; empty before the first one."""
+
+    def count(self, made: Connections, now: float) -> None:
+        """Count new connections to an endpoint, with their failures, volume and handshakes."""
+        if made.number:
+            self.forwarded += made.number
+            self.last = now
+        if any(made.failed):
+            for failure, number in zip(Failure, made.failed, strict=True):
+                if number:
+                    self.failed[failure] = self.failed.get(failure, 0) + number
+        if any(made.carried):
+            self.volume = self.volume.plus(Volume._make(made.carried))
+        if any(made.handshakes):
+            self.handshakes = tuple(map(add, self.handshakes or repeat(0), made.handshakes))
 
 
 @dataclass(slots=True)
-class Total:
-    """Connections to one service port."""
+class Total(EndpointTotal):
+    """Connections to one service port: to its endpoints, former ones included, and rejected ones."""
 
-    forwarded: int = 0
-    """To an endpoint, former ones included."""
     rejected: int = 0
     """For lack of endpoints."""
-    last: float = 0.0
-    """See `EndpointTotal`."""
     endpoints: dict[Destination, EndpointTotal] = field(default_factory=dict)
-    failed: dict[Failure, int] = field(default_factory=dict)
-    """See `EndpointTotal`."""
     rate: float = field(default=0.0, compare=False)
     """New connections a second, rejected ones included, between the last two readings."""
     settled: int = field(default=0, compare=False)
     """Connections as of the last `Totals.settle`."""
-    volume: Volume = NO_VOLUME
-    handshakes: list[int] = field(default_factory=list)
-    """See `EndpointTotal`."""
+    changes: int = field(default=0, compare=False)
+    """Grows after a number has changed or an endpoint was dropped."""
 
     @property
     def failures(self) -> int:
         return sum(self.failed.values())
 
 
-@dataclass(slots=True)
+_Name = tuple[Frontend, Destination | None, str]
+"""A pair of frontend and endpoint, and the layer."""
+
+
+@dataclass(slots=True, eq=False)
 class _Count:
-    number: int
+    told: Connections
+    """The sum over the elements of the pair, in the last reading that had any."""
     missing: int = 0
-    """Consecutive readings that lacked it."""
+    """Consecutive readings without an element."""
 
 
 class Counts:
-    def __init__(self, known: Iterable[tuple[Pair, int]] = ()) -> None:
-        self._counts = {pair: _Count(number) for pair, number in known}
+    """The last counts of a backend."""
 
-    def __iter__(self) -> Iterator[tuple[Pair, int]]:
-        return iter([(pair, count.number) for pair, count in self._counts.items()])
+    def __init__(self, known: Iterable[tuple[Family, Connections]] = ()) -> None:
+        """*known*: elements of one pair add up."""
+        self._of: dict[Family, dict[_Name, _Count]] = {family: {} for family in Family}
+        elements = list(known)
+        for family in Family:
+            self.remember(family, [one for of, one in elements if of is family])
 
-    def new(self, family: Family, reading: Iterable[Connections]) -> list[tuple[Pair, int]]:
-        """Take in a *reading* of one family. Return the connections made since the last one, by pair."""
-        found: list[tuple[Pair, int]] = []
-        counts = self._counts
-        numbers: dict[Pair, int] = {}
-        for frontend, endpoint, number, layer, failure, carried, handshake in reading:
-            pair = Pair(family, frontend, endpoint, layer, failure, carried, handshake)
-            numbers[pair] = numbers.get(pair, 0) + number
-        for pair, number in numbers.items():
-            known = counts.get(pair)
-            if known is None:
-                counts[pair] = _Count(number)
-                found.append((pair, number))
-            elif number != known.number:
-                found.append((pair, number - known.number if number > known.number else number))
-                known.number, known.missing = number, 0
-        if len(numbers) == len(counts):
-            return found
-        for pair in [pair for pair in counts if pair.family is family and pair not in numbers]:
-            counts[pair].missing += 1
-            if counts[pair].missing >= _MISSING_FOR:
-                del counts[pair]
-        return found
+    def __iter__(self) -> Iterator[tuple[Family, Connections]]:
+        return iter([(family, count.told) for family, counts in self._of.items()
+                     for count in counts.values()])  # fmt: skip
+
+    def remember(self, family: Family, reading: Iterable[Connections]) -> None:
+        """Take in a *reading* of one family, of which nothing is new."""
+        for _ in self.new(family, reading):
+            pass
+
+    def new(self, family: Family, reading: Iterable[Connections]) -> Iterator[Connections]:
+        """Take in a *reading* of one family. Yield what was added since the last one.
+
+        Growth that the caller does not take is yielded after the next reading. A number that is absent while
+        its pair has others begins again at 0.
+        """
+        counts = self._of[family]
+        sums: dict[_Count, Connections] = {}
+        for one in reading:
+            name = one.frontend, one.endpoint, one.layer
+            count = counts.get(name)
+            if count is None:
+                count = counts[name] = _Count(Connections(one.frontend, one.endpoint, 0, one.layer))
+            other = sums.get(count)
+            sums[count] = one if other is None else _sum(other, one)
+        forgotten: list[_Name] = []
+        for name, count in counts.items():
+            present = sums.get(count)
+            if present is None:
+                count.missing += 1
+                if count.missing >= _MISSING_FOR:
+                    forgotten.append(name)
+                continue
+            told, count.told, count.missing = count.told, present, 0
+            if present != told:
+                yield _growth(told, present)
+        for name in forgotten:
+            del counts[name]
+
+
+def _sum(one: Connections, other: Connections) -> Connections:
+    parts = [tuple(map(add, *both)) if all(both) else both[0] or both[1]
+             for both in zip(one[4:], other[4:], strict=True)]  # fmt: skip
+    return Connections(one.frontend, one.endpoint, one.number + other.number, one.layer, *parts)
+
+
+def _growth(told: Connections, now: Connections) -> Connections:
+    number = now.number - told.number if now.number >= told.number else now.number
+    return Connections(now.frontend, now.endpoint, number, now.layer, _added(told.failed, now.failed),
+                       _added(told.carried, now.carried), _added(told.handshakes, now.handshakes))
+
+
+def _added(told: tuple[int, ...], now: tuple[int, ...]) -> tuple[int, ...]:
+    """Return what was added to each number: all of one that begins again. Empty if nothing was."""
+    if not told:
+        return now
+    if told == now:
+        return ()
+    added = tuple(map(sub, now, told))
+    if now and min(added) < 0:
+        added = tuple([number if more < 0 else more for number, more in zip(now, added, strict=True)])
+    return added
 
 
 class Totals:
@@ -126,75 +162,70 @@ class Totals:
         self._moving: set[ServicePortKey] = set()
         """Service ports with connections since the last reading but one."""
 
-    def add(self, made: Iterable[tuple[Pair, int]], owner_of: OwnerOf, now: float) -> None:
+    def add(self, family: Family, made: Iterable[Connections], owner_of: OwnerOf, now: float) -> None:
         """Add connections to the totals of the service ports that own the frontends.
 
-        Failures, bytes and handshakes of a pair follow its connections.
+        Those to an endpoint that was dropped are added to the service port alone until it has a new one.
         """
-        for (family, frontend, endpoint, _, failure, carried, handshake), number in made:
-            key = owner_of(family, frontend)
+        for one in made:
+            key = owner_of(family, one.frontend)
             if key is None:
-                is_made = failure is None and carried is None and handshake is None
-                self.unknown += number if is_made else 0
-            elif number and handshake is not None and endpoint is not None:
-                self._shake(key, endpoint, handshake, number)
-            elif number and carried is not None and endpoint is not None:
-                volume = NO_VOLUME._replace(**{f"bytes_{carried.value}": number})
-                self.carry(key, endpoint, volume, now, is_endpoint=False)
-            elif number and failure is not None and endpoint is not None:
-                self.fail(key, endpoint, failure, number)
-            elif number:
-                if endpoint is None:
-                    self.reject(key, now, number)
-                    continue
-                total = self._met(key, now)
-                total.forwarded += number
-                if endpoint not in total.endpoints:
-                    total.endpoints[endpoint] = EndpointTotal()
-                to = total.endpoints[endpoint]
-                to.forwarded += number
-                to.last = now
+                self.unknown += one.number
+                continue
+            if one.endpoint is None:
+                if one.number:
+                    self.reject(key, now, one.number)
+                continue
+            total = self._met(key, now) if one.number else self._total(key, now)
+            total.count(one, now)
+            to = total.endpoints.get(one.endpoint)
+            if to is None and one.number:
+                to = total.endpoints[one.endpoint] = EndpointTotal()
+            if to is not None:
+                to.count(one, now)
+            total.changes += 1
 
     def reject(self, key: ServicePortKey, now: float, number: int = 1) -> None:
         """Count connections that were rejected for lack of endpoints."""
-        self._met(key, now).rejected += number
+        total = self._met(key, now)
+        total.rejected += number
+        total.changes += 1
 
-    def fail(self, key: ServicePortKey, where: Destination, failure: Failure, number: int = 1) -> bool:
-        """Count failed connections to *where*. Return False if it has never been an endpoint of *key*."""
+    def fail(self, key: ServicePortKey, where: Destination, failure: Failure) -> bool:
+        """Count a failed connection to *where*. Return False if it has never been an endpoint of *key*."""
         total = self.of.get(key)
         to = total.endpoints.get(where) if total is not None else None
         if total is None or to is None:
             return False
         for failed in (total.failed, to.failed):
-            failed[failure] = failed.get(failure, 0) + number
+            failed[failure] = failed.get(failure, 0) + 1
+        total.changes += 1
         return True
-
-    def _shake(self, key: ServicePortKey, where: Destination, handshake: Handshake, number: int) -> None:
-        total = self.of.get(key)
-        to = total.endpoints.get(where) if total is not None else None
-        if total is not None and to is not None:
-            for handshakes in (total.handshakes, to.handshakes):
-                if not handshakes:
-                    handshakes += [0] * len(Handshake)
-                handshakes[_PLACES[handshake]] += number
 
     def carry(
         self, key: ServicePortKey, where: Destination, volume: Volume, now: float, *, is_endpoint: bool
     ) -> None:
         """Add packets and bytes exchanged with *where*, for the service port alone if it is none."""
-        total = self.of.setdefault(key, Total(last=now))
+        total = self._total(key, now)
         total.volume = total.volume.plus(volume)
         if is_endpoint or where in total.endpoints:
-            to = total.endpoints.setdefault(where, EndpointTotal(last=now))
+            to = total.endpoints.get(where)
+            if to is None:
+                to = total.endpoints[where] = EndpointTotal(last=now)
             to.volume = to.volume.plus(volume)
+        total.changes += 1
 
     def _met(self, key: ServicePortKey, now: float) -> Total:
         """Return the total of a service port with new connections."""
-        total = self.of.get(key)
-        if total is None:
-            total = self.of[key] = Total()
+        total = self._total(key, now)
         total.last = now
         self._moving.add(key)
+        return total
+
+    def _total(self, key: ServicePortKey, now: float) -> Total:
+        total = self.of.get(key)
+        if total is None:
+            total = self.of[key] = Total(last=now)
         return total
 
     def settle(self, seconds: float) -> None:
@@ -221,3 +252,4 @@ class Totals:
             for where, to in list(total.endpoints.items()):
                 if to.last + KEPT < now and not uses(key, where):
                     del total.endpoints[where]
+                    total.changes += 1

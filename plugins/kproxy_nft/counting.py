@@ -110,8 +110,11 @@ def change_unserved(action: str, family: Family, table: str, frontends: Iterable
     )  # fmt: skip
 
 
-def forget_unserved(family: Family, table: str) -> str:
-    return "".join(f"flush set {family.ip} {table} {name}\n" for name in (_UNSERVED, _UNSERVED_NODE_PORTS))
+def replace_unserved(family: Family, table: str, frontends: Iterable[Frontend]) -> str:
+    """Return the commands after which *frontends* are those without endpoints."""
+    names = (_UNSERVED, _UNSERVED_NODE_PORTS)
+    flushes = "".join(f"flush set {family.ip} {table} {name}\n" for name in names)
+    return flushes + change_unserved("add", family, table, frontends)
 
 
 def connections(family: Family, counted: Iterable[tuple[bytes, int]]) -> list[Connections]:

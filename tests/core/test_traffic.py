@@ -111,8 +111,11 @@ def test_the_endpoints_of_real_connections_are_distinguished(
     with confined(tmp_path) as (cgroup, confining), serving(node, "10.1.2.3"):
         with running(node, *flags, confining) as proxy:
             proxy.await_health()
-            status, text = verify(node, "-o", "json", cgroup=cgroup)
-            found = {frontend["service_port"]: frontend for frontend in json.loads(text)["frontends"]}
+            for _ in range(4):  # 16 connections miss one of two endpoints once in 30,000 runs.
+                status, text = verify(node, "-o", "json", cgroup=cgroup)
+                found = {frontend["service_port"]: frontend for frontend in json.loads(text)["frontends"]}
+                if len(found["shop/web"]["reached"]) == 2:
+                    break
             assert set(found["shop/web"]["reached"][0]) == {"endpoint", "answered"}
             assert set(found["shop/web"]["reached"][1]) == {"endpoint", "refused"}
             assert "endpoint 10.1.2.4:8080" in found["shop/web"]["problems"][0]

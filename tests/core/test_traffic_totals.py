@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,17 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy_core.backend.api import Carried, Connections, Failure, Handshake
+from kproxy_core.backend.api import Connections, Failure, Handshake
 from kproxy_core.host.conntrack.volumes import Volume, Way
 from kproxy_core.model.address import Address, Family, Protocol
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.observe.metrics.traffic import (
-    SERVICE_CONNECTIONS,
-    SERVICE_HANDSHAKES,
+    SERVICE_COUNTERS,
+    SERVICE_HISTOGRAM,
+    Chosen,
     LimitedSeries,
     TrafficCollector,
-    _Series,
 )
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_core.traffic.stored import Stored, StoredTotals
@@ -37,7 +38,7 @@ def counted(*readings: dict[Destination | None, int]) -> Totals:
     totals, counts = Totals(), Counts()
     for now, reading in enumerate(readings):
         made = counts.new(V4, [Connections(VIP, where, number) for where, number in reading.items()])
-        totals.add(made, lambda family, frontend: WEB, now)
+        totals.add(V4, made, lambda family, frontend: WEB, now)
     return totals
 
 
@@ -70,6 +71,30 @@ def test_no_connection_is_lost_whenever_a_count_begins_again(steps: list[tuple[b
     assert sum(total.forwarded for total in totals.of.values()) == made
 
 
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=30))
+def test_elements_that_are_read_again_as_the_same_objects_are_counted_once(
+    steps: list[tuple[int, int]]
+) -> None:
+    """Two elements are of the same pair. Each step adds connections to one of the three, or removes it."""
+    endpoints = ONE, ONE, TWO
+    elements: dict[int, Connections] = {}
+    totals, counts, made = Totals(), Counts(), {ONE: 0, TWO: 0}
+    for which, more in steps:
+        where = endpoints[which]
+        if more:
+            before = elements.get(which)
+            elements[which] = Connections(VIP, where, more + (before.number if before else 0))
+            made[where] += more
+        elif which == 2 and which in elements:
+            del elements[which]
+            for _ in range(3):  # It is forgotten, and begins again.
+                totals.add(V4, counts.new(V4, list(elements.values())), lambda family, frontend: WEB, 1.0)
+        totals.add(V4, counts.new(V4, list(elements.values())), lambda family, frontend: WEB, 1.0)
+    found = totals.of[WEB].endpoints if made[ONE] + made[TWO] else {}
+    assert {where: to.forwarded for where, to in found.items()} == {
+        where: number for where, number in made.items() if number}
+
+
 def test_refusals_and_endpoints_are_distinguished() -> None:
     total = counted({None: 4, ONE: 1, TWO: 2}).of[WEB]
     assert (total.rejected, total.forwarded) == (4, 3)
@@ -79,51 +104,45 @@ def test_refusals_and_endpoints_are_distinguished() -> None:
 def test_failures_that_a_backend_counts_are_those_of_its_connections() -> None:
     totals, counts = Totals(), Counts()
     for made, refused in ((3, 0), (5, 2), (6, 3)):
-        reading = [Connections(VIP, ONE, made), Connections(VIP, ONE, refused, failure=Failure.REFUSED)]
-        totals.add(counts.new(V4, reading), lambda family, frontend: WEB, 1.0)
+        reading = [Connections(VIP, ONE, made, failed=(refused, 0, 0))]
+        totals.add(V4, counts.new(V4, reading), lambda family, frontend: WEB, 1.0)
     total = totals.of[WEB]
     assert (total.forwarded, total.failed) == (6, {Failure.REFUSED: 3})
     assert total.endpoints[ONE].failed == {Failure.REFUSED: 3}
 
 
-def test_bytes_that_a_backend_counts_are_no_connections() -> None:
+def test_bytes_and_packets_that_a_backend_counts_are_no_connections() -> None:
     totals, counts = Totals(), Counts()
     for made, sent, received in ((1, 0, 0), (1, 10, 5), (2, 12, 5)):
-        totals.add(counts.new(V4, [
-            Connections(VIP, ONE, made), Connections(VIP, ONE, sent, carried=Carried.TO_ENDPOINT),
-            Connections(VIP, ONE, received, carried=Carried.FROM_ENDPOINT),
-        ]), lambda family, frontend: WEB, 1.0)  # fmt: skip
+        reading = [Connections(VIP, ONE, made, carried=(made * 3, sent, made * 2, received))]
+        totals.add(V4, counts.new(V4, reading), lambda family, frontend: WEB, 1.0)
     total = totals.of[WEB]
-    assert (total.forwarded, total.failed, total.volume) == (2, {}, Volume(0, 12, 0, 5))
+    assert (total.forwarded, total.failed, total.volume) == (2, {}, Volume(6, 12, 4, 5))
     assert total.endpoints[ONE].volume == total.volume
 
 
 SHAKEN = [
-    Connections(VIP, ONE, 3), Connections(VIP, TWO, 1),
-    Connections(VIP, ONE, 2, handshake=Handshake.WITHIN_1_MS),
-    Connections(VIP, ONE, 1, handshake=Handshake.LONGER),
-    Connections(VIP, ONE, 1_001_200, handshake=Handshake.MICROSECONDS),
-    Connections(VIP, TWO, 1, handshake=Handshake.WITHIN_64_MS),
-    Connections(VIP, TWO, 20_000, handshake=Handshake.MICROSECONDS),
+    Connections(VIP, ONE, 3, handshakes=(0, 2, 0, 0, 0, 0, 0, 1, 1_001_200)),
+    Connections(VIP, TWO, 1, handshakes=(0, 0, 0, 0, 1, 0, 0, 0, 20_000)),
 ]  # fmt: skip
 
 
 def shaken() -> Totals:
     totals = Totals()
-    totals.add(Counts().new(V4, SHAKEN), lambda family, frontend: WEB, 1.0)
+    totals.add(V4, Counts().new(V4, SHAKEN), lambda family, frontend: WEB, 1.0)
     return totals
 
 
 def test_handshakes_that_a_backend_counts_are_those_of_its_connections() -> None:
     total = shaken().of[WEB]
     assert (total.forwarded, total.failed, total.volume) == (4, {}, Volume())
-    assert total.endpoints[TWO].handshakes == [0, 0, 0, 0, 1, 0, 0, 0, 20_000]
-    assert total.handshakes == [0, 2, 0, 0, 1, 0, 0, 1, 1_021_200]
+    assert total.endpoints[TWO].handshakes == (0, 0, 0, 0, 1, 0, 0, 0, 20_000)
+    assert total.handshakes == (0, 2, 0, 0, 1, 0, 0, 1, 1_021_200)
 
 
 def test_handshakes_without_an_owner_are_no_unknown_connections() -> None:
     totals = Totals()
-    totals.add(Counts().new(V4, SHAKEN), lambda family, frontend: None, 1.0)
+    totals.add(V4, Counts().new(V4, SHAKEN), lambda family, frontend: None, 1.0)
     assert totals.unknown == 4
 
 
@@ -163,14 +182,41 @@ def test_histograms_have_a_quarter_as_many_series_as_counters(limit: int) -> Non
     assert found["summed"] == {"": 20 + (2 if limit == 1 else 0)}
 
 
+def test_each_scrape_shows_the_present_totals() -> None:
+    totals = shaken()
+    recorder: Any = SimpleNamespace(read=lambda: totals.of, failures=SimpleNamespace(lost=0))
+    collector = TrafficCollector(recorder, endpoints=True, limit=1000)
+
+    def scrape() -> dict[str, float]:
+        return {
+            sample.labels.get("endpoint", "all"): sample.value for metric in collector.collect()
+            for sample in metric.samples if sample.name.endswith("_connections_total")
+        }  # fmt: skip
+
+    assert scrape() == scrape() == {"all": 4, "10.1.0.1:8080": 3, "10.1.0.2:8080": 1}
+    totals.add(V4, [Connections(VIP, TWO, 2)], lambda family, frontend: WEB, 2.0)
+    assert scrape() == {"all": 6, "10.1.0.1:8080": 3, "10.1.0.2:8080": 3}
+    totals.forget(lambda key: True, lambda key, where: False, KEPT + 1.5)
+    assert scrape() == {"all": 6, "10.1.0.2:8080": 3}
+    changes = totals.of[WEB].changes
+    totals.of = counted({TWO: 5}).of
+    totals.of[WEB].changes = changes
+    assert scrape() == {"all": 5, "10.1.0.2:8080": 5}
+
+
 def test_without_handshakes_no_histogram_has_series() -> None:
     assert exposed(counted({ONE: 3}), 10) == {"summed": {"": 0}}
 
 
-def test_workers_divide_handshakes_at_the_same_bounds() -> None:
+def test_workers_have_the_same_numbers_and_divide_handshakes_at_the_same_bounds() -> None:
     ranges = [one for one in Handshake if one is not Handshake.MICROSECONDS]
     assert [bound / 1_000_000 for bound in attribution._BOUNDS] == [float(one.value) for one in ranges[:-1]]
-    assert list(Handshake)[attribution._SUM] is Handshake.MICROSECONDS
+    numbers = [None, *Failure, *Handshake]
+    assert numbers[attribution.MADE] is None
+    for place, failure in ((attribution.REFUSED, Failure.REFUSED), (attribution.RESET, Failure.RESET),
+                           (attribution.UNANSWERED, Failure.UNANSWERED)):
+        assert numbers[place] is failure
+    assert numbers[attribution._SUM] is Handshake.MICROSECONDS
 
 
 @pytest.mark.parametrize(("seconds", "place"), [
@@ -180,8 +226,10 @@ def test_workers_divide_handshakes_at_the_same_bounds() -> None:
 def test_a_handshake_belongs_to_the_range_that_it_ends_in(seconds: float, place: int) -> None:
     tally, where = attribution.Tally(), ("10.1.0.1", 8080)
     tally.shake(where, where, seconds)
-    assert {count.handshake: count.number for count in tally.report()} == {
-        place: 1, attribution._SUM: int(seconds * 1_000_000)}
+    (count,) = tally.report()
+    wanted = [0] * 8
+    wanted[place] = 1
+    assert count.numbers == (0, 0, 0, 0, *wanted, int(seconds * 1_000_000))
 
 
 def test_a_former_endpoint_is_kept_for_an_hour_and_its_connections_for_good() -> None:
@@ -198,19 +246,17 @@ def test_a_former_endpoint_is_kept_for_an_hour_and_its_connections_for_good() ->
 def test_totals_outlive_the_process(tmp_path: Path) -> None:
     counts = Counts()
     made = counts.new(V4, [
-        Connections(VIP, ONE, 3), Connections(VIP._replace(address=None), None, 2),
-        Connections(VIP, ONE, 0, failure=Failure.RESET),
-        Connections(VIP, ONE, 7, carried=Carried.FROM_ENDPOINT),
-        Connections(VIP, ONE, 2, handshake=Handshake.LONGER)])
+        Connections(VIP, ONE, 3, "", (0, 0, 0), (0, 0, 0, 7), (0, 0, 0, 0, 0, 0, 0, 2, 0)),
+        Connections(VIP._replace(address=None), None, 2)])
     totals = Totals()
-    totals.add(made, lambda family, frontend: WEB, 1.0)
+    totals.add(V4, made, lambda family, frontend: WEB, 1.0)
     totals.carry(WEB, ONE, Volume(1, 2, 3, 4), 1.0, is_endpoint=True)
     alive = {Way(V4, Protocol.TCP, Address(bytes(4)), b"\0P", ONE.address, b"\x1f\x90"): Volume(5, 6, 7, 8)}
     StoredTotals(str(tmp_path / "state")).write("one", totals.of, counts, alive)
     found = StoredTotals(str(tmp_path / "state")).read(1.0)
     assert found == Stored("one", totals.of, list(counts), alive)
     assert found.totals[WEB].endpoints[ONE].volume == Volume(1, 2, 3, 11)
-    assert found.totals[WEB].handshakes == [0, 0, 0, 0, 0, 0, 0, 2, 0]
+    assert found.totals[WEB].handshakes == (0, 0, 0, 0, 0, 0, 0, 2, 0)
 
 
 def test_the_file_of_an_older_version_has_no_handshakes(tmp_path: Path) -> None:
@@ -221,8 +267,8 @@ def test_the_file_of_an_older_version_has_no_handshakes(tmp_path: Path) -> None:
         [*item[:6], [endpoint[:7] for endpoint in item[6]], *item[7:11]] for item in older["totals"]]
     written.write_text(json.dumps(older))
     (total,) = StoredTotals(str(tmp_path)).read(0.0).totals.values()
-    assert (total.forwarded, total.volume, total.handshakes) == (4, Volume(), [])
-    assert {to.forwarded: to.handshakes for to in total.endpoints.values()} == {3: [], 1: []}
+    assert (total.forwarded, total.volume, total.handshakes) == (4, Volume(), ())
+    assert {to.forwarded: to.handshakes for to in total.endpoints.values()} == {3: (), 1: ()}
 
 
 def test_the_file_of_an_older_version_has_no_volumes(tmp_path: Path) -> None:
@@ -234,6 +280,25 @@ def test_the_file_of_an_older_version_has_no_volumes(tmp_path: Path) -> None:
     written.write_text(json.dumps(older))
     (total,) = StoredTotals(str(tmp_path)).read(0.0).totals.values()
     assert (total.forwarded, total.volume) == (3, Volume())
+
+
+def test_counts_of_an_older_version_are_continued(tmp_path: Path) -> None:
+    """It had an item for each number of a pair."""
+    counts, reading = Counts(), [one._replace(failed=(0,) * 3, carried=(0,) * 4) for one in SHAKEN]
+    counts.remember(V4, reading)
+    StoredTotals(str(tmp_path)).write("one", {}, counts, {})
+    (written,) = tmp_path.iterdir()
+    older = json.loads(written.read_text())
+    one, two = ([*item[:5]] for item in older["counts"])
+    older["counts"] = [
+        [*one, 3, ""], [*two, 1, ""], [*one, 2, "", None, None, "0.001"], [*one, 1, "", None, None, "+Inf"],
+        [*one, 1_001_200, "", None, None, "sum"], [*two, 1, "", None, None, "0.064"],
+        [*two, 20_000, "", None, None, "sum"],
+    ]  # fmt: skip
+    written.write_text(json.dumps(older))
+    found = Counts(StoredTotals(str(tmp_path)).read(0.0).counts)
+    assert list(found) == list(counts)
+    assert list(found.new(V4, reading)) == []
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"boot": "another"}', "\0"])
@@ -263,41 +328,78 @@ def test_a_link_or_a_pipe_is_not_followed(tmp_path: Path, make: str) -> None:
     assert victim.read_text() == "precious"
 
 
-def series(name: str, value: int) -> _Series:
-    return _Series(SERVICE_CONNECTIONS, ("default", name, "", "TCP", "forwarded"), (value,))
+def service_port(name: str) -> ServicePortKey:
+    return ServicePortKey("default", name, "", Protocol.TCP)
 
 
-def shown(chosen: list[_Series]) -> dict[str, int]:
-    return {one.labels[1]: one.values[0] for one in chosen}
+def chosen(limited: LimitedSeries, present: Mapping[str, tuple[int, ...]]) -> list[Chosen]:
+    """Return the series of a scrape in which these service ports exist."""
+    for name in "abcde":
+        limited.update(service_port(name), {None: present[name]} if name in present else {})
+    return list(limited.chosen())
+
+
+def shown(limited: LimitedSeries, present: Mapping[str, int]) -> dict[str, int]:
+    """Return the first series of each service port with this number of connections."""
+    values = {name: (value, *[0] * 8) for name, value in present.items()}
+    return {one.labels[1]: one.values[0] for one in chosen(limited, values)}
 
 
 def test_series_beyond_the_limit_are_summed_up_and_the_sum_never_falls() -> None:
-    limited = LimitedSeries(2)
+    limited = LimitedSeries(2, SERVICE_COUNTERS, ())
     steps = [
-        ([series("a", 1), series("b", 2)], {"a": 1, "b": 2}),
-        ([series("a", 1), series("b", 2), series("c", 3), series("d", 4)], {"a": 1, "b": 2, "other": 7}),
-        ([series("b", 2), series("c", 5), series("d", 4)], {"b": 2, "other": 9}),
-        ([series("b", 2), series("d", 4), series("e", 1)], {"b": 2, "e": 1, "other": 9}),
-        ([series("b", 2), series("d", 6), series("e", 1)], {"b": 2, "e": 1, "other": 11}),
+        ({"a": 1, "b": 2}, {"a": 1, "b": 2}),
+        ({"a": 1, "b": 2, "c": 3, "d": 4}, {"a": 1, "b": 2, "other": 7}),
+        ({"b": 2, "c": 5, "d": 4}, {"b": 2, "other": 9}),
+        ({"b": 2, "d": 4, "e": 1}, {"b": 2, "e": 1, "other": 9}),
+        ({"b": 2, "d": 6, "e": 1}, {"b": 2, "e": 1, "other": 11}),
     ]
-    for given_series, wanted in steps:
-        assert shown(list(limited.choose(given_series))) == wanted
+    for present, wanted in steps:
+        assert shown(limited, present) == wanted
     assert limited.summed == 1
+
+
+def test_the_sum_contains_all_connections_of_an_endpoint_that_is_counted_from_0_again() -> None:
+    limited = LimitedSeries(1, SERVICE_COUNTERS, ())
+    for value, other in ((5, 5), (0, 5), (7, 12), (3, 15)):
+        assert shown(limited, {"a": 1, "b": value}) == {"a": 1, "other": other}
+
+
+def test_a_row_is_listed_as_far_as_there_was_room() -> None:
+    """Both directions exist once there is traffic in one of them."""
+    limited = LimitedSeries(3, SERVICE_COUNTERS, ())
+
+    def scrape(*numbers: int) -> dict[tuple[str, str, str], int]:
+        limited.update(service_port("web"), {None: numbers})
+        return {
+            (one.metric.rpartition("_")[2], one.labels[1], one.labels[-1]): one.values[0]
+            for one in limited.chosen()
+        }  # fmt: skip
+
+    first = {("connections", "web", "forwarded"): 1}
+    assert scrape(1, 0, 0, 0, 0, 0, 0, 0, 0) == first
+    assert limited.summed == 0
+    volume = {("packets", "web", "to_endpoint"): 2, ("bytes", "web", "to_endpoint"): 90}
+    others = {("packets", "other", "from_endpoint"): 0, ("bytes", "other", "from_endpoint"): 0}
+    assert scrape(1, 0, 0, 0, 0, 2, 90, 0, 0) == first | volume | others
+    assert limited.summed == 2
+    others = {("packets", "other", "from_endpoint"): 3, ("bytes", "other", "from_endpoint"): 120}
+    refused = {("failures", "other", "refused"): 1}
+    assert scrape(1, 0, 1, 0, 0, 2, 90, 3, 120) == first | volume | others | refused
+    assert limited.summed == 3
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(0, 9)), max_size=40))
 def test_histograms_of_the_limited_add_up_to_all(steps: list[tuple[int, int, int]]) -> None:
     """Each step is a handshake of one service, and a scrape."""
-    limited, totals = LimitedSeries(2), dict.fromkeys("abcd", (0, 0))
+    limited, totals = LimitedSeries(2, SERVICE_HISTOGRAM, ()), dict.fromkeys("abcd", (0, 0))
     for which, count, microseconds in steps:
         name = "abcd"[which]
         before = totals[name]
         totals[name] = before[0] + count, before[1] + microseconds
-        present = [
-            _Series(SERVICE_HANDSHAKES, ("default", name, "", "TCP"), values)
-            for name, values in totals.items() if any(values)]
-        chosen = list(limited.choose(present))
-        assert len(chosen) == min(len(present), 3)
-        assert [sum(each) for each in zip(*(one.values for one in chosen), strict=True)] == [
-            sum(each) for each in zip(*(one.values for one in present), strict=True)]
-        assert all(len(one.labels) == 4 for one in chosen)
+        present = {name: values for name, values in totals.items() if any(values)}
+        found = chosen(limited, present)
+        assert len(found) == min(len(present), 3)
+        assert [sum(each) for each in zip(*(one.values for one in found), strict=True)] == [
+            sum(each) for each in zip(*present.values(), strict=True)]
+        assert all(len(one.labels) == 4 for one in found)

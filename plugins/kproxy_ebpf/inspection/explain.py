@@ -1,7 +1,6 @@
 """Serves the hook `kproxy_explain`: the map elements that decide for local sockets, in front of the rules."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 from typing import Protocol as TypingProtocol
 
@@ -48,7 +47,7 @@ def _in_front(question: Question, side: KernelSide, settings: Settings, maps: Ma
     if settings.notrack_mark and not pod and question.packet.protocol is Protocol.TCP:
         table = f"table {question.packet.family.ip} {names.NOTRACK_TABLE}"
         objects.append(KernelObject(table, f"meta mark {settings.notrack_mark:#010x} notrack"))
-    return replace(side, objects=tuple(objects), fate=fate, remembered=found.remembered)
+    return KernelSide(tuple(objects), fate, found.remembered, side.deviation)
 
 
 def _may_translate(question: Question, settings: Settings) -> bool:

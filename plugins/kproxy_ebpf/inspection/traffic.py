@@ -1,31 +1,50 @@
-"""Serves the hook `kproxy_traffic`: the connections, bytes and handshakes that programs count."""
+"""Serves the hook `kproxy_traffic`: the connections, packets, bytes and handshakes that programs count."""
 
-from kproxy_core.backend.api import Carried, Connections, Failure, Handshake
+from typing import NamedTuple
+
+from kproxy_core.backend.api import Connections
 from kproxy_core.model.address import Family
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_ebpf import names
-from kproxy_ebpf.batch import frontend_family, parse_count, parse_endpoint, parse_frontend
+from kproxy_ebpf.batch import frontend_family, parse_counts, parse_endpoint, parse_frontend, split_pair
 from kproxy_ebpf.kernel.pinned import pinned_maps
 from kproxy_ebpf.settings import Settings
 
-_ASPECTS: tuple[tuple[Failure | None, Carried | None, Handshake | None], ...] = (
-    (None, None, None),
-    *((failure, None, None) for failure in Failure),
-    *((None, carried, None) for carried in Carried),
-    *((None, None, handshake) for handshake in Handshake),
-)
-"""The meaning of each number of an element, as in `Connections`."""
+
+class _Element(NamedTuple):
+    """One element of the map."""
+
+    family: Family
+    value: bytes
+    meaning: Connections
 
 
-def connections(family: Family, settings: Settings) -> list[Connections]:
-    """Return the new connections that programs counted, their bytes and handshakes. Raises SyncFailed."""
-    found = []
-    with pinned_maps(settings) as maps:
-        for key, value in () if maps is None else maps.elements(names.CONNECTIONS):
-            name, endpoint, numbers = parse_count(key, value)
-            if frontend_family(name) is family:
-                frontend, where = Frontend(*parse_frontend(name)), parse_endpoint(endpoint, family)
-                for number, aspects in zip(numbers, _ASPECTS, strict=True):
-                    if number:
-                        found.append(Connections(frontend, where, number, names.MODE, *aspects))
-    return found
+class Counted:
+    """The counts of programs."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._read: dict[bytes, _Element] = {}
+        """The elements as they were read last, by key. `value` and `meaning` are of the family's reading."""
+
+    def read(self, family: Family) -> list[Connections]:
+        """Raises SyncFailed."""
+        before, now = self._read, {}
+        with pinned_maps(self._settings) as maps:
+            for key, value in () if maps is None else maps.elements(names.CONNECTIONS):
+                known = before.get(key) or _new(key)
+                if known.value != value and known.family is family:
+                    frontend, endpoint, *_ = known.meaning
+                    number, *parts = parse_counts(value)
+                    known = _Element(
+                        family, value, Connections(frontend, endpoint, number, names.MODE, *parts))
+                now[key] = known
+        self._read = now
+        return [known.meaning for known in now.values() if known.family is family]
+
+
+def _new(key: bytes) -> _Element:
+    name, endpoint = split_pair(key)
+    family = frontend_family(name)
+    frontend = Frontend(*parse_frontend(name))
+    return _Element(family, b"", Connections(frontend, parse_endpoint(endpoint, family), 0, names.MODE))

@@ -10,10 +10,10 @@ from kproxy_core.model.address import Address, Family, Protocol, format_address,
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome, Packet
 from kproxy_core.plan.service_plan import Frontend
-from kproxy_userspace.applied import Relay
+from kproxy_userspace.applied import LocalPort, Relay
 from kproxy_userspace.batch import iptables_rules
 from kproxy_userspace.kernel.bridges import bridged_sources
-from kproxy_userspace.kernel.portals import find_tables, may_have_portals
+from kproxy_userspace.kernel.portals import find_tables, may_have_portals, parse_elements
 from kproxy_userspace.names import PORTAL_CHAINS, TABLE, Endpoint
 from kproxy_userspace.settings import Settings
 from kproxy_userspace.skeleton import JUMPS
@@ -22,12 +22,11 @@ from kproxy_xtables.rules import ChainKey, jumps_by_chain
 from kproxy_xtables.semantics import Flight, network
 from kproxy_xtables.walk import Ruleset, Walk
 
-FindRelay = Callable[[Protocol, int], Relay | None]
-"""Returns the relay of this process at a port of the node."""
+Relays = Mapping[LocalPort, Relay]
+"""The relays of this process by their ports of the node."""
 Recall = Callable[[str], Mapping[int, Endpoint]]
 """Returns the endpoints that affinity gives a client, by the number of the relay."""
 
-_ELEMENT = re.compile(r"([0-9a-z][0-9a-z.:/ ]*) : (\d+)")
 _DIALLED = re.compile(r"(?:.*-d (\S+)/\d+ )?.*-p (tcp|udp) .*--dport (\d+) ")
 _IN_SOURCE_ORDER = re.compile(r"(\S+) \. (.+)")
 
@@ -36,9 +35,9 @@ _NOT_RELAYED = "this mode leaves such packets to the node"
 
 
 def explain(
-    questions: Sequence[Question], settings: Settings, find: FindRelay, recall: Recall, *, live: bool
+    questions: Sequence[Question], settings: Settings, relays: Relays, recall: Recall, *, live: bool
 ) -> list[KernelSide]:
-    """Return the way of each packet. *find* and *recall* ask the relays that run. Raises HostError.
+    """Return the way of each packet. *recall* asks the relays that run. Raises HostError.
 
     Unless *live*, no sender is behind a bridge.
     """
@@ -49,7 +48,7 @@ def explain(
     if portals.rules:
         portals.bridged = bridged_sources((question.packet.source for question in questions), family)
     recall = cache(recall)
-    return [_as_is(question, settings, portals, find, recall) for question in questions]
+    return [_as_is(question, settings, portals, relays, recall) for question in questions]
 
 
 def frontends(family: Family) -> list[Frontend]:
@@ -70,7 +69,7 @@ def frontends(family: Family) -> list[Frontend]:
 
 
 def _as_is(
-    question: Question, settings: Settings, portals: "_Portals", find: FindRelay, recall: Recall
+    question: Question, settings: Settings, portals: "_Portals", relays: Relays, recall: Recall
 ) -> KernelSide:
     packet = question.packet
     if settings.listen is not None:
@@ -78,7 +77,7 @@ def _as_is(
         objects: list[KernelObject] = []
     else:
         port, objects = portals.follow(question)
-    relay = find(packet.protocol, port) if port else None
+    relay = relays.get(LocalPort(packet.protocol, port)) if port else None
     if port and relay is None:
         objects.append(KernelObject("relay", f"port {port}: this process has none"))
         return KernelSide(tuple(objects), Fate(Outcome.REFUSED, f"nothing listens on port {port}"))
@@ -137,7 +136,7 @@ class _Portals:
             self.rules = tables.chains("nat")
             return
         listed = programs.run("nft", "list", "table", family.ip, TABLE).stdout
-        self.elements = {found[1]: int(found[2]) for found in _ELEMENT.finditer(listed)}
+        self.elements = parse_elements(listed)
 
     def follow(self, question: Question) -> tuple[int, list[KernelObject]]:
         """Return the port of this node that the packet is redirected to, 0 for none, and what it meets."""
@@ -172,10 +171,9 @@ def _portal_rules(relays: Iterable[Wanted], at: Address | None) -> dict[ChainKey
     found = jumps_by_chain(JUMPS)
     for relay in relays:
         for portal in relay.portals:
-            for table, rules in iptables_rules(Redirect(portal, 0, at)).items():
-                for rule in rules:
-                    chain, _, text = rule.partition(" ")
-                    found.setdefault((table, chain), []).append(text)
+            for table, rule in iptables_rules(Redirect(portal, 0, at)):
+                chain, _, text = rule.partition(" ")
+                found.setdefault((table, chain), []).append(text)
     return found
 
 

@@ -3,10 +3,12 @@
 import threading
 import time
 from collections.abc import Collection
+from itertools import repeat
+from operator import add
 from uuid import uuid4
 
 from kproxy_core.backend.api import Connections, Failure, Handshake
-from kproxy_core.model.address import Address, Family, Protocol, parse_address
+from kproxy_core.model.address import Address, Family, Protocol, family_of, parse_address
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_userspace.kernel.arrivals import UnansweredFlow, unanswered_flows
@@ -16,8 +18,11 @@ from kproxy_userspace.worker.wire import Count
 _KEPT = 5400.0
 """Seconds after its last connection for which a count is kept: not an hour, see `kproxy_nft.counting`."""
 
-_Subject = tuple[Family, Frontend, Destination | None, Failure | None, Handshake | None]
-_HANDSHAKES = tuple(Handshake)
+_Subject = tuple[Family, Frontend, Destination | None]
+_REJECTED = (1, *[0] * (len(Failure) + len(Handshake)))
+"""The numbers of a flow that was rejected."""
+_FAILED = slice(1, 1 + len(Failure))
+"""The places in `Count.numbers`; handshakes follow."""
 
 
 class Traffic:
@@ -27,7 +32,7 @@ class Traffic:
         self._workers = workers
         self._instance = uuid4().hex
         self._lock = threading.Lock()
-        self._found: dict[_Subject, tuple[int, float]] = {}
+        self._found: dict[_Subject, tuple[tuple[int, ...], float]] = {}
         """Numbers, and the times of their last changes."""
         self._rejected: dict[Family, dict[bytes, UnansweredFlow]] = {}
         """Flows that have been counted, until the kernel forgets them."""
@@ -43,18 +48,17 @@ class Traffic:
             flows = unanswered_flows(family, {*refusing, *(flow.relay for flow in known.values())})
             rejected = {key: flow for key, flow in flows.items() if key in known or flow.relay in refusing}
             self._rejected[family] = rejected
-            made = [(_subject(count), count.number) for count in self._workers.report()]
+            made = [(_subject(count), count.numbers) for count in self._workers.report()]
             made += [
-                ((family, rejected[key].frontend, None, None, None), 1)
-                for key in rejected.keys() - known.keys()]
-            for subject, number in made:
-                before, _ = self._found.get(subject, (0, now))
-                self._found[subject] = before + number, now
+                ((family, rejected[key].frontend, None), _REJECTED) for key in rejected.keys() - known.keys()]
+            for subject, numbers in made:
+                before, _ = self._found.get(subject, (repeat(0), now))
+                self._found[subject] = tuple(map(add, before, numbers)), now
             self._found = {key: found for key, found in self._found.items() if found[1] >= now - _KEPT}
             return [
-                Connections(frontend, where, number, self._instance, failure, handshake=handshake)
-                for (of, frontend, where, failure, handshake), (number, _) in self._found.items()
-                if of is family
+                Connections(frontend, where, numbers[0], self._instance, numbers[_FAILED], (),
+                            numbers[_FAILED.stop:])
+                for (of, frontend, where), (numbers, _) in self._found.items() if of is family
             ]
 
 
@@ -63,8 +67,5 @@ def _subject(count: Count) -> _Subject:
     dialled: Address | None = parse_address(address) if address else None
     host, endpoint_port = count.endpoint
     where = Destination(parse_address(host), endpoint_port)
-    family = next(family for family in Family if family.size == len(where.address))
-    failure = Failure(count.failure) if count.failure else None
-    handshake = None if count.handshake is None else _HANDSHAKES[count.handshake]
     frontend = Frontend(dialled, Protocol.UDP if count.udp else Protocol.TCP, port)
-    return family, frontend, where, failure, handshake
+    return family_of(where.address), frontend, where

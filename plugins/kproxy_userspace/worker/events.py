@@ -21,22 +21,16 @@ class Watched(Protocol):
     def ready(self, fd: int, mask: int) -> None: ...
 
 
-class Pumped(Protocol):
-    """A direction with more bytes to move that lets others run first."""
-
-    def resume(self) -> None: ...
-
-
 class Timeouts:
     """Calls that are all made after the same delay, so that a queue keeps them in order."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self.waiting: deque[tuple[float, Callable[[int], None], int]] = deque()
+        self.waiting: deque[tuple[float, Callable[[], None]]] = deque()
 
-    def call(self, callback: Callable[[int], None], argument: int = 0) -> None:
-        """Call *callback* with *argument* after the delay. It must check whether it is still needed."""
-        self.waiting.append((time.monotonic() + self.seconds, callback, argument))
+    def call(self, callback: Callable[[], None]) -> None:
+        """Call *callback* after the delay. It must check whether it is still needed."""
+        self.waiting.append((time.monotonic() + self.seconds, callback))
 
 
 class Events:
@@ -45,7 +39,8 @@ class Events:
     def __init__(self) -> None:
         self.epoll = select.epoll()
         self.watched: dict[int, Watched] = {}
-        self.again: deque[Pumped] = deque()
+        self.again: deque[Callable[[], None]] = deque()
+        """Calls by which those with more to do continue after other events."""
         self.stopped = False
         self._timeouts: dict[float, Timeouts] = {}
         self._closing: list[socket.socket] = []
@@ -77,7 +72,7 @@ class Events:
                 if receiver is not None:
                     receiver.ready(fd, mask)
             for _ in range(len(again)):
-                again.popleft().resume()
+                again.popleft()()
             self._close_all()
             self._call(now)
 
@@ -94,8 +89,8 @@ class Events:
         for timeouts in list(self._timeouts.values()):
             waiting = timeouts.waiting
             while waiting and waiting[0][0] <= now:
-                _, callback, argument = waiting.popleft()
-                callback(argument)
+                _, callback = waiting.popleft()
+                callback()
 
     def _patience(self, now: float) -> float:
         """Return the seconds until the next call is due, -1 without one."""

@@ -1,22 +1,14 @@
 """Half-closed connections: one peer has sent FIN, the other may never do so."""
 
 import time
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kproxy_userspace.worker.events import Events
 
+if TYPE_CHECKING:
+    from kproxy_userspace.worker.tcp import Connection
+
 _LONGEST_INTERVAL = 30.0
-
-
-class Relayed(Protocol):
-    """A connection, as this module sees it."""
-
-    @property
-    def moved(self) -> int:
-        """Bytes moved so far, in both directions."""
-
-    def time_out(self) -> None:
-        """Reset the connection; it discards itself."""
 
 
 class HalfClosed:
@@ -27,16 +19,16 @@ class HalfClosed:
         self._seconds = seconds
         self._timer = events.timeouts(min(seconds / 4, _LONGEST_INTERVAL))
         self._is_scheduled = False
-        self._idle: dict[Relayed, tuple[int, float]] = {}
+        self._idle: dict[Connection, tuple[int, float]] = {}
         """Bytes moved when last checked, and the time since which there are no more."""
 
-    def add(self, connection: Relayed) -> None:
+    def add(self, connection: "Connection") -> None:
         """Start the timeout of *connection*, unless it is running."""
         if connection not in self._idle:
             self._idle[connection] = connection.moved, time.monotonic()
             self._schedule()
 
-    def discard(self, connection: Relayed) -> None:
+    def discard(self, connection: "Connection") -> None:
         self._idle.pop(connection, None)
 
     def _schedule(self) -> None:
@@ -44,12 +36,12 @@ class HalfClosed:
             self._is_scheduled = True
             self._timer.call(self._check)
 
-    def _check(self, _: int) -> None:
+    def _check(self) -> None:
         self._is_scheduled = False
         now = time.monotonic()
         for connection, (moved, since) in list(self._idle.items()):
             if connection.moved != moved:
                 self._idle[connection] = connection.moved, now
             elif now - since >= self._seconds:
-                connection.time_out()
+                connection.time_out()  # It discards itself.
         self._schedule()

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from functools import partial
 
 from kproxy_userspace.names import Endpoint
 from kproxy_userspace.worker import wire
@@ -37,13 +37,11 @@ _DESCRIPTORS = 1 << 19
 class Worker:
     def __init__(self, control: socket.socket, counts: Counts, settings: WorkerSettings) -> None:
         self._control = control
-        self._counts = counts
         self._settings = settings
         self._events = Events()
-        self._tally = Tally()
-        self._tcp = Resources(
+        self._shared = Resources(
             self._events, counts, Pipes(), DialSockets(), HalfClosed(self._events, settings.half_closed),
-            self._tally,
+            Tally(),
         )  # fmt: skip
         self._relays: dict[int, Listener | UdpRelay] = {}
 
@@ -61,35 +59,34 @@ class Worker:
         """Obey the orders of one message, and answer it."""
         try:
             commands = wire.as_commands(wire.receive(self._control))
-            if isinstance(commands[0], wire.Report | wire.Recall):
-                wire.send(self._control, wire.as_values(self._answer(commands[0])))
-                return
-            failed: wire.Answer = []
-            for command in commands:
-                assert not isinstance(command, wire.Report | wire.Recall)
-                try:
-                    self._obey(command)
-                except OSError as error:
-                    failed.append((command.relay, str(error)))
         except wire.PeerGone:
             self._events.stopped = True
             return
-
-        def answer(_: int) -> None:
+        if isinstance(commands[0], wire.Report | wire.Recall):
+            self._send(self._answer(commands[0]))
+            return
+        failed: wire.Answer = []
+        for command in commands:
+            assert not isinstance(command, wire.Report | wire.Recall)
             try:
-                wire.send(self._control, failed)
-            except wire.PeerGone:
-                self._events.stopped = True
-
+                self._obey(command)
+            except OSError as error:
+                failed.append((command.relay, str(error)))
         # Sockets are closed after the current events, and the answer must not be earlier.
-        self._events.timeouts(0.0).call(answer)
+        self._events.timeouts(0.0).call(partial(self._send, failed))
 
-    def _answer(self, question: wire.Question) -> Sequence[wire.Count | wire.Kept]:
+    def _send(self, values: wire.Values) -> None:
+        try:
+            wire.send(self._control, values)
+        except wire.PeerGone:
+            self._events.stopped = True
+
+    def _answer(self, question: wire.Question) -> wire.Values:
         if isinstance(question, wire.Report):
-            return self._tally.report()
+            return wire.as_values(self._shared.tally.report())
         now, client = time.monotonic(), question.client
         found = ((number, relay.balancer.kept(client, now)) for number, relay in self._relays.items())
-        return [wire.Kept(number, endpoint) for number, endpoint in found if endpoint is not None]
+        return [(number, endpoint) for number, endpoint in found if endpoint is not None]
 
     def _obey(self, command: wire.Order) -> None:
         if isinstance(command, wire.Close):
@@ -103,6 +100,8 @@ class Worker:
         if known is None:
             known = self._relays[command.relay] = self._open(command)
         known.frontend = command.frontend
+        if isinstance(known, Listener):
+            known.has_other_frontends = command.has_other_frontends
         removed = known.balancer.set_endpoints(command.endpoints, command.affinity_seconds)
         if removed:
             self._leave(known, removed)
@@ -112,9 +111,8 @@ class Worker:
         try:
             balancer = Balancer(random.shuffle)
             if command.udp:
-                return UdpRelay(sock, balancer, self._events, self._settings.udp_idle, self._counts,
-                                self._tally)
-            return Listener(sock, balancer, self._tcp)
+                return UdpRelay(sock, balancer, self._shared, self._settings.udp_idle)
+            return Listener(sock, balancer, self._shared)
         except OSError:
             sock.close()
             raise
@@ -127,7 +125,7 @@ class Worker:
         connections = [c for endpoint in removed for c in relay.connections.get(endpoint, ())]
         seconds = self._settings.drain
 
-        def reset_all(_: int = 0) -> None:
+        def reset_all() -> None:
             for connection in connections:
                 connection.reset()
 
@@ -136,7 +134,7 @@ class Worker:
         elif seconds > 0 and connections:
             self._events.timeouts(seconds).call(reset_all)
 
-    def _forget_expired(self, _: int) -> None:
+    def _forget_expired(self) -> None:
         now = time.monotonic()
         for relay in self._relays.values():
             relay.balancer.forget_expired(now)

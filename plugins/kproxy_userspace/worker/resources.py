@@ -71,7 +71,7 @@ class DialSockets:
 
 
 class Resources(NamedTuple):
-    """Parts of a worker that all its TCP relays share."""
+    """Parts of a worker that all its relays share."""
 
     events: Events
     counts: Counts

@@ -10,9 +10,10 @@ import os
 import socket
 import struct
 import time
+from functools import partial
 
 from kproxy_userspace.names import Endpoint
-from kproxy_userspace.worker.attribution import RESET, dialled, failure_of
+from kproxy_userspace.worker.attribution import MADE, RESET, failure_of, original_destination
 from kproxy_userspace.worker.balancer import Balancer
 from kproxy_userspace.worker.counters import Counter
 from kproxy_userspace.worker.events import BROKEN, EDGE, READ, WRITE
@@ -51,8 +52,10 @@ class Listener:
         """The established ones, by endpoint."""
         self.frontend: Endpoint | None = None
         """See `Serve.frontend`."""
-        self.family = sock.family
-        self._sock: socket.socket | None = sock
+        self.has_other_frontends = False
+        self.family = int(sock.family)
+        self._sock = sock
+        self._port = sock.getsockname()[1]
         sock.setblocking(False)
         # Accepted sockets inherit these.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -62,11 +65,11 @@ class Listener:
         self.events.watch(sock.fileno(), self, READ)
 
     def ready(self, fd: int, mask: int) -> None:
-        if self._sock is not None:
-            self._accept(self._sock)
+        self._accept()
 
-    def _accept(self, sock: socket.socket) -> bool:
+    def _accept(self) -> bool:
         """Accept some of the waiting clients. Return whether there may be more."""
+        sock = self._sock
         for _ in range(_ACCEPTED_AT_ONCE):
             try:
                 self.shared.sockets.reserve(self.family)
@@ -77,23 +80,30 @@ class Listener:
                 if error.errno in EXHAUSTED:  # Clients wait in the backlog.
                     self.counts[Counter.SHORTAGES] += 1
                     self.events.epoll.modify(sock.fileno(), 0)
-                    self.events.timeouts(_PAUSE).call(self._accept_again, sock.fileno())
+                    self.events.timeouts(_PAUSE).call(self._accept_again)
                     return False
                 continue  # This client has gone; accept(2) lists many reasons.
             Connection(self, client, address[0]).dial()
         return True
 
-    def _accept_again(self, fd: int) -> None:
-        if self._sock is not None and self._sock.fileno() == fd:
-            self.events.epoll.modify(fd, READ)
+    def _accept_again(self) -> None:
+        if self._sock.fileno() >= 0:  # It was not closed in the meantime.
+            self.events.epoll.modify(self._sock.fileno(), READ)
+
+    def frontend_of(self, client: socket.socket) -> Endpoint | None:
+        """Return the frontend by which the connection of *client* is counted; None: it is not counted."""
+        if self.frontend is None or not self.has_other_frontends:
+            return self.frontend
+        found = original_destination(client, self.family)
+        if found is None or (found[1] == self._port and found == client.getsockname()[:2]):
+            return self.frontend  # The client dialled the relay itself, or conntrack has forgotten it.
+        return found
 
     def close(self) -> None:
-        if self._sock is not None:
-            for _ in range(BACKLOG // _ACCEPTED_AT_ONCE):
-                if not self._accept(self._sock):
-                    break
-            self.events.close(self._sock)
-            self._sock = None
+        for _ in range(BACKLOG // _ACCEPTED_AT_ONCE):
+            if not self._accept():
+                break
+        self.events.close(self._sock)
 
 
 class Direction:
@@ -120,10 +130,6 @@ class Direction:
         self.moved = 0
         """Bytes read so far."""
 
-    def resume(self) -> None:
-        """Continue after other events."""
-        self._connection.pump(self)
-
     def pump(self) -> None:
         """Move bytes until a side must be waited for. Raises OSError if a side is broken."""
         source, target = self._source, self._target
@@ -141,7 +147,7 @@ class Direction:
                 if self._filled:
                     continue
             if budget <= 0:
-                self._connection.listener.events.again.append(self)
+                self._connection.listener.events.again.append(partial(self._connection.pump, self))
                 return
             if self._bulk and self._has_pipe():
                 moved = self._fill(source.fileno())
@@ -192,7 +198,7 @@ class Connection:
     """A client, its endpoint, and both directions between them."""
 
     __slots__ = (
-        "_attempt", "_began", "_client", "_down", "_endpoint", "_frontend", "_host", "_server", "_up",
+        "_attempt", "_began", "_client", "_directions", "_endpoint", "_frontend", "_host", "_server",
         "_writable", "listener",
     )  # fmt: skip
 
@@ -200,14 +206,14 @@ class Connection:
         self.listener = listener
         self._client: socket.socket | None = client
         self._host = host
-        self._frontend = listener.frontend and dialled(client, listener.frontend)
+        self._frontend = listener.frontend_of(client)
         self._server: socket.socket | None = None
         self._endpoint: Endpoint | None = None
         self._attempt = 0
         self._began = 0.0
         """Time of the attempt; monotonic seconds."""
-        self._up: Direction | None = None
-        self._down: Direction | None = None
+        self._directions: tuple[Direction, ...] = ()
+        """To the endpoint and to the client, while the connection is established."""
         listener.counts[_CONNECTIONS] += 1
         listener.counts[_ACCEPTED] += 1
         self._writable = False
@@ -223,7 +229,7 @@ class Connection:
                 if error.errno not in EXHAUSTED:
                     break
                 listener.counts[Counter.SHORTAGES] += 1
-                listener.events.timeouts(_PAUSE).call(self._dial_again, self._attempt)
+                listener.events.timeouts(_PAUSE).call(partial(self._dial_again, self._attempt))
                 return
             self._began = time.monotonic()
             endpoint = listener.balancer.choose(self._host, self._began, is_retry=self._attempt > 0)
@@ -231,25 +237,29 @@ class Connection:
                 server.close()
                 break
             result = server.connect_ex(endpoint)
-            if result in (0, errno.EINPROGRESS):
-                self._server, self._endpoint = server, endpoint
-                self._count()
-                timeouts = listener.events.timeouts(DIAL_SECONDS[self._attempt])
-                timeouts.call(self._dial_timed_out, self._attempt)
-                listener.events.watch(server.fileno(), self, READ | WRITE | EDGE)
+            self._server, self._endpoint = server, endpoint
+            if result == errno.EADDRNOTAVAIL:  # No local port is free; the endpoint has not seen an attempt.
+                listener.counts[Counter.SHORTAGES] += 1
+                self._hang_up()
+                self._attempt += 1
+                continue
+            self._count()
+            if result not in (0, errno.EINPROGRESS):
+                self._dial_next(result)
                 return
-            server.close()
-            listener.counts[Counter.DIAL_FAILURES] += 1
-            self._attempt += 1
+            timeouts = listener.events.timeouts(DIAL_SECONDS[self._attempt])
+            timeouts.call(partial(self._dial_timed_out, self._attempt))
+            listener.events.watch(server.fileno(), self, READ | WRITE | EDGE)
+            return
         listener.counts[Counter.GIVEN_UP] += 1
         self.reset()
 
     def ready(self, fd: int, mask: int) -> None:
         """Move bytes after an event of the client's socket or the server's."""
-        reading, writing = self._up, self._down
-        if reading is None or writing is None:
+        if not self._directions:
             self._dialed(mask)
             return
+        reading, writing = self._directions
         if self._server is not None and fd == self._server.fileno():
             reading, writing = writing, reading
         if mask & BROKEN and reading.ended:  # Reading from this peer would not show the error any more.
@@ -267,16 +277,16 @@ class Connection:
         try:
             direction.pump()
         except BlockingIOError:
-            if direction is self._down and not self._writable:
+            if direction is self._directions[1] and not self._writable:
                 self._writable = True
                 self.listener.events.epoll.modify(self._client.fileno(), READ | WRITE | EDGE)
             return
         except OSError:
             self._broken()
             return
-        if self._up is None or self._down is None or not direction.ended:
+        if not direction.ended:
             return
-        if self._up.ended and self._down.ended:
+        if all(each.ended for each in self._directions):
             self.close()
         else:
             self.listener.shared.half_closed.add(self)
@@ -284,7 +294,7 @@ class Connection:
     @property
     def moved(self) -> int:
         """Bytes moved so far, in both directions."""
-        return (self._up.moved if self._up else 0) + (self._down.moved if self._down else 0)
+        return sum(direction.moved for direction in self._directions)
 
     def time_out(self) -> None:
         """Reset the connection because it was half-closed and idle for too long."""
@@ -311,10 +321,9 @@ class Connection:
         if client is not None:
             self.listener.events.close(client)
             self.listener.counts[_CONNECTIONS] -= 1
-        for direction in (self._up, self._down):
-            if direction is not None:
-                direction.release()
-        self._up = self._down = None  # They refer to the connection: the cycle would wait for the collector.
+        for direction in self._directions:
+            direction.release()
+        self._directions = ()  # They refer to the connection: the cycle would wait for the collector.
         if self._endpoint is not None:
             of = self.listener.connections.get(self._endpoint)
             if of is not None:
@@ -341,19 +350,19 @@ class Connection:
         server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         server.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         client.setblocking(False)
-        self._up = Direction(self, client, server, _UP)
-        self._down = Direction(self, server, client, _DOWN)
+        up, down = Direction(self, client, server, _UP), Direction(self, server, client, _DOWN)
+        self._directions = up, down
         self.listener.connections.setdefault(endpoint, set()).add(self)
-        self.pump(self._up)
+        self.pump(up)
         if self._client is not None:
             self.listener.events.watch(client.fileno(), self, READ | EDGE)
-            if mask & READ and self._down is not None:
-                self.pump(self._down)
+            if mask & READ:
+                self.pump(down)
 
     def _dial_timed_out(self, attempt: int) -> None:
         """Try the next endpoint unless *attempt* has ended, perhaps by an event that is not handled yet."""
         server = self._server
-        if self._up is not None or self._client is None or server is None or self._attempt != attempt:
+        if self._directions or self._client is None or server is None or self._attempt != attempt:
             return
         try:
             server.getpeername()
@@ -373,7 +382,7 @@ class Connection:
         self._attempt += 1
         self.dial()
 
-    def _count(self, failure: str = "") -> None:
-        """Count the connection to the endpoint, or its failure."""
+    def _count(self, place: int = MADE) -> None:
+        """Count the connection to the endpoint, or its failure; see `attribution`."""
         if self._frontend is not None and self._endpoint is not None:
-            self.listener.shared.tally.count(False, self._frontend, self._endpoint, failure)
+            self.listener.shared.tally.count(False, self._frontend, self._endpoint, place)

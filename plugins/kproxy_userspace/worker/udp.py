@@ -8,11 +8,10 @@ import time
 from typing import NamedTuple
 
 from kproxy_userspace.names import Endpoint
-from kproxy_userspace.worker.attribution import Tally
 from kproxy_userspace.worker.balancer import Balancer
-from kproxy_userspace.worker.counters import Counter, Counts
-from kproxy_userspace.worker.events import READ, Events
-from kproxy_userspace.worker.resources import EXHAUSTED
+from kproxy_userspace.worker.counters import Counter
+from kproxy_userspace.worker.events import READ
+from kproxy_userspace.worker.resources import EXHAUSTED, Resources
 
 LONGEST = 65535
 """Bytes of the longest datagram. kube-proxy cut datagrams at 4096."""
@@ -47,34 +46,30 @@ class UdpRelay:
     """The socket of one UDP service port in one worker, and its flows."""
 
     def __init__(
-        self, sock: socket.socket, balancer: Balancer, events: Events, idle_seconds: float, counts: Counts,
-        tally: Tally,
+        self, sock: socket.socket, balancer: Balancer, shared: Resources, idle_seconds: float
     ) -> None:
         self.balancer = balancer
-        self.counts = counts
-        self.events = events
+        self.counts = shared.counts
+        self.events = shared.events
         self.flows: dict[FlowKey, Flow] = {}
-        self.timeouts = events.timeouts(idle_seconds)
+        self.timeouts = self.events.timeouts(idle_seconds)
         self.frontend: Endpoint | None = None
         """See `Serve.frontend`."""
         self.family = sock.family
-        self._tally = tally
-        self._sock: socket.socket | None = sock
+        self._tally = shared.tally
+        self._sock = sock
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
         if self.family == socket.AF_INET:
             sock.setsockopt(socket.IPPROTO_IP, _IP_PKTINFO, 1)
         else:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_RECVPKTINFO, 1)
-        events.watch(sock.fileno(), self, READ)
+        self.events.watch(sock.fileno(), self, READ)
 
     def ready(self, fd: int, mask: int) -> None:
-        sock = self._sock
-        if sock is None:
-            return
         for _ in range(_AT_ONCE):
             try:
-                data, control, _, sender = sock.recvmsg(LONGEST, 64)
+                data, control, _, sender = self._sock.recvmsg(LONGEST, 64)
             except BlockingIOError:
                 return
             except OSError:
@@ -86,16 +81,13 @@ class UdpRelay:
 
     def reply(self, data: bytes, key: FlowKey) -> None:
         """Send an endpoint's answer to its client, from the address that the client had sent to."""
-        sock = self._sock
-        if sock is None:
-            return
         control: list[Control] = []
         if self.family == socket.AF_INET:
             control = [(socket.IPPROTO_IP, _IP_PKTINFO, _IN_PKTINFO.pack(0, key.local, bytes(4)))]
         elif not key.local.startswith(_LINK_LOCAL):
             control = [(socket.IPPROTO_IPV6, socket.IPV6_PKTINFO, _IN6_PKTINFO.pack(key.local, 0))]
-        with contextlib.suppress(OSError):  # Datagrams may be lost.
-            sock.sendmsg([data], control, 0, key.client)
+        with contextlib.suppress(OSError):  # Datagrams may be lost, all of them once this socket is closed.
+            self._sock.sendmsg([data], control, 0, key.client)
             self.counts[_DOWN] += 1
 
     def drop_flows(self, removed: list[Endpoint]) -> None:
@@ -106,9 +98,7 @@ class UdpRelay:
     def close(self) -> None:
         for flow in list(self.flows.values()):
             flow.close()
-        if self._sock is not None:
-            self.events.close(self._sock)
-            self._sock = None
+        self.events.close(self._sock)
 
     def _new_flow(self, key: FlowKey) -> "Flow | None":
         endpoint = self.balancer.choose(key.client[0], time.monotonic())
@@ -184,7 +174,7 @@ class Flow:
     def retire(self) -> None:
         """Deliver only answers that are on their way. The client's next datagram starts another flow."""
         del self._relay.flows[self._key]
-        self._relay.events.timeouts(_ANSWER_SECONDS).call(lambda _: self.close())
+        self._relay.events.timeouts(_ANSWER_SECONDS).call(self.close)
 
     def close(self) -> None:
         if self._sock is not None:
@@ -194,7 +184,7 @@ class Flow:
                 del self._relay.flows[self._key]
             self._relay.counts[Counter.FLOWS] -= 1
 
-    def _close_if_idle(self, _: int) -> None:
+    def _close_if_idle(self) -> None:
         if self._sock is None:
             return
         timeouts = self._relay.timeouts

@@ -37,7 +37,9 @@ class Serve(NamedTuple):
     endpoints: tuple[Endpoint, ...]
     affinity_seconds: int
     frontend: Endpoint | None = None
-    """Count connections for this frontend unless another one is known; see `Count`. None: count none."""
+    """Count connections for this frontend; see `Count`. None: count none."""
+    has_other_frontends: bool = False
+    """Count connections of TCP that dialled another frontend for that one."""
 
 
 class Report(NamedTuple):
@@ -45,28 +47,20 @@ class Report(NamedTuple):
 
 
 class Recall(NamedTuple):
-    """A request, alone in its message, for the endpoints that affinity gives a client."""
+    """A request, alone in its message, for the endpoints that affinity gives a client, by relay."""
 
     client: str
 
 
 class Count(NamedTuple):
+    """Connections to one endpoint."""
+
     udp: bool
     frontend: Endpoint
     """Its address is "" for a node port of any address."""
     endpoint: Endpoint
-    failure: str
-    """The value of an `api.Failure`; "": all connections, failed ones included."""
-    handshake: int | None
-    """The place in `api.Handshake` of the number; None: it counts no handshakes."""
-    number: int
-
-
-class Kept(NamedTuple):
-    """The endpoint that one relay gives a client."""
-
-    relay: int
-    endpoint: Endpoint
+    numbers: tuple[int, ...]
+    """All connections, those that failed by `api.Failure`, and handshakes by `api.Handshake`."""
 
 
 class Close(NamedTuple):
@@ -101,10 +95,12 @@ def send(sock: socket.socket, message: Values) -> None:
         raise PeerGone(str(error)) from error
 
 
-def receive(sock: socket.socket) -> object:
+def receive(sock: socket.socket) -> list[Any]:
     """Wait for one message. Raises PeerGone, or TimeoutError if the socket has a timeout."""
     (length,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size))
-    return marshal.loads(_exactly(sock, length))
+    values = marshal.loads(_exactly(sock, length))
+    assert isinstance(values, list)
+    return values
 
 
 def _exactly(sock: socket.socket, size: int) -> bytes:
@@ -122,12 +118,11 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
-def as_values(messages: Sequence[Command | Count | Kept]) -> Values:
+def as_values(messages: Sequence[Command | Count]) -> Values:
     """Return *messages* as plain tuples, which marshal accepts."""
     return [tuple(message) for message in messages]
 
 
-def as_commands(values: object) -> list[Command]:
-    assert isinstance(values, list)
+def as_commands(values: list[Any]) -> list[Command]:
     of_length: dict[int, type[Command]] = {len(each._fields): each for each in (Serve, Close, Report, Recall)}
     return [of_length[len(value)](*value) for value in values]

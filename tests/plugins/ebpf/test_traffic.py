@@ -8,16 +8,19 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from kproxy_core.model.address import Protocol
+from kproxy_ebpf import names
 from kproxy_ebpf.kernel import bpf
+from tests.core.agreement import expect_equal
 from tests.core.processes import KPROXY
-from tests.plugins.ebpf.node import NODE, REMOTE, Node, node
+from tests.plugins.ebpf.node import NODE, PORT, REMOTE, REMOTE6, Node, node, until
 from tests.plugins.ebpf.sockets import Sockets
-from tests.plugins.ebpf.test_translation import TCP, UDP, V4, ask, dial
+from tests.plugins.ebpf.test_translation import DNS6, MAPPED, TCP, UDP, V4, V6, WEB6, ask, dial
 
 WEB, DNS = "10.96.0.10", "10.96.0.53"
 CLOSED, SILENT, EMPTY = "10.96.0.31", "10.96.0.32", "10.96.0.33"
@@ -25,17 +28,28 @@ NO_LISTENER = "203.0.113.2"
 """Refuses connections."""
 RESET = struct.pack("ii", 1, 0)
 """SO_LINGER for a reset at close(2)."""
-COUNTERS = f"""
-table ip watched {{
-    counter to_endpoint {{}}
-    counter from_endpoint {{}}
-    chain sent {{ type filter hook output priority 0; ip daddr {WEB} counter name to_endpoint; }}
-    chain received {{ type filter hook input priority 0; ip saddr {WEB} counter name from_endpoint; }}
-}}
+COUNTERS = """
+table inet watched {
+    counter to_endpoint {}
+    counter from_endpoint {}
+    chain sent {
+        type filter hook output priority 0;
+        meta l4proto { tcp, udp } th dport { 80, 8080 } counter name to_endpoint;
+    }
+    chain received {
+        type filter hook input priority 0;
+        meta l4proto { tcp, udp } th sport { 80, 8080 } counter name from_endpoint;
+    }
+}
 """
-"""Rules of the pod: what its sockets exchange with the frontend."""
+"""Rules of the pod: what its sockets exchange with frontends and endpoints."""
+ACCOUNTING = "net.netfilter.nf_conntrack_acct=1"
+DIRECTIONS = ("to_endpoint", "from_endpoint")
 NODE_PORT = 30080
 COUNTED = {"trafficMetrics": "endpoint"}
+
+Volumes = Counter[tuple[str, str]]
+"""Numbers by direction, and packets or bytes."""
 
 
 @pytest.fixture
@@ -71,6 +85,11 @@ def failures(where: Node) -> Counter[str]:
         result[kind][f"{values['service']} {values['reason']}"] += int(value)
     assert result["service"] == result["endpoint"]
     return result["service"]
+
+
+def expect_failures(where: Node, wanted: dict[str, int]) -> None:
+    """Wait for these numbers: ends of connections that rules translate are announced a moment later."""
+    expect_equal(lambda: failures(where), lambda: wanted)
 
 
 def counted(where: Node) -> dict[str, Counter[str]]:
@@ -128,11 +147,14 @@ def test_failures_are_counted_whether_programs_or_rules_translate(where: Node) -
         refused(pod, CLOSED, 3)
         refused(outside, CLOSED, 2)
         refused(pod, EMPTY, 1)
-        for patience in (0.1, 1.5):
-            with pod.open(socket.AF_INET, TCP) as client:
-                client.settimeout(patience)
-                with pytest.raises(TimeoutError):
-                    client.connect((SILENT, 80))
+        with pod.open(socket.AF_INET, TCP) as client:  # Closed before its SYN is sent again.
+            client.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                client.connect((SILENT, 80))
+        with pod.open(socket.AF_INET, TCP) as client:
+            client.settimeout(1.5)
+            with pytest.raises(TimeoutError):
+                client.connect((SILENT, 80))
         for _ in range(4):
             with pod.open(socket.AF_INET, TCP) as client:
                 client.connect((WEB, 80))
@@ -140,19 +162,19 @@ def test_failures_are_counted_whether_programs_or_rules_translate(where: Node) -
                 assert client.getpeername()[0] in REMOTE
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         connect(pod, 5)
-        assert failures(where) == {"closed refused": 5, "silent unanswered": 1, "web reset": 4}
+        expect_failures(where, {"closed refused": 5, "silent unanswered": 1, "web reset": 4})
         assert counted(where)["service"] == {"closed": 5, "empty": 1, "silent": 2, "web": 9}
         for endpoints in ([NO_LISTENER, "192.0.2.98"], [NO_LISTENER]):
             where.serve("closed", CLOSED, endpoints)
             where.await_endpoints(CLOSED, *endpoints, protocol=Protocol.TCP)
         refused(pod, CLOSED, 1)
-        assert failures(where)["closed refused"] == 6
+        expect_equal(lambda: failures(where)["closed refused"], lambda: 6)
     with where.proxy(kproxy=COUNTED):
         refused(pod, CLOSED, 2)
-        assert failures(where) == {"closed refused": 2}
+        expect_failures(where, {"closed refused": 2})
         switch(where, "nftables")
         refused(pod, CLOSED, 1)
-        assert failures(where) == {"closed refused": 3}
+        expect_failures(where, {"closed refused": 3})
 
 
 def test_a_socket_that_dials_again_is_counted_for_its_last_endpoint(where: Node) -> None:
@@ -162,77 +184,146 @@ def test_a_socket_that_dials_again_is_counted_for_its_last_endpoint(where: Node)
         for address, port in ((CLOSED, 80), (CLOSED, 80), (NO_LISTENER, 8081)):
             with pytest.raises(ConnectionRefusedError):
                 client.connect((address, port))
-        assert failures(where) == {"closed refused": 2}
+        expect_failures(where, {"closed refused": 2})
 
 
-def volumes(where: Node) -> dict[str, int]:
-    """Return the bytes of the web by direction. Those of endpoints add up to the same."""
-    result = {"service": Counter[str](), "endpoint": Counter[str]()}
-    pattern = r'^kproxy_(service|endpoint)_bytes_total\{direction="(\w+)".*service="web"\} (\d+)$'
-    for kind, direction, value in re.findall(pattern, metrics(where), re.MULTILINE):
-        result[kind][direction] += int(value)
+def volumes(where: Node) -> Volumes:
+    """Return packets and bytes of all Services by direction. Those of endpoints add up to the same."""
+    result = {"service": Counter[tuple[str, str]](), "endpoint": Counter[tuple[str, str]]()}
+    pattern = r'^kproxy_(service|endpoint)_(packets|bytes)_total\{direction="(\w+)".*\} ([\d.e+]+)$'
+    for kind, unit, direction, value in re.findall(pattern, metrics(where), re.MULTILINE):
+        result[kind][direction, unit] += int(float(value))
     assert result["service"] == result["endpoint"]
-    return dict(result["service"])
+    return result["service"]
 
 
-def exchange(client: socket.socket, size: int) -> Counter[str]:
-    """Send *size* bytes to the echo, receive them, and have it close. Return the bytes that TCP exchanged.
+def passed(where: Node) -> Volumes:
+    """Return the same as the rules of the pod have counted it."""
+    listed = where.pod.run("nft", "list", "counters")
+    return Counter({
+        (name, unit): int(number)
+        for name, *numbers in re.findall(r"counter (\w+) {\s+packets (\d+) bytes (\d+)", listed)
+        for unit, number in zip(("packets", "bytes"), numbers, strict=True)
+    })  # fmt: skip
 
-    SYN and FIN count as one byte each; that of the first SYN received does not.
-    """
+
+def exchange(client: socket.socket, size: int) -> None:
+    """Send *size* bytes to the echo, receive them, and have it close: all packets are those of a socket."""
     client.sendall(b"x" * size)
     client.shutdown(socket.SHUT_WR)
-    received = sum(map(len, iter(lambda: client.recv(100), b"")))
+    while client.recv(1 << 16):
+        pass
     client.close()
-    return Counter(to_endpoint=1 + size + 1, from_endpoint=received + 1)
 
 
-def test_bytes_of_translated_connections_are_those_of_tcp(where: Node) -> None:
+@pytest.fixture
+def accounted(where: Node) -> Node:
+    """A node with accounting in connection tracking, and rules that count in the pod."""
+    where.host.run("sysctl", "-qw", ACCOUNTING)
+    where.pod.run("nft", "-f", "-", stdin=COUNTERS)
+    return where
+
+
+def opened(sockets: Sockets) -> socket.socket:
+    client = sockets.open(socket.AF_INET, TCP)
+    client.connect((WEB, 80))
+    return client
+
+
+def test_packets_and_bytes_of_translated_sockets_are_those_of_the_stack(accounted: Node) -> None:
+    where = accounted
     where.serve("closed", CLOSED, [NO_LISTENER])
     pod = where.sockets(where.pod)
-
-    def opened() -> socket.socket:
-        client = pod.open(socket.AF_INET, TCP)
-        client.connect((WEB, 80))
-        return client
-
-    with where.proxy(kproxy=COUNTED) as proxy:
-        expected = exchange(opened(), 50) + exchange(opened(), 70)
+    with where.proxy({"connectedUdp": "destroy"}, kproxy=COUNTED) as proxy:
+        for size in (50, 200_000):
+            exchange(opened(pod), size)
         refused(pod, CLOSED, 1)
-        assert volumes(where) == expected
-        with opened() as reset, opened() as lasting:
-            greeting = len(reset.recv(100))
+        with pod.open(socket.AF_INET, UDP) as client:
+            for size in (1, 4000):  # The latter is sent in fragments.
+                ask(client, DNS, b"x" * size)
+        with pod.open(socket.AF_INET, UDP) as client:
+            client.connect((DNS, 80))
+            client.send(b"x")
+            endpoint = client.recv(100).decode().split()[0]
+            client.connect((next(other for other in REMOTE if other != endpoint), PORT))
+            before = passed(where)
+            client.send(b"x")
+            assert client.recv(100)
+            directly = passed(where) - before
+        with opened(pod) as reset, opened(pod) as lasting:
+            assert reset.recv(100)
             reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
             reset.close()
-            expected += Counter(to_endpoint=1, from_endpoint=greeting)
-            assert volumes(where) == expected
+            expect_equal(lambda: volumes(where), lambda: passed(where) - directly)
             where.serve("web", WEB, REMOTE[1:], node_port=NODE_PORT)
             where.serve("dns", DNS, REMOTE[1:], protocol="UDP")
             where.await_endpoints(DNS, *REMOTE[1:])
             proxy.end(signal.SIGKILL)
-            expected += exchange(lasting, 90)
+            exchange(lasting, 90)
     with where.proxy(kproxy=COUNTED):
-        assert volumes(where) == expected
-        expected += exchange(opened(), 30)
+        expect_equal(lambda: volumes(where), lambda: passed(where) - directly)
         for mode in ("nftables", "ebpf"):
+            exchange(opened(pod), 30)
             switch(where, mode)
-            assert volumes(where) == expected
-        expected += exchange(opened(), 40)
-        assert volumes(where) == expected
+            expect_equal(lambda: volumes(where), lambda: passed(where) - directly)
+        exchange(opened(pod), 40)
+        expect_equal(lambda: volumes(where), lambda: passed(where) - directly)
 
 
-def test_bytes_are_counted_of_connections_that_the_rules_translate(where: Node) -> None:
-    where.host.run("sysctl", "-qw", "net.netfilter.nf_conntrack_acct=1")
-    where.pod.run("nft", "-f", "-", stdin=COUNTERS)
+def test_the_last_packets_of_a_socket_that_is_gone_are_not_counted(accounted: Node) -> None:
+    """Its connection ends in a structure that no program sees."""
+    where = accounted
+    with where.elsewhere.inside(partial(socket.create_server, (NO_LISTENER, PORT))) as listener:
+        where.serve("closed", CLOSED, [NO_LISTENER])
+        pod = where.sockets(where.pod)
+        with where.proxy(kproxy=COUNTED):
+            client = pod.open(socket.AF_INET, TCP)
+            client.connect((CLOSED, 80))
+            server, _ = listener.accept()
+            client.close()
+            until(lambda: " 05 " in where.pod.run("cat", "/proc/net/tcp"))  # TCP_FIN_WAIT2
+            expect_equal(lambda: volumes(where), lambda: passed(where))
+            before = passed(where)
+            server.close()
+            until(lambda: passed(where)["to_endpoint", "packets"] > before["to_endpoint", "packets"])
+            expect_equal(lambda: volumes(where), lambda: before)
+            ends = passed(where) - before
+            assert {ends[direction, "packets"] for direction in DIRECTIONS} == {1}
+
+
+def test_packets_and_bytes_add_up_whether_programs_or_rules_translate(accounted: Node) -> None:
+    where = accounted
+    where.serve("web6", WEB6, REMOTE6)
+    where.serve("dns6", DNS6, REMOTE6, protocol="UDP")
     pod, outside = where.sockets(where.pod), where.sockets(where.pod, translated=False)
-    with where.proxy(kproxy=COUNTED):
-        with pod.open(socket.AF_INET, TCP) as client:  # Its bytes count once it is closed.
-            client.connect((WEB, 80))
-            connect(outside, 4)
-            found = volumes(where)
-        passed = where.pod.run("nft", "list", "counters")
-        counters = re.findall(r"counter (\w+) {\s+packets \d+ bytes (\d+)", passed)
-        assert found == {name: int(octets) for name, octets in counters}
+    with where.proxy({"connectedUdp": "destroy"}, kproxy=COUNTED), opened(pod) as client:
+        assert client.recv(100)
+        for way, web, dns in ((V4, WEB, DNS), (V6, WEB6, DNS6), (MAPPED, WEB, DNS)):
+            for sockets in (pod, outside):
+                stream = sockets.open(way.family, TCP)
+                stream.connect((way.address(web), 80))
+                exchange(stream, 1)
+                with sockets.open(way.family, UDP) as asking:
+                    ask(asking, way.address(dns))
+                with sockets.open(way.family, UDP) as connected:
+                    connected.connect((way.address(dns), 80))
+                    connected.send(b"x")
+                    assert connected.recv(100)
+        expect_equal(lambda: volumes(where), lambda: passed(where))
+
+
+def test_packets_cost_nothing_where_connection_tracking_does_not_count_them(accounted: Node) -> None:
+    where = accounted
+    pod = where.sockets(where.pod)
+    for value, programs in (("1", set(names.ON_PACKETS)), ("0", set())):
+        where.host.run("sysctl", "-qw", ACCOUNTING[:-1] + value)
+        with where.proxy(kproxy=COUNTED) as proxy:
+            exchange(opened(pod), 10)
+            assert {path.name for path in where.pins.glob("*/links/*gress")} == programs
+            before = volumes(where)
+            exchange(opened(pod), 10)
+            assert (volumes(where) != before) is bool(programs)
+            assert ("bytes are not counted" in proxy.end()[1]) is not bool(programs)
 
 
 def test_nothing_is_counted_without_the_option(where: Node) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kproxy_core.backend.api import BackendSettings
+from kproxy_core.backend.api import BackendSettings, Failure
 from kproxy_core.model.address import Family, format_address, parse_address
 from kproxy_core.model.service import Service
 from kproxy_core.testing.builders import endpoint_slice, plans, service
@@ -50,13 +50,14 @@ def counting(start: Start) -> Proxy:
 def counted(proxy: Proxy, family: Family = Family.IPV4) -> Counter[str]:
     """Return the counts as ``tcp 10.96.0.1:80 127.0.0.1:9001``, followed by a failure."""
     found: Counter[str] = Counter()
-    made = [one for one in proxy.backend.kproxy_traffic(family) if one.handshake is None]
-    for (address, protocol, port), where, number, _, failure, *_ in made:
+    for (address, protocol, port), where, number, _, failed, *_ in proxy.backend.kproxy_traffic(family):
         dialled = format_address(address) if address else "any"
         endpoint = f"{format_address(where.address)}:{where.port}" if where else "rejected"
-        failed = f" {failure.value}" if failure else ""
-        found[f"{protocol.name.lower()} {dialled}:{port} {endpoint}{failed}"] += number
-    return found
+        pair = f"{protocol.name.lower()} {dialled}:{port} {endpoint}"
+        found[pair] += number
+        for failure, of in zip(Failure, failed, strict=True):
+            found[f"{pair} {failure.value}"] += of
+    return +found
 
 
 def until_counted(proxy: Proxy, wanted: dict[str, int]) -> None:
@@ -99,6 +100,17 @@ def test_tcp_connections_are_counted_for_the_frontend_that_was_dialled(counting:
         counting.serve(service("web", "80@30080"), "127.0.0.2")
         assert reached(VIP, 80) == B
         assert counted(counting) == {**wanted_counts, f"tcp {VIP}:80 {B}": 1}
+
+
+@pytest.mark.usefixtures("node")
+def test_frontends_that_a_service_gets_and_loses_are_counted(counting: Proxy) -> None:
+    with endpoints(ONE):
+        for of in ("80", "80@30080", "80"):
+            counting.serve(service("web", of), "127.0.0.1")
+            assert reached(VIP, 80) == A
+            if "@" in of:
+                assert reached("192.0.2.2", 30080) == A
+        assert counted(counting) == {f"tcp {VIP}:80 {A}": 3, f"tcp 192.0.2.2:30080 {A}": 1}
 
 
 @pytest.mark.usefixtures("node")
@@ -172,6 +184,15 @@ def test_each_attempt_of_a_relay_counts_and_its_failure(counting: Proxy) -> None
     assert skipped  # Each worker takes the endpoints in turn.
     assert found == {
         **wanted_counts, f"tcp {VIP}:80 {A}": 4, silent: 4 + skipped, f"{silent} unanswered": 4 + skipped}
+
+
+@pytest.mark.usefixtures("node")
+def test_attempts_that_fail_at_once_are_counted_like_later_failures(counting: Proxy) -> None:
+    run("ip", "route", "add", "unreachable", "203.0.113.1")
+    counting.serve(service(), "203.0.113.1")
+    given_up(VIP, 80)
+    silent = f"tcp {VIP}:80 203.0.113.1:9001"
+    assert counted(counting) == {silent: 4, f"{silent} unanswered": 4}
 
 
 @pytest.mark.usefixtures("node")
@@ -280,7 +301,7 @@ class HourlyClient:
         if self._clock[0] < self.made * 3625:
             return []
         self.made += 1
-        return [Count(False, (VIP, 80), ONE, "", None, 1)]
+        return [Count(False, (VIP, 80), ONE, (1, *[0] * 12))]
 
 
 def test_each_connection_of_an_hourly_client_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,6 +310,6 @@ def test_each_connection_of_an_hourly_client_is_counted(monkeypatch: pytest.Monk
     workers: Any = HourlyClient(clock)
     traffic, counts, total = Traffic(workers), Counts(), 0
     while workers.made < 10:
-        total += sum(number for _, number in counts.new(Family.IPV4, traffic.read(Family.IPV4, ())))
+        total += sum(one.number for one in counts.new(Family.IPV4, traffic.read(Family.IPV4, ())))
         clock[0] += 15
     assert total == 10

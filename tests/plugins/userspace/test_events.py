@@ -2,6 +2,7 @@
 
 import socket
 import time
+from functools import partial
 
 from kproxy_userspace.worker.events import READ, Events
 
@@ -15,9 +16,9 @@ def test_a_call_may_schedule_another_with_a_delay_of_its_own() -> None:
         if argument == 3:
             events.stopped = True
         else:
-            events.timeouts(0.01 * (argument + 1)).call(again, argument + 1)
+            events.timeouts(0.01 * (argument + 1)).call(partial(again, argument + 1))
 
-    events.timeouts(0.0).call(again, 0)
+    events.timeouts(0.0).call(partial(again, 0))
     events.run()
     assert called == [0, 1, 2, 3]
     events.epoll.close()
@@ -32,8 +33,8 @@ def test_calls_are_made_in_order_and_not_too_early() -> None:
         called.append(argument)
         events.stopped = argument == 2
 
-    events.timeouts(0.05).call(note, 2)
-    events.timeouts(0.01).call(note, 1)
+    events.timeouts(0.05).call(partial(note, 2))
+    events.timeouts(0.01).call(partial(note, 1))
     events.run()
     assert called == [1, 2]
     assert time.monotonic() - began >= 0.05
@@ -49,7 +50,7 @@ def test_an_event_before_a_timeout_is_handled_before_it_even_if_both_are_due() -
             order.append("came")
             events.epoll.unregister(fd)
 
-    def over(_: int) -> None:
+    def over() -> None:
         order.append("over")
         events.stopped = True
 

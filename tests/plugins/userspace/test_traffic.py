@@ -17,6 +17,8 @@ import pytest
 
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import changed_update, endpoint_slice, full_update, plans, service
+from kproxy_core.testing.network.dialing import wait_until
+from kproxy_core.testing.network.patience import patience
 from kproxy_userspace import backend as backend_module
 from kproxy_userspace.kernel.portals import NftPortals, open_portals
 from kproxy_userspace.questions.cleanup import cleanup
@@ -130,11 +132,19 @@ def test_affinity_holds_over_connections_and_workers(start: Start) -> None:
 
 def test_udp_flows_are_kept_until_idle(start: Start) -> None:
     with endpoints(ONE) as (one,), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
-        start(udpIdleTimeout="300ms").serve(service("dns", "53/UDP"), "127.0.0.1", ports="9001/UDP")
+        proxy = start(udpIdleTimeout=f"{patience()}s")
+        proxy.serve(service("dns", "53/UDP"), "127.0.0.1", ports="9001/UDP")
         for size in (0, 1, 9000):
             assert datagram(client, bytes(size), VIP, 53) == A
         assert len(one.flows) == 1
-        time.sleep(1)
+
+        def flows() -> float:
+            name = "kproxy_userspace_udp_flows"
+            (value,) = [found.value for found in proxy.backend.kproxy_measure() if found.name == name]
+            return value
+
+        assert flows() == 1
+        assert wait_until(lambda: not flows(), PATIENCE)
         assert datagram(client, b"again", VIP, 53) == A
         assert len(one.flows) == 2
 
@@ -192,12 +202,14 @@ def test_no_connection_fails_while_endpoints_change(start: Start) -> None:
         for thread in threads:
             thread.start()
         for number in range(100):
+            made = count[0]
             proxy.serve(service(), *(["127.0.0.1"], ["127.0.0.1", "127.0.0.2"], ["127.0.0.2"])[number % 3])
+            wait_until(lambda made=made: count[0] > made or failures, PATIENCE, interval=0.001)  # type: ignore[misc]
         done.set()
         for thread in threads:
             thread.join()
         assert failures == []
-        assert count[0] > 0
+        assert count[0] >= 100
 
 
 def test_a_killed_worker_is_reported_and_replaced(start: Start) -> None:
@@ -213,6 +225,7 @@ def test_a_killed_worker_is_reported_and_replaced(start: Start) -> None:
         assert proxy.backend.kproxy_watch(damaged)
         for worker in proxy.workers():
             worker.process.kill()
+            worker.process.wait()
         assert noticed.wait(PATIENCE)
         proxy.serve(service(), "127.0.0.1")
         assert reached(VIP, 80) == A
