@@ -1,8 +1,10 @@
 """Acknowledged state of one family: open relays, and the portals that redirect to them. Pure."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from kproxy_core.model.address import Address, Protocol
 from kproxy_core.model.service import ServicePortKey
@@ -36,16 +38,7 @@ class Relay(NamedTuple):
         return self._replace(wanted=replace(self.wanted, endpoints=()))
 
 
-class Departing(NamedTuple):
-    """A relay without portals, kept because clients may be on their way to it."""
-
-    relay: Relay
-    since: float
-    """Time of the deletion of its last portal, on the monotonic clock."""
-
-
-@dataclass(slots=True)
-class Difference:
+class Difference(Struct):
     """Portals to delete and to add, and the portals of each changed service port afterwards."""
 
     deletes: list[Redirect] = field(default_factory=list)
@@ -59,12 +52,17 @@ class Applied:
     def __init__(self) -> None:
         self.relays: dict[ServicePortKey, dict[RelayName, Relay]] = {}
         self.portals: dict[ServicePortKey, frozenset[Redirect]] = {}
-        self.departing: list[Departing] = []
+        self.departing: dict[Relay, float] = {}
+        """Relays without portals, kept because clients may be on their way to them; and the times at which
+        their last portals were deleted, on the monotonic clock."""
+
+    def current_relays(self) -> list[Relay]:
+        """Return all relays except departing ones. From any thread."""
+        return [relay for relays in list(self.relays.values()) for relay in list(relays.values())]
 
     def all_relays(self) -> list[Relay]:
         """Return all relays that have a port, departing ones too."""
-        current = [relay for relays in self.relays.values() for relay in relays.values()]
-        return current + [departing.relay for departing in self.departing]
+        return self.current_relays() + list(self.departing)
 
     def all_portals(self) -> list[Redirect]:
         """Return all portals. From any thread."""
@@ -102,22 +100,22 @@ class Applied:
         for relay in relays:
             self.relays.setdefault(relay.name.key, {})[relay.name] = relay
 
-    def acknowledge_closed(self, relays: Iterable[Relay], departing: Iterable[Departing] = ()) -> None:
+    def acknowledge_closed(self, relays: Iterable[Relay], departing: Mapping[Relay, float]) -> None:
         """Record that *relays* no longer serve their service port, and which of them are *departing*."""
-        self.departing += departing
+        self.departing.update(departing)
         for relay in relays:
             held = self.relays.get(relay.name.key, {})
             held.pop(relay.name, None)
             if not held:
                 self.relays.pop(relay.name.key, None)
 
-    def acknowledge_departed(self, departed: Collection[Departing]) -> None:
+    def acknowledge_departed(self, departed: Iterable[Relay]) -> None:
         """Record that no client is on its way to these relays."""
-        self.departing = [departing for departing in self.departing if departing not in departed]
+        for relay in departed:
+            self.departing.pop(relay, None)
 
 
-@dataclass(frozen=True, slots=True)
-class RelayedFlows:
+class RelayedFlows(Struct, frozen=True):
     """UDP flows of conntrack that are answered by relays of certain portals."""
 
     ports: frozenset[int]

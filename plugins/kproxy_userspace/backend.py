@@ -8,10 +8,9 @@ from kproxy_core.backend.family_sync import sync_family
 from kproxy_core.backend.hookspecs import hookimpl
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.programs import OwnProcesses
-from kproxy_core.model.address import Family, Protocol
+from kproxy_core.model.address import Family
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import Frontend
-from kproxy_userspace.applied import Relay
 from kproxy_userspace.family import FamilyState
 from kproxy_userspace.inspection.explain import explain, frontends
 from kproxy_userspace.inspection.metrics import measurements
@@ -19,7 +18,6 @@ from kproxy_userspace.inspection.preview import preview
 from kproxy_userspace.inspection.render import render_text
 from kproxy_userspace.inspection.traffic import Traffic
 from kproxy_userspace.kernel.portals import Portals, find_tables, open_portals
-from kproxy_userspace.kernel.ports import RelayPorts
 from kproxy_userspace.kernel.workers import WorkerPool
 from kproxy_userspace.questions.retire import Retirement
 from kproxy_userspace.settings import read_settings
@@ -35,7 +33,6 @@ class UserspaceBackend:
         self._settings = read_settings(settings)
         self._workers = WorkerPool(self._settings.workers, self._settings.of_workers)
         self._traffic = Traffic(self._workers)
-        self._ports = RelayPorts(self._settings.port_range)
         self._families: dict[Family, FamilyState] = {}
         self._own = OwnProcesses()
         self._watch: Watch | None = None
@@ -77,11 +74,8 @@ class UserspaceBackend:
     @hookimpl
     def kproxy_explain(self, questions: Sequence[api.Question], live: bool) -> Sequence[api.KernelSide]:
         state = self._families.get(questions[0].node.family)
-
-        def find(protocol: Protocol, port: int) -> Relay | None:
-            return None if state is None else state.relay_at(protocol, port)
-
-        return explain(questions, self._settings, find, self._workers.kept, live=live)
+        relays = {} if state is None else state.relays_by_port()
+        return explain(questions, self._settings, relays, self._workers.kept, live=live)
 
     @hookimpl
     def kproxy_frontends(self, family: Family) -> Sequence[Frontend]:
@@ -111,7 +105,7 @@ class UserspaceBackend:
 
     @hookimpl
     def kproxy_measure(self) -> Sequence[api.Measurement]:
-        unserved = sum(family.unserved for family in list(self._families.values()))
+        unserved = sum(len(family.unserved) for family in list(self._families.values()))
         return measurements(self._workers.count, unserved)
 
     @hookimpl
@@ -129,11 +123,10 @@ class UserspaceBackend:
         """Return the state of *family*, made at the first call. Raises Unsupported or SyncFailed."""
         state = self._families.get(family)
         if state is None:
-            listen, bind = self._settings.listen, self._settings.bind_in(family)
-            portals = Portals() if listen is not None else open_portals(family, bind, self._own)
-            state = FamilyState(family, portals, self._workers, self._ports, listen, bind,
-                                counted=self._settings.counts_connections)
-            self._families[family] = state
+            portals = Portals()
+            if self._settings.listen is None:
+                portals = open_portals(family, self._settings.bind_in(family), self._own)
+            state = self._families[family] = FamilyState(family, portals, self._workers, self._settings)
         return state
 
     def _unwatch(self) -> None:

@@ -1,19 +1,19 @@
 """Portals encoded as text: iptables-restore input with kube-proxy's chains, or nft commands. Pure."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_address, format_socket
+from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket
 from kproxy_userspace import names
 from kproxy_userspace.names import PORTAL_CHAINS, TABLE
 from kproxy_userspace.skeleton import NFT_MAPS, NODE_PORTS, PIN, RANGED_VIPS, VIPS, nft_skeleton
 from kproxy_userspace.wanted import Portal, Redirect
-from kproxy_xtables.rules import Jump
+from kproxy_xtables.rules import TO_THIS_NODE, Jump
 
 _LONGEST_COMMENT = 255
 
 
-def iptables_rules(redirect: Redirect) -> dict[str, list[str]]:
-    """Return the rules of one portal by table, each after the name of its chain.
+def iptables_rules(redirect: Redirect) -> Iterator[tuple[str, str]]:
+    """Yield the rules of one portal: the table, and the rule behind the name of its chain.
 
     kube-proxy used DNAT to the node's address for the node's own traffic. REDIRECT needs no address.
     """
@@ -25,22 +25,20 @@ def iptables_rules(redirect: Redirect) -> dict[str, list[str]]:
     if at is not None:
         target = f"-j DNAT --to-destination {format_socket(at, proxy_port)}"
     if portal.address is None:
-        accept = f"{head} --dport {proxy_port} -m conntrack --ctstate NEW -j ACCEPT"
-        return {
-            "nat": [f"{chain} {where} {target}" for chain in PORTAL_CHAINS[2:]],
-            "filter": [f"{names.NON_LOCAL} {accept}"],
-        }
+        for chain in PORTAL_CHAINS[2:]:
+            yield "nat", f"{chain} {where} {target}"
+        yield "filter", f"{names.NON_LOCAL} {head} --dport {proxy_port} -m conntrack --ctstate NEW -j ACCEPT"
+        return
     where += f" -d {format_address(portal.address)}"
     if portal.source is not None:
         where += f" -s {portal.source}"
     if not portal.external:
-        return {"nat": [f"{chain} {where} {target}" for chain in PORTAL_CHAINS[:2]]}
-    local = "-m addrtype --dst-type LOCAL"
-    return {"nat": [
-        f"{names.PORTALS_CONTAINER} {where} -m physdev ! --physdev-is-in {target}",
-        f"{names.PORTALS_CONTAINER} {where} {local} {target}",
-        f"{names.PORTALS_HOST} {where} {local} {target}",
-    ]}  # fmt: skip
+        for chain in PORTAL_CHAINS[:2]:
+            yield "nat", f"{chain} {where} {target}"
+        return
+    yield "nat", f"{names.PORTALS_CONTAINER} {where} -m physdev ! --physdev-is-in {target}"
+    for chain in PORTAL_CHAINS[:2]:
+        yield "nat", f"{chain} {where} {TO_THIS_NODE} {target}"
 
 
 def iptables_change(deletes: Iterable[Redirect], adds: Iterable[Redirect]) -> str:
@@ -48,8 +46,8 @@ def iptables_change(deletes: Iterable[Redirect], adds: Iterable[Redirect]) -> st
     lines: dict[str, list[str]] = {"nat": [], "filter": []}
     for action, redirects in (("-D", deletes), ("-A", adds)):
         for redirect in redirects:
-            for table, rules in iptables_rules(redirect).items():
-                lines[table] += [f"{action} {rule}" for rule in rules]
+            for table, rule in iptables_rules(redirect):
+                lines[table].append(f"{action} {rule}")
     return _tables(lines)
 
 
@@ -62,8 +60,8 @@ def iptables_rewrite(redirects: Iterable[Redirect], missing: Sequence[Jump]) -> 
     for jump in missing:
         lines[jump.table].append(jump.command)
     for redirect in redirects:
-        for table, rules in iptables_rules(redirect).items():
-            lines[table] += [f"-A {rule}" for rule in rules]
+        for table, rule in iptables_rules(redirect):
+            lines[table].append(f"-A {rule}")
     return _tables(lines)
 
 
@@ -104,9 +102,4 @@ def nft_key(portal: Portal) -> tuple[str, str]:
     if portal.address is None:
         return NODE_PORTS, last
     last = f"{format_address(portal.address)} . {last}"
-    return (VIPS, last) if portal.source is None else (RANGED_VIPS, f"{_source(portal.source)} . {last}")
-
-
-def _source(cidr: Cidr) -> str:
-    """Return *cidr* as nft prints it: without the length if it is one address."""
-    return str(cidr).removesuffix(f"/{8 * len(cidr.network)}")
+    return (VIPS, last) if portal.source is None else (RANGED_VIPS, f"{portal.source.listed} . {last}")

@@ -10,16 +10,17 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from kproxy_core.backend.api import SyncReport
 from kproxy_core.backend.errors import TrustLost
 from kproxy_core.host.errors import HostError
-from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket
+from kproxy_core.model.address import Family, Protocol, format_address, format_socket
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_userspace.applied import Applied, Departing, Difference, Relay
+from kproxy_userspace.applied import Applied, Difference, LocalPort, Relay
 from kproxy_userspace.kernel.arrivals import arriving, delete_flows
 from kproxy_userspace.kernel.portals import Portals
 from kproxy_userspace.kernel.ports import NoPort, RelayPorts, Reservations
 from kproxy_userspace.kernel.workers import WorkerPool
 from kproxy_userspace.names import Endpoint
+from kproxy_userspace.settings import Settings
 from kproxy_userspace.wanted import Place, Redirect, RelayName, Wanted, wanted
 from kproxy_userspace.worker.wire import Serve
 
@@ -36,35 +37,24 @@ Plans = Mapping[ServicePortKey, ServicePlan]
 class FamilyState:
     """All relays and portals of one family."""
 
-    def __init__(
-        self, family: Family, portals: Portals, workers: WorkerPool, ports: RelayPorts,
-        listen: Address | None, bind: Address | None, *, counted: bool,
-    ) -> None:
-        """With *listen*, bind relays to the ports of Services there, else to any port at *bind*.
-
-        None means every address. *counted*: relays count connections.
-        """
+    def __init__(self, family: Family, portals: Portals, workers: WorkerPool, settings: Settings) -> None:
         self.family = family
         self._portals = portals
         self._workers = workers
-        self._ports = ports
-        self._listen = listen
-        self._bind = bind
-        self._counted = counted
+        self._ports = RelayPorts(family, settings.port_range)
+        self._listen = settings.listen
+        self._bind = settings.bind_in(family)
+        self._counted = settings.counts_connections
         self._reservations = Reservations(family)
         self._applied = Applied()
-        self._unserved: dict[ServicePortKey, str] = {}
+        self.unserved: dict[ServicePortKey, str] = {}
+        """Service ports that are not, or only partly, served, with the reason."""
         self._writing = threading.Lock()
         """Guards the portals, in the kernel and in `_applied`, and the departing relays."""
         self._withdrawn = False
         self._is_cleared = False
         self._node: NodeView | None = None
         """Node of the last acknowledged resync; None: there was none, or it failed."""
-
-    @property
-    def unserved(self) -> int:
-        """Number of service ports that are not, or only partly, served."""
-        return len(self._unserved)
 
     def must_resync(self, node: NodeView) -> bool:
         """Return whether the node has changed: every portal may depend on its addresses."""
@@ -74,7 +64,12 @@ class FamilyState:
         """Bring everything to *plans*, and compare the portals with a fresh read of the kernel."""
         deleted = dict.fromkeys(self._applied.relays.keys() - plans.keys())
         self._node = None
-        takes_over = not self._is_cleared and self._clear()
+        takes_over = False
+        if not self._is_cleared:
+            # The portals of an earlier process would lead clients to whichever relay binds their port again.
+            with self._writing:
+                takes_over = bool(self._portals.withdraw())
+            self._is_cleared = True
         report = self._bring(node, {**deleted, **plans}, is_resync=True, takes_over=takes_over)
         self._node = node
         return report
@@ -96,16 +91,12 @@ class FamilyState:
     def refusing_ports(self) -> frozenset[int]:
         """Return the ports of UDP relays without endpoints. From any thread."""
         return frozenset(
-            relay.port for relays in list(self._applied.relays.values()) for relay in list(relays.values())
+            relay.port for relay in self._applied.current_relays()
             if relay.wanted.protocol is Protocol.UDP and not relay.is_listening)
 
-    def relay_at(self, protocol: Protocol, port: int) -> Relay | None:
-        """Return the relay that listens at a port of the node. From any thread."""
-        for relays in list(self._applied.relays.values()):
-            for relay in list(relays.values()):
-                if (relay.wanted.protocol, relay.port) == (protocol, port):
-                    return relay
-        return None
+    def relays_by_port(self) -> dict[LocalPort, Relay]:
+        """Return the relays by their ports of the node. From any thread."""
+        return {relay.local_port: relay for relay in self._applied.current_relays()}
 
     def close_departed(self) -> None:
         """Close relays once no client is on its way to them. From any thread.
@@ -114,13 +105,13 @@ class FamilyState:
         """
         before = time.monotonic() - GRACE_SECONDS
         with self._writing:
-            departing = [each for each in self._applied.departing if each.since <= before]
-        reached = arriving(self.family, {each.relay.local_port for each in departing})
-        departed = [each for each in departing if each.relay.local_port not in reached]
-        self._workers.stop_accepting(each.relay.number for each in departed)
+            departing = [relay for relay, since in self._applied.departing.items() if since <= before]
+        reached = arriving(self.family, {relay.local_port for relay in departing})
+        departed = [relay for relay in departing if relay.local_port not in reached]
+        self._workers.stop_accepting(relay.number for relay in departed)
         with self._writing:
             self._applied.acknowledge_departed(departed)
-        self._release(each.relay for each in departed)
+        self._release(departed)
 
     # Leaving the node to another mode ------------------------------------------------------
 
@@ -173,16 +164,6 @@ class FamilyState:
         self._release(self._applied.all_relays())
         self._reservations.release_all()
 
-    def _clear(self) -> bool:
-        """Delete the portals of an earlier process, once. Return whether there were any. Raises HostError.
-
-        They would lead clients to whichever relay binds their port again.
-        """
-        with self._writing:
-            removed = self._portals.withdraw()
-        self._is_cleared = True
-        return bool(removed)
-
     # Synchronisation -----------------------------------------------------------------------
 
     def _bring(
@@ -194,7 +175,7 @@ class FamilyState:
             key: {} if plan is None else wanted(plan, node, self._listen, counted=self._counted)
             for key, plan in changed.items()
         }
-        unserved = {key: reason for key, reason in self._unserved.items() if key not in changed}
+        unserved = {key: reason for key, reason in self.unserved.items() if key not in changed}
         # Everything is released before anything is bound: ports may move between service ports.
         for key, relays in relays_of.items():
             self._reservations.keep_only(key, {p.place for relay in relays.values() for p in relay.portals})
@@ -218,7 +199,7 @@ class FamilyState:
         for relay in self._applied.all_relays():
             if relay.number in failures:  # Others belong to the other family, whose next sync reports them.
                 unserved[relay.name.key] = f"a relay can't listen: {failures[relay.number]}"
-        self._unserved = unserved
+        self.unserved = unserved
         return SyncReport(operations, unserved=dict(unserved))
 
     def _open_all(
@@ -237,7 +218,7 @@ class FamilyState:
 
     def _open(self, name: RelayName, want: Wanted) -> Relay:
         """Bind the port of a relay. Raises NoPort."""
-        port = self._ports.open(self.family, Place(want.protocol, self._listen or self._bind, name.port))
+        port = self._ports.open(Place(want.protocol, self._listen or self._bind, name.port))
         relay = Relay(next(_numbers), name, port, want)
         self._applied.acknowledge_relays([relay.not_listening()])
         if self._listen is not None:
@@ -255,7 +236,7 @@ class FamilyState:
             dialled = want.frontend.address
             counted = "" if dialled is None else format_address(dialled), want.frontend.port
         return Serve(relay.number, want.protocol is Protocol.UDP, format_address(address), relay.port,
-                     want.endpoints, want.affinity_seconds, counted)  # fmt: skip
+                     want.endpoints, want.affinity_seconds, counted, want.has_other_frontends)  # fmt: skip
 
     def _reserved_portals(self, relay: Relay, unserved: dict[ServicePortKey, str]) -> Iterator[Redirect]:
         """Yield the portals of *relay* except those whose port another program has."""
@@ -291,13 +272,12 @@ class FamilyState:
         closing = [relay for relay in surplus if relay not in replaced]
         self._workers.serve({relay.number: None for relay in closing})
         if self._listen is not None:
-            self._applied.acknowledge_closed(surplus)
+            self._applied.acknowledge_closed(surplus, {})
             self._release(surplus)
             return len(surplus)
-        now = time.monotonic()
         departing = [*replaced, *(relay.not_listening() for relay in closing)]
         with self._writing:
-            self._applied.acknowledge_closed(surplus, [Departing(relay, now) for relay in departing])
+            self._applied.acknowledge_closed(surplus, dict.fromkeys(departing, time.monotonic()))
         return len(surplus)
 
     def _is_replaced(self, relay: Relay, surplus: Collection[Relay]) -> bool:
@@ -309,4 +289,4 @@ class FamilyState:
 
     def _release(self, relays: Iterable[Relay]) -> None:
         for relay in relays:
-            self._ports.release(self.family, relay.wanted.protocol, relay.port)
+            self._ports.release(relay.wanted.protocol, relay.port)

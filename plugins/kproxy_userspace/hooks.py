@@ -47,7 +47,7 @@ def kproxy_caveats(update: api.Update, settings: api.BackendSettings) -> Sequenc
     from kproxy_userspace.settings import read_settings
 
     wanted = read_settings(settings)
-    return caveats(update, listen=wanted.listen, udp_idle_seconds=wanted.udp_idle_seconds)
+    return caveats(update, listen=wanted.listen, udp_idle_seconds=wanted.of_workers.udp_idle)
 
 
 @hookimpl

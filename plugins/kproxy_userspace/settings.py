@@ -24,11 +24,9 @@ class Settings(NamedTuple):
     """Local address of relays, and destination of portals; None: every address."""
     port_range: range | None = None
     """Ports of relays; None: chosen by the kernel."""
-    udp_idle_seconds: float = 0.25
-    drain_seconds: float = FOREVER
-    """Time limit for connections to a removed endpoint; FOREVER: none, as in kube-proxy."""
-    half_closed_seconds: float = 3600.0
-    """Idle time after which a half-closed connection is reset; default as conntrack.tcpCloseWaitTimeout."""
+    of_workers: WorkerSettings = WorkerSettings(0.25, FOREVER, 3600.0)
+    """No time limit for connections to a removed endpoint, as in kube-proxy, and one for half-closed
+    connections as conntrack.tcpCloseWaitTimeout."""
     workers: int = 0
     """Number of relay processes; 0: one for each processor."""
     check_seconds: float = 30.0
@@ -39,11 +37,6 @@ class Settings(NamedTuple):
     def bind_in(self, family: Family) -> Address | None:
         """Return `bind` if it is an address of *family*."""
         return self.bind if self.bind is not None and len(self.bind) == family.size else None
-
-    @property
-    def of_workers(self) -> WorkerSettings:
-        """The options that every worker needs."""
-        return WorkerSettings(self.udp_idle_seconds, self.drain_seconds, self.half_closed_seconds)
 
 
 def read_settings(settings: BackendSettings) -> Settings:
@@ -56,9 +49,11 @@ def read_settings(settings: BackendSettings) -> Settings:
         listen=_address(settings, "listen"),
         bind=_bind(settings),
         port_range=_port_range(settings),
-        udp_idle_seconds=_duration(settings, "udpIdleTimeout", 0.25),
-        drain_seconds={"leave": FOREVER, "close": 0.0}.get(str(removed), drain),
-        half_closed_seconds=_duration(settings, "halfClosedTimeout", 3600.0),
+        of_workers=WorkerSettings(
+            udp_idle=_duration(settings, "udpIdleTimeout", 0.25),
+            drain={"leave": FOREVER, "close": 0.0}.get(str(removed), drain),
+            half_closed=_duration(settings, "halfClosedTimeout", 3600.0),
+        ),
         workers=_workers(settings),
         check_seconds=_duration(settings, "syncPeriod", 30.0),
         counts_connections=settings.count_traffic,

@@ -5,10 +5,11 @@ service port without endpoints refuses clients instead of accepting and closing.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from kproxy_core.model.address import Address, Cidr, Protocol, format_address, is_loopback
+from msgspec import Struct
+
+from kproxy_core.model.address import Address, Cidr, Protocol, format_address, is_loopback, outermost
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
@@ -64,14 +65,15 @@ class RelayName(NamedTuple):
     """The only frontend of this relay, by which its connections are counted; None: it serves several."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(Struct, frozen=True):
     protocol: Protocol
     endpoints: tuple[Endpoint, ...]
     affinity_seconds: int
     portals: tuple[Portal, ...]
     frontend: Frontend | None = None
-    """The frontend that connections are counted for if no other is known; None: they are not counted."""
+    """The frontend that connections are counted for; None: they are not counted."""
+    has_other_frontends: bool = False
+    """Connections that dialled another frontend are counted for that one, which TCP sockets tell."""
 
 
 def wanted(
@@ -96,12 +98,13 @@ def wanted(
                 for frontend, of in _by_frontend(portals).items()
             }
         name = RelayName(plan.key, alone=protocol is Protocol.TCP and bool(plan.affinity_seconds))
-        any_frontend = next(iter(_by_frontend(portals)), None) if counted else None
-        return {name: Wanted(protocol, endpoints, plan.affinity_seconds, portals, any_frontend)}
+        frontends = list(_by_frontend(portals)) if counted else []
+        return {name: Wanted(protocol, endpoints, plan.affinity_seconds, portals,
+                             next(iter(frontends), None), len(frontends) > 1)}
     if len(listen) != plan.family.size:
         return {}
-    frontends = reversed(list(plan.frontends())) if counted else ()
-    by_port = {frontend.port: frontend for frontend in frontends}  # of equal ports, the first one
+    last_first = reversed(list(plan.frontends())) if counted else ()
+    by_port = {frontend.port: frontend for frontend in last_first}  # of equal ports, the first one
     return {
         RelayName(plan.key, port):
             Wanted(protocol, endpoints, plan.affinity_seconds, (), by_port.get(port))
@@ -122,7 +125,7 @@ def _portals(plan: ServicePlan, node: NodeView) -> Iterator[Portal]:
     if plan.cluster_ip is not None:
         yield Portal(protocol, plan.cluster_ip, plan.port, owner)
     for address in plan.load_balancer_ips:
-        for source in _outermost(plan.source_ranges) or (None,):
+        for source in _without_overlaps(plan.source_ranges) or (None,):
             yield Portal(protocol, address, plan.port, owner, source=source)
     for address in plan.external_ips:
         yield Portal(protocol, address, plan.port, owner, external=True)
@@ -131,12 +134,10 @@ def _portals(plan: ServicePlan, node: NodeView) -> Iterator[Portal]:
             yield Portal(protocol, local, plan.node_port, owner)
 
 
-def _outermost(ranges: Sequence[Cidr]) -> list[Cidr]:
+def _without_overlaps(ranges: Sequence[Cidr]) -> list[Cidr]:
     """Return the networks that no other one contains: nftables rejects intervals that overlap."""
-    return [
-        one for one in dict.fromkeys(ranges)
-        if not any(one.network in other and one.prefix > other.prefix for other in ranges)
-    ]  # fmt: skip
+    kept = outermost(ranges)
+    return [one for one in dict.fromkeys(ranges) if one in kept]
 
 
 def _node_port_addresses(node: NodeView) -> tuple[Address | None, ...]:

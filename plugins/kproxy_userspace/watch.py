@@ -21,7 +21,7 @@ from kproxy_core.host.programs import OwnProcesses
 from kproxy_core.model.address import Family
 from kproxy_userspace.family import FamilyState
 from kproxy_userspace.kernel.workers import Worker, WorkerPool
-from kproxy_userspace.names import NON_LOCAL, PORTAL_CHAINS, TABLE
+from kproxy_userspace.names import OUR_CHAINS, TABLE
 from kproxy_userspace.skeleton import JUMPS
 from kproxy_userspace.worker.counters import Counter
 
@@ -38,9 +38,8 @@ _SHARE = 0.2
 _BURST = 2.5
 """Seconds of that time that may be used ahead."""
 
-_CHAINS = frozenset([("filter", NON_LOCAL), *(("nat", chain) for chain in PORTAL_CHAINS)])
 _BUILT_IN = frozenset((jump.table, jump.chain) for jump in JUMPS)
-_IPTABLES = frozenset(table for table, _ in _CHAINS)
+_IPTABLES = frozenset(table for table, _ in OUR_CHAINS)
 
 
 class Watch:
@@ -58,10 +57,8 @@ class Watch:
         self._workers = workers
         self._damaged = damaged
         self._portal_seconds = portal_seconds
-        self._watched: set[int] = set()
-        """Process ids of the workers at the last look."""
-        self._reported: set[int] = set()
-        """Process ids of workers whose exit was reported."""
+        self._watched: list[Worker] = []
+        """The workers at the last look."""
         self._shortages: dict[int, tuple[int, float]] = {}
         """Last reported count and its time, by process id."""
         self._suspicions: dict[Family, str] = {}
@@ -80,6 +77,7 @@ class Watch:
         os.eventfd_write(self._wake, 1)
         self._thread.join()
         os.close(self._wake)
+        self._watched = []  # A worker's counts are freed with it; `_commits` refers to this watch.
 
     def _run(self) -> None:
         used = time.monotonic()
@@ -99,12 +97,16 @@ class Watch:
         """Wait for a worker's exit or a foreign commit, at most until *due*. Return False once closed."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
-        watched: dict[int, int] = {}
+        watched: dict[int, Worker] = {}
         for worker in self._look_at_workers():
+            if worker.exit_reported:
+                continue
             fd = worker.control.fileno()
-            if worker.process.pid not in self._reported and fd >= 0:
+            if fd < 0:  # It did not answer.
+                self._report_exit(worker)
+            else:
                 poll.register(fd, 0)  # A hang-up is always reported.
-                watched[fd] = worker.process.pid
+                watched[fd] = worker
         seconds = _POLL_SECONDS
         if self._portal_seconds is not None:
             seconds = min(seconds, max(0.0, due - time.monotonic()))
@@ -155,16 +157,15 @@ class Watch:
 
     def _look_at_workers(self) -> list[Worker]:
         """Return the workers that run. Report the exits that a sync noticed first, and has replaced."""
-        running = self._workers.running()
-        before, self._watched = self._watched, {worker.process.pid for worker in running}
-        for pid in before - self._watched - self._reported:
-            self._report_exit(pid)
-        self._reported &= self._watched
-        return running
+        before, self._watched = self._watched, self._workers.running()
+        for worker in before:
+            if worker not in self._watched and not worker.exit_reported:
+                self._report_exit(worker)
+        return self._watched
 
-    def _report_exit(self, pid: int) -> None:
-        self._reported.add(pid)
-        log.error("relay worker exited", extra={"fields": {"pid": pid}})
+    def _report_exit(self, worker: Worker) -> None:
+        worker.exit_reported = True
+        log.error("relay worker exited", extra={"fields": {"pid": worker.process.pid}})
         for family in list(self._families):
             self._damaged(family, "a relay worker exited")
 
@@ -182,7 +183,7 @@ class Watch:
 
 
 def _concerns_portals(change: Change) -> bool:
-    if change.table == TABLE or (change.table, change.name) in _CHAINS:
+    if change.table == TABLE or (change.table, change.name) in OUR_CHAINS:
         return True
     # "Added": flags changed, such as dormant.
     return change.table in _IPTABLES and change.kind in (Kind.TABLE_ADDED, Kind.TABLE_DELETED)

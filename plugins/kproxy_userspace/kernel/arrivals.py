@@ -6,18 +6,20 @@ later still reaches the relay, which must listen then, or the client is refused.
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
-from typing import Final, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Final, NamedTuple, TypeVar
 
 from kproxy_core.host.conntrack import table as ctnetlink
 from kproxy_core.host.conntrack.flows import delete_stale_udp
 from kproxy_core.host.errors import doing
 from kproxy_core.host.netlink import messages as netlink
 from kproxy_core.host.netlink.addresses import node_addresses
-from kproxy_core.model.address import Address, Family, Protocol
+from kproxy_core.model.address import Family, Protocol
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_userspace.applied import LocalPort, RelayedFlows
 from kproxy_userspace.wanted import Redirect
+
+T = TypeVar("T")
 
 _OPENING: Final = frozenset({0, 1, 2, 8, 9})
 """States in which a SYN or ACK may arrive: NONE, SYN_SENT, SYN_RECV, SYN_SENT2, CLOSE (nf_conntrack_tcp.h).
@@ -49,7 +51,7 @@ def arriving(family: Family, ports: Collection[LocalPort]) -> Counter[LocalPort]
         return Counter()
     with doing(f"read the connections to {family.label} relays"):
         # Conntrack first: a handshake that has ended there may still be half-open in a socket.
-        return Counter(_tracked(family, ports)) + Counter(_half_open(family, ports))
+        return Counter(_relayed(family, ports, _opening)) + Counter(_half_open(family, ports))
 
 
 def delete_flows(family: Family, of: Iterable[Redirect]) -> None:
@@ -64,60 +66,51 @@ def unanswered_flows(family: Family, ports: Collection[int]) -> dict[bytes, Unan
     """
     if not ports:
         return {}
-    wanted = {port.to_bytes(2, "big") for port in ports}
-    local = node_addresses()
-    with doing(f"list unanswered {family.label} UDP flows"), ctnetlink.open_socket() as sock:
-        return ctnetlink.flows(
-            sock, family, lambda flows: dict(_unanswered(flows, wanted, local, family)), ctnetlink.UNREPLIED)
+    relays = [LocalPort(Protocol.UDP, port) for port in ports]
+    with doing(f"list unanswered {family.label} UDP flows"):
+        return dict(_relayed(family, relays, _unanswered, ctnetlink.UNREPLIED))
 
 
-def _unanswered(
-    flows: Iterable[ctnetlink.TrackedFlow], wanted: Collection[bytes], local: Collection[Address],
-    family: Family,
-) -> Iterator[tuple[bytes, UnansweredFlow]]:  # fmt: skip
-    for flow in flows:
-        relay = _relay_port(flow, wanted, local, family) if flow.protocol == Protocol.UDP else None
-        if relay is None:
-            continue
-        found = netlink.attributes(flow.data, flow.start, flow.end)
-        if not int.from_bytes(found[ctnetlink.STATUS], "big") & ctnetlink.SEEN_REPLY:
-            frontend = Frontend(flow.destination, Protocol.UDP, int.from_bytes(flow.port, "big"))
-            yield found[ctnetlink.ID], UnansweredFlow(frontend, relay)
+def _unanswered(flow: ctnetlink.TrackedFlow, port: LocalPort) -> tuple[bytes, UnansweredFlow] | None:
+    found = netlink.attributes(flow.data, flow.start, flow.end)
+    if int.from_bytes(found[ctnetlink.STATUS], "big") & ctnetlink.SEEN_REPLY:
+        return None
+    frontend = Frontend(flow.destination, port.protocol, int.from_bytes(flow.port, "big"))
+    return found[ctnetlink.ID], UnansweredFlow(frontend, port.number)
 
 
-def _tracked(family: Family, ports: Collection[LocalPort]) -> list[LocalPort]:
-    wanted = {port.number.to_bytes(2, "big") for port in ports}
-    local = node_addresses()
-    with ctnetlink.open_socket() as sock:
-        found = ctnetlink.flows(sock, family, lambda flows: list(_relayed(flows, wanted, local, family)))
-    return [port for port in found if port in ports]
+def _opening(flow: ctnetlink.TrackedFlow, port: LocalPort) -> LocalPort | None:
+    if port.protocol is Protocol.UDP:
+        return port
+    found = netlink.attributes(flow.data, flow.start, flow.end)
+    return port if ctnetlink.tcp_state(found.get(ctnetlink.PROTOINFO, b"")) in _OPENING else None
 
 
 def _relayed(
-    flows: Iterable[ctnetlink.TrackedFlow], wanted: Collection[bytes], local: Collection[Address],
-    family: Family,
-) -> Iterator[LocalPort]:  # fmt: skip
-    """Yield the relay port of each flow that is answered by one of the *wanted* ports of this node."""
-    for flow in flows:
-        port, protocol = _relay_port(flow, wanted, local, family), flow.protocol
-        if port is None:
-            continue
-        if protocol == Protocol.UDP or (protocol == Protocol.TCP and _state(flow) in _OPENING):
-            yield LocalPort(Protocol(protocol), port)
+    family: Family, ports: Iterable[LocalPort],
+    select: Callable[[ctnetlink.TrackedFlow, LocalPort], T | None], wanted: bytes = b"",
+) -> list[T]:  # fmt: skip
+    """Return what *select* makes of the flows that portals have led to *ports* of this node, except None.
 
+    *wanted* are the attributes of a filter for all flows. Raises HostError or OSError.
+    """
+    relays: dict[tuple[int, bytes], LocalPort] = {
+        (port.protocol, port.number.to_bytes(2, "big")): port for port in ports}
+    local = node_addresses()
 
-def _relay_port(
-    flow: ctnetlink.TrackedFlow, wanted: Collection[bytes], local: Collection[Address], family: Family
-) -> int | None:
-    """Return the port, among the *wanted* ones of this node, to which a portal has led *flow*; None: none."""
-    by = ctnetlink.answered_by(family, flow)
-    same = (by.address, by.port) == (flow.destination, flow.port)
-    return int.from_bytes(by.port, "big") if by.port in wanted and not same and by.address in local else None
+    def selected(flows: Iterable[ctnetlink.TrackedFlow]) -> Iterator[T]:
+        for flow in flows:
+            by = ctnetlink.answered_by(family, flow)
+            port = relays.get((flow.protocol, by.port))
+            is_same = (by.address, by.port) == (flow.destination, flow.port)
+            if port is None or is_same or by.address not in local:
+                continue
+            found = select(flow, port)
+            if found is not None:
+                yield found
 
-
-def _state(flow: ctnetlink.TrackedFlow) -> int:
-    found = netlink.attributes(flow.data, flow.start, flow.end)
-    return ctnetlink.tcp_state(found.get(ctnetlink.PROTOINFO, b""))
+    with ctnetlink.open_socket() as sock:
+        return ctnetlink.flows(sock, family, lambda flows: list(selected(flows)), wanted)
 
 
 def _half_open(family: Family, ports: Collection[LocalPort]) -> Iterator[LocalPort]:

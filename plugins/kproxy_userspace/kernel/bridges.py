@@ -2,7 +2,7 @@
 
 import struct
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Final
 
 from kproxy_core.host import sysctl
@@ -52,12 +52,7 @@ def _device(sock: NetlinkSocket, address: Address, family: Family) -> int:
 def _filters(sock: NetlinkSocket, device: int, family: Family, *, everywhere: bool) -> bool:
     """Return whether *device* is a bridge that shows its ports' packets to iptables. Raises OSError."""
     ((data, start, end),) = sock.request(_RTM_GETLINK, 0, _IFINFOMSG.pack(0, 0, device, 0, 0))
-    info = _nested(attributes(data, start + _IFINFOMSG.size, end), _IFLA_LINKINFO)
+    info = attributes(attributes(data, start + _IFINFOMSG.size, end).get(_IFLA_LINKINFO, b""))
     if info.get(_INFO_KIND, b"").rstrip(b"\0") != b"bridge":
         return False
-    return everywhere or _nested(info, _INFO_DATA)[_NF_CALL[family]] != b"\0"
-
-
-def _nested(of: Mapping[int, bytes], kind: int) -> dict[int, bytes]:
-    value = of.get(kind, b"")
-    return attributes(value, 0, len(value))
+    return everywhere or attributes(info[_INFO_DATA])[_NF_CALL[family]] != b"\0"

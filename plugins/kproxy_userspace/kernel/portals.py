@@ -11,7 +11,7 @@ from kproxy_core.host.netlink.nf_objects import table_exists
 from kproxy_core.host.programs import OwnProcesses, ProgramFailed
 from kproxy_core.model.address import Address, Family
 from kproxy_userspace import batch
-from kproxy_userspace.names import NON_LOCAL, PORTAL_CHAINS, TABLE
+from kproxy_userspace.names import NON_LOCAL, OUR_CHAINS, PORTAL_CHAINS, TABLE
 from kproxy_userspace.questions.removal import plan_cleanup
 from kproxy_userspace.skeleton import JUMPS, nft_skeleton, nft_target
 from kproxy_userspace.wanted import Redirect
@@ -22,8 +22,7 @@ from kproxy_xtables.rules import ChainKey, missing_jumps
 from kproxy_xtables.tables import Tables, Unusable
 from kproxy_xtables.variant import NoVariant, find_variant
 
-_CHAINS = (*PORTAL_CHAINS, NON_LOCAL)
-_BUILT_IN = {jump.chain for jump in JUMPS}
+_WITH_JUMPS = {(jump.table, jump.chain) for jump in JUMPS}
 _COMMENT = re.compile(r' -m comment --comment (?:"[^"]*"|\S+)')
 _NFT_RULES = 5
 _ELEMENT = re.compile(r"([0-9a-z][0-9a-z.:/ ]*) : (\d+)")
@@ -66,14 +65,10 @@ class IptablesPortals(Portals):
 
     def differences(self, redirects: Sequence[Redirect]) -> int:
         wanted = Counter(
-            _meaning(rule)
-            for redirect in redirects
-            for rules in batch.iptables_rules(redirect).values()
-            for rule in rules
-        )
+            _meaning(rule) for redirect in redirects for _, rule in batch.iptables_rules(redirect))
         held = self._held()
         found = Counter(
-            _meaning(f"{chain} {rule}") for (_, chain), rules in held.items() if chain in _CHAINS
+            _meaning(f"{key[1]} {rule}") for key, rules in held.items() if key in OUR_CHAINS
             for rule in rules
         )  # fmt: skip
         differing = (wanted - found).total() + (found - wanted).total()
@@ -94,9 +89,9 @@ class IptablesPortals(Portals):
     def _held(self) -> dict[ChainKey, list[str]]:
         """Return our chains, and the built-in ones with jumps to them."""
         return {
-            (table, saved.name): saved.rules
+            key: saved.rules
             for table in ("nat", "filter") for saved in self._tables.save(table)
-            if saved.name in _CHAINS or saved.name in _BUILT_IN
+            if (key := (table, saved.name)) in OUR_CHAINS or key in _WITH_JUMPS
         }  # fmt: skip
 
 
@@ -141,9 +136,9 @@ class NftPortals(Portals):
     def differences(self, redirects: Sequence[Redirect]) -> int:
         listed = programs.run("nft", "list", "table", *self._table).stdout
         rules = listed.count(nft_target(self._at)) + listed.count("jump portals")
-        found = {(element[1], element[2]) for element in _ELEMENT.finditer(listed)}
-        wanted = {(batch.nft_key(portal)[1], str(port)) for portal, port, _ in redirects}
-        return len(wanted ^ found) + abs(_NFT_RULES - rules) + len(dormant_tables(self._family, [TABLE]))
+        wanted = {(batch.nft_key(portal)[1], port) for portal, port, _ in redirects}
+        differing = wanted.symmetric_difference(parse_elements(listed).items())
+        return len(differing) + abs(_NFT_RULES - rules) + len(dormant_tables(self._family, [TABLE]))
 
     def withdraw(self) -> list[str]:
         return self._deleted("portals in table", "-f", "-", stdin=batch.nft_empty(self._family))
@@ -161,6 +156,11 @@ class NftPortals(Portals):
         if done.returncode:
             raise ProgramFailed(programs.failure(done))
         return [f"{what} {' '.join(self._table)}"]
+
+
+def parse_elements(listed: str) -> dict[str, int]:
+    """Return the ports of relays by the keys of portals, from the table as nft lists it."""
+    return {found[1]: int(found[2]) for found in _ELEMENT.finditer(listed)}
 
 
 def find_tables(family: Family, own: OwnProcesses | None = None) -> Tables | None:

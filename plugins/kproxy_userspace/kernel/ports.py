@@ -83,33 +83,34 @@ class Reservations:
 
 
 class RelayPorts:
-    """The ports of all relays. No two relays share one."""
+    """The ports of one family's relays. No two relays share one."""
 
-    def __init__(self, ports: range | None) -> None:
+    def __init__(self, family: Family, ports: range | None) -> None:
         """Choose from *ports*; None: leave the choice to the kernel."""
+        self._family = family
         self._ports = ports
-        self._held: dict[tuple[Family, Protocol, int], BoundSocket] = {}
+        self._held: dict[tuple[Protocol, int], BoundSocket] = {}
 
-    def open(self, family: Family, place: Place) -> int:
+    def open(self, place: Place) -> int:
         """Bind a port at the address of *place*, its own port if possible, and return it. Raises NoPort."""
         problem = "no remaining ports"
         for port in ([place.port] if place.port else []) + self._candidates():
             # The kernel lets our sockets share a port as long as none listens.
-            if (family, place.protocol, port) in self._held:
+            if (place.protocol, port) in self._held:
                 continue
             try:
-                bound = BoundSocket(family, place._replace(port=port), shared=True)
+                bound = BoundSocket(self._family, place._replace(port=port), shared=True)
             except OSError as error:
-                address = _text(family, place.address)
+                address = _text(self._family, place.address)
                 problem = f"{place.protocol.name} {address} port {port}: {error.strerror}"
                 continue
-            self._held[family, place.protocol, bound.port] = bound
+            self._held[place.protocol, bound.port] = bound
             return bound.port
         raise NoPort(problem)
 
-    def release(self, family: Family, protocol: Protocol, port: int) -> None:
+    def release(self, protocol: Protocol, port: int) -> None:
         """Release a relay's port after its listener was closed."""
-        _close(self._held.pop((family, protocol, port), None))
+        _close(self._held.pop((protocol, port), None))
 
     def _candidates(self) -> list[int]:
         """Return all ports of the range from a random one on; 0 for the kernel's choice."""

@@ -12,17 +12,7 @@ from kproxy_core.backend.errors import SyncFailed
 from kproxy_userspace.names import Endpoint
 from kproxy_userspace.worker import wire
 from kproxy_userspace.worker.counters import GAUGES, Counter, make_counts, open_counts
-from kproxy_userspace.worker.wire import (
-    Close,
-    Count,
-    Kept,
-    Order,
-    Question,
-    Recall,
-    Report,
-    Serve,
-    WorkerSettings,
-)
+from kproxy_userspace.worker.wire import Close, Order, Serve, WorkerSettings
 
 _ANSWER_SECONDS = 30.0
 _EXIT_SECONDS = 5.0
@@ -53,6 +43,7 @@ class Worker:
         ours.settimeout(_ANSWER_SECONDS)
         self.control = ours
         self.served: dict[int, Serve] = {}
+        self.exit_reported = False
 
     @property
     def is_running(self) -> bool:
@@ -73,22 +64,29 @@ class Worker:
             self.process.wait()
 
 
-def _send(worker: Worker, commands: Sequence[Order]) -> dict[int, str]:
-    wire.send(worker.control, wire.as_values(commands))
-    return {}
+def _exchange(
+    messages: Sequence[tuple[Worker, Sequence[wire.Command]]]
+) -> tuple[dict[Worker, list[Any]], str]:
+    """Send commands to workers. Return their answers, and a problem, or "".
 
-
-def _receive(worker: Worker, commands: Sequence[Order]) -> dict[int, str]:
-    """Return the relays of *commands* that *worker* could not serve, with the reason."""
-    answer = wire.receive(worker.control)
-    assert isinstance(answer, list)
-    failed = dict(answer)
-    for command in commands:
-        if isinstance(command, Serve) and command.relay not in failed:
-            worker.served[command.relay] = command
-        else:
-            worker.served.pop(command.relay, None)
-    return failed
+    A worker that does not answer is ended.
+    """
+    answers: dict[Worker, list[Any]] = {}
+    problem = ""
+    for are_sent in (False, True):  # All workers obey at the same time.
+        for worker, commands in messages:
+            if commands:
+                try:
+                    if not worker.is_running:
+                        raise wire.PeerGone("it has exited")
+                    if are_sent:
+                        answers[worker] = wire.receive(worker.control)
+                    else:
+                        wire.send(worker.control, wire.as_values(commands))
+                except (wire.PeerGone, TimeoutError) as error:
+                    problem = f"relay worker {worker.process.pid} does not answer: {error}"
+                    worker.end()
+    return answers, problem
 
 
 class WorkerPool:
@@ -141,29 +139,19 @@ class WorkerPool:
         workers = [each for each in list(self._workers) if counter not in GAUGES or each.is_running]
         return self._counts_of_ended[counter] + sum(worker.counts[counter] for worker in workers)
 
-    def report(self) -> list[Count]:
+    def report(self) -> list[wire.Count]:
         """Return new connections since the last report. From any thread; an exited worker's are lost."""
-        return [Count(*each) for each in self._ask(Report())]
+        return [wire.Count(*each) for each in self._ask(wire.Report())]
 
     def kept(self, client: str) -> dict[int, Endpoint]:
         """Return the endpoints that affinity gives *client*, by relay. From any thread."""
-        return dict(Kept(*each) for each in self._ask(Recall(client)))
+        return dict(self._ask(wire.Recall(client)))
 
-    def _ask(self, question: Question) -> list[tuple[Any, ...]]:
-        """Return the answers of all workers that run."""
-        found: list[tuple[Any, ...]] = []
+    def _ask(self, question: wire.Question) -> list[Any]:
+        """Return the answers of all workers that run. The next sync replaces those that do not answer."""
         with self._ordering:
-            for worker in self._workers:
-                if worker.is_running:
-                    try:
-                        wire.send(worker.control, wire.as_values([question]))
-                        answer = wire.receive(worker.control)
-                    except (wire.PeerGone, TimeoutError):
-                        worker.end()  # The next sync replaces it.
-                        continue
-                    assert isinstance(answer, list)
-                    found += answer
-        return found
+            answers, _ = _exchange([(worker, [question]) for worker in self._workers if worker.is_running])
+        return [each for answer in answers.values() for each in answer]
 
     def running(self) -> list[Worker]:
         """Return the workers that have not been replaced. From any thread."""
@@ -180,16 +168,18 @@ class WorkerPool:
 
     def _order(self, orders: Sequence[tuple[Worker, Sequence[Order]]]) -> dict[int, str]:
         """Send orders and return the relays that failed, with the reason. Raises SyncFailed."""
+        answers, problem = _exchange(orders)
         failures: dict[int, str] = {}
-        problem = ""
-        for exchange in (_send, _receive):  # All workers obey at the same time.
-            for worker, commands in orders:
-                if commands and worker.is_running:
-                    try:
-                        failures |= exchange(worker, commands)
-                    except (wire.PeerGone, TimeoutError) as error:
-                        problem = f"relay worker {worker.process.pid} does not answer: {error}"
-                        worker.end()
+        for worker, commands in orders:
+            if worker not in answers:
+                continue
+            failed = dict(answers[worker])
+            failures |= failed
+            for command in commands:
+                if isinstance(command, Serve) and command.relay not in failed:
+                    worker.served[command.relay] = command
+                else:
+                    worker.served.pop(command.relay, None)
         if problem:
             raise SyncFailed(problem)
         return failures

@@ -1,7 +1,8 @@
 """Requirements of the mode, tried with the programs that it would use."""
 
-from dataclasses import replace
 from functools import partial
+
+from msgspec.structs import replace
 
 from kproxy_core.backend.api import BackendSettings, Detection, Requirement, Trial
 from kproxy_core.host import programs

@@ -1,18 +1,16 @@
 """Decisions about which chains to delete: those of kube-proxy's userspace mode, which are also ours. Pure."""
 
 from kproxy_userspace import names
-from kproxy_userspace.names import PORTAL_CHAINS
 from kproxy_userspace.skeleton import JUMPS, PIN
 from kproxy_xtables.removal import Removal, plan_removal
 from kproxy_xtables.rules import ChainKey, RulesByChain, parse_jump
 
-_CHAINS = frozenset([*(("nat", chain) for chain in PORTAL_CHAINS), ("filter", names.NON_LOCAL)])
 _JUMPS = frozenset((jump.target_key, jump.chain, jump.comment) for jump in JUMPS)
 _HOST_CHAINS = (("nat", names.PORTALS_HOST), ("nat", names.NODE_PORT_HOST))
 
 
 def plan_cleanup(held: RulesByChain) -> Removal:
-    return plan_removal(held, _CHAINS, _is_own, lambda key: False)
+    return plan_removal(held, names.OUR_CHAINS, _is_own, lambda key: False)
 
 
 def plan_own_cleanup(held: RulesByChain) -> Removal:

@@ -45,26 +45,30 @@ class Retirement:
             except HostError as error:
                 errors.append(str(error))
                 self._since = time.monotonic()  # Its portals still redirect new clients.
-        arriving = self._arriving(errors)
-        if self.is_accepting and not arriving[Protocol.TCP]:
+        seconds = time.monotonic() - self._since
+        in_grace = self._has_portals and seconds < GRACE_SECONDS
+        arriving = Clients[Protocol]() if in_grace else self._arriving(seconds, errors)
+        if self.is_accepting and not in_grace and not arriving[Protocol.TCP]:
             self.is_accepting = False
-            self._stop_accepting(errors)
+            for family in self._families:
+                try:
+                    family.stop_accepting()
+                except (HostError, SyncFailed) as error:
+                    errors.append(str(error))
         # Counted last, because clients may just have been accepted.
         waiting = self._workers.count(Counter.CONNECTIONS) + arriving.total()
-        return Leftovers("userspace", tuple(removed), tuple(errors), waiting)
+        return Leftovers("userspace", tuple(removed), tuple(errors), waiting, in_grace)
 
-    def _arriving(self, errors: list[str]) -> Clients[Protocol]:
+    def _arriving(self, seconds: float, errors: list[str]) -> Clients[Protocol]:
         """Return how many clients are on their way to relays, by protocol. Append problems to *errors*.
 
-        Those of TCP are not looked for once no relay accepts them: a node may have many connections.
+        *seconds* have passed since portals last redirected clients. Those of TCP are not looked for once no
+        relay accepts them: a node may have many connections.
         """
-        if not self._has_portals:
-            return Clients()
-        seconds = time.monotonic() - self._since
-        if seconds < GRACE_SECONDS:
-            return Clients([Protocol.TCP])
-        protocols = (Protocol.TCP, Protocol.UDP) if self.is_accepting else (Protocol.UDP,)
         found: Clients[Protocol] = Clients()
+        if not self._has_portals:
+            return found
+        protocols = (Protocol.TCP, Protocol.UDP) if self.is_accepting else (Protocol.UDP,)
         for family in self._families:
             try:
                 found += family.arriving(protocols)
@@ -72,10 +76,3 @@ class Retirement:
                 errors.append(str(error))
                 found[Protocol.TCP] += seconds < _LONGEST_HANDSHAKE
         return found
-
-    def _stop_accepting(self, errors: list[str]) -> None:
-        for family in self._families:
-            try:
-                family.stop_accepting()
-            except (HostError, SyncFailed) as error:
-                errors.append(str(error))

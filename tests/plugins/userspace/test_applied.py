@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kproxy_core.model.address import Protocol, parse_address
 from kproxy_core.model.service import ServicePortKey
-from kproxy_userspace.applied import Applied, Departing, Relay, RelayedFlows
+from kproxy_userspace.applied import Applied, Relay, RelayedFlows
 from kproxy_userspace.wanted import Portal, Redirect, RelayName, Wanted
 
 KEYS = [ServicePortKey("shop", name, "", Protocol.TCP) for name in "abc"]
@@ -48,13 +48,12 @@ def test_relays_that_are_not_wanted_are_surplus_until_closed() -> None:
     applied, old, new, other = Applied(), relay(KEYS[0], 1), relay(KEYS[0], 2, alone=True), relay(KEYS[1], 3)
     applied.acknowledge_relays([old, new, other])
     assert applied.surplus({KEYS[0]: {new.name}}) == [old]
-    departing = Departing(old, 1.0)
-    applied.acknowledge_closed([old], [departing])
+    applied.acknowledge_closed([old], {old: 1.0})
     assert applied.surplus({KEYS[0]: {new.name}}) == []
     assert applied.all_relays() == [new, other, old]
-    applied.acknowledge_departed([departing])
+    applied.acknowledge_departed([old])
     assert applied.all_relays() == [new, other]
-    applied.acknowledge_closed([new, other])
+    applied.acknowledge_closed([new, other], {})
     assert applied.relays == {}
 
 

@@ -107,7 +107,7 @@ def retired(proxy: Proxy) -> bool:
     """Return whether no client is waited for."""
     found = proxy.backend.kproxy_retire()
     assert found.errors == ()
-    return not found.waiting
+    return not found.is_needed
 
 
 @pytest.mark.parametrize(("what", "vip", "host", "portals"), [

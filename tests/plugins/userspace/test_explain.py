@@ -3,9 +3,9 @@
 import socket
 import subprocess
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from kproxy_core.backend.api import BackendSettings, KernelSide, Question
 from kproxy_core.backend.registry import Registry

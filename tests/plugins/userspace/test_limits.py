@@ -6,12 +6,13 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from kproxy_core.testing.builders import service
+from kproxy_core.testing.network.patience import patience
 
 from .endpoints import PATIENCE, connect, endpoints, name_of
 from .proxies import ONE, VIP, A, Proxy, Start
@@ -112,6 +113,26 @@ def test_a_udp_client_without_a_local_port_left_is_counted_as_a_shortage(start: 
         await_true(lambda: measured(proxy, "shortages_total") == 1)
 
 
+def test_a_tcp_client_without_a_local_port_left_is_counted_as_a_shortage(start: Start) -> None:
+    with endpoints(ONE), ExitStack() as stack:
+        Path("/proc/sys/net/ipv4/ip_local_port_range").write_text("40000 40003")
+        proxy = start(workers=1)
+        proxy.serve(service(), "127.0.0.1")
+        clients = [stack.enter_context(socket.socket()) for _ in range(4)]
+        for number, client in enumerate(clients):
+            client.settimeout(PATIENCE)
+            client.bind(("", 50000 + number))
+        *served, last = clients
+        for client in served:  # The relay itself has one of the four ports.
+            client.connect((VIP, 80))
+            assert name_of(client) == A
+        with suppress(ConnectionResetError):  # It may be noticed before or after the end of the handshake.
+            last.connect((VIP, 80))
+            assert last.recv(1) == b"", "the relay has no port for the endpoint"
+        await_true(lambda: measured(proxy, "shortages_total") == 4)
+        assert measured(proxy, "dial_failures_total") == 0
+
+
 def test_a_shortage_is_logged_with_the_worker(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     with endpoints(ONE), ExitStack() as stack:
         proxy = start(workers=1)
@@ -161,17 +182,18 @@ def test_the_relay_of_an_endpoint_that_left_ends_though_the_client_never_closes(
 
 
 def test_a_half_closed_connection_continues_while_bytes_move(start: Start) -> None:
+    pause, timeout = 0.1, patience()
     with silent_endpoint() as (_, accept):
-        proxy = start(halfClosedTimeout="400ms")
+        proxy = start(halfClosedTimeout=f"{timeout}s")
         proxy.serve(service(), "127.0.0.1")
         with connect(VIP, 80) as client:
             server = accept()
             client.shutdown(socket.SHUT_WR)
             assert server.recv(1) == b""
-            for number in range(15):
-                time.sleep(0.1)
-                server.sendall(bytes([number]))
-                assert client.recv(1) == bytes([number])
+            for number in range(round(1.3 * timeout / pause)):
+                time.sleep(pause)
+                server.sendall(bytes([number % 256]))
+                assert client.recv(1) == bytes([number % 256])
             server.close()
             assert client.recv(1) == b""
         assert measured(proxy, "half_closed_timeouts_total") == 0

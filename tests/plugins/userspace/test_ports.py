@@ -26,10 +26,10 @@ def relays(opened: RelayPorts, protocol: Protocol) -> Iterator[list[int]]:
         ports: list[int] = []
         while len(ports) <= len(FEW):
             try:
-                port = opened.open(Family.IPV4, Place(protocol, None, 0))
+                port = opened.open(Place(protocol, None, 0))
             except NoPort:
                 break
-            stack.callback(opened.release, Family.IPV4, protocol, port)
+            stack.callback(opened.release, protocol, port)
             ports.append(port)
             for _ in range(2):
                 sock = stack.enter_context(listening_socket(protocol is Protocol.UDP, "0.0.0.0", port))
@@ -41,7 +41,7 @@ def relays(opened: RelayPorts, protocol: Protocol) -> Iterator[list[int]]:
 @pytest.mark.parametrize("protocol", [Protocol.TCP, Protocol.UDP])
 @pytest.mark.parametrize("wanted", [None, FEW])
 def test_no_two_relays_share_a_port(protocol: Protocol, wanted: range | None) -> None:
-    with relays(RelayPorts(wanted), protocol) as ports:
+    with relays(RelayPorts(Family.IPV4, wanted), protocol) as ports:
         assert sorted(ports) == list(FEW)
         with pytest.raises(NoPort):  # nor do those of a backend that retires and its successor
-            RelayPorts(wanted).open(Family.IPV4, Place(protocol, None, 0))
+            RelayPorts(Family.IPV4, wanted).open(Place(protocol, None, 0))

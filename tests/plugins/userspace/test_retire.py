@@ -51,16 +51,20 @@ def program(backend: Backend, *services: Service, port: str = "9001") -> int:
     return backend.kproxy_sync(full_update(NODE[Family.IPV4], found)).operations
 
 
-def retired(proxy: Proxy) -> int:
-    """Let *proxy* retire until it stops accepting. Return the number of open connections."""
+def await_retired(proxy: Proxy, kept: int) -> None:
+    """Let *proxy* retire until it stops accepting, and only *kept* connections are open.
+
+    Others may have been accepted just before, and last as long as their clients need.
+    """
     deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
+    while True:
         found = proxy.backend.kproxy_retire()
         assert not found.errors
-        if proxy.backend._retirement is not None and not proxy.backend._retirement.is_accepting:
-            return found.waiting
+        retirement = proxy.backend._retirement
+        if retirement is not None and not retirement.is_accepting and found.waiting == kept:
+            return
+        assert time.monotonic() < deadline, f"{found.waiting} connections are open instead of {kept}"
         time.sleep(0.1)
-    raise TimeoutError
 
 
 def ends(proxy: Proxy) -> bool:
@@ -109,7 +113,7 @@ def test_another_mode_takes_over_without_harm_to_connections(start: Start, other
             assert name_of(kept) == NAME
             program(other, of)
             assert program(other, of) == 0
-            assert retired(proxy) == 1  # the one that is kept; all others have the new mode
+            await_retired(proxy, 1)  # the one that is kept; all others have the new mode
             chains = [line for line in cleanup(dry_run=True).removed if ": chain" in line]
             assert [line.split()[-1] for line in chains] == ["filter"]  # for connections that go on
             kept.sendall(b"still here;")
@@ -153,7 +157,7 @@ def test_udp_clients_continue_until_conntrack_forgets_them(
             assert datagram(client, b"1", *place) == NAME
         relayed = set(one.flows)
         program(other, of, port="9001/UDP")
-        assert retired(proxy) == len(places)
+        await_retired(proxy, len(places))
         for place, client in asking.items():
             assert datagram(client, b"2", *place) == NAME
         assert one.flows == relayed
@@ -175,7 +179,7 @@ def test_udp_clients_without_an_endpoint_get_the_other_mode(start: Start, other:
         proxy.serve(of)
         client.sendto(b"?", (VIP, 53))
         program(other, of, port="9001/UDP")
-        assert retired(proxy) == 0
+        await_retired(proxy, 0)
         assert datagram(client, b"?", VIP, 53) == NAME
 
 
@@ -185,7 +189,7 @@ def test_connections_of_a_killed_worker_are_not_waited_for(start: Start) -> None
         proxy.serve(service(), HOST)
         with connect(VIP, 80) as kept:
             assert name_of(kept) == NAME
-            assert retired(proxy) == 1
+            await_retired(proxy, 1)
             for worker in proxy.workers():
                 worker.process.kill()
                 worker.process.wait()

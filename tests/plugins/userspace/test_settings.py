@@ -11,6 +11,7 @@ from kproxy_core.model.service import ServicePortKey
 from kproxy_userspace.kernel.ports import BoundSocket, NoPort, RelayPorts, Reservations
 from kproxy_userspace.settings import FOREVER, Settings, parse_port_range, read_settings
 from kproxy_userspace.wanted import Place
+from kproxy_userspace.worker.wire import WorkerSettings
 
 V4, TCP, UDP = Family.IPV4, Protocol.TCP, Protocol.UDP
 KEY = ServicePortKey("default", "web", "http", TCP)
@@ -21,20 +22,23 @@ def settings(**options: object) -> Settings:
 
 
 def test_defaults_are_kube_proxys() -> None:
-    assert settings() == Settings(None, None, None, 0.25, FOREVER, 3600.0, 0, 30.0)
+    assert settings() == Settings(None, None, None, WorkerSettings(0.25, FOREVER, 3600.0), 0, 30.0)
 
 
 def test_options_are_read() -> None:
     assert settings(
         listen="127.0.0.1", portRange="30000+10", udpIdleTimeout="1.5s", removedEndpoints="drain",
         drainTimeout="1m", workers=3, syncPeriod="5s", halfClosedTimeout="2m",
-    ) == Settings(parse_address("127.0.0.1"), None, range(30000, 30011), 1.5, 60.0, 120.0, 3, 5.0)
-    assert settings(removedEndpoints="close").drain_seconds == 0
+    ) == Settings(
+        parse_address("127.0.0.1"), None, range(30000, 30011), WorkerSettings(1.5, 60.0, 120.0), 3, 5.0
+    )
+    assert settings(removedEndpoints="close").of_workers.drain == 0
 
 
 def test_durations_have_the_syntax_of_go() -> None:
-    assert settings(udpIdleTimeout="1m1.5s").udp_idle_seconds == 61.5
-    assert str(settings(udpIdleTimeout="1m1.5s").of_workers[0]) == "61.5"  # As workers read it.
+    idle = settings(udpIdleTimeout="1m1.5s").of_workers.udp_idle
+    assert idle == 61.5
+    assert str(idle) == "61.5"  # As workers read it.
 
 
 def test_the_bind_address_is_used_in_its_family() -> None:
@@ -77,15 +81,15 @@ def test_an_invalid_port_range_is_refused(text: str) -> None:
 
 @pytest.mark.usefixtures("node")
 def test_each_port_of_the_range_is_used_once_until_released() -> None:
-    ports, anywhere = RelayPorts(range(20000, 20003)), Place(TCP, None, 0)
-    taken = [ports.open(V4, anywhere) for _ in range(3)]
+    ports, anywhere = RelayPorts(V4, range(20000, 20003)), Place(TCP, None, 0)
+    taken = [ports.open(anywhere) for _ in range(3)]
     assert set(taken) == {20000, 20001, 20002}
     with pytest.raises(NoPort, match="no remaining ports"):
-        ports.open(V4, anywhere)
-    ports.release(V4, TCP, taken[1])
-    assert ports.open(V4, anywhere) == taken[1]
+        ports.open(anywhere)
+    ports.release(TCP, taken[1])
+    assert ports.open(anywhere) == taken[1]
     for port in taken:
-        ports.release(V4, TCP, port)
+        ports.release(TCP, port)
 
 
 def ask(client: socket.socket) -> None:
