@@ -21,6 +21,7 @@
 #define AF_INET6 10
 #define SOL_SOCKET 1
 #define SO_MARK 36
+#define ETH_P_IP 0x0800
 
 /* A helper that bcc 0.26 has no name for (linux/bpf.h). */
 #define netns_cookie(ctx) (((u64 (*)(void *))122)(ctx))
@@ -46,10 +47,12 @@ struct settings { u64 node_netns; u32 flags; u32 mark; };
 struct flow { struct frontend frontend; struct endpoint endpoint; };
 struct flows { struct flow flow[4]; u64 next; };
 /*
- * Connections, those of them that failed, bytes to and from the endpoint, and handshakes by their duration: up to 250 us,
- * 1 ms, 4 ms, 16 ms, 64 ms, 256 ms, 1 s, and longer; then the sum in microseconds.
+ * Connections, those of them that failed, bytes and packets to and from the endpoint, and handshakes by their duration: up
+ * to 250 us, 1 ms, 4 ms, 16 ms, 64 ms, 256 ms, 1 s, and longer; then the sum in microseconds.
  */
-struct counts { u64 made; u64 refused; u64 unanswered; u64 reset; u64 sent; u64 received; u64 shaken[8]; u64 took; };
+struct counts {
+	u64 made; u64 refused; u64 unanswered; u64 reset; u64 bytes[2]; u64 packets[2]; u64 shaken[8]; u64 took;
+};
 
 #define ONLY_NODE_CLIENTS 1
 #define KEEP_PEER 2
@@ -448,8 +451,8 @@ static __always_inline void handshake(struct counts *number, u64 us, u64 again)
 }
 
 /*
- * Count failures, bytes and handshakes of translated TCP connections, which connection tracking knows by the endpoint
- * only, if at all. Where another program asks for the changes of state of other sockets, they are reported here, too.
+ * Count failures and handshakes of translated TCP connections, which connection tracking knows by the endpoint only, if at
+ * all. Where another program asks for the changes of state of other sockets, they are reported here, too.
  */
 int outcomes(struct bpf_sock_ops *ctx)
 {
@@ -461,6 +464,9 @@ int outcomes(struct bpf_sock_ops *ctx)
 	} else if (op == BPF_SOCK_OPS_STATE_CB) { /* first: the state before. */
 		if (second != BPF_TCP_CLOSE)
 			return 1;
+		if (first != BPF_TCP_SYN_SENT && first != BPF_TCP_ESTABLISHED && first != BPF_TCP_FIN_WAIT1
+				&& first != BPF_TCP_CLOSE_WAIT)
+			return 1; /* Both sides have closed. */
 	} else if (op != BPF_SOCK_OPS_TCP_CONNECT_CB && op != BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB) {
 		return 1;
 	}
@@ -489,10 +495,75 @@ int outcomes(struct bpf_sock_ops *ctx)
 		if (ctx->segs_in) /* If not, the client gave up. */
 			lock_xadd(&number->refused, 1);
 	} else {
-		lock_xadd(&number->sent, ctx->bytes_acked);
-		lock_xadd(&number->received, ctx->bytes_received);
-		if (first == BPF_TCP_ESTABLISHED || first == BPF_TCP_FIN_WAIT1 || first == BPF_TCP_CLOSE_WAIT)
-			lock_xadd(&number->reset, 1);
+		lock_xadd(&number->reset, 1);
 	}
 	return 1;
 }
+
+/* Count a packet of a flow. One whose count was evicted is counted again once another connection begins. */
+static __always_inline int carry(struct __sk_buff *skb, struct flow *of, bool received)
+{
+	struct counts *number = connections.lookup(of);
+	if (number) {
+		lock_xadd(&number->bytes[received], skb->len);
+		lock_xadd(&number->packets[received], 1);
+	}
+	return 1;
+}
+
+/* Read the address and port of the other side: struct iphdr, ipv6hdr and udphdr (linux/ip.h, ipv6.h, udp.h). */
+static __always_inline bool read_remote(struct __sk_buff *skb, bool received, struct endpoint *remote)
+{
+	u16 port = 0;
+	if (skb->protocol == bpf_htons(ETH_P_IP)) {
+		union { u8 words; u32 word[5]; } head = {};
+		if (bpf_skb_load_bytes(skb, 0, &head, sizeof(head))
+				|| bpf_skb_load_bytes(skb, 4 * (head.words & 15) + (received ? 0 : 2), &port, 2))
+			return false;
+		remote->address[1] = v4_mapped(head.word[received ? 3 : 4]);
+	} else if (bpf_skb_load_bytes(skb, received ? 8 : 24, remote->address, 16)
+			|| bpf_skb_load_bytes(skb, received ? 40 : 42, &port, 2)) {
+		return false;
+	}
+	remote->port = port;
+	return true;
+}
+
+static __always_inline bool is_at(const struct flow *of, const struct endpoint *remote)
+{
+	return (u16)of->endpoint.port == remote->port && same_address(of->endpoint.address, remote->address);
+}
+
+/* Count a packet of a translated socket: a datagram by its other side, as one socket may send to several. */
+static __always_inline int packet(struct __sk_buff *skb, bool received)
+{
+	struct bpf_sock *sk = skb->sk;
+	if (!sk)
+		return 1;
+	sk = bpf_sk_fullsock(sk);
+	if (!sk)
+		return 1;
+	struct endpoint remote = {};
+	if (sk->protocol == IPPROTO_TCP || sk->state == BPF_TCP_ESTABLISHED) {
+		struct flow *p = peer.sk_storage_get(sk, 0, 0);
+		if (!p)
+			return 1;
+		if (sk->protocol == IPPROTO_TCP || (read_remote(skb, received, &remote) && is_at(p, &remote)))
+			carry(skb, p, received);
+		return 1;
+	}
+	struct flows *k = kept.sk_storage_get(sk, 0, 0);
+	if (!k || !read_remote(skb, received, &remote))
+		return 1;
+#pragma unroll
+	for (int n = 0; n < 4; n++) {
+		struct flow *one = flow_at(k, n);
+		if (is_at(one, &remote))
+			return carry(skb, one, received);
+	}
+	return 1;
+}
+
+/* Packets as the stack sends and receives them, as connection tracking counts them. */
+int egress(struct __sk_buff *skb) { return packet(skb, false); }
+int ingress(struct __sk_buff *skb) { return packet(skb, true); }

@@ -10,13 +10,15 @@ from collections.abc import Generator, Sequence
 from kproxy_core.backend import api
 from kproxy_core.backend.errors import SyncFailed, TrustLost, Unsupported
 from kproxy_core.backend.hookspecs import hookimpl
+from kproxy_core.host.conntrack.volumes import are_counted
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family
+from kproxy_ebpf import names
 from kproxy_ebpf.family import FamilyState
 from kproxy_ebpf.inspection.explain import explain
 from kproxy_ebpf.inspection.preview import preview
 from kproxy_ebpf.inspection.render import render_text
-from kproxy_ebpf.inspection.traffic import connections
+from kproxy_ebpf.inspection.traffic import Counted
 from kproxy_ebpf.kernel.pinned import pinned_maps
 from kproxy_ebpf.kernel.port import Kernel
 from kproxy_ebpf.kernel.programs import Compilation
@@ -34,6 +36,7 @@ class EbpfBackend:
         self._settings = read_settings(settings)
         self._families_served = settings.families
         self._counted = settings.count_traffic
+        self._counts = Counted(self._settings)
         self._compilation: Compilation | None = None
         self._kernel: Kernel | None = None
         self._families: dict[object, FamilyState] = {}
@@ -115,7 +118,7 @@ class EbpfBackend:
         self, family: Family
     ) -> Generator[None, Sequence[api.Connections], Sequence[api.Connections]]:
         by_rules = yield
-        return [*by_rules, *connections(family, self._settings)]
+        return [*by_rules, *self._counts.read(family)]
 
     @hookimpl(wrapper=True)
     def kproxy_watch(self, damaged: api.Damage) -> Generator[None, bool, bool]:
@@ -150,7 +153,8 @@ class EbpfBackend:
             return None
         try:
             compiled = self._compilation.result()
-            kernel = Kernel(self._settings, families=self._families_served, counted=self._counted)
+            counting = () if not self._counted else names.COUNTING if are_counted() else (names.OUTCOMES,)
+            kernel = Kernel(self._settings, families=self._families_served, counting=counting)
             kernel.open(compiled)
         except (HostError, SyncFailed) as error:
             log.error("local sockets are left to the rules", extra={"fields": {"error": str(error)}})

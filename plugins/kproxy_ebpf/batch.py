@@ -15,7 +15,7 @@ _SERVICE = struct.Struct("=8sIIIxxxx")
 _ENDPOINT = struct.Struct("=16sQ")
 """Address; port, and is local << 16."""
 _NUMBER = struct.Struct("=Q")
-_COUNTS = struct.Struct("=15Q")
+_COUNTS = struct.Struct("=17Q")
 _SETTINGS = struct.Struct("=QII")
 _NUMBERS = [_NUMBER.pack(number) for number in range(64)]
 _SERVICE_ID = 8
@@ -27,6 +27,9 @@ _IS_LOCAL = 1 << 16
 
 ONLY_NODE_CLIENTS, KEEP_PEER, CONNECTED_UDP, IGNORE_MASQUERADE, COUNT_CONNECTIONS = 1, 2, 4, 8, 16
 """Flags of the settings."""
+
+Counts = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Of `api.Connections`: `number`, `failed`, `carried`, and `handshakes`."""
 
 PRESENT = bytes(8)
 """The value of an endpoint."""
@@ -91,13 +94,15 @@ def parse_frontend(key: bytes) -> tuple[Address, Protocol, int]:
     return Address(address[-family.size:]), Protocol(rest >> 16 & 0xFF), _network(rest & 0xFFFF)
 
 
-def parse_count(key: bytes, value: bytes) -> tuple[bytes, bytes, tuple[int, ...]]:
-    """Return the frontend's key, the endpoint as in slots, and fifteen numbers.
+def split_pair(key: bytes) -> tuple[bytes, bytes]:
+    """Return the frontend's key and the endpoint, as in slots, of a pair that is counted."""
+    return key[:_FRONTEND.size], key[_FRONTEND.size:]
 
-    These are the connections that were made, refused, unanswered, and reset; bytes to, and from the endpoint;
-    handshakes by their duration, and the sum of these in microseconds.
-    """
-    return key[:_FRONTEND.size], key[_FRONTEND.size:], _COUNTS.unpack(value)
+
+def parse_counts(value: bytes) -> Counts:
+    numbers = _COUNTS.unpack(value)
+    bytes_to, bytes_from, packets_to, packets_from = numbers[4:8]
+    return numbers[0], numbers[1:4], (packets_to, bytes_to, packets_from, bytes_from), numbers[8:]
 
 
 def parse_peer(value: bytes) -> tuple[bytes, bytes] | None:

@@ -1,4 +1,4 @@
-"""Names of the mode, its maps and programs, and the attach types of the programs (linux/bpf.h)."""
+"""Names of the mode, its maps and programs, and the types of the programs (linux/bpf.h)."""
 
 MODE = "ebpf"
 
@@ -30,7 +30,10 @@ ON_THE_WAY_BACK = ("recvmsg4", "recvmsg6", "getpeername4", "getpeername6")
 PROGRAMS = ON_THE_WAY_BACK + ON_THE_WAY_OUT
 """In the order of attachment: a reply is translated before a first request is."""
 OUTCOMES = "outcomes"
-"""The program that counts failures, attached only where connections are counted."""
+"""The program that counts failures and handshakes, attached only where connections are counted."""
+ON_PACKETS = ("egress", "ingress")
+"""The programs that count packets and bytes, attached only where connection tracking does, too."""
+COUNTING = (OUTCOMES, *ON_PACKETS)
 
 PROGRAM_TYPE = 18
 """BPF_PROG_TYPE_CGROUP_SOCK_ADDR"""
@@ -40,13 +43,11 @@ ATTACH_TYPES = {
 }  # fmt: skip
 """enum bpf_attach_type of the programs that translate."""
 
-SOCK_OPS = 13, 3
-"""BPF_PROG_TYPE_SOCK_OPS and BPF_CGROUP_SOCK_OPS, of the program that counts failures."""
-
-
-def kind_of(program: str) -> tuple[int, int]:
-    """Return the type and the attach type of a program."""
-    return SOCK_OPS if program == OUTCOMES else (PROGRAM_TYPE, ATTACH_TYPES[program])
+KINDS = {
+    **{name: (PROGRAM_TYPE, attach_type) for name, attach_type in ATTACH_TYPES.items()},
+    OUTCOMES: (13, 3), "egress": (8, 1), "ingress": (8, 0),
+}  # fmt: skip
+"""Type and attach type of all programs; of those that count BPF_PROG_TYPE_SOCK_OPS and _CGROUP_SKB."""
 
 
 NOTRACK_TABLE = "kproxy-notrack"

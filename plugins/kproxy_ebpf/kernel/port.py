@@ -39,12 +39,12 @@ class Kernel:
     """The mode's maps, programs and links. `open` first; then all methods may be called from any thread."""
 
     def __init__(
-        self, settings: Settings, *, families: Sequence[Family] = tuple(Family), counted: bool = False
+        self, settings: Settings, *, families: Sequence[Family] = tuple(Family), counting: Sequence[str] = ()
     ) -> None:
-        """*counted*: programs count connections."""
+        """*counting*: of `names.COUNTING`; connections are counted if there are any."""
         self._settings = settings
-        self._counted = counted
-        self._wanted = (names.OUTCOMES, *names.PROGRAMS) if counted else names.PROGRAMS
+        self._counting = counting
+        self._wanted = (*counting, *names.PROGRAMS)
         self._namespace = namespace_cookie()
         self._home = Path(settings.pin_directory) / str(self._namespace)
         self._links_directory = self._home / "links"
@@ -91,7 +91,7 @@ class Kernel:
             | batch.KEEP_PEER * settings.getpeername
             | batch.CONNECTED_UDP * self._connected_udp
             | batch.IGNORE_MASQUERADE * (settings.clients == "all")
-            | batch.COUNT_CONNECTIONS * self._counted
+            | batch.COUNT_CONNECTIONS * bool(self._counting)
         )
         value = batch.settings_value(self._namespace, flags, settings.notrack_mark)
         if value != self._settings_written:
@@ -168,8 +168,8 @@ class Kernel:
                     bpf.pin(descriptor, str(pin))
             for name in self._wanted:
                 self._attach(name)
-            if not self._counted:
-                detach_pins(self._links_directory, [names.OUTCOMES])  # An earlier process may have counted.
+            unwanted = [name for name in names.COUNTING if name not in self._counting]
+            detach_pins(self._links_directory, unwanted)  # An earlier process may have counted.
             self._remove_other_maps(compiled)
             self.attachments += 1
 
@@ -264,7 +264,7 @@ class Kernel:
                 self._links.pop(name, None)
             with suppress(FileNotFoundError):
                 pin.unlink()
-            link = bpf.create_link(program, self._cgroup, names.kind_of(name)[1])
+            link = bpf.create_link(program, self._cgroup, names.KINDS[name][1])
         self._links[name] = link
         if not pin.exists():
             bpf.pin(link, str(pin))

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from kproxy_core.host.errors import HostError
 from kproxy_ebpf.kernel.bpf import MapDefinition, load_program
-from kproxy_ebpf.names import MAPS, OBJECT_PREFIX, OUTCOMES, PROGRAMS, kind_of
+from kproxy_ebpf.names import KINDS, MAPS, OBJECT_PREFIX
 
 CACHE = "/run/kproxy"
 _SCRIPT = str(Path(__file__).with_name("compile.py"))
@@ -52,7 +52,7 @@ class Compiled(NamedTuple):
         code = bytearray(program.code)
         for at, wanted in program.references:
             struct.pack_into("=i", code, at + 4, maps[wanted])
-        return load_program(*kind_of(name), OBJECT_PREFIX + name, bytes(code))
+        return load_program(*KINDS[name], OBJECT_PREFIX + name, bytes(code))
 
 
 class Compilation:
@@ -73,7 +73,7 @@ class Compilation:
             try:
                 self._process = subprocess.Popen(
                     [_interpreter(), "-B", _SCRIPT, str(source / "services.c"), str(source),
-                     ",".join((*PROGRAMS, OUTCOMES)), ",".join(MAPS)],
+                     ",".join(KINDS), ",".join(MAPS)],
                     stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 )  # fmt: skip
             except OSError as error:

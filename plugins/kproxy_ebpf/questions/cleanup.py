@@ -20,7 +20,7 @@ def cleanup(settings: BackendSettings, *, dry_run: bool) -> Leftovers:
             return Leftovers(names.MODE, tuple(removed))
         removed += [f"BPF pin {path}" for path in sorted(home.rglob("*")) if path.is_file()]
         if not dry_run:
-            detach_pins(home / "links", (*names.PROGRAMS, names.OUTCOMES))
+            detach_pins(home / "links", names.KINDS)
             shutil.rmtree(home)
     except (OSError, BackendError) as error:
         return Leftovers(names.MODE, errors=(str(error),))

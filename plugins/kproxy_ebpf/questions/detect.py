@@ -121,8 +121,8 @@ def _attach(options: Settings) -> Requirement:
 def _attach_all(cgroup: int) -> str:
     """Return why a program cannot be attached to the new *cgroup*, which is closed; "" if all can."""
     try:
-        for name in (*names.PROGRAMS, names.OUTCOMES):
-            program, attach_type = _load(name), names.kind_of(name)[1]
+        for name in names.KINDS:
+            program, attach_type = _load(name), names.KINDS[name][1]
             try:
                 os.close(bpf.create_link(program, cgroup, attach_type))
             except PermissionError:
@@ -138,7 +138,7 @@ def _attach_all(cgroup: int) -> str:
 
 
 def _load(name: str) -> int:
-    return bpf.load_program(*names.kind_of(name), "kproxy_probe", _ACCEPT)
+    return bpf.load_program(*names.KINDS[name], "kproxy_probe", _ACCEPT)
 
 
 def _name_of(program: int) -> str:

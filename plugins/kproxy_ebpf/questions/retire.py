@@ -24,12 +24,12 @@ def retire(settings: BackendSettings, clock: Callable[[], float] = time.monotoni
     """
     try:
         home = pin_directory(settings)
-        pins = detach_pins(home / "links", (*names.ON_THE_WAY_OUT, names.OUTCOMES))
+        pins = detach_pins(home / "links", (*names.ON_THE_WAY_OUT, *names.COUNTING))
         tables = delete_tables()
         if pins:
             _since[str(home)] = clock()
             forget_connections(home)
     except (OSError, BackendError) as error:
         return Leftovers(names.MODE, errors=(str(error),))
-    waiting = clock() - _since.get(str(home), -GRACE) < GRACE
-    return Leftovers(names.MODE, (*(f"BPF pin {path}" for path in pins), *tables), waiting=int(waiting))
+    in_grace = clock() - _since.get(str(home), -GRACE) < GRACE
+    return Leftovers(names.MODE, (*(f"BPF pin {path}" for path in pins), *tables), in_grace=in_grace)

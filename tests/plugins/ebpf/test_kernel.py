@@ -19,6 +19,7 @@ from kproxy_core.backend.errors import SyncFailed, TrustLost
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import endpoint_slice, full_update, node_view, plans, service
+from kproxy_core.testing.open_files import open_files
 from kproxy_ebpf import names
 from kproxy_ebpf.batch import CONNECTED_UDP
 from kproxy_ebpf.family import FamilyState
@@ -48,7 +49,7 @@ GROWN = full_update(NODE, plans(NODE, service("web", "80@30080"), endpoint_slice
 
 @pytest.fixture
 def kernel(settings: Settings, compiled: Compiled) -> Iterator[Kernel]:
-    made = Kernel(settings)
+    made = Kernel(settings, counting=names.COUNTING)
     made.open(compiled)
     yield made
     made.close()
@@ -73,7 +74,7 @@ def attached(settings: Settings) -> dict[str, int]:
     """Return the number of programs of the cgroup at each attach point."""
     cgroup = os.open(settings.cgroup, os.O_RDONLY)
     try:
-        return {name: len(bpf.attached(cgroup, kind)) for name, kind in names.ATTACH_TYPES.items()}
+        return {name: len(bpf.attached(cgroup, kind)) for name, (_, kind) in names.KINDS.items()}
     finally:
         os.close(cgroup)
 
@@ -93,7 +94,7 @@ def test_a_restart_finds_its_maps_and_replaces_the_programs(
     kernel.attach()
     kernel.close()
     assert set(attached(settings).values()) == {1}
-    again = Kernel(settings)
+    again = Kernel(settings, counting=names.COUNTING)
     again.open(compiled)
     try:
         assert sync(again) == 0
@@ -102,6 +103,20 @@ def test_a_restart_finds_its_maps_and_replaces_the_programs(
         assert set(attached(settings).values()) == {1}
     finally:
         again.close()
+
+
+def test_a_restart_attaches_what_it_counts(kernel: Kernel, settings: Settings, compiled: Compiled) -> None:
+    kernel.attach()
+    kernel.close()
+    for counting in ((names.OUTCOMES,), (), names.COUNTING):
+        again = Kernel(settings, counting=counting)
+        again.open(compiled)
+        try:
+            again.attach()
+            found = {name for name, number in attached(settings).items() if number}
+            assert found == {*names.PROGRAMS, *counting}
+        finally:
+            again.close()
 
 
 def with_another_layout(compiled: Compiled) -> Compiled:
@@ -114,7 +129,7 @@ def test_a_new_layout_of_the_maps_replaces_the_old_one(
 ) -> None:
     sync(kernel)
     kernel.attach()
-    again = Kernel(settings)
+    again = Kernel(settings, counting=names.COUNTING)
     again.open(with_another_layout(compiled))
     try:
         assert sync(again) > 0
@@ -125,8 +140,8 @@ def test_a_new_layout_of_the_maps_replaces_the_old_one(
         again.close()
 
 
-def detach(settings: Settings) -> None:
-    link = bpf.open_pin(str(links(settings) / "connect4"))
+def detach(settings: Settings, program: str = "connect4") -> None:
+    link = bpf.open_pin(str(links(settings) / program))
     bpf.detach_link(link)
     os.close(link)
 
@@ -143,7 +158,12 @@ def remove_map(settings: Settings) -> None:
     next(Path(settings.pin_directory).glob(f"*/maps-*/{names.SLOTS}")).unlink()
 
 
-@pytest.mark.parametrize("damage", [detach, remove_pin, remove_all_pins, remove_map])
+def detach_what_counts_packets(settings: Settings) -> None:
+    detach(settings, "egress")
+
+
+@pytest.mark.parametrize(
+    "damage", [detach, detach_what_counts_packets, remove_pin, remove_all_pins, remove_map])
 def test_damage_by_others_is_noticed_and_repaired(
     kernel: Kernel, settings: Settings, damage: Callable[[Settings], None]
 ) -> None:
@@ -193,7 +213,7 @@ def test_a_clean_up_leaves_nothing_and_a_dry_run_says_the_same(kernel: Kernel, s
 
 
 def test_a_clean_up_leaves_no_object_in_the_kernel(settings: Settings, compiled: Compiled) -> None:
-    kernel = Kernel(settings)
+    kernel = Kernel(settings, counting=names.COUNTING)
     kernel.open(compiled)
     sync(kernel)
     kernel.attach()
@@ -227,10 +247,10 @@ def test_retiring_detaches_at_once_and_translates_late_replies(
 ) -> None:
     kernel.attach()
     now = 100.0
-    assert retire(backend_settings(settings), lambda: now).waiting == 1
+    assert retire(backend_settings(settings), lambda: now).in_grace
     assert {name for name, count in attached(settings).items() if count} == set(names.ON_THE_WAY_BACK)
     now += GRACE
-    assert retire(backend_settings(settings), lambda: now).waiting == 0
+    assert not retire(backend_settings(settings), lambda: now).is_needed
 
 
 def test_sockets_of_the_node_are_marked_for_rules_that_a_clean_up_removes(
@@ -429,8 +449,9 @@ def test_the_compiler_needs_no_more_than_200_mib(tmp_path: Path) -> None:
 
 
 def test_a_closed_kernel_holds_no_descriptor(settings: Settings, compiled: Compiled) -> None:
-    before = os.listdir("/proc/self/fd")
+    before = open_files(os.getpid())
     kernel = Kernel(settings)
     kernel.open(compiled)
     kernel.close()
-    assert os.listdir("/proc/self/fd") == before
+    # Files of earlier tests may be closed meanwhile.
+    assert not open_files(os.getpid()).items() - before.items()

@@ -140,17 +140,23 @@ def test_a_socket_that_dials_something_else_later_is_tracked(untracked: Node) ->
 
 def test_replies_are_untracked_for_a_firewall(untracked: Node) -> None:
     """A firewall that accepts ``ct state established`` only would drop them."""
-    untracked.host.nft("""
-        table inet firewall {
-            chain input {
+    client = untracked.sockets(untracked.host).open(socket.AF_INET, TCP)
+    client.bind(("", 0))
+    # Tracked segments of others may arrive late.
+    reply = f"tcp sport 8080 tcp dport {client.getsockname()[1]}"
+    untracked.host.nft(f"""
+        table inet firewall {{
+            chain input {{
                 type filter hook input priority 0;
-                tcp sport 8080 ct state untracked counter
-                tcp sport 8080 ct state != untracked counter
-            }
-        }
+                {reply} ct state untracked counter
+                {reply} ct state != untracked counter
+            }}
+        }}
     """)
     try:
-        dial(untracked, untracked.host, FAR).close()
+        with client:
+            client.connect((FAR, 80))
+            exchange(client)
         seen = untracked.host.run("nft", "list", "table", "inet", "firewall")
         first, other = (line.split("counter packets ")[1].split()[0] for line in seen.splitlines()
                         if "counter" in line)  # fmt: skip

@@ -268,7 +268,7 @@ def test_a_connected_socket_moves_to_another_endpoint_unaware(where: Node, pod: 
             except TimeoutError:  # The flow of the request was deleted before the reply came.
                 return ""
 
-        assert answer() == REMOTE[0]
+        until(lambda: answer() == REMOTE[0])
         where.serve("moving", address, [REMOTE[1]], protocol="UDP")
         until(lambda: answer() == REMOTE[1])
         assert client.getpeername() == (address, 80)
