@@ -52,7 +52,7 @@ class Difference:
     chain_rules: int
     """Number of rules in the chains of the changed service ports."""
     endpoints: int
-    """Growth of the number of endpoints."""
+    """Number of endpoints afterwards."""
 
 
 class Applied:
@@ -65,9 +65,6 @@ class Applied:
         self.rules: Counter[str] = Counter()
         """Number of rules by table, and of those in chains of service ports."""
 
-    def endpoints_after(self, changed: Mapping[ServicePortKey, ServicePlan | None]) -> int:
-        return self.endpoints + self._growth(changed)
-
     def last_rules(self, difference: Difference | None = None) -> dict[str, int]:
         """Return the number of rules that kube-proxy writes in a sync, by table: all without a *difference*.
 
@@ -76,11 +73,14 @@ class Applied:
         unchanged = 0 if difference is None else self.rules[_CHAINS] - difference.chain_rules
         return {FILTER: self.rules[FILTER], NAT: self.rules[NAT] - unchanged}
 
-    def _growth(self, changed: Mapping[ServicePortKey, ServicePlan | None]) -> int:
-        return sum(_endpoints(new) - _endpoints(self.plans.get(key)) for key, new in changed.items())
-
-    def difference(self, changed: Mapping[ServicePortKey, ServicePlan | None], style: Style) -> Difference:
+    def difference(
+        self, changed: Mapping[ServicePortKey, ServicePlan | None], node: NodeView, facts: Facts
+    ) -> Difference:
         """Return the operations that bring the kernel to the *changed* plans. O(changed)."""
+        endpoints = self.endpoints + sum(
+            _endpoints(plan) - _endpoints(self.plans.get(key)) for key, plan in changed.items()
+        )
+        style = make_style(node, facts, endpoints)
         chains: dict[str, str] = {}
         stale: dict[str, None] = {}
         growth: Counter[str] = Counter()
@@ -107,13 +107,13 @@ class Applied:
             if table == FILTER:
                 references.filter_deletes.append(line)
             else:
-                references.nat.lines.append(line)
+                references.sections[NAT].lines.append(line)
         # At the top, because the last rule of KUBE-SERVICES must remain the last. In reverse order, because
         # the localhost rule of a node port must stand before the general one.
         for table, chain, spec in reversed(added):
-            references.section(table).lines.append(f"-I {chain} {spec}")
+            references.sections[table].lines.append(f"-I {chain} {spec}")
         return Difference(
-            list(chains.items()), references, changed, growth, chain_rules, self._growth(changed))
+            list(chains.items()), references, changed, growth, chain_rules, endpoints)
 
     def acknowledge(self, difference: Difference) -> None:
         for key, plan in difference.plans.items():
@@ -122,7 +122,7 @@ class Applied:
             else:
                 self.plans[key] = plan
         self.rules.update(difference.rules)
-        self.endpoints += difference.endpoints
+        self.endpoints = difference.endpoints
 
 
 class Comparison:
@@ -143,13 +143,14 @@ class Comparison:
         """Chains and rules that `chains` and `references` have returned so far."""
         self._counts: Counter[str] = Counter()
 
-    def mark_masq(self) -> list[str]:
-        """Return the rules of KUBE-MARK-MASQ if that chain must be written first."""
-        rules = self._constant[NAT, names.MARK_MASQ]
-        return [] if self._observed.chains.get((NAT, names.MARK_MASQ)) == rules else rules
-
     def chains(self) -> Iterator[tuple[str, str]]:
-        """Yield name and rules of each chain of a service port that is missing or differs."""
+        """Yield name and rules of each chain of a service port that is missing or differs.
+
+        KUBE-MARK-MASQ, to which all of them jump, precedes them if it differs.
+        """
+        marking = self._constant[NAT, names.MARK_MASQ]
+        if self._observed.chains.get((NAT, names.MARK_MASQ)) != marking:
+            yield names.MARK_MASQ, "".join(f"-A {names.MARK_MASQ} {rule}\n" for rule in marking)
         held = self._observed.service_chains
         for plan in self._plans.values():
             want = wanted(plan, self._style)
@@ -168,18 +169,17 @@ class Comparison:
         result = References()
         for key, last in self._constant.items():
             table, chain = key
-            if key != (NAT, names.MARK_MASQ):
-                rules = self._rules.get(key, [])
-                if not _is_equivalent(held.get(key), rules, last):
-                    section = result.section(table)
-                    section.chains.append(chain)
-                    section.lines += [f"-A {chain} {spec}" for spec in (*rules, *last)]
+            rules = self._rules.get(key, [])
+            if key != (NAT, names.MARK_MASQ) and not _is_equivalent(held.get(key), rules, last):
+                section = result.sections[table]
+                section.chains.append(chain)
+                section.lines += [f"-A {chain} {spec}" for spec in (*rules, *last)]
         self._kubelet_firewall(result)
         for jump in missing_jumps((*JUMPS, *KUBELET_JUMPS), held):
-            result.section(jump.table).lines.append(jump.command)
+            result.sections[jump.table].lines.append(jump.command)
         for table in names.CANARY_TABLES:
             if (table, names.CANARY) not in held:
-                result.section(table).chains.append(names.CANARY)
+                result.sections[table].chains.append(names.CANARY)
         self.operations += result.operations
         return result
 
@@ -191,9 +191,9 @@ class Comparison:
     def _kubelet_firewall(self, result: References) -> None:
         held = self._observed.chains.get((FILTER, names.KUBELET_FIREWALL))
         if held is None:
-            result.filter.chains.append(names.KUBELET_FIREWALL)
+            result.sections[FILTER].chains.append(names.KUBELET_FIREWALL)
         if self._facts.localhost_node_ports and not has_rule(held or (), BLOCK_LOCALNET):
-            result.filter.lines.append(f"-A {names.KUBELET_FIREWALL} {BLOCK_LOCALNET}")
+            result.sections[FILTER].lines.append(f"-A {names.KUBELET_FIREWALL} {BLOCK_LOCALNET}")
 
     def acknowledged(self) -> Applied:
         """Return the state once the kernel has accepted everything."""

@@ -21,6 +21,7 @@ from kproxy_iptables.settings import read_settings
 from kproxy_iptables.watch import Watcher, read_generation
 from kproxy_nft.table import Counting, clean_up_counts
 from kproxy_xtables.tables import Tables, open_tables
+from kproxy_xtables.variant import find_variant
 
 log = logging.getLogger("kproxy.iptables")
 
@@ -43,14 +44,21 @@ class IptablesBackend:
     @hookimpl
     def kproxy_begin(self) -> bool:
         """Choose a variant of iptables. Raises Unsupported, or SyncFailed while its lock is held."""
-        self._families = self._open()
+        found = open_tables(self._served, self._own)
+        if not self._counted:
+            clean_up_counts("iptables", dry_run=False)  # An earlier process may have counted.
+        variant = str(next(iter(found.values())).variant)
+        log.info("iptables variant chosen", extra={"fields": {"variant": variant}})
+        localhost = self._settings.localhost_node_ports
+        self._families = {
+            family: FamilyState(tables, localhost_node_ports=localhost) for family, tables in found.items()}
         return True
 
     @hookimpl
     def kproxy_sync(self, update: api.Update) -> api.SyncReport:
         """Bring one family's tables to *update*. The first call does what `kproxy_begin` does."""
         if not self._families:
-            self._families = self._open()
+            self.kproxy_begin()
         family = self._families[update.family]
         try:
             with self._counting.during(update) if self._counted else nullcontext():
@@ -71,11 +79,11 @@ class IptablesBackend:
 
     @hookimpl
     def kproxy_explain(self, questions: Sequence[api.Question], live: bool) -> Sequence[api.KernelSide]:
-        return explain(questions, live=live, tables=self._tables(questions[0].node.family))
+        return explain(questions, self._tables(questions[0].node.family) if live else None)
 
     @hookimpl
     def kproxy_frontends(self, family: Family) -> Sequence[Frontend]:
-        return frontends(family, self._tables(family))
+        return frontends(self._tables(family))
 
     @hookimpl
     def kproxy_traffic(self, family: Family) -> Sequence[api.Connections]:
@@ -104,17 +112,7 @@ class IptablesBackend:
         if self._watcher is not None:
             self._watcher.close()
 
-    def _tables(self, family: Family) -> Tables | None:
-        """Return the tables in use; None before they have been chosen."""
+    def _tables(self, family: Family) -> Tables:
+        """Return the tables in use. To find out which these are takes long. Raises HostError."""
         state = self._families.get(family)
-        return state.tables if state is not None else None
-
-    def _open(self) -> dict[Family, FamilyState]:
-        found = open_tables(self._served, self._own)
-        if not self._counted:
-            clean_up_counts("iptables", dry_run=False)  # An earlier process may have counted.
-        variant = str(next(iter(found.values())).variant)
-        log.info("iptables variant chosen", extra={"fields": {"variant": variant}})
-        localhost = self._settings.localhost_node_ports
-        return {
-            family: FamilyState(tables, localhost_node_ports=localhost) for family, tables in found.items()}
+        return state.tables if state is not None else Tables(family, find_variant())

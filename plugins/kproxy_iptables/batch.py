@@ -5,6 +5,7 @@ chains in one call. Chains to which nothing jumps yet are therefore written firs
 is safe at every moment: a chain is replaced as a whole, and written before the chains that jump to it.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -35,48 +36,40 @@ class Section:
 class References:
     """Changes outside the chains of service ports, and the chains to delete."""
 
-    filter: Section = field(default_factory=Section)
-    nat: Section = field(default_factory=Section)
-    mangle: Section = field(default_factory=Section)
+    sections: dict[str, Section] = field(default_factory=lambda: defaultdict(Section))
+    """By table."""
     filter_deletes: list[str] = field(default_factory=list)
     """Deletions of drop and reject rules, executed after the rules that forward are in place."""
     stale: list[str] = field(default_factory=list)
     """Chains of service ports to which nothing jumps any more."""
 
-    def section(self, table: str) -> Section:
-        return {FILTER: self.filter, NAT: self.nat, MANGLE: self.mangle}[table]
-
     @property
     def operations(self) -> int:
         """Number of chains and rules written or deleted."""
-        written = sum(len(s.chains) + len(s.lines) for s in (self.filter, self.nat, self.mangle))
+        written = sum(len(s.chains) + len(s.lines) for s in self.sections.values())
         return written + len(self.filter_deletes) + len(self.stale)
 
 
 def inputs(
-    chains: Iterable[tuple[str, str]], references: Callable[[], References], *, mark_masq: Iterable[str] = (),
-    chains_per_call: int,
+    chains: Iterable[tuple[str, str]], references: Callable[[], References], *, chains_per_call: int
 ) -> Iterator[str]:
     """Yield the inputs of iptables-restore, in order.
 
-    *chains* of service ports are (name, rules as text); *references* is called after the last of them.
-    *mark_masq* are the rules of KUBE-MARK-MASQ, to which all of them jump, if that chain must be written.
+    *chains* of the nat table are (name, rules as text); *references* is called after the last of them.
     """
-    first = _lines([f"-A {names.MARK_MASQ} {rule}" for rule in mark_masq])
-    declared = [_declaration(names.MARK_MASQ)] if first else []
-    bodies = [first] if first else []
-    count = 0
+    declared: list[str] = []
+    bodies: list[str] = []
     for chain, body in chains:
-        if count == chains_per_call:
+        if len(declared) == chains_per_call:
             yield f"*{NAT}\n{''.join(declared)}{''.join(bodies)}COMMIT\n"
-            declared, bodies, count = [], [], 0
+            declared, bodies = [], []
         declared.append(_declaration(chain))
         bodies.append(body)
-        count += 1
     last = references()
-    nat = last.nat.text(NAT, "".join(declared) + "".join(bodies), last.stale)
-    refusals = Section(lines=last.filter_deletes).text(FILTER)
-    text = last.mangle.text(MANGLE) + last.filter.text(FILTER) + nat + refusals
+    sections = last.sections
+    text = sections[MANGLE].text(MANGLE) + sections[FILTER].text(FILTER)
+    text += sections[NAT].text(NAT, "".join(declared) + "".join(bodies), last.stale)
+    text += Section(lines=last.filter_deletes).text(FILTER)
     if text:
         yield text
 

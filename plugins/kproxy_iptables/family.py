@@ -47,16 +47,14 @@ class FamilyState:
 
         Raises Busy, or TrustLost if the kernel does not hold what it acknowledged.
         """
-        style = make_style(node, self._facts, self._applied.endpoints_after(changed))
-        difference = self._applied.difference(changed, style)
+        difference = self._applied.difference(changed, node, self._facts)
         references, late = difference.references, list[str]()
-        if len(references.stale) > self.tables.chains_per_call:
+        per_call = self.tables.chains_per_call
+        if len(references.stale) > per_call:
             references.stale, late = late, references.stale
-        inputs = batch.inputs(
-            difference.chains, lambda: references, chains_per_call=self.tables.chains_per_call
-        )
+        inputs = batch.inputs(difference.chains, lambda: references, chains_per_call=per_call)
         try:
-            self._send(chain(inputs, batch.deletions(late, self.tables.chains_per_call)))
+            self._send(chain(inputs, batch.deletions(late, per_call)))
         except Busy:
             raise
         except HostError as error:
@@ -96,16 +94,10 @@ class FamilyState:
     def _compare_and_send(self, node: NodeView, plans: Plans) -> SyncReport:
         woken = self.tables.wake()
         comparison = Comparison(rules.read(self.tables), plans, node, self._facts)
-        self._send(
-            batch.inputs(
-                comparison.chains(),
-                comparison.references,
-                mark_masq=comparison.mark_masq(),
-                chains_per_call=self.tables.chains_per_call,
-            )
-        )
+        per_call = self.tables.chains_per_call
+        self._send(batch.inputs(comparison.chains(), comparison.references, chains_per_call=per_call))
         try:
-            self._send(batch.deletions(comparison.stale, self.tables.chains_per_call))
+            self._send(batch.deletions(comparison.stale, per_call))
         except HostError as error:  # A foreign rule may jump to one of them.
             log.warning("stale chains not deleted", extra={"fields": {"error": str(error)}})
         self._applied = comparison.acknowledged()
@@ -131,6 +123,4 @@ class FamilyState:
 
     def _acknowledged(self, node: NodeView, last: Mapping[str, int]) -> None:
         self._node = node
-        for table in self.counts.rules:
-            self.counts.rules[table] = self._applied.rules[table]
-            self.counts.last[table] = last[table]
+        self.counts.rules, self.counts.last = dict(self._applied.rules), last

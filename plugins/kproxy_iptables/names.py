@@ -20,12 +20,6 @@ CANARY = "KUBE-PROXY-CANARY"
 KUBELET_FIREWALL = "KUBE-FIREWALL"
 """Shared with kubelet: rules are added to it, but it is never flushed or deleted."""
 
-FIXED_CHAINS = {
-    NAT: (SERVICES, NODE_PORTS, POSTROUTING, MARK_MASQ),
-    FILTER: (SERVICES, EXTERNAL_SERVICES, FORWARD, NODE_PORTS, PROXY_FIREWALL),
-}
-"""The chains that exist once, by table, without the canaries and kubelet's chain."""
-
 CANARY_TABLES = (MANGLE, NAT, FILTER)
 
 SERVICE_PREFIXES = ("KUBE-FW-", "KUBE-XLB-", "KUBE-EXT-", "KUBE-SVC-", "KUBE-SVL-", "KUBE-SEP-")
@@ -39,10 +33,11 @@ LOCALHOST_COUNTER = "localhost_nps_accepted_pkts"
 COUNTERS = (INVALID_COUNTER, LOCALHOST_COUNTER)
 """Accounting objects (nfacct) with which some rules count packets."""
 
-OUR_CHAINS = frozenset(
-    [(table, chain) for table, chains in FIXED_CHAINS.items() for chain in chains]
-    + [(table, CANARY) for table in CANARY_TABLES]
-)
+OUR_CHAINS = frozenset([
+    *((NAT, chain) for chain in (SERVICES, NODE_PORTS, POSTROUTING, MARK_MASQ)),
+    *((FILTER, chain) for chain in (SERVICES, EXTERNAL_SERVICES, FORWARD, NODE_PORTS, PROXY_FIREWALL)),
+    *((table, CANARY) for table in CANARY_TABLES),
+])  # fmt: skip
 """Table and name of every chain of this mode, except those of service ports."""
 
 

@@ -4,7 +4,7 @@ Rules are spelled as iptables-save prints them, so that wanted rules and those i
 as text (kube-proxy 1.36, pkg/proxy/iptables/proxier.go).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -68,13 +68,12 @@ def make_style(node: NodeView, facts: Facts, endpoints: int) -> Style:
 
 def wanted(plan: ServicePlan, style: Style) -> Wanted:
     chains = service_chains(plan.key)
+    own = _own_chains(plan, style, chains) if plan.has_endpoints else {}
+    return Wanted(own, list(_rules(plan, style, chains)))
+
+
+def _own_chains(plan: ServicePlan, style: Style, chains: ServiceChains) -> dict[str, str]:
     own: dict[str, str] = {}
-    if plan.has_endpoints:
-        _own_chains(plan, style, chains, own)
-    return Wanted(own, _rules(plan, style, chains))
-
-
-def _own_chains(plan: ServicePlan, style: Style, chains: ServiceChains, own: dict[str, str]) -> None:
     internal = chains.local if plan.internal_policy_local else chains.cluster
     endpoints = _endpoint_chains(plan, style, chains, own)
     for chain, destinations in ((chains.cluster, plan.cluster), (chains.local, plan.local)):
@@ -85,12 +84,13 @@ def _own_chains(plan: ServicePlan, style: Style, chains: ServiceChains, own: dic
         own[chains.external] = _external(plan, style, chains)
     if plan.source_ranges and plan.load_balancer_ips:
         own[chains.firewall] = _firewall(plan, chains)
+    return own
 
 
 def _endpoint_chains(
     plan: ServicePlan, style: Style, chains: ServiceChains, own: dict[str, str]
 ) -> dict[Destination, tuple[str, str]]:
-    """Add a chain for each endpoint. Return ``address:port`` and chain by endpoint."""
+    """Add a chain for each endpoint. Return the comment of rules that jump to it, and its name."""
     found: dict[Destination, tuple[str, str]] = {}
     seed = chains.endpoint_seed
     protocol = _PROTOCOLS[plan.key.protocol]
@@ -99,7 +99,7 @@ def _endpoint_chains(
     for where in plan.reachable:
         text = format_socket(where.address, where.port)
         chain = endpoint_chain(seed, text)
-        found[where] = (text, chain)
+        found[where] = (f' -m comment --comment "{plan.key} -> {text}"' if style.comments else "", chain)
         recent = (
             f" -m recent --set --name {chain} --mask {_MASK[style.family]} --rsource"
             if plan.affinity_seconds
@@ -121,7 +121,7 @@ def _from_outside(plan: ServicePlan, style: Style, chain: str) -> str:
         if style.local_source is None:
             return ""
         before, after = _source_match(style.local_source, negate=True)
-    match = _match(plan, style, format_address(plan.cluster_ip), f"{plan.key} cluster IP", plan.port, after)
+    match = _match(plan, style, format_address(plan.cluster_ip), f"{plan.key} cluster IP", after)
     return f"-A {chain} {before}{match} -j KUBE-MARK-MASQ\n"
 
 
@@ -131,19 +131,16 @@ def _balance(
 ) -> str:
     """Return the rules that choose a client's last destination, or else one of *destinations* at random."""
     found = [endpoints[where] for where in destinations]
-    comments = [
-        f' -m comment --comment "{plan.key} -> {text}"' if style.comments else "" for text, _ in found
-    ]
     lines: list[str] = []
     if plan.affinity_seconds:
         mask = _MASK[style.family]
         lines += [
             f"-A {chain}{comment} -m recent --rcheck --seconds {plan.affinity_seconds} --reap"
             f" --name {endpoint} --mask {mask} --rsource -j {endpoint}\n"
-            for comment, (_, endpoint) in zip(comments, found, strict=True)
+            for comment, endpoint in found
         ]
     left = len(found)
-    for comment, (_, endpoint) in zip(comments, found, strict=True):
+    for comment, endpoint in found:
         lines.append(f"-A {chain}{comment}{_chance(left)} -j {endpoint}\n")
         left -= 1
     return "".join(lines)
@@ -201,72 +198,70 @@ def _firewall(plan: ServicePlan, chains: ServiceChains) -> str:
     return "".join(lines)
 
 
-def _rules(plan: ServicePlan, style: Style, chains: ServiceChains) -> list[Rule]:
-    """Return the rules that send frontends to chains, or refuse them without a usable endpoint."""
+def _rules(plan: ServicePlan, style: Style, chains: ServiceChains) -> Iterator[Rule]:
+    """Yield the rules that send frontends to chains, or refuse them without a usable endpoint."""
     key = plan.key
-    rules: list[Rule] = []
     if plan.cluster_ip is not None:
         address = format_address(plan.cluster_ip)
         if plan.has_internal_endpoints:
             chain = chains.local if plan.internal_policy_local else chains.cluster
-            match = _match(plan, style, address, f"{key} cluster IP", plan.port)
-            rules.append(Rule(NAT, names.SERVICES, f"{match} -j {chain}"))
+            match = _match(plan, style, address, f"{key} cluster IP")
+            yield Rule(NAT, names.SERVICES, f"{match} -j {chain}")
         else:
             reason, target = _refusal(plan, style)
-            match = _match(plan, style, address, reason, plan.port)
-            rules.append(Rule(FILTER, names.SERVICES, f"{match} -j {target}"))
+            match = _match(plan, style, address, reason)
+            yield Rule(FILTER, names.SERVICES, f"{match} -j {target}")
     for packed in plan.external_ips:
         address = format_address(packed)
         if plan.has_endpoints:
-            match = _match(plan, style, address, f"{key} external IP", plan.port)
-            rules.append(Rule(NAT, names.SERVICES, f"{match} -j {chains.external}"))
-        _refuse_external(plan, style, address, rules)
+            match = _match(plan, style, address, f"{key} external IP")
+            yield Rule(NAT, names.SERVICES, f"{match} -j {chains.external}")
+        yield from _refuse_external(plan, style, address)
     firewall = bool(plan.source_ranges) and plan.has_endpoints
     for packed in plan.load_balancer_ips:
         address = format_address(packed)
         if plan.has_endpoints:
-            match = _match(plan, style, address, f"{key} loadbalancer IP", plan.port)
+            match = _match(plan, style, address, f"{key} loadbalancer IP")
             target = chains.firewall if firewall else chains.external
-            rules.append(Rule(NAT, names.SERVICES, f"{match} -j {target}"))
+            yield Rule(NAT, names.SERVICES, f"{match} -j {target}")
         if firewall:
             text = f"{key} traffic not accepted by {chains.firewall}"
-            match = _match(plan, style, address, text, plan.port)
-            rules.append(Rule(FILTER, names.PROXY_FIREWALL, f"{match} -j DROP"))
-        _refuse_external(plan, style, address, rules)
+            match = _match(plan, style, address, text)
+            yield Rule(FILTER, names.PROXY_FIREWALL, f"{match} -j DROP")
+        yield from _refuse_external(plan, style, address)
     if plan.node_port:
-        _node_port_rules(plan, style, chains, rules)
+        yield from _node_port_rules(plan, style, chains)
     if plan.health_check_node_port:
         text = f"{key} health check node port"
-        rules.append(Rule(
+        yield Rule(
             FILTER, names.NODE_PORTS,
             f'-p tcp -m comment --comment "{text}" -m tcp --dport {plan.health_check_node_port} -j ACCEPT',
-        ))  # fmt: skip
-    return rules
+        )  # fmt: skip
 
 
-def _node_port_rules(plan: ServicePlan, style: Style, chains: ServiceChains, rules: list[Rule]) -> None:
+def _node_port_rules(plan: ServicePlan, style: Style, chains: ServiceChains) -> Iterator[Rule]:
     protocol = _PROTOCOLS[plan.key.protocol]
     if plan.has_endpoints:
         match = f'-p {protocol} -m comment --comment "{plan.key}" -m {protocol} --dport {plan.node_port}'
         if style.localhost_node_ports_counted:
             counted = f"-m nfacct --nfacct-name {names.LOCALHOST_COUNTER}"
             loopback = style.family.loopback_cidr
-            rules.append(Rule(NAT, names.NODE_PORTS, f"-d {loopback} {match} {counted} -j {chains.external}"))
-        rules.append(Rule(NAT, names.NODE_PORTS, f"{match} -j {chains.external}"))
+            yield Rule(NAT, names.NODE_PORTS, f"-d {loopback} {match} {counted} -j {chains.external}")
+        yield Rule(NAT, names.NODE_PORTS, f"{match} -j {chains.external}")
     if not plan.has_external_endpoints:
         reason, target = _refusal(plan, style)
-        rules.append(Rule(
+        yield Rule(
             FILTER, names.EXTERNAL_SERVICES,
             f'-p {protocol} -m comment --comment "{reason}" -m addrtype --dst-type LOCAL'
             f" -m {protocol} --dport {plan.node_port} -j {target}",
-        ))  # fmt: skip
+        )  # fmt: skip
 
 
-def _refuse_external(plan: ServicePlan, style: Style, address: str, rules: list[Rule]) -> None:
+def _refuse_external(plan: ServicePlan, style: Style, address: str) -> Iterator[Rule]:
     if not plan.has_external_endpoints:
         reason, target = _refusal(plan, style)
-        match = _match(plan, style, address, reason, plan.port)
-        rules.append(Rule(FILTER, names.EXTERNAL_SERVICES, f"{match} -j {target}"))
+        match = _match(plan, style, address, reason)
+        yield Rule(FILTER, names.EXTERNAL_SERVICES, f"{match} -j {target}")
 
 
 def _refusal(plan: ServicePlan, style: Style) -> tuple[str, str]:
@@ -276,13 +271,11 @@ def _refusal(plan: ServicePlan, style: Style) -> tuple[str, str]:
     return f"{plan.key} has no endpoints", REJECT[style.family]
 
 
-def _match(
-    plan: ServicePlan, style: Style, address: str, comment: str, port: int, interface: str = ""
-) -> str:
+def _match(plan: ServicePlan, style: Style, address: str, comment: str, interface: str = "") -> str:
     protocol = _PROTOCOLS[plan.key.protocol]
     return (
         f'-d {address}/{style.family.bits} {interface}-p {protocol} -m comment --comment "{comment}"'
-        f" -m {protocol} --dport {port}"
+        f" -m {protocol} --dport {plan.port}"
     )
 
 

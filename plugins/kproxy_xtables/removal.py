@@ -5,8 +5,10 @@ chains that jump to it, never by its name alone.
 """
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
 
 from kproxy_xtables.rules import BUILT_IN_CHAINS, ChainKey, RulesByChain
@@ -21,9 +23,9 @@ class Removal(NamedTuple):
     rules: list[tuple[str, str, str]]
     """Table, chain and rule, in built-in chains."""
     chains: list[ChainKey]
-    """Each chain stands before the chains that it jumps to."""
+    """Each chain stands before the chains that it jumps to, except in loops."""
     emptied: list[ChainKey]
-    """Unreachable chains of other modes that jump to the deleted ones."""
+    """Unreachable chains of other modes that jump to the deleted ones, and chains of loops."""
     kept: list[str]
     """Chains of the mode that can't be deleted, with the reason."""
 
@@ -63,10 +65,11 @@ def plan_removal(
     used = _reachable(targets, users)
     chains = [key for key in held if key in ours and key not in used]
     doomed = set(chains)
+    looped, ordered = _referrers_first({key: [to for to in targets[key] if to in doomed] for key in chains})
     return Removal(
         rules=rules,
-        chains=_referrers_first(chains, targets),
-        emptied=[
+        chains=looped + ordered,
+        emptied=looped + [
             key for key in held
             if key not in ours and key not in used and is_other_mode(key)
             and not doomed.isdisjoint(targets[key])
@@ -118,39 +121,32 @@ def _reachable(targets: Mapping[ChainKey, list[ChainKey]], start: Iterable[Chain
     return reached
 
 
-def _referrers_first(chains: list[ChainKey], targets: Mapping[ChainKey, list[ChainKey]]) -> list[ChainKey]:
-    """Return *chains* with each before the chains that it jumps to. The kernel allows no loops."""
-    referrers = dict.fromkeys(chains, 0)
-    for key in chains:
-        for target in targets[key]:
-            if target in referrers:
-                referrers[target] += 1
-    ordered = [key for key, count in referrers.items() if not count]
-    for key in ordered:
-        for target in targets[key]:
-            if target in referrers:
-                referrers[target] -= 1
-                if not referrers[target]:
-                    ordered.append(target)
-    return ordered
+def _referrers_first(targets: Mapping[ChainKey, list[ChainKey]]) -> tuple[list[ChainKey], list[ChainKey]]:
+    """Return the chains that jump into a loop, and all others, each before the *targets* that it jumps to.
+
+    The kernel looks for loops only from built-in chains (mark_source_chains, nft_chain_validate).
+    """
+    sorter = TopologicalSorter(targets)
+    with suppress(CycleError):
+        sorter.prepare()
+    targets_first: dict[ChainKey, None] = {}
+    while ready := sorter.get_ready():
+        targets_first.update(dict.fromkeys(ready))
+        sorter.done(*ready)
+    return [key for key in targets if key not in targets_first], [*targets_first][::-1]
 
 
 def _text(
     rules: Iterable[tuple[str, str, str]], emptied: Iterable[ChainKey], chains: Iterable[ChainKey]
 ) -> str:
     """Return one input. Declaring a chain empties it; only an empty chain can be deleted."""
-    tables: dict[str, tuple[list[str], list[str]]] = {}
-
-    def of(table: str) -> tuple[list[str], list[str]]:
-        return tables.setdefault(table, ([], []))
-
+    declared: dict[str, list[str]] = defaultdict(list)
+    lines: dict[str, list[str]] = defaultdict(list)
     for table, chain, rule in rules:
-        of(table)[1].append(f"-D {chain} {rule}\n")
-    for table, chain in emptied:
-        of(table)[0].append(f":{chain} - [0:0]\n")
+        lines[table].append(f"-D {chain} {rule}\n")
+    for table, chain in (*emptied, *chains):
+        declared[table].append(f":{chain} - [0:0]\n")
     for table, chain in chains:
-        of(table)[0].append(f":{chain} - [0:0]\n")
-        of(table)[1].append(f"-X {chain}\n")
+        lines[table].append(f"-X {chain}\n")
     return "".join(
-        f"*{table}\n{''.join(declared + lines)}COMMIT\n" for table, (declared, lines) in tables.items()
-    )
+        f"*{table}\n{''.join(declared[table] + lines[table])}COMMIT\n" for table in {**lines, **declared})

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple, Protocol
 
 from kproxy_core.model import address as addresses
-from kproxy_core.model.address import Address, Cidr, parse_address, parse_cidr
+from kproxy_core.model.address import Address, parse_network
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.fate import Origin, Outcome, Packet
 
@@ -40,6 +40,11 @@ class Branch(NamedTuple):
     done: Outcome | Literal[True] | None
     """True: accepted; None: no verdict, the calling chain continues."""
     flight: Flight
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """None: the packet continues on its way."""
+        return self.done if isinstance(self.done, Outcome) else None
 
 
 class Surroundings(Protocol):
@@ -85,10 +90,7 @@ class Rule(NamedTuple):
         return True
 
 
-@lru_cache(maxsize=4096)
-def network(text: str) -> Cidr:
-    """Return a network as iptables and ipset write it: a single address has no prefix length."""
-    return parse_cidr(text if "/" in text else f"{text}/{len(parse_address(text)) * 8}")
+network = lru_cache(maxsize=4096)(parse_network)
 
 
 def _value_and_mask(text: str) -> tuple[int, int]:

@@ -84,15 +84,6 @@ class Ruleset:
         return False
 
 
-class End(NamedTuple):
-    """One of the ways that a packet may take through a chain."""
-
-    share: float
-    outcome: Outcome | None
-    """None: accepted."""
-    flight: Flight
-
-
 class _Scope(NamedTuple):
     """Everything about a destination that some rules distinguish."""
 
@@ -127,11 +118,9 @@ class Walk:
         self.strange = ""
         """A rule that is not understood; "": none."""
 
-    def through(self, table: str, chain: str, flight: Flight) -> list[End]:
-        return [
-            End(share, done if isinstance(done, Outcome) else None, end)
-            for share, done, end in self._chain(table, chain, flight)
-        ]
+    def through(self, table: str, chain: str, flight: Flight) -> list[Branch]:
+        """Return each way through the rules of a chain."""
+        return self._rules(table, chain, self._ruleset.relevant(table, chain, flight), flight)
 
     def onward(self, chains: Sequence[ChainKey], flight: Flight) -> tuple[Outcome | None, bool]:
         """Follow a packet through built-in *chains*. Return a verdict, and whether it was masqueraded.
@@ -181,10 +170,6 @@ class Walk:
             self.note(f"ipset {name}", f"holds the packet ({sides})")
         return found
 
-    def _chain(self, table: str, chain: str, flight: Flight) -> list[Branch]:
-        """Return each way through the rules of a chain."""
-        return self._rules(table, chain, self._ruleset.relevant(table, chain, flight), flight)
-
     def _rules(self, table: str, chain: str, rules: Sequence[str], flight: Flight) -> list[Branch]:
         found: list[Branch] = []
         left = 1.0
@@ -203,7 +188,7 @@ class Walk:
                 self._remember(rule, table, flight)
                 continue
             self.note(where, text)
-            branches = [rule.act(self, flight)] if rule.act else self._chain(table, rule.target, flight)
+            branches = [rule.act(self, flight)] if rule.act else self.through(table, rule.target, flight)
             leaves = rule.goto or rule.target == "RETURN"
             if rule.chance == 1 and len(branches) == 1 and branches[0].done is None and not leaves:
                 flight = branches[0].flight

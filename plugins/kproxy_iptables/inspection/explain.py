@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from kproxy_core.backend.api import KernelSide, Question
-from kproxy_core.model.address import Address, Family, Protocol, format_address, is_loopback, parse_address
+from kproxy_core.model.address import Address, Protocol, format_address, is_loopback, parse_address
 from kproxy_core.plan.fate import Choice, Fate, Kind, Origin, Outcome, kind_of
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_iptables.names import EXTERNAL_SERVICES, FILTER, NAT, NODE_PORTS, SERVICES
@@ -16,7 +16,6 @@ from kproxy_iptables.wanted import make_style, wanted
 from kproxy_xtables.rules import ChainKey, jumps_by_chain
 from kproxy_xtables.semantics import Flight
 from kproxy_xtables.tables import Tables, Unusable
-from kproxy_xtables.variant import find_variant
 from kproxy_xtables.walk import Ruleset, Walk
 
 _FEW = 12
@@ -26,15 +25,10 @@ _MOST_READ = 60
 _RECENT = Path("/proc/thread-self/net/xt_recent")
 
 
-def explain(questions: Sequence[Question], *, live: bool, tables: Tables | None = None) -> list[KernelSide]:
-    """Return the way of each packet. Raises HostError, or NoVariant without iptables.
-
-    *tables* are those in use; None: find out, which reads many rules.
-    """
-    if not live:
-        return [_side(question, _Rules(_written(question))) for question in questions]
+def explain(questions: Sequence[Question], tables: Tables | None) -> list[KernelSide]:
+    """Return the way of each packet in *tables*; None: as a sync would write them. Raises HostError."""
     if tables is None:
-        tables = Tables(questions[0].node.family, find_variant())
+        return [_side(question, _Rules(_written(question))) for question in questions]
     ruleset: Ruleset
     if tables.variant.nft and len(questions) <= _FEW:
         ruleset = on_demand = _OnDemand(tables)
@@ -48,10 +42,8 @@ _DIALLED = re.compile(r"(?:.*-d (\S+)/\d+ )?.*-p (tcp|udp|sctp) .*--dport (\d+) 
 _OF_SERVICES = ("KUBE-SVC-", "KUBE-SVL-", "KUBE-EXT-", "KUBE-FW-", "REJECT", "DROP")
 
 
-def frontends(family: Family, tables: Tables | None = None) -> list[Frontend]:
-    """Return the frontends that rules in the kernel match. *tables* as above. Raises HostError, NoVariant."""
-    if tables is None:
-        tables = Tables(family, find_variant())
+def frontends(tables: Tables) -> list[Frontend]:
+    """Return the frontends that rules in the kernel match. Raises HostError."""
     # A legacy program reads a table as a whole.
     ruleset = _OnDemand(tables) if tables.variant.nft else Ruleset(tables.chains())
     places = ((NAT, SERVICES), (NAT, NODE_PORTS), (FILTER, SERVICES), (FILTER, EXTERNAL_SERVICES))

@@ -1,6 +1,6 @@
 """Metrics of the mode, under kube-proxy's names (kube-proxy 1.36, pkg/proxy/metrics/metrics.go)."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from kproxy_core.backend.api import Measurement
@@ -27,9 +27,9 @@ class Counts:
     """Rules and failures of one family. Written by one thread, read by any."""
 
     family: Family
-    rules: dict[str, int] = field(default_factory=lambda: {FILTER: 0, NAT: 0})
+    rules: Mapping[str, int] = field(default_factory=lambda: {FILTER: 0, NAT: 0})
     """Rules in the kernel by table."""
-    last: dict[str, int] = field(default_factory=lambda: {FILTER: 0, NAT: 0})
+    last: Mapping[str, int] = field(default_factory=lambda: {FILTER: 0, NAT: 0})
     """Rules that kube-proxy would have written in the last sync, by table."""
     failures: int = 0
     """Failed calls of iptables-restore."""
@@ -50,17 +50,13 @@ def measurements(counts: Iterable[Counts]) -> Iterator[Measurement]:
                 f"{_SYNC}_last", "Rules of the last sync, as kube-proxy counts them", "gauge",
                 of.last[table], labels,
             )  # fmt: skip
-        yield Measurement(
-            f"{_SYNC}_restore_failures_total", "Failures of iptables-restore", "counter", of.failures, family
-        )
-        yield Measurement(
-            f"{_SYNC}_partial_restore_failures_total", "Failures of syncs of changed Services only",
-            "counter", of.partial_failures, family,
-        )  # fmt: skip
-        yield Measurement(
-            "kproxy_iptables_lock_timeouts_total", "Timeouts while waiting for the xtables lock",
-            "counter", of.busy, family,
-        )  # fmt: skip
+        for metric, about, count in (
+            (f"{_SYNC}_restore_failures_total", "Failures of iptables-restore", of.failures),
+            (f"{_SYNC}_partial_restore_failures_total", "Failures of syncs of changed Services only",
+             of.partial_failures),
+            ("kproxy_iptables_lock_timeouts_total", "Timeouts while waiting for the xtables lock", of.busy),
+        ):  # fmt: skip
+            yield Measurement(metric, about, "counter", count, family)
     for name, (metric, about) in _PACKETS.items():
         packets = read_packets(name)
         if packets is not None:

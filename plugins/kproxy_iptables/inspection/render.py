@@ -18,6 +18,4 @@ def render_text(update: Update, *, localhost_node_ports: bool) -> str:
 
 def comparison_text(comparison: Comparison) -> str:
     """Return the input for iptables-restore that removes the differences, without stale chains."""
-    mark_masq = comparison.mark_masq()
-    return "".join(batch.inputs(
-        comparison.chains(), comparison.references, mark_masq=mark_masq, chains_per_call=ONE_CALL))
+    return "".join(batch.inputs(comparison.chains(), comparison.references, chains_per_call=ONE_CALL))

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 
 import pytest
 
+from kproxy_core.backend.api import BackendSettings
 from kproxy_core.explain.answer import Json
 from kproxy_core.model.address import Family
 from kproxy_core.testing.conformance.bench import lonely_node
-from kproxy_iptables.inspection.explain import explain, frontends
+from kproxy_iptables.backend import IptablesBackend
 from tests.plugins.explained import KnownPlans, differences_of
 from tests.plugins.iptables import golden_cases
 
@@ -29,7 +30,9 @@ def beside_kube_proxy(case: str) -> Iterator[KnownPlans]:
 
 
 def found_in(plans: KnownPlans) -> list[Json]:
-    return differences_of(plans, lambda questions: explain(questions, live=True), frontends)
+    backend = IptablesBackend(BackendSettings(tuple(Family)))
+    return differences_of(
+        plans, lambda questions: backend.kproxy_explain(questions, live=True), backend.kproxy_frontends)
 
 
 @pytest.mark.parametrize("case", golden_cases.names())

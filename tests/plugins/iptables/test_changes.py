@@ -2,11 +2,12 @@
 
 import fcntl
 import os
-from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
+from msgspec.structs import replace
 
 from kproxy_core.backend.errors import TrustLost
 from kproxy_core.host import sysctl
@@ -174,7 +175,7 @@ def test_a_refused_rule_affects_only_its_service(
     node = NODES[V4]
     good = all_plans(V4, plain(1, 1))
     (key, plan), *_ = all_plans(V4, plain(2, 1)).items()
-    bad = {key: replace(plan, affinity_seconds=10**12)}
+    bad = {key: structs.replace(plan, affinity_seconds=10**12)}
     tables = family_state(NFT)
     tables.resync(node, good | bad)
     said = [record.__dict__ for record in caplog.records if record.name == "kproxy.iptables"]

@@ -146,6 +146,21 @@ def test_chains_that_the_ipvs_mode_uses_are_kept(netns: None, interface: str) ->
 
 
 @pytest.mark.parametrize("interface", INTERFACES)
+@pytest.mark.parametrize("serves", [False, True])
+def test_chains_in_a_loop_are_removed(netns: None, interface: str, serves: bool) -> None:
+    """The kernel accepts a loop that no packet can enter."""
+    one, other = "KUBE-SVC-AAAAAAAAAAAAAAAA", "KUBE-SEP-BBBBBBBBBBBBBBBB"
+    run(interface, "restore", "--noflush", stdin=(
+        f"*nat\n:{one} - [0:0]\n:{other} - [0:0]\n-A {one} -j {other}\n-A {other} -j {one}\nCOMMIT\n"
+    ))  # fmt: skip
+    if serves:
+        family_state(interface).resync(NODES[V4], all_plans(V4, *EVERYTHING))
+        assert not any(one in line or other in line for line in saved(interface))
+    assert cleanup(dry_run=False).errors == ()
+    assert not any("KUBE-S" in line for line in saved(interface))
+
+
+@pytest.mark.parametrize("interface", INTERFACES)
 def test_a_chain_with_a_foreign_jump_is_kept_and_reported(netns: None, interface: str) -> None:
     family_state(interface).resync(NODES[V4], all_plans(V4, *EVERYTHING))
     run(interface, "-t", "nat", "-N", "CNI-HOSTPORT")

@@ -93,11 +93,11 @@ def test_unreachable_chains_of_another_mode_do_not_keep_ours() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=30), st.integers(1, 12))
-def test_a_chain_is_deleted_after_those_that_jump_to_it(edges: list[tuple[int, int]], per_call: int) -> None:
+def test_no_deleted_chain_is_jumped_to(edges: list[tuple[int, int]], per_call: int) -> None:
+    """In a loop, which the kernel accepts where no packet reaches it, no order of deletions does."""
     held: dict[ChainKey, list[str]] = {key(f"C{n}"): [] for n in range(10)}
     for one, other in edges:
-        if one != other:
-            held[key(f"C{min(one, other)}")].append(f"-j C{max(one, other)}")
+        held[key(f"C{one}")].append(f"-j C{other}")
     removal = plan_removal(dict(reversed(held.items())), held.keys(), own, nobody)
     assert sorted(removal.chains) == sorted(held)
     left = dict(held)
