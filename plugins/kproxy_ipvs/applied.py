@@ -2,9 +2,10 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeVar
+
+from msgspec import Struct, field
 
 from kproxy_core.model.address import Address, Cidr, Protocol, format_address
 from kproxy_core.model.endpoint import Destination
@@ -42,8 +43,7 @@ Entries = Mapping[SetKind, Mapping[str, int]]
 """The entries of each set, with their marks."""
 
 
-@dataclass(slots=True)
-class Difference:
+class Difference(Struct):
     """Operations that bring the kernel to the wanted state, and what service ports then hold."""
 
     servers: list[Operation] = field(default_factory=list)
@@ -73,8 +73,7 @@ class Difference:
         return {kind: len(objects) for kind, objects in kinds.items() if objects}
 
 
-@dataclass(slots=True)
-class Applied:
+class Applied(Struct):
     """The acknowledged state of one family.
 
     Service ports can share virtual servers, entries and addresses, so owners are counted: a change costs

@@ -1,8 +1,9 @@
 """One instance of the backend; a `FamilyState` per IP family."""
 
 import logging
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import product
 
 from kproxy_core.backend import api
 from kproxy_core.backend.errors import SyncFailed, Unsupported
@@ -17,7 +18,7 @@ from kproxy_ipvs.inspection.explain import explain, frontends
 from kproxy_ipvs.inspection.preview import preview
 from kproxy_ipvs.inspection.render import render_text
 from kproxy_ipvs.kernel import device, requirements, sets
-from kproxy_ipvs.kernel.virtual_servers import VirtualServers, refusal
+from kproxy_ipvs.kernel.virtual_servers import VirtualServers, try_server
 from kproxy_ipvs.names import SETS
 from kproxy_ipvs.settings import read_settings
 from kproxy_ipvs.wanted import schedulers
@@ -42,15 +43,44 @@ class IpvsBackend:
 
     @hookimpl
     def kproxy_begin(self) -> bool:
-        """Load IPVS, and set the sysctls that the mode needs. Raises Unsupported or SyncFailed."""
-        self._begin()
+        """Try the mode's requirements, load IPVS, and set the sysctls. Raises Unsupported or SyncFailed."""
+        tables = open_tables(self._given.families)
+        try:
+            sets.existing(SETS)
+        except HostError as error:
+            remedy = "install ipset, and use a kernel with CONFIG_IP_SET"
+            raise Unsupported(f"no ipsets: {error}; {remedy}") from error
+        try:
+            requirements.load_modules(self._settings.scheduler)
+            for family, name in product(self._given.families, schedulers(self._settings.scheduler)):
+                problem = f"no virtual servers for {family.label}: "
+                with _needed("ip_vs", f"ip_vs_{name}", problem=problem, of=family):
+                    try_server(name, family)
+            with _needed("dummy"):
+                device.ensure()
+            servers = VirtualServers()
+            requirements.ensure_settings(self._settings)
+        except HostError as error:
+            raise SyncFailed(str(error)) from error
+        if any(self._settings.timeouts):
+            try:
+                servers.set_timeouts(*self._settings.timeouts)
+            except HostError as error:
+                log.warning("connection timeouts could not be set", extra={"fields": {"error": str(error)}})
+        if not self._given.count_traffic:
+            clean_up_counts("ipvs", dry_run=False, ipvs=True)  # An earlier process may have counted.
+        self._families = {
+            family.label: FamilyState(family, self._settings, servers, of_family)
+            for family, of_family in tables.items()
+        }
+        self._servers = servers
         return True
 
     @hookimpl
     def kproxy_sync(self, update: api.Update) -> api.SyncReport:
         """Bring one family to *update*. Raises Unsupported at the first call, or SyncFailed."""
         if self._servers is None:
-            self._begin()
+            self.kproxy_begin()
         state = self._families[update.family.label]
         try:
             if update.scope is api.Scope.RESYNC:
@@ -84,7 +114,6 @@ class IpvsBackend:
     @hookimpl
     def kproxy_watch(self, damaged: api.Damage) -> bool:
         """Report changes of the device. The kernel announces no others: full syncs find those."""
-        self._unwatch()
         try:
             self._watch = DeviceWatch(self._families.values(), damaged)
         except HostError as error:
@@ -104,65 +133,19 @@ class IpvsBackend:
 
     @hookimpl
     def kproxy_close(self) -> None:
-        self._unwatch()
+        if self._watch is not None:
+            self._watch.close()
         for state in self._families.values():
             state.close()
         if self._servers is not None:
             self._servers.close()
 
-    def _unwatch(self) -> None:
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.close()
 
-    def _begin(self) -> None:
-        """Try the mode's requirements, then open IPVS. Raises Unsupported or SyncFailed."""
-        tables = open_tables(self._given.families)
-        _require_sets()
-        try:
-            requirements.load_modules(self._settings.scheduler)
-            for family in self._given.families:
-                for scheduler in schedulers(self._settings.scheduler):
-                    _require_servers(scheduler, family)
-            _require_device()
-            servers = VirtualServers()
-            requirements.ensure_settings(self._settings)
-        except HostError as error:
-            raise SyncFailed(str(error)) from error
-        if any(self._settings.timeouts):
-            try:
-                servers.set_timeouts(*self._settings.timeouts)
-            except HostError as error:
-                log.warning("connection timeouts could not be set", extra={"fields": {"error": str(error)}})
-        if not self._given.count_traffic:
-            clean_up_counts("ipvs", dry_run=False, ipvs=True)  # An earlier process may have counted.
-        self._families = {
-            family.label: FamilyState(family, self._settings, servers, of_family)
-            for family, of_family in tables.items()
-        }
-        self._servers = servers
-
-
-def _require_sets() -> None:
-    """Raise Unsupported if ipsets can't be used."""
+@contextmanager
+def _needed(*modules: str, problem: str = "", of: Family | None = None) -> Iterator[None]:
+    """Turn a HostError into Unsupported, with the remedies for missing *modules*."""
     try:
-        sets.existing(SETS)
+        yield
     except HostError as error:
-        remedy = "install ipset, and use a kernel with CONFIG_IP_SET"
-        raise Unsupported(f"no ipsets: {error}; {remedy}") from error
-
-
-def _require_servers(scheduler: str, family: Family) -> None:
-    """Raise Unsupported if the kernel refuses virtual servers."""
-    problem = refusal(scheduler, family)
-    if problem:
-        remedies = "; ".join(map(Modules().remedy, ("ip_vs", f"ip_vs_{scheduler}")))
-        raise Unsupported(f"no virtual servers for {family.label}: {problem}; {remedies}", family)
-
-
-def _require_device() -> None:
-    """Create the device. Raises Unsupported if the kernel refuses it."""
-    try:
-        device.ensure()
-    except HostError as error:
-        raise Unsupported(f"{error}; {Modules().remedy('dummy')}") from error
+        remedies = "; ".join(map(Modules().remedy, modules))
+        raise Unsupported(f"{problem}{error}; {remedies}", of) from error

@@ -139,13 +139,12 @@ class FamilyState:
             attempt(lambda: device.bind(difference.bind, self.family))
             if rules_text and takeover and not problems:
                 attempt(lambda: self._restore(rules_text))
-            for operation in difference.deleted:
-                self._draining.forget_server(operation.key)
+            self._draining.forget_all_of({operation.key for operation in difference.deleted})
             # Addresses and entries show that a virtual server is ours, so they must outlive it.
             if attempt(lambda: self._servers.write(difference.deleted)):
                 attempt(lambda: device.unbind(difference.unbind, self.family))
                 attempt(lambda: sets.write(self.family, (), difference.deletes))
-            attempt(lambda: self._draining.add(difference.draining))
+            attempt(lambda: self._draining.add(set(difference.draining)))
         for one in unusable:
             if (one.key, one.where) not in self._unusable:
                 log.error("the kernel refuses a real server", extra={"fields": {

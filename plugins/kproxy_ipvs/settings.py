@@ -11,20 +11,13 @@ SCHEDULERS = ("rr", "wrr", "lc", "wlc", "lblc", "lblcr", "sh", "dh", "sed", "nq"
 """The kernel's schedulers that can serve a Service."""
 
 
-class Timeouts(NamedTuple):
-    """Timeouts of IPVS connections in whole seconds; 0 keeps the kernel's value."""
-
-    tcp: int = 0
-    tcp_fin: int = 0
-    udp: int = 0
-
-
 class Settings(NamedTuple):
     scheduler: str = "rr"
     exclude_cidrs: tuple[Cidr, ...] = ()
     """Networks in which other tools own the virtual servers."""
     strict_arp: bool = False
-    timeouts: Timeouts = Timeouts()
+    timeouts: tuple[int, int, int] = (0, 0, 0)
+    """Timeouts of IPVS connections (TCP, TCP after FIN, UDP) in whole seconds; 0 keeps the kernel's value."""
 
 
 def read_settings(settings: BackendSettings) -> Settings:
@@ -37,7 +30,7 @@ def read_settings(settings: BackendSettings) -> Settings:
         scheduler,
         read_excluded(settings),
         options.get("strictARP") is True,
-        Timeouts(
+        (
             _seconds(options.get("tcpTimeout")),
             _seconds(options.get("tcpFinTimeout")),
             _seconds(options.get("udpTimeout")),

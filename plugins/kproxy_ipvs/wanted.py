@@ -7,10 +7,11 @@ mark holds all endpoints, and a set maps frontends to the mark (the short circui
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_address
+from msgspec import Struct, field
+
+from kproxy_core.model.address import Address, Family, Protocol, format_address
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.node import NodeView
 from kproxy_core.plan.service_plan import ServicePlan
@@ -76,8 +77,7 @@ class Element(NamedTuple):
     mark: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(Struct, frozen=True):
     """The kernel objects for one service port."""
 
     servers: dict[ServerKey, Server] = field(default_factory=dict)
@@ -88,8 +88,7 @@ class Wanted:
     """The mark of the short circuit; 0 without one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Style:
+class Style(Struct, frozen=True, kw_only=True):
     """The properties of node and configuration that all service ports of one family depend on."""
 
     family: Family
@@ -226,12 +225,7 @@ def _elements(plan: ServicePlan, style: Style, mark: int) -> Iterator[Element]:
 def _source_ranges(plan: ServicePlan, style: Style, vip: str, entry: str) -> Iterator[Element]:
     yield Element(names.LOAD_BALANCER_FW, entry)
     for cidr in plan.source_ranges:
-        yield Element(names.SOURCE_CIDR, f"{entry},{_as_listed(cidr)}")
+        yield Element(names.SOURCE_CIDR, f"{entry},{cidr.listed}")
     # The node's own packets to a VIP have that VIP as their source address, because the device holds it.
     if any(style.node_ip in cidr for cidr in plan.source_ranges):
         yield Element(names.SOURCE_IP, f"{entry},{vip}")
-
-
-def _as_listed(cidr: Cidr) -> str:
-    """Return a network as ipset prints it: a single address has no prefix length."""
-    return format_address(cidr.network) if cidr.prefix == cidr.family.bits else str(cidr)

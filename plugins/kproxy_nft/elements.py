@@ -92,5 +92,5 @@ def _packets_at(data: bytes, start: int, end: int) -> int:
 
 
 def _counted_packets(data: bytes, start: int, end: int) -> int:
-    expression = attributes(data, start, end)[_EXPRESSION_DATA]
-    return int.from_bytes(attributes(expression, 0, len(expression))[_COUNTED_PACKETS], "big")
+    counter = attributes(attributes(data, start, end)[_EXPRESSION_DATA])
+    return int.from_bytes(counter[_COUNTED_PACKETS], "big")

@@ -51,7 +51,7 @@ class CountingTable:
 
     def replace_unserved(self, frontends: Iterable[Frontend]) -> str:
         """Return the commands after which *frontends* are those without endpoints."""
-        return counting.forget_unserved(self._family, self._table) + self.change_unserved("add", frontends)
+        return counting.replace_unserved(self._family, self._table, frontends)
 
     def delete(self) -> None:
         """Delete the table with its counts. Raises HostError."""
@@ -63,7 +63,9 @@ class CountingTable:
         try:
             with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
                 for name in (counting.CONNECTIONS, counting.REJECTED):
-                    container = self._request() + text_attribute(_SET_NAME, name)
+                    container = nf_tables.payload(
+                        self._family, text_attribute(nf_tables.TABLE_NAME, self._table),
+                        text_attribute(_SET_NAME, name))
                     counted = sock.dump(_GETSETELEM, container, partial(complete, parse_counters))
                     found += counting.connections(self._family, counted.items())
         except OSError as error:
@@ -71,9 +73,6 @@ class CountingTable:
                 return []
             raise HostError(f"cannot read table {self.name}", error) from error
         return [one for one in found if one.endpoint != (one.frontend.address, one.frontend.port)]
-
-    def _request(self) -> bytes:
-        return nf_tables.payload(self._family, text_attribute(nf_tables.TABLE_NAME, self._table))
 
 
 class Counting:

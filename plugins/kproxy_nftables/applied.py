@@ -1,9 +1,10 @@
 """The elements that the kernel has acknowledged for one IP family, and the difference to the plans."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain, count
 from typing import NamedTuple
+
+from msgspec import Struct, field
 
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.service import ServicePortKey
@@ -39,8 +40,7 @@ class Held(NamedTuple):
     local: Slots
 
 
-@dataclass(slots=True)
-class Difference:
+class Difference(Struct):
     """Changes to write to the kernel, and the state that is acknowledged after them."""
 
     deletes: list[Element] = field(default_factory=list)

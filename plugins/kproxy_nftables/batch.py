@@ -102,23 +102,19 @@ def _messages(kind: int, elements: Sequence[Element]) -> Iterator[tuple[int, byt
     with_data = kind == _NEWSETELEM
     for container, key, value in elements:
         by_container[container].append(_element(key, value if with_data else None))
-    for container, encoded_elements in by_container.items():
+    for container, encoded in by_container.items():
         head = element_list(container)
-        start = size = 0
-        for at, encoded in enumerate(encoded_elements):
-            if size + len(encoded) > _MESSAGE_SPACE:
-                yield kind, head + nested(_LIST_ELEMENTS, *encoded_elements[start:at])
-                start, size = at, 0
-            size += len(encoded)
-        yield kind, head + nested(_LIST_ELEMENTS, *encoded_elements[start:])
+        step = _MESSAGE_SPACE // max(map(len, encoded))
+        for start in range(0, len(encoded), step):
+            yield kind, head + nested(_LIST_ELEMENTS, *encoded[start : start + step])
 
 
 def _element(key: bytes, value: Value) -> bytes:
+    if isinstance(value, bytes):
+        head, middle = _data_heads(len(key), len(value))
+        return head + key + middle + value
     if value is None:
         return _key_head(len(key), 0) + key
-    if isinstance(value, bytes):
-        size = len(value)
-        return _key_head(len(key), size + 8) + key + _value_head(size) + value
     verdict = _verdict(value)
     return _key_head(len(key), len(verdict)) + key + verdict
 
@@ -134,8 +130,12 @@ def _key_head(key_size: int, rest: int) -> bytes:
 
 
 @cache
-def _value_head(size: int) -> bytes:
-    return _ATTRIBUTE.pack(8 + size, _ELEM_DATA | NLA_F_NESTED) + _ATTRIBUTE.pack(4 + size, _DATA_VALUE)
+def _data_heads(key_size: int, size: int) -> tuple[bytes, bytes]:
+    """Encode the attribute headers in front of a key and of the data, of *size* bytes, that follows it."""
+    return (
+        _key_head(key_size, size + 8),
+        _ATTRIBUTE.pack(8 + size, _ELEM_DATA | NLA_F_NESTED) + _ATTRIBUTE.pack(4 + size, _DATA_VALUE),
+    )
 
 
 @lru_cache(maxsize=4096)  # bounded, because Services may own chains

@@ -46,12 +46,8 @@ def endpoint_key(address: bytes, port: int) -> bytes:
     return address + _PORT.pack(port)
 
 
-def destination_value(where: Destination) -> bytes:
-    """Return the data of an endpoint: ``address . port``."""
-    return where.address + _PORT.pack(where.port)
-
-
 def parse_destination(value: bytes) -> Destination:
+    """Return the endpoint in the data of an element: ``address . port``."""
     return Destination(Address(value[:-4]), _PORT.unpack(value[-4:])[0])
 
 
@@ -67,12 +63,14 @@ def shared_elements(plan: ServicePlan) -> list[Element]:
 def elements(plan: ServicePlan, cluster: Iterable[Slot], local: Iterable[Slot]) -> list[Element]:
     """Return the elements that belong to this service port alone.
 
-    *cluster* and *local* are the plan's endpoints with their indices: all, or those of interest.
+    *cluster* and *local* are the plan's endpoints with their indices: all, or those of interest. The data of
+    an endpoint is ``address . port``.
     """
     wanted: list[Element] = []
     protocol = plan.key.protocol
-    cluster_values = [(index(at), destination_value(where)) for at, where in cluster]
-    local_values = [(index(at), destination_value(where)) for at, where in local]
+    pack = _PORT.pack
+    cluster_values = [(index(at), address + pack(port)) for at, (address, port) in cluster]
+    local_values = [(index(at), address + pack(port)) for at, (address, port) in local]
     if plan.cluster_ip is not None:
         key = vip_key(plan.cluster_ip, protocol, plan.port)
         frontend = endpoint_key(plan.cluster_ip, plan.port)

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from kproxy_core.backend.api import KernelSide, Question, Update
 from kproxy_core.explain.answer import Json

@@ -2,10 +2,10 @@
 
 import subprocess
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from kproxy_core.backend.api import Preview
 from kproxy_core.backend.instance import BackendInstance
@@ -56,7 +56,7 @@ def fewer(plans: Plans) -> Plans:
     """Return *plans* without some, and with others changed."""
     kept = dict(list(plans.items())[2:])
     first, *_ = (key for key, plan in kept.items() if len(plan.cluster) > 1)
-    return {**kept, first: replace(kept[first], cluster=kept[first].cluster[:-1])}
+    return {**kept, first: structs.replace(kept[first], cluster=kept[first].cluster[:-1])}
 
 
 @FAMILIES

@@ -73,7 +73,7 @@ def encode(operation: Operation) -> bytes:
         case PutServer(key, scheduling, new):
             return _payload(_NEW_SERVICE if new else _SET_SERVICE, _service(key, scheduling))
         case PutDestination(key, where, weight, new):
-            return _payload(_NEW_DEST if new else _SET_DEST, _named(key) + _weighed(key, where, weight))
+            return _payload(_NEW_DEST if new else _SET_DEST, _named(key) + _destination(key, where, weight))
         case DeleteDestination(key, where):
             return _payload(_DELETE_DEST, _named(key) + _destination(key, where))
         case DeleteServer(key):
@@ -144,21 +144,15 @@ def _named(key: ServerKey) -> bytes:
     return _service(key)
 
 
-def _destination(key: ServerKey, where: Destination) -> bytes:
-    return nested(
-        2, attribute(1, where.address.ljust(16, b"\0")), attribute(2, where.port.to_bytes(2, "big")),
-        _u16(11, key.family.af),
-    )  # fmt: skip
-
-
 # Real servers are the most numerous, so each is packed at once: attributes with address, port, forwarding
 # method (0: NAT), weight, two thresholds (none) and address family.
-_WEIGHED = struct.Struct("=HH HH16s HH2s2x HHI HHI HHI HHI HHH2x")
+_DESTINATION = struct.Struct("=HH HH16s HH2s2x HHI HHI HHI HHI HHH2x")
 
 
-def _weighed(key: ServerKey, where: Destination, weight: int) -> bytes:
-    return _WEIGHED.pack(
-        _WEIGHED.size, 2 | NLA_F_NESTED, 20, 1, where.address, 6, 2, where.port.to_bytes(2, "big"),
+def _destination(key: ServerKey, where: Destination, weight: int = 0) -> bytes:
+    """Encode a real server. To delete one, the kernel uses its address, port and address family only."""
+    return _DESTINATION.pack(
+        _DESTINATION.size, 2 | NLA_F_NESTED, 20, 1, where.address, 6, 2, where.port.to_bytes(2, "big"),
         8, 3, 0, 8, 4, weight, 8, 5, 0, 8, 6, 0, 6, 11, key.family.af,
     )  # fmt: skip
 

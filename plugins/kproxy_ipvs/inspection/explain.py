@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from kproxy_core.backend.api import KernelSide, Question
-from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.fate import Choice, Fate, Kind, Origin, Outcome, Packet, kind_of
@@ -48,7 +47,7 @@ def explain(questions: Sequence[Question], settings: Settings, *, live: bool) ->
             return None if items is None else {item.where: item.weight for item in items}
 
         rules = Tables(family, find_variant()).chains()
-        state = State(rules, sets.read(family), find, _remembered, device.read(family)[0])
+        state = State(rules, sets.read(family), find, listing.read_template, device.read(family)[0])
         return ways(questions, state)
 
 
@@ -61,7 +60,7 @@ def frontends(family: Family) -> list[Frontend]:
     with VirtualServers() as servers:
         return [
             Frontend(key.address, Protocol(key.protocol), key.port)
-            for key in servers.keys(family) if key.address is not None
+            for key in servers.schedulings(family) if key.address is not None
         ]
 
 
@@ -162,15 +161,6 @@ def _server(packet: Packet, flight: Flight, state: State) -> tuple[ServerKey, We
             return key, servers
     key = ServerKey(packet.family, 0, packet.destination, packet.protocol, packet.port)
     return key, state.find(key)
-
-
-def _remembered(key: ServerKey, client: Address) -> Destination | None:
-    if key.address is None:
-        return None
-    try:
-        return listing.read_template(client, Destination(key.address, key.port))
-    except HostError:
-        return None
 
 
 def _written(question: Question, settings: Settings) -> State:

@@ -3,13 +3,12 @@
 from collections.abc import Iterator
 
 from kproxy_core.backend.api import Preview, Update
-from kproxy_core.model.address import Address, Family, format_address, format_socket
-from kproxy_ipvs import names, skeleton
+from kproxy_core.model.address import Family
+from kproxy_ipvs import skeleton
 from kproxy_ipvs.applied import Applied, Difference, compare_all, foreign_servers
 from kproxy_ipvs.batch import rules as rules_batch
 from kproxy_ipvs.batch import sets as sets_batch
-from kproxy_ipvs.batch.servers import DeleteDestination, Operation, PutDestination, PutServer
-from kproxy_ipvs.inspection.render import put_server, server_name
+from kproxy_ipvs.inspection.render import CREATE_DEVICE, addresses_text, servers_text
 from kproxy_ipvs.kernel import device, sets
 from kproxy_ipvs.kernel.virtual_servers import VirtualServers
 from kproxy_ipvs.names import SETS, SetKind
@@ -44,34 +43,14 @@ def _texts(
         yield "# ipset restore\n" + sets_batch.render(family, missing, sorted(difference.adds))
     if rules_text:
         yield f"# {PROGRAM[family]}-restore --noflush\n{rules_text}"
-    operations = [*map(_server, difference.servers)]
-    if operations:
-        yield "# ipvsadm --restore\n" + "".join(operations)
-    links = [f"link add {names.DEVICE} type dummy\n"] if no_device else []
-    links += [_address("add", address, family) for address in sorted(difference.bind)]
-    if links:
-        yield "# ip -batch\n" + "".join(links)
+    if difference.servers:
+        yield "# ipvsadm --restore\n" + servers_text(difference.servers)
+    if no_device or difference.bind:
+        yield "# ip -batch\n" + CREATE_DEVICE * no_device + addresses_text("add", difference.bind, family)
     if difference.deleted:
-        yield "# ipvsadm --restore\n" + "".join(f"-D {server_name(one.key)}\n" for one in difference.deleted)
+        yield "# ipvsadm --restore\n" + servers_text(difference.deleted)
     if difference.unbind:
-        yield "# ip -batch\n" + "".join(
-            _address("del", address, family) for address in sorted(difference.unbind))
+        yield "# ip -batch\n" + addresses_text("del", difference.unbind, family)
     if difference.deletes:
         yield "# ipset restore\n" + "".join(
             f"del {kind.full_name(family)} {entry}\n" for kind, entry, _ in sorted(difference.deletes))
-
-
-def _address(command: str, address: Address, family: Family) -> str:
-    return f"address {command} {format_address(address)}/{family.bits} dev {names.DEVICE}\n"
-
-
-def _server(operation: Operation) -> str:
-    match operation:
-        case PutServer(key, scheduling, new):
-            return put_server(key, scheduling, command="-A" if new else "-E")
-        case PutDestination(key, where, weight, new):
-            command = "-a" if new else "-e"
-            return f"{command} {server_name(key)} -r {format_socket(*where)} -m -w {weight}\n"
-        case DeleteDestination(key, where):
-            return f"-d {server_name(key)} -r {format_socket(*where)}\n"
-    return f"-D {server_name(operation.key)}\n"

@@ -6,7 +6,8 @@ found in the kernel.
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection
+from collections.abc import Set as AbstractSet
 
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.endpoint import Destination
@@ -17,8 +18,8 @@ log = logging.getLogger("kproxy.ipvs")
 _PERIOD = 10.0
 """Seconds between two checks while real servers are draining."""
 
-RealServers = Mapping[ServerKey, set[Destination]]
-"""Real servers by virtual server."""
+RealServers = AbstractSet[tuple[ServerKey, Destination]]
+"""Real servers, each with its virtual server."""
 
 
 class Draining:
@@ -32,23 +33,17 @@ class Draining:
         self._delete_drained = delete_drained
         self.lock = threading.RLock()
         """Hold it while changing real servers, so that none is deleted that was just added again."""
-        self._servers: dict[ServerKey, set[Destination]] = {}
+        self._servers: set[tuple[ServerKey, Destination]] = set()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def add(self, servers: Iterable[tuple[ServerKey, Destination]]) -> None:
+    def add(self, servers: RealServers) -> None:
         """Delete those *servers* that have no connections, and the others later. Their weight is 0 already.
 
         Raises HostError.
         """
-        added: dict[ServerKey, set[Destination]] = {}
-        for key, where in servers:
-            added.setdefault(key, set()).add(where)
-        if not added:
-            return
         with self.lock:
-            for key, left in self._delete_drained(added).items():
-                self._servers.setdefault(key, set()).update(left)
+            self._servers |= self._delete_drained(servers)
             if self._servers and self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="ipvs-draining", daemon=True)
                 self._thread.start()
@@ -56,18 +51,14 @@ class Draining:
     def forget(self, key: ServerKey, where: Destination) -> bool:
         """Stop draining a real server. Return False if it was not draining."""
         with self.lock:
-            draining = self._servers.get(key, set())
-            if where not in draining:
-                return False
-            draining.remove(where)
-            if not draining:
-                del self._servers[key]
-            return True
+            was_draining = (key, where) in self._servers
+            self._servers.discard((key, where))
+            return was_draining
 
-    def forget_server(self, key: ServerKey) -> None:
-        """Forget the real servers of a deleted virtual server."""
+    def forget_all_of(self, keys: Collection[ServerKey]) -> None:
+        """Forget the real servers of deleted virtual servers."""
         with self.lock:
-            self._servers.pop(key, None)
+            self._servers = {server for server in self._servers if server[0] not in keys}
 
     def clear(self) -> None:
         with self.lock:
@@ -85,7 +76,6 @@ class Draining:
                 if not self._servers:
                     continue
                 try:
-                    left = self._delete_drained(self._servers)
-                    self._servers = {key: set(places) for key, places in left.items()}
+                    self._servers = set(self._delete_drained(self._servers))
                 except HostError as error:
                     log.debug("could not delete drained real servers: %s", error)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from kproxy_core.host.errors import HostError, doing
-from kproxy_core.model.address import Address, Family, Protocol, parse_address
+from kproxy_core.model.address import Address, Family, Protocol, family_of, parse_address
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_ipvs.batch.servers import Listed
@@ -75,9 +75,17 @@ def count_connected_from(addresses: Container[Address], family: Family) -> Count
     return _twice(lambda: parse_connected_from(addresses, chain.from_iterable(map(_lines, _SOCKETS[family]))))
 
 
-def read_template(client: Address, frontend: Destination) -> Destination | None:
-    """Return the real server to which persistence has pinned *client*. Raises HostError."""
-    return parse_template(client, frontend, _lines(CONNECTIONS))
+def read_template(key: ServerKey, client: Address) -> Destination | None:
+    """Return the real server to which persistence has pinned *client*; None also if /proc can't be read.
+
+    Templates of virtual servers with a mark are not looked up.
+    """
+    if key.address is None:
+        return None
+    try:
+        return parse_template(client, Destination(key.address, key.port), _lines(CONNECTIONS))
+    except HostError:
+        return None
 
 
 def parse_real_servers(lines: Iterable[str]) -> dict[ServerKey, list[Listed]]:
@@ -95,8 +103,7 @@ def parse_real_servers(lines: Iterable[str]) -> dict[ServerKey, list[Listed]]:
                 current.append(Listed(where, int(words[3]), int(words[4]), int(words[5])))
         elif protocol := _PROTOCOLS.get(words[0]):
             address, port = _socket(words[1])
-            family = Family.IPV4 if len(address) == Family.IPV4.size else Family.IPV6
-            current = found[ServerKey(family, 0, address, protocol, port)] = []
+            current = found[ServerKey(family_of(address), 0, address, protocol, port)] = []
         else:
             current = []
     return found

@@ -76,17 +76,16 @@ class VirtualServers:
         """Return all virtual servers of *family*, with connection counts. Raises HostError."""
         with self._lock:
             listed = listing.read_real_servers()
-            found = map(messages.decode_server, self._dump(messages.dump_servers(), _SERVICE))
             return {
                 key: (scheduling, listed[key] if key in listed else self.destinations(key))
-                for key, scheduling in filter(None, found) if key.family is family
-            }  # fmt: skip
+                for key, scheduling in self.schedulings(family).items()
+            }
 
-    def keys(self, family: Family) -> list[ServerKey]:
-        """Return the identities of all virtual servers of *family*. Raises HostError."""
+    def schedulings(self, family: Family) -> dict[ServerKey, Scheduling]:
+        """Return all virtual servers of *family*, without their real servers. Raises HostError."""
         with self._lock:
             found = map(messages.decode_server, self._dump(messages.dump_servers(), _SERVICE))
-            return [key for key, _ in filter(None, found) if key.family is family]
+            return {key: scheduling for key, scheduling in filter(None, found) if key.family is family}
 
     def exists(self, key: ServerKey) -> bool:
         """Return whether the virtual server *key* exists. Raises HostError."""
@@ -128,14 +127,14 @@ class VirtualServers:
         Raises HostError.
         """
         drained: list[Operation] = []
-        left: dict[ServerKey, set[Destination]] = {}
+        left: set[tuple[ServerKey, Destination]] = set()
         with self._lock:
-            for key, places in draining.items():
+            for key in {key for key, _ in draining}:
                 for item in self.destinations(key):
-                    if item.where not in places or item.weight:
+                    if (key, item.where) not in draining or item.weight:
                         continue
                     if item.connections:
-                        left.setdefault(key, set()).add(item.where)
+                        left.add((key, item.where))
                     else:
                         drained.append(DeleteDestination(key, item.where))
             self.write(drained)
@@ -164,7 +163,7 @@ class VirtualServers:
         """Return the attributes nested in attribute *kind* of each answer; [] for a missing object."""
         try:
             return self._socket.dump(self._family, payload, lambda answers: [
-                attributes(found[kind], 0, len(found[kind]))
+                attributes(found[kind])
                 for data, start, end in answers
                 if kind in (found := attributes(data, start + GENERIC.size, end))
             ])  # fmt: skip
@@ -174,19 +173,12 @@ class VirtualServers:
             raise HostError("cannot read from IPVS", error) from error
 
 
-def refusal(scheduler: str, family: Family) -> str:
-    """Return why the kernel refuses virtual servers of *family* with *scheduler*; "" if it accepts them.
-
-    Creates a virtual server that no packet reaches, and deletes it.
-    """
+def try_server(scheduler: str, family: Family) -> None:
+    """Create a virtual server of *family* that no packet reaches, and delete it. Raises HostError."""
     key = ServerKey.marked(family, _TRIAL_MARK)
     create = PutServer(key, Scheduling(scheduler), new=True)
-    try:
-        with VirtualServers() as servers:
-            servers.write([DeleteServer(key), create, DeleteServer(key)])
-    except HostError as error:
-        return str(error)
-    return ""
+    with VirtualServers() as servers:
+        servers.write([DeleteServer(key), create, DeleteServer(key)])
 
 
 def _read_family_number(sock: NetlinkSocket) -> int:

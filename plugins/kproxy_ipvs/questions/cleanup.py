@@ -2,7 +2,7 @@
 
 import errno
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from typing import ParamSpec
 
 from kproxy_core.backend.api import Leftovers
 from kproxy_core.host import programs
@@ -20,10 +20,11 @@ from kproxy_xtables.cleanup import clean_up
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import find_used_and_unused, find_variants
 
+P = ParamSpec("P")
+
 _MODE = "ipvs"
 _SETS_NEVER_KUBE_PROXYS = (names.SHORT_CIRCUIT, names.NO_LOCAL)
 
-Step = Callable[[], Leftovers]
 EntriesByFamily = dict[Family, Entries]
 
 
@@ -40,38 +41,34 @@ def cleanup(excluded: Sequence[Cidr] = (), *, dry_run: bool, own_only: bool = Fa
         except HostError as error:
             if error.errno == errno.EPERM:
                 return Leftovers(_MODE, (), (str(error),))
-    servers = _run(partial(_servers, excluded, entries, dry_run, own_only))
-    steps: list[Step] = [partial(_rules, entries, dry_run, own_only)]
+    servers = _attempt(_servers, excluded, entries, dry_run, own_only)
+    found = [servers, _attempt(_rules, entries, dry_run, own_only)]
     # The device's addresses and the sets' marks tell which virtual servers are this mode's: the next clean-up
     # needs them while any are left.
     if not servers.errors:
         kinds = _SETS_NEVER_KUBE_PROXYS if own_only else (*names.SETS, *names.OLDER_SETS)
-        steps += () if own_only else [partial(_device, dry_run)]
-        steps += [partial(_sets, kinds, dry_run)] if entries else ()
-    steps.append(partial(clean_up_counts, _MODE, dry_run=dry_run, ipvs=True))
-    return Leftovers.merged(_MODE, [servers, _run(*steps)])
+        found += () if own_only else [_attempt(_device, dry_run)]
+        found += [_attempt(_sets, kinds, dry_run)] if entries else ()
+    found.append(clean_up_counts(_MODE, dry_run=dry_run, ipvs=True))
+    return Leftovers.merged(_MODE, found)
 
 
 def supersede(*, dry_run: bool) -> Leftovers:
     """Remove objects that only kube-proxy has, and all rules in the unused variant of iptables."""
     used, unused = find_used_and_unused()
-    return _run(
-        partial(clean_up, _MODE, plan_kube_proxy_cleanup, used, dry_run=dry_run),
-        partial(clean_up, _MODE, plan_cleanup, unused, dry_run=dry_run),
-        partial(_sets, names.OLDER_SETS, dry_run),
-    )
+    return Leftovers.merged(_MODE, [
+        clean_up(_MODE, plan_kube_proxy_cleanup, used, dry_run=dry_run),
+        clean_up(_MODE, plan_cleanup, unused, dry_run=dry_run),
+        _attempt(_sets, names.OLDER_SETS, dry_run),
+    ])
 
 
-def _run(*steps: Step) -> Leftovers:
-    """Run all *steps* in order. A failed step does not prevent the next ones."""
-
-    def attempt(step: Step) -> Leftovers:
-        try:
-            return step()
-        except HostError as error:
-            return Leftovers(_MODE, errors=(str(error),))
-
-    return Leftovers.merged(_MODE, map(attempt, steps))
+def _attempt(step: Callable[P, Leftovers], *args: P.args, **kwargs: P.kwargs) -> Leftovers:
+    """Return the result of one step. A failed one does not prevent the next."""
+    try:
+        return step(*args, **kwargs)
+    except HostError as error:
+        return Leftovers(_MODE, errors=(str(error),))
 
 
 def _servers(excluded: Sequence[Cidr], entries: EntriesByFamily, dry_run: bool, own_only: bool) -> Leftovers:
@@ -83,7 +80,7 @@ def _servers(excluded: Sequence[Cidr], entries: EntriesByFamily, dry_run: bool, 
             on_device = device.read(family)[0]
             deleted += [
                 DeleteServer(key)
-                for key in servers.read(family)
+                for key in servers.schedulings(family)
                 if (key.address is None or not own_only)
                 and is_leftover(key, on_device, entries.get(family, {}), excluded)
             ]

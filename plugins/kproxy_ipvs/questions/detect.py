@@ -13,7 +13,7 @@ from kproxy_core.host.modules import Modules, kernel_version
 from kproxy_core.model.address import Family
 from kproxy_ipvs import names
 from kproxy_ipvs.kernel import device, sets
-from kproxy_ipvs.kernel.virtual_servers import refusal
+from kproxy_ipvs.kernel.virtual_servers import try_server
 from kproxy_ipvs.settings import read_settings
 from kproxy_ipvs.wanted import schedulers
 from kproxy_xtables import requirements
@@ -62,7 +62,8 @@ def _kernel(attempts: Attempts, scheduler: str, families: tuple[Family, ...]) ->
     for family, name in product(families, schedulers(scheduler)):
         yield attempts.attempt(
             f"{family.label}: virtual server with scheduler {name}",
-            ("ip_vs", f"ip_vs_{name}", conntrack), partial(refusal, name, family))  # fmt: skip
+            ("ip_vs", f"ip_vs_{name}", conntrack),
+            partial(problem_of, partial(try_server, name, family)))  # fmt: skip
     yield attempts.attempt("dummy interface", ("dummy",), partial(problem_of, device.ensure))
     for family in families:
         for kind in {kind.type: kind for kind in names.SETS}.values():

@@ -12,7 +12,6 @@ server end soon after it is deleted. Therefore nothing in use may be deleted.
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import NamedTuple
 
 from kproxy_core.backend.api import Leftovers
 from kproxy_core.host import programs
@@ -103,12 +102,13 @@ class _Retirement:
             if is_leftover(key, self._on_device, self._entries, self._excluded)
         }  # fmt: skip
         marked = short_circuits(self._entries)
-        verdict = judge(ours, marked, self._in_use(ours, marked))
-        self._servers.write(verdict.operations)
-        removed += [f"virtual server {key}" for key in verdict.deleted]
-        kept = counted.keys() - set(verdict.deleted)
+        operations, waiting = judge(ours, marked, self._in_use(ours, marked))
+        self._servers.write(operations)
+        deleted = [operation.key for operation in operations if isinstance(operation, DeleteServer)]
+        removed += [f"virtual server {key}" for key in deleted]
+        kept = counted.keys() - set(deleted)
         needed = {frontend.address for key in kept for frontend in frontends(key, marked)}
-        return verdict.waiting + self._remove_addresses(self._on_device - needed, removed)
+        return waiting + self._remove_addresses(self._on_device - needed, removed)
 
     def _in_use(
         self, servers: Mapping[ServerKey, Sequence[Listed]], marked: Frontends
@@ -166,24 +166,15 @@ class _Retirement:
         return removed + [f"ipset {name}" for name in unread]
 
 
-class Verdict(NamedTuple):
-    """The operations that retire virtual servers."""
-
-    operations: list[Operation]
-    deleted: list[ServerKey]
-    waiting: int
-    """Connections of the virtual servers that are kept."""
-
-
 def judge(
     servers: Mapping[ServerKey, Sequence[Listed]], marked: Frontends, in_use: Mapping[Translation, int]
-) -> Verdict:
+) -> tuple[list[Operation], int]:
     """Decide which of our *servers* to keep for their connections, without accepting new ones.
 
-    *in_use* counts connections that IPVS calls inactive but that may continue.
+    *in_use* counts connections that IPVS calls inactive but that may continue. Return the operations, and the
+    number of connections of the virtual servers that are kept.
     """
     operations: list[Operation] = []
-    deleted: list[ServerKey] = []
     waiting = 0
     for key, items in servers.items():
         reached_by = frontends(key, marked)
@@ -194,7 +185,6 @@ def judge(
                 alive[item.where] = count
         if not alive:
             operations.append(DeleteServer(key))
-            deleted.append(key)
             continue
         waiting += sum(alive.values())
         for item in items:
@@ -202,7 +192,7 @@ def judge(
                 operations.append(DeleteDestination(key, item.where))
             elif item.weight:
                 operations.append(PutDestination(key, item.where, 0, new=False))
-    return Verdict(operations, deleted, waiting)
+    return operations, waiting
 
 
 def count_untranslated(flows: Iterable[Flow]) -> Counter[Translation]:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from kproxy_core.backend.api import KernelObject, KernelSide
-from kproxy_core.model.address import Address, Cidr, format_address, format_socket, parse_address, parse_cidr
+from kproxy_core.model.address import Address, format_address, format_socket, parse_address, parse_network
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.node import NodeView
 from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome, Packet
@@ -37,8 +37,19 @@ class Table(abc.ABC):
 
     def in_service_cidrs(self, address: Address) -> bool:
         """Return whether *address* is in the set of the ClusterIPs' networks."""
+        return self.holds(names.SERVICE_CIDRS, address)
+
+    def get(self, container: str, key: bytes) -> Value:
+        """Return the value of a map's element; None without it."""
         try:
-            self.find(names.SERVICE_CIDRS, address)
+            return self.find(container, key)
+        except KeyError:
+            return None
+
+    def holds(self, container: str, key: bytes) -> bool:
+        """Return whether a map or set has an element."""
+        try:
+            self.find(container, key)
         except KeyError:
             return False
         return True
@@ -167,13 +178,11 @@ class _Walk:
         else:
             key = vip_key(packet.destination, packet.protocol, packet.port)
             text = f"{format_address(packet.destination)} . "
-        try:
-            verdict = self._table.find(container, key)
-        except KeyError:
+        verdict = self._table.get(container, key)
+        if not isinstance(verdict, str):
             return False
         self._met(shown)
         text += f"{packet.protocol.name.lower()} . {packet.port}"
-        assert isinstance(verdict, str)
         self._met(KernelObject(f"map {container}", f"{text} : {verdict}"))
         return _verdict(verdict)
 
@@ -182,17 +191,10 @@ class _Walk:
         if container == names.SERVICE_CIDRS:
             inside = self._table.in_service_cidrs(address)
         else:
-            inside = self._holds(container, address)
+            inside = self._table.holds(container, address)
         if inside:
             self._met(KernelObject(f"set {container}", format_address(address)))
         return inside
-
-    def _holds(self, container: str, key: bytes) -> bool:
-        try:
-            self._table.find(container, key)
-        except KeyError:
-            return False
-        return True
 
     def _mark(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
         self._met(shown)
@@ -207,11 +209,11 @@ class _Walk:
     def _is_hairpin_flow(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
         packet = self._packet
         key = packet.source + vip_key(packet.destination, packet.protocol, packet.port)
-        return self._holds("hairpin-connections", key)
+        return self._table.holds("hairpin-connections", key)
 
     def _is_hairpin(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
         source, destination = self._packet.source, self._packet.destination
-        if not self._holds(names.HAIRPINS, source + destination):
+        if not self._table.holds(names.HAIRPINS, source + destination):
             return False
         text = f"{format_address(source)} . {format_address(destination)}"
         self._met(KernelObject(f"set {names.HAIRPINS}", text))
@@ -238,16 +240,11 @@ class _Walk:
         dialled = f"{format_address(packet.destination)} . {packet.port}" if found["address"] else packet.port
         chosen: list[Destination | None] = []
         for at in range(int(found["count"])):
-            try:
-                value = self._table.find(container, key + index(at))
-            except KeyError:
-                chosen.append(None)
-                text = f"{dialled} . {at}  (missing)"
-            else:
-                assert isinstance(value, bytes)
-                chosen.append(parse_destination(value))
-                text = f"{dialled} . {at} : {format_socket(*parse_destination(value))}"
-            self._met(KernelObject(f"map {container}", text))
+            value = self._table.get(container, key + index(at))
+            where = parse_destination(value) if isinstance(value, bytes) else None
+            chosen.append(where)
+            text = f" : {format_socket(*where)}" if where else "  (missing)"
+            self._met(KernelObject(f"map {container}", f"{dialled} . {at}{text}"))
         self._chosen = chosen
         return _Translated()
 
@@ -273,18 +270,16 @@ class _Walk:
 
     def _pin_in_chain(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
         """Note the remembered endpoint, and continue as for a new client."""
-        if self._holds(found["set"], self._packet.source):
+        if self._table.holds(found["set"], self._packet.source):
             self._met(shown)
             self._remembered = self._endpoint_of(found["chain"])
         return False
 
     def _pin(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
         """Note the remembered endpoint, and continue as for a new client."""
-        try:
-            value = self._table.find(found["map"], self._packet.source)
-        except KeyError:
+        value = self._table.get(found["map"], self._packet.source)
+        if not isinstance(value, bytes):
             return False
-        assert isinstance(value, bytes)
         where = Destination(Address(value[:len(self._packet.source)]), int(found["port"]))
         self._remembered = where
         self._met(shown)
@@ -318,12 +313,8 @@ def _is_in(address: Address, found: "re.Match[str]") -> bool:
         found["no"])
 
 
-@lru_cache(maxsize=4096)
-def _network(text: str) -> Cidr:
-    return parse_cidr(text if "/" in text else f"{text}/{len(parse_address(text)) * 8}")
-
-
 _Handler = Callable[[_Walk, KernelObject, "re.Match[str]"], _Step]
+_network = lru_cache(maxsize=4096)(parse_network)
 _IP = r"ip6? "
 _NAME = r"[^\s:]+"
 _NETS = r"(?P<no>!= )?(?P<nets>[0-9a-f:./]+(?=\s)|\{ [^}]+ \})"

@@ -1,8 +1,9 @@
 """``kproxy diff`` beside kube-proxy's ipvs mode: the same, unless something is stale or missing."""
 
-from dataclasses import replace
 
 import pytest
+from msgspec import structs
+from msgspec.structs import replace
 
 from kproxy_core.backend.api import Update
 from kproxy_core.explain.answer import Json
@@ -35,7 +36,7 @@ def changed(update: Update, plan: ServicePlan) -> Update:
 def test_an_endpoint_that_kube_proxy_lost_is_named(case: str) -> None:
     update = golden_cases.update(case)
     plan = next(plan for plan in update.plans.values() if len(plan.cluster) > 1)
-    state = kube_proxys_state(changed(update, replace(plan, cluster=plan.cluster[:1])))
+    state = kube_proxys_state(changed(update, structs.replace(plan, cluster=plan.cluster[:1])))
     assert f"endpoint {format_socket(*plan.cluster[1])} is missing" in {
         each["difference"] for each in found_in(update, state)}
 
@@ -52,7 +53,7 @@ def test_an_address_that_the_device_lost_is_a_difference(case: str) -> None:
 def test_a_source_range_that_kube_proxy_lost_is_a_difference(case: str) -> None:
     update = golden_cases.update(case)
     plan = next(plan for plan in update.plans.values() if plan.source_ranges)
-    found = found_in(update, kube_proxys_state(changed(update, replace(plan, source_ranges=()))))
+    found = found_in(update, kube_proxys_state(changed(update, structs.replace(plan, source_ranges=()))))
     assert {each["difference"] for each in found} == {"the packet is forwarded, and should be dropped"}
 
 

@@ -1,8 +1,8 @@
 """Rules and sets are read from the kernel as they were written, so that no sync writes them again."""
 
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import LocalSource, NodeView

@@ -3,9 +3,10 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
+from msgspec import structs
+from msgspec.structs import replace
 
 from kproxy_core.backend.api import BackendSettings
 from kproxy_core.backend.errors import BackendError
@@ -48,7 +49,7 @@ def test_kube_proxys_rules_do_what_the_plans_say(case: str) -> None:
 def test_an_endpoint_that_kube_proxy_lost_is_named(case: str) -> None:
     with beside_kube_proxy(case) as plans:
         plan = next(plan for plan in plans.plans.values() if len(plan.cluster) > 1)
-        lost = dict(plans.plans) | {plan.key: replace(plan, cluster=plan.cluster[:1])}
+        lost = dict(plans.plans) | {plan.key: structs.replace(plan, cluster=plan.cluster[:1])}
         run(f"delete table {plan.family.ip} kube-proxy")
         run(kube_proxys_table(replace(golden_cases.update(case), plans=lost)))
         texts = {each["difference"] for each in found_in(plans) if each["service_port"] == str(plan.key)}

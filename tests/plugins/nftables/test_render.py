@@ -1,12 +1,12 @@
 """The elements and rules of each kind of Service, as nft text."""
 
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kproxy_core.model.address import Protocol
 from kproxy_core.model.node import LocalSource, NodeView
