@@ -23,6 +23,12 @@ CHECKOUT = Path(__file__).parents[1]
 MODULES = CHECKOUT / "tests" / "guest" / "modules"
 EACH_PROCESSOR = 3
 """Lanes that run at a time for each processor: most wait most of the time."""
+MOST_FOR_EACH_PROCESSOR = 5
+"""Lanes that run at a time while processors are idle nevertheless."""
+IDLE = 0.1
+"""Part of their time: if they were idle for more, over `WATCHED` seconds, one more lane is started."""
+WATCHED = 8.0
+"""Seconds."""
 BESIDE_OTHERS = 0.5
 """What a lane with guests counts for: guests have a lower priority, and take the time that others leave."""
 REPEATED = 40
@@ -32,6 +38,7 @@ REPORTED = 20.0
 
 _CODE = ("kproxy_core", "plugins", "bpf", "tests", "examples")
 _NOT_IN_A_GUEST = ("-m", "not in_a_guest")
+_MODES = ("iptables", "userspace", "iptables-legacy", "nftables-through-api", "nftables", "ebpf")
 _TOURS = "tests/switch/test_switch.py"
 
 
@@ -63,8 +70,13 @@ def _program(name: str) -> str:
 
 def _scenarios(mode: str, parts: int) -> list[Lane]:
     """Return the lanes for the scenarios of *mode*, which are divided into *parts*."""
-    selected = ("tests/conformance", "-k", f"{mode}-ipv4 or {mode}-ipv6")
+    selected = ("tests/conformance", "-k", _of_a_mode(mode))
     return [Lane(mode, (*selected, f"--part={part}/{parts}")) for part in range(1, parts + 1)]
+
+
+def _of_a_mode(*modes: str) -> str:
+    """Return the expression for pytest that selects the tests of *modes* by their ids."""
+    return " or ".join(f"{mode}-{family}" for mode in modes for family in ("ipv4", "ipv6"))
 
 
 LINT = (
@@ -79,21 +91,22 @@ ALL = (
     Lane("ebpf-in-guest", ("tests/plugins/ebpf", "-m", "in_a_guest"), in_a_guest=True),
     *LINT,
     Lane("soak", ("tests/soak",)),
-    *(Lane("core", ("tests/core", f"--part={part}/2")) for part in (1, 2)),
-    Lane("switch", (_TOURS, *_NOT_IN_A_GUEST)),
-    Lane("switch", ("tests/switch", f"--ignore={_TOURS}", *_NOT_IN_A_GUEST)),
+    Lane("core", ("tests/core", "--part=2/2")),
     Lane("kit", ("tests/kit", *_NOT_IN_A_GUEST)),
     Lane("plugins", ("tests/plugins", *_NOT_IN_A_GUEST)),
+    Lane("switch", ("tests/switch", f"--ignore={_TOURS}", *_NOT_IN_A_GUEST)),
+    Lane("switch", (_TOURS, *_NOT_IN_A_GUEST)),
+    Lane("core", ("tests/core", "--part=1/2")),  # pytest has compiled these tests by then
     *_scenarios("iptables", 2),
     *_scenarios("userspace", 1),
     *_scenarios("iptables-legacy", 2),
+    Lane("leftovers", ("tests/leftovers", *_NOT_IN_A_GUEST)),
+    Lane("deploy", ("tests/deploy", *_NOT_IN_A_GUEST)),
+    Lane("rest", ("tests/rooms", "tests/examples", "tests/guest", "tests/conformance", *_NOT_IN_A_GUEST,
+                  "-k", f"not ({_of_a_mode(*_MODES)})")),
+    *_scenarios("nftables-through-api", 1),
     *_scenarios("nftables", 2),
     *_scenarios("ebpf", 2),
-    Lane("leftovers", ("tests/leftovers", *_NOT_IN_A_GUEST)),
-    Lane("rest", ("tests/rooms", "tests/examples", "tests/guest", "tests/conformance", *_NOT_IN_A_GUEST,
-                  "-k", "not test_scenario and not test_packets")),
-    *_scenarios("nftables-through-api", 1),
-    Lane("deploy", ("tests/deploy", *_NOT_IN_A_GUEST)),
     Lane("shortage", ("tests/shortage", *_NOT_IN_A_GUEST)),
     Lane("browser", ("tests/browser",)),
 )  # fmt: skip
@@ -168,6 +181,30 @@ class Run:
             print(f"{self.lane.name} failed:", *self._lines()[-REPEATED:], sep="\n", flush=True)
 
 
+class Processors:
+    """The processors of this machine, and how much of their time nothing uses."""
+
+    def __init__(self) -> None:
+        self._looked = time.monotonic()
+        self._total, self._idle = self._ticks()
+
+    def were_idle(self) -> bool:
+        """Return whether they were idle for more than `IDLE` of their time; asked too early, False."""
+        if time.monotonic() - self._looked < WATCHED:
+            return False
+        total, idle = self._total, self._idle
+        self._looked = time.monotonic()
+        self._total, self._idle = self._ticks()
+        return self._idle - idle > IDLE * (self._total - total)
+
+    @staticmethod
+    def _ticks() -> tuple[int, int]:
+        """Return the time since the machine's start, and the idle part of it (proc_stat(5))."""
+        processors, *_ = Path("/proc/stat").read_text(encoding="ascii").splitlines()
+        states = [int(number) for number in processors.split()[1:9]]
+        return sum(states), sum(states[3:5])
+
+
 def run(lanes: Sequence[Lane], directory: Path) -> Counter[str]:
     """Run *lanes*, and return how many tests passed and failed."""
     # kproxy starts a thousand times: each would compile it again where nothing keeps the bytecode.
@@ -177,14 +214,19 @@ def run(lanes: Sequence[Lane], directory: Path) -> Counter[str]:
         compileall.compile_dir(CHECKOUT / name, quiet=1, workers=0)
     # Measured once, while nothing else runs; the lanes share the machine.
     environment[PATIENCE] = f"{EACH_PROCESSOR * patience():.2f}"
-    at_a_time = EACH_PROCESSOR * (os.cpu_count() or 1)
+    cpus = os.cpu_count() or 1
+    at_a_time, at_most = EACH_PROCESSOR * cpus, MOST_FOR_EACH_PROCESSOR * cpus
+    processors = Processors()
     waiting = [Run(lane, directory / f"{number}-{lane.name}.log") for number, lane in enumerate(lanes)]
     under_way: list[Run] = []
     ended: list[Run] = []
     began = reported = time.monotonic()
     try:
         while waiting or under_way:
-            while waiting and sum(run.lane.share for run in (*under_way, waiting[0])) <= at_a_time:
+            while waiting:
+                shares = sum(run.lane.share for run in (*under_way, waiting[0]))
+                if shares > at_a_time and not (shares <= at_most and processors.were_idle()):
+                    break
                 under_way.append(waiting.pop(0))
                 under_way[-1].start(environment)
             time.sleep(0.1)

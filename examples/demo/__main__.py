@@ -19,11 +19,12 @@ from examples.demo.proxy import EXAMPLES, Proxy, ProxyFailed
 from examples.demo.sandbox import SandboxError, enter
 from examples.demo.servers import Servers
 from examples.demo.terminal import Table, Verdict
+from kproxy_core.testing.network.dialing import wait_until
 from kproxy_core.testing.network.namespaces import Namespace
 
 MODE = "nftables"
 LEAVING = "web-b"
-EFFECT_DEADLINE = 5.0
+EFFECT_DEADLINE = 20.0
 """Limit in seconds for a change to take effect, far above the usual time."""
 
 SCALED_UP: list[dict[str, Any]] = [
@@ -85,12 +86,13 @@ def an_endpoint_leaves(hosts: dict[str, Namespace], proxy: Proxy, servers: Serve
         while hear(kept).by != LEAVING:
             kept.close()
             kept = dial(shell, rows.WEB)
+        everything = (from_pod, from_node, from_outside)
+        wait_until(lambda: all(traffic.answered[LEAVING] for traffic in everything), EFFECT_DEADLINE)
         time.sleep(0.5)
         written = proxy.write("web-endpoints.yaml", proxy.without_endpoint("web-endpoints.yaml", LEAVING))
-        time.sleep(0.5)
+        wait_until(lambda: all(traffic.has_left(LEAVING) for traffic in everything), EFFECT_DEADLINE)
         servers.stop_accepting(LEAVING)
         time.sleep(0.5)
-    everything = (from_pod, from_node, from_outside)
     failures = [failure for traffic in everything for failure in traffic.failures]
     total = sum(traffic.answered.total() for traffic in everything)
     verdict.check(

@@ -10,8 +10,10 @@ from typing import Self
 
 from examples.demo.sandbox import Place
 
-PATIENCE = 2.0
+PATIENCE = 10.0
 """Timeout of an attempt in seconds."""
+_MANY = 60
+"""Connections. One of three endpoints that are chosen at random is missed by so many once in 10^10 times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,12 @@ class Traffic:
     last: dict[str, float] = field(default_factory=dict)
     """Start of the last connection that each endpoint answered, on the monotonic clock."""
     failures: list[str] = field(default_factory=list)
+    _made: dict[str, int] = field(default_factory=dict)
+    """Answered connections up to the last one that each endpoint answered."""
+
+    def has_left(self, endpoint: str) -> bool:
+        """Return whether *endpoint* answered none of so many connections that chance does not explain it."""
+        return self.answered.total() - self._made.get(endpoint, 0) > _MANY
 
     def __enter__(self) -> Self:
         self._ended = threading.Event()
@@ -97,3 +105,4 @@ class Traffic:
             else:
                 self.answered[answer.by] += 1
                 self.last[answer.by] = begun
+                self._made[answer.by] = self.answered.total()

@@ -16,8 +16,8 @@ from examples.demo.sandbox import Place
 
 EXAMPLES = Path(__file__).parents[1]
 KPROXY = Path(sys.executable).with_name("kproxy")
-START_DEADLINE = 10.0
-STOP_DEADLINE = 5.0
+START_DEADLINE = 60.0
+STOP_DEADLINE = 30.0
 
 _SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? ([0-9.eE+-]+)$", re.MULTILINE)
 
@@ -88,7 +88,7 @@ class Proxy:
             return False
 
     def _get(self, port: int, path: str) -> tuple[int, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
         try:
             with self._node.entered():
                 connection.connect()

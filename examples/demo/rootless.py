@@ -24,10 +24,11 @@ from examples.demo.proxy import EXAMPLES, Proxy
 from examples.demo.sandbox import SandboxError
 from examples.demo.servers import Servers
 from examples.demo.terminal import Table, Verdict
+from kproxy_core.testing.network.dialing import wait_until
 
 LISTEN = "127.0.0.1"
 LEAVING = "web-b"
-EFFECT_DEADLINE = 5.0
+EFFECT_DEADLINE = 20.0
 """Limit in seconds for a change to take effect, far above the usual time."""
 ENOUGH = 12
 """Connections to each service port."""
@@ -164,7 +165,7 @@ def an_endpoint_leaves(
             kept = dial(here, web)
         time.sleep(0.3)
         written = proxy.write("web-endpoints.yaml", proxy.without_endpoint("web-endpoints.yaml", LEAVING))
-        time.sleep(0.5)
+        wait_until(lambda: traffic.has_left(LEAVING), EFFECT_DEADLINE)
         servers.stop_accepting(LEAVING)
         time.sleep(0.3)
     verdict.check(

@@ -87,7 +87,7 @@ def endpoint(
 
 def endpoint_slice(
     service: str, *endpoints: Endpoint | str, ports: Sequence[str] = ("8080",), name: str = "",
-    family: Family | None = None, trigger_time: float | None = None,
+    family: Family | None = None,
 ) -> EndpointSlice:
     """Return a slice of *service*, of the family of its endpoints. Plain text stands for a ready endpoint."""
     of = service_name(service)
@@ -99,7 +99,6 @@ def endpoint_slice(
         family=family or (family_of(built[0].address) if built else Family.IPV4),
         ports=tuple(SlicePort(spec.name, spec.protocol, spec.port) for spec in specs),
         endpoints=built,
-        trigger_time=trigger_time,
     )
 
 

@@ -69,7 +69,7 @@ class Play:
                 driver.delete(objects.reference(change))
             else:
                 driver.apply(objects.build(change, self._family))
-        self._stage.barrier.wait((self._family,))
+        self._stage.barrier.wait()
 
     def problems(self, attempts: Sequence[Attempt], fates: Iterable[Fate]) -> list[str]:
         """Return how the results of *attempts* differ from their *fates*. Sticky ones take `turns`."""

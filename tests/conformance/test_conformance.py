@@ -31,6 +31,21 @@ def test_only_documented_cases_are_left_out() -> None:
     assert left_out <= set(SCENARIOS)
 
 
+def test_clients_that_are_remembered_are_enough_to_meet_every_endpoint() -> None:
+    """A remembered client meets no other endpoint, so a probe cannot wait for one that none has chosen.
+
+    All lanes together send about a hundred of these probes.
+    """
+    for scenario in SCENARIOS.values():
+        for step in scenario.steps:
+            expected = step.get("expect")
+            if isinstance(expected, dict) and expected.get("sticky") and "at_least" not in expected:
+                clients = int(step["probe"]["source"].removeprefix("crowd:"))
+                endpoints = len(expected["reaches"])
+                missed = endpoints * (1 - 1 / endpoints) ** clients
+                assert missed < 1e-8, f"{scenario.name} misses an endpoint once in {1 / missed:.0f} times"
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_scenario(case: Case, stages: Stages) -> None:
     result = stages.of(case.mode).play(SCENARIOS[case.scenario], case.kernel_mode, case.family)

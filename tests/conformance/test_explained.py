@@ -18,7 +18,7 @@ from kproxy_core.model.address import Family, Protocol, format_socket, parse_add
 from kproxy_core.modes.control import send_request
 from kproxy_core.testing.drivers.backend import BackendDriver
 from kproxy_core.testing.network.addresses import FAMILIES, SERVERS, resolve
-from kproxy_ebpf.inspection.traffic import connections
+from kproxy_ebpf.inspection.traffic import Counted
 from kproxy_ebpf.settings import Settings
 from tests.conformance.any_services import Attempt, Fate, Json, World
 from tests.conformance.test_any_services import Play
@@ -160,13 +160,12 @@ class CountingPlay(ExplainedPlay):
         """Return the connections by frontend and endpoint."""
         family = Family.IPV4 if self._family == "ipv4" else Family.IPV6
         with self._stage.topology["node"].entered():
-            found = connections(family, Settings())
+            found = Counted(Settings()).read(family)
         sums = Counter[tuple[str, str]]()
-        for (address, _, port), endpoint, number, _, *aspects in found:
+        for (address, _, port), endpoint, number, *_ in found:
             assert address is not None
             assert endpoint is not None
-            if not any(aspects):
-                sums[format_socket(address, port), format_socket(*endpoint)] += number
+            sums[format_socket(address, port), format_socket(*endpoint)] += number
         return sums
 
 

@@ -32,6 +32,8 @@ class BenchServer:
         self._node = node
         self.port = port
         self._process: subprocess.Popen[str] | None = None
+        self._control: HTTPConnection | None = None
+        self._control_lock = threading.Lock()
         self.start(*options)
 
     @property
@@ -53,6 +55,8 @@ class BenchServer:
             self._process.kill()
             self._process.communicate()
             self._process = None
+        with self._control_lock:
+            self._hang_up()
 
     def freeze(self) -> None:
         """Stop the process, while the kernel keeps its connections open."""
@@ -64,17 +68,28 @@ class BenchServer:
         self._process.send_signal(signal.SIGCONT)
 
     def post(self, action: str, **body: object) -> None:
-        """One of the server's control endpoints, e.g. ``apply`` or ``delete``."""
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=10)
-        try:
-            if self._node is not None:
-                self._node.inside(connection.connect)
-            connection.request("POST", f"/bench/{action}", json.dumps(body))
-            response = connection.getresponse()
-            answer = response.read()
-            assert response.status == 200, answer
-        finally:
-            connection.close()
+        """Call a control endpoint, e.g. ``apply`` or ``delete``, over one connection for all calls.
+
+        Raises OSError.
+        """
+        with self._control_lock:
+            try:
+                if self._control is None or self._control.sock is None:
+                    self._control = HTTPConnection("127.0.0.1", self.port, timeout=10)
+                    if self._node is not None:
+                        self._node.inside(self._control.connect)
+                self._control.request("POST", f"/bench/{action}", json.dumps(body))
+                response = self._control.getresponse()
+                answer = response.read()
+            except BaseException:
+                self._hang_up()
+                raise
+        assert response.status == 200, answer
+
+    def _hang_up(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
 
 
 @dataclass(frozen=True)

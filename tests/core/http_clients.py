@@ -1,19 +1,21 @@
 """Clients and servers for HTTP tests: plain sockets on the loopback interface."""
 
+import contextlib
 import http.client
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 from kproxy_core.model.address import Address, parse_address
-from kproxy_core.observe.http.server import HttpServer
+from kproxy_core.observe.http.server import HttpServer, Listener
 
 LOOPBACK = (parse_address("127.0.0.1"), parse_address("::1"))
 ANYWHERE = (Address(bytes(4)), Address(bytes(16)))
 
-PATIENCE = 10.0
+PATIENCE = 30.0
 """Timeout in seconds for a peer."""
 
 
@@ -57,12 +59,34 @@ def received(client: socket.socket) -> bytes:
     return b"".join(parts)
 
 
+def settle(server: HttpServer) -> None:
+    """Wait until earlier calls of *server* have taken effect, each bind tried once."""
+    done = threading.Event()
+    server._do(done.set)
+    assert done.wait(PATIENCE), "the HTTP server does not respond"
+
+
+def port_of(listener: Listener) -> int:
+    """Return the port of the first binding; 0: not bound."""
+    return int(listener.sockets[0].getsockname()[1]) if listener.sockets else 0
+
+
+def free_ports(number: int) -> list[int]:
+    """Return different ports without a listener in either family.
+
+    Only for tests in a network namespace of their own: another process would take one now and then.
+    """
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket(socket.AF_INET6)) for _ in range(number)]
+        for probe in probes:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            probe.bind(("::", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
 def free_port() -> int:
-    """Return a port without a listener in either family."""
-    with socket.socket(socket.AF_INET6) as probe:
-        probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        probe.bind(("::", 0))
-        return int(probe.getsockname()[1])
+    (port,) = free_ports(1)
+    return port
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from kproxy_core.observe.health import ProxyHealth
 from kproxy_core.observe.http.server import HttpServer
 from kproxy_core.observe.metrics.registry import Metrics
 from kproxy_core.observe.metrics.sync import SyncMetrics
-from kproxy_core.observe.service_health import HealthCheckObserver, ServiceHealth
+from kproxy_core.observe.service_health import ServiceHealth
 from kproxy_core.observe.sync_history import ChangeLog
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.store.events import Complete, Event
@@ -24,6 +24,7 @@ from kproxy_core.store.store import Store
 from kproxy_core.sync.family_plans import HealthCheck
 from kproxy_core.sync.loop import Loop
 from kproxy_core.sync.node_facts import NodeFacts, NodeSettings
+from kproxy_core.sync.observer import Synced, SyncObserver
 from kproxy_core.sync.stale_flows import CleanupResult, Deletion, StaleFlowObserver
 from kproxy_core.timing.pacing import Pacing
 from tests.core.metric_values import values
@@ -58,6 +59,8 @@ class RecordingBackend:
         self.damaged: Damage | None = None
         self.watches = True
         """It notices foreign changes."""
+        self.operations: int | None = None
+        """Reported; None: the number of changed service ports."""
         self.seconds = 0.0
         self._clock = clock
 
@@ -82,7 +85,8 @@ class RecordingBackend:
             else:
                 held[key] = plan
         self.nodes[update.family] = update.node
-        return SyncReport(operations=len(update.changed), unserved=dict(self.unserved))
+        operations = len(update.changed) if self.operations is None else self.operations
+        return SyncReport(operations=operations, unserved=dict(self.unserved))
 
     @hookimpl
     def kproxy_watch(self, damaged: Damage) -> bool:
@@ -99,8 +103,8 @@ class RecordingBackend:
 class RecordingServiceHealth(ServiceHealth):
     """Records instead of listening."""
 
-    def __init__(self) -> None:
-        super().__init__(HttpServer(), lambda: True)
+    def __init__(self, family: Family) -> None:
+        super().__init__(family, HttpServer(), lambda: True)
         self.placed: list[NodeView] = []
         self.told: dict[ServiceName, HealthCheck] = {}
 
@@ -112,6 +116,14 @@ class RecordingServiceHealth(ServiceHealth):
             self.told.pop(name, None)
             if told is not None:
                 self.told[name] = told
+
+
+class SuccessRecorder(SyncObserver):
+    def __init__(self) -> None:
+        self.successes: list[Synced] = []
+
+    def sync_succeeded(self, synced: Synced) -> None:
+        self.successes.append(synced)
 
 
 class RecordingCleaner:
@@ -130,8 +142,7 @@ def instance_of(backend: object, families: Sequence[Family]) -> BackendInstance:
     manager.add_hookspecs(hookspecs)
     manager.register(backend)
     return BackendInstance(
-        Description("test", "remembers", CONTRACT), BackendSettings(tuple(families)), (backend,),
-        lambda hook, **arguments: getattr(manager.hook, hook)(**arguments),
+        Description("test", "remembers", CONTRACT), BackendSettings(tuple(families)), (backend,), manager
     )
 
 
@@ -160,13 +171,14 @@ class Rig:
             wall_ns=lambda: int((WALL + self.clock()) * 1e9), monotonic=self.clock,
         )
         self.cleaner = RecordingCleaner()
-        self.service_health: list[RecordingServiceHealth] = []
+        self.recorder = SuccessRecorder()
+        self.service_health = [RecordingServiceHealth(family) for family in families]
         self.store = Store(families, kinds=["test"], started=WALL)
         self.flows = StaleFlowObserver(families, self.cleaner.clean)
         observers = [
-            self.health, HealthCheckObserver(families, self._service_health),
+            self.health, *self.service_health,
             SyncMetrics(self.metrics.registry, "test", families, lambda: WALL + self.clock()), self.flows,
-            ChangeLog(),
+            ChangeLog(), self.recorder,
         ]
         facts = NodeFacts(settings or NodeSettings(name="node1"), frozenset(addresses))
         self._families = families
@@ -219,7 +231,3 @@ class Rig:
     def value(self, sample: str) -> float:
         """Return one sample of the metrics by name and labels."""
         return values(self.metrics)[sample]
-
-    def _service_health(self) -> RecordingServiceHealth:
-        self.service_health.append(RecordingServiceHealth())
-        return self.service_health[-1]

@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+import pytest
+
 from kproxy_core.testing.network import namespaces
 from kproxy_core.testing.network.cgroup import NodeCgroup
 
@@ -61,6 +63,13 @@ class Namespace(namespaces.Namespace):
 
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(act).result()
+
+
+@pytest.fixture
+def own_network() -> Iterator[None]:
+    """Move the test's thread, and what it starts, to a namespace where no other process takes a port."""
+    with contextlib.closing(namespaces.Namespace("own")) as made, made.entered():
+        yield
 
 
 @contextlib.contextmanager

@@ -74,8 +74,8 @@ class Proxy:
 
 def get(node: Namespace, port: int, path: str) -> tuple[int, str]:
     """Status and body of what a server on *node* answers."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-    connection.sock = node.inside(lambda: socket.create_connection(("127.0.0.1", port), 5))
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+    connection.sock = node.inside(lambda: socket.create_connection(("127.0.0.1", port), PATIENCE))
     connection.request("GET", path)
     answer = connection.getresponse()
     return answer.status, answer.read().decode()

@@ -48,6 +48,7 @@ class Mode:
     story: list[str]
     rules: dict[ServicePortKey, object] = field(default_factory=dict)
     connections: int = 0
+    in_grace: bool = False
     blind: int = 0
     """So many looks at connections go wrong."""
     usable: bool = True
@@ -102,7 +103,7 @@ class Mode:
             self.story.append(f"can't see who is left of {self.name}")
             return Leftovers(self.name, errors=("too dark",))
         self.story.append(f"retire {self.name}, {self.connections} left")
-        return Leftovers(self.name, waiting=self.connections)
+        return Leftovers(self.name, waiting=self.connections, in_grace=self.in_grace)
 
     @hookimpl
     def kproxy_make_backend(self, mode: str) -> "Backend | None":

@@ -1,6 +1,7 @@
 """The changes between two sets of plans, and between a kernel and plans."""
 
-from dataclasses import replace
+
+from msgspec import structs
 
 from kproxy_core.explain.change import changes, changes_in_kernel, document
 from kproxy_core.model.address import Protocol, parse_address
@@ -45,7 +46,7 @@ def test_a_kernel_is_compared_by_frontends_where_no_plans_are_known() -> None:
     stale = {"frontend": "10.96.0.9:80/TCP"}
     gone = Frontend(parse_address("10.96.0.9"), Protocol.TCP, 80)
     held = [*plan.frontends(), gone]
-    new = replace(
+    new = structs.replace(
         web("10.1.9.9", name="shop/new"), node_port=0, cluster_ip=parse_address("10.96.7.7"))
     found = list(changes_in_kernel([plan, new], held, [difference], [stale]))
     assert [(each["change"], each["service_port"]) for each in found] == [

@@ -15,7 +15,7 @@ import pytest
 from kproxy_core import __version__
 from tests.core.golden import golden
 from tests.core.namespaces import Namespace, namespace
-from tests.core.processes import KPROXY, kproxy, running, started
+from tests.core.processes import KPROXY, PATIENCE, kproxy, running, started
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -154,7 +154,7 @@ def test_it_ends_while_a_program_hangs(node: Namespace, manifests: Path, tmp_pat
     environment = ["env", f"PATH={programs}:{os.environ['PATH']}"]
     command = [KPROXY, "--mode=iptables", f"--manifests={manifests}"]
     with started(node, ["ip", "netns", "exec", node.name, *environment, *command]) as proxy:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while "sleep\0001000" not in children(proxy.pid):
             assert time.monotonic() < deadline, "the program was not started"
             time.sleep(0.05)
@@ -226,9 +226,9 @@ def test_other_pod_networks_of_the_node_change_the_rules_of_a_running_proxy(
         proxy.await_health()
         assert "10.1.2.0/24" in node.run("nft", "list", "table", "ip", "kproxy")
         (manifests / "node.yaml").write_text(NODE.replace("10.1.2.0/24", "10.7.0.0/24"))
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while "10.7.0.0/24" not in node.run("nft", "list", "table", "ip", "kproxy"):
-            assert time.monotonic() < deadline, "the rules did not follow within 20 s"
+            assert time.monotonic() < deadline, "the rules did not follow"
             time.sleep(0.05)
         assert "10.1.2.0/24" not in node.run("nft", "list", "table", "ip", "kproxy")
         assert proxy.end()[0] == 0
@@ -300,9 +300,9 @@ def test_localhost_is_not_opened_where_it_serves_no_node_ports(
 
 def test_there_may_be_no_health_server(node: Namespace, manifests: Path) -> None:
     with running(node, "--mode=nftables", f"--manifests={manifests}", "--healthz-port=0") as proxy:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while "10.1.2.3" not in node.run("nft", "list", "ruleset"):
-            assert time.monotonic() < deadline, "no rules after 20 s"
+            assert time.monotonic() < deadline, "no rules"
             time.sleep(0.05)
         assert proxy.get(10249, "/proxyMode") == (200, "nftables")
         with pytest.raises(ConnectionRefusedError):

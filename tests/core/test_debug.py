@@ -5,12 +5,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
 from kproxy_core.observe.http.debug import Debug
+from kproxy_core.observe.http.routes import dispatch
 from kproxy_core.observe.http.server import HttpServer
-from tests.core.http_clients import LOOPBACK, connect, get, received, serving
+from kproxy_core.testing.network.patience import patience
+from tests.core.http_clients import LOOPBACK, connect, eventually, get, port_of, received, serving, settle
 
 
 @pytest.fixture
@@ -26,9 +29,10 @@ def verbosities() -> list[int]:
 
 @pytest.fixture
 def port(server: HttpServer, verbosities: list[int]) -> int:
-    listener = server.listen("debug", [(LOOPBACK[0], 0)], Debug(verbosities.append))
-    server.settle()
-    return listener.port
+    handlers = Debug(verbosities.append).handlers
+    listener = server.listen("debug", [(LOOPBACK[0], 0)], partial(dispatch, handlers))
+    settle(server)
+    return port_of(listener)
 
 
 @contextmanager
@@ -69,12 +73,16 @@ def test_the_command_line(port: int) -> None:
         assert get(port, "/debug/pprof/cmdline").body + b"\0" == file.read()
 
 
+def stacks(port: int) -> str:
+    return get(port, "/debug/pprof/goroutine?debug=2").body.decode()
+
+
 def test_every_thread_shows_its_stack(port: int) -> None:
     with thread("sleeper", lambda: time.sleep(0.01)):
-        dump = get(port, "/debug/pprof/goroutine?debug=2").body.decode()
+        assert eventually(lambda: "time.sleep(0.01)" in stacks(port))
+        dump = stacks(port)
     assert "[sleeper]:\n" in dump
     assert "[MainThread]:\n" in dump
-    assert "time.sleep(0.01)" in dump
 
 
 def test_folded_stacks_show_the_busy_function(port: int) -> None:
@@ -123,7 +131,7 @@ def test_kept_memory_is_shown_by_line(port: int) -> None:
 
 def test_others_are_served_while_a_profile_is_taken(port: int) -> None:
     with connect(port) as client:
-        client.sendall(b"GET /debug/pprof/profile?seconds=1 HTTP/1.0\r\n\r\n")
+        client.sendall(f"GET /debug/pprof/profile?seconds={patience()} HTTP/1.0\r\n\r\n".encode())
         assert get(port, "/debug/pprof/cmdline").status == 200
         assert get(port, "/debug/pprof/heap?seconds=1").status == 409
         assert received(client).startswith(b"HTTP/1.1 200 OK\r\n")

@@ -91,7 +91,7 @@ def test_every_field_at_once() -> None:
      {"labels": {"service.kubernetes.io/service-proxy-name": "other"}}),
 ], ids=str)
 def test_services_that_this_proxy_does_not_serve(spec: object, meta: Json) -> None:
-    assert read(spec, **meta) == (("shop", "web"), ServiceGone(service_name("shop/web")), ())
+    assert read(spec, **meta) == Reading(("shop", "web"), ServiceGone(service_name("shop/web")))
 
 
 @pytest.mark.parametrize(("spec", "ips"), [
@@ -193,6 +193,14 @@ def test_a_bad_port_does_not_affect_the_others() -> None:
     found, bad = served({"ports": ports})
     assert found.ports == (port_spec("a:80"),)
     assert bad == ["spec.ports[1].port", "spec.ports[2].nodePort"]
+
+
+@pytest.mark.parametrize("number", [1, 16, 17, 40])
+def test_each_bad_port_is_reported_once(number: int) -> None:
+    ports = [{"name": f"p{at}", "port": 70000} for at in range(number)]
+    reading = read({"clusterIP": "10.96.0.1", "ports": ports})
+    assert reading.value is None
+    assert [bad.field for bad in reading.bad] == [f"spec.ports[{at}].port" for at in range(number)]
 
 
 def test_of_two_ports_with_one_name_and_protocol_the_first_is_used() -> None:

@@ -78,7 +78,7 @@ def test_absent_conditions(conditions: object, ready: bool, serving: bool, termi
     ({"addressType": "FQDN", "endpoints": [{"addresses": ["web.example"]}]}, {}),
 ], ids=str)
 def test_slices_that_belong_to_no_served_service(piece: Json, meta: Json) -> None:
-    assert read(piece, **meta) == (("shop", "web-1"), SliceGone(SliceName("shop", "web-1")), ())
+    assert read(piece, **meta) == Reading(("shop", "web-1"), SliceGone(SliceName("shop", "web-1")))
 
 
 @pytest.mark.parametrize(("ports", "kept", "bad"), [
@@ -184,8 +184,9 @@ def test_equal_parts_of_slices_are_shared() -> None:
     ("1970-01-01T00:00:10", None, [f"metadata.annotations[{TRIGGER}]"]),
 ])
 def test_trigger_time(stamp: str, moment: float | None, bad: list[str]) -> None:
-    found, complaints = taken(annotations={TRIGGER: stamp})
-    assert (found.trigger_time, complaints) == (moment, bad)
+    reading = read({}, annotations={TRIGGER: stamp})
+    assert isinstance(reading.value, SliceSet)
+    assert (reading.value.trigger_time, [bad.field for bad in reading.bad]) == (moment, bad)
 
 
 # --- Endpoints, mirrored

@@ -11,10 +11,14 @@ from kproxy_core.process import ending
 ending.PROGRAMS_END = ending.PROCESS_ENDS = 0.1
 logs.set_up(0, "text")
 ending.stop_on_signals(lambda: None)
-def never_ends(): threading.Event().wait()
+arrived = threading.Semaphore(0)
+def never_ends():
+    arrived.release()
+    if threading.current_thread() is threading.main_thread(): print("ready", flush=True)
+    threading.Event().wait()
 def descend(depth): descend(depth - 1) if depth else never_ends()
 for _ in range(12): threading.Thread(target=descend, args=[50], daemon=True).start()
-print("ready", flush=True)
+for _ in range(12): arrived.acquire()
 descend(50)
 """
 

@@ -41,8 +41,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_it_follows_changes_and_starts_over_in_a_full_sync(kept: Path) -> None:
     registry = Registry()
-    registry.make_backend("textfile", SETTINGS)
-    hook = registry.manager.hook
+    hook = registry.make_backend("textfile", SETTINGS).manager.hook
     hook.kproxy_sync(update=full_update(NODE, WEB))
     six = node_view(family=Family.IPV6)
     hook.kproxy_sync(update=full_update(six, plans(six, service("six", ip="fd00::1"))))
@@ -62,12 +61,12 @@ def test_it_follows_changes_and_starts_over_in_a_full_sync(kept: Path) -> None:
 
 def test_a_failed_sync_has_remembered_nothing(kept: Path) -> None:
     registry = Registry()
-    registry.make_backend("textfile", SETTINGS)
+    textfile = registry.make_backend("textfile", SETTINGS)
     kept.write_text("a file is in the way of the directory")
     with pytest.raises(SyncFailed, match="can't write"):
-        registry.manager.hook.kproxy_sync(update=full_update(NODE, WEB))
+        textfile.sync(full_update(NODE, WEB))
     kept.unlink()
-    registry.manager.hook.kproxy_sync(update=changed_update(NODE, {}, []))
+    textfile.sync(changed_update(NODE, {}, []))
     assert (kept / "IPv4.txt").read_text() == ""
 
 

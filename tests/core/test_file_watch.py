@@ -14,8 +14,7 @@ from kproxy_core.host.files.file_watch import FileWatch
 @contextmanager
 def watching(path: Path, content: bytes = b"old") -> Iterator[threading.Event]:
     changed = threading.Event()
-    watch = FileWatch(str(path), content, changed.set)
-    watch.start()
+    watch = FileWatch(str(path), content, lambda: changed.set())
     try:
         yield changed
     finally:

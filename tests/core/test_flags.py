@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import yaml
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kproxy_core.cli import kproxy
 from kproxy_core.cli.options import FlagCommand, with_flags
@@ -131,8 +131,8 @@ def test_a_written_file_means_the_same_when_read(tmp_path: Path) -> None:
              "--iptables-min-sync-period=2s", "--vmodule=a=1,b=2")
     config = from_flags(*flags)
     (tmp_path / "config.yaml").write_text(written(config))
-    assert resolve(Flags(), load(str(tmp_path / "config.yaml"))) == replace(
-        config, notices=tuple(told.replace("--vmodule", "logging.vmodule") for told in config.notices))
+    assert resolve(Flags(), load(str(tmp_path / "config.yaml"))).effect == replace(
+        config.effect, notices=tuple(told.replace("--vmodule", "logging.vmodule") for told in config.notices))
 
 
 CHOICES = {
@@ -174,7 +174,7 @@ def test_the_file_written_for_any_flags_means_the_same(
     if not config.min_sync_period:  # kube-proxy's default is written, and obeyed where it is
         assert again.min_sync_period in (0, 1)
         again = replace(again, min_sync_period=0.0)
-    assert again == config
+    assert again.effect == config.effect
 
 
 def test_options_of_a_backend_can_always_be_shown(tmp_path: Path) -> None:

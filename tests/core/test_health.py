@@ -7,7 +7,8 @@ import pytest
 
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeObject
-from kproxy_core.observe.health import HealthAnswer, ProxyHealth
+from kproxy_core.observe.health import ProxyHealth
+from kproxy_core.observe.http.messages import Answer
 from tests.core.sync_events import failed, synced
 
 V4, V6 = Family.IPV4, Family.IPV6
@@ -39,7 +40,8 @@ class Node:
     @property
     def verdicts(self) -> tuple[bool, bool, bool]:
         """Proxy healthy, ready, alive."""
-        return self.health.healthy(), self.health.healthz().ok, self.health.livez().ok
+        ready, alive = (answer.status == 200 for answer in (self.health.healthz(), self.health.livez()))
+        return self.health.healthy(), ready, alive
 
 
 GOOD, NOT_YET, OVERDUE = (True, True, True), (False, False, True), (False, False, False)
@@ -124,12 +126,13 @@ def test_a_node_that_is_leaving_is_not_ready_but_alive_and_healthy(
 def test_the_body_is_kube_proxys() -> None:
     node = Node().in_sync()
     node.wait(1.5)
-    assert node.health.healthz() == HealthAnswer(
-        True,
+    assert node.health.healthz() == Answer(
+        200,
         b'{"lastUpdated":"2026-03-01T12:00:01.5Z","currentTime":"2026-03-01T12:00:01.5Z",'
         b'"nodeEligible":true,"healthy":true,'
         b'"status":{"IPv4":{"lastUpdated":"2026-03-01T12:00:00Z","healthy":true},'
         b'"IPv6":{"lastUpdated":"2026-03-01T12:00:00Z","healthy":true}}}',
+        "application/json",
     )
     assert node.health.livez().body == (
         b'{"lastUpdated":"2026-03-01T12:00:01.5Z","currentTime":"2026-03-01T12:00:01.5Z","healthy":true,'

@@ -12,7 +12,12 @@ from kproxy_core.model.endpoint import SliceName
 from kproxy_core.model.service import ServiceName
 from kproxy_core.sources.apiserver.source import KubernetesSource
 from tests.core.api_servers import BenchServer
+from tests.core.namespaces import own_network
 from tests.core.observed_events import Observed, following
+
+__all__ = ["own_network"]
+
+pytestmark = pytest.mark.usefixtures("own_network")
 
 NODE = "kb-node-0"
 EVERYTHING = {"services", "endpointslices", "nodes", "servicecidrs"}
@@ -28,7 +33,7 @@ def wire(request: pytest.FixtureRequest) -> tuple[str, str]:
 
 
 @pytest.fixture
-def server(wire: tuple[str, str]) -> Iterator[BenchServer]:
+def server(own_network: None, wire: tuple[str, str]) -> Iterator[BenchServer]:
     """30 Services with 3 endpoints each; a bookmark as soon as nothing happens for a moment."""
     server = BenchServer("--gen", "services=30,endpoints=3", "--watch-list", wire[0],
                          "--bookmark-interval", "0.2")

@@ -21,6 +21,7 @@ from kproxy_core.sources.apiserver.reflector import RELIST_SPREAD
 from kproxy_core.sources.apiserver.source import KubernetesSource
 from kproxy_core.store.events import BadObject, Event
 from kproxy_core.testing.builders import cidrs
+from kproxy_core.testing.network.patience import patience
 from kproxy_core.timing.backoff import Backoff
 from tests.core.api_servers import (
     Exchange,
@@ -34,7 +35,10 @@ from tests.core.api_servers import (
     service,
     watched,
 )
+from tests.core.namespaces import own_network
 from tests.core.observed_events import Observed, following
+
+__all__ = ["own_network"]
 
 ScriptedRun = Callable[..., tuple[ScriptedServer, Observed]]
 OLD_SERVER = refuse(422, reason="Invalid")
@@ -365,7 +369,7 @@ def test_a_page_that_is_too_large_is_logged_and_asked_for_in_smaller_pages(
 def test_a_dripping_watch_list_is_followed_by_a_list(
     follow: ScriptedRun, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(requests, "ALLOWANCE", 0.3)
+    monkeypatch.setattr(requests, "ALLOWANCE", 0.3 * patience())
     pause = threading.Event()
 
     def drip(exchange: Exchange) -> None:
@@ -380,13 +384,13 @@ def test_a_dripping_watch_list_is_followed_by_a_list(
 
 
 def test_a_watch_may_last_longer_than_a_list(follow: ScriptedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "ALLOWANCE", 0.2)
+    monkeypatch.setattr(requests, "ALLOWANCE", 0.2 * patience())
     pause = threading.Event()
 
     def slow(exchange: Exchange) -> None:
         exchange.begin_watch()
         exchange.chunk(exchange.events(present("a")))
-        pause.wait(0.5)
+        pause.wait(0.5 * patience())
         exchange.chunk(exchange.event(event("ADDED", service("b"), 11)))
         exchange.until_closed()
 
@@ -473,7 +477,7 @@ def test_a_silent_watch_is_resumed_on_a_new_connection(
     follow: ScriptedRun, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The server's kernel, or a load balancer, keeps the connection open although the server is gone.
-    monkeypatch.setattr(watch, "WATCH_SILENCE", 0.3)
+    monkeypatch.setattr(watch, "WATCH_SILENCE", 0.3 * patience())
     server, observed = follow(watched(*present("a")), watched(event("ADDED", service("b"), 11)))
     observed.wait_for(lambda o: "b" in o.names)
     assert queries(server, "resourceVersion")[:2] == [None, "10"]
@@ -485,7 +489,7 @@ def test_an_older_history_is_noticed_by_its_silence(
     follow: ScriptedRun, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # etcd was restored from a backup: there is no news since version 101, and for long there will be none.
-    monkeypatch.setattr(watch, "WATCH_SILENCE", 0.3)
+    monkeypatch.setattr(watch, "WATCH_SILENCE", 0.3 * patience())
     server, observed = follow(watched(*present("a", version=100), bookmark(101)), watched(), watched(),
                               watched(*present("b", version=7)))
     observed.wait_for(lambda o: o.names == {"b"})
@@ -495,7 +499,7 @@ def test_an_older_history_is_noticed_by_its_silence(
 def test_a_server_that_never_sends_bookmarks_is_not_listed_again(
     follow: ScriptedRun, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(watch, "WATCH_SILENCE", 0.1)
+    monkeypatch.setattr(watch, "WATCH_SILENCE", 0.2 * patience())
     server, observed = follow(watched(*present("a")), watched(), watched(), watched(),
                               watched(event("ADDED", service("b"), 11)))
     observed.wait_for(lambda o: "b" in o.names)
@@ -506,7 +510,7 @@ def test_bookmarks_that_repeat_the_version_of_an_object_promise_no_others(
     follow: ScriptedRun, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # With etcd 3.4, a watch that is resumed from the version of the last object gets no bookmark.
-    monkeypatch.setattr(watch, "WATCH_SILENCE", 0.1)
+    monkeypatch.setattr(watch, "WATCH_SILENCE", 0.2 * patience())
     server, observed = follow(
         watched(*present("a"), event("ADDED", service("b"), 11), bookmark(11), hold=False),
         watched(), watched(), watched(), watched(event("ADDED", service("c"), 12)))
@@ -514,6 +518,7 @@ def test_bookmarks_that_repeat_the_version_of_an_object_promise_no_others(
     assert queries(server, "resourceVersion")[:5] == [None, "11", "11", "11", "11"]
 
 
+@pytest.mark.usefixtures("own_network")
 def test_a_server_that_starts_late_is_found(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]

@@ -36,7 +36,7 @@ def await_that(holds: Callable[[], bool]) -> None:
 
 
 def ready(room: Room) -> bool:
-    return room.rig.health.healthz().ok
+    return room.rig.health.healthz().status == 200
 
 
 def test_without_leftovers_nothing_is_deleted(room: Room) -> None:

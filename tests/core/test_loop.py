@@ -118,7 +118,7 @@ def test_a_removed_port_or_service_is_part_of_the_update() -> None:
     "events",
     [
         [WEB],
-        [SliceSet(endpoint_slice("web", "10.0.0.1", trigger_time=WALL + 1))],
+        [SliceSet(endpoint_slice("web", "10.0.0.1"), trigger_time=WALL + 1)],
         [SliceSet(endpoint_slice("web", "10.0.0.2")), WEB_SLICE],
         [SliceSet(endpoint_slice("web", endpoint("10.0.0.1", node="elsewhere")))],
         [SliceSet(endpoint_slice("nobody", "10.0.0.1", name="stray"))],
@@ -398,6 +398,38 @@ def test_health_check_node_ports_follow_the_acknowledgement() -> None:
     assert health.told == {}
 
 
+def test_a_success_tells_whether_it_is_the_first_and_whether_rules_were_missing() -> None:
+    rig = Rig(families=[V4])
+
+    def told() -> list[tuple[bool, bool]]:
+        successes, rig.recorder.successes = rig.recorder.successes, []
+        return [(synced.is_first, synced.rules_were_missing) for synced in successes]
+
+    rig.backend.operations = 0
+    rig.start(WEB)
+    assert told() == [(True, False)]
+    rig.backend.operations = 1
+    rig.say(WEB_SLICE)
+    assert told() == [(False, False)]
+    rig.backend.operations = 0
+    assert rig.backend.damaged is not None
+    rig.backend.damaged(V4, "flushed")
+    rig.backend.problems = [SyncFailed("busy")]
+    rig.settle()
+    assert told() == [(False, True)]
+    for operations in (0, 1):
+        rig.backend.operations = operations
+        rig.clock.now += 3600
+        rig.settle()
+        assert told() == [(False, bool(operations))]
+
+
+def test_a_first_sync_that_writes_tells_that_rules_were_missing() -> None:
+    rig = Rig(families=[V4])
+    rig.start(WEB)
+    assert [(one.is_first, one.rules_were_missing) for one in rig.recorder.successes] == [(True, True)]
+
+
 def test_stale_flows_of_a_changed_udp_port_are_deleted_once() -> None:
     rig = Rig(families=[V4])
     dns = ServiceSet(service("dns", "53/UDP"))
@@ -589,7 +621,7 @@ def test_metrics_follow_syncs() -> None:
     gauge = 'kubeproxy_sync_proxy_rules_no_local_endpoints_total{ip_family="IPv4",traffic_policy="internal"}'
     assert rig.value(gauge) == 1
     rig.clock.now = 5.0
-    rig.say(SliceSet(endpoint_slice("local", endpoint("10.0.0.1", "node1"), trigger_time=WALL + 3)))
+    rig.say(SliceSet(endpoint_slice("local", endpoint("10.0.0.1", "node1")), trigger_time=WALL + 3))
     assert rig.value(gauge) == 0
     assert rig.value('kubeproxy_network_programming_duration_seconds_sum{ip_family="IPv4"}') == 2.0
     assert rig.value("kubeproxy_sync_proxy_rules_service_changes_total") == 1

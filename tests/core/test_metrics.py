@@ -19,7 +19,6 @@ from kproxy_core.store.events import BadObject
 from kproxy_core.store.store import Store
 from kproxy_core.sync.family_plans import FamilyPlans, Step
 from kproxy_core.sync.observer import Folded, Synced, SyncFailure
-from kproxy_core.sync.stale_flows import CleanupResult
 from kproxy_core.testing.builders import endpoint, endpoint_slice, node_view, service
 from tests.core.golden import golden
 from tests.core.metric_values import values
@@ -58,8 +57,7 @@ def exercised(mode: str) -> Recorded:
         sync.sync_started(family, retry=True)
         sync.sync_failed(SyncFailure(family=family, scope=Scope.CHANGED, seconds=0.003, error=OSError()))
         sync.damage_found(family)
-        sync.record_cleanup(CleanupResult(family, NO_INSTANCE, 3, 0.01))
-        sync.record_cleanup(CleanupResult(family, NO_INSTANCE, None, 5.0))
+        sync.record_cleanup(family, 3, 0.01)
     sync.events_folded(Folded(service_changes=4, services_pending=2, endpoint_changes=10, endpoints_pending=5,
                               bad_objects=[BadObject("Service", "a/b", "spec", "bad")]))
     metrics.set_gate("SomeGate", "BETA", True)
@@ -255,7 +253,9 @@ def test_the_build_is_that_of_the_kubernetes_it_replaces() -> None:
 
 
 def test_metrics_of_the_process() -> None:
+    before = threading.active_count()
     found = values(exercised("x").metrics)
     assert found["process_virtual_memory_max_bytes"] == float(2**64)
     assert found["process_network_receive_bytes_total"] > 0
-    assert found["go_threads"] == found["go_goroutines"] == threading.active_count()
+    # Threads of earlier tests may end meanwhile.
+    assert before >= found["go_threads"] == found["go_goroutines"] >= threading.active_count()

@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from kproxy_core.observe.metrics.otlp import OtlpExporter
 from kproxy_core.observe.metrics.registry import Metrics
 from kproxy_core.process.exporting import make_exporter
+from kproxy_core.testing.network.patience import patience
 from tests.core.namespaces import namespace
 from tests.core.processes import KPROXY, PATIENCE, started
 
@@ -132,7 +133,7 @@ def test_a_collector_that_fails_is_logged_once_until_it_works(
 def test_an_answer_that_is_no_http_is_a_failure_like_any_other(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "500")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", f"{500 * patience():.0f}")
     with socket.create_server(("127.0.0.1", 0)) as server, caplog.at_level(logging.INFO, "kproxy.run"):
         logging.getLogger("kproxy").propagate = True
 

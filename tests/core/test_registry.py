@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
 
+import pluggy
 import pytest
 
 from kproxy_core.backend.api import BackendSettings, SyncReport
 from kproxy_core.backend.errors import SyncFailed, Unsupported
 from kproxy_core.backend.hookspecs import ENTRY_POINTS
+from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.backend.registry import PluginRefused, Registry, UnknownMode
 from kproxy_core.config.flags import Flags
 from kproxy_core.model.address import Family
@@ -92,30 +93,26 @@ def test_the_mode_selected_makes_the_backend_that_gets_the_work(put: Install) ->
     assert instance.render(update) == "rules"
 
 
-def test_no_backend_gets_the_work_of_another_while_it_is_made_or_closed(
+def test_no_backend_gets_the_work_of_another_that_is_made_meanwhile(
     put: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A retired mode is closed, and another one is made, by other threads than the one that syncs."""
+    """Another thread makes and closes backends at any moment of a call."""
     put("good", good=plugin("good"), other=plugin("other").replace("len(update.plans)", "99"))
     registry = Registry()
     serving = registry.make_backend("good", SETTINGS)
     update = full_update(node_view(), plans(node_view(), service("web")))
-    synced: list[SyncReport] = []
-    register, unregister = registry.manager.register, registry.manager.unregister
 
-    def registered(*arguments: Any, **named: Any) -> str | None:
-        name = register(*arguments, **named)
-        synced.append(serving.sync(update))
-        return name
+    def make_another(*_: object) -> None:
+        monkeypatch.undo()
+        made.append(registry.make_backend("other", SETTINGS))
 
-    def before_it_is_unregistered(*arguments: Any) -> object:
-        synced.append(serving.sync(update))
-        return unregister(*arguments)
-
-    monkeypatch.setattr(registry.manager, "register", registered)
-    monkeypatch.setattr(registry.manager, "unregister", before_it_is_unregistered)
-    registry.close_backend(registry.make_backend("other", SETTINGS))
-    assert synced == [SyncReport(1)] * 3  # the plugin and its backend are registered, and one is unregistered
+    made: list[BackendInstance] = []
+    # pluggy calls this after it has chosen the hook, and before it reads the implementations.
+    monkeypatch.setattr(pluggy.HookCaller, "_verify_all_args_are_provided", make_another)
+    assert serving.sync(update) == SyncReport(1)
+    assert made[0].sync(update) == SyncReport(99)
+    registry.close_backend(made[0])
+    assert serving.sync(update) == SyncReport(1)
 
 
 def test_our_own_backends_are_entry_points_too(put: Install) -> None:
@@ -143,9 +140,9 @@ MISFITS = {
     "exit": ("import sys; sys.exit(3)", "SystemExit: 3"),
     "syntax": ("def broken(:", "SyntaxError"),
     "no plugin": ("", "it lacks the hook kproxy_describe"),
-    "too new": (plugin("bad", contract="(2, 0)"), "written for contract 2.0, this kproxy offers 1.9"),
-    "too old": (plugin("bad", contract="(0, 9)"), "written for contract 0.9, this kproxy offers 1.9"),
-    "newer": (plugin("bad", contract="(1, 99)"), "written for contract 1.99, this kproxy offers 1.9"),
+    "too new": (plugin("bad", contract="(2, 0)"), "written for contract 2.0, this kproxy offers 1.12"),
+    "too old": (plugin("bad", contract="(0, 9)"), "written for contract 0.9, this kproxy offers 1.12"),
+    "newer": (plugin("bad", contract="(1, 99)"), "written for contract 1.99, this kproxy offers 1.12"),
     "no version": (plugin("bad", contract="'1.0'"), "ValueError"),
     "no description": (plugin("bad").replace("return Description", "return dict"), "dict, not Description"),
     "other name": (plugin("other"), "its entry point is named 'bad', it calls itself 'other'"),
@@ -254,9 +251,8 @@ def kproxy_sync(update):
         "[kproxy.observers]\nwatching = watching_module\nbroken = no_such_module_anywhere\n"
     )
     registry = Registry()
-    registry.make_backend("good", SETTINGS)
     node = node_view()
-    registry.manager.hook.kproxy_sync(update=full_update(node, plans(node, service("web"))))
+    registry.make_backend("good", SETTINGS).sync(full_update(node, plans(node, service("web"))))
     import watching_module  # type: ignore[import-not-found]
 
     assert watching_module.seen == [1]

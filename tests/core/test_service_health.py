@@ -13,7 +13,12 @@ from kproxy_core.model.service import ServiceName
 from kproxy_core.observe.http.server import HttpServer
 from kproxy_core.observe.service_health import ServiceHealth
 from kproxy_core.sync.family_plans import HealthCheck
-from tests.core.http_clients import eventually, free_port, get, is_refused, serving
+from tests.core.http_clients import eventually, free_port, free_ports, get, is_refused, serving, settle
+from tests.core.namespaces import own_network
+
+__all__ = ["own_network"]
+
+pytestmark = pytest.mark.usefixtures("own_network")
 
 V4, V6 = Family.IPV4, Family.IPV6
 WEB, DNS = ServiceName("default", "web"), ServiceName("kube-system", "dns")
@@ -30,7 +35,8 @@ class Proxy:
         self.healthy = True
         self.failures: list[tuple[ServiceName, str]] = []
         self.ports = ServiceHealth(
-            server, lambda: self.healthy, lambda service, problem: self.failures.append((service, problem)))
+            family, server, lambda: self.healthy,
+            lambda service, problem: self.failures.append((service, problem)))
         self.place(addresses)
 
     def place(self, addresses: tuple[str, ...] | None) -> None:
@@ -43,15 +49,15 @@ class Proxy:
                 node_port_addresses=tuple(parse_address(address) for address in addresses or ()),
             )
         )
-        self.server.settle()
+        settle(self.server)
 
     def apply(self, changes: dict[ServiceName, tuple[int, int] | None]) -> None:
         self.ports.apply({name: told and HealthCheck(*told) for name, told in changes.items()})
-        self.server.settle()
+        settle(self.server)
 
 
 @pytest.fixture
-def server() -> Iterator[HttpServer]:
+def server(own_network: None) -> Iterator[HttpServer]:
     with serving(retry_seconds=0.02) as running:
         yield running
 
@@ -86,8 +92,8 @@ def test_success_needs_an_endpoint_and_a_healthy_proxy(
 
 
 def test_a_new_count_shows_on_the_same_socket(server: HttpServer) -> None:
-    proxy, port = Proxy(server), free_port()
-    proxy.apply({WEB: (port, 1), DNS: (free_port(), 1)})
+    proxy, (port, other) = Proxy(server), free_ports(2)
+    proxy.apply({WEB: (port, 1), DNS: (other, 1)})
     early = socket.create_connection(
         ("127.0.0.1", port), timeout=10
     )  # in the queue of this socket, or served
@@ -98,7 +104,7 @@ def test_a_new_count_shows_on_the_same_socket(server: HttpServer) -> None:
 
 
 def test_ports_close_with_their_service(server: HttpServer) -> None:
-    proxy, port, other = Proxy(server), free_port(), free_port()
+    proxy, (port, other) = Proxy(server), free_ports(2)
     proxy.apply({WEB: (port, 1), DNS: (other, 1)})
     proxy.apply({WEB: None})
     assert is_refused(port)
@@ -109,7 +115,7 @@ def test_ports_close_with_their_service(server: HttpServer) -> None:
 
 
 def test_services_may_swap_their_ports(server: HttpServer) -> None:
-    proxy, one, two = Proxy(server), free_port(), free_port()
+    proxy, (one, two) = Proxy(server), free_ports(2)
     proxy.apply({WEB: (one, 1), DNS: (two, 2)})
     proxy.apply({WEB: (two, 1), DNS: (one, 2)})
     assert json.loads(get(one).body)["service"]["name"] == "dns"
@@ -144,9 +150,8 @@ def test_loopback_is_served_where_node_ports_are(server: HttpServer) -> None:
 
 def test_hundreds_of_ports_take_no_thread_each(server: HttpServer) -> None:
     proxies = [Proxy(server, family) for family in (V4, V6)]
-    ports = {ServiceName("shop", f"web-{number}"): free_port() for number in range(300)}
-    ports = {service: port for port, service in {port: service for service, port in ports.items()}.items()}
-    threads = threading.active_count()
+    ports = {ServiceName("shop", f"web-{number}"): port for number, port in enumerate(free_ports(300))}
+    threads = set(threading.enumerate())
     for proxy in proxies:
         proxy.apply({service: (port, number) for number, (service, port) in enumerate(ports.items())})
     for number, (service, port) in enumerate(ports.items()):
@@ -154,7 +159,7 @@ def test_hundreds_of_ports_take_no_thread_each(server: HttpServer) -> None:
             reply = get(port, host=host)
             assert json.loads(reply.body)["service"]["name"] == service.name
             assert reply.headers["X-Load-Balancing-Endpoint-Weight"] == str(number)
-    assert threading.active_count() == threads
+    assert set(threading.enumerate()) <= threads
     for proxy in proxies:
         proxy.apply(dict.fromkeys(ports))
     assert all(is_refused(port) for port in ports.values())
@@ -223,10 +228,10 @@ def test_a_hostile_name_is_escaped(server: HttpServer) -> None:
 
 
 def test_ports_may_be_set_before_the_node(server: HttpServer) -> None:
-    ports, port = ServiceHealth(server, lambda: True), free_port()
+    ports, port = ServiceHealth(V4, server, lambda: True), free_port()
     ports.apply({WEB: HealthCheck(port, 1)})
-    server.settle()
+    settle(server)
     assert is_refused(port)
     ports.set_node(NodeView(family=V4, name="node", node_port_addresses=(Address(bytes((127, 0, 0, 1))),)))
-    server.settle()
+    settle(server)
     assert get(port).status == 200

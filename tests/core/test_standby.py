@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kproxy_core.host.files.lock import FileLock
+from kproxy_core.host.namespaces import namespace_name
 from kproxy_core.host.netlink.commits import generation
 from kproxy_core.host.netlink.messages import NETLINK_NETFILTER
 from kproxy_core.host.netlink.sockets import NetlinkSocket
@@ -77,6 +78,12 @@ class Client:
         self._stopped.set()
         self._thread.join()
 
+    def more(self) -> None:
+        """Wait for 60 more connections, or for a failure."""
+        wanted = self.answered + 60
+        while self.answered < wanted and not self.failures:
+            time.sleep(0.01)
+
     def _run(self) -> None:
         while not self._stopped.wait(0.01):
             try:
@@ -113,10 +120,14 @@ def test_a_second_process_stands_by_writes_nothing_and_takes_over(
                 assert waiting.health()[0] == 200, "a rolling update with maxSurge waits for readiness"
                 serving.end(number)
                 waiting.await_health()
+                client.more()
                 serving = waiting
         assert client.answered > 100
         assert client.failures == []
+        lock = Path("/run/kproxy", f"serving-{node.inside(namespace_name)}.lock")
+        assert lock.exists()
         status, log = serving.end()
+        assert not lock.exists()
     assert status == 0
     assert STANDING_BY not in log
     assert "the other kproxy has ended, taking over" in log
@@ -178,3 +189,28 @@ def test_the_lock_is_released_with_the_process_that_has_it(tmp_path: Path) -> No
     first.release()
     assert second.acquire()
     second.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_whose_file_somebody_has_deleted_takes_no_other_along(tmp_path: Path) -> None:
+    first = FileLock(tmp_path / "lock")
+    assert first.acquire()
+    (tmp_path / "lock").unlink()
+    second = FileLock(tmp_path / "lock")
+    assert second.acquire()
+    first.release()
+    assert not FileLock(tmp_path / "lock").acquire()
+    second.release()
+
+
+def test_only_one_process_has_the_lock_after_its_file_was_deleted(tmp_path: Path) -> None:
+    first, waiting = FileLock(tmp_path / "lock"), FileLock(tmp_path / "lock")
+    assert first.acquire()
+    first.release()
+    starting = FileLock(tmp_path / "lock")
+    assert starting.acquire()
+    assert not waiting.acquire(), "it has opened the file that was deleted"
+    waiting.release()
+    assert not FileLock(tmp_path / "lock").acquire()
+    starting.release()
+    assert list(tmp_path.iterdir()) == []

@@ -1,11 +1,11 @@
 """Events fold into a state that does not depend on their order."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kproxy_core.model.address import Family, parse_address
 from kproxy_core.model.endpoint import EndpointSlice, SliceName
@@ -73,7 +73,7 @@ def test_changes_are_returned_once() -> None:
     "again",
     [
         ServiceSet(service("web")),
-        SliceSet(endpoint_slice("web", "10.0.0.1", trigger_time=2000.0)),
+        SliceSet(endpoint_slice("web", "10.0.0.1"), trigger_time=2000.0),
         ServiceGone(OTHER),
         SliceGone(SliceName("default", "other-1")),
     ],
@@ -156,10 +156,10 @@ def test_of_service_networks_that_overlap_the_widest_is_kept() -> None:
 
 def test_trigger_times_since_the_start_are_returned_once() -> None:
     store = store_with(
-        SliceSet(endpoint_slice("web", "10.0.0.1", name="s", trigger_time=999.0)),
-        SliceSet(endpoint_slice("web", "10.0.0.2", name="s", trigger_time=1001.0)),
-        SliceSet(endpoint_slice("web", "10.0.0.3", name="s", trigger_time=1002.0)),
-        SliceSet(endpoint_slice("other", "10.0.0.3", name="t", trigger_time=1003.0)),
+        SliceSet(endpoint_slice("web", "10.0.0.1", name="s"), trigger_time=999.0),
+        SliceSet(endpoint_slice("web", "10.0.0.2", name="s"), trigger_time=1001.0),
+        SliceSet(endpoint_slice("web", "10.0.0.3", name="s"), trigger_time=1002.0),
+        SliceSet(endpoint_slice("other", "10.0.0.3", name="t"), trigger_time=1003.0),
     )
     assert sorted(store.take_trigger_times(V4)) == [1001.0, 1002.0, 1003.0]
     assert store.take_trigger_times(V4) == []
@@ -167,7 +167,7 @@ def test_trigger_times_since_the_start_are_returned_once() -> None:
 
 def test_a_deleted_slice_drops_the_trigger_times_of_its_service() -> None:
     store = store_with(
-        SliceSet(endpoint_slice("web", "10.0.0.1", name="s", trigger_time=1001.0)),
+        SliceSet(endpoint_slice("web", "10.0.0.1", name="s"), trigger_time=1001.0),
         SliceSet(endpoint_slice("web", "10.0.0.2", name="t")),
         SliceGone(SliceName("default", "t")),
     )

@@ -107,15 +107,36 @@ def test_established_connections_are_waited_for(room: Room, monkeypatch: pytest.
     assert room.told[-1] == "2 connections still use old"
     assert waiting(room) == {"old": 2}
     assert "clean up old" not in room.story
-    room.old.connections = 0
+    room.old.connections, room.old.in_grace = 0, True
+    until_waiting(room, {"old": 0})
+    assert room.story[-1] == "retire old, 0 left"
+    assert "clean up old" not in room.story
+    room.old.in_grace = False
     until_it_is_gone(room)
     assert room.story[-2:] == ["close old", "clean up old"]
-    assert waiting(room) == {}
+
+
+@pytest.mark.parametrize(("connections", "in_grace", "line"), [
+    (2, True, "2 connections still use old"),
+    (1, False, "1 connection still uses old"),
+    (0, True, "old is removed in a few seconds: connections to it may be on their way"),
+    (0, False, "old is removed"),
+])  # fmt: skip
+def test_the_rest_of_the_old_mode_is_described(
+    room: Room, connections: int, in_grace: bool, line: str
+) -> None:
+    room.old.connections, room.old.in_grace = connections, in_grace
+    room.to("new")
+    assert room.told[-1] == line
 
 
 def until_it_is_gone(room: Room) -> None:
+    until_waiting(room, {})  # After its clean-up.
+
+
+def until_waiting(room: Room, wanted: dict[str, float]) -> None:
     for _ in range(1000):
-        if room.story[-1] == "clean up old":
+        if waiting(room) == wanted:
             return
         threading.Event().wait(0.01)
 

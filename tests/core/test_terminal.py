@@ -15,7 +15,6 @@ from click.testing import CliRunner
 
 from kproxy_core.backend.api import Description, Detection, Requirement
 from kproxy_core.cli import kproxy
-from kproxy_core.cli.machine import Fact
 from kproxy_core.cli.modes import DescribedMode, Report, formatted
 from kproxy_core.cli.terminal import bad, hint
 from kproxy_core.modes import control
@@ -62,7 +61,7 @@ def test_a_missing_requirement_stands_out(monkeypatch: pytest.MonkeyPatch) -> No
     missing = Requirement("a warp drive", False, "none", "build one")
     detection = Detection("warp", (Requirement("a moon", True, "full"), missing))
     warp = DescribedMode(Description("warp", "", (1, 0)), detection)
-    text = formatted(Report((Fact("kernel", "Linux"),), (warp,)), "text")
+    text = formatted(Report({"kernel": "Linux"}, (warp,)), "text")
     assert f"warp         {bad('no     ')}     1/2  a warp drive" in text
     assert f"  {bad('missing ')} a warp drive: none" in text
     assert hint("build one") in text

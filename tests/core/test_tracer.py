@@ -1,7 +1,7 @@
 """What happened to a packet, from the announcements about rules and flows."""
 
 from kproxy_core.host.conntrack.events import Change, Direction, FlowEvent
-from kproxy_core.host.tracing.events import Step, TraceEvent
+from kproxy_core.host.tracing.events import TraceEvent
 from kproxy_core.host.tracing.packets import PATIENCE, FindDialled, TracedPacket, Tracer
 from kproxy_core.host.tracing.table import Match
 from kproxy_core.model.address import Address, Family, Protocol, parse_address
@@ -23,8 +23,8 @@ def tracer(match: Match = TO_VIP, dialled: FindDialled | None = None) -> Tracer:
 
 
 def met(chain: str, verdict: str, *, table: str = "kproxy", handle: int = 3, packet: int = 1,
-        step: Step = Step.RULE, way: Direction | None = None) -> TraceEvent:  # fmt: skip
-    return TraceEvent(packet, step, "ip", table, chain, handle, verdict, 6, way)
+        is_rule: bool = True, way: Direction | None = None) -> TraceEvent:  # fmt: skip
+    return TraceEvent(packet, is_rule, "ip", table, chain, handle, verdict, 6, way)
 
 
 BEGIN = met("prerouting", "continue", table=TABLE, way=WAY)
@@ -69,7 +69,7 @@ def test_a_rule_that_drops_is_the_last_one() -> None:
 def test_a_chain_s_policy_can_drop() -> None:
     made = tracer()
     made.trace(BEGIN, 1.0)
-    policy = met("FORWARD", "drop", table="filter", handle=0, step=Step.POLICY)
+    policy = met("FORWARD", "drop", table="filter", handle=0, is_rule=False)
     made.trace(policy, 1.0)
     assert finished(made, 1.0).rules == [policy]
 

@@ -57,10 +57,10 @@ def test_a_fork_that_crashes_gives_no_answer(how: object, told: str) -> None:
 
 def test_a_fork_that_hangs_is_killed() -> None:
     children = Path(f"/proc/self/task/{os.getpid()}/children")
-    before = children.read_text()
+    before = children.read_text().split()
     with pytest.raises(NoAnswer, match=r"no answer within 0\.1 s"):
         ask(lambda _: time.sleep(600), timeout=0.1)
-    assert children.read_text() == before
+    assert set(children.read_text().split()) <= set(before)
 
 
 def unprivileged(code: str) -> str:

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.core.namespaces import namespace
+
 CHECKOUT = Path(__file__).parents[2]
 
 
@@ -31,10 +33,14 @@ def test_demo_finds_everything_as_it_should_be() -> None:
 def test_demo_shows_what_needs_no_privileges() -> None:
     """Other users than root see the userspace mode instead."""
     nobody = 65534
-    demo = subprocess.run(
-        [sys.executable, "-m", "examples.demo"], user=nobody, group=nobody, extra_groups=[],
-        cwd=CHECKOUT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    with namespace() as machine:  # Nothing else takes its ports.
+        machine.ip("link add out type veth peer name nowhere", "link set out up",
+                   "address add 192.0.2.10/24 dev out")
+        with machine.joined():
+            demo = subprocess.run(
+                [sys.executable, "-m", "examples.demo"], user=nobody, group=nobody, extra_groups=[],
+                cwd=CHECKOUT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+            )  # fmt: skip
     assert demo.returncode == 0, demo.stdout + demo.stderr
     assert "✗" not in demo.stdout
     for shown in ("userspace-listen", "web-a web-b web-c", "names-a", " 0 failed", "connections relayed"):

@@ -3,7 +3,8 @@
 import itertools
 import threading
 from collections.abc import Generator, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from kproxy_core.backend.api import BackendSettings, Caveat, Damage, Leftovers, Scope, SyncReport, Update
 from kproxy_core.backend.errors import SyncFailed
@@ -110,7 +111,7 @@ class LeavesAThread(Sabotage):
 
     @hookimpl(tryfirst=True)
     def kproxy_watch(self) -> None:
-        forgotten = threading.Timer(10, lambda: None)
+        forgotten = threading.Timer(3600, lambda: None)
         forgotten.name, forgotten.daemon = f"forgotten {next(self._numbers)}", True
         forgotten.start()
 

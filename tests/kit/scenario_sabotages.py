@@ -1,8 +1,10 @@
 """Backends that send packets astray, each of which one scenario must notice."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
+
+from msgspec import structs
+from msgspec.structs import force_setattr, replace
 
 from kproxy_core.backend.api import Connections, Leftovers, Update
 from kproxy_core.backend.hookspecs import hookimpl
@@ -26,7 +28,7 @@ class OtherPlans(Sabotage):
     @hookimpl(tryfirst=True)
     def kproxy_sync(self, update: Update) -> None:
         for name, plans in (("plans", update.plans), ("changed", update.changed)):
-            object.__setattr__(update, name, {
+            force_setattr(update, name, {
                 key: self._change(plan) if plan and key.namespace == "default" else plan
                 for key, plan in plans.items()
             })  # fmt: skip
@@ -45,7 +47,7 @@ class MasqueradesPods(Sabotage):
 
     @hookimpl(tryfirst=True)
     def kproxy_sync(self, update: Update) -> None:
-        object.__setattr__(update, "node", replace(update.node, masquerade_all=True))
+        force_setattr(update, "node", replace(update.node, masquerade_all=True))
 
 
 class KeepsDeletedServices(Sabotage):
@@ -53,7 +55,7 @@ class KeepsDeletedServices(Sabotage):
 
     @hookimpl(tryfirst=True)
     def kproxy_sync(self, update: Update) -> None:
-        object.__setattr__(update, "changed", {key: plan for key, plan in update.changed.items() if plan})
+        force_setattr(update, "changed", {key: plan for key, plan in update.changed.items() if plan})
 
 
 class TakesAllAlong(Sabotage):
@@ -74,17 +76,18 @@ class CutsWhenRetiring(Sabotage):
 
 
 def _but(**changes: Any) -> Change:
-    return lambda plan: replace(plan, **changes)
+    return lambda plan: structs.replace(plan, **changes)
 
 
 def _fewer(protocol: Protocol) -> Change:
-    return lambda plan: replace(plan, cluster=plan.cluster[:-1]) if plan.key.protocol is protocol else plan
+    return lambda plan: (
+        structs.replace(plan, cluster=plan.cluster[:-1]) if plan.key.protocol is protocol else plan)
 
 
 def _first_endpoints() -> Change:
     """Keep the endpoints that a service port had first."""
     first: dict[object, Any] = {}
-    return lambda plan: replace(plan, cluster=first.setdefault(plan.key, plan.cluster))
+    return lambda plan: structs.replace(plan, cluster=first.setdefault(plan.key, plan.cluster))
 
 
 SCENARIOS: tuple[Sabotage, ...] = (

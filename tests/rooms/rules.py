@@ -35,31 +35,32 @@ ROOMS: dict[str, frozenset[str]] = {
 """The rooms of the core that each room may import, apart from itself. `cli` may import all."""
 
 THIRD_PARTY: dict[str, frozenset[str]] = {
-    "model": frozenset(),
-    "plan": frozenset(),
-    "backend": frozenset({"pluggy"}),
-    "host": frozenset(),
+    "model": frozenset({"msgspec"}),
+    "plan": frozenset({"msgspec"}),
+    "backend": frozenset({"msgspec", "pluggy"}),
+    "host": frozenset({"msgspec"}),
     "timing": frozenset(),
     "config": frozenset({"msgspec", "yaml"}),
-    "store": frozenset(),
+    "store": frozenset({"msgspec"}),
     "objects": frozenset({"google", "msgspec", "yaml"}),
     "apiclient": frozenset({"kubernetes", "msgspec", "urllib3", "yaml"}),
     "sources": frozenset({"msgspec"}),
-    "observe": frozenset({"h11", "opentelemetry", "prometheus_client"}),
-    "sync": frozenset(),
-    "modes": frozenset(),
+    "observe": frozenset({"h11", "msgspec", "opentelemetry", "prometheus_client"}),
+    "sync": frozenset({"msgspec"}),
+    "modes": frozenset({"msgspec"}),
     "explain": frozenset(),
     "traffic": frozenset(),
-    "process": frozenset(),
-    "testing": frozenset({"pyroute2", "pytest", "yaml"}),
-    "cli": frozenset({"click", "rich", "yaml"}),
+    "process": frozenset({"msgspec"}),
+    "testing": frozenset({"msgspec", "pyroute2", "pytest", "yaml"}),
+    "cli": frozenset({"click", "msgspec", "rich", "yaml"}),
 }
 """Packages from outside that each room imports; docs/dependencies.md has the cost of each."""
 
 THIRD_PARTY_OF_PLUGINS: dict[str, frozenset[str]] = {
     "kproxy_ebpf": frozenset({"bcc"}),
-    "kproxy_ipvs": frozenset({"pyroute2"}),
-    "kproxy_nftables": frozenset({"nftables"}),
+    "kproxy_ipvs": frozenset({"msgspec", "pyroute2"}),
+    "kproxy_nftables": frozenset({"msgspec", "nftables"}),
+    "kproxy_userspace": frozenset({"msgspec"}),
 }
 """Packages from outside that each plugin imports."""
 

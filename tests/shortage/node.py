@@ -96,6 +96,7 @@ class Node:
     def answers(self, address: str, port: int = 80) -> bool:
         """Return whether a new connection is answered by the endpoint."""
         with suppress(OSError), self.dial(address, port) as client:
+            client.settimeout(PATIENCE)
             return client.recv(1) == b"!"
         return False
 

@@ -13,7 +13,7 @@ def test_changes_wait_for_the_lock_and_none_is_lost(tmp_path: Path, mode: str) -
     path = tmp_path / "xtables.lock"
     with node(tmp_path, mode) as here:
         for program in ("iptables-legacy", "ip6tables-legacy"):
-            here.network.run(program, "-t", "mangle", "-N", "KUBE-IPTABLES-HINT")
+            here.network.run(program, "-w", "-t", "mangle", "-N", "KUBE-IPTABLES-HINT")
         here.serve(1)
         with here.proxy(environment={"XTABLES_LOCKFILE": str(path)}) as proxy:
             here.await_answer(vip(1))

@@ -8,6 +8,8 @@ from pathlib import Path
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", "90"))
 """Long enough for every kind of damage in most modes; a longer soak finds leaks."""
+LOAD = ("--connections", "2", "--rate", "25") if SECONDS < 300 else ()
+"""A short soak has half the load of a long one, which finds rare faults: others need the processors."""
 CHECKOUT = Path(__file__).parents[2]
 SLACK = 600
 """Seconds for starts, comparisons, laps and the end."""
@@ -16,7 +18,7 @@ SLACK = 600
 def test_only_damage_makes_connections_fail_and_nothing_is_left_of_it(tmp_path: Path) -> None:
     directory = tmp_path / "soak"
     command = [sys.executable, "-B", "-m", "tests.soak", "--minutes", str(SECONDS / 60),
-               "--directory", str(directory)]  # fmt: skip
+               *LOAD, "--directory", str(directory)]  # fmt: skip
     # pytest shows its events and tables after a failure; the message is about the problems alone.
     done = subprocess.run(command, cwd=CHECKOUT, check=False, timeout=SECONDS + SLACK)
     report = directory / "report.json"

@@ -9,8 +9,9 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Generator
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from kproxy_core.backend.api import Backend, BackendSettings, Leftovers, SyncReport, Update
 from kproxy_core.backend.errors import SyncFailed

@@ -117,7 +117,7 @@ SERVICES = {
     "edge": "[{name: http, port: 8080}]",
 }
 
-SPARING = 6
+SPARING = 3
 """Limit of new connections in a round (see `traffic.EACH_TICK`) where their number is not what is tested."""
 SLACK = 1.0
 """Seconds between a lost segment and its retransmission."""

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.core.agreement import expect_equal
 from tests.core.late_endpoints import Lateness, late_endpoints
 from tests.switch.room import CLIENT, KPROXY, NODE, PATIENCE, PODS, SLICE, Proxy, Room, room
 
@@ -160,11 +161,34 @@ def volumes(proxy: Proxy, *, by_endpoint: bool = True) -> dict[str, int]:
     return result["service"]
 
 
+def expect_counts(proxy: Proxy, wanted: dict[str, int]) -> None:
+    """Fail unless the counts become these: relays, and ends of connections, are counted a moment later."""
+    expect_equal(lambda: counted(proxy), lambda: wanted)
+
+
+def expect_connections(proxy: Proxy, wanted: dict[str, int]) -> None:
+    expect_equal(lambda: connections(proxy), lambda: wanted)
+
+
+def usable_endpoints(node: Room, service: str) -> set[str] | None:
+    """Return the addresses that serve *service*; None: there is no such Service."""
+    done = node.kproxy("top", "--once", "-o", "json", "--filter", f"counted/{service}")
+    for found in json.loads(done.stdout)["services"]:
+        if found["name"] == service:
+            return {end["endpoint"].rpartition(":")[0] for end in found["endpoints"] if end["usable"]}
+    return None
+
+
+def await_endpoints(node: Room, service: str, *names: str) -> None:
+    """Wait until *service* is served by these of `PODS`."""
+    expect_equal(lambda: usable_endpoints(node, service), lambda: {PODS[name][0] for name in names})
+
+
 def move_endpoints(node: Room) -> None:
     """Have the endpoint on this node in place of the one elsewhere, and wait until it is served."""
     manifest = node.manifests / "ours.yaml"
     manifest.write_text(manifest.read_text().replace(PODS["elsewhere"][0], PODS["here"][0]))
-    time.sleep(1)
+    await_endpoints(node, "one", "here")
 
 
 def at_the_client(node: Room) -> dict[str, int]:
@@ -180,26 +204,26 @@ def test_no_connection_is_lost_or_counted_twice(node: Room) -> None:
     with node.proxy("nftables", COUNTED) as proxy:
         dial(node, WEB, 7)
         dial(node, (NODE, 31780), 3)
-        assert connections(proxy) == {"one forwarded": 10, "endpoints": 10}
+        expect_connections(proxy, {"one forwarded": 10, "endpoints": 10})
         kept = re.findall(
             r"expires (\d+)h(\d+)m", node.node.run("nft", "list", "set", "ip", "kproxy", "connections"))
         assert kept
         assert all((int(hours), int(minutes)) > (1, 5) for hours, minutes in kept)  # for hourly clients
         move_endpoints(node)
         dial(node, WEB, 2)
-        assert connections(proxy)["one forwarded"] == 12
+        expect_connections(proxy, {"one forwarded": 12, "endpoints": 12})
     dial(node, WEB, 4)
     with node.proxy("nftables", COUNTED) as proxy:
         dial(node, CART, 1)
         wanted = {"one forwarded": 16, "two forwarded": 1, "endpoints": 17}
-        assert connections(proxy) == wanted
+        expect_connections(proxy, wanted)
         for mode, more in (("iptables", 3), ("nftables", 2), ("iptables", 0), ("nftables", 1)):
             assert node.kproxy("switch", mode).returncode == 0
-            assert connections(proxy) == wanted
+            expect_connections(proxy, wanted)
             dial(node, WEB, more)
             wanted["one forwarded"] += more
             wanted["endpoints"] += more
-            assert connections(proxy) == wanted
+            expect_connections(proxy, wanted)
 
 
 def test_connections_belong_to_the_service_that_had_the_address(node: Room) -> None:
@@ -208,34 +232,34 @@ def test_connections_belong_to_the_service_that_had_the_address(node: Room) -> N
     with node.proxy("nftables", COUNTED) as proxy:
         dial(node, WEB, 3)
         manifest.write_text(re.sub(r"\bone\b", "renamed", text))
-        time.sleep(1)
+        await_endpoints(node, "renamed", "here", "elsewhere")
         dial(node, WEB, 2)
         wanted = {"one forwarded": 3, "renamed forwarded": 2, "endpoints": 5}
-        assert connections(proxy) == wanted
+        expect_connections(proxy, wanted)
         dial(node, WEB, 1)
         manifest.write_text(text)
-        time.sleep(1)
+        await_endpoints(node, "one", "here", "elsewhere")
         dial(node, WEB, 1)
-        assert connections(proxy) == {"one forwarded": 4, "renamed forwarded": 3, "endpoints": 7}
+        expect_connections(proxy, {"one forwarded": 4, "renamed forwarded": 3, "endpoints": 7})
 
 
 def test_relays_count_each_connection_once_across_restarts_and_switches(node: Room) -> None:
     with node.proxy("userspace", COUNTED) as proxy:
         dial(node, WEB, 4)
         dial(node, (NODE, 31780), 2)
-        assert counted(proxy) == {"one forwarded": 6, "endpoints": 6}
+        expect_counts(proxy, {"one forwarded": 6, "endpoints": 6})
         move_endpoints(node)
         dial(node, WEB, 1)
     with node.proxy("userspace", COUNTED) as proxy:
         dial(node, WEB, 9)
         wanted = {"one forwarded": 16, "endpoints": 16}
-        assert counted(proxy) == wanted
+        expect_counts(proxy, wanted)
         for mode, more in (("nftables", 3), ("userspace", 2)):
             assert node.kproxy("switch", mode).returncode == 0
-            assert counted(proxy) == wanted
+            expect_counts(proxy, wanted)
             dial(node, WEB, more)
             wanted = dict.fromkeys(wanted, wanted["one forwarded"] + more)
-            assert counted(proxy) == wanted
+            expect_counts(proxy, wanted)
 
 
 @pytest.mark.parametrize("mode", ["nftables", "iptables"])
@@ -246,22 +270,22 @@ def test_bytes_and_packets_equal_those_of_the_client(node: Room, mode: str) -> N
         lasting = node.client.inside(lambda: socket.create_connection(WEB, 5))
         lasting.sendall(b"x" * 100)
         dial(node, WEB, 5)
-        assert volumes(proxy) == at_the_client(node)
+        expect_equal(lambda: volumes(proxy), lambda: at_the_client(node))
         move_endpoints(node)
         dial(node, WEB, 3)
         lasting.sendall(b"x" * 200)
-        assert volumes(proxy) == at_the_client(node)
+        expect_equal(lambda: volumes(proxy), lambda: at_the_client(node))
         node.node.run("conntrack", "-D", "-p", "tcp", "--dport", "80", "--state", "TIME_WAIT")
-        assert volumes(proxy) == at_the_client(node)
+        expect_equal(lambda: volumes(proxy), lambda: at_the_client(node))
     lasting.sendall(b"x" * 300)
     dial(node, WEB, 2)
     with node.proxy(mode, COUNTED) as proxy:
         other = {"nftables": "iptables", "iptables": "nftables"}[mode]
-        assert volumes(proxy) == at_the_client(node)
+        expect_equal(lambda: volumes(proxy), lambda: at_the_client(node))
         assert node.kproxy("switch", other).returncode == 0
         dial(node, WEB, 4)
         lasting.sendall(b"x" * 400)
-        assert volumes(proxy) == at_the_client(node)
+        expect_equal(lambda: volumes(proxy), lambda: at_the_client(node))
     lasting.close()
 
 
@@ -272,26 +296,26 @@ def test_bytes_and_packets_through_relays_equal_those_of_the_client(node: Room) 
         lasting = node.client.inside(lambda: socket.create_connection(WEB, 5))
         lasting.sendall(b"x" * 100)
         dial(node, WEB, 5)
-        assert volumes(proxy, by_endpoint=False) == at_the_client(node)
+        expect_equal(lambda: volumes(proxy, by_endpoint=False), lambda: at_the_client(node))
         move_endpoints(node)
         dial(node, WEB, 3)
         lasting.sendall(b"x" * 200)
-        assert volumes(proxy, by_endpoint=False) == at_the_client(node)
+        expect_equal(lambda: volumes(proxy, by_endpoint=False), lambda: at_the_client(node))
         lasting.close()
     with node.proxy("userspace", COUNTED) as proxy:
         dial(node, WEB, 2)
-        assert volumes(proxy, by_endpoint=False) == at_the_client(node)
+        expect_equal(lambda: volumes(proxy, by_endpoint=False), lambda: at_the_client(node))
 
 
 def test_a_process_that_is_killed_loses_no_count(node: Room) -> None:
     with node.proxy("nftables", COUNTED) as proxy:
         dial(node, WEB, 5)
-        assert counted(proxy)["one forwarded"] == 5
+        expect_counts(proxy, {"one forwarded": 5, "endpoints": 5})
         proxy.process.kill()
         proxy.process.wait()
     dial(node, WEB, 2)
     with node.proxy("nftables", COUNTED) as proxy:
-        assert counted(proxy)["one forwarded"] == 7
+        expect_counts(proxy, {"one forwarded": 7, "endpoints": 7})
 
 
 @pytest.mark.parametrize("mode", ["nftables", "iptables"])
@@ -303,11 +327,10 @@ def test_failures_are_told_from_refusals_by_the_rules(node: Room, mode: str) -> 
         refused_datagrams(node, MUTE, 4)
         with pytest.raises(OSError, match=r"timed out|unreachable"):
             dial(node, SILENT, 1)
-        found = counted(proxy)
-        assert found == {
+        expect_counts(proxy, {
             "closed forwarded": 3, "closed refused": 3, "empty rejected": 2, "mute rejected": 4,
             "silent forwarded": 1, "silent unanswered": 1, "endpoints": 4,
-        }  # fmt: skip
+        })  # fmt: skip
 
 
 def test_relays_tell_failures_of_endpoints_from_a_lack_of_them(node: Room) -> None:
@@ -318,11 +341,10 @@ def test_relays_tell_failures_of_endpoints_from_a_lack_of_them(node: Room) -> No
         refused_datagrams(node, MUTE, 1)
         abandoned(node, CLOSED, 2)
         abandoned(node, SILENT, 1)
-        found = counted(proxy)
-        assert found == {
+        expect_counts(proxy, {
             "empty rejected": 2, "mute rejected": 2, "closed forwarded": 8, "closed refused": 8,
             "silent forwarded": 4, "silent unanswered": 4, "endpoints": 12,
-        }  # fmt: skip
+        })  # fmt: skip
         top = json.loads(node.kproxy("top", "--once", "-o", "json", "--filter", "counted").stdout)
         shown = {one["name"]: one for one in top["services"]}
         assert [shown[name]["failed"] for name in ("closed", "silent", "one")] == [8, 4, 0]
@@ -331,11 +353,10 @@ def test_relays_tell_failures_of_endpoints_from_a_lack_of_them(node: Room) -> No
         assert [endpoint[reason] for reason in ("refused", "unanswered", "reset")] == [8, 0, 0]
     with node.proxy("userspace", COUNTED) as proxy:
         abandoned(node, CLOSED, 1)
-        found = counted(proxy)
-        assert found == {
+        expect_counts(proxy, {
             "empty rejected": 2, "mute rejected": 2, "closed forwarded": 12, "closed refused": 4,
             "silent forwarded": 4, "endpoints": 16,
-        }  # fmt: skip
+        })  # fmt: skip
 
 
 def handshakes(proxy: Proxy, number: int) -> dict[str, float]:
@@ -389,22 +410,22 @@ def test_rejections_end_with_the_first_endpoint_and_begin_again_after_the_last(
         here=PODS["here"][0], elsewhere=PODS["elsewhere"][0]).replace("shop", "counted")
     with node.proxy(mode, COUNTED) as proxy:
         refused(node, EMPTY, 2)
-        assert counted(proxy) == {"empty rejected": 2}
+        expect_counts(proxy, {"empty rejected": 2})
         (node.manifests / "filled.yaml").write_text(endpoints)
-        time.sleep(1)
+        await_endpoints(node, "empty", "here", "elsewhere")
         dial(node, EMPTY, 3)
-        assert counted(proxy) == {"empty rejected": 2, "empty forwarded": 3, "endpoints": 3}
+        expect_counts(proxy, {"empty rejected": 2, "empty forwarded": 3, "endpoints": 3})
         (node.manifests / "filled.yaml").unlink()
-        time.sleep(1)
+        await_endpoints(node, "empty")
         refused(node, EMPTY, 1)
-        assert counted(proxy)["empty rejected"] == 3
+        expect_counts(proxy, {"empty rejected": 3, "empty forwarded": 3, "endpoints": 3})
     with node.proxy(mode, COUNTED) as proxy:
         refused(node, EMPTY, 1)
-        assert counted(proxy) == {"empty rejected": 4, "empty forwarded": 3, "endpoints": 3}
+        expect_counts(proxy, {"empty rejected": 4, "empty forwarded": 3, "endpoints": 3})
         assert node.kproxy("switch", other).returncode == 0
-        assert counted(proxy)["empty rejected"] == 4
+        expect_counts(proxy, {"empty rejected": 4, "empty forwarded": 3, "endpoints": 3})
         refused(node, EMPTY, 2)
-        assert counted(proxy) == {"empty rejected": 6, "empty forwarded": 3, "endpoints": 3}
+        expect_counts(proxy, {"empty rejected": 6, "empty forwarded": 3, "endpoints": 3})
 
 
 def test_off_has_no_series(node: Room) -> None:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
@@ -109,7 +111,7 @@ class Feature:
         ]
         found = plans(at.view(), made, endpoint_slice(name, *chosen, ports=ports, family=family))
         if self.claimed:
-            return {key: replace(plan, cluster_ip=None) for key, plan in found.items()}
+            return {key: structs.replace(plan, cluster_ip=None) for key, plan in found.items()}
         return found
 
 

@@ -19,15 +19,16 @@ from kproxy_core.testing.conformance.checks import Checks, Failed, NotApplicable
 from kproxy_core.testing.conformance.features import ADDRESSES, FEATURES, everything
 from kproxy_core.testing.conformance.subject import change, deaf, full, render
 from kproxy_core.testing.network.namespaces import run
+from kproxy_core.testing.network.patience import patience
 from kproxy_core.testing.open_files import open_files
 
 CHECKS = Checks()
 
 PATIENCE = 5.0
-"""Seconds until a backend that watches has noticed damage."""
+"""Seconds until a backend that watches has noticed damage, multiplied by `patience`."""
 
 RETIRED_WITHIN = 20.0
-"""Seconds until a backend without connections has retired."""
+"""Seconds until a backend without connections has retired, multiplied by `patience`."""
 
 _Seen = TypeVar("_Seen")
 _FOREIGN = "kproxy-kit-foreign"
@@ -161,7 +162,8 @@ def watches_or_says_so(bench: Bench) -> None:
     noticed.wait(0.3)
     expect(not told, f"the backend's own syncs were told as damage: {told[:1]}")
     bench.destroy()
-    expect(noticed.wait(PATIENCE), f"all rules were flushed, and nobody was told within {PATIENCE:.0f} s")
+    seconds = PATIENCE * patience()
+    expect(noticed.wait(seconds), f"all rules were flushed, and nobody was told within {seconds:.0f} s")
     expect(told[0][0] in Family and told[0][1], f"damage is told without family or words: {told[0]}")
 
 
@@ -247,9 +249,9 @@ def rules_of_others_stay(bench: Bench) -> None:
 def retires_without_connections_at_once(bench: Bench) -> None:
     """A retired backend without connections waits for none, and leaves nothing behind."""
     instance = _both(bench)
-    left = _until(lambda: bench.subject.retire(instance), lambda found: not found.waiting, RETIRED_WITHIN)
+    left = _until(lambda: bench.subject.retire(instance), lambda found: not found.is_needed, RETIRED_WITHIN)
     expect(not left.errors, f"kproxy_retire: {'; '.join(left.errors)}")
-    expect(not left.waiting, f"kproxy_retire waits for {left.waiting} connections, and there was none")
+    expect(not left.is_needed, f"kproxy_retire waits for {left.waiting} connections, and there was none")
     bench.subject.end(instance)
     _cleaned(bench)
     bench.same(bench.untouched, "kproxy_retire, kproxy_close and kproxy_cleanup left (+) or took along (-)")
@@ -284,9 +286,9 @@ def _held() -> set[str]:
     return found
 
 
-def _until(look: Callable[[], _Seen], enough: Callable[[_Seen], bool], patience: float = PATIENCE) -> _Seen:
-    """Call *look* until its result is *enough*, for *patience* seconds at most; return the last result."""
-    until = time.monotonic() + patience
+def _until(look: Callable[[], _Seen], enough: Callable[[_Seen], bool], seconds: float = PATIENCE) -> _Seen:
+    """Call *look* until its result is *enough*, for *seconds* times `patience`; return the last result."""
+    until = time.monotonic() + seconds * patience()
     while not enough(seen := look()) and time.monotonic() < until:
         time.sleep(0.05)
     return seen

@@ -31,6 +31,7 @@ from kproxy_core.process.terms import Configuration, backend_settings, node_sett
 from kproxy_core.sources.directory.inventory import Inventory
 from kproxy_core.sources.directory.manifests import read_manifest
 from kproxy_core.store.store import Store
+from kproxy_core.sync.early_connections import EarlyConnections
 from kproxy_core.sync.loop import Loop
 from kproxy_core.sync.node_facts import NodeFacts
 from kproxy_core.sync.stale_flows import CleanupResult, FlowCleaner, StaleFlowObserver
@@ -63,7 +64,9 @@ class BackendDriver(Driver):
         super().__init__(topology, directory, options)
         self.registry = Registry(plugins=tuple(plugins))
         self._objects = {key_of(obj): obj for obj in base_objects()}
+        # One of each for all loops, because their threads do not end.
         self._cleaner = FlowCleaner(self._flows_cleaned)
+        self._early = EarlyConnections(lambda family, deleted, seconds: None)
         self._mode = ""
         self._instance: BackendInstance | None = None
         self._loop: Loop | None = None
@@ -100,7 +103,7 @@ class BackendDriver(Driver):
             self._loop = Loop(
                 _FAMILIES, Store(_FAMILIES, (), time.time()),
                 NodeFacts(node_settings(self._config, self.registry.load(mode)), frozenset()),
-                self._instance, [flows],
+                self._instance, [flows, self._early],
                 pacing=lambda: pacing(self._config), clock=time.monotonic, cpu=time.thread_time,
             )  # fmt: skip
             self._watch = AddressWatch(self._loop.set_addresses, self.registry.is_of_node)
@@ -136,9 +139,7 @@ class BackendDriver(Driver):
         if found is None:
             raise Unavailable("the backend does not implement kproxy_traffic")
         sums: Counter[tuple[str, str, int, str]] = Counter()
-        for (address, protocol, port), where, number, _, *aspects in found:
-            if any(aspects):
-                continue
+        for (address, protocol, port), where, number, *_ in found:
             dialled = format_address(address) if address is not None else resolve("node", family)
             endpoint = format_address(where.address) if where is not None else ""
             sums[protocol.name.lower(), dialled, port, endpoint] += number
@@ -178,10 +179,10 @@ class BackendDriver(Driver):
             ])  # fmt: skip
             if left.errors:
                 raise DriverError(f"kproxy_retire: {'; '.join(left.errors)}")
-        if not left.waiting:
+        if not left.is_needed:
             self.stop()
             self.cleanup()
-        return not left.waiting
+        return not left.is_needed
 
     def stop(self, with_signal: signal.Signals = signal.SIGTERM) -> None:
         """Close the backend. *with_signal* makes no difference within a process."""

@@ -196,6 +196,11 @@ class Traffic:
         while not self._stop.wait(self._interval):
             self._outcomes.append(self._attempt())
 
+    @property
+    def made(self) -> int:
+        """The number of conversations that have ended."""
+        return len(self._outcomes)
+
     def stop(self) -> list[Outcome]:
         self._stop.set()
         self._thread.join()

@@ -3,10 +3,10 @@
 A sentinel Service is changed after the objects of interest: it moves to a new port, and its EndpointSlices
 to another endpoint. Services and EndpointSlices each reach a proxy in order, so once the sentinel's new port
 leads to its new endpoint, everything before it is in effect too. A proxy may program the two IP families
-separately, so the sentinel is in both, and each can be waited for by itself.
+separately, so the sentinel is in both.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from kproxy_core.testing.drivers.driver import Driver, DriverError
 from kproxy_core.testing.network.addresses import FAMILIES, NODE, resolve
@@ -31,8 +31,8 @@ class Barrier:
         self._driver = driver
         self._generation = 0
 
-    def wait(self, families: Sequence[str] = FAMILIES) -> None:
-        """Return once everything applied so far is in effect in *families*. Raises DriverError."""
+    def wait(self) -> None:
+        """Return once everything applied so far is in effect in both families. Raises DriverError."""
         self._generation += 1
         port = _FIRST_PORT + self._generation % _PORTS
         endpoint = ("pod1", "pod2")[self._generation % 2]
@@ -43,7 +43,7 @@ class Barrier:
             self._driver.check()
             return all(
                 dial(self._node, _ADDRESSES[family], port, timeout=_SILENCE).endpoint == endpoint
-                for family in families
+                for family in FAMILIES
             )
 
         if not wait_until(is_passed, DEADLINE):

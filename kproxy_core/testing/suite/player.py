@@ -14,7 +14,7 @@ import yaml
 
 from kproxy_core.testing.drivers.driver import Driver, DriverError, Rejected, Unavailable
 from kproxy_core.testing.network import dialing
-from kproxy_core.testing.network.addresses import FAMILIES, expand, resolve
+from kproxy_core.testing.network.addresses import expand, resolve
 from kproxy_core.testing.network.namespaces import Namespace
 from kproxy_core.testing.network.patience import patience
 from kproxy_core.testing.network.topology import Topology
@@ -53,7 +53,6 @@ class Player:
         self._topology = topology
         self._driver = driver
         self._barrier = barrier
-        self._affected = FAMILIES if scenario.both_families else (family,)
         self._conversations: dict[str, dialing.Conversation] = {}
         self._traffic: dict[str, dialing.Traffic] = {}
         self._remembered: Remembered = {}
@@ -115,7 +114,7 @@ class Player:
 
     def _sync(self, step: Step) -> None:
         if step.get("sync", True):
-            self._barrier.wait(self._affected)
+            self._barrier.wait()
 
     def _apply(self, entries: Sequence[Step], step: Step) -> None:
         may_be_rejected = "apply_invalid" in step
@@ -221,12 +220,14 @@ class Player:
 
     def _stop_traffic(self, spec: str | Step, _: Step) -> None:
         named: Step = {"name": spec} if isinstance(spec, str) else spec
-        outcomes = self._traffic.pop(named["name"]).stop()
+        traffic, at_least = self._traffic.pop(named["name"]), named.get("at_least", 20)
+        dialing.wait_until(lambda: traffic.made >= at_least, DEADLINE)
+        outcomes = traffic.stop()
         bad = [outcome for outcome in outcomes if outcome.kind != dialing.REACHED]
         if len(bad) > named.get("max_failures", 0):
             kinds = collections.Counter(outcome.kind for outcome in bad)
             raise Failure(f"{len(bad)} of {len(outcomes)} conversations failed: {dict(kinds)}")
-        if len(outcomes) < named.get("at_least", 20):
+        if len(outcomes) < at_least:
             raise Failure(f"only {len(outcomes)} conversations took place")
 
     # The node and the proxy

@@ -20,9 +20,7 @@ Step = Mapping[str, Any]
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The one in C reads all scenarios in 20 ms, the other in 230."""
-_KEYS = {
-    "description", "objects", "steps", "config", "modes", "families", "drivers", "both_families", "oracle",
-}  # fmt: skip
+_KEYS = {"description", "objects", "steps", "config", "modes", "families", "drivers", "oracle"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +39,6 @@ class Scenario:
     families: tuple[str, ...] = FAMILIES
     drivers: tuple[str, ...] = ()
     """Empty: every driver."""
-    both_families: bool = False
-    """Objects are of both families."""
     oracle_differs: str = ""
     """Why kube-proxy is known to fail it."""
 
@@ -100,8 +96,7 @@ def read(path: Path) -> Scenario:
     return Scenario(
         path.stem, description, tuple(body.get("objects") or ()), tuple(body.get("steps") or ()),
         body.get("config"), tuple(body.get("modes") or ()), tuple(body.get("families") or FAMILIES),
-        tuple(body.get("drivers") or ()), bool(body.get("both_families")),
-        (body.get("oracle") or {}).get("differs", ""),
+        tuple(body.get("drivers") or ()), (body.get("oracle") or {}).get("differs", ""),
     )  # fmt: skip
 
 
