@@ -1,6 +1,6 @@
 """The book of a soak: when connections may fail, which did, and the tables of the report. Pure."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -133,10 +133,12 @@ def leaks(usages: Sequence[Usage], *, growth: float, slack: int) -> list[str]:
         "descriptors": first.descriptors, "connections": CONNECTIONS, "threads": first.threads,
         "children": first.children,
     }  # fmt: skip
+    grown = [name for name, bound in bounds.items() if getattr(held, name) > bound]
+    more = sorted((Counter(last.files) - Counter(first.files)).elements())
     return [
         f"{name} grew: {[getattr(usage, name) for usage in usages]}"
-        for name, bound in bounds.items()
-        if getattr(held, name) > bound
+        + (f", the last time by {', '.join(more)}" if name == "descriptors" else "")
+        for name in grown
     ]
 
 

@@ -1,6 +1,7 @@
 """A kproxy that is started, killed and watched by its log."""
 
 import json
+import re
 import signal
 import subprocess
 import threading
@@ -23,6 +24,9 @@ PATIENCE = 60.0
 REPAIRED = ("repaired foreign changes", "full sync found differences", "first sync")
 """Messages of syncs after which the kernel holds everything."""
 
+LOOKS = 3
+"""How often the descriptors are listed, a second apart."""
+
 
 class Entry(NamedTuple):
     """A log line, and the monotonic time at which it was read."""
@@ -35,8 +39,13 @@ class Entry(NamedTuple):
         return str(self.fields["msg"])
 
 
-_LISTENS = "0A"
-"""TCP_LISTEN, as /proc/net/tcp has it."""
+_CONNECTION = re.compile("socket:|tcp6? (?!.* 0A$)")
+"""0A is TCP_LISTEN, as /proc/net/tcp has it. No table has TCP sockets that the peer has reset."""
+_TABLES = {
+    **dict.fromkeys(("tcp", "tcp6", "udp", "udp6", "raw", "raw6"), (9, 1, 2, 3)),
+    "unix": (6, 4), "netlink": (9, 1, 3), "packet": (8, 3),
+}  # fmt: skip
+"""Tables below /proc/PID/net: the columns of the inode, and of what describes a socket."""
 
 
 class Usage(NamedTuple):
@@ -44,12 +53,16 @@ class Usage(NamedTuple):
 
     rss: int
     """Bytes, of the process itself."""
-    descriptors: int
-    """All but `connections`."""
+    files: tuple[str, ...]
+    """What the descriptors lead to, without `connections`."""
     connections: int
     """TCP sockets that do not listen. At rest those to the API server, without the watches that back off."""
     threads: int
     children: int
+
+    @property
+    def descriptors(self) -> int:
+        return len(self.files)
 
 
 class SoakFailed(Exception):
@@ -143,18 +156,24 @@ class Proxy:
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
     def usage(self) -> Usage:
-        """Measure the running process."""
+        """Measure the running process.
+
+        Descriptors count that stay open: searches in connection tracking open two for some milliseconds.
+        """
         pid = self.pid
+        held = set(open_files(pid).items())
+        for _ in range(LOOKS - 1):
+            time.sleep(1)
+            sockets = _sockets(pid)
+            held &= open_files(pid).items()
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         status = dict(line.split(":", 1) for line in lines)
-        before = _connections(pid)
-        descriptors = open_files(pid).values()
-        # One may be opened or closed meanwhile.
-        connections = len((before | _connections(pid)) & set(descriptors))
+        files = [sockets.get(name, name) for _, name in held]
+        others = tuple(name for name in files if not _CONNECTION.match(name))
         return Usage(
             rss=int(status["VmRSS"].split()[0]) * 1024,
-            descriptors=len(descriptors) - connections,
-            connections=connections,
+            files=others,
+            connections=len(files) - len(others),
             threads=int(status["Threads"]),
             children=len(self.children()),
         )
@@ -253,10 +272,11 @@ def _command(pid: int) -> str:
         return ""
 
 
-def _connections(pid: int) -> set[str]:
-    """Return the TCP sockets of a process's namespace that do not listen."""
-    lines = [
-        line.split() for name in ("tcp", "tcp6")
-        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]
-    ]  # fmt: skip
-    return {f"socket:[{fields[9]}]" for fields in lines if fields[3] != _LISTENS}
+def _sockets(pid: int) -> dict[str, str]:
+    """Return what /proc knows of the sockets in a process's namespace, by the names of their descriptors."""
+    found = {}
+    for table, (inode, *shown) in _TABLES.items():
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            found[f"socket:[{fields[inode]}]"] = " ".join((table, *(fields[column] for column in shown)))
+    return found

@@ -6,7 +6,7 @@ from tests.soak.ledger import Ledger, Window, leaks
 from tests.soak.proxy import Usage
 from tests.switch.room import Failure
 
-USAGE = Usage(rss=50 << 20, descriptors=36, connections=4, threads=13, children=0)
+USAGE = Usage(rss=50 << 20, files=("pipe",) * 36, connections=4, threads=13, children=0)
 
 
 def damage(seconds: float, pressure: float = 0.4) -> Window:
@@ -45,14 +45,17 @@ def test_one_of_a_hundred_repairs_may_be_slow_while_the_machine_has_time(
 
 @pytest.mark.parametrize(("last", "grown"), [
     (USAGE, []), (USAGE._replace(rss=56 << 20), []), (USAGE._replace(rss=57 << 20), ["rss"]),
-    (USAGE._replace(descriptors=37), ["descriptors"]),
+    (USAGE._replace(files=(*USAGE.files, "udp")), ["descriptors"]),
     (USAGE._replace(connections=8), []), (USAGE._replace(connections=9), ["connections"]),
     (USAGE._replace(threads=14, children=1), ["threads", "children"]),
 ])  # fmt: skip
 def test_leaks_are_what_is_more_than_after_the_second_lap(last: Usage, grown: list[str]) -> None:
-    first, more = USAGE._replace(rss=30 << 20), USAGE._replace(rss=90 << 20, descriptors=50, connections=20)
+    first = USAGE._replace(rss=30 << 20)
+    more = USAGE._replace(rss=90 << 20, files=("pipe",) * 50, connections=20)
     found = leaks([first, USAGE, more, last, last], growth=0.05, slack=4 << 20)
     assert [line.split()[0] for line in found] == grown
+    assert [line.rpartition(" by ")[2] for line in found if line.startswith("desc")] == [
+        "udp" for name in grown if name == "descriptors"]
     assert not leaks([first, USAGE, last, USAGE], growth=0.05, slack=4 << 20)
     found = leaks([first, USAGE, USAGE, last], growth=0.05, slack=4 << 20)
     assert [line.split()[0] for line in found] == [name for name in grown if name != "rss"]
