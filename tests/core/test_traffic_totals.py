@@ -225,11 +225,26 @@ def test_workers_have_the_same_numbers_and_divide_handshakes_at_the_same_bounds(
 ])  # fmt: skip
 def test_a_handshake_belongs_to_the_range_that_it_ends_in(seconds: float, place: int) -> None:
     tally, where = attribution.Tally(), ("10.1.0.1", 8080)
-    tally.shake(where, where, seconds)
+    attribution.Counted(tally, False, where).shake(where, seconds)
     (count,) = tally.report()
     wanted = [0] * 8
     wanted[place] = 1
     assert count.numbers == (0, 0, 0, 0, *wanted, int(seconds * 1_000_000))
+
+
+def test_a_worker_reports_each_connection_once_however_long_a_pair_was_idle() -> None:
+    tally, where, other = attribution.Tally(), ("10.1.0.1", 8080), ("10.1.0.2", 8080)
+    counted, again = (attribution.Counted(tally, False, where) for _ in range(2))
+    for one in (counted, again, counted):
+        one.count(where)
+    counted.count(other)
+    assert [(count.endpoint, count.numbers[0]) for count in tally.report()] == [(where, 3), (other, 1)]
+    for idle in range(3):
+        assert [tally.report() for _ in range(idle)] == [[]] * idle
+        counted.shake(where, 0.5)
+        again.count(where, attribution.RESET)
+        (count,) = tally.report()
+        assert count.numbers == (0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 0, 500_000)
 
 
 def test_a_former_endpoint_is_kept_for_an_hour_and_its_connections_for_good() -> None:

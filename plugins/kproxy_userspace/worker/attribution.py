@@ -4,7 +4,6 @@ import errno
 import socket
 import struct
 from bisect import bisect
-from functools import lru_cache
 
 from kproxy_userspace.names import Endpoint
 from kproxy_userspace.worker.wire import Count
@@ -17,6 +16,7 @@ _FAILURES = {errno.ECONNREFUSED: REFUSED, errno.ECONNRESET: RESET, errno.EPIPE: 
 _BOUNDS = (250, 1000, 4000, 16_000, 64_000, 256_000, 1_000_000)
 """Those of `api.Handshake` in microseconds."""
 _SUM = _HANDSHAKES + len(_BOUNDS) + 1
+_NONE = (0,) * (_SUM + 1)
 
 _SO_ORIGINAL_DST = 80
 """Of both families (linux/netfilter_ipv4.h, linux/netfilter_ipv6/ip6_tables.h)."""
@@ -24,32 +24,58 @@ _IN = struct.Struct("!2xH4s8x")
 _IN6 = struct.Struct("!2xH4x16s4x")
 
 
+Numbers = list[int]
+"""Those of a pair of frontend and endpoint, at the places above; empty after the tally has dropped them."""
+
+
 class Tally:
     """Connections since the last report."""
 
     def __init__(self) -> None:
-        self._numbers: dict[tuple[bool, Endpoint, Endpoint], list[int]] = {}
+        self._numbers: dict[tuple[bool, Endpoint, Endpoint], Numbers] = {}
 
-    def count(self, udp: bool, frontend: Endpoint, endpoint: Endpoint, place: int = MADE) -> None:
+    def of(self, udp: bool, frontend: Endpoint, endpoint: Endpoint) -> Numbers:
+        """Return the numbers of a pair, to count in as long as they are not empty."""
+        return self._numbers.setdefault((udp, frontend, endpoint), [0] * len(_NONE))
+
+    def report(self) -> list[Count]:
+        """Return all counts, and begin again at 0. Pairs without any are dropped."""
+        counts = []
+        for key, numbers in list(self._numbers.items()):
+            if any(numbers):
+                counts.append(Count(*key, tuple(numbers)))
+                numbers[:] = _NONE
+            else:
+                del self._numbers[key]
+                numbers.clear()
+        return counts
+
+
+class Counted:
+    """The connections to one frontend, by endpoint."""
+
+    __slots__ = ("_frontend", "_numbers", "_tally", "_udp")
+
+    def __init__(self, tally: Tally, udp: bool, frontend: Endpoint) -> None:
+        self._frontend = frontend
+        self._tally = tally
+        self._udp = udp
+        self._numbers: dict[Endpoint, Numbers] = {}
+
+    def count(self, endpoint: Endpoint, place: int = MADE) -> None:
         """Count a connection, or its failure, at this *place* of the numbers."""
-        self._of(udp, frontend, endpoint)[place] += 1
+        numbers = self._numbers.get(endpoint) or self._begin(endpoint)
+        numbers[place] += 1
 
-    def shake(self, frontend: Endpoint, endpoint: Endpoint, seconds: float) -> None:
+    def shake(self, endpoint: Endpoint, seconds: float) -> None:
         """Count a TCP handshake that took *seconds*."""
         took = int(seconds * 1_000_000)
-        numbers = self._of(False, frontend, endpoint)
+        numbers = self._numbers.get(endpoint) or self._begin(endpoint)
         numbers[_HANDSHAKES + bisect(_BOUNDS, took)] += 1
         numbers[_SUM] += took
 
-    def report(self) -> list[Count]:
-        """Return all counts, and begin again at 0."""
-        numbers, self._numbers = self._numbers, {}
-        return [Count(*key, tuple(of)) for key, of in numbers.items()]
-
-    def _of(self, *key: *tuple[bool, Endpoint, Endpoint]) -> list[int]:
-        numbers = self._numbers.get(key)
-        if numbers is None:
-            numbers = self._numbers[key] = [0] * (_SUM + 1)
+    def _begin(self, endpoint: Endpoint) -> Numbers:
+        numbers = self._numbers[endpoint] = self._tally.of(self._udp, self._frontend, endpoint)
         return numbers
 
 
@@ -58,17 +84,36 @@ def failure_of(error: int) -> int:
     return _FAILURES.get(error, UNANSWERED)
 
 
-def original_destination(client: socket.socket, family: int) -> Endpoint | None:
-    """Return the address and port that *client* dialled, as conntrack has them; None: it has forgotten."""
-    level, form = (socket.IPPROTO_IPV6, _IN6) if family == socket.AF_INET6 else (socket.IPPROTO_IP, _IN)
-    try:
-        return _decode(client.getsockopt(level, _SO_ORIGINAL_DST, form.size))
-    except OSError:
-        return None
+class OtherFrontends:
+    """Finds which frontend of a service port a client has dialled, by the kernel's connection tracking.
 
+    A client that dialled the relay itself, or that connection tracking has forgotten, is counted for the
+    first frontend.
+    """
 
-@lru_cache
-def _decode(destination: bytes) -> Endpoint:
-    is_v4 = len(destination) == _IN.size
-    port, address = (_IN if is_v4 else _IN6).unpack(destination)
-    return socket.inet_ntop(socket.AF_INET if is_v4 else socket.AF_INET6, address), port
+    def __init__(self, tally: Tally, first: Counted, family: int, port: int) -> None:
+        """*port*: that of the relay."""
+        self._tally = tally
+        self._first = first
+        self._port = port
+        self._family = family
+        self._level, self._form = (
+            (socket.IPPROTO_IPV6, _IN6) if family == socket.AF_INET6 else (socket.IPPROTO_IP, _IN))
+        self._size = self._form.size
+        self._known: dict[bytes, Counted] = {}
+
+    def dialled_by(self, client: socket.socket) -> Counted:
+        """Return the counts for the connection of *client*."""
+        try:
+            destination = client.getsockopt(self._level, _SO_ORIGINAL_DST, self._size)
+        except OSError:
+            return self._first
+        return self._known.get(destination) or self._find(destination, client)
+
+    def _find(self, destination: bytes, client: socket.socket) -> Counted:
+        port, address = self._form.unpack(destination)
+        found = socket.inet_ntop(self._family, address), port
+        if port == self._port and found == client.getsockname()[:2]:
+            return self._first
+        counted = self._known[destination] = Counted(self._tally, False, found)
+        return counted

@@ -99,9 +99,10 @@ class Worker:
         known = self._relays.get(command.relay)
         if known is None:
             known = self._relays[command.relay] = self._open(command)
-        known.frontend = command.frontend
         if isinstance(known, Listener):
-            known.has_other_frontends = command.has_other_frontends
+            known.count_for(command.frontend, command.has_other_frontends)
+        else:
+            known.count_for(command.frontend)
         removed = known.balancer.set_endpoints(command.endpoints, command.affinity_seconds)
         if removed:
             self._leave(known, removed)

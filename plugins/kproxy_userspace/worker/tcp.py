@@ -13,7 +13,7 @@ import time
 from functools import partial
 
 from kproxy_userspace.names import Endpoint
-from kproxy_userspace.worker.attribution import MADE, RESET, failure_of, original_destination
+from kproxy_userspace.worker.attribution import RESET, Counted, OtherFrontends, failure_of
 from kproxy_userspace.worker.balancer import Balancer
 from kproxy_userspace.worker.counters import Counter
 from kproxy_userspace.worker.events import BROKEN, EDGE, READ, WRITE
@@ -50,9 +50,9 @@ class Listener:
         self.events = shared.events
         self.connections: dict[Endpoint, set[Connection]] = {}
         """The established ones, by endpoint."""
-        self.frontend: Endpoint | None = None
-        """See `Serve.frontend`."""
-        self.has_other_frontends = False
+        self.counted: Counted | None = None
+        """The counts of the service port's first frontend; None: connections are not counted."""
+        self.others: OtherFrontends | None = None
         self.family = int(sock.family)
         self._sock = sock
         self._port = sock.getsockname()[1]
@@ -90,14 +90,13 @@ class Listener:
         if self._sock.fileno() >= 0:  # It was not closed in the meantime.
             self.events.epoll.modify(self._sock.fileno(), READ)
 
-    def frontend_of(self, client: socket.socket) -> Endpoint | None:
-        """Return the frontend by which the connection of *client* is counted; None: it is not counted."""
-        if self.frontend is None or not self.has_other_frontends:
-            return self.frontend
-        found = original_destination(client, self.family)
-        if found is None or (found[1] == self._port and found == client.getsockname()[:2]):
-            return self.frontend  # The client dialled the relay itself, or conntrack has forgotten it.
-        return found
+    def count_for(self, frontend: Endpoint | None, has_others: bool) -> None:
+        """Count new connections for *frontend*, or another that was dialled; see `wire.Serve`."""
+        tally = self.shared.tally
+        self.counted = None if frontend is None else Counted(tally, False, frontend)
+        self.others = (
+            OtherFrontends(tally, self.counted, self.family, self._port)
+            if self.counted is not None and has_others else None)
 
     def close(self) -> None:
         for _ in range(BACKLOG // _ACCEPTED_AT_ONCE):
@@ -198,7 +197,7 @@ class Connection:
     """A client, its endpoint, and both directions between them."""
 
     __slots__ = (
-        "_attempt", "_began", "_client", "_directions", "_endpoint", "_frontend", "_host", "_server",
+        "_attempt", "_began", "_client", "_counted", "_directions", "_endpoint", "_host", "_server",
         "_writable", "listener",
     )  # fmt: skip
 
@@ -206,7 +205,7 @@ class Connection:
         self.listener = listener
         self._client: socket.socket | None = client
         self._host = host
-        self._frontend = listener.frontend_of(client)
+        self._counted = listener.others.dialled_by(client) if listener.others else listener.counted
         self._server: socket.socket | None = None
         self._endpoint: Endpoint | None = None
         self._attempt = 0
@@ -243,7 +242,8 @@ class Connection:
                 self._hang_up()
                 self._attempt += 1
                 continue
-            self._count()
+            if self._counted is not None:
+                self._counted.count(endpoint)
             if result not in (0, errno.EINPROGRESS):
                 self._dial_next(result)
                 return
@@ -303,7 +303,7 @@ class Connection:
 
     def _broken(self) -> None:
         """Pass on a reset by either peer."""
-        self._count(RESET)
+        self._count_failure(RESET)
         self.reset()
 
     def reset(self) -> None:
@@ -345,8 +345,8 @@ class Connection:
             return
         if not mask & WRITE:
             return
-        if self._frontend is not None:
-            self.listener.shared.tally.shake(self._frontend, endpoint, time.monotonic() - self._began)
+        if self._counted is not None:
+            self._counted.shake(endpoint, time.monotonic() - self._began)
         server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         server.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         client.setblocking(False)
@@ -376,13 +376,13 @@ class Connection:
 
     def _dial_next(self, error: int) -> None:
         """Try the next endpoint after *error*; see `failure_of`."""
-        self._count(failure_of(error))
+        self._count_failure(failure_of(error))
         self._hang_up()
         self.listener.counts[Counter.DIAL_FAILURES] += 1
         self._attempt += 1
         self.dial()
 
-    def _count(self, place: int = MADE) -> None:
-        """Count the connection to the endpoint, or its failure; see `attribution`."""
-        if self._frontend is not None and self._endpoint is not None:
-            self.listener.shared.tally.count(False, self._frontend, self._endpoint, place)
+    def _count_failure(self, place: int) -> None:
+        """Count the failure of the attempt or the connection; see `attribution`."""
+        if self._counted is not None and self._endpoint is not None:
+            self._counted.count(self._endpoint, place)

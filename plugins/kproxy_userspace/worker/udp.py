@@ -8,6 +8,7 @@ import time
 from typing import NamedTuple
 
 from kproxy_userspace.names import Endpoint
+from kproxy_userspace.worker.attribution import Counted
 from kproxy_userspace.worker.balancer import Balancer
 from kproxy_userspace.worker.counters import Counter
 from kproxy_userspace.worker.events import READ
@@ -53,8 +54,8 @@ class UdpRelay:
         self.events = shared.events
         self.flows: dict[FlowKey, Flow] = {}
         self.timeouts = self.events.timeouts(idle_seconds)
-        self.frontend: Endpoint | None = None
-        """See `Serve.frontend`."""
+        self.counted: Counted | None = None
+        """None: flows are not counted."""
         self.family = sock.family
         self._tally = shared.tally
         self._sock = sock
@@ -78,6 +79,10 @@ class UdpRelay:
             flow = self.flows.get(key) or self._new_flow(key)
             if flow is not None:
                 flow.send(data)
+
+    def count_for(self, frontend: Endpoint | None) -> None:
+        """Count new flows for *frontend*; see `wire.Serve`."""
+        self.counted = None if frontend is None else Counted(self._tally, True, frontend)
 
     def reply(self, data: bytes, key: FlowKey) -> None:
         """Send an endpoint's answer to its client, from the address that the client had sent to."""
@@ -114,8 +119,8 @@ class UdpRelay:
             self.counts[Counter.SHORTAGES] += error == errno.EAGAIN or error in EXHAUSTED
             return None
         flow = self.flows[key] = Flow(self, key, upstream, endpoint)
-        if self.frontend is not None:
-            self._tally.count(True, self.frontend, endpoint)
+        if self.counted is not None:
+            self.counted.count(endpoint)
         return flow
 
     def _local_address(self, control: list[Control]) -> bytes:

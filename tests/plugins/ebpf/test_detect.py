@@ -21,10 +21,6 @@ from kproxy_ebpf.settings import Settings, read_settings
 
 _PROG_ATTACH = 8
 _ACCEPT = struct.pack("=BBhi", 0xB7, 0, 0, 1) + struct.pack("=BBhi", 0x95, 0, 0, 0)
-_LACKING = (
-    "from kproxy_ebpf.questions.detect import lacking; from kproxy_ebpf.settings import Settings\n"
-    "print('; '.join(lacking(Settings())))"
-)
 
 
 class _Trial:
@@ -37,6 +33,17 @@ class _Trial:
 def probe(settings: Settings) -> Detection:
     options = {"cgroup": settings.cgroup, "pinDirectory": settings.pin_directory}
     return detect(BackendSettings((Family.IPV4,), options=options), _Trial(), load_modules=False)
+
+
+def lacking_with(capabilities: str, settings: Settings) -> str:
+    """Return what a process with these *capabilities* finds lacking; `setpriv` describes them."""
+    program = (
+        "from kproxy_ebpf.questions.detect import lacking; from kproxy_ebpf.settings import Settings\n"
+        f"print('; '.join(lacking({settings!r})))"
+    )
+    limit = ["setpriv", f"--bounding-set={capabilities}", f"--inh-caps={capabilities}"]
+    command = [*limit, sys.executable, "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def unmet(found: Detection) -> list[str]:
@@ -79,12 +86,8 @@ def test_a_wrong_cgroup_is_named(settings: Settings, cgroup: str, problem: str) 
 
 def test_a_directory_outside_of_bpf_file_systems_is_named(settings: Settings) -> None:
     assert unmet(probe(settings._replace(pin_directory="/proc/kproxy"))) == []
-    done = subprocess.run(
-        ["setpriv", "--bounding-set=-all,+bpf,+net_admin", "--inh-caps=-all,+bpf,+net_admin",
-         sys.executable, "-c", _LACKING.replace("Settings()", "Settings(pin_directory='/proc/kproxy')")],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert "BPF file system: /proc is not one. mount -t bpf bpf /proc" in done.stdout
+    found = lacking_with("-all,+bpf,+net_admin", settings._replace(pin_directory="/proc/kproxy"))
+    assert "BPF file system: /proc is not one. mount -t bpf bpf /proc" in found
 
 
 def test_notrack_is_tried_and_a_kernel_without_its_match_is_told_the_module(
@@ -123,10 +126,7 @@ def test_a_wrong_option_is_named(options: Mapping[str, object], problem: str) ->
     ("-all,+bpf", "BPF programs for cgroups"),
     ("-all,+net_admin", "grant CAP_BPF and CAP_NET_ADMIN"),
 ])  # fmt: skip
-def test_a_missing_capability_is_named(allowed: str, missing: str) -> None:
-    done = subprocess.run(
-        ["setpriv", f"--bounding-set={allowed}", f"--inh-caps={allowed}", sys.executable, "-c", _LACKING],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert bool(done.stdout.strip()) is bool(missing), done.stdout
-    assert missing in done.stdout
+def test_a_missing_capability_is_named(settings: Settings, allowed: str, missing: str) -> None:
+    found = lacking_with(allowed, settings)
+    assert bool(found) is bool(missing), found
+    assert missing in found
