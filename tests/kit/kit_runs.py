@@ -97,7 +97,9 @@ def _play(mode: str, directory: Path, pins: str = "") -> Results:
         "-k", " or ".join(chosen), str(directory),
     ]  # fmt: skip
     if mode == IN_A_GUEST:
-        with Guest(with_nft(command), directory / "log", share=directory, seconds=LONGEST) as guest:
+        # Evidence of a failed scenario outlives the guest.
+        kept = ["env", f"TMPDIR={directory}", *command]
+        with Guest(with_nft(kept), directory / "log", share=directory, seconds=LONGEST) as guest:
             guest.status()
             output = guest.output
     else:

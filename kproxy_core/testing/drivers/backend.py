@@ -165,7 +165,7 @@ class BackendDriver(Driver):
             ]  # fmt: skip
         return "; ".join(dict.fromkeys(caveat.what for caveat in caveats if caveat.lost))
 
-    def retire(self) -> bool:
+    def retire(self) -> Leftovers:
         with self.node.entered():
             if self._loop is not None:
                 self._end_loop()
@@ -182,7 +182,7 @@ class BackendDriver(Driver):
         if not left.is_needed:
             self.stop()
             self.cleanup()
-        return not left.is_needed
+        return left
 
     def stop(self, with_signal: signal.Signals = signal.SIGTERM) -> None:
         """Close the backend. *with_signal* makes no difference within a process."""

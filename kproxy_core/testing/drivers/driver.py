@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from kproxy_core.backend.api import Leftovers
 from kproxy_core.testing.network.addresses import FAMILIES, resolve
 from kproxy_core.testing.network.dialing import http_get, wait_until
 from kproxy_core.testing.network.namespaces import Namespace
@@ -128,8 +129,8 @@ class Driver:
     def cleanup(self) -> None:
         raise NotImplementedError
 
-    def retire(self) -> bool:
-        """Retire the mode, as after a switch. Return False while connections need its rules."""
+    def retire(self) -> Leftovers:
+        """Retire the mode, as after a switch. Return what is needed of it."""
         raise NotImplementedError
 
     def counted(self, family: str) -> Connections:

@@ -16,6 +16,7 @@ _STATE = (
     ("conntrack", "-L"), ("conntrack", "-L", "-f", "ipv6"), ("conntrack", "-S"), ("ss", "-H", "-tuanp"),
     ("nstat", "-asz"), ("ip", "-s", "link"), ("ip", "address"), ("ip", "route", "show", "table", "all"),
     ("ip", "-6", "route", "show", "table", "all"), ("ip", "neighbour"), ("cat", "/proc/loadavg"),
+    ("cat", "/proc/net/ip_vs", "/proc/net/ip_vs_conn"),
 )  # fmt: skip
 _ETH_P_ALL = 3
 _PCAP_HEADER = struct.pack("=IHHiIII", 0xA1B23C4D, 2, 4, 0, 0, 65535, 276)

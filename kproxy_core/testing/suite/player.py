@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from kproxy_core.backend.api import Leftovers
 from kproxy_core.testing.drivers.driver import Driver, DriverError, Rejected, Unavailable
 from kproxy_core.testing.network import dialing
 from kproxy_core.testing.network.addresses import expand, resolve
@@ -175,7 +176,7 @@ class Player:
                 source_port=spec.get("source_port", 0),
             )  # fmt: skip
             if previous := self._conversations.pop(spec["name"], None):
-                previous.close()
+                previous.reset()  # A mode that retires waits for connections that were closed.
             self._conversations[spec["name"]] = conversation
             return [(None, conversation.start())]
 
@@ -274,12 +275,22 @@ class Player:
             self._driver.cleanup()
         if do == "retire":
             self._driver.retire()
-        if do == "retired" and not dialing.wait_until(self._driver.retire, RETIRED_WITHIN, 0.1):
-            raise Failure("connections are still waited for, though all have ended")
+        if do == "retired":
+            self._await_retirement()
         if do in ("start", "restart"):
             config = self._config(named.get("config", self.scenario.config))
             self._driver.start(named.get("mode", self._mode), config)
             self._sync(step)
+
+    def _await_retirement(self) -> None:
+        calls: list[Leftovers] = []
+
+        def has_retired() -> bool:
+            calls.append(self._driver.retire())
+            return not calls[-1].is_needed
+
+        if not dialing.wait_until(has_retired, RETIRED_WITHIN, 0.1):
+            raise Failure(f"after {len(calls)} calls it waits, though all connections ended: {calls[-1]}")
 
     def _rules(self, spec: Step, _: Step) -> None:
         text = ruleset(self._topology["node"])
