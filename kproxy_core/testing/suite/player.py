@@ -32,7 +32,10 @@ SILENT = 0.4
 """Seconds without an answer after which an attempt counts as dropped, where no answer is expected. Where
 silence is, they all pass each time, and are not multiplied by `patience`."""
 RETIRED_WITHIN = 20.0
-"""Seconds until a mode has noticed that connections were reset."""
+"""Seconds until a mode has noticed that connections were reset, multiplied by `patience`."""
+GIVEN_UP = 66.0
+"""Seconds that are added to these. The barrier and `open` give up attempts that take too long. IPVS expects
+the rest of a handshake for a minute, and a timer of a minute may be 5 s late at 100 Hz."""
 _AT_ONCE = 16
 """Concurrent attempts if none may be answered."""
 
@@ -289,7 +292,7 @@ class Player:
             calls.append(self._driver.retire())
             return not calls[-1].is_needed
 
-        if not dialing.wait_until(has_retired, RETIRED_WITHIN, 0.1):
+        if not dialing.wait_until(has_retired, RETIRED_WITHIN + GIVEN_UP / patience(), 0.1):
             raise Failure(f"after {len(calls)} calls it waits, though all connections ended: {calls[-1]}")
 
     def _rules(self, spec: Step, _: Step) -> None:
