@@ -17,6 +17,7 @@ import pytest
 from kproxy_core.host import privileges
 from kproxy_core.modes import control
 from kproxy_core.modes.control import ControlServer, NoProxy, RequestRefused, send_request
+from tests.core.other_user import as_nobody
 
 CLIENT = """
 import contextlib, socket, sys
@@ -123,7 +124,7 @@ print("connected", flush=True)
 sys.stdin.read()
 """
     idle = subprocess.Popen(
-        [sys.executable, "-c", program], user=65534, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        as_nobody(sys.executable, "-c", program), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with idle:
         assert idle.stdout is not None
         assert idle.stdout.readline() == b"connected\n"
@@ -133,7 +134,7 @@ sys.stdin.read()
 
 def test_another_user_is_refused(server: ControlServer) -> None:
     problem = "permission denied: user 65534 is neither root nor the user that runs kproxy"
-    assert answer_to_client(user=65534) == {"ok": False, "problem": problem}
+    assert answer_to_client(*as_nobody()) == {"ok": False, "problem": problem}
 
 
 @pytest.mark.parametrize(("command", "problem"), [
@@ -237,7 +238,7 @@ print("listening", flush=True)
 sys.stdin.read()
 """
     process = subprocess.Popen(
-        [sys.executable, "-c", program], user=65534, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        as_nobody(sys.executable, "-c", program), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"listening\n"

@@ -12,10 +12,9 @@ import yaml
 
 from tests.core.installed_plugins import install
 from tests.core.namespaces import Namespace, namespace
+from tests.core.other_user import as_nobody
 from tests.core.processes import KPROXY, kproxy
 from tests.core.test_registry import plugin
-
-NOBODY = 65534
 
 
 @pytest.fixture
@@ -119,7 +118,7 @@ def test_a_plugin_that_dies_when_it_is_asked_harms_no_other(
 
 def test_other_users_see_kernel_features_and_missing_privileges() -> None:
     done = subprocess.run(
-        [KPROXY, "modes", "--probe", "-o", "json"], user=NOBODY, group=NOBODY, extra_groups=[],
+        as_nobody(KPROXY, "modes", "--probe", "-o", "json"),
         env={**os.environ, "HOME": "/"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     document = json.loads(done.stdout)

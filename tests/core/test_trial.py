@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from kproxy_core.host.trial import Namespace, NoAnswer, ask
-
-NOBODY = 65534
+from tests.core.other_user import NOBODY, as_nobody
 
 
 def namespace_id() -> str:
@@ -71,7 +70,7 @@ def unprivileged(code: str) -> str:
         "from kproxy_core.host.trial import ask\n"
     )
     return subprocess.run(
-        [sys.executable, "-c", f"{imports}{code}"], user=NOBODY, group=NOBODY, extra_groups=[],
+        as_nobody(sys.executable, "-c", f"{imports}{code}"),
         capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from tests.core.namespaces import namespace
+from tests.core.other_user import as_nobody
 
 CHECKOUT = Path(__file__).parents[2]
 
@@ -32,13 +33,12 @@ def test_demo_finds_everything_as_it_should_be() -> None:
 
 def test_demo_shows_what_needs_no_privileges() -> None:
     """Other users than root see the userspace mode instead."""
-    nobody = 65534
     with namespace() as machine:  # Nothing else takes its ports.
         machine.ip("link add out type veth peer name nowhere", "link set out up",
                    "address add 192.0.2.10/24 dev out")
         with machine.joined():
             demo = subprocess.run(
-                [sys.executable, "-m", "examples.demo"], user=nobody, group=nobody, extra_groups=[],
+                as_nobody(sys.executable, "-m", "examples.demo"),
                 cwd=CHECKOUT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
             )  # fmt: skip
     assert demo.returncode == 0, demo.stdout + demo.stderr

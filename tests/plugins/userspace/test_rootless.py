@@ -5,11 +5,12 @@ import sys
 import time
 from pathlib import Path
 
+from tests.core.other_user import as_nobody
+
 from .endpoints import PATIENCE
 
 KPROXY = Path(sys.executable).with_name("kproxy")
 SHOP = Path(__file__).parents[3] / "examples" / "shop"
-_NOBODY = 65534
 
 
 def test_it_starts_without_a_warning(tmp_path: Path) -> None:
@@ -20,8 +21,7 @@ def test_it_starts_without_a_warning(tmp_path: Path) -> None:
         "--metrics-bind-address=127.0.0.80:10249",
     ]  # fmt: skip
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, user=_NOBODY, group=_NOBODY, extra_groups=[], stdin=subprocess.DEVNULL, stderr=out)
+        process = subprocess.Popen(as_nobody(*command), stdin=subprocess.DEVNULL, stderr=out)
     try:
         deadline = time.monotonic() + PATIENCE
         while log.read_text().count("first sync") < 1 and time.monotonic() < deadline:
