@@ -133,13 +133,15 @@ def leaks(usages: Sequence[Usage], *, growth: float, slack: int) -> list[str]:
         "descriptors": first.descriptors, "connections": CONNECTIONS, "threads": first.threads,
         "children": first.children,
     }  # fmt: skip
-    grown = [name for name, bound in bounds.items() if getattr(held, name) > bound]
-    more = sorted((Counter(last.files) - Counter(first.files)).elements())
-    return [
-        f"{name} grew: {[getattr(usage, name) for usage in usages]}"
-        + (f", the last time by {', '.join(more)}" if name == "descriptors" else "")
-        for name in grown
-    ]
+    found = {
+        name: f"{name} grew: {[getattr(usage, name) for usage in usages]}"
+        for name, bound in bounds.items()
+        if getattr(held, name) > bound
+    }
+    if "descriptors" in found:
+        more = Counter(last.files) - Counter(first.files)
+        found["descriptors"] += f", the last time by {', '.join(sorted(more.elements()))}"
+    return list(found.values())
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -130,7 +130,7 @@ class Driver:
         raise NotImplementedError
 
     def retire(self) -> Leftovers:
-        """Retire the mode, as after a switch. Return what is needed of it."""
+        """Retire the mode, as after a switch. Return what was removed, and what is still needed."""
         raise NotImplementedError
 
     def counted(self, family: str) -> Connections:

@@ -36,7 +36,7 @@ class Tally:
 
     def of(self, udp: bool, frontend: Endpoint, endpoint: Endpoint) -> Numbers:
         """Return the numbers of a pair, to count in as long as they are not empty."""
-        return self._numbers.setdefault((udp, frontend, endpoint), [0] * len(_NONE))
+        return self._numbers.setdefault((udp, frontend, endpoint), list(_NONE))
 
     def report(self) -> list[Count]:
         """Return all counts, and begin again at 0. Pairs without any are dropped."""
