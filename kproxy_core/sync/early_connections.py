@@ -14,10 +14,9 @@ from kproxy_core.sync.observer import Synced, SyncObserver
 
 log = logging.getLogger("kproxy.run")
 
-_REST = 20
-"""Rest so many times as long as a search took: walking conntrack takes 10 ms or more, and Services that are
-created in a row may cost a twentieth of a processor. Clients repeat a SYN after a second at the earliest."""
-_LONGEST_REST = 1.0
+_REST = 1.0
+"""Seconds between two searches: walking conntrack takes 10 ms or more, and Services may be created in a row.
+Clients repeat a SYN after a second at the earliest."""
 
 
 class EarlyConnections(SyncObserver):
@@ -71,4 +70,4 @@ class EarlyConnections(SyncObserver):
             return
         took = time.monotonic() - started
         self._deleted(family, deleted, took)
-        time.sleep(min(_REST * took, _LONGEST_REST))
+        time.sleep(_REST)
