@@ -74,18 +74,21 @@ def kernel_mode(mode: str) -> str:
     return mode.removesuffix(LEGACY).removesuffix(THROUGH_API)
 
 
-def cases_of(mode: str, scenarios: Iterable[Scenario], left_out: Iterable[str] = ()) -> list[Case]:
+def cases_of(
+    mode: str, scenarios: Iterable[Scenario], left_out: Iterable[str] = (), *, in_turns: bool = False
+) -> list[Case]:
     """Return the cases of *mode* for all scenarios but those *left_out*.
 
-    Scenarios with equal configuration follow each other, so that the proxy is seldom restarted. Where only
-    the source of the objects differs from another mode, each is played in one family, both in turns.
+    Scenarios with equal configuration follow each other, so that the proxy is seldom restarted. With
+    *in_turns*, each is played in one family, both in turns: for what differs little from another mode or
+    kernel, where each is played in both.
     """
     ordered = sorted(scenarios, key=lambda s: (json.dumps(s.config, sort_keys=True), s.name))
     found = []
     for number, scenario in enumerate(each for each in ordered if each.name not in left_out):
         families = [
             each for each in FAMILIES if not scenario.unsuitable_for(kernel_mode(mode), each, DRIVER)]
-        if mode.endswith(THROUGH_API):
+        if in_turns:
             families = families[number % 2 :][:1] or families[:1]
         found += [Case(mode, family, scenario.name) for family in families]
     return found

@@ -14,7 +14,13 @@ from tests.conformance.stages import Stages
 
 MODES = ("nftables", "nftables" + THROUGH_API, "iptables", "iptables" + LEGACY, "userspace", "ebpf")
 SCENARIOS = {scenario.name: scenario for scenario in find()}
-CASES = [case for mode in MODES for case in cases_of(mode, SCENARIOS.values(), NOT_FOR.get(mode, ()))]
+CASES = [
+    case
+    for mode in MODES
+    for case in cases_of(
+        mode, SCENARIOS.values(), NOT_FOR.get(mode, ()), in_turns=mode.endswith(THROUGH_API)
+    )
+]
 
 
 @pytest.fixture(scope="module")

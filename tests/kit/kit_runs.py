@@ -58,8 +58,8 @@ OPTIONS = {
 IN_A_GUEST = "ipvs"
 """The mode that this kernel may lack. A guest takes minutes for a family: the contract is checked in IPv6."""
 PLAYED = ("nftables", "iptables", "userspace", "ebpf")
-"""Modes that all scenarios are played in, too, in IPv6: test_an_installed_example.py plays them in IPv4.
-A whole kproxy plays them in every mode and family: tests/conformance, tests/plugins/ipvs."""
+"""Modes that scenarios are played in, too, in IPv6, each in two of them. test_an_installed_example.py plays
+all in IPv4; a whole kproxy plays all in every mode and family: tests/conformance, tests/plugins/ipvs."""
 ONLY_HERE = tuple(scenario.name for scenario in find() if scenario.drivers == (BACKEND,))
 """Scenarios that no whole kproxy plays."""
 
@@ -94,6 +94,7 @@ def _play(mode: str, directory: Path, pins: str = "") -> Results:
         sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--kproxy-mode={mode}",
         f"--rootdir={directory}", f"--config-file={directory}/pytest.ini", f"--junitxml={report}",
         *(option.replace(PINS, pins) for option in OPTIONS.get(mode, ())),
+        *(f"--deselect=::kproxy-{mode}::scenarios::{name}[IPv6]" for name in _played_elsewhere(mode)),
         "-k", " or ".join(chosen), str(directory),
     ]  # fmt: skip
     if mode == IN_A_GUEST:
@@ -123,8 +124,17 @@ def to_be_asked(mode: str) -> frozenset[str]:
         for scenario in find() for family in Family
         if ((mode in PLAYED and family is Family.IPV6) or scenario.name in ONLY_HERE)
         and not scenario.not_for(mode, family.label.lower())
+        and not (family is Family.IPV6 and scenario.name in _played_elsewhere(mode))
     )  # fmt: skip
     return frozenset((*checks, *scenarios))
+
+
+def _played_elsewhere(mode: str) -> frozenset[str]:
+    """Return the scenarios that the other modes of `PLAYED` play in IPv6: every second one."""
+    if mode not in PLAYED:
+        return frozenset()
+    names = [scenario.name for scenario in find() if scenario.name not in ONLY_HERE]
+    return frozenset(names[PLAYED.index(mode) % 2 :: 2])
 
 
 def results(report: Path) -> Results:

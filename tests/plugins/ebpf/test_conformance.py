@@ -15,6 +15,6 @@ def play(items: Sequence[pytest.Item], directory: Path) -> dict[Case, Result]:
 
 
 @pytest.mark.in_a_guest(play=play)
-@pytest.mark.parametrize("case", cases_of("ebpf", FOUND.values()), ids=str)
+@pytest.mark.parametrize("case", cases_of("ebpf", FOUND.values(), in_turns=True), ids=str)
 def test_scenario(case: Case, from_guest: dict[Case, Result]) -> None:
     assert from_guest[case].status == PASSED, from_guest[case].detail
