@@ -82,8 +82,9 @@ def wanted(
     """Return the relays of one service port; none for SCTP.
 
     With *listen*, relays are bound to the service port's own ports at that address, without portals. If
-    connections are *counted*, each frontend of a UDP service port has a relay: a datagram does not tell what
-    its client dialled. With session affinity all share one, because it remembers the clients' endpoints.
+    connections are *counted*, each frontend has a relay: a datagram does not tell what its client dialled,
+    and asking that of a TCP socket costs more than counting. With session affinity all share one, because it
+    remembers the clients' endpoints.
     """
     protocol = plan.key.protocol
     if protocol is Protocol.SCTP:
@@ -92,7 +93,7 @@ def wanted(
     endpoints = tuple((format_address(d.address), d.port) for d in plan.cluster or plan.local)
     if listen is None:
         portals = tuple(_portals(plan, node))
-        if counted and protocol is Protocol.UDP and not plan.affinity_seconds:
+        if counted and not plan.affinity_seconds:
             return {
                 RelayName(plan.key, frontend=frontend): Wanted(protocol, endpoints, 0, of, frontend)
                 for frontend, of in _by_frontend(portals).items()

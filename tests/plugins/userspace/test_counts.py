@@ -89,15 +89,19 @@ def given_up(host: str, port: int) -> None:
 
 
 @pytest.mark.usefixtures("node")
-def test_tcp_connections_are_counted_for_the_frontend_that_was_dialled(counting: Proxy) -> None:
+@pytest.mark.parametrize(("affinity", "node_port"), [(0, "any:30080"), (60, "192.0.2.2:30080")])
+def test_tcp_connections_are_counted_for_the_frontend_that_was_dialled(
+    counting: Proxy, affinity: int, node_port: str
+) -> None:
+    of = service("web", "80@30080", affinity=affinity)
     with endpoints(ONE, TWO):
-        counting.serve(service("web", "80@30080"), "127.0.0.1")
+        counting.serve(of, "127.0.0.1")
         for _ in range(3):
             assert reached(VIP, 80) == A
         assert reached("192.0.2.2", 30080) == A
-        wanted_counts = {f"tcp {VIP}:80 {A}": 3, f"tcp 192.0.2.2:30080 {A}": 1}
+        wanted_counts = {f"tcp {VIP}:80 {A}": 3, f"tcp {node_port} {A}": 1}
         assert counted(counting) == wanted_counts
-        counting.serve(service("web", "80@30080"), "127.0.0.2")
+        counting.serve(of, "127.0.0.2")
         assert reached(VIP, 80) == B
         assert counted(counting) == {**wanted_counts, f"tcp {VIP}:80 {B}": 1}
 
@@ -110,7 +114,7 @@ def test_frontends_that_a_service_gets_and_loses_are_counted(counting: Proxy) ->
             assert reached(VIP, 80) == A
             if "@" in of:
                 assert reached("192.0.2.2", 30080) == A
-        assert counted(counting) == {f"tcp {VIP}:80 {A}": 3, f"tcp 192.0.2.2:30080 {A}": 1}
+        assert counted(counting) == {f"tcp {VIP}:80 {A}": 3, f"tcp any:30080 {A}": 1}
 
 
 @pytest.mark.usefixtures("node")
@@ -271,11 +275,12 @@ def test_nothing_is_counted_without_the_option(start: Start) -> None:
 
 
 @pytest.mark.parametrize(("of", "counted_frontends"), [
-    (service("web", "80@30080"), [(VIP, 80)]),
+    (service("web", "80@30080"), [(VIP, 80), (None, 30080)]),
+    (service("web", "80@30080", affinity=60), [(VIP, 80)]),
     (service("dns", "53/UDP@30053"), [(VIP, 53), (None, 30053)]),
     (service("dns", "53/UDP@30053", affinity=60), [(VIP, 53)]),
 ])  # fmt: skip
-def test_udp_without_affinity_has_a_relay_for_each_frontend(
+def test_without_affinity_each_frontend_has_a_relay(
     of: Service, counted_frontends: list[tuple[str | None, int]]
 ) -> None:
     node = NODE[Family.IPV4]
