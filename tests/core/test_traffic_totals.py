@@ -210,7 +210,7 @@ def test_without_handshakes_no_histogram_has_series() -> None:
 
 def test_workers_have_the_same_numbers_and_divide_handshakes_at_the_same_bounds() -> None:
     ranges = [one for one in Handshake if one is not Handshake.MICROSECONDS]
-    assert [bound / 1_000_000 for bound in attribution._BOUNDS] == [float(one.value) for one in ranges[:-1]]
+    assert [bound / 1e9 for bound in attribution._BOUNDS] == [float(one.value) for one in ranges[:-1]]
     numbers = [None, *Failure, *Handshake]
     assert numbers[attribution.MADE] is None
     for place, failure in ((attribution.REFUSED, Failure.REFUSED), (attribution.RESET, Failure.RESET),
@@ -225,26 +225,27 @@ def test_workers_have_the_same_numbers_and_divide_handshakes_at_the_same_bounds(
 ])  # fmt: skip
 def test_a_handshake_belongs_to_the_range_that_it_ends_in(seconds: float, place: int) -> None:
     tally, where = attribution.Tally(), ("10.1.0.1", 8080)
-    attribution.Counted(tally, False, where).shake(where, seconds)
+    attribution.Counted(tally, False, where).shake(where, round(seconds * 1_000_000_000))
     (count,) = tally.report()
     wanted = [0] * 8
     wanted[place] = 1
-    assert count.numbers == (0, 0, 0, 0, *wanted, int(seconds * 1_000_000))
+    assert count.numbers == (0, 0, 0, 0, *wanted, round(seconds * 1_000_000))
 
 
 def test_a_worker_reports_each_connection_once_however_long_a_pair_was_idle() -> None:
     tally, where, other = attribution.Tally(), ("10.1.0.1", 8080), ("10.1.0.2", 8080)
     counted, again = (attribution.Counted(tally, False, where) for _ in range(2))
     for one in (counted, again, counted):
-        one.count(where)
-    counted.count(other)
-    assert [(count.endpoint, count.numbers[0]) for count in tally.report()] == [(where, 3), (other, 1)]
+        one[where][attribution.MADE] += 1
+    counted[other][attribution.MADE] += 1
+    assert [(count.endpoint, count.numbers[0]) for count in tally.report()] == [
+        (where, 2), (other, 1), (where, 1)]
     for idle in range(3):
         assert [tally.report() for _ in range(idle)] == [[]] * idle
-        counted.shake(where, 0.5)
-        again.count(where, attribution.RESET)
-        (count,) = tally.report()
-        assert count.numbers == (0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 0, 500_000)
+        counted.shake(where, 500_000_000)
+        again[where][attribution.RESET] += 1
+        assert sorted(count.numbers for count in tally.report()) == [
+            (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 500_000), (0, 0, 0, 1, *[0] * 9)]
 
 
 def test_a_former_endpoint_is_kept_for_an_hour_and_its_connections_for_good() -> None:

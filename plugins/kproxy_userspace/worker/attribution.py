@@ -4,6 +4,7 @@ import errno
 import socket
 import struct
 from bisect import bisect
+from collections.abc import Iterator
 
 from kproxy_userspace.names import Endpoint
 from kproxy_userspace.worker.wire import Count
@@ -13,8 +14,8 @@ MADE, REFUSED, UNANSWERED, RESET, _HANDSHAKES = range(5)
 
 _FAILURES = {errno.ECONNREFUSED: REFUSED, errno.ECONNRESET: RESET, errno.EPIPE: RESET}
 
-_BOUNDS = (250, 1000, 4000, 16_000, 64_000, 256_000, 1_000_000)
-"""Those of `api.Handshake` in microseconds."""
+_BOUNDS = (250_000, 1_000_000, 4_000_000, 16_000_000, 64_000_000, 256_000_000, 1_000_000_000)
+"""Those of `api.Handshake` in nanoseconds."""
 _SUM = _HANDSHAKES + len(_BOUNDS) + 1
 _NONE = (0,) * (_SUM + 1)
 
@@ -25,58 +26,59 @@ _IN6 = struct.Struct("!2xH4x16s4x")
 
 
 Numbers = list[int]
-"""Those of a pair of frontend and endpoint, at the places above; empty after the tally has dropped them."""
+"""Those of a pair of frontend and endpoint, at the places above; the sum in nanoseconds."""
 
 
 class Tally:
     """Connections since the last report."""
 
     def __init__(self) -> None:
-        self._numbers: dict[tuple[bool, Endpoint, Endpoint], Numbers] = {}
-
-    def of(self, udp: bool, frontend: Endpoint, endpoint: Endpoint) -> Numbers:
-        """Return the numbers of a pair, to count in as long as they are not empty."""
-        return self._numbers.setdefault((udp, frontend, endpoint), list(_NONE))
+        self.begun: list[Counted] = []
+        """Those that are not empty."""
 
     def report(self) -> list[Count]:
         """Return all counts, and begin again at 0. Pairs without any are dropped."""
-        counts = []
-        for key, numbers in list(self._numbers.items()):
-            if any(numbers):
-                counts.append(Count(*key, tuple(numbers)))
-                numbers[:] = _NONE
-            else:
-                del self._numbers[key]
-                numbers.clear()
+        counts = [count for counted in self.begun for count in counted.report()]
+        self.begun = [counted for counted in self.begun if counted]
         return counts
 
 
-class Counted:
-    """The connections to one frontend, by endpoint."""
+class Counted(dict[Endpoint, Numbers]):
+    """The connections to one frontend, by endpoint.
 
-    __slots__ = ("_frontend", "_numbers", "_tally", "_udp")
+    Numbers are looked up for each use, which begins them: a report may have dropped them. A dictionary finds
+    them without a call of Python code, most of which is not in the processor's caches for a new connection.
+    """
+
+    __slots__ = ("_frontend", "_tally", "_udp")
 
     def __init__(self, tally: Tally, udp: bool, frontend: Endpoint) -> None:
+        super().__init__()
         self._frontend = frontend
         self._tally = tally
         self._udp = udp
-        self._numbers: dict[Endpoint, Numbers] = {}
 
-    def count(self, endpoint: Endpoint, place: int = MADE) -> None:
-        """Count a connection, or its failure, at this *place* of the numbers."""
-        numbers = self._numbers.get(endpoint) or self._begin(endpoint)
-        numbers[place] += 1
-
-    def shake(self, endpoint: Endpoint, seconds: float) -> None:
-        """Count a TCP handshake that took *seconds*."""
-        took = int(seconds * 1_000_000)
-        numbers = self._numbers.get(endpoint) or self._begin(endpoint)
-        numbers[_HANDSHAKES + bisect(_BOUNDS, took)] += 1
-        numbers[_SUM] += took
-
-    def _begin(self, endpoint: Endpoint) -> Numbers:
-        numbers = self._numbers[endpoint] = self._tally.of(self._udp, self._frontend, endpoint)
+    def __missing__(self, endpoint: Endpoint) -> Numbers:
+        if not self:
+            self._tally.begun.append(self)
+        numbers = self[endpoint] = list(_NONE)
         return numbers
+
+    def shake(self, endpoint: Endpoint, nanoseconds: int) -> None:
+        """Count a TCP handshake that took *nanoseconds*."""
+        numbers = self[endpoint]
+        numbers[_HANDSHAKES + bisect(_BOUNDS, nanoseconds)] += 1
+        numbers[_SUM] += nanoseconds
+
+    def report(self) -> Iterator[Count]:
+        """Yield all counts, and begin again at 0. Endpoints without any are dropped."""
+        for endpoint, numbers in list(self.items()):
+            if any(numbers):
+                numbers[_SUM] //= 1000
+                yield Count(self._udp, self._frontend, endpoint, tuple(numbers))
+                numbers[:] = _NONE
+            else:
+                del self[endpoint]
 
 
 def failure_of(error: int) -> int:

@@ -13,7 +13,7 @@ import time
 from functools import partial
 
 from kproxy_userspace.names import Endpoint
-from kproxy_userspace.worker.attribution import RESET, Counted, OtherFrontends, failure_of
+from kproxy_userspace.worker.attribution import MADE, RESET, Counted, OtherFrontends, failure_of
 from kproxy_userspace.worker.balancer import Balancer
 from kproxy_userspace.worker.counters import Counter
 from kproxy_userspace.worker.events import BROKEN, EDGE, READ, WRITE
@@ -209,8 +209,8 @@ class Connection:
         self._server: socket.socket | None = None
         self._endpoint: Endpoint | None = None
         self._attempt = 0
-        self._began = 0.0
-        """Time of the attempt; monotonic seconds."""
+        self._began = 0
+        """Time of the attempt; monotonic nanoseconds."""
         self._directions: tuple[Direction, ...] = ()
         """To the endpoint and to the client, while the connection is established."""
         listener.counts[_CONNECTIONS] += 1
@@ -230,8 +230,8 @@ class Connection:
                 listener.counts[Counter.SHORTAGES] += 1
                 listener.events.timeouts(_PAUSE).call(partial(self._dial_again, self._attempt))
                 return
-            self._began = time.monotonic()
-            endpoint = listener.balancer.choose(self._host, self._began, is_retry=self._attempt > 0)
+            self._began = time.monotonic_ns()
+            endpoint = listener.balancer.choose(self._host, self._began / 1e9, is_retry=self._attempt > 0)
             if endpoint is None:
                 server.close()
                 break
@@ -243,7 +243,7 @@ class Connection:
                 self._attempt += 1
                 continue
             if self._counted is not None:
-                self._counted.count(endpoint)
+                self._counted[endpoint][MADE] += 1
             if result not in (0, errno.EINPROGRESS):
                 self._dial_next(result)
                 return
@@ -346,7 +346,7 @@ class Connection:
         if not mask & WRITE:
             return
         if self._counted is not None:
-            self._counted.shake(endpoint, time.monotonic() - self._began)
+            self._counted.shake(endpoint, time.monotonic_ns() - self._began)
         server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         server.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         client.setblocking(False)
@@ -385,4 +385,4 @@ class Connection:
     def _count_failure(self, place: int) -> None:
         """Count the failure of the attempt or the connection; see `attribution`."""
         if self._counted is not None and self._endpoint is not None:
-            self._counted.count(self._endpoint, place)
+            self._counted[self._endpoint][place] += 1

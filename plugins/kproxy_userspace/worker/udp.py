@@ -8,7 +8,7 @@ import time
 from typing import NamedTuple
 
 from kproxy_userspace.names import Endpoint
-from kproxy_userspace.worker.attribution import Counted
+from kproxy_userspace.worker.attribution import MADE, Counted
 from kproxy_userspace.worker.balancer import Balancer
 from kproxy_userspace.worker.counters import Counter
 from kproxy_userspace.worker.events import READ
@@ -120,7 +120,7 @@ class UdpRelay:
             return None
         flow = self.flows[key] = Flow(self, key, upstream, endpoint)
         if self.counted is not None:
-            self.counted.count(endpoint)
+            self.counted[endpoint][MADE] += 1
         return flow
 
     def _local_address(self, control: list[Control]) -> bytes:
