@@ -1,62 +1,127 @@
-"""The CPU time of a relay worker for a TCP connection, counted and not.
+"""The time that counting takes a relay worker for a TCP connection, measured where it is spent.
 
     .venv/bin/python -m tests.bench.counted [ROUNDS]
 
-As root. One worker has three relays behind rules that redirect: one does not count, one has a single
-frontend, and one has several, so that it asks the kernel which one was dialled. All are measured in turn.
+As root. Workers run with a timer around each statement that counts, so that a difference of 0.1 us is seen:
+the CPU time of a whole connection varies by several us from one process to the next. One worker does not
+count, which shows what the timers and conditions take, one has a single frontend, and one has several and
+session affinity, so that it asks the kernel which one was dialled. Connections are made in turn.
 """
 
+import ast
+import multiprocessing
+import os
 import select
 import socket
 import statistics
 import sys
 import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-from kproxy_userspace.kernel.workers import WorkerPool
-from kproxy_userspace.worker.wire import Serve, WorkerSettings
+from kproxy_userspace.worker import tcp, wire
+from kproxy_userspace.worker.counters import make_counts
 from tests.bench import load
 from tests.core.namespaces import Namespace, namespace
 
 VIP, ECHO = "10.96.0.1", 19002
-PORTS = {"not counted": 80, "one frontend": 81, "several": 82}
+PORTS = {"not counted": 80, "one frontend": 81, "asks the kernel": 82}
 CONNECTIONS, AT_ONCE = 100, 16
+
+_TIMED = ("self._counted is not None", "self._counted")
+"""Conditions of the statements that count, and the target of the one that finds what to count in."""
+_TIMER = "_now()\n_before = _now()\n_after = _now()\n_times[{}].append(_after - _before)"
+
+
+class _Timers(ast.NodeTransformer):
+    """Puts a timer around each statement that counts."""
+
+    def __init__(self) -> None:
+        self.found = 0
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        return self._timed(node, node.test)
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST | list[ast.stmt]:
+        return self._timed(node, node.targets[0])
+
+    def _timed(self, node: ast.stmt, subject: ast.AST) -> ast.AST | list[ast.stmt]:
+        if ast.unparse(subject) not in _TIMED:
+            return self.generic_visit(node)
+        *before, after, note = ast.parse(_TIMER.format(self.found)).body
+        self.found += 1
+        return [*before, node, after, note]
+
+
+class Worker:
+    """A worker that serves one relay and is timed."""
+
+    def __init__(self, serve: wire.Serve) -> None:
+        self._control, theirs = socket.socketpair()
+        self._result, result = multiprocessing.Pipe()
+        self._process = multiprocessing.Process(target=_run_timed, args=(theirs, result), daemon=True)
+        self._process.start()
+        self.ask(serve)
+
+    def ask(self, command: wire.Command) -> None:
+        wire.send(self._control, wire.as_values([command]))
+        wire.receive(self._control)
+
+    def end(self) -> list[list[int]]:
+        """Return the nanoseconds of each timed statement."""
+        self._control.shutdown(socket.SHUT_RDWR)
+        found: list[list[int]] = self._result.recv()
+        self._process.join()
+        return found
+
+
+def _run_timed(control: socket.socket, result: Connection) -> None:
+    timers = _Timers()
+    program = timers.visit(ast.parse(Path(tcp.__file__).read_text(encoding="utf-8")))
+    times: list[list[int]] = [[] for _ in range(timers.found)]
+    vars(tcp).update(_now=time.perf_counter_ns, _times=times)
+    code = compile(ast.fix_missing_locations(program), tcp.__file__, "exec")
+    exec(code, vars(tcp))  # noqa: S102
+    from kproxy_userspace.worker import main  # It takes the timed classes.
+
+    settings = map(str, wire.WorkerSettings(0.25, -1.0, 3600.0))
+    main.main([str(os.dup(control.fileno())), str(make_counts()), *settings])
+    result.send(times)
 
 
 def main(host: Namespace, rounds: int) -> None:
-    """Print medians of microseconds for one connection, and of what counting adds."""
+    """Print what counting one connection takes, in microseconds."""
     host.ip(f"address add {VIP}/32 dev lo")
     redirects = [f"ip daddr {VIP} tcp dport {port} redirect to :{18000 + port}" for port in PORTS.values()]
     chain = ["type nat hook output priority -100", *redirects]
     host.nft("\n".join(["table ip bench {", "chain output {", *chain, "}", "}"]))
-    workers = WorkerPool(1, WorkerSettings(0.25, -1.0, 3600.0))
-    relays = {
-        port: Serve(port, False, "0.0.0.0", 18000 + port, (("127.0.0.1", ECHO),), 0,
-                    (VIP, port) if name != "not counted" else None, name == "several")
-        for name, port in PORTS.items()
-    }
-    assert not workers.serve(relays)
-    (worker,) = workers.running()
-    found: dict[str, list[float]] = {name: [] for name in PORTS}
     with load.endpoint(ECHO - 1, ECHO):
-        for turn in range(-2, rounds):
+        workers = {
+            name: Worker(wire.Serve(
+                port, False, "0.0.0.0", 18000 + port, (("127.0.0.1", ECHO),), 0,
+                (VIP, port) if name != "not counted" else None, name == "asks the kernel"))
+            for name, port in PORTS.items()
+        }  # fmt: skip
+        for turn in range(rounds):
             for name in sorted(PORTS, reverse=turn % 2 == 0):
-                before = _cpu(worker.process.pid)
                 _connect(PORTS[name])
-                if turn >= 0:
-                    found[name].append((_cpu(worker.process.pid) - before) / CONNECTIONS)
-            if turn % 20 == 0:
-                workers.report()
-    workers.close()
-    without = found["not counted"]
+                if turn % 20 == 0:
+                    workers[name].ask(wire.Report())
+        found = {name: worker.end() for name, worker in workers.items()}
     for name, times in found.items():
-        added = statistics.median(one - other for one, other in zip(times, without, strict=True))
-        print(f"{name:12} {statistics.median(times):6.1f} us, added {added:+.1f} us")
+        each = [
+            (statistics.median(one) - statistics.median(other), _mean(one) - _mean(other))
+            for one, other in zip(times, found["not counted"], strict=True) if one
+        ]
+        median, mean = (sum(kind) / 1000 for kind in zip(*each, strict=True))
+        print(f"{name:16} median {median:.2f} us, mean {mean:.2f} us, statements", *(
+            f"{median / 1000:.2f}" for median, _ in each))
 
 
-def _cpu(process: int) -> float:
-    """Return the microseconds that *process* has run."""
-    return int(Path(f"/proc/{process}/schedstat").read_text().split()[0]) / 1000
+def _mean(times: Sequence[int]) -> float:
+    """Return the mean without the slowest hundredth: these were interrupted."""
+    return statistics.mean(sorted(times)[:len(times) * 99 // 100])
 
 
 def _connect(port: int) -> None:
