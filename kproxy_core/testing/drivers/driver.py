@@ -32,6 +32,7 @@ BASE_CONFIG: Mapping[str, Any] = {
     "kind": "KubeProxyConfiguration",
     "healthzBindAddress": f"0.0.0.0:{HEALTHZ_PORT}",
     "metricsBindAddress": f"127.0.0.1:{METRICS_PORT}",
+    "enableProfiling": True,
     "clusterCIDR": ",".join(resolve("cluster_net", family) for family in FAMILIES),
     "conntrack": {"maxPerCore": 0, "min": 0},
     "iptables": {"minSyncPeriod": "50ms"},
@@ -141,6 +142,10 @@ class Driver:
         """Return the caveats about the current Services; "" without any."""
         return ""
 
+    def stacks(self) -> str:
+        """Return the stacks of the proxy's threads; "" if it does not tell them, or is in this process."""
+        return ""
+
     @property
     def is_running(self) -> bool:
         raise NotImplementedError
@@ -217,6 +222,10 @@ class ProxyDriver(Driver):
     def check(self) -> None:
         if self._process is not None and (status := self._process.exit_status) is not None:
             raise DriverError(f"the proxy exited with {status}:\n{self._log_tail()}")
+
+    def stacks(self) -> str:
+        answer = http_get(self.node, "127.0.0.1", METRICS_PORT, "/debug/pprof/goroutine?debug=2")
+        return "" if answer is None else answer.body
 
     def _log_tail(self) -> str:
         return self._process.log_tail() if self._process is not None else ""

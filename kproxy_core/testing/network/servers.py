@@ -1,7 +1,7 @@
 """Echo servers of the nodes and pods. Each answers with the addresses of both ends, as it sees them.
 
 A connection gets a line of JSON when it is accepted and after each piece of data; a datagram is answered
-with one.
+with one, unless it is an answer itself: two servers would answer each other for ever.
 """
 
 import json
@@ -17,6 +17,9 @@ from kproxy_core.testing.network.topology import Topology
 
 PORTS = (8080, 8081, 8082, 9053)
 
+_ANSWER = b'{"address": '
+"""The beginning of every answer."""
+
 _IP_PKTINFO = 8
 _IPV6_FREEBIND = 78
 _PKTINFO4 = struct.Struct("=I4s4s")
@@ -29,6 +32,8 @@ class EchoServers:
     """TCP and UDP servers on `PORTS` of every serving host, in one thread."""
 
     def __init__(self, topology: Topology) -> None:
+        self.astray: list[str] = []
+        """Answers to datagrams that reached a server instead of the client."""
         self._selector = selectors.DefaultSelector()
         self._wake_r, self._wake_w = os.pipe()
         self._selector.register(self._wake_r, selectors.EVENT_READ, None)
@@ -73,7 +78,7 @@ class EchoServers:
         else:
             sock.setsockopt(socket.IPPROTO_IP, _IP_PKTINFO, 1)
             sock.bind(("0.0.0.0", port))
-        self._register(sock, _answer_datagram)
+        self._register(sock, self._answer_datagram)
 
     def _serve(self) -> None:
         while True:
@@ -102,6 +107,25 @@ class EchoServers:
         else:
             self._drop(sock)
 
+    def _answer_datagram(self, sock: socket.socket) -> None:
+        """Answer one datagram from the very address that it was sent to."""
+        received, ancillary, _, peer = sock.recvmsg(2048, 256)
+        port = sock.getsockname()[1]
+        level, kind, data = ancillary[0]
+        if level == socket.IPPROTO_IP:
+            target = _PKTINFO4.unpack(data)[2]
+            control = _PKTINFO4.pack(0, target, bytes(4))
+            address = socket.inet_ntop(socket.AF_INET, target)
+        else:
+            target = _PKTINFO6.unpack(data)[0]
+            control = _PKTINFO6.pack(target, 0)
+            address = socket.inet_ntop(socket.AF_INET6, target)
+        if received.startswith(_ANSWER):
+            text = received.decode().strip()
+            self.astray.append(f"{peer[0]} port {peer[1]} to {address} port {port}: {text}")
+            return
+        sock.sendmsg([_answer(address, port, *peer[:2])], [(level, kind, control)], 0, peer)
+
     def _drop(self, sock: socket.socket) -> None:
         self._selector.unregister(sock)
         sock.close()
@@ -117,19 +141,3 @@ def _answer(address: str, port: int, client: str, client_port: int) -> bytes:
 
 def _stream_answer(sock: socket.socket) -> bytes:
     return _answer(*sock.getsockname()[:2], *sock.getpeername()[:2])
-
-
-def _answer_datagram(sock: socket.socket) -> None:
-    """Answer one datagram from the very address that it was sent to."""
-    _, ancillary, _, peer = sock.recvmsg(2048, 256)
-    port = sock.getsockname()[1]
-    level, kind, data = ancillary[0]
-    if level == socket.IPPROTO_IP:
-        target = _PKTINFO4.unpack(data)[2]
-        control = _PKTINFO4.pack(0, target, bytes(4))
-        address = socket.inet_ntop(socket.AF_INET, target)
-    else:
-        target = _PKTINFO6.unpack(data)[0]
-        control = _PKTINFO6.pack(target, 0)
-        address = socket.inet_ntop(socket.AF_INET6, target)
-    sock.sendmsg([_answer(address, port, *peer[:2])], [(level, kind, control)], 0, peer)

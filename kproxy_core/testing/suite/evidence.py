@@ -7,6 +7,7 @@ import select
 import socket
 import struct
 import threading
+import time
 from pathlib import Path
 
 from kproxy_core.testing.network.namespaces import Namespace
@@ -96,11 +97,14 @@ class Capture:
             self._read()
 
     def _read(self) -> None:
+        """Read what has arrived so far. More may arrive all the time, faster than it can be read."""
+        began, arrived = time.time_ns(), 0
         with self._lock, contextlib.suppress(OSError):
-            while True:  # until nothing is left
+            while arrived <= began:
                 data, ancillary, _, source = self._socket.recvmsg(_SNAPPED, 64)
                 _, protocol, kind, hardware, address = source
                 seconds, nanoseconds = _TIMESPEC.unpack(ancillary[0][2])
+                arrived = seconds * 1_000_000_000 + nanoseconds
                 head = struct.pack("!HHIHBB8s", protocol, 0, 0, hardware, kind, len(address), address)
                 size = len(head) + len(data)
                 self._packets.append(struct.pack("=IIII", seconds, nanoseconds, size, size) + head + data)

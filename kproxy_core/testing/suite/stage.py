@@ -12,12 +12,17 @@ import yaml
 from kproxy_core.testing.drivers.driver import Driver, Unavailable
 from kproxy_core.testing.network.cgroup import NodeCgroup
 from kproxy_core.testing.network.namespaces import CommandFailed
+from kproxy_core.testing.network.patience import patience
 from kproxy_core.testing.network.servers import EchoServers
 from kproxy_core.testing.network.topology import Topology
 from kproxy_core.testing.suite.barrier import Barrier
 from kproxy_core.testing.suite.evidence import Capture, state
-from kproxy_core.testing.suite.player import PROBLEMS, Player
+from kproxy_core.testing.suite.limit import Overdue, limit
+from kproxy_core.testing.suite.player import GIVEN_UP, PROBLEMS, Player
 from kproxy_core.testing.suite.scenario import Scenario
+
+LONGEST = 60.0
+"""Seconds until a scenario is given up, several times what the longest needs, multiplied by `patience`."""
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
@@ -52,7 +57,8 @@ class Stage:
         with ExitStack() as stack:
             self.topology = Topology(cgroup)
             stack.callback(self.topology.close)
-            stack.callback(EchoServers(self.topology).close)
+            self._servers = EchoServers(self.topology)
+            stack.callback(self._servers.close)
             self._capture = Capture(self.topology["node"])
             stack.callback(self._capture.close)
             self.driver = make_driver(self.topology, directory)
@@ -79,13 +85,20 @@ class Stage:
 
     def _play(self, scenario: Scenario, mode: str, family: str, is_excusable: bool) -> Result:
         began = time.monotonic()
-        self._capture.clear()
         player = Player(scenario, mode, family, self.topology, self.driver, self.barrier)
         problem = lacking = ""
+        longest = LONGEST * patience() + GIVEN_UP
         try:
-            player.play(is_excusable=is_excusable)
+            with limit(longest):
+                self._capture.clear()
+                self._servers.astray.clear()
+                player.play(is_excusable=is_excusable)
+            if self._servers.astray:
+                problem = "\n".join(["answers did not reach the client:", *self._servers.astray])
         except Unavailable as error:
             lacking = str(error)
+        except Overdue as error:
+            problem = self._overdue(error)
         except (*PROBLEMS, CommandFailed) as error:
             problem = str(error)
         except (KeyError, TypeError, ValueError) as error:
@@ -95,13 +108,19 @@ class Stage:
             status, detail = FAILED, self._explain(player, mode, family, problem)
             announced = self.driver.announced()
         try:
-            player.tidy()
+            with limit(longest):
+                player.tidy()
+        except Overdue as error:
+            status, detail = FAILED, detail or f"after its last step: {self._overdue(error)}"
         except PROBLEMS as error:
             status, detail = FAILED, detail or f"after its last step: {error}"
         if status == FAILED:
             self.driver.discard()
         seconds = round(time.monotonic() - began, 2)
         return Result(scenario.name, mode, family, status, detail, announced, seconds)
+
+    def _overdue(self, error: Overdue) -> str:
+        return "\n".join([str(error), *([f"proxy:\n{stacks}"] if (stacks := self.driver.stacks()) else [])])
 
     def write_packets(self, path: Path) -> None:
         """Write the node's packets of the last scenario to *path*."""
