@@ -143,12 +143,13 @@ class FamilyState:
         return found
 
     def stop_accepting(self) -> None:
-        """Stop listening, and delete the flows of UDP clients that get no answer here.
+        """Accept no more TCP clients, and delete the flows of UDP clients that get no answer here.
 
         Raises HostError or SyncFailed.
         """
         relays = self._applied.all_relays()
-        self._workers.stop_accepting(relay.number for relay in relays)
+        self._workers.stop_accepting(
+            relay.number for relay in relays if relay.wanted.protocol is Protocol.TCP)
         refusing = {relay.port for relay in relays if not relay.is_listening}
         delete_flows(self.family, (each for each in self._applied.all_portals() if each.port in refusing))
 

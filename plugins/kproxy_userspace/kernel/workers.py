@@ -123,9 +123,9 @@ class WorkerPool:
             return self._order(orders)
 
     def stop_accepting(self, relays: Iterable[int]) -> None:
-        """Accept no more TCP connections for *relays*. Open ones continue. Raises SyncFailed."""
+        """Stop listening for *relays*. Open TCP connections continue. Raises SyncFailed."""
         with self._ordering:
-            closing = [number for number in relays if number in self._wanted and not self._wanted[number].udp]
+            closing = [number for number in relays if number in self._wanted]
             for number in closing:
                 del self._wanted[number]
             self._order([

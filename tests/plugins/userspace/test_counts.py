@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import kproxy_userspace.family as family_module
 from kproxy_core.backend.api import BackendSettings, Failure
 from kproxy_core.model.address import Family, format_address, parse_address
 from kproxy_core.model.service import Service
@@ -136,6 +137,24 @@ def test_udp_flows_are_counted_for_the_frontend_that_was_dialled(counting: Proxy
                     for _again in range(4):
                         assert datagram(client, b"?", host, port) == A
         assert counted(counting) == {f"udp {VIP}:53 {A}": 2, f"udp any:30053 {A}": 3}
+
+
+@pytest.mark.usefixtures("node")
+def test_the_port_of_a_udp_frontend_that_is_gone_serves_another_service(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(family_module, "GRACE_SECONDS", 0.0)
+    proxy = start()
+    proxy.backend = UserspaceBackend(BackendSettings(
+        tuple(Family), options={"workers": 2, "portRange": "21000-21001"}, count_traffic=True))
+    with endpoints(ONE, TWO):
+        for of in ("53/UDP@30053", "53/UDP"):
+            proxy.serve(service("dns", of), "127.0.0.1", ports="9001/UDP")
+        proxy.backend._families[Family.IPV4].close_departed()
+        proxy.serve(service("other", "54/UDP"), "127.0.0.2", ports="9001/UDP")
+        for _ in range(10):
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
+                assert datagram(client, b"?", VIP, 54) == B
 
 
 @pytest.mark.usefixtures("node")
