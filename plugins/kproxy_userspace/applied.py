@@ -23,6 +23,8 @@ class Relay(NamedTuple):
     name: RelayName
     port: int
     wanted: Wanted
+    service_port: int
+    """The number of its first relay, which stands for the service port in orders to workers."""
 
     @property
     def local_port(self) -> LocalPort:

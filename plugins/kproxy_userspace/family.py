@@ -220,7 +220,9 @@ class FamilyState:
     def _open(self, name: RelayName, want: Wanted) -> Relay:
         """Bind the port of a relay. Raises NoPort."""
         port = self._ports.open(Place(want.protocol, self._listen or self._bind, name.port))
-        relay = Relay(next(_numbers), name, port, want)
+        number = next(_numbers)
+        others = self._applied.relays.get(name.key, {}).values()
+        relay = Relay(number, name, port, want, next((other.service_port for other in others), number))
         self._applied.acknowledge_relays([relay.not_listening()])
         if self._listen is not None:
             log.info("listening", extra={"fields": {
@@ -236,8 +238,8 @@ class FamilyState:
         if want.frontend is not None:
             dialled = want.frontend.address
             counted = "" if dialled is None else format_address(dialled), want.frontend.port
-        return Serve(relay.number, want.protocol is Protocol.UDP, format_address(address), relay.port,
-                     want.endpoints, want.affinity_seconds, counted, want.has_other_frontends)  # fmt: skip
+        return Serve(relay.number, relay.service_port, want.protocol is Protocol.UDP, format_address(address),
+                     relay.port, want.endpoints, want.affinity_seconds, counted)  # fmt: skip
 
     def _reserved_portals(self, relay: Relay, unserved: dict[ServicePortKey, str]) -> Iterator[Redirect]:
         """Yield the portals of *relay* except those whose port another program has."""

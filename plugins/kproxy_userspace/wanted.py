@@ -72,8 +72,6 @@ class Wanted(Struct, frozen=True):
     portals: tuple[Portal, ...]
     frontend: Frontend | None = None
     """The frontend that connections are counted for; None: they are not counted."""
-    has_other_frontends: bool = False
-    """Connections that dialled another frontend are counted for that one, which TCP sockets tell."""
 
 
 def wanted(
@@ -83,8 +81,7 @@ def wanted(
 
     With *listen*, relays are bound to the service port's own ports at that address, without portals. If
     connections are *counted*, each frontend has a relay: a datagram does not tell what its client dialled,
-    and asking that of a TCP socket costs more than counting. With session affinity all share one, because it
-    remembers the clients' endpoints.
+    and asking that of a TCP socket costs more than counting.
     """
     protocol = plan.key.protocol
     if protocol is Protocol.SCTP:
@@ -93,15 +90,12 @@ def wanted(
     endpoints = tuple((format_address(d.address), d.port) for d in plan.cluster or plan.local)
     if listen is None:
         portals = tuple(_portals(plan, node))
-        if counted and not plan.affinity_seconds:
-            return {
-                RelayName(plan.key, frontend=frontend): Wanted(protocol, endpoints, 0, of, frontend)
-                for frontend, of in _by_frontend(portals).items()
-            }
-        name = RelayName(plan.key, alone=protocol is Protocol.TCP and bool(plan.affinity_seconds))
-        frontends = list(_by_frontend(portals)) if counted else []
-        return {name: Wanted(protocol, endpoints, plan.affinity_seconds, portals,
-                             next(iter(frontends), None), len(frontends) > 1)}
+        alone = protocol is Protocol.TCP and bool(plan.affinity_seconds)
+        return {
+            RelayName(plan.key, alone=alone, frontend=frontend):
+                Wanted(protocol, endpoints, plan.affinity_seconds, of, frontend)
+            for frontend, of in (_by_frontend(portals) if counted else {None: portals}).items()
+        }
     if len(listen) != plan.family.size:
         return {}
     last_first = reversed(list(plan.frontends())) if counted else ()

@@ -49,8 +49,8 @@ class Kproxy(Proxy):
         super().__init__("kproxy", 18001)
         self._workers = WorkerPool(processes, WorkerSettings(0.25, -1.0, 3600.0))
         failures = self._workers.serve({
-            1: Serve(1, False, "127.0.0.1", self.bulk, (("127.0.0.1", BULK),), 0),
-            2: Serve(2, False, "127.0.0.1", self.echo, (("127.0.0.1", ECHO),), 0),
+            1: Serve(1, 1, False, "127.0.0.1", self.bulk, (("127.0.0.1", BULK),), 0),
+            2: Serve(2, 2, False, "127.0.0.1", self.echo, (("127.0.0.1", ECHO),), 0),
         })
         assert not failures, failures
 

@@ -102,8 +102,9 @@ class WorkerPool:
     def serve(self, changes: Mapping[int, Serve | None]) -> dict[int, str]:
         """Serve relays as ordered, by number; None closes one. Return those that failed, with the reason.
 
-        A relay with affinity is served by one worker, which alone knows the clients' endpoints. Workers that
-        have exited are replaced first. Raises SyncFailed, after which the state of every relay is unknown.
+        Relays with affinity of one service port are served by one worker, which alone knows the clients'
+        endpoints. Workers that have exited are replaced first. Raises SyncFailed, after which the state of
+        every relay is unknown.
         """
         with self._ordering:
             for relay, serve in changes.items():
@@ -188,7 +189,7 @@ class WorkerPool:
         """Return the order about *relay* for worker *number*, None if it needs none."""
         serve = self._wanted.get(relay)
         is_served_here = serve is not None and serve.endpoints and (
-            not serve.affinity_seconds or relay % self._count == number
+            not serve.affinity_seconds or serve.service_port % self._count == number
         )
         held = worker.served.get(relay)
         if serve is None or not is_served_here:

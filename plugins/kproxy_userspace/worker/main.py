@@ -13,11 +13,12 @@ import socket
 import sys
 import time
 from functools import partial
+from weakref import WeakValueDictionary
 
 from kproxy_userspace.names import Endpoint
 from kproxy_userspace.worker import wire
 from kproxy_userspace.worker.attribution import Tally
-from kproxy_userspace.worker.balancer import Balancer
+from kproxy_userspace.worker.balancer import Affinity, Balancer, Clients
 from kproxy_userspace.worker.capabilities import drop_capabilities
 from kproxy_userspace.worker.counters import Counts, open_counts
 from kproxy_userspace.worker.events import READ, Events
@@ -44,6 +45,8 @@ class Worker:
             Tally(),
         )  # fmt: skip
         self._relays: dict[int, Listener | UdpRelay] = {}
+        self._clients = WeakValueDictionary[int, Clients]()
+        """Those that affinity gives endpoints, by service port."""
 
     def run(self) -> None:
         """Serve until the proxy closes the control socket."""
@@ -92,18 +95,19 @@ class Worker:
         if isinstance(command, wire.Close):
             relay = self._relays.pop(command.relay, None)
             if relay is not None:
-                removed = relay.balancer.set_endpoints((), 0) if command.endpoints_removed else []
+                removed = relay.balancer.set_endpoints((), None) if command.endpoints_removed else []
                 relay.close()
                 self._leave(relay, removed)
             return
         known = self._relays.get(command.relay)
         if known is None:
             known = self._relays[command.relay] = self._open(command)
-        if isinstance(known, Listener):
-            known.count_for(command.frontend, command.has_other_frontends)
-        else:
-            known.count_for(command.frontend)
-        removed = known.balancer.set_endpoints(command.endpoints, command.affinity_seconds)
+        known.count_for(command.frontend)
+        affinity = None
+        if command.affinity_seconds:
+            clients = self._clients.setdefault(command.service_port, Clients())
+            affinity = Affinity(command.affinity_seconds, clients)
+        removed = known.balancer.set_endpoints(command.endpoints, affinity)
         if removed:
             self._leave(known, removed)
 

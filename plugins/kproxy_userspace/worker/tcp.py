@@ -13,7 +13,7 @@ import time
 from functools import partial
 
 from kproxy_userspace.names import Endpoint
-from kproxy_userspace.worker.attribution import MADE, RESET, Counted, OtherFrontends, failure_of
+from kproxy_userspace.worker.attribution import MADE, RESET, Counted, failure_of
 from kproxy_userspace.worker.balancer import Balancer
 from kproxy_userspace.worker.counters import Counter
 from kproxy_userspace.worker.events import BROKEN, EDGE, READ, WRITE
@@ -51,11 +51,9 @@ class Listener:
         self.connections: dict[Endpoint, set[Connection]] = {}
         """The established ones, by endpoint."""
         self.counted: Counted | None = None
-        """The counts of the service port's first frontend; None: connections are not counted."""
-        self.others: OtherFrontends | None = None
+        """None: connections are not counted."""
         self.family = int(sock.family)
         self._sock = sock
-        self._port = sock.getsockname()[1]
         sock.setblocking(False)
         # Accepted sockets inherit these.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -90,13 +88,9 @@ class Listener:
         if self._sock.fileno() >= 0:  # It was not closed in the meantime.
             self.events.epoll.modify(self._sock.fileno(), READ)
 
-    def count_for(self, frontend: Endpoint | None, has_others: bool) -> None:
-        """Count new connections for *frontend*, or another that was dialled; see `wire.Serve`."""
-        tally = self.shared.tally
-        self.counted = None if frontend is None else Counted(tally, False, frontend)
-        self.others = (
-            OtherFrontends(tally, self.counted, self.family, self._port)
-            if self.counted is not None and has_others else None)
+    def count_for(self, frontend: Endpoint | None) -> None:
+        """Count new connections for *frontend*; see `wire.Serve`."""
+        self.counted = None if frontend is None else Counted(self.shared.tally, False, frontend)
 
     def close(self) -> None:
         for _ in range(BACKLOG // _ACCEPTED_AT_ONCE):
@@ -205,7 +199,7 @@ class Connection:
         self.listener = listener
         self._client: socket.socket | None = client
         self._host = host
-        self._counted = listener.others.dialled_by(client) if listener.others else listener.counted
+        self._counted = listener.counted
         self._server: socket.socket | None = None
         self._endpoint: Endpoint | None = None
         self._attempt = 0

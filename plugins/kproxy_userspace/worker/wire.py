@@ -30,6 +30,8 @@ class Serve(NamedTuple):
 
     relay: int
     """The relay's number, chosen by the proxy."""
+    service_port: int
+    """The number of its service port. Relays of the same one share the clients' endpoints."""
     udp: bool
     address: str
     """The local address to listen on, which also determines the family."""
@@ -38,8 +40,6 @@ class Serve(NamedTuple):
     affinity_seconds: int
     frontend: Endpoint | None = None
     """Count connections for this frontend; see `Count`. None: count none."""
-    has_other_frontends: bool = False
-    """Count connections of TCP that dialled another frontend for that one."""
 
 
 class Report(NamedTuple):

@@ -19,7 +19,7 @@ portals = st.dictionaries(st.sampled_from(KEYS), st.frozensets(st.sampled_from(R
 
 def relay(key: ServicePortKey, number: int, *, alone: bool = False) -> Relay:
     wanted = Wanted(key.protocol, (("10.0.0.1", 8080),), 0, ())
-    return Relay(number, RelayName(key, alone=alone), 40000 + number, wanted)
+    return Relay(number, RelayName(key, alone=alone), 40000 + number, wanted, number)
 
 
 Steps = list[dict[ServicePortKey, frozenset[Redirect]]]

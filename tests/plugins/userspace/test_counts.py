@@ -90,9 +90,9 @@ def given_up(host: str, port: int) -> None:
 
 
 @pytest.mark.usefixtures("node")
-@pytest.mark.parametrize(("affinity", "node_port"), [(0, "any:30080"), (60, "192.0.2.2:30080")])
+@pytest.mark.parametrize("affinity", [0, 60])
 def test_tcp_connections_are_counted_for_the_frontend_that_was_dialled(
-    counting: Proxy, affinity: int, node_port: str
+    counting: Proxy, affinity: int
 ) -> None:
     of = service("web", "80@30080", affinity=affinity)
     with endpoints(ONE, TWO):
@@ -100,11 +100,52 @@ def test_tcp_connections_are_counted_for_the_frontend_that_was_dialled(
         for _ in range(3):
             assert reached(VIP, 80) == A
         assert reached("192.0.2.2", 30080) == A
-        wanted_counts = {f"tcp {VIP}:80 {A}": 3, f"tcp {node_port} {A}": 1}
+        wanted_counts = {f"tcp {VIP}:80 {A}": 3, f"tcp any:30080 {A}": 1}
         assert counted(counting) == wanted_counts
         counting.serve(of, "127.0.0.2")
         assert reached(VIP, 80) == B
         assert counted(counting) == {**wanted_counts, f"tcp {VIP}:80 {B}": 1}
+
+
+@pytest.mark.usefixtures("node")
+@pytest.mark.parametrize("protocol", ["TCP", "UDP"])
+def test_affinity_holds_across_frontends_that_are_counted(counting: Proxy, protocol: str) -> None:
+    ports = f"9001/{protocol}"
+    of, without_node_port = (service("web", port, affinity=60)
+                             for port in (f"80/{protocol}@30080", f"80/{protocol}"))
+    wanted_counts: Counter[str] = Counter()
+
+    def reach_each(*frontends: tuple[str, str, int]) -> list[set[str]]:
+        """Return the endpoints that each of some clients reaches through *frontends*."""
+        found = []
+        for source in ("192.0.2.1", "192.0.2.2", "192.0.2.3"):
+            found.append(set[str]())
+            for frontend, host, port in frontends:
+                if protocol == "TCP":
+                    endpoint = reached(host, port, source)
+                else:
+                    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
+                        client.bind((source, 0))
+                        endpoint = datagram(client, b"?", host, port)
+                found[-1].add(endpoint)
+                wanted_counts[f"{protocol.lower()} {frontend} {endpoint}"] += 1
+        return found
+
+    vip, node_port = (f"{VIP}:80", VIP, 80), ("any:30080", "192.0.2.2", 30080)
+    with endpoints(ONE, TWO, ("127.0.0.3", 9001)):
+        counting.serve(of, "127.0.0.1", "127.0.0.2", ports=ports)
+        kept = reach_each(vip, node_port, vip)
+        assert {len(each) for each in kept} == {1}
+        assert set.union(*kept) == {A, B}
+        counting.serve(of, "127.0.0.1", "127.0.0.2", "127.0.0.3", ports=ports)
+        assert reach_each(node_port, vip) == kept
+        counting.serve(without_node_port, "127.0.0.1", "127.0.0.2", "127.0.0.3", ports=ports)
+        assert reach_each(vip) == kept
+        counting.serve(of, "127.0.0.2", "127.0.0.3", ports=ports)
+        left = reach_each(vip, node_port)
+        assert {len(each) for each in left} == {1}
+        assert all(after == before for before, after in zip(kept, left, strict=True) if before == {B})
+        assert counted(counting) == wanted_counts
 
 
 @pytest.mark.usefixtures("node")
@@ -295,11 +336,11 @@ def test_nothing_is_counted_without_the_option(start: Start) -> None:
 
 @pytest.mark.parametrize(("of", "counted_frontends"), [
     (service("web", "80@30080"), [(VIP, 80), (None, 30080)]),
-    (service("web", "80@30080", affinity=60), [(VIP, 80)]),
+    (service("web", "80@30080", affinity=60), [(VIP, 80), (None, 30080)]),
     (service("dns", "53/UDP@30053"), [(VIP, 53), (None, 30053)]),
-    (service("dns", "53/UDP@30053", affinity=60), [(VIP, 53)]),
+    (service("dns", "53/UDP@30053", affinity=60), [(VIP, 53), (None, 30053)]),
 ])  # fmt: skip
-def test_without_affinity_each_frontend_has_a_relay(
+def test_each_frontend_has_a_relay(
     of: Service, counted_frontends: list[tuple[str | None, int]]
 ) -> None:
     node = NODE[Family.IPV4]

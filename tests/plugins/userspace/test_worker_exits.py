@@ -56,7 +56,7 @@ def killing(worker: Worker, act: Callable[..., object]) -> Callable[..., object]
 @pytest.mark.parametrize("first", [True, False], ids=["before the order", "before its answer"])
 def test_an_order_fails_if_the_worker_exits(monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
     with closing(WorkerPool(1, SETTINGS)) as pool, socket.create_server(("127.0.0.1", 0)) as free:
-        order = Serve(1, False, "127.0.0.1", free.getsockname()[1], (("127.0.0.1", 9),), 0)
+        order = Serve(1, 1, False, "127.0.0.1", free.getsockname()[1], (("127.0.0.1", 9),), 0)
         free.close()
         pool.serve({})
         (worker,) = pool.running()
