@@ -14,8 +14,10 @@ from kproxy_core.sync.observer import Synced, SyncObserver
 
 log = logging.getLogger("kproxy.run")
 
+_BOTH_FAMILIES = 0.05
+"""Seconds in which the other family is synced, too."""
 _REST = 1.0
-"""Seconds between two searches: walking conntrack takes 10 ms or more, and Services may be created in a row.
+"""Seconds after searches: walking conntrack takes 10 ms or more, and Services may be created in a row.
 Clients repeat a SYN after a second at the earliest."""
 
 
@@ -54,9 +56,11 @@ class EarlyConnections(SyncObserver):
 
     def _run(self) -> None:
         while self._wakeup.wait():
+            time.sleep(_BOTH_FAMILIES)
             self._wakeup.clear()
             for family in list(self._due):
                 self._search(family, self._due.pop(family))
+            time.sleep(_REST)
 
     def _search(self, family: Family, is_stale: Callable[[Socket], bool]) -> None:
         started = time.monotonic()
@@ -68,6 +72,4 @@ class EarlyConnections(SyncObserver):
                 "fields": {"ip_family": family.label, "error": str(error)}
             })
             return
-        took = time.monotonic() - started
-        self._deleted(family, deleted, took)
-        time.sleep(_REST)
+        self._deleted(family, deleted, time.monotonic() - started)

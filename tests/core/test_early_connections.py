@@ -39,6 +39,8 @@ class Searches:
         """The start of each search and its condition; None: it was made to fail."""
         self.problems: list[HostError] = []
         self.told: list[tuple[Family, int, float]] = []
+        self.meanwhile: list[Callable[[], None]] = []
+        """What happens while the thread waits."""
         self.observer = EarlyConnections(lambda *told: self.told.append(told))
         monkeypatch.setattr(early_connections, "delete_stale_syns", self._search)
         monkeypatch.setattr(
@@ -46,6 +48,8 @@ class Searches:
 
     def _sleep(self, seconds: float) -> None:
         self.now += seconds
+        if self.meanwhile:
+            self.meanwhile.pop()()
 
     def _search(self, family: Family, is_stale: IsStale) -> int:
         started = round(self.now, 3)
@@ -97,7 +101,7 @@ def test_a_first_sync_that_finds_its_rules_in_place_searches_for_none(searches: 
 
 def test_a_sync_that_writes_missing_rules_searches(searches: Searches) -> None:
     searches.sync(ADDED, is_first=True, rules_were_missing=True)
-    searches.expect(100.0)
+    searches.expect(100.05)
     searches.expect_none()
 
 
@@ -116,17 +120,23 @@ def test_changes_without_new_frontends_of_tcp_search_for_none(searches: Searches
 
 def test_a_repair_is_followed_by_one_search(searches: Searches) -> None:
     searches.sync(rules_were_missing=True)
-    searches.expect(100.0)
+    searches.expect(100.05)
     searches.sync()
     searches.expect_none()
 
 
-def test_searches_rest_for_twenty_times_as_long_as_they_take(searches: Searches) -> None:
-    for started in (100.0, 100.21, 100.42):
+def test_there_is_one_search_a_second(searches: Searches) -> None:
+    for started in (100.05, 101.11, 102.17):
         searches.sync(ADDED)
         searches.expect(started)
     family, deleted, seconds = searches.told[0]
     assert (family, deleted, round(seconds, 3)) == (V4, 3, 0.01)
+
+
+def test_both_families_are_searched_together(searches: Searches) -> None:
+    searches.meanwhile.append(lambda: searches.sync(ADDED, family=V6))
+    searches.sync(ADDED)
+    assert {searches.ended.get(timeout=PATIENCE)[:2] for _ in Family} == {(V4, 100.05), (V6, 100.06)}
 
 
 def test_a_failed_search_is_repeated_after_the_next_sync(
@@ -134,11 +144,11 @@ def test_a_failed_search_is_repeated_after_the_next_sync(
 ) -> None:
     searches.problems.append(HostError("no", OSError(errno.ENOBUFS, "no")))
     searches.sync(ADDED)
-    assert searches.ended.get(timeout=PATIENCE) == (V4, 100.0, None)
+    assert searches.ended.get(timeout=PATIENCE) == (V4, 100.05, None)
     searches.expect_none()
     assert "could not delete early TCP connections" in caplog.text
     searches.sync()
-    searches.expect(100.22)
+    searches.expect(102.17)
     searches.sync()
     searches.expect_none()
     assert [family for family, _, _ in searches.told][:2] == [V6, V4]
