@@ -143,7 +143,7 @@ class Driver:
         return ""
 
     def stacks(self) -> str:
-        """Return the stacks of the proxy's threads; "" if it does not tell them, or is in this process."""
+        """Return the stacks of the proxy's threads; "" if it does not answer, or runs in this process."""
         return ""
 
     @property

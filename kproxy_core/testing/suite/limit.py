@@ -1,4 +1,4 @@
-"""A limit of time, past which the stacks of all threads are told."""
+"""A time limit that reports the stacks of all threads."""
 
 import signal
 import sys
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 _AGAIN = 10.0
-"""Seconds until what the exception itself must wait for is interrupted, too."""
+"""Seconds that clean-up in the body may take before it is interrupted, too."""
 
 
 class Overdue(Exception):
@@ -22,13 +22,13 @@ def limit(seconds: float) -> Iterator[None]:
 
     Main thread only: the signal SIGALRM interrupts it.
     """
-    told = ""
+    stacks = ""
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
-        nonlocal told
-        told = told or _stacks()
+        nonlocal stacks
+        stacks = stacks or _stacks()
         signal.setitimer(signal.ITIMER_REAL, _AGAIN)
-        raise Overdue(f"it was not done within {seconds:g} s\n{told}")
+        raise Overdue(f"it was not done within {seconds:g} s\n{stacks}")
 
     before = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, seconds)
