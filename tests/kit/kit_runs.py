@@ -119,12 +119,13 @@ def to_be_asked(mode: str) -> frozenset[str]:
         for family in check.families
         if not (mode == IN_A_GUEST and family is Family.IPV4)
     )
+    elsewhere = _played_elsewhere(mode)
     scenarios = (
         f"{scenario.name}[{family.label}]"
         for scenario in find() for family in Family
         if ((mode in PLAYED and family is Family.IPV6) or scenario.name in ONLY_HERE)
         and not scenario.not_for(mode, family.label.lower())
-        and not (family is Family.IPV6 and scenario.name in _played_elsewhere(mode))
+        and not (family is Family.IPV6 and scenario.name in elsewhere)
     )  # fmt: skip
     return frozenset((*checks, *scenarios))
 
