@@ -115,7 +115,8 @@ class FamilyState:
             applied, deletes, adds = compare_all(plans, node_elements(node), actual)
         else:
             applied = hold_all(plans)
-            operations = self._fill(applied, node)
+            operations = self._kernel.fill(
+                self._family, chain([node_elements(node)], applied.parts(MOST_ELEMENTS // 4)))
         del actual
         pinned: dict[str, frozenset[bytes]] = {}
         for plan in plans.values():
@@ -172,14 +173,6 @@ class FamilyState:
         except SyncFailed:
             # The table has another layout, so none of it can be kept.
             self._kernel.apply_text(skeleton.delete_table(self._family) + text)
-
-    def _fill(self, applied: Applied, node: NodeView) -> int:
-        """Write all elements to maps and sets that have none. Return their number."""
-        written = 0
-        for part in chain([node_elements(node)], applied.parts(MOST_ELEMENTS // 4)):
-            self._kernel.write(self._family, [], part)
-            written += len(part)
-        return written
 
     def _write(self, deletes: Sequence[Element], adds: Sequence[Element], pinned: Pinned) -> None:
         """Write elements, and unpin clients from endpoints outside *pinned* in the same transaction."""

@@ -7,7 +7,8 @@ import errno
 import os
 import re
 import socket
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -93,16 +94,42 @@ class Kernel:
         """
         if not deletes and not adds:
             return
-        connection = self._connection()
-        for written, (data, last) in enumerate(batch.batches(family, deletes, adds, connection.send_limit)):
+        limit = self._connection().send_limit
+        for written, (data, last) in enumerate(batch.batches(family, deletes, adds, limit)):
             try:
-                refused = connection.transact(data, last)
-                if refused:
-                    raise refused[0].error
+                self._transact(data, last)
             except OSError as error:
                 if written:
                     raise TrustLost(f"nf_tables, after {written} transactions: {error.strerror}") from error
                 raise _failure(error) from error
+
+    def fill(self, family: Family, parts: Iterable[Sequence[Element]]) -> int:
+        """Add elements that the kernel does not hold, each part in one or more transactions. Return how many.
+
+        A thread writes, so that the kernel takes a transaction while the next one is encoded. Raises
+        TrustLost, SyncFailed.
+        """
+        added = 0
+        taken: Future[None] | None = None
+        limit = self._connection().send_limit
+        try:
+            with ThreadPoolExecutor(max_workers=1) as writer:
+                for part in filter(None, parts):
+                    added += len(part)
+                    for data, last in batch.batches(family, (), part, limit):
+                        if taken is not None:
+                            taken.result()
+                        taken = writer.submit(self._transact, data, last)
+                if taken is not None:
+                    taken.result()
+        except OSError as error:
+            raise _failure(error) from error
+        return added
+
+    def _transact(self, data: bytes, last: int) -> None:
+        """Run one transaction. Raises OSError."""
+        if refused := self._connection().transact(data, last):
+            raise refused[0].error
 
     def elements(self, family: Family, container: str) -> dict[bytes, Value]:
         """Return the elements of a map, or of a set without intervals; none if it does not exist."""

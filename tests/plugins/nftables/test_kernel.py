@@ -387,6 +387,20 @@ def test_a_large_write_adds_frontends_after_endpoints_and_deletes_them_before(
     assert containers(elements, []) == [{names.VIPS, names.CLUSTER_IPS}, {endpoints}]
 
 
+def test_a_first_fill_that_the_kernel_refuses_ends_there(netns: None) -> None:
+    first: list[Element] = [(names.VIPS, n.to_bytes(4, "big"), "drop") for n in range(5000)]
+    last: list[Element] = [(names.VIPS, n.to_bytes(4, "big"), "drop") for n in range(5000, 5010)]
+    unknown: list[Element] = [(names.NODE_IPS, b"ip11", None)]
+    with Kernel() as kernel:
+        kernel.apply_text("add table ip kproxy; add map ip kproxy vips { typeof ip daddr : verdict; }")
+        assert kernel.fill(Family.IPV4, [first, [], last]) == 5010
+        assert kernel.elements(Family.IPV4, names.VIPS).keys() == {key for _, key, _ in first + last}
+        kernel.apply_text("flush map ip kproxy vips")
+        with pytest.raises(SyncFailed, match="No such file"):
+            kernel.fill(Family.IPV4, [first, unknown, last])
+        assert kernel.elements(Family.IPV4, names.VIPS).keys() == {key for _, key, _ in first}
+
+
 @pytest.mark.parametrize("attempt", range(3))
 def test_a_map_that_the_kernel_is_still_resizing_is_read_completely(attempt: int) -> None:
     """Soon after many additions, a dump lacks about a tenth of them."""
