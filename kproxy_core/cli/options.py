@@ -22,6 +22,9 @@ NORMAL = {
 TEXT_OR_JSON = click.option(
     "-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
 
+OBJECTS = frozenset({"manifests", "kubeconfig", "master", "config"})
+"""Flags that say where objects are, so that no running proxy is asked."""
+
 _SWITCHES = frozenset(flag.name for flag in FLAGS.values() if not flag.metavar)
 
 

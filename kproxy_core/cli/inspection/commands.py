@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from kproxy_core.cli.options import TEXT_OR_JSON, FlagCommand, given, with_flags
+from kproxy_core.cli.options import OBJECTS, TEXT_OR_JSON, FlagCommand, given, with_flags
 from kproxy_core.cli.running import cli_errors
 from kproxy_core.config.flags import RULES, SOURCES
 
@@ -29,7 +29,6 @@ def explain(
     a proxy would write.
     """
     from kproxy_core.cli.inspection.explaining import as_text, ask_proxy, explain_objects, explain_report
-    from kproxy_core.cli.inspection.objects import OBJECTS
     from kproxy_core.cli.terminal import show_answer
 
     if len(words) > 2 or (len(words) == 2 and sender):
@@ -78,7 +77,6 @@ def plan(objects: str, verbose: bool, output: str, **options: Any) -> None:
     The objects are in DIR, or an API server has them. With --mode, another mode would serve them.
     """
     from kproxy_core.cli.inspection import previewing
-    from kproxy_core.cli.inspection.objects import OBJECTS
     from kproxy_core.cli.terminal import show_answer
 
     flags = previewing.with_objects(objects, given(options))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kproxy_core.cli.inspection.objects import OBJECTS, read_objects
+from kproxy_core.cli.options import OBJECTS
 from kproxy_core.cli.terminal import bad, good, hint
 from kproxy_core.config.flags import Flags
 from kproxy_core.modes.control import send_request
@@ -22,6 +22,7 @@ def compare(flags: Flags) -> Found:
     """
     if not OBJECTS & set(flags):
         return send_request({"do": "diff"})
+    from kproxy_core.cli.inspection.objects import read_objects
     from kproxy_core.process.inspection.explaining import compare_with, leftovers
 
     with read_objects(flags, this_machine=True) as (plans, registry, instance, settings_of, *_):

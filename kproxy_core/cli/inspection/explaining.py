@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from kproxy_core.cli.inspection.objects import read_objects
 from kproxy_core.cli.terminal import bad, faint, good, hint, strong
 from kproxy_core.config.flags import Flags
 from kproxy_core.modes.control import NoProxy, send_request
@@ -28,6 +27,7 @@ def ask_proxy(request: Mapping[str, str]) -> Packets:
 
 def explain_objects(request: Mapping[str, str], flags: Flags, *, this_machine: bool = False) -> Packets:
     """Return the answers for the objects of `read_objects`. Raises NoAnswer, and as `cli_errors` expects."""
+    from kproxy_core.cli.inspection.objects import read_objects
     from kproxy_core.process.inspection.explaining import explain
 
     with read_objects(flags, this_machine=this_machine) as (plans, registry, instance, *_):
@@ -36,6 +36,7 @@ def explain_objects(request: Mapping[str, str], flags: Flags, *, this_machine: b
 
 def explain_report(request: Mapping[str, str], path: str) -> Packets:
     """Return the answers for the objects in a report. Raises NoAnswer, and as `cli_errors` expects."""
+    from kproxy_core.cli.inspection.objects import read_objects
     from kproxy_core.cli.inspection.reporting import opened
     from kproxy_core.model.address import parse_address
     from kproxy_core.process.inspection.explaining import explain

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kproxy_core.cli.inspection.objects import read_objects
 from kproxy_core.cli.terminal import bad, faint, good, hint
 from kproxy_core.config.flags import Flags
 from kproxy_core.explain.errors import NoAnswer
@@ -29,6 +28,7 @@ def plan(flags: Flags, *, verbose: bool) -> Found:
     Services are compared with those of the running proxy; without one, with what the kernel serves. Raises
     NoAnswer or RequestRefused, and as `cli_errors` expects.
     """
+    from kproxy_core.cli.inspection.objects import read_objects
     from kproxy_core.host import privileges
     from kproxy_core.process.inspection.previewing import changes_from, changes_from_kernel, operations_of
 

@@ -16,7 +16,7 @@ import click
 import yaml
 
 from kproxy_core.cli.inspection.kernel_state import kernel_state
-from kproxy_core.cli.inspection.objects import OBJECTS, objects_read
+from kproxy_core.cli.options import OBJECTS
 from kproxy_core.config.flags import Flags, version_told
 from kproxy_core.modes.control import NoProxy, RequestRefused, send_request
 
@@ -38,7 +38,7 @@ def contents(flags: Flags) -> Iterator[tuple[str, str]]:
     problems: list[str] = []
     about: Json = {}
     try:
-        about = objects_read(flags) if OBJECTS & set(flags) else send_request({"do": "report"})
+        about = _described(flags) if OBJECTS & set(flags) else send_request({"do": "report"})
     except (NoProxy, RequestRefused) as error:
         problems.append(f"running proxy: {error}")
     yield "version.txt", _version()
@@ -61,6 +61,17 @@ def contents(flags: Flags) -> Iterator[tuple[str, str]]:
         yield f"kernel/{name}", text
     if problems:
         yield "problems.txt", "\n".join(problems) + "\n"
+
+
+def _described(flags: Flags) -> Json:
+    """Return a proxy's report on the objects of *flags*. Raises as `cli_errors` expects."""
+    from kproxy_core.cli.inspection.objects import read_objects
+    from kproxy_core.config.write import effective
+    from kproxy_core.process.inspection.reporting import Objects, described
+
+    with read_objects(flags, this_machine=True) as found:
+        return {"mode": found.instance.mode, "configuration": effective(found.config),
+                **described(found.plans, Objects.of(found.store))}  # fmt: skip
 
 
 def write(path: Path, found: Iterator[tuple[str, str]]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from kproxy_core.backend.registry import Registry
 from kproxy_core.cli.inspection.explaining import Packets, ask_proxy, explain_objects
-from kproxy_core.cli.inspection.objects import OBJECTS
+from kproxy_core.cli.options import OBJECTS
 from kproxy_core.cli.terminal import bad, faint, good, hint, strong
 from kproxy_core.config.flags import Flags
 from kproxy_core.explain.errors import NoAnswer

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kproxy_core.cli.inspection.comparing import DIFFERENT, SAME
-from kproxy_core.cli.inspection.objects import OBJECTS, read_objects
+from kproxy_core.cli.options import OBJECTS
 from kproxy_core.cli.terminal import bad, good, hint
 from kproxy_core.config.flags import Flags
 from kproxy_core.explain.traffic import Attempt, connections, result
@@ -21,6 +21,7 @@ def read_targets(flags: Flags, service: str) -> Found:
     if not OBJECTS & set(flags):
         found = send_request({"do": "targets", "service": service})
     else:
+        from kproxy_core.cli.inspection.objects import read_objects
         from kproxy_core.explain.traffic import targets
         from kproxy_core.process.inspection.explaining import expectations
 
