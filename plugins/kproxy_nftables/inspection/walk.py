@@ -60,9 +60,6 @@ def walk(packet: Packet, node: NodeView, table: Table) -> KernelSide:
     return _Walk(packet, node, table).way()
 
 
-_DROPPED = Outcome.DROPPED
-_REFUSED = Outcome.REFUSED
-_NAT, _FILTER = "nat", "filter"
 _IGNORED = re.compile(r"( comment \".*\")?( # handle \d+)?$")
 _ENDPOINT = re.compile(r"dnat (?:ip6? )?to (?P<where>\S+:\d+)")
 
@@ -86,15 +83,12 @@ class _Walk:
         outgoing = self._first.origin is Origin.NODE
         hooks = ["filter-output-pre-dnat", "nat-output"] if outgoing else [
             "filter-prerouting-pre-dnat", "nat-prerouting"]
-        end = self._chains(hooks)
-        if isinstance(end, Outcome):
-            fate = Fate(end, self._last())
-        elif self._chosen is None:
-            end = self._chains(self._onwards(self._first.destination, outgoing=outgoing))
-            fate = Fate(end, self._last()) if isinstance(end, Outcome) else Fate(
-                Outcome.UNTOUCHED, "no rule applies")
-        else:
+        fate = self._ended(hooks)
+        if fate is None and self._chosen is not None:
             fate = self._translated(self._chosen, outgoing=outgoing)
+        elif fate is None:
+            fate = self._ended(self._onwards(self._first.destination, outgoing=outgoing)) or Fate(
+                Outcome.UNTOUCHED, "no rule applies")
         return KernelSide(tuple(self._objects), None if self._strange else fate, self._remembered)
 
     def _translated(self, chosen: Sequence[Destination | None], *, outgoing: bool) -> Fate:
@@ -104,9 +98,8 @@ class _Walk:
         for where in filter(None, chosen):
             self._packet = self._first._replace(destination=where.address, port=where.port)
             self._dnat, self._marked, self._masqueraded = True, marked, False
-            end = self._chains(self._onwards(where.address, outgoing=outgoing))
-            if isinstance(end, Outcome):
-                return Fate(end, self._last())
+            if end := self._ended(self._onwards(where.address, outgoing=outgoing)):
+                return end
             self._chain("nat-postrouting")
             known = choices.get(where)
             choices[where] = Choice(where, (known.share if known else 0.0) + share, self._masqueraded)
@@ -127,10 +120,10 @@ class _Walk:
         last = next(reversed(self._objects), None)
         return f"{last.where}: {last.text}" if last else ""
 
-    def _chains(self, chains: Sequence[str]) -> Outcome | None:
-        """Return the first outcome of chains; None: no chain ends the packet's way."""
+    def _ended(self, chains: Sequence[str]) -> Fate | None:
+        """Return the first fate that chains decide; None: no chain ends the packet's way."""
         ends = map(self._chain, chains)
-        return next((end for end in ends if isinstance(end, Outcome)), None)
+        return next((Fate(end, self._last()) for end in ends if isinstance(end, Outcome)), None)
 
     def _chain(self, name: str) -> Outcome | bool:
         """Return the verdict of a chain; True: destination translated, False: none."""
@@ -145,25 +138,21 @@ class _Walk:
         for statement in _statements(shown.text):
             if statement is None:
                 self._strange = self._strange or shown.text
-                self._objects[KernelObject(shown.where, f"{shown.text}  (not understood)")] = None
+                self._met(KernelObject(shown.where, f"{shown.text}  (not understood)"))
                 return None
             handle, found = statement
             end = handle(self, shown, found)
+            if end is True:
+                continue
             if end is False:
                 return None
-            if end is not True:
-                return self._end(end)
+            self._met(shown)
+            if isinstance(end, Outcome):
+                return end
+            if isinstance(end, _Translated):
+                return True
+            return self._chain(end.chain) or (False if end.for_good else None)
         return None
-
-    def _end(self, end: "Outcome | _Jump | _Translated") -> Outcome | bool | None:
-        if isinstance(end, Outcome):
-            return end
-        if isinstance(end, _Translated):
-            return True
-        verdict = self._chain(end.chain)
-        if verdict is not False:
-            return verdict
-        return False if end.for_good else None
 
     def _met(self, shown: KernelObject) -> None:
         self._objects[shown] = None
@@ -202,7 +191,6 @@ class _Walk:
         return True
 
     def _masquerade(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
-        self._met(shown)
         self._masqueraded = True
         return _Translated()
 
@@ -218,20 +206,6 @@ class _Walk:
         text = f"{format_address(source)} . {format_address(destination)}"
         self._met(KernelObject(f"set {names.HAIRPINS}", text))
         return True
-
-    def _to_chain(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
-        self._met(shown)
-        return _verdict(f"{found['how']} {found['chain']}")
-
-    def _drop(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
-        self._met(shown)
-        return _DROPPED
-
-    def _reject(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
-        if "reset" in found[0] and self._packet.protocol.name != "TCP":
-            return False
-        self._met(shown)
-        return _REFUSED
 
     def _balance(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
         self._met(shown)
@@ -264,8 +238,7 @@ class _Walk:
         for rule in self._table.rules(chain):
             if found := _ENDPOINT.search(rule):
                 self._met(KernelObject(f"chain {chain}", rule))
-                host, _, port = found["where"].rpartition(":")
-                return Destination(parse_address(host.strip("[]")), int(port))
+                return Destination.parse(found["where"])
         return None
 
     def _pin_in_chain(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
@@ -303,7 +276,7 @@ _Step = bool | Outcome | _Jump | _Translated
 def _verdict(text: str) -> _Step:
     how, _, chain = text.partition(" ")
     if how == "drop":
-        return _DROPPED
+        return Outcome.DROPPED
     return _Jump(chain, how == "goto")
 
 
@@ -342,9 +315,10 @@ _HANDLERS: dict[str, _Handler] = {
     r"ct status dnat": lambda walk, shown, found: walk._dnat,
     r"meta l4proto (?P<protocol>tcp|udp|sctp)":
         lambda walk, shown, found: found["protocol"] == walk._packet.protocol.name.lower(),
-    rf"(?P<how>jump|goto) (?P<chain>{_NAME})": _Walk._to_chain,
-    r"drop": _Walk._drop,
-    r"reject( with tcp reset)?": _Walk._reject,
+    rf"drop|(jump|goto) {_NAME}": lambda walk, shown, found: _verdict(found[0]),
+    r"reject with tcp reset":
+        lambda walk, shown, found: walk._packet.protocol.name == "TCP" and Outcome.REFUSED,
+    r"reject": lambda walk, shown, found: Outcome.REFUSED,
     rf"dnat (ip6? )?to (?P<address>{_IP}daddr \. )?(tcp|udp|sctp) dport \. "
     rf"numgen random mod (?P<count>\d+) map @(?P<map>{_NAME})": _Walk._balance,
     r"(dnat (ip6? )?(addr \. port )?to )?numgen random mod \d+ v?map \{(?P<elements>[^}]+)\}":
