@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
+from itertools import islice
 from typing import Literal, NamedTuple, Protocol
 
 from kproxy_core.model import address as addresses
@@ -159,11 +160,6 @@ def _set_mark(value: str) -> Act:
     return lambda around, flight: Branch(1.0, None, flight._replace(mark=(flight.mark & ~mask) ^ new))
 
 
-def _mark_of_set(value: str) -> Act:
-    return lambda around, flight: Branch(
-        1.0, None, flight._replace(mark=around.set_mark(value, flight) or flight.mark))
-
-
 def _translate(value: str) -> Act:
     address, port = Destination.parse(value)
     return lambda around, flight: Branch(  # _replace() takes three times as long.
@@ -183,7 +179,8 @@ _ACTS: Mapping[str, tuple[str, Callable[[str], Act]]] = {
     "REJECT": ("", lambda _: lambda around, flight: Branch(1.0, Outcome.REFUSED, flight)),
     "MASQUERADE": ("", lambda _: lambda around, flight: Branch(1.0, True, flight._replace(masqueraded=True))),
     "MARK": ("--set-xmark", _set_mark),
-    "SET": ("--map-set", _mark_of_set),
+    "SET": ("--map-set", lambda value: lambda around, flight: Branch(
+        1.0, None, flight._replace(mark=around.set_mark(value, flight) or flight.mark))),
     "DNAT": ("--to-destination", _translate),
     "REDIRECT": ("--to-ports", _redirect),
 }
@@ -192,13 +189,15 @@ TARGETS = frozenset(_ACTS)
 
 _WORD = re.compile(r'"((?:[^"\\]|\\.)*)"|(\S+)')
 _TARGET = re.compile(r"((?:.* )?)-([jg]) (\S+)(.*)")
-_WORDS_OF_VALUE = {"--match-set": 2, "--map-set": 2, "--physdev-is-in": 0}
-"""Of the others: 1."""
-_FLAGS = frozenset({"--rsource", "--reap", "--random-fully", "--random", "--map-mark", "--set", "--rcheck"})
-_OPTIONS = frozenset({
+_FLAGS = (
+    "--rsource", "--reap", "--random-fully", "--random", "--map-mark", "--set", "--rcheck", "--physdev-is-in")
+_OPTIONS = (
     "-m", "--comment", "--mode", "--probability", "--name", "--mask", "--seconds", "--nfacct-name",
-    "--reject-with", "--set-xmark", "--map-set", "--to-destination", "--to-ports",
-})  # fmt: skip
+    "--reject-with", "--set-xmark", "--to-destination", "--to-ports",
+)  # fmt: skip
+_VALUES = {
+    **dict.fromkeys([*_TESTS, *_OPTIONS], 1), **dict.fromkeys(_FLAGS, 0), "--match-set": 2, "--map-set": 2}
+"""The number of words that follow each option."""
 _FURTHER = frozenset({
     "--match-set", "--map-set", "--rcheck", "--physdev-is-in", "--vaddr", "--vport", "--vproto"})
 
@@ -235,7 +234,7 @@ def _without_target(text: str) -> Rule:
                 options[word] = value
                 continue
             test = _TESTS[word](value)
-            tests.append(test if name is word else _not(test))
+            tests.append(test if name == word else _not(test))
             if word in ("-d", "--dport"):
                 places.append((word, value))
         return Rule(
@@ -248,18 +247,12 @@ def _without_target(text: str) -> Rule:
 
 def _options(text: str) -> Iterator[tuple[str, str]]:
     """Yield names of options, with "! " if negated, and their values. Raises ValueError for another word."""
-    words = [bare or quoted.replace('\\"', '"') for quoted, bare in _WORD.findall(text)]
-    at, no = 0, ""
-    while at < len(words):
-        word = words[at]
-        if word == "!":
-            at, no = at + 1, "! "
-            continue
-        if word not in _OPTIONS and word not in _TESTS and word not in _FLAGS:
-            raise ValueError(word)
-        end = at + 1 + (0 if word in _FLAGS else _WORDS_OF_VALUE.get(word, 1))
-        yield (no + word if no else word), " ".join(words[at + 1 : end])
-        at, no = end, ""
+    words = iter([bare or quoted.replace('\\"', '"') for quoted, bare in _WORD.findall(text)])
+    for word in words:
+        name, no = (next(words, ""), "! ") if word == "!" else (word, "")
+        if name not in _VALUES:
+            raise ValueError(name)
+        yield no + name, " ".join(islice(words, _VALUES[name]))
 
 
 def _not(test: Test) -> Test:
