@@ -19,20 +19,15 @@ class BackendInstance:
     """
 
     def __init__(
-        self, description: api.Description, settings: api.BackendSettings, backends: tuple[object, ...],
-        manager: PluginManager,
+        self, mode: str, settings: api.BackendSettings, backends: tuple[object, ...], manager: PluginManager
     ) -> None:
         """*backends*: the base's first, where the mode has one. No others are registered in *manager*."""
-        self.description = description
+        self.mode = mode
         self.settings = settings
         """The settings that it was made with."""
         self.backends = backends
         self.manager = manager
         self._hooks: Any = manager.hook
-
-    @property
-    def mode(self) -> str:
-        return self.description.mode
 
     def begin(self) -> bool:
         return bool(self._hooks.kproxy_begin())

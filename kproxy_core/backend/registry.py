@@ -61,7 +61,6 @@ class Registry:
         self.descriptions: dict[str, api.Description] = {}
         """Descriptions of the loaded plugins, by mode."""
         self.broken: list[BrokenPlugin] = []
-        self._plugins: dict[str, object] = {}
         self._offered: dict[str, EntryPoint] = {}
         named = read_names(plugins)
         for name, is_wanted in named.items():
@@ -147,12 +146,11 @@ class Registry:
         PluginRefused, InvalidOption, or Unsupported if it can't work on this machine.
         """
         layers, manager = self.layers(mode), _new_manager()
-        others = [found for other, found in self._plugins.items() if other not in layers]
         for name, plugin in self.manager.list_name_plugin():
-            if plugin not in others:
+            if name in layers or name not in self.descriptions:
                 manager.register(plugin, name=name)
         backends = tuple(self._make(layer, settings, manager) for layer in layers)
-        return BackendInstance(self.load(mode), settings, backends, manager)
+        return BackendInstance(mode, settings, backends, manager)
 
     def _make(self, mode: str, settings: api.BackendSettings, manager: pluggy.PluginManager) -> object:
         made = self.manager.hook.kproxy_make_backend(mode=mode, settings=settings)
@@ -268,7 +266,8 @@ class Registry:
     ) -> list[Any]:
         """Return the answers of the *plugin* for *mode*, of the backend of *instance*, and of observers."""
         self.load(mode)
-        others = [found for other, found in self._plugins.items() if other != mode or not plugin]
+        others = [
+            self.manager.get_plugin(other) for other in self.descriptions if other != mode or not plugin]
         manager = self.manager if instance is None else instance.manager
         answers: list[Any] = manager.subset_hook_caller(hook, others)(**arguments)
         return answers
@@ -304,7 +303,6 @@ class Registry:
         description = _describe(plugin, mode)
         _register(self.manager, plugin, mode, PLUGIN_HOOKS)
         self.descriptions[mode] = description
-        self._plugins[mode] = plugin
         return description
 
     def _load_observer(self, entry: EntryPoint) -> None:
