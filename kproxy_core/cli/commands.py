@@ -7,7 +7,8 @@ import click
 
 from kproxy_core.cli.inspection.commands import COMMANDS
 from kproxy_core.cli.options import NORMAL, TEXT_OR_JSON, FlagCommand, FlagGroup, given, parsed, with_flags
-from kproxy_core.cli.running import cli_errors
+from kproxy_core.cli.running import cli_errors, run, warn_of_broken, write_config
+from kproxy_core.cli.terminal import show
 from kproxy_core.config.flags import OLDER, PROCESS, RULES, spared_by_cleanup, truth, version_told
 
 
@@ -42,8 +43,6 @@ def kproxy(context: click.Context, /, output: str | None, **options: Any) -> Non
     if not cleanup and (dry_run or own_only or output):
         raise click.UsageError("--dry-run, --own-only and --output require --cleanup")
     if "write_config_to" in flags:
-        from kproxy_core.cli.running import write_config
-
         write_config(flags)
     elif cleanup:
         from kproxy_core.cli.cleaning import clean
@@ -54,8 +53,6 @@ def kproxy(context: click.Context, /, output: str | None, **options: Any) -> Non
             raise click.UsageError(f"--cleanup of some modes: {error}") from error
         clean(flags, spared, dry_run=dry_run, own_only=own_only, as_json=output == "json")
     else:
-        from kproxy_core.cli.running import run
-
         run(flags, init_only=parsed("init_only", flags, truth, False))
 
 
@@ -76,8 +73,6 @@ def modes(
     """
     from kproxy_core.backend.registry import Registry
     from kproxy_core.cli.modes import describe, find_out, formatted
-    from kproxy_core.cli.running import warn_of_broken
-    from kproxy_core.cli.terminal import show
     from kproxy_core.process.terms import Configuration
 
     if load_modules and not probe:

@@ -1,6 +1,5 @@
 """Text for people: styled on a terminal, plain elsewhere or with NO_COLOR (https://no-color.org) set."""
 
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -22,6 +21,8 @@ def show(text: str) -> None:
 
 def show_answer(answer: Any, output: str, as_text: Callable[[Any], str]) -> None:
     """Print *answer* as *output*: json, or the text that *as_text* makes of it."""
+    import json
+
     show(json.dumps(answer, indent=2) if output == "json" else as_text(answer))
 
 

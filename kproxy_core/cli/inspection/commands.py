@@ -6,6 +6,7 @@ import click
 
 from kproxy_core.cli.options import OBJECTS, TEXT_OR_JSON, FlagCommand, given, with_flags
 from kproxy_core.cli.running import cli_errors
+from kproxy_core.cli.terminal import is_terminal, show, show_answer
 from kproxy_core.config.flags import RULES, SOURCES
 
 
@@ -29,7 +30,6 @@ def explain(
     a proxy would write.
     """
     from kproxy_core.cli.inspection.explaining import as_text, ask_proxy, explain_objects, explain_report
-    from kproxy_core.cli.terminal import show_answer
 
     if len(words) > 2 or (len(words) == 2 and sender):
         raise click.UsageError("give [FROM] TO")
@@ -58,7 +58,6 @@ def diff(context: click.Context, /, output: str, **options: Any) -> None:
     of the same mode.
     """
     from kproxy_core.cli.inspection.comparing import UNCLEAR, as_text, compare, status_of
-    from kproxy_core.cli.terminal import show_answer
 
     with cli_errors(UNCLEAR):
         found = compare(given(options))
@@ -77,7 +76,6 @@ def plan(objects: str, verbose: bool, output: str, **options: Any) -> None:
     The objects are in DIR, or an API server has them. With --mode, another mode would serve them.
     """
     from kproxy_core.cli.inspection import previewing
-    from kproxy_core.cli.terminal import show_answer
 
     flags = previewing.with_objects(objects, given(options))
     if not OBJECTS & set(flags):
@@ -113,7 +111,6 @@ def verify(
     """
     from kproxy_core.cli.inspection import verifying
     from kproxy_core.cli.inspection.comparing import UNCLEAR
-    from kproxy_core.cli.terminal import show, show_answer
 
     if not traffic:
         raise click.UsageError("--traffic is required: it opens connections; `kproxy diff` needs none")
@@ -147,7 +144,6 @@ def top(once: bool, sort: str, search: str, count: int, interval: float, output:
     The proxy counts with `trafficMetrics: service` or `endpoint` in section kproxy of its configuration.
     """
     from kproxy_core.cli.inspection import top as screen
-    from kproxy_core.cli.terminal import is_terminal
 
     with cli_errors():
         if once or output == "json" or not is_terminal():
@@ -175,7 +171,6 @@ def trace(
     at most. With -o json, each packet is one line. Exit status: 0 if a packet was seen, 1 if not.
     """
     from kproxy_core.cli.inspection.tracing import Trace, formatted, read_answers
-    from kproxy_core.cli.terminal import show
     from kproxy_core.explain.request import parse_sender
 
     seen, problem = 0, ""
@@ -212,7 +207,6 @@ def report(file: str, output: str, **options: Any) -> None:
     from pathlib import Path
 
     from kproxy_core.cli.inspection import reporting
-    from kproxy_core.cli.terminal import show_answer
 
     path = Path(file or time.strftime("kproxy-report-%Y%m%dT%H%M%SZ.tar.gz", time.gmtime()))
     try:
