@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import structs
+
 from kproxy_core.backend.api import Description, Detection, Requirement, Trial
 from kproxy_core.backend.errors import InvalidOption
 from kproxy_core.backend.registry import Registry
@@ -24,13 +26,7 @@ class DescribedMode:
     """One mode; `detection` is None if it was not probed."""
 
     description: Description
-    detection: Detection | None
-
-    @property
-    def ends_a_start(self) -> bool:
-        """Return whether options of the mode are wrong. A proxy that would serve in it does not start."""
-        return self.detection is not None and any(
-            requirement.what == _OPTIONS for requirement in self.detection.requirements)
+    detection: Detection | None = None
 
     def as_document(self) -> dict[str, Any]:
         major, minor = self.description.contract
@@ -44,9 +40,7 @@ class DescribedMode:
         if self.detection is not None:
             document["usable"] = self.detection.usable
             document["requirements"] = [
-                {"what": r.what, "met": r.met, "found": r.found, "remedy": r.remedy, "guessed": r.guessed}
-                for r in self.detection.requirements
-            ]
+                structs.asdict(requirement) for requirement in self.detection.requirements]
         return document
 
     def __str__(self) -> str:
@@ -130,8 +124,11 @@ def describe(registry: Registry, mode: str) -> Report:
 
     Raises UnknownMode or PluginRefused.
     """
-    descriptions = [registry.load(mode)] if mode else registry.load_all()
-    return Report({}, tuple(DescribedMode(description, None) for description in descriptions))
+    return Report({}, tuple(map(DescribedMode, _descriptions(registry, mode))))
+
+
+def _descriptions(registry: Registry, mode: str) -> list[Description]:
+    return [registry.load(mode)] if mode else registry.load_all()
 
 
 def find_out(registry: Registry, mode: str, configuration: Configuration, *, load_modules: bool) -> Report:
@@ -141,16 +138,16 @@ def find_out(registry: Registry, mode: str, configuration: Configuration, *, loa
     Raises UnknownMode, PluginRefused or ConfigError.
     """
     families = served_families()
-    described = tuple(
-        DescribedMode(known, _look(registry, known.mode, configuration, families, load_modules))
-        for known in (mode.description for mode in describe(registry, mode).modes)
-    )
-    works = [d.description.mode for d in described if d.detection is not None and d.detection.usable]
-    ends = [d.description.mode for d in described if d.ends_a_start]
+    known = _descriptions(registry, mode)
+    detections = [_look(registry, each.mode, configuration, families, load_modules) for each in known]
+    works = [found.mode for found in detections if found.usable]
+    # A proxy that would serve in a mode whose options are wrong does not start.
+    ends = [found.mode for found in detections if any(r.what == _OPTIONS for r in found.requirements)]
     config = configuration.of(mode or configuration.mode)
     fall_back = not mode and config.kproxy.mode_fallback == "auto"
     asked = candidates(registry, mode or config.mode, fall_back=fall_back)
     first = next((candidate for candidate in asked if candidate in (*works, *ends)), "")
+    described = tuple(map(DescribedMode, known, detections))
     return Report(dict(facts(families)), described, first if first in works else "")
 
 
