@@ -1,13 +1,13 @@
 """The answer for one packet, as values that JSON can hold."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kproxy_core.backend.api import Caveat, KernelSide
 from kproxy_core.explain.question import Case
 from kproxy_core.explain.verdict import UNKNOWN, judge
 from kproxy_core.model.address import format_address, format_socket
-from kproxy_core.model.endpoint import Destination, Endpoint
+from kproxy_core.model.endpoint import Endpoint
 from kproxy_core.model.node import NodeView
 from kproxy_core.plan.fate import Fate, Outcome, Packet, Policy, decide, decide_unowned, kind_of
 
@@ -26,9 +26,8 @@ def answer(
     case: Case, side: KernelSide | None, *, mode: str, live: bool, caveats: Sequence[Caveat] = ()
 ) -> Json:
     """Return the whole answer for the packet of *case*. *side* None: the mode cannot show its objects."""
-    packet, node, frontend, plan = (
-        case.question.packet, case.question.node, case.question.frontend, case.question.plan)
-    fate = decide_case(case)
+    question, fate = case.question, decide_case(case)
+    packet, node, frontend, plan = question.packet, question.node, question.frontend, question.plan
     found: Json = {
         "from": format_address(packet.source),
         "origin": packet.origin.value,
@@ -52,9 +51,11 @@ def answer(
             "port": plan.key.port_name, "service_port": str(plan.key), "created": plan.created,
             "origin": case.origin,
         }
+        chosen = {choice.where for choice in fate.choices}
+        any_ready = any(endpoint.ready for _, endpoint in case.candidates)
         found["not_chosen"] = [
-            {"endpoint": format_socket(*where), "because": because}
-            for where, because in _not_chosen(case, fate, node)
+            {"endpoint": format_socket(*where), "because": _reason(endpoint, fate, node, any_ready=any_ready)}
+            for where, endpoint in case.candidates if where not in chosen
         ]
         found["source"] = _source(packet, fate, node)
         if plan.affinity_seconds:
@@ -76,7 +77,7 @@ def _kernel(packet: Packet, fate: Fate, side: KernelSide | None, mode: str, *, l
         "mode": mode, "live": live, "verdict": verdict, "differences": differences,
         "outcome": side.fate.outcome.value if side.fate else "",
         "endpoints": _endpoints(side.fate) if side.fate else [],
-        "objects": [{"where": item.where, "text": item.text} for item in side.objects],
+        "objects": [item._asdict() for item in side.objects],
     }  # fmt: skip
 
 
@@ -109,15 +110,8 @@ def _source(packet: Packet, fate: Fate, node: NodeView) -> str:
     return f"masqueraded to the node's address on the way to the endpoint: {why}"
 
 
-def _not_chosen(case: Case, fate: Fate, node: NodeView) -> Iterator[tuple[Destination, str]]:
-    chosen = {choice.where for choice in fate.choices}
-    ready = any(endpoint.ready for _, endpoint in case.candidates)
-    for where, endpoint in case.candidates:
-        if where not in chosen:
-            yield where, _reason(endpoint, fate, node, any_ready=ready)
-
-
 def _reason(endpoint: Endpoint, fate: Fate, node: NodeView, *, any_ready: bool) -> str:
+    """Return the reason why *endpoint* is not chosen."""
     if not endpoint.ready:
         if not endpoint.terminating:
             return "not ready"

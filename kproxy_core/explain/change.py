@@ -92,12 +92,8 @@ def _by_key(plans: Iterable[Json]) -> dict[tuple[str, str, str], Json]:
 
 def _details(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
     for name, word in _SETS.items():
-        for text in before[name]:
-            if text not in after[name]:
-                yield f"{word} {text} removed"
-        for text in after[name]:
-            if text not in before[name]:
-                yield f"{word} {text} added"
+        yield from (f"{word} {text} removed" for text in before[name] if text not in after[name])
+        yield from (f"{word} {text} added" for text in after[name] if text not in before[name])
     for name, words in _SETTINGS.items():
         if before[name] != after[name]:
             yield f"{words}: {before[name] or 'none'} becomes {after[name] or 'none'}"

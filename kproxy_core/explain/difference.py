@@ -35,8 +35,9 @@ def differences(cases: Sequence[Case], sides: Sequence[KernelSide]) -> Iterator[
 def stale(frontends: Iterable[Frontend], plans: Plans) -> Iterator[Json]:
     """Yield the *frontends* in the kernel that no Service wants."""
     for frontend in sorted(set(frontends), key=str):
-        if plans.owner(frontend) is None and not _is_node_port(frontend, plans):
-            address, protocol, port = frontend
+        address, protocol, port = frontend
+        # A frontend with an address may stand for a node port there.
+        if not plans.owner(frontend) and not plans.owner(Frontend(None, protocol, port)):
             where = f"node port {port}" if address is None else format_socket(address, port)
             yield {
                 "kind": "stale", "frontend": f"{where}/{protocol.name}", "service_port": "",
@@ -60,8 +61,3 @@ def packet_to(frontend: Frontend, origin: Origin, node: NodeView) -> Packet | No
     if to is None:
         return None
     return Packet(origin, stand_in(origin, node), to, frontend.protocol, frontend.port)
-
-
-def _is_node_port(frontend: Frontend, plans: Plans) -> bool:
-    """Return whether a frontend with an address stands for a node port there."""
-    return frontend.address is not None and plans.owner(frontend._replace(address=None)) is not None

@@ -1,6 +1,7 @@
 """The frontends to which a node's own connections are tried, and the verdict about the results. Pure."""
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -90,10 +91,9 @@ def is_settled(target: Target, attempts: Sequence[Attempt]) -> bool:
 
 def result(target: Target, attempts: Sequence[Attempt]) -> Json:
     """Return the results for one frontend, with its problems in words."""
-    reached: dict[str, dict[str, int]] = {}
+    reached: dict[str, Counter[str]] = defaultdict(Counter)
     for attempt in attempts:
-        counts = reached.setdefault(_endpoint(target, attempt), {})
-        counts[attempt.result] = counts.get(attempt.result, 0) + 1
+        reached[_endpoint(target, attempt)][attempt.result] += 1
     return {
         **target, "connections": len(attempts),
         "reached": [{"endpoint": endpoint, **counts} for endpoint, counts in sorted(reached.items())],
@@ -101,8 +101,8 @@ def result(target: Target, attempts: Sequence[Attempt]) -> Json:
     }  # fmt: skip
 
 
-def _problems(target: Target, reached: dict[str, dict[str, int]], tried: int) -> Iterator[str]:
-    answered = sum(counts.get(ANSWERED, 0) for counts in reached.values())
+def _problems(target: Target, reached: Mapping[str, Counter[str]], tried: int) -> Iterator[str]:
+    answered = sum(counts[ANSWERED] for counts in reached.values())
     forwarded = target["outcome"] == Outcome.FORWARDED.value
     if forwarded and not answered:
         results = ", ".join(sorted({result for counts in reached.values() for result in counts}))
@@ -114,7 +114,7 @@ def _problems(target: Target, reached: dict[str, dict[str, int]], tried: int) ->
             yield f"connections reach {endpoint}, which may not be chosen"
         for how in sorted(set(counts) - {ANSWERED}) if forwarded and answered else ():
             where = f"endpoint {endpoint}" if endpoint else "endpoint not known"
-            yield f"{where}: {counts[how]} of {sum(counts.values())} connections {how}"
+            yield f"{where}: {counts[how]} of {counts.total()} connections {how}"
 
 
 def _endpoint(target: Target, attempt: Attempt) -> str:

@@ -56,7 +56,7 @@ class Connector:
                 self._wait(0.05 if waiting else 0.2)
                 while waiting and len(self._open) < _MOST_AT_ONCE and self._bucket.try_take(time.monotonic()):
                     at, left = waiting.popleft()
-                    if self._endpoints_are_known(at):
+                    if self._attempts[at] and is_settled(self._targets[at], self._attempts[at]):
                         continue
                     self._connect(at)
                     if left > 1:
@@ -66,10 +66,6 @@ class Connector:
             for sock in self._open:
                 sock.close()
         return self._attempts
-
-    def _endpoints_are_known(self, at: int) -> bool:
-        attempts = self._attempts[at]
-        return bool(attempts) and is_settled(self._targets[at], attempts)
 
     def _connect(self, at: int) -> None:
         address, port = Destination.parse(self._targets[at]["frontend"])
