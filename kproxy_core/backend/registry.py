@@ -199,23 +199,17 @@ class Registry:
         For *trial* and *load_modules* see `hookspecs.kproxy_detect`. Raises UnknownMode, PluginRefused or
         InvalidOption.
         """
-        found = [
-            self._detect(layer, settings, trial, load_modules=load_modules) for layer in self.layers(mode)
-        ]
-        requirements = tuple(requirement for layer in found for requirement in layer.requirements)
-        return api.Detection(mode, requirements)
-
-    def _detect(
-        self, mode: str, settings: api.BackendSettings, trial: api.Trial | None, *, load_modules: bool
-    ) -> api.Detection:
-        try:
-            answer = self._ask(
-                mode, "kproxy_detect", settings=settings, trial=trial, load_modules=load_modules)
-            return _checked(answer, api.Detection)
-        except InvalidOption:
-            raise
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - as in `load`
-            return api.Detection(mode, (api.Requirement("an answer from the plugin", False, _reason(error)),))
+        found: list[api.Requirement] = []
+        for layer in self.layers(mode):
+            try:
+                answer = self._ask(
+                    layer, "kproxy_detect", settings=settings, trial=trial, load_modules=load_modules)
+                found += _checked(answer, api.Detection).requirements
+            except InvalidOption:
+                raise
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - as in `load`
+                found.append(api.Requirement("an answer from the plugin", False, _reason(error)))
+        return api.Detection(mode, tuple(found))
 
     def dialled(
         self, mode: str, protocol: Protocol, source: Destination, endpoint: Destination
