@@ -39,8 +39,7 @@ def once(sort: str, search: str, count: int, *, as_json: bool) -> None:
 
 
 def _ask(sort: str, search: str, count: int) -> Mapping[str, Any]:
-    request = {"do": "top", "search": search, "sort": sort, "count": min(count, _MOST_SHOWN)}
-    return send_request(request)
+    return send_request({"do": "top", "search": search, "sort": sort, "count": min(count, _MOST_SHOWN)})
 
 
 @dataclass
@@ -130,25 +129,25 @@ def _table(found: Mapping[str, Any], view: View, width: int) -> "Table":
         expand=True, title_justify="left", caption_justify="left", box=None, header_style="bold",
     )  # fmt: skip
     table.add_column("service port", overflow="fold", min_width=24, ratio=3)
-    if width >= _WIDE:
+    wide = width >= _WIDE
+    if wide:
         table.add_column("frontends", overflow="fold", ratio=2)
     for name in ("endpoints", "per second", "connections", "rejected", "failed", "bytes"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in found["services"]:
         problem = "".join(f" [red]{escape(text)}[/]" for text in row["problems"])
-        first, more = row["frontends"][:1], len(row["frontends"]) - 1
-        frontends = [*first, *([f"+{more}"] if more > 0 else [])]
-        shown_frontends = [escape(" ".join(frontends))] if width >= _WIDE else []
+        more = len(row["frontends"]) - 1
+        frontends = " ".join([*row["frontends"][:1], *[f"+{more}"] * (more > 0)])
         table.add_row(
-            f"{escape(row['service_port'])} [dim]{row['protocol']}[/]{problem}", *shown_frontends,
+            f"{escape(row['service_port'])} [dim]{row['protocol']}[/]{problem}", *[escape(frontends)] * wide,
             str(row["endpoint_count"]), f"{row['rate']:.1f}", str(row["forwarded"]),
             *(f"[red]{row[name]}[/]" if row[name] else "0" for name in ("rejected", "failed")), _bytes(row))
         for endpoint in row["endpoints"] if view.endpoints else ():
             former = "" if endpoint["usable"] else " [yellow](no longer usable)[/]"
             name = f"  {escape(endpoint['endpoint'])}{former}"
             failed = sum(endpoint[failure] for failure in ("refused", "unanswered", "reset"))
-            table.add_row(name, *(["", ""] + [""] * len(shown_frontends)), str(endpoint["forwarded"]), "",
-                          str(failed), _bytes(endpoint))
+            table.add_row(name, *[""] * (2 + wide), str(endpoint["forwarded"]), "", str(failed),
+                          _bytes(endpoint))
     return table
 
 

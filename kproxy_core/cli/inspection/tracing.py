@@ -110,20 +110,19 @@ class Trace:
         ]
         began = datetime.fromtimestamp(time.time() - (now - packet.began), UTC)
         way = packet.way
+        first = Destination(way.destination, way.port)
+        dialled = packet.dialled or first
+        # A socket may have chosen the endpoint before the packet existed.
+        at_socket = self._at_sockets and first in self._endpoints
         return {
             "time": began.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "from": format_socket(way.source, way.source_port),
-            "to": format_socket(*_dialled(packet)),
+            "to": format_socket(*dialled),
             "protocol": Protocol(packet.protocol).name,
-            "service_port": self._owner(packet),
-            **_outcome(
-                packet, rules, at_socket=self._is_at_socket(way), is_relay=self._is_relay(packet.endpoint)),
+            "service_port": self._owner(packet.protocol, dialled),
+            **_outcome(packet, rules, at_socket=at_socket, is_relay=self._is_relay(packet.endpoint)),
             "rules": rules,
         }  # fmt: skip
-
-    def _is_at_socket(self, way: Direction) -> bool:
-        """Return whether the endpoint may have been chosen before the packet existed."""
-        return self._at_sockets and (way.destination, way.port) in self._endpoints
 
     def _is_relay(self, endpoint: Destination | None) -> bool:
         """Return whether a process of this node takes the packets, and is no endpoint."""
@@ -131,24 +130,17 @@ class Trace:
             return False
         return is_loopback(endpoint.address) or endpoint.address in self._local
 
-    def _owner(self, packet: TracedPacket) -> str:
-        address, port = _dialled(packet)
+    def _owner(self, protocol: int, dialled: Destination) -> str:
         for match, owner in self._owners.items():
-            same = (match.protocol, match.port) == (packet.protocol, port)
-            if same and match.destination in (None, address):
+            same = (match.protocol, match.port) == (protocol, dialled.port)
+            if same and match.destination in (None, dialled.address):
                 return owner
         return next(iter(self._owners.values()), "")
-
-
-def _dialled(packet: TracedPacket) -> Destination:
-    """Return the frontend, or the endpoint if no more is known."""
-    return packet.dialled or Destination(packet.way.destination, packet.way.port)
 
 
 def _outcome(
     packet: TracedPacket, rules: Sequence[Mapping[str, str]], *, at_socket: bool, is_relay: bool
 ) -> dict[str, Any]:
-    endpoint = format_socket(*packet.endpoint) if packet.endpoint else ""
     found: dict[str, Any] = {
         "endpoint": "", "relay": is_relay, "source": "", "answered_ms": None, "because": "",
     }
@@ -172,7 +164,7 @@ def _outcome(
     if at_socket:
         found["because"] = found["because"] or (
             "chosen when the socket connected" + ("" if packet.dialled else ", or dialled directly"))
-    return {**found, "outcome": "forwarded", "endpoint": endpoint}
+    return {**found, "outcome": "forwarded", "endpoint": format_socket(*packet.endpoint)}
 
 
 def formatted(packet: Mapping[str, Any], output: str) -> str:
