@@ -36,9 +36,9 @@ class Case(NamedTuple):
     plans: Plans
     is_typical: bool
     """The sender's address stands for any sender of its origin."""
-    near: str
+    near: str = ""
     """For a packet to no frontend: what is nearest."""
-    has_cluster_ip: bool
+    has_cluster_ip: bool = False
     """The destination is some Service's ClusterIP."""
     origin: str = ""
     """The file or the resource version of the Service."""
@@ -51,8 +51,8 @@ class Case(NamedTuple):
         if plan is None:
             near, has_cluster_ip = _near(plans, packet)
             return cls(Question(packet, node, None, None), plans, is_typical, near, has_cluster_ip)
-        question, origin = Question(packet, node, frontend, plan), plans.origin(plan.key.service)
-        return cls(question, plans, is_typical, "", has_cluster_ip=False, origin=origin)
+        question = Question(packet, node, frontend, plan)
+        return cls(question, plans, is_typical, origin=plans.origin(plan.key.service))
 
     @property
     def candidates(self) -> Candidates:

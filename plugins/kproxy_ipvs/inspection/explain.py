@@ -38,7 +38,7 @@ class State(NamedTuple):
 def explain(questions: Sequence[Question], settings: Settings, *, live: bool) -> list[KernelSide]:
     """Return the way of each packet. Raises HostError."""
     if not live:
-        return [_side(question, _written(question, settings)) for question in questions]
+        return [side_of(question, _written(question, settings)) for question in questions]
     family = questions[0].node.family
     with VirtualServers() as servers:
 
@@ -48,11 +48,7 @@ def explain(questions: Sequence[Question], settings: Settings, *, live: bool) ->
 
         rules = Tables(family, find_variant()).chains()
         state = State(rules, sets.read(family), find, listing.read_template, device.read(family)[0])
-        return ways(questions, state)
-
-
-def ways(questions: Sequence[Question], state: State) -> list[KernelSide]:
-    return [_side(question, state) for question in questions]
+        return [side_of(question, state) for question in questions]
 
 
 def frontends(family: Family) -> list[Frontend]:
@@ -64,7 +60,7 @@ def frontends(family: Family) -> list[Frontend]:
         ]
 
 
-def _side(question: Question, state: State) -> KernelSide:
+def side_of(question: Question, state: State) -> KernelSide:
     walk = Walk(_Rules(question.node.family, state), question.node, state.local)
     fate, remembered = _follow(question.packet, walk, state)
     return KernelSide(

@@ -147,7 +147,9 @@ class _Portals:
             return end.flight.local or (end.flight.port if end.flight.translated else 0), list(walk.objects)
         last = f"{packet.protocol.name.lower()} . {packet.port}"
         dialled = f"{format_address(packet.destination)} . {last}"
-        keys = [dialled, *self._ranged(packet, dialled)]
+        # Elements for a network of sources begin with that.
+        keys = [dialled, *(key for key in self.elements if (parts := _IN_SOURCE_ORDER.fullmatch(key))
+                           and parts[2] == dialled and packet.source in network(parts[1]))]
         if Walk(Ruleset({}), question.node).is_local(packet.destination):
             keys.append(last)
         for key in keys:
@@ -155,15 +157,6 @@ class _Portals:
                 port = self.elements[key]
                 return port, [KernelObject(f"table {TABLE}", f"{key} : {port}")]
         return 0, []
-
-    def _ranged(self, packet: Packet, dialled: str) -> list[str]:
-        """Return the keys of elements that are for a network of sources which has the packet's."""
-        found = []
-        for key in self.elements:
-            parts = _IN_SOURCE_ORDER.fullmatch(key)
-            if parts and parts[2] == dialled and packet.source in network(parts[1]):
-                found.append(key)
-        return found
 
 
 def _portal_rules(relays: Iterable[Wanted], at: Address | None) -> dict[ChainKey, list[str]]:

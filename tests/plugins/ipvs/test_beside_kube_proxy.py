@@ -11,7 +11,7 @@ from kproxy_core.explain.verdict import DEVIATES, judge
 from kproxy_core.model.address import format_socket
 from kproxy_core.plan.fate import Outcome
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_ipvs.inspection.explain import State, ways
+from kproxy_ipvs.inspection.explain import State, side_of
 from tests.plugins.explained import KnownPlans, decided, differences_of, questions_about
 from tests.plugins.iptables import golden_cases
 from tests.plugins.ipvs.kube_proxy_state import kube_proxys_state
@@ -19,7 +19,8 @@ from tests.plugins.ipvs.kube_proxy_state import kube_proxys_state
 
 def found_in(update: Update, state: State) -> list[Json]:
     """Return what ``kproxy diff`` finds on a node with the objects of *state*."""
-    return differences_of(KnownPlans(update), lambda questions: ways(questions, state), lambda family: ())
+    return differences_of(
+        KnownPlans(update), lambda asked: [side_of(question, state) for question in asked], lambda family: ())
 
 
 @pytest.mark.parametrize("case", golden_cases.names())
@@ -63,7 +64,8 @@ def test_kube_proxys_disregard_of_policy_local_is_no_damage(case: str) -> None:
     asked = [question for question in questions_about(update.plans, update.node)
              if decided(question).outcome is Outcome.DROPPED]
     assert asked
-    for question, side in zip(asked, ways(asked, kube_proxys_state(update)), strict=True):
+    for question in asked:
+        side = side_of(question, kube_proxys_state(update))
         verdict, differences = judge(question.packet, decided(question), side)
         assert verdict == DEVIATES
         assert "the packet is forwarded, and should be dropped" in differences
