@@ -74,7 +74,7 @@ class _Written(Table):
     """The table that a sync would write for one plan, or none."""
 
     def __init__(self, node: NodeView, plan: ServicePlan | None) -> None:
-        self._node = node
+        self._service_cidrs = node.service_cidrs
         plans = [plan] if plan else []
         rules = skeleton.rules_text(node, skeleton.templates_of(plans), plans)
         super().__init__(written_rules(rules.splitlines()))
@@ -84,10 +84,9 @@ class _Written(Table):
         self._elements = {(container, key): value for container, key, value in wanted}
 
     def find(self, container: str, key: bytes) -> Value:
+        if container == SERVICE_CIDRS and any(Address(key) in cidr for cidr in self._service_cidrs):
+            return None
         return self._elements[container, key]
-
-    def in_service_cidrs(self, address: Address) -> bool:
-        return any(address in cidr for cidr in self._node.service_cidrs)
 
 
 def written_rules(commands: Iterable[str]) -> dict[str, list[str]]:

@@ -33,11 +33,10 @@ class Table(abc.ABC):
 
     @abc.abstractmethod
     def find(self, container: str, key: bytes) -> Value:
-        """Return the value of an element, None in a set. Raises KeyError."""
+        """Return the value of an element, None in a set. Raises KeyError.
 
-    def in_service_cidrs(self, address: Address) -> bool:
-        """Return whether *address* is in the set of the ClusterIPs' networks."""
-        return self.holds(names.SERVICE_CIDRS, address)
+        An address is found in the set of the ClusterIPs' networks if one of these has it.
+        """
 
     def get(self, container: str, key: bytes) -> Value:
         """Return the value of a map's element; None without it."""
@@ -177,13 +176,10 @@ class _Walk:
 
     def _destination_in(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
         address, container = self._packet.destination, found["set"]
-        if container == names.SERVICE_CIDRS:
-            inside = self._table.in_service_cidrs(address)
-        else:
-            inside = self._table.holds(container, address)
-        if inside:
-            self._met(KernelObject(f"set {container}", format_address(address)))
-        return inside
+        if not self._table.holds(container, address):
+            return False
+        self._met(KernelObject(f"set {container}", format_address(address)))
+        return True
 
     def _mark(self, shown: KernelObject, found: "re.Match[str]") -> "_Step":
         self._met(shown)
