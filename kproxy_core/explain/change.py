@@ -19,7 +19,6 @@ _SETS = {"frontends": "frontend", "endpoints": "endpoint", "local_endpoints": "e
 
 
 def document(plan: ServicePlan) -> Json:
-    """Return *plan* as JSON holds it."""
     return {
         "service_port": str(plan.key), "protocol": plan.key.protocol.name, "family": plan.family.label,
         "frontends": [frontend_text(frontend) for frontend in plan.frontends()],

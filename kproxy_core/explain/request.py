@@ -24,7 +24,6 @@ class ServiceTarget(NamedTuple):
         return f"{self.namespace}/{self.name}" if self.namespace else self.name
 
     def is_of(self, key: ServicePortKey) -> bool:
-        """Return whether the Service of *key* is meant."""
         return self.name == key.name and self.namespace in ("", key.namespace)
 
     def means(self, key: ServicePortKey) -> bool:
@@ -85,9 +84,8 @@ def parse_sender(text: str, origin: str = "") -> Sender:
     if not text or text in sides:
         if text and origin and text != origin:
             raise NoAnswer(f"the sender can't be both {text} and {origin}")
-        side = text or origin
-        return Sender(sides[side] if side else None)
+        return Sender(sides.get(text or origin))
     try:
-        return Sender(sides[origin] if origin else None, parse_address(text))
+        return Sender(sides.get(origin), parse_address(text))
     except ValueError as error:
         raise NoAnswer(f"{error}; a sender is an address, pod, node or outside") from error

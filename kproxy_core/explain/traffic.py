@@ -61,8 +61,8 @@ def expectation(case: Case, side: KernelSide | None) -> Json:
     *side*: where the mode decides otherwise by design, that counts. Its other differences do not.
     """
     packet, plan = case.question.packet, case.question.plan
-    deviates = side is not None and side.fate is not None and side.deviation
-    fate = side.fate if side is not None and side.fate is not None and deviates else decide_case(case)
+    by_design = side.fate if side is not None and side.deviation else None
+    fate = by_design or decide_case(case)
     return {
         "frontend": format_socket(packet.destination, packet.port),
         "service_port": str(plan.key) if plan else "",

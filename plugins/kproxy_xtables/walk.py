@@ -39,7 +39,7 @@ class Ruleset:
         index = self._indexes.get((table, chain))
         if index is None:
             index = self._indexes[table, chain] = _index(rules)
-        keys = ("", f"{format_address(flight.destination)}", f"port {flight.port}")
+        keys = ("", format_address(flight.destination), f"port {flight.port}")
         return [rules[number] for number in sorted(number for key in keys for number in index.get(key, ()))]
 
     def likeness(self, chains: Sequence[ChainKey], flight: Flight) -> object | None:

@@ -49,7 +49,6 @@ class Connector:
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> list[list[Attempt]]:
-        """Return the attempts for each target."""
         waiting = deque((at, connections(target, self._most)) for at, target in enumerate(self._targets))
         try:
             while waiting or self._open:

@@ -56,7 +56,6 @@ def status_of(found: Found) -> int:
 
 
 def announced(found: Found, most: int, rate: float) -> Iterator[str]:
-    """Yield the connections that would be opened."""
     total = 0
     for target in found["targets"]:
         count = connections(target, most)

@@ -23,11 +23,8 @@ def _group(plan: ServicePlan, group: Group) -> Iterator[str]:
     affinity = f", affinity {group.affinity_seconds} s" if group.affinity_seconds else ""
     yield f"# {plan.key} ({group.name}{affinity})"
     protocol = plan.key.protocol.name.lower()
-    for frontend in plan.frontends():
-        if frontend.address is None:
-            where = f"node port {frontend.port}"
-        else:
-            where = format_socket(frontend.address, frontend.port)
+    for address, _, port in plan.frontends():
+        where = f"node port {port}" if address is None else format_socket(address, port)
         yield f"#   frontend {where}/{protocol}"
     for endpoint in group.endpoints:
         is_local = endpoint.address in group.local

@@ -58,6 +58,5 @@ def measurements(counts: Iterable[Counts]) -> Iterator[Measurement]:
         ):  # fmt: skip
             yield Measurement(metric, about, "counter", count, family)
     for name, (metric, about) in _PACKETS.items():
-        packets = read_packets(name)
-        if packets is not None:
+        if (packets := read_packets(name)) is not None:
             yield Measurement(metric, about, "counter", packets)

@@ -46,7 +46,6 @@ class Table(abc.ABC):
             return None
 
     def holds(self, container: str, key: bytes) -> bool:
-        """Return whether a map or set has an element."""
         try:
             self.find(container, key)
         except KeyError:
