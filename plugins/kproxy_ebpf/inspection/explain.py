@@ -2,27 +2,19 @@
 
 from collections.abc import Sequence
 from typing import NamedTuple
-from typing import Protocol as TypingProtocol
 
 from kproxy_core.backend.api import KernelObject, KernelSide, Question
 from kproxy_core.model.address import Protocol, format_socket
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome, Packet
 from kproxy_ebpf import batch, names
+from kproxy_ebpf.kernel.pinned import PinnedMaps
 from kproxy_ebpf.settings import Settings
 from kproxy_ebpf.wanted import Group, only_node_clients, wanted
 
 
-class Maps(TypingProtocol):
-    def find(self, name: str, key: bytes) -> bytes | None:
-        """Return the value of one element; None: it does not exist."""
-
-    def pinned_endpoint(self, service: bytes, affinity_seconds: int) -> bytes | None:
-        """Return the endpoint to which a service has pinned the node's own clients; None: to none."""
-
-
 def explain(
-    questions: Sequence[Question], rules: Sequence[KernelSide], settings: Settings, maps: Maps | None
+    questions: Sequence[Question], rules: Sequence[KernelSide], settings: Settings, maps: PinnedMaps | None
 ) -> list[KernelSide]:
     """Return *rules*, the base's answers, with what programs decide before them.
 
@@ -33,7 +25,9 @@ def explain(
     ]
 
 
-def _in_front(question: Question, side: KernelSide, settings: Settings, maps: Maps | None) -> KernelSide:
+def _in_front(
+    question: Question, side: KernelSide, settings: Settings, maps: PinnedMaps | None
+) -> KernelSide:
     if not _may_translate(question, settings):
         return side
     found = _written(question) if maps is None else _held(question, maps)
@@ -96,14 +90,13 @@ def _choices(group: Group) -> tuple[Choice, ...]:
     return tuple(Choice(endpoint, share, masqueraded=False) for endpoint in group.endpoints)
 
 
-def _held(question: Question, maps: Maps) -> _Found | None:
+def _held(question: Question, maps: PinnedMaps) -> _Found | None:
     """Return the maps' elements for a frontend; None: the rules decide."""
-    packet = question.packet
-    key, value = next(
-        ((key, value) for key in _keys(question)
-         if (value := maps.find(names.FRONTENDS, key)) is not None), (b"", b""))
+    packet, keys = question.packet, _keys(question)
+    found = ((key, value) for key in keys if (value := maps.find(names.FRONTENDS, key)) is not None)
+    key, value = next(found, (b"", b""))
     on_node = maps.find(names.NODE_ADDRESSES, batch.address_key(packet.destination)) is not None
-    if not value or (key != _keys(question)[0] and not on_node):
+    if not value or (key != keys[0] and not on_node):
         return None
     service = batch.parse_service(value)
     dialled = format_socket(packet.destination, packet.port)
@@ -122,7 +115,7 @@ def _held(question: Question, maps: Maps) -> _Found | None:
     return _Found(objects, tuple(choices), service.masquerades_pods, remembered)
 
 
-def _remembered(packet: Packet, service: batch.ServiceValue, maps: Maps) -> Destination | None:
+def _remembered(packet: Packet, service: batch.ServiceValue, maps: PinnedMaps) -> Destination | None:
     """Return the endpoint of the node's own clients. A pod's namespace is not known by its address."""
     if not service.affinity_seconds or packet.origin is not Origin.NODE:
         return None
