@@ -34,10 +34,11 @@ def frontends(family: Family) -> list[Frontend]:
     """Return the frontends in the maps of the kernel. Raises BackendError."""
     with Kernel() as kernel:
         if (table := _kube_proxys(kernel, family)) is not None:
-            return list(table.frontends())
-        found = [Frontend(Address(key[:family.size]), *parse_port_key(key[family.size:]))
-                 for key in kernel.elements(family, VIPS)]  # fmt: skip
-        return found + [Frontend(None, *parse_port_key(key)) for key in kernel.elements(family, NODE_PORTS)]
+            vips, node_ports = table.keys(kube_proxy.VIPS), table.keys(kube_proxy.NODE_PORTS)
+        else:
+            vips, node_ports = (iter(kernel.elements(family, name)) for name in (VIPS, NODE_PORTS))
+        found = [Frontend(Address(key[:family.size]), *parse_port_key(key[family.size:])) for key in vips]
+        return found + [Frontend(None, *parse_port_key(key)) for key in node_ports]
 
 
 def _kube_proxys(kernel: Kernel, family: Family) -> KubeProxyTable | None:

@@ -2,16 +2,16 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
-from kproxy_core.model.address import Address, Protocol, parse_address
-from kproxy_core.plan.service_plan import Frontend
+from kproxy_core.model.address import Protocol, parse_address
 from kproxy_nftables.inspection.walk import Table
-from kproxy_nftables.wanted import Value, parse_port_key, port_key
+from kproxy_nftables.wanted import Value, port_key
 
 TABLE = "kube-proxy"
 
-_VIPS = ("service-ips", "no-endpoint-services")
-_NODE_PORTS = ("service-nodeports", "no-endpoint-nodeports")
+VIPS = ("service-ips", "no-endpoint-services")
+NODE_PORTS = ("service-nodeports", "no-endpoint-nodeports")
 _CONTAINER = re.compile(r"^\t(?:set|map) (\S+) \{.*?$(.*?)^\t\}$", re.DOTALL | re.MULTILINE)
 _ELEMENTS = re.compile(r"elements = \{(.*)\}", re.DOTALL)
 _ASIDE = re.compile(r' (?:comment "[^"]*"|(?:timeout|expires) \S+|counter packets \d+ bytes \d+)')
@@ -28,17 +28,9 @@ class KubeProxyTable(Table):
     def find(self, container: str, key: bytes) -> Value:
         return self._elements[container][key]
 
-    def frontends(self) -> Iterator[Frontend]:
-        for name in _VIPS:
-            for key in self._elements.get(name, ()):
-                address, port = key[:-_PORT_KEY_SIZE], key[-_PORT_KEY_SIZE:]
-                yield Frontend(Address(address), *parse_port_key(port))
-        for name in _NODE_PORTS:
-            for key in self._elements.get(name, ()):
-                yield Frontend(None, *parse_port_key(key))
-
-
-_PORT_KEY_SIZE = len(port_key(Protocol.TCP, 1))
+    def keys(self, containers: Sequence[str]) -> Iterator[bytes]:
+        """Yield the keys of those *containers* that exist."""
+        return chain.from_iterable(self._elements.get(name, ()) for name in containers)
 
 
 def _elements(body: str) -> Iterator[tuple[bytes, Value]]:
