@@ -37,9 +37,8 @@ def kproxy(context: click.Context, /, output: str | None, **options: Any) -> Non
         context.exit()
     if context.invoked_subcommand is not None:
         return
-    cleanup = parsed("cleanup", flags, truth, False)
-    dry_run = parsed("dry_run", flags, truth, False)
-    own_only = parsed("own_only", flags, truth, False)
+    cleanup, dry_run, own_only = (
+        parsed(name, flags, truth, False) for name in ("cleanup", "dry_run", "own_only"))
     if not cleanup and (dry_run or own_only or output):
         raise click.UsageError("--dry-run, --own-only and --output require --cleanup")
     if "write_config_to" in flags:
@@ -63,10 +62,7 @@ def kproxy(context: click.Context, /, output: str | None, **options: Any) -> Non
 @click.option("--load-modules", is_flag=True, help="With --probe: load kernel modules for it.")
 @click.option("-o", "--output", type=click.Choice(["text", "json", "yaml"]), default="text",
               show_default=True)
-@click.pass_context
-def modes(
-    context: click.Context, /, only: str, probe: bool, load_modules: bool, output: str, **options: Any
-) -> None:
+def modes(only: str, probe: bool, load_modules: bool, output: str, **options: Any) -> int:
     """List the installed backends, the preferred one first, or only MODE.
 
     With --probe the exit status is 0 if MODE works on this machine (without one: any), else 1.
@@ -88,8 +84,7 @@ def modes(
             report = describe(registry, mode)
     show(formatted(report, output))
     warn_of_broken(registry)
-    if not report.works(mode or configuration.mode):
-        context.exit(1)
+    return 0 if report.works(mode or configuration.mode) else 1
 
 
 @kproxy.command()

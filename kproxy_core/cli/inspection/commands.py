@@ -49,8 +49,7 @@ def explain(
 @click.command(cls=FlagCommand)
 @with_flags(RULES, SOURCES)
 @TEXT_OR_JSON
-@click.pass_context
-def diff(context: click.Context, /, output: str, **options: Any) -> None:
+def diff(output: str, **options: Any) -> int:
     """Compare the kernel with the Services, by what it does with packets. Nothing is written.
 
     Exit status: 0 the same, 1 different, 2 it cannot be told. The running proxy answers. With --manifests,
@@ -62,7 +61,7 @@ def diff(context: click.Context, /, output: str, **options: Any) -> None:
     with cli_errors(UNCLEAR):
         found = compare(given(options))
     show_answer(found, output, as_text)
-    context.exit(status_of(found))
+    return status_of(found)
 
 
 @click.command(cls=FlagCommand)
@@ -98,11 +97,10 @@ def plan(objects: str, verbose: bool, output: str, **options: Any) -> None:
 @click.option("--dry-run", is_flag=True, help="Only say what would be opened.")
 @with_flags(RULES, SOURCES)
 @TEXT_OR_JSON
-@click.pass_context
 def verify(
-    context: click.Context, /, traffic: bool, service: str, rate: float, connections: int, timeout: float,
-    dry_run: bool, output: str, **options: Any,
-) -> None:
+    traffic: bool, service: str, rate: float, connections: int, timeout: float, dry_run: bool, output: str,
+    **options: Any,
+) -> int:
     """Open TCP connections from this node to every frontend, and report which endpoints answer.
 
     Nothing is sent: each connection is closed at once. Exit status: 0 all do what the plans say, 1 some do
@@ -119,12 +117,12 @@ def verify(
     if dry_run:
         for line in verifying.announced(found, connections, rate):
             show(line)
-        return
+        return 0
     results, problem = verifying.verify(found, rate=rate, most=connections, timeout=timeout)
     if problem:
         click.echo(f"Warning: {problem}", err=True)
     show_answer(results, output, verifying.as_text)
-    context.exit(verifying.status_of(results))
+    return verifying.status_of(results)
 
 
 @click.command(cls=FlagCommand)
@@ -160,11 +158,7 @@ def top(once: bool, sort: str, search: str, count: int, interval: float, output:
               help="End after this time.")
 @with_flags(RULES, SOURCES)
 @TEXT_OR_JSON
-@click.pass_context
-def trace(
-    context: click.Context, /, target: str, sender: str, count: int, seconds: float, output: str,
-    **options: Any,
-) -> None:
+def trace(target: str, sender: str, count: int, seconds: float, output: str, **options: Any) -> int:
     """Watch the next packets to a frontend, and print what happens to each.
 
     TO is as for `kproxy explain`, FROM an address. Only first packets of connections are shown, 50 a second
@@ -189,7 +183,7 @@ def trace(
         click.echo(f"Warning: {problem}", err=True)
     if not seen:
         click.echo(f"no packet to {target} was seen in {seconds:g} s", err=True)
-        context.exit(1)
+    return 0 if seen else 1
 
 
 @click.command(cls=FlagCommand)

@@ -12,7 +12,7 @@ Packets = Sequence[Mapping[str, Any]]
 
 _INDENT = 14
 _SENDERS = {"pod": "a pod", "node": "this node", "outside": "outside"}
-_OUTCOMES = {"forwarded": good, "refused": bad, "dropped": bad, "not touched": hint}
+OUTCOMES = {"forwarded": good, "refused": bad, "dropped": bad, "not touched": hint, "unknown": hint}
 _VERDICTS = {"agrees": good, "differs": bad, "deviates by design": hint, "cannot be told": hint}
 
 
@@ -71,7 +71,7 @@ def _title(target: tuple[str, str], packet: Mapping[str, Any]) -> str:
 def _answer(packet: Mapping[str, Any]) -> Iterator[str]:
     typical = ", as an example" if packet["typical_sender"] else ""
     yield f"from {_SENDERS[packet['origin']]} ({packet['from']}{typical})"
-    yield _line("outcome", f"{_OUTCOMES[packet['outcome']](packet['outcome'])}: {packet['because']}")
+    yield _line("outcome", f"{OUTCOMES[packet['outcome']](packet['outcome'])}: {packet['because']}")
     if packet["near"]:
         yield _line("nearest", packet["near"])
     yield from _table("endpoints", [

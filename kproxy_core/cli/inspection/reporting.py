@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import platform
 import re
 import tarfile
 import time
@@ -41,7 +42,7 @@ def contents(flags: Flags) -> Iterator[tuple[str, str]]:
         about = _described(flags) if OBJECTS & set(flags) else send_request({"do": "report"})
     except (NoProxy, RequestRefused) as error:
         problems.append(f"running proxy: {error}")
-    yield "version.txt", _version()
+    yield "version.txt", f"{version_told('raw')}\n{platform.platform()}\n"
     yield "machine.json", _machine(flags)
     if about:
         node = {"mode": about["mode"], **about["node"]}
@@ -135,12 +136,6 @@ def without_secrets(value: Any) -> Any:
 
 def _cleaned(text: str) -> str:
     return _USER_INFO.sub("//", text)
-
-
-def _version() -> str:
-    import platform
-
-    return f"{version_told('raw')}\n{platform.platform()}\n"
 
 
 def _machine(flags: Flags) -> str:

@@ -10,9 +10,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from kproxy_core.backend.registry import Registry
-from kproxy_core.cli.inspection.explaining import Packets, ask_proxy, explain_objects
+from kproxy_core.cli.inspection.explaining import OUTCOMES, Packets, ask_proxy, explain_objects
 from kproxy_core.cli.options import OBJECTS
-from kproxy_core.cli.terminal import bad, faint, good, hint, strong
+from kproxy_core.cli.terminal import faint, strong
 from kproxy_core.config.flags import Flags
 from kproxy_core.explain.errors import NoAnswer
 from kproxy_core.explain.request import Sender
@@ -25,8 +25,6 @@ from kproxy_core.host.tracing.table import Match, open_table
 from kproxy_core.host.tracing.texts import RuleTexts
 from kproxy_core.model.address import Address, Protocol, family_of, format_address, format_socket, is_loopback
 from kproxy_core.model.endpoint import Destination
-
-_STYLES = {"forwarded": good, "refused": bad, "dropped": bad, "not touched": hint, "unknown": hint}
 
 
 def read_answers(target: str, flags: Flags) -> tuple[Packets, FindDialled | None]:
@@ -173,7 +171,7 @@ def formatted(packet: Mapping[str, Any], output: str) -> str:
         return json.dumps(packet)
     of = f" of {packet['service_port']}" if packet["service_port"] else ""
     lines = [f"{faint(packet['time'])} {packet['from']} -> {strong(packet['to'])}/{packet['protocol']}{of}"]
-    words = [_STYLES[packet["outcome"]](packet["outcome"])]
+    words = [OUTCOMES[packet["outcome"]](packet["outcome"])]
     at = "a relay at " if packet["relay"] else ""
     words[0] += f" to {at}{packet['endpoint']}" if packet["endpoint"] else ""
     if packet["source"]:
