@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from kproxy_core.backend.api import Update
 from kproxy_core.model.address import Address, Family, Protocol, format_address
 from kproxy_nftables import names, skeleton
+from kproxy_nftables.applied import Contents, compare_all
 from kproxy_nftables.names import TABLE
 from kproxy_nftables.skeleton import NO_EXTRAS, Extras
-from kproxy_nftables.wanted import Element, elements, node_elements, shared_elements
+from kproxy_nftables.wanted import Element, node_elements
 
 _ENDPOINT_MAPS = {name for name in names.ELEMENT_CONTAINERS if name.endswith("-endpoints")}
 _ADDRESS_SETS = {names.CLUSTER_IPS, names.NODE_IPS, names.HAIRPINS}
@@ -17,16 +18,11 @@ _PROTOCOLS = {protocol.value: protocol.name.lower() for protocol in Protocol}
 
 def render_text(update: Update, extras: Extras = NO_EXTRAS) -> str:
     """Return the commands that bring an empty kernel to *update*."""
-    plans = list(update.plans.values())
-    wanted = [
-        element
-        for plan in plans
-        for element in elements(plan, enumerate(plan.cluster), enumerate(plan.local))
-    ]
-    wanted += dict.fromkeys(element for plan in plans for element in shared_elements(plan))
-    wanted += node_elements(update.node)
-    rules = skeleton.rules_text(update.node, skeleton.templates_of(plans), plans, extras)
-    return rules + elements_text(update.family, wanted)
+    node, plans = update.node, update.plans.values()
+    rules = skeleton.rules_text(node, skeleton.templates_of(plans), plans, extras)
+    empty: Contents = {container: {} for container in names.ELEMENT_CONTAINERS}
+    _, _, adds = compare_all(update.plans, node_elements(node), empty)
+    return rules + elements_text(update.family, adds)
 
 
 def elements_text(family: Family, wanted: Iterable[Element], command: str = "add") -> str:
