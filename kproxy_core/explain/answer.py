@@ -67,17 +67,14 @@ def answer(
 
 
 def _kernel(packet: Packet, fate: Fate, side: KernelSide | None, mode: str, *, live: bool) -> Json:
-    if side is None:
-        return {
-            "mode": mode, "live": live, "verdict": UNKNOWN, "outcome": "", "endpoints": [], "objects": [],
-            "differences": [f"mode {mode} cannot explain its rules"],
-        }  # fmt: skip
-    verdict, differences = judge(packet, fate, side)
+    verdict, differences = judge(packet, fate, side) if side else (
+        UNKNOWN, [f"mode {mode} cannot explain its rules"])
+    found = side.fate if side else None
     return {
         "mode": mode, "live": live, "verdict": verdict, "differences": differences,
-        "outcome": side.fate.outcome.value if side.fate else "",
-        "endpoints": _endpoints(side.fate) if side.fate else [],
-        "objects": [item._asdict() for item in side.objects],
+        "outcome": found.outcome.value if found else "",
+        "endpoints": _endpoints(found) if found else [],
+        "objects": [item._asdict() for item in side.objects] if side else [],
     }  # fmt: skip
 
 

@@ -79,29 +79,24 @@ def cases(plans: Mapping[Family, Plans], target: Target, sender: Sender) -> list
 
 
 def _destinations(plans: Plans, target: Target) -> Iterator[tuple[Address, Frontend]]:
-    node = plans.node
-    if isinstance(target, ServiceTarget):
-        for key in sorted(filter(target.means, plans.plans)):
-            for frontend in plans.plans[key].frontends():
-                address = frontend.address or _node_address(node)
-                if address is not None:
-                    yield address, frontend
-        return
-    if target.address is not None and family_of(target.address) is not node.family:
-        return
-    if isinstance(target, AddressTarget):
-        yield from ((target.address, frontend) for _, frontend in _frontends_at(plans, target.address))
-        return
-    frontend = target
-    if target.address is None:
-        address = _node_address(node)
+    dialled = None if isinstance(target, ServiceTarget) else target.address
+    for frontend in _frontends(plans, target):
+        address = dialled or frontend.address or _node_address(plans.node)
         if address is not None:
             yield address, frontend
-    else:
-        if plans.owner(frontend) is None and serves_node_ports(target.address, node):
-            node_port = frontend._replace(address=None)
-            frontend = node_port if plans.owner(node_port) else frontend
-        yield target.address, frontend
+
+
+def _frontends(plans: Plans, target: Target) -> Sequence[Frontend]:
+    if isinstance(target, ServiceTarget):
+        keys = sorted(filter(target.means, plans.plans))
+        return [frontend for key in keys for frontend in plans.plans[key].frontends()]
+    if target.address is not None and family_of(target.address) is not plans.node.family:
+        return []
+    if isinstance(target, AddressTarget):
+        return [frontend for _, frontend in _frontends_at(plans, target.address)]
+    node_port = target._replace(address=None)
+    on_node = target.address is not None and serves_node_ports(target.address, plans.node)
+    return [node_port if on_node and plans.owner(node_port) and not plans.owner(target) else target]
 
 
 def _frontends_at(plans: Plans, address: Address) -> list[tuple[ServicePortKey, Frontend]]:
