@@ -1,7 +1,6 @@
 """``kproxy render``: the rules for a directory of manifests, without touching the kernel."""
 
 from collections.abc import Iterator
-from operator import itemgetter
 
 import click
 from msgspec.structs import replace
@@ -27,9 +26,5 @@ def rendered(flags: Flags, families: tuple[Family, ...]) -> Iterator[str]:
 
 def _sorted(update: Update) -> Update:
     """Return *update* in the order of its keys. Planning iterates over sets, in an order that varies."""
-    by_key = itemgetter(0)
-    return replace(
-        update,
-        plans=dict(sorted(update.plans.items(), key=by_key)),
-        changed=dict(sorted(update.changed.items(), key=by_key)),
-    )
+    plans, changed = sorted(update.plans.items()), sorted(update.changed.items())
+    return replace(update, plans=dict(plans), changed=dict(changed))
