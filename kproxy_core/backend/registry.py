@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pluggy
@@ -72,8 +73,6 @@ class Registry:
                 continue
             if entry.group == OBSERVERS:
                 self._load_observer(entry)
-            elif entry.group != hookspecs.ENTRY_POINTS:
-                continue
             elif entry.name in self._offered:
                 first = distribution_of(self._offered[entry.name])
                 self._refuse(entry, f"mode {entry.name!r} is already provided by {first}")
@@ -104,10 +103,8 @@ class Registry:
     def load_all(self) -> list[api.Description]:
         """Load every plugin; `broken` has those that fail. Return the descriptions, most preferred first."""
         for mode in self.modes:
-            try:
+            with suppress(PluginRefused):
                 self.load(mode)
-            except PluginRefused:
-                continue
         return sorted(self.descriptions.values(), key=lambda d: (-d.preference, d.mode))
 
     def is_of_node(self, interface: str) -> bool:
