@@ -30,10 +30,6 @@ class Deletion:
         self._spared: frozenset[Frontend] = frozenset()
 
     @property
-    def ports(self) -> frozenset[int]:
-        return self.stale.ports
-
-    @property
     def is_incomplete(self) -> bool:
         """Flows were spared, and must be judged again."""
         return bool(self._spared & self.stale.frontends)
@@ -83,7 +79,7 @@ class FlowCleaner:
             started = time.monotonic()
             deleted: int | None = None
             try:
-                deleted = delete_stale_udp(family, deletion)
+                deleted = delete_stale_udp(family, deletion.stale.ports, deletion.is_stale)
             except (HostError, OSError) as error:
                 log.warning("could not delete stale UDP flows", extra={
                     "fields": {"ip_family": family.label, "error": str(error)}

@@ -142,7 +142,7 @@ class Lab:
         return self.tracker.take(frozenset([parse_address(self.at.node)]))
 
     def delete(self, stale: StaleFlows) -> int:
-        return self.inside.inside(lambda: delete_stale_udp(self.family, stale))
+        return self.inside.inside(lambda: delete_stale_udp(self.family, stale.ports, stale.is_stale))
 
     def dns(self, port: str = "53/UDP", *, external: bool = False) -> Service:
         return service("dns", port, ip=self.at.vip, external_ips=self.at.external if external else "")
@@ -423,7 +423,8 @@ def test_a_new_flow_in_place_of_a_stale_one_is_kept(lab: Lab) -> None:
 
 
 def test_without_changes_no_table_is_read() -> None:
-    assert delete_stale_udp(Family.IPV4, StaleFlowTracker().take(frozenset())) == 0
+    stale = StaleFlowTracker().take(frozenset())
+    assert delete_stale_udp(Family.IPV4, stale.ports, stale.is_stale) == 0
 
 
 def test_without_privileges_the_error_names_the_operation(lab: Lab) -> None:
@@ -432,12 +433,9 @@ def test_without_privileges_the_error_names_the_operation(lab: Lab) -> None:
         import sys
         from kproxy_core.host.conntrack.flows import delete_stale_udp
         from kproxy_core.host.errors import HostError
-        from kproxy_core.model.address import Family, Protocol
-        from kproxy_core.plan.service_plan import Frontend
-        from kproxy_core.plan.stale_flows import StaleFlows
-        frontends = frozenset([Frontend(bytes(4), Protocol.UDP, 53)])
+        from kproxy_core.model.address import Family
         try:
-            delete_stale_udp(Family(sys.argv[1]), StaleFlows(frontends, {}, {}, frozenset()))
+            delete_stale_udp(Family(sys.argv[1]), [53], lambda destination, answered_by: False)
         except HostError as error:
             print(error.errno, error)
     """

@@ -8,14 +8,13 @@ import errno
 import itertools
 import os
 import struct
-from collections.abc import Callable, Container, Iterable, Iterator
-from typing import Final, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from typing import Final, NamedTuple, TypeVar
 
 from kproxy_core.host.conntrack import table as ctnetlink
 from kproxy_core.host.errors import doing
 from kproxy_core.host.netlink.messages import Request, attribute, attributes, nested
-from kproxy_core.model.address import Address, Family
-from kproxy_core.model.address import Protocol as IpProtocol
+from kproxy_core.model.address import Address, Family, Protocol
 from kproxy_core.plan.stale_flows import Socket
 
 T = TypeVar("T")
@@ -35,17 +34,6 @@ _MAX_PORT_DUMPS: Final = 2
 """Port-by-port listings are faster than one full listing only while they are few."""
 _BATCH: Final = 64
 """Flows deleted at once while the table is being read."""
-
-
-class Stale(Protocol):
-    """Decides which UDP flows are stale; see `StaleFlows`."""
-
-    @property
-    def ports(self) -> frozenset[int]:
-        """The destination ports of all flows that may be stale."""
-
-    def is_stale(self, destination: Socket, answered_by: Socket) -> bool:
-        """Return True if a flow to *destination* that *answered_by* replies to must be deleted."""
 
 
 class Flow(NamedTuple):
@@ -68,32 +56,33 @@ def read_udp_flows(family: Family, to: Container[Address], collect: Callable[[It
     """
     with doing(f"list {family.label} UDP flows"), ctnetlink.open_socket() as sock:
         return ctnetlink.flows(
-            sock, family, lambda listed: collect(_flows(listed, family, to)), _filter(IpProtocol.UDP)
+            sock, family, lambda listed: collect(_flows(listed, family, to)), _filter(Protocol.UDP)
         )
 
 
-def delete_stale_udp(family: Family, stale: Stale) -> int:
-    """Delete the UDP flows of *family* that are *stale*; return their number.
+def delete_stale_udp(
+    family: Family, ports: Collection[int], is_stale_flow: Callable[[Socket, Socket], bool]
+) -> int:
+    """Delete the stale UDP flows of *family* to these destination *ports*; return their number.
 
-    Acts on the network namespace of the calling thread. Takes as long as the kernel's walk through its
-    hash table (10 ms for 262,144 buckets, in which other Python threads run), and 3 us for each
-    UDP flow that has one of the ports in question.
+    *is_stale_flow* is told a flow's destination, and the source of its replies. Acts on the network namespace
+    of the calling thread. Takes as long as the kernel's walk through its hash table (10 ms for 262,144
+    buckets, in which other Python threads run), and 3 us for each UDP flow that has one of the ports.
 
     Raises HostError if flows cannot be listed, or some cannot be deleted; all others have been deleted then.
     """
-    ports = stale.ports
     if not ports:
         return 0
     numbers = {port.to_bytes(2, "big") for port in ports}
 
     def is_stale(flow: ctnetlink.TrackedFlow) -> bool:
-        if flow.protocol != IpProtocol.UDP or flow.port not in numbers:
+        if flow.protocol != Protocol.UDP or flow.port not in numbers:
             return False
         by = ctnetlink.answered_by(family, flow)
-        return stale.is_stale(_socket(flow.destination, flow.port), _socket(by.address, by.port))
+        return is_stale_flow(_socket(flow.destination, flow.port), _socket(by.address, by.port))
 
     each: Iterable[int | None] = ports if len(ports) <= _MAX_PORT_DUMPS else [None]
-    return _delete(family, "UDP flows", [_filter(IpProtocol.UDP, port) for port in each], is_stale)
+    return _delete(family, "UDP flows", [_filter(Protocol.UDP, port) for port in each], is_stale)
 
 
 def delete_stale_syns(family: Family, is_stale_syn: Callable[[Socket], bool]) -> int:
@@ -104,7 +93,7 @@ def delete_stale_syns(family: Family, is_stale_syn: Callable[[Socket], bool]) ->
     """
 
     def is_stale(flow: ctnetlink.TrackedFlow) -> bool:
-        if flow.protocol != IpProtocol.TCP or not is_stale_syn(_socket(flow.destination, flow.port)):
+        if flow.protocol != Protocol.TCP or not is_stale_syn(_socket(flow.destination, flow.port)):
             return False
         by = ctnetlink.answered_by(family, flow)
         if (by.address, by.port) != (flow.destination, flow.port):
@@ -112,7 +101,7 @@ def delete_stale_syns(family: Family, is_stale_syn: Callable[[Socket], bool]) ->
         info = attributes(flow.data, flow.start, flow.end).get(ctnetlink.PROTOINFO, b"")
         return ctnetlink.tcp_state(info) == ctnetlink.TCP_SYN_SENT
 
-    return _delete(family, "TCP connections", [_filter(IpProtocol.TCP) + ctnetlink.UNREPLIED], is_stale)
+    return _delete(family, "TCP connections", [_filter(Protocol.TCP) + ctnetlink.UNREPLIED], is_stale)
 
 
 def _delete(
@@ -126,7 +115,7 @@ def _delete(
             def sweep(listed: Iterator[ctnetlink.TrackedFlow]) -> None:
                 # Deletions during the listing do not confuse the kernel's walk.
                 nonlocal deleted, problem
-                requests = _deletions(listed, family, is_stale)
+                requests = (_deletion(flow, family) for flow in listed if is_stale(flow))
                 while batch := tuple(itertools.islice(requests, _BATCH)):
                     # ENOENT: the flow expired, or another has taken its place.
                     errors = [code for _, code in deleting.exchange(batch)]
@@ -140,24 +129,20 @@ def _delete(
             return deleted
 
 
-def _deletions(
-    listed: Iterable[ctnetlink.TrackedFlow], family: Family, is_stale: Callable[[ctnetlink.TrackedFlow], bool]
-) -> Iterator[Request]:
-    for flow in listed:
-        if is_stale(flow):
-            rest = attributes(flow.data, flow.start, flow.end)
-            # Without its tuple a request would delete every flow.
-            payload = ctnetlink.header(family) + flow.data[flow.start : flow.start + flow.size] + b"".join(
-                attribute(kind, rest[kind]) for kind in (ctnetlink.ZONE, ctnetlink.ID) if kind in rest
-            )
-            yield Request(ctnetlink.DELETE, 0, payload)
+def _deletion(flow: ctnetlink.TrackedFlow, family: Family) -> Request:
+    rest = attributes(flow.data, flow.start, flow.end)
+    # Without its tuple a request would delete every flow.
+    payload = ctnetlink.header(family) + flow.data[flow.start : flow.start + flow.size] + b"".join(
+        attribute(kind, rest[kind]) for kind in (ctnetlink.ZONE, ctnetlink.ID) if kind in rest
+    )
+    return Request(ctnetlink.DELETE, 0, payload)
 
 
 def _flows(
     listed: Iterable[ctnetlink.TrackedFlow], family: Family, wanted: Container[Address]
 ) -> Iterator[Flow]:
     for flow in listed:
-        if flow.protocol == IpProtocol.UDP and flow.destination in wanted:
+        if flow.protocol == Protocol.UDP and flow.destination in wanted:
             by = ctnetlink.answered_by(family, flow)
             kind, status = _FIRST.unpack_from(flow.data, flow.start + flow.size + by.size)
             if kind != ctnetlink.STATUS:  # A zone precedes it.
@@ -172,7 +157,7 @@ def _socket(address: Address, port: bytes) -> Socket:
     return address, int.from_bytes(port, "big")
 
 
-def _filter(protocol: IpProtocol, port: int | None = None) -> bytes:
+def _filter(protocol: Protocol, port: int | None = None) -> bytes:
     """Encode a filter for *protocol*, and for one destination port unless *port* is None."""
     fields = [attribute(ctnetlink.PROTO_NUM, bytes([protocol]))]
     flags = _FILTER_PROTO_NUM

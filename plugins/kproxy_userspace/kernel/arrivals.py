@@ -56,7 +56,8 @@ def arriving(family: Family, ports: Collection[LocalPort]) -> Counter[LocalPort]
 
 def delete_flows(family: Family, of: Iterable[Redirect]) -> None:
     """Let the UDP clients of these portals start new flows. Raises HostError."""
-    delete_stale_udp(family, RelayedFlows.of(of, node_addresses()))
+    relayed = RelayedFlows.of(of, node_addresses())
+    delete_stale_udp(family, relayed.ports, relayed.is_stale)
 
 
 def unanswered_flows(family: Family, ports: Collection[int]) -> dict[bytes, UnansweredFlow]:
