@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kproxy_core.backend.api import Failure
-from kproxy_core.host.conntrack.failures import Ended, ResetWatch, Unanswered, read_unanswered
+from kproxy_core.host.conntrack.failures import Ended, ResetWatch, read_unanswered
 from kproxy_core.host.conntrack.volumes import Volumes
 from kproxy_core.host.errors import HostError
-from kproxy_core.model.address import Family, Protocol
+from kproxy_core.model.address import Family
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.service_plan import Frontend
 
@@ -62,18 +62,13 @@ class Failures:
                 self._unanswered[family] = frozenset(one.id for one in found)
             for one in found:
                 if one.id not in known:
-                    self._report_unanswered(family, one)
-
-    def _report_unanswered(self, family: Family, one: Unanswered) -> None:
-        frontend = Frontend(one.destination, Protocol.TCP, one.port)
-        self._report(family, frontend, Destination(one.endpoint, one.endpoint_port), Failure.UNANSWERED)
+                    self._report(family, one.dialled, one.endpoint, Failure.UNANSWERED)
 
     def _ended(self, found: Sequence[Ended], lost: bool) -> None:
         self.lost += lost
         for one in found:
-            frontend = Frontend(one.destination, Protocol.TCP, one.port)
             failure = Failure.RESET if one.established else Failure.REFUSED
-            self._report(one.family, frontend, Destination(one.endpoint, one.endpoint_port), failure)
+            self._report(one.family, one.dialled, one.endpoint, failure)
 
 
 def _syn_timeout() -> int:

@@ -11,7 +11,9 @@ from kproxy_core.host.errors import doing
 from kproxy_core.host.netlink import messages as netlink
 from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.host.netlink.watch import Watch
-from kproxy_core.model.address import FAMILY_BY_AF, Address, Family, Protocol
+from kproxy_core.model.address import FAMILY_BY_AF, Family, Protocol
+from kproxy_core.model.endpoint import Destination
+from kproxy_core.plan.service_plan import Frontend
 
 _DESTROYED: Final = 3
 """The group NFNLGRP_CONNTRACK_DESTROY."""
@@ -25,11 +27,8 @@ _SIZE = struct.Struct("=H")
 
 class Ended(NamedTuple):
     family: Family
-    destination: Address
-    port: int
-    """The port that the client dialled, at `destination`."""
-    endpoint: Address
-    endpoint_port: int
+    dialled: Frontend
+    endpoint: Destination
     established: bool
     """False: the reset answered the SYN."""
 
@@ -38,10 +37,8 @@ class Unanswered(NamedTuple):
     """A TCP connection whose SYN has had no answer for a second."""
 
     id: bytes
-    destination: Address
-    port: int
-    endpoint: Address
-    endpoint_port: int
+    dialled: Frontend
+    endpoint: Destination
 
 
 class ResetWatch(Watch):
@@ -87,17 +84,11 @@ def read_unanswered(family: Family, syn_timeout: int) -> list[Unanswered]:
 def _waiting(
     flows: Iterable[ctnetlink.TrackedFlow], family: Family, syn_timeout: int
 ) -> Iterator[Unanswered]:
-    for flow in flows:
-        if flow.protocol != Protocol.TCP:
-            continue
-        by = ctnetlink.answered_by(family, flow)
-        if (by.address, by.port) == (flow.destination, flow.port):
-            continue
+    for flow, dialled, endpoint in _translated(flows, family):
         found = netlink.attributes(flow.data, flow.start, flow.end)
         seconds = syn_timeout - _number(found[_TIMEOUT])  # rounded up
         if seconds > 1 and not _number(found[ctnetlink.STATUS]) & ctnetlink.SEEN_REPLY:
-            yield Unanswered(
-                found[ctnetlink.ID], flow.destination, _number(flow.port), by.address, _number(by.port))
+            yield Unanswered(found[ctnetlink.ID], dialled, endpoint)
 
 
 def _resets(spans: Iterable[netlink.Span]) -> Iterator[Ended]:
@@ -107,16 +98,24 @@ def _resets(spans: Iterable[netlink.Span]) -> Iterator[Ended]:
         at = start + netlink.NFGENMSG.size
         for _ in range(2):
             at += _SIZE.unpack_from(data, at)[0]
-        rest = {kind: data[first:last] for kind, first, last in netlink.attribute_spans(data, at, end)}
+        rest = netlink.attributes(data, at, end)
         if ctnetlink.tcp_state(rest.get(ctnetlink.PROTOINFO, b"")) != ctnetlink.TCP_CLOSED:
             continue
         family = FAMILY_BY_AF[data[start]]
-        for flow in ctnetlink.decode(iter([(data, start, end)]), family):
-            by = ctnetlink.answered_by(family, flow)
-            if (by.address, by.port) != (flow.destination, flow.port):
-                assured = bool(_number(rest[ctnetlink.STATUS]) & _ASSURED)
-                yield Ended(
-                    family, flow.destination, _number(flow.port), by.address, _number(by.port), assured)
+        for _, dialled, endpoint in _translated(ctnetlink.decode(iter([(data, start, end)]), family), family):
+            assured = bool(_number(rest[ctnetlink.STATUS]) & _ASSURED)
+            yield Ended(family, dialled, endpoint, assured)
+
+
+def _translated(
+    flows: Iterable[ctnetlink.TrackedFlow], family: Family
+) -> Iterator[tuple[ctnetlink.TrackedFlow, Frontend, Destination]]:
+    """Yield the TCP connections that another socket answers than the one dialled, and both sockets."""
+    for flow in flows:
+        by = ctnetlink.answered_by(family, flow)
+        if flow.protocol == Protocol.TCP and (by.address, by.port) != (flow.destination, flow.port):
+            dialled = Frontend(flow.destination, Protocol.TCP, _number(flow.port))
+            yield flow, dialled, Destination(by.address, _number(by.port))
 
 
 def _number(value: bytes) -> int:
