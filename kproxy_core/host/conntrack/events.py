@@ -73,12 +73,10 @@ def parse(data: bytes) -> Iterator[FlowEvent]:
 def _direction(value: bytes | None) -> tuple[int, Direction] | None:
     if value is None:
         return None
-    parts = attributes(value, 0, len(value))
-    addresses, numbers = (
-        attributes(part, 0, len(part)) for part in (parts.get(_ADDRESSES, b""), parts.get(_NUMBERS, b"")))
+    parts = attributes(value)
+    addresses, numbers = (attributes(parts.get(kind, b"")) for kind in (_ADDRESSES, _NUMBERS))
     source, destination = addresses.get(1) or addresses.get(3), addresses.get(2) or addresses.get(4)
     if source is None or destination is None or 2 not in numbers or 3 not in numbers:
         return None
-    ports = (int.from_bytes(numbers[at], "big") for at in (2, 3))
-    source_port, port = ports
+    source_port, port = (int.from_bytes(numbers[at], "big") for at in (2, 3))
     return numbers[1][0], Direction(Address(source), source_port, Address(destination), port)

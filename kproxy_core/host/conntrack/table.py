@@ -83,11 +83,7 @@ def flows(
     *wanted* are the attributes of a filter, which kernels before 5.8 ignore. Raises OSError, also if the
     kernel encodes flows in an unknown way: no result is better than a wrong one.
     """
-
-    def decoded(spans: Iterator[netlink.Span]) -> T:
-        return collect(decode(spans, family))
-
-    return sock.dump(GET, header(family) + wanted, decoded)
+    return sock.dump(GET, header(family) + wanted, lambda spans: collect(decode(spans, family)))
 
 
 def answered_by(family: Family, flow: TrackedFlow) -> AnsweredBy:

@@ -1,5 +1,6 @@
 """The kernel's announcements about traced packets: one for each rule, verdict and policy that they meet."""
 
+import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -65,7 +66,7 @@ def _verdict(found: dict[int, bytes]) -> str:
     if 16 in found:
         code, chain = int.from_bytes(found[16], "big", signed=True), ""
     else:
-        parts = attributes(found.get(5, b""), 0, len(found.get(5, b"")))
+        parts = attributes(found.get(5, b""))
         code, chain = int.from_bytes(parts.get(1, b""), "big", signed=True), text(parts.get(2, b""))
     if code == _DROP:
         return "drop"
@@ -83,6 +84,5 @@ def _way(network: bytes, transport: bytes) -> tuple[int, Direction | None]:
         protocol, source, destination = network[6], network[8:24], network[24:40]
     else:
         return 0, None
-    ports = (int.from_bytes(transport[at:at + 2], "big") for at in (0, 2))
-    source_port, port = ports
+    source_port, port = struct.unpack_from(">HH", transport)
     return protocol, Direction(Address(source), source_port, Address(destination), port)
