@@ -166,7 +166,7 @@ class Loop:
         """Return full updates with the plans of the last turn, for a node with *settings*."""
         facts = self._facts.with_settings(settings)
         return [
-            Update(family, Scope.RESYNC, facts.look(family), {}, sync.plans.plans, node_changed=True)
+            Update(family, Scope.RESYNC, facts.look(family)[0], {}, sync.plans.plans, node_changed=True)
             for family, sync in self._syncs.items()
         ]
 

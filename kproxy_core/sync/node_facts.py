@@ -47,15 +47,16 @@ class NodeFacts:
 
     def view(self, family: Family) -> NodeView:
         """Return *family*'s view of the node. Log why it serves no node ports when that changes."""
-        view, problem = self._look(family)
-        self._report(family, problem)
+        view, problem = self.look(family)
+        if self._reported.get(family, "") != problem:
+            self._reported[family] = problem
+            if problem:
+                log.warning("node ports are not served", extra={
+                    "fields": {"ip_family": family.label, "reason": problem}
+                })
         return view
 
-    def look(self, family: Family) -> NodeView:
-        """Return the same as `view`, without logging."""
-        return self._look(family)[0]
-
-    def _look(self, family: Family) -> tuple[NodeView, str]:
+    def look(self, family: Family) -> tuple[NodeView, str]:
         """Return the view, and why it serves no node ports; "": it does."""
         settings = self._settings
         own = self._own_address(family)
@@ -105,14 +106,6 @@ class NodeFacts:
                 log.info("pod network changed", extra={
                     "fields": {"ip_family": family.label, "before": before, "after": found}})
         return found
-
-    def _report(self, family: Family, problem: str) -> None:
-        if self._reported.get(family, "") != problem:
-            self._reported[family] = problem
-            if problem:
-                log.warning("node ports are not served", extra={
-                    "fields": {"ip_family": family.label, "reason": problem}
-                })
 
 
 def primary_family(bind_address: Address | None, node: NodeObject | None) -> Family:
