@@ -34,7 +34,7 @@ class FamilySync:
         self.family = plans.family
         self.is_synced = False
         """A sync has succeeded."""
-        self._pacing = pacing
+        self.pacing = pacing
         self._observers = observers
         self._clock = clock
         self._cpu = cpu
@@ -48,13 +48,9 @@ class FamilySync:
         """Another process has changed rules since the last full sync, those of an earlier mode included."""
 
     def request(self, scope: Scope = Scope.CHANGED) -> None:
-        self._pacing.request(self._clock(), scope)
+        self.pacing.request(self._clock(), scope)
         for observer in self._observers:
             observer.sync_requested(self.family)
-
-    def look_often(self) -> None:
-        """Run full syncs often: the backend does not notice foreign changes."""
-        self._pacing.look_often()
 
     def pause(self) -> None:
         """Prepare for rules of another instance. The caller makes no turn until `serve_with`."""
@@ -63,7 +59,7 @@ class FamilySync:
 
     def serve_with(self, instance: BackendInstance, pacing: Pacing) -> None:
         self.instance = instance
-        self._pacing = pacing
+        self.pacing = pacing
         self._failures = 0
         self._damages = 0
 
@@ -79,21 +75,15 @@ class FamilySync:
             self._damage = what
         self._damages += 1
         self._is_damaged = True
-        self._pacing.request_repair()
+        self.pacing.request_repair()
         for observer in self._observers:
             observer.damage_found(self.family)
 
-    def next_wakeup(self, now: float) -> float | None:
-        """Return the time at which `turn` has work; None: not before another call."""
-        return self._pacing.next_wakeup(now)
-
     def turn(self) -> None:
         """Sync if that is due. Raises Unsupported if the backend cannot work here."""
-        scope = self._pacing.due(self._clock())
-        if scope is not None:
-            self._sync(scope)
-
-    def _sync(self, scope: Scope) -> None:
+        scope = self.pacing.due(self._clock())
+        if scope is None:
+            return
         started, self._cpu_before = self._clock(), self._cpu()
         for observer in self._observers:
             observer.sync_started(self.family, retry=bool(self._failures or self.plans.unserved))
@@ -130,7 +120,7 @@ class FamilySync:
             problem = self._log_unserved(report)
             steps = self.plans.acknowledge(report.unserved)
             self.is_synced = True
-        self._pacing.ran(started, ended, scope, True, cost=self._cost(), unserved=bool(self.plans.unserved))
+        self.pacing.ran(started, ended, scope, True, cost=self._cost(), unserved=bool(self.plans.unserved))
         trigger_times, self._trigger_times = self._trigger_times, []
         named, self._named = self._named, []
         synced = Synced(
@@ -148,12 +138,12 @@ class FamilySync:
         expected = isinstance(error, SyncFailed)
         self._failures += 1
         del self._trigger_times[:-_REMEMBERED_TRIGGERS]
-        self._pacing.ran(started, ended, scope, False, cost=self._cost())
+        self.pacing.ran(started, ended, scope, False, cost=self._cost())
         if scope is Scope.CHANGED:
             if isinstance(error, TrustLost) or not expected:
-                self._pacing.request_repair()
+                self.pacing.request_repair()
             elif self._failures == _ESCALATE_AFTER:
-                self._pacing.request(started, Scope.RESYNC)
+                self.pacing.request(started, Scope.RESYNC)
         failure = SyncFailure(family=self.family, scope=scope, seconds=ended - started, error=error)
         for observer in self._observers:
             observer.sync_failed(failure)

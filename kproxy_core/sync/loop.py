@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kproxy_core.backend.api import Scope, Update
 from kproxy_core.backend.instance import BackendInstance
@@ -55,13 +55,14 @@ class Loop:
         }
         self._all_synced = all_synced
         self._inbox = Inbox()
-        self._asked: set[Future[None]] = set()
+        self._asked: set[Future[Any]] = set()
         self._held = False
         self._damage_on_hold: dict[Family, str] = {}
         """Damage reported since `hold`."""
         self._started = False
         self._watching = False
-        self._settled = False
+        self.settled = False
+        """Every family has synced."""
         self._node_differs = True
         self._stopped = False
         self._ended = False
@@ -76,14 +77,12 @@ class Loop:
 
         Raises CancelledError if the loop ends first. Not for the loop's own thread.
         """
-        done: Future[None] = Future()
-        results: list[_T] = []
+        done: Future[_T] = Future()
 
         def run() -> None:
             self._asked.discard(done)
             try:
-                results.append(what())
-                done.set_result(None)
+                done.set_result(what())
             except Exception as error:  # noqa: BLE001 - raised again by the caller
                 done.set_exception(error)
 
@@ -91,8 +90,7 @@ class Loop:
         self._inbox.put(run)
         if self._ended:
             done.cancel()
-        done.result()
-        return results[0]
+        return done.result()
 
     def post(self, call: Call) -> None:
         """Have *call* made on the loop's thread. Returns at once."""
@@ -111,7 +109,8 @@ class Loop:
         """Run until stopped. Raises Unsupported if the backend cannot work here."""
         try:
             while not self._stopped:
-                self.turn(self._patience())
+                at = self.next_wakeup()
+                self.turn(None if at is None else max(0.0, at - self._clock()))
         finally:
             self._ended = True
             for asked in list(self._asked):
@@ -132,7 +131,7 @@ class Loop:
                 sync.set_node(self._facts.view(family))
         for sync in self._syncs.values():
             sync.turn()
-        if not self._settled:
+        if not self.settled:
             self._settle()
 
     def next_wakeup(self) -> float | None:
@@ -140,17 +139,12 @@ class Loop:
         if self._held or not self._started:
             return None
         now = self._clock()
-        times = [sync.next_wakeup(now) for sync in self._syncs.values()]
+        times = [sync.pacing.next_wakeup(now) for sync in self._syncs.values()]
         return min((at for at in times if at is not None), default=None)
 
     @property
     def addresses(self) -> frozenset[Address]:
         return self._facts.addresses
-
-    @property
-    def settled(self) -> bool:
-        """Every family has synced."""
-        return self._settled
 
     @property
     def plans(self) -> Mapping[Family, FamilyPlans]:
@@ -189,11 +183,6 @@ class Loop:
         for sync in self._syncs.values():
             sync.request(scope)
 
-    def _patience(self) -> float | None:
-        """Return the seconds until the next turn; None: without limit."""
-        at = self.next_wakeup()
-        return None if at is None else max(0.0, at - self._clock())
-
     def _start(self) -> bool:
         """Start syncing if every source has delivered everything. Return False otherwise."""
         if not self._store.complete:
@@ -211,7 +200,7 @@ class Loop:
             self._watching = True
             self._watch()
         if all(synced):
-            self._settled = True
+            self.settled = True
             self._all_synced()
 
     def _watch(self) -> None:
@@ -223,7 +212,7 @@ class Loop:
         if not instance.watch(damaged):
             log.info("foreign changes are found only by full syncs")
             for sync in self._syncs.values():
-                sync.look_often()
+                sync.pacing.look_often()
 
     def _fold(self, events: list[Event]) -> None:
         store = self._store
