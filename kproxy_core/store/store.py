@@ -16,7 +16,7 @@ from kproxy_core.model.node import NodeObject
 from kproxy_core.model.service import Service, ServiceName
 from kproxy_core.store import events
 
-MOST_NAMED = 20
+_MOST_NAMED = 20
 """Changed objects that are named for one sync."""
 
 log = logging.getLogger("kproxy.sources")
@@ -24,31 +24,17 @@ log = logging.getLogger("kproxy.sources")
 _DELETED = "deleted"
 
 
-class Counts(Struct):
-    """Events since the process started, as kube-proxy's metrics count them."""
-
-    service_changes: int = 0
-    """Service events, once for each family."""
-    endpoint_changes: int = 0
-    """EndpointSlice events, even those that changed nothing."""
-    bad_objects: int = 0
-
-
-class _OfFamily:
-    __slots__ = (
-        "changed", "named", "pending_services", "pending_slices", "slices", "trigger_times")
-
-    def __init__(self) -> None:
-        self.slices: dict[ServiceName, dict[str, EndpointSlice]] = {}
-        self.changed: dict[ServiceName, None] = {}
-        self.named: list[str] = []
-        self.pending_services = 0
-        self.pending_slices = 0
-        self.trigger_times: dict[ServiceName, list[float]] = {}
+class _OfFamily(Struct):
+    slices: dict[ServiceName, dict[str, EndpointSlice]] = {}
+    changed: dict[ServiceName, None] = {}
+    named: list[str] = []
+    pending_services: int = 0
+    pending_slices: int = 0
+    trigger_times: dict[ServiceName, list[float]] = {}
 
     def note(self, kind: str, name: ServiceName | SliceName, state: str) -> None:
         """Remember the name of a changed object, unless there are many, with its version or "deleted"."""
-        if len(self.named) < MOST_NAMED:
+        if len(self.named) < _MOST_NAMED:
             self.named.append(f"{kind} {name} {state}".rstrip())
 
 
@@ -75,7 +61,10 @@ class Store:
         self._service_cidrs: dict[str, tuple[Cidr, ...]] = {}
         self.missing = set(kinds)
         """The sources that have not delivered everything that existed."""
-        self.counts = Counts()
+        self.service_changes = 0
+        """Service events since the process started, once for each family as in kube-proxy's metrics."""
+        self.endpoint_changes = 0
+        """EndpointSlice events since then, even those that changed nothing."""
         self._started = started
         self._external_ips = external_ips
         self._families = {family: _OfFamily() for family in families}
@@ -110,8 +99,6 @@ class Store:
                 self._join_service_cidrs()
             case events.Complete(source):
                 self.missing.discard(source)
-            case events.BadObject():
-                self.counts.bad_objects += 1
 
     def _filled_in(self, node: NodeObject) -> NodeObject:
         """Return *node*, with the known addresses and networks where it has none yet."""
@@ -165,7 +152,7 @@ class Store:
         return max((state.pending_services for state in self._families.values()), default=0)
 
     def _set_service(self, name: ServiceName, service: Service | None, origin: str) -> None:
-        self.counts.service_changes += len(self._families)
+        self.service_changes += len(self._families)
         if service is not None and service.external_ips and not self._external_ips:
             service = replace(service, external_ips=())
         if self.services.get(name) == service:
@@ -184,7 +171,7 @@ class Store:
         known = self._slices.get(piece.name)
         state = self._families.get(piece.family)
         if state is not None:
-            self.counts.endpoint_changes += 1
+            self.endpoint_changes += 1
         if known == piece:
             return
         if known is not None and (known.service != piece.service or known.family is not piece.family):
@@ -202,7 +189,7 @@ class Store:
     def _drop_slice(self, name: SliceName) -> None:
         known = self._slices.get(name)
         if known is not None:
-            self.counts.endpoint_changes += 1
+            self.endpoint_changes += 1
             self._remove(known)
 
     def _remove(self, piece: EndpointSlice) -> None:

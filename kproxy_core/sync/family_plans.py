@@ -95,14 +95,6 @@ class FamilyPlans:
             self._put_granted(name)
         return self._claims.take_conflicts()
 
-    def take_trigger_times(self) -> list[float]:
-        """Return the times of the endpoint changes since the last call, in seconds since the epoch."""
-        return self._store.take_trigger_times(self.family)
-
-    def take_named(self) -> list[str]:
-        """Return the first objects that changed since the last call; see `Store.take_named`."""
-        return self._store.take_named(self.family)
-
     @property
     def differs(self) -> bool:
         """The backend has work: something is not acknowledged, or could not be served."""

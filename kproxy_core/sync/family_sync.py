@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from kproxy_core.backend.api import Scope, SyncReport
 from kproxy_core.backend.errors import SyncFailed, TrustLost, Unsupported
 from kproxy_core.backend.instance import BackendInstance
+from kproxy_core.model.address import Family
 from kproxy_core.model.node import NodeView
-from kproxy_core.store.store import MOST_NAMED
+from kproxy_core.store.store import Store
 from kproxy_core.sync.family_plans import FamilyPlans
 from kproxy_core.sync.observer import Synced, SyncFailure, SyncObserver
 from kproxy_core.timing.pacing import Pacing
@@ -25,22 +26,22 @@ class FamilySync:
     """Syncs one family when that is due. All methods belong to the loop's thread."""
 
     def __init__(
-        self, plans: FamilyPlans, instance: BackendInstance, pacing: Pacing,
+        self, family: Family, store: Store, instance: BackendInstance, pacing: Pacing,
         observers: Sequence[SyncObserver], clock: Callable[[], float], cpu: Callable[[], float],
     ) -> None:
         """*clock*: monotonic seconds. *cpu*: CPU seconds of the loop's thread and its children."""
-        self.plans = plans
+        self.plans = FamilyPlans(family, store)
         self.instance = instance
-        self.family = plans.family
+        self.family = family
         self.is_synced = False
         """A sync has succeeded."""
         self.pacing = pacing
+        self._store = store
         self._observers = observers
         self._clock = clock
         self._cpu = cpu
         self._cpu_before = 0.0
         self._trigger_times: list[float] = []
-        self._named: list[str] = []
         self._failures = 0
         self._damage = ""
         self._damages = 0
@@ -89,8 +90,7 @@ class FamilySync:
             observer.sync_started(self.family, retry=bool(self._failures or self.plans.unserved))
         for conflict in self.plans.plan():
             log.warning("frontend conflict", extra={"fields": {"conflict": str(conflict)}})
-        self._trigger_times += self.plans.take_trigger_times()
-        self._named = [*self._named, *self.plans.take_named()][:MOST_NAMED]
+        self._trigger_times += self._store.take_trigger_times(self.family)
         if scope is Scope.CHANGED and not self.plans.differs:
             self._succeeded(started, scope, None)
             return
@@ -122,12 +122,12 @@ class FamilySync:
             self.is_synced = True
         self.pacing.ran(started, ended, scope, True, cost=self._cost(), unserved=bool(self.plans.unserved))
         trigger_times, self._trigger_times = self._trigger_times, []
-        named, self._named = self._named, []
         synced = Synced(
             plans=self.plans, instance=self.instance, scope=scope, seconds=ended - started, report=report,
             steps=steps, udp_ports=self.plans.take_udp_ports(),
-            health_checks=self.plans.take_health_checks(), trigger_times=trigger_times, named=named,
-            problem=problem, is_first=is_first, rules_were_missing=rules_were_missing,
+            health_checks=self.plans.take_health_checks(), trigger_times=trigger_times,
+            named=self._store.take_named(self.family), problem=problem, is_first=is_first,
+            rules_were_missing=rules_were_missing,
         )
         for observer in self._observers:
             observer.sync_succeeded(synced)

@@ -50,7 +50,7 @@ class Loop:
         self._observers = observers
         self._clock = clock
         self._syncs = {
-            family: FamilySync(FamilyPlans(family, store), instance, pacing(), observers, clock, cpu)
+            family: FamilySync(family, store, instance, pacing(), observers, clock, cpu)
             for family in families
         }
         self._all_synced = all_synced
@@ -216,7 +216,7 @@ class Loop:
 
     def _fold(self, events: list[Event]) -> None:
         store = self._store
-        services, slices = store.counts.service_changes, store.counts.endpoint_changes
+        services, slices = store.service_changes, store.endpoint_changes
         bad = []
         for event in events:
             store.fold(event)
@@ -224,8 +224,8 @@ class Loop:
                 log.warning("not used: %s", event)
                 bad.append(event)
         folded = Folded(
-            service_changes=store.counts.service_changes - services,
-            endpoint_changes=store.counts.endpoint_changes - slices,
+            service_changes=store.service_changes - services,
+            endpoint_changes=store.endpoint_changes - slices,
             services_pending=store.pending_service_changes,
             endpoints_pending=store.pending_endpoint_changes, bad_objects=bad,
         )
