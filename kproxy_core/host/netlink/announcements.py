@@ -32,11 +32,6 @@ class Announcements(Generic[T]):
 
     def read(self) -> Iterator[T]:
         """Yield the announcements that have arrived. Some may be lost on a busy node."""
-        while True:
-            try:
-                data = self._socket.receive()
-            except OSError:  # ENOBUFS: some were dropped.
-                continue
-            if not data:
-                return
-            yield from self._parse(data)
+        while datagrams := self._socket.pending()[0]:
+            for data in datagrams:
+                yield from self._parse(data)

@@ -27,6 +27,7 @@ _RECEIVE_SIZE: Final = 1 << 17
 """Bytes to receive at once: more than the 32 KiB that the kernel puts into one part of a dump."""
 _DUMP_ATTEMPTS: Final = 5
 """The number in kube-proxy."""
+_MOST_AT_ONCE: Final = 256
 _BATCH_REQUESTS: Final = 200
 _BATCH_BYTES: Final = 1 << 16
 """A batch within these limits fits into a default send buffer, and its errors into a receive buffer."""
@@ -208,6 +209,26 @@ class NetlinkSocket:
         for data in iter(self.receive, b""):
             for kind, _, number, start, end in netlink.messages(data):
                 yield kind, data, number, start, end
+
+    def pending(self) -> tuple[list[bytes], bool]:
+        """Return datagrams that have arrived, oldest first, and True if the kernel dropped some.
+
+        All if some were dropped, because those are outdated; else `_MOST_AT_ONCE` at most. Raises OSError.
+        """
+        found: list[bytes] = []
+        lost = False
+        while lost or len(found) < _MOST_AT_ONCE:
+            try:
+                data = self.receive()
+            except OSError as error:
+                if error.errno != errno.ENOBUFS:
+                    raise
+                lost = True  # Datagrams that are still in the socket are older than the dropped ones.
+                continue
+            if not data:
+                break
+            found.append(data)
+        return found, lost
 
     def receive(self) -> bytes:
         """Return the next datagram that has arrived; b"" if none has. Raises OSError."""
