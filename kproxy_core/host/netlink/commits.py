@@ -6,7 +6,7 @@ the commit and the process that made it.
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from typing import Final, NamedTuple
 
 from kproxy_core.host.netlink import messages as netlink
@@ -83,35 +83,6 @@ class Commit(NamedTuple):
         }
 
 
-class CommitReader:
-    """Groups notifications into commits."""
-
-    def __init__(self) -> None:
-        self._changes: Counter[Change] = Counter()
-
-    def read(self, data: bytes) -> Iterator[Commit]:
-        """Take one datagram; yield each commit that it ends."""
-        for kind, _, _, start, end in netlink.messages(data):
-            if kind & 0xFF00 != KIND:
-                continue
-            attributes = start + netlink.NFGENMSG.size
-            if kind & 0xFF == _NEWGEN:
-                changes, self._changes = self._changes, Counter()
-                yield Commit(changes, _author(netlink.attributes(data, attributes, end)))
-            elif data[start] in FAMILY_BY_AF and kind & 0xFF in _KINDS:
-                self._note(FAMILY_BY_AF[data[start]], *_KINDS[kind & 0xFF], data, attributes, end)
-
-    def _note(self, family: Family, kind: Kind, named: int, data: bytes, start: int, end: int) -> None:
-        table = name = ""
-        for attribute, first, last in netlink.attribute_spans(data, start, end):
-            if attribute == _TABLE:
-                table = netlink.text(data[first:last])
-            elif attribute == named:
-                name = netlink.text(data[first:last])
-                break
-        self._changes[Change(family, kind, table, name)] += 1
-
-
 class CommitWatch(Watch):
     """Passes on other processes' commits, from a thread of its own until it is closed."""
 
@@ -127,7 +98,8 @@ class CommitWatch(Watch):
         self._own = own
         self._foreign = foreign
         self._lost = lost
-        self._reader = CommitReader()
+        self._changes: Counter[Change] = Counter()
+        """Those of the commit whose end has not been announced."""
         sock = NetlinkSocket.open(
             netlink.NETLINK_NETFILTER, groups=(_NFNLGRP,), ignore=ignore, receive_space=_RECEIVE_SPACE
         )
@@ -135,13 +107,36 @@ class CommitWatch(Watch):
 
     def _receive(self, datagrams: Sequence[bytes], lost: bool) -> None:
         if lost:
-            self._reader = CommitReader()
+            self._changes.clear()
             self._lost()
         for data in datagrams:
             # The first netlink socket of a program has the process id as its port.
             if netlink.sender(data) not in self._own:
-                for commit in self._reader.read(data):
-                    self._foreign(commit)
+                self._read(data)
+
+    def _read(self, data: bytes) -> None:
+        """Take one datagram, and pass on each commit that it ends."""
+        for kind, _, _, start, end in netlink.messages(data):
+            if kind & 0xFF00 != KIND:
+                continue
+            attributes = start + netlink.NFGENMSG.size
+            if kind & 0xFF == _NEWGEN:
+                changes, self._changes = self._changes, Counter()
+                self._foreign(Commit(changes, _author(netlink.attributes(data, attributes, end))))
+            elif data[start] in FAMILY_BY_AF and kind & 0xFF in _KINDS:
+                change = _change(FAMILY_BY_AF[data[start]], *_KINDS[kind & 0xFF], data, attributes, end)
+                self._changes[change] += 1
+
+
+def _change(family: Family, kind: Kind, named: int, data: bytes, start: int, end: int) -> Change:
+    table = name = ""
+    for attribute, first, last in netlink.attribute_spans(data, start, end):
+        if attribute == _TABLE:
+            table = netlink.text(data[first:last])
+        elif attribute == named:
+            name = netlink.text(data[first:last])
+            break
+    return Change(family, kind, table, name)
 
 
 def generation(sock: NetlinkSocket) -> int:
