@@ -15,10 +15,8 @@ from kproxy_core.host.files.inotify import Inotify, Notice
 
 log = logging.getLogger("kproxy.sources")
 
-_ENTRY_CHANGED = inotify.CREATE | inotify.DELETE | inotify.MOVED_FROM | inotify.MOVED_TO
-_SELF_CHANGED = inotify.DELETE_SELF | inotify.MOVE_SELF
-_MASK = _ENTRY_CHANGED | _SELF_CHANGED | inotify.CLOSE_WRITE | inotify.MODIFY | inotify.ATTRIB
-_OVER = _SELF_CHANGED | inotify.UNMOUNT | inotify.IGNORED
+_MASK = (
+    inotify.ENTRY_CHANGED | inotify.SELF_CHANGED | inotify.CLOSE_WRITE | inotify.MODIFY | inotify.ATTRIB)
 _MAX_LINKS = 40
 """Links followed on the path to one file, as in Linux."""
 _MAX_TRIES = 10
@@ -124,17 +122,17 @@ class DirectoryWatch:
         return hints
 
     def _sort(self, notice: Notice, hints: Hints) -> None:
-        if notice.mask & _OVER:
+        if notice.mask & inotify.OVER:
             hints.directory = True
             return
         if notice.watch == self.directory and is_manifest(notice.name):
             hints.manifests.append((notice.name, notice))
         entry = notice.watch, notice.name
-        if notice.mask & _ENTRY_CHANGED and entry in self._on_path:
+        if notice.mask & inotify.ENTRY_CHANGED and entry in self._on_path:
             hints.directory = True
         for name in self._behind.get(entry, ()):
             hints.manifests.append((name, notice))
-            hints.links = hints.links or bool(notice.mask & _ENTRY_CHANGED)
+            hints.links = hints.links or bool(notice.mask & inotify.ENTRY_CHANGED)
 
 
 def entries_to(folder: str, path: str) -> list[Entry]:

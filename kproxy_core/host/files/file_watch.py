@@ -5,7 +5,8 @@ The kubelet updates a mounted ConfigMap by renaming a link, ``..data``, on the p
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from kproxy_core.host.files import inotify
 from kproxy_core.host.files.directory_watch import entries_to
@@ -14,9 +15,7 @@ from kproxy_core.host.watch import Watch
 
 log = logging.getLogger("kproxy.sources")
 
-_ENTRY = inotify.CREATE | inotify.DELETE | inotify.MOVED_FROM | inotify.MOVED_TO
-_GONE = inotify.DELETE_SELF | inotify.MOVE_SELF | inotify.IGNORED | inotify.UNMOUNT
-_MASK = _ENTRY | inotify.CLOSE_WRITE | inotify.DELETE_SELF | inotify.MOVE_SELF
+_MASK = inotify.ENTRY_CHANGED | inotify.SELF_CHANGED | inotify.CLOSE_WRITE
 
 
 class FileWatch:
@@ -28,13 +27,10 @@ class FileWatch:
     """
 
     def __init__(self, path: str, content: bytes, changed: Callable[[], bytes | None]) -> None:
-        """Start watching."""
         self._path = os.path.abspath(path)
-        self._content: bytes | None = content
         self._changed = changed
         self._watched: dict[int, set[str]] = {}
         """Names by watch: every directory entry that decides which file is at the path."""
-        self._suspected = True  # It may have changed before it was watched.
         self._watch: Watch | None = None
         try:
             self._notices = Inotify()
@@ -43,7 +39,7 @@ class FileWatch:
                 "fields": {"file": self._path, "error": error.strerror}})
             return
         self._renew()
-        self._watch = Watch("config file", self._notices.fileno(), self._check, first=0.0)
+        self._watch = Watch("config file", self._notices.fileno(), self._run(content).__next__, first=0.0)
 
     def close(self) -> None:
         """Stop watching; *changed* is not called after this returns."""
@@ -51,17 +47,17 @@ class FileWatch:
             self._watch.close()
             self._notices.close()
 
-    def _check(self) -> None:
-        notices = self._notices.read()
-        if self._content is None:
-            return
-        if any(notice.mask & (_GONE | inotify.Q_OVERFLOW)
-               or notice.name in self._watched.get(notice.watch, ()) for notice in notices):
-            self._suspected = True
-            self._renew()
-        if self._suspected and self._differs():
-            self._content = self._changed()
-        self._suspected = False
+    def _run(self, content: bytes | None) -> Iterator[None]:
+        suspected = True  # It may have changed before it was watched.
+        while True:
+            if suspected and content is not None and self._differs(content):
+                content = self._changed()
+            yield
+            suspected = any(
+                notice.mask & (inotify.OVER | inotify.Q_OVERFLOW)
+                or notice.name in self._watched.get(notice.watch, ()) for notice in self._notices.read())
+            if suspected:
+                self._renew()
 
     def _renew(self) -> None:
         watched: dict[int, set[str]] = {}
@@ -75,10 +71,8 @@ class FileWatch:
             self._notices.forget(watch)
         self._watched = watched
 
-    def _differs(self) -> bool:
+    def _differs(self, content: bytes) -> bool:
         try:
-            with open(self._path, "rb") as file:
-                content = file.read()
+            return Path(self._path).read_bytes() not in (content, b"")
         except OSError:
             return False
-        return content not in (self._content, b"")
