@@ -9,6 +9,11 @@ from kproxy_core.timing.token_bucket import TokenBucket
 _REST_SHARE = 4
 """Rest this many times the CPU time of a run: runs cost at most a fifth of one CPU."""
 
+_FULL_PERIOD = 3600.0
+"""Seconds from one full run to the next."""
+_RETRY_ON_REQUEST = 1.0
+"""Seconds after a failure to the retry, at most, once a new change may fix it."""
+
 _SHORTEST_REPAIR_REST = 0.02
 """Seconds."""
 _REPAIR_CREDIT = 1.0
@@ -23,10 +28,9 @@ class Pacing:
     *min_interval* a run takes a token; there are *burst* of them, and one is added every *min_interval*
     seconds while nothing runs (kube-proxy's bounded-frequency runner).
 
-    A failed run is repeated after a delay that doubles from *retry_start* to *retry_cap*. A request in the
-    meantime moves the retry forward, to *retry_on_request* seconds after the failure, because the new change
-    may fix it. A successful run that left service ports unserved is repeated after the same delays, but
-    holds up no other change. A full run is due *full_period* after the last successful one.
+    A failed run is repeated after a delay that doubles up to *retry_cap*. A request in the meantime moves the
+    retry forward. A successful run that left service ports unserved is repeated after the same delays, but
+    holds up no other change. A full run is due an hour after the last successful one.
 
     A repair is a full run that ignores all of these limits. It rests four times the cost of the full runs
     before it, so that a tool flushing our rules in a loop costs at most a fifth of one CPU.
@@ -35,16 +39,14 @@ class Pacing:
     """
 
     def __init__(
-        self, *, min_interval: float, retry_cap: float, full_period: float = 3600.0, burst: int = 2,
-        retry_start: float = 0.1, retry_on_request: float = 1.0, shortest_rest: float = 0.001,
+        self, *, min_interval: float, retry_cap: float, burst: int = 2, shortest_rest: float = 0.001
     ) -> None:
         """All in seconds. A *min_interval* of 0: by cost, with at least *shortest_rest* between two runs."""
         self._by_cost = min_interval <= 0
         self._tokens = TokenBucket(min_interval, burst)
         self._shortest_rest = shortest_rest
         self._longest_rest = retry_cap
-        self._full_period = full_period
-        self._retry_on_request = retry_on_request
+        self._full_period = _FULL_PERIOD
 
         self._wanted: Scope | None = None
         self._requested_at = 0.0
@@ -55,9 +57,9 @@ class Pacing:
         self._repair_rest_until = -math.inf
         self._repairs_paid_at = -math.inf
         """End of all rests after full runs."""
-        self._failures = Backoff(first=retry_start, longest=retry_cap)
+        self._failures = Backoff(longest=retry_cap)
         self._retry_at: float | None = None
-        self._unserved = Backoff(first=retry_start, longest=retry_cap)
+        self._unserved = Backoff(longest=retry_cap)
         self._again_at: float | None = None
 
     def look_often(self) -> None:
@@ -72,7 +74,7 @@ class Pacing:
         if self._wanted is not Scope.RESYNC:
             self._wanted = scope
         if self._retry_at is not None:
-            self._retry_at = min(self._retry_at, self._ended_at + self._retry_on_request)
+            self._retry_at = min(self._retry_at, self._ended_at + _RETRY_ON_REQUEST)
 
     def request_repair(self) -> None:
         """Request a full run as soon as the rest after the last one is over."""

@@ -26,8 +26,6 @@ class TokenBucket:
 
     def reserve(self, now: float) -> float:
         """Take a token, on credit if none is left. Return the seconds until it is due."""
-        if self._interval <= 0:
-            return 0.0
         with self._lock:
             wait = self.next_at - now
             self._full_at = max(self._full_at, now) + self._interval

@@ -152,7 +152,6 @@ class Rig:
         *,
         families: Sequence[Family] = (V4, V6),
         min_interval: float = 0.0,
-        full_period: float = 3600.0,
         settings: NodeSettings | None = None,
         addresses: Iterable[Address] = (),
         all_synced: Callable[[], None] = lambda: None,
@@ -180,8 +179,7 @@ class Rig:
         ]
         facts = NodeFacts(settings or NodeSettings(name="node1"), frozenset(addresses))
         self._families = families
-        self._pacing = lambda: Pacing(
-            min_interval=min_interval, retry_cap=30.0, full_period=full_period, shortest_rest=0.0)
+        self._pacing = lambda: Pacing(min_interval=min_interval, retry_cap=30.0, shortest_rest=0.0)
         self.loop = Loop(
             families, self.store, facts, instance, observers,
             pacing=self._pacing, clock=self.clock, cpu=self.clock, all_synced=all_synced,

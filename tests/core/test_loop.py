@@ -164,7 +164,7 @@ def test_an_older_service_that_arrives_later_takes_its_frontend_from_the_younger
 
 
 def test_everything_is_synced_again_after_the_period() -> None:
-    rig = Rig(families=[V4], full_period=3600.0)
+    rig = Rig(families=[V4])
     rig.start(WEB, WEB_SLICE)
     assert rig.loop.next_wakeup() == 3600.0
     rig.clock.now = 3600.0
@@ -173,7 +173,7 @@ def test_everything_is_synced_again_after_the_period() -> None:
 
 
 def test_a_backend_that_does_not_watch_gets_frequent_full_syncs() -> None:
-    rig = Rig(full_period=3600.0)
+    rig = Rig()
     rig.backend.watches = False
     rig.start(WEB, WEB_SLICE)
     assert rig.loop.next_wakeup() == 30.0

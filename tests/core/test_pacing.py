@@ -18,14 +18,7 @@ class Loop:
         shortest_rest: float = 0.001,
     ) -> None:
         self.pacing = Pacing(
-            min_interval=min_interval,
-            retry_cap=retry_cap,
-            full_period=3600.0,
-            burst=burst,
-            retry_start=0.1,
-            retry_on_request=1.0,
-            shortest_rest=shortest_rest,
-        )
+            min_interval=min_interval, retry_cap=retry_cap, burst=burst, shortest_rest=shortest_rest)
         self.now = 1000.0
         self.runs: list[tuple[float, Scope]] = []
         self.ok = True
