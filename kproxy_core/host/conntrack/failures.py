@@ -76,9 +76,9 @@ def read_unanswered(family: Family, syn_timeout: int) -> list[Unanswered]:
     *syn_timeout*: seconds for which the kernel remembers a SYN. Acts on the network namespace of the calling
     thread. Raises HostError.
     """
-    with doing(f"list {family.label} connections"), ctnetlink.open_socket() as sock:
+    with doing(f"list {family.label} connections"):
         return ctnetlink.flows(
-            sock, family, lambda flows: list(_waiting(flows, family, syn_timeout)), ctnetlink.UNREPLIED)
+            family, lambda flows: list(_waiting(flows, family, syn_timeout)), ctnetlink.UNREPLIED)
 
 
 def _waiting(

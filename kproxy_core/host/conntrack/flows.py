@@ -54,10 +54,9 @@ def read_udp_flows(family: Family, to: Container[Address], collect: Callable[[It
     Acts on the network namespace of the calling thread, and takes as long as `delete_stale_udp`.
     Raises HostError.
     """
-    with doing(f"list {family.label} UDP flows"), ctnetlink.open_socket() as sock:
+    with doing(f"list {family.label} UDP flows"):
         return ctnetlink.flows(
-            sock, family, lambda listed: collect(_flows(listed, family, to)), _filter(Protocol.UDP)
-        )
+            family, lambda listed: collect(_flows(listed, family, to)), _filter(Protocol.UDP))
 
 
 def delete_stale_udp(
@@ -109,24 +108,23 @@ def _delete(
 ) -> int:
     """Delete the stale flows among those that one of *filters* selects; return their number."""
     deleted = problem = 0
-    with doing(f"delete stale {family.label} {what}"):
-        with ctnetlink.open_socket() as listing, ctnetlink.open_socket() as deleting:
+    with doing(f"delete stale {family.label} {what}"), ctnetlink.open_socket() as sock:
 
-            def sweep(listed: Iterator[ctnetlink.TrackedFlow]) -> None:
-                # Deletions during the listing do not confuse the kernel's walk.
-                nonlocal deleted, problem
-                requests = (_deletion(flow, family) for flow in listed if is_stale(flow))
-                while batch := tuple(itertools.islice(requests, _BATCH)):
-                    # ENOENT: the flow expired, or another has taken its place.
-                    errors = [code for _, code in deleting.exchange(batch)]
-                    deleted += len(batch) - len(errors)
-                    problem = next((code for code in errors if code != errno.ENOENT), problem)
+        def sweep(listed: Iterator[ctnetlink.TrackedFlow]) -> None:
+            # Deletions during the listing do not confuse the kernel's walk.
+            nonlocal deleted, problem
+            requests = (_deletion(flow, family) for flow in listed if is_stale(flow))
+            while batch := tuple(itertools.islice(requests, _BATCH)):
+                # ENOENT: the flow expired, or another has taken its place.
+                errors = [code for _, code in sock.exchange(batch)]
+                deleted += len(batch) - len(errors)
+                problem = next((code for code in errors if code != errno.ENOENT), problem)
 
-            for wanted in filters:
-                ctnetlink.flows(listing, family, sweep, wanted)
-            if problem:
-                raise OSError(problem, os.strerror(problem))
-            return deleted
+        for wanted in filters:
+            ctnetlink.flows(family, sweep, wanted)
+        if problem:
+            raise OSError(problem, os.strerror(problem))
+        return deleted
 
 
 def _deletion(flow: ctnetlink.TrackedFlow, family: Family) -> Request:

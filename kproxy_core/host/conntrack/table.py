@@ -75,15 +75,14 @@ def header(family: Family) -> bytes:
     return netlink.NFGENMSG.pack(family.af, 0, 0)
 
 
-def flows(
-    sock: NetlinkSocket, family: Family, collect: Callable[[Iterator[TrackedFlow]], T], wanted: bytes = b""
-) -> T:
+def flows(family: Family, collect: Callable[[Iterator[TrackedFlow]], T], wanted: bytes = b"") -> T:
     """Return what *collect* makes of all flows of *family*; see `NetlinkSocket.dump`.
 
     *wanted* are the attributes of a filter, which kernels before 5.8 ignore. Raises OSError, also if the
     kernel encodes flows in an unknown way: no result is better than a wrong one.
     """
-    return sock.dump(GET, header(family) + wanted, lambda spans: collect(decode(spans, family)))
+    with open_socket() as sock:
+        return sock.dump(GET, header(family) + wanted, lambda spans: collect(decode(spans, family)))
 
 
 def answered_by(family: Family, flow: TrackedFlow) -> AnsweredBy:

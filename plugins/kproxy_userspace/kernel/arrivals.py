@@ -110,8 +110,7 @@ def _relayed(
             if found is not None:
                 yield found
 
-    with ctnetlink.open_socket() as sock:
-        return ctnetlink.flows(sock, family, lambda flows: list(selected(flows)), wanted)
+    return ctnetlink.flows(family, lambda flows: list(selected(flows)), wanted)
 
 
 def _half_open(family: Family, ports: Collection[LocalPort]) -> Iterator[LocalPort]:
