@@ -15,8 +15,7 @@ from kproxy_core.model.address import FAMILY_BY_AF, Family, Protocol
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.service_plan import Frontend
 
-_DESTROYED: Final = 3
-"""The group NFNLGRP_CONNTRACK_DESTROY."""
+_NFNLGRP_CONNTRACK_DESTROY: Final = 3
 _BUFFER: Final = 8 << 20
 """Bytes; a few seconds at 20,000 connections a second."""
 
@@ -55,7 +54,7 @@ class ResetWatch(Watch):
         self._add_volumes = add_volumes
         with doing("receive events of connection tracking"):
             sock = NetlinkSocket.open(
-                netlink.NETLINK_NETFILTER, groups=(_DESTROYED,), receive_space=_BUFFER,
+                netlink.NETLINK_NETFILTER, groups=(_NFNLGRP_CONNTRACK_DESTROY,), receive_space=_BUFFER,
                 accept=filters.RESETS if add_volumes is None else filters.TRANSLATED)
         super().__init__("conntrack-events", sock, self._receive)
 

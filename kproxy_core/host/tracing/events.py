@@ -10,11 +10,9 @@ from kproxy_core.host.netlink.announcements import Announcements
 from kproxy_core.host.netlink.messages import NFGENMSG, attributes, messages, text
 from kproxy_core.model.address import Address
 
-_GROUP = 9
-"""NFNLGRP_NFTRACE"""
+_NFNLGRP_NFTRACE = 9
 _TRACE = nf_tables.KIND | 17
-_TYPE_RULE = 3
-"""NFT_TRACETYPE_RULE"""
+_NFT_TRACETYPE_RULE = 3
 _DROP, _ACCEPT = 0, 1
 _JUMPS = {-3: "jump", -4: "goto", -5: "return", -1: "continue"}
 
@@ -42,7 +40,7 @@ class TraceEvents(Announcements[TraceEvent]):
 
     def __init__(self) -> None:
         """Raises HostError without CAP_NET_ADMIN."""
-        super().__init__((_GROUP,), parse, "trace packets")
+        super().__init__((_NFNLGRP_NFTRACE,), parse, "trace packets")
 
 
 _FAMILIES = {1: "inet", 2: "ip", 10: "ip6"}
@@ -56,7 +54,8 @@ def parse(data: bytes) -> Iterator[TraceEvent]:
         found = attributes(data, start + NFGENMSG.size, end)
         protocol, way = _way(found.get(8, b""), found.get(9, b""))
         yield TraceEvent(
-            int.from_bytes(found.get(6, b""), "big"), int.from_bytes(found.get(4, b""), "big") == _TYPE_RULE,
+            int.from_bytes(found.get(6, b""), "big"),
+            int.from_bytes(found.get(4, b""), "big") == _NFT_TRACETYPE_RULE,
             _FAMILIES.get(data[start], "?"), text(found.get(1, b"")), text(found.get(2, b"")),
             int.from_bytes(found.get(3, b""), "big"), _verdict(found), protocol, way,
         )  # fmt: skip
