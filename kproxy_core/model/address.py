@@ -1,8 +1,4 @@
-"""IP addresses, networks and transport protocols as small packed values.
-
-An address is its packed bytes (4 or 16 of them): the form in which it is
-compared, counted and sent to the kernel. Text exists only at the edges.
-"""
+"""IP addresses, networks and transport protocols as small packed values. Text exists only at the edges."""
 
 from __future__ import annotations
 
@@ -57,12 +53,10 @@ def family_of(address: Address) -> Family:
 
 
 def parse_address(text: str) -> Address:
-    """Return the packed form of *text*.
+    """Return the packed form of *text*. Raises ValueError if it is not an IP address, or has a zone.
 
-    As kube-proxy reads addresses: leading zeros in IPv4 octets are decimal
-    (``172.30.0.041`` is ``172.30.0.41``), an IPv4-mapped IPv6 address is IPv4.
-
-    Raises ValueError if *text* is not an IP address; zones are not allowed.
+    As kube-proxy reads addresses: leading zeros in IPv4 octets are decimal (``172.30.0.041`` is
+    ``172.30.0.41``), an IPv4-mapped IPv6 address is IPv4.
     """
     try:
         if ":" not in text:
