@@ -88,7 +88,9 @@ class Store:
                 self.origins.pop(name, None)
                 self._set_service(name, None, _DELETED)
             case events.NodeSet(node):
-                self.node = self._filled_in(node)
+                known = self.node or node
+                self.node = replace(node, addresses=node.addresses or known.addresses,
+                                    pod_cidrs=node.pod_cidrs or known.pod_cidrs)  # fmt: skip
             case events.NodeGone():
                 log.info("Node object of this node deleted, keeping its last state")
             case events.ServiceCidrSet(cidr_name, cidrs):
@@ -99,12 +101,6 @@ class Store:
                 self._join_service_cidrs()
             case events.Complete(source):
                 self.missing.discard(source)
-
-    def _filled_in(self, node: NodeObject) -> NodeObject:
-        """Return *node*, with the known addresses and networks where it has none yet."""
-        known = self.node or node
-        return replace(node, addresses=node.addresses or known.addresses,
-                       pod_cidrs=node.pod_cidrs or known.pod_cidrs)
 
     def _join_service_cidrs(self) -> None:
         """Join the networks of all ServiceCIDRs, which may overlap (KEP-1880)."""

@@ -119,13 +119,10 @@ class FamilyPlans:
 
     def pending_udp_frontends(self) -> frozenset[Frontend]:
         """Return the frontends, before and after, of the service ports in `take_udp_ports`."""
-        plans = (
-            plan
-            for key in self._udp_ports
-            for plan in (self._before.get(key), self.plans.get(key))
-            if plan is not None
-        )
-        return frozenset(frontend for plan in plans for frontend in plan.frontends())
+        return frozenset(
+            frontend for key in self._udp_ports
+            for plan in (self._before.get(key), self.plans.get(key)) if plan is not None
+            for frontend in plan.frontends())
 
     def take_udp_ports(self) -> frozenset[ServicePortKey]:
         """Return the UDP service ports planned or tried again since the last call.

@@ -73,11 +73,8 @@ def decode_interface_address(data: bytes, start: int, end: int) -> InterfaceAddr
 def read_interface_addresses() -> list[InterfaceAddress]:
     """Return all addresses of all interfaces in both families. Raises HostError."""
     with doing("read interface addresses"), NetlinkSocket.open(NETLINK_ROUTE) as sock:
-        return sock.dump(
-            RTM_GETADDR,
-            IFADDRMSG.pack(0, 0, 0, 0, 0),
-            lambda answers: [decode_interface_address(*answer) for answer in answers],
-        )
+        return sock.dump(RTM_GETADDR, bytes(IFADDRMSG.size), lambda answers: [
+            decode_interface_address(*answer) for answer in answers])
 
 
 _Accepts = Callable[[str], bool]
@@ -128,12 +125,8 @@ class AddressWatch(Watch):
         except BaseException:
             sock.close()
             raise
-        self._addresses = self._known()
+        self.addresses = self._known()
         super().__init__("kproxy-addresses", sock, self._receive)
-
-    @property
-    def addresses(self) -> frozenset[Address]:
-        return self._addresses
 
     def _receive(self, datagrams: Sequence[bytes], lost: bool) -> float | None:
         for data in datagrams:
@@ -144,8 +137,8 @@ class AddressWatch(Watch):
         if not self._complete:
             self._reread()
         addresses = self._known()
-        if addresses != self._addresses:
-            self._addresses = addresses
+        if addresses != self.addresses:
+            self.addresses = addresses
             self._callback(addresses)
         return None if self._complete else _RETRY_SECONDS
 
