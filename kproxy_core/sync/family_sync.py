@@ -56,7 +56,7 @@ class FamilySync:
     def pause(self) -> None:
         """Prepare for rules of another instance. The caller makes no turn until `serve_with`."""
         for observer in self._observers:
-            observer.syncs_paused(self.family)
+            observer.plans_changed(self.family, None)
 
     def serve_with(self, instance: BackendInstance, pacing: Pacing) -> None:
         self.instance = instance

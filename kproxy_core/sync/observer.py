@@ -91,11 +91,11 @@ class SyncObserver:
     def sync_started(self, family: Family, *, retry: bool) -> None:
         """A sync starts and takes all pending changes. *retry*: the last one did not do everything."""
 
-    def syncs_paused(self, family: Family) -> None:
-        """Until the next success another instance may write rules, which packets meet at once."""
+    def plans_changed(self, family: Family, udp_frontends: frozenset[Frontend] | None) -> None:
+        """Plans have changed, and the backend is called next. *udp_frontends*: of UDP, before and after.
 
-    def plans_changed(self, family: Family, udp_frontends: frozenset[Frontend]) -> None:
-        """Plans have changed, and the backend is called next. *udp_frontends*: of UDP, before and after."""
+        None: until the next success another instance may write any rules, which packets meet at once.
+        """
 
     def sync_succeeded(self, synced: Synced) -> None:
         """The kernel agrees with the plans."""

@@ -101,17 +101,11 @@ class StaleFlowObserver(SyncObserver):
         self._instances: dict[Family, BackendInstance] = {}
         self._node_port_addresses: dict[Family, frozenset[Address]] = {}
 
-    def syncs_paused(self, family: Family) -> None:
+    def plans_changed(self, family: Family, udp_frontends: frozenset[Frontend] | None) -> None:
         self._unsettled.add(family)
         running = self._running.get(family)
         if running is not None:
-            running.spare(running.stale.frontends)
-
-    def plans_changed(self, family: Family, udp_frontends: frozenset[Frontend]) -> None:
-        self._unsettled.add(family)
-        running = self._running.get(family)
-        if running is not None:
-            running.spare(udp_frontends)
+            running.spare(running.stale.frontends if udp_frontends is None else udp_frontends)
 
     def sync_succeeded(self, synced: Synced) -> None:
         family, plans = synced.family, synced.plans
