@@ -49,12 +49,11 @@ class DirectoryWatch:
         self._inotify = Inotify()
         self.directory: int | None = None
         """Identifies the directory at the path; None if there is none."""
-        self._watches: dict[int, str] = {}
+        self._watches: set[int] = set()
         self._refused: set[str] = set()
-        self._on_path: set[tuple[int, str]] = set()
-        """Entries that decide which directory *path* leads to."""
         self._behind: dict[tuple[int, str], set[str]] = {}
-        """Entries on the path to linked manifests, with the names of those manifests."""
+        """Entries on the path to linked manifests, with the names of those manifests; "": entries that decide
+        which directory *path* leads to."""
 
     def fileno(self) -> int:
         return self._inotify.fileno()
@@ -64,38 +63,36 @@ class DirectoryWatch:
 
     def renew(self, links: Iterable[str]) -> None:
         """Watch everything that the directory and its symbolic links *links* depend on now."""
-        old, self._watches = self._watches, {}
+        old, self._watches = self._watches, set()
         self.directory = self._follow_path()
-        self._behind = {}
         if self.directory is not None:
             for name in links:
                 for folder, entry in entries_to(self._path, name):
-                    watch = self._watch(folder)
-                    if watch is not None:
-                        self._behind.setdefault((watch, entry), set()).add(name)
-        for watch in old.keys() - self._watches.keys():
+                    self._await(folder, entry, name)
+        for watch in old - self._watches:
             self._inotify.forget(watch)
 
     def _follow_path(self) -> int | None:
         """Watch the directory and the links to it; if it does not exist, the place where it would appear."""
         for _ in range(_MAX_TRIES):
             entries = entries_to("/", self._path)
-            self._on_path = set()
+            self._behind = {}
             for folder, entry in entries[:-1]:
-                self._await(folder, entry)
+                self._await(folder, entry, "")
             directory = self._watch(self._path)
             if directory is not None:
                 return directory
-            self._await(*entries[-1])
+            self._await(*entries[-1], "")
             # It may have been created before the watch existed.
             if not os.path.isdir(self._path) and entries_to("/", self._path) == entries:
                 break
         return None
 
-    def _await(self, folder: str, entry: str) -> None:
+    def _await(self, folder: str, entry: str, name: str) -> None:
+        """Watch for changes of *entry* in *folder*, which is on the path to the manifest *name*."""
         watch = self._watch(folder)
         if watch is not None:
-            self._on_path.add((watch, entry))
+            self._behind.setdefault((watch, entry), set()).add(name)
 
     def _watch(self, folder: str) -> int | None:
         try:
@@ -108,7 +105,7 @@ class DirectoryWatch:
                 log.error("cannot watch directory, changes in it will not be noticed", extra={"fields": {
                     "directory": folder, "error": error.strerror}})
             return None
-        self._watches[watch] = folder
+        self._watches.add(watch)
         return watch
 
     def read(self) -> Hints:
@@ -127,12 +124,13 @@ class DirectoryWatch:
             return
         if notice.watch == self.directory and is_manifest(notice.name):
             hints.manifests.append((notice.name, notice))
-        entry = notice.watch, notice.name
-        if notice.mask & inotify.ENTRY_CHANGED and entry in self._on_path:
-            hints.directory = True
-        for name in self._behind.get(entry, ()):
-            hints.manifests.append((name, notice))
-            hints.links = hints.links or bool(notice.mask & inotify.ENTRY_CHANGED)
+        changed = bool(notice.mask & inotify.ENTRY_CHANGED)
+        for name in self._behind.get((notice.watch, notice.name), ()):
+            if name:
+                hints.manifests.append((name, notice))
+                hints.links = hints.links or changed
+            else:
+                hints.directory = hints.directory or changed
 
 
 def entries_to(folder: str, path: str) -> list[Entry]:
