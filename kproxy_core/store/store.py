@@ -82,8 +82,9 @@ class Store:
             case events.ServiceSet():
                 self.origins[event.service.name] = event.origin
                 self._set_service(event.service.name, event.service, event.origin)
-            case events.SliceGone(slice_name):
-                self._drop_slice(slice_name)
+            case events.SliceGone(slice_name) if piece := self._slices.get(slice_name):
+                self.endpoint_changes += 1
+                self._remove(piece)
             case events.ServiceGone(name):
                 self.origins.pop(name, None)
                 self._set_service(name, None, _DELETED)
@@ -181,12 +182,6 @@ class Store:
         state.pending_slices += 1
         if event.trigger_time is not None and event.trigger_time > self._started:
             state.trigger_times.setdefault(piece.service, []).append(event.trigger_time)
-
-    def _drop_slice(self, name: SliceName) -> None:
-        known = self._slices.get(name)
-        if known is not None:
-            self.endpoint_changes += 1
-            self._remove(known)
 
     def _remove(self, piece: EndpointSlice) -> None:
         """Remove *piece* and the trigger times of its Service, which would mislead now (as in kube-proxy)."""

@@ -12,8 +12,6 @@ CLIENT, VIP, NODE = map(parse_address, ("10.1.1.9", "10.96.0.10", "192.0.2.10"))
 (ENDPOINT,) = destinations("10.1.2.3:8080")
 WAY = Direction(CLIENT, 40000, VIP, 80)
 TABLE = "kproxy-trace-7"
-SEEN_REPLY, SOURCE_NAT = 2, 16
-
 
 TO_VIP = Match(Family.IPV4, VIP, Protocol.TCP, 80, None)
 
@@ -30,10 +28,10 @@ def met(chain: str, verdict: str, *, table: str = "kproxy", handle: int = 3, pac
 BEGIN = met("prerouting", "continue", table=TABLE, way=WAY)
 
 
-def flow(change: Change = Change.NEW, way: Direction = WAY, status: int = 0, source: Address = CLIENT,
+def flow(change: Change = Change.NEW, way: Direction = WAY, answered: bool = False, source: Address = CLIENT,
          endpoint: tuple[Address, int] = ENDPOINT) -> FlowEvent:  # fmt: skip
     reply = Direction(endpoint[0], endpoint[1], source, way.source_port)
-    return FlowEvent(change, 6, way, reply, status)
+    return FlowEvent(change, 6, way, reply, answered)
 
 
 def finished(made: Tracer, now: float = 0.0) -> TracedPacket:
@@ -46,9 +44,9 @@ def test_a_packet_that_is_forwarded_has_its_rules_its_endpoint_and_the_time_of_t
     made.trace(BEGIN, 1.0)
     rule = met("services", "goto tcp-cluster-2")
     made.trace(rule, 1.0)
-    made.flow(flow(status=SOURCE_NAT, source=NODE), 1.0)
+    made.flow(flow(source=NODE), 1.0)
     assert list(made.finished(1.1)) == []
-    made.flow(flow(Change.UPDATED, status=SOURCE_NAT | SEEN_REPLY, source=NODE), 1.25)
+    made.flow(flow(Change.UPDATED, answered=True, source=NODE), 1.25)
     packet = finished(made, 1.25)
     assert packet.rules == [rule]
     assert (packet.endpoint, packet.source, packet.translated) == (ENDPOINT, NODE, True)

@@ -40,11 +40,7 @@ class FlowEvent(NamedTuple):
     """The sender's packets before any translation."""
     reply: Direction
     """Its source is the endpoint, its destination the sender as the endpoint sees it."""
-    status: int
-
-    @property
-    def is_answered(self) -> bool:
-        return bool(self.status & _SEEN_REPLY)
+    is_answered: bool
 
 
 class FlowEvents(Announcements[FlowEvent]):
@@ -66,8 +62,8 @@ def parse(data: bytes) -> Iterator[FlowEvent]:
             continue
         is_new = flags & (NLM_F_CREATE | NLM_F_EXCL)
         change = Change.ENDED if kind == _DELETE else Change.NEW if is_new else Change.UPDATED
-        yield FlowEvent(
-            change, original[0], original[1], reply[1], int.from_bytes(found.get(_STATUS, b""), "big"))
+        status = int.from_bytes(found.get(_STATUS, b""), "big")
+        yield FlowEvent(change, original[0], original[1], reply[1], bool(status & _SEEN_REPLY))
 
 
 def _direction(value: bytes | None) -> tuple[int, Direction] | None:

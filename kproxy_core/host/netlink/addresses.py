@@ -135,7 +135,13 @@ class AddressWatch(Watch):
             self._complete = False
             log.info("interface address notifications lost, reading all addresses")
         if not self._complete:
-            self._reread()
+            try:
+                self._held = _read(self._accepts)
+                self._complete = True
+            except HostError as error:
+                log.warning("interface addresses not read, retrying in a second", extra={
+                    "fields": {"error": str(error)}
+                })  # fmt: skip
         addresses = self._known()
         if addresses != self.addresses:
             self.addresses = addresses
@@ -150,15 +156,6 @@ class AddressWatch(Watch):
                     self._held.discard(changed)
                 elif self._accepts(interface_name(changed.interface)):
                     self._held.add(changed)
-
-    def _reread(self) -> None:
-        try:
-            self._held = _read(self._accepts)
-            self._complete = True
-        except HostError as error:
-            log.warning("interface addresses not read, retrying in a second", extra={
-                "fields": {"error": str(error)}
-            })  # fmt: skip
 
     def _known(self) -> frozenset[Address]:
         return frozenset(each.address for each in self._held)

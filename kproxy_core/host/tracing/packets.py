@@ -37,10 +37,6 @@ class TracedPacket:
     dialled: Destination | None = None
     """The frontend, if the destination was already an endpoint in the first packet; None: it is not known."""
 
-    @property
-    def is_complete(self) -> bool:
-        return self.dropped or self.answered is not None or self.refused
-
 
 FindDialled = Callable[[int, Direction], Destination | None]
 """Returns the frontend that the sender of a protocol's packet dialled; None if it is not known."""
@@ -108,7 +104,8 @@ class Tracer:
     def finished(self, now: float) -> Iterator[TracedPacket]:
         """Yield each packet once, when nothing more can be learned about it."""
         for key, packet in list(self._packets.items()):
-            if packet.is_complete or now - packet.began >= PATIENCE:
+            ended = packet.dropped or packet.refused or packet.answered is not None
+            if ended or now - packet.began >= PATIENCE:
                 del self._packets[key]
                 self._by_id = {number: each for number, each in self._by_id.items() if each is not packet}
                 yield packet
