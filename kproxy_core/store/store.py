@@ -5,7 +5,7 @@ without addresses or pod networks keeps those it had.
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -24,13 +24,33 @@ log = logging.getLogger("kproxy.sources")
 _DELETED = "deleted"
 
 
-class _OfFamily(Struct):
+class FamilyObjects(Struct):
+    """The objects of one family, and their changes."""
+
     slices: dict[ServiceName, dict[str, EndpointSlice]] = {}
+    """The slices of each Service, by their name."""
     changed: dict[ServiceName, None] = {}
+    """The Services that may have changed since `take_changed`, in that order."""
     named: list[str] = []
     pending_services: int = 0
     pending_slices: int = 0
     trigger_times: dict[ServiceName, list[float]] = {}
+
+    def take_changed(self) -> dict[ServiceName, None]:
+        """Return `changed`, which is empty then."""
+        changed, self.changed = self.changed, {}
+        self.pending_services = self.pending_slices = 0
+        return changed
+
+    def take_named(self) -> list[str]:
+        """Return the first objects that changed since the last call, by kind, name and resource version."""
+        named, self.named = self.named, []
+        return named
+
+    def take_trigger_times(self) -> list[float]:
+        """Return the times of the endpoint changes since the last call."""
+        trigger_times, self.trigger_times = self.trigger_times, {}
+        return [time for times in trigger_times.values() for time in times]
 
     def note(self, kind: str, name: ServiceName | SliceName, state: str) -> None:
         """Remember the name of a changed object, unless there are many, with its version or "deleted"."""
@@ -67,7 +87,7 @@ class Store:
         """EndpointSlice events since then, even those that changed nothing."""
         self._started = started
         self._external_ips = external_ips
-        self._families = {family: _OfFamily() for family in families}
+        self.families = {family: FamilyObjects() for family in families}
         self._slices: dict[SliceName, EndpointSlice] = {}
 
     @property
@@ -107,49 +127,21 @@ class Store:
         """Join the networks of all ServiceCIDRs, which may overlap (KEP-1880)."""
         self.service_cidrs = outermost(cidr for cidrs in self._service_cidrs.values() for cidr in cidrs)
 
-    def slices(self, family: Family, name: ServiceName) -> Mapping[str, EndpointSlice] | None:
-        """Return the slices of the Service *name* in *family*, by their name."""
-        return self._families[family].slices.get(name)
-
     def all_slices(self) -> list[EndpointSlice]:
         return [piece for _, piece in sorted(self._slices.items())]
 
-    def changed(self, family: Family) -> bool:
-        """Return whether `take_changed` would return any Service."""
-        return bool(self._families[family].changed)
-
-    def take_changed(self, family: Family) -> dict[ServiceName, None]:
-        """Return the Services that may have changed in *family* since the last call, in that order."""
-        state = self._families[family]
-        changed, state.changed = state.changed, {}
-        state.pending_services = state.pending_slices = 0
-        return changed
-
-    def take_named(self, family: Family) -> list[str]:
-        """Return the first objects that changed since the last call, by kind, name and resource version."""
-        state = self._families[family]
-        named, state.named = state.named, []
-        return named
-
-    def take_trigger_times(self, family: Family) -> list[float]:
-        """Return the times of the endpoint changes since the last call."""
-        state = self._families[family]
-        times = [time for of_service in state.trigger_times.values() for time in of_service]
-        state.trigger_times.clear()
-        return times
-
     @property
     def pending_endpoint_changes(self) -> int:
-        """Changes of slices, in all families, since `take_changed`."""
-        return sum(state.pending_slices for state in self._families.values())
+        """Changes of slices, in all families, since `FamilyObjects.take_changed`."""
+        return sum(state.pending_slices for state in self.families.values())
 
     @property
     def pending_service_changes(self) -> int:
-        """Changes of Services since `take_changed`."""
-        return max((state.pending_services for state in self._families.values()), default=0)
+        """Changes of Services since `FamilyObjects.take_changed`."""
+        return max((state.pending_services for state in self.families.values()), default=0)
 
     def _set_service(self, name: ServiceName, service: Service | None, origin: str) -> None:
-        self.service_changes += len(self._families)
+        self.service_changes += len(self.families)
         if service is not None and service.external_ips and not self._external_ips:
             service = replace(service, external_ips=())
         if self.services.get(name) == service:
@@ -158,7 +150,7 @@ class Store:
             del self.services[name]
         else:
             self.services[name] = service
-        for state in self._families.values():
+        for state in self.families.values():
             state.changed[name] = None
             state.note("Service", name, origin)
             state.pending_services += 1
@@ -166,7 +158,7 @@ class Store:
     def _set_slice(self, event: events.SliceSet) -> None:
         piece = event.slice
         known = self._slices.get(piece.name)
-        state = self._families.get(piece.family)
+        state = self.families.get(piece.family)
         if state is not None:
             self.endpoint_changes += 1
         if known == piece:
@@ -186,7 +178,7 @@ class Store:
     def _remove(self, piece: EndpointSlice) -> None:
         """Remove *piece* and the trigger times of its Service, which would mislead now (as in kube-proxy)."""
         del self._slices[piece.name]
-        state = self._families[piece.family]
+        state = self.families[piece.family]
         of_service = state.slices[piece.service]
         del of_service[piece.name.name]
         if not of_service:

@@ -52,6 +52,7 @@ class FamilyPlans:
         self.unserved: Mapping[ServicePortKey, str] = {}
         """Acknowledged service ports that the backend could not serve, with the reason."""
         self._store = store
+        self._objects = store.families[family]
         self._claims = Claims()
         self._before: dict[ServicePortKey, ServicePlan | None] = {}
         """The acknowledged plans of all service ports that differ now."""
@@ -72,7 +73,7 @@ class FamilyPlans:
 
     def plan(self) -> list[Conflict]:
         """Bring the plans up to date with the store. Return new frontend conflicts."""
-        names = self._store.take_changed(self.family)
+        names = self._objects.take_changed()
         if self._dirty:
             names |= dict.fromkeys(self._dirty)
             self._dirty = set()
@@ -81,7 +82,7 @@ class FamilyPlans:
             service = self._store.services.get(name)
             wanted: tuple[ServicePlan, ...] = ()
             if service is not None:
-                wanted = plan_service(service, self._store.slices(self.family, name), self.node)
+                wanted = plan_service(service, self._objects.slices.get(name), self.node)
             before = self._claims.wanted(name)
             if before:
                 keys = {plan.key for plan in wanted}
@@ -158,7 +159,7 @@ class FamilyPlans:
         service = self._store.services.get(key.service)
         for port in service.ports if service is not None else ():
             if (port.name, port.protocol) == (key.port_name, key.protocol):
-                return endpoints_of(port, self._store.slices(self.family, key.service))
+                return endpoints_of(port, self._objects.slices.get(key.service))
         return ()
 
     def serving(self, key: ServicePortKey) -> frozenset[Destination]:
@@ -170,7 +171,7 @@ class FamilyPlans:
         port = granted[0].health_check_node_port if granted else 0
         if not port:
             return None
-        return HealthCheck(port, count_ready_local(self._store.slices(self.family, name), self.node))
+        return HealthCheck(port, count_ready_local(self._objects.slices.get(name), self.node))
 
     def _put_granted(self, name: ServiceName) -> None:
         for plan in self._claims.granted(name):

@@ -36,7 +36,7 @@ class FamilySync:
         self.is_synced = False
         """A sync has succeeded."""
         self.pacing = pacing
-        self._store = store
+        self._objects = store.families[family]
         self._observers = observers
         self._clock = clock
         self._cpu = cpu
@@ -90,7 +90,7 @@ class FamilySync:
             observer.sync_started(self.family, retry=bool(self._failures or self.plans.unserved))
         for conflict in self.plans.plan():
             log.warning("frontend conflict", extra={"fields": {"conflict": str(conflict)}})
-        self._trigger_times += self._store.take_trigger_times(self.family)
+        self._trigger_times += self._objects.take_trigger_times()
         if scope is Scope.CHANGED and not self.plans.differs:
             self._succeeded(started, scope, None)
             return
@@ -126,7 +126,7 @@ class FamilySync:
             plans=self.plans, instance=self.instance, scope=scope, seconds=ended - started, report=report,
             steps=steps, udp_ports=self.plans.take_udp_ports(),
             health_checks=self.plans.take_health_checks(), trigger_times=trigger_times,
-            named=self._store.take_named(self.family), problem=problem, is_first=is_first,
+            named=self._objects.take_named(), problem=problem, is_first=is_first,
             rules_were_missing=rules_were_missing,
         )
         for observer in self._observers:

@@ -235,7 +235,7 @@ class Loop:
             self._set_node()
         if self._started:
             for family, sync in self._syncs.items():
-                if store.changed(family):
+                if store.families[family].changed:
                     sync.request()
 
     def _set_node(self) -> None:

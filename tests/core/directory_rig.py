@@ -94,7 +94,7 @@ class State:
         return {
             format_address(endpoint.address)
             for family in Family
-            for piece in (self.store.slices(family, name) or {}).values()
+            for piece in (self.store.families[family].slices.get(name) or {}).values()
             for endpoint in piece.endpoints
         }
 

@@ -43,12 +43,12 @@ def settled(*events: Event) -> Store:
     """A store whose changes up to now were taken."""
     store = store_with(*events)
     for family in (V4, V6):
-        store.take_changed(family)
+        store.families[family].take_changed()
     return store
 
 
 def changed(store: Store) -> dict[Family, set[ServiceName]]:
-    return {family: set(store.take_changed(family)) for family in (V4, V6)}
+    return {family: set(store.families[family].take_changed()) for family in (V4, V6)}
 
 
 def test_it_is_complete_once_every_source_is() -> None:
@@ -89,15 +89,16 @@ def test_a_slice_that_moves_to_another_service_changes_both() -> None:
     store = settled(SliceSet(endpoint_slice("web", "10.0.0.1", name="s")))
     store.fold(SliceSet(endpoint_slice("other", "10.0.0.1", name="s")))
     assert changed(store)[V4] == {WEB, OTHER}
-    assert not store.slices(V4, WEB)
-    assert list(store.slices(V4, OTHER) or ()) == ["s"]
+    assert WEB not in store.families[V4].slices
+    assert list(store.families[V4].slices[OTHER]) == ["s"]
 
 
 def test_a_slice_that_changes_its_family_changes_both() -> None:
     store = settled(SliceSet(endpoint_slice("web", "10.0.0.1", name="s")))
     store.fold(SliceSet(endpoint_slice("web", "fd00::1", name="s")))
     assert changed(store) == {V4: {WEB}, V6: {WEB}}
-    assert (store.slices(V4, WEB), list(store.slices(V6, WEB) or ())) == (None, ["s"])
+    assert WEB not in store.families[V4].slices
+    assert list(store.families[V6].slices[WEB]) == ["s"]
 
 
 def test_slices_of_a_family_that_the_node_lacks_are_not_kept() -> None:
@@ -108,8 +109,8 @@ def test_slices_of_a_family_that_the_node_lacks_are_not_kept() -> None:
         SliceGone(SliceName("default", "t")),
         families=[V4],
     )
-    assert store.slices(V4, WEB) is None
-    assert set(store.take_changed(V4)) == {WEB}
+    assert WEB not in store.families[V4].slices
+    assert set(store.families[V4].take_changed()) == {WEB}
 
 
 def test_the_node_object_is_kept_when_it_is_deleted() -> None:
@@ -161,8 +162,8 @@ def test_trigger_times_since_the_start_are_returned_once() -> None:
         SliceSet(endpoint_slice("web", "10.0.0.3", name="s"), trigger_time=1002.0),
         SliceSet(endpoint_slice("other", "10.0.0.3", name="t"), trigger_time=1003.0),
     )
-    assert sorted(store.take_trigger_times(V4)) == [1001.0, 1002.0, 1003.0]
-    assert store.take_trigger_times(V4) == []
+    assert sorted(store.families[V4].take_trigger_times()) == [1001.0, 1002.0, 1003.0]
+    assert store.families[V4].take_trigger_times() == []
 
 
 def test_a_deleted_slice_drops_the_trigger_times_of_its_service() -> None:
@@ -171,7 +172,7 @@ def test_a_deleted_slice_drops_the_trigger_times_of_its_service() -> None:
         SliceSet(endpoint_slice("web", "10.0.0.2", name="t")),
         SliceGone(SliceName("default", "t")),
     )
-    assert store.take_trigger_times(V4) == []
+    assert store.families[V4].take_trigger_times() == []
 
 
 def test_events_are_counted_as_kube_proxy_counts_them() -> None:
@@ -189,7 +190,8 @@ NAMES = [WEB, OTHER]
 
 
 def snapshot(store: Store) -> Snapshot:
-    return dict(store.services), [store.slices(family, name) for family in (V4, V6) for name in NAMES]
+    slices = [store.families[family].slices for family in (V4, V6)]
+    return dict(store.services), [of_family.get(name) for of_family in slices for name in NAMES]
 
 
 events = st.one_of(

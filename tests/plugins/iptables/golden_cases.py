@@ -104,7 +104,7 @@ def update(case: str) -> Update:
     plans = {
         plan.key: plan
         for name, service in store.services.items()
-        for plan in plan_service(service, store.slices(of, name), view)
+        for plan in plan_service(service, store.families[of].slices.get(name), view)
     }
     return full_update(view, plans)
 
