@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kproxy_core.host import sysctl
 from kproxy_core.host.errors import HostError
-from kproxy_core.host.modules import Modules, Presence, load
+from kproxy_core.host.modules import Modules, Presence
 from kproxy_core.model.requirement import Requirement
 
 
@@ -28,11 +28,8 @@ class Attempts:
         *act* returns "" if the kernel accepts the feature, else the kernel's reason.
         """
         needed = (*rests_on, *own)
-        refused = ""
         missing = [name for name in needed if self.modules.presence(name) is Presence.LOADABLE]
-        if self.load_modules and missing:
-            refused = load(missing)
-            self.modules = self.modules.reread()
+        refused = self.modules.load(missing) if self.load_modules and missing else ""
         waiting = self.modules.not_loaded(needed)
         if waiting and not self.load_modules:
             return self._guess(what, own, needed, f"not tried, that would load {_listed(waiting)}", remedy)

@@ -1,4 +1,4 @@
-"""The modules of the running kernel: loaded, built in or loadable. Nothing here but `load` loads any.
+"""The modules of the running kernel: loaded, built in or loadable. Nothing here but `Modules.load` loads any.
 
 The places to look are those of kube-proxy up to 1.25 (pkg/proxy/ipvs/proxier.go, GetModules) and modprobe(8).
 """
@@ -30,7 +30,7 @@ def kernel_version() -> tuple[int, int]:
 
 
 class Modules:
-    """The modules of this kernel when the object was made."""
+    """The modules of this kernel when the object was made, or last loaded some."""
 
     def __init__(
         self, options: Mapping[str, str] | None = None, *, root: Path = Path("/"), release: str = ""
@@ -43,9 +43,6 @@ class Modules:
         self._directory = root / "lib/modules" / self.release
         self._loaded = self._read_loaded()
         self._built_in = _module_names(self._directory / "modules.builtin")
-
-    def reread(self) -> "Modules":
-        return Modules(self._options, root=self._root, release=self.release)
 
     @property
     def fixed(self) -> bool:
@@ -80,6 +77,16 @@ class Modules:
         if self.fixed:
             return []
         return [m for m in modules if self.presence(m) in (Presence.LOADABLE, Presence.UNKNOWN)]
+
+    def load(self, modules: Iterable[str]) -> str:
+        """Load *modules* with modprobe. Return the problems, or ""."""
+        try:
+            done = [programs.run("modprobe", module) for module in modules]
+        except ProgramFailed as error:
+            return str(error)
+        finally:
+            self._loaded = self._read_loaded()
+        return "; ".join(programs.failure(each) for each in done if each.returncode)
 
     def option(self, module: str) -> str:
         """Return the kernel configuration option of *module*."""
@@ -116,16 +123,6 @@ class Modules:
         with suppress(OSError), gzip.open(self._root / "proc/config.gz", "rt", errors="replace") as file:
             return file.read()
         return ""
-
-
-def load(modules: Iterable[str]) -> str:
-    """Load *modules* with modprobe. Return the problems, or ""."""
-    try:
-        problems = [done for done in (programs.run("modprobe", module) for module in modules)
-                    if done.returncode]  # fmt: skip
-    except ProgramFailed as error:
-        return str(error)
-    return "; ".join(map(programs.failure, problems))
 
 
 def _module_names(path: Path) -> frozenset[str]:

@@ -97,7 +97,6 @@ def try_rules(
     yield nat
     if not nat.met:
         return
-    attempts.modules = reading.modules
     for name in other_tables:
         yield attempts.attempt(
             f"{tables.family.label}: {name} table", _table_modules(name, tables),
