@@ -33,7 +33,9 @@ class FamilyObjects(Struct):
     """The Services that may have changed since `take_changed`, in that order."""
     named: list[str] = []
     pending_services: int = 0
+    """Changes of Services since `take_changed`."""
     pending_slices: int = 0
+    """Changes of slices since then."""
     trigger_times: dict[ServiceName, list[float]] = {}
 
     def take_changed(self) -> dict[ServiceName, None]:
@@ -129,16 +131,6 @@ class Store:
 
     def all_slices(self) -> list[EndpointSlice]:
         return [piece for _, piece in sorted(self._slices.items())]
-
-    @property
-    def pending_endpoint_changes(self) -> int:
-        """Changes of slices, in all families, since `FamilyObjects.take_changed`."""
-        return sum(state.pending_slices for state in self.families.values())
-
-    @property
-    def pending_service_changes(self) -> int:
-        """Changes of Services since `FamilyObjects.take_changed`."""
-        return max((state.pending_services for state in self.families.values()), default=0)
 
     def _set_service(self, name: ServiceName, service: Service | None, origin: str) -> None:
         self.service_changes += len(self.families)

@@ -226,8 +226,9 @@ class Loop:
         folded = Folded(
             service_changes=store.service_changes - services,
             endpoint_changes=store.endpoint_changes - slices,
-            services_pending=store.pending_service_changes,
-            endpoints_pending=store.pending_endpoint_changes, bad_objects=bad,
+            services_pending=max(of_family.pending_services for of_family in store.families.values()),
+            endpoints_pending=sum(of_family.pending_slices for of_family in store.families.values()),
+            bad_objects=bad,
         )
         for observer in self._observers:
             observer.events_folded(folded)

@@ -180,9 +180,10 @@ def test_events_are_counted_as_kube_proxy_counts_them() -> None:
     store = store_with(ServiceSet(service("web")), same, same, BadObject("Service", "a/b", "", "bad"))
     assert store.service_changes == 2, "one for each family"
     assert store.endpoint_changes == 2, "whether or not it changed something"
-    assert (store.pending_service_changes, store.pending_endpoint_changes) == (1, 1)
+    of_family = store.families[V4]
+    assert (of_family.pending_services, of_family.pending_slices) == (1, 1)
     changed(store)
-    assert (store.pending_service_changes, store.pending_endpoint_changes) == (0, 0)
+    assert (of_family.pending_services, of_family.pending_slices) == (0, 0)
 
 
 Snapshot = tuple[Mapping[ServiceName, object], list[Mapping[str, EndpointSlice] | None]]
