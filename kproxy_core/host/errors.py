@@ -12,7 +12,6 @@ class HostError(Exception):
         """*what* names the operation, without a full stop; *cause* is the kernel's error, if any."""
         reason = "" if cause is None else os.strerror(cause.errno) if cause.errno else str(cause)
         super().__init__(f"{what}: {reason}" if reason else what)
-        self.what = what
         self.errno = None if cause is None else cause.errno
         """The error number; None without one from the kernel."""
 
