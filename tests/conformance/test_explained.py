@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 
 from kproxy_core.host import sysctl
-from kproxy_core.host.tracing.events import TraceEvents
+from kproxy_core.host.tracing.events import trace_events
 from kproxy_core.host.tracing.table import Match, open_table
 from kproxy_core.model.address import Family, Protocol, format_socket, parse_address
 from kproxy_core.modes.control import send_request
@@ -133,7 +133,7 @@ class ExplainedPlay(Play):
         family = Family.IPV4 if self._family == "ipv4" else Family.IPV6
         to = parse_address(resolve(attempt.to, self._family))
         match = Match(family, to, Protocol[attempt.protocol], attempt.port, None)
-        with self._stage.topology["node"].entered(), TraceEvents() as events, open_table("traced", [match]):
+        with self._stage.topology["node"].entered(), trace_events() as events, open_table("traced", [match]):
             self._try(attempt, 2.0)
             seen = list(events.read())
         begin = next(event for event in seen if event.table == "traced" and event.handle)

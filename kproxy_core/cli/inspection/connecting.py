@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kproxy_core.explain.traffic import ANSWERED, HUNG, REFUSED, Attempt, Target, connections, is_settled
-from kproxy_core.host.conntrack.events import FlowEvents
+from kproxy_core.host.conntrack.events import FlowEvent
+from kproxy_core.host.netlink.announcements import Announcements
 from kproxy_core.model.address import Address, Protocol, family_of, format_address, parse_address
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.timing.token_bucket import TokenBucket
@@ -32,7 +33,8 @@ class Connector:
     """Opens connections to targets; see `kproxy_core.explain.traffic.expectation`."""
 
     def __init__(
-        self, targets: Sequence[Target], events: FlowEvents | None, *, rate: float, most: int, timeout: float
+        self, targets: Sequence[Target], events: Announcements[FlowEvent] | None, *,
+        rate: float, most: int, timeout: float,
     ) -> None:
         """Open *rate* connections a second, *most* for each target. *timeout*: seconds until one hangs.
 

@@ -16,10 +16,10 @@ from kproxy_core.cli.terminal import faint, strong
 from kproxy_core.config.flags import Flags
 from kproxy_core.explain.errors import NoAnswer
 from kproxy_core.explain.request import Sender
-from kproxy_core.host.conntrack.events import Direction, FlowEvents
+from kproxy_core.host.conntrack.events import Direction, flow_events
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.netlink.addresses import node_addresses
-from kproxy_core.host.tracing.events import TraceEvents
+from kproxy_core.host.tracing.events import trace_events
 from kproxy_core.host.tracing.packets import PATIENCE, FindDialled, TracedPacket, Tracer
 from kproxy_core.host.tracing.table import Match, open_table
 from kproxy_core.host.tracing.texts import RuleTexts
@@ -77,8 +77,8 @@ class Trace:
         """Yield what happened to each packet, *count* at most, for *seconds*. Raises HostError."""
         with ExitStack() as stack:
             selector = stack.enter_context(selectors.DefaultSelector())
-            flows = stack.enter_context(FlowEvents())
-            traces = stack.enter_context(TraceEvents())
+            flows = stack.enter_context(flow_events())
+            traces = stack.enter_context(trace_events())
             try:
                 stack.enter_context(open_table(self._table, list(self._owners)))
             except OSError as error:

@@ -35,14 +35,14 @@ def verify(found: Found, *, rate: float, most: int, timeout: float) -> tuple[Fou
     from contextlib import ExitStack
 
     from kproxy_core.cli.inspection.connecting import Connector
-    from kproxy_core.host.conntrack.events import FlowEvents
+    from kproxy_core.host.conntrack.events import flow_events
     from kproxy_core.host.errors import HostError
 
     targets, problem = found["targets"], ""
     with ExitStack() as stack:
         events = None
         try:
-            events = stack.enter_context(FlowEvents(only_new=True))
+            events = stack.enter_context(flow_events(only_new=True))
         except HostError as error:
             problem = f"endpoints are not told apart: {error}"
         attempts: Sequence[Sequence[Attempt]] = Connector(

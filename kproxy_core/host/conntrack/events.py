@@ -43,12 +43,9 @@ class FlowEvent(NamedTuple):
     is_answered: bool
 
 
-class FlowEvents(Announcements[FlowEvent]):
-    """The announcements since it was opened."""
-
-    def __init__(self, *, only_new: bool = False) -> None:
-        """Raises HostError without CAP_NET_ADMIN."""
-        super().__init__(_GROUPS[:1] if only_new else _GROUPS, parse, "watch connection tracking")
+def flow_events(*, only_new: bool = False) -> Announcements[FlowEvent]:
+    """Follow the flows from now on. Raises HostError without CAP_NET_ADMIN."""
+    return Announcements(_GROUPS[:1] if only_new else _GROUPS, parse, "watch connection tracking")
 
 
 def parse(data: bytes) -> Iterator[FlowEvent]:

@@ -35,12 +35,9 @@ class TraceEvent(NamedTuple):
     way: Direction | None
 
 
-class TraceEvents(Announcements[TraceEvent]):
-    """The announcements since it was opened."""
-
-    def __init__(self) -> None:
-        """Raises HostError without CAP_NET_ADMIN."""
-        super().__init__((_NFNLGRP_NFTRACE,), parse, "trace packets")
+def trace_events() -> Announcements[TraceEvent]:
+    """Follow the traced packets from now on. Raises HostError without CAP_NET_ADMIN."""
+    return Announcements((_NFNLGRP_NFTRACE,), parse, "trace packets")
 
 
 _FAMILIES = {1: "inet", 2: "ip", 10: "ip6"}
