@@ -89,11 +89,9 @@ class Modules:
         return "; ".join(programs.failure(each) for each in done if each.returncode)
 
     def option(self, module: str) -> str:
-        """Return the kernel configuration option of *module*."""
         return self._options.get(module, f"CONFIG_{module.upper()}")
 
     def remedy(self, module: str) -> str:
-        """Return the remedy for a missing module."""
         text = f"modprobe {module}, or use a kernel with {self.option(module)}"
         if self.directory_missing:
             text += f"; in a container, mount the node's /lib/modules, it lacks {self.release}"

@@ -89,10 +89,7 @@ def find(name: str) -> str | None:
 
 
 def run(*argv: str, stdin: str = "", own: OwnProcesses | None = None) -> Done:
-    """Run a program and return its result.
-
-    Raises ProgramFailed if it cannot start, ProgramUnfinished if it times out.
-    """
+    """Run a program. Raises ProgramFailed if it cannot start, ProgramUnfinished if it times out."""
     timeout = TIMEOUT + stdin.count("\n") / _LINES_A_SECOND
     with _started(argv, own) as process:
         try:

@@ -78,10 +78,7 @@ def format_address(address: Address) -> str:
 
 
 def parse_cidr(text: str) -> Cidr:
-    """Return the network that *text* names, with host bits cleared.
-
-    Raises ValueError if *text* is not ``address/prefix``.
-    """
+    """Return the network that *text* names, ``address/prefix``, without host bits. Raises ValueError."""
     head, slash, tail = text.partition("/")
     if slash and tail.isascii() and tail.isdigit() and len(tail) < 10:
         address, prefix = parse_address(head), int(tail)

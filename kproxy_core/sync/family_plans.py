@@ -102,7 +102,6 @@ class FamilyPlans:
         return bool(self._before) or bool(self.unserved) or self.node_changed
 
     def update(self, scope: Scope) -> Update:
-        """Return the backend's next work."""
         changed = {key: self.plans.get(key) for key in (*self._before, *self.unserved)}
         return Update(self.family, scope, self.node, changed, self.plans, self.node_changed)
 
@@ -163,7 +162,6 @@ class FamilyPlans:
         return ()
 
     def serving(self, key: ServicePortKey) -> frozenset[Destination]:
-        """Return all serving endpoints of one service port."""
         return serving_destinations(self.candidates(key))
 
     def _health_check(self, name: ServiceName) -> HealthCheck | None:

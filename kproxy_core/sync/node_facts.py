@@ -109,10 +109,7 @@ class NodeFacts:
 
 
 def primary_family(bind_address: Address | None, node: NodeObject | None) -> Family:
-    """Return the family of the cluster's single-stack Services: that of the node's first address.
-
-    A *bind_address* overrides it.
-    """
+    """Return the family of single-stack Services: that of *bind_address*, or of the node's first address."""
     if bind_address is not None:
         return family_of(bind_address)
     return family_of(node.addresses[0]) if node is not None and node.addresses else Family.IPV4

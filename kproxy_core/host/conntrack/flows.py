@@ -37,8 +37,6 @@ _BATCH: Final = 64
 
 
 class Flow(NamedTuple):
-    """A UDP flow."""
-
     source: Address
     """Source of its first datagram."""
     destination: Socket

@@ -6,10 +6,7 @@ from pathlib import Path
 
 
 def read_private(path: Path, most: int) -> bytes:
-    """Return what *path* holds. Raises OSError, or ValueError if kproxy cannot have written it.
-
-    *most*: bytes that it may hold.
-    """
+    """Return the bytes of *path*. Raises OSError, or ValueError if it is no file of *most* bytes or fewer."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with open(os.open(path, flags), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -109,10 +109,9 @@ class AddressWatch(Watch):
     def __init__(
         self, callback: Callable[[frozenset[Address]], None], accepts: _Accepts = lambda _: True
     ) -> None:
-        """Start watching.
+        """Start watching. Raises HostError.
 
         Both functions are called from the watch's thread, *accepts* whenever an address is added.
-        Raises HostError.
         """
         self._callback = callback
         self._accepts = accepts

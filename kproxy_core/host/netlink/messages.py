@@ -45,7 +45,7 @@ class Request(NamedTuple):
 
 
 def message(kind: int, flags: int, payload: bytes, sequence: int = 0) -> bytes:
-    """Encode one request. *payload* must be padded to four bytes, as headers and attributes are."""
+    """Encode one request. *payload* must be padded; see `Request`."""
     return HEADER.pack(HEADER.size + len(payload), kind, flags | NLM_F_REQUEST, sequence, 0) + payload
 
 

@@ -1,7 +1,4 @@
-"""Connected UDP sockets, listed and destroyed (linux/sock_diag.h, linux/inet_diag.h).
-
-Everything acts on the network namespace of the calling thread.
-"""
+"""Connected UDP sockets of the calling thread's network namespace (linux/sock_diag.h, linux/inet_diag.h)."""
 
 import errno
 import os
