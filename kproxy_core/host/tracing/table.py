@@ -45,24 +45,18 @@ class Match(NamedTuple):
 
 def open_table(name: str, matches: Sequence[Match]) -> NetlinkSocket:
     """Create the table *name*; it exists until the socket that is returned is closed. Raises OSError."""
+    requests = [
+        request for family in dict.fromkeys(match.family for match in matches)
+        for request in _requests(name, family, [match for match in matches if match.family is family])
+    ]  # fmt: skip
     sock = NetlinkSocket.open(netlink.NETLINK_NETFILTER)
     try:
-        data, last = encode(name, matches)
-        refused = sock.transact(data, last)
-        if refused:
-            raise refused[0].error
+        for refusal in sock.transact(*nf_tables.transaction(requests)):
+            raise refusal.error
     except OSError:
         sock.close()
         raise
     return sock
-
-
-def encode(name: str, matches: Sequence[Match]) -> tuple[bytes, int]:
-    """Encode the transaction that creates the table. Return it with the number of its last request."""
-    return nf_tables.transaction([
-        request for family in dict.fromkeys(match.family for match in matches)
-        for request in _requests(name, family, [match for match in matches if match.family is family])
-    ])  # fmt: skip
 
 
 def _requests(table: str, family: Family, matches: Sequence[Match]) -> Iterator[Request]:
