@@ -5,18 +5,11 @@ from typing import NamedTuple
 
 from kproxy_core.backend.api import Scope, Update
 from kproxy_core.model.address import Family, Protocol
-from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServiceName, ServicePortKey
 from kproxy_core.plan.candidates import Candidates, endpoints_of
 from kproxy_core.plan.claims import Claims, Conflict
-from kproxy_core.plan.service_plan import (
-    Frontend,
-    ServicePlan,
-    count_ready_local,
-    plan_service,
-    serving_destinations,
-)
+from kproxy_core.plan.service_plan import Frontend, ServicePlan, count_ready_local, plan_service
 from kproxy_core.store.store import Store
 
 _UDP = Protocol.UDP
@@ -160,9 +153,6 @@ class FamilyPlans:
             if (port.name, port.protocol) == (key.port_name, key.protocol):
                 return endpoints_of(port, self._objects.slices.get(key.service))
         return ()
-
-    def serving(self, key: ServicePortKey) -> frozenset[Destination]:
-        return serving_destinations(self.candidates(key))
 
     def _health_check(self, name: ServiceName) -> HealthCheck | None:
         granted = self._claims.granted(name)

@@ -12,7 +12,7 @@ from kproxy_core.host.conntrack.flows import delete_stale_udp
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Address, Family
 from kproxy_core.model.address import Protocol as IpProtocol
-from kproxy_core.plan.service_plan import Frontend
+from kproxy_core.plan.service_plan import Frontend, serving_destinations
 from kproxy_core.plan.stale_flows import Socket, StaleFlows, StaleFlowTracker, relay
 from kproxy_core.sync.observer import Synced, SyncObserver
 
@@ -117,7 +117,8 @@ class StaleFlowObserver(SyncObserver):
         self._unsettled.discard(family)
         for key in changed:
             relays = {relay(family, port) for port in synced.instance.relays(family, key)}
-            self._trackers[family].put(key, plans.plans.get(key), plans.serving(key) | relays)
+            serving = serving_destinations(plans.candidates(key))
+            self._trackers[family].put(key, plans.plans.get(key), serving | relays)
         if synced.rules_were_missing:
             self._trackers[family].examine_all()
         self._node_port_addresses[family] = frozenset(plans.node.node_port_addresses)
