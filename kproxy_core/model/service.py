@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from kproxy_core.model.address import Address, Cidr, Family, Protocol, format_address
+from kproxy_core.model.address import Address, Cidr, Family, Protocol
 
 
 class ServiceName(NamedTuple):
@@ -71,6 +71,3 @@ class Service(Struct, frozen=True, gc=False, kw_only=True):
             if len(address) == family.size:
                 return address
         return None
-
-    def __str__(self) -> str:
-        return f"{self.name} ({', '.join(map(format_address, self.cluster_ips))})"
