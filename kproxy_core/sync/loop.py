@@ -233,19 +233,15 @@ class Loop:
         for observer in self._observers:
             observer.events_folded(folded)
         if store.node is not self._facts.node or store.service_cidrs != self._facts.service_cidrs:
-            self._set_node()
+            self._facts.node, self._facts.service_cidrs = store.node, store.service_cidrs
+            self._node_differs = True
+            if store.node is not None:
+                for observer in self._observers:
+                    observer.node_seen(store.node)
         if self._started:
             for family, sync in self._syncs.items():
                 if store.families[family].changed:
                     sync.request()
-
-    def _set_node(self) -> None:
-        self._facts.node = self._store.node
-        self._facts.service_cidrs = self._store.service_cidrs
-        self._node_differs = True
-        if self._store.node is not None:
-            for observer in self._observers:
-                observer.node_seen(self._store.node)
 
     def _set_addresses(self, addresses: frozenset[Address]) -> None:
         self._facts.addresses = addresses
