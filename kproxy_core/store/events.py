@@ -1,6 +1,7 @@
 """The events that sources send to the store: typed, decoded and checked."""
 
 from collections.abc import Callable
+from itertools import count
 from typing import Protocol, TypeVar
 
 from msgspec import Struct
@@ -107,12 +108,10 @@ def limit_complaints(events: list[E], kind: str, name: str) -> list[E | BadObjec
 
     *kind* and *name* are for that one: each complaint costs the loop a line of the log.
     """
-    bad = [at for at, event in enumerate(events) if isinstance(event, BadObject)]
-    more = set(bad[MOST_COMPLAINTS:])
-    if not more:
-        return [*events]
-    kept: list[E | BadObject] = [event for at, event in enumerate(events) if at not in more]
-    return [*kept, BadObject(kind, name, "", f"{len(more)} more problems")]
+    numbers = count(1)
+    kept = [each for each in events if not isinstance(each, BadObject) or next(numbers) <= MOST_COMPLAINTS]
+    more = len(events) - len(kept)
+    return [*kept, BadObject(kind, name, "", f"{more} more problems")] if more else [*kept]
 
 
 Emit = Callable[[list[Event]], None]
