@@ -66,14 +66,10 @@ class Watcher:
 
     def _watch_commits(self) -> CommitWatch | None:
         try:
-            return CommitWatch("iptables-watch", self._own, self._judge, self._report_loss)
+            return CommitWatch("iptables-watch", self._own, self._judge, self._tables, self._damaged)
         except OSError as error:
             log.warning("cannot watch nf_tables commits", extra={"fields": {"error": str(error)}})
             return None
-
-    def _report_loss(self) -> None:
-        for family in self._tables:
-            self._damaged(family, "notifications were lost")
 
     def _judge(self, commit: Commit) -> None:
         damage = commit.summary(_concerns_ours)

@@ -18,9 +18,5 @@ def watch(own_ports: Collection[int], damaged: Damage) -> CommitWatch:
         for family, what in commit.summary(lambda change: change.table == TABLE).items():
             damaged(family, what)
 
-    def lost() -> None:
-        for family in Family:
-            damaged(family, "notifications were lost")
-
     # libnftables may open another socket after the filter is installed: hence also *own*.
-    return CommitWatch("nftables-watch", own_ports, judge, lost, ignore=own_ports)
+    return CommitWatch("nftables-watch", own_ports, judge, Family, damaged, ignore=own_ports)

@@ -121,7 +121,7 @@ class Watch:
 
     def _watch_commits(self, own: OwnProcesses) -> CommitWatch | None:
         try:
-            return CommitWatch("userspace-watch", own, self._judge, self._report_loss)
+            return CommitWatch("userspace-watch", own, self._judge, self._families, self._damaged)
         except OSError as error:
             log.warning("cannot watch nf_tables commits", extra={"fields": {"error": str(error)}})
             return None
@@ -135,10 +135,6 @@ class Watch:
                 self._suspicions[family] = suspicions[family]
         if self._suspicions:
             os.eventfd_write(self._wake, 1)
-
-    def _report_loss(self) -> None:
-        for family in list(self._families):
-            self._damaged(family, "notifications were lost")
 
     def _check_portals(self, families: Iterable[Family]) -> None:
         for family in families:

@@ -6,7 +6,7 @@ the commit and the process that made it.
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from kproxy_core.host.netlink import messages as netlink
@@ -87,17 +87,18 @@ class CommitWatch(Watch):
     """Passes on other processes' commits, from a thread of its own until it is closed."""
 
     def __init__(
-        self, name: str, own: Container[int], foreign: Callable[[Commit], None], lost: Callable[[], None],
-        ignore: Collection[int] = (),
+        self, name: str, own: Container[int], foreign: Callable[[Commit], None], families: Iterable[Family],
+        damaged: Callable[[Family, str], None], ignore: Collection[int] = (),
     ) -> None:
         """Start watching. *own*: the netlink ports of this process, to which more may be added.
 
-        The kernel drops notifications of the ports *ignore* itself. *lost* is called after the kernel has
-        dropped others. Raises OSError.
+        The kernel drops notifications of the ports *ignore* itself. After it has dropped others, *damaged* is
+        called for each of *families*. Raises OSError.
         """
         self._own = own
         self._foreign = foreign
-        self._lost = lost
+        self._families = families
+        self._damaged = damaged
         self._changes: Counter[Change] = Counter()
         """Those of the commit whose end has not been announced."""
         sock = NetlinkSocket.open(
@@ -108,7 +109,8 @@ class CommitWatch(Watch):
     def _receive(self, datagrams: Sequence[bytes], lost: bool) -> None:
         if lost:
             self._changes.clear()
-            self._lost()
+            for family in list(self._families):
+                self._damaged(family, "notifications were lost")
         for data in datagrams:
             # The first netlink socket of a program has the process id as its port.
             if netlink.sender(data) not in self._own:
