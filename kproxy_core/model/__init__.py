@@ -1,1 +1,1 @@
-"""The nouns of kproxy: immutable values, standard library only, no I/O."""
+"""The nouns of kproxy: immutable values, no I/O."""

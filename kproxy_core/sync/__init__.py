@@ -1,4 +1,1 @@
-"""The sync loop: one thread that plans changes and hands them to the backend.
-
-It knows its observers by an interface only, and does no I/O except to delete conntrack entries.
-"""
+"""The sync loop. Knows its observers by an interface only; of I/O it only deletes conntrack entries."""
