@@ -13,7 +13,7 @@ from pathlib import Path
 from kproxy_core.backend.api import BackendSettings, Scope
 from kproxy_core.backend.registry import Registry
 from kproxy_core.config.settings import Config
-from kproxy_core.host.conntrack.settings import READ_ONLY_SYS, ConntrackLimits, apply
+from kproxy_core.host.conntrack.settings import ConntrackLimits, apply
 from kproxy_core.host.errors import HostError
 from kproxy_core.observe.events.recorder import EventRecorder
 from kproxy_core.sync.observer import Synced, SyncObserver
@@ -112,7 +112,7 @@ def tune_conntrack(wanted: ConntrackLimits, events: EventRecorder) -> bool:
     if applied.read_only_sys:
         note = "the conntrack hash table cannot be enlarged, /sys is read-only: lookups may become slow"
         log.warning(note)
-        events.report_node("Warning", READ_ONLY_SYS, note)
+        events.report_node("Warning", "readOnlySysFS", note)
     return True
 
 

@@ -22,9 +22,6 @@ _HASH_SIZE = Path("/sys/module/nf_conntrack/parameters/hashsize")
 _MAX = "net/netfilter/nf_conntrack_max"
 _NOT_PERMITTED = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EOPNOTSUPP)
 
-READ_ONLY_SYS = "readOnlySysFS"
-"""Reason of the event about a hash table that cannot be enlarged."""
-
 
 class ConntrackLimits(Struct, frozen=True, kw_only=True):
     """The configured limits. Timeouts are in seconds; 0 keeps the kernel's value."""

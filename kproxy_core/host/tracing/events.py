@@ -59,11 +59,8 @@ def parse(data: bytes) -> Iterator[TraceEvent]:
 
 
 def _verdict(found: dict[int, bytes]) -> str:
-    if 16 in found:
-        code, chain = int.from_bytes(found[16], "big", signed=True), ""
-    else:
-        parts = attributes(found.get(5, b""))
-        code, chain = int.from_bytes(parts.get(1, b""), "big", signed=True), text(parts.get(2, b""))
+    parts = {1: found[16]} if 16 in found else attributes(found.get(5, b""))
+    code, chain = int.from_bytes(parts.get(1, b""), "big", signed=True), text(parts.get(2, b""))
     if code == _DROP:
         return "drop"
     name = "accept" if code == _ACCEPT else _JUMPS.get(code, f"verdict {code}")
