@@ -7,8 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection
 
-from kproxy_core.backend.api import BackendSettings, Leftovers
-from kproxy_core.backend.errors import BackendError
+from kproxy_core.backend.api import BackendSettings
 from kproxy_core.backend.registry import Registry
 from kproxy_core.modes.retiring import RetiringModes, report
 from kproxy_core.modes.switch import ModeSwitch, SwitchFailed
@@ -49,19 +48,18 @@ class Takeover:
         try:
             layers = self._registry.layers(mode)
             others = [other for other in self._registry.modes if other not in layers and self._left(other)]
-            superseded = bool(self._ask(lambda: self._registry.supersede(mode, dry_run=True), mode).removed)
+            superseded = bool(self._registry.supersede(mode, dry_run=True).removed)
             if (others or superseded) and not self._proven([*others, *([mode] if superseded else [])]):
                 return
             for other in others:
                 self._retiring.retire(other)
             if superseded:
-                report(mode, self._ask(lambda: self._registry.supersede(mode, dry_run=False), mode))
+                report(mode, self._registry.supersede(mode, dry_run=False))
         finally:
             self._health.release()
 
     def _left(self, mode: str) -> bool:
-        settings = self._settings_of(mode)
-        found = self._ask(lambda: self._registry.cleanup(mode, settings, dry_run=True), mode)
+        found = self._registry.cleanup(mode, self._settings_of(mode), dry_run=True)
         for problem in found.errors:
             log.warning("could not look for leftovers", extra={"fields": {"mode": mode, "error": problem}})
         return bool(found.removed)
@@ -78,10 +76,3 @@ class Takeover:
                     "fields": {"left": ",".join(left), "error": str(error)}})
             self._stopped.wait(_RETRY)
         return False
-
-    @staticmethod
-    def _ask(question: Callable[[], Leftovers], mode: str) -> Leftovers:
-        try:
-            return question()
-        except BackendError as error:
-            return Leftovers(mode, errors=(str(error),))
