@@ -6,14 +6,12 @@ long as the rules do: in a directory that a reboot empties, one file for each ne
 """
 
 import enum
-import json
 import logging
 import os
 from collections.abc import Collection
 from pathlib import Path
 
-from msgspec import Struct
-from msgspec.structs import asdict
+from msgspec import Struct, json
 
 from kproxy_core.host.files.private import read_private, replace_private
 from kproxy_core.host.namespaces import namespace_name
@@ -58,22 +56,19 @@ class Journal:
     def read(self) -> Entry | None:
         """Return the last entry. None: there is none, or the file is unusable, which is logged."""
         try:
-            found = json.loads(read_private(self._path, _MOST_BYTES))
-            return Entry(
-                str(found["configured"]), str(found["before"]), str(found["after"]), Phase(found["phase"]))
+            return json.decode(read_private(self._path, _MOST_BYTES), type=Entry)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            if _belongs_to_another_user(error):
-                return None
-            log.warning("ignoring unusable journal of mode switches", extra={
-                "fields": {"file": str(self._path), "error": repr(error)}})
+        except (OSError, ValueError, RecursionError) as error:
+            if not _belongs_to_another_user(error):
+                log.warning("ignoring unusable journal of mode switches", extra={
+                    "fields": {"file": str(self._path), "error": repr(error)}})
             return None
 
     def write(self, entry: Entry) -> None:
         """Replace the last entry by *entry*. Raises JournalFailed."""
         try:
-            replace_private(self._path, json.dumps({**asdict(entry), "phase": entry.phase.value}))
+            replace_private(self._path, json.encode(entry).decode())
         except OSError as error:
             raise JournalFailed(
                 f"cannot write {self._path} ({error.strerror}): see kproxy.stateDirectory") from error
@@ -83,10 +78,9 @@ class Journal:
         try:
             self._path.unlink(missing_ok=True)
         except OSError as error:
-            if _belongs_to_another_user(error):
-                return
-            log.warning("could not delete the journal of mode switches", extra={
-                "fields": {"file": str(self._path), "error": error.strerror}})
+            if not _belongs_to_another_user(error):
+                log.warning("could not delete the journal of mode switches", extra={
+                    "fields": {"file": str(self._path), "error": error.strerror}})
 
     def starting_mode(self, configured: str, modes: Collection[str]) -> str:
         """Return the mode of *modes* to start in instead of the *configured* one; "": the configured one.
