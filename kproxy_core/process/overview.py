@@ -105,7 +105,7 @@ class Overview:
 def explain(inspection: Callable[[], "Inspection"], asked: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the answer to a question about packets, or the reason for which there is none."""
     try:
-        return {"packets": inspection().explain(asked)}
+        return inspection().explain(asked)
     except NoAnswer as error:
         return {"packets": [], "problem": str(error)}
 

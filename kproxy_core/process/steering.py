@@ -1,16 +1,15 @@
 """Changes of the mode while the process runs: by the control socket or the configuration file."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kproxy_core.backend.api import Caveat
 from kproxy_core.config.file import ConfigError, load
 from kproxy_core.explain.errors import NoAnswer
 from kproxy_core.host.files.file_watch import FileWatch
 from kproxy_core.modes.control import Handler, ReportProgress, RequestRefused
-from kproxy_core.modes.switch import Comparison, ModeSwitch, SwitchFailed
+from kproxy_core.modes.switch import ModeSwitch, SwitchFailed
 from kproxy_core.observe.events.recorder import EventRecorder
 from kproxy_core.process.terms import Configuration
 
@@ -32,24 +31,11 @@ def answer_requests(
                 case {"do": "switch", "mode": str(mode)}:
                     switch.switch_to(mode, report_progress)
                     return {"mode": switch.instance.mode, "configured": switch.configured}
-                case {"do": "compare", "mode": str(mode)}:
-                    found = _described(switch.compare(mode))
-                    return {"mode": switch.instance.mode, **found, "kernel": inspection().operations(mode)}
-                case {"do": "explain", "to": str()}:
-                    return {"mode": switch.instance.mode, "packets": inspection().explain(request)}
-                case {"do": "diff"}:
-                    return {"mode": switch.instance.mode, "differences": inspection().differences()}
-                case {"do": "targets", "service": str(service)}:
-                    return {"mode": switch.instance.mode, "targets": inspection().targets(service)}
                 case {"do": "top", "search": str(search), "sort": str(sort), "count": int(count)}:
                     return {"status": overview().status(), **overview().services(search, sort, count=count)}
-                case {"do": "report"}:
-                    return {"mode": switch.instance.mode, **inspection().report()}
-                case {"do": "plans"}:
-                    return {"mode": switch.instance.mode, "plans": inspection().plans()}
+            return inspection().answer(request)
         except (SwitchFailed, NoAnswer) as error:
             raise RequestRefused(str(error)) from error
-        raise RequestRefused("unknown request")
 
     return answer
 
@@ -106,15 +92,3 @@ class FollowedFile:
 
 def _log_progress(line: str) -> None:
     log.info("mode switch", extra={"fields": {"step": line}})
-
-
-def _described(found: Comparison) -> dict[str, object]:
-    def described(caveats: Sequence[Caveat]) -> list[dict[str, object]]:
-        return [
-            {"what": caveat.what, "lost": caveat.lost, "only_here": caveat.only_here,
-             "service_port": str(caveat.service_port or "")}
-            for caveat in caveats
-        ]
-
-    return {"appearing": described(found.appearing), "disappearing": described(found.disappearing),
-            "loses": found.loses}

@@ -28,9 +28,12 @@ def plan(flags: Flags, *, verbose: bool) -> Found:
     Services are compared with those of the running proxy; without one, with what the kernel serves. Raises
     NoAnswer or RequestRefused, and as `cli_errors` expects.
     """
+    from kproxy_core.backend.api import Scope
     from kproxy_core.cli.inspection.objects import read_objects
+    from kproxy_core.explain.change import changes
     from kproxy_core.host import privileges
-    from kproxy_core.process.inspection.previewing import changes_from, changes_from_kernel, operations_of
+    from kproxy_core.process.inspection.previewing import changes_from_kernel, operations
+    from kproxy_core.process.inspection.reporting import documents
 
     if "CAP_NET_ADMIN" not in privileges.held():
         raise NoAnswer("CAP_NET_ADMIN is missing: the operations follow from what the kernel holds now")
@@ -41,13 +44,14 @@ def plan(flags: Flags, *, verbose: bool) -> Found:
     if running is not None and not {"mode", "config"} & set(flags):
         flags = Flags(flags, mode=running["mode"])
     with read_objects(flags, this_machine=True) as (plans, _, instance, *_):
-        services = changes_from_kernel(plans, instance) if running is None else changes_from(
-            running["plans"], plans)
+        services = changes_from_kernel(plans, instance) if running is None else [
+            *changes(running["plans"], documents(plans))]
+        updates = [of_family.update(Scope.RESYNC) for of_family in plans.values()]
         return {
             "mode": instance.mode, "serving": running["mode"] if running is not None else "",
             "services": services, "kernel": [
                 {key: family[key] for key in family if verbose or key != "transaction"}
-                for family in operations_of(plans, instance)],
+                for family in operations(instance, updates)],
         }  # fmt: skip
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kproxy_core.backend.api import Scope, Update
+from kproxy_core.backend.api import Update
 from kproxy_core.backend.errors import BackendError
 from kproxy_core.backend.instance import BackendInstance
-from kproxy_core.explain.change import changes, changes_in_kernel, document
+from kproxy_core.explain.change import changes_in_kernel
 from kproxy_core.explain.difference import packets_to, stale
 from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family
@@ -23,26 +23,13 @@ def operations(instance: BackendInstance, updates: Sequence[Update]) -> list[Jso
     """
     found = []
     for update in updates:
-        family = update.family.label
         try:
             preview = instance.preview(update)
         except (BackendError, HostError) as error:
             raise unreadable(update.family, error) from error
         if preview is not None:
-            found.append({
-                "family": family, "operations": preview.operations, "transaction": preview.transaction})
+            found.append({"family": update.family.label, **preview._asdict()})
     return found
-
-
-def operations_of(plans: Mapping[Family, FamilyPlans], instance: BackendInstance) -> list[Json]:
-    """Return the operations that *plans* need, by family. Raises NoAnswer."""
-    return operations(instance, [of_family.update(Scope.RESYNC) for of_family in plans.values()])
-
-
-def changes_from(before: Sequence[Json], plans: Mapping[Family, FamilyPlans]) -> list[Json]:
-    """Return the changes from the running proxy's plans *before* to *plans*."""
-    after = [document(plan) for of_family in plans.values() for plan in of_family.plans.values()]
-    return list(changes(before, after))
 
 
 def changes_from_kernel(plans: Mapping[Family, FamilyPlans], instance: BackendInstance) -> list[Json]:

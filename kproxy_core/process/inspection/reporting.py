@@ -43,5 +43,9 @@ def described(plans: Mapping[Family, Plans], objects: Objects) -> Json:
                  "addresses": sorted(map(format_address, addresses)),
                  "origins": {str(service): origin for service, origin in sorted(objects.origins.items())}},
         "objects": encoded,
-        "plans": [document(plan) for of_family in plans.values() for plan in of_family.plans.values()],
+        "plans": documents(plans),
     }  # fmt: skip
+
+
+def documents(plans: Mapping[Family, Plans]) -> list[Json]:
+    return [document(plan) for of_family in plans.values() for plan in of_family.plans.values()]

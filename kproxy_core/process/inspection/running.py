@@ -6,14 +6,14 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from kproxy_core.backend.api import BackendSettings, Update
+from kproxy_core.backend.api import BackendSettings, Caveat
 from kproxy_core.backend.registry import Registry
-from kproxy_core.explain.change import document
+from kproxy_core.explain.errors import NoAnswer
 from kproxy_core.explain.traffic import targets
 from kproxy_core.modes.switch import ModeSwitch, Terms
 from kproxy_core.process.inspection import explaining
 from kproxy_core.process.inspection.previewing import operations
-from kproxy_core.process.inspection.reporting import Objects, described
+from kproxy_core.process.inspection.reporting import Objects, described, documents
 from kproxy_core.process.inspection.snapshot import snapshots, take
 from kproxy_core.store.store import Store
 from kproxy_core.sync.loop import Loop
@@ -38,46 +38,56 @@ class Inspection:
         self._store = store
         self._about = about
 
-    def explain(self, request: Json) -> Sequence[Json]:
+    def answer(self, request: Json) -> Json:
+        """Return the fields of the answer to *request*. Raises NoAnswer or SwitchFailed."""
+        instance = self._switch.instance
+        match request:
+            case {"do": "explain", "to": str()}:
+                found = self.explain(request)
+            case {"do": "compare", "mode": str(mode)}:
+                found = self._compare(mode)
+            case {"do": "diff"}:
+                found = {"differences": [
+                    *explaining.compare_with(snapshots(self._loop), instance),
+                    *explaining.leftovers(self._registry, self._settings_of, instance.mode),
+                ]}
+            case {"do": "targets", "service": str(service)}:
+                cases = targets(snapshots(self._loop), service)
+                found = {"targets": explaining.expectations(cases, instance)}
+            case {"do": "report"}:
+                plans, objects = self._loop.call(lambda: (take(self._loop), Objects.of(self._store)))
+                found = {**described(plans, objects), **self._about()}
+            case {"do": "plans"}:
+                found = {"plans": documents(snapshots(self._loop))}
+            case _:
+                raise NoAnswer("unknown request")
+        return {"mode": instance.mode, **found}
+
+    def explain(self, request: Json) -> Json:
         """Return an answer for each packet that *request* means. Raises NoAnswer."""
         plans = snapshots(self._loop)
-        return explaining.explain(request, plans, self._registry, self._switch.instance, live=True)
+        return {"packets": explaining.explain(
+            request, plans, self._registry, self._switch.instance, live=True)}
 
-    def differences(self) -> Sequence[Json]:
-        """Return the differences between the kernel and the plans. Raises NoAnswer."""
-        instance = self._switch.instance
-        return [
-            *explaining.compare_with(snapshots(self._loop), instance),
-            *explaining.leftovers(self._registry, self._settings_of, instance.mode),
-        ]
-
-    def plans(self) -> Sequence[Json]:
-        return [document(plan) for plans in snapshots(self._loop).values() for plan in plans.plans.values()]
-
-    def targets(self, service: str) -> Sequence[Json]:
-        """Return the expected outcome of this node's connections to each TCP frontend. Raises NoAnswer."""
-        return explaining.expectations(targets(snapshots(self._loop), service), self._switch.instance)
-
-    def report(self) -> Json:
-        """Return everything that this process can tell for a report."""
-        plans, objects = self._loop.call(lambda: (take(self._loop), Objects.of(self._store)))
-        return {**described(plans, objects), **self._about()}
-
-    def operations(self, mode: str) -> Sequence[Json]:
-        """Return how many operations *mode* needs to serve the plans, by family. Raises NoAnswer."""
-        return [
-            {"family": found["family"], "operations": found["operations"]} for found in self._preview(mode)]
+    def _compare(self, mode: str) -> Json:
+        """Return the caveats by which *mode* differs, and how many operations it needs, by family."""
+        found = self._switch.compare(mode)
+        kernel = [{"family": one["family"], "operations": one["operations"]} for one in self._preview(mode)]
+        return {"appearing": _caveats(found.appearing), "disappearing": _caveats(found.disappearing),
+                "loses": found.loses, "kernel": kernel}
 
     def _preview(self, mode: str) -> Sequence[Json]:
         terms, serving = self._terms(mode), self._switch.instance
+        updates = self._loop.call(
+            lambda: [replace(update, plans=dict(update.plans)) for update in self._loop.updates(terms.node)])
         if mode == serving.mode:
-            return operations(serving, self._updates(terms))
+            return operations(serving, updates)
         instance = self._loop.call(partial(self._registry.make_backend, mode, terms.settings))
         try:
-            return operations(instance, self._updates(terms))
+            return operations(instance, updates)
         finally:
             self._loop.call(partial(self._registry.close_backend, instance))
 
-    def _updates(self, terms: Terms) -> list[Update]:
-        return self._loop.call(
-            lambda: [replace(update, plans=dict(update.plans)) for update in self._loop.updates(terms.node)])
+
+def _caveats(caveats: Sequence[Caveat]) -> list[Json]:
+    return [caveat._asdict() | {"service_port": str(caveat.service_port or "")} for caveat in caveats]
