@@ -1,6 +1,7 @@
 """Metrics of requests to the API server, under the names that client-go 1.36 has."""
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -19,31 +20,22 @@ class ClientMetrics:
     """The families ``rest_client_*``. Any thread may record."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        by_verb = ("verb", "host")
-
-        def counter(name: str, about: str, labels: tuple[str, ...] = ()) -> Counter:
-            return Counter(f"rest_client_{name}", about, labels, registry=registry)
-
-        def gauge(name: str, about: str) -> Gauge:
-            return Gauge(f"rest_client_{name}", about, registry=registry)
-
-        def histogram(
-            name: str, about: str, buckets: tuple[float, ...], labels: tuple[str, ...] = by_verb,
-        ) -> Histogram:
-            return Histogram(f"rest_client_{name}", about, labels, registry=registry, buckets=buckets)
-
+        counter = partial(Counter, namespace="rest_client", registry=registry)
+        gauge = partial(Gauge, namespace="rest_client", registry=registry)
+        histogram = partial(Histogram, namespace="rest_client", registry=registry)
+        seconds = partial(histogram, labelnames=("verb", "host"), buckets=_SECONDS)
+        size = partial(histogram, labelnames=("verb", "host"), buckets=_BYTES)
         self._requests = counter("requests_total", "Requests to the API server", ("code", "method", "host"))
-        self._seconds = histogram("request_duration_seconds", "Duration of requests", _SECONDS)
-        self._waited = histogram(
-            "rate_limiter_duration_seconds", "Time that requests were held back", _SECONDS)
-        self._sent = histogram("request_size_bytes", "Size of request bodies", _BYTES)
-        self._received = histogram("response_size_bytes", "Size of response bodies", _BYTES)
+        self._seconds = seconds("request_duration_seconds", "Duration of requests")
+        self._waited = seconds("rate_limiter_duration_seconds", "Time that requests were held back")
+        self._sent = size("request_size_bytes", "Size of request bodies")
+        self._received = size("response_size_bytes", "Size of response bodies")
         counter("transport_create_calls_total", "Always 0: connections are not shared", ("result",)).labels(
             "uncacheable")
         counter("transport_cert_rotation_gc_calls_total", "Always 0: nothing is cached")
         gauge("transport_cache_entries", "Always 0: connections are not shared")
         gauge("exec_plugin_ttl_seconds", "Always +Inf: plugins' certificates are not tracked").set(math.inf)
-        histogram("exec_plugin_certificate_rotation_age", "Always empty, see the ttl", _AGES, ())
+        histogram("exec_plugin_certificate_rotation_age", "Always empty, see the ttl", buckets=_AGES)
 
     def record(self, request: "ApiRequest") -> None:
         where = request.method, request.host
