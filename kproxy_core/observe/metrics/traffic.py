@@ -8,6 +8,7 @@ from operator import sub
 from typing import NamedTuple
 
 from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from kproxy_core.backend.api import Failure, Handshake
@@ -18,12 +19,13 @@ from kproxy_core.traffic.recorder import TrafficRecorder
 from kproxy_core.traffic.totals import EndpointTotal, Total
 
 _SERVICE = ("namespace", "service", "port", "protocol")
+_ENDPOINT = (*_SERVICE, "endpoint")
 
 OTHER = "other"
 """Value of the label ``service`` of the series that sums up all those beyond the limit."""
 
-_RANGES = tuple(handshake for handshake in Handshake if handshake is not Handshake.MICROSECONDS)
-_SERIES_OF_HISTOGRAM = len(_RANGES) + 2
+_BOUNDS = tuple(one.value for one in Handshake if one is not Handshake.MICROSECONDS)
+_SERIES_OF_HISTOGRAM = len(_BOUNDS) + 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,42 +163,34 @@ class LimitedSeries:
             state.labels = key.namespace, key.name, key.port_name, key.protocol.name, *where
 
 
-SERVICE_CONNECTIONS = "kproxy_service_connections"
-SERVICE_FAILURES = "kproxy_service_failures"
-SERVICE_BYTES = "kproxy_service_bytes"
-SERVICE_PACKETS = "kproxy_service_packets"
-ENDPOINT_CONNECTIONS = "kproxy_endpoint_connections"
-ENDPOINT_FAILURES = "kproxy_endpoint_failures"
-ENDPOINT_BYTES = "kproxy_endpoint_bytes"
-ENDPOINT_PACKETS = "kproxy_endpoint_packets"
-SERVICE_HANDSHAKES = "kproxy_service_handshake_duration_seconds"
-ENDPOINT_HANDSHAKES = "kproxy_endpoint_handshake_duration_seconds"
 _METRICS = {
-    SERVICE_CONNECTIONS: ("New connections to Services, or flows of UDP, by outcome", (*_SERVICE, "outcome")),
-    SERVICE_FAILURES: ("Forwarded TCP connections that failed, by reason", (*_SERVICE, "reason")),
-    ENDPOINT_CONNECTIONS: (
-        "New connections, or flows of UDP, forwarded to endpoints", (*_SERVICE, "endpoint")),
-    ENDPOINT_FAILURES: (
-        "TCP connections to endpoints that failed, by reason", (*_SERVICE, "endpoint", "reason")),
-    SERVICE_BYTES: ("Bytes between clients and Services, by direction", (*_SERVICE, "direction")),
-    SERVICE_PACKETS: ("Packets between clients and Services, by direction", (*_SERVICE, "direction")),
-    ENDPOINT_BYTES: (
-        "Bytes between clients and endpoints, by direction", (*_SERVICE, "endpoint", "direction")),
-    ENDPOINT_PACKETS: (
-        "Packets between clients and endpoints, by direction", (*_SERVICE, "endpoint", "direction")),
-    SERVICE_HANDSHAKES: ("Duration of TCP handshakes with endpoints of Services", _SERVICE),
-    ENDPOINT_HANDSHAKES: ("Duration of TCP handshakes with endpoints", (*_SERVICE, "endpoint")),
+    "kproxy_service_connections": (
+        "New connections to Services, or flows of UDP, by outcome", (*_SERVICE, "outcome")),
+    "kproxy_service_failures": ("Forwarded TCP connections that failed, by reason", (*_SERVICE, "reason")),
+    "kproxy_endpoint_connections": ("New connections, or flows of UDP, forwarded to endpoints", _ENDPOINT),
+    "kproxy_endpoint_failures": (
+        "TCP connections to endpoints that failed, by reason", (*_ENDPOINT, "reason")),
+    "kproxy_service_bytes": ("Bytes between clients and Services, by direction", (*_SERVICE, "direction")),
+    "kproxy_service_packets": (
+        "Packets between clients and Services, by direction", (*_SERVICE, "direction")),
+    "kproxy_endpoint_bytes": (
+        "Bytes between clients and endpoints, by direction", (*_ENDPOINT, "direction")),
+    "kproxy_endpoint_packets": (
+        "Packets between clients and endpoints, by direction", (*_ENDPOINT, "direction")),
+    "kproxy_service_handshake_duration_seconds": (
+        "Duration of TCP handshakes with endpoints of Services", _SERVICE),
+    "kproxy_endpoint_handshake_duration_seconds": ("Duration of TCP handshakes with endpoints", _ENDPOINT),
 }  # fmt: skip
 
 
-def _counters_of_row(
-    connections: Sequence[tuple[str, str]], failures: str, *volume: str
-) -> tuple[_Series, ...]:
-    """Return the series of *connections*, of each `Failure`, and of a `Volume` of packets and bytes."""
+def _counters_of(row: str, *outcomes: str) -> tuple[_Series, ...]:
+    """Return the series of connections, of each `Failure`, and of a `Volume` of packets and bytes."""
+    volume = f"{row}_packets", f"{row}_bytes"
     names = [
-        *connections, *((failures, failure.value) for failure in Failure),
+        *((f"{row}_connections", outcome) for outcome in outcomes),
+        *((f"{row}_failures", failure.value) for failure in Failure),
         *((metric, direction) for direction in ("to_endpoint", "from_endpoint") for metric in volume),
-    ]  # fmt: skip
+    ]
     return tuple(
         _Series(metric, last, slice(at, at + 1), () if not last else tuple(
             other for other, name in enumerate(names) if metric in volume and name[0] == metric) or (at,))
@@ -204,13 +198,14 @@ def _counters_of_row(
     )  # fmt: skip
 
 
-SERVICE_COUNTERS = _counters_of_row(
-    [(SERVICE_CONNECTIONS, "forwarded"), (SERVICE_CONNECTIONS, "rejected")],
-    SERVICE_FAILURES, SERVICE_PACKETS, SERVICE_BYTES)  # fmt: skip
-_ENDPOINT_COUNTERS = _counters_of_row(
-    [(ENDPOINT_CONNECTIONS, "")], ENDPOINT_FAILURES, ENDPOINT_PACKETS, ENDPOINT_BYTES)
-SERVICE_HISTOGRAM = (_Series(SERVICE_HANDSHAKES, "", slice(None), ()),)
-_ENDPOINT_HISTOGRAM = (_Series(ENDPOINT_HANDSHAKES, "", slice(None), ()),)
+def _histogram_of(row: str) -> tuple[_Series, ...]:
+    return (_Series(f"{row}_handshake_duration_seconds", "", slice(None), ()),)
+
+
+SERVICE_COUNTERS = _counters_of("kproxy_service", "forwarded", "rejected")
+_ENDPOINT_COUNTERS = _counters_of("kproxy_endpoint", "")
+SERVICE_HISTOGRAM = _histogram_of("kproxy_service")
+_ENDPOINT_HISTOGRAM = _histogram_of("kproxy_endpoint")
 _NO_FAILURES = (0,) * len(Failure)
 
 
@@ -234,28 +229,25 @@ class TrafficCollector(Collector):
 
     def _collect(self) -> Iterator[Metric]:
         self._update(self._recorder.read())
-        families = {
-            name: Metric(name, about, "histogram" if name.endswith("_seconds") else "counter")
-            for name, (about, _) in _METRICS.items() if self._endpoints or name.startswith("kproxy_service_")
-        }
-        for metric, named, (value,) in self._counters.chosen():
-            labels = dict(zip(_METRICS[metric][1], named, strict=True))
-            families[metric].add_sample(f"{metric}_total", labels, value)
-        for metric, named, (*counts, microseconds) in self._histograms.chosen():
-            labels = dict(zip(_METRICS[metric][1], named, strict=True))
-            for bound, count in zip(_RANGES, accumulate(counts), strict=True):
-                families[metric].add_sample(f"{metric}_bucket", {**labels, "le": bound.value}, count)
-            families[metric].add_sample(f"{metric}_count", labels, sum(counts))
-            families[metric].add_sample(f"{metric}_sum", labels, microseconds / 1_000_000)
-        yield from families.values()
-        lost = Metric("kproxy_conntrack_events_lost", "Times that events of connection tracking were lost",
-                      "counter")
-        lost.add_sample("kproxy_conntrack_events_lost_total", {}, self._recorder.failures.lost)
-        yield lost
-        summed = Metric("kproxy_traffic_series_summed", "Series beyond maxSeries, summed in 'other'", "gauge")
-        number = self._counters.summed + self._histograms.summed * _SERIES_OF_HISTOGRAM
-        summed.add_sample("kproxy_traffic_series_summed", {}, number)
-        yield summed
+        counters, histograms = {}, {}
+        for name, (about, labels) in _METRICS.items():
+            if self._endpoints or name.startswith("kproxy_service_"):
+                if name.endswith("_seconds"):
+                    histograms[name] = HistogramMetricFamily(name, about, labels=labels)
+                else:
+                    counters[name] = CounterMetricFamily(name, about, labels=labels)
+        for metric, labels, (value,) in self._counters.chosen():
+            counters[metric].add_metric(labels, value)
+        for metric, labels, (*counts, microseconds) in self._histograms.chosen():
+            buckets = list(zip(_BOUNDS, accumulate(counts), strict=True))
+            histograms[metric].add_metric(labels, buckets, microseconds / 1_000_000)
+        yield from (*counters.values(), *histograms.values())
+        yield CounterMetricFamily(
+            "kproxy_conntrack_events_lost", "Times that events of connection tracking were lost",
+            self._recorder.failures.lost)
+        yield GaugeMetricFamily(
+            "kproxy_traffic_series_summed", "Series beyond maxSeries, summed in 'other'",
+            self._counters.summed + self._histograms.summed * _SERIES_OF_HISTOGRAM)
 
     def _update(self, totals: Mapping[ServicePortKey, Total]) -> None:
         """Bring the rows to *totals*. Those that have not changed cost little."""
@@ -270,10 +262,6 @@ class TrafficCollector(Collector):
                 endpoints = list(total.endpoints.items()) if self._endpoints else []
                 self._counters.update(key, _counters(total, endpoints))
                 self._histograms.update(key, _histograms(total, endpoints))
-
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing: registering must not read any counts."""
-        return ()
 
 
 def _counters(total: Total, endpoints: Iterable[tuple[Destination, EndpointTotal]]) -> Rows:
