@@ -42,7 +42,7 @@ class Debug:
     def _profile(self, request: Request) -> Answer | Slow:
         from kproxy_core.observe.http import profiling  # loaded for the first profile
 
-        as_text = _option(request.query, "debug") not in ("", "0")
+        as_text = dict(request.options).get("debug", "") not in ("", "0")
 
         def make(seconds: float) -> Answer:
             profile = profiling.sample(seconds)
@@ -59,9 +59,8 @@ class Debug:
         return self._slow(request, 10.0, lambda seconds: Answer(200, _allocations(seconds).encode()))
 
     def _slow(self, request: Request, default: float, make: Callable[[float], Answer]) -> Answer | Slow:
-        text = _option(request.query, "seconds")
         try:
-            seconds = float(text or default)
+            seconds = float(dict(request.options).get("seconds") or default)
         except ValueError:
             seconds = -1.0
         if not 0 < seconds <= _LONGEST_PROFILE:
@@ -85,10 +84,6 @@ class Debug:
             return Answer(400, f"failed set klog.logging.verbosity {text[:40]!a}: not a number\n".encode())
         self._set_verbosity(int(text))
         return Answer(200, f"successfully set klog.logging.verbosity to {text}".encode())
-
-
-def _option(query: str, name: str) -> str:
-    return dict(pair.partition("=")[::2] for pair in query.split("&")).get(name, "")
 
 
 def _index(path: str, entries: dict[str, str]) -> bytes:

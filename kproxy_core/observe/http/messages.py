@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import NamedTuple
+from urllib.parse import parse_qsl
 
 
 class Request(NamedTuple):
@@ -15,6 +16,11 @@ class Request(NamedTuple):
     accept: str = ""
     """Media types that the client accepts; "": any."""
     body: bytes = b""
+
+    @property
+    def options(self) -> list[tuple[str, str]]:
+        """Names and values in the query."""
+        return parse_qsl(self.query, keep_blank_values=True)
 
 
 class Answer(NamedTuple):

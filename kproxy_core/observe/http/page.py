@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs
 
 from kproxy_core.observe.http.messages import Answer, Handler, Request, Slow
 
@@ -27,7 +26,7 @@ def page_handlers(
     status: Callable[[], Mapping[str, Any]], services: Services, explain: Explain
 ) -> dict[str, Handler]:
     def found(request: Request) -> Mapping[str, Any]:
-        asked = _options(request)
+        asked = dict(request.options)
         start, count = (_number(asked.get(name, "")) for name in ("start", "count"))
         return services(
             asked.get("search", "")[:200], asked.get("sort", "name"), start, min(count or 50, 200))
@@ -37,7 +36,7 @@ def page_handlers(
         PAGE: lambda _: _page(),
         f"{PAGE}status.json": lambda _: _json(status),
         f"{PAGE}services.json": lambda request: _json(lambda: found(request)),
-        f"{PAGE}explain.json": lambda request: _json(lambda: explain(_options(request))),
+        f"{PAGE}explain.json": lambda request: _json(lambda: explain(dict(request.options))),
     }
 
 
@@ -65,10 +64,6 @@ def _json(make: Callable[[], Mapping[str, Any]]) -> Slow:
         return Answer(200, body, "application/json", (("Cache-Control", "no-store"),))
 
     return Slow(answer, _LONGEST)
-
-
-def _options(request: Request) -> dict[str, str]:
-    return {name: values[-1] for name, values in parse_qs(request.query).items()}
 
 
 def _number(text: str) -> int:

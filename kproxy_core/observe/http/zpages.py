@@ -23,21 +23,19 @@ _NAME = "kproxy"
 def statusz(version: str, started: float, paths: Sequence[str]) -> Handler:
     """Return the handler of ``/statusz``. *started*: seconds since the epoch; *paths*: all others."""
 
-    def text(up: int) -> str:
-        began = time.strftime("%a %b %d %H:%M:%S UTC %Y", time.gmtime(started))
-        return (
-            f"Started: {began}\n"
+    def answer(request: Request) -> Answer:
+        up, began = max(0, int(time.time() - started)), time.gmtime(started)
+        text = (
+            f"{_NAME} statusz\n{_WARNING}"
+            f"Started: {time.strftime('%a %b %d %H:%M:%S UTC %Y', began)}\n"
             f"Up: {up // 3600} hr {up // 60 % 60:02d} min {up % 60:02d} sec\n"
             f"Python version: {sys.version.split()[0]}\n"
             f"Binary version: {version}\n"
             f"Emulation version: {KUBERNETES}\n"
             f"Paths: {' '.join(paths)}\n"
         )
-
-    def answer(request: Request) -> Answer:
-        up = max(0, int(time.time() - started))
-        return _negotiated(request, "Statusz", f"{_NAME} statusz\n{_WARNING}{text(up)}", {
-            "startTime": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
+        return _negotiated(request, "Statusz", text, {
+            "startTime": time.strftime("%Y-%m-%dT%H:%M:%SZ", began),
             "uptimeSeconds": up,
             "binaryVersion": version,
             "emulationVersion": KUBERNETES,
