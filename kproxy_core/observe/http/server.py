@@ -65,8 +65,8 @@ class Listener:
         """Stop listening, before any later call to the server takes effect."""
         self._server._do(lambda: self._server._unbind(self))
 
-    def open(self) -> Sequence[socket.socket] | None:
-        """Listen on all bindings. Return None if one failed: the others are closed."""
+    def open(self) -> bool:
+        """Listen on all bindings. Return False if one failed: the others are closed."""
         sockets: list[socket.socket] = []
         try:
             for address, port in self._bindings:
@@ -75,12 +75,12 @@ class Listener:
             for opened in sockets:
                 opened.close()
             self._report(error)
-            return None
+            return False
         if self._problem:
             log.info("listening again", extra={"fields": {"listener": self.name}})
             self._problem = ""
         self.sockets = sockets
-        return sockets
+        return True
 
     def _report(self, error: OSError) -> None:
         if self._problem == str(error):
@@ -103,13 +103,6 @@ class _Connection(Struct, eq=False):
     answering: bool = False
     """A slow answer is being made."""
     unsent: bytes | memoryview = b""
-
-
-def _new_exchange() -> "Exchange":
-    """Return a new exchange. Raises OSError if its module, imported for the first client, can't be read."""
-    from kproxy_core.observe.http.exchange import Exchange
-
-    return Exchange()
 
 
 class HttpServer:
@@ -208,10 +201,9 @@ class HttpServer:
 
     def _bind(self, listener: Listener) -> None:
         self._unbound.pop(listener, None)
-        sockets = listener.open()
-        if sockets is None:
+        if not listener.open():
             self._unbound[listener] = time.monotonic() + self._retry_seconds
-        for opened in sockets or ():
+        for opened in listener.sockets:
             self._selector.register(opened, selectors.EVENT_READ, listener)
 
     def _unbind(self, listener: Listener) -> None:
@@ -224,7 +216,7 @@ class HttpServer:
     def _accept(self, listening: socket.socket, listener: Listener) -> None:
         try:
             connected, _ = listening.accept()
-            exchange = _new_exchange()
+            from kproxy_core.observe.http.exchange import Exchange  # for the first client, if it can be read
         except OSError as error:
             if error.errno in _OUT_OF_DESCRIPTORS:
                 if self._connections:
@@ -236,7 +228,7 @@ class HttpServer:
         if len(self._connections) >= _MOST_CONNECTIONS:
             self._drop(next(iter(self._connections)))
         deadline = time.monotonic() + self._connection_seconds
-        connection = _Connection(connected, listener.handler, deadline, exchange)
+        connection = _Connection(connected, listener.handler, deadline, Exchange())
         self._connections[connection] = None
         self._selector.register(connected, selectors.EVENT_READ, connection)
 
