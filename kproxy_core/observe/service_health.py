@@ -34,16 +34,14 @@ class ServiceHealth(SyncObserver):
         self._services: dict[ServiceName, HealthCheck] = {}
         self._listeners: dict[ServiceName, Listener] = {}
 
-    def node_changed(self, node: NodeView) -> None:
-        if node.family is self._family:
-            self.set_node(node)
-
     def sync_succeeded(self, synced: Synced) -> None:
         if synced.family is self._family:
             self.apply(synced.health_checks)
 
-    def set_node(self, node: NodeView) -> None:
-        """Listen on the addresses of *node*, of this family, that serve node ports."""
+    def node_changed(self, node: NodeView) -> None:
+        """Listen on the addresses of *node* that serve node ports. Ignores the other family's."""
+        if node.family is not self._family:
+            return
         anywhere = (node.family.unspecified,)
         addresses = anywhere if node.node_ports_anywhere else node.node_port_addresses
         if node.node_ports_on_loopback and not node.node_ports_anywhere:
@@ -51,10 +49,9 @@ class ServiceHealth(SyncObserver):
         if addresses == self._addresses:
             return
         self._addresses = addresses
-        services = list(self._services)
-        for service in services:
+        for service in self._services:
             self._close(service)
-        for service in services:
+        for service in self._services:
             self._open(service)
 
     def apply(self, changes: Mapping[ServiceName, HealthCheck | None]) -> None:

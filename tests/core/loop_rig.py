@@ -105,11 +105,7 @@ class RecordingServiceHealth(ServiceHealth):
 
     def __init__(self, family: Family) -> None:
         super().__init__(family, HttpServer(), lambda: True)
-        self.placed: list[NodeView] = []
         self.told: dict[ServiceName, HealthCheck] = {}
-
-    def set_node(self, node: NodeView) -> None:
-        self.placed.append(node)
 
     def apply(self, changes: Mapping[ServiceName, HealthCheck | None]) -> None:
         for name, told in changes.items():

@@ -41,7 +41,7 @@ class Proxy:
 
     def place(self, addresses: tuple[str, ...] | None) -> None:
         """Node ports on *addresses*; None: anywhere."""
-        self.ports.set_node(
+        self.ports.node_changed(
             NodeView(
                 family=self.family,
                 name="node",
@@ -142,7 +142,7 @@ def test_loopback_is_served_where_node_ports_are(server: HttpServer) -> None:
     proxy, port = Proxy(server), free_port()
     node = NodeView(family=V4, name="node", node_port_addresses=(parse_address("127.0.0.2"),),
                     node_ports_on_loopback=True)
-    proxy.ports.set_node(node)
+    proxy.ports.node_changed(node)
     proxy.apply({WEB: (port, 1)})
     assert get(port).status == get(port, host="127.0.0.2").status == 200
     assert is_refused(port, "127.0.0.3")
@@ -232,6 +232,7 @@ def test_ports_may_be_set_before_the_node(server: HttpServer) -> None:
     ports.apply({WEB: HealthCheck(port, 1)})
     settle(server)
     assert is_refused(port)
-    ports.set_node(NodeView(family=V4, name="node", node_port_addresses=(Address(bytes((127, 0, 0, 1))),)))
+    loopback = Address(bytes((127, 0, 0, 1)))
+    ports.node_changed(NodeView(family=V4, name="node", node_port_addresses=(loopback,)))
     settle(server)
     assert get(port).status == 200
