@@ -52,33 +52,27 @@ class FollowedFile:
         self._switch = switch
         self._events = events
         self._restart = restart
-        self._watch: FileWatch | None = None
-        if (file := configuration.file) is not None:
-            self._watch = FileWatch(file.path, file.content, partial(self._changed, file.path))
+        file = configuration.file
+        self._watch = FileWatch(
+            file.path, file.content, partial(self._changed, file.path)) if file is not None else None
 
     def close(self) -> None:
         if self._watch is not None:
             self._watch.close()
 
     def _changed(self, path: str) -> bytes | None:
-        """Follow a change. Return the content that counts from now on; None: a restart is needed."""
-        followed = self._follow(path)
-        if followed is None:
-            self._restart()
-        return followed
-
-    def _follow(self, path: str) -> bytes | None:
         """Switch modes if nothing else changed. Return the file's content; None if a restart is needed."""
         known = self._configuration
         serving = self._switch.instance.mode
         try:
             file = load(path)
             new = Configuration(known.flags, file)
-            asked = new.mode
-            config, before = new.of(serving), known.of(serving)
-        except ConfigError:
-            return None  # the next start says what is wrong
-        if not (config.kproxy.live_mode_switch and config.is_like(before) and asked):
+            config, asked = new.of(serving), new.mode
+            follows = asked and config.kproxy.live_mode_switch and config.is_like(known.of(serving))
+        except ConfigError:  # the next start says what is wrong
+            follows = False
+        if not follows:
+            self._restart()
             return None
         known.follow(file)
         try:
