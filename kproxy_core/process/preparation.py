@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from msgspec.structs import asdict
+
 from kproxy_core.backend.api import BackendSettings, Scope
 from kproxy_core.backend.registry import Registry
 from kproxy_core.config.settings import Config
@@ -91,8 +93,7 @@ def protect_from_oom_killer(score: int) -> None:
 
 
 def limits(config: Config) -> ConntrackLimits:
-    return ConntrackLimits(**{name: getattr(config.conntrack, name)
-                              for name in ConntrackLimits.__struct_fields__})  # fmt: skip
+    return ConntrackLimits(**asdict(config.conntrack))
 
 
 def tune_conntrack(wanted: ConntrackLimits, events: EventRecorder) -> bool:
@@ -127,11 +128,9 @@ def prepare_others(
     prepared = []
     for mode in modes:
         try:
-            settings = settings_of(mode)
-            registry.prepare(mode, settings)
+            registry.prepare(mode, settings_of(mode))
+            prepared.append(mode)
         except Exception as error:  # noqa: BLE001 - a plugin's, or a setting of a mode that does not serve
             log.warning("could not prepare another mode, switching to it may fail", extra={
                 "fields": {"mode": mode, "error": str(error)}})
-        else:
-            prepared.append(mode)
     return prepared
