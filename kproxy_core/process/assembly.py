@@ -3,13 +3,12 @@
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kproxy_core import __version__
-from kproxy_core.backend.api import BackendSettings
 from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.backend.registry import Registry
 from kproxy_core.config.check import FEATURE_GATES
@@ -23,7 +22,7 @@ from kproxy_core.model.address import Family
 from kproxy_core.modes.control import ControlServer
 from kproxy_core.modes.journal import Journal
 from kproxy_core.modes.retiring import RetiringModes
-from kproxy_core.modes.switch import ModeSwitch, Terms
+from kproxy_core.modes.switch import ModeSwitch
 from kproxy_core.modes.takeover import Takeover
 from kproxy_core.observe import logs
 from kproxy_core.observe.events.recorder import EventRecorder
@@ -68,10 +67,6 @@ if TYPE_CHECKING:
     from kproxy_core.process.overview import Overview
 
 log = logging.getLogger("kproxy.run")
-
-
-FILE_CHANGED = "the content of the configuration file has changed: a restart is needed"
-"""The reason for an exit after which the supervisor restarts the process."""
 
 
 def make_source(config: Config, node_name: str, access: "CurrentAccess", observe: "Observe") -> Source:
@@ -136,8 +131,7 @@ def set_up(config: Config, registry: Registry, configuration: Configuration, acc
     Also prepares the `switch_modes` of the configuration. Raises BackendError, HostError or StartFailed for
     the mode that will serve; another mode's failure is only logged.
     """
-    families = served_families()
-    config, instance, _, families = choose(configuration, registry, config.mode, families)
+    config, instance, _, families = choose(configuration, registry, config.mode, served_families())
     registry.close_backend(instance)
     settings = node_settings(config, registry.load(config.mode))
     events = make_events(config, settings.name, access, lambda _: None)
@@ -214,47 +208,33 @@ class _Proxy:
         self._traffic = make_recorder(config, families, instance, self._metrics)
         self._exporter = make_exporter(self._metrics, self._node.name)
         self._history = SyncHistory() if config.enable_profiling else None
-        self._loop = self._make_loop(instance)
-        self._overview = cache(self._make_overview)
-        settings_of = settings_of_modes(configuration, families)
-        terms = terms_of_modes(configuration, registry, families)
+        self._loop = Loop(
+            families, self._store, NodeFacts(self._node, frozenset()), instance, self._observers(),
+            pacing=lambda: pacing(config), clock=time.monotonic, cpu=cpu_seconds, all_synced=self._all_synced)
+        self._settings_of = settings_of_modes(configuration, families)
+        self._terms = terms_of_modes(configuration, registry, families)
         self._retiring = RetiringModes(
-            registry, settings_of, config.mode, preparation.return_freed_memory)
+            registry, self._settings_of, config.mode, preparation.return_freed_memory)
         self._switch = ModeSwitch(
             self._loop, registry, self._retiring, journal, instance=instance, configured=configuration.mode,
-            terms=terms, mode_changed=self._mode_changed,
-        )
-        self._inspection = cache(partial(self._make_inspection, settings_of, terms))
+            terms=self._terms, mode_changed=self._mode_changed)
+        self._takeover = Takeover(registry, self._settings_of, self._switch, self._retiring, self._health)
         self._metrics.add_collector(lambda: [*self._switch.instance.measure(), self._retiring.measure()])
-        self._takeover = Takeover(registry, settings_of, self._switch, self._retiring, self._health)
+        self._overview = cache(self._make_overview)
+        self._inspection = cache(self._make_inspection)
         self._failures: list[str] = []
 
-    def _make_inspection(
-        self, settings_of: Callable[[str], BackendSettings], terms: Callable[[str], Terms],
-    ) -> "Inspection":
+    def _make_inspection(self) -> "Inspection":
         from kproxy_core.process.inspection.running import Inspection  # a start needs none of what it imports
 
         return Inspection(
-            self._loop, self._registry, self._switch, settings_of=settings_of, terms=terms, store=self._store,
-            about=self._about)
+            self._loop, self._registry, self._switch, settings_of=self._settings_of, terms=self._terms,
+            store=self._store, about=self._about)
 
     def _make_overview(self) -> "Overview":
         from kproxy_core.process.overview import Overview  # nor this
 
         return Overview(self._loop, self._health, self._told, self._history, self._traffic, self._node.name)
-
-    def _make_loop(self, instance: BackendInstance) -> Loop:
-        return Loop(
-            self._families,
-            self._store,
-            NodeFacts(self._node, frozenset()),
-            instance,
-            self._observers(),
-            pacing=lambda: pacing(self._config),
-            clock=time.monotonic,
-            cpu=cpu_seconds,
-            all_synced=self._all_synced,
-        )
 
     def _observers(self) -> list[SyncObserver]:
         failed = partial(self._events.report_service, "FailedToStartServiceHealthcheck")
@@ -288,7 +268,8 @@ class _Proxy:
         self._loop.set_addresses(watcher.addresses)
         stop_on_signals(self._loop.stop)
         followed = FollowedFile(
-            self._configuration, self._switch, self._events, partial(self._end, FILE_CHANGED))
+            self._configuration, self._switch, self._events,
+            partial(self._end, "the content of the configuration file has changed: a restart is needed"))
         control = ControlServer(answer_requests(self._switch, self._inspection, self._overview))
         control.start()
         self._source.start(self._loop.emit)
