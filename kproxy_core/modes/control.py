@@ -175,17 +175,13 @@ def _connect() -> socket.socket:
     for name in _names():
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.setblocking(False)  # A full queue is an error at once.
-        try:
+        with contextlib.suppress(OSError):
             connection.connect("\0" + name)
-            problem = problem_of_peer(connection)
-        except OSError:
-            problem = ""
-        else:
-            if not problem:
+            if not (problem := problem_of_peer(connection)):
                 trusted.append(connection)
                 continue
+            problems.append(problem)
         connection.close()
-        problems += [problem] if problem else []
     if len(trusted) == 1:
         trusted[0].setblocking(True)
         return trusted[0]
