@@ -101,17 +101,14 @@ class EventRecorder:
             self._thread.join(_AT_THE_END)
 
     def _record(self, event: Event) -> None:
-        if self._write is not None and self._allowed(event):
-            self._queue.put((event, self._wall_ns()))
-
-    def _allowed(self, event: Event) -> bool:
+        if self._write is None:
+            return
         with self._lock:
             now = self._clock()
             self._sent = {sent: at for sent, at in self._sent.items() if now - at < SAME_AGAIN}
-            if event in self._sent or not self._tokens.try_take(now):
-                return False
-            self._sent[event] = now
-            return True
+            if event not in self._sent and self._tokens.try_take(now):
+                self._sent[event] = now
+                self._queue.put((event, self._wall_ns()))
 
     def _deliver(self, write: Write) -> None:
         while (waiting := self._queue.get()) is not None:
