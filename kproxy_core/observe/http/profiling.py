@@ -6,6 +6,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import islice
+from traceback import walk_stack
 from types import FrameType
 from typing import NamedTuple
 
@@ -112,13 +114,9 @@ def folded(profile: Profile) -> Iterator[str]:
         yield ";".join((stack.thread, *places)) + f" {nanoseconds // 1000}"
 
 
-def _places(frame: FrameType | None) -> Iterator[Place]:
-    for _ in range(_DEEPEST):
-        if frame is None:
-            return
-        code = frame.f_code
-        yield Place(code.co_qualname, code.co_filename, frame.f_lineno)
-        frame = frame.f_back
+def _places(frame: FrameType) -> Iterator[Place]:
+    for caller, line in islice(walk_stack(frame), _DEEPEST):
+        yield Place(caller.f_code.co_qualname, caller.f_code.co_filename, line)
 
 
 def _cpu_ns(native_id: int) -> int:
