@@ -41,7 +41,7 @@ class ProxyHealth(SyncObserver):
         self._node_eligible = not node_required
         self._wall_ns = wall_ns
         self._monotonic = monotonic
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._states = {family: _FamilyState() for family in families}
         self._held = ""
 
@@ -81,12 +81,12 @@ class ProxyHealth(SyncObserver):
     def healthy(self) -> bool:
         """Return True if every family has synced and none is overdue, whatever the node's eligibility."""
         with self._lock:
-            return self._healthy()
+            return self._alive() and all(state.updated_ns is not None for state in self._states.values())
 
     def healthz(self) -> Answer:
         """Answer for readiness: healthy, not held, and the node is eligible."""
         with self._lock:
-            healthy = self._healthy() and not self._held
+            healthy = self.healthy() and not self._held
             return self._answer(healthy and self._node_eligible, healthy, with_node=True)
 
     def livez(self) -> Answer:
@@ -94,9 +94,6 @@ class ProxyHealth(SyncObserver):
         with self._lock:
             alive = self._alive()
             return self._answer(alive, alive, with_node=False)
-
-    def _healthy(self) -> bool:
-        return self._alive() and all(state.updated_ns is not None for state in self._states.values())
 
     def _alive(self) -> bool:
         now = self._monotonic()
@@ -106,7 +103,6 @@ class ProxyHealth(SyncObserver):
         return state.pending_since is not None and now - state.pending_since >= self._timeout
 
     def _answer(self, ok: bool, healthy: bool, with_node: bool) -> Answer:
-        """Return the answer: one line of JSON."""
         now_ns, now = self._wall_ns(), self._monotonic()
         newest = max((state.updated_ns or 0 for state in self._states.values()), default=0)
         document: dict[str, object] = {
