@@ -45,52 +45,48 @@ Binding = tuple[Address, int]
 """An address and TCP port to listen on."""
 
 
-class Listener:
+class Listener(Struct, eq=False):
     """Sockets that share a handler. Made by `HttpServer.listen`, whose thread owns all but `close`."""
 
-    def __init__(
-        self, server: "HttpServer", name: str, bindings: Sequence[Binding], handler: Handler,
-        both_families: bool, failed: Callable[[OSError], None] | None,
-    ) -> None:
-        self.name = name
-        self.handler = handler
-        self._server = server
-        self._bindings = bindings
-        self._both_families = both_families
-        self._failed = failed
-        self._problem = ""
-        self.sockets: Sequence[socket.socket] = ()
+    server: "HttpServer"
+    name: str
+    bindings: Sequence[Binding]
+    handler: Handler
+    both_families: bool
+    failed: Callable[[OSError], None] | None
+    problem: str = ""
+    sockets: Sequence[socket.socket] = ()
 
     def close(self) -> None:
         """Stop listening, before any later call to the server takes effect."""
-        self._server._do(lambda: self._server._unbind(self))
+        self.server._do(lambda: self.server._unbind(self))
 
     def open(self) -> bool:
         """Listen on all bindings. Return False if one failed: the others are closed."""
         sockets: list[socket.socket] = []
         try:
-            for address, port in self._bindings:
-                sockets.append(_listen(address, port, self._both_families))
+            for address, port in self.bindings:
+                sockets.append(_listen(address, port, self.both_families))
         except OSError as error:
             for opened in sockets:
                 opened.close()
             self._report(error)
             return False
-        if self._problem:
+        if self.problem:
             log.info("listening again", extra={"fields": {"listener": self.name}})
-            self._problem = ""
+            self.problem = ""
         self.sockets = sockets
         return True
 
     def _report(self, error: OSError) -> None:
-        if self._problem == str(error):
+        if self.problem == str(error):
             return
-        self._problem = str(error)
-        where = ",".join(format_socket(*binding) for binding in self._bindings)
+        self.problem = str(error)
+        where = ",".join(format_socket(*binding) for binding in self.bindings)
         log.error("cannot listen", extra={
             "fields": {"listener": self.name, "addresses": where, "error": str(error)}})
-        if self._failed is not None:
-            self._failed(error)
+        if self.failed is not None:
+            self.failed(error)
 
 
 class _Connection(Struct, eq=False):
