@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from msgspec import Struct, field
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from kproxy_core.backend.fallback import Fallback
 from kproxy_core.observe.health import ProxyHealth
 from kproxy_core.observe.http.messages import Answer, Handler, Request, Slow
 from kproxy_core.observe.http.zpages import flagz, statusz
-from kproxy_core.observe.metrics.registry import Metrics
-from kproxy_core.observe.metrics.slis import HealthcheckSlis
+from kproxy_core.observe.metrics.registry import Metrics, exposition
 
 _NOT_FOUND = Answer(404, b"404 page not found\n")
 _NOT_ALLOWED = Answer(405, b"405 method not allowed\n", headers=(("Allow", "GET, HEAD, POST, PUT, OPTIONS"),))
@@ -61,13 +61,13 @@ class About(Struct, kw_only=True):
 
 def metrics_routes(metrics: Metrics, about: About) -> Handler:
     """Return the handler of ``/metrics``, ``/proxyMode``, ``/healthz``, ``/configz`` ... (port 10249)."""
-    slis = HealthcheckSlis(about.started)
+    ping = _Ping(about.started)
     handlers: dict[str, Handler] = {
         "/configz": lambda _: _configz(about.configuration),
-        "/healthz": lambda request: _healthz(request, slis),
+        "/healthz": ping.healthz,
         "/healthz/ping": lambda _: Answer(200, b"ok"),
         "/metrics": partial(_metrics, metrics, slow=about.many_series),
-        "/metrics/slis": lambda request: _slis(request, slis),
+        "/metrics/slis": ping.slis,
         "/proxyMode": lambda _: _proxy_mode(about),
     }
     if about.flagz:
@@ -106,27 +106,41 @@ def _configz(configuration: Mapping[str, object]) -> Answer:
     return Answer(200, body.encode(), "application/json")
 
 
-def _slis(request: Request, slis: HealthcheckSlis) -> Answer:
-    if request.method == "DELETE":
-        slis.reset()
-        return Answer(200, b"metrics reset\n")
-    return Answer(200, *slis.exposition(request.accept))
+class _Ping:
+    """The only check of the metrics server, which succeeds whenever it is made (component-base 1.36)."""
 
+    def __init__(self, started: float) -> None:
+        """*started*: start of the process, in seconds since the epoch."""
+        self._registry = CollectorRegistry()
+        self._result = Gauge(
+            "kubernetes_healthcheck", "Result of the last check", ("name", "type"), registry=self._registry)
+        self._checks = Counter(
+            "kubernetes_healthchecks_total", "Checks by result", ("name", "type", "status"),
+            registry=self._registry)
+        Gauge("process_start_time_seconds", "Start of this process, in seconds since the epoch",
+              registry=self._registry).set(started)
 
-def _healthz(request: Request, slis: HealthcheckSlis) -> Answer:
-    """Answer the only check of this server, ``ping``, with the options of all Kubernetes servers."""
-    if request.method in _REFUSED_METHODS:
-        return _NOT_ALLOWED
-    excluded = dict.fromkeys(value for name, value in request.options if name == "exclude")
-    lines = []
-    if "ping" in excluded:
-        lines.append("[+]ping excluded: ok\n")
-    else:
-        slis.record_check()
-        lines.append("[+]ping ok\n")
-    if "verbose" not in dict(request.options):
-        return Answer(200, b"ok")
-    unknown = ",".join(f'"{name}"' for name in excluded if name != "ping")
-    if unknown:
-        lines.append(f"warn: some health checks cannot be excluded: no matches for {unknown}\n")
-    return Answer(200, ("".join(lines) + "healthz check passed\n").encode())
+    def healthz(self, request: Request) -> Answer:
+        """Make the check, with the options of all Kubernetes servers."""
+        if request.method in _REFUSED_METHODS:
+            return _NOT_ALLOWED
+        excluded = dict.fromkeys(value for name, value in request.options if name == "exclude")
+        if "ping" in excluded:
+            text = "[+]ping excluded: ok\n"
+        else:
+            self._result.labels("ping", "healthz").set(1)
+            self._checks.labels("ping", "healthz", "success").inc()
+            text = "[+]ping ok\n"
+        if "verbose" not in dict(request.options):
+            return Answer(200, b"ok")
+        if unknown := ",".join(f'"{name}"' for name in excluded if name != "ping"):
+            text += f"warn: some health checks cannot be excluded: no matches for {unknown}\n"
+        return Answer(200, (text + "healthz check passed\n").encode())
+
+    def slis(self, request: Request) -> Answer:
+        """Answer with the results. DELETE resets them."""
+        if request.method == "DELETE":
+            self._result.clear()
+            self._checks.clear()
+            return Answer(200, b"metrics reset\n")
+        return Answer(200, *exposition(self._registry, request.accept))
