@@ -105,11 +105,10 @@ def make_events(
     """Return the recorder of cluster events; silent without an API server. *observe*: see `make_source`."""
     if config.kproxy.manifests:
         return EventRecorder(node_name, None)
-    from kproxy_core.observe.events.writer import EventWriter
+    from kproxy_core.observe.events.writer import write_event
 
     host = socket.gethostname().strip().lower()
-    writer = EventWriter(access, host, observe)
-    return EventRecorder(node_name, writer.write)
+    return EventRecorder(node_name, partial(write_event, access, host, observe))
 
 
 def about(config: Config, flags: Flags) -> About:

@@ -18,46 +18,39 @@ _SILENCE = 10.0
 """Seconds without a byte after which the answer is given up."""
 
 
-class EventWriter:
-    """Writes events to the API server of *access*.
+def write_event(access: CurrentAccess, host: str, observe: Observe, event: Event, happened: int) -> None:
+    """Write *event* of the time *happened*, in nanoseconds since the epoch, to the API server of *access*.
 
-    Each event is sent on a connection of its own: events are rare. Used by one thread.
+    It is sent on a connection of its own: events are rare. *host*: this machine's name, the reporter of the
+    event. *observe* is called for the request. Raises NotWritten. Not for several threads at a time.
     """
+    namespace = event.namespace or "default"
+    body = json.dumps(_document(event, namespace, happened, host)).encode()
+    try:
+        status, answer = _post(access, observe, f"/apis/events.k8s.io/v1/namespaces/{namespace}/events", body)
+    except (OSError, AccessError, ProtocolError) as error:
+        raise NotWritten(str(error), again=True) from error
+    if status >= 300:
+        again = status >= 500 or status in (401, 429)
+        raise NotWritten(f"{status} {answer[:200].decode(errors='replace')}", again)
 
-    def __init__(self, access: CurrentAccess, host: str, observe: Observe) -> None:
-        """*host*: this machine's name, the reporter of the events; *observe* is called for each request."""
-        self._access = access
-        self._host = host
-        self._observe = observe
 
-    def write(self, event: Event, happened: int) -> None:
-        """Deliver *event* of the time *happened*, in nanoseconds since the epoch. Raises NotWritten."""
-        namespace = event.namespace or "default"
-        body = json.dumps(_document(event, namespace, happened, self._host)).encode()
-        try:
-            status, answer = self._post(f"/apis/events.k8s.io/v1/namespaces/{namespace}/events", body)
-        except (OSError, AccessError, ProtocolError) as error:
-            raise NotWritten(str(error), again=True) from error
-        if status >= 300:
-            again = status >= 500 or status in (401, 429)
-            raise NotWritten(f"{status} {answer[:200].decode(errors='replace')}", again)
-
-    def _post(self, target: str, body: bytes) -> tuple[int, bytes]:
-        self._access.keep_up()
-        access = self._access.now
-        transport = Transport(access)
-        started, code, received = time.monotonic(), "<error>", None
-        try:
-            response = transport.post(target, body, _SILENCE)
-            answer = response.read_all(MAX_REFUSAL)
-            code, received = str(response.status), len(answer)
-        finally:
-            transport.close()
-            self._observe(ApiRequest(
-                access.authority, code, 0.0, time.monotonic() - started, received, "POST", len(body)))
-        if response.status == 401:
-            self._access.renew(access)
-        return response.status, answer
+def _post(current: CurrentAccess, observe: Observe, target: str, body: bytes) -> tuple[int, bytes]:
+    current.keep_up()
+    access = current.now
+    transport = Transport(access)
+    started, code, received = time.monotonic(), "<error>", None
+    try:
+        response = transport.post(target, body, _SILENCE)
+        answer = response.read_all(MAX_REFUSAL)
+        code, received = str(response.status), len(answer)
+    finally:
+        transport.close()
+        observe(ApiRequest(
+            access.authority, code, 0.0, time.monotonic() - started, received, "POST", len(body)))
+    if response.status == 401:
+        current.renew(access)
+    return response.status, answer
 
 
 def _document(event: Event, namespace: str, happened: int, host: str) -> dict[str, object]:
