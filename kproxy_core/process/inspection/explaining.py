@@ -1,7 +1,7 @@
 """Answers to ``kproxy explain`` and ``kproxy diff``, from the running proxy's plans or from others."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import repeat
 from typing import Any
 
@@ -86,10 +86,8 @@ def compare(instance: BackendInstance, packets: Sequence[Case]) -> list[dict[str
 
 def frontends_of(instance: BackendInstance, family: Family) -> Sequence[Frontend]:
     """Return the frontends in the kernel; none if the mode does not tell. Raises NoAnswer."""
-    try:
+    with reading(family):
         return instance.frontends(family) or ()
-    except (BackendError, HostError) as error:
-        raise unreadable(family, error) from error
 
 
 def expectations(found: Sequence[Case], instance: BackendInstance) -> list[dict[str, Any]]:
@@ -107,20 +105,22 @@ def expectations(found: Sequence[Case], instance: BackendInstance) -> list[dict[
     return expected
 
 
-def unreadable(family: Family, error: Exception) -> NoAnswer:
-    """Return the failure to read the kernel, with the capability that is missing."""
-    missing = "" if "CAP_NET_ADMIN" in privileges.held() else "CAP_NET_ADMIN is missing; "
-    return NoAnswer(f"the kernel's {family.label} state cannot be read: {missing}{error}")
+@contextmanager
+def reading(family: Family) -> Iterator[None]:
+    """Turn a failure to read the kernel into NoAnswer, with the capability that is missing."""
+    try:
+        yield
+    except (BackendError, HostError) as error:
+        missing = "" if "CAP_NET_ADMIN" in privileges.held() else "CAP_NET_ADMIN is missing; "
+        raise NoAnswer(f"the kernel's {family.label} state cannot be read: {missing}{error}") from error
 
 
 def _ask(instance: BackendInstance, packets: Sequence[Case], *, live: bool) -> Sequence[KernelSide] | None:
     """Return the kernel's side of packets of one family; None: the mode has none. Raises NoAnswer."""
     if not packets:
         return ()
-    try:
+    with reading(packets[0].question.node.family):
         return instance.explain([case.question for case in packets], live=live)
-    except (BackendError, HostError) as error:
-        raise unreadable(packets[0].question.node.family, error) from error
 
 
 def leftovers(
@@ -128,13 +128,10 @@ def leftovers(
 ) -> list[dict[str, Any]]:
     """Return what other modes than the *serving* one left in the kernel, as differences."""
     used = registry.layers(serving)
-    found: list[dict[str, Any]] = []
-    for mode in [description.mode for description in registry.load_all()]:
-        if mode not in used:
-            left = registry.cleanup(mode, settings_of(mode), dry_run=True, own_only=True)
-            found += [
-                {"kind": "leftover", "frontend": f"mode {mode}", "service_port": "", "senders": [],
-                 "difference": f"left {line}"}
-                for line in left.removed
-            ]
-    return found
+    others = [description.mode for description in registry.load_all() if description.mode not in used]
+    return [
+        {"kind": "leftover", "frontend": f"mode {mode}", "service_port": "", "senders": [],
+         "difference": f"left {line}"}
+        for mode in others
+        for line in registry.cleanup(mode, settings_of(mode), dry_run=True, own_only=True).removed
+    ]  # fmt: skip

@@ -4,13 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kproxy_core.backend.api import Update
-from kproxy_core.backend.errors import BackendError
 from kproxy_core.backend.instance import BackendInstance
 from kproxy_core.explain.change import changes_in_kernel
 from kproxy_core.explain.difference import packets_to, stale
-from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family
-from kproxy_core.process.inspection.explaining import compare, frontends_of, unreadable
+from kproxy_core.process.inspection.explaining import compare, frontends_of, reading
 from kproxy_core.sync.family_plans import FamilyPlans
 
 Json = dict[str, Any]
@@ -23,10 +21,8 @@ def operations(instance: BackendInstance, updates: Sequence[Update]) -> list[Jso
     """
     found = []
     for update in updates:
-        try:
+        with reading(update.family):
             preview = instance.preview(update)
-        except (BackendError, HostError) as error:
-            raise unreadable(update.family, error) from error
         if preview is not None:
             found.append({"family": update.family.label, **preview._asdict()})
     return found
