@@ -26,7 +26,9 @@ class Exchange:
                 match self._connection.next_event():
                     case h11.Request() as request:
                         self._request = request
-                        self._check_length(request)
+                        length = dict(request.headers).get(b"content-length", b"0")
+                        if len(length) > 9 or int(length) > LONGEST_BODY:
+                            raise Refused(413)
                     case h11.Data() as part:
                         self._body += part.data
                         if len(self._body) > LONGEST_BODY:
@@ -53,12 +55,6 @@ class Exchange:
             h11.EndOfMessage(),
         )
         return b"".join(self._connection.send(part) or b"" for part in parts)
-
-    @staticmethod
-    def _check_length(request: h11.Request) -> None:
-        length = dict(request.headers).get(b"content-length", b"0")
-        if len(length) > 9 or int(length) > LONGEST_BODY:
-            raise Refused(413)
 
     def _complete(self) -> Request:
         assert self._request is not None

@@ -160,7 +160,7 @@ class HttpServer:
             started = time.thread_time()
             for key, _ in ready:
                 if isinstance(key.data, _Connection):
-                    self._serve(key.data)
+                    self._serve(self._send if key.data.unsent else self._receive, key.data)
                 elif isinstance(key.data, Listener):
                     self._accept(key.fileobj, key.data)  # type: ignore[arg-type]
                 else:
@@ -228,17 +228,13 @@ class HttpServer:
         self._connections[connection] = None
         self._selector.register(connected, selectors.EVENT_READ, connection)
 
-    def _serve(self, connection: _Connection) -> None:
-        """Receive or send, whichever *connection* is ready for."""
-        if connection not in self._connections:
-            return  # dropped in favour of another one in this turn
-        try:
-            if connection.unsent:
-                self._send(connection)
-            else:
-                self._receive(connection)
-        except OSError:
-            self._drop(connection)
+    def _serve(self, act: Callable[..., None], connection: _Connection, *arguments: Answer) -> None:
+        """Call *act* for *connection*, unless that was dropped meanwhile. A failure drops it."""
+        if connection in self._connections:
+            try:
+                act(connection, *arguments)
+            except OSError:
+                self._drop(connection)
 
     def _receive(self, connection: _Connection) -> None:
         try:
@@ -285,16 +281,9 @@ class HttpServer:
         def make() -> None:
             answer = self._made(slow.make, request)
             assert isinstance(answer, Answer)
-            self._do(lambda: self._answer_if_waiting(connection, answer))
+            self._do(lambda: self._serve(self._answer, connection, answer))
 
         threading.Thread(target=make, name="http-slow", daemon=True).start()
-
-    def _answer_if_waiting(self, connection: _Connection, answer: Answer) -> None:
-        if connection in self._connections:
-            try:
-                self._answer(connection, answer)
-            except OSError:
-                self._drop(connection)
 
     def _answer(self, connection: _Connection, answer: Answer) -> None:
         if self._paused.pop(connection, None) is not None:
