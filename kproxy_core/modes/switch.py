@@ -1,9 +1,7 @@
 """The switch of a running node from one mode to another, without breaking a connection.
 
-The new mode's rules are added beside the old ones, are read back, and a connection is sent through them. Only
-then does the new mode serve, and the old one retires. A failed step is rolled back. A killed process leaves a
-`Journal`, and the next one finishes the switch or rolls it back. kube-proxy removes the old mode's rules
-before the new ones exist (1.36, cmd/kube-proxy/app/server_linux.go).
+ARCHITECTURE.md draws the steps. A failed one is rolled back. kube-proxy removes the old mode's rules before
+the new ones exist (1.36, cmd/kube-proxy/app/server_linux.go).
 """
 
 import logging
@@ -89,15 +87,14 @@ class ModeSwitch:
 
     def compare(self, mode: str) -> Comparison:
         """Compare *mode* with the one that serves. Raises SwitchFailed if it cannot serve here."""
-        now, then = self.instance.mode, mode
         with _failures():
             detection = self._registry.detect(mode, self._terms(mode).settings)
             if not detection.usable:
                 raise SwitchFailed(_does_not_work(mode, detection.because))
-            caveats = {of: self._caveats(of) for of in (now, then)}
+            before, after = self._caveats(self.instance.mode), self._caveats(mode)
         return Comparison(
-            tuple(caveat for caveat in caveats[then] if caveat not in caveats[now]),
-            tuple(caveat for caveat in caveats[now] if caveat not in caveats[then]),
+            tuple(caveat for caveat in after if caveat not in before),
+            tuple(caveat for caveat in before if caveat not in after),
         )
 
     def switch_to(self, mode: str, report_progress: ReportProgress, *, configured: str | None = None) -> None:
@@ -228,7 +225,6 @@ class ModeSwitch:
 
 
 def _rest(left: Leftovers) -> str:
-    """Describe the rest of a mode that is being retired."""
     if left.waiting:
         use = "connections still use" if left.waiting > 1 else "connection still uses"
         return f"{left.waiting} {use} {left.mode}"
