@@ -112,7 +112,6 @@ def make_events(
 
 
 def about(config: Config, flags: Flags) -> About:
-    """Return the information of the metrics server's other pages."""
     return About(
         mode=config.mode,
         version=config.reported_version or __version__,

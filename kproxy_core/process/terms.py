@@ -92,7 +92,6 @@ def serving_settings(config: Config, registry: Registry, families: tuple[Family,
 def settings_of_modes(
     configuration: Configuration, families: tuple[Family, ...]
 ) -> Callable[[str], BackendSettings]:
-    """Return a function from a mode to its backend's settings."""
     return lambda mode: backend_settings(configuration.of(mode), families)
 
 
@@ -122,8 +121,6 @@ def pacing(config: Config) -> Pacing:
 def terms_of_modes(
     configuration: Configuration, registry: Registry, families: tuple[Family, ...]
 ) -> Callable[[str], Terms]:
-    """Return a function from a mode to the terms it would serve with."""
-
     def terms(mode: str) -> Terms:
         config = configuration.of(mode)
         return Terms(

@@ -26,8 +26,6 @@ class Place(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """One thread's call stack."""
-
     thread: str
     places: tuple[Place, ...]
     """The innermost first."""
