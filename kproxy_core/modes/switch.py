@@ -122,13 +122,10 @@ class ModeSwitch:
         """Prove that the serving mode's rules are in the kernel and work. Raises SwitchFailed."""
         with self._busy, _failures():
             terms, instance = self._terms(self.instance.mode), self.instance
-
-            def begin() -> list[Update]:
-                self._loop.hold()
-                return self._loop.updates(terms.node)
-
             try:
-                prove(self._loop, instance, self._loop.call(begin), lambda line: log.debug(line))
+                self._loop.call(self._loop.hold)
+                updates = self._loop.call(partial(self._loop.updates, terms.node))
+                prove(self._loop, instance, updates, log.debug)
             finally:
                 self._loop.call(
                     lambda: self._loop.serve_with(instance, terms.node, terms.pacing, Scope.CHANGED))
