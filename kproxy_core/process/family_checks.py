@@ -41,8 +41,16 @@ def doubts(
         yield f"{kind}, but the pod networks of the Node are only {other}"
     if config.detect_local_mode is DetectLocalMode.NODE_CIDR and (node is None or not node.pod_cidrs):
         yield "detectLocalMode is NodeCIDR, but the Node has no pod networks yet"
-    if single:
-        yield from _single_stack(config, kind, primary)
+    if not single:
+        return
+    excluded = config.backend_options.get("excludeCIDRs")
+    if isinstance(excluded, tuple) and _none_in(primary, map(parse_cidr, excluded)):
+        yield f"{kind}, but excludeCIDRs has only {other}"
+    servers = {"healthzBindAddress": config.healthz_bind_address,
+               "metricsBindAddress": config.metrics_bind_address}
+    for field, server in servers.items():
+        if server is not None and any(server.address) and family_of(server.address) is not primary:
+            yield f"{kind}, but {field} is {other}"
 
 
 def _node_ports_of_one_family(
@@ -58,18 +66,6 @@ def _node_ports_of_one_family(
             yield (
                 f"nodePortAddresses has only {_other(family).label}: {family.label} node ports are not"
                 f" served; add {everywhere} to serve them on all addresses, as kube-proxy does")
-
-
-def _single_stack(config: Config, kind: str, primary: Family) -> Iterator[str]:
-    other = _other(primary).label
-    excluded = config.backend_options.get("excludeCIDRs")
-    if isinstance(excluded, tuple) and _none_in(primary, map(parse_cidr, excluded)):
-        yield f"{kind}, but excludeCIDRs has only {other}"
-    servers = {"healthzBindAddress": config.healthz_bind_address,
-               "metricsBindAddress": config.metrics_bind_address}
-    for field, server in servers.items():
-        if server is not None and any(server.address) and family_of(server.address) is not primary:
-            yield f"{kind}, but {field} is {other}"
 
 
 def _none_in(family: Family, cidrs: Iterable[Cidr]) -> bool:
