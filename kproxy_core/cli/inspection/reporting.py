@@ -68,11 +68,12 @@ def _described(flags: Flags) -> Json:
     """Return a proxy's report on the objects of *flags*. Raises as `cli_errors` expects."""
     from kproxy_core.cli.inspection.objects import read_objects
     from kproxy_core.config.write import effective
-    from kproxy_core.process.inspection.reporting import Objects, described
+    from kproxy_core.process.inspection.reporting import described
 
     with read_objects(flags, this_machine=True) as found:
+        store = found.store
         return {"mode": found.instance.mode, "configuration": effective(found.config),
-                **described(found.plans, Objects.of(found.store))}  # fmt: skip
+                **described(found.plans, store.services, store.all_slices(), store.origins)}  # fmt: skip
 
 
 def write(path: Path, found: Iterator[tuple[str, str]]) -> list[str]:

@@ -1,7 +1,7 @@
 """The part of a report that the plans and objects make up; see `kproxy_core.cli.inspection.reporting`."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from kproxy_core.explain.change import document
 from kproxy_core.explain.question import Plans
@@ -9,24 +9,14 @@ from kproxy_core.model.address import Family, format_address
 from kproxy_core.model.endpoint import EndpointSlice
 from kproxy_core.model.service import Service, ServiceName
 from kproxy_core.objects.encode import encode_node, encode_service, encode_service_cidr, encode_slice
-from kproxy_core.store.store import Store
 
 Json = dict[str, Any]
 
 
-class Objects(NamedTuple):
-    """A copy of a store."""
-
-    services: Mapping[ServiceName, Service]
-    slices: Sequence[EndpointSlice]
-    origins: Mapping[ServiceName, str]
-
-    @classmethod
-    def of(cls, store: Store) -> "Objects":
-        return cls(dict(store.services), store.all_slices(), dict(store.origins))
-
-
-def described(plans: Mapping[Family, Plans], objects: Objects) -> Json:
+def described(
+    plans: Mapping[Family, Plans], services: Mapping[ServiceName, Service], slices: Sequence[EndpointSlice],
+    origins: Mapping[ServiceName, str],
+) -> Json:
     """Return objects, plans and the node, so that another machine can plan the same."""
     views = [of_family.node for of_family in plans.values()]
     own = [view.node_ip for view in views if view.node_ip is not None]
@@ -35,13 +25,13 @@ def described(plans: Mapping[Family, Plans], objects: Objects) -> Json:
     cidrs = [cidr for view in views for cidr in view.service_cidrs]
     encoded = [encode_node(name, zone, own, pods)]
     encoded += [encode_service_cidr(cidrs)] if cidrs else []
-    encoded += [encode_service(service) for _, service in sorted(objects.services.items())]
-    encoded += [encode_slice(piece) for piece in objects.slices]
+    encoded += [encode_service(service) for _, service in sorted(services.items())]
+    encoded += [encode_slice(piece) for piece in slices]
     addresses = {address for view in views for address in view.node_port_addresses}
     return {
         "node": {"name": name, "zone": zone, "families": [view.family.label for view in views],
                  "addresses": sorted(map(format_address, addresses)),
-                 "origins": {str(service): origin for service, origin in sorted(objects.origins.items())}},
+                 "origins": {str(service): origin for service, origin in sorted(origins.items())}},
         "objects": encoded,
         "plans": documents(plans),
     }  # fmt: skip

@@ -13,7 +13,7 @@ from kproxy_core.explain.traffic import targets
 from kproxy_core.modes.switch import ModeSwitch, Terms
 from kproxy_core.process.inspection import explaining
 from kproxy_core.process.inspection.previewing import operations
-from kproxy_core.process.inspection.reporting import Objects, described, documents
+from kproxy_core.process.inspection.reporting import described, documents
 from kproxy_core.process.inspection.snapshot import snapshots, take
 from kproxy_core.store.store import Store
 from kproxy_core.sync.loop import Loop
@@ -55,8 +55,10 @@ class Inspection:
                 cases = targets(snapshots(self._loop), service)
                 found = {"targets": explaining.expectations(cases, instance)}
             case {"do": "report"}:
-                plans, objects = self._loop.call(lambda: (take(self._loop), Objects.of(self._store)))
-                found = {**described(plans, objects), **self._about()}
+                store = self._store
+                objects = self._loop.call(lambda: (
+                    take(self._loop), dict(store.services), store.all_slices(), dict(store.origins)))
+                found = {**described(*objects), **self._about()}
             case {"do": "plans"}:
                 found = {"plans": documents(snapshots(self._loop))}
             case _:
