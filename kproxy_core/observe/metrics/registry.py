@@ -25,6 +25,8 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # kube-proxy has no 
 
 _WHOLE_VALUE = re.compile(rb"^([^#].* -?\d+)\.0$", re.MULTILINE)
 """A sample with a whole number. Scripts made for kube-proxy expect it without ``.0``, as Go writes it."""
+_WHOLE_BOUND = re.compile(rb'([{,]le="\d+)\.0"')
+"""The bound of a bucket, likewise: a recording rule or dashboard may select the bucket by this label."""
 
 Collect = Callable[[], Iterable[Sequence[Measurement]]]
 
@@ -89,7 +91,7 @@ def exposition(registry: Collector, accept: str) -> tuple[bytes, str]:
     encode, content_type = choose_encoder(accept)
     if content_type.startswith("application/openmetrics-text"):
         return encode(registry), content_type
-    return _WHOLE_VALUE.sub(rb"\1", encode(_Made(lambda: _go_buckets(registry)))), content_type
+    return _WHOLE_VALUE.sub(rb"\1", _WHOLE_BOUND.sub(rb'\1"', encode(registry))), content_type
 
 
 class _Made(Collector):
@@ -122,18 +124,3 @@ def _counted(registry: Collector) -> Iterator[Metric]:
     registered.add_sample(
         "registered_metrics_total", {"stability_level": "ALPHA", "deprecated_version": ""}, count)
     yield registered
-
-
-def _go_buckets(registry: Collector) -> Iterator[Metric]:
-    """Yield the metrics of *registry* with bucket bounds as Go programs write them: ``1``, not ``1.0``.
-
-    A recording rule or dashboard made for kube-proxy may select a bucket by its label.
-    """
-    for metric in registry.collect():
-        if metric.type == "histogram":
-            metric.samples = [
-                sample._replace(labels={**sample.labels, "le": sample.labels["le"].removesuffix(".0")})
-                if "le" in sample.labels else sample
-                for sample in metric.samples
-            ]
-        yield metric
