@@ -23,11 +23,10 @@ def compare(flags: Flags) -> Found:
     if not OBJECTS & set(flags):
         return send_request({"do": "diff"})
     from kproxy_core.cli.inspection.objects import read_objects
-    from kproxy_core.process.inspection.explaining import compare_with, leftovers
+    from kproxy_core.process.inspection.explaining import compare_all
 
     with read_objects(flags, this_machine=True) as (plans, registry, instance, settings_of, *_):
-        left = leftovers(registry, settings_of, instance.mode)
-        return {"mode": instance.mode, "differences": [*compare_with(plans, instance), *left]}
+        return {"mode": instance.mode, "differences": compare_all(plans, registry, instance, settings_of)}
 
 
 def status_of(found: Found) -> int:

@@ -67,12 +67,25 @@ def caveats_of(case: Case, registry: Registry, instance: BackendInstance) -> lis
     ]
 
 
-def compare_with(plans: Mapping[Family, Plans], instance: BackendInstance) -> list[dict[str, Any]]:
-    """Return the differences between the kernel and *plans*. Raises NoAnswer."""
+def compare_all(
+    plans: Mapping[Family, Plans], registry: Registry, instance: BackendInstance,
+    settings_of: Callable[[str], BackendSettings],
+) -> list[dict[str, Any]]:
+    """Return the differences between the kernel and *plans*, then the leftovers of other modes.
+
+    Raises NoAnswer.
+    """
     found: list[dict[str, Any]] = []
     for family, of_family in plans.items():
         found += compare(instance, packets_to(of_family, list(of_family.plans)))
         found += stale(frontends_of(instance, family), of_family)
+    used = registry.layers(instance.mode)
+    for mode in [description.mode for description in registry.load_all() if description.mode not in used]:
+        found += [
+            {"kind": "leftover", "frontend": f"mode {mode}", "service_port": "", "senders": [],
+             "difference": f"left {line}"}
+            for line in registry.cleanup(mode, settings_of(mode), dry_run=True, own_only=True).removed
+        ]
     return found
 
 
@@ -121,17 +134,3 @@ def _ask(instance: BackendInstance, packets: Sequence[Case], *, live: bool) -> S
         return ()
     with reading(packets[0].question.node.family):
         return instance.explain([case.question for case in packets], live=live)
-
-
-def leftovers(
-    registry: Registry, settings_of: Callable[[str], BackendSettings], serving: str
-) -> list[dict[str, Any]]:
-    """Return what other modes than the *serving* one left in the kernel, as differences."""
-    used = registry.layers(serving)
-    others = [description.mode for description in registry.load_all() if description.mode not in used]
-    return [
-        {"kind": "leftover", "frontend": f"mode {mode}", "service_port": "", "senders": [],
-         "difference": f"left {line}"}
-        for mode in others
-        for line in registry.cleanup(mode, settings_of(mode), dry_run=True, own_only=True).removed
-    ]  # fmt: skip

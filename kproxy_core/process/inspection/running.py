@@ -47,10 +47,8 @@ class Inspection:
             case {"do": "compare", "mode": str(mode)}:
                 found = self._compare(mode)
             case {"do": "diff"}:
-                found = {"differences": [
-                    *explaining.compare_with(snapshots(self._loop), instance),
-                    *explaining.leftovers(self._registry, self._settings_of, instance.mode),
-                ]}
+                found = {"differences": explaining.compare_all(
+                    snapshots(self._loop), self._registry, instance, self._settings_of)}
             case {"do": "targets", "service": str(service)}:
                 cases = targets(snapshots(self._loop), service)
                 found = {"targets": explaining.expectations(cases, instance)}
