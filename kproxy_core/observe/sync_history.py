@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kproxy_core.model.address import Family
 from kproxy_core.sync.observer import Synced, SyncFailure, SyncObserver
 
 log = logging.getLogger("kproxy.run")
@@ -23,7 +22,7 @@ class SyncRecord(NamedTuple):
 
     at: float
     """Seconds since the epoch."""
-    family: Family
+    family: str
     scope: str
     seconds: float
     operations: int
@@ -76,9 +75,10 @@ class SyncHistory(SyncObserver):
             return
         names = tuple(str(step.key) for step in synced.steps[:_NAMED])
         self._kept.append(SyncRecord(
-            self._wall(), synced.family, synced.scope.value, synced.seconds, synced.report.operations,
+            self._wall(), synced.family.label, synced.scope.value, synced.seconds, synced.report.operations,
             len(synced.steps), names, synced.problem))
 
     def sync_failed(self, failure: SyncFailure) -> None:
         self._kept.append(SyncRecord(
-            self._wall(), failure.family, failure.scope.value, failure.seconds, 0, 0, (), str(failure.error)))
+            self._wall(), failure.family.label, failure.scope.value, failure.seconds, 0, 0, (),
+            str(failure.error)))

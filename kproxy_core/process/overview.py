@@ -67,10 +67,7 @@ class Overview:
             "uptime": time.time() - self._about.started, "now": time.time(),
             "healthy": bool(health["healthy"]), "eligible": bool(health.get("nodeEligible", True)),
             "problems": problems, "counted": self._traffic is not None,
-            "syncs": [
-                {**record._asdict(), "family": record.family.label}
-                for record in (self._history.records if self._history is not None else ())
-            ],
+            "syncs": [record._asdict() for record in self._history.records] if self._history else [],
         }  # fmt: skip
 
     def services(
