@@ -28,8 +28,6 @@ _WHOLE_VALUE = re.compile(rb"^([^#].* -?\d+)\.0$", re.MULTILINE)
 _WHOLE_BOUND = re.compile(rb'([{,]le="\d+)\.0"')
 """The bound of a bucket, likewise: a recording rule or dashboard may select the bucket by this label."""
 
-Collect = Callable[[], Iterable[Sequence[Measurement]]]
-
 
 class Metrics:
     """Every metric of one process. Any thread may record and scrape."""
@@ -74,7 +72,7 @@ class Metrics:
         """Count an answer with *status* to *check* (``healthz`` or ``livez``)."""
         self._health_answers[check].labels(str(status)).inc()
 
-    def add_collector(self, collect: Collect) -> None:
+    def add_collector(self, collect: Callable[[], Iterable[Sequence[Measurement]]]) -> None:
         """Add a collector that is called at every scrape."""
         self.registry.register(_Made(lambda: _families(chain(*collect()))))
 
