@@ -114,9 +114,7 @@ class Reflector(Generic[V]):
         while not self._stopping.is_set():
             self._granted = None
             self._replica.abandon_listing()
-            delay = self._attempt()
-            if delay:
-                self._stopping.wait(delay)
+            self._stopping.wait(self._attempt())
         self._requests.disconnect()
 
     def stop(self) -> None:
@@ -172,7 +170,7 @@ class Reflector(Generic[V]):
             return 0.0
         lasted = 0.0 if self._granted is None else self._clock() - self._granted
         if lasted >= STABLE:
-            self._conduct.worked()
+            self._conduct.failures = 0
             if problem is None:
                 return 0.0  # every watch ends some time
         delay = self._backoff.delay(lasted, asked)
@@ -183,17 +181,18 @@ class Reflector(Generic[V]):
     def _report(self, problem: Exception, delay: float, following: bool) -> None:
         """Log *problem*, but not a watch that broke once: it is resumed at once, or fails with a reason."""
         self._requests.disconnect()
-        failures = self._conduct.failed()
+        self._conduct.failures += 1
         text = str(problem) or type(problem).__name__
         if self._is_missing(problem):
             self._trouble.not_served(self._resource.plural, text)
-        elif not following or failures > 1:
+        elif not following or self._conduct.failures > 1:
             self._trouble.failed(self._resource.plural, text, delay)
 
     def _take_refusal(self, refused: Refusal) -> float:
         """Prepare the next attempt after *refused*. Return the seconds that the server asks to wait."""
-        if self._conduct.answered():
+        if not self._conduct.answers:
             self._backoff.hasten()
+        self._conduct.answers = True
         if refused.code == 401:
             self._renew_access(partial(self._requests.renew, refused))
         elif self._is_missing(refused):
@@ -204,12 +203,13 @@ class Reflector(Generic[V]):
 
     def _take_failure(self, error: Exception, start: Start) -> None:
         """Prepare the next attempt after *error*, which is no answer."""
-        self._conduct.did_not_answer()
+        self._conduct.answers = False
         if isinstance(error, TooLarge):
             self._page = max(1, self._page // 8)
-        if (start is Start.RESUME and self._granted is not None and isinstance(error, TimeoutError)
-                and self._conduct.was_silent()):
-            self._lose_history("a server that announced newer versions announces none since this one")
+        if start is Start.RESUME and self._granted is not None and isinstance(error, TimeoutError):
+            self._conduct.silences += 1
+            if self._conduct.hides_history:
+                self._lose_history("a server that announced newer versions announces none since this one")
         self._renew_access(partial(self._requests.renew, error))
 
     def _is_missing(self, problem: Exception) -> bool:
@@ -219,7 +219,7 @@ class Reflector(Generic[V]):
 
     def _lose_history(self, reason: str) -> None:
         self._list_again()
-        self._conduct.history_replaced()
+        self._conduct.forget_history()
         log.info("listing again", extra=self._fields(reason=reason))
 
     def _renew_access(self, renew: Callable[[], None]) -> None:
@@ -274,7 +274,7 @@ class Reflector(Generic[V]):
             data = response.read()
             if not data:
                 return
-            self._conduct.sent_bytes()
+            self._conduct.silences = 0
             events: list[Event] = []
             try:
                 for encoded in stream.feed(data):
@@ -309,7 +309,7 @@ class Reflector(Generic[V]):
                 self._resume_after(seen.resource_version)
         elif seen.resource_version:
             if seen.type == "BOOKMARK" and seen.resource_version != self._version:
-                self._conduct.announced_progress()
+                self._conduct.announces_progress = True
             self._resume_after(seen.resource_version)
 
     def _target(self, query: dict[str, str]) -> str:
