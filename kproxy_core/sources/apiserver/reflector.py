@@ -9,7 +9,7 @@ import logging
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 from urllib.parse import urlencode
 
 from kproxy_core.apiclient.access import AccessError
@@ -25,8 +25,6 @@ from kproxy_core.store.events import BadObject, Emit, Event, limit_complaints
 from kproxy_core.timing.backoff import STABLE, Backoff
 
 log = logging.getLogger("kproxy.sources")
-
-V = TypeVar("V", bound=Event)
 
 WATCH_SECONDS = 300
 """Seconds that a watch is asked to last, up to twice as long by chance (as client-go's)."""
@@ -80,7 +78,7 @@ class Phase(enum.Enum):
     """A watch delivers changes."""
 
 
-class Reflector(Generic[V]):
+class Reflector:
     """The work of one thread: follow one kind and pass its events to *emit* until it is stopped.
 
     *selectors*: labelSelector and fieldSelector. *trouble* is shared by all kinds. *clock*: monotonic
@@ -88,7 +86,7 @@ class Reflector(Generic[V]):
     """
 
     def __init__(
-        self, resource: Resource[Any, V], selectors: dict[str, str], requests: ApiRequests, emit: Emit,
+        self, resource: Resource[Any, Any], selectors: dict[str, str], requests: ApiRequests, emit: Emit,
         trouble: Trouble, clock: Callable[[], float], chance: Callable[[], float],
     ) -> None:
         self._resource = resource
@@ -283,10 +281,10 @@ class Reflector(Generic[V]):
             finally:
                 self._deliver(events)
 
-    def _decoder(self, is_protobuf: bool) -> Decoder[V]:
+    def _decoder(self, is_protobuf: bool) -> Decoder[Any]:
         return self._resource.protobuf if is_protobuf else self._resource
 
-    def _take_event(self, decoder: Decoder[V], data: bytes, events: list[Event]) -> None:
+    def _take_event(self, decoder: Decoder[Any], data: bytes, events: list[Event]) -> None:
         """Add to *events* those of one event of a watch. Raises HistoryLost, Refusal."""
         try:
             seen = decoder.watch_event(data)

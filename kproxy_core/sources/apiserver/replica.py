@@ -1,22 +1,20 @@
 """The objects of one kind that were delivered, and the events that keep a store equal to the server."""
 
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from kproxy_core.objects.decode import Name, Resource
 from kproxy_core.objects.reading import Reading
 from kproxy_core.store.events import Complete, Event
 
-V = TypeVar("V", bound=Event)
 
-
-class Replica(Generic[V]):
+class Replica:
     """Names of the objects that a store has of one kind.
 
     While everything is listed again, it also knows the objects that have not been listed yet: those left
     at the end of the list were deleted.
     """
 
-    def __init__(self, resource: Resource[Any, V]) -> None:
+    def __init__(self, resource: Resource[Any, Any]) -> None:
         self._resource = resource
         self._known: set[Name] = set()
         self._unseen: set[Name] | None = None
@@ -34,7 +32,7 @@ class Replica(Generic[V]):
         """Keep everything: objects that were not listed may still exist."""
         self._unseen = None
 
-    def set(self, reading: Reading[V], events: list[Event]) -> None:
+    def set(self, reading: Reading[Any], events: list[Event]) -> None:
         """Add to *events* those for an object that exists."""
         name = reading.name
         if name is not None:

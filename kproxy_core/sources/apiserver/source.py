@@ -51,7 +51,7 @@ class KubernetesSource:
         self._node_name = node_name
         self._clock = clock
         self._chance = chance
-        self._reflectors: list[Reflector[Any]] = []
+        self._reflectors: list[Reflector] = []
         self._threads: list[threading.Thread] = []
 
     def start(self, emit: Emit) -> None:
