@@ -9,31 +9,30 @@ _HEADER = 4
 class Frames:
     """Cuts a stream into the bodies of its frames.
 
-    Skips empty frames, and skips and counts frames of more than *limit* bytes, holding none of their bytes.
+    Skips empty frames, and frames of more than *limit* bytes, holding none of their bytes.
     """
 
-    __slots__ = ("_held", "_limit", "_skip", "_too_long")
+    __slots__ = ("_held", "_limit", "_skip")
 
     def __init__(self, limit: int = MAX_LINE) -> None:
-        self._too_long = 0
         self._limit = limit
         self._held = bytearray()
         self._skip = 0
         """Bytes left of a frame that is too long."""
 
-    def feed(self, data: bytes) -> list[bytes]:
-        """Return the frames that end in *data*, the next bytes of the stream."""
+    def feed(self, data: bytes) -> list[bytes | None]:
+        """Return the frames that end in *data*, the next of the stream; None: it is too long."""
         skipped = min(self._skip, len(data))
         self._skip -= skipped
         held = self._held
         held += data[skipped:]
-        frames: list[bytes] = []
+        frames: list[bytes | None] = []
         start = 0
         while len(held) >= (body := start + _HEADER):
             size = int.from_bytes(held[start:body], "big")
             end = body + size
             if size > self._limit:
-                self._too_long += 1
+                frames.append(None)
                 self._skip = max(end - len(held), 0)
             elif end > len(held):
                 break
@@ -42,8 +41,3 @@ class Frames:
             start = end
         del held[:start]
         return frames
-
-    def take_too_long(self) -> int:
-        """Return and reset the number of skipped frames that were longer than the limit."""
-        count, self._too_long = self._too_long, 0
-        return count

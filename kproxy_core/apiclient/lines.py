@@ -9,21 +9,21 @@ MAX_LINE = 4 << 20
 class Lines:
     """Cuts a stream into lines with their ends.
 
-    Skips empty lines, and skips and counts lines of more than *limit* bytes, besides their ends.
+    Skips empty lines, and lines of more than *limit* bytes besides their ends.
     """
 
-    __slots__ = ("_held", "_limit", "_size", "_skipping", "_too_long")
+    __slots__ = ("_held", "_limit", "_size", "_skipping")
 
     def __init__(self, limit: int = MAX_LINE) -> None:
-        self._too_long = 0
         self._limit = limit
         self._held: list[bytes] = []
         self._size = 0
         self._skipping = False
 
-    def feed(self, data: bytes) -> list[bytes]:
-        """Return the lines that end in *data*, the next bytes of the stream."""
+    def feed(self, data: bytes) -> list[bytes | None]:
+        """Return the lines that end in *data*, the next of the stream; None: it is too long."""
         lines = BytesIO(data).readlines()  # split() compares each byte, this calls memchr
+        found: list[bytes | None] = []
         rest = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
         if lines:
             if self._skipping:
@@ -32,19 +32,12 @@ class Lines:
             elif self._held:
                 lines[0] = b"".join([*self._held, lines[0]])
             self._held, self._size = [], 0
-            whole = [line for line in lines if line != b"\n"]
-            lines = [line for line in whole if len(line) <= self._limit + 1]
-            self._too_long += len(whole) - len(lines)
+            found += [line if len(line) <= self._limit + 1 else None for line in lines if line != b"\n"]
         if rest and not self._skipping:
             self._held.append(rest)
             self._size += len(rest)
             if self._size > self._limit:
                 self._held, self._size = [], 0
                 self._skipping = True
-                self._too_long += 1
-        return lines
-
-    def take_too_long(self) -> int:
-        """Return and reset the number of skipped lines that were longer than the limit."""
-        count, self._too_long = self._too_long, 0
-        return count
+                found.append(None)
+        return found

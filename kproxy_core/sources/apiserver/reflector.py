@@ -276,8 +276,10 @@ class Reflector:
             events: list[Event] = []
             try:
                 for encoded in stream.feed(data):
-                    self._take_event(decoder, encoded, events)
-                events += [self._bad_event(f"longer than {MAX_LINE} bytes")] * stream.take_too_long()
+                    if encoded is None:
+                        events.append(self._bad_event(f"longer than {MAX_LINE} bytes"))
+                    else:
+                        self._take_event(decoder, encoded, events)
             finally:
                 self._deliver(events)
 
