@@ -4,7 +4,6 @@ import threading
 from collections.abc import Callable
 from email.utils import parsedate_to_datetime
 from ssl import SSLError
-from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -43,12 +42,6 @@ class Refusal(Exception):
 
 class HistoryLost(Exception):
     """The watch can't be resumed; everything has to be listed again."""
-
-
-class Body(NamedTuple):
-    data: bytes
-    is_protobuf: bool
-    """JSON otherwise."""
 
 
 class ApiRequest(Struct, frozen=True):
@@ -93,8 +86,8 @@ class ApiRequests:
         self._access = access.now
         self._transport = Transport(self._access)
 
-    def list(self, target: str, first: bool) -> Body:
-        """Return a page of a list. Only the *first* waits for the rate limit.
+    def list(self, target: str, first: bool) -> tuple[bytes, bool]:
+        """Return a page of a list, and whether it is protobuf. Only the *first* waits for the rate limit.
 
         Raises Refusal, HistoryLost, OSError, ProtocolError, TooLarge.
         """
@@ -110,7 +103,7 @@ class ApiRequests:
             self._observe(ApiRequest(self._access.authority, code, waited, self._clock() - started, received))
         if response.status != 200:
             raise _refused(response, data)
-        return Body(data, response.is_protobuf)
+        return data, response.is_protobuf
 
     def watch(self, target: str) -> Response:
         """Return a watch that was granted. Raises as `list` does."""
