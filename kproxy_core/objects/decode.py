@@ -137,42 +137,38 @@ class Decoder(Protocol[V]):
         """Read one event of a WATCH. Raises Malformed if it is none."""
 
 
-class Resource(Generic[W, V]):
+class Resource(Struct, Generic[W, V], frozen=True, eq=False, dict=True):
     """One kind of API object: its place in the API, how to decode it, and the events that follow from it."""
 
-    def __init__(
-        self, kind: str, api_version: str, plural: str, struct: type[W], read: Callable[[W], Reading[V]],
-        gone: Callable[[str, str], events.Event] | None = None, *,
-        namespaced: bool = True, optional: bool = False,
-    ) -> None:
-        """*gone* makes the event for an object that was deleted or became useless, from namespace and name;
-        None: no such event exists.
+    kind: str
+    api_version: str
+    plural: str
+    struct: type[W]
+    read: Callable[[W], Reading[V]]
+    make_gone: Callable[[str, str], events.Event] | None = None
+    """Makes the event for an object that was deleted or became useless, from namespace and name; None: no
+    such event exists."""
+    namespaced: bool = True
+    optional: bool = False
+    """Older servers do not have this kind, and older roles do not allow to read it."""
 
-        *optional*: older servers do not have this kind, and older roles do not allow to read it.
-        """
-        self.kind = kind
-        self.api_version = api_version
-        self.plural = plural
-        self.namespaced = namespaced
-        self.optional = optional
-        self.path = f"/{'apis' if '/' in api_version else 'api'}/{api_version}/{plural}"
-        self.read = read
-        self._gone = gone
-        self._struct = struct
+    @property
+    def path(self) -> str:
+        return f"/{'apis' if '/' in self.api_version else 'api'}/{self.api_version}/{self.plural}"
 
     # Made when they are first needed: a start needs a decoder of lines for each kind, and no other.
 
     @cached_property
     def _decode(self) -> Callable[[bytes | Raw], W]:
-        return msgspec.json.Decoder(self._struct).decode
+        return msgspec.json.Decoder(self.struct).decode
 
     @cached_property
     def _decode_list(self) -> Callable[[bytes], _List[W]]:
-        return msgspec.json.Decoder(_List[self._struct]).decode  # type: ignore[name-defined]
+        return msgspec.json.Decoder(_List[self.struct]).decode  # type: ignore[name-defined]
 
     @cached_property
     def _decode_line(self) -> Callable[[bytes], _Line[W]]:
-        return msgspec.json.Decoder(_Line[self._struct]).decode  # type: ignore[name-defined]
+        return msgspec.json.Decoder(_Line[self.struct]).decode  # type: ignore[name-defined]
 
     @cached_property
     def protobuf(self) -> "ProtobufDecoder[W, V]":
@@ -183,8 +179,8 @@ class Resource(Generic[W, V]):
 
     def gone(self, name: Name) -> events.Event:
         """Return the event for the object *name* that was deleted or can no longer be used."""
-        assert self._gone is not None
-        return self._gone(*name)
+        assert self.make_gone is not None
+        return self.make_gone(*name)
 
     def from_json(self, data: bytes | Raw) -> Reading[V]:
         if len(data) > MAX_OBJECT_BYTES:
@@ -210,13 +206,11 @@ class Resource(Generic[W, V]):
         return _page(page.metadata, [self.from_json(item) for item in page.items or ()])
 
     def watch_event(self, data: bytes) -> WatchEvent[V]:
-        if len(data) > MAX_OBJECT_BYTES:
-            return self._watch_event_by_part(data)
         try:
-            line = self._decode_line(data)
+            line = self._decode_line(data) if len(data) <= MAX_OBJECT_BYTES else None
         except UNDECODABLE:
-            return self._watch_event_by_part(data)
-        if line.type == "ERROR":
+            line = None
+        if line is None or line.type == "ERROR":
             return self._watch_event_by_part(data)
         meta = line.object.metadata
         if line.type == "BOOKMARK":
