@@ -17,13 +17,7 @@ from kproxy_core.objects.slice import read_endpoint
 
 T = TypeVar("T")
 
-_parse_conditions = parser("Conditions")
-_parse_endpoint = parser("Endpoint")
-_parse_hints = parser("Hints")
-_parse_service_status = parser("ServiceStatus")
-_parse_service_port = parser("ServicePort")
-_parse_slice_port = parser("SlicePort")
-_parse_type_meta = parser("TypeMeta")
+_parse_endpoint = parser("Endpoint")  # not looked up each time: most messages are endpoints
 
 
 def to_service(message: Any) -> wire.Service:
@@ -114,7 +108,7 @@ def _shared(size: int, count: int) -> Callable[[Callable[[bytes], T]], Callable[
 @_shared(256, 64)
 def type_meta(raw: bytes) -> tuple[str, str]:
     """Return kind and API version."""
-    message = _parse_type_meta(raw)
+    message = parser("TypeMeta")(raw)
     return message.kind, message.api_version
 
 
@@ -130,7 +124,7 @@ def _endpoint(raw: bytes) -> wire.Endpoint | Endpoint:
 
 @_shared(256, 1024)
 def _conditions(raw: bytes) -> wire.Conditions:
-    message = _parse_conditions(raw)
+    message = parser("Conditions")(raw)
     return wire.Conditions(*[
         getattr(message, name) if message.HasField(name) else None
         for name in ("ready", "serving", "terminating")])
@@ -138,14 +132,14 @@ def _conditions(raw: bytes) -> wire.Conditions:
 
 @_shared(256, 1024)
 def _hints(raw: bytes) -> wire.Hints:
-    message = _parse_hints(raw)
+    message = parser("Hints")(raw)
     return wire.Hints([wire.Hint(hint.name) for hint in message.for_zones],
                       [wire.Hint(hint.name) for hint in message.for_nodes])
 
 
 @_shared(256, 1024)
 def _service_port(raw: bytes) -> wire.ServicePort:
-    message = _parse_service_port(raw)
+    message = parser("ServicePort")(raw)
     return wire.ServicePort(message.name, message.protocol, message.port, message.node_port)
 
 
@@ -153,10 +147,10 @@ def _service_port(raw: bytes) -> wire.ServicePort:
 def _service_status(raw: bytes) -> wire.ServiceStatus:
     return wire.ServiceStatus(wire.LoadBalancer([
         wire.Ingress(entry.ip, entry.ip_mode if entry.HasField("ip_mode") else None)
-        for entry in _parse_service_status(raw).load_balancer.ingress]))
+        for entry in parser("ServiceStatus")(raw).load_balancer.ingress]))
 
 
 @_shared(256, 1024)
 def _slice_port(raw: bytes) -> wire.SlicePort:
-    message = _parse_slice_port(raw)
+    message = parser("SlicePort")(raw)
     return wire.SlicePort(message.name, message.protocol, message.port)

@@ -30,14 +30,6 @@ _CONVERT: dict[str, Callable[[Any], Any]] = {
 
 _INVALID = "is not a valid protobuf message"
 
-_parse_list = parser("List")
-_parse_unknown = parser("Unknown")
-_parse_watch_event = parser("WatchEvent")
-_parse_object = parser("Object")
-_parse_identified = parser("Identified")
-_parse_versioned = parser("Versioned")
-_parse_status = parser("Status")
-
 
 class ProtobufDecoder(Generic[W, V]):
     """Decodes objects of one kind from protobuf, as their `Resource` does from JSON."""
@@ -49,7 +41,7 @@ class ProtobufDecoder(Generic[W, V]):
 
     def page(self, data: bytes) -> decode.Page[V]:
         try:
-            page = _parse_list(_opened(data, f"{self._resource.kind}List", self._resource.api_version))
+            page = parser("List")(_opened(data, f"{self._resource.kind}List", self._resource.api_version))
         except DecodeError as error:
             raise decode.Malformed(_INVALID) from error
         meta = page.metadata
@@ -58,18 +50,18 @@ class ProtobufDecoder(Generic[W, V]):
 
     def watch_event(self, data: bytes) -> decode.WatchEvent[V]:
         try:
-            event = _parse_watch_event(data)
+            event = parser("WatchEvent")(data)
             kind, content = event.type, event.object.raw
             if kind == "ERROR":
                 return decode.WatchEvent(kind, "", status=read_status(content))
             raw = _opened(content, self._resource.kind, self._resource.api_version)
             if kind == "BOOKMARK":
-                return decode.bookmark(convert.to_meta(_parse_object(raw).metadata))
+                return decode.bookmark(convert.to_meta(parser("Object")(raw).metadata))
             if len(raw) <= decode.MAX_OBJECT_BYTES:
                 with suppress(DecodeError):
                     found = self._parse(raw)
                     return decode.WatchEvent(kind, found.metadata.resource_version, self._read(found, raw))
-            version = _parse_versioned(raw).metadata.resource_version
+            version = parser("Versioned")(raw).metadata.resource_version
             return decode.WatchEvent(kind, version, self._reading(raw))
         except DecodeError as error:
             raise decode.Malformed(_INVALID) from error
@@ -92,7 +84,7 @@ class ProtobufDecoder(Generic[W, V]):
     def _refused(self, problem: str, raw: bytes) -> Reading[V]:
         """Return the refusal of an object that can't be parsed, with its name if that can be."""
         try:
-            meta = _parse_identified(raw).metadata
+            meta = parser("Identified")(raw).metadata
             name, namespace = meta.name, meta.namespace
         except DecodeError:
             name = namespace = None
@@ -102,7 +94,7 @@ class ProtobufDecoder(Generic[W, V]):
 def read_status(data: bytes) -> decode.Status:
     """Read a Status in its envelope. Raises Malformed."""
     try:
-        status = _parse_status(_opened(data, "Status", "v1"))
+        status = parser("Status")(_opened(data, "Status", "v1"))
     except DecodeError as error:
         raise decode.Malformed(_INVALID) from error
     return decode.Status(status.code, status.reason, status.message,
@@ -113,7 +105,7 @@ def _opened(data: bytes, kind: str, api_version: str) -> bytes:
     """Return the bytes of the object in an envelope. Raises Malformed, DecodeError."""
     if not data.startswith(MAGIC):
         raise decode.Malformed("no protobuf of Kubernetes: it does not begin with its magic bytes")
-    envelope = _parse_unknown(memoryview(data)[len(MAGIC):])
+    envelope = parser("Unknown")(memoryview(data)[len(MAGIC):])
     found = convert.type_meta(envelope.type_meta)
     if found != (kind, api_version):
         raise decode.Malformed(f"{shown(found[1])} {shown(found[0])} instead of {api_version} {kind}")

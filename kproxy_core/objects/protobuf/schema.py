@@ -6,6 +6,7 @@ and runtime. Field names are those of `objects.wire`. Two types differ: ``map`` 
 thousands of objects.
 """
 
+from functools import cache
 from typing import Any
 
 from google.protobuf.descriptor_pb2 import (
@@ -114,6 +115,7 @@ _pool = DescriptorPool()
 _pool.AddSerializedFile(_described())
 
 
+@cache
 def parser(name: str) -> Any:
     """Return the function that parses bytes as the message *name*. It raises DecodeError."""
     return GetMessageClass(_pool.FindMessageTypeByName(f"{_PACKAGE}.{name}")).FromString
