@@ -1,7 +1,7 @@
 """The merge of flags and file into one document. Messages name the flag that set a field."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 from msgspec import Struct, field
@@ -84,27 +84,18 @@ def _take_ports(merged: Merged, flags: Flags) -> None:
             merged.problems.append(Problem(option, text, "the metrics server cannot be disabled"))
 
 
-_Struct = TypeVar("_Struct", bound=msgspec.Struct)
-
-
-def _with(section: _Struct, path: list[str], text: str) -> _Struct:
+def _with(section: Any, path: list[str], text: str) -> Any:
     """Return *section* with the field at *path*, in the spelling of the file, parsed from *text*.
 
-    Raises ValueError.
+    In a mapping, whose values have no types, *text* is the value. Raises ValueError.
     """
-    found = next(f for f in msgspec.structs.fields(section) if f.encode_name == path[0])
+    name, *rest = path
+    if isinstance(section, dict):
+        return section | {name: _with(section.get(name, {}), rest, text) if rest else text}
+    found = next(f for f in msgspec.structs.fields(section) if f.encode_name == name)
     before = getattr(section, found.name)
-    if isinstance(before, dict) and path[1:]:
-        value: object = _with_key(before, path[1:], text)
-    else:
-        value = _with(before, path[1:], text) if path[1:] else _value(found, text, before)
+    value = _with(before, rest, text) if rest else _value(found, text, before)
     return msgspec.structs.replace(section, **{found.name: value})
-
-
-def _with_key(mapping: Mapping[str, Any], path: list[str], text: str) -> dict[str, Any]:
-    """Return the untyped *mapping* with the value at *path* set to *text*."""
-    key, rest = path[0], path[1:]
-    return {**mapping, key: _with_key(mapping.get(key, {}), rest, text) if rest else text}
 
 
 def _value(found: msgspec.structs.FieldInfo, text: str, before: object) -> object:
