@@ -56,8 +56,6 @@ NO_EFFECT = {
 OUTSIDE_SECTIONS = {"userspace": ("bindAddress", "portRange")}
 """By mode, the fields outside of its section that are options of this mode (kube-proxy 1.25)."""
 
-_ONLY_FOR = {"portRange": "userspace"}
-
 _PREVIOUS_MINOR = "1.35"
 
 
@@ -73,9 +71,8 @@ def notices_about(document: KubeProxyConfiguration) -> Iterator[tuple[str, str]]
     for path, reason in NO_EFFECT.items():
         if field_at(document, path) != field_at(_DEFAULT, path):
             yield path, reason
-    for path, mode in _ONLY_FOR.items():
-        if document.mode != mode and field_at(document, path) != field_at(_DEFAULT, path):
-            yield path, f"it is for mode {mode}"
+    if document.port_range and document.mode != "userspace":
+        yield "portRange", "it is for mode userspace"
     for name, value in sorted(document.feature_gates.items()):
         gate = FEATURE_GATES.get(name)
         if gate is None and name not in _STAGES:
