@@ -181,22 +181,22 @@ def spared_by_cleanup(flags: Flags) -> tuple[str, ...]:
 
 def version_told(given: str) -> str:
     """Return the output of ``--version=given``; "": none, run the proxy. Raises ValueError."""
-    if given == "raw":
-        import platform
-
-        from kproxy_core.config.release import named
-
-        return (f"{named(__version__)}, as kube-proxy 1.36, configuration kubeproxy.config.k8s.io/v1alpha1, "
-                f"Python {platform.python_version()}, {platform.system()} {platform.release()} "
-                f"{platform.machine()}")
     if given.startswith("v"):
         import re
 
         if re.fullmatch(r"v\d+\.\d+\.\d+([-+][0-9A-Za-z.+-]+)?", given, re.ASCII):
             return ""
         raise ValueError("must be true, false, raw or a version such as v1.36.2")
-    if not truth(given):
+    if given != "raw" and not truth(given):
         return ""
-    from kproxy_core.config.release import named
+    from kproxy_core.config.release import commit
 
-    return named(__version__)
+    found = commit()
+    version = f"kproxy {__version__} (commit {found})" if found else f"kproxy {__version__}"
+    if given != "raw":
+        return version
+    import platform
+
+    return (f"{version}, as kube-proxy 1.36, configuration kubeproxy.config.k8s.io/v1alpha1, "
+            f"Python {platform.python_version()}, {platform.system()} {platform.release()} "
+            f"{platform.machine()}")

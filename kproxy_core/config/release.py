@@ -8,11 +8,6 @@ _RECORDED = _PACKAGE / "COMMIT"
 _SHOWN = 12
 
 
-def named(version: str) -> str:
-    found = commit()
-    return f"kproxy {version} (commit {found})" if found else f"kproxy {version}"
-
-
 def commit() -> str:
     """Return the abbreviated commit, from the file COMMIT or from the checkout; "" if neither exists."""
     for read in (_recorded, _of_checkout):
