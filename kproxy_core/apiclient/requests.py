@@ -11,7 +11,7 @@ from msgspec import Struct
 from kproxy_core.apiclient.access import CurrentAccess
 from kproxy_core.apiclient.transport import Response, Transport
 from kproxy_core.apiclient.wire import Aborted
-from kproxy_core.objects.decode import UNDECODABLE, Status
+from kproxy_core.objects.decode import UNDECODABLE, Malformed, Status
 from kproxy_core.objects.reading import shown
 from kproxy_core.timing.token_bucket import TokenBucket
 
@@ -171,7 +171,7 @@ def _refused(response: Response, body: bytes) -> Exception:
         from kproxy_core.objects.protobuf.decode import read_status
     try:
         said = read_status(body) if response.is_protobuf else _decode_status(body)
-    except UNDECODABLE:
+    except (*UNDECODABLE, Malformed):
         said = Status()
     status = Status(response.status, said.reason, said.message, said.details)
     return refusal(status, _retry_after(response))

@@ -45,7 +45,7 @@ MAX_OBJECT_BYTES = 3 << 20
 """Size in bytes of the largest object that an API server accepts; larger ones are not decoded."""
 
 
-class Malformed(ValueError):
+class Malformed(Exception):
     """Neither JSON nor protobuf, or not of the shape that the API promises for a list or a watch event."""
 
 

@@ -82,8 +82,6 @@ def _read(name: str, data: bytes, where: str) -> Manifest:
         try:
             _collect(manifest, where, data.removeprefix(BOM_UTF8))
             return manifest
-        except decode.Malformed:
-            raise
         except decode.UNDECODABLE as error:
             if is_json:
                 raise decode.Malformed(f"is not a JSON object: {decode.explained(error).problem}") from error
@@ -101,8 +99,6 @@ def _read(name: str, data: bytes, where: str) -> Manifest:
 def _collect_value(manifest: Manifest, where: str, value: object) -> None:
     try:
         _collect(manifest, where, msgspec.json.encode(value))
-    except decode.Malformed:
-        raise
     except decode.UNDECODABLE as error:
         manifest._complain("object", where, "", decode.explained(error).problem)
 
@@ -145,8 +141,6 @@ def _collect_items(
                 _collect(manifest, place, item, lists)
             else:
                 manifest._add(place, resource, item)
-        except decode.Malformed:
-            raise
         except decode.UNDECODABLE as error:
             manifest._complain("object", place, "", decode.explained(error).problem)
     return None
