@@ -4,7 +4,7 @@ import os
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
@@ -38,9 +38,9 @@ class Access(Loaded, frozen=True, kw_only=True):
         """``host:port`` of the proxy, without its password; "": none."""
         return urlsplit(self.proxy).netloc.rpartition("@")[2]
 
-    def is_outdated(self, wall: float) -> bool:
-        """Return whether a file was replaced, or the credentials expired before *wall* (epoch seconds)."""
-        if self.expires is not None and self.expires <= wall:
+    def is_outdated(self) -> bool:
+        """Return whether a file was replaced, or the credentials expired."""
+        if self.expires is not None and self.expires <= time.time():
             return True
         return any(stamp(path) not in (known, None) for path, known in self.files)
 
@@ -157,16 +157,10 @@ def _in_memory(data: str) -> Iterator[str]:
 
 
 class CurrentAccess:
-    """The access in use, shared by the threads that talk to one API server, and loaded when first needed.
+    """The access in use, shared by the threads that talk to one API server, and loaded when first needed."""
 
-    *wall*: seconds since the epoch, the clock of the credentials' expiry.
-    """
-
-    def __init__(
-        self, master: str | None, kubeconfig: str | None, wall: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, master: str | None, kubeconfig: str | None) -> None:
         self._options = master, kubeconfig
-        self._wall = wall
         self._lock = threading.Lock()
         self._load: AccessLoad | None = None
         self._now: Access | None = None
@@ -187,7 +181,7 @@ class CurrentAccess:
     def renew(self, refused: Access) -> None:
         """Load the options again if that may replace *refused* credentials. AccessError changes nothing."""
         with self._lock:
-            if self._now is refused and (refused.generated or refused.is_outdated(self._wall())):
+            if self._now is refused and (refused.generated or refused.is_outdated()):
                 self._now = load_access(*self._options)
 
     def keep_up(self) -> None:
@@ -196,5 +190,5 @@ class CurrentAccess:
         Raises AccessError, having changed nothing.
         """
         known = self.now
-        if known.is_outdated(self._wall()):
+        if known.is_outdated():
             self.renew(known)

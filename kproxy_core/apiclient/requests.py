@@ -1,6 +1,7 @@
 """The requests of one thread to the API server: granted, or refused with a typed reason."""
 
 import threading
+import time
 from collections.abc import Callable
 from email.utils import parsedate_to_datetime
 from ssl import SSLError
@@ -69,18 +70,13 @@ Observe = Callable[[ApiRequest], None]
 class ApiRequests:
     """Requests to the API server with the current credentials, on a connection that is kept.
 
-    *clock*: monotonic seconds. *accept*: the Accept header. Used by one thread; only `abort` may be called by
-    another.
+    *accept*: the Accept header. Used by one thread; only `abort` may be called by another.
     """
 
-    def __init__(
-        self, access: CurrentAccess, rate: TokenBucket, observe: Observe, clock: Callable[[], float],
-        accept: str,
-    ) -> None:
+    def __init__(self, access: CurrentAccess, rate: TokenBucket, observe: Observe, accept: str) -> None:
         self._current = access
         self._rate = rate
         self._observe = observe
-        self._clock = clock
         self._accept = accept
         self._stopping = threading.Event()
         self._access = access.now
@@ -93,14 +89,15 @@ class ApiRequests:
         """
         # The pages after the first are one request in all but name: kube-proxy asks for all at once.
         waited = self._wait_for_turn() if first else 0.0
-        started, code, received = self._clock(), "<error>", None
+        started, code, received = time.monotonic(), "<error>", None
         try:
             response = self._transport.get(
                 target, SILENCE, accept=self._accept, compressed=True, allowance=ALLOWANCE)
             data = response.read_all(MAX_PAGE if response.status == 200 else MAX_REFUSAL)
             code, received = str(response.status), len(data)
         finally:
-            self._observe(ApiRequest(self._access.authority, code, waited, self._clock() - started, received))
+            seconds = time.monotonic() - started
+            self._observe(ApiRequest(self._access.authority, code, waited, seconds, received))
         if response.status != 200:
             raise _refused(response, data)
         return data, response.is_protobuf
@@ -108,12 +105,13 @@ class ApiRequests:
     def watch(self, target: str) -> Response:
         """Return a watch that was granted. Raises as `list` does."""
         waited, code = self._wait_for_turn(), "<error>"
-        started = self._clock()
+        started = time.monotonic()
         try:
             response = self._transport.get(target, SILENCE, accept=self._accept, allowance=ALLOWANCE)
             code = str(response.status)
         finally:
-            self._observe(ApiRequest(self._access.authority, code, waited, self._clock() - started, None))
+            seconds = time.monotonic() - started
+            self._observe(ApiRequest(self._access.authority, code, waited, seconds, None))
         if response.status != 200:
             raise _refused(response, response.read_all(MAX_REFUSAL))
         return response
@@ -156,7 +154,7 @@ class ApiRequests:
             self._transport.abort()
 
     def _wait_for_turn(self) -> float:
-        delay = self._rate.reserve(self._clock())
+        delay = self._rate.reserve(time.monotonic())
         if delay and self._stopping.wait(delay):
             raise Aborted("closed from this side")
         return delay

@@ -36,10 +36,8 @@ PEER_TIMEOUT = KEEPALIVE_IDLE + KEEPALIVE_INTERVAL * KEEPALIVE_PROBES
 SLOWEST = 16 << 10
 """Bytes a second that a list has to arrive with in the long run."""
 
-SocketOptions = list[tuple[int, int, int]]
 
-
-def socket_options() -> SocketOptions:
+def socket_options() -> list[tuple[int, int, int]]:
     return [
         (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -81,14 +79,14 @@ class Wire:
 
     # -- opening and ending
 
-    def open(self, host: str, port: int, options: SocketOptions) -> socket.socket:
+    def open(self, host: str, port: int) -> socket.socket:
         """Return a socket connected to the first address of *host* that accepts. Raises OSError."""
         problem: OSError = OSError(f"{host} has no address")
         name = host.encode("ascii")  # urllib3 made it ASCII; for text, the codec idna would be imported
         for family, kind, protocol, _, address in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM):
             plain = socket.socket(family, kind, protocol)
             try:
-                for option in options:
+                for option in socket_options():
                     plain.setsockopt(*option)
                 self._connect(plain, address)
                 return plain
@@ -253,7 +251,7 @@ def on_wire(base: type[HTTPConnection], wire: Wire) -> type[HTTPConnection]:
                 made: socket.socket = super()._new_conn()
             else:
                 try:
-                    made = wire.open(self._dns_host.strip("[]"), self.port, socket_options())
+                    made = wire.open(self._dns_host.strip("[]"), self.port)
                 except OSError as error:
                     # urllib3 takes a bare ConnectionResetError for one of a connection that was made.
                     raise NewConnectionError(self, str(error)) from error

@@ -65,7 +65,7 @@ class _Requests(ApiRequests):
     """Requests that note when everything is asked for."""
 
     def __init__(self, access: CurrentAccess, times: list[float]) -> None:
-        super().__init__(access, TokenBucket(0.0, 10), lambda request: None, time.monotonic, JSON)
+        super().__init__(access, TokenBucket(0.0, 10), lambda request: None, JSON)
         self._times = times
 
     def watch(self, target: str) -> Response:
@@ -84,7 +84,7 @@ def _followed(away: float) -> list[float]:
     times: list[float] = []
     reflectors = [
         Reflector(ENDPOINT_SLICES, {}, _Requests(access, times), lambda events: None, Trouble(),
-                  time.monotonic, random.random)
+                  random.random)
         for _ in range(CLIENTS)
     ]  # fmt: skip
     for reflector in reflectors:

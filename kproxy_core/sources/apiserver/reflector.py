@@ -7,6 +7,7 @@ can't be resumed, everything is listed again, and objects that are missing then 
 import enum
 import logging
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -81,20 +82,19 @@ class Phase(enum.Enum):
 class Reflector:
     """The work of one thread: follow one kind and pass its events to *emit* until it is stopped.
 
-    *selectors*: labelSelector and fieldSelector. *trouble* is shared by all kinds. *clock*: monotonic
-    seconds. *chance*: uniform in [0, 1).
+    *selectors*: labelSelector and fieldSelector. *trouble* is shared by all kinds. *chance*: uniform in
+    [0, 1).
     """
 
     def __init__(
         self, resource: Resource[Any, Any], selectors: dict[str, str], requests: ApiRequests, emit: Emit,
-        trouble: Trouble, clock: Callable[[], float], chance: Callable[[], float],
+        trouble: Trouble, chance: Callable[[], float],
     ) -> None:
         self._resource = resource
         self._selectors = selectors
         self._requests = requests
         self._emit = emit
         self._trouble = trouble
-        self._clock = clock
         self._chance = chance
         self._backoff = Backoff(chance)
         self._stopping = threading.Event()
@@ -104,7 +104,7 @@ class Reflector:
         self._version = ""
         """The version to resume after; "" unless the start is RESUME."""
         self._granted: float | None = None
-        """Time at which this attempt's watch was granted."""
+        """Time at which this attempt's watch was granted (monotonic seconds)."""
         self._page = FIRST_PAGE
 
     def run(self) -> None:
@@ -166,7 +166,7 @@ class Reflector:
         if start is Start.WATCH_LIST and not following and _lists_may_do_better(problem):
             self._start = Start.LIST
             return 0.0
-        lasted = 0.0 if self._granted is None else self._clock() - self._granted
+        lasted = 0.0 if self._granted is None else time.monotonic() - self._granted
         if lasted >= STABLE:
             self._conduct.failures = 0
             if problem is None:
@@ -262,7 +262,7 @@ class Reflector:
         response = self._requests.watch(self._target(query))
         if self._start is not Start.RESUME:
             self._replica.start_listing()
-        self._granted = self._clock()
+        self._granted = time.monotonic()
         self._trouble.recovered(self._resource.plural)
         decoder = self._decoder(response.is_protobuf)
         stream = Frames() if response.is_protobuf else Lines()

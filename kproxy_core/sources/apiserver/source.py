@@ -27,8 +27,7 @@ class KubernetesSource:
     (cmd/kube-proxy/app/server.go).
 
     *accept*: the Accept header of its requests. *qps* and *burst* limit requests as clientConnection's do; a
-    *qps* of 0 or less sets no limit. *observe* is called for each request. *clock*: monotonic seconds;
-    *chance*: uniform in [0, 1).
+    *qps* of 0 or less sets no limit. *observe* is called for each request. *chance*: uniform in [0, 1).
 
     Unchanged objects are not asked for again: kube-proxy's configSyncPeriod only replays its memory.
 
@@ -40,7 +39,7 @@ class KubernetesSource:
     def __init__(
         self, access: CurrentAccess, node_name: str, *,
         accept: str = JSON, qps: float = 5.0, burst: int = 10, observe: Observe = lambda request: None,
-        clock: Callable[[], float] = time.monotonic, chance: Callable[[], float] = random.random,
+        chance: Callable[[], float] = random.random,
     ) -> None:
         access.keep_up()
         self._access = access
@@ -49,16 +48,14 @@ class KubernetesSource:
         self._accept = accept
         self._trouble = Trouble()
         self._node_name = node_name
-        self._clock = clock
         self._chance = chance
         self._reflectors: list[Reflector] = []
         self._threads: list[threading.Thread] = []
 
     def start(self, emit: Emit) -> None:
         for resource, selectors in _selectors(self._node_name):
-            requests = ApiRequests(self._access, self._rate, self._observe, self._clock, self._accept)
-            reflector = Reflector(
-                resource, selectors, requests, emit, self._trouble, self._clock, self._chance)
+            requests = ApiRequests(self._access, self._rate, self._observe, self._accept)
+            reflector = Reflector(resource, selectors, requests, emit, self._trouble, self._chance)
             thread = threading.Thread(target=reflector.run, name=f"watch {resource.plural}", daemon=True)
             self._reflectors.append(reflector)
             self._threads.append(thread)
