@@ -11,7 +11,7 @@ from kproxy_core.model.address import Address, Family, family_of, format_address
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServiceName, ServicePortKey
 from kproxy_core.plan.candidates import Candidates
-from kproxy_core.plan.fate import Origin, Packet, origin_of, serves_node_ports, stand_in
+from kproxy_core.plan.fate import Origin, Packet, origin_of, stand_in
 from kproxy_core.plan.service_plan import Frontend, ServicePlan
 
 
@@ -95,13 +95,13 @@ def _frontends(plans: Plans, target: Target) -> Sequence[Frontend]:
     if isinstance(target, AddressTarget):
         return [frontend for _, frontend in _frontends_at(plans, target.address)]
     node_port = target._replace(address=None)
-    on_node = target.address is not None and serves_node_ports(target.address, plans.node)
+    on_node = target.address in plans.node.node_port_addresses
     return [node_port if on_node and plans.owner(node_port) and not plans.owner(target) else target]
 
 
 def _frontends_at(plans: Plans, address: Address) -> list[tuple[ServicePortKey, Frontend]]:
     """Return the frontends that an address serves, with their service ports, in order."""
-    of_node = serves_node_ports(address, plans.node)
+    of_node = address in plans.node.node_port_addresses
     found = [
         (key, frontend) for key, plan in plans.plans.items() for frontend in plan.frontends()
         if frontend.address == address or (of_node and frontend.address is None)

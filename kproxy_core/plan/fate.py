@@ -88,11 +88,6 @@ def kind_of(frontend: Frontend, plan: ServicePlan) -> Kind:
     return Kind.LOAD_BALANCER_IP if frontend.address in plan.load_balancer_ips else Kind.EXTERNAL_IP
 
 
-def serves_node_ports(address: Address, node: NodeView) -> bool:
-    """Return whether *address* serves node ports. Loopback is up to the mode, and left out."""
-    return address in node.node_port_addresses
-
-
 def origin_of(source: Address, node: NodeView, endpoints_here: Iterable[Address] = ()) -> Origin:
     """Return the origin of packets from *source*, without knowledge of interfaces.
 
@@ -129,9 +124,10 @@ def comes_from_pods(packet: Packet, node: NodeView) -> bool:
 def decide(packet: Packet, frontend: Frontend, plan: ServicePlan, node: NodeView) -> Fate:
     """Return the fate of *packet*, which is for a *frontend* of *plan*."""
     kind = kind_of(frontend, plan)
-    if kind is Kind.LOAD_BALANCER_IP and plan.source_ranges and not _admitted(packet, plan):
-        ranges = ", ".join(map(str, plan.source_ranges))
-        return Fate(Outcome.DROPPED, f"the source is not in loadBalancerSourceRanges ({ranges})")
+    ranges = plan.source_ranges if kind is Kind.LOAD_BALANCER_IP else ()
+    if ranges and not any(packet.source in cidr for cidr in ranges):
+        named = ", ".join(map(str, ranges))
+        return Fate(Outcome.DROPPED, f"the source is not in loadBalancerSourceRanges ({named})")
     if not plan.has_endpoints:
         return Fate(Outcome.REFUSED, "no endpoint is usable on any node")
     if kind is Kind.CLUSTER_IP:
@@ -177,10 +173,6 @@ def _forward(
     hairpin = packet.source if packet.source in plan.hairpins else None
     choices = tuple(Choice(where, share, masqueraded or where.address == hairpin) for where in among)
     return Fate(Outcome.FORWARDED, policy.value, choices, policy)
-
-
-def _admitted(packet: Packet, plan: ServicePlan) -> bool:
-    return any(packet.source in cidr for cidr in plan.source_ranges)
 
 
 def _last_host(cidr: Cidr) -> Address:
