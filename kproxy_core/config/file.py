@@ -245,11 +245,6 @@ def decode(text: str) -> FileConfig:
     return FileConfig(document, tuple(found.notices))
 
 
-def _unknown_field(path: str, name: object, kind: type[msgspec.Struct]) -> str:
-    known = [f.encode_name for f in msgspec.structs.fields(kind)]
-    return f"{path}{name}: unknown field, ignored{did_you_mean(str(name), known)}"
-
-
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """Return a hint at the one of the *known* names that is nearest to *name*; "" if none is near."""
     import difflib  # needed only for a file with mistakes
@@ -275,7 +270,8 @@ class _Found:
         for name, value in raw.items():
             known = fields.get(name) if isinstance(name, str) else None
             if known is None:
-                self.notices.append(_unknown_field(path, name, kind))
+                hint = did_you_mean(str(name), fields)
+                self.notices.append(f"{path}{name}: unknown field, ignored{hint}")
             elif value is None:
                 continue
             elif isinstance(value, dict) and isinstance(known.default, _Section):
