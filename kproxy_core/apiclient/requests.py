@@ -88,33 +88,30 @@ class ApiRequests:
         Raises Refusal, HistoryLost, OSError, ProtocolError, TooLarge.
         """
         # The pages after the first are one request in all but name: kube-proxy asks for all at once.
-        waited = self._wait_for_turn() if first else 0.0
-        started, code, received = time.monotonic(), "<error>", None
-        try:
-            response = self._transport.get(
-                target, SILENCE, accept=self._accept, compressed=True, allowance=ALLOWANCE)
-            data = response.read_all(MAX_PAGE if response.status == 200 else MAX_REFUSAL)
-            code, received = str(response.status), len(data)
-        finally:
-            seconds = time.monotonic() - started
-            self._observe(ApiRequest(self._access.authority, code, waited, seconds, received))
-        if response.status != 200:
-            raise _refused(response, data)
+        response, data = self._get(target, self._wait_for_turn() if first else 0.0, is_list=True)
         return data, response.is_protobuf
 
     def watch(self, target: str) -> Response:
         """Return a watch that was granted. Raises as `list` does."""
-        waited, code = self._wait_for_turn(), "<error>"
-        started = time.monotonic()
+        response, _ = self._get(target, self._wait_for_turn(), is_list=False)
+        return response
+
+    def _get(self, target: str, waited: float, *, is_list: bool) -> tuple[Response, bytes]:
+        """Return an answer, and the body of a list's. *waited*: seconds, for the observer."""
+        started, code, received, data = time.monotonic(), "<error>", None, b""
         try:
-            response = self._transport.get(target, SILENCE, accept=self._accept, allowance=ALLOWANCE)
+            response = self._transport.get(
+                target, SILENCE, accept=self._accept, compressed=is_list, allowance=ALLOWANCE)
+            if is_list:
+                data = response.read_all(MAX_PAGE if response.status == 200 else MAX_REFUSAL)
+                received = len(data)
             code = str(response.status)
         finally:
             seconds = time.monotonic() - started
-            self._observe(ApiRequest(self._access.authority, code, waited, seconds, None))
+            self._observe(ApiRequest(self._access.authority, code, waited, seconds, received))
         if response.status != 200:
-            raise _refused(response, response.read_all(MAX_REFUSAL))
-        return response
+            raise _refused(response, data if is_list else response.read_all(MAX_REFUSAL))
+        return response, data
 
     def allow_silence(self, seconds: float) -> None:
         """Let the watch last as long as it is not silent for *seconds*."""
