@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 import msgspec
 from msgspec import Raw, Struct, field
 
-from kproxy_core.model.endpoint import EndpointSlice, SliceName
+from kproxy_core.model.endpoint import SliceName
 from kproxy_core.model.service import ServiceName
 from kproxy_core.objects import wire
 from kproxy_core.objects.mirror import read_endpoints
@@ -145,9 +145,8 @@ class Resource(Struct, Generic[W, V], frozen=True, eq=False, dict=True):
     plural: str
     struct: type[W]
     read: Callable[[W], Reading[V]]
-    make_gone: Callable[[str, str], events.Event] | None = None
-    """Makes the event for an object that was deleted or became useless, from namespace and name; None: no
-    such event exists."""
+    make_gone: Callable[[Name], events.Event] | None = None
+    """Makes the event for an object that was deleted or became useless; None: no such event exists."""
     namespaced: bool = True
     optional: bool = False
     """Older servers do not have this kind, and older roles do not allow to read it."""
@@ -180,7 +179,7 @@ class Resource(Struct, Generic[W, V], frozen=True, eq=False, dict=True):
     def gone(self, name: Name) -> events.Event:
         """Return the event for the object *name* that was deleted or can no longer be used."""
         assert self.make_gone is not None
-        return self.make_gone(*name)
+        return self.make_gone(name)
 
     def from_json(self, data: bytes | Raw) -> Reading[V]:
         if len(data) > MAX_OBJECT_BYTES:
@@ -279,16 +278,14 @@ def explained(error: Exception) -> Refused:
     return Refused(path.removeprefix("$").removeprefix("."), problem)
 
 
-SERVICES: Resource[wire.Service, events.ServiceSet | events.ServiceGone] = Resource(
+SERVICES = Resource(
     "Service", "v1", "services", wire.Service, read_service,
-    lambda namespace, name: events.ServiceGone(ServiceName(namespace, name)))
-ENDPOINT_SLICES: Resource[wire.EndpointSlice, events.SliceSet | events.SliceGone] = Resource(
+    lambda name: events.ServiceGone(ServiceName(*name)))
+ENDPOINT_SLICES = Resource(
     "EndpointSlice", "discovery.k8s.io/v1", "endpointslices", wire.EndpointSlice, read_slice,
-    lambda namespace, name: events.SliceGone(SliceName(namespace, name)))
-ENDPOINTS: Resource[wire.Endpoints, tuple[EndpointSlice, ...]] = Resource(
-    "Endpoints", "v1", "endpoints", wire.Endpoints, read_endpoints)
-NODES: Resource[wire.Node, events.NodeSet] = Resource(
-    "Node", "v1", "nodes", wire.Node, read_node, lambda *_: events.NodeGone(), namespaced=False)
-SERVICE_CIDRS: Resource[wire.ServiceCIDR, events.ServiceCidrSet] = Resource(
+    lambda name: events.SliceGone(SliceName(*name)))
+ENDPOINTS = Resource("Endpoints", "v1", "endpoints", wire.Endpoints, read_endpoints)
+NODES = Resource("Node", "v1", "nodes", wire.Node, read_node, lambda _: events.NodeGone(), namespaced=False)
+SERVICE_CIDRS = Resource(
     "ServiceCIDR", "networking.k8s.io/v1", "servicecidrs", wire.ServiceCIDR, read_service_cidr,
-    lambda _, name: events.ServiceCidrGone(name), namespaced=False, optional=True)
+    lambda name: events.ServiceCidrGone(name[1]), namespaced=False, optional=True)

@@ -192,7 +192,6 @@ class EndpointsLabels(Struct, frozen=True, gc=False):
 
 class EndpointsAnnotations(Annotations, frozen=True, gc=False):
     leader: Label = field(default=UNSET, name="control-plane.alpha.kubernetes.io/leader")
-    trigger_time: Text = field(default=None, name="endpoints.kubernetes.io/last-change-trigger-time")
 
 
 class EndpointsMeta(ObjectMeta, frozen=True, gc=False):

@@ -26,7 +26,7 @@ _MESSAGES = {
     "List": "metadata=1 ListMeta, items=2 repeated bytes",
     "WatchEvent": "type=1 string, object=2 RawExtension",
     "ListMeta": "resource_version=2 string, next_page=3 string",
-    "Time": "seconds=1 int64, nanos=2 int32",
+    "Time": "seconds=1 int64",
     "ObjectMeta": "name=1 string, namespace=3 string, resource_version=6 string, creation_timestamp=8 Time, "
                   "deletion_timestamp=9 Time, labels=11 map, annotations=12 map",
     "Object": "metadata=1 ObjectMeta",
