@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Generic, TypeVar
 
@@ -23,6 +23,7 @@ PROTOCOLS: dict[str | None, Protocol] = {None: Protocol.TCP, "": Protocol.TCP} |
 }
 """A port's protocol as the API spells it; absent means TCP."""
 
+_FEW_PORTS = 16
 _SPECIAL_FIRST_OCTETS = frozenset({0, 127, *range(224, 240)})
 _LABEL = r"[a-z0-9][-a-z0-9]{0,62}(?<!-)"
 _is_label = re.compile(_LABEL).fullmatch
@@ -63,6 +64,10 @@ class Findings(list[Refused]):
         return tuple(BadObject(kind, shown(name), found.field, found.problem) for found in self)
 
 
+ReadPorts = Callable[[Sequence[W], str, Findings], tuple[V, ...]]
+"""Returns the usable ones of an object's ports, which are at a path in it."""
+
+
 def shown(text: str, limit: int = 80) -> str:
     """Return *text* for one line of a log: unchanged if plain and short, else quoted and cut."""
     plain = text.isascii() and text.isprintable() and len(text) <= limit
@@ -101,6 +106,30 @@ def read_namespaced(
         found.append(refused)
         return Reading(name, None, found.bad(kind, namespace, meta.name))
     return Reading(name, read, found.bad(kind, namespace, meta.name) if found else ())
+
+
+def share_ports(read: ReadPorts[W, V]) -> ReadPorts[W, V]:
+    """Let the function *read* return one tuple for equal good ports: most objects have those of others.
+
+    Only a few ports of one object are cached, to bound memory.
+    """
+    @lru_cache(maxsize=1024)
+    def read_good(ports: tuple[W, ...]) -> tuple[V, ...]:
+        found = Findings()
+        kept = read(ports, "", found)
+        if found:
+            raise found.pop()
+        return kept
+
+    def read_shared(ports: Sequence[W], path: str, found: Findings) -> tuple[V, ...]:
+        if len(ports) > _FEW_PORTS:
+            return read(ports, path, found)
+        try:
+            return read_good(tuple(ports))
+        except Refused:
+            return read(ports, path, found)
+
+    return read_shared
 
 
 @lru_cache(maxsize=1024)

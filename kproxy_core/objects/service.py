@@ -6,7 +6,6 @@ As kube-proxy 1.36, pkg/proxy/serviceport.go and pkg/proxy/util. Absent fields g
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
-from functools import lru_cache
 from typing import TypeVar
 
 from msgspec import UNSET
@@ -19,8 +18,6 @@ from kproxy_core.store.events import ServiceGone, ServiceSet
 AFFINITY_SECONDS = 10800
 """The API server's default for the timeout of ClientIP affinity."""
 _MAX_AFFINITY_SECONDS = 86400
-_FEW = 16
-"""Ports up to which they are cached, to bound memory."""
 _TYPES = frozenset({None, "", "ClusterIP", "NodePort", "LoadBalancer"})
 _FAMILIES: dict[str | None, Family] = {family.label: family for family in Family}
 
@@ -46,7 +43,7 @@ def _value(
     cluster_ips = _cluster_ips(spec)
     if not cluster_ips or not spec.ports:
         return ServiceGone(name)
-    ports = _ports(spec.ports, found)
+    ports = _read_ports(spec.ports, "spec.ports", found)
     external_ips: tuple[Address, ...] = ()
     if spec.external_ips:
         external_ips = _each(spec.external_ips, "spec.externalIPs[{}]", reading.checked_address, found)
@@ -101,27 +98,11 @@ def _cluster_ips(spec: wire.ServiceSpec) -> tuple[Address, ...]:
     return tuple(by_family.values())
 
 
-def _ports(ports: list[wire.ServicePort], found: reading.Findings) -> tuple[PortSpec, ...]:
+@reading.share_ports
+def _read_ports(
+    ports: Sequence[wire.ServicePort], path: str, found: reading.Findings
+) -> tuple[PortSpec, ...]:
     """Return the valid ones of *ports*. Raises Refused if there are none."""
-    if len(ports) > _FEW:
-        return _read_ports(ports, found)
-    try:
-        return _good_ports(tuple(ports))
-    except reading.Refused:
-        return _read_ports(ports, found)
-
-
-@lru_cache(maxsize=1024)
-def _good_ports(ports: tuple[wire.ServicePort, ...]) -> tuple[PortSpec, ...]:
-    """Return valid *ports*, one tuple for all equal ones: Services often share ports. Raises Refused."""
-    found = reading.Findings()
-    kept = _read_ports(ports, found)
-    if found:
-        raise found.pop()
-    return kept
-
-
-def _read_ports(ports: Sequence[wire.ServicePort], found: reading.Findings) -> tuple[PortSpec, ...]:
     kept: dict[tuple[str, int], PortSpec] = {}
     for i, port in enumerate(ports):
         name = port.name or ""
@@ -129,17 +110,17 @@ def _read_ports(ports: Sequence[wire.ServicePort], found: reading.Findings) -> t
         number = port.port or 0
         node_port = port.node_port or 0
         if protocol is None:
-            found.add(f"spec.ports[{i}].protocol", f"{reading.quoted(port.protocol)} is not TCP, UDP or SCTP")
+            found.add(f"{path}[{i}].protocol", f"{reading.quoted(port.protocol)} is not TCP, UDP or SCTP")
         elif not 0 < number < 65536:
             problem = "is missing" if port.port is None else f"{number} is not a port (1 to 65535)"
-            found.add(f"spec.ports[{i}].port", problem)
+            found.add(f"{path}[{i}].port", problem)
         elif not 0 <= node_port < 65536:
-            found.add(f"spec.ports[{i}].nodePort", f"{node_port} is not a port (1 to 65535)")
+            found.add(f"{path}[{i}].nodePort", f"{node_port} is not a port (1 to 65535)")
         elif name and not reading.is_label(name):
-            found.add(f"spec.ports[{i}].name", f"{reading.quoted(name)} is not a DNS label")
+            found.add(f"{path}[{i}].name", f"{reading.quoted(name)} is not a DNS label")
         elif (name, protocol) in kept:
             other = f"a second {protocol.name} port with the name {reading.quoted(name)}"
-            found.add(f"spec.ports[{i}].name", other)
+            found.add(f"{path}[{i}].name", other)
         else:
             name = sys.intern(name)
             kept[name, protocol] = PortSpec(name, protocol, number, node_port)

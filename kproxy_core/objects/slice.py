@@ -22,8 +22,6 @@ MAX_PORTS = 20_000
 """Limit of the API server for one slice."""
 MAX_DESTINATIONS = 100_000
 """Limit for endpoints times ports, far above any real slice, to bound memory."""
-_FEW = 16
-"""Ports up to which they are cached, to bound memory."""
 _FAMILIES = {family.label: family for family in Family}
 _new = tuple.__new__
 
@@ -72,27 +70,9 @@ def _value(
     return SliceSet(piece, reading.origin_of(meta), read_trigger_time(stamp, found) if stamp else None)
 
 
-def read_ports(ports: list[wire.SlicePort], path: str, found: reading.Findings) -> tuple[SlicePort, ...]:
+@reading.share_ports
+def read_ports(ports: Sequence[wire.SlicePort], path: str, found: reading.Findings) -> tuple[SlicePort, ...]:
     """Return the usable ones of *ports*, which are at *path* in the object."""
-    if len(ports) > _FEW:
-        return _read_ports(ports, path, found)
-    try:
-        return _good_ports(tuple(ports))
-    except reading.Refused:
-        return _read_ports(ports, path, found)
-
-
-@lru_cache(maxsize=1024)
-def _good_ports(ports: tuple[wire.SlicePort, ...]) -> tuple[SlicePort, ...]:
-    """Return usable *ports*, one tuple for all equal ones: most slices share ports. Raises Refused."""
-    found = reading.Findings()
-    kept = _read_ports(ports, "", found)
-    if found:
-        raise found.pop()
-    return kept
-
-
-def _read_ports(ports: Sequence[wire.SlicePort], path: str, found: reading.Findings) -> tuple[SlicePort, ...]:
     kept = []
     for i, port in enumerate(ports):
         name = "" if port.name is UNSET else port.name
