@@ -114,7 +114,6 @@ class DirectorySource:
                     changes.pop(name, None)
             if not apply_at or hints.directory or hints.everything:
                 self._apply(changes)
-                changes = {}
             now = time.monotonic()
             if not changes:
                 at_the_latest = now + _LONGEST_HOLD
@@ -169,7 +168,6 @@ class DirectorySource:
                 self._read_into(changes, name)
             if len(changes) == _BATCH:
                 self._apply(changes)
-                changes = {}
         self._scanned = True
         self._apply(changes)
 
@@ -335,12 +333,13 @@ class DirectorySource:
             return error.with_traceback(None)
 
     def _apply(self, changes: dict[str, Content]) -> None:
-        """Deliver the events for *changes*, and `Complete` once everything that existed was read."""
+        """Deliver the events for *changes*, empty it, and deliver `Complete` once all files were read."""
         for name, content in changes.items():
             if content is None:
                 self._known.pop(name, None)
                 self._links.discard(name)
         events: list[Event] = self._inventory.apply(changes) if changes else []
+        changes.clear()
         if self._scanned and not self._complete and _EXHAUSTED.isdisjoint(self._unread.values()):
             self._complete = True
             events += [Complete(kind) for kind in self.kinds]
