@@ -96,9 +96,9 @@ def _read(name: str, data: bytes, where: str) -> Manifest:
     return manifest
 
 
-def _collect_value(manifest: Manifest, where: str, value: object) -> None:
+def _collect_value(manifest: Manifest, where: str, value: object, lists: int = 0) -> None:
     try:
-        _collect(manifest, where, msgspec.json.encode(value))
+        _collect(manifest, where, msgspec.json.encode(value), lists)
     except decode.UNDECODABLE as error:
         manifest._complain("object", where, "", decode.explained(error).problem)
 
@@ -136,13 +136,10 @@ def _collect_items(
         return manifest._complain(head.kind, where, "items", "is not a list")
     for i, item in enumerate(items):
         place = f"{where} items[{i}]"
-        try:
-            if resource is None:
-                _collect(manifest, place, item, lists)
-            else:
-                manifest._add(place, resource, item)
-        except decode.UNDECODABLE as error:
-            manifest._complain("object", place, "", decode.explained(error).problem)
+        if resource is None:
+            _collect_value(manifest, place, item, lists)
+        else:
+            manifest._add(place, resource, item)
     return None
 
 
