@@ -32,6 +32,7 @@ class HasMetadata(Protocol):
     def metadata(self) -> wire.ObjectMeta | None: ...
 
 
+T = TypeVar("T")
 W = TypeVar("W", bound=HasMetadata)
 V = TypeVar("V")
 Name = tuple[str, str]
@@ -89,28 +90,18 @@ class _ListMeta(Struct, frozen=True, gc=False):
     next_page: str | None = field(default=None, name="continue")
 
 
-class _List(Struct, Generic[W], frozen=True):
+class _List(Struct, Generic[T], frozen=True):
     metadata: _ListMeta | None = None
-    items: list[W] | None = None
+    items: list[T] | None = None
 
 
-class _RawList(Struct, frozen=True):
-    metadata: _ListMeta | None = None
-    items: list[Raw] | None = None
-
-
-class _Line(Struct, Generic[W], frozen=True):
+class _Line(Struct, Generic[T], frozen=True):
     type: str
-    object: W
+    object: T
 
 
-class _RawLine(Struct, frozen=True, gc=False):
-    type: str
-    object: Raw
-
-
-class _Versioned(Struct, frozen=True, gc=False):
-    metadata: wire.ObjectMeta | None = None
+class _Head(Struct, Generic[T], frozen=True):
+    metadata: T | None = None
 
 
 class _Identity(Struct, frozen=True):
@@ -118,15 +109,11 @@ class _Identity(Struct, frozen=True):
     namespace: Any = None
 
 
-class _Identified(Struct, frozen=True):
-    metadata: _Identity | None = None
-
-
-_decode_raw_list = msgspec.json.Decoder(_RawList).decode
-_decode_raw_line = msgspec.json.Decoder(_RawLine).decode
-_decode_versioned = msgspec.json.Decoder(_Versioned).decode
+_decode_raw_list = msgspec.json.Decoder(_List[Raw]).decode
+_decode_raw_line = msgspec.json.Decoder(_Line[Raw]).decode
+_decode_versioned = msgspec.json.Decoder(_Head[wire.ObjectMeta]).decode
 _decode_status = msgspec.json.Decoder(Status).decode
-_decode_identified = msgspec.json.Decoder(_Identified).decode
+_decode_identified = msgspec.json.Decoder(_Head[_Identity]).decode
 
 
 class Decoder(Protocol[V]):
