@@ -26,7 +26,7 @@ PROTOCOLS: dict[str | None, Protocol] = {None: Protocol.TCP, "": Protocol.TCP} |
 _FEW_PORTS = 16
 _SPECIAL_FIRST_OCTETS = frozenset({0, 127, *range(224, 240)})
 _LABEL = r"[a-z0-9][-a-z0-9]{0,62}(?<!-)"
-_is_label = re.compile(_LABEL).fullmatch
+is_label = re.compile(_LABEL).fullmatch
 _is_subdomain = re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(?:\.{_LABEL})*").fullmatch
 
 
@@ -76,14 +76,14 @@ def shown(text: str, limit: int = 80) -> str:
 
 def checked_label(text: str | None, field: str) -> str:
     """Return *text* if it is a DNS label (RFC 1123: at most 63 of a-z, 0-9, "-"). Raises Refused."""
-    if text and _is_label(text):
+    if text and is_label(text):
         return text
     raise Refused(field, f"{quoted(text)} is not a DNS label" if text else "is missing")
 
 
 def checked_subdomain(text: str | None, field: str) -> str:
     """Return *text* if it is DNS labels joined by dots, at most 253 characters. Raises Refused."""
-    if text and (_is_label(text) or _is_subdomain(text)):
+    if text and (is_label(text) or _is_subdomain(text)):
         return text
     raise Refused(field, f"{quoted(text)} is not a DNS name" if text else "is missing")
 
@@ -146,16 +146,6 @@ def origin_of(meta: wire.ObjectMeta) -> str:
 def service_name(namespace: str, name: str | None) -> ServiceName:
     """Return the checked name of a Service. It is interned: many objects hold it. Raises Refused."""
     return ServiceName(namespace, sys.intern(checked_label(name, "metadata.name")))
-
-
-def is_label(text: str) -> bool:
-    """Return whether *text* is a DNS label. Cached, for names that recur: of namespaces and ports."""
-    return len(text) < 64 and _is_known_label(text)
-
-
-@lru_cache(maxsize=1024)
-def _is_known_label(text: str) -> bool:
-    return _is_label(text) is not None
 
 
 def checked_address(text: str | None, field: str, at: int) -> Address:
