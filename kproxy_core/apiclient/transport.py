@@ -124,9 +124,7 @@ class Transport:
         if self._answer is not None and not self._answer.closed:
             self.close()
         self.wire.start_answer(silence, allowance)
-        sent = HTTPHeaderDict({"User-Agent": _USER_AGENT, **headers})
-        for name, value in self._access.headers:
-            sent.add(name, value)
+        sent = HTTPHeaderDict([("User-Agent", _USER_AGENT), *headers.items(), *self._access.headers])
         with self.typed_errors():
             self._answer = self._manager.urlopen(
                 method, self._access.server + target, body=body, headers=sent, redirect=False, retries=False,

@@ -76,8 +76,8 @@ def _take_ports(merged: Merged, flags: Flags) -> None:
         if not (text.isascii() and text.isdigit() and int(text) < 65536):
             merged.problems.append(Problem(option, text, "must be a port"))
         elif int(text):
-            setattr(merged, parameter, int(text) if flags.get(f"{parameter[:-4]}bind_address") else
-                    getattr(merged, parameter))
+            if flags.get(f"{parameter[:-4]}bind_address"):
+                setattr(merged, parameter, int(text))
         elif parameter == "healthz_port":
             merged.no_health_server = True
         else:
