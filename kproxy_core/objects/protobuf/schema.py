@@ -69,11 +69,6 @@ _MESSAGES = {
 }
 
 _PACKAGE = "kproxy"
-_SCALARS: dict[str, Any] = {
-    "string": FieldDescriptorProto.TYPE_STRING, "bytes": FieldDescriptorProto.TYPE_BYTES,
-    "int32": FieldDescriptorProto.TYPE_INT32, "int64": FieldDescriptorProto.TYPE_INT64,
-    "bool": FieldDescriptorProto.TYPE_BOOL,
-}
 
 
 def _described() -> bytes:
@@ -98,8 +93,8 @@ def _add_field(
     field = message.field.add(name=name, number=number)
     field.label = (FieldDescriptorProto.LABEL_REPEATED if is_repeated or kind == "map"
                    else FieldDescriptorProto.LABEL_OPTIONAL)
-    if kind in _SCALARS:
-        field.type = _SCALARS[kind]
+    if kind.islower() and kind != "map":
+        field.type = FieldDescriptorProto.Type.Value(f"TYPE_{kind.upper()}")
         return
     field.type = FieldDescriptorProto.TYPE_MESSAGE
     field.type_name = f".{_PACKAGE}.{kind}"
