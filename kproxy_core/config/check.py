@@ -1,7 +1,7 @@
 """Rules beyond the types of fields, as in kube-proxy 1.36, pkg/proxy/apis/config/validation."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -84,56 +84,54 @@ def notices_about(document: KubeProxyConfiguration) -> Iterator[tuple[str, str]]
 _DEFAULT = KubeProxyConfiguration()
 
 
+_NOT_NEGATIVE = "must not be negative"
+_POSITIVE = "must be greater than 0"
+_WITHIN_A_MARK = "must be within 0 to 31"
+
+_RULES: tuple[tuple[str, Callable[[Any], object], str], ...] = (
+    ("mode", re.compile(r"[a-z0-9-]*", re.ASCII).fullmatch, "must be lower case letters, digits and dashes"),
+    ("kproxy.modeFallback", ("auto", "never").__contains__, "must be auto or never"),
+    ("kproxy.trafficMetrics", (False, "off", "service", "endpoint").__contains__,
+     "must be off, service or endpoint"),
+    ("kproxy.maxSeries", lambda count: count > 0, _POSITIVE),
+    ("configSyncPeriod", lambda seconds: seconds > 0, _POSITIVE),
+    ("iptables.masqueradeBit", range(32).__contains__, _WITHIN_A_MARK),
+    ("logging.flushFrequency", lambda seconds: seconds > 0, _POSITIVE),
+    ("logging.verbosity", lambda level: level >= 0, _NOT_NEGATIVE),
+    ("logging.format", ("text", "json").__contains__, "must be text or json"),
+    ("clientConnection.burst", lambda count: count >= 0, _NOT_NEGATIVE),
+    ("oomScoreAdj", range(-1000, 1001).__contains__, "must be within -1000 to 1000"),
+    ("showHiddenMetricsForVersion", ("", _PREVIOUS_MINOR).__contains__,
+     f"must be the previous minor version, {_PREVIOUS_MINOR}"),
+)
+"""The path of a field, the condition for its value, and the problem with any other value."""
+
+
 def problems_of(document: KubeProxyConfiguration) -> Iterator[Problem]:
-    if not re.fullmatch(r"[a-z0-9-]*", document.mode, re.ASCII):
-        yield Problem("mode", document.mode, "must be lower case letters, digits and dashes")
-    if document.kproxy.mode_fallback not in ("auto", "never"):
-        yield Problem("kproxy.modeFallback", document.kproxy.mode_fallback, "must be auto or never")
-    if (traffic := document.kproxy.traffic_metrics) not in (False, "off", "service", "endpoint"):
-        yield Problem("kproxy.trafficMetrics", traffic, "must be off, service or endpoint")
-    if document.kproxy.max_series < 1:
-        yield Problem("kproxy.maxSeries", document.kproxy.max_series, "must be greater than 0")
+    for path, is_valid, problem in _RULES:
+        if not is_valid(value := field_at(document, path)):
+            yield Problem(path, value, problem)
     for name, gate in FEATURE_GATES.items():
         if gate.locked and document.feature_gates.get(name, gate.default) is not gate.default:
             locked_to = "true" if gate.default else "false"
             yield Problem(f"featureGates.{name}", not gate.default, f"is locked to {locked_to}")
     yield from _periods(document)
-    yield from _masquerade_bits(document)
+    if document.mode == "nftables" and not 0 <= (bit := document.nftables.masquerade_bit) <= 31:
+        yield Problem("nftables.masqueradeBit", bit, _WITHIN_A_MARK)
     yield from _ipvs(document)
     yield from _negative("conntrack", document.conntrack)
     yield from _logging(document.logging, gates_in_effect(document.feature_gates)["LoggingAlphaOptions"])
-    if document.client_connection.burst < 0:
-        yield Problem("clientConnection.burst", document.client_connection.burst, _NOT_NEGATIVE)
-    if not -1000 <= document.oom_score_adj <= 1000:
-        yield Problem("oomScoreAdj", document.oom_score_adj, "must be within -1000 to 1000")
-    if document.show_hidden_metrics_for_version not in ("", _PREVIOUS_MINOR):
-        yield Problem("showHiddenMetricsForVersion", document.show_hidden_metrics_for_version,
-                      f"must be the previous minor version, {_PREVIOUS_MINOR}")
-
-
-_NOT_NEGATIVE = "must not be negative"
 
 
 def _periods(document: KubeProxyConfiguration) -> Iterator[Problem]:
-    if document.config_sync_period <= 0:
-        yield Problem("configSyncPeriod", document.config_sync_period, "must be greater than 0")
     name, section = document.section_of(document.mode)
     if section.sync_period <= 0:
-        yield Problem(f"{name}.syncPeriod", section.sync_period, "must be greater than 0")
+        yield Problem(f"{name}.syncPeriod", section.sync_period, _POSITIVE)
     if section.min_sync_period < 0:
         yield Problem(f"{name}.minSyncPeriod", section.min_sync_period, _NOT_NEGATIVE)
     elif section.min_sync_period > section.sync_period > 0:
         yield Problem(f"{name}.syncPeriod", section.sync_period,
                       f"must not be shorter than minSyncPeriod, {section.min_sync_period}")
-
-
-def _masquerade_bits(document: KubeProxyConfiguration) -> Iterator[Problem]:
-    bits = {"iptables": document.iptables.masquerade_bit}
-    if document.mode == "nftables":
-        bits["nftables"] = document.nftables.masquerade_bit
-    for name, bit in bits.items():
-        if not 0 <= bit <= 31:
-            yield Problem(f"{name}.masqueradeBit", bit, "must be within 0 to 31")
 
 
 def _ipvs(document: KubeProxyConfiguration) -> Iterator[Problem]:
@@ -148,13 +146,7 @@ def _ipvs(document: KubeProxyConfiguration) -> Iterator[Problem]:
 
 
 def _logging(logging: Logging, alpha: bool) -> Iterator[Problem]:
-    if logging.flush_frequency <= 0:
-        yield Problem("logging.flushFrequency", logging.flush_frequency, "must be greater than 0")
-    if logging.verbosity < 0:
-        yield Problem("logging.verbosity", logging.verbosity, _NOT_NEGATIVE)
-    if logging.format not in ("text", "json"):
-        yield Problem("logging.format", logging.format, "must be text or json")
-    elif logging.format == "json" and logging.vmodule:
+    if logging.format == "json" and logging.vmodule:
         yield Problem("logging.vmodule", len(logging.vmodule), "is for the text format only")
     for name, stream in (("text", logging.options.text), ("json", logging.options.json)):
         for field in () if alpha else msgspec.structs.fields(stream):
