@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kproxy_core.apiclient import wire
 from kproxy_core.apiclient.access import Access
-from kproxy_core.apiclient.lines import Lines
+from kproxy_core.apiclient.streams import Lines
 from kproxy_core.apiclient.transport import ProtocolError, TooLarge, Transport, Unreachable
 from kproxy_core.testing.network.patience import patience
 

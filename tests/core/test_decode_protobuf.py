@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kproxy_core.apiclient.content import JSON, PROTOBUF_OR_JSON, accept_header
-from kproxy_core.apiclient.frames import Frames
 from kproxy_core.apiclient.requests import refusal
+from kproxy_core.apiclient.streams import Frames
 from kproxy_core.objects.decode import (
     ENDPOINT_SLICES,
     NODES,

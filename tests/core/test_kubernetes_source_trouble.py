@@ -13,7 +13,7 @@ import pytest
 from kproxy_core.apiclient import requests
 from kproxy_core.apiclient.access import Access, CurrentAccess
 from kproxy_core.apiclient.content import JSON, PROTOBUF, PROTOBUF_OR_JSON
-from kproxy_core.apiclient.lines import MAX_LINE
+from kproxy_core.apiclient.streams import MAX_LINE
 from kproxy_core.apiclient.transport import Transport
 from kproxy_core.apiclient.wire import Wire
 from kproxy_core.sources.apiserver import reflector as watch

@@ -14,9 +14,8 @@ from typing import Any
 from urllib.parse import urlencode
 
 from kproxy_core.apiclient.access import AccessError
-from kproxy_core.apiclient.frames import Frames
-from kproxy_core.apiclient.lines import MAX_LINE, Lines
 from kproxy_core.apiclient.requests import ApiRequests, HistoryLost, Refusal, refusal
+from kproxy_core.apiclient.streams import MAX_LINE, Frames, Lines
 from kproxy_core.apiclient.transport import ProtocolError, TooLarge
 from kproxy_core.objects.decode import Decoder, Malformed, Resource
 from kproxy_core.sources.apiserver.conduct import Conduct
