@@ -78,11 +78,9 @@ class DirectorySource:
         self._certain_at = 0.0
         """Time at which all files that vanished are gone for certain (monotonic seconds)."""
         self._unread: dict[str, int | None] = {}
-        """The errno of manifests that could not be read when they were tried last."""
-        self._unlisted = False
-        """The directory could not be listed when that was tried last."""
+        """The errno of manifests, and under "" of the directory, that could not be read when tried last."""
         self._retry_at: float | None = None
-        """Time at which both are tried again (monotonic seconds)."""
+        """Time at which all of them are tried again (monotonic seconds)."""
         self._backoff = Backoff()
         self._scanned = False
         self._complete = False
@@ -151,10 +149,9 @@ class DirectorySource:
                 found = {entry.name: entry for entry in entries if is_manifest(entry.name)}
             links = {name for name, entry in found.items() if entry.is_symlink()}
         except OSError as error:
-            self._postpone("cannot list the directory of manifests, retrying", self._path, error)
-            self._unlisted = True
+            self._postpone("cannot list the directory of manifests, retrying", "", error)
             return
-        self._unlisted = False
+        self._unread.pop("", None)
         if links != self._links:
             self._links = links
             self._watch.renew(links)
@@ -266,31 +263,30 @@ class DirectorySource:
         except OSError as error:
             self._known[name] = 0
             self._postpone("cannot read a manifest, retrying", name, error)
-            self._unread[name] = error.errno
         else:
             self._unread.pop(name, None)
 
     def _postpone(self, event: str, name: str, error: OSError) -> None:
         """Schedule another attempt, and log the first problem since everything could be read."""
-        if self._retry_at is not None:
-            return
-        first = not (self._unread or self._unlisted)
-        delay = self._backoff.delay()
-        self._retry_at = time.monotonic() + delay
-        if first:
-            log.warning(event, extra={"fields": {
-                "file": shown(name), "error": error.strerror, "retry_in": round(delay, 1)}})
+        if self._retry_at is None:
+            delay = self._backoff.delay()
+            self._retry_at = time.monotonic() + delay
+            if not self._unread:
+                log.warning(event, extra={"fields": {
+                    "file": shown(name or self._path), "error": error.strerror, "retry_in": round(delay, 1)}})
+        self._unread[name] = error.errno
 
     def _retry(self, changes: dict[str, Content], now: float) -> None:
         """Read again the manifests, and the directory, that could not be read before."""
         if self._retry_at is None or now < self._retry_at:
             return
         self._retry_at = None
-        for name in sorted(self._unread):
-            self._read_into(changes, name)
-        if self._unlisted:
-            self._scan()
-        if not self._unread and not self._unlisted:
+        for name in sorted(self._unread, reverse=True):
+            if name:
+                self._read_into(changes, name)
+            else:
+                self._scan()
+        if not self._unread:
             self._backoff.reset()
             log.info("all manifests can be read again")
 
