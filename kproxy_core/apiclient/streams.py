@@ -15,12 +15,11 @@ class Lines:
     Skips empty lines, and lines of more than *limit* bytes besides their ends.
     """
 
-    __slots__ = ("_held", "_limit", "_size", "_skipping")
+    __slots__ = ("_held", "_limit", "_skipping")
 
     def __init__(self, limit: int = MAX_LINE) -> None:
         self._limit = limit
-        self._held: list[bytes] = []
-        self._size = 0
+        self._held = bytearray()
         self._skipping = False
 
     def feed(self, data: bytes) -> list[bytes | None]:
@@ -33,14 +32,13 @@ class Lines:
                 self._skipping = False
                 del lines[0]
             elif self._held:
-                lines[0] = b"".join([*self._held, lines[0]])
-            self._held, self._size = [], 0
+                lines[0] = b"".join((self._held, lines[0]))
+            self._held.clear()
             found += [line if len(line) <= self._limit + 1 else None for line in lines if line != b"\n"]
         if rest and not self._skipping:
-            self._held.append(rest)
-            self._size += len(rest)
-            if self._size > self._limit:
-                self._held, self._size = [], 0
+            self._held += rest
+            if len(self._held) > self._limit:
+                self._held.clear()
                 self._skipping = True
                 found.append(None)
         return found
