@@ -86,18 +86,18 @@ class Inventory:
                 new[key] = value
             elif key in old:
                 new[key] = old[key]
-        for key in old:
-            if key not in new:
-                before.setdefault(key, self._value(key))
-                self._release(file, key)
         alone = (file,)
-        for key, value in new.items():
-            if key not in old:
-                before.setdefault(key, self._value(key))
-                holders = self._holders.get(key)
-                self._holders[key] = alone if holders is None else tuple(sorted({*holders, file}))
-            elif old[key] != value and self._holders[key][0] == file:
-                before.setdefault(key, self._value(key))
+        for key in {**old, **new}:
+            if old.get(key) == new.get(key):
+                continue
+            before.setdefault(key, self._value(key))
+            others = [holder for holder in self._holders.get(key, ()) if holder != file]
+            if key in new:
+                self._holders[key] = tuple(sorted([*others, file])) if others else alone
+            elif others:
+                self._holders[key] = tuple(others)
+            else:
+                del self._holders[key]
         if new:
             self._files[file] = new
         else:
@@ -106,13 +106,6 @@ class Inventory:
         if bad:
             self._bad[file] = frozenset(bad)
         return [problem for problem in dict.fromkeys(bad) if problem not in reported]
-
-    def _release(self, file: str, key: Key) -> None:
-        left = tuple(holder for holder in self._holders[key] if holder != file)
-        if left:
-            self._holders[key] = left
-        else:
-            del self._holders[key]
 
     def _value(self, key: Key) -> Any:
         """Return the value used for the object *key*; None: there is none, or it is not for this proxy."""
