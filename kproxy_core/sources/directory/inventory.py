@@ -5,6 +5,7 @@ object that becomes invalid keeps its last good version, as an API server would 
 do all objects of a malformed file. Endpoints are mirrored as EndpointSlices while their Service has none.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -42,7 +43,8 @@ class Inventory:
         self._failures: dict[str, str] = {}
         self._spares: dict[Key, frozenset[str]] = {}
         """The unused files of an object that have been reported."""
-        self._own_slices: dict[ServiceName, int] = {}
+        self._own_slices: Counter[ServiceName] = Counter()
+        """The number of slices of each Service that mirror nothing."""
         self._mirrored: dict[ServiceName, tuple[EndpointSlice, ...]] = {}
         """The slices announced for Endpoints objects."""
 
@@ -129,28 +131,19 @@ class Inventory:
                 new = replace(new, origin=f"file {shown(self._holders[key][0])}")
             events.append(RESOURCES[kind].gone(name) if new is None else new)
             if kind == ENDPOINT_SLICES.kind:
-                mirrors.update(dict.fromkeys(self._count_slices(old, new)))
+                for change, event in ((1, new), (-1, old)):
+                    if event is not None:
+                        self._own_slices[event.slice.service] += change
+                        mirrors[event.slice.service] = None
         for service in mirrors:
             events.extend(self._mirror(service))
         return events
 
-    def _count_slices(self, old: SliceSet | None, new: SliceSet | None) -> Iterator[ServiceName]:
-        """Count the Services' own slices. Yield each Service that got its first or lost its last one."""
-        for change, event in ((1, new), (-1, old)):
-            if event is not None:
-                service = event.slice.service
-                count = self._own_slices.get(service, 0)
-                if count + change:
-                    self._own_slices[service] = count + change
-                else:
-                    del self._own_slices[service]
-                if not (count and count + change):
-                    yield service
-
     def _mirror(self, service: ServiceName) -> Iterator[Event]:
         """Yield the events that update the slices mirroring the Endpoints of *service*."""
         wanted: tuple[EndpointSlice, ...] = ()
-        if service not in self._own_slices:
+        if not self._own_slices[service]:
+            del self._own_slices[service]
             wanted = self._value((ENDPOINTS.kind, service)) or ()
         announced = {piece.name: piece for piece in self._mirrored.pop(service, ())}
         if wanted:
