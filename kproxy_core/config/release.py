@@ -1,5 +1,6 @@
 """The commit of this code, for ``kproxy --version``."""
 
+from contextlib import suppress
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parents[1]
@@ -11,11 +12,9 @@ _SHOWN = 12
 def commit() -> str:
     """Return the abbreviated commit, from the file COMMIT or from the checkout; "" if neither exists."""
     for read in (_recorded, _of_checkout):
-        try:
+        with suppress(OSError):
             if found := read():
                 return found[:_SHOWN]
-        except OSError:
-            continue
     return ""
 
 
