@@ -56,6 +56,10 @@ class Claims:
         Return the other Services whose granted plans have changed.
         """
         before = self._wanted.get(name, ())
+        if plans:
+            self._wanted[name] = plans
+        else:
+            self._wanted.pop(name, None)
         touched: set[ServiceName] = set()
         if not before or _claims(before) != _claims(plans):
             for frontend, key in dict.fromkeys(_frontends(before)):
@@ -65,10 +69,6 @@ class Claims:
                 if holder is not key:
                     self._contest(frontend, holder, (_age(plans[0]), key), touched)
             touched.discard(name)
-        if plans:
-            self._wanted[name] = plans
-        else:
-            self._wanted.pop(name, None)
         return touched
 
     def wanted(self, name: ServiceName) -> tuple[ServicePlan, ...]:
@@ -104,7 +104,7 @@ class Claims:
     ) -> None:
         rivals = self._contested.get(frontend)
         if rivals is None:
-            rivals = self._contested[frontend] = [(self._age_of(holder, rank), holder)]
+            rivals = self._contested[frontend] = [(_age(self._wanted[holder.service][0]), holder)]
         insort(rivals, rank)
         if rivals[0] is rank:
             self._holder[frontend] = rank[1]
@@ -129,12 +129,6 @@ class Claims:
             self._win(rank[1], frontend)
         if len(rivals) == 1:
             del self._contested[frontend]
-
-    def _age_of(self, holder: ServicePortKey, rival: Rank) -> str:
-        """Return the age of a holder that had no rivals until now."""
-        if holder.service == rival[1].service:
-            return rival[0]
-        return _age(self._wanted[holder.service][0])
 
     def _lose(self, key: ServicePortKey, frontend: Frontend) -> None:
         self._lost.setdefault(key, set()).add(frontend)
