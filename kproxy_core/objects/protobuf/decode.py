@@ -60,7 +60,8 @@ class ProtobufDecoder(Generic[W, V]):
             if len(raw) <= decode.MAX_OBJECT_BYTES:
                 with suppress(DecodeError):
                     found = self._parse(raw)
-                    return decode.WatchEvent(kind, found.metadata.resource_version, self._read(found, raw))
+                    reading = self._resource.read(self._convert(found))
+                    return decode.WatchEvent(kind, found.metadata.resource_version, reading)
             version = parser("Versioned")(raw).metadata.resource_version
             return decode.WatchEvent(kind, version, self._reading(raw))
         except DecodeError as error:
@@ -70,14 +71,7 @@ class ProtobufDecoder(Generic[W, V]):
         if len(raw) > decode.MAX_OBJECT_BYTES:
             return self._refused(f"is larger than {decode.MAX_OBJECT_BYTES >> 20} MiB", raw)
         try:
-            found = self._parse(raw)
-        except DecodeError:
-            return self._refused(_INVALID, raw)
-        return self._read(found, raw)
-
-    def _read(self, found: Any, raw: bytes) -> Reading[V]:
-        try:
-            return self._resource.read(self._convert(found))
+            return self._resource.read(self._convert(self._parse(raw)))
         except DecodeError:
             return self._refused(_INVALID, raw)
 
