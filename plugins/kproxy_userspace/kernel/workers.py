@@ -78,12 +78,12 @@ def _exchange(
             if commands:
                 try:
                     if not worker.is_running:
-                        raise wire.PeerGone("it has exited")
+                        raise ConnectionError("it has exited")
                     if are_sent:
                         answers[worker] = wire.receive(worker.control)
                     else:
-                        wire.send(worker.control, wire.as_values(commands))
-                except (wire.PeerGone, TimeoutError) as error:
+                        wire.send(worker.control, commands)
+                except OSError as error:
                     problem = f"relay worker {worker.process.pid} does not answer: {error}"
                     worker.end()
     return answers, problem
@@ -148,7 +148,7 @@ class WorkerPool:
         """Return the endpoints that affinity gives *client*, by relay. From any thread."""
         return dict(self._ask(wire.Recall(client)))
 
-    def _ask(self, question: wire.Question) -> list[Any]:
+    def _ask(self, question: wire.Report | wire.Recall) -> list[Any]:
         """Return the answers of all workers that run. The next sync replaces those that do not answer."""
         with self._ordering:
             answers, _ = _exchange([(worker, [question]) for worker in self._workers if worker.is_running])

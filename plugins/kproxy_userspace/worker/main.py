@@ -12,7 +12,9 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterable
 from functools import partial
+from typing import Any
 from weakref import WeakValueDictionary
 
 from kproxy_userspace.names import Endpoint
@@ -59,63 +61,59 @@ class Worker:
                 receiver.reset()
 
     def ready(self, fd: int, mask: int) -> None:
-        """Obey the orders of one message, and answer it."""
+        """Obey the commands of one message, and answer it."""
         try:
             commands = wire.as_commands(wire.receive(self._control))
-        except wire.PeerGone:
+        except OSError:
             self._events.stopped = True
             return
-        if isinstance(commands[0], wire.Report | wire.Recall):
-            self._send(self._answer(commands[0]))
-            return
-        failed: wire.Answer = []
-        for command in commands:
-            assert not isinstance(command, wire.Report | wire.Recall)
-            try:
-                self._obey(command)
-            except OSError as error:
-                failed.append((command.relay, str(error)))
+        answer = [each for command in commands for each in self._obey(command)]
         # Sockets are closed after the current events, and the answer must not be earlier.
-        self._events.timeouts(0.0).call(partial(self._send, failed))
+        self._events.timeouts(0.0).call(partial(self._send, answer))
 
-    def _send(self, values: wire.Values) -> None:
+    def _send(self, answer: list[tuple[Any, ...]]) -> None:
         try:
-            wire.send(self._control, values)
-        except wire.PeerGone:
+            wire.send(self._control, answer)
+        except OSError:
             self._events.stopped = True
 
-    def _answer(self, question: wire.Question) -> wire.Values:
-        if isinstance(question, wire.Report):
-            return wire.as_values(self._shared.tally.report())
-        now, client = time.monotonic(), question.client
-        found = ((number, relay.balancer.kept(client, now)) for number, relay in self._relays.items())
-        return [(number, endpoint) for number, endpoint in found if endpoint is not None]
-
-    def _obey(self, command: wire.Order) -> None:
-        if isinstance(command, wire.Close):
-            relay = self._relays.pop(command.relay, None)
-            if relay is not None:
+    def _obey(self, command: wire.Command) -> Iterable[tuple[Any, ...]]:
+        """Return the part of the answer: what was asked for, or a relay that failed, with the reason."""
+        match command:
+            case wire.Report():
+                return self._shared.tally.report()
+            case wire.Recall(client):
+                now = time.monotonic()
+                kept = ((number, each.balancer.kept(client, now)) for number, each in self._relays.items())
+                return [(number, endpoint) for number, endpoint in kept if endpoint is not None]
+            case wire.Serve():
+                try:
+                    self._serve(command)
+                except OSError as error:
+                    return [(command.relay, str(error))]
+            case wire.Close() if relay := self._relays.pop(command.relay, None):
                 removed = relay.balancer.set_endpoints((), None) if command.endpoints_removed else []
                 relay.close()
                 self._leave(relay, removed)
-            return
-        known = self._relays.get(command.relay)
-        if known is None:
-            known = self._relays[command.relay] = self._open(command)
-        known.count_for(command.frontend)
-        affinity = None
-        if command.affinity_seconds:
-            clients = self._clients.setdefault(command.service_port, Clients())
-            affinity = Affinity(command.affinity_seconds, clients)
-        removed = known.balancer.set_endpoints(command.endpoints, affinity)
-        if removed:
-            self._leave(known, removed)
+        return []
 
-    def _open(self, command: wire.Serve) -> Listener | UdpRelay:
-        sock = listening_socket(command.udp, command.address, command.port)
+    def _serve(self, order: wire.Serve) -> None:
+        relay = self._relays.get(order.relay)
+        if relay is None:
+            relay = self._relays[order.relay] = self._open(order)
+        relay.count_for(order.frontend)
+        affinity = None
+        if order.affinity_seconds:
+            clients = self._clients.setdefault(order.service_port, Clients())
+            affinity = Affinity(order.affinity_seconds, clients)
+        if removed := relay.balancer.set_endpoints(order.endpoints, affinity):
+            self._leave(relay, removed)
+
+    def _open(self, order: wire.Serve) -> Listener | UdpRelay:
+        sock = listening_socket(order.udp, order.address, order.port)
         try:
             balancer = Balancer(random.shuffle)
-            if command.udp:
+            if order.udp:
                 return UdpRelay(sock, balancer, self._shared, self._settings.udp_idle)
             return Listener(sock, balancer, self._shared)
         except OSError:

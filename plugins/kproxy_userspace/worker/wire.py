@@ -6,7 +6,7 @@ Both ends run the same program on the same interpreter, so a message is a marsha
 import marshal
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from kproxy_userspace.names import Endpoint
@@ -43,11 +43,11 @@ class Serve(NamedTuple):
 
 
 class Report(NamedTuple):
-    """A request, alone in its message, for the connections that were counted since the last one."""
+    """A request for the connections that were counted since the last one."""
 
 
 class Recall(NamedTuple):
-    """A request, alone in its message, for the endpoints that affinity gives a client, by relay."""
+    """A request for the endpoints that affinity gives a client, by relay."""
 
     client: str
 
@@ -72,55 +72,30 @@ class Close(NamedTuple):
 
 
 Order = Serve | Close
-Question = Report | Recall
-Command = Order | Question
-Answer = list[tuple[int, str]]
-"""The relays that could not be served, with the reason."""
+Command = Order | Report | Recall
 
 
-Values = Answer | list[tuple[Any, ...]]
-"""Lists of plain tuples."""
-
-
-class PeerGone(Exception):
-    """The other end closed the connection."""
-
-
-def send(sock: socket.socket, message: Values) -> None:
-    """Send one message. Raises PeerGone."""
-    data = marshal.dumps(message)
-    try:
-        sock.sendall(_LENGTH.pack(len(data)) + data)
-    except OSError as error:
-        raise PeerGone(str(error)) from error
+def send(sock: socket.socket, messages: Iterable[tuple[Any, ...]]) -> None:
+    """Send one message. Raises OSError."""
+    data = marshal.dumps([tuple(each) for each in messages])  # It accepts no subclass of tuple.
+    sock.sendall(_LENGTH.pack(len(data)) + data)
 
 
 def receive(sock: socket.socket) -> list[Any]:
-    """Wait for one message. Raises PeerGone, or TimeoutError if the socket has a timeout."""
+    """Wait for one message. Raises OSError, which is a TimeoutError if the socket has a timeout."""
     (length,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size))
-    values = marshal.loads(_exactly(sock, length))
-    assert isinstance(values, list)
+    values: list[Any] = marshal.loads(_exactly(sock, length))
     return values
 
 
-def _exactly(sock: socket.socket, size: int) -> bytes:
+def _exactly(sock: socket.socket, size: int) -> bytearray:
     data = bytearray()
     while len(data) < size:
-        try:
-            part = sock.recv(min(_AT_ONCE, size - len(data)))
-        except TimeoutError:
-            raise
-        except OSError as error:
-            raise PeerGone(str(error)) from error
+        part = sock.recv(min(_AT_ONCE, size - len(data)))
         if not part:
-            raise PeerGone("the connection was closed")
+            raise ConnectionError("the connection was closed")
         data += part
-    return bytes(data)
-
-
-def as_values(messages: Sequence[Command | Count]) -> Values:
-    """Return *messages* as plain tuples, which marshal accepts."""
-    return [tuple(message) for message in messages]
+    return data
 
 
 def as_commands(values: list[Any]) -> list[Command]:
