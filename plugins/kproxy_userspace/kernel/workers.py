@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kproxy_core.backend.errors import SyncFailed
@@ -112,16 +112,14 @@ class WorkerPool:
                     self._wanted.pop(relay, None)
                 else:
                     self._wanted[relay] = serve
-            orders: list[tuple[Worker, list[Order]]] = []
-            for number, is_new in self._replace_ended():
-                worker = self._workers[number]
-                commands = [
-                    command
-                    for relay in (self._wanted if is_new else changes)
-                    if (command := self._command(number, worker, relay)) is not None
-                ]
-                orders.append((worker, commands))
-            return self._order(orders)
+            new = self._replace_ended()
+            return self._order([
+                (worker, [
+                    order for relay in (self._wanted if number in new else changes)
+                    if (order := self._command(number, worker, relay)) is not None
+                ])
+                for number, worker in enumerate(self._workers)
+            ])  # fmt: skip
 
     def stop_accepting(self, relays: Iterable[int]) -> None:
         """Stop listening for *relays*. Open TCP connections continue. Raises SyncFailed."""
@@ -187,19 +185,15 @@ class WorkerPool:
 
     def _command(self, number: int, worker: Worker, relay: int) -> Order | None:
         """Return the order about *relay* for worker *number*, None if it needs none."""
-        serve = self._wanted.get(relay)
-        is_served_here = serve is not None and serve.endpoints and (
-            not serve.affinity_seconds or serve.service_port % self._count == number
-        )
-        held = worker.served.get(relay)
-        if serve is None or not is_served_here:
-            if held is None:
-                return None
-            return Close(relay, endpoints_removed=serve is None or not serve.endpoints)
-        return None if held == serve else serve
+        serve, held = self._wanted.get(relay), worker.served.get(relay)
+        if serve is not None and not serve.endpoints:
+            serve = None
+        if serve is not None and (not serve.affinity_seconds or serve.service_port % self._count == number):
+            return None if held == serve else serve
+        return None if held is None else Close(relay, endpoints_removed=serve is None)
 
-    def _replace_ended(self) -> Iterator[tuple[int, bool]]:
-        """Replace workers that have exited. Yield all numbers, and whether the worker is new."""
+    def _replace_ended(self) -> set[int]:
+        """Replace workers that have exited. Return the numbers of the new ones."""
         new = set(range(len(self._workers), self._count))
         for number, worker in enumerate(self._workers):
             if not worker.is_running:
@@ -210,7 +204,7 @@ class WorkerPool:
         except OSError as error:
             raise SyncFailed(f"could not start a relay worker: {error}") from error
         self._workers = [started.get(n) or self._workers[n] for n in range(self._count)]
-        return ((number, number in new) for number in range(self._count))
+        return new
 
     def _end(self, worker: Worker) -> None:
         worker.end()
