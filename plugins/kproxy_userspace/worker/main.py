@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 
 from kproxy_userspace.names import Endpoint
 from kproxy_userspace.worker import wire
-from kproxy_userspace.worker.attribution import Tally
+from kproxy_userspace.worker.attribution import Counted, Tally
 from kproxy_userspace.worker.balancer import Affinity, Balancer, Clients
 from kproxy_userspace.worker.capabilities import drop_capabilities
 from kproxy_userspace.worker.counters import Counts, open_counts
@@ -101,7 +101,8 @@ class Worker:
         relay = self._relays.get(order.relay)
         if relay is None:
             relay = self._relays[order.relay] = self._open(order)
-        relay.count_for(order.frontend)
+        tally, frontend = self._shared.tally, order.frontend
+        relay.counted = None if frontend is None else Counted(tally, order.udp, frontend)
         affinity = None
         if order.affinity_seconds:
             clients = self._clients.setdefault(order.service_port, Clients())

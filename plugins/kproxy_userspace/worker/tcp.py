@@ -88,10 +88,6 @@ class Listener:
         if self._sock.fileno() >= 0:  # It was not closed in the meantime.
             self.events.epoll.modify(self._sock.fileno(), READ)
 
-    def count_for(self, frontend: Endpoint | None) -> None:
-        """Count new connections for *frontend*; see `wire.Serve`."""
-        self.counted = None if frontend is None else Counted(self.shared.tally, False, frontend)
-
     def close(self) -> None:
         for _ in range(BACKLOG // _ACCEPTED_AT_ONCE):
             if not self._accept():

@@ -57,7 +57,6 @@ class UdpRelay:
         self.counted: Counted | None = None
         """None: flows are not counted."""
         self.family = sock.family
-        self._tally = shared.tally
         self._sock = sock
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
@@ -79,10 +78,6 @@ class UdpRelay:
             flow = self.flows.get(key) or self._new_flow(key)
             if flow is not None:
                 flow.send(data)
-
-    def count_for(self, frontend: Endpoint | None) -> None:
-        """Count new flows for *frontend*; see `wire.Serve`."""
-        self.counted = None if frontend is None else Counted(self._tally, True, frontend)
 
     def reply(self, data: bytes, key: FlowKey) -> None:
         """Send an endpoint's answer to its client, from the address that the client had sent to."""
