@@ -5,21 +5,27 @@ Service.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from kproxy_userspace.names import Endpoint
 
 
 class Clients(dict[str, tuple[Endpoint, float]]):
-    """The endpoints of clients with affinity, and the times of their last connections."""
+    """The endpoints of clients with affinity, and the times of their last connections.
 
-    __slots__ = ("__weakref__",)
+    Shared by the relays of one service port, whose frontends lead a client to the same endpoint.
+    """
 
+    __slots__ = ("__weakref__", "seconds")
 
-class Affinity(NamedTuple):
-    seconds: int
-    clients: Clients
-    """Shared by the relays of one service port, whose frontends lead a client to the same endpoint."""
+    def __init__(self, seconds: int) -> None:
+        super().__init__()
+        self.seconds = seconds
+        """The affinity timeout."""
+
+    def forget_expired(self, now: float) -> None:
+        """Drop the clients whose affinity has timed out."""
+        for client in [client for client, (_, since) in self.items() if now - since >= self.seconds]:
+            del self[client]
 
 
 class Balancer:
@@ -29,15 +35,15 @@ class Balancer:
         self.endpoints: list[Endpoint] = []
         self._shuffle = shuffle
         self._next = 0
-        self._affinity: Affinity | None = None
+        self._clients: Clients | None = None
         self._may_keep: frozenset[Endpoint] = frozenset()
         """Endpoints that a client may keep: one that another relay remembered may not be among this one's."""
 
-    def set_endpoints(self, endpoints: Sequence[Endpoint], affinity: Affinity | None) -> list[Endpoint]:
-        """Use these *endpoints* from now on. Return the removed ones."""
+    def set_endpoints(self, endpoints: Sequence[Endpoint], clients: Clients | None) -> list[Endpoint]:
+        """Use these *endpoints* from now on; no *clients*: without affinity. Return the removed ones."""
         wanted = frozenset(endpoints)
-        self._affinity = affinity
-        self._may_keep = wanted if affinity else frozenset()
+        self._clients = clients
+        self._may_keep = frozenset() if clients is None else wanted
         removed = [endpoint for endpoint in self.endpoints if endpoint not in wanted]
         if removed or len(wanted) != len(self.endpoints):
             self.endpoints = list(endpoints)
@@ -50,32 +56,25 @@ class Balancer:
         endpoints = self.endpoints
         if not endpoints:
             return None
-        affinity = self._affinity
-        if affinity and not is_retry:
+        clients = self._clients
+        if clients is not None and not is_retry:
             kept = self.kept(client, now)
             if kept is not None:
-                affinity.clients[client] = (kept, now)
+                clients[client] = (kept, now)
                 return kept
         chosen = endpoints[self._next]
         self._next += 1
         if self._next == len(endpoints):
             self._next = 0
-            if affinity:  # Clients that return in the same order must not get the same again.
+            if clients is not None:  # Clients that return in the same order must not get the same again.
                 self._shuffle(endpoints)
-        if affinity:
-            affinity.clients[client] = (chosen, now)
+        if clients is not None:
+            clients[client] = (chosen, now)
         return chosen
 
     def kept(self, client: str, now: float) -> Endpoint | None:
         """Return the endpoint that affinity gives *client*."""
-        if self._affinity is None:
+        if self._clients is None:
             return None
-        endpoint, since = self._affinity.clients.get(client, (None, 0.0))
-        return endpoint if endpoint in self._may_keep and now - since < self._affinity.seconds else None
-
-    def forget_expired(self, now: float) -> None:
-        """Drop the clients whose affinity has timed out."""
-        if self._affinity is not None:
-            seconds, clients = self._affinity
-            for client in [client for client, (_, since) in clients.items() if now - since >= seconds]:
-                del clients[client]
+        endpoint, since = self._clients.get(client, (None, 0.0))
+        return endpoint if endpoint in self._may_keep and now - since < self._clients.seconds else None

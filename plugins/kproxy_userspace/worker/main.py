@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 from kproxy_userspace.names import Endpoint
 from kproxy_userspace.worker import wire
 from kproxy_userspace.worker.attribution import Counted, Tally
-from kproxy_userspace.worker.balancer import Affinity, Balancer, Clients
+from kproxy_userspace.worker.balancer import Balancer, Clients
 from kproxy_userspace.worker.capabilities import drop_capabilities
 from kproxy_userspace.worker.counters import Counts, open_counts
 from kproxy_userspace.worker.events import READ, Events
@@ -103,11 +103,11 @@ class Worker:
             relay = self._relays[order.relay] = self._open(order)
         tally, frontend = self._shared.tally, order.frontend
         relay.counted = None if frontend is None else Counted(tally, order.udp, frontend)
-        affinity = None
+        clients = None
         if order.affinity_seconds:
-            clients = self._clients.setdefault(order.service_port, Clients())
-            affinity = Affinity(order.affinity_seconds, clients)
-        if removed := relay.balancer.set_endpoints(order.endpoints, affinity):
+            clients = self._clients.setdefault(order.service_port, Clients(0))
+            clients.seconds = order.affinity_seconds
+        if removed := relay.balancer.set_endpoints(order.endpoints, clients):
             self._leave(relay, removed)
 
     def _open(self, order: wire.Serve) -> Listener | UdpRelay:
@@ -140,8 +140,8 @@ class Worker:
 
     def _forget_expired(self) -> None:
         now = time.monotonic()
-        for relay in self._relays.values():
-            relay.balancer.forget_expired(now)
+        for clients in self._clients.values():
+            clients.forget_expired(now)
         self._events.timeouts(_EXPIRY_SECONDS).call(self._forget_expired)
 
 

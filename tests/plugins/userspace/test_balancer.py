@@ -4,19 +4,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kproxy_userspace.names import Endpoint
-from kproxy_userspace.worker.balancer import Affinity, Balancer, Clients
+from kproxy_userspace.worker.balancer import Balancer, Clients
 
 A, B, C = ("10.0.0.1", 80), ("10.0.0.2", 80), ("10.0.0.3", 80)
 
 
-def balancer(*endpoints: Endpoint, affinity: Affinity | None = None) -> Balancer:
+def balancer(*endpoints: Endpoint, affinity: Clients | None = None) -> Balancer:
     made = Balancer(lambda _: None)
     made.set_endpoints(endpoints, affinity)
     return made
-
-
-def affinity_for(seconds: int) -> Affinity:
-    return Affinity(seconds, Clients())
 
 
 def test_endpoints_take_turns() -> None:
@@ -29,20 +25,20 @@ def test_without_endpoints_none_is_chosen() -> None:
 
 
 def test_a_client_keeps_its_endpoint_until_it_is_absent_for_the_timeout() -> None:
-    one = balancer(A, B, affinity=affinity_for(10))
+    one = balancer(A, B, affinity=Clients(10))
     assert [one.choose("x", at) for at in (0.0, 9.0, 18.0)] == [A, A, A]
     assert one.choose("x", 28.0) == B
 
 
 def test_an_endpoint_that_does_not_answer_is_replaced_for_good() -> None:
-    one = balancer(A, B, affinity=affinity_for(10))
+    one = balancer(A, B, affinity=Clients(10))
     assert one.choose("x", 0.0) == A
     assert one.choose("x", 0.0, is_retry=True) == B
     assert one.choose("x", 1.0) == B
 
 
 def test_only_clients_of_a_removed_endpoint_lose_it() -> None:
-    affinity = affinity_for(10)
+    affinity = Clients(10)
     one = balancer(A, B, C, affinity=affinity)
     kept = {client: one.choose(client, 0.0) for client in "xyz"}
     assert one.set_endpoints([B, C], affinity) == [A]
@@ -51,15 +47,15 @@ def test_only_clients_of_a_removed_endpoint_lose_it() -> None:
 
 
 def test_the_timeout_of_the_service_is_followed() -> None:
-    affinity = affinity_for(100)
+    affinity = Clients(100)
     one = balancer(A, B, affinity=affinity)
     assert one.choose("x", 0.0) == A
-    one.set_endpoints([A, B], affinity._replace(seconds=5))
+    affinity.seconds = 5
     assert one.choose("x", 6.0) == B
 
 
 def test_a_client_has_the_same_endpoint_at_each_relay_that_shares_its_memory() -> None:
-    affinity = affinity_for(10)
+    affinity = Clients(10)
     one, other = balancer(A, B, C, affinity=affinity), balancer(B, C, affinity=affinity)
     assert [one.choose(client, 0.0) for client in "xyz"] == [A, B, C]
     assert [other.choose(client, 0.0) for client in "zy"] == [C, B]
@@ -67,11 +63,10 @@ def test_a_client_has_the_same_endpoint_at_each_relay_that_shares_its_memory() -
 
 
 def test_a_relay_that_closes_leaves_the_memory_to_others() -> None:
-    affinity = affinity_for(10)
+    affinity = Clients(10)
     one, other = balancer(A, B, affinity=affinity), balancer(A, B, affinity=affinity)
     assert [one.choose(client, 0.0) for client in "xy"] == [A, B]
     assert one.set_endpoints([], None) == [A, B]
-    one.forget_expired(100.0)
     assert [other.choose(client, 0.0) for client in "yx"] == [B, A]
 
 
@@ -83,13 +78,14 @@ STEPS = st.lists(st.tuples(ENDPOINTS, st.sampled_from("xyz"), st.integers(0, 20)
 def test_removed_endpoints_are_not_chosen(
     steps: list[tuple[list[Endpoint], str, int]], seconds: int
 ) -> None:
-    affinity = affinity_for(seconds) if seconds else None
+    affinity = Clients(seconds) if seconds else None
     one = balancer(affinity=affinity)
     now = 0.0
     for endpoints, client, passed in steps:
         before = set(one.endpoints)
         assert set(one.set_endpoints(endpoints, affinity)) == before - set(endpoints)
         now += passed
-        one.forget_expired(now)
+        if affinity is not None:
+            affinity.forget_expired(now)
         chosen = one.choose(client, now)
         assert chosen in endpoints if endpoints else chosen is None
