@@ -126,8 +126,11 @@ class Worker:
         if isinstance(relay, UdpRelay):
             relay.drop_flows(removed)
             return
-        connections = [c for endpoint in removed for c in relay.connections.get(endpoint, ())]
         seconds = self._settings.drain
+        if seconds < 0:
+            return
+        gone = frozenset(removed)
+        connections = [connection for connection in relay.connections if connection.endpoint in gone]
 
         def reset_all() -> None:
             for connection in connections:
@@ -135,7 +138,7 @@ class Worker:
 
         if seconds == 0:
             reset_all()
-        elif seconds > 0 and connections:
+        elif connections:
             self._events.timeouts(seconds).call(reset_all)
 
     def _forget_expired(self) -> None:

@@ -48,8 +48,8 @@ class Listener:
         self.shared = shared
         self.counts = shared.counts
         self.events = shared.events
-        self.connections: dict[Endpoint, set[Connection]] = {}
-        """The established ones, by endpoint."""
+        self.connections: set[Connection] = set()
+        """The established ones."""
         self.counted: Counted | None = None
         """None: connections are not counted."""
         self.family = int(sock.family)
@@ -187,8 +187,8 @@ class Connection:
     """A client, its endpoint, and both directions between them."""
 
     __slots__ = (
-        "_attempt", "_began", "_client", "_counted", "_directions", "_endpoint", "_host", "_server",
-        "_writable", "listener",
+        "_attempt", "_began", "_client", "_counted", "_directions", "_host", "_server", "_writable",
+        "endpoint", "listener",
     )  # fmt: skip
 
     def __init__(self, listener: Listener, client: socket.socket, host: str) -> None:
@@ -197,7 +197,7 @@ class Connection:
         self._host = host
         self._counted = listener.counted
         self._server: socket.socket | None = None
-        self._endpoint: Endpoint | None = None
+        self.endpoint: Endpoint | None = None
         self._attempt = 0
         self._began = 0
         """Time of the attempt; monotonic nanoseconds."""
@@ -226,7 +226,7 @@ class Connection:
                 server.close()
                 break
             result = server.connect_ex(endpoint)
-            self._server, self._endpoint = server, endpoint
+            self._server, self.endpoint = server, endpoint
             if result == errno.EADDRNOTAVAIL:  # No local port is free; the endpoint has not seen an attempt.
                 listener.counts[Counter.SHORTAGES] += 1
                 self._hang_up()
@@ -314,12 +314,7 @@ class Connection:
         for direction in self._directions:
             direction.release()
         self._directions = ()  # They refer to the connection: the cycle would wait for the collector.
-        if self._endpoint is not None:
-            of = self.listener.connections.get(self._endpoint)
-            if of is not None:
-                of.discard(self)
-                if not of:
-                    del self.listener.connections[self._endpoint]
+        self.listener.connections.discard(self)
 
     def _hang_up(self) -> None:
         server, self._server = self._server, None
@@ -327,7 +322,7 @@ class Connection:
             self.listener.events.close(server)
 
     def _dialed(self, mask: int) -> None:
-        server, client, endpoint = self._server, self._client, self._endpoint
+        server, client, endpoint = self._server, self._client, self.endpoint
         if server is None or client is None or endpoint is None:
             return
         if mask & BROKEN and (error := server.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)):
@@ -342,7 +337,7 @@ class Connection:
         client.setblocking(False)
         up, down = Direction(self, client, server, _UP), Direction(self, server, client, _DOWN)
         self._directions = up, down
-        self.listener.connections.setdefault(endpoint, set()).add(self)
+        self.listener.connections.add(self)
         self.pump(up)
         if self._client is not None:
             self.listener.events.watch(client.fileno(), self, READ | EDGE)
@@ -374,5 +369,5 @@ class Connection:
 
     def _count_failure(self, place: int) -> None:
         """Count the failure of the attempt or the connection; see `attribution`."""
-        if self._counted is not None and self._endpoint is not None:
-            self._counted[self._endpoint][place] += 1
+        if self._counted is not None and self.endpoint is not None:
+            self._counted[self.endpoint][place] += 1
