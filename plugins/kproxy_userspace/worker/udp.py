@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import socket
-import struct
 import time
 from typing import NamedTuple
 
@@ -27,13 +26,9 @@ _ANSWER_SECONDS = 5.0
 """Timeout of an answer, as of resolvers: a client that awaits one is not idle. kube-proxy lost it."""
 
 _IP_PKTINFO = 8
-_IN_PKTINFO = struct.Struct("=I4s4s")
-_IN6_PKTINFO = struct.Struct("=16sI")
 _LINK_LOCAL = b"\xfe\x80"
 
 _UP, _DOWN = int(Counter.DATAGRAMS_TO_ENDPOINTS), int(Counter.DATAGRAMS_TO_CLIENTS)
-
-Control = tuple[int, int, bytes]
 
 
 class FlowKey(NamedTuple):
@@ -57,6 +52,9 @@ class UdpRelay:
         self.counted: Counted | None = None
         """None: flows are not counted."""
         self.family = sock.family
+        self._unspecified = bytes(4 if self.family == socket.AF_INET else 16)
+        self._local = slice(4, 8) if self.family == socket.AF_INET else slice(16)
+        """The place of the address in struct in_pktinfo (ipi_spec_dst) or in6_pktinfo."""
         self._sock = sock
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
@@ -74,18 +72,18 @@ class UdpRelay:
                 return
             except OSError:
                 continue  # An ICMP error about an earlier reply. The socket still works.
-            key = FlowKey(sender, self._local_address(control))
+            key = FlowKey(sender, control[0][2][self._local] if control else self._unspecified)
             flow = self.flows.get(key) or self._new_flow(key)
             if flow is not None:
                 flow.send(data)
 
     def reply(self, data: bytes, key: FlowKey) -> None:
         """Send an endpoint's answer to its client, from the address that the client had sent to."""
-        control: list[Control] = []
+        control = []
         if self.family == socket.AF_INET:
-            control = [(socket.IPPROTO_IP, _IP_PKTINFO, _IN_PKTINFO.pack(0, key.local, bytes(4)))]
+            control = [(socket.IPPROTO_IP, _IP_PKTINFO, bytes(4) + key.local + bytes(4))]
         elif not key.local.startswith(_LINK_LOCAL):
-            control = [(socket.IPPROTO_IPV6, socket.IPV6_PKTINFO, _IN6_PKTINFO.pack(key.local, 0))]
+            control = [(socket.IPPROTO_IPV6, socket.IPV6_PKTINFO, key.local + bytes(4))]
         with contextlib.suppress(OSError):  # Datagrams may be lost, all of them once this socket is closed.
             self._sock.sendmsg([data], control, 0, key.client)
             self.counts[_DOWN] += 1
@@ -117,14 +115,6 @@ class UdpRelay:
         if self.counted is not None:
             self.counted[endpoint][MADE] += 1
         return flow
-
-    def _local_address(self, control: list[Control]) -> bytes:
-        for _, _, data in control:
-            if self.family == socket.AF_INET and len(data) >= _IN_PKTINFO.size:
-                return bytes(_IN_PKTINFO.unpack_from(data)[1])
-            if len(data) >= _IN6_PKTINFO.size:
-                return bytes(_IN6_PKTINFO.unpack_from(data)[0])
-        return bytes(4 if self.family == socket.AF_INET else 16)
 
 
 class Flow:
