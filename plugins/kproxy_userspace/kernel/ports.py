@@ -16,33 +16,30 @@ class NoPort(Exception):
     """No port is available, for the reason in the message."""
 
 
-class BoundSocket:
-    """A socket that is bound but serves nothing: the port is taken, and clients are refused."""
+def bind_socket(family: Family, place: Place, *, shared: bool) -> socket.socket:
+    """Return a socket that takes the port of *place* but serves nothing: clients are refused.
 
-    def __init__(self, family: Family, place: Place, *, shared: bool) -> None:
-        """Bind *place*, if *shared* beside the sockets of relay workers. Raises OSError."""
-        udp = place.protocol is Protocol.UDP
-        self._sock = socket.socket(family.af, socket.SOCK_DGRAM if udp else socket.SOCK_STREAM)
-        try:
-            if family is Family.IPV6:
-                self._sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            if shared and not udp:
-                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._sock.bind((_text(family, place.address), place.port))
-            if shared:
-                # Set before bind(), it would also admit a port that another relay or process shares. For
-                # UDP the kernel itself would choose such a port.
-                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            self.port: int = self._sock.getsockname()[1]
-            if udp:
-                # Connected to a port that never sends, the socket receives no datagram of any client.
-                self._sock.connect((format_address(family.loopback), _DISCARD))
-        except OSError:
-            self._sock.close()
-            raise
-
-    def close(self) -> None:
-        self._sock.close()
+    If *shared*, it is bound beside the sockets of relay workers. Raises OSError.
+    """
+    udp = place.protocol is Protocol.UDP
+    sock = socket.socket(family.af, socket.SOCK_DGRAM if udp else socket.SOCK_STREAM)
+    try:
+        if family is Family.IPV6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        if shared and not udp:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((_text(family, place.address), place.port))
+        if shared:
+            # Set before bind(), it would also admit a port that another relay or process shares. For
+            # UDP the kernel itself would choose such a port.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if udp:
+            # Connected to a port that never sends, the socket receives no datagram of any client.
+            sock.connect((format_address(family.loopback), _DISCARD))
+    except OSError:
+        sock.close()
+        raise
+    return sock
 
 
 class Reservations:
@@ -50,14 +47,15 @@ class Reservations:
 
     def __init__(self, family: Family) -> None:
         self._family = family
-        self._held: dict[ServicePortKey, dict[Place, BoundSocket | None]] = {}
+        self._held: dict[ServicePortKey, dict[Place, socket.socket | None]] = {}
         """None: no socket is needed or possible."""
 
     def keep_only(self, key: ServicePortKey, places: Collection[Place]) -> None:
         """Release the reservations of a service port that are not among *places*."""
         held = self._held.pop(key, {})
         for place in held.keys() - places:
-            _close(held.pop(place))
+            if sock := held.pop(place):
+                sock.close()
         if held:
             self._held[key] = held
 
@@ -71,9 +69,9 @@ class Reservations:
         for key in list(self._held):
             self.keep_only(key, ())
 
-    def _bind(self, place: Place) -> BoundSocket | None:
+    def _bind(self, place: Place) -> socket.socket | None:
         try:
-            return BoundSocket(self._family, place, shared=False)
+            return bind_socket(self._family, place, shared=False)
         except OSError as error:
             # EADDRNOTAVAIL: another node's address, which no local program can bind. EACCES: a port below
             # 1024 without CAP_NET_BIND_SERVICE, which IPv6 reports for addresses of other nodes as well.
@@ -89,7 +87,7 @@ class RelayPorts:
         """Choose from *ports*; None: leave the choice to the kernel."""
         self._family = family
         self._ports = ports
-        self._held: dict[tuple[Protocol, int], BoundSocket] = {}
+        self._held: dict[tuple[Protocol, int], socket.socket] = {}
 
     def open(self, place: Place) -> int:
         """Bind a port at the address of *place*, its own port if possible, and return it. Raises NoPort."""
@@ -99,18 +97,20 @@ class RelayPorts:
             if (place.protocol, port) in self._held:
                 continue
             try:
-                bound = BoundSocket(self._family, place._replace(port=port), shared=True)
+                sock = bind_socket(self._family, place._replace(port=port), shared=True)
             except OSError as error:
                 address = _text(self._family, place.address)
                 problem = f"{place.protocol.name} {address} port {port}: {error.strerror}"
                 continue
-            self._held[place.protocol, bound.port] = bound
-            return bound.port
+            bound: int = sock.getsockname()[1]
+            self._held[place.protocol, bound] = sock
+            return bound
         raise NoPort(problem)
 
     def release(self, protocol: Protocol, port: int) -> None:
         """Release a relay's port after its listener was closed."""
-        _close(self._held.pop((protocol, port), None))
+        if sock := self._held.pop((protocol, port), None):
+            sock.close()
 
     def _candidates(self) -> list[int]:
         """Return all ports of the range from a random one on; 0 for the kernel's choice."""
@@ -122,8 +122,3 @@ class RelayPorts:
 
 def _text(family: Family, address: Address | None) -> str:
     return format_address(family.unspecified if address is None else address)
-
-
-def _close(bound: BoundSocket | None) -> None:
-    if bound is not None:
-        bound.close()

@@ -8,7 +8,7 @@ from kproxy_core.backend.api import BackendSettings
 from kproxy_core.backend.errors import InvalidOption
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.model.service import ServicePortKey
-from kproxy_userspace.kernel.ports import BoundSocket, NoPort, RelayPorts, Reservations
+from kproxy_userspace.kernel.ports import NoPort, RelayPorts, Reservations, bind_socket
 from kproxy_userspace.settings import FOREVER, Settings, parse_port_range, read_settings
 from kproxy_userspace.wanted import Place
 from kproxy_userspace.worker.wire import WorkerSettings
@@ -112,7 +112,7 @@ def test_a_reserved_port_is_taken_and_refuses_clients(protocol: Protocol) -> Non
         with pytest.raises(ConnectionRefusedError):
             ask(client)
     one.release_all()
-    BoundSocket(V4, place, shared=False).close()
+    bind_socket(V4, place, shared=False).close()
 
 
 @pytest.mark.usefixtures("node")
