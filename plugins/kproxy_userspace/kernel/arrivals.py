@@ -6,8 +6,8 @@ later still reaches the relay, which must listen then, or the client is refused.
 
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Final, NamedTuple, TypeVar
+from collections.abc import Collection, Iterable, Iterator
+from typing import Final, NamedTuple
 
 from kproxy_core.host.conntrack import table as ctnetlink
 from kproxy_core.host.conntrack.flows import delete_stale_udp
@@ -18,8 +18,6 @@ from kproxy_core.model.address import Family, Protocol
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_userspace.applied import LocalPort, RelayedFlows
 from kproxy_userspace.wanted import Redirect
-
-T = TypeVar("T")
 
 _OPENING: Final = frozenset({0, 1, 2, 8, 9})
 """States in which a SYN or ACK may arrive: NONE, SYN_SENT, SYN_RECV, SYN_SENT2, CLOSE (nf_conntrack_tcp.h).
@@ -49,9 +47,13 @@ def arriving(family: Family, ports: Collection[LocalPort]) -> Counter[LocalPort]
     """
     if not ports:
         return Counter()
+
+    def opening(listed: Iterable[ctnetlink.TrackedFlow]) -> Counter[LocalPort]:
+        return Counter(port for flow, port in _relayed(family, ports, listed) if _is_opening(flow))
+
     with doing(f"read the connections to {family.label} relays"):
         # Conntrack first: a handshake that has ended there may still be half-open in a socket.
-        return Counter(_relayed(family, ports, _opening)) + Counter(_half_open(family, ports))
+        return ctnetlink.flows(family, opening) + Counter(_half_open(family, ports))
 
 
 def delete_flows(family: Family, of: Iterable[Redirect]) -> None:
@@ -67,50 +69,41 @@ def unanswered_flows(family: Family, ports: Collection[int]) -> dict[bytes, Unan
     """
     if not ports:
         return {}
-    relays = [LocalPort(Protocol.UDP, port) for port in ports]
+
+    def unanswered(listed: Iterable[ctnetlink.TrackedFlow]) -> dict[bytes, UnansweredFlow]:
+        found = {}
+        for flow, port in _relayed(family, [LocalPort(Protocol.UDP, port) for port in ports], listed):
+            rest = netlink.attributes(flow.data, flow.start, flow.end)
+            if not int.from_bytes(rest[ctnetlink.STATUS], "big") & ctnetlink.SEEN_REPLY:
+                frontend = Frontend(flow.destination, port.protocol, int.from_bytes(flow.port, "big"))
+                found[rest[ctnetlink.ID]] = UnansweredFlow(frontend, port.number)
+        return found
+
     with doing(f"list unanswered {family.label} UDP flows"):
-        return dict(_relayed(family, relays, _unanswered, ctnetlink.UNREPLIED))
+        return ctnetlink.flows(family, unanswered, ctnetlink.UNREPLIED)
 
 
-def _unanswered(flow: ctnetlink.TrackedFlow, port: LocalPort) -> tuple[bytes, UnansweredFlow] | None:
-    found = netlink.attributes(flow.data, flow.start, flow.end)
-    if int.from_bytes(found[ctnetlink.STATUS], "big") & ctnetlink.SEEN_REPLY:
-        return None
-    frontend = Frontend(flow.destination, port.protocol, int.from_bytes(flow.port, "big"))
-    return found[ctnetlink.ID], UnansweredFlow(frontend, port.number)
-
-
-def _opening(flow: ctnetlink.TrackedFlow, port: LocalPort) -> LocalPort | None:
-    if port.protocol is Protocol.UDP:
-        return port
-    found = netlink.attributes(flow.data, flow.start, flow.end)
-    return port if ctnetlink.tcp_state(found.get(ctnetlink.PROTOINFO, b"")) in _OPENING else None
+def _is_opening(flow: ctnetlink.TrackedFlow) -> bool:
+    """Return whether the client may still reach the relay, as each of UDP may."""
+    if flow.protocol == Protocol.UDP:
+        return True
+    rest = netlink.attributes(flow.data, flow.start, flow.end)
+    return ctnetlink.tcp_state(rest.get(ctnetlink.PROTOINFO, b"")) in _OPENING
 
 
 def _relayed(
-    family: Family, ports: Iterable[LocalPort],
-    select: Callable[[ctnetlink.TrackedFlow, LocalPort], T | None], wanted: bytes = b"",
-) -> list[T]:  # fmt: skip
-    """Return what *select* makes of the flows that portals have led to *ports* of this node, except None.
-
-    *wanted* are the attributes of a filter for all flows. Raises HostError or OSError.
-    """
+    family: Family, ports: Iterable[LocalPort], listed: Iterable[ctnetlink.TrackedFlow]
+) -> Iterator[tuple[ctnetlink.TrackedFlow, LocalPort]]:
+    """Yield the flows that portals have led to *ports* of this node, each with its port. Raises HostError."""
     relays: dict[tuple[int, bytes], LocalPort] = {
         (port.protocol, port.number.to_bytes(2, "big")): port for port in ports}
     local = node_addresses()
-
-    def selected(flows: Iterable[ctnetlink.TrackedFlow]) -> Iterator[T]:
-        for flow in flows:
-            by = ctnetlink.answered_by(family, flow)
-            port = relays.get((flow.protocol, by.port))
-            is_same = (by.address, by.port) == (flow.destination, flow.port)
-            if port is None or is_same or by.address not in local:
-                continue
-            found = select(flow, port)
-            if found is not None:
-                yield found
-
-    return ctnetlink.flows(family, lambda flows: list(selected(flows)), wanted)
+    for flow in listed:
+        by = ctnetlink.answered_by(family, flow)
+        port = relays.get((flow.protocol, by.port))
+        is_same = (by.address, by.port) == (flow.destination, flow.port)
+        if port is not None and not is_same and by.address in local:
+            yield flow, port
 
 
 def _half_open(family: Family, ports: Collection[LocalPort]) -> Iterator[LocalPort]:
