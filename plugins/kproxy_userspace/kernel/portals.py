@@ -77,11 +77,7 @@ class IptablesPortals(Portals):
     def withdraw(self) -> list[str]:
         if not may_have_portals(self._tables):
             return []
-        removal = plan_cleanup(kubernetes_rules(self._tables.save()))
-        removal = removal._replace(
-            rules=[rule for rule in removal.rules if rule[0] == "nat"],
-            chains=[key for key in removal.chains if key[0] == "nat"],
-        )
+        removal = plan_cleanup(kubernetes_rules(self._tables.save("nat")))
         self._tables.restore(batch.iptables_pin())
         apply_removal(removal, self._tables)
         return [f"{self._tables.program}: {line}" for line in describe(removal)]
