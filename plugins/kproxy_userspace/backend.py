@@ -17,7 +17,7 @@ from kproxy_userspace.inspection.metrics import measurements
 from kproxy_userspace.inspection.preview import preview
 from kproxy_userspace.inspection.render import render_text
 from kproxy_userspace.inspection.traffic import Traffic
-from kproxy_userspace.kernel.portals import Portals, find_tables, open_portals
+from kproxy_userspace.kernel.portals import Portals, open_portals
 from kproxy_userspace.kernel.workers import WorkerPool
 from kproxy_userspace.questions.retire import Retirement
 from kproxy_userspace.settings import read_settings
@@ -61,11 +61,7 @@ class UserspaceBackend:
 
     @hookimpl
     def kproxy_render(self, update: api.Update) -> str:
-        """Return all portals as input for iptables-restore or nft."""
-        if self._settings.listen is not None:
-            return ""
-        at = self._settings.bind_in(update.family)
-        return render_text(update, at=at, by_nft=find_tables(update.family) is None)
+        return render_text(update, self._settings)
 
     @hookimpl
     def kproxy_preview(self, update: api.Update) -> api.Preview:

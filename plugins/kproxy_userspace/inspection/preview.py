@@ -2,18 +2,14 @@
 
 from kproxy_core.backend.api import Preview, Update
 from kproxy_userspace.inspection.render import render_text
-from kproxy_userspace.kernel.portals import find_tables
 from kproxy_userspace.settings import Settings
 from kproxy_userspace.wanted import wanted
 
 
 def preview(update: Update, settings: Settings) -> Preview:
-    """Return the operations of a start; relays' ports, which are chosen then, are 0 in the text."""
+    """Return the operations of a start, with the text of `render_text`."""
     relays = [
         relay for plan in update.plans.values()
         for relay in wanted(plan, update.node, settings.listen, counted=settings.counts_connections).values()
     ]
-    if settings.listen is not None:
-        return Preview(len(relays), "")
-    text = render_text(update, at=settings.bind_in(update.family), by_nft=find_tables(update.family) is None)
-    return Preview(len(relays) + sum(len(relay.portals) for relay in relays), text)
+    return Preview(len(relays) + sum(len(relay.portals) for relay in relays), render_text(update, settings))
