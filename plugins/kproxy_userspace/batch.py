@@ -1,10 +1,9 @@
 """Portals encoded as text: iptables-restore input with kube-proxy's chains, or nft commands. Pure."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket
-from kproxy_userspace import names
-from kproxy_userspace.names import PORTAL_CHAINS, TABLE
+from kproxy_userspace.names import NON_LOCAL, OUR_CHAINS, PORTAL_CHAINS, PORTALS_CONTAINER, TABLE
 from kproxy_userspace.skeleton import NFT_MAPS, NODE_PORTS, PIN, RANGED_VIPS, VIPS, nft_skeleton
 from kproxy_userspace.wanted import Portal, Redirect
 from kproxy_xtables.rules import TO_THIS_NODE, Jump
@@ -27,7 +26,7 @@ def iptables_rules(redirect: Redirect) -> Iterator[tuple[str, str]]:
     if portal.address is None:
         for chain in PORTAL_CHAINS[2:]:
             yield "nat", f"{chain} {where} {target}"
-        yield "filter", f"{names.NON_LOCAL} {head} --dport {proxy_port} -m conntrack --ctstate NEW -j ACCEPT"
+        yield "filter", f"{NON_LOCAL} {head} --dport {proxy_port} -m conntrack --ctstate NEW -j ACCEPT"
         return
     where += f" -d {format_address(portal.address)}"
     if portal.source is not None:
@@ -36,42 +35,39 @@ def iptables_rules(redirect: Redirect) -> Iterator[tuple[str, str]]:
         for chain in PORTAL_CHAINS[:2]:
             yield "nat", f"{chain} {where} {target}"
         return
-    yield "nat", f"{names.PORTALS_CONTAINER} {where} -m physdev ! --physdev-is-in {target}"
+    yield "nat", f"{PORTALS_CONTAINER} {where} -m physdev ! --physdev-is-in {target}"
     for chain in PORTAL_CHAINS[:2]:
         yield "nat", f"{chain} {where} {TO_THIS_NODE} {target}"
 
 
 def iptables_change(deletes: Iterable[Redirect], adds: Iterable[Redirect]) -> str:
     """Return input for ``iptables-restore --noflush`` that deletes rules and adds others."""
-    lines: dict[str, list[str]] = {"nat": [], "filter": []}
-    for action, redirects in (("-D", deletes), ("-A", adds)):
-        for redirect in redirects:
-            for table, rule in iptables_rules(redirect):
-                lines[table].append(f"{action} {rule}")
-    return _tables(lines)
+    return _text([*_rules("-D", deletes), *_rules("-A", adds)])
 
 
-def iptables_rewrite(redirects: Iterable[Redirect], missing: Sequence[Jump]) -> str:
+def iptables_rewrite(redirects: Iterable[Redirect], missing: Iterable[Jump]) -> str:
     """Return input that makes our chains hold exactly the rules of *redirects*, and adds *missing* jumps."""
-    lines = {
-        "nat": [f":{chain} - [0:0]" for chain in PORTAL_CHAINS],
-        "filter": [f":{names.NON_LOCAL} - [0:0]"],
-    }
-    for jump in missing:
-        lines[jump.table].append(jump.command)
-    for redirect in redirects:
-        for table, rule in iptables_rules(redirect):
-            lines[table].append(f"-A {rule}")
-    return _tables(lines)
+    declared = [(table, f":{chain} - [0:0]") for table, chain in OUR_CHAINS]
+    return _text([*declared, *((jump.table, jump.command) for jump in missing), *_rules("-A", redirects)])
 
 
 def iptables_pin() -> str:
     """Return input that leaves only the rule without effect in our chain of the filter table."""
-    return _tables({"filter": [f":{names.NON_LOCAL} - [0:0]", f"-A {names.NON_LOCAL} {PIN}"]})
+    return _text([("filter", f":{NON_LOCAL} - [0:0]"), ("filter", f"-A {NON_LOCAL} {PIN}")])
 
 
-def _tables(lines: dict[str, list[str]]) -> str:
-    return "".join("\n".join([f"*{table}", *found, "COMMIT", ""]) for table, found in lines.items() if found)
+def _rules(command: str, redirects: Iterable[Redirect]) -> Iterator[tuple[str, str]]:
+    for redirect in redirects:
+        for table, rule in iptables_rules(redirect):
+            yield table, f"{command} {rule}"
+
+
+def _text(lines: Iterable[tuple[str, str]]) -> str:
+    """Return the input that consists of these lines, each behind its table."""
+    of_table: dict[str, list[str]] = {"nat": [], "filter": []}
+    for table, line in lines:
+        of_table[table].append(f"{line}\n")
+    return "".join(f"*{table}\n{''.join(found)}COMMIT\n" for table, found in of_table.items() if found)
 
 
 def nft_change(family: Family, deletes: Iterable[Redirect], adds: Iterable[Redirect]) -> str:

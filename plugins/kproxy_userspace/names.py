@@ -8,7 +8,7 @@ NON_LOCAL = "KUBE-NODEPORT-NON-LOCAL"
 
 PORTAL_CHAINS = (PORTALS_CONTAINER, PORTALS_HOST, NODE_PORT_CONTAINER, NODE_PORT_HOST)
 """Our chains of the nat table. `NON_LOCAL` is the only one of the filter table."""
-OUR_CHAINS = frozenset([*(("nat", chain) for chain in PORTAL_CHAINS), ("filter", NON_LOCAL)])
+OUR_CHAINS = (*(("nat", chain) for chain in PORTAL_CHAINS), ("filter", NON_LOCAL))
 """Table and name of each."""
 
 TABLE = "kproxy-userspace"
