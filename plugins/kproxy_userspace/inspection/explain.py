@@ -77,18 +77,17 @@ def _as_is(
         objects: list[KernelObject] = []
     else:
         port, objects = portals.follow(question)
-    relay = relays.get(LocalPort(packet.protocol, port)) if port else None
+    relay = relays.get(LocalPort(packet.protocol, port))
     if port and relay is None:
         objects.append(KernelObject("relay", f"port {port}: this process has none"))
         return KernelSide(tuple(objects), Fate(Outcome.REFUSED, f"nothing listens on port {port}"))
-    side = _side(relay.wanted if relay is not None else None, port, objects)
-    as_written = _as_written(question, settings, portals.bridged).fate
-    meant = side.fate is not None and as_written is not None and _same(side.fate, as_written)
+    side = _side(None if relay is None else relay.wanted, port, objects)
+    is_meant = _ends(side) == _ends(_as_written(question, settings, portals.bridged))
     remembered = None
     if relay is not None and relay.wanted.affinity_seconds:
         remembered = recall(format_address(packet.source)).get(relay.number)
     where = Destination(parse_address(remembered[0]), remembered[1]) if remembered else None
-    return KernelSide(side.objects, side.fate, where, side.deviation if meant else "")
+    return KernelSide(side.objects, side.fate, where, side.deviation if is_meant else "")
 
 
 def _as_written(
@@ -174,5 +173,5 @@ def _hook(packet: Packet) -> str:
     return "OUTPUT" if packet.origin is Origin.NODE else "PREROUTING"
 
 
-def _same(one: Fate, other: Fate) -> bool:
-    return one.outcome is other.outcome and set(one.choices) == set(other.choices)
+def _ends(side: KernelSide) -> tuple[Outcome, set[Choice]] | None:
+    return None if side.fate is None else (side.fate.outcome, set(side.fate.choices))
