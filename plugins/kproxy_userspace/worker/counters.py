@@ -12,23 +12,19 @@ _WORD = 8
 
 
 class Counter(enum.IntEnum):
+    """The places of counts. `inspection.metrics` describes each."""
+
     CONNECTIONS = 0
-    """TCP connections that were accepted and have not ended."""
     ACCEPTED = 1
     DIAL_FAILURES = 2
-    """Attempts to reach an endpoint that were refused or timed out."""
     GIVEN_UP = 3
-    """Connections for which no endpoint answered."""
     BYTES_TO_ENDPOINTS = 4
     BYTES_TO_CLIENTS = 5
     FLOWS = 6
-    """UDP clients that have an endpoint now."""
     DATAGRAMS_TO_ENDPOINTS = 7
     DATAGRAMS_TO_CLIENTS = 8
     SHORTAGES = 9
-    """Times that file descriptors, memory or local ports ran out."""
     HALF_CLOSED_TIMEOUTS = 10
-    """Connections reset because they were half-closed and idle for too long."""
 
 
 GAUGES = (Counter.CONNECTIONS, Counter.FLOWS)
