@@ -12,7 +12,7 @@ from kproxy_userspace.worker.wire import WorkerSettings
 
 FOREVER = -1.0
 
-_RANGE = re.compile(r"(\d{1,5})(?:([-+])(\d{1,5}))?")
+_RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5})|\+(\d{1,5}))?")
 
 
 class Settings(NamedTuple):
@@ -41,17 +41,17 @@ class Settings(NamedTuple):
 
 def read_settings(settings: BackendSettings) -> Settings:
     """Return the options in effect. Raises InvalidOption."""
+    drain = {"leave": FOREVER, "close": 0.0, "drain": _duration(settings, "drainTimeout", 30.0)}
     removed = settings.options.get("removedEndpoints", "leave")
-    if removed not in ("leave", "close", "drain"):
+    if removed not in tuple(drain):
         raise InvalidOption(settings, "removedEndpoints", removed, "must be leave, close or drain")
-    drain = _duration(settings, "drainTimeout", 30.0)
     return Settings(
         listen=_address(settings, "listen"),
         bind=_bind(settings),
         port_range=_port_range(settings),
         of_workers=WorkerSettings(
             udp_idle=_duration(settings, "udpIdleTimeout", 0.25),
-            drain={"leave": FOREVER, "close": 0.0}.get(str(removed), drain),
+            drain=drain[str(removed)],
             half_closed=_duration(settings, "halfClosedTimeout", 3600.0),
         ),
         workers=_workers(settings),
@@ -65,13 +65,11 @@ def parse_port_range(text: str) -> range | None:
 
     Raises ValueError.
     """
-    found = _RANGE.fullmatch(text.strip())
+    found = _RANGE.fullmatch(text.strip() or "0")
     if found is None:
-        if text.strip():
-            raise ValueError("must be a range of ports such as 10000-20000 or 10000+500")
-        return None
+        raise ValueError("must be a range of ports such as 10000-20000 or 10000+500")
     first = int(found[1])
-    last = {None: first, "-": int(found[3] or 0), "+": first + int(found[3] or 0)}[found[2]]
+    last = int(found[2] or first) + int(found[3] or 0)
     if first == last == 0:
         return None
     if not 0 < first <= last <= 65535:
