@@ -182,7 +182,13 @@ class FamilyState:
             self._reservations.keep_only(key, {p.place for relay in relays.values() for p in relay.portals})
         surplus = self._applied.surplus(relays_of)
         operations = self._close_relays(surplus) if self._listen is not None else 0
-        opened = list(self._open_all(relays_of, unserved))
+        opened: list[Relay] = []
+        for key, relays in relays_of.items():
+            for name, want in relays.items():
+                try:
+                    opened.append(self._relay(name, want))
+                except NoPort as error:
+                    unserved[key] = str(error)
         if takes_over:
             delete_flows(self.family, [
                 Redirect(portal, relay.port) for relay in opened for portal in relay.wanted.portals])
@@ -203,26 +209,14 @@ class FamilyState:
         self.unserved = unserved
         return SyncReport(operations, unserved=dict(unserved))
 
-    def _open_all(
-        self, relays_of: Mapping[ServicePortKey, Mapping[RelayName, Wanted]],
-        unserved: dict[ServicePortKey, str],
-    ) -> Iterator[Relay]:
-        """Yield the wanted relays with their ports, which are bound if necessary."""
-        for key, relays in relays_of.items():
-            held = self._applied.relays.get(key, {})
-            for name, want in relays.items():
-                relay = held.get(name)
-                try:
-                    yield self._open(name, want) if relay is None else relay._replace(wanted=want)
-                except NoPort as error:
-                    unserved[key] = str(error)
-
-    def _open(self, name: RelayName, want: Wanted) -> Relay:
-        """Bind the port of a relay. Raises NoPort."""
+    def _relay(self, name: RelayName, want: Wanted) -> Relay:
+        """Return a wanted relay with its port, which is bound if necessary. Raises NoPort."""
+        held = self._applied.relays.get(name.key, {})
+        if name in held:
+            return held[name]._replace(wanted=want)
         port = self._ports.open(Place(want.protocol, self._listen or self._bind, name.port))
         number = next(_numbers)
-        others = self._applied.relays.get(name.key, {}).values()
-        relay = Relay(number, name, port, want, next((other.service_port for other in others), number))
+        relay = Relay(number, name, port, want, next((other.service_port for other in held.values()), number))
         self._applied.acknowledge_relays([relay.not_listening()])
         if self._listen is not None:
             log.info("listening", extra={"fields": {
@@ -271,16 +265,15 @@ class FamilyState:
 
         A relay that another one of its service port replaces listens while clients are on their way to it.
         """
-        replaced = [relay for relay in surplus if self._is_replaced(relay, surplus)]
-        closing = [relay for relay in surplus if relay not in replaced]
-        self._workers.serve({relay.number: None for relay in closing})
+        departing = [
+            relay if self._is_replaced(relay, surplus) else relay.not_listening() for relay in surplus]
+        self._workers.serve({relay.number: None for relay in departing if not relay.is_listening})
         if self._listen is not None:
             self._applied.acknowledge_closed(surplus, {})
             self._release(surplus)
-            return len(surplus)
-        departing = [*replaced, *(relay.not_listening() for relay in closing)]
-        with self._writing:
-            self._applied.acknowledge_closed(surplus, dict.fromkeys(departing, time.monotonic()))
+        else:
+            with self._writing:
+                self._applied.acknowledge_closed(surplus, dict.fromkeys(departing, time.monotonic()))
         return len(surplus)
 
     def _is_replaced(self, relay: Relay, surplus: Collection[Relay]) -> bool:
