@@ -6,6 +6,7 @@ every `syncPeriod`.
 """
 
 import logging
+import math
 import os
 import select
 import threading
@@ -56,7 +57,7 @@ class Watch:
         self._families = families
         self._workers = workers
         self._damaged = damaged
-        self._portal_seconds = portal_seconds
+        self._portal_seconds = math.inf if portal_seconds is None else portal_seconds
         self._watched: list[Worker] = []
         """The workers at the last look."""
         self._shortages: dict[int, tuple[int, float]] = {}
@@ -81,12 +82,12 @@ class Watch:
 
     def _run(self) -> None:
         used = time.monotonic()
-        due = used + (self._portal_seconds or 0.0)
+        due = used + self._portal_seconds
         while self._wait(min(due, used - _BURST) if self._suspicions else due):
             for worker in self._workers.running():
                 self._check_shortage(worker)
             began, before = time.monotonic(), cpu_seconds()
-            if self._portal_seconds is not None and began >= due:
+            if began >= due:
                 self._check_portals(list(self._families))
                 due = time.monotonic() + self._portal_seconds
             elif self._suspicions and began >= used - _BURST:
@@ -107,9 +108,7 @@ class Watch:
             else:
                 poll.register(fd, 0)  # A hang-up is always reported.
                 watched[fd] = worker
-        seconds = _POLL_SECONDS
-        if self._portal_seconds is not None:
-            seconds = min(seconds, max(0.0, due - time.monotonic()))
+        seconds = min(_POLL_SECONDS, max(0.0, due - time.monotonic()))
         for fd, _ in poll.poll(seconds * 1000):
             if fd == self._wake:
                 os.eventfd_read(self._wake)
@@ -170,12 +169,10 @@ class Watch:
         reported, last = self._shortages.get(worker.process.pid, (0, -_SHORTAGE_SECONDS))
         if count > reported and now - last >= _SHORTAGE_SECONDS:
             self._shortages[worker.process.pid] = count, now
-            fields = {
+            log.warning("relay worker out of file descriptors, memory or local ports", extra={"fields": {
                 "pid": worker.process.pid, "connections": worker.counts[Counter.CONNECTIONS],
                 "shortages": count - reported,
-            }  # fmt: skip
-            log.warning(
-                "relay worker out of file descriptors, memory or local ports", extra={"fields": fields})
+            }})  # fmt: skip
 
 
 def _concerns_portals(change: Change) -> bool:
