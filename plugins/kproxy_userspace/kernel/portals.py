@@ -176,22 +176,20 @@ def open_portals(family: Family, at: Address | None, own: OwnProcesses | None = 
     Its processes are remembered in *own*. Raises Unsupported if none works, SyncFailed if that is unknown,
     mostly because another program holds the xtables lock.
     """
-    problem = ""
     try:
         tables = find_tables(family, own)
         if tables is not None:
             tables.check()
             return IptablesPortals(tables)
+        if not programs.find("nft"):
+            raise Unsupported("neither iptables nor nft is installed; userspace.listen needs neither")
     except Unusable as error:
-        problem = str(error)
+        if not programs.find("nft"):
+            raise Unsupported(f"{family.label} cannot be redirected: {error}", family) from error
     except HostError as error:
         raise SyncFailed(str(error)) from error
-    if programs.find("nft"):
-        try:
-            programs.output("nft", "--check", "-f", "-", stdin=nft_skeleton(family, at))
-        except ProgramFailed as error:
-            raise Unsupported(f"{family.label} cannot be redirected: {error}", family) from error
-        return NftPortals(family, at, own)
-    if problem:
-        raise Unsupported(f"{family.label} cannot be redirected: {problem}", family)
-    raise Unsupported("neither iptables nor nft is installed; userspace.listen needs neither")
+    try:
+        programs.output("nft", "--check", "-f", "-", stdin=nft_skeleton(family, at))
+    except ProgramFailed as error:
+        raise Unsupported(f"{family.label} cannot be redirected: {error}", family) from error
+    return NftPortals(family, at, own)
