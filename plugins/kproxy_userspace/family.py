@@ -31,8 +31,6 @@ GRACE_SECONDS = 5.0
 
 _numbers = itertools.count(1)
 
-Plans = Mapping[ServicePortKey, ServicePlan]
-
 
 class FamilyState:
     """All relays and portals of one family."""
@@ -60,7 +58,7 @@ class FamilyState:
         """Return whether the node has changed: every portal may depend on its addresses."""
         return node != self._node
 
-    def resync(self, node: NodeView, plans: Plans) -> SyncReport:
+    def resync(self, node: NodeView, plans: Mapping[ServicePortKey, ServicePlan]) -> SyncReport:
         """Bring everything to *plans*, and compare the portals with a fresh read of the kernel."""
         deleted = dict.fromkeys(self._applied.relays.keys() - plans.keys())
         self._node = None

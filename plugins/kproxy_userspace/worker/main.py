@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -168,12 +169,9 @@ def listening_socket(udp: bool, address: str, port: int) -> socket.socket:
 def _allow_descriptors() -> None:
     """Raise the limit of file descriptors as far as possible: a connection needs two."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    for limit in (max(hard, _DESCRIPTORS), hard):
-        try:
+    for limit in (hard, max(hard, _DESCRIPTORS)):
+        with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-            return
-        except (OSError, ValueError):
-            continue
 
 
 def main(arguments: list[str]) -> None:
