@@ -19,7 +19,6 @@ from kproxy_userspace.kernel.arrivals import arriving, delete_flows
 from kproxy_userspace.kernel.portals import Portals
 from kproxy_userspace.kernel.ports import NoPort, RelayPorts, Reservations
 from kproxy_userspace.kernel.workers import WorkerPool
-from kproxy_userspace.names import Endpoint
 from kproxy_userspace.settings import Settings
 from kproxy_userspace.wanted import Place, Redirect, RelayName, Wanted, wanted
 from kproxy_userspace.worker.wire import Serve
@@ -226,12 +225,11 @@ class FamilyState:
     def _order(self, relay: Relay) -> Serve:
         address = self._listen or self._bind or self.family.unspecified
         want = relay.wanted
-        counted: Endpoint | None = None
-        if want.frontend is not None:
-            dialled = want.frontend.address
-            counted = "" if dialled is None else format_address(dialled), want.frontend.port
+        dialled, frontend = want.frontend, None
+        if dialled is not None:
+            frontend = dialled.address, int(dialled.protocol), dialled.port
         return Serve(relay.number, relay.service_port, want.protocol is Protocol.UDP, format_address(address),
-                     relay.port, want.endpoints, want.affinity_seconds, counted)  # fmt: skip
+                     relay.port, want.endpoints, want.affinity_seconds, frontend)  # fmt: skip
 
     def _reserved_portals(self, relay: Relay, unserved: dict[ServicePortKey, str]) -> Iterator[Redirect]:
         """Yield the portals of *relay* except those whose port another program has."""

@@ -93,7 +93,7 @@ def main(host: Namespace, rounds: int) -> None:
         workers = {
             name: Worker(wire.Serve(
                 port, port, False, "0.0.0.0", 18000 + port, (("127.0.0.1", ECHO),), 0,
-                (VIP, port) if name == "counted" else None))
+                (None, 6, port) if name == "counted" else None))
             for name, port in PORTS.items()
         }  # fmt: skip
         for turn in range(rounds):

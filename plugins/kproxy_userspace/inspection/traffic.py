@@ -63,9 +63,8 @@ class Traffic:
 
 
 def _subject(count: Count) -> _Subject:
-    address, port = count.frontend
-    dialled: Address | None = parse_address(address) if address else None
+    address, protocol, port = count.frontend
+    frontend = Frontend(None if address is None else Address(address), Protocol(protocol), port)
     host, endpoint_port = count.endpoint
     where = Destination(parse_address(host), endpoint_port)
-    frontend = Frontend(dialled, Protocol.UDP if count.udp else Protocol.TCP, port)
     return family_of(where.address), frontend, where

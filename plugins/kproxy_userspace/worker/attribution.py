@@ -5,7 +5,7 @@ from bisect import bisect
 from collections.abc import Iterator
 
 from kproxy_userspace.names import Endpoint
-from kproxy_userspace.worker.wire import Count
+from kproxy_userspace.worker.wire import Count, Dialled
 
 MADE, REFUSED, UNANSWERED, RESET, _HANDSHAKES = range(5)
 """Places in `Count.numbers`. The module of `api.Failure` and `api.Handshake` is too large to import here."""
@@ -42,13 +42,12 @@ class Counted(dict[Endpoint, Numbers]):
     them without a call of Python code, most of which is not in the processor's caches for a new connection.
     """
 
-    __slots__ = ("_frontend", "_tally", "_udp")
+    __slots__ = ("_frontend", "_tally")
 
-    def __init__(self, tally: Tally, udp: bool, frontend: Endpoint) -> None:
+    def __init__(self, tally: Tally, frontend: Dialled) -> None:
         super().__init__()
         self._frontend = frontend
         self._tally = tally
-        self._udp = udp
 
     def __missing__(self, endpoint: Endpoint) -> Numbers:
         if not self:
@@ -67,7 +66,7 @@ class Counted(dict[Endpoint, Numbers]):
         for endpoint, numbers in list(self.items()):
             if any(numbers):
                 numbers[_SUM] //= 1000
-                yield Count(self._udp, self._frontend, endpoint, tuple(numbers))
+                yield Count(self._frontend, endpoint, tuple(numbers))
                 numbers[:] = _NONE
             else:
                 del self[endpoint]

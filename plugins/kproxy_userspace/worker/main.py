@@ -102,8 +102,7 @@ class Worker:
         relay = self._relays.get(order.relay)
         if relay is None:
             relay = self._relays[order.relay] = self._open(order)
-        tally, frontend = self._shared.tally, order.frontend
-        relay.counted = None if frontend is None else Counted(tally, order.udp, frontend)
+        relay.counted = None if order.frontend is None else Counted(self._shared.tally, order.frontend)
         clients = None
         if order.affinity_seconds:
             clients = self._clients.setdefault(order.service_port, Clients(0))

@@ -14,6 +14,9 @@ from kproxy_userspace.names import Endpoint
 _LENGTH = struct.Struct("=I")
 _AT_ONCE = 1 << 16
 
+Dialled = tuple[bytes | None, int, int]
+"""Address, protocol and port of a `Frontend`, of the types that marshal accepts."""
+
 
 class WorkerSettings(NamedTuple):
     """Arguments of every worker, as seconds."""
@@ -38,7 +41,7 @@ class Serve(NamedTuple):
     port: int
     endpoints: tuple[Endpoint, ...]
     affinity_seconds: int
-    frontend: Endpoint | None = None
+    frontend: Dialled | None = None
     """Count connections for this frontend; see `Count`. None: count none."""
 
 
@@ -55,9 +58,7 @@ class Recall(NamedTuple):
 class Count(NamedTuple):
     """Connections to one endpoint."""
 
-    udp: bool
-    frontend: Endpoint
-    """Its address is "" for a node port of any address."""
+    frontend: Dialled
     endpoint: Endpoint
     numbers: tuple[int, ...]
     """All connections, those that failed by `api.Failure`, and handshakes by `api.Handshake`."""

@@ -366,7 +366,7 @@ class HourlyClient:
         if self._clock[0] < self.made * 3625:
             return []
         self.made += 1
-        return [Count(False, (VIP, 80), ONE, (1, *[0] * 12))]
+        return [Count((parse_address(VIP), 6, 80), ONE, (1, *[0] * 12))]
 
 
 def test_each_connection_of_an_hourly_client_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
