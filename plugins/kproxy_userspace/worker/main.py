@@ -43,10 +43,9 @@ class Worker:
         self._control = control
         self._settings = settings
         self._events = Events()
-        self._shared = Resources(
-            self._events, counts, Pipes(), DialSockets(), HalfClosed(self._events, settings.half_closed),
-            Tally(),
-        )  # fmt: skip
+        half_closed = HalfClosed(self._events, settings.half_closed)
+        self._shared = Resources(self._events, counts, Pipes(), DialSockets(), half_closed)
+        self._tally = Tally()
         self._relays: dict[int, Listener | UdpRelay] = {}
         self._clients = WeakValueDictionary[int, Clients]()
         """Those that affinity gives endpoints, by service port."""
@@ -82,7 +81,7 @@ class Worker:
         """Return the part of the answer: what was asked for, or a relay that failed, with the reason."""
         match command:
             case wire.Report():
-                return self._shared.tally.report()
+                return self._tally.report()
             case wire.Recall(client):
                 now = time.monotonic()
                 kept = ((number, each.balancer.kept(client, now)) for number, each in self._relays.items())
@@ -102,7 +101,7 @@ class Worker:
         relay = self._relays.get(order.relay)
         if relay is None:
             relay = self._relays[order.relay] = self._open(order)
-        relay.counted = None if order.frontend is None else Counted(self._shared.tally, order.frontend)
+        relay.counted = None if order.frontend is None else Counted(self._tally, order.frontend)
         clients = None
         if order.affinity_seconds:
             clients = self._clients.setdefault(order.service_port, Clients(0))

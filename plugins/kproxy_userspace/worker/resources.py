@@ -7,7 +7,6 @@ import os
 import socket
 from typing import NamedTuple
 
-from kproxy_userspace.worker.attribution import Tally
 from kproxy_userspace.worker.counters import Counts
 from kproxy_userspace.worker.events import Events
 from kproxy_userspace.worker.half_closed import HalfClosed
@@ -78,4 +77,3 @@ class Resources(NamedTuple):
     pipes: Pipes
     sockets: DialSockets
     half_closed: HalfClosed
-    tally: Tally
