@@ -1,9 +1,9 @@
 """Acknowledged state of one family: open relays, and the portals that redirect to them. Pure."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple, Self
 
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
 from kproxy_core.model.address import Address, Protocol
@@ -40,12 +40,11 @@ class Relay(NamedTuple):
         return self._replace(wanted=replace(self.wanted, endpoints=()))
 
 
-class Difference(Struct):
-    """Portals to delete and to add, and the portals of each changed service port afterwards."""
+class Difference(NamedTuple):
+    """Portals to delete and to add."""
 
-    deletes: list[Redirect] = field(default_factory=list)
-    adds: list[Redirect] = field(default_factory=list)
-    after: dict[ServicePortKey, frozenset[Redirect]] = field(default_factory=dict)
+    deletes: list[Redirect]
+    adds: list[Redirect]
 
 
 class Applied:
@@ -80,19 +79,16 @@ class Applied:
 
     def difference(self, wanted: Mapping[ServicePortKey, frozenset[Redirect]]) -> Difference:
         """Return the difference to the *wanted* portals of some service ports. O(wanted)."""
-        found = Difference(after=dict(wanted))
+        found = Difference([], [])
         for key, redirects in wanted.items():
             held = self.portals.get(key, frozenset())
-            found.deletes += held - redirects
-            found.adds += redirects - held
+            found.deletes.extend(held - redirects)
+            found.adds.extend(redirects - held)
         return found
 
-    def after(self, difference: Difference) -> Iterator[Redirect]:
-        for redirects in {**self.portals, **difference.after}.values():
-            yield from redirects
-
-    def acknowledge(self, difference: Difference) -> None:
-        for key, redirects in difference.after.items():
+    def acknowledge(self, portals: Mapping[ServicePortKey, frozenset[Redirect]]) -> None:
+        """Record all *portals* of some service ports."""
+        for key, redirects in portals.items():
             if redirects:
                 self.portals[key] = redirects
             else:

@@ -14,7 +14,7 @@ from kproxy_core.model.address import Family, Protocol, format_address, format_s
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_userspace.applied import Applied, Difference, LocalPort, Relay
+from kproxy_userspace.applied import Applied, LocalPort, Relay
 from kproxy_userspace.kernel.arrivals import arriving, delete_flows
 from kproxy_userspace.kernel.portals import Portals
 from kproxy_userspace.kernel.ports import NoPort, RelayPorts, Reservations
@@ -191,13 +191,12 @@ class FamilyState:
                 Redirect(portal, relay.port) for relay in opened for portal in relay.wanted.portals])
         failures = self._workers.serve({relay.number: self._order(relay) for relay in opened})
         self._applied.acknowledge_relays(opened)
-        portals = {key: set[Redirect]() for key in changed}
+        portals = dict.fromkeys(changed, frozenset[Redirect]())
         for relay in opened:
-            portals[relay.name.key].update(self._reserved_portals(relay, unserved))
+            portals[relay.name.key] |= frozenset(self._reserved_portals(relay, unserved))
         with self._writing:
-            difference = self._applied.difference({key: frozenset(each) for key, each in portals.items()})
-            operations += self._write(difference, is_resync=is_resync)
-            self._applied.acknowledge(difference)
+            operations += self._rewrite(portals) if is_resync else self._change(portals)
+            self._applied.acknowledge(portals)
         if self._listen is None:
             operations += self._close_relays(surplus)
         for relay in self._applied.all_relays():
@@ -241,20 +240,22 @@ class FamilyState:
             else:
                 yield Redirect(portal, relay.port, self._bind)
 
-    def _write(self, difference: Difference, *, is_resync: bool) -> int:
-        """Write portals, in a resync all of them if the kernel's differ. Return how many changed."""
-        if is_resync:
-            portals = sorted(self._applied.after(difference), key=str)
-            operations = self._portals.differences(portals)
-            if operations:
-                self._portals.rewrite(portals)
-            return operations
-        if difference.deletes or difference.adds:
+    def _rewrite(self, portals: Mapping[ServicePortKey, frozenset[Redirect]]) -> int:
+        """Write all *portals* if the kernel's differ. Return how many do."""
+        redirects = sorted(itertools.chain.from_iterable(portals.values()), key=str)
+        if operations := self._portals.differences(redirects):
+            self._portals.rewrite(redirects)
+        return operations
+
+    def _change(self, portals: Mapping[ServicePortKey, frozenset[Redirect]]) -> int:
+        """Write the difference that the *portals* of some service ports make. Return how many it has."""
+        deletes, adds = self._applied.difference(portals)
+        if deletes or adds:
             try:
-                self._portals.change(difference.deletes, difference.adds)
+                self._portals.change(deletes, adds)
             except HostError as error:
                 raise TrustLost(str(error)) from error
-        return len(difference.deletes) + len(difference.adds)
+        return len(deletes) + len(adds)
 
     def _close_relays(self, surplus: Collection[Relay]) -> int:
         """Close relays without portals. Return their number.
