@@ -124,21 +124,13 @@ class Worker:
         """End traffic to *removed* endpoints, as configured. kube-proxy leaves TCP connections alone."""
         if isinstance(relay, UdpRelay):
             relay.drop_flows(removed)
-            return
-        seconds = self._settings.drain
-        if seconds < 0:
-            return
-        gone = frozenset(removed)
-        connections = [connection for connection in relay.connections if connection.endpoint in gone]
-
-        def reset_all() -> None:
-            for connection in connections:
-                connection.reset()
-
-        if seconds == 0:
-            reset_all()
-        elif connections:
-            self._events.timeouts(seconds).call(reset_all)
+        elif (seconds := self._settings.drain) >= 0:
+            gone = frozenset(removed)
+            for connection in [each for each in relay.connections if each.endpoint in gone]:
+                if seconds:
+                    self._events.timeouts(seconds).call(connection.reset)
+                else:
+                    connection.reset()
 
     def _forget_expired(self) -> None:
         now = time.monotonic()
