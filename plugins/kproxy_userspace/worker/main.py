@@ -122,10 +122,10 @@ class Worker:
 
     def _leave(self, relay: Listener | UdpRelay, removed: list[Endpoint]) -> None:
         """End traffic to *removed* endpoints, as configured. kube-proxy leaves TCP connections alone."""
+        gone = frozenset(removed)
         if isinstance(relay, UdpRelay):
-            relay.drop_flows(removed)
+            relay.drop_flows(gone)
         elif (seconds := self._settings.drain) >= 0:
-            gone = frozenset(removed)
             for connection in [each for each in relay.connections if each.endpoint in gone]:
                 if seconds:
                     self._events.timeouts(seconds).call(connection.reset)

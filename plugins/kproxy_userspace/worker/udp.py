@@ -4,6 +4,7 @@ import contextlib
 import errno
 import socket
 import time
+from collections.abc import Collection
 from typing import NamedTuple
 
 from kproxy_userspace.names import Endpoint
@@ -88,7 +89,7 @@ class UdpRelay:
             self._sock.sendmsg([data], control, 0, key.client)
             self.counts[_DOWN] += 1
 
-    def drop_flows(self, removed: list[Endpoint]) -> None:
+    def drop_flows(self, removed: Collection[Endpoint]) -> None:
         """Give each client of a *removed* endpoint another one with its next datagram."""
         for flow in [flow for flow in self.flows.values() if flow.endpoint in removed]:
             flow.retire()
