@@ -120,19 +120,13 @@ def _portals(plan: ServicePlan, node: NodeView) -> Iterator[Portal]:
     if plan.cluster_ip is not None:
         yield Portal(protocol, plan.cluster_ip, plan.port, owner)
     for address in plan.load_balancer_ips:
-        for source in _without_overlaps(plan.source_ranges) or (None,):
+        for source in outermost(plan.source_ranges) or (None,):  # nftables rejects overlapping intervals.
             yield Portal(protocol, address, plan.port, owner, source=source)
     for address in plan.external_ips:
         yield Portal(protocol, address, plan.port, owner, external=True)
     if plan.node_port:
         for local in _node_port_addresses(node):
             yield Portal(protocol, local, plan.node_port, owner)
-
-
-def _without_overlaps(ranges: Sequence[Cidr]) -> list[Cidr]:
-    """Return the networks that no other one contains: nftables rejects intervals that overlap."""
-    kept = outermost(ranges)
-    return [one for one in dict.fromkeys(ranges) if one in kept]
 
 
 def _node_port_addresses(node: NodeView) -> tuple[Address | None, ...]:

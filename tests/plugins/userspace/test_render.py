@@ -71,7 +71,7 @@ def test_ranges_within_others_are_omitted() -> None:
     ranges = "198.51.100.0/24 198.51.0.0/16 198.51.0.0/16 192.0.2.7/32"
     of = service(load_balancer_ips="203.0.113.1", source_ranges=ranges)
     found = [portal.source for portal in relay(of).portals if portal.source]
-    assert list(map(str, found)) == ["198.51.0.0/16", "192.0.2.7/32"]
+    assert list(map(str, found)) == ["192.0.2.7/32", "198.51.0.0/16"]
 
 
 def test_relays_at_one_address_are_reached_by_dnat() -> None:
