@@ -28,7 +28,6 @@ Recall = Callable[[str], Mapping[int, Endpoint]]
 """Returns the endpoints that affinity gives a client, by the number of the relay."""
 
 _DIALLED = re.compile(r"(?:.*-d (\S+)/\d+ )?.*-p (tcp|udp) .*--dport (\d+) ")
-_IN_SOURCE_ORDER = re.compile(r"(\S+) \. (.+)")
 
 _RELAYED = "relays make connections of their own: endpoints see an address of the node, and use all endpoints"
 _NOT_RELAYED = "this mode leaves such packets to the node"
@@ -54,18 +53,14 @@ def explain(
 def frontends(family: Family) -> list[Frontend]:
     """Return the frontends of the portals in the kernel. Raises HostError."""
     portals = _Portals(family)
-    found: dict[Frontend, None] = {}
-    for (_, chain), rules in portals.rules.items():
-        for rule in rules if chain in PORTAL_CHAINS else ():
-            match = _DIALLED.match(rule)
-            if match:
-                address = parse_address(match[1]) if match[1] else None
-                found[Frontend(address, Protocol[match[2].upper()], int(match[3]))] = None
+    rules = [rule for (_, chain), rules in portals.rules.items() if chain in PORTAL_CHAINS for rule in rules]
+    found = [match.groups() for rule in rules if (match := _DIALLED.match(rule))]
     for key in portals.elements:
         *addresses, protocol, port = key.split(" . ")
-        address = parse_address(addresses[-1]) if addresses else None
-        found[Frontend(address, Protocol[protocol.upper()], int(port))] = None
-    return list(found)
+        found.append((addresses[-1] if addresses else None, protocol, port))
+    return list(dict.fromkeys(
+        Frontend(parse_address(address) if address else None, Protocol[protocol.upper()], int(port))
+        for address, protocol, port in found))
 
 
 def _as_is(
@@ -147,8 +142,8 @@ class _Portals:
         last = f"{packet.protocol.name.lower()} . {packet.port}"
         dialled = f"{format_address(packet.destination)} . {last}"
         # Elements for a network of sources begin with that.
-        keys = [dialled, *(key for key in self.elements if (parts := _IN_SOURCE_ORDER.fullmatch(key))
-                           and parts[2] == dialled and packet.source in network(parts[1]))]
+        keys = [dialled, *(key for key in self.elements if (parts := key.partition(" . "))[2] == dialled
+                           and packet.source in network(parts[0]))]
         if Walk(Ruleset({}), question.node).is_local(packet.destination):
             keys.append(last)
         for key in keys:

@@ -4,9 +4,9 @@ Conntrack directs a client's packets to the destination of its first one. A SYN 
 later still reaches the relay, which must listen then, or the client is refused.
 """
 
-import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 from kproxy_core.host.conntrack import table as ctnetlink
@@ -107,10 +107,10 @@ def _relayed(
 
 
 def _half_open(family: Family, ports: Collection[LocalPort]) -> Iterator[LocalPort]:
-    path = _SOCKETS[family]
-    if not any(port.protocol is Protocol.TCP for port in ports) or not os.path.exists(path):
-        return  # The latter: a kernel without IPv6.
-    with open(path, encoding="ascii") as lines:
+    if not any(port.protocol is Protocol.TCP for port in ports):
+        return
+    # A kernel without IPv6 has no such file.
+    with suppress(FileNotFoundError), open(_SOCKETS[family], encoding="ascii") as lines:
         for line in lines:
             words = line.split(maxsplit=4)
             if words[3] == _HALF_OPEN:
