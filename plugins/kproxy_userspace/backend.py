@@ -28,7 +28,7 @@ class UserspaceBackend:
     """Relays all traffic itself; see `kproxy_core.backend.hookspecs` for the contract."""
 
     def __init__(self, settings: api.BackendSettings) -> None:
-        """Raises Unsupported for settings that this mode does not know."""
+        """Raises InvalidOption."""
         self._served = settings.families
         self._settings = read_settings(settings)
         self._workers = WorkerPool(self._settings.workers, self._settings.of_workers)
@@ -91,7 +91,6 @@ class UserspaceBackend:
 
     @hookimpl
     def kproxy_retire(self) -> api.Leftovers:
-        """Leave new connections to another mode. Open ones continue until they end."""
         self._unwatch()
         if self._retirement is None:
             self._retirement = Retirement(
