@@ -13,14 +13,14 @@ from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family, Protocol, format_address, format_socket
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
-from kproxy_core.plan.service_plan import ServicePlan
+from kproxy_core.plan.service_plan import Frontend, ServicePlan
 from kproxy_userspace.applied import Applied, LocalPort, Relay
 from kproxy_userspace.kernel.arrivals import arriving, delete_flows
 from kproxy_userspace.kernel.portals import Portals
 from kproxy_userspace.kernel.ports import NoPort, RelayPorts, Reservations
 from kproxy_userspace.kernel.workers import WorkerPool
 from kproxy_userspace.settings import Settings
-from kproxy_userspace.wanted import Place, Redirect, RelayName, Wanted, wanted
+from kproxy_userspace.wanted import Redirect, RelayName, Wanted, wanted
 from kproxy_userspace.worker.wire import Serve
 
 log = logging.getLogger("kproxy.userspace")
@@ -176,7 +176,7 @@ class FamilyState:
         unserved = {key: reason for key, reason in self.unserved.items() if key not in changed}
         # Everything is released before anything is bound: ports may move between service ports.
         for key, relays in relays_of.items():
-            self._reservations.keep_only(key, {p.place for relay in relays.values() for p in relay.portals})
+            self._reservations.keep_only(key, {p.frontend for want in relays.values() for p in want.portals})
         surplus = self._applied.surplus(relays_of)
         operations = self._close_relays(surplus) if self._listen is not None else 0
         opened: list[Relay] = []
@@ -210,7 +210,7 @@ class FamilyState:
         held = self._applied.relays.get(name.key, {})
         if name in held:
             return held[name]._replace(wanted=want)
-        port = self._ports.open(Place(want.protocol, self._listen or self._bind, name.port))
+        port = self._ports.open(Frontend(self._listen or self._bind, want.protocol, name.port))
         number = next(_numbers)
         relay = Relay(number, name, port, want, next((other.service_port for other in held.values()), number))
         self._applied.acknowledge_relays([relay.not_listening()])
@@ -234,7 +234,7 @@ class FamilyState:
         """Yield the portals of *relay* except those whose port another program has."""
         for portal in relay.wanted.portals:
             try:
-                self._reservations.reserve(relay.name.key, portal.place)
+                self._reservations.reserve(relay.name.key, portal.frontend)
             except NoPort as error:
                 unserved[relay.name.key] = str(error)
             else:

@@ -16,14 +16,6 @@ from kproxy_core.plan.service_plan import Frontend, ServicePlan
 from kproxy_userspace.names import Endpoint
 
 
-class Place(NamedTuple):
-    """A port at a local address; None: at every local address."""
-
-    protocol: Protocol
-    address: Address | None
-    port: int
-
-
 class Portal(NamedTuple):
     """A frontend whose traffic is redirected to a relay."""
 
@@ -39,8 +31,8 @@ class Portal(NamedTuple):
     """The network of clients that may use the portal; None: all."""
 
     @property
-    def place(self) -> Place:
-        return Place(self.protocol, self.address, self.port)
+    def frontend(self) -> Frontend:
+        return Frontend(self.address, self.protocol, self.port)
 
 
 class Redirect(NamedTuple):
@@ -110,8 +102,7 @@ def wanted(
 def _by_frontend(portals: Sequence[Portal]) -> dict[Frontend, tuple[Portal, ...]]:
     found: dict[Frontend, tuple[Portal, ...]] = {}
     for portal in portals:
-        frontend = Frontend(portal.address, portal.protocol, portal.port)
-        found[frontend] = (*found.get(frontend, ()), portal)
+        found[portal.frontend] = (*found.get(portal.frontend, ()), portal)
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from kproxy_core.model.address import Address, Family, Protocol, format_address
 from kproxy_core.model.service import ServicePortKey
-from kproxy_userspace.wanted import Place
+from kproxy_core.plan.service_plan import Frontend
 
 _DISCARD = 9
 
@@ -16,19 +16,19 @@ class NoPort(Exception):
     """No port is available, for the reason in the message."""
 
 
-def bind_socket(family: Family, place: Place, *, shared: bool) -> socket.socket:
-    """Return a socket that takes the port of *place* but serves nothing: clients are refused.
+def bind_socket(family: Family, at: Frontend, *, shared: bool) -> socket.socket:
+    """Return a socket that is bound to *at* but serves nothing: clients are refused.
 
     If *shared*, it is bound beside the sockets of relay workers. Raises OSError.
     """
-    udp = place.protocol is Protocol.UDP
+    udp = at.protocol is Protocol.UDP
     sock = socket.socket(family.af, socket.SOCK_DGRAM if udp else socket.SOCK_STREAM)
     try:
         if family is Family.IPV6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         if shared and not udp:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((_text(family, place.address), place.port))
+        sock.bind((_text(family, at.address), at.port))
         if shared:
             # Set before bind(), it would also admit a port that another relay or process shares. For
             # UDP the kernel itself would choose such a port.
@@ -47,37 +47,38 @@ class Reservations:
 
     def __init__(self, family: Family) -> None:
         self._family = family
-        self._held: dict[ServicePortKey, dict[Place, socket.socket | None]] = {}
+        self._held: dict[ServicePortKey, dict[Frontend, socket.socket | None]] = {}
         """None: no socket is needed or possible."""
 
-    def keep_only(self, key: ServicePortKey, places: Collection[Place]) -> None:
-        """Release the reservations of a service port that are not among *places*."""
+    def keep_only(self, key: ServicePortKey, frontends: Collection[Frontend]) -> None:
+        """Release the reservations of a service port that are not for *frontends*."""
         held = self._held.pop(key, {})
-        for place in held.keys() - places:
-            if sock := held.pop(place):
+        for frontend in held.keys() - frontends:
+            if sock := held.pop(frontend):
                 sock.close()
         if held:
             self._held[key] = held
 
-    def reserve(self, key: ServicePortKey, place: Place) -> None:
-        """Reserve *place* for a service port. Raises NoPort if another program has it."""
+    def reserve(self, key: ServicePortKey, frontend: Frontend) -> None:
+        """Reserve the port of *frontend* for a service port. Raises NoPort if another program has it."""
         held = self._held.setdefault(key, {})
-        if place not in held:
-            held[place] = self._bind(place)
+        if frontend not in held:
+            held[frontend] = self._bind(frontend)
 
     def release_all(self) -> None:
         for key in list(self._held):
             self.keep_only(key, ())
 
-    def _bind(self, place: Place) -> socket.socket | None:
+    def _bind(self, frontend: Frontend) -> socket.socket | None:
         try:
-            return bind_socket(self._family, place, shared=False)
+            return bind_socket(self._family, frontend, shared=False)
         except OSError as error:
             # EADDRNOTAVAIL: another node's address, which no local program can bind. EACCES: a port below
             # 1024 without CAP_NET_BIND_SERVICE, which IPv6 reports for addresses of other nodes as well.
             if error.errno in (errno.EADDRNOTAVAIL, errno.EACCES):
                 return None
-            raise NoPort(f"{place.protocol.name} port {place.port} of this node: {error.strerror}") from error
+            where = f"{frontend.protocol.name} port {frontend.port} of this node"
+            raise NoPort(f"{where}: {error.strerror}") from error
 
 
 class RelayPorts:
@@ -89,21 +90,21 @@ class RelayPorts:
         self._ports = ports
         self._held: dict[tuple[Protocol, int], socket.socket] = {}
 
-    def open(self, place: Place) -> int:
-        """Bind a port at the address of *place*, its own port if possible, and return it. Raises NoPort."""
+    def open(self, at: Frontend) -> int:
+        """Bind a port at the address of *at*, its own port if possible, and return it. Raises NoPort."""
         problem = "no remaining ports"
-        for port in ([place.port] if place.port else []) + self._candidates():
+        for port in ([at.port] if at.port else []) + self._candidates():
             # The kernel lets our sockets share a port as long as none listens.
-            if (place.protocol, port) in self._held:
+            if (at.protocol, port) in self._held:
                 continue
             try:
-                sock = bind_socket(self._family, place._replace(port=port), shared=True)
+                sock = bind_socket(self._family, at._replace(port=port), shared=True)
             except OSError as error:
-                address = _text(self._family, place.address)
-                problem = f"{place.protocol.name} {address} port {port}: {error.strerror}"
+                address = _text(self._family, at.address)
+                problem = f"{at.protocol.name} {address} port {port}: {error.strerror}"
                 continue
             bound: int = sock.getsockname()[1]
-            self._held[place.protocol, bound] = sock
+            self._held[at.protocol, bound] = sock
             return bound
         raise NoPort(problem)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kproxy_core.model.address import Family, Protocol
+from kproxy_core.plan.service_plan import Frontend
 from kproxy_userspace.kernel.ports import NoPort, RelayPorts
-from kproxy_userspace.wanted import Place
 from kproxy_userspace.worker.main import listening_socket
 
 FEW = range(40000, 40010)
@@ -26,7 +26,7 @@ def relays(opened: RelayPorts, protocol: Protocol) -> Iterator[list[int]]:
         ports: list[int] = []
         while len(ports) <= len(FEW):
             try:
-                port = opened.open(Place(protocol, None, 0))
+                port = opened.open(Frontend(None, protocol, 0))
             except NoPort:
                 break
             stack.callback(opened.release, protocol, port)
@@ -44,4 +44,4 @@ def test_no_two_relays_share_a_port(protocol: Protocol, wanted: range | None) ->
     with relays(RelayPorts(Family.IPV4, wanted), protocol) as ports:
         assert sorted(ports) == list(FEW)
         with pytest.raises(NoPort):  # nor do those of a backend that retires and its successor
-            RelayPorts(Family.IPV4, wanted).open(Place(protocol, None, 0))
+            RelayPorts(Family.IPV4, wanted).open(Frontend(None, protocol, 0))

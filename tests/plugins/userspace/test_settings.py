@@ -8,9 +8,9 @@ from kproxy_core.backend.api import BackendSettings
 from kproxy_core.backend.errors import InvalidOption
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.model.service import ServicePortKey
+from kproxy_core.plan.service_plan import Frontend
 from kproxy_userspace.kernel.ports import NoPort, RelayPorts, Reservations, bind_socket
 from kproxy_userspace.settings import FOREVER, Settings, parse_port_range, read_settings
-from kproxy_userspace.wanted import Place
 from kproxy_userspace.worker.wire import WorkerSettings
 
 V4, TCP, UDP = Family.IPV4, Protocol.TCP, Protocol.UDP
@@ -81,7 +81,7 @@ def test_an_invalid_port_range_is_refused(text: str) -> None:
 
 @pytest.mark.usefixtures("node")
 def test_each_port_of_the_range_is_used_once_until_released() -> None:
-    ports, anywhere = RelayPorts(V4, range(20000, 20003)), Place(TCP, None, 0)
+    ports, anywhere = RelayPorts(V4, range(20000, 20003)), Frontend(None, TCP, 0)
     taken = [ports.open(anywhere) for _ in range(3)]
     assert set(taken) == {20000, 20001, 20002}
     with pytest.raises(NoPort, match="no remaining ports"):
@@ -102,25 +102,25 @@ def ask(client: socket.socket) -> None:
 @pytest.mark.parametrize("protocol", [TCP, UDP])
 def test_a_reserved_port_is_taken_and_refuses_clients(protocol: Protocol) -> None:
     one, other = Reservations(V4), Reservations(V4)
-    place = Place(protocol, None, 30080)
-    one.reserve(KEY, place)
+    frontend = Frontend(None, protocol, 30080)
+    one.reserve(KEY, frontend)
     kind = socket.SOCK_DGRAM if protocol is UDP else socket.SOCK_STREAM
     with pytest.raises(NoPort, match="port 30080 of this node"):
-        other.reserve(KEY, place)
+        other.reserve(KEY, frontend)
     with socket.socket(socket.AF_INET, kind) as client:
         client.settimeout(5)
         with pytest.raises(ConnectionRefusedError):
             ask(client)
     one.release_all()
-    bind_socket(V4, place, shared=False).close()
+    bind_socket(V4, frontend, shared=False).close()
 
 
 @pytest.mark.usefixtures("node")
 def test_addresses_of_other_nodes_are_not_reserved() -> None:
     reservations = Reservations(V4)
-    reservations.reserve(KEY, Place(TCP, parse_address("10.96.0.1"), 80))
+    reservations.reserve(KEY, Frontend(parse_address("10.96.0.1"), TCP, 80))
     other = Reservations(V4)
-    other.reserve(KEY, Place(TCP, None, 80))
+    other.reserve(KEY, Frontend(None, TCP, 80))
     with pytest.raises(NoPort):
-        reservations.reserve(KEY, Place(TCP, parse_address("192.0.2.1"), 80))
+        reservations.reserve(KEY, Frontend(parse_address("192.0.2.1"), TCP, 80))
     other.release_all()
