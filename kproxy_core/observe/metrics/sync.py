@@ -105,8 +105,10 @@ class SyncMetrics(SyncObserver):
             self._observe_duration(synced.family, synced.scope, synced.seconds)
             self._last_sync.labels(family).set(now)
             self._operations.labels(family).inc(synced.report.operations)
-        for then in synced.trigger_times:
-            self._programming.labels(family).observe(now - then)
+        if synced.trigger_times:
+            programming = self._programming.labels(family)
+            for then in synced.trigger_times:
+                programming.observe(now - then)
         without = [
             (plan, sign) for step in synced.steps for plan, sign in ((step.before, -1), (step.after, 1))
             if plan is not None and (plan.internal_policy_local or plan.external_policy_local)
