@@ -126,6 +126,9 @@ class ControlServer:
             answer = {"ok": True, **self._handler(request, report_progress)}
         except RequestRefused as error:
             answer = {"ok": False, "problem": str(error)}
+        except Exception as error:
+            log.exception("control request failed unexpectedly")
+            answer = {"ok": False, "problem": repr(error)}
         _send(client, answer)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from kproxy_core.backend.errors import BackendError
 from kproxy_core.config.file import ConfigError, load
 from kproxy_core.explain.errors import NoAnswer
 from kproxy_core.host.files.file_watch import FileWatch
@@ -34,7 +35,7 @@ def answer_requests(
                 case {"do": "top", "search": str(search), "sort": str(sort), "count": int(count)}:
                     return {"status": overview().status(), **overview().services(search, sort, count=count)}
             return inspection().answer(request)
-        except (SwitchFailed, NoAnswer) as error:
+        except (BackendError, NoAnswer, SwitchFailed) as error:
             raise RequestRefused(str(error)) from error
 
     return answer

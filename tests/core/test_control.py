@@ -85,6 +85,15 @@ def test_a_refused_request_has_a_reason(server: ControlServer) -> None:
         send_request({"do": "dance"}, print)
 
 
+def test_a_request_that_fails_unexpectedly_is_answered_and_logged(
+    server: ControlServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(RequestRefused, match="KeyError"):
+        send_request({"do": "count"}, print)
+    assert "control request failed unexpectedly" in caplog.text
+    assert count(1) == 1
+
+
 @pytest.mark.parametrize("nonsense", [
     b"\n", b"not json\n", b"[]\n", b"x" * 10_000, b"", b"[" * 4095 + b"\n", b'{"do":' * 600 + b"\n",
 ], ids=repr)  # fmt: skip
