@@ -68,7 +68,7 @@ class Journal:
     def write(self, entry: Entry) -> None:
         """Replace the last entry by *entry*. Raises JournalFailed."""
         try:
-            replace_private(self._path, json.encode(entry).decode())
+            replace_private(self._path, json.encode(entry))
         except OSError as error:
             raise JournalFailed(
                 f"cannot write {self._path} ({error.strerror}): see kproxy.stateDirectory") from error

@@ -15,7 +15,7 @@ from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import Frontend
 from kproxy_core.traffic.failures import Failures
 from kproxy_core.traffic.owners import FrontendOwners
-from kproxy_core.traffic.stored import StoredTotals
+from kproxy_core.traffic.stored import Stored, StoredTotals
 from kproxy_core.traffic.totals import Counts, Total, Totals
 from kproxy_core.traffic.volumes import VolumeReader
 
@@ -175,5 +175,6 @@ class TrafficRecorder:
             self._skip = False
 
     def _write(self) -> None:
+        counts = list(self._serving.counts)
         self._stored.write(
-            self._serving.instance.mode, self._totals.of, self._serving.counts, self._volumes.alive)
+            Stored(self._serving.instance.mode, self._totals.of, counts, self._volumes.alive))

@@ -66,6 +66,12 @@ class Total(EndpointTotal):
     def failures(self) -> int:
         return sum(self.failed.values())
 
+    def resume(self, now: float) -> None:
+        """Continue a total of an earlier process. Failures and the rate begin again at 0."""
+        self.rate, self.settled = 0.0, self.forwarded + self.rejected
+        for one in (self, *self.endpoints.values()):
+            one.failed, one.last = {}, now
+
 
 _Name = tuple[Frontend, Destination | None, str]
 """A pair of frontend and endpoint, and the layer."""

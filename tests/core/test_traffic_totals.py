@@ -1,12 +1,12 @@
 """Totals of connections: no count is lost or added twice, and series are limited."""
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -268,67 +268,28 @@ def test_totals_outlive_the_process(tmp_path: Path) -> None:
     totals.add(V4, made, lambda family, frontend: WEB, 1.0)
     totals.carry(WEB, ONE, Volume(1, 2, 3, 4), 1.0, is_endpoint=True)
     alive = {Way(V4, Protocol.TCP, Address(bytes(4)), b"\0P", ONE.address, b"\x1f\x90"): Volume(5, 6, 7, 8)}
-    StoredTotals(str(tmp_path / "state")).write("one", totals.of, counts, alive)
+    StoredTotals(str(tmp_path / "state")).write(Stored("one", totals.of, list(counts), alive))
     found = StoredTotals(str(tmp_path / "state")).read(1.0)
     assert found == Stored("one", totals.of, list(counts), alive)
     assert found.totals[WEB].endpoints[ONE].volume == Volume(1, 2, 3, 11)
     assert found.totals[WEB].handshakes == (0, 0, 0, 0, 0, 0, 0, 2, 0)
 
 
-def test_the_file_of_an_older_version_has_no_handshakes(tmp_path: Path) -> None:
-    StoredTotals(str(tmp_path)).write("one", shaken().of, [], {})
+OF_ANOTHER_BOOT = msgspec.msgpack.encode(("another", Stored("one")))
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\x90", b"\0", OF_ANOTHER_BOOT])
+def test_an_unusable_file_is_ignored(tmp_path: Path, content: bytes) -> None:
+    StoredTotals(str(tmp_path)).write(Stored("one"))
     (written,) = tmp_path.iterdir()
-    older = json.loads(written.read_text())
-    older["totals"] = [
-        [*item[:6], [endpoint[:7] for endpoint in item[6]], *item[7:11]] for item in older["totals"]]
-    written.write_text(json.dumps(older))
-    (total,) = StoredTotals(str(tmp_path)).read(0.0).totals.values()
-    assert (total.forwarded, total.volume, total.handshakes) == (4, Volume(), ())
-    assert {to.forwarded: to.handshakes for to in total.endpoints.values()} == {3: (), 1: ()}
-
-
-def test_the_file_of_an_older_version_has_no_volumes(tmp_path: Path) -> None:
-    StoredTotals(str(tmp_path)).write("one", counted({ONE: 3}).of, [], {})
-    (written,) = tmp_path.iterdir()
-    older = json.loads(written.read_text())
-    del older["alive"]
-    older["totals"] = [[*item[:6], [endpoint[:3] for endpoint in item[6]]] for item in older["totals"]]
-    written.write_text(json.dumps(older))
-    (total,) = StoredTotals(str(tmp_path)).read(0.0).totals.values()
-    assert (total.forwarded, total.volume) == (3, Volume())
-
-
-def test_counts_of_an_older_version_are_continued(tmp_path: Path) -> None:
-    """It had an item for each number of a pair."""
-    counts, reading = Counts(), [one._replace(failed=(0,) * 3, carried=(0,) * 4) for one in SHAKEN]
-    counts.remember(V4, reading)
-    StoredTotals(str(tmp_path)).write("one", {}, counts, {})
-    (written,) = tmp_path.iterdir()
-    older = json.loads(written.read_text())
-    one, two = ([*item[:5]] for item in older["counts"])
-    older["counts"] = [
-        [*one, 3, ""], [*two, 1, ""], [*one, 2, "", None, None, "0.001"], [*one, 1, "", None, None, "+Inf"],
-        [*one, 1_001_200, "", None, None, "sum"], [*two, 1, "", None, None, "0.064"],
-        [*two, 20_000, "", None, None, "sum"],
-    ]  # fmt: skip
-    written.write_text(json.dumps(older))
-    found = Counts(StoredTotals(str(tmp_path)).read(0.0).counts)
-    assert list(found) == list(counts)
-    assert list(found.new(V4, reading)) == []
-
-
-@pytest.mark.parametrize("content", ["", "{}", "[]", '{"boot": "another"}', "\0"])
-def test_an_unusable_file_is_ignored(tmp_path: Path, content: str) -> None:
-    StoredTotals(str(tmp_path)).write("one", {}, [], {})
-    (written,) = tmp_path.iterdir()
-    written.write_text(content)
+    written.write_bytes(content)
     assert StoredTotals(str(tmp_path)).read(0.0) == Stored()
 
 
 @pytest.mark.parametrize("make", ["link", "pipe"])
 def test_a_link_or_a_pipe_is_not_followed(tmp_path: Path, make: str) -> None:
     stored = StoredTotals(str(tmp_path / "state"))
-    stored.write("one", {}, [], {})
+    stored.write(Stored("one"))
     (written,) = (tmp_path / "state").iterdir()
     victim = tmp_path / "victim"
     victim.write_text("precious")
@@ -339,7 +300,7 @@ def test_a_link_or_a_pipe_is_not_followed(tmp_path: Path, make: str) -> None:
         else:
             os.mkfifo(path)
     assert stored.read(0.0) == Stored()
-    stored.write("two", {}, [], {})
+    stored.write(Stored("two"))
     assert stored.read(0.0) == Stored("two", {}, [], {})
     assert victim.read_text() == "precious"
 

@@ -49,7 +49,7 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
     "sync": frozenset({"msgspec"}),
     "modes": frozenset({"msgspec"}),
     "explain": frozenset(),
-    "traffic": frozenset(),
+    "traffic": frozenset({"msgspec"}),
     "process": frozenset({"msgspec"}),
     "testing": frozenset({"msgspec", "pyroute2", "pytest", "yaml"}),
     "cli": frozenset({"click", "msgspec", "rich", "yaml"}),

@@ -17,13 +17,13 @@ def read_private(path: Path, most: int) -> bytes:
     return content
 
 
-def replace_private(path: Path, content: str) -> None:
+def replace_private(path: Path, content: bytes) -> None:
     """Write *path* as a whole, in a directory that is created if necessary. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     new = path.with_suffix(".new")
     new.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(new, flags, 0o600), "w", encoding="utf-8") as file:
+    with open(os.open(new, flags, 0o600), "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
