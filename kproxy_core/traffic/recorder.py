@@ -31,12 +31,6 @@ _MOST_FAILURES = 1 << 20
 """Failed connections kept between two readings."""
 
 
-class _Source:
-    def __init__(self, instance: BackendInstance, counts: Counts) -> None:
-        self.instance = instance
-        self.counts = counts
-
-
 class TrafficRecorder:
     """The totals of one process. Any thread may call."""
 
@@ -54,7 +48,9 @@ class TrafficRecorder:
         self._totals = Totals()
         earlier = stored.read(clock())
         self._totals.of = dict(earlier.totals)
-        self._serving = _Source(instance, Counts(earlier.counts if earlier.mode == instance.mode else ()))
+        self._instance = instance
+        self._counts = Counts(earlier.counts if earlier.mode == instance.mode else ())
+        """Of `_instance`, as they were read last."""
         self._skip = bool(earlier.mode) and earlier.mode != instance.mode
         """The kernel may hold counts that an earlier process has added already."""
         self.failures = Failures(families, self._failed)
@@ -74,7 +70,7 @@ class TrafficRecorder:
         """Start reading at intervals, once the owners of all frontends are known."""
         with self._lock:
             if self._skip:
-                self._read(self._serving)  # Now, so that no connection from here on is taken for an old one.
+                self._read()  # Now, so that no connection from here on is taken for an old one.
             self._started = True
             self._volumes.check()
             self.failures.start(self._volumes.add_ended if self._volumes.is_counted else None)
@@ -95,7 +91,7 @@ class TrafficRecorder:
         with self._lock:
             now = self._clock()
             if self._started and now - self._read_at >= fresh:
-                self._read(self._serving)
+                self._read()
                 self._count_failures(now)
                 self._count_volumes(now)
                 self._totals.forget(self.owners.exists, self.owners.uses, now)
@@ -110,13 +106,12 @@ class TrafficRecorder:
         While both modes' rules exist, each counts what either of them translates.
         """
         with self._lock:
-            old = self._serving
-            self._read(old)
-            known = [(family, one) for family, one in old.counts if shares and not one.layer]
-            self._serving = _Source(instance, Counts(known))
+            self._read()
+            known = [(family, one) for family, one in self._counts if shares and not one.layer]
+            self._instance, self._counts = instance, Counts(known)
             if not shares:
                 self._skip = True
-                self._read(self._serving)
+                self._read()
 
     def _failed(self, family: Family, frontend: Frontend, where: Destination, failure: Failure) -> None:
         """Remember a failed connection until the counts of its endpoint have been read."""
@@ -151,30 +146,26 @@ class TrafficRecorder:
                 if self._readings % _READINGS_UNTIL_WRITTEN == 0:
                     self._write()
 
-    def _read(self, source: _Source) -> None:
-        now = self._clock()
+    def _read(self) -> None:
+        now, mode = self._clock(), self._instance.mode
         for family in self._families:
             try:
-                reading = source.instance.traffic(family)
+                reading = self._instance.traffic(family)
             except (BackendError, HostError) as error:
                 if str(error) != self._problem:
                     self._problem = str(error)
                     log.warning("cannot read counts of connections", extra={"fields": {
-                        "mode": source.instance.mode, "ip_family": family.label, "error": self._problem}})
+                        "mode": mode, "ip_family": family.label, "error": self._problem}})
                 continue
-            if reading is None and source.instance.mode not in self._silent:
-                self._silent.add(source.instance.mode)
-                log.warning("this mode does not count connections", extra={
-                    "fields": {"mode": source.instance.mode}})
-            if self._skip and source is self._serving:
-                source.counts.remember(family, reading or ())
+            if reading is None and mode not in self._silent:
+                self._silent.add(mode)
+                log.warning("this mode does not count connections", extra={"fields": {"mode": mode}})
+            if self._skip:
+                self._counts.remember(family, reading or ())
             else:
-                made = source.counts.new(family, reading or ())
-                self._totals.add(family, made, self.owners.owner, now)
-        if source is self._serving:
-            self._skip = False
+                self._totals.add(family, self._counts.new(family, reading or ()), self.owners.owner, now)
+        self._skip = False
 
     def _write(self) -> None:
-        counts = list(self._serving.counts)
         self._stored.write(
-            Stored(self._serving.instance.mode, self._totals.of, counts, self._volumes.alive))
+            Stored(self._instance.mode, self._totals.of, list(self._counts), self._volumes.alive))
