@@ -17,7 +17,7 @@ from kproxy_nftables.applied import Applied, Contents, Difference, compare_all, 
 from kproxy_nftables.batch import MOST_ELEMENTS
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.names import Template
-from kproxy_nftables.owned_chains import affinity_maps, delete_objects, owned_objects
+from kproxy_nftables.owned_chains import affinity_maps, delete_objects
 from kproxy_nftables.settings import FLOWTABLE
 from kproxy_nftables.skeleton import Extras
 from kproxy_nftables.wanted import Element, node_elements
@@ -101,7 +101,7 @@ class FamilyState:
         self._node = None
         templates = skeleton.templates_of(plans.values())
         self._find_devices()
-        wanted = object_names(plans, templates, self._in_effect)
+        wanted = skeleton.object_names(plans.values(), templates, self._in_effect)
         rules = skeleton.rules_text(node, templates, plans.values(), self._in_effect)
         self._bring_rules(rules, wanted)
         actual: Contents = {
@@ -236,14 +236,3 @@ class FamilyState:
             self.cleanup_failures += 1
             return False
         return True
-
-
-def object_names(
-    plans: Mapping[ServicePortKey, ServicePlan], templates: Collection[Template], extras: Extras
-) -> set[str]:
-    """Return the names of all chains, maps and sets that belong into the table."""
-    return (
-        {name for plan in plans.values() for name in owned_objects(plan)}
-        | skeleton.object_names(extras)
-        | {template.name for template in templates}
-    )

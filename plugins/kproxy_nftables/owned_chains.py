@@ -15,6 +15,8 @@ from kproxy_nftables.wanted import affinity_groups, ranges_chain, record_chain
 AFFINITY_SIZE = 65536
 """Clients recorded per affinity group; beyond it new clients are not pinned."""
 
+_AFFINITY = "affinity-"
+
 Owned = Mapping[str, str]
 """Name of an object -> its definition in nft text. Insertion order is creation order."""
 
@@ -23,56 +25,51 @@ def owned_objects(plan: ServicePlan) -> Owned:
     """Return the objects that belong to *plan* alone; most plans need none."""
     if not plan.affinity_seconds and not plan.source_ranges:
         return {}
-    wanted: dict[str, str] = {}
-    family = plan.family.ip
+    maps: dict[str, str] = {}
+    chains: dict[str, list[str]] = {}
+    ip = plan.family.ip
     protocol = plan.key.protocol.name.lower()
     record: list[str] = []
     groups = _group_endpoints(plan)
     for group, endpoints in groups.items():
-        ports = sorted({where.port for where in endpoints})
-        for port in ports:
+        pin: list[str] = []
+        for port in sorted({where.port for where in endpoints}):
             name = _affinity_map(plan, group, port)
-            wanted[name] = (
-                f"add map {family} {TABLE} {name} {{ type {ADDRESS_TYPE[plan.family]} : "
+            maps[name] = (
+                f"add map {ip} {TABLE} {name} {{ type {ADDRESS_TYPE[plan.family]} : "
                 f"{ADDRESS_TYPE[plan.family]}; flags dynamic,timeout; size {AFFINITY_SIZE}; }}\n"
             )
             # The connection may have been sent to an endpoint of the other group.
             own = [format_address(where.address) for where in endpoints if where.port == port]
-            among = f"{family} daddr {{ {', '.join(own)} }} " if len(groups) > 1 else ""
+            among = f"{ip} daddr {{ {', '.join(own)} }} " if len(groups) > 1 else ""
             # After DNAT the destination is the endpoint; ct original still holds the client.
             record.append(
                 f"th dport {port} {among}update @{name} "
-                f"{{ ct original {family} saddr timeout {plan.affinity_seconds}s : {family} daddr }}"
+                f"{{ ct original {ip} saddr timeout {plan.affinity_seconds}s : {ip} daddr }}"
             )
-        wanted[f"pin-{group}"] = _chain(
-            family,
-            f"pin-{group}",
-            *(
-                f"meta l4proto {protocol} dnat {family} to {family} saddr "
-                f"map @{_affinity_map(plan, group, port)} : {port}"
-                for port in ports
-            ),
-        )
+            pin.append(f"meta l4proto {protocol} dnat {ip} to {ip} saddr map @{name} : {port}")
+        chains[f"pin-{group}"] = pin
     if groups:
-        wanted[record_chain(plan)] = _chain(family, record_chain(plan), *record)
+        chains[record_chain(plan)] = record
     if plan.source_ranges and plan.load_balancer_ips:
-        wanted[ranges_chain(plan)] = _chain(
-            family,
-            ranges_chain(plan),
-            *(f"{family} saddr {cidr} goto {ADMITTED}" for cidr in plan.source_ranges),
-            "drop",
-        )
-    return wanted
+        admitted = [f"{ip} saddr {cidr} goto {ADMITTED}" for cidr in plan.source_ranges]
+        chains[ranges_chain(plan)] = [*admitted, "drop"]
+    return maps | {name: chain_text(plan.family, name, rules) for name, rules in chains.items()}
+
+
+def chain_text(family: Family, name: str, rules: Iterable[str]) -> str:
+    """Return the commands after which a chain of our table has *rules* only."""
+    chain = f"{family.ip} {TABLE} {name}"
+    added = "".join(f"add rule {chain} {rule}\n" for rule in rules)
+    return f"add chain {chain}\nflush chain {chain}\n{added}"
 
 
 def delete_objects(family: Family, owned: Iterable[str]) -> str:
     """Return the commands that delete *owned* objects, in an order that the kernel accepts."""
     table = f"{family.ip} {TABLE}"
-    maps = [name for name in owned if name.startswith(_AFFINITY)]
-    chains = [name for name in owned if not name.startswith(_AFFINITY)]
     return "".join(
-        [f"delete chain {table} {name}\n" for name in chains]
-        + [f"delete map {table} {name}\n" for name in maps]
+        f"delete {'map' if name.startswith(_AFFINITY) else 'chain'} {table} {name}\n"
+        for name in sorted(owned, key=lambda name: name.startswith(_AFFINITY))
     )
 
 
@@ -98,12 +95,3 @@ def _group_endpoints(plan: ServicePlan) -> dict[str, tuple[Destination, ...]]:
 def _affinity_map(plan: ServicePlan, group: str, port: int) -> str:
     """Return a map's name, which includes the timeout so that a new one applies to all clients."""
     return f"{_AFFINITY}{group}/{port}/{plan.affinity_seconds}s"
-
-
-def _chain(family: str, name: str, *rules: str) -> str:
-    lines = [f"add chain {family} {TABLE} {name}", f"flush chain {family} {TABLE} {name}"]
-    lines += [f"add rule {family} {TABLE} {name} {rule}" for rule in rules]
-    return "\n".join(lines) + "\n"
-
-
-_AFFINITY = "affinity-"

@@ -5,7 +5,7 @@ in one transaction, and maps keep their elements.
 """
 
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Container, Iterable
 from typing import NamedTuple, Self
 
 from kproxy_core.model.address import Family, Protocol
@@ -14,7 +14,7 @@ from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_nft import counting
 from kproxy_nftables import names
 from kproxy_nftables.names import ADDRESS_TYPE, TABLE, Template
-from kproxy_nftables.owned_chains import owned_objects
+from kproxy_nftables.owned_chains import chain_text, owned_objects
 from kproxy_nftables.wanted import verdicts
 
 BASE_CHAINS = {
@@ -47,44 +47,40 @@ NO_EXTRAS = Extras()
 
 def skeleton(node: NodeView, extras: Extras = NO_EXTRAS) -> str:
     """Return the commands for all constant objects of one family's table except template chains."""
-    text = _Text(node.family)
-    text.line(f'add table {text.table} {{ comment "rules for kproxy"; }}')
-    _containers(text)
+    family, chains = node.family, _chains(node)
+    table = f"{family.ip} {TABLE}"
+    lines = [f'add table {table} {{ comment "rules for kproxy"; }}', *_containers(family)]
     if extras.counted:
-        _counting_sets(text)
+        lines.append(counting.set_of_connections(family, TABLE))
+        lines.append(counting.counting_set(family, TABLE, names.REFUSED))
+        chains = _counted(chains, family.ip)
     for name, (kind, hook, priority) in _base_chains(extras).items():
         place = f"type {kind} hook {hook} priority {priority}; policy accept;"
-        text.line(f"add chain {text.table} {name} {{ {place} }}")
-    chains = _chains(node)
-    for name, rules in (_counted(chains, text.ip) if extras.counted else chains).items():
-        text.chain(name, rules)
-    if extras.flowtable:
-        _flowtable(text, extras.flowtable)
-    return text.value()
+        lines.append(f"add chain {table} {name} {{ {place} }}")
+    text = "".join(f"{line}\n" for line in lines)
+    text += "".join(chain_text(family, name, rules) for name, rules in chains.items())
+    return text + (_flowtable(family, extras.flowtable) if extras.flowtable else "")
 
 
-def templates(node: NodeView, wanted: Iterable[Template]) -> str:
+def templates(node: NodeView, wanted: Collection[Template]) -> str:
     """Return the commands for the *wanted* template chains and those they lead to.
 
     Clients are recorded once there is a template with session affinity.
     """
-    text = _Text(node.family)
-    order: dict[Template, None] = {}
+    chains: dict[str, list[str]] = {}
     for template in sorted(wanted):
         for needed in (*_leads_to(template), template):
-            order[needed] = None
-    for template in order:
-        text.chain(template.name, _template_rules(node, template))
-    if any(template.sticky for template in order):
-        text.chain(_RECORD, _record_rules(text.ip))
+            chains[needed.name] = _template_rules(node, needed)
+    if any(template.sticky for template in wanted):
+        chains[_RECORD] = _record_rules(node.family.ip)
         # The first hooks after DNAT: input for connections to this node, else postrouting.
         for hook in ("filter-input", "filter-postrouting"):
-            text.chain(hook, [f"ct state new ct status dnat jump {_RECORD}"])
-    return text.value()
+            chains[hook] = [f"ct state new ct status dnat jump {_RECORD}"]
+    return "".join(chain_text(node.family, name, rules) for name, rules in chains.items())
 
 
 def rules_text(
-    node: NodeView, wanted: Iterable[Template], plans: Iterable[ServicePlan], extras: Extras = NO_EXTRAS
+    node: NodeView, wanted: Collection[Template], plans: Iterable[ServicePlan], extras: Extras = NO_EXTRAS
 ) -> str:
     """Return the commands for everything but elements, including the objects that service ports own."""
     owned = [text for plan in plans for text in owned_objects(plan).values()]
@@ -136,8 +132,11 @@ def delete_table(family: Family) -> str:
     return f"add {table}\ndelete {table}\n"
 
 
-def object_names(extras: Extras) -> set[str]:
+def object_names(plans: Iterable[ServicePlan], templates: Iterable[Template], extras: Extras) -> set[str]:
+    """Return the names of all chains, maps, sets and flowtables that belong into the table."""
     wanted = {*_base_chains(extras), *_REGULAR_CHAINS, *names.ELEMENT_CONTAINERS, names.SERVICE_CIDRS}
+    wanted.update(template.name for template in templates)
+    wanted.update(name for plan in plans for name in owned_objects(plan))
     if extras.counted:
         wanted |= {*_COUNTING_CHAINS, counting.CONNECTIONS, names.REFUSED}
     if extras.flowtable:
@@ -152,31 +151,33 @@ _RECORD = "record"
 _REGULAR_CHAINS = {"services", "masquerading", "cluster-ips-check", _RECORD, names.REJECT, names.ADMITTED}
 
 
-def _containers(text: "_Text") -> None:
-    ip = text.ip
-    index = "numgen random mod 1"
+def _containers(family: Family) -> list[str]:
+    """Return the commands that add all maps and sets."""
+    address, index = f"{family.ip} daddr", "numgen random mod 1"
+    maps: dict[str, str] = {}
     for name in (names.VIPS, names.ADMITTED_VIPS, names.STICKY_VIPS, names.STICKY_LOCAL_VIPS):
-        text.map(name, f"{ip} daddr . meta l4proto . th dport : verdict")
+        maps[name] = f"typeof {address} . meta l4proto . th dport : verdict"
     for name in (names.NODE_PORTS, names.STICKY_NODE_PORTS, names.STICKY_LOCAL_NODE_PORTS):
-        text.map(name, "meta l4proto . th dport : verdict")
+        maps[name] = "typeof meta l4proto . th dport : verdict"
     # Not typeof: outside of a rule nft does not know the type of a conntrack port.
-    text.line(
-        f"add map {text.table} {names.RECORDED_VIPS} "
-        f"{{ type {ADDRESS_TYPE[text.family]} . inet_proto . inet_service : verdict; }}"
-    )
-    text.line(
-        f"add map {text.table} {names.RECORDED_NODE_PORTS} {{ type inet_proto . inet_service : verdict; }}"
-    )
+    maps[names.RECORDED_VIPS] = f"type {ADDRESS_TYPE[family]} . inet_proto . inet_service : verdict"
+    maps[names.RECORDED_NODE_PORTS] = "type inet_proto . inet_service : verdict"
     for protocol in Protocol:
         port = f"{protocol.name.lower()} dport"
         for name in (names.VIP_ENDPOINTS[protocol], names.VIP_LOCAL_ENDPOINTS[protocol]):
-            text.map(name, f"{ip} daddr . {port} . {index} : {ip} daddr . {port}")
+            maps[name] = f"typeof {address} . {port} . {index} : {address} . {port}"
         for name in (names.NODE_PORT_ENDPOINTS[protocol], names.NODE_PORT_LOCAL_ENDPOINTS[protocol]):
-            text.map(name, f"{port} . {index} : {ip} daddr . {port}")
-    for name in (names.CLUSTER_IPS, names.NODE_IPS):
-        text.line(f"add set {text.table} {name} {{ typeof {ip} daddr; }}")
-    text.line(f"add set {text.table} {names.HAIRPINS} {{ typeof {ip} saddr . {ip} daddr; }}")
-    text.line(f"add set {text.table} {names.SERVICE_CIDRS} {{ typeof {ip} daddr; flags interval; }}")
+            maps[name] = f"typeof {port} . {index} : {address} . {port}"
+    sets = {
+        names.CLUSTER_IPS: f"typeof {address}", names.NODE_IPS: f"typeof {address}",
+        names.HAIRPINS: f"typeof {family.ip} saddr . {address}",
+        names.SERVICE_CIDRS: f"typeof {address}; flags interval",
+    }  # fmt: skip
+    table = f"{family.ip} {TABLE}"
+    return [
+        *(f"add map {table} {name} {{ {of}; }}" for name, of in maps.items()),
+        *(f"add set {table} {name} {{ {of}; }}" for name, of in sets.items()),
+    ]
 
 
 def _chains(node: NodeView) -> dict[str, list[str]]:
@@ -232,22 +233,20 @@ def _base_chains(extras: Extras) -> dict[str, tuple[str, str, int]]:
     )
 
 
-def _flowtable(text: "_Text", devices: Iterable[str]) -> None:
+def _flowtable(family: Family, devices: Iterable[str]) -> str:
     """Replace the flowtable: `add` alone removes no device. The next packets of its flows add them again."""
     (chain,) = _FLOWTABLE_BASE_CHAINS
-    flowtable = f"flowtable {text.table} {names.FLOWTABLE}"
+    table = f"{family.ip} {TABLE}"
+    flowtable = f"flowtable {table} {names.FLOWTABLE}"
     hook = "hook ingress priority 0;"
     listed = ", ".join(f'"{device}"' for device in devices)
-    text.line(f"flush chain {text.table} {chain}")
-    text.line(f"add {flowtable} {{ {hook} }}")
-    text.line(f"delete {flowtable}")
-    text.line(f"add {flowtable} {{ {hook} devices = {{ {listed} }}; counter; }}")
-    text.chain(chain, [f"meta l4proto {{ tcp, udp }} ct state established flow add @{names.FLOWTABLE}"])
-
-
-def _counting_sets(text: "_Text") -> None:
-    text.line(counting.set_of_connections(text.family, TABLE))
-    text.line(counting.counting_set(text.family, TABLE, names.REFUSED))
+    rule = f"meta l4proto {{ tcp, udp }} ct state established flow add @{names.FLOWTABLE}"
+    return (
+        f"flush chain {table} {chain}\n"
+        f"add {flowtable} {{ {hook} }}\n"
+        f"delete {flowtable}\n"
+        f"add {flowtable} {{ {hook} devices = {{ {listed} }}; counter; }}\n"
+    ) + chain_text(family, chain, [rule])
 
 
 def _counted(chains: dict[str, list[str]], ip: str) -> dict[str, list[str]]:
@@ -344,30 +343,4 @@ def _from_pods(source: LocalSource, ip: str, *, negate: bool = False) -> str:
     equals = "!= " if negate else ""
     if source.cidr is not None:
         return f"{ip} saddr {equals}{source.cidr}"
-    if source.interface:
-        return f'iifname {equals}"{source.interface}"'
-    return f'iifname {equals}"{source.interface_prefix}*"'
-
-
-class _Text:
-    """Collects nft commands for one table."""
-
-    def __init__(self, family: Family) -> None:
-        self.family = family
-        self.ip = family.ip
-        self.table = f"{self.ip} {TABLE}"
-        self._lines: list[str] = []
-
-    def line(self, text: str) -> None:
-        self._lines.append(text)
-
-    def map(self, name: str, typeof: str) -> None:
-        self.line(f"add map {self.table} {name} {{ typeof {typeof}; }}")
-
-    def chain(self, name: str, rules: list[str]) -> None:
-        self.line(f"add chain {self.table} {name}")
-        self.line(f"flush chain {self.table} {name}")
-        self._lines += [f"add rule {self.table} {name} {rule}" for rule in rules]
-
-    def value(self) -> str:
-        return "".join(f"{line}\n" for line in self._lines)
+    return f'iifname {equals}"{source.interface or f"{source.interface_prefix}*"}"'

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from kproxy_core.backend.api import Preview, Update
 from kproxy_nftables import names, skeleton
 from kproxy_nftables.applied import Contents, compare_all
-from kproxy_nftables.family import object_names
 from kproxy_nftables.inspection.explain import listed_rules, written_rules
 from kproxy_nftables.inspection.render import elements_text
 from kproxy_nftables.kernel import Kernel
@@ -21,7 +20,7 @@ def preview(update: Update, extras: Extras) -> Preview:
     templates = skeleton.templates_of(plans.values())
     with Kernel() as kernel:
         extras = extras.limited_to(kernel.devices())
-        wanted = object_names(plans, templates, extras)
+        wanted = skeleton.object_names(plans.values(), templates, extras)
         actual: Contents = {
             container: dict(kernel.elements(family, container)) for container in names.ELEMENT_CONTAINERS}
         held = listed_rules(kernel.rules_text(family).splitlines())
