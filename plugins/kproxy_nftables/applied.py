@@ -1,7 +1,7 @@
 """The elements that the kernel has acknowledged for one IP family, and the difference to the plans."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, count
+from itertools import chain
 from typing import NamedTuple
 
 from msgspec import Struct, field
@@ -31,6 +31,8 @@ _Values = dict[tuple[str, bytes], Value]
 Contents = dict[str, dict[bytes, Value]]
 """Elements by container, as read from the kernel."""
 
+_ABSENT = object()
+
 
 class Held(NamedTuple):
     """A service port as the kernel holds it."""
@@ -59,20 +61,17 @@ class Applied:
 
     def __init__(self, held: dict[ServicePortKey, Held] | None = None) -> None:
         self.held = held or {}
-        self._counts: dict[Element, int] = {}
+        self.shared: dict[Element, int] = {}
+        """The elements that several service ports may share, with the number of those that do."""
         for one in self.held.values():
             for element in shared_elements(one.plan):
-                self._counts[element] = self._counts.get(element, 0) + 1
+                self.shared[element] = self.shared.get(element, 0) + 1
 
     def elements(self) -> Iterator[Element]:
         """Yield every element that the kernel holds for service ports."""
         for one in self.held.values():
             yield from held_elements(one)
-        yield from self._counts
-
-    def shared(self) -> Iterable[Element]:
-        """Return the elements that several service ports may share."""
-        return self._counts
+        yield from self.shared
 
     def parts(self, size: int) -> Iterator[list[Element]]:
         """Yield the same elements in lists of about *size*, which hold all elements of a service port.
@@ -85,7 +84,7 @@ class Applied:
             if len(part) >= size:
                 yield part
                 part = []
-        yield [*part, *self._counts]
+        yield [*part, *self.shared]
 
     def difference(self, changed: Mapping[ServicePortKey, ServicePlan | None]) -> Difference:
         """Return the difference between this state and the *changed* plans. O(changed)."""
@@ -112,15 +111,13 @@ class Applied:
         if before == after:
             return
         for element, step in [(e, 1) for e in after] + [(e, -1) for e in before]:
-            have = result.counts.get(element)
-            if have is None:
-                have = self._counts.get(element, 0)
+            have = result.counts.get(element, self.shared.get(element, 0))
             result.counts[element] = have + step
 
     def _settle(self, result: Difference) -> None:
         """Add the shared elements that gain a first owner, delete those that lose their last."""
         for element, owners in result.counts.items():
-            had = self._counts.get(element, 0)
+            had = self.shared.get(element, 0)
             if owners and not had:
                 result.adds.append(element)
             elif had and not owners:
@@ -134,9 +131,9 @@ class Applied:
                 self.held[key] = held
         for element, owners in result.counts.items():
             if owners:
-                self._counts[element] = owners
+                self.shared[element] = owners
             else:
-                self._counts.pop(element, None)
+                self.shared.pop(element, None)
 
 
 def held_elements(held: Held) -> list[Element]:
@@ -244,7 +241,7 @@ def compare_all(
             continue
         applied.held[key] = held = recover(held.plan, actual)
         _replace(held_elements(held), actual, deletes, adds)
-    _replace(chain(applied.shared(), others), actual, deletes, adds)
+    _replace(chain(applied.shared, others), actual, deletes, adds)
     for container, rest in actual.items():
         deletes += [(container, key, None) for key in rest]
     return applied, deletes, adds
@@ -302,12 +299,6 @@ def _frontends(plan: ServicePlan) -> Iterator[tuple[str, str, bytes, bool]]:
 def _indexed(contents: Mapping[bytes, Value], frontend: bytes) -> Slots:
     """Return the endpoints of *frontend* at indices 0, 1, ... up to the first gap."""
     found: list[Destination] = []
-    for at in count():
-        value = contents.get(frontend + index(at))
-        if not isinstance(value, bytes):
-            return tuple(found)
+    while isinstance(value := contents.get(frontend + index(len(found))), bytes):
         found.append(parse_destination(value))
-    raise AssertionError("count() never ends")
-
-
-_ABSENT = object()
+    return tuple(found)
