@@ -4,7 +4,6 @@ import hashlib
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple
 
 from kproxy_core.backend.api import SyncReport
 from kproxy_core.backend.errors import SyncFailed, TrustLost
@@ -31,15 +30,6 @@ Pinned = Mapping[str, frozenset[bytes]]
 """Affinity map -> the endpoint addresses that its clients may be pinned to."""
 
 
-class _Rules(NamedTuple):
-    """Constant rules as written, and as the kernel then held them."""
-
-    text: bytes
-    """Digest of the commands."""
-    kernel: bytes
-    """See `Kernel.fingerprint`."""
-
-
 class FamilyState:
     """The table ``kproxy`` of one IP family."""
 
@@ -52,8 +42,9 @@ class FamilyState:
         self._applied = Applied()
         self._node: NodeView | None = None
         """The node for which the table was last written; None: the next sync must be a resync."""
-        self._rules: _Rules | None = None
-        """The constant rules that the last resync wrote; None: other processes may have changed them."""
+        self._rules: tuple[bytes, bytes] | None = None
+        """Digest of the constant rules that the last resync wrote, and `Kernel.fingerprint` after it; None:
+        other processes may have changed them."""
         self._templates: set[Template] = set()
         """Template chains that exist in the kernel."""
         self._stale: list[str] = []
@@ -144,8 +135,7 @@ class FamilyState:
     def _find_devices(self) -> None:
         if not self._extras.flowtable:
             return
-        known, self._in_effect = (
-            self._in_effect, self._extras.limited_to(self._kernel.devices()))
+        known, self._in_effect = self._in_effect, self._extras.limited_to(self._kernel.devices())
         missing = set(self._extras.flowtable).difference(self._in_effect.flowtable)
         if missing and known != self._in_effect:
             log.warning("no such network device", extra={"fields": {
@@ -158,21 +148,18 @@ class FamilyState:
         """
         digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
         known, self._rules = self._rules, None
-        if known == _Rules(digest, self._kernel.fingerprint(self._family, wanted)):
+        if known == (digest, self._kernel.fingerprint(self._family, wanted)):
             self._rules = known
             return
         before = self._kernel.generation()
-        self._apply_all_rules(text)
-        written = self._kernel.fingerprint(self._family, wanted)
-        if self._kernel.generation() == before + 1:  # Otherwise another process may have changed our rules.
-            self._rules = _Rules(digest, written)
-
-    def _apply_all_rules(self, text: str) -> None:
         try:
             self._kernel.apply_text(text)
         except SyncFailed:
             # The table has another layout, so none of it can be kept.
             self._kernel.apply_text(skeleton.delete_table(self._family) + text)
+        written = self._kernel.fingerprint(self._family, wanted)
+        if self._kernel.generation() == before + 1:  # Otherwise another process may have changed our rules.
+            self._rules = digest, written
 
     def _write(self, deletes: Sequence[Element], adds: Sequence[Element], pinned: Pinned) -> None:
         """Write elements, and unpin clients from endpoints outside *pinned* in the same transaction."""
@@ -223,10 +210,8 @@ class FamilyState:
 
     def _sweep(self, wanted: Collection[str]) -> None:
         """Delete unwanted chains, maps and sets in our table, which belongs to us as a whole."""
-        chains = self._kernel.chains(self._family).difference(wanted)
-        containers = self._kernel.containers(self._family).difference(wanted)
-        flowtables = self._kernel.flowtables(self._family).difference(wanted)
-        self._clean_up(skeleton.delete_foreign(self._family, chains, containers, flowtables))
+        unwanted = self._kernel.unwanted(self._family, wanted)
+        self._clean_up(skeleton.delete_foreign(self._family, *unwanted))
 
     def _clean_up(self, text: str) -> bool:
         """Run deletions that may be delayed without harm; return False if they fail."""

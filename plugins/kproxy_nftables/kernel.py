@@ -196,15 +196,11 @@ class Kernel:
         except HostError as error:
             raise SyncFailed(str(error)) from error
 
-    def chains(self, family: Family) -> set[str]:
-        return self._names(GETCHAIN, family)
-
-    def containers(self, family: Family) -> set[str]:
-        """Return the names of the maps and sets in our table, except anonymous ones."""
-        return {name for name in self._names(GETSET, family) if not objects.is_anonymous(name)}
-
-    def flowtables(self, family: Family) -> set[str]:
-        return self._names(GETFLOWTABLE, family)
+    def unwanted(self, family: Family, wanted: Collection[str]) -> tuple[set[str], set[str], set[str]]:
+        """Return chains, maps and sets, and flowtables of our table by name, without *wanted* ones."""
+        chains, containers, flowtables = (
+            self._names(kind, family).difference(wanted) for kind in _NAME_ATTRIBUTE)
+        return chains, {name for name in containers if not objects.is_anonymous(name)}, flowtables
 
     def devices(self) -> set[str]:
         """Return the names of all network devices."""

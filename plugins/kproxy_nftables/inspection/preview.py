@@ -22,10 +22,9 @@ def preview(update: Update, extras: Extras) -> Preview:
         extras = extras.limited_to(kernel.devices())
         wanted = skeleton.object_names(plans.values(), templates, extras)
         actual: Contents = {
-            container: dict(kernel.elements(family, container)) for container in names.ELEMENT_CONTAINERS}
+            container: kernel.elements(family, container) for container in names.ELEMENT_CONTAINERS}
         held = listed_rules(kernel.rules_text(family).splitlines())
-        kinds = (kernel.chains, kernel.containers, kernel.flowtables)
-        unwanted = [kind(family).difference(wanted) for kind in kinds]
+        unwanted = kernel.unwanted(family, wanted)
     _, deletes, adds = compare_all(plans, node_elements(node), actual)
     rules = skeleton.rules_text(node, templates, plans.values(), extras)
     parts = ["" if _holds(held, written_rules(rules.splitlines())) else rules]

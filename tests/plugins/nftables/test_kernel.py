@@ -415,7 +415,7 @@ def test_a_map_that_the_kernel_is_still_resizing_is_read_completely(attempt: int
 def test_a_missing_table_has_no_elements() -> None:
     kernel = Kernel()
     assert contents() == []
-    assert kernel.chains(Family.IPV4) == set()
+    assert kernel.unwanted(Family.IPV4, ()) == (set(), set(), set())
     kernel.close()
 
 
