@@ -7,6 +7,7 @@ outlive rules and processes.
 
 import struct
 from collections.abc import Iterable
+from typing import Literal
 
 from kproxy_core.backend.api import Connections
 from kproxy_core.model.address import Address, Family, Protocol, format_address
@@ -95,8 +96,8 @@ def counting_table(family: Family, table: str, *, ipvs: bool) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def change_unserved(action: str, family: Family, table: str, frontends: Iterable[Frontend]) -> str:
-    """Return the commands that ``add`` or ``delete`` frontends without endpoints."""
+def change_unserved(action: Literal["add", "delete"], table: str, frontends: Iterable[Frontend]) -> str:
+    """Return the commands that change the frontends without endpoints. *table* includes the family."""
     elements: dict[str, list[str]] = {_UNSERVED: [], _UNSERVED_NODE_PORTS: []}
     for address, protocol, port in frontends:
         last = f"{protocol.name.lower()} . {port}"
@@ -105,16 +106,15 @@ def change_unserved(action: str, family: Family, table: str, frontends: Iterable
         else:
             elements[_UNSERVED].append(f"{format_address(address)} . {last}")
     return "".join(
-        f"{action} element {family.ip} {table} {name} {{ {', '.join(found)} }}\n"
+        f"{action} element {table} {name} {{ {', '.join(found)} }}\n"
         for name, found in elements.items() if found
     )  # fmt: skip
 
 
-def replace_unserved(family: Family, table: str, frontends: Iterable[Frontend]) -> str:
-    """Return the commands after which *frontends* are those without endpoints."""
-    names = (_UNSERVED, _UNSERVED_NODE_PORTS)
-    flushes = "".join(f"flush set {family.ip} {table} {name}\n" for name in names)
-    return flushes + change_unserved("add", family, table, frontends)
+def replace_unserved(table: str, frontends: Iterable[Frontend]) -> str:
+    """Return the commands after which *frontends* are those without endpoints. *table*: as above."""
+    flushes = "".join(f"flush set {table} {name}\n" for name in (_UNSERVED, _UNSERVED_NODE_PORTS))
+    return flushes + change_unserved("add", table, frontends)
 
 
 def connections(family: Family, counted: Iterable[tuple[bytes, int]]) -> list[Connections]:

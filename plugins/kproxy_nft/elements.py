@@ -5,7 +5,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from kproxy_core.host.netlink.messages import NFGENMSG, Span, attribute_spans, attributes
+from kproxy_core.host.netlink.messages import NFGENMSG, Span, attribute_spans
 
 T = TypeVar("T")
 
@@ -57,7 +57,8 @@ def parse_counters(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, i
                 if part == _ELEM_KEY:
                     key = data[part_start + 4 : part_end]
                 elif part == _ELEM_EXPRESSION:
-                    packets = _counted_packets(data, part_start, part_end)
+                    at = _packets_at(data, part_start, part_end)
+                    packets = int.from_bytes(data[at : at + 8], "big")
             yield key, packets
 
 
@@ -89,8 +90,3 @@ def _packets_at(data: bytes, start: int, end: int) -> int:
         spans = {kind: (first, last) for kind, first, last in attribute_spans(data, start, end)}
         start, end = spans[wanted]
     return start
-
-
-def _counted_packets(data: bytes, start: int, end: int) -> int:
-    counter = attributes(attributes(data, start, end)[_EXPRESSION_DATA])
-    return int.from_bytes(counter[_COUNTED_PACKETS], "big")

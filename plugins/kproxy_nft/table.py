@@ -2,10 +2,9 @@
 
 import errno
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal
 
 from kproxy_core.backend.api import Connections, Leftovers, Scope, Update
 from kproxy_core.host import programs
@@ -44,14 +43,6 @@ class CountingTable:
         if self._ipvs and (other := CountingTable(self._family)).exists():
             tables.append(other._table)  # It counts until the switch to IPVS is complete.
         return "".join(counting.counting_table(self._family, table, ipvs=self._ipvs) for table in tables)
-
-    def change_unserved(self, action: Literal["add", "delete"], frontends: Iterable[Frontend]) -> str:
-        """Return the commands that change the frontends without endpoints."""
-        return counting.change_unserved(action, self._family, self._table, frontends)
-
-    def replace_unserved(self, frontends: Iterable[Frontend]) -> str:
-        """Return the commands after which *frontends* are those without endpoints."""
-        return counting.replace_unserved(self._family, self._table, frontends)
 
     def delete(self) -> None:
         """Delete the table with its counts. Raises HostError."""
@@ -105,18 +96,18 @@ class Counting:
         old, new = (frozenset[Frontend]().union(*of.values()) for of in (before, after))
         with self._failures_logged():
             if not resync:
-                self._send(table.change_unserved("delete", old - new))
+                self._send(counting.change_unserved("delete", table.name, old - new))
             elif unserved:
-                self._send(table.creation() + table.replace_unserved(old & new))
+                self._send(table.creation() + counting.replace_unserved(table.name, old & new))
             else:
                 self._send(table.creation())  # An earlier process knew which frontends its rules reject.
         unserved.update({key: frontends & new for key, frontends in before.items()})
         yield
         with self._failures_logged():
             if resync:
-                self._send(table.replace_unserved(new))
+                self._send(counting.replace_unserved(table.name, new))
             else:
-                self._send(table.change_unserved("add", new - old))
+                self._send(counting.change_unserved("add", table.name, new - old))
         for key in before:
             del unserved[key]
         unserved.update(after)
