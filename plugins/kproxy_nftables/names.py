@@ -63,7 +63,7 @@ GOTO_REJECT = f"goto {REJECT}"
 DROP = "drop"
 
 _TEMPLATE = re.compile(
-    r"(tcp|udp|sctp)-(nodeport-)?(?:(cluster|local|external|short-circuit)-(\d+)|(external-local)-(\d+)-(\d+))(-sticky)?"
+    r"(tcp|udp|sctp)-(nodeport-)?(cluster|local|external|external-local|short-circuit)-(\d+)(?:-(\d+))?(-sticky)?"
 )
 
 
@@ -84,10 +84,9 @@ class Template(NamedTuple):
     @property
     def name(self) -> str:
         prefix = f"{self.protocol.name.lower()}-{'nodeport-' if self.node_port else ''}"
-        suffix = "-sticky" if self.sticky else ""
-        if self.policy == "external-local":
-            return f"{prefix}{self.policy}-{self.cluster}-{self.local}{suffix}"
-        return f"{prefix}{self.policy}-{self.local or self.cluster}{suffix}"
+        both = self.policy == "external-local"
+        count = f"{self.cluster}-{self.local}" if both else self.local or self.cluster
+        return f"{prefix}{self.policy}-{count}{'-sticky' if self.sticky else ''}"
 
 
 def parse_template(chain: str) -> Template | None:
@@ -95,13 +94,9 @@ def parse_template(chain: str) -> Template | None:
     match = _TEMPLATE.fullmatch(chain)
     if match is None:
         return None
-    name, node_port, policy, count, both, cluster, local, sticky = match.groups()
-    protocol = Protocol[name.upper()]
-    if both:
-        return Template(protocol, both, int(cluster), int(local), bool(sticky), bool(node_port))
-    n = int(count)
-    counts = (0, n) if policy == "local" else (n, 0)
-    return Template(protocol, policy, *counts, bool(sticky), bool(node_port))
+    name, node_port, policy, first, second, sticky = match.groups()
+    cluster, local = (0, int(first)) if policy == "local" else (int(first), int(second or 0))
+    return Template(Protocol[name.upper()], policy, cluster, local, bool(sticky), bool(node_port))
 
 
 @cache
