@@ -6,7 +6,7 @@ import os
 import platform
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -74,8 +74,17 @@ def map_definition(fd: int) -> MapDefinition:
 
 
 def update(fd: int, key: bytes, value: bytes) -> None:
+    """Set one element; try again for a while where memory is short for a moment."""
     keys, values = _buffer(key), _buffer(value)
-    _patiently(lambda: _call(_MAP_UPDATE, struct.pack("=IxxxxQQQ", fd, _at(keys), _at(values), 0)))
+    deadline = time.monotonic() + _ALLOCATION_PATIENCE
+    while True:
+        try:
+            _call(_MAP_UPDATE, struct.pack("=IxxxxQQQ", fd, _at(keys), _at(values), 0))
+            return
+        except OSError as error:
+            if error.errno != errno.ENOMEM or time.monotonic() > deadline:
+                raise
+            time.sleep(0.002)
 
 
 def lookup(fd: int, key: bytes, size: int) -> bytes | None:
@@ -237,19 +246,6 @@ def _batch(
     handled = struct.unpack_from("=I", buffer, _BATCH_COUNT)[0]
     error = ctypes.get_errno() if failed else 0
     return (0 if error == errno.EFAULT else handled), error
-
-
-def _patiently(act: Callable[[], object]) -> None:
-    """Call *act*, again for a while where memory is short for a moment."""
-    deadline = time.monotonic() + _ALLOCATION_PATIENCE
-    while True:
-        try:
-            act()
-            return
-        except OSError as error:
-            if error.errno != errno.ENOMEM or time.monotonic() > deadline:
-                raise
-            time.sleep(0.002)
 
 
 def _load_types(size: int) -> int:
