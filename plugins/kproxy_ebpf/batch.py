@@ -2,12 +2,14 @@
 
 import struct
 import sys
+from collections.abc import Callable
 from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
 
 from kproxy_core.model.address import Address, Family, Protocol
 from kproxy_core.model.endpoint import Destination
+from kproxy_ebpf import names
 
 _FRONTEND = struct.Struct("=16sQ")
 """Address; port, protocol << 16 and kind << 24."""
@@ -65,6 +67,15 @@ def id_family(service: bytes) -> Family:
     return Family.IPV6 if service[-1] & 0x80 else Family.IPV4
 
 
+FAMILY_OF_KEY: dict[str, Callable[[bytes], Family]] = {
+    names.FRONTENDS: frontend_family,
+    names.SLOTS: lambda key: id_family(key[:_SERVICE_ID]),
+    names.ENDPOINTS: lambda key: id_family(key[-_SERVICE_ID:]),
+    names.NODE_ADDRESSES: frontend_family,
+}
+"""The family of an element by its key, for the maps `names.PER_FAMILY`."""
+
+
 class ServiceValue(NamedTuple):
     identity: bytes
     endpoints: int
@@ -107,13 +118,7 @@ def parse_counts(value: bytes) -> Counts:
 
 def parse_peer(value: bytes) -> tuple[bytes, bytes] | None:
     """Return the frontend's key and the endpoint, as in slots, of a socket's value; None: it has none."""
-    if len(value) != _FRONTEND.size + _ENDPOINT.size:
-        return None
-    return value[:_FRONTEND.size], value[_FRONTEND.size:]
-
-
-def slot_family(key: bytes) -> Family:
-    return id_family(key[:_SERVICE_ID])
+    return split_pair(value) if len(value) == _FRONTEND.size + _ENDPOINT.size else None
 
 
 def endpoint_value(endpoint: Destination, *, is_local: bool) -> bytes:
@@ -138,10 +143,6 @@ def endpoint_key(value: bytes, service: bytes) -> bytes:
 
 def endpoint_key_of_slot(key: bytes, value: bytes) -> bytes:
     return value + key[:_SERVICE_ID]
-
-
-def endpoint_family(key: bytes) -> Family:
-    return id_family(key[-_SERVICE_ID:])
 
 
 def client_key(namespace: int, service: bytes) -> bytes:

@@ -12,7 +12,7 @@ from kproxy_ebpf import names
 from kproxy_ebpf.applied import Contents
 from kproxy_ebpf.batch import client_key, endpoint_key, parse_pin
 from kproxy_ebpf.kernel import bpf
-from kproxy_ebpf.kernel.port import family_of_key, namespace_cookie
+from kproxy_ebpf.kernel.port import contents_of, namespace_cookie
 from kproxy_ebpf.settings import Settings
 
 _READ = (*names.PER_FAMILY, names.PINS, names.CONNECTIONS)
@@ -43,13 +43,7 @@ class PinnedMaps:
         return endpoint if self.find(names.ENDPOINTS, endpoint_key(endpoint, service)) is not None else None
 
     def contents(self, family: Family) -> Contents:
-        return {
-            name: {
-                key: value for key, value in bpf.elements(self._maps[name], self._definitions[name])
-                if family_of_key(name, key) is family
-            }
-            for name in names.PER_FAMILY
-        }  # fmt: skip
+        return contents_of(family, self._maps, self._definitions)
 
     def elements(self, name: str) -> Iterator[tuple[bytes, bytes]]:
         return bpf.elements(self._maps[name], self._definitions[name])

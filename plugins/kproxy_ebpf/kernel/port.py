@@ -6,7 +6,7 @@ import os
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -27,12 +27,6 @@ from kproxy_ebpf.wanted import only_node_clients
 log = logging.getLogger("kproxy.ebpf")
 
 _SO_NETNS_COOKIE = 71
-_FAMILY_OF_KEY: dict[str, Callable[[bytes], Family]] = {
-    names.FRONTENDS: batch.frontend_family,
-    names.NODE_ADDRESSES: batch.frontend_family,
-    names.SLOTS: batch.slot_family,
-    names.ENDPOINTS: batch.endpoint_family,
-}
 
 
 class Kernel:
@@ -49,7 +43,9 @@ class Kernel:
         self._home = Path(settings.pin_directory) / str(self._namespace)
         self._links_directory = self._home / "links"
         self._lock = threading.RLock()
-        self._compiled: Compiled | None = None
+        self._compiled: Compiled
+        self._maps_directory: Path
+        """Of the pins of maps that have the layout of `_compiled`."""
         self._maps: dict[str, int] = {}
         self._programs: dict[str, int] = {}
         self._links: dict[str, int] = {}
@@ -73,12 +69,11 @@ class Kernel:
             try:
                 self._cgroup = mounts.open_cgroup(self._settings.cgroup)
                 self._cgroup_id = mounts.cgroup_id(self._cgroup)
-                self._make_directories(compiled)
-                directory = self._maps_directory(compiled)
+                self._compiled, self._maps_directory = compiled, self._home / f"maps-{compiled.layout}"
+                self._make_directories()
                 for name, definition in compiled.maps.items():
-                    self._maps[name] = _open_map(directory / name, name, definition)
-                self._compiled = compiled
-                self._load(compiled)
+                    self._maps[name] = _open_map(self._maps_directory / name, name, definition)
+                self._load()
             except (OSError, HostError) as error:
                 self.close()
                 raise SyncFailed(f"the BPF programs cannot be set up: {error}") from error
@@ -103,19 +98,7 @@ class Kernel:
         """Return all elements of *family*. Raises SyncFailed."""
         self._settings_written = b""
         with self._lock, _reporting():
-            return {
-                name: {
-                    key: value
-                    for key, value in bpf.elements(self._maps[name], self._definition(name))
-                    if family_of_key(name, key) is family
-                }
-                for name in names.PER_FAMILY
-            }
-
-    def find(self, name: str, key: bytes) -> bytes | None:
-        """Return the value of one element; None: it does not exist. Raises SyncFailed."""
-        with self._lock, _reporting():
-            return bpf.lookup(self._maps[name], key, self._definition(name).value)
+            return contents_of(family, self._maps, self._compiled.maps)
 
     def withdraw(self, difference: Difference) -> None:
         """Take the first step of *difference*. Raises TrustLost."""
@@ -153,24 +136,23 @@ class Kernel:
         """
         if self._connected_udp:
             with self._lock, _reporting():
-                found = self._maps[names.CONNECTED], self._definition(names.CONNECTED)
-                destroy_connected_sockets(*found, self._maps[names.ENDPOINTS])
+                destroy_connected_sockets(
+                    self._maps[names.CONNECTED], self._compiled.maps[names.CONNECTED],
+                    self._maps[names.ENDPOINTS])
 
     def attach(self) -> None:
         """Have the programs run, or replace older ones without a gap. Raises SyncFailed."""
-        compiled = self._compiled
-        assert compiled is not None
         with self._lock, _reporting():
-            self._make_directories(compiled)
+            self._make_directories()
             self._notrack.write()
             for name, descriptor in self._maps.items():
-                if not (pin := self._maps_directory(compiled) / name).exists():
+                if not (pin := self._maps_directory / name).exists():
                     bpf.pin(descriptor, str(pin))
             for name in self._wanted:
                 self._attach(name)
             unwanted = [name for name in names.COUNTING if name not in self._counting]
             detach_pins(self._links_directory, unwanted)  # An earlier process may have counted.
-            self._remove_other_maps(compiled)
+            self._remove_other_maps()
             self.attachments += 1
 
     def problem(self) -> str:
@@ -187,9 +169,9 @@ class Kernel:
                     return f"the BPF program {name} was replaced"
                 if not (self._links_directory / name).exists():
                     return f"the pin of the BPF program {name} was removed"
-            if self._links and self._compiled is not None:
+            if self._links:
                 for name in self._maps:
-                    if not (self._maps_directory(self._compiled) / name).exists():
+                    if not (self._maps_directory / name).exists():
                         return f"the pin of the BPF map {name} was removed"
                 return self._notrack.problem()
         return ""
@@ -203,12 +185,12 @@ class Kernel:
                 os.close(self._cgroup)
             self._maps, self._programs, self._links, self._cgroup = {}, {}, {}, -1
 
-    def _load(self, compiled: Compiled) -> None:
+    def _load(self) -> None:
         """Load the programs for the present maps. Raises OSError."""
         programs: dict[str, int] = {}
         try:
             for name in self._wanted:
-                programs[name] = compiled.load(name, self._maps)
+                programs[name] = self._compiled.load(name, self._maps)
             programs, self._programs = self._programs, programs
         finally:
             for descriptor in programs.values():
@@ -227,11 +209,10 @@ class Kernel:
 
     def _double(self, name: str) -> None:
         """Replace a full map by a larger one, and the programs, which never stop running. Raises OSError."""
-        compiled, full = self._compiled, self._maps[name]
-        assert compiled is not None
+        full = self._maps[name]
         definition = bpf.map_definition(full)
         larger = definition._replace(entries=2 * definition.entries)
-        path = self._maps_directory(compiled) / name
+        path = self._maps_directory / name
         scratch = path.with_name(f"{name}-new")
         scratch.unlink(missing_ok=True)
         made = _make_map(scratch, name, larger)
@@ -244,7 +225,7 @@ class Kernel:
         self._maps[name] = made
         os.close(full)
         log.info("BPF map enlarged", extra={"fields": {"map": name, "entries": larger.entries}})
-        self._load(compiled)
+        self._load()
         if self._links:
             self.attach()
 
@@ -269,28 +250,26 @@ class Kernel:
         if not pin.exists():
             bpf.pin(link, str(pin))
 
-    def _definition(self, name: str) -> bpf.MapDefinition:
-        assert self._compiled is not None
-        return self._compiled.maps[name]
-
-    def _make_directories(self, compiled: Compiled) -> None:
+    def _make_directories(self) -> None:
         prepare(self._settings)
-        for path in (self._links_directory, self._maps_directory(compiled)):
+        for path in (self._links_directory, self._maps_directory):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def _maps_directory(self, compiled: Compiled) -> Path:
-        return self._home / f"maps-{compiled.layout}"
-
-    def _remove_other_maps(self, compiled: Compiled) -> None:
+    def _remove_other_maps(self) -> None:
         """Remove the maps of a version with another layout: no program uses them any more."""
         for path in self._home.glob("maps-*"):
-            if path != self._maps_directory(compiled):
+            if path != self._maps_directory:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def family_of_key(name: str, key: bytes) -> Family:
-    """Return the family of an element in one of the maps `names.PER_FAMILY`."""
-    return _FAMILY_OF_KEY[name](key)
+def contents_of(family: Family, maps: Mapping[str, int], made: Mapping[str, bpf.MapDefinition]) -> Contents:
+    """Return all elements of *family*, from *maps* as they were *made*. Raises OSError."""
+    return {
+        name: {
+            key: value for key, value in bpf.elements(maps[name], made[name]) if family_of_key(key) is family
+        }
+        for name, family_of_key in batch.FAMILY_OF_KEY.items()
+    }  # fmt: skip
 
 
 def namespace_cookie() -> int:
