@@ -57,7 +57,7 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
 """Packages from outside that each room imports; docs/dependencies.md has the cost of each."""
 
 THIRD_PARTY_OF_PLUGINS: dict[str, frozenset[str]] = {
-    "kproxy_ebpf": frozenset({"bcc"}),
+    "kproxy_ebpf": frozenset({"bcc", "msgspec"}),
     "kproxy_ipvs": frozenset({"msgspec", "pyroute2"}),
     "kproxy_nftables": frozenset({"msgspec", "nftables"}),
     "kproxy_userspace": frozenset({"msgspec"}),

@@ -1,8 +1,8 @@
 """Compile the BPF programs with bcc. A script for a short-lived process: bcc and LLVM take 120 MiB.
 
 Usage: ``python compile.py SOURCE HEADERS PROGRAMS MAPS``, the last two as names with commas between. Writes
-JSON to standard output: the instructions of each program, where they refer to maps, and how those maps are
-made. Imports nothing of kproxy, so that any interpreter that finds bcc can run it.
+`programs.Compiled` to standard output, as JSON. Imports nothing of kproxy, so that any interpreter that finds
+bcc can run it.
 """
 
 import base64
@@ -27,13 +27,9 @@ def main(source: str, headers: str, programs: list[str], maps: list[str]) -> Non
     for name in maps:
         number = lib.bpf_table_id(module.module, name.encode())
         by_fd[lib.bpf_table_fd(module.module, name.encode())] = name
-        definitions[name] = {
-            "type": lib.bpf_table_type_id(module.module, number),
-            "key": lib.bpf_table_key_size_id(module.module, number),
-            "value": lib.bpf_table_leaf_size_id(module.module, number),
-            "entries": lib.bpf_table_max_entries_id(module.module, number),
-            "flags": lib.bpf_table_flags_id(module.module, number),
-        }
+        definitions[name] = [property_of(module.module, number) for property_of in (
+            lib.bpf_table_type_id, lib.bpf_table_key_size_id, lib.bpf_table_leaf_size_id,
+            lib.bpf_table_max_entries_id, lib.bpf_table_flags_id)]
     compiled = {}
     for name in programs:
         code = bytearray(module.dump_func(name.encode()))
@@ -43,8 +39,8 @@ def main(source: str, headers: str, programs: list[str], maps: list[str]) -> Non
             if operation == _LD_IMM64 and registers >> 4 == _PSEUDO_MAP_FD:
                 references.append((at, by_fd[value]))
                 struct.pack_into("=i", code, at + 4, 0)
-        compiled[name] = {"code": base64.b64encode(code).decode(), "maps": references}
-    json.dump({"maps": definitions, "programs": compiled}, sys.stdout)
+        compiled[name] = base64.b64encode(code).decode(), references
+    json.dump((definitions, compiled), sys.stdout)
 
 
 if __name__ == "__main__":

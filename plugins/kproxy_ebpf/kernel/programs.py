@@ -3,9 +3,7 @@
 A start that finds its programs in the cache needs neither bcc nor a compiler.
 """
 
-import base64
 import hashlib
-import json
 import os
 import struct
 import subprocess
@@ -15,6 +13,8 @@ from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
+
+import msgspec
 
 from kproxy_core.host.errors import HostError
 from kproxy_ebpf.kernel.bpf import MapDefinition, load_program
@@ -101,7 +101,7 @@ class Compilation:
         if process.returncode:
             told = said.decode(errors="replace").strip().rpartition("\n")[2][-300:]
             raise HostError(f"the BPF programs could not be compiled: {told or process.returncode}")
-        self._compiled = _parse(out)
+        self._compiled = msgspec.json.decode(out, type=Compiled)
         with suppress(OSError):  # Compiling again is the only loss.
             self._write(out)
         return self._compiled
@@ -117,8 +117,8 @@ class Compilation:
         try:
             if self._cached.stat().st_uid != os.geteuid():
                 return None
-            return _parse(self._cached.read_bytes())
-        except (OSError, ValueError, KeyError, TypeError):
+            return msgspec.json.decode(self._cached.read_bytes(), type=Compiled)
+        except (OSError, msgspec.MsgspecError):
             return None
 
     def _write(self, out: bytes) -> None:
@@ -145,15 +145,3 @@ def has_compiler() -> bool:
 def _interpreter() -> str:
     """Return the distribution's Python, which has bcc."""
     return sys.executable if find_spec("bcc") is not None else _DISTRIBUTION_PYTHON
-
-
-def _parse(text: bytes) -> Compiled:
-    """Parse the output of compile.py. Raises ValueError, KeyError or TypeError."""
-    read = json.loads(text)
-    return Compiled(
-        {name: MapDefinition(**fields) for name, fields in read["maps"].items()},
-        {
-            name: Program(base64.b64decode(p["code"]), tuple(map(tuple, p["maps"])))
-            for name, p in read["programs"].items()
-        },
-    )
