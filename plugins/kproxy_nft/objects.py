@@ -8,22 +8,15 @@ from collections.abc import Collection, Iterable
 from typing import Final, NamedTuple
 
 from kproxy_core.host.netlink.messages import Span, attributes, text
-from kproxy_core.host.netlink.nf_tables import GETCHAIN, GETFLOWTABLE, GETRULE, GETSET, GETTABLE
-
-
-class _Layout(NamedTuple):
-    table: int
-    name: int
-    """Of the object, or for a rule of its chain."""
-    content: tuple[int, ...]
-
+from kproxy_core.host.netlink.nf_tables import GETCHAIN, GETFLOWTABLE, GETRULE, GETSET, GETTABLE, TABLE_NAME
 
 _LAYOUTS: Final = {
-    GETTABLE: _Layout(1, 1, (2, 6)),  # flags, comment
-    GETCHAIN: _Layout(1, 3, (4, 5, 7, 10, 12)),  # hook, policy, type, flags, comment
-    GETRULE: _Layout(1, 2, (4, 5, 7)),  # expressions, compat, comment
-    GETSET: _Layout(1, 2, (3, 4, 5, 6, 7, 9, 11, 17, 18)),  # flags, types, size, timeout, expressions
-    GETFLOWTABLE: _Layout(1, 2, (3, 7)),  # hook and devices, flags
+    # attribute with the name of the object, or of a rule's chain, and those with the content
+    GETTABLE: (TABLE_NAME, (2, 6)),  # flags, comment
+    GETCHAIN: (3, (4, 5, 7, 10, 12)),  # hook, policy, type, flags, comment
+    GETRULE: (2, (4, 5, 7)),  # expressions, compat, comment
+    GETSET: (2, (3, 4, 5, 6, 7, 9, 11, 17, 18)),  # flags, types, size, timeout, expressions
+    GETFLOWTABLE: (2, (3, 7)),  # hook and devices, flags
 }
 KINDS: Final = tuple(_LAYOUTS)
 
@@ -38,15 +31,14 @@ class Object(NamedTuple):
 
 def parse_objects(kind: int, spans: Iterable[Span], table: str, wanted: Collection[str]) -> list[Object]:
     """Return the objects of *table* that are named in *wanted*, anonymous sets, and the table itself."""
-    layout = _LAYOUTS[kind]
+    named, parts = _LAYOUTS[kind]
     found = []
     for span in spans:
         values = attributes(*span)
-        name = text(values[layout.name])
-        if text(values[layout.table]) == table and (name in wanted or is_anonymous(name) or kind == GETTABLE):
+        name = text(values[named])
+        if text(values[TABLE_NAME]) == table and (name in wanted or is_anonymous(name) or kind == GETTABLE):
             content = b"".join(
-                b"%d:%d:%b" % (part, len(values[part]), values[part])
-                for part in layout.content if part in values
+                b"%d:%d:%b" % (part, len(values[part]), values[part]) for part in parts if part in values
             )
             found.append(Object(kind, name, content))
     return found
