@@ -44,10 +44,6 @@ class CountingTable:
             tables.append(other._table)  # It counts until the switch to IPVS is complete.
         return "".join(counting.counting_table(self._family, table, ipvs=self._ipvs) for table in tables)
 
-    def delete(self) -> None:
-        """Delete the table with its counts. Raises HostError."""
-        programs.output("nft", "-f", "-", stdin=f"delete table {self.name}\n")
-
     def read(self) -> list[Connections]:
         """Return the counts; none without the table. Raises HostError."""
         found: list[Connections] = []
@@ -139,7 +135,7 @@ def clean_up_counts(mode: str, *, dry_run: bool, ipvs: bool = False) -> Leftover
             if not table.exists():
                 continue
             if not dry_run:
-                table.delete()
+                programs.output("nft", "-f", "-", stdin=f"delete table {table.name}\n")
             removed.append(f"table {table.name}")
         except HostError as error:
             errors.append(f"{mode}: {error}")

@@ -33,12 +33,10 @@ class Feature(NamedTuple):
         return "".join(f"{line}\n" for line in (*head, *lines))
 
 
-_HOOKS = (("prerouting", -100), ("output", -100), ("postrouting", 100))
-
 FEATURES = (
     Feature("chains of type nat", ("nft_chain_nat",), tuple(
         f"add chain {{t}} {hook} {{{{ type nat hook {hook} priority {priority}; }}}}"
-        for hook, priority in _HOOKS
+        for hook, priority in (("prerouting", -100), ("output", -100), ("postrouting", 100))
     )),
     Feature("verdict map of addresses and ports", (), (
         "add map {t} vips {{ typeof {ip} daddr . meta l4proto . th dport : verdict; }}",
