@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from kproxy_core.backend.errors import SyncFailed
@@ -59,13 +59,10 @@ def pinned_maps(settings: Settings) -> Iterator[PinnedMaps | None]:
     home = Path(settings.pin_directory) / str(namespace_cookie())
     try:
         directory = next(home.glob("maps-*"), None)
-        found = None if directory is None else PinnedMaps(home, directory)
+        if directory is None:
+            yield None
+            return
+        with closing(PinnedMaps(home, directory)) as maps:
+            yield maps
     except OSError as error:
         raise SyncFailed(f"cannot read the BPF maps in {home}: {error.strerror}") from error
-    try:
-        yield found
-    except OSError as error:
-        raise SyncFailed(f"cannot read the BPF maps in {home}: {error.strerror}") from error
-    finally:
-        if found is not None:
-            found.close()
