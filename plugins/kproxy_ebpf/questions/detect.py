@@ -55,11 +55,8 @@ def _quick(options: Settings, families: Sequence[Family], *, load_modules: bool)
                  "use Linux 5.8 or newer")  # fmt: skip
     yield _tried("BPF programs for cgroups", lambda: os.close(_load("connect4")), "load")
     yield _tried("cookie of the network namespace", namespace_cookie, "known", "use Linux 5.14 or newer")
-    try:
-        os.close(mounts.open_cgroup(options.cgroup))
-        yield Requirement("cgroup", True, options.cgroup or "root of the cgroup2 tree")
-    except (HostError, OSError) as error:
-        yield Requirement("cgroup", False, str(error), _CGROUP)
+    yield _tried("cgroup", lambda: os.close(mounts.open_cgroup(options.cgroup)),
+                 options.cgroup or "root of the cgroup2 tree", _CGROUP)  # fmt: skip
     yield _pin_directory(options.pin_directory)
     yield _compiler()
     if options.connected_udp:
@@ -156,7 +153,7 @@ def _make_maps() -> None:
 def _tried(what: str, act: Callable[[], object], found: str, remedy: str = _PERMISSION) -> Requirement:
     try:
         act()
-    except (OSError, BackendError) as error:
+    except (OSError, BackendError, HostError) as error:
         permission = isinstance(error, OSError) and error.errno in (errno.EPERM, errno.EACCES)
         return Requirement(what, False, str(error), _PERMISSION if permission else remedy)
     return Requirement(what, True, found)
