@@ -1,6 +1,5 @@
 """A table of its own that counts connections, for modes whose rules cannot."""
 
-import errno
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,50 +21,18 @@ log = logging.getLogger("kproxy.nft")
 
 _GETSETELEM = nf_tables.KIND | 13
 _SET_NAME = 2
-
-
-class CountingTable:
-    """The table of one IP family: ``kproxy-counts``, or ``kproxy-ipvs-counts`` that counts with IPVS, too."""
-
-    def __init__(self, family: Family, *, ipvs: bool = False) -> None:
-        self._family = family
-        self._ipvs = ipvs
-        self._table = "kproxy-ipvs-counts" if ipvs else "kproxy-counts"
-        self.name = f"{family.ip} {self._table}"
-
-    def exists(self) -> bool:
-        """Return whether the kernel has the table. Raises HostError."""
-        return nf_objects.table_exists(self._family, self._table)
-
-    def creation(self) -> str:
-        """Return the commands that create or complete the table, and keep its counts. Raises HostError."""
-        tables = [self._table]
-        if self._ipvs and (other := CountingTable(self._family)).exists():
-            tables.append(other._table)  # It counts until the switch to IPVS is complete.
-        return "".join(counting.counting_table(self._family, table, ipvs=self._ipvs) for table in tables)
-
-    def read(self) -> list[Connections]:
-        """Return the counts; none without the table. Raises HostError."""
-        found: list[Connections] = []
-        try:
-            with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-                for name in (counting.CONNECTIONS, counting.REJECTED):
-                    container = nf_tables.payload(
-                        self._family, text_attribute(nf_tables.TABLE_NAME, self._table),
-                        text_attribute(_SET_NAME, name))
-                    counted = sock.dump(_GETSETELEM, container, partial(complete, parse_counters))
-                    found += counting.connections(self._family, counted.items())
-        except OSError as error:
-            if error.errno == errno.ENOENT:
-                return []
-            raise HostError(f"cannot read table {self.name}", error) from error
-        return [one for one in found if one.endpoint != (one.frontend.address, one.frontend.port)]
+_TABLES = {False: "kproxy-counts", True: "kproxy-ipvs-counts"}
+"""The table, by whether it counts with IPVS."""
 
 
 class Counting:
-    """Counts connections for one mode. Without nft, which is logged once, none are counted."""
+    """Counts connections for one mode, in a table for each IP family.
+
+    Without nft, which is logged once, none are counted.
+    """
 
     def __init__(self, *, ipvs: bool = False, own: programs.OwnProcesses | None = None) -> None:
+        """*ipvs*: count with IPVS, too."""
         self._ipvs = ipvs
         self._own = own
         self._failed = False
@@ -79,7 +46,7 @@ class Counting:
         Rejections of a frontend are counted if it has endpoints neither before nor after the sync: none is
         counted as rejected and as forwarded.
         """
-        table = CountingTable(update.family, ipvs=self._ipvs)
+        table = f"{update.family.ip} {_TABLES[self._ipvs]}"
         resync = update.scope is Scope.RESYNC
         unserved = self._unserved.setdefault(update.family, {})
         before = {
@@ -92,25 +59,45 @@ class Counting:
         old, new = (frozenset[Frontend]().union(*of.values()) for of in (before, after))
         with self._failures_logged():
             if not resync:
-                self._send(counting.change_unserved("delete", table.name, old - new))
+                self._send(counting.change_unserved("delete", table, old - new))
             elif unserved:
-                self._send(table.creation() + counting.replace_unserved(table.name, old & new))
-            else:
-                self._send(table.creation())  # An earlier process knew which frontends its rules reject.
+                self._send(self._creation(update.family) + counting.replace_unserved(table, old & new))
+            else:  # An earlier process knew which frontends its rules reject.
+                self._send(self._creation(update.family))
         unserved.update({key: frontends & new for key, frontends in before.items()})
         yield
         with self._failures_logged():
             if resync:
-                self._send(counting.replace_unserved(table.name, new))
+                self._send(counting.replace_unserved(table, new))
             else:
-                self._send(counting.change_unserved("add", table.name, new - old))
+                self._send(counting.change_unserved("add", table, new - old))
         for key in before:
             del unserved[key]
         unserved.update(after)
 
     def read(self, family: Family) -> list[Connections]:
-        """Return the counts of *family*. Raises HostError."""
-        return CountingTable(family, ipvs=self._ipvs).read()
+        """Return the counts of *family*; none without the table. Raises HostError."""
+        found: list[Connections] = []
+        try:
+            with NetlinkSocket.open(NETLINK_NETFILTER) as sock:
+                for name in (counting.CONNECTIONS, counting.REJECTED):
+                    container = nf_tables.payload(
+                        family, text_attribute(nf_tables.TABLE_NAME, _TABLES[self._ipvs]),
+                        text_attribute(_SET_NAME, name))
+                    counted = sock.dump(_GETSETELEM, container, partial(complete, parse_counters))
+                    found += counting.connections(family, counted.items())
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise HostError(f"cannot read table {family.ip} {_TABLES[self._ipvs]}", error) from error
+        return [one for one in found if one.endpoint != (one.frontend.address, one.frontend.port)]
+
+    def _creation(self, family: Family) -> str:
+        """Return the commands that create or complete the table, and keep its counts. Raises HostError."""
+        tables = [_TABLES[self._ipvs]]
+        if self._ipvs and nf_objects.table_exists(family, _TABLES[False]):
+            tables.append(_TABLES[False])  # It counts until the switch to IPVS is complete.
+        return "".join(counting.counting_table(family, table, ipvs=self._ipvs) for table in tables)
 
     def _send(self, commands: str) -> None:
         if commands:
@@ -130,13 +117,19 @@ def clean_up_counts(mode: str, *, dry_run: bool, ipvs: bool = False) -> Leftover
     """Delete the tables of both families."""
     removed: list[str] = []
     errors: list[str] = []
-    for table in [CountingTable(family, ipvs=ipvs) for family in Family]:
+    for family in Family:
         try:
-            if not table.exists():
-                continue
-            if not dry_run:
-                programs.output("nft", "-f", "-", stdin=f"delete table {table.name}\n")
-            removed.append(f"table {table.name}")
+            removed += delete_table(family, _TABLES[ipvs], dry_run=dry_run)
         except HostError as error:
             errors.append(f"{mode}: {error}")
     return Leftovers(mode, tuple(removed), tuple(errors))
+
+
+def delete_table(family: Family, name: str, *, dry_run: bool) -> list[str]:
+    """Delete a table, and return its name; nothing if it does not exist. Raises HostError."""
+    if not nf_objects.table_exists(family, name):
+        return []
+    table = f"table {family.ip} {name}"
+    if not dry_run:
+        programs.output("nft", "-f", "-", stdin=f"delete {table}\n")
+    return [table]

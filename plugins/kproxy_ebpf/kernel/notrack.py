@@ -12,6 +12,7 @@ from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.model.address import Family
 from kproxy_ebpf.names import NOTRACK_TABLE
 from kproxy_ebpf.skeleton import notrack_rules
+from kproxy_nft.table import delete_table
 
 
 class NotrackTables:
@@ -81,11 +82,7 @@ def planned_commands(family: Family, mark: int) -> str:
 def delete_tables(*, dry_run: bool = False) -> list[str]:
     """Delete the tables of both families, and return their names. Raises SyncFailed."""
     with _reporting():
-        families = [family for family in Family if nf_objects.table_exists(family, NOTRACK_TABLE)]
-    found = [f"table {family.ip} {NOTRACK_TABLE}" for family in families]
-    if found and not dry_run:
-        _run("".join(f"delete {table}\n" for table in found))
-    return found
+        return [table for family in Family for table in delete_table(family, NOTRACK_TABLE, dry_run=dry_run)]
 
 
 def _table(family: Family) -> bytes:

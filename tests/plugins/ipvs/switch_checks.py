@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kproxy_core.backend.api import BackendSettings, Failure, Update
+from kproxy_core.host.netlink.nf_objects import table_exists
 from kproxy_core.model.address import Family, Protocol, parse_address
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import Frontend
@@ -42,7 +43,6 @@ from kproxy_ipvs.names import IPVS_ACCESS, LOAD_BALANCER, MANGLE, NAT
 from kproxy_ipvs.questions.cleanup import cleanup
 from kproxy_ipvs.questions.retire import retire
 from kproxy_ipvs.wanted import ServerKey
-from kproxy_nft.table import CountingTable
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import find_variant
 from tests.plugins.ipvs.rig import Plans, answers
@@ -478,7 +478,7 @@ def test_counts_are_exact_across_switches_and_a_restart(lab: Lab, tmp_path: Path
         iptables.kproxy_close()
         clean_up_iptables(dry_run=False)
     assert any("kproxy-ipvs-counts" in line for line in cleanup(dry_run=False).removed)
-    assert not any(CountingTable(family, ipvs=True).exists() for family in Family)
+    assert not any(table_exists(family, "kproxy-ipvs-counts") for family in Family)
 
 
 @contextlib.contextmanager
