@@ -115,7 +115,9 @@ class FamilyState:
                 pinned |= affinity_maps(plan)
         self._write(deletes, adds, pinned)
         self._applied, self._templates, self._node, self._stale = applied, templates, node, []
-        self._sweep(wanted)
+        # Our table belongs to us as a whole.
+        unwanted = self._kernel.unwanted(self._family, wanted)
+        self._clean_up(skeleton.delete_foreign(self._family, *unwanted))
         return SyncReport(operations + len(deletes) + len(adds))
 
     def _rules_change(
@@ -207,11 +209,6 @@ class FamilyState:
             self._stale = [name for name in stale if name not in difference.owned]
             if self._clean_up(delete_objects(self._family, self._stale)):
                 self._stale = []
-
-    def _sweep(self, wanted: Collection[str]) -> None:
-        """Delete unwanted chains, maps and sets in our table, which belongs to us as a whole."""
-        unwanted = self._kernel.unwanted(self._family, wanted)
-        self._clean_up(skeleton.delete_foreign(self._family, *unwanted))
 
     def _clean_up(self, text: str) -> bool:
         """Run deletions that may be delayed without harm; return False if they fail."""

@@ -30,7 +30,6 @@ _ALLOCATION_PATIENCE = 1.0
 """Seconds. A hash without preallocation fails with ENOMEM while Linux 6.1 and later refill its free list."""
 
 SK_STORAGE = 24
-_REPLACE = 4
 _CGROUP_INFO = struct.Struct("=IIIxxxxQI")
 
 

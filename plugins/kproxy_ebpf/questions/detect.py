@@ -51,7 +51,8 @@ def lacking(options: Settings, families: Sequence[Family] = tuple(Family)) -> li
 
 def _quick(options: Settings, families: Sequence[Family], *, load_modules: bool) -> Iterator[Requirement]:
     yield _tried("bpf(2)", lambda: os.close(bpf.create_map("kproxy_probe", _ARRAY)), "works")
-    yield _tried("BPF socket storage and LRU maps", _make_maps, f"work (Linux {_version()})",
+    version = ".".join(map(str, kernel_version()))
+    yield _tried("BPF socket storage and LRU maps", _make_maps, f"work (Linux {version})",
                  "use Linux 5.8 or newer")  # fmt: skip
     yield _tried("BPF programs for cgroups", lambda: os.close(_load("connect4")), "load")
     yield _tried("cookie of the network namespace", namespace_cookie, "known", "use Linux 5.14 or newer")
@@ -157,7 +158,3 @@ def _tried(what: str, act: Callable[[], object], found: str, remedy: str = _PERM
         permission = isinstance(error, OSError) and error.errno in (errno.EPERM, errno.EACCES)
         return Requirement(what, False, str(error), _PERMISSION if permission else remedy)
     return Requirement(what, True, found)
-
-
-def _version() -> str:
-    return ".".join(map(str, kernel_version()))
