@@ -275,25 +275,23 @@ def recover(plan: ServicePlan, actual: Contents) -> Held:
     """Return *plan* with its endpoints at the indices that they already have in the kernel."""
     cluster: Slots = ()
     local: Slots = ()
-    for container, local_container, key, is_internal in _frontends(plan):
+    protocol = plan.key.protocol
+    for maps, key, is_internal in _frontends(plan):
         if not cluster and not (is_internal and plan.internal_policy_local):
-            cluster = _indexed(actual[container], key)
+            cluster = _indexed(actual[maps.endpoints[protocol]], key)
         if not local and (plan.internal_policy_local if is_internal else plan.external_policy_local):
-            local = _indexed(actual[local_container], key)
+            local = _indexed(actual[maps.local_endpoints[protocol]], key)
     return hold(plan, Held(plan, cluster, local))
 
 
-def _frontends(plan: ServicePlan) -> Iterator[tuple[str, str, bytes, bool]]:
-    """Yield (endpoint map, local endpoint map, key, True for the ClusterIP) of each frontend."""
-    protocol = plan.key.protocol
-    of_vips = names.VIP_ENDPOINTS[protocol], names.VIP_LOCAL_ENDPOINTS[protocol]
+def _frontends(plan: ServicePlan) -> Iterator[tuple[names.FrontendMaps, bytes, bool]]:
+    """Yield the maps, the key and True for the ClusterIP of each frontend."""
     if plan.cluster_ip is not None:
-        yield *of_vips, endpoint_key(plan.cluster_ip, plan.port), True
+        yield names.VIP_MAPS, endpoint_key(plan.cluster_ip, plan.port), True
     for address in plan.external_addresses:
-        yield *of_vips, endpoint_key(address, plan.port), False
+        yield names.VIP_MAPS, endpoint_key(address, plan.port), False
     if plan.node_port:
-        of_node_ports = names.NODE_PORT_ENDPOINTS[protocol], names.NODE_PORT_LOCAL_ENDPOINTS[protocol]
-        yield *of_node_ports, endpoint_key(b"", plan.node_port), False
+        yield names.NODE_PORT_MAPS, endpoint_key(b"", plan.node_port), False
 
 
 def _indexed(contents: Mapping[bytes, Value], frontend: bytes) -> Slots:

@@ -32,6 +32,26 @@ VIP_ENDPOINTS = {p: f"{p.name.lower()}-vip-endpoints" for p in Protocol}
 VIP_LOCAL_ENDPOINTS = {p: f"{p.name.lower()}-vip-local-endpoints" for p in Protocol}
 NODE_PORT_ENDPOINTS = {p: f"{p.name.lower()}-nodeport-endpoints" for p in Protocol}
 NODE_PORT_LOCAL_ENDPOINTS = {p: f"{p.name.lower()}-nodeport-local-endpoints" for p in Protocol}
+
+
+class FrontendMaps(NamedTuple):
+    """The maps that one kind of frontend has besides those of its verdicts."""
+
+    endpoints: dict[Protocol, str]
+    local_endpoints: dict[Protocol, str]
+    sticky: str
+    sticky_local: str
+    """For traffic from outside the cluster, with external policy Local."""
+    recorded: str
+
+
+VIP_MAPS = FrontendMaps(
+    VIP_ENDPOINTS, VIP_LOCAL_ENDPOINTS, STICKY_VIPS, STICKY_LOCAL_VIPS, RECORDED_VIPS)
+NODE_PORT_MAPS = FrontendMaps(
+    NODE_PORT_ENDPOINTS, NODE_PORT_LOCAL_ENDPOINTS,
+    STICKY_NODE_PORTS, STICKY_LOCAL_NODE_PORTS, RECORDED_NODE_PORTS,
+)  # fmt: skip
+
 # Sets.
 CLUSTER_IPS = "cluster-ips"
 NODE_IPS = "node-ips"

@@ -313,30 +313,15 @@ def _template_rules(node: NodeView, template: Template) -> list[str]:
         if not template.local:
             return [*rules, "drop"]
     address = "" if template.node_port else f"{ip} daddr . "
+    maps = names.NODE_PORT_MAPS if template.node_port else names.VIP_MAPS
     if template.sticky:
-        sticky = _STICKY[template.node_port, template.policy == "external-local"]
+        sticky = maps.sticky_local if template.policy == "external-local" else maps.sticky
         rules.append(f"{address}meta l4proto . th dport vmap @{sticky}")
     port = f"{template.protocol.name.lower()} dport"
     count = template.local or template.cluster
-    endpoints = _ENDPOINTS[template.node_port, bool(template.local)][template.protocol]
+    endpoints = (maps.local_endpoints if template.local else maps.endpoints)[template.protocol]
     rules.append(f"dnat {ip} to {address}{port} . numgen random mod {count} map @{endpoints}")
     return rules
-
-
-_STICKY = {
-    # (node port, traffic from outside with external policy Local): map
-    (False, False): names.STICKY_VIPS,
-    (False, True): names.STICKY_LOCAL_VIPS,
-    (True, False): names.STICKY_NODE_PORTS,
-    (True, True): names.STICKY_LOCAL_NODE_PORTS,
-}
-_ENDPOINTS = {
-    # (node port, local): maps by protocol
-    (False, False): names.VIP_ENDPOINTS,
-    (False, True): names.VIP_LOCAL_ENDPOINTS,
-    (True, False): names.NODE_PORT_ENDPOINTS,
-    (True, True): names.NODE_PORT_LOCAL_ENDPOINTS,
-}
 
 
 def _from_pods(source: LocalSource, ip: str, *, negate: bool = False) -> str:

@@ -6,7 +6,6 @@ to 4 bytes, addresses and ports big-endian, the index in host order. A verdict i
 
 import struct
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 from kproxy_core.model.address import Address, Protocol
 from kproxy_core.model.endpoint import Destination
@@ -81,7 +80,7 @@ def elements(plan: ServicePlan, cluster: Iterable[Slot], local: Iterable[Slot]) 
         else:
             _endpoints(wanted, names.VIP_ENDPOINTS[protocol], frontend, cluster_values)
         if plan.affinity_seconds:
-            _affinity(wanted, _VIP_MAPS, key, plan, local=plan.internal_policy_local)
+            _affinity(wanted, names.VIP_MAPS, key, plan, local=plan.internal_policy_local)
 
     external = plan.external_addresses
     if external:
@@ -98,7 +97,7 @@ def elements(plan: ServicePlan, cluster: Iterable[Slot], local: Iterable[Slot]) 
             if plan.external_policy_local:
                 _endpoints(wanted, names.VIP_LOCAL_ENDPOINTS[protocol], frontend, local_values)
             if plan.affinity_seconds:
-                _affinity(wanted, _VIP_MAPS, key, plan)
+                _affinity(wanted, names.VIP_MAPS, key, plan)
 
     if plan.node_port:
         key = port_key(protocol, plan.node_port)
@@ -108,7 +107,7 @@ def elements(plan: ServicePlan, cluster: Iterable[Slot], local: Iterable[Slot]) 
         if plan.external_policy_local:
             _endpoints(wanted, names.NODE_PORT_LOCAL_ENDPOINTS[protocol], frontend, local_values)
         if plan.affinity_seconds:
-            _affinity(wanted, _NODE_PORT_MAPS, key, plan)
+            _affinity(wanted, names.NODE_PORT_MAPS, key, plan)
     return wanted
 
 
@@ -126,7 +125,7 @@ def _endpoints(wanted: list[Element], container: str, key: bytes, values: list[t
 
 
 def _affinity(
-    wanted: list[Element], maps: "_AffinityMaps", key: bytes, plan: ServicePlan, *, local: bool = False
+    wanted: list[Element], maps: names.FrontendMaps, key: bytes, plan: ServicePlan, *, local: bool = False
 ) -> None:
     """Add the elements that pin and record clients of the frontend *key*.
 
@@ -140,20 +139,6 @@ def _affinity(
         wanted.append((maps.sticky_local, key, f"jump pin-{local_group}"))
     if cluster_group or local_group:
         wanted.append((maps.recorded, key, f"goto {record_chain(plan)}"))
-
-
-class _AffinityMaps(NamedTuple):
-    """The maps from one kind of frontend to its affinity chains."""
-
-    sticky: str
-    sticky_local: str
-    """For traffic from outside the cluster, with external policy Local."""
-    recorded: str
-
-
-_VIP_MAPS = _AffinityMaps(names.STICKY_VIPS, names.STICKY_LOCAL_VIPS, names.RECORDED_VIPS)
-_NODE_PORT_MAPS = _AffinityMaps(
-    names.STICKY_NODE_PORTS, names.STICKY_LOCAL_NODE_PORTS, names.RECORDED_NODE_PORTS)
 
 
 def verdicts(plan: ServicePlan) -> Iterator[str]:
