@@ -1,6 +1,7 @@
 """The nf_tables features that the rules need, each with the smallest text that requires it."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from kproxy_core.backend.errors import SyncFailed
@@ -84,11 +85,9 @@ def check(families: Iterable[Family], features: Iterable[Feature] = FEATURES) ->
 
 def lacking(kernel: Kernel, families: Sequence[Family], features: Sequence[Feature] = FEATURES) -> list[str]:
     """Return the features that *kernel* lacks. Makes no lasting change."""
-    try:
+    with suppress(SyncFailed):
         kernel.apply_text(check(families, features))
         return []
-    except SyncFailed:
-        pass
     problems = []
     for family in families:
         for feature in features:
