@@ -134,14 +134,12 @@ def delete_all(fd: int, keys: list[bytes]) -> None:
 
 def elements(fd: int, definition: MapDefinition) -> Iterator[tuple[bytes, bytes]]:
     chunk, position, first = _CHUNK, ctypes.create_string_buffer(max(definition.key, 8)), 0
-    keys = values = None
     while True:
-        if keys is None or values is None:
-            keys = ctypes.create_string_buffer(definition.key * chunk)
-            values = ctypes.create_string_buffer(definition.value * chunk)
+        keys = ctypes.create_string_buffer(definition.key * chunk)
+        values = ctypes.create_string_buffer(definition.value * chunk)
         handled, error = _batch(_LOOKUP_BATCH, fd, keys, chunk, values, start=first, position=position)
         if error == errno.ENOSPC:  # One bucket has more elements than the chunk.
-            chunk, keys = chunk * 2, None
+            chunk *= 2
             continue
         if error not in (0, errno.ENOENT):
             raise OSError(error, os.strerror(error))
