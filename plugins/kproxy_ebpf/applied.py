@@ -7,6 +7,7 @@ socket or a client remembers is valid as long as its endpoint exists, whatever s
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from kproxy_core.model.address import Protocol
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_ebpf import batch, names
@@ -61,19 +62,23 @@ def contents(plans: Iterable[ServicePlan]) -> Contents:
     slots: dict[bytes, bytes] = {}
     endpoints: dict[bytes, bytes] = {}
     for plan in plans:
+        # A client on this node may be the endpoint itself, which the rules serve.
+        local = frozenset(plan.hairpins)
+        # Sockets or clients keep to the endpoint that was chosen for them.
+        is_remembered = bool(plan.affinity_seconds) or plan.key.protocol is Protocol.UDP
         for group in wanted(plan):
             service = batch.service_id(f"{'/'.join(map(str, plan.key))}/{group.name}", plan.family)
-            count, local, has_local = len(group.endpoints), group.local, False
+            count, has_local = len(group.endpoints), False
             for index, endpoint in enumerate(group.endpoints):
                 is_local = bool(local) and endpoint.address in local
                 has_local = has_local or is_local
                 value = batch.endpoint_value(endpoint, is_local=is_local)
                 slots[batch.slot_key(service, index)] = value
-                if group.is_remembered:
+                if is_remembered:
                     endpoints[batch.endpoint_key(value, service)] = batch.PRESENT
             for frontend in group.frontends:
                 frontends[frontend.key] = batch.ServiceValue(
-                    service, count, group.affinity_seconds, has_local, frontend.masquerades_pods
+                    service, count, plan.affinity_seconds, has_local, frontend.masquerades_pods
                 ).encode()
     return {names.ENDPOINTS: endpoints, names.SLOTS: slots, names.FRONTENDS: frontends}
 

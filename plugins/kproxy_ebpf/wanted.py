@@ -7,7 +7,7 @@ with source ranges, because the source of a connection is unknown when it is dia
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kproxy_core.model.address import Address, Protocol
+from kproxy_core.model.address import Protocol
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.node import NodeView
 from kproxy_core.plan.service_plan import ServicePlan
@@ -30,11 +30,6 @@ class Group(NamedTuple):
     """``cluster`` or ``local``: which of the plan's endpoints."""
     frontends: tuple[Frontend, ...]
     endpoints: tuple[Destination, ...]
-    local: frozenset[Address]
-    """Addresses on this node: a client may be the endpoint itself, which the rules serve."""
-    affinity_seconds: int
-    is_remembered: bool
-    """Sockets or clients keep to the endpoint that was chosen for them: UDP, or session affinity."""
 
 
 def wanted(plan: ServicePlan) -> Iterator[Group]:
@@ -55,15 +50,12 @@ def wanted(plan: ServicePlan) -> Iterator[Group]:
     if plan.node_port:
         keys.append(node_port_key(plan.family, plan.key.protocol, plan.node_port))
     external = [Frontend(key, not plan.external_policy_local) for key in keys]
-    hairpins, affinity = frozenset(plan.hairpins), plan.affinity_seconds
-    is_remembered = bool(affinity) or plan.key.protocol is Protocol.UDP
     if plan.internal_policy_local:
         if internal and plan.local:
-            yield Group("local", tuple(internal), plan.local, hairpins, affinity, is_remembered)
+            yield Group("local", tuple(internal), plan.local)
         internal = []
     if (internal or external) and plan.cluster:
-        frontends = (*internal, *external)
-        yield Group("cluster", frontends, plan.cluster, hairpins, affinity, is_remembered)
+        yield Group("cluster", (*internal, *external), plan.cluster)
 
 
 def node_addresses(node: NodeView) -> dict[bytes, bytes]:

@@ -20,13 +20,13 @@ def render_text(update: Update, notrack_mark: int) -> str:
 
 
 def _group(plan: ServicePlan, group: Group) -> Iterator[str]:
-    affinity = f", affinity {group.affinity_seconds} s" if group.affinity_seconds else ""
+    affinity = f", affinity {plan.affinity_seconds} s" if plan.affinity_seconds else ""
     yield f"# {plan.key} ({group.name}{affinity})"
     protocol = plan.key.protocol.name.lower()
     for address, _, port in plan.frontends():
         where = f"node port {port}" if address is None else format_socket(address, port)
         yield f"#   frontend {where}/{protocol}"
     for endpoint in group.endpoints:
-        is_local = endpoint.address in group.local
+        is_local = endpoint.address in plan.hairpins
         hairpin = f", unless the client is {format_address(endpoint.address)}" if is_local else ""
         yield f"#   endpoint {format_socket(*endpoint)}{hairpin}"

@@ -42,7 +42,7 @@ def test_all_frontends_of_a_service_port_share_one_group() -> None:
         )
     )
     frontends = (internal("10.96.0.1"), external("198.51.100.1"), external("203.0.113.1"), NODE_PORT)
-    assert found == [Group("cluster", frontends, remote(), frozenset(), 0, False)]
+    assert found == [Group("cluster", frontends, remote())]
 
 
 def test_internal_policy_local_separates_the_cluster_ip() -> None:
@@ -54,10 +54,9 @@ def test_internal_policy_local_separates_the_cluster_ip() -> None:
         )
     )
     local = destinations("10.244.1.1:8080")
-    here = frozenset({local[0].address})
     assert found == [
-        Group("local", (internal("10.96.0.1"),), local, here, 0, False),
-        Group("cluster", (NODE_PORT,), local + remote(), here, 0, False),
+        Group("local", (internal("10.96.0.1"),), local),
+        Group("cluster", (NODE_PORT,), local + remote()),
     ]
 
 
