@@ -50,10 +50,8 @@ def cgroup_id(descriptor: int) -> int:
 
 def is_bpf_file_system(directory: str) -> bool:
     """Return whether *directory*, or the nearest ancestor that exists, is in a BPF file system."""
-    found = Path(directory)
-    while not found.exists():
-        found = found.parent
-    return _kind(found) == "bpf"
+    path = Path(directory)
+    return _kind(next(filter(Path.exists, (path, *path.parents)))) == "bpf"
 
 
 def mount_bpf_file_system(directory: str) -> None:
@@ -98,9 +96,7 @@ def _mounts() -> Iterator[_Mount]:
 
 
 def _kind(path: Path) -> str:
-    kind, longest = "", -1
-    for mount in _mounts():
-        depth = len(mount.point.parts)
-        if depth >= longest and path.is_relative_to(mount.point):
-            kind, longest = mount.kind, depth
-    return kind
+    """Return the kind of the file system at *path*: of the deepest mount, and there of the last one."""
+    mounts = [mount for mount in _mounts() if path.is_relative_to(mount.point)]
+    mounts.sort(key=lambda mount: len(mount.point.parts))
+    return mounts[-1].kind if mounts else ""
