@@ -23,7 +23,7 @@ _UNSERVED, _UNSERVED_NODE_PORTS = "unserved", "unserved-node-ports"
 """The sets of frontends without endpoints."""
 
 _DIALLED = "dialled"
-_ADDRESS_TYPE = {Family.IPV4: "ipv4_addr", Family.IPV6: "ipv6_addr"}
+ADDRESS_TYPE = {Family.IPV4: "ipv4_addr", Family.IPV6: "ipv6_addr"}
 _MOST = 1 << 18
 """Most elements of a set; beyond it, further ones are not counted."""
 _KEPT = "90m"
@@ -37,12 +37,12 @@ _PORT = struct.Struct(">H2x")
 
 
 def set_of_connections(family: Family, table: str) -> str:
-    return counting_set(family, table, CONNECTIONS, f" . {_ADDRESS_TYPE[family]} . inet_service")
+    return counting_set(family, table, CONNECTIONS, f" . {ADDRESS_TYPE[family]} . inet_service")
 
 
 def counting_set(family: Family, table: str, name: str, rest: str = "") -> str:
     """Return the command that adds a set of frontends, followed by the key types in *rest*."""
-    key = f"{_ADDRESS_TYPE[family]} . inet_proto . inet_service{rest}"
+    key = f"{ADDRESS_TYPE[family]} . inet_proto . inet_service{rest}"
     return (f"add set {family.ip} {table} {name} "
             f"{{ type {key}; flags dynamic,timeout; timeout {_KEPT}; size {_MOST}; }}")
 
@@ -73,7 +73,7 @@ def counting_table(family: Family, table: str, *, ipvs: bool) -> str:
     reject = f"update @{REJECTED} {{ {frontend} counter }}"
     lines = [
         f"add table {ip} {table}", set_of_connections(family, table), counting_set(family, table, REJECTED),
-        f"add set {ip} {table} {_UNSERVED} {{ type {_ADDRESS_TYPE[family]} . inet_proto . inet_service; }}",
+        f"add set {ip} {table} {_UNSERVED} {{ type {ADDRESS_TYPE[family]} . inet_proto . inet_service; }}",
         f"add set {ip} {table} {_UNSERVED_NODE_PORTS} {{ type inet_proto . inet_service; }}",
     ]
     dialled = [
@@ -83,7 +83,7 @@ def counting_table(family: Family, table: str, *, ipvs: bool) -> str:
     translated = ["ct status dnat goto count"]
     if ipvs:
         lines.append(f"add set {ip} {table} {_DIALLED} "
-                     f"{{ type {_ADDRESS_TYPE[family]}; flags dynamic,timeout; timeout 10s; size {_MOST}; }}")
+                     f"{{ type {ADDRESS_TYPE[family]}; flags dynamic,timeout; timeout 10s; size {_MOST}; }}")
         dialled.append(f"fib daddr type local update @{_DIALLED} {{ {ip} daddr }}")
         translated.append(f"ct original {ip} daddr @{_DIALLED} goto count")
     chains = {"count": ("", count_rules(ip))}

@@ -10,11 +10,10 @@ import re
 from functools import cache
 from typing import NamedTuple
 
-from kproxy_core.model.address import Family, Protocol
+from kproxy_core.model.address import Protocol
 from kproxy_core.model.service import ServicePortKey
 
 TABLE = "kproxy"
-ADDRESS_TYPE = {Family.IPV4: "ipv4_addr", Family.IPV6: "ipv6_addr"}
 
 # Verdict maps: frontend -> chain. README.md explains the elements of each.
 VIPS = "vips"

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from kproxy_core.model.address import Family, format_address
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_nftables.names import ADDRESS_TYPE, ADMITTED, TABLE
+from kproxy_nft.counting import ADDRESS_TYPE
+from kproxy_nftables.names import ADMITTED, TABLE
 from kproxy_nftables.wanted import affinity_groups, ranges_chain, record_chain
 
 AFFINITY_SIZE = 65536

@@ -13,7 +13,7 @@ from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_nft import counting
 from kproxy_nftables import names
-from kproxy_nftables.names import ADDRESS_TYPE, TABLE, Template
+from kproxy_nftables.names import TABLE, Template
 from kproxy_nftables.owned_chains import chain_text, owned_objects
 from kproxy_nftables.wanted import verdicts
 
@@ -160,7 +160,7 @@ def _containers(family: Family) -> list[str]:
     for name in (names.NODE_PORTS, names.STICKY_NODE_PORTS, names.STICKY_LOCAL_NODE_PORTS):
         maps[name] = "typeof meta l4proto . th dport : verdict"
     # Not typeof: outside of a rule nft does not know the type of a conntrack port.
-    maps[names.RECORDED_VIPS] = f"type {ADDRESS_TYPE[family]} . inet_proto . inet_service : verdict"
+    maps[names.RECORDED_VIPS] = f"type {counting.ADDRESS_TYPE[family]} . inet_proto . inet_service : verdict"
     maps[names.RECORDED_NODE_PORTS] = "type inet_proto . inet_service : verdict"
     for protocol in Protocol:
         port = f"{protocol.name.lower()} dport"
