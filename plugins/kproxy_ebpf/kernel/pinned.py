@@ -12,7 +12,7 @@ from kproxy_ebpf import names
 from kproxy_ebpf.applied import Contents
 from kproxy_ebpf.batch import client_key, endpoint_key, parse_pin
 from kproxy_ebpf.kernel import bpf
-from kproxy_ebpf.kernel.port import contents_of, namespace_cookie
+from kproxy_ebpf.kernel.port import contents_of, namespace_cookie, pins_of
 from kproxy_ebpf.settings import Settings
 
 _READ = (*names.PER_FAMILY, names.PINS, names.CONNECTIONS)
@@ -56,7 +56,7 @@ class PinnedMaps:
 @contextmanager
 def pinned_maps(settings: Settings) -> Iterator[PinnedMaps | None]:
     """Yield the maps of this network namespace; None: no proxy has pinned any. Raises SyncFailed."""
-    home = Path(settings.pin_directory) / str(namespace_cookie())
+    home = pins_of(settings)
     try:
         directory = next(home.glob("maps-*"), None)
         if directory is None:

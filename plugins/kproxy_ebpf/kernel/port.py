@@ -40,7 +40,7 @@ class Kernel:
         self._counting = counting
         self._wanted = (*counting, *names.PROGRAMS)
         self._namespace = namespace_cookie()
-        self._home = Path(settings.pin_directory) / str(self._namespace)
+        self._home = pins_of(settings)
         self._links_directory = self._home / "links"
         self._lock = threading.RLock()
         self._compiled: Compiled
@@ -279,6 +279,11 @@ def namespace_cookie() -> int:
     """
     with _reporting(), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         return int.from_bytes(probe.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8), "little")
+
+
+def pins_of(settings: Settings) -> Path:
+    """Return the directory of this network namespace's pins. Raises SyncFailed."""
+    return Path(settings.pin_directory) / str(namespace_cookie())
 
 
 def prepare(settings: Settings) -> None:

@@ -7,8 +7,8 @@ from kproxy_core.backend.api import BackendSettings, Leftovers
 from kproxy_core.backend.errors import BackendError
 from kproxy_ebpf import names
 from kproxy_ebpf.kernel.notrack import delete_tables
-from kproxy_ebpf.kernel.port import detach_pins, forget_connections
-from kproxy_ebpf.questions.cleanup import pin_directory
+from kproxy_ebpf.kernel.port import detach_pins, forget_connections, pins_of
+from kproxy_ebpf.settings import read_settings
 
 GRACE = 5.0
 """Seconds in which replies to datagrams that were sent through a frontend still bear its address."""
@@ -23,7 +23,7 @@ def retire(settings: BackendSettings, clock: Callable[[], float] = time.monotoni
     Established TCP connections need nothing of this mode; those that were not tracked are from now on.
     """
     try:
-        home = pin_directory(settings)
+        home = pins_of(read_settings(settings))
         pins = detach_pins(home / "links", (*names.ON_THE_WAY_OUT, *names.COUNTING))
         tables = delete_tables()
         if pins:
