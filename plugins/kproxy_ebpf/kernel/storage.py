@@ -2,7 +2,7 @@
 
 import socket
 import struct
-from typing import Final, NamedTuple
+from typing import Final
 
 from kproxy_core.host.errors import doing
 from kproxy_core.host.netlink.messages import (
@@ -28,18 +28,13 @@ _STORAGES, _VALUE = 20, 3
 """INET_DIAG_SK_BPF_STORAGES, SK_DIAG_BPF_STORAGE_MAP_VALUE"""
 
 
-class Stored(NamedTuple):
-    source: Address
-    """The socket's local address."""
-    value: bytes
+def stored_values(protocol: int, port: int) -> list[tuple[Address, bytes]]:
+    """Return what programs keep for sockets with the local *port*, as (local address, value).
 
-
-def stored_values(protocol: int, port: int) -> list[Stored]:
-    """Return the values that programs keep for sockets with the local *port*. Raises HostError.
-
-    Sockets of the calling thread's network namespace only. The kernel tells those of TCP sockets.
+    Sockets of the calling thread's network namespace only. The kernel tells those of TCP sockets. Raises
+    HostError.
     """
-    found: list[Stored] = []
+    found: list[tuple[Address, bytes]] = []
     with doing("read what programs keep for sockets"), NetlinkSocket.open(NETLINK_SOCK_DIAG) as sock:
         for family in (socket.AF_INET, socket.AF_INET6):
             request = _REQUEST.pack(family, protocol, _NO_LISTENERS, socket.htons(port))
@@ -48,12 +43,12 @@ def stored_values(protocol: int, port: int) -> list[Stored]:
     return found
 
 
-def _decode(answer: Span) -> list[Stored]:
+def _decode(answer: Span) -> list[tuple[Address, bytes]]:
     data, start, end = answer
     family, address = _MESSAGE.unpack_from(data, start)
     source = Address(address[:4] if family == socket.AF_INET else address)
     return [
-        Stored(source, attributes(data, first, last)[_VALUE])
+        (source, attributes(data, first, last)[_VALUE])
         for kind, at, until in attribute_spans(data, start + _MESSAGE.size, end) if kind == _STORAGES
         for _, first, last in attribute_spans(data, at, until)
     ]
