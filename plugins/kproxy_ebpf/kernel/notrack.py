@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from kproxy_core.backend.errors import SyncFailed
 from kproxy_core.host import programs
+from kproxy_core.host.attempts import problem_of
 from kproxy_core.host.errors import HostError
 from kproxy_core.host.netlink import nf_objects, nf_tables
 from kproxy_core.host.netlink.messages import NETLINK_NETFILTER, NFGENMSG, Span, text_attribute
@@ -32,7 +34,9 @@ class NotrackTables:
         if not self._mark:
             delete_tables()
             return
-        _run("".join(notrack_rules(family, self._mark) for family in self._families))
+        rules = "".join(notrack_rules(family, self._mark) for family in self._families)
+        with _reporting():
+            programs.output("nft", "-f", "-", stdin=rules)
         self._written = self._present()
 
     def problem(self) -> str:
@@ -55,11 +59,8 @@ class NotrackTables:
 
 def refusal(families: Sequence[Family]) -> str:
     """Return why the kernel or nft refuses the rules; "" if they would work. Changes nothing."""
-    try:
-        _run("".join(notrack_rules(family, 1) for family in families), "--check")
-    except SyncFailed as error:
-        return str(error)
-    return ""
+    rules = "".join(notrack_rules(family, 1) for family in families)
+    return problem_of(partial(programs.output, "nft", "--check", "-f", "-", stdin=rules))
 
 
 def planned_commands(family: Family, mark: int) -> str:
@@ -87,11 +88,6 @@ def delete_tables(*, dry_run: bool = False) -> list[str]:
 
 def _table(family: Family) -> bytes:
     return nf_tables.payload(family, text_attribute(nf_tables.TABLE_NAME, NOTRACK_TABLE))
-
-
-def _run(commands: str, *options: str) -> None:
-    with _reporting():
-        programs.output("nft", *options, "-f", "-", stdin=commands)
 
 
 @contextmanager

@@ -243,8 +243,7 @@ class Kernel:
             if link is not None:
                 os.close(link)
                 self._links.pop(name, None)
-            with suppress(FileNotFoundError):
-                pin.unlink()
+            pin.unlink(missing_ok=True)
             link = bpf.create_link(program, self._cgroup, names.KINDS[name][1])
         self._links[name] = link
         if not pin.exists():
