@@ -67,16 +67,11 @@ class Applied:
             for element in shared_elements(one.plan):
                 self.shared[element] = self.shared.get(element, 0) + 1
 
-    def elements(self) -> Iterator[Element]:
-        """Yield every element that the kernel holds for service ports."""
-        for one in self.held.values():
-            yield from held_elements(one)
-        yield from self.shared
-
     def parts(self, size: int) -> Iterator[list[Element]]:
-        """Yield the same elements in lists of about *size*, which hold all elements of a service port.
+        """Yield every element that the kernel holds for service ports, in lists of about *size*.
 
-        The elements of a large cluster take more memory than its plans.
+        A list holds all elements of a service port. The elements of a large cluster take more memory than
+        its plans.
         """
         part: list[Element] = []
         for one in self.held.values():

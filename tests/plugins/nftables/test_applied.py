@@ -46,7 +46,7 @@ def test_a_difference_leads_from_one_content_to_the_other(
 
     applied = Applied()
     applied.acknowledge(applied.difference(planned(old, local=was_local)))
-    contents = {element[:2]: element[2] for element in applied.elements()}
+    contents = {element[:2]: element[2] for part in applied.parts(100) for element in part}
     difference = applied.difference(planned(wanted, local=is_local))
     for container, key, _ in difference.deletes:
         del contents[container, key]
@@ -54,7 +54,7 @@ def test_a_difference_leads_from_one_content_to_the_other(
         assert (container, key) not in contents
         contents[container, key] = value
     applied.acknowledge(difference)
-    assert contents == {element[:2]: element[2] for element in applied.elements()}
+    assert contents == {element[:2]: element[2] for part in applied.parts(100) for element in part}
 
 
 def plans_with(count: int, *, without: int = -1) -> dict[ServicePortKey, ServicePlan]:
