@@ -150,7 +150,7 @@ class FamilyState:
         """
         digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
         known, self._rules = self._rules, None
-        if known == (digest, self._kernel.fingerprint(self._family, wanted)):
+        if known is not None and known == (digest, self._kernel.fingerprint(self._family, wanted)):
             self._rules = known
             return
         before = self._kernel.generation()
