@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from kproxy_core.model.address import Family, Protocol, format_address, format_socket
+from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_iptables import names
 from kproxy_iptables.names import FILTER, NAT, ServiceChains, endpoint_chain, service_chains
 from kproxy_iptables.skeleton import Facts
-from kproxy_xtables.rules import REJECT, from_pods
+from kproxy_xtables.rules import REJECT, append_commands, from_pods
 
 LARGE_CLUSTER = 1000
 """With more endpoints than this, rules of single endpoints have no comments."""
@@ -118,10 +118,12 @@ def _from_outside(plan: ServicePlan, style: Style, chain: str) -> str:
         return ""
     before, after = "", ""
     if not style.masquerade_all:
-        if style.local_source is None:
+        source = style.local_source
+        if source is None:
             return ""
-        before, after = _source_match(style.local_source, negate=True)
-    match = _match(plan, style, format_address(plan.cluster_ip), f"{plan.key} cluster IP", after)
+        pods = from_pods(source, negate=True)
+        before, after = (pods, "") if source.cidr is not None else ("", pods)
+    match = _match(plan, style, plan.cluster_ip, f"{plan.key} cluster IP", after)
     return f"-A {chain} {before}{match} -j KUBE-MARK-MASQ\n"
 
 
@@ -139,10 +141,10 @@ def _balance(
             f" --name {endpoint} --mask {mask} --rsource -j {endpoint}\n"
             for comment, endpoint in found
         ]
-    left = len(found)
-    for comment, endpoint in found:
-        lines.append(f"-A {chain}{comment}{_chance(left)} -j {endpoint}\n")
-        left -= 1
+    lines += [
+        f"-A {chain}{comment}{_chance(len(found) - number)} -j {endpoint}\n"
+        for number, (comment, endpoint) in enumerate(found)
+    ]
     return "".join(lines)
 
 
@@ -163,72 +165,57 @@ def _external(plan: ServicePlan, style: Style, chains: ServiceChains) -> str:
 
     With external policy Local, the node itself and its pods still use endpoints on all nodes.
     """
-    head = f"-A {chains.external}"
     text = f"{plan.key} external destinations"
-    lines: list[str] = []
-    if not plan.external_policy_local:
-        lines.append(f'{head} -m comment --comment "masquerade traffic for {text}" -j KUBE-MARK-MASQ\n')
-    else:
+    rules: list[str] = []
+    if plan.external_policy_local:
         if style.local_source is not None:
-            before, after = _source_match(style.local_source)
-            lines.append(
-                f'{head} {before}{after}-m comment --comment "pod traffic for {text}" -j {chains.cluster}\n'
-            )
+            pods = from_pods(style.local_source)
+            rules.append(f'{pods}-m comment --comment "pod traffic for {text}" -j {chains.cluster}')
         local = "-m addrtype --src-type LOCAL"
-        lines.append(
-            f'{head} -m comment --comment "masquerade LOCAL traffic for {text}" {local} -j KUBE-MARK-MASQ\n'
-        )
-        lines.append(
-            f'{head} -m comment --comment "route LOCAL traffic for {text}" {local} -j {chains.cluster}\n'
-        )
+        rules += [
+            f'-m comment --comment "masquerade LOCAL traffic for {text}" {local} -j KUBE-MARK-MASQ',
+            f'-m comment --comment "route LOCAL traffic for {text}" {local} -j {chains.cluster}',
+        ]
+    else:
+        rules.append(f'-m comment --comment "masquerade traffic for {text}" -j KUBE-MARK-MASQ')
     if plan.has_external_endpoints:
-        lines.append(f"{head} -j {chains.local if plan.external_policy_local else chains.cluster}\n")
-    return "".join(lines)
+        rules.append(f"-j {chains.local if plan.external_policy_local else chains.cluster}")
+    return append_commands(chains.external, rules)
 
 
 def _firewall(plan: ServicePlan, chains: ServiceChains) -> str:
     """Return the rules that admit the source ranges. KUBE-PROXY-FIREWALL drops all other packets."""
-    head = f"-A {chains.firewall}"
-    lines = [
-        f'{head} -s {cidr} -m comment --comment "{plan.key} loadbalancer IP" -j {chains.external}\n'
-        for cidr in plan.source_ranges
-    ]
+    comment = f'-m comment --comment "{plan.key} loadbalancer IP"'
+    admitted = [f"-s {cidr} {comment} -j {chains.external}" for cidr in plan.source_ranges]
     dropped = f"other traffic to {plan.key} will be dropped by KUBE-PROXY-FIREWALL"
-    lines.append(f'{head} -m comment --comment "{dropped}"\n')
-    return "".join(lines)
+    return append_commands(chains.firewall, [*admitted, f'-m comment --comment "{dropped}"'])
 
 
 def _rules(plan: ServicePlan, style: Style, chains: ServiceChains) -> Iterator[Rule]:
     """Yield the rules that send frontends to chains, or refuse them without a usable endpoint."""
     key = plan.key
+
+    def rule(table: str, chain: str, address: Address, comment: str, target: str) -> Rule:
+        return Rule(table, chain, f"{_match(plan, style, address, comment)} -j {target}")
+
     if plan.cluster_ip is not None:
-        address = format_address(plan.cluster_ip)
         if plan.has_internal_endpoints:
-            chain = chains.local if plan.internal_policy_local else chains.cluster
-            match = _match(plan, style, address, f"{key} cluster IP")
-            yield Rule(NAT, names.SERVICES, f"{match} -j {chain}")
+            target = chains.local if plan.internal_policy_local else chains.cluster
+            yield rule(NAT, names.SERVICES, plan.cluster_ip, f"{key} cluster IP", target)
         else:
-            reason, target = _refusal(plan, style)
-            match = _match(plan, style, address, reason)
-            yield Rule(FILTER, names.SERVICES, f"{match} -j {target}")
-    for packed in plan.external_ips:
-        address = format_address(packed)
-        if plan.has_endpoints:
-            match = _match(plan, style, address, f"{key} external IP")
-            yield Rule(NAT, names.SERVICES, f"{match} -j {chains.external}")
-        yield from _refuse_external(plan, style, address)
-    firewall = bool(plan.source_ranges) and plan.has_endpoints
-    for packed in plan.load_balancer_ips:
-        address = format_address(packed)
-        if plan.has_endpoints:
-            match = _match(plan, style, address, f"{key} loadbalancer IP")
-            target = chains.firewall if firewall else chains.external
-            yield Rule(NAT, names.SERVICES, f"{match} -j {target}")
-        if firewall:
-            text = f"{key} traffic not accepted by {chains.firewall}"
-            match = _match(plan, style, address, text)
-            yield Rule(FILTER, names.PROXY_FIREWALL, f"{match} -j DROP")
-        yield from _refuse_external(plan, style, address)
+            yield rule(FILTER, names.SERVICES, plan.cluster_ip, *_refusal(plan, style))
+    if plan.has_endpoints:
+        for address in plan.external_ips:
+            yield rule(NAT, names.SERVICES, address, f"{key} external IP", chains.external)
+        target = chains.firewall if plan.source_ranges else chains.external
+        for address in plan.load_balancer_ips:
+            yield rule(NAT, names.SERVICES, address, f"{key} loadbalancer IP", target)
+            if plan.source_ranges:
+                text = f"{key} traffic not accepted by {chains.firewall}"
+                yield rule(FILTER, names.PROXY_FIREWALL, address, text, "DROP")
+    if not plan.has_external_endpoints:
+        for address in plan.external_addresses:
+            yield rule(FILTER, names.EXTERNAL_SERVICES, address, *_refusal(plan, style))
     if plan.node_port:
         yield from _node_port_rules(plan, style, chains)
     if plan.health_check_node_port:
@@ -257,13 +244,6 @@ def _node_port_rules(plan: ServicePlan, style: Style, chains: ServiceChains) -> 
         )  # fmt: skip
 
 
-def _refuse_external(plan: ServicePlan, style: Style, address: str) -> Iterator[Rule]:
-    if not plan.has_external_endpoints:
-        reason, target = _refusal(plan, style)
-        match = _match(plan, style, address, reason)
-        yield Rule(FILTER, names.EXTERNAL_SERVICES, f"{match} -j {target}")
-
-
 def _refusal(plan: ServicePlan, style: Style) -> tuple[str, str]:
     """Return the reason and the target: DROP if endpoints exist on other nodes only, else REJECT."""
     if plan.has_endpoints:
@@ -271,15 +251,9 @@ def _refusal(plan: ServicePlan, style: Style) -> tuple[str, str]:
     return f"{plan.key} has no endpoints", REJECT[style.family]
 
 
-def _match(plan: ServicePlan, style: Style, address: str, comment: str, interface: str = "") -> str:
+def _match(plan: ServicePlan, style: Style, address: Address, comment: str, interface: str = "") -> str:
     protocol = _PROTOCOLS[plan.key.protocol]
     return (
-        f'-d {address}/{style.family.bits} {interface}-p {protocol} -m comment --comment "{comment}"'
-        f" -m {protocol} --dport {plan.port}"
+        f"-d {format_address(address)}/{style.family.bits} {interface}-p {protocol}"
+        f' -m comment --comment "{comment}" -m {protocol} --dport {plan.port}'
     )
-
-
-def _source_match(source: LocalSource, *, negate: bool = False) -> tuple[str, str]:
-    """Return the match for traffic from this node's pods, as the parts before and after a destination."""
-    match = from_pods(source, negate=negate)
-    return (match, "") if source.cidr is not None else ("", match)

@@ -53,6 +53,11 @@ class Jump(NamedTuple):
         return self.table, self.target
 
 
+def append_commands(chain: str, rules: Iterable[str]) -> str:
+    """Return the iptables-restore lines that add *rules* at the end of *chain*."""
+    return "".join([f"-A {chain} {rule}\n" for rule in rules])
+
+
 def parse_jump(key: ChainKey, rule: str) -> Jump | None:
     """Return a *rule* of the chain *key* as a jump; None if it matches more than a jump of any kube-proxy."""
     found = _JUMP.fullmatch(rule)
