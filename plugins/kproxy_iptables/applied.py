@@ -14,9 +14,9 @@ from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_iptables import names
 from kproxy_iptables.batch import References
 from kproxy_iptables.names import FILTER, NAT
-from kproxy_iptables.skeleton import BLOCK_LOCALNET, JUMPS, KUBELET_JUMPS, Facts, constant_rules
+from kproxy_iptables.skeleton import ALL_JUMPS, BLOCK_LOCALNET, Facts, constant_rules
 from kproxy_iptables.wanted import Rule, Style, Wanted, make_style, wanted
-from kproxy_xtables.rules import ChainKey, has_rule, missing_jumps
+from kproxy_xtables.rules import ChainKey, append_commands, has_rule, missing_jumps
 
 Plans = Mapping[ServicePortKey, ServicePlan]
 _EMPTY = Wanted({}, [])
@@ -103,17 +103,13 @@ class Applied:
             growth.subtract(_count(before))
         references = References(stale=[name for name in stale if name not in chains])
         for table, chain, spec in removed:
-            line = f"-D {chain} {spec}"
-            if table == FILTER:
-                references.filter_deletes.append(line)
-            else:
-                references.sections[NAT].lines.append(line)
+            lines = references.filter_deletes if table == FILTER else references.sections[NAT].lines
+            lines.append(f"-D {chain} {spec}")
         # At the top, because the last rule of KUBE-SERVICES must remain the last. In reverse order, because
         # the localhost rule of a node port must stand before the general one.
         for table, chain, spec in reversed(added):
             references.sections[table].lines.append(f"-I {chain} {spec}")
-        return Difference(
-            list(chains.items()), references, changed, growth, chain_rules, endpoints)
+        return Difference(list(chains.items()), references, changed, growth, chain_rules, endpoints)
 
     def acknowledge(self, difference: Difference) -> None:
         for key, plan in difference.plans.items():
@@ -138,7 +134,8 @@ class Comparison:
         self._style = make_style(node, facts, count_endpoints(plans))
         self._facts = facts
         self._rules: dict[ChainKey, list[str]] = {}
-        self._stale = dict.fromkeys(observed.service_chains)
+        self.stale = dict.fromkeys(observed.service_chains)
+        """Chains with the name of a service port's chain that no plan wants."""
         self.operations = 0
         """Chains and rules that `chains` and `references` have returned so far."""
         self._counts: Counter[str] = Counter()
@@ -150,7 +147,7 @@ class Comparison:
         """
         marking = self._constant[NAT, names.MARK_MASQ]
         if self._observed.chains.get((NAT, names.MARK_MASQ)) != marking:
-            yield names.MARK_MASQ, "".join(f"-A {names.MARK_MASQ} {rule}\n" for rule in marking)
+            yield names.MARK_MASQ, append_commands(names.MARK_MASQ, marking)
         held = self._observed.service_chains
         for plan in self._plans.values():
             want = wanted(plan, self._style)
@@ -158,7 +155,7 @@ class Comparison:
                 self._rules.setdefault((table, chain), []).append(spec)
             self._counts.update(_count(want))
             for name, body in want.chains.items():
-                self._stale.pop(name, None)
+                self.stale.pop(name, None)
                 if held.get(name) != fingerprint(body):
                     self.operations += 1
                     yield name, body
@@ -175,18 +172,13 @@ class Comparison:
                 section.chains.append(chain)
                 section.lines += [f"-A {chain} {spec}" for spec in (*rules, *last)]
         self._kubelet_firewall(result)
-        for jump in missing_jumps((*JUMPS, *KUBELET_JUMPS), held):
+        for jump in missing_jumps(ALL_JUMPS, held):
             result.sections[jump.table].lines.append(jump.command)
-        for table in names.CANARY_TABLES:
+        for table in names.TABLES:
             if (table, names.CANARY) not in held:
                 result.sections[table].chains.append(names.CANARY)
         self.operations += result.operations
         return result
-
-    @property
-    def stale(self) -> list[str]:
-        """Chains with the name of a service port's chain that no plan wants."""
-        return list(self._stale)
 
     def _kubelet_firewall(self, result: References) -> None:
         held = self._observed.chains.get((FILTER, names.KUBELET_FIREWALL))

@@ -6,7 +6,7 @@ is safe at every moment: a chain is replaced as a whole, and written before the 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kproxy_iptables import names
@@ -22,13 +22,13 @@ class Section:
     lines: list[str] = field(default_factory=list)
     """Commands like ``-A CHAIN ...``, without line ends."""
 
-    def text(self, table: str, before: str = "", stale: Sequence[str] = ()) -> str:
+    def text(self, table: str, before: str = "", stale: Collection[str] = ()) -> str:
         """Return input for iptables-restore; "" if nothing changes.
 
         *before* are complete lines to put first. *stale* chains are deleted, and emptied for that.
         """
         declared = "".join(map(_declaration, (*stale, *self.chains)))
-        lines = _lines((*self.lines, *(f"-X {chain}" for chain in stale)))
+        lines = "".join([f"{line}\n" for line in (*self.lines, *(f"-X {chain}" for chain in stale))])
         return f"*{table}\n{before}{declared}{lines}COMMIT\n" if before or declared or lines else ""
 
 
@@ -74,7 +74,7 @@ def inputs(
         yield text
 
 
-def deletions(stale: Sequence[str], chains_per_call: int) -> Iterator[str]:
+def deletions(stale: Collection[str], chains_per_call: int) -> Iterator[str]:
     """Yield the inputs that delete *stale* chains of service ports, each before those that it jumps to."""
     stale = [chain for prefix in names.SERVICE_PREFIXES for chain in stale if chain.startswith(prefix)]
     for start in range(0, len(stale), chains_per_call):
@@ -83,7 +83,3 @@ def deletions(stale: Sequence[str], chains_per_call: int) -> Iterator[str]:
 
 def _declaration(chain: str) -> str:
     return f":{chain} - [0:0]\n"
-
-
-def _lines(lines: Iterable[str]) -> str:
-    return "".join([f"{line}\n" for line in lines])

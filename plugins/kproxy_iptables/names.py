@@ -20,7 +20,8 @@ CANARY = "KUBE-PROXY-CANARY"
 KUBELET_FIREWALL = "KUBE-FIREWALL"
 """Shared with kubelet: rules are added to it, but it is never flushed or deleted."""
 
-CANARY_TABLES = (MANGLE, NAT, FILTER)
+TABLES = (MANGLE, NAT, FILTER)
+"""Each has a canary."""
 
 SERVICE_PREFIXES = ("KUBE-FW-", "KUBE-XLB-", "KUBE-EXT-", "KUBE-SVC-", "KUBE-SVL-", "KUBE-SEP-")
 """Prefixes of the chains of one service port, all in nat; each kind jumps to later ones only. Up to 1.23,
@@ -36,7 +37,7 @@ COUNTERS = (INVALID_COUNTER, LOCALHOST_COUNTER)
 OUR_CHAINS = frozenset([
     *((NAT, chain) for chain in (SERVICES, NODE_PORTS, POSTROUTING, MARK_MASQ)),
     *((FILTER, chain) for chain in (SERVICES, EXTERNAL_SERVICES, FORWARD, NODE_PORTS, PROXY_FIREWALL)),
-    *((table, CANARY) for table in CANARY_TABLES),
+    *((table, CANARY) for table in TABLES),
 ])  # fmt: skip
 """Table and name of every chain of this mode, except those of service ports."""
 

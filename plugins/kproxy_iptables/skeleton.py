@@ -42,11 +42,12 @@ JUMPS = (
 )
 """Inserted at the top of their chains in this order, so that the last one stands first."""
 
-KUBELET_JUMPS = (
+ALL_JUMPS = (
+    *JUMPS,
     Jump(FILTER, "INPUT", names.KUBELET_FIREWALL),
     Jump(FILTER, "OUTPUT", names.KUBELET_FIREWALL),
 )
-"""Inserted after `JUMPS`, and never deleted, because kubelet needs them as well."""
+"""The last two are never deleted, because kubelet needs them as well."""
 
 BUILT_IN_CHAINS = frozenset(jump.chain for jump in JUMPS)
 """The built-in chains that contain jumps."""

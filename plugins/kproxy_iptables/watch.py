@@ -19,7 +19,7 @@ from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.host.programs import OwnProcesses
 from kproxy_core.model.address import Family
 from kproxy_iptables import names
-from kproxy_iptables.skeleton import BUILT_IN_CHAINS, JUMPS, KUBELET_JUMPS
+from kproxy_iptables.skeleton import ALL_JUMPS, BUILT_IN_CHAINS
 from kproxy_xtables.rules import missing_jumps
 from kproxy_xtables.tables import Tables
 
@@ -35,8 +35,6 @@ _OUR_KINDS = frozenset({
 })  # fmt: skip
 _TABLE_KINDS = (Kind.TABLE_ADDED, Kind.TABLE_DELETED)
 """The first is announced for a table that exists when its flags change, such as `dormant`."""
-_TABLES = (names.FILTER, names.NAT, names.MANGLE)
-_ALL_JUMPS = (*JUMPS, *KUBELET_JUMPS)
 
 
 class Watcher:
@@ -92,17 +90,25 @@ class Watcher:
     def _watch_canaries(self) -> None:
         while not self._stopped.wait(self._canary_period):
             for family, tables in self._tables.items():
-                if what := self._check(tables):
+                try:
+                    what = self._check(tables)
+                except HostError as error:
+                    log.debug("canaries not checked", extra={"fields": {"error": str(error)}})
+                    continue
+                if what:
                     self._damaged(family, what)
 
     def _check(self, tables: Tables) -> str:
-        """Wait for the end of a flush and return a description of the damage to *tables*; "" if none."""
+        """Wait for the end of a flush and return a description of the damage to *tables*; "" if none.
+
+        Raises HostError if they can't be read now.
+        """
         lost = _lost_canaries(tables)
         jumps: list[str] = []
         if not lost and self._watch is None and (jumps := _lost_jumps(tables)):
             lost = _lost_canaries(tables)  # A complete flush may just have begun.
         until = time.monotonic() + _FLUSH_TIMEOUT
-        while 0 < len(lost) < len(names.CANARY_TABLES) and time.monotonic() < until:
+        while 0 < len(lost) < len(names.TABLES) and time.monotonic() < until:
             if self._stopped.wait(_FLUSH_POLL):
                 return ""
             lost = _lost_canaries(tables)
@@ -112,31 +118,23 @@ class Watcher:
 
 
 def _lost_canaries(tables: Tables) -> list[str]:
-    """Return the tables without a canary; none if they can't be read now."""
-    try:
-        return [table for table in names.CANARY_TABLES if not tables.has_chain(table, names.CANARY)]
-    except HostError as error:
-        log.debug("canaries not checked", extra={"fields": {"error": str(error)}})
-        return []
+    """Return the tables without a canary."""
+    return [table for table in names.TABLES if not tables.has_chain(table, names.CANARY)]
 
 
 def _lost_jumps(tables: Tables) -> list[str]:
-    """Return the built-in chains that lack one of our jumps; none if they can't be read now."""
-    chains = dict.fromkeys((jump.table, jump.chain) for jump in _ALL_JUMPS)
-    try:
-        return [f"{chain} of {table}" for table, chain in chains if _lacks_jump(tables, table, chain)]
-    except HostError as error:
-        log.debug("jumps not checked", extra={"fields": {"error": str(error)}})
-        return []
+    """Return the built-in chains that lack one of our jumps."""
+    chains = dict.fromkeys((jump.table, jump.chain) for jump in ALL_JUMPS)
+    return [f"{chain} of {table}" for table, chain in chains if _lacks_jump(tables, table, chain)]
 
 
 def _lacks_jump(tables: Tables, table: str, chain: str) -> bool:
-    jumps = [jump for jump in _ALL_JUMPS if (jump.table, jump.chain) == (table, chain)]
+    jumps = [jump for jump in ALL_JUMPS if (jump.table, jump.chain) == (table, chain)]
     return bool(missing_jumps(jumps, {(table, chain): tables.rules(table, chain)}))
 
 
 def _concerns_ours(change: Change) -> bool:
-    if change.table not in _TABLES or change.kind not in _OUR_KINDS:
+    if change.table not in names.TABLES or change.kind not in _OUR_KINDS:
         return False
     if (change.table, change.name) == (names.FILTER, names.KUBELET_FIREWALL):
         # Kubelet adds rules of its own, but nobody may delete those that guard services on loopback.
@@ -145,7 +143,8 @@ def _concerns_ours(change: Change) -> bool:
 
 
 def _may_delete_jump(change: Change) -> bool:
-    return change.table in _TABLES and change.kind is Kind.RULE_DELETED and change.name in BUILT_IN_CHAINS
+    built_in = change.table in names.TABLES and change.name in BUILT_IN_CHAINS
+    return built_in and change.kind is Kind.RULE_DELETED
 
 
 def read_generation() -> int:

@@ -1,9 +1,11 @@
 """Serves the hook `kproxy_preview`: the difference between the tables and the plans, for iptables-restore."""
 
+import sys
+
 from kproxy_core.backend.api import Preview, Update
 from kproxy_iptables import batch
 from kproxy_iptables.applied import Comparison
-from kproxy_iptables.inspection.render import ONE_CALL, comparison_text
+from kproxy_iptables.inspection.render import comparison_text
 from kproxy_iptables.kernel import rules
 from kproxy_iptables.kernel.accounting import read_packets
 from kproxy_iptables.kernel.requirements import read_facts
@@ -23,5 +25,5 @@ def preview(update: Update, *, localhost_node_ports: bool) -> Preview:
     facts = read_facts(counters, localhost_node_ports=localhost)
     observed = rules.read(Tables(update.family, find_variant()))
     comparison = Comparison(observed, update.plans, update.node, facts)
-    text = comparison_text(comparison) + "".join(batch.deletions(comparison.stale, ONE_CALL))
+    text = comparison_text(comparison) + "".join(batch.deletions(comparison.stale, sys.maxsize))
     return Preview(comparison.operations, text)

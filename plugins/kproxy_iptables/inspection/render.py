@@ -1,12 +1,11 @@
 """Serves the hook `kproxy_render`: all rules of one family as input for iptables-restore."""
 
+import sys
+
 from kproxy_core.backend.api import Update
 from kproxy_iptables import batch
 from kproxy_iptables.applied import Comparison, Observed
 from kproxy_iptables.skeleton import Facts, serves_loopback
-
-ONE_CALL = 1_000_000_000
-"""Limit of chains in one call, out of reach."""
 
 
 def render_text(update: Update, *, localhost_node_ports: bool) -> str:
@@ -18,4 +17,4 @@ def render_text(update: Update, *, localhost_node_ports: bool) -> str:
 
 def comparison_text(comparison: Comparison) -> str:
     """Return the input for iptables-restore that removes the differences, without stale chains."""
-    return "".join(batch.inputs(comparison.chains(), comparison.references, chains_per_call=ONE_CALL))
+    return "".join(batch.inputs(comparison.chains(), comparison.references, chains_per_call=sys.maxsize))
