@@ -135,7 +135,7 @@ class FamilyState:
             attempt(lambda: sets.write(self.family, difference.adds))
             if rules_text and not takeover:
                 attempt(lambda: self._restore(rules_text))
-            attempt(lambda: unusable.extend(self._servers.write_usable(operations)))
+            attempt(lambda: unusable.extend(self._servers.write(operations)))
             attempt(lambda: device.bind(difference.bind, self.family))
             if rules_text and takeover and not problems:
                 attempt(lambda: self._restore(rules_text))

@@ -1,7 +1,6 @@
 """The kernel's virtual servers, read and written over generic netlink (net/netfilter/ipvs/ip_vs_ctl.c)."""
 
 import errno
-import os
 import sys
 import threading
 from collections.abc import Sequence
@@ -9,7 +8,7 @@ from typing import Self
 
 from kproxy_core.host.errors import HostError, doing
 from kproxy_core.host.netlink.messages import NETLINK_GENERIC, Request, attributes, text_attribute
-from kproxy_core.host.netlink.sockets import NetlinkSocket
+from kproxy_core.host.netlink.sockets import NetlinkSocket, Refusal
 from kproxy_core.model.address import Family, format_socket
 from kproxy_core.model.endpoint import Destination
 from kproxy_ipvs.applied import HeldServer
@@ -104,20 +103,19 @@ class VirtualServers:
             answers = self._dump(messages.dump_destinations(key), _DESTINATION)
             return [messages.decode_destination(key.family, answer) for answer in answers]
 
-    def write(self, operations: Sequence[Operation]) -> None:
-        """Execute *operations* in order. Deletions of missing objects succeed.
+    def write(self, operations: Sequence[Operation]) -> list[PutDestination]:
+        """Execute *operations* in order. Return the real servers with unusable addresses.
 
-        Raises HostError about the first refusal, after all others are done.
+        Deletions of missing objects succeed. Raises HostError about the first other refusal, after all
+        others are done.
         """
-        for operation, error in self._refused(operations):
-            raise HostError(_describe(operation), error)
-
-    def write_usable(self, operations: Sequence[Operation]) -> list[PutDestination]:
-        """Execute *operations* like `write`, but return real servers with unusable addresses."""
         unusable: list[PutDestination] = []
-        for operation, error in self._refused(operations):
-            if not isinstance(operation, PutDestination) or error.errno not in _NO_UNICAST:
-                raise HostError(_describe(operation), error)
+        for refusal in self._exchange([messages.encode(operation) for operation in operations]):
+            operation = operations[refusal.number]
+            if _is_removal(operation) and refusal.code in _ABSENT:
+                continue
+            if not isinstance(operation, PutDestination) or refusal.code not in _NO_UNICAST:
+                raise HostError(_describe(operation), refusal.error)
             unusable.append(operation)
         return unusable
 
@@ -142,22 +140,13 @@ class VirtualServers:
 
     def set_timeouts(self, tcp: int, tcp_fin: int, udp: int) -> None:
         """Set the timeouts of connections in seconds; 0 keeps the kernel's value. Raises HostError."""
-        for error in self._exchange([messages.set_timeouts(tcp, tcp_fin, udp)]).values():
-            raise HostError("cannot set IPVS timeouts", error)
+        for refusal in self._exchange([messages.set_timeouts(tcp, tcp_fin, udp)]):
+            raise HostError("cannot set IPVS timeouts", refusal.error)
 
-    def _refused(self, operations: Sequence[Operation]) -> list[tuple[Operation, OSError]]:
-        """Execute *operations* in order; return those that were refused for another reason than absence."""
-        refused = self._exchange([messages.encode(operation) for operation in operations])
-        return [
-            (operations[at], error) for at, error in refused.items()
-            if not (_is_removal(operations[at]) and error.errno in _ABSENT)
-        ]  # fmt: skip
-
-    def _exchange(self, payloads: Sequence[bytes]) -> dict[int, OSError]:
-        """Send *payloads*; return the errors of those that were refused, by index."""
+    def _exchange(self, payloads: Sequence[bytes]) -> list[Refusal]:
+        """Send *payloads* and return the refusals, by index. Raises HostError."""
         with doing("write to IPVS"), self._lock:
-            refused = self._socket.exchange([Request(self._family, 0, payload) for payload in payloads])
-        return {at: OSError(code, os.strerror(code)) for at, code in refused}
+            return self._socket.exchange([Request(self._family, 0, payload) for payload in payloads])
 
     def _dump(self, payload: bytes, kind: int) -> list[dict[int, bytes]]:
         """Return the attributes nested in attribute *kind* of each answer; [] for a missing object."""

@@ -117,9 +117,8 @@ def test_damage_is_repaired(
 
 
 STEPS: list[tuple[object, str]] = [
-    (sets, "write"), (VirtualServers, "write_usable"), (VirtualServers, "write"),
-    (device, "bind"), (device, "unbind"),
-]  # fmt: skip
+    (sets, "write"), (VirtualServers, "write"), (device, "bind"), (device, "unbind")
+]
 
 
 @pytest.mark.parametrize(("place", "name"), STEPS, ids=[name for _, name in STEPS])
