@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator
 from itertools import groupby, islice
-from typing import NamedTuple
 
 from kproxy_core.host.netlink.messages import (
     NFGENMSG,
@@ -35,21 +34,19 @@ _PER_MESSAGE = 300
 """Entries per message. All of them are one attribute, whose length is limited to 64 KiB."""
 
 
-class Batch(NamedTuple):
-    """A request that adds entries to one set or deletes them."""
+def batches(
+    family: Family, elements: Iterable[Element], *, delete: bool = False
+) -> Iterator[tuple[str, Request]]:
+    """Encode the addition or deletion of *elements*: each request with the full name of its set.
 
-    name: str
-    request: Request
-
-
-def batches(family: Family, elements: Iterable[Element], *, delete: bool = False) -> Iterator[Batch]:
-    """Encode the addition or deletion of *elements*. Existing or missing entries are no error."""
+    Existing or missing entries are no error.
+    """
     for kind, group in groupby(elements, key=lambda element: element.set):
         name = kind.full_name(family)
         start = _named(name, family) + attribute(_LINE, bytes(4))
         while some := list(islice(group, _PER_MESSAGE)):
             entries = nested(_ENTRIES, *(nested(_DATA, *_entry(family, kind, e)) for e in some))
-            yield Batch(name, Request(_DELETE if delete else _ADD, 0, start + entries))
+            yield name, Request(_DELETE if delete else _ADD, 0, start + entries)
 
 
 def list_set(family: Family, kind: SetKind) -> bytes:

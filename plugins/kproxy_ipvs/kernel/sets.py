@@ -59,10 +59,8 @@ def write(family: Family, adds: Iterable[Element] = (), deletes: Iterable[Elemen
         *messages.batches(family, sorted(adds)),
         *messages.batches(family, sorted(deletes), delete=True),
     ]
-    if not batches:
-        return
-    for at, code in _exchange([batch.request for batch in batches]):
-        raise HostError(f"ipset {batches[at].name} refuses entries: {_describe(code)}")
+    for at, code in _exchange([request for _, request in batches]):
+        raise HostError(f"ipset {batches[at][0]} refuses entries: {_describe(code)}")
 
 
 def _describe(code: int) -> str:
@@ -80,6 +78,8 @@ def destroy(names: Sequence[str]) -> dict[str, HostError]:
 
 def _exchange(requests: Sequence[Request]) -> list[Refusal]:
     """Send *requests* and return the refused ones. Raises HostError."""
+    if not requests:
+        return []
     with doing("write ipsets"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
         return sock.exchange(requests)
 

@@ -2,7 +2,6 @@
 
 import errno
 from collections.abc import Callable, Iterable, Sequence
-from typing import ParamSpec
 
 from kproxy_core.backend.api import Leftovers
 from kproxy_core.host import programs
@@ -19,8 +18,6 @@ from kproxy_nft.table import clean_up_counts
 from kproxy_xtables.cleanup import clean_up
 from kproxy_xtables.tables import Tables
 from kproxy_xtables.variant import find_used_and_unused, find_variants
-
-P = ParamSpec("P")
 
 _MODE = "ipvs"
 _SETS_NEVER_KUBE_PROXYS = (names.SHORT_CIRCUIT, names.NO_LOCAL)
@@ -41,14 +38,14 @@ def cleanup(excluded: Sequence[Cidr] = (), *, dry_run: bool, own_only: bool = Fa
         except HostError as error:
             if error.errno == errno.EPERM:
                 return Leftovers(_MODE, (), (str(error),))
-    servers = _attempt(_servers, excluded, entries, dry_run, own_only)
-    found = [servers, _attempt(_rules, entries, dry_run, own_only)]
+    servers = _attempt(lambda: _servers(excluded, entries, dry_run, own_only))
+    found = [servers, _attempt(lambda: _rules(entries, dry_run, own_only))]
     # The device's addresses and the sets' marks tell which virtual servers are this mode's: the next clean-up
     # needs them while any are left.
     if not servers.errors:
         kinds = _SETS_NEVER_KUBE_PROXYS if own_only else (*names.SETS, *names.OLDER_SETS)
-        found += () if own_only else [_attempt(_device, dry_run)]
-        found += [_attempt(_sets, kinds, dry_run)] if entries else ()
+        found += () if own_only else [_attempt(lambda: _device(dry_run))]
+        found += [_attempt(lambda: _sets(kinds, dry_run))] if entries else ()
     found.append(clean_up_counts(_MODE, dry_run=dry_run, ipvs=True))
     return Leftovers.merged(_MODE, found)
 
@@ -59,14 +56,14 @@ def supersede(*, dry_run: bool) -> Leftovers:
     return Leftovers.merged(_MODE, [
         clean_up(_MODE, plan_kube_proxy_cleanup, used, dry_run=dry_run),
         clean_up(_MODE, plan_cleanup, unused, dry_run=dry_run),
-        _attempt(_sets, names.OLDER_SETS, dry_run),
+        _attempt(lambda: _sets(names.OLDER_SETS, dry_run)),
     ])
 
 
-def _attempt(step: Callable[P, Leftovers], *args: P.args, **kwargs: P.kwargs) -> Leftovers:
+def _attempt(step: Callable[[], Leftovers]) -> Leftovers:
     """Return the result of one step. A failed one does not prevent the next."""
     try:
-        return step(*args, **kwargs)
+        return step()
     except HostError as error:
         return Leftovers(_MODE, errors=(str(error),))
 
