@@ -1,7 +1,6 @@
 """Flags of nf_tables' tables, over netlink: a program takes longer, and creates tables when it reads."""
 
-import errno
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from kproxy_core.host.errors import doing
 from kproxy_core.host.netlink import nf_tables
@@ -9,8 +8,10 @@ from kproxy_core.host.netlink.messages import (
     NETLINK_NETFILTER,
     NFGENMSG,
     Request,
+    Span,
     attribute,
     attributes,
+    text,
     text_attribute,
 )
 from kproxy_core.host.netlink.sockets import NetlinkSocket
@@ -29,7 +30,8 @@ def dormant_tables(family: Family, names: Collection[str]) -> list[str]:
     Raises HostError.
     """
     with doing("read the flags of tables"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
-        return [name for name in names if _flags(sock, family, name) & _DORMANT]
+        flags = sock.dump(nf_tables.GETTABLE, nf_tables.payload(family), _flags_by_name)
+    return [name for name in names if flags.get(name, 0) & _DORMANT]
 
 
 def wake_tables(family: Family, names: Collection[str], own: OwnProcesses) -> None:
@@ -46,12 +48,6 @@ def wake_tables(family: Family, names: Collection[str], own: OwnProcesses) -> No
             raise refusal.error
 
 
-def _flags(sock: NetlinkSocket, family: Family, name: str) -> int:
-    request = nf_tables.payload(family, text_attribute(nf_tables.TABLE_NAME, name))
-    try:
-        ((data, start, end),) = sock.request(nf_tables.GETTABLE, 0, request)
-    except OSError as error:
-        if error.errno == errno.ENOENT:
-            return 0
-        raise
-    return int.from_bytes(attributes(data, start + NFGENMSG.size, end).get(_FLAGS, b""), "big")
+def _flags_by_name(answers: Iterable[Span]) -> dict[str, int]:
+    tables = [attributes(data, start + NFGENMSG.size, end) for data, start, end in answers]
+    return {text(each[nf_tables.TABLE_NAME]): int.from_bytes(each.get(_FLAGS, b""), "big") for each in tables}
