@@ -49,9 +49,6 @@ ALL_JUMPS = (
 )
 """The last two are never deleted, because kubelet needs them as well."""
 
-BUILT_IN_CHAINS = frozenset(jump.chain for jump in JUMPS)
-"""The built-in chains that contain jumps."""
-
 BLOCK_LOCALNET = (
     '! -s 127.0.0.0/8 -d 127.0.0.0/8 -m comment --comment "block incoming localnet connections"'
     " -m conntrack ! --ctstate RELATED,ESTABLISHED,DNAT -j DROP"

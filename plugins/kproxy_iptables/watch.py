@@ -19,8 +19,8 @@ from kproxy_core.host.netlink.sockets import NetlinkSocket
 from kproxy_core.host.programs import OwnProcesses
 from kproxy_core.model.address import Family
 from kproxy_iptables import names
-from kproxy_iptables.skeleton import ALL_JUMPS, BUILT_IN_CHAINS
-from kproxy_xtables.rules import missing_jumps
+from kproxy_iptables.skeleton import ALL_JUMPS
+from kproxy_xtables.rules import BUILT_IN_CHAINS, missing_jumps
 from kproxy_xtables.tables import Tables
 
 log = logging.getLogger("kproxy.iptables")

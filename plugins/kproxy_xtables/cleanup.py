@@ -27,15 +27,11 @@ def clean_up(
             if not is_affected(tables):
                 continue
             removal = decide(kubernetes_rules(tables.save()))
-        except HostError as error:
-            if not tables.is_missing():
-                errors.append(f"{tables.program}: {error}")
-            continue
-        try:
             if not dry_run:
                 apply_removal(removal, tables)
         except HostError as error:
-            errors.append(f"{tables.program}: {error}")
+            if not tables.is_missing():
+                errors.append(f"{tables.program}: {error}")
             continue
         removed += [f"{tables.program}: {line}" for line in describe(removal, counted)]
         errors += [f"{tables.program}: {reason}" for reason in removal.kept]

@@ -55,9 +55,12 @@ def plan_removal(
     ]  # fmt: skip
     deleted = set(rules)
     targets = {
-        key: [(key[0], target) for rule in found if (*key, rule) not in deleted and (target := _target(rule))]
+        key: [
+            (key[0], jump[1]) for rule in found
+            if (*key, rule) not in deleted and (jump := _TARGET.fullmatch(rule))
+        ]
         for key, found in held.items()
-    }
+    }  # fmt: skip
     users = {
         target: key for key in held if key not in ours and not is_other_mode(key)
         for target in targets[key]
@@ -103,11 +106,6 @@ def describe(removal: Removal, counted: Collection[str] = ()) -> Iterator[str]:
             yield f"chain {chain} of table {table}"
     for (table, prefix), count in number.items():
         yield f"{count} chains {prefix}* of table {table}"
-
-
-def _target(rule: str) -> str:
-    found = _TARGET.fullmatch(rule)
-    return found[1] if found else ""
 
 
 def _reachable(targets: Mapping[ChainKey, list[ChainKey]], start: Iterable[ChainKey]) -> set[ChainKey]:

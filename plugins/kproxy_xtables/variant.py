@@ -29,8 +29,6 @@ OLDEST = (1, 6, 2)
 _VERSION = re.compile(r"v(\d+(?:\.\d+)+)(.*)")
 _LEGACY_TABLES = Path("/proc/thread-self/net")
 
-Version = tuple[int, ...]
-
 
 class NoVariant(HostError):
     """iptables is not installed, or too old."""
@@ -43,7 +41,7 @@ class Variant(NamedTuple):
     """The programs use nf_tables, not the legacy interface, which replaces a table as a whole."""
     infix: str
     """Part of the program names: ``-nft``, ``-legacy``, or "" for the default programs."""
-    version: Version
+    version: tuple[int, ...]
 
     def program(self, family: Family, action: str = "") -> str:
         """Return the name of a program. *action* is ``save``, ``restore`` or ""."""
@@ -125,11 +123,12 @@ def prefers_nft(
     legacy = list(save(False))
     if any(line.startswith(tuple(f":{chain} " for chain in KUBELET_CHAINS)) for line in legacy):
         return False
-    legacy_rules = sum(map(_is_rule, legacy))
+    legacy_rules = sum(line.startswith("-") for line in legacy)
     if legacy_rules == 0 and default_is_nft:
         return True
     enough = max(legacy_rules, 1)  # No need to read more.
-    return sum(1 for _ in islice(filter(_is_rule, save(True)), enough)) == enough
+    nft_rules = (line for line in save(True) if line.startswith("-"))
+    return len(list(islice(nft_rules, enough))) == enough
 
 
 def _kubelet_uses_nft(family: Family) -> bool:
@@ -153,10 +152,6 @@ def has_legacy_tables(family: Family) -> bool:
         return True
 
 
-def _is_rule(line: str) -> bool:
-    return line.startswith("-")
-
-
 def probe(infix: str) -> Variant | None:
     """Return the variant whose program names contain *infix*; None if it is not installed.
 
@@ -176,8 +171,7 @@ def probe(infix: str) -> Variant | None:
     found = _VERSION.search(said)
     if found is None:
         return None
-    version: Version = tuple(map(int, found[1].split(".")))
-    return Variant("nf_tables" in found[2], infix, version)
+    return Variant("nf_tables" in found[2], infix, tuple(map(int, found[1].split("."))))
 
 
 @cache
