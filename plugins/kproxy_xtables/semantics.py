@@ -4,12 +4,15 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from itertools import islice
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kproxy_core.model import address as addresses
 from kproxy_core.model.address import Address, parse_network
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.plan.fate import Origin, Outcome, Packet
+
+if TYPE_CHECKING:
+    from kproxy_xtables.walk import Walk
 
 
 class Flight(NamedTuple):
@@ -48,22 +51,8 @@ class Branch(NamedTuple):
         return self.done if isinstance(self.done, Outcome) else None
 
 
-class Surroundings(Protocol):
-    """Everything beside a packet that matches and targets look at."""
-
-    def is_local(self, address: Address) -> bool: ...
-
-    def is_bridged(self, source: Address) -> bool: ...
-
-    def set_mark(self, value: str, flight: Flight) -> int | None:
-        """Return the mark of a packet's entry in an ipset, 0 without marks; None: it has no entry.
-
-        *value*: the set's name, and the sides of the packet that are compared.
-        """
-
-
-Test = Callable[[Surroundings, Flight], bool]
-Act = Callable[[Surroundings, Flight], Branch]
+Test = Callable[["Walk", Flight], bool]
+Act = Callable[["Walk", Flight], Branch]
 
 
 class Rule(NamedTuple):
@@ -84,7 +73,7 @@ class Rule(NamedTuple):
     strange: bool = False
     """The rule is not understood."""
 
-    def matches(self, around: Surroundings, flight: Flight) -> bool:
+    def matches(self, around: "Walk", flight: Flight) -> bool:
         for test in self.tests:  # noqa: SIM110 - all() of a generator takes twice as long
             if not test(around, flight):
                 return False

@@ -4,7 +4,7 @@ In built-in chains, only rules that lead to other chains are followed: what othe
 """
 
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,6 +16,9 @@ from kproxy_core.plan.fate import Outcome
 from kproxy_xtables.rules import BUILT_IN_CHAINS, ChainKey, RulesByChain
 from kproxy_xtables.semantics import TARGETS, Branch, Flight, Rule, network, parsed
 
+Objects = dict[KernelObject, None]
+"""In the order in which a packet met them."""
+
 
 class Ruleset:
     """The chains of one IP family: in the kernel, or as they would be written."""
@@ -25,8 +28,8 @@ class Ruleset:
         self._chains = chains
         self._indexes: dict[ChainKey, dict[str, list[int]]] = {}
         self._scopes: dict[Sequence[ChainKey], _Scope | None] = {}
-        self.known: dict[object, _Followed] | None = {} if for_many else None
-        """Results of `Walk.onward`, by `likeness`."""
+        self.known: dict[object, tuple[Outcome | None, bool, Objects]] | None = {} if for_many else None
+        """Results of `Walk.onward` and the objects met, by `likeness`."""
 
     def rules(self, table: str, chain: str) -> Sequence[str]:
         return self._chains.get((table, chain), ())
@@ -92,12 +95,6 @@ class _Scope(NamedTuple):
     networks: tuple[Cidr, ...]
 
 
-class _Followed(NamedTuple):
-    outcome: Outcome | None
-    masqueraded: bool
-    objects: Mapping[KernelObject, None]
-
-
 class Walk:
     """Follows packets through chains, and notes what they meet."""
 
@@ -113,7 +110,7 @@ class Walk:
         self._own = {node.node_ip, node.family.loopback, *node.node_port_addresses}
         self._local = local
         self._bridged = bridged
-        self.objects: dict[KernelObject, None] = {}
+        self.objects: Objects = {}
         self.remembered: Destination | None = None
         self.strange = ""
         """A rule that is not understood; "": none."""
@@ -133,7 +130,7 @@ class Walk:
         key = likeness, self.is_local(flight.destination)
         if key not in known:
             met, self.objects = self.objects, {}
-            known[key] = _Followed(*self._onward(chains, flight), self.objects)
+            known[key] = *self._onward(chains, flight), self.objects
             self.objects = met
         outcome, masqueraded, objects = known[key]
         self.objects.update(objects)
@@ -164,6 +161,10 @@ class Walk:
         return source in self._bridged
 
     def set_mark(self, value: str, flight: Flight) -> int | None:
+        """Return the mark of a packet's entry in an ipset, 0 without marks; None: it has no entry.
+
+        *value*: the set's name, and the sides of the packet that are compared.
+        """
         name, sides = value.split()
         found = self._ruleset.in_set(name, sides.split(","), flight)
         if found is not None:
@@ -229,7 +230,11 @@ def _index(rules: Sequence[str]) -> dict[str, list[int]]:
     """Return the numbers of rules by the only address or port that they match; "": any."""
     found: dict[str, list[int]] = {}
     for number, rule in enumerate(rules):
-        address, port = _ONE_ADDRESS.search(rule), _ONE_PORT.search(rule)
-        key = address[1] if address else f"port {port[1]}" if port else ""
+        if match := _ONE_ADDRESS.search(rule):
+            key = match[1]
+        elif match := _ONE_PORT.search(rule):
+            key = f"port {match[1]}"
+        else:
+            key = ""
         found.setdefault(key, []).append(number)
     return found
