@@ -97,16 +97,6 @@ class _OnDemand(_Rules):
             self._read[table, chain] = self._one(table, chain)
         return self._read[table, chain]
 
-    def relevant(self, table: str, chain: str, flight: Flight) -> Sequence[str]:
-        """Return the rules without those that begin with another address, or have another port alone."""
-        rules = self.rules(table, chain)
-        address, port = f"-d {format_address(flight.destination)}/", f" --dport {flight.port} "
-        return [
-            rule for rule in rules if rule.startswith(address) or not (
-                rule.startswith("-d ")
-                or (rule.startswith("-p ") and " --dport " in rule and port not in rule))
-        ]  # fmt: skip
-
     def _one(self, table: str, chain: str) -> Sequence[str]:
         try:
             return self._tables.rules(table, chain)
