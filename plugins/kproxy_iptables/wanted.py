@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket
 from kproxy_core.model.endpoint import Destination
-from kproxy_core.model.node import LocalSource, NodeView
+from kproxy_core.model.node import NodeView
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_iptables import names
 from kproxy_iptables.names import FILTER, NAT, ServiceChains, endpoint_chain, service_chains
@@ -43,9 +43,7 @@ class Wanted(NamedTuple):
 class Style:
     """Parameters that all service ports of one family share."""
 
-    family: Family
-    local_source: LocalSource | None
-    masquerade_all: bool
+    node: NodeView
     localhost_node_ports_counted: bool
     """Node ports are served on 127.0.0.0/8 too, and the kernel has the object that counts these packets."""
     comments: bool
@@ -57,13 +55,8 @@ _MASK = {Family.IPV4: "255.255.255.255", Family.IPV6: ":".join(["ffff"] * 8)}
 
 
 def make_style(node: NodeView, facts: Facts, endpoints: int) -> Style:
-    return Style(
-        family=node.family,
-        local_source=node.local_source,
-        masquerade_all=node.masquerade_all,
-        localhost_node_ports_counted=facts.localhost_node_ports and names.LOCALHOST_COUNTER in facts.counters,
-        comments=endpoints <= LARGE_CLUSTER,
-    )
+    counted = facts.localhost_node_ports and names.LOCALHOST_COUNTER in facts.counters
+    return Style(node=node, localhost_node_ports_counted=counted, comments=endpoints <= LARGE_CLUSTER)
 
 
 def wanted(plan: ServicePlan, style: Style) -> Wanted:
@@ -95,13 +88,13 @@ def _endpoint_chains(
     seed = chains.endpoint_seed
     protocol = _PROTOCOLS[plan.key.protocol]
     comment = f' -m comment --comment "{plan.key}"' if style.comments else ""
-    host = f"/{style.family.bits}"
+    host = f"/{style.node.family.bits}"
     for where in plan.reachable:
         text = format_socket(where.address, where.port)
         chain = endpoint_chain(seed, text)
         found[where] = (f' -m comment --comment "{plan.key} -> {text}"' if style.comments else "", chain)
         recent = (
-            f" -m recent --set --name {chain} --mask {_MASK[style.family]} --rsource"
+            f" -m recent --set --name {chain} --mask {_MASK[style.node.family]} --rsource"
             if plan.affinity_seconds
             else ""
         )
@@ -117,8 +110,8 @@ def _from_outside(plan: ServicePlan, style: Style, chain: str) -> str:
     if plan.cluster_ip is None:
         return ""
     before, after = "", ""
-    if not style.masquerade_all:
-        source = style.local_source
+    if not style.node.masquerade_all:
+        source = style.node.local_source
         if source is None:
             return ""
         pods = from_pods(source, negate=True)
@@ -135,7 +128,7 @@ def _balance(
     found = [endpoints[where] for where in destinations]
     lines: list[str] = []
     if plan.affinity_seconds:
-        mask = _MASK[style.family]
+        mask = _MASK[style.node.family]
         lines += [
             f"-A {chain}{comment} -m recent --rcheck --seconds {plan.affinity_seconds} --reap"
             f" --name {endpoint} --mask {mask} --rsource -j {endpoint}\n"
@@ -168,8 +161,8 @@ def _external(plan: ServicePlan, style: Style, chains: ServiceChains) -> str:
     text = f"{plan.key} external destinations"
     rules: list[str] = []
     if plan.external_policy_local:
-        if style.local_source is not None:
-            pods = from_pods(style.local_source)
+        if style.node.local_source is not None:
+            pods = from_pods(style.node.local_source)
             rules.append(f'{pods}-m comment --comment "pod traffic for {text}" -j {chains.cluster}')
         local = "-m addrtype --src-type LOCAL"
         rules += [
@@ -232,7 +225,7 @@ def _node_port_rules(plan: ServicePlan, style: Style, chains: ServiceChains) -> 
         match = f'-p {protocol} -m comment --comment "{plan.key}" -m {protocol} --dport {plan.node_port}'
         if style.localhost_node_ports_counted:
             counted = f"-m nfacct --nfacct-name {names.LOCALHOST_COUNTER}"
-            loopback = style.family.loopback_cidr
+            loopback = style.node.family.loopback_cidr
             yield Rule(NAT, names.NODE_PORTS, f"-d {loopback} {match} {counted} -j {chains.external}")
         yield Rule(NAT, names.NODE_PORTS, f"{match} -j {chains.external}")
     if not plan.has_external_endpoints:
@@ -248,12 +241,12 @@ def _refusal(plan: ServicePlan, style: Style) -> tuple[str, str]:
     """Return the reason and the target: DROP if endpoints exist on other nodes only, else REJECT."""
     if plan.has_endpoints:
         return f"{plan.key} has no local endpoints", "DROP"
-    return f"{plan.key} has no endpoints", REJECT[style.family]
+    return f"{plan.key} has no endpoints", REJECT[style.node.family]
 
 
 def _match(plan: ServicePlan, style: Style, address: Address, comment: str, interface: str = "") -> str:
     protocol = _PROTOCOLS[plan.key.protocol]
     return (
-        f"-d {format_address(address)}/{style.family.bits} {interface}-p {protocol}"
+        f"-d {format_address(address)}/{style.node.family.bits} {interface}-p {protocol}"
         f' -m comment --comment "{comment}" -m {protocol} --dport {plan.port}'
     )

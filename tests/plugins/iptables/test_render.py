@@ -2,6 +2,7 @@
 
 import re
 
+import msgspec
 import pytest
 
 from kproxy_core.model.address import Family, Protocol
@@ -81,10 +82,8 @@ def test_pods_are_matched_by_network_or_interface() -> None:
         (LocalSource(interface_prefix="veth"), "-d 10.96.0.1/32 ! -i veth+ -p tcp"),
         (NODE.local_source, "! -s 10.244.0.0/16 -d 10.96.0.1/32 -p tcp"),
     ):
-        made = Style(
-            family=Family.IPV4, local_source=source, masquerade_all=False,
-            localhost_node_ports_counted=False, comments=True,
-        )  # fmt: skip
+        node = msgspec.structs.replace(NODE, local_source=source)
+        made = Style(node=node, localhost_node_ports_counted=False, comments=True)
         rules = "".join(wanted(plan, made).chains.values())
         assert f"{match} -m comment" in rules
 
