@@ -129,9 +129,9 @@ class FamilyState:
             return True
 
         unusable: list[PutDestination] = []
-        operations = [self._revived(operation) for operation in difference.servers]
         self._pending = difference
         with self._draining.lock:
+            operations = [self._revived(operation) for operation in difference.servers]
             attempt(lambda: sets.write(self.family, difference.adds))
             if rules_text and not takeover:
                 attempt(lambda: self._restore(rules_text))

@@ -32,7 +32,8 @@ class Draining:
         """
         self._delete_drained = delete_drained
         self.lock = threading.RLock()
-        """Hold it while changing real servers, so that none is deleted that was just added again."""
+        """Hold it while changing real servers, so that none is deleted that was just added again, and to call
+        all methods but `close`."""
         self._servers: set[tuple[ServerKey, Destination]] = set()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -42,27 +43,23 @@ class Draining:
 
         Raises HostError.
         """
-        with self.lock:
-            self._servers |= self._delete_drained(servers)
-            if self._servers and self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="ipvs-draining", daemon=True)
-                self._thread.start()
+        self._servers |= self._delete_drained(servers)
+        if self._servers and self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="ipvs-draining", daemon=True)
+            self._thread.start()
 
     def forget(self, key: ServerKey, where: Destination) -> bool:
         """Stop draining a real server. Return False if it was not draining."""
-        with self.lock:
-            was_draining = (key, where) in self._servers
-            self._servers.discard((key, where))
-            return was_draining
+        was_draining = (key, where) in self._servers
+        self._servers.discard((key, where))
+        return was_draining
 
     def forget_all_of(self, keys: Collection[ServerKey]) -> None:
         """Forget the real servers of deleted virtual servers."""
-        with self.lock:
-            self._servers = {server for server in self._servers if server[0] not in keys}
+        self._servers = {server for server in self._servers if server[0] not in keys}
 
     def clear(self) -> None:
-        with self.lock:
-            self._servers.clear()
+        self._servers.clear()
 
     def close(self) -> None:
         """End the thread. Real servers that are still draining keep weight 0."""
