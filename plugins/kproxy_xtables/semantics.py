@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kproxy_core.model import address as addresses
@@ -88,18 +89,11 @@ def _value_and_mask(text: str) -> tuple[int, int]:
     return int(value, 0), int(mask, 0) if mask else 0xFFFFFFFF
 
 
-def _to(value: str) -> Test:
+def _in_network(address_of: Callable[[Flight], Address], value: str) -> Test:
     net, (address, prefix) = network(value), network(value)
     if prefix == len(address) * 8:
-        return lambda around, flight: flight.destination == address
-    return lambda around, flight: flight.destination in net
-
-
-def _from(value: str) -> Test:
-    net, (address, prefix) = network(value), network(value)
-    if prefix == len(address) * 8:
-        return lambda around, flight: flight.packet.source == address
-    return lambda around, flight: flight.packet.source in net
+        return lambda around, flight: address_of(flight) == address
+    return lambda around, flight: address_of(flight) in net
 
 
 def _protocol(value: str) -> Test:
@@ -123,8 +117,8 @@ def _mark(value: str) -> Test:
 
 _PROTOCOLS = {text: each for each in addresses.Protocol for text in (each.name.lower(), str(int(each)))}
 _TESTS: Mapping[str, Callable[[str], Test]] = {
-    "-d": _to,
-    "-s": _from,
+    "-d": partial(_in_network, attrgetter("destination")),
+    "-s": partial(_in_network, attrgetter("packet.source")),
     "-p": _protocol,
     "-i": lambda value: lambda around, flight: flight.packet.origin is Origin.POD,
     "--dport": _port,
@@ -135,7 +129,7 @@ _TESTS: Mapping[str, Callable[[str], Test]] = {
     "--ctstate": _state,
     "--state": _state,
     "--mark": _mark,
-    "--vaddr": lambda value: lambda around, flight: flight.packet.destination in network(value),
+    "--vaddr": partial(_in_network, attrgetter("packet.destination")),
     "--vproto": _protocol,
     "--vport": lambda value: lambda around, flight: flight.packet.port == int(value),
     "--match-set": lambda value: lambda around, flight: around.set_mark(value, flight) is not None,
