@@ -1,5 +1,6 @@
 """Names of sets, chains, the device and marks; kube-proxy's where it has them (1.36, pkg/proxy/ipvs)."""
 
+from itertools import chain
 from typing import NamedTuple
 
 from kproxy_core.model.address import Family, Protocol
@@ -50,7 +51,7 @@ class SetKind(NamedTuple):
         return f"{self.full_name(family)} {self.type} family {inet} hashsize 1024 maxelem 65536{marks}"
 
 
-_IP_PORT = "hash:ip,port"
+_IP_PORT, _PORT = "hash:ip,port", "bitmap:port"
 
 LOOP_BACK = SetKind("LOOP-BACK", "hash:ip,port,ip")
 CLUSTER_IP = SetKind("CLUSTER-IP", _IP_PORT)
@@ -61,37 +62,31 @@ LOAD_BALANCER_LOCAL = SetKind("LOAD-BALANCER-LOCAL", _IP_PORT)
 LOAD_BALANCER_FW = SetKind("LOAD-BALANCER-FW", _IP_PORT)
 SOURCE_CIDR = SetKind("LOAD-BALANCER-SOURCE-CIDR", "hash:ip,port,net")
 SOURCE_IP = SetKind("LOAD-BALANCER-SOURCE-IP", "hash:ip,port,ip")
-NODE_PORT_TCP = SetKind("NODE-PORT-TCP", "bitmap:port")
-NODE_PORT_UDP = SetKind("NODE-PORT-UDP", "bitmap:port")
-NODE_PORT_SCTP = SetKind("NODE-PORT-SCTP-HASH", _IP_PORT)
-NODE_PORT_LOCAL_TCP = SetKind("NODE-PORT-LOCAL-TCP", "bitmap:port")
-NODE_PORT_LOCAL_UDP = SetKind("NODE-PORT-LOCAL-UDP", "bitmap:port")
-NODE_PORT_LOCAL_SCTP = SetKind("NODE-PORT-LOCAL-SCTP-HASH", _IP_PORT)
-HEALTH_CHECK = SetKind("HEALTH-CHECK-NODE-PORT", "bitmap:port")
+HEALTH_CHECK = SetKind("HEALTH-CHECK-NODE-PORT", _PORT)
 IPVS_IPS = SetKind("IPVS-IPS", "hash:ip")
 SHORT_CIRCUIT = SetKind("SHORT-CIRCUIT", _IP_PORT, marks=True)
 NO_LOCAL = SetKind("NO-LOCAL-ENDPOINT", _IP_PORT)
 
+NODE_PORT_SETS = {
+    # protocol: (all node ports, node ports with policy Local)
+    Protocol.TCP: (SetKind("NODE-PORT-TCP", _PORT), SetKind("NODE-PORT-LOCAL-TCP", _PORT)),
+    Protocol.UDP: (SetKind("NODE-PORT-UDP", _PORT), SetKind("NODE-PORT-LOCAL-UDP", _PORT)),
+    Protocol.SCTP: (
+        SetKind("NODE-PORT-SCTP-HASH", _IP_PORT), SetKind("NODE-PORT-LOCAL-SCTP-HASH", _IP_PORT)),
+}  # fmt: skip
+
 SETS = (
     LOOP_BACK, CLUSTER_IP, EXTERNAL_IP, EXTERNAL_IP_LOCAL, LOAD_BALANCER_SET, LOAD_BALANCER_LOCAL,
-    LOAD_BALANCER_FW, SOURCE_CIDR, SOURCE_IP, NODE_PORT_TCP, NODE_PORT_UDP, NODE_PORT_SCTP,
-    NODE_PORT_LOCAL_TCP, NODE_PORT_LOCAL_UDP, NODE_PORT_LOCAL_SCTP, HEALTH_CHECK, IPVS_IPS,
+    LOAD_BALANCER_FW, SOURCE_CIDR, SOURCE_IP, *chain(*NODE_PORT_SETS.values()), HEALTH_CHECK, IPVS_IPS,
     SHORT_CIRCUIT, NO_LOCAL,
 )  # fmt: skip
 
 OLDER_SETS = (
     SetKind("LOAD-BALANCER-MASQ", _IP_PORT),
-    SetKind("NODE-PORT-SCTP", "bitmap:port"),
-    SetKind("NODE-PORT-LOCAL-SCTP", "bitmap:port"),
+    SetKind("NODE-PORT-SCTP", _PORT),
+    SetKind("NODE-PORT-LOCAL-SCTP", _PORT),
 )
 """Sets of kube-proxy up to 1.9 (the first) and up to 1.14."""
-
-NODE_PORT_SETS = {
-    # protocol: (all node ports, node ports with policy Local)
-    Protocol.TCP: (NODE_PORT_TCP, NODE_PORT_LOCAL_TCP),
-    Protocol.UDP: (NODE_PORT_UDP, NODE_PORT_LOCAL_UDP),
-    Protocol.SCTP: (NODE_PORT_SCTP, NODE_PORT_LOCAL_SCTP),
-}
 
 _MARK_PREFIX = 0x6B000000
 _MARK_BITS = 0x00FFFFFF

@@ -16,7 +16,7 @@ class Settings(NamedTuple):
     exclude_cidrs: tuple[Cidr, ...] = ()
     """Networks in which other tools own the virtual servers."""
     strict_arp: bool = False
-    timeouts: tuple[int, int, int] = (0, 0, 0)
+    timeouts: tuple[int, ...] = (0, 0, 0)
     """Timeouts of IPVS connections (TCP, TCP after FIN, UDP) in whole seconds; 0 keeps the kernel's value."""
 
 
@@ -30,11 +30,7 @@ def read_settings(settings: BackendSettings) -> Settings:
         scheduler,
         read_excluded(settings),
         options.get("strictARP") is True,
-        (
-            _seconds(options.get("tcpTimeout")),
-            _seconds(options.get("tcpFinTimeout")),
-            _seconds(options.get("udpTimeout")),
-        ),
+        tuple(_seconds(options.get(name)) for name in ("tcpTimeout", "tcpFinTimeout", "udpTimeout")),
     )
 
 

@@ -12,6 +12,7 @@ server end soon after it is deleted. Therefore nothing in use may be deleted.
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from itertools import chain
 
 from kproxy_core.backend.api import Leftovers
 from kproxy_core.host import programs
@@ -41,7 +42,7 @@ _KEPT_CHAINS = frozenset({(FILTER, names.FORWARD), (FILTER, names.IPVS_FILTER)})
 """Chains that admit answers, and that protect programs on the node while the device has VIPs."""
 
 _KEPT_SETS = frozenset({
-    names.IPVS_IPS, names.SHORT_CIRCUIT, *(kind for kinds in names.NODE_PORT_SETS.values() for kind in kinds)
+    names.IPVS_IPS, names.SHORT_CIRCUIT, *chain(*names.NODE_PORT_SETS.values())
 })  # fmt: skip
 """Sets that tell our virtual servers from those of other tools."""
 

@@ -4,7 +4,7 @@
 import pytest
 from msgspec.structs import replace
 
-from kproxy_core.model.address import Family
+from kproxy_core.model.address import Family, Protocol
 from kproxy_core.model.node import LocalSource, NodeView
 from kproxy_core.testing.builders import node_view
 from kproxy_ipvs import names, skeleton
@@ -70,7 +70,7 @@ def test_entries_are_listed_as_written(family: Family) -> None:
         Element(names.LOOP_BACK, f"{address},udp:53,{address}"),
         Element(names.SOURCE_CIDR, f"{address},tcp:80,{net}"),
         Element(names.SOURCE_CIDR, f"{address},tcp:80,{address}"),
-        Element(names.NODE_PORT_TCP, "30080"),
+        Element(names.NODE_PORT_SETS[Protocol.TCP][0], "30080"),
         Element(names.IPVS_IPS, address),
         Element(names.SHORT_CIRCUIT, f"{address},tcp:80", 0x6B123456),
     ]
