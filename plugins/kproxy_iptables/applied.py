@@ -226,8 +226,6 @@ def _count(want: Wanted) -> dict[str, int]:
 
 def _is_equivalent(held: list[str] | None, rules: list[str], last: list[str]) -> bool:
     """Return whether a chain holds *rules* in any order, followed by *last*."""
-    if held is None or len(held) != len(rules) + len(last):
-        return False
-    if held[len(rules) :] != last:
+    if held is None or held[len(rules) :] != last:
         return False
     return held[: len(rules)] == rules or Counter(held[: len(rules)]) == Counter(rules)

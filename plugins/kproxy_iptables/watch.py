@@ -20,7 +20,7 @@ from kproxy_core.host.programs import OwnProcesses
 from kproxy_core.model.address import Family
 from kproxy_iptables import names
 from kproxy_iptables.skeleton import ALL_JUMPS
-from kproxy_xtables.rules import BUILT_IN_CHAINS, missing_jumps
+from kproxy_xtables.rules import BUILT_IN_CHAINS, has_rule, jumps_by_chain
 from kproxy_xtables.tables import Tables
 
 log = logging.getLogger("kproxy.iptables")
@@ -35,6 +35,7 @@ _OUR_KINDS = frozenset({
 })  # fmt: skip
 _TABLE_KINDS = (Kind.TABLE_ADDED, Kind.TABLE_DELETED)
 """The first is announced for a table that exists when its flags change, such as `dormant`."""
+_JUMPS = jumps_by_chain(ALL_JUMPS)
 
 
 class Watcher:
@@ -118,19 +119,16 @@ class Watcher:
 
 
 def _lost_canaries(tables: Tables) -> list[str]:
-    """Return the tables without a canary."""
     return [table for table in names.TABLES if not tables.has_chain(table, names.CANARY)]
 
 
 def _lost_jumps(tables: Tables) -> list[str]:
-    """Return the built-in chains that lack one of our jumps."""
-    chains = dict.fromkeys((jump.table, jump.chain) for jump in ALL_JUMPS)
-    return [f"{chain} of {table}" for table, chain in chains if _lacks_jump(tables, table, chain)]
+    return [f"{chain} of {table}" for table, chain in _JUMPS if _lacks_jump(tables, table, chain)]
 
 
 def _lacks_jump(tables: Tables, table: str, chain: str) -> bool:
-    jumps = [jump for jump in ALL_JUMPS if (jump.table, jump.chain) == (table, chain)]
-    return bool(missing_jumps(jumps, {(table, chain): tables.rules(table, chain)}))
+    held = tables.rules(table, chain)
+    return not all(has_rule(held, spec) for spec in _JUMPS.get((table, chain), ()))
 
 
 def _concerns_ours(change: Change) -> bool:

@@ -1,15 +1,16 @@
 """Removal of every trace of the mode: its chains and rules, and those of all versions of kube-proxy."""
 
-from collections.abc import Iterable
+from functools import partial
 
 from kproxy_core.backend.api import Leftovers
 from kproxy_iptables import names
-from kproxy_iptables.questions.removal import OLDER_CHAINS, is_older, plan_cleanup, plan_supersede
-from kproxy_iptables.skeleton import JUMPS
+from kproxy_iptables.questions import removal
 from kproxy_nft.table import clean_up_counts
 from kproxy_xtables.cleanup import clean_up
 from kproxy_xtables.tables import Tables
-from kproxy_xtables.variant import Variant, find_used_and_unused, find_variants
+from kproxy_xtables.variant import find_used_and_unused, find_variants
+
+_clean = partial(clean_up, "iptables", removal.plan_cleanup, counted=names.SERVICE_PREFIXES)
 
 
 def cleanup(*, dry_run: bool) -> Leftovers:
@@ -21,17 +22,11 @@ def cleanup(*, dry_run: bool) -> Leftovers:
 def supersede(*, dry_run: bool) -> Leftovers:
     """Remove the leftovers of older versions, and all rules from the variant that this node does not use."""
     used, unused = find_used_and_unused()
-    older = clean_up("iptables", plan_supersede, used, dry_run=dry_run, is_affected=_has_older)
+    older = clean_up("iptables", removal.plan_supersede, used, dry_run=dry_run, is_affected=_has_older)
     return Leftovers.merged("iptables", [older, _clean(unused, dry_run=dry_run)])
-
-
-def _clean(variants: Iterable[Variant], *, dry_run: bool) -> Leftovers:
-    return clean_up("iptables", plan_cleanup, variants, dry_run=dry_run, counted=names.SERVICE_PREFIXES)
 
 
 def _has_older(tables: Tables) -> bool:
     """Return whether older versions left anything. Reads only a few chains, because there may be many."""
-    return any(tables.has_chain(*key) for key in OLDER_CHAINS) or any(
-        is_older(key, rule)
-        for key in sorted({(jump.table, jump.chain) for jump in JUMPS}) for rule in tables.rules(*key)
-    )  # fmt: skip
+    return any(tables.has_chain(*key) for key in removal.OLDER_CHAINS) or any(
+        removal.is_older(key, rule) for key in removal.CURRENT_JUMPS for rule in tables.rules(*key))

@@ -7,11 +7,13 @@ from kproxy_iptables import names
 from kproxy_iptables.names import NAT
 from kproxy_iptables.skeleton import JUMPS
 from kproxy_xtables.removal import Removal, plan_removal
-from kproxy_xtables.rules import ChainKey, RulesByChain, has_rule, parse_jump
+from kproxy_xtables.rules import ChainKey, RulesByChain, has_rule, jumps_by_chain, parse_jump
 from kproxy_xtables.shared_chains import FIREWALL, ipset_mode_chains, is_ipset_firewall_jump
 
 OLDER_CHAINS = frozenset({(NAT, "KUBE-MARK-DROP")})
 """Chains of kube-proxy up to 1.27. Kubelet up to 1.27 has this one too, and creates it again."""
+
+CURRENT_JUMPS = jumps_by_chain(JUMPS)
 
 _IPVS_CHAINS = frozenset({(NAT, "KUBE-LOAD-BALANCER"), (NAT, "KUBE-NODE-PORT"), (NAT, "KUBE-FIRE-WALL")})
 """Chains of kube-proxy's ipvs mode that jump to shared ones."""
@@ -32,7 +34,7 @@ def plan_supersede(held: RulesByChain) -> Removal:
 
 
 def is_older(key: ChainKey, rule: str) -> bool:
-    current = [jump.spec for jump in JUMPS if (jump.table, jump.chain) == key]
+    current = CURRENT_JUMPS.get(key, ())
     return _is_own(names.OUR_CHAINS | OLDER_CHAINS, key, rule) and not has_rule(current, rule)
 
 
