@@ -84,10 +84,6 @@ def dump_servers() -> bytes:
     return _payload(_GET_SERVICE, b"")
 
 
-def get_server(key: ServerKey) -> bytes:
-    return _payload(_GET_SERVICE, _service(key))
-
-
 def dump_destinations(key: ServerKey) -> bytes:
     return _payload(_GET_DEST, _service(key))
 

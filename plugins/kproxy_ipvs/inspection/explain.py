@@ -41,10 +41,12 @@ def explain(questions: Sequence[Question], settings: Settings, *, live: bool) ->
         return [side_of(question, _written(question, settings)) for question in questions]
     family = questions[0].node.family
     with VirtualServers() as servers:
+        existing = servers.schedulings(family)
 
         def find(key: ServerKey) -> Weights | None:
-            items = servers.destinations(key) if servers.exists(key) else None
-            return None if items is None else {item.where: item.weight for item in items}
+            if key not in existing:
+                return None
+            return {item.where: item.weight for item in servers.destinations(key)}
 
         rules = Tables(family, find_variant()).chains()
         state = State(rules, sets.read(family), find, listing.read_template, device.read(family)[0])

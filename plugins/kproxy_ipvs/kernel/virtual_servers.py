@@ -86,17 +86,6 @@ class VirtualServers:
             found = map(messages.decode_server, self._dump(messages.dump_servers(), _SERVICE))
             return {key: scheduling for key, scheduling in filter(None, found) if key.family is family}
 
-    def exists(self, key: ServerKey) -> bool:
-        """Return whether the virtual server *key* exists. Raises HostError."""
-        try:
-            with self._lock:
-                self._socket.request(self._family, 0, messages.get_server(key))
-        except OSError as error:
-            if error.errno in _ABSENT:
-                return False
-            raise HostError("cannot read from IPVS", error) from error
-        return True
-
     def destinations(self, key: ServerKey) -> list[Listed]:
         """Return the real servers of *key*; none if it does not exist. Raises HostError."""
         with self._lock:
