@@ -55,7 +55,7 @@ class Difference(Struct):
     deletes: list[Element] = field(default_factory=list)
     bind: set[Address] = field(default_factory=set)
     unbind: set[Address] = field(default_factory=set)
-    wanted: dict[ServicePortKey, Wanted | None] = field(default_factory=dict)
+    wanted: dict[ServicePortKey, Wanted] = field(default_factory=dict)
 
     @property
     def operations(self) -> int:
@@ -64,7 +64,6 @@ class Difference(Struct):
 
     @property
     def counts(self) -> dict[str, int]:
-        """The number of objects of each kind that change."""
         kinds: dict[str, Collection[object]] = {
             "servers": self.servers, "deleted_servers": self.deleted, "draining": self.draining,
             "added_entries": self.adds, "deleted_entries": self.deletes,
@@ -117,10 +116,8 @@ class Applied(Struct):
         touched: dict[ServerKey, _Claims] = {}
         for key, plan in changed.items():
             old = self._wanted.get(key, _NOTHING)
-            new = _NOTHING
-            if plan is not None:
-                new = wanted(plan, style, self._mark(key, plan, style, touched))
-            difference.wanted[key] = None if plan is None else new
+            new = _NOTHING if plan is None else wanted(plan, style, self._mark(key, plan, style, touched))
+            difference.wanted[key] = new
             for server in {**old.servers, **new.servers}:
                 claims = touched.setdefault(server, dict(self._claims.get(server, {})))
                 claims.pop(key, None)
@@ -141,10 +138,9 @@ class Applied(Struct):
         return difference
 
     def acknowledge(self, difference: Difference) -> None:
-        """Record that the kernel holds *difference* now."""
         for key, new in difference.wanted.items():
             self._remove(key)
-            if new is not None:
+            if new is not _NOTHING:
                 self._put(key, new)
 
     def _put(self, key: ServicePortKey, new: Wanted) -> None:

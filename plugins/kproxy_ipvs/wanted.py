@@ -1,9 +1,6 @@
 """The kernel objects for one service plan: virtual servers, set entries, and addresses on the device.
 
-Source: kube-proxy 1.36, pkg/proxy/ipvs/proxier.go. Unlike kube-proxy's ipvs mode, policy Local means the same
-as in the other modes: without a local endpoint traffic is dropped, and this node and its pods reach every
-endpoint at an external frontend. IPVS looks up marks before addresses, so an additional virtual server with a
-mark holds all endpoints, and a set maps frontends to the mark (the short circuit).
+Source: kube-proxy 1.36, pkg/proxy/ipvs/proxier.go, except for policy Local: see the README.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,4 @@
-"""Deviations of this mode from the Service API and from other modes. Pure.
-
-Local policies are served in full, see `kproxy_ipvs.wanted`.
-"""
+"""Deviations of this mode from the Service API and from other modes. Pure."""
 
 from collections.abc import Iterator, Sequence
 

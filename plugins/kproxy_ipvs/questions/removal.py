@@ -45,11 +45,7 @@ def plan_cleanup(held: RulesByChain, kept: frozenset[ChainKey] = frozenset()) ->
     Shared chains that the iptables mode has taken over are not selected.
     """
     ours = (_OF_BOTH | _KUBE_PROXYS | _OLDER | _NEVER_KUBE_PROXYS | ipset_mode_chains(held)) - kept
-
-    def is_own(key: ChainKey, rule: str) -> bool:
-        return _jumps_to(ours, key, rule) or is_ipset_firewall_jump(key, rule)
-
-    return plan_removal(held, ours, is_own, _is_of_iptables)
+    return plan_removal(held, ours, partial(_is_own, ours), _is_of_iptables)
 
 
 def plan_kube_proxy_cleanup(held: RulesByChain) -> Removal:
@@ -59,9 +55,7 @@ def plan_kube_proxy_cleanup(held: RulesByChain) -> Removal:
     current = {(jump.table, jump.chain, jump.spec) for jump in JUMPS}
 
     def is_own(key: ChainKey, rule: str) -> bool:
-        if is_ipset_firewall_jump(key, rule):
-            return True
-        return _jumps_to(targets, key, rule) and (*key, rule) not in current
+        return _is_own(targets, key, rule) and (*key, rule) not in current
 
     return plan_removal(held, ours, is_own, _is_of_iptables)
 
@@ -69,6 +63,10 @@ def plan_kube_proxy_cleanup(held: RulesByChain) -> Removal:
 def plan_own_cleanup(held: RulesByChain) -> Removal:
     """Select the chains and rules that kube-proxy never has."""
     return plan_removal(held, _NEVER_KUBE_PROXYS, partial(_jumps_to, _NEVER_KUBE_PROXYS), _is_of_iptables)
+
+
+def _is_own(ours: Collection[ChainKey], key: ChainKey, rule: str) -> bool:
+    return _jumps_to(ours, key, rule) or is_ipset_firewall_jump(key, rule)
 
 
 def _jumps_to(chains: Collection[ChainKey], key: ChainKey, rule: str) -> bool:
