@@ -11,7 +11,6 @@ from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_ipvs import skeleton
 from kproxy_ipvs.applied import Applied, Difference, compare_all, foreign_servers
 from kproxy_ipvs.batch.rules import difference as rules_difference
 from kproxy_ipvs.batch.servers import Operation, PutDestination
@@ -20,6 +19,7 @@ from kproxy_ipvs.kernel.draining import Draining
 from kproxy_ipvs.kernel.virtual_servers import VirtualServers
 from kproxy_ipvs.names import SETS
 from kproxy_ipvs.settings import Settings
+from kproxy_ipvs.skeleton import skeleton
 from kproxy_ipvs.wanted import ServerKey, Style, make_style
 from kproxy_xtables.shared_chains import SERVICES, ipset_mode_chains
 from kproxy_xtables.tables import Tables
@@ -59,9 +59,8 @@ class FamilyState:
             return True
         if node == self._node:
             return False
-        return skeleton.rules_differ(self._node, node) or self._style != make_style(
-            node, self._settings.scheduler, self._style.elsewhere
-        )
+        style = make_style(node, self._settings.scheduler, self._style.elsewhere)
+        return style != self._style or skeleton(node) != skeleton(self._node)
 
     def change(self, node: NodeView, changed: Mapping[ServicePortKey, ServicePlan | None]) -> SyncReport:
         """Write the changed plans. O(changed). Raises HostError.
@@ -95,7 +94,7 @@ class FamilyState:
             difference = compare_all(expected, held, entries, on_device, foreign)
             self._draining.clear()
             chains = self._tables.chains()
-            text = rules_difference(chains, skeleton.skeleton(node))
+            text = rules_difference(chains, skeleton(node))
             takeover = SERVICES in chains and SERVICES not in ipset_mode_chains(chains)
             self._unusable = self._write(difference, text, takeover=takeover)
         self._applied, self._style = expected, style

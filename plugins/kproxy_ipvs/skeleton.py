@@ -23,8 +23,11 @@ JUMPS = (
 def skeleton(node: NodeView) -> dict[ChainKey, list[str]]:
     family = node.family
 
-    def match(kind: SetKind, sides: str = "dst,dst") -> str:
-        return f"-m set --match-set {kind.full_name(family)} {sides}"
+    def match(kind: SetKind, sides: str = "") -> str:
+        return f"-m set --match-set {kind.full_name(family)} {sides or kind.sides}"
+
+    def returns(*kinds: SetKind) -> list[str]:
+        return [f"{match(kind)} -j RETURN" for kind in kinds]
 
     mark, accept, masquerade = mark_rules(node)
     to_mark = f"-j {names.MARK_MASQ}"
@@ -50,15 +53,12 @@ def skeleton(node: NodeView) -> dict[ChainKey, list[str]]:
             f"{match(names.LOAD_BALANCER_SET)} -g {names.LOAD_BALANCER}",
             *_masquerade_internal(node, match(names.CLUSTER_IP)),
             f"{match(names.EXTERNAL_IP)} {to_mark}",
-            *(
-                f"{match(kind)} -j RETURN"
-                for kind in (names.CLUSTER_IP, names.EXTERNAL_IP, names.EXTERNAL_IP_LOCAL)
-            ),
+            *returns(names.CLUSTER_IP, names.EXTERNAL_IP, names.EXTERNAL_IP_LOCAL),
             f"-m addrtype --dst-type LOCAL -j {names.NODE_PORT}",
         ],
         (NAT, names.LOAD_BALANCER): [f"{match(names.LOAD_BALANCER_LOCAL)} -j RETURN", to_mark],
         (NAT, names.NODE_PORT): [
-            f"-p {protocol.name.lower()} {match(kind, kind.sides)} -j {target}"
+            f"-p {protocol.name.lower()} {match(kind)} -j {target}"
             for protocol, (every, local) in names.NODE_PORT_SETS.items()
             for kind, target in ((local, "RETURN"), (every, names.MARK_MASQ))
         ],
@@ -70,16 +70,12 @@ def skeleton(node: NodeView) -> dict[ChainKey, list[str]]:
         ],
         (NAT, names.MARK_MASQ): mark,
         (FILTER, names.FORWARD): accept,
-        (FILTER, names.NODE_PORT): [f"{match(names.HEALTH_CHECK, 'dst')} -j ACCEPT"],
+        (FILTER, names.NODE_PORT): [f"{match(names.HEALTH_CHECK)} -j ACCEPT"],
         # Packets to VIPs that are not for a frontend must not reach programs listening on all addresses.
         (FILTER, names.IPVS_FILTER): [
-            *(
-                f"{match(kind)} -j RETURN"
-                for kind in (
-                    names.LOAD_BALANCER_SET, names.CLUSTER_IP, names.EXTERNAL_IP, names.EXTERNAL_IP_LOCAL
-                )
-            ),
-            f"{match(names.HEALTH_CHECK, 'dst')} -j RETURN",
+            *returns(
+                names.LOAD_BALANCER_SET, names.CLUSTER_IP, names.EXTERNAL_IP, names.EXTERNAL_IP_LOCAL,
+                names.HEALTH_CHECK),
             no_frontend(family),
         ],
     }  # fmt: skip
@@ -88,12 +84,6 @@ def skeleton(node: NodeView) -> dict[ChainKey, list[str]]:
 def no_frontend(family: Family) -> str:
     """Return the rule that keeps packets to VIPs, which are local addresses, from programs on the node."""
     return f"{NEW_CONNECTIONS} -m set --match-set {names.IPVS_IPS.full_name(family)} dst -j {REJECT[family]}"
-
-
-def rules_differ(one: NodeView, other: NodeView) -> bool:
-    return (one.local_source, one.masquerade_all, one.masquerade_bit) != (
-        other.local_source, other.masquerade_all, other.masquerade_bit
-    )  # fmt: skip
 
 
 def _masquerade_internal(node: NodeView, match: str) -> list[str]:
