@@ -171,7 +171,11 @@ class Comparison:
                 section = result.sections[table]
                 section.chains.append(chain)
                 section.lines += [f"-A {chain} {spec}" for spec in (*rules, *last)]
-        self._kubelet_firewall(result)
+        kubelets = held.get((FILTER, names.KUBELET_FIREWALL))
+        if kubelets is None:
+            result.sections[FILTER].chains.append(names.KUBELET_FIREWALL)
+        if self._facts.localhost_node_ports and not has_rule(kubelets or (), BLOCK_LOCALNET):
+            result.sections[FILTER].lines.append(f"-A {names.KUBELET_FIREWALL} {BLOCK_LOCALNET}")
         for jump in missing_jumps(ALL_JUMPS, held):
             result.sections[jump.table].lines.append(jump.command)
         for table in names.TABLES:
@@ -179,13 +183,6 @@ class Comparison:
                 result.sections[table].chains.append(names.CANARY)
         self.operations += result.operations
         return result
-
-    def _kubelet_firewall(self, result: References) -> None:
-        held = self._observed.chains.get((FILTER, names.KUBELET_FIREWALL))
-        if held is None:
-            result.sections[FILTER].chains.append(names.KUBELET_FIREWALL)
-        if self._facts.localhost_node_ports and not has_rule(held or (), BLOCK_LOCALNET):
-            result.sections[FILTER].lines.append(f"-A {names.KUBELET_FIREWALL} {BLOCK_LOCALNET}")
 
     def acknowledged(self) -> Applied:
         """Return the state once the kernel has accepted everything."""

@@ -105,7 +105,7 @@ class IptablesBackend:
     @hookimpl
     def kproxy_measure(self) -> list[api.Measurement]:
         """Return numbers of rules, failures and lock timeouts, and packets counted by the kernel."""
-        return list(measurements(family.counts for family in self._families.values()))
+        return list(measurements(self._families.values()))
 
     @hookimpl
     def kproxy_close(self) -> None:

@@ -12,7 +12,6 @@ from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_iptables import batch
 from kproxy_iptables.applied import Applied, Comparison, Plans, count_endpoints, owner_of
-from kproxy_iptables.inspection.metrics import Counts
 from kproxy_iptables.kernel import rules
 from kproxy_iptables.kernel.accounting import ensure_counters
 from kproxy_iptables.kernel.requirements import enable_route_localnet, read_facts
@@ -31,7 +30,16 @@ class FamilyState:
 
     def __init__(self, tables: Tables, *, localhost_node_ports: bool) -> None:
         self.tables = tables
-        self.counts = Counts(tables.family)
+        self.rules: Mapping[str, int] = {}
+        """Rules in the kernel by table. Other threads read this and the next four."""
+        self.last_rules: Mapping[str, int] = {}
+        """Rules that kube-proxy would have written in the last sync, by table."""
+        self.failures = 0
+        """Failed calls of iptables-restore."""
+        self.partial_failures = 0
+        """Failed syncs of changed Services only."""
+        self.busy = 0
+        """Timeouts while waiting for the xtables lock."""
         self._localhost_node_ports = localhost_node_ports
         self._applied = Applied()
         self._facts = Facts()
@@ -59,7 +67,7 @@ class FamilyState:
             raise
         except HostError as error:
             self._node = None
-            self.counts.partial_failures += 1
+            self.partial_failures += 1
             raise TrustLost(str(error)) from error
         self._applied.acknowledge(difference)
         self._acknowledged(node, self._applied.last_rules(difference))
@@ -113,14 +121,14 @@ class FamilyState:
             try:
                 self.tables.restore(text)
             except Busy as busy:
-                self.counts.busy += 1
+                self.busy += 1
                 if number:
                     raise HostError(str(busy)) from busy
                 raise
             except RestoreFailed:
-                self.counts.failures += 1
+                self.failures += 1
                 raise
 
     def _acknowledged(self, node: NodeView, last: Mapping[str, int]) -> None:
         self._node = node
-        self.counts.rules, self.counts.last = dict(self._applied.rules), last
+        self.rules, self.last_rules = dict(self._applied.rules), last

@@ -1,11 +1,10 @@
 """Metrics of the mode, under kube-proxy's names (kube-proxy 1.36, pkg/proxy/metrics/metrics.go)."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
 
 from kproxy_core.backend.api import Measurement
-from kproxy_core.model.address import Family
 from kproxy_iptables import names
+from kproxy_iptables.family import FamilyState
 from kproxy_iptables.kernel.accounting import read_packets
 from kproxy_iptables.names import FILTER, NAT
 
@@ -22,33 +21,16 @@ _PACKETS = {
 }
 
 
-@dataclass(slots=True)
-class Counts:
-    """Rules and failures of one family. Written by one thread, read by any."""
-
-    family: Family
-    rules: Mapping[str, int] = field(default_factory=lambda: {FILTER: 0, NAT: 0})
-    """Rules in the kernel by table."""
-    last: Mapping[str, int] = field(default_factory=lambda: {FILTER: 0, NAT: 0})
-    """Rules that kube-proxy would have written in the last sync, by table."""
-    failures: int = 0
-    """Failed calls of iptables-restore."""
-    partial_failures: int = 0
-    """Failed syncs of changed Services only."""
-    busy: int = 0
-    """Timeouts while waiting for the xtables lock."""
-
-
-def measurements(counts: Iterable[Counts]) -> Iterator[Measurement]:
+def measurements(states: Iterable[FamilyState]) -> Iterator[Measurement]:
     """Yield all metrics, with the kernel's packet counters. May be called from any thread."""
-    for of in counts:
-        family = {"ip_family": of.family.label}
+    for of in states:
+        family = {"ip_family": of.tables.family.label}
         for table in (FILTER, NAT):
             labels = {"table": table, **family}
-            yield Measurement(f"{_SYNC}_total", "Rules in place", "gauge", of.rules[table], labels)
+            yield Measurement(f"{_SYNC}_total", "Rules in place", "gauge", of.rules.get(table, 0), labels)
             yield Measurement(
                 f"{_SYNC}_last", "Rules of the last sync, as kube-proxy counts them", "gauge",
-                of.last[table], labels,
+                of.last_rules.get(table, 0), labels,
             )  # fmt: skip
         for metric, about, count in (
             (f"{_SYNC}_restore_failures_total", "Failures of iptables-restore", of.failures),
