@@ -130,21 +130,15 @@ def _await_local(address: Address) -> None:
     payload = header + attribute(_RTA_DST, address)
     with doing(f"read the route to {format_address(address)}"), NetlinkSocket.open(NETLINK_ROUTE) as sock:
         for _ in range(_ROUTE_CHECKS):
-            if _is_local(sock, payload):
-                return
+            try:
+                ((data, start, _),) = sock.request(_RTM_GETROUTE, 0, payload)
+                if _RTMSG.unpack_from(data, start)[7] == _TYPE_LOCAL:
+                    return
+            except OSError as error:
+                if error.errno not in _UNREACHABLE:
+                    raise
             time.sleep(_CHECK_PERIOD)
     raise HostError(f"{format_address(address)} on {DEVICE} does not become local")
-
-
-def _is_local(sock: NetlinkSocket, request: bytes) -> bool:
-    """Return whether RTM_GETROUTE finds a local route. Raises OSError."""
-    try:
-        answers = sock.request(_RTM_GETROUTE, 0, request)
-    except OSError as error:
-        if error.errno in _UNREACHABLE:
-            return False
-        raise
-    return any(_RTMSG.unpack_from(data, start)[7] == _TYPE_LOCAL for data, start, _ in answers)
 
 
 def unbind(addresses: Collection[Address], family: Family) -> None:

@@ -24,8 +24,7 @@ def read(family: Family) -> dict[SetKind, dict[str, int]]:
     found: dict[SetKind, dict[str, int]] = {}
     with doing("read ipsets"), NetlinkSocket.open(NETLINK_NETFILTER) as sock:
         for kind in SETS:
-            entries = _read(sock, family, kind)
-            if entries is not None:
+            if (entries := _read(sock, family, kind)) is not None:
                 found[kind] = entries
     return found
 
