@@ -1,37 +1,48 @@
 """All kernel objects of one family as text: input for ipvsadm, ipset, ip and iptables-restore."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kproxy_core.backend.api import Update
 from kproxy_core.model.address import Address, Family, Protocol, format_address, format_socket
 from kproxy_ipvs import names, skeleton
-from kproxy_ipvs.applied import Applied, compare_all
+from kproxy_ipvs.applied import Applied, Difference, compare_all
 from kproxy_ipvs.batch import rules, sets
 from kproxy_ipvs.batch.servers import DeleteDestination, Operation, PutDestination, PutServer
+from kproxy_ipvs.names import SetKind
 from kproxy_ipvs.settings import Settings
 from kproxy_ipvs.wanted import HASH_FALLBACK, HASH_PORT, PERSISTENT, Scheduling, ServerKey, make_style
 from kproxy_xtables.variant import PROGRAM
 
+_CREATE_DEVICE = f"link add {names.DEVICE} type dummy\n"
 _SERVICE_OPTION = {Protocol.TCP: "-t", Protocol.UDP: "-u", Protocol.SCTP: "--sctp-service"}
 
 
 def render_text(update: Update, settings: Settings) -> str:
     """Return the objects that a full update creates in an empty kernel."""
-    node, family = update.node, update.family
-    applied = Applied.after(update.plans, make_style(node, settings.scheduler))
+    applied = Applied.after(update.plans, make_style(update.node, settings.scheduler))
     difference = compare_all(applied, {}, {}, (), ())
-    return "".join([
-        "# ipvsadm --restore\n", servers_text(difference.servers),
-        "# ipset restore\n", sets.render(family, names.SETS, sorted(difference.adds)),
-        "# ip -batch\n", CREATE_DEVICE, addresses_text("add", difference.bind, family),
-        f"# {PROGRAM[family]}-restore --noflush\n", rules.difference({}, skeleton.skeleton(node)),
-    ])  # fmt: skip
+    text = rules.difference({}, skeleton.skeleton(update.node))
+    return difference_text(update.family, difference, names.SETS, text, no_device=True)
 
 
-CREATE_DEVICE = f"link add {names.DEVICE} type dummy\n"
+def difference_text(
+    family: Family, difference: Difference, missing: Sequence[SetKind], rules_text: str, *, no_device: bool
+) -> str:
+    """Return the operations in the order of a sync."""
+    parts = [
+        ("ipset restore", sets.render(family, missing, sorted(difference.adds))),
+        (f"{PROGRAM[family]}-restore --noflush", rules_text),
+        ("ipvsadm --restore", _servers(difference.servers)),
+        ("ip -batch", _CREATE_DEVICE * no_device + _addresses("add", difference.bind, family)),
+        ("ipvsadm --restore", _servers(difference.deleted)),
+        ("ip -batch", _addresses("del", difference.unbind, family)),
+        ("ipset restore", "".join(
+            f"del {kind.full_name(family)} {entry}\n" for kind, entry, _ in sorted(difference.deletes))),
+    ]  # fmt: skip
+    return "".join(f"# {program}\n{text}" for program, text in parts if text)
 
 
-def addresses_text(command: str, addresses: Iterable[Address], family: Family) -> str:
+def _addresses(command: str, addresses: Iterable[Address], family: Family) -> str:
     """Return the lines that ``add`` or ``del`` addresses of the device."""
     return "".join(
         f"address {command} {format_address(address)}/{family.bits} dev {names.DEVICE}\n"
@@ -39,7 +50,7 @@ def addresses_text(command: str, addresses: Iterable[Address], family: Family) -
     )
 
 
-def servers_text(operations: Iterable[Operation]) -> str:
+def _servers(operations: Iterable[Operation]) -> str:
     """Return the input of ``ipvsadm --restore``."""
     return "".join(map(_server, operations))
 
