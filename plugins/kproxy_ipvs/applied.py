@@ -1,8 +1,9 @@
 """The state that the kernel has acknowledged for one family, and the difference to the wanted state."""
 
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
+from itertools import count
 from typing import NamedTuple, TypeVar
 
 from msgspec import Struct, field
@@ -160,7 +161,7 @@ class Applied(Struct):
         _release(self._addresses, old.addresses)
 
     def _mark(
-        self, key: ServicePortKey, plan: ServicePlan, style: Style, touched: Mapping[ServerKey, _Claims],
+        self, key: ServicePortKey, plan: ServicePlan, style: Style, touched: dict[ServerKey, _Claims],
         before: "Applied | None" = None,
     ) -> int:
         """Return a mark that no other service port has, mostly the same after a restart; 0 if none is needed.
@@ -173,13 +174,9 @@ class Applied(Struct):
         mark = earlier._wanted.get(key, _NOTHING).mark
         if mark and names.is_own_mark(mark, style.masquerade_bit):
             return mark
-        number = _number(str(key), key.protocol)
-        while True:
-            mark = names.mark(number, style.masquerade_bit)
-            server = ServerKey.marked(style.family, mark)
-            if not any(server in taken for taken in (self._claims, touched, earlier._claims)):
-                return mark
-            number += 1
+        marks = (names.mark(n, style.masquerade_bit) for n in count(_number(str(key), key.protocol)))
+        taken = ChainMap(self._claims, touched, earlier._claims)
+        return next(mark for mark in marks if ServerKey.marked(style.family, mark) not in taken)
 
 
 def compare_all(

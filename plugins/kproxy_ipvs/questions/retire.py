@@ -198,12 +198,10 @@ def judge(
 
 def count_untranslated(flows: Iterable[Flow]) -> Counter[Translation]:
     """Count those UDP *flows* that no other mode's rules translate."""
-    found: Counter[Translation] = Counter()
-    for flow in flows:
-        if not flow.translated:
-            address, port = flow.destination
-            found[Translation(Frontend(address, Protocol.UDP, port), Destination(*flow.answered_by))] += 1
-    return found
+    return Counter(
+        Translation(Frontend(address, Protocol.UDP, port), Destination(*answered_by))
+        for _, (address, port), answered_by, translated in flows if not translated
+    )  # fmt: skip
 
 
 def frontends(key: ServerKey, marked: Frontends) -> Collection[Frontend]:
