@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from kproxy_core.plan.service_plan import Frontend
 from kproxy_iptables.names import EXTERNAL_SERVICES, FILTER, NAT, NODE_PORTS, SERVICES
 from kproxy_iptables.skeleton import JUMPS, Facts, constant_rules
 from kproxy_iptables.wanted import make_style, wanted
-from kproxy_xtables.rules import ChainKey, jumps_by_chain
+from kproxy_xtables.rules import ChainKey, RulesByChain, jumps_by_chain
 from kproxy_xtables.semantics import Flight
 from kproxy_xtables.tables import Tables, Unusable
 from kproxy_xtables.walk import Ruleset, Walk
@@ -29,10 +29,8 @@ def explain(questions: Sequence[Question], tables: Tables | None) -> list[Kernel
     """Return the way of each packet in *tables*; None: as a sync would write them. Raises HostError."""
     if tables is None:
         return [_side(question, _Rules(_written(question))) for question in questions]
-    ruleset: Ruleset
     if tables.variant.nft and len(questions) <= _FEW:
-        ruleset = on_demand = _OnDemand(tables)
-        on_demand.read_ahead(key for question in questions for key in _written(question))
+        ruleset: Ruleset = _OnDemand(tables, (key for question in questions for key in _written(question)))
     else:
         ruleset = _Rules(tables.chains(), for_many=True)
     return [_side(question, ruleset) for question in questions]
@@ -73,17 +71,15 @@ class _Rules(Ruleset):
 class _OnDemand(_Rules):
     """Chains that are read when a packet meets them; after many, all are read at once."""
 
-    def __init__(self, tables: Tables) -> None:
+    def __init__(self, tables: Tables, ahead: Iterable[ChainKey] = ()) -> None:
+        """Read the chains *ahead*, and at the same time the longest one, which takes as long as 30 others."""
+        from concurrent.futures import ThreadPoolExecutor
+
         super().__init__({})
         self._tables = tables
         self._read: dict[ChainKey, Sequence[str]] = {}
-        self._all: Mapping[ChainKey, Sequence[str]] | None = None
-
-    def read_ahead(self, chains: Iterable[ChainKey]) -> None:
-        """Read *chains*, and at the same time the longest one, which takes as long as 30 others."""
-        from concurrent.futures import ThreadPoolExecutor
-
-        wanted = list(dict.fromkeys([(NAT, SERVICES), *chains]))
+        self._all: RulesByChain | None = None
+        wanted = list(dict.fromkeys([(NAT, SERVICES), *ahead]))
         if len(wanted) <= _MOST_READ:
             with ThreadPoolExecutor(2) as pool:
                 self._read = dict(zip(wanted, pool.map(lambda key: self._one(*key), wanted), strict=True))
