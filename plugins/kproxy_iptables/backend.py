@@ -30,9 +30,8 @@ class IptablesBackend:
     """Programs kube-proxy's chains and rules; see `kproxy_core.backend.hookspecs` for the contract."""
 
     def __init__(self, settings: api.BackendSettings) -> None:
-        self._served = settings.families
+        self._given = settings
         self._settings = read_settings(settings)
-        self._counted = settings.count_traffic
         self._own = OwnProcesses()
         self._families: dict[Family, FamilyState] = {}
         """Empty until the variant of iptables has been chosen."""
@@ -44,8 +43,8 @@ class IptablesBackend:
     @hookimpl
     def kproxy_begin(self) -> bool:
         """Choose a variant of iptables. Raises Unsupported, or SyncFailed while its lock is held."""
-        found = open_tables(self._served, self._own)
-        if not self._counted:
+        found = open_tables(self._given.families, self._own)
+        if not self._given.count_traffic:
             clean_up_counts("iptables", dry_run=False)  # An earlier process may have counted.
         variant = str(next(iter(found.values())).variant)
         log.info("iptables variant chosen", extra={"fields": {"variant": variant}})
@@ -61,7 +60,7 @@ class IptablesBackend:
             self.kproxy_begin()
         family = self._families[update.family]
         try:
-            with self._counting.during(update) if self._counted else nullcontext():
+            with self._counting.during(update) if self._given.count_traffic else nullcontext():
                 report = sync_family(family, update)
         except HostError as error:
             raise SyncFailed(str(error)) from error

@@ -38,7 +38,7 @@ class IpvsBackend:
         self._settings = read_settings(settings)
         self._counting = Counting(ipvs=True)
         self._servers: VirtualServers | None = None
-        self._families: dict[str, FamilyState] = {}
+        self._families: dict[Family, FamilyState] = {}
         self._watch: DeviceWatch | None = None
 
     @hookimpl
@@ -70,7 +70,7 @@ class IpvsBackend:
         if not self._given.count_traffic:
             clean_up_counts("ipvs", dry_run=False, ipvs=True)  # An earlier process may have counted.
         self._families = {
-            family.label: FamilyState(family, self._settings, servers, of_family)
+            family: FamilyState(family, self._settings, servers, of_family)
             for family, of_family in tables.items()
         }
         self._servers = servers
@@ -81,7 +81,7 @@ class IpvsBackend:
         """Bring one family to *update*. Raises Unsupported at the first call, or SyncFailed."""
         if self._servers is None:
             self.kproxy_begin()
-        state = self._families[update.family.label]
+        state = self._families[update.family]
         try:
             if update.scope is api.Scope.RESYNC:
                 requirements.ensure_settings(self._settings)
@@ -126,7 +126,7 @@ class IpvsBackend:
         return [
             api.Measurement(
                 "kubeproxy_sync_proxy_rules_iptables_restore_failures_total", "Failures of iptables-restore",
-                "counter", state.restore_failures, {"ip_family": family},
+                "counter", state.restore_failures, {"ip_family": family.label},
             )
             for family, state in self._families.items()
         ]  # fmt: skip
