@@ -4,12 +4,11 @@ In built-in chains, only rules that lead to other chains are followed: what othe
 """
 
 import re
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 from kproxy_core.backend.api import KernelObject
-from kproxy_core.model.address import Address, Cidr, format_address
+from kproxy_core.model.address import Address, format_address
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.node import NodeView
 from kproxy_core.plan.fate import Outcome
@@ -27,7 +26,7 @@ class Ruleset:
         """*for_many*: many packets will be followed."""
         self._chains = chains
         self._indexes: dict[ChainKey, dict[str, list[int]]] = {}
-        self._scopes: dict[Sequence[ChainKey], _Scope | None] = {}
+        self._likenesses: dict[Sequence[ChainKey], Callable[[Flight], object] | None] = {}
         self.known: dict[object, tuple[Outcome | None, bool, Objects]] | None = {} if for_many else None
         """Results of `Walk.onward` and the objects met, by `likeness`."""
 
@@ -50,19 +49,12 @@ class Ruleset:
 
         Except by whether the destination is this node. None: every flight may be a case of its own.
         """
-        if chains not in self._scopes:
-            self._scopes[chains] = self._scope(chains)
-        scope = self._scopes[chains]
-        if scope is None:
-            return None
-        (origin, source, _, protocol, _), to, port, *state = flight
-        return (
-            chains, origin, source, protocol, *state,
-            to if to in scope.addresses else None, port if port in scope.ports else None,
-            *[to in net for net in scope.networks],
-        )  # fmt: skip
+        if chains not in self._likenesses:
+            self._likenesses[chains] = self._likeness(chains)
+        likeness = self._likenesses[chains]
+        return likeness(flight) if likeness is not None else None
 
-    def _scope(self, chains: Iterable[ChainKey]) -> "_Scope | None":
+    def _likeness(self, chains: Sequence[ChainKey]) -> Callable[[Flight], object] | None:
         reached = list(chains)
         values = set[tuple[str, str]]()
         for table, chain in reached:
@@ -75,8 +67,18 @@ class Ruleset:
                     reached.append((table, rule.target))
         networks = {network(value) for name, value in values if name == "-d"}
         single = {net for net in networks if net.prefix == len(net.network) * 8}
-        ports = frozenset(int(value) for name, value in values if name == "--dport")
-        return _Scope(frozenset(net.network for net in single), ports, tuple(networks - single))
+        addresses, wider = {net.network for net in single}, tuple(networks - single)
+        ports = {int(value) for name, value in values if name == "--dport"}
+
+        def likeness(flight: Flight) -> object:
+            (origin, source, _, protocol, _), to, port, *state = flight
+            return (
+                chains, origin, source, protocol, *state,
+                to if to in addresses else None, port if port in ports else None,
+                *[to in net for net in wider],
+            )  # fmt: skip
+
+        return likeness
 
     def in_set(self, name: str, sides: Sequence[str], packet: Flight) -> int | None:
         """Return the mark of the entry for *packet* in an ipset, 0 without marks; None: it has no entry."""
@@ -85,14 +87,6 @@ class Ruleset:
     def is_recent(self, name: str, source: Address) -> bool:
         """Return whether the list *name* of the match ``recent`` holds *source*."""
         return False
-
-
-class _Scope(NamedTuple):
-    """Everything about a destination that some rules distinguish."""
-
-    addresses: frozenset[Address]
-    ports: frozenset[int]
-    networks: tuple[Cidr, ...]
 
 
 class Walk:
@@ -116,7 +110,6 @@ class Walk:
         """A rule that is not understood; "": none."""
 
     def through(self, table: str, chain: str, flight: Flight) -> list[Branch]:
-        """Return each way through the rules of a chain."""
         return self._rules(table, chain, self._ruleset.relevant(table, chain, flight), flight)
 
     def onward(self, chains: Sequence[ChainKey], flight: Flight) -> tuple[Outcome | None, bool]:
