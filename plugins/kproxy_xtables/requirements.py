@@ -102,17 +102,12 @@ def try_rules(
             f"{tables.family.label}: {name} table", _table_modules(name, tables),
             _adding(tables, name, "-j RETURN"))  # fmt: skip
     for feature in features:
-        yield _try_feature(feature, tables, attempts)
-
-
-def _try_feature(feature: Feature, tables: Tables, attempts: Attempts) -> Requirement:
-    family = tables.family
-    own = [module.format(p=family.ip) for module in feature.modules]
-    compatible = ("nft_compat",) if tables.variant.nft and feature.modules else ()
-    rule = feature.spec.format(address=_ADDRESS[family])
-    return attempts.attempt(
-        f"{family.label}: {feature.what}", own, _adding(tables, feature.table, rule),
-        rests_on=(*_table_modules(feature.table, tables), *compatible))  # fmt: skip
+        own = [module.format(p=tables.family.ip) for module in feature.modules]
+        compatible = ("nft_compat",) if tables.variant.nft and own else ()
+        rule = feature.spec.format(address=_ADDRESS[tables.family])
+        yield attempts.attempt(
+            f"{tables.family.label}: {feature.what}", own, _adding(tables, feature.table, rule),
+            rests_on=(*_table_modules(feature.table, tables), *compatible))  # fmt: skip
 
 
 def _table_modules(name: str, tables: Tables) -> tuple[str, ...]:
