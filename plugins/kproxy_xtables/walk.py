@@ -154,10 +154,7 @@ class Walk:
         return source in self._bridged
 
     def set_mark(self, value: str, flight: Flight) -> int | None:
-        """Return the mark of a packet's entry in an ipset, 0 without marks; None: it has no entry.
-
-        *value*: the set's name, and the sides of the packet that are compared.
-        """
+        """Ask `Ruleset.in_set`. *value*: the set's name, and the sides of the packet that are compared."""
         name, sides = value.split()
         found = self._ruleset.in_set(name, sides.split(","), flight)
         if found is not None:
