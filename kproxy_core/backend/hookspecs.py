@@ -6,8 +6,6 @@ implements the remaining hooks. Observers may wrap any hook (``@hookimpl(wrapper
 may leave out arguments that it does not use.
 """
 
-# mypy: disable-error-code="empty-body"
-
 from collections.abc import Sequence
 
 import pluggy
@@ -28,6 +26,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 @hookspec
 def kproxy_describe() -> api.Description:
     """Describe the mode that this plugin provides. Import nothing heavy and leave the kernel alone."""
+    raise NotImplementedError
 
 
 @hookspec
@@ -42,6 +41,7 @@ def kproxy_detect(
     processes that use their features: without *load_modules*, try nothing that has this effect. Raises
     InvalidOption as `kproxy_make_backend` does.
     """
+    raise NotImplementedError
 
 
 @hookspec
@@ -51,6 +51,7 @@ def kproxy_cleanup(settings: api.BackendSettings, dry_run: bool, own_only: bool)
     Idempotent. Covers kube-proxy's traces of the same mode, too, but with *own_only* leaves everything that a
     running kube-proxy of any mode may use. Report failures in `Leftovers.errors` instead of raising them.
     """
+    raise NotImplementedError
 
 
 @hookspec
@@ -61,6 +62,7 @@ def kproxy_retire(settings: api.BackendSettings) -> api.Leftovers:
     in their own process. Called every few seconds while `Leftovers.is_needed`; `kproxy_close` and
     `kproxy_cleanup` follow. Errors as in `kproxy_cleanup`.
     """
+    raise NotImplementedError
 
 
 @hookspec
@@ -69,6 +71,7 @@ def kproxy_caveats(update: api.Update, settings: api.BackendSettings) -> Sequenc
 
     Optional. Pure: decides from the arguments alone, never from the kernel.
     """
+    raise NotImplementedError
 
 
 @hookspec
@@ -78,6 +81,7 @@ def kproxy_supersede(dry_run: bool) -> api.Leftovers:
     Optional. Called once when this mode serves, and again if it is to serve while it is still retiring. May
     run concurrently with syncs. Errors as in `kproxy_cleanup`.
     """
+    raise NotImplementedError
 
 
 @hookspec
@@ -96,6 +100,7 @@ def kproxy_dialled(protocol: Protocol, source: Destination, endpoint: Destinatio
     Optional, for modes that send sockets to an *endpoint* before their first packet; serves ``kproxy trace``.
     Called while the connection is new, in another process than the one that serves. Raises HostError.
     """
+    raise NotImplementedError
 
 
 @hookspec(firstresult=True)
@@ -116,6 +121,7 @@ def kproxy_begin() -> bool:
     work. Raises Unsupported if it cannot, and another mode may be chosen; raises SyncFailed for a problem
     that may pass.
     """
+    raise NotImplementedError
 
 
 @hookspec(firstresult=True)
@@ -125,6 +131,7 @@ def kproxy_sync(update: api.Update) -> api.SyncReport:
     Called from one thread, once per family and batch. A failed call has remembered nothing. Raises
     SyncFailed, or TrustLost to be called again with `Scope.RESYNC`.
     """
+    raise NotImplementedError
 
 
 @hookspec(firstresult=True)
@@ -135,11 +142,13 @@ def kproxy_relays(family: Family, key: ServicePortKey) -> frozenset[int]:
     the relay learns of that and an answer may be under way. Called after each sync that changed the service
     port.
     """
+    raise NotImplementedError
 
 
 @hookspec(firstresult=True)
 def kproxy_render(update: api.Update) -> str:
     """Return the complete rules for *update* as the mechanism's text. Needs no kernel and no privileges."""
+    raise NotImplementedError
 
 
 @hookspec(firstresult=True)
@@ -149,6 +158,7 @@ def kproxy_preview(update: api.Update) -> api.Preview:
     Optional; serves ``kproxy plan`` and ``kproxy switch --check``. Reads the kernel and changes nothing.
     Called as `kproxy_explain`, also where another mode serves. Raises BackendError or HostError.
     """
+    raise NotImplementedError
 
 
 @hookspec(firstresult=True)
@@ -159,6 +169,7 @@ def kproxy_explain(questions: Sequence[api.Question], live: bool) -> Sequence[ap
     which needs no privileges. Changes nothing. Called from a different thread than the other hooks, while
     syncs run: use sockets of its own. All questions are about one family. Raises BackendError or HostError.
     """
+    raise NotImplementedError
 
 
 @hookspec(firstresult=True)
@@ -167,6 +178,7 @@ def kproxy_frontends(family: Family) -> Sequence[Frontend]:
 
     Optional; serves ``kproxy diff``. Called as `kproxy_explain`. Raises BackendError or HostError.
     """
+    raise NotImplementedError
 
 
 @hookspec(firstresult=True)
@@ -178,6 +190,7 @@ def kproxy_traffic(family: Family) -> Sequence[api.Connections]:
     90 minutes after its last connection: after an hour, that of an hourly client would begin again at the
     same number. Called as `kproxy_explain`. Raises BackendError or HostError.
     """
+    raise NotImplementedError
 
 
 @hookspec(firstresult=True)
@@ -187,6 +200,7 @@ def kproxy_watch(damaged: api.Damage) -> bool:
     Called once, after the first successful sync. Return True if changes will be noticed; False if they cannot
     be, so that the core must look for them in periodic full syncs.
     """
+    raise NotImplementedError
 
 
 @hookspec
@@ -195,6 +209,7 @@ def kproxy_measure() -> Sequence[api.Measurement]:
 
     Called at each scrape, from a different thread than the other hooks. Must not raise.
     """
+    raise NotImplementedError
 
 
 @hookspec(firstresult=True)
