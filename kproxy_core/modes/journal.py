@@ -11,7 +11,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from msgspec import Struct, json
+from msgspec import MsgspecError, Struct, json
 
 from kproxy_core.host.files.private import read_private, replace_private
 from kproxy_core.host.namespaces import namespace_name
@@ -59,7 +59,7 @@ class Journal:
             return json.decode(read_private(self._path, _MOST_BYTES), type=Entry)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError, MsgspecError, RecursionError) as error:
             if not _belongs_to_another_user(error):
                 log.warning("ignoring unusable journal of mode switches", extra={
                     "fields": {"file": str(self._path), "error": repr(error)}})

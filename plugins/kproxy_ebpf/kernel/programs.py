@@ -118,7 +118,7 @@ class Compilation:
             if self._cached.stat().st_uid != os.geteuid():
                 return None
             return msgspec.json.decode(self._cached.read_bytes(), type=Compiled)
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, ValueError, msgspec.MsgspecError):
             return None
 
     def _write(self, out: bytes) -> None:

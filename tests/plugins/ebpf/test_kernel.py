@@ -409,9 +409,10 @@ def test_a_cached_result_needs_no_compiler(tmp_path: Path, compiled: Compiled) -
     assert again.result() == compiled
 
 
-def test_a_damaged_cache_is_compiled_again(tmp_path: Path, compiled: Compiled) -> None:
+@pytest.mark.parametrize("content", [b"{}", b"[", b'[{"\xff": []}, {}]'], ids=repr)
+def test_a_damaged_cache_is_compiled_again(tmp_path: Path, compiled: Compiled, content: bytes) -> None:
     Compilation(str(tmp_path)).result()
-    next(tmp_path.iterdir()).write_bytes(b"{}")
+    next(tmp_path.iterdir()).write_bytes(content)
     assert Compilation(str(tmp_path)).result() == compiled
 
 
