@@ -106,7 +106,10 @@ class Node:
         until(lambda: self._behind(key) == set(endpoints))
 
     def _behind(self, frontend: bytes) -> set[str]:
-        """Return the addresses to which the maps lead from a frontend."""
+        """Return the addresses to which the maps lead from a frontend, "" where rules decide.
+
+        An endpoint that is removed leaves its slot before the rules and the frontend change.
+        """
         contents = {}
         for name in (names.FRONTENDS, names.SLOTS):
             (path,) = self.pins.glob(f"*/maps-*/{name}")
@@ -118,8 +121,8 @@ class Node:
         service = parse_service(contents[names.FRONTENDS][frontend])
         slots = [slot_key(service.identity, index) for index in range(service.endpoints)]
         values = [contents[names.SLOTS].get(slot) for slot in slots]
-        addresses = [IPv6Address(value[:16]) for value in values if value is not None]
-        return {str(address.ipv4_mapped or address) for address in addresses}
+        addresses = [value and IPv6Address(value[:16]) for value in values]
+        return {str(address.ipv4_mapped or address) if address else "" for address in addresses}
 
     def _write(self, name: str, content: Json) -> None:
         scratch = self._directory / "scratch"
