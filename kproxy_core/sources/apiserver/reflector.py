@@ -44,6 +44,10 @@ PAGE_BYTES = 4 << 20
 MAX_LIST = 4 << 30
 """Limit in bytes for all pages of one list."""
 
+FIRST_BATCH = 10_000
+"""Events of the first list that are delivered at a time. Nothing is served until it has ended, and each batch
+wakes the loop, which then contends for the interpreter with the threads that receive."""
+
 RELIST_SPREAD = 1.0
 """Seconds over which the nodes of a cluster list again, by chance, after their server lost the history: all
 watches of a server that restarts break at once."""
@@ -265,22 +269,25 @@ class Reflector:
         self._trouble.recovered(self._resource.plural)
         decoder = self._decoder(response.is_protobuf)
         stream = Frames() if response.is_protobuf else Lines()
-        while True:
-            if self._phase is Phase.FOLLOWING:
-                self._requests.allow_silence(WATCH_SILENCE)
-            data = response.read()
-            if not data:
-                return
-            self._conduct.silences = 0
-            events: list[Event] = []
-            try:
+        events: list[Event] = []
+        try:
+            while True:
+                if self._phase is Phase.FOLLOWING:
+                    self._requests.allow_silence(WATCH_SILENCE)
+                data = response.read()
+                if not data:
+                    return
+                self._conduct.silences = 0
                 for encoded in stream.feed(data):
                     if encoded is None:
                         events.append(self._bad_event(f"longer than {MAX_LINE} bytes"))
                     else:
                         self._take_event(decoder, encoded, events)
-            finally:
-                self._deliver(events)
+                if self._replica.is_complete or len(events) >= FIRST_BATCH:
+                    batch, events = events, []
+                    self._deliver(batch)
+        finally:
+            self._deliver(events)
 
     def _decoder(self, is_protobuf: bool) -> Decoder[Any]:
         return self._resource.protobuf if is_protobuf else self._resource

@@ -19,7 +19,8 @@ class Replica:
         self._known: set[Name] = set()
         self._unseen: set[Name] | None = None
         """Objects not listed yet; None: no listing is under way."""
-        self._complete = False
+        self.is_complete = False
+        """Everything has been listed once, or never will be."""
 
     @property
     def is_listing(self) -> bool:
@@ -54,7 +55,7 @@ class Replica:
 
     def complete(self) -> list[Event]:
         """Return `Complete`, the first time."""
-        if self._complete:
+        if self.is_complete:
             return []
-        self._complete = True
+        self.is_complete = True
         return [Complete(self._resource.plural)]
