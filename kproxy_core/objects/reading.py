@@ -25,6 +25,8 @@ PROTOCOLS: dict[str | None, Protocol] = {None: Protocol.TCP, "": Protocol.TCP} |
 
 _FEW_PORTS = 16
 _SPECIAL_FIRST_OCTETS = frozenset({0, 127, *range(224, 240)})
+SPECIAL_FIRST_BYTES = _SPECIAL_FIRST_OCTETS | {255}
+"""The first bytes of all addresses that `is_special` finds, and of some others."""
 _LABEL = r"[a-z0-9][-a-z0-9]{0,62}(?<!-)"
 is_label = re.compile(_LABEL).fullmatch
 _is_subdomain = re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(?:\.{_LABEL})*").fullmatch

@@ -3,10 +3,10 @@
 As kube-proxy 1.36, pkg/proxy/endpointslicecache.go. Absent fields get the API server's defaults.
 """
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from functools import lru_cache
+from sys import intern
 
 from msgspec import UNSET
 
@@ -33,7 +33,7 @@ def read_slice(obj: wire.EndpointSlice) -> reading.Reading[SliceSet | SliceGone]
 
 
 def _slice_name(namespace: str, name: str | None) -> SliceName:
-    return SliceName(namespace, reading.checked_subdomain(name, "metadata.name"))
+    return _new(SliceName, (namespace, reading.checked_subdomain(name, "metadata.name")))
 
 
 def _value(
@@ -62,7 +62,7 @@ def _value(
     stamp = meta.annotations.trigger_time if meta.annotations else None
     piece = EndpointSlice(
         name,
-        ServiceName(name.namespace, sys.intern(service)),
+        _new(ServiceName, (name.namespace, intern(service))),
         family,
         read_ports(ports, "ports", found),
         _endpoints(endpoints, family, found),
@@ -88,7 +88,7 @@ def read_ports(ports: Sequence[wire.SlicePort], path: str, found: reading.Findin
         elif name and not reading.is_label(name):
             found.add(f"{path}[{i}].name", f"{reading.quoted(name)} is not a DNS label")
         else:
-            kept.append(SlicePort(sys.intern(name), protocol, port.port))
+            kept.append(SlicePort(intern(name), protocol, port.port))
     return tuple(kept)
 
 
@@ -96,42 +96,51 @@ def _endpoints(
     endpoints: Sequence[wire.Endpoint | Endpoint], family: Family, found: reading.Findings
 ) -> tuple[Endpoint, ...]:
     size = family.size
-    kept = []
-    for i, entry in enumerate(endpoints):
-        read = entry if isinstance(entry, Endpoint) else read_endpoint(entry)
-        if read is not None and len(read.address) == size:
-            kept.append(read)
-        elif (text := _first_address(entry)) is not None:
-            found.add(f"endpoints[{i}].addresses[0]",
-                      f"{reading.quoted(text)} is not a usable {family.label} address")
-    return tuple(kept)
+    read = read_endpoints(endpoints)
+    kept = tuple([endpoint for endpoint in read if endpoint is not None and len(endpoint.address) == size])
+    if len(kept) < len(read):
+        for i, (entry, endpoint) in enumerate(zip(endpoints, read, strict=True)):
+            if endpoint is None or len(endpoint.address) != size:
+                _report(entry, f"endpoints[{i}].addresses[0]", family, found)
+    return kept
 
 
-def _first_address(entry: wire.Endpoint | Endpoint) -> str | None:
-    """Return the address that counts: the API defines no meaning for further ones."""
+def _report(entry: wire.Endpoint | Endpoint, path: str, family: Family, found: reading.Findings) -> None:
+    """Report the address of an endpoint that cannot be used: the first, as the API defines no others."""
     if isinstance(entry, Endpoint):
-        return format_address(entry.address)
-    return entry.addresses[0] if entry.addresses else None
+        text = format_address(entry.address)
+    elif entry.addresses:
+        text = entry.addresses[0]
+    else:
+        return
+    found.add(path, f"{reading.quoted(text)} is not a usable {family.label} address")
 
 
-def read_endpoint(entry: wire.Endpoint) -> Endpoint | None:
-    """Read *entry*; None if it has no address that traffic can be sent to."""
-    if not entry.addresses:
-        return None
-    try:
-        address = parse_address(entry.addresses[0])
-    except ValueError:
-        return None
-    if reading.is_special(address):
-        return None
-    is_ = entry.conditions or _NO_CONDITIONS
-    zones = nodes = _NOWHERE
-    if entry.hints is not None:
-        zones, nodes = _hinted(entry.hints.for_zones), _hinted(entry.hints.for_nodes)
-    # Half the time of Endpoint(...), whose constructor is a Python function: most objects are endpoints.
-    return _new(Endpoint, (
-        address, sys.intern(entry.node_name or ""),
-        is_.ready is not False, is_.serving is not False, is_.terminating is True, zones, nodes))
+def read_endpoints(entries: Iterable[wire.Endpoint | Endpoint]) -> list[Endpoint | None]:
+    """Read *entries*; None for one without an address that traffic can be sent to.
+
+    One loop, and no call of a constructor that is a Python function: most objects are endpoints.
+    """
+    found: list[Endpoint | None] = []
+    for entry in entries:
+        if isinstance(entry, Endpoint):
+            found.append(entry)
+            continue
+        try:
+            address = parse_address(entry.addresses[0]) if entry.addresses else None
+        except ValueError:
+            address = None
+        if address is None or (address[0] in reading.SPECIAL_FIRST_BYTES and reading.is_special(address)):
+            found.append(None)
+            continue
+        is_ = entry.conditions or _NO_CONDITIONS
+        zones = nodes = _NOWHERE
+        if entry.hints is not None:
+            zones, nodes = _hinted(entry.hints.for_zones), _hinted(entry.hints.for_nodes)
+        found.append(_new(Endpoint, (
+            address, intern(entry.node_name or ""),
+            is_.ready is not False, is_.serving is not False, is_.terminating is True, zones, nodes)))
+    return found
 
 
 _NO_CONDITIONS = wire.Conditions()
@@ -144,7 +153,7 @@ def _hinted(hints: list[wire.Hint] | None) -> frozenset[str]:
 
 @lru_cache(maxsize=1024)
 def _shared_names(names: tuple[str, ...]) -> frozenset[str]:
-    return frozenset(map(sys.intern, names))
+    return frozenset(map(intern, names))
 
 
 def read_trigger_time(stamp: str, found: reading.Findings) -> float | None:

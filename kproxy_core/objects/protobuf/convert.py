@@ -13,7 +13,7 @@ from msgspec import UNSET
 from kproxy_core.model.endpoint import Endpoint
 from kproxy_core.objects import wire
 from kproxy_core.objects.protobuf.schema import parser
-from kproxy_core.objects.slice import read_endpoint
+from kproxy_core.objects.slice import read_endpoints
 
 T = TypeVar("T")
 
@@ -119,7 +119,8 @@ def _endpoint(raw: bytes) -> wire.Endpoint | Endpoint:
     hints = message.hints
     found = wire.Endpoint(message.addresses, _conditions(message.conditions), message.node_name,
                           _hints(hints) if hints else None)
-    return read_endpoint(found) or found  # which the reader of the slice reports
+    (read,) = read_endpoints((found,))
+    return read or found  # which the reader of the slice reports
 
 
 @_shared(256, 1024)
