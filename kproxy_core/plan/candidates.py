@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
 
-from kproxy_core.model.address import format_socket
 from kproxy_core.model.endpoint import Candidate, Destination, EndpointSlice, Row
 from kproxy_core.model.service import PortSpec
 
@@ -48,10 +47,10 @@ def _remembered(piece: EndpointSlice, port: PortSpec) -> list[Row]:
 def _rows(piece: EndpointSlice, port: PortSpec) -> list[Row]:
     """Return the endpoints of *piece* for *port*, sorted; equal addresses in the order of the slice."""
     numbers = [p.port for p in piece.ports if p.name == port.name and p.protocol is port.protocol]
+    host = piece.family.format_host
     # This takes half the time of Destination(...), whose constructor is a Python function.
     rows = [
-        (format_socket(address := endpoint.address, number),
-         (_new(Destination, (address, number)), endpoint))
+        (f"{host(address := endpoint.address)}:{number}", (_new(Destination, (address, number)), endpoint))
         for number in numbers
         for endpoint in piece.endpoints
     ]

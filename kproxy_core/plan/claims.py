@@ -7,7 +7,7 @@ the current wishes, never on the order in which they arose.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Set
+from collections.abc import Set
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -62,9 +62,9 @@ class Claims:
             self._wanted.pop(name, None)
         touched: set[ServiceName] = set()
         if not before or _claims(before) != _claims(plans):
-            for frontend, key in dict.fromkeys(_frontends(before)):
+            for frontend, key in _frontends(before):
                 self._release(frontend, (_age(before[0]), key), touched)
-            for frontend, key in dict.fromkeys(_frontends(plans)):
+            for frontend, key in _frontends(plans):
                 holder = self._holder.setdefault(frontend, key)
                 if holder is not key:
                     self._contest(frontend, holder, (_age(plans[0]), key), touched)
@@ -156,16 +156,17 @@ def _claims(plans: tuple[ServicePlan, ...]) -> object:
     ]
 
 
-def _frontends(plans: tuple[ServicePlan, ...]) -> Iterator[tuple[Frontend, ServicePortKey]]:
-    """Yield every frontend of a Service's *plans*, with the service port that wants it.
+def _frontends(plans: tuple[ServicePlan, ...]) -> list[tuple[Frontend, ServicePortKey]]:
+    """Return every frontend of a Service's *plans* once, with the service port that wants it.
 
     The health check node port is shared by all ports of a Service; the first claims it for them.
     """
-    for plan in plans:
-        for frontend in plan.frontends():
-            yield frontend, plan.key
+    found = [(frontend, plan.key) for plan in plans for frontend in plan.frontends()]
     if plans and plans[0].health_check_node_port:
-        yield _health_check(plans[0]), plans[0].key
+        first = _health_check(plans[0]), plans[0].key
+        if first not in found:  # It may be the node port, too.
+            found.append(first)
+    return found
 
 
 def _health_check(plan: ServicePlan) -> Frontend:

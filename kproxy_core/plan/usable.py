@@ -4,6 +4,8 @@ kube-proxy 1.36, pkg/proxy/topology.go; KEP-1669 (terminating endpoints),
 KEP-2433 (topology hints), KEP-3015 (same-node hints).
 """
 
+from operator import itemgetter
+
 from msgspec import Struct
 
 from kproxy_core.model.address import Address
@@ -22,6 +24,7 @@ class Usable(Struct, frozen=True, gc=False):
 
 
 _NONE = Usable()
+_DESTINATION = itemgetter(0)
 
 
 def categorize(candidates: Candidates, node: NodeView, *, use_cluster: bool, use_local: bool) -> Usable:
@@ -49,8 +52,8 @@ def categorize(candidates: Candidates, node: NodeView, *, use_cluster: bool, use
         local = on_node(ready, node) or on_node(fallback, node)
     hairpins = on_node([*cluster, *local] if local else cluster, node)
     return Usable(
-        tuple([where for where, _ in cluster]),
-        tuple([where for where, _ in local]),
+        tuple(map(_DESTINATION, cluster)),
+        tuple(map(_DESTINATION, local)),
         tuple(dict.fromkeys([where.address for where, _ in hairpins])) if hairpins else (),
         any_usable,
     )
