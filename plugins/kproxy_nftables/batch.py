@@ -98,15 +98,25 @@ def _transaction(family: Family, pieces: Sequence[tuple[int, bytes]]) -> tuple[b
 
 def _messages(kind: int, elements: Sequence[Element]) -> Iterator[tuple[int, bytes]]:
     """Yield kind and attributes of the messages for *elements*, grouped by container and cut to size."""
-    by_container: dict[str, list[bytes]] = defaultdict(list)
-    with_data = kind == _NEWSETELEM
-    for container, key, value in elements:
-        by_container[container].append(_element(key, value if with_data else None))
-    for container, encoded in by_container.items():
-        head = element_list(container)
+    by_container: dict[str, list[Element]] = defaultdict(list)
+    for element in elements:
+        by_container[element[0]].append(element)
+    for container, members in by_container.items():
+        head, encoded = element_list(container), _encode(kind, members)
         step = _MESSAGE_SPACE // max(map(len, encoded))
         for start in range(0, len(encoded), step):
             yield kind, head + nested(_LIST_ELEMENTS, *encoded[start : start + step])
+
+
+def _encode(kind: int, elements: Sequence[Element]) -> list[bytes]:
+    """Encode *elements* of one container."""
+    if kind != _NEWSETELEM:
+        return [_element(key, None) for _, key, _ in elements]
+    _, key, value = elements[0]
+    if isinstance(value, bytes):  # All keys and data of a map have the same size.
+        head, middle = _data_heads(len(key), len(value))
+        return [head + key + middle + value for _, key, value in elements]  # type: ignore[operator]
+    return [_element(key, value) for _, key, value in elements]
 
 
 def _element(key: bytes, value: Value) -> bytes:
