@@ -59,23 +59,28 @@ class Difference(Struct):
 class Applied:
     """The acknowledged state of one family."""
 
-    def __init__(self, held: dict[ServicePortKey, Held] | None = None) -> None:
-        self.held = held or {}
+    def __init__(self) -> None:
+        self.held: dict[ServicePortKey, Held] = {}
         self.shared: dict[Element, int] = {}
         """The elements that several service ports may share, with the number of those that do."""
-        for one in self.held.values():
-            for element in shared_elements(one.plan):
-                self.shared[element] = self.shared.get(element, 0) + 1
 
-    def parts(self, size: int) -> Iterator[list[Element]]:
-        """Yield every element that the kernel holds for service ports, in lists of about *size*.
+    def put(self, key: ServicePortKey, held: Held) -> None:
+        """Add a service port that is not held yet."""
+        self.held[key] = held
+        for element in shared_elements(held.plan):
+            self.shared[element] = self.shared.get(element, 0) + 1
+
+    def fill(self, plans: Mapping[ServicePortKey, ServicePlan], size: int) -> Iterator[list[Element]]:
+        """Put *plans*, each with its endpoints in their order. Yield all elements in lists of about *size*.
 
         A list holds all elements of a service port. The elements of a large cluster take more memory than
-        its plans.
+        its plans, and the kernel can take a list while the next one is made.
         """
         part: list[Element] = []
-        for one in self.held.values():
-            part += held_elements(one)
+        for key, plan in plans.items():
+            held = hold(plan, None)
+            self.put(key, held)
+            part += held_elements(held)
             if len(part) >= size:
                 yield part
                 part = []
@@ -215,11 +220,6 @@ def _compare(
     result.deletes += [(*at, value) for at, value in before.items() if at not in after]
 
 
-def hold_all(plans: Mapping[ServicePortKey, ServicePlan]) -> Applied:
-    """Return the state of a kernel that holds *plans*, each with its endpoints in their order."""
-    return Applied({key: hold(plan, None) for key, plan in plans.items()})
-
-
 def compare_all(
     plans: Mapping[ServicePortKey, ServicePlan], others: Iterable[Element], actual: Contents
 ) -> tuple[Applied, list[Element], list[Element]]:
@@ -227,15 +227,15 @@ def compare_all(
 
     *others* are elements that belong to no plan. Endpoints stay at the indices that they have in *actual*.
     """
-    applied = hold_all(plans)
+    applied = Applied()
     deletes: list[Element] = []
     adds: list[Element] = []
-    for key, held in applied.held.items():
-        wanted = held_elements(held)
-        if _take(wanted, actual):
-            continue
-        applied.held[key] = held = recover(held.plan, actual)
-        _replace(held_elements(held), actual, deletes, adds)
+    for key, plan in plans.items():
+        held = hold(plan, None)
+        if not _take(held_elements(held), actual):
+            held = recover(plan, actual)
+            _replace(held_elements(held), actual, deletes, adds)
+        applied.put(key, held)
     _replace(chain(applied.shared, others), actual, deletes, adds)
     for container, rest in actual.items():
         deletes += [(container, key, None) for key in rest]

@@ -12,11 +12,11 @@ from kproxy_core.model.node import NodeView
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_nftables import names, skeleton
-from kproxy_nftables.applied import Applied, Contents, Difference, compare_all, hold_all
+from kproxy_nftables.applied import Applied, Contents, Difference, compare_all
 from kproxy_nftables.batch import MOST_ELEMENTS
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.names import Template
-from kproxy_nftables.owned_chains import affinity_maps, delete_objects
+from kproxy_nftables.owned_chains import affinity_maps, all_owned, delete_objects
 from kproxy_nftables.settings import FLOWTABLE
 from kproxy_nftables.skeleton import Extras
 from kproxy_nftables.wanted import Element, node_elements
@@ -92,8 +92,9 @@ class FamilyState:
         self._node = None
         templates = skeleton.templates_of(plans.values())
         self._find_devices()
-        wanted = skeleton.object_names(plans.values(), templates, self._in_effect)
-        rules = skeleton.rules_text(node, templates, plans.values(), self._in_effect)
+        owned = all_owned(plans.values())
+        wanted = skeleton.object_names(templates, owned, self._in_effect)
+        rules = skeleton.rules_text(node, templates, owned, self._in_effect)
         self._bring_rules(rules, wanted)
         actual: Contents = {
             container: self._kernel.elements(self._family, container)
@@ -105,9 +106,9 @@ class FamilyState:
         if any(actual.values()):
             applied, deletes, adds = compare_all(plans, node_elements(node), actual)
         else:
-            applied = hold_all(plans)
-            operations = self._kernel.fill(
-                self._family, chain([node_elements(node)], applied.parts(MOST_ELEMENTS // 4)))
+            applied = Applied()
+            parts = chain([node_elements(node)], applied.fill(plans, MOST_ELEMENTS // 4))
+            operations = self._kernel.fill(self._family, parts)
         del actual
         pinned: dict[str, frozenset[bytes]] = {}
         for plan in plans.values():

@@ -22,6 +22,15 @@ Owned = Mapping[str, str]
 """Name of an object -> its definition in nft text. Insertion order is creation order."""
 
 
+def all_owned(plans: Iterable[ServicePlan]) -> Owned:
+    """Return the objects that belong to one of *plans* alone."""
+    found: dict[str, str] = {}
+    for plan in plans:
+        if plan.affinity_seconds or plan.source_ranges:
+            found |= owned_objects(plan)
+    return found
+
+
 def owned_objects(plan: ServicePlan) -> Owned:
     """Return the objects that belong to *plan* alone; most plans need none."""
     if not plan.affinity_seconds and not plan.source_ranges:

@@ -14,7 +14,7 @@ from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_nft import counting
 from kproxy_nftables import names
 from kproxy_nftables.names import TABLE, Template
-from kproxy_nftables.owned_chains import chain_text, owned_objects
+from kproxy_nftables.owned_chains import Owned, chain_text
 from kproxy_nftables.wanted import verdicts
 
 BASE_CHAINS = {
@@ -80,11 +80,10 @@ def templates(node: NodeView, wanted: Collection[Template]) -> str:
 
 
 def rules_text(
-    node: NodeView, wanted: Collection[Template], plans: Iterable[ServicePlan], extras: Extras = NO_EXTRAS
+    node: NodeView, wanted: Collection[Template], owned: Owned, extras: Extras = NO_EXTRAS
 ) -> str:
     """Return the commands for everything but elements, including the objects that service ports own."""
-    owned = [text for plan in plans for text in owned_objects(plan).values()]
-    return skeleton(node, extras) + templates(node, wanted) + service_cidrs(node) + "".join(owned)
+    return skeleton(node, extras) + templates(node, wanted) + service_cidrs(node) + "".join(owned.values())
 
 
 def templates_of(plans: Iterable[ServicePlan]) -> set[Template]:
@@ -132,11 +131,11 @@ def delete_table(family: Family) -> str:
     return f"add {table}\ndelete {table}\n"
 
 
-def object_names(plans: Iterable[ServicePlan], templates: Iterable[Template], extras: Extras) -> set[str]:
+def object_names(templates: Iterable[Template], owned: Iterable[str], extras: Extras) -> set[str]:
     """Return the names of all chains, maps, sets and flowtables that belong into the table."""
     wanted = {*_base_chains(extras), *_REGULAR_CHAINS, *names.ELEMENT_CONTAINERS, names.SERVICE_CIDRS}
     wanted.update(template.name for template in templates)
-    wanted.update(name for plan in plans for name in owned_objects(plan))
+    wanted.update(owned)
     if extras.counted:
         wanted |= {*_COUNTING_CHAINS, counting.CONNECTIONS, names.REFUSED}
     if extras.flowtable:

@@ -14,6 +14,7 @@ from kproxy_nftables.inspection.kube_proxy import KubeProxyTable
 from kproxy_nftables.inspection.walk import Table, walk
 from kproxy_nftables.kernel import Kernel
 from kproxy_nftables.names import NODE_PORTS, SERVICE_CIDRS, TABLE, VIPS
+from kproxy_nftables.owned_chains import all_owned
 from kproxy_nftables.wanted import Value, elements, node_elements, parse_port_key, shared_elements
 
 _FEW = 1000
@@ -77,7 +78,7 @@ class _Written(Table):
     def __init__(self, node: NodeView, plan: ServicePlan | None) -> None:
         self._service_cidrs = node.service_cidrs
         plans = [plan] if plan else []
-        rules = skeleton.rules_text(node, skeleton.templates_of(plans), plans)
+        rules = skeleton.rules_text(node, skeleton.templates_of(plans), all_owned(plans))
         super().__init__(written_rules(rules.splitlines()))
         wanted = node_elements(node)
         for one in plans:

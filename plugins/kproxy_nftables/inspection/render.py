@@ -8,6 +8,7 @@ from kproxy_core.model.address import Address, Family, Protocol, format_address
 from kproxy_nftables import names, skeleton
 from kproxy_nftables.applied import Contents, compare_all
 from kproxy_nftables.names import TABLE
+from kproxy_nftables.owned_chains import all_owned
 from kproxy_nftables.skeleton import NO_EXTRAS, Extras
 from kproxy_nftables.wanted import Element, node_elements
 
@@ -19,7 +20,7 @@ _PROTOCOLS = {protocol.value: protocol.name.lower() for protocol in Protocol}
 def render_text(update: Update, extras: Extras = NO_EXTRAS) -> str:
     """Return the commands that bring an empty kernel to *update*."""
     node, plans = update.node, update.plans.values()
-    rules = skeleton.rules_text(node, skeleton.templates_of(plans), plans, extras)
+    rules = skeleton.rules_text(node, skeleton.templates_of(plans), all_owned(plans), extras)
     empty: Contents = {container: {} for container in names.ELEMENT_CONTAINERS}
     _, _, adds = compare_all(update.plans, node_elements(node), empty)
     return rules + elements_text(update.family, adds)

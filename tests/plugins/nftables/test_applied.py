@@ -8,8 +8,8 @@ from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.service import ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.testing.builders import endpoint, endpoint_slice, node_view, plans, service
-from kproxy_nftables.applied import Applied, Contents, arrange, compare_all
-from kproxy_nftables.wanted import Element, node_elements
+from kproxy_nftables.applied import Applied, Contents, arrange, compare_all, dict_of, held_elements
+from kproxy_nftables.wanted import Element, Value, node_elements
 
 NODE = node_view("node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1")
 
@@ -35,6 +35,11 @@ def test_a_remaining_endpoint_keeps_its_index_if_that_exists(
             assert arranged[at] == where
 
 
+def contents_of(applied: Applied) -> dict[tuple[str, bytes], Value]:
+    own = [element for held in applied.held.values() for element in held_elements(held)]
+    return dict_of([*own, *applied.shared])
+
+
 @given(SLOTS, SLOTS, st.booleans(), st.booleans())
 def test_a_difference_leads_from_one_content_to_the_other(
     old: tuple[Destination, ...], wanted: tuple[Destination, ...], was_local: bool, is_local: bool
@@ -46,7 +51,7 @@ def test_a_difference_leads_from_one_content_to_the_other(
 
     applied = Applied()
     applied.acknowledge(applied.difference(planned(old, local=was_local)))
-    contents = {element[:2]: element[2] for part in applied.parts(100) for element in part}
+    contents = contents_of(applied)
     difference = applied.difference(planned(wanted, local=is_local))
     for container, key, _ in difference.deletes:
         del contents[container, key]
@@ -54,7 +59,7 @@ def test_a_difference_leads_from_one_content_to_the_other(
         assert (container, key) not in contents
         contents[container, key] = value
     applied.acknowledge(difference)
-    assert contents == {element[:2]: element[2] for part in applied.parts(100) for element in part}
+    assert contents == contents_of(applied)
 
 
 def plans_with(count: int, *, without: int = -1) -> dict[ServicePortKey, ServicePlan]:
