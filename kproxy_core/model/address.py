@@ -108,11 +108,9 @@ def is_loopback(address: Address) -> bool:
 
 def format_socket(address: Address, port: int) -> str:
     """Return ``address:port``, with IPv6 in brackets."""
-    return f"{family_of(address).format_host(address)}:{port}"
-
-
-def _bracketed(address: Address) -> str:
-    return f"[{socket.inet_ntop(socket.AF_INET6, address)}]"
+    if len(address) == 4:
+        return f"{inet_ntoa(address)}:{port}"
+    return f"[{format_address(address)}]:{port}"
 
 
 def _masked(address: bytes, prefix: int) -> Address:
@@ -139,8 +137,6 @@ class Family(enum.Enum):
         """The address family of sockets and netlink messages; netfilter's NFPROTO numbers are the same."""
         self.ip = "ip" if ipv4 else "ip6"
         """The family in the names of nft, iptables and their kernel modules."""
-        self.format_host: Callable[[Address], str] = inet_ntoa if ipv4 else _bracketed
-        """Returns an address as it stands in front of a port."""
         self.unspecified = Address(bytes(self.size))
         self.loopback = parse_address("127.0.0.1" if ipv4 else "::1")
         self.loopback_cidr = parse_cidr("127.0.0.0/8" if ipv4 else "::1/128")

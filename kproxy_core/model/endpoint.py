@@ -54,8 +54,8 @@ class Destination(NamedTuple):
 Candidate = tuple[Destination, Endpoint]
 """An endpoint of one service port, with its conditions."""
 
-Row = tuple[str, Candidate]
-"""A candidate after its ``address:port``, by which candidates are sorted."""
+Row = tuple[bytes, Candidate]
+"""A candidate after its address and port in network order, by which candidates are sorted."""
 
 
 class EndpointSlice(Struct, frozen=True, dict=True):

@@ -53,7 +53,7 @@ class ServicePlan(Struct, frozen=True, gc=False, kw_only=True):
     health_check_node_port: int = 0
 
     cluster: tuple[Destination, ...] = ()
-    """Usable endpoints anywhere, in string order of ``address:port``."""
+    """Usable endpoints anywhere, in the order of their addresses and ports."""
     local: tuple[Destination, ...] = ()
     """Usable endpoints on this node; only computed when a policy is Local."""
     hairpins: tuple[Address, ...] = ()

@@ -83,14 +83,16 @@ def _own_chains(plan: ServicePlan, style: Style, chains: ServiceChains) -> dict[
 def _endpoint_chains(
     plan: ServicePlan, style: Style, chains: ServiceChains, own: dict[str, str]
 ) -> dict[Destination, tuple[str, str]]:
-    """Add a chain for each endpoint. Return the comment of rules that jump to it, and its name."""
+    """Add a chain for each endpoint. Return the comment of rules that jump to it, and its name.
+
+    Endpoints are in kube-proxy's order, that of their texts.
+    """
     found: dict[Destination, tuple[str, str]] = {}
     seed = chains.endpoint_seed
     protocol = _PROTOCOLS[plan.key.protocol]
     comment = f' -m comment --comment "{plan.key}"' if style.comments else ""
     host = f"/{style.node.family.bits}"
-    for where in plan.reachable:
-        text = format_socket(where.address, where.port)
+    for text, where in sorted([(format_socket(*where), where) for where in plan.reachable]):
         chain = endpoint_chain(seed, text)
         found[where] = (f' -m comment --comment "{plan.key} -> {text}"' if style.comments else "", chain)
         recent = (
@@ -125,7 +127,8 @@ def _balance(
     endpoints: dict[Destination, tuple[str, str]],
 ) -> str:
     """Return the rules that choose a client's last destination, or else one of *destinations* at random."""
-    found = [endpoints[where] for where in destinations]
+    chosen = frozenset(destinations)
+    found = [named for where, named in endpoints.items() if where in chosen]
     lines: list[str] = []
     if plan.affinity_seconds:
         mask = _MASK[style.node.family]

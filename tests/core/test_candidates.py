@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy_core.model.address import format_socket
 from kproxy_core.model.endpoint import Candidate, Destination, EndpointSlice
 from kproxy_core.plan.candidates import endpoints_of
 from kproxy_core.testing.builders import endpoint, endpoint_slice, port_spec
@@ -28,14 +27,14 @@ SLICES = st.dictionaries(
 
 def one_by_one(slices: Mapping[str, EndpointSlice]) -> list[Candidate]:
     """Merge without remembering anything."""
-    found: dict[str, Candidate] = {}
+    found: dict[Destination, Candidate] = {}
     for name in sorted(slices):
         for port in slices[name].ports:
             for each in slices[name].endpoints if port.name == PORT.name else ():
-                text = format_socket(each.address, port.port)
-                if not (each.terminating and text in found):
-                    found[text] = Destination(each.address, port.port), each
-    return [found[text] for text in sorted(found)]
+                where = Destination(each.address, port.port)
+                if not (each.terminating and where in found):
+                    found[where] = where, each
+    return [found[where] for where in sorted(found)]
 
 
 @given(SLICES)

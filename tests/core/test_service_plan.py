@@ -100,19 +100,19 @@ def test_a_port_without_a_name_matches_one_without_a_name() -> None:
     assert plan(NODE, named).cluster == ()
 
 
-def test_all_slices_count_and_endpoints_are_in_the_order_of_their_text() -> None:
+def test_all_slices_count_and_endpoints_are_in_the_order_of_their_addresses() -> None:
     found = plan(
         NODE,
         endpoint_slice("web", "10.0.0.2", "10.0.0.10", name="s"),
         endpoint_slice("web", "10.0.0.1", name="t", ports=["9090"]),
     )
-    assert found.cluster == destinations("10.0.0.10:8080 10.0.0.1:9090 10.0.0.2:8080")
+    assert found.cluster == destinations("10.0.0.1:9090 10.0.0.2:8080 10.0.0.10:8080")
 
 
-def test_ipv6_endpoints_are_in_the_order_of_their_text_too() -> None:
+def test_ipv6_endpoints_are_in_the_order_of_their_addresses_too() -> None:
     piece = endpoint_slice("web", "fd00::2", "fd00::10", "fd00::1")
     found = plan(node_view(family=Family.IPV6), piece, ip="fd00:96::1")
-    assert found.cluster == destinations("[fd00::10]:8080 [fd00::1]:8080 [fd00::2]:8080")
+    assert found.cluster == destinations("[fd00::1]:8080 [fd00::2]:8080 [fd00::10]:8080")
 
 
 def test_one_address_with_two_ports_of_the_same_name_is_two_endpoints() -> None:

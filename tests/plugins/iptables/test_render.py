@@ -62,6 +62,15 @@ def test_every_endpoint_has_the_same_chance(count: int) -> None:
     assert left == pytest.approx(0, abs=1e-6)
 
 
+def test_rules_for_endpoints_are_in_the_order_of_their_texts_as_kube_proxys() -> None:
+    piece = endpoint_slice("web", "10.244.0.1", "10.244.0.2", "10.244.0.10")
+    (plan,) = plans(NODE, service("web"), piece).values()
+    chains = wanted(plan, style()).chains
+    chosen = re.findall(r"-> ([\d.]+):", chains[service_chains(plan.key).cluster])
+    made = re.findall(r"--to-destination ([\d.]+):", "".join(chains.values()))
+    assert chosen == made == ["10.244.0.10", "10.244.0.1", "10.244.0.2"]
+
+
 def test_a_large_cluster_has_no_comments_on_endpoints() -> None:
     (masquerade,) = [rule for rule in own_rules(3, comments=False) if "comment" in rule]
     assert masquerade.endswith('--comment "default/web cluster IP" -m tcp --dport 80 -j KUBE-MARK-MASQ')
