@@ -41,6 +41,7 @@ class Observed:
         self.gone: list[ServiceName] = []
         """Services that were reported as gone, known or not."""
         self.events = 0
+        self.batches = 0
         self._changed = threading.Condition()
 
     def __call__(self, events: list[Event]) -> None:
@@ -49,6 +50,7 @@ class Observed:
             for event in events:
                 self._fold(event)
             self.events += len(events)
+            self.batches += 1
             self._changed.notify_all()
 
     @property

@@ -172,6 +172,17 @@ def test_a_huge_state_arrives_whole(watch_list: str) -> None:
         server.stop()
 
 
+def test_a_first_list_of_thousands_wakes_the_loop_once() -> None:
+    server = BenchServer("--gen", "services=3000,endpoints=5")
+    try:
+        with following(KubernetesSource(CurrentAccess(server.url, None), NODE)) as observed:
+            observed.wait_for(lambda o: len(o.complete) == len(EVERYTHING))
+            assert len(observed.services) == len(observed.slices) == 3000
+            assert observed.batches == len(EVERYTHING)
+    finally:
+        server.stop()
+
+
 def test_an_invalid_endpoint_port_affects_only_its_own_slice(
     server: BenchServer, observed: Observed,
 ) -> None:
