@@ -50,6 +50,8 @@ class FamilyState:
         """Guards the portals, in the kernel and in `_applied`, and the departing relays."""
         self._withdrawn = False
         self._is_cleared = False
+        self._takes_over = False
+        """UDP flows may lead to relays of an earlier process, whose ports are bound again."""
         self._node: NodeView | None = None
         """Node of the last acknowledged resync; None: there was none, or it failed."""
 
@@ -61,13 +63,12 @@ class FamilyState:
         """Bring everything to *plans*, and compare the portals with a fresh read of the kernel."""
         deleted = dict.fromkeys(self._applied.relays.keys() - plans.keys())
         self._node = None
-        takes_over = False
         if not self._is_cleared:
             # The portals of an earlier process would lead clients to whichever relay binds their port again.
             with self._writing:
-                takes_over = bool(self._portals.withdraw())
+                self._takes_over = bool(self._portals.withdraw())
             self._is_cleared = True
-        report = self._bring(node, {**deleted, **plans}, is_resync=True, takes_over=takes_over)
+        report = self._bring(node, {**deleted, **plans}, is_resync=True)
         self._node = node
         return report
 
@@ -165,10 +166,8 @@ class FamilyState:
     # Synchronisation -----------------------------------------------------------------------
 
     def _bring(
-        self, node: NodeView, changed: Mapping[ServicePortKey, ServicePlan | None], *, is_resync: bool,
-        takes_over: bool = False,
+        self, node: NodeView, changed: Mapping[ServicePortKey, ServicePlan | None], *, is_resync: bool
     ) -> SyncReport:
-        """*takes_over*: UDP flows may lead to relays of an earlier process, whose ports are bound again."""
         relays_of = {
             key: {} if plan is None else wanted(plan, node, self._listen, counted=self._counted)
             for key, plan in changed.items()
@@ -186,9 +185,10 @@ class FamilyState:
                     opened.append(self._relay(name, want))
                 except NoPort as error:
                     unserved[key] = str(error)
-        if takes_over:
+        if self._takes_over:
             delete_flows(self.family, [
                 Redirect(portal, relay.port) for relay in opened for portal in relay.wanted.portals])
+            self._takes_over = False
         failures = self._workers.serve({relay.number: self._order(relay) for relay in opened})
         self._applied.acknowledge_relays(opened)
         portals = dict.fromkeys(changed, frozenset[Redirect]())

@@ -12,14 +12,18 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
+from unittest.mock import Mock
 
 import pytest
 
+from kproxy_core.backend.errors import SyncFailed
+from kproxy_core.host.errors import HostError
 from kproxy_core.model.address import Family
 from kproxy_core.testing.builders import changed_update, endpoint_slice, full_update, plans, service
 from kproxy_core.testing.network.dialing import wait_until
 from kproxy_core.testing.network.patience import patience
 from kproxy_userspace import backend as backend_module
+from kproxy_userspace import family as family_module
 from kproxy_userspace.kernel.portals import NftPortals, open_portals
 from kproxy_userspace.questions.cleanup import cleanup
 from kproxy_userspace.worker.wire import Serve
@@ -364,9 +368,10 @@ def test_portals_of_a_process_that_was_killed_are_taken_over(start: Start) -> No
         assert reached(VIP, 80) == A
 
 
+@pytest.mark.parametrize("is_retry", [False, True])
 @pytest.mark.parametrize("program", ["iptables", "nft"])
 def test_clients_never_reach_another_service_at_a_port_of_a_killed_process(
-    start: Start, program: str, monkeypatch: pytest.MonkeyPatch
+    start: Start, program: str, is_retry: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if program == "nft":
         monkeypatch.setattr(backend_module, "open_portals", NftPortals)
@@ -398,7 +403,13 @@ def test_clients_never_reach_another_service_at_a_port_of_a_killed_process(
             return failed
 
         monkeypatch.setattr(next_one._workers, "serve", serve_and_dial)
-        next_one.kproxy_sync(full_update(NODE[Family.IPV4], {**b, **a}))
+        update = full_update(NODE[Family.IPV4], {**b, **a})
+        if is_retry:
+            with monkeypatch.context() as failing:
+                failing.setattr(family_module, "delete_flows", Mock(side_effect=HostError("no memory")))
+                with pytest.raises(SyncFailed):
+                    next_one.kproxy_sync(update)
+        next_one.kproxy_sync(update)
         assert answered == []
         assert reached(VIP, 80) == A
         assert datagram(client, b"2", VIP, 53) == A
