@@ -160,6 +160,7 @@ class Watch:
 
     def _report_exit(self, worker: Worker) -> None:
         worker.exit_reported = True
+        self._shortages.pop(worker.process.pid, None)  # which may return
         log.error("relay worker exited", extra={"fields": {"pid": worker.process.pid}})
         for family in list(self._families):
             self._damaged(family, "a relay worker exited")
