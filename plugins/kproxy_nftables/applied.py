@@ -1,6 +1,6 @@
 """The elements that the kernel has acknowledged for one IP family, and the difference to the plans."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain
 from typing import NamedTuple
 
@@ -32,6 +32,8 @@ Contents = dict[str, dict[bytes, Value]]
 """Elements by container, as read from the kernel."""
 
 _ABSENT = object()
+_BLOCK = 64
+"""Endpoints that are compared at once."""
 
 
 class Held(NamedTuple):
@@ -145,23 +147,62 @@ def hold(plan: ServicePlan, old: Held | None) -> Held:
     """Return *plan* with its endpoints at the indices that need the fewest writes."""
     if old is None:
         return Held(plan, plan.cluster, plan.local)
-    return Held(plan, arrange(old.cluster, plan.cluster), arrange(old.local, plan.local))
+    return Held(
+        plan,
+        _follow(old.cluster, old.plan.cluster, plan.cluster), _follow(old.local, old.plan.local, plan.local))
+
+
+def _follow(old: Slots, before: Slots, after: Slots) -> Slots:
+    """Return the endpoints *after* in the order that *old* has for the endpoints *before*.
+
+    Both are sorted, and equal blocks are skipped: of a Service's thousands of endpoints few change at a time.
+    """
+    gone: set[Destination] = set()
+    new: list[Destination] = []
+    i = j = 0
+    while i < len(before) and j < len(after):
+        end = i + _BLOCK
+        if before[i:end] == after[j : j + _BLOCK]:
+            i, j = end, j + _BLOCK
+            continue
+        while i < min(end, len(before)) and j < len(after):
+            one, other = before[i], after[j]
+            if one == other:
+                i, j = i + 1, j + 1
+            elif one < other:
+                gone.add(one)
+                i += 1
+            else:
+                new.append(other)
+                j += 1
+    gone.update(before[i:])
+    new += after[j:]
+    return _reorder(old, gone, new, after)
 
 
 def arrange(old: Slots, wanted: Slots) -> Slots:
-    """Return *wanted* in an order that keeps as many endpoints of *old* as possible at their index.
+    """Return *wanted* in an order that keeps as many endpoints of *old* as possible at their index."""
+    known, staying = set(old), set(wanted)
+    if len(known) < len(old):  # Damage: an endpoint has two indices.
+        return wanted
+    return _reorder(old, known - staying, [where for where in wanted if where not in known], wanted)
+
+
+def _reorder(old: Slots, gone: Set[Destination], new: Sequence[Destination], wanted: Slots) -> Slots:
+    """Return *wanted* in the order of *old*, which lacks the *new* endpoints and has those that are *gone*.
 
     A new endpoint takes the index of a removed one. If endpoints become fewer, those with the highest
     indices move into the gaps.
     """
-    if old == wanted or not old:
-        return wanted
+    if not gone and not new:
+        return old
     count = len(wanted)
-    staying, known = set(wanted), set(old[:count])
-    newcomers = iter([where for where in wanted if where not in known])
     slots = list(old[:count])
-    for at in [at for at, where in enumerate(slots) if where not in staying]:
-        slots[at] = next(newcomers)
+    newcomers = iter([*(where for where in old[count:] if where not in gone), *new])
+    for start in range(0, len(slots), _BLOCK):
+        block = slots[start : start + _BLOCK]
+        if not gone.isdisjoint(block):
+            slots[start : start + _BLOCK] = [next(newcomers) if where in gone else where for where in block]
     arranged = (*slots, *newcomers)
     return wanted if arranged == wanted else arranged
 
@@ -194,10 +235,11 @@ def _frontend_fields(plan: ServicePlan) -> tuple[object, ...]:
 def _changed(old: Slots, new: Slots) -> list[int]:
     if old is new:
         return []
-    pairs = enumerate(zip(old, new, strict=False))
-    changed = [at for at, (one, other) in pairs if one is not other and one != other]
-    changed += range(min(len(old), len(new)), max(len(old), len(new)))
-    return changed
+    longer = max(len(old), len(new))
+    return [
+        at for start in range(0, longer, _BLOCK) if old[start : start + _BLOCK] != new[start : start + _BLOCK]
+        for at in range(start, min(start + _BLOCK, longer)) if old[at : at + 1] != new[at : at + 1]
+    ]
 
 
 def _at(slots: Slots, indices: Iterable[int]) -> list[Slot]:
@@ -276,7 +318,7 @@ def recover(plan: ServicePlan, actual: Contents) -> Held:
             cluster = _indexed(actual[maps.endpoints[protocol]], key)
         if not local and (plan.internal_policy_local if is_internal else plan.external_policy_local):
             local = _indexed(actual[maps.local_endpoints[protocol]], key)
-    return hold(plan, Held(plan, cluster, local))
+    return Held(plan, arrange(cluster, plan.cluster), arrange(local, plan.local))
 
 
 def _frontends(plan: ServicePlan) -> Iterator[tuple[names.FrontendMaps, bytes, bool]]:

@@ -35,6 +35,28 @@ def test_a_remaining_endpoint_keeps_its_index_if_that_exists(
             assert arranged[at] == where
 
 
+def test_an_endpoint_that_damage_gave_two_indices_has_one() -> None:
+    one, other = (Destination(Address(bytes([10, 0, 0, n])), 80) for n in (1, 2))
+    assert arrange((one, one), (one, other)) == (one, other)
+    assert arrange((one, one), (one,)) == (one,)
+
+
+@given(st.sets(st.integers(0, 400)), st.lists(st.sets(st.integers(0, 400), max_size=8), max_size=4))
+def test_endpoints_among_hundreds_keep_their_indices(first: set[int], steps: list[set[int]]) -> None:
+    applied, hosts = Applied(), first
+    for step in [set[int](), *steps]:
+        hosts = hosts ^ step
+        found = [f"10.1.{n // 200}.{n % 200 + 1}" for n in hosts]
+        wanted = plans(NODE, service("web"), *([endpoint_slice("web", *found)] if found else []))
+        (key,) = wanted
+        before = applied.held[key].cluster if key in applied.held else ()
+        applied.acknowledge(applied.difference(wanted))
+        after = applied.held[key].cluster
+        assert sorted(after) == list(wanted[key].cluster)
+        staying = [(at, where) for at, where in enumerate(before[: len(after)]) if where in set(after)]
+        assert all(after[at] == where for at, where in staying)
+
+
 def contents_of(applied: Applied) -> dict[tuple[str, bytes], Value]:
     own = [element for held in applied.held.values() for element in held_elements(held)]
     return dict_of([*own, *applied.shared])
