@@ -55,7 +55,7 @@ class ServicePlan(Struct, frozen=True, gc=False, kw_only=True):
     cluster: tuple[Destination, ...] = ()
     """Usable endpoints anywhere, in the order of their addresses and ports."""
     local: tuple[Destination, ...] = ()
-    """Usable endpoints on this node; only computed when a policy is Local."""
+    """Usable endpoints on this node, in that order; only computed when a policy is Local."""
     hairpins: tuple[Address, ...] = ()
     """Addresses of this node's endpoints among `cluster` and `local`."""
     has_endpoints: bool = False
