@@ -33,9 +33,14 @@ def new_cgroup() -> Iterator[Path]:
         yield made
     finally:
         deadline = time.monotonic() + _PATIENCE
-        while (made / "cgroup.procs").read_text() and time.monotonic() < deadline:
+        # A process that is ending still keeps the cgroup, though it is not listed any more.
+        while _is_populated(made) and time.monotonic() < deadline:
             time.sleep(0.01)
         made.rmdir()
+
+
+def _is_populated(cgroup: Path) -> bool:
+    return "populated 1" in (cgroup / "cgroup.events").read_text()
 
 
 @contextmanager
