@@ -112,11 +112,18 @@ def detach(where: Node) -> None:
 
 
 def remove_links(where: Node) -> None:
-    shutil.rmtree(next(where.pins.glob("*/links")))
+    remove(next(where.pins.glob("*/links")))
 
 
 def remove_maps(where: Node) -> None:
-    shutil.rmtree(next(where.pins.glob("*/maps-*")))
+    remove(next(where.pins.glob("*/maps-*")))
+
+
+def remove(directory: Path) -> None:
+    """Remove *directory* at once: the proxy may pin objects while others are being removed."""
+    removed = directory.with_name("removed")
+    directory.rename(removed)
+    shutil.rmtree(removed)
 
 
 def pins(where: Node) -> set[str]:
