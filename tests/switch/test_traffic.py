@@ -113,7 +113,7 @@ def abandoned(node: Room, where: tuple[str, int], times: int) -> None:
     """Connect to a relay that reaches no endpoint."""
     for _ in range(times):
         with pytest.raises(ConnectionResetError), \
-                node.client.inside(lambda: socket.create_connection(where, 5)) as client:
+                node.client.inside(lambda: socket.create_connection(where, PATIENCE)) as client:
             client.recv(1)
 
 
