@@ -256,10 +256,10 @@ def test_relays_count_each_connection_once_across_restarts_and_switches(node: Ro
         expect_counts(proxy, wanted)
         for mode, more in (("nftables", 3), ("userspace", 2)):
             assert node.kproxy("switch", mode).returncode == 0
-            expect_counts(proxy, wanted)
+            expect_connections(proxy, wanted)
             dial(node, WEB, more)
             wanted = dict.fromkeys(wanted, wanted["one forwarded"] + more)
-            expect_counts(proxy, wanted)
+            expect_connections(proxy, wanted)
 
 
 @pytest.mark.parametrize("mode", ["nftables", "iptables"])
@@ -310,12 +310,12 @@ def test_bytes_and_packets_through_relays_equal_those_of_the_client(node: Room) 
 def test_a_process_that_is_killed_loses_no_count(node: Room) -> None:
     with node.proxy("nftables", COUNTED) as proxy:
         dial(node, WEB, 5)
-        expect_counts(proxy, {"one forwarded": 5, "endpoints": 5})
+        expect_connections(proxy, {"one forwarded": 5, "endpoints": 5})
         proxy.process.kill()
         proxy.process.wait()
     dial(node, WEB, 2)
     with node.proxy("nftables", COUNTED) as proxy:
-        expect_counts(proxy, {"one forwarded": 7, "endpoints": 7})
+        expect_connections(proxy, {"one forwarded": 7, "endpoints": 7})
 
 
 @pytest.mark.parametrize("mode", ["nftables", "iptables"])
@@ -414,18 +414,18 @@ def test_rejections_end_with_the_first_endpoint_and_begin_again_after_the_last(
         (node.manifests / "filled.yaml").write_text(endpoints)
         await_endpoints(node, "empty", "here", "elsewhere")
         dial(node, EMPTY, 3)
-        expect_counts(proxy, {"empty rejected": 2, "empty forwarded": 3, "endpoints": 3})
+        expect_connections(proxy, {"empty rejected": 2, "empty forwarded": 3, "endpoints": 3})
         (node.manifests / "filled.yaml").unlink()
         await_endpoints(node, "empty")
         refused(node, EMPTY, 1)
-        expect_counts(proxy, {"empty rejected": 3, "empty forwarded": 3, "endpoints": 3})
+        expect_connections(proxy, {"empty rejected": 3, "empty forwarded": 3, "endpoints": 3})
     with node.proxy(mode, COUNTED) as proxy:
         refused(node, EMPTY, 1)
-        expect_counts(proxy, {"empty rejected": 4, "empty forwarded": 3, "endpoints": 3})
+        expect_connections(proxy, {"empty rejected": 4, "empty forwarded": 3, "endpoints": 3})
         assert node.kproxy("switch", other).returncode == 0
-        expect_counts(proxy, {"empty rejected": 4, "empty forwarded": 3, "endpoints": 3})
+        expect_connections(proxy, {"empty rejected": 4, "empty forwarded": 3, "endpoints": 3})
         refused(node, EMPTY, 2)
-        expect_counts(proxy, {"empty rejected": 6, "empty forwarded": 3, "endpoints": 3})
+        expect_connections(proxy, {"empty rejected": 6, "empty forwarded": 3, "endpoints": 3})
 
 
 def test_off_has_no_series(node: Room) -> None:
