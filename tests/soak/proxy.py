@@ -148,8 +148,9 @@ class Proxy:
         return self._page("-o", "/dev/null", "-w", "%{http_code}", "http://127.0.0.1:10256/healthz") == "200"
 
     def is_retiring(self) -> bool:
-        """Return whether a mode that no longer serves still holds anything."""
-        return "kproxy_retiring_connections{" in self._page("http://127.0.0.1:10249/metrics")
+        """Return whether a mode that no longer serves still holds anything, or nobody answers that."""
+        page = self._page("http://127.0.0.1:10249/metrics")
+        return not page or "kproxy_retiring_connections{" in page
 
     def _page(self, *arguments: str) -> str:
         command = ["nsenter", f"--net=/run/netns/{self._node.name}", "curl", "-s", "-m", "5", *arguments]
