@@ -14,7 +14,7 @@ from kproxy_core.host.netlink.udp_sockets import (
     udp_destruction_problem,
 )
 from tests.core.namespaces import Namespace, namespace
-from tests.plugins.ebpf.node import NODE, POD, PORT, REMOTE, REMOTE6, Node, node
+from tests.plugins.ebpf.node import NODE, PATIENCE, POD, PORT, REMOTE, REMOTE6, Node, node
 from tests.plugins.ebpf.sockets import Sockets
 
 UDP = socket.SOCK_DGRAM
@@ -76,6 +76,7 @@ def test_the_sockets_of_a_removed_endpoint_are_destroyed_and_no_other(
         moved.connect((f"{prefix}{endpoints[1]}", PORT))
         where.serve("dns", address, endpoints[1:2], protocol="UDP")
         where.await_endpoints(address, endpoints[1])
+        leaving.settimeout(PATIENCE)  # Its endpoint is gone before it is destroyed.
         with pytest.raises(ConnectionAbortedError):
             leaving.recv(100)
         leaving.connect((dialled, 80))
