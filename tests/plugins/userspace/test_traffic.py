@@ -265,16 +265,28 @@ def test_foreign_changes_of_portals_are_noticed_at_once_and_repaired(
         assert reached(VIP, 80) == A
 
 
-def test_own_changes_and_foreign_rules_are_not_damage(start: Start) -> None:
+def test_own_changes_and_foreign_rules_are_not_damage(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with endpoints(ONE):
         proxy = start(syncPeriod="1h")
         proxy.serve(service(), "127.0.0.1")
+        family, compared = proxy.backend._families[Family.IPV4], threading.Event()
+        is_intact = family.is_intact
+
+        def compare() -> bool:
+            found = is_intact()
+            compared.set()
+            return found
+
+        monkeypatch.setattr(family, "is_intact", compare)
         reports: SimpleQueue[str] = SimpleQueue()
         assert proxy.backend.kproxy_watch(lambda family, what: reports.put(what))
         for port in range(81, 85):
             proxy.serve(service("web", str(port)), "127.0.0.1")
         for command in ("-N MINE", "-A MINE -j RETURN", "-I OUTPUT -j MINE", "-D OUTPUT -j MINE", "-F MINE"):
             subprocess.run(["iptables", "-w", "-t", "nat", *command.split()], check=True)
+        assert compared.wait(PATIENCE)  # It would find the damage that follows.
         subprocess.run(["nft", "flush chain ip nat KUBE-PORTALS-HOST"], check=True)
         assert "nft[" in reports.get(timeout=PATIENCE)
 
