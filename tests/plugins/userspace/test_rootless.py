@@ -5,6 +5,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.core.other_user import as_nobody
 
 from .endpoints import PATIENCE
@@ -13,6 +15,7 @@ KPROXY = Path(sys.executable).with_name("kproxy")
 SHOP = Path(__file__).parents[3] / "examples" / "shop"
 
 
+@pytest.mark.usefixtures("node")  # where no other process takes a port
 def test_it_starts_without_a_warning(tmp_path: Path) -> None:
     log = tmp_path / "log"
     command = [
