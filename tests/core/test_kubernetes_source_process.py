@@ -208,6 +208,7 @@ def test_an_endpoint_port_of_70000_affects_no_other_service(
     assert node.answers(SECOND)
     assert node.answers(BAD) is None
     wait_until(lambda: node.health() == 200, "the proxy is healthy")
+    proxy.await_log("ports[0].port")
     assert any("default/bad-1" in line and "70000" in line for line in proxy.logged("ports[0].port"))
     bad_slice(POD_PORT)
     node.await_answer(BAD, "10.128.9.9")
