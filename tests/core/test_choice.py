@@ -12,7 +12,7 @@ import pytest
 from tests.core.installed_plugins import install
 from tests.core.namespaces import Namespace, namespace
 from tests.core.processes import KPROXY, Proxy, running
-from tests.core.test_events import Taker
+from tests.core.test_events import PATIENT, Taker
 from tests.core.test_registry import plugin
 
 BROKEN = "raise RuntimeError('what a bug')"
@@ -133,12 +133,14 @@ def test_the_fallback_is_visible_everywhere(node: Namespace, tmp_path: Path) -> 
 
 def test_an_event_of_the_node_reports_the_fallback(node: Namespace, tmp_path: Path) -> None:
     put(tmp_path, wanted=source("wanted", fallback="second", begins=LACKING), second=source("second"))
+    (tmp_path / "patient.py").write_text(PATIENT)
     with node.inside(Taker) as taker:
         thread = threading.Thread(target=taker.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
             failed(node, "--mode=wanted", f"--master={taker.url}", "--hostname-override=node1",
-                   "--bind-address-hard-fail", "--healthz-bind-address=192.0.2.1:9999")  # fmt: skip
+                   "--bind-address-hard-fail", "--healthz-bind-address=192.0.2.1:9999",
+                   "-p", "patient")  # fmt: skip
         finally:
             taker.shutdown()
             thread.join()

@@ -20,6 +20,18 @@ from kproxy_core.observe.events.recorder import SAME_AGAIN, Event, EventRecorder
 from kproxy_core.process.assembly import make_events
 from tests.core.namespaces import namespace
 
+PATIENT = """
+from kproxy_core.backend.hookspecs import hookimpl
+from kproxy_core.observe.events import recorder
+
+recorder._AT_THE_END = 60.0
+
+@hookimpl(wrapper=True)
+def kproxy_sync(update):
+    return (yield)
+"""
+"""A plugin that has the end wait for the events on a busy machine, too."""
+
 
 class Taker(ThreadingHTTPServer):
     """An API server that keeps what is posted, and answers with `statuses`, then 201."""
@@ -128,7 +140,11 @@ def test_a_note_too_long_for_the_api_server_is_cut(server: Taker) -> None:
         ("--metrics-bind-address", "FailedToStartMetricServer"),
     ],
 )
-def test_events_that_wait_are_delivered_at_the_end(flag: str, reason: str) -> None:
+def test_events_that_wait_are_delivered_at_the_end(
+    flag: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "patient.py").write_text(PATIENT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with namespace() as node, node.inside(Taker) as taker:
         thread = threading.Thread(target=taker.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -136,7 +152,7 @@ def test_events_that_wait_are_delivered_at_the_end(flag: str, reason: str) -> No
             done = subprocess.run(
                 ["ip", "netns", "exec", node.name, Path(sys.executable).with_name("kproxy"),
                  "--mode=nftables", f"--master={taker.url}", "--hostname-override=node1",
-                 "--bind-address-hard-fail", f"{flag}=192.0.2.1:9999"],
+                 "--bind-address-hard-fail", f"{flag}=192.0.2.1:9999", "-p", "patient"],
                 capture_output=True, text=True, check=False, timeout=60,
             )
         finally:
