@@ -37,17 +37,17 @@ class Proxy:
         """Status and body."""
         return get(self._node, port, path)
 
-    def health(self, path: str = "/healthz") -> tuple[int, str]:
+    def health(self, path: str = "/healthz", port: int = HEALTH) -> tuple[int, str]:
         """Return status and body; status 0: no process listens yet. The process must be alive."""
         assert self._process.poll() is None, self.ended()
         try:
-            return self.get(HEALTH, path)
+            return self.get(port, path)
         except OSError:
             return 0, ""
 
-    def await_health(self, path: str = "/healthz") -> None:
+    def await_health(self, path: str = "/healthz", port: int = HEALTH) -> None:
         deadline = time.monotonic() + PATIENCE
-        while (found := self.health(path))[0] != 200:
+        while (found := self.health(path, port))[0] != 200:
             assert time.monotonic() < deadline, f"not healthy after {PATIENCE} s: {found}"
             time.sleep(0.05)
 

@@ -304,6 +304,7 @@ def test_there_may_be_no_health_server(node: Namespace, manifests: Path) -> None
         while "10.1.2.3" not in node.run("nft", "list", "ruleset"):
             assert time.monotonic() < deadline, "no rules"
             time.sleep(0.05)
+        proxy.await_health("/proxyMode", 10249)
         assert proxy.get(10249, "/proxyMode") == (200, "nftables")
         with pytest.raises(ConnectionRefusedError):
             proxy.get(10256, "/healthz")

@@ -65,11 +65,14 @@ class Node:
         wait_until(lambda: self.answers(cluster_ip) == endpoint, f"{endpoint} answers at {cluster_ip}")
 
     def health(self) -> int:
+        """Return the status; 0: no process listens yet."""
         connection = http.client.HTTPConnection("127.0.0.1", 10256, timeout=PATIENCE)
         try:
             self.inside.inside(connection.connect)
             connection.request("GET", "/healthz")
             return connection.getresponse().status
+        except ConnectionRefusedError:
+            return 0
         finally:
             connection.close()
 
@@ -220,5 +223,6 @@ def test_requests_to_the_api_server_are_counted_as_client_go_does(
     run(f"--master={server.url}")
     move(server, "10.192.0.1")
     node.await_answer(FIRST, "10.192.0.1")
+    wait_until(lambda: node.health() == 200, "the proxy is healthy")
     host = server.url.removeprefix("http://")
     assert f'rest_client_requests_total{{code="200",host="{host}",method="GET"}} 4' in node.metrics()
