@@ -132,7 +132,7 @@ def test_credentials_that_are_refused_are_read_again(tmp_path: Path) -> None:
     def write(token: str) -> str:
         return write_kubeconfig(tmp_path / "config", server.url, CA, {"token": token})
 
-    with serving(refuse_first, ADDED) as server:
+    with serving(refuse_first, watched(event("ADDED", service("a"), 2), initial_events_end(2))) as server:
         follow_until_a_service(write("first"))
     assert tokens(server) == ["Bearer first", "Bearer other"]
 

@@ -74,6 +74,7 @@ def test_events_that_arrive_together_are_one_batch_over_tls(tmp_path: Path) -> N
 
     def many_records(exchange: Exchange) -> None:
         exchange.begin_watch()
+        exchange.chunk(exchange.event(initial_events_end(1)))
         for number in range(41):
             exchange.chunk(exchange.event(event("ADDED", service(f"s{number}"), 1)))
         while struct.unpack("i", fcntl.ioctl(exchange.socket, TIOCOUTQ, bytes(4)))[0]:
@@ -87,7 +88,7 @@ def test_events_that_arrive_together_are_one_batch_over_tls(tmp_path: Path) -> N
     source.start(emit)
     try:
         sizes = [len(batches.get(timeout=PATIENCE))]
-        while sum(sizes) < 41:
+        while sum(sizes) < 42:
             sizes.append(len(batches.get(timeout=PATIENCE)))
     finally:
         source.stop()
