@@ -18,7 +18,7 @@ from kproxy_core.store.events import Complete, ServiceGone
 from kproxy_core.testing.builders import service_name
 from kproxy_core.testing.network.patience import patience
 from kproxy_core.testing.open_files import open_files
-from tests.core.directory_rig import State, followed, service, serving, text, wait_past_everything
+from tests.core.directory_rig import PATIENCE, State, followed, service, serving, text, wait_past_everything
 
 
 @pytest.fixture
@@ -236,9 +236,11 @@ def test_an_editor_that_moves_the_old_file_aside_first(state: State, tmp_path: P
     assert not ever_gone(state, "web")
 
 
-@pytest.mark.usefixtures("_long_grace")
-def test_a_tool_that_removes_the_file_first(state: State, tmp_path: Path) -> None:
+def test_a_tool_that_removes_the_file_first(
+    state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As git does."""
+    monkeypatch.setattr(directory, "GRACE", PATIENCE)  # nothing is gone for good
     for port in range(81, 101):
         (tmp_path / "web.yaml").unlink()
         (tmp_path / "web.yaml").write_text(text(service("web", port=port)))
