@@ -10,6 +10,7 @@ change all of them together, by half within a second.
 
 import json
 import os
+import random
 import socket
 import statistics
 import struct
@@ -91,10 +92,12 @@ def _measure(hosts: dict[str, Namespace]) -> dict[tuple[str, str], list[int]]:
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     listeners = {name: host.inside(_listen) for name, host in hosts.items()}
     times: dict[tuple[str, str], list[int]] = {key: [] for key in product(hosts, WAYS)}
-    for number in range(ROUNDS):
+    order = list(times)
+    for _ in range(ROUNDS):
         clients = {name: host.inside(partial(_sockets, len(WAYS) * BATCH)) for name, host in hosts.items()}
-        for at in range(BATCH):
-            for name, way in sorted(times, reverse=bool((number + at) % 2)):
+        for _ in range(BATCH):
+            random.shuffle(order)  # What follows its like finds it in the processor's caches.
+            for name, way in order:
                 client = clients[name].pop()
                 begun = time.perf_counter_ns()
                 client.connect(WAYS[way])
