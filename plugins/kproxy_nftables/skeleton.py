@@ -17,16 +17,22 @@ from kproxy_nftables.names import TABLE, Template
 from kproxy_nftables.owned_chains import Owned, chain_text
 from kproxy_nftables.wanted import verdicts
 
+BaseChains = dict[str, tuple[str, str, int]]
+"""Type, hook and priority by name."""
+
 BASE_CHAINS = {
-    # name: (type, hook, priority)
     "nat-prerouting": ("nat", "prerouting", -100),
     "nat-output": ("nat", "output", -100),
     "nat-postrouting": ("nat", "postrouting", 100),
     "filter-forward": ("filter", "forward", 0),
     "filter-output": ("filter", "output", 0),
+}
+_RECORDING_BASE_CHAINS = {
     "filter-input": ("filter", "input", 0),
     "filter-postrouting": ("filter", "postrouting", 0),
 }
+"""The first hooks after DNAT: input for connections to this node, else postrouting. They exist once there is
+a template with session affinity: each packet would pay for them, even without rules."""
 
 
 class Extras(NamedTuple):
@@ -54,10 +60,7 @@ def skeleton(node: NodeView, extras: Extras = NO_EXTRAS) -> str:
         lines.append(counting.set_of_connections(family, TABLE))
         lines.append(counting.counting_set(family, TABLE, names.REFUSED))
         chains = _counted(chains, family.ip)
-    for name, (kind, hook, priority) in _base_chains(extras).items():
-        place = f"type {kind} hook {hook} priority {priority}; policy accept;"
-        lines.append(f"add chain {table} {name} {{ {place} }}")
-    text = "".join(f"{line}\n" for line in lines)
+    text = "".join(f"{line}\n" for line in lines) + _added(family, _base_chains(extras))
     text += "".join(chain_text(family, name, rules) for name, rules in chains.items())
     return text + (_flowtable(family, extras.flowtable) if extras.flowtable else "")
 
@@ -71,12 +74,27 @@ def templates(node: NodeView, wanted: Collection[Template]) -> str:
     for template in sorted(wanted):
         for needed in (*_leads_to(template), template):
             chains[needed.name] = _template_rules(node, needed)
-    if any(template.sticky for template in wanted):
+    text = ""
+    if _records(wanted):
+        text = _added(node.family, _RECORDING_BASE_CHAINS)
         chains[_RECORD] = _record_rules(node.family.ip)
-        # The first hooks after DNAT: input for connections to this node, else postrouting.
-        for hook in ("filter-input", "filter-postrouting"):
-            chains[hook] = [f"ct state new ct status dnat jump {_RECORD}"]
-    return "".join(chain_text(node.family, name, rules) for name, rules in chains.items())
+        for name in _RECORDING_BASE_CHAINS:
+            chains[name] = [f"ct state new ct status dnat jump {_RECORD}"]
+    return text + "".join(chain_text(node.family, name, rules) for name, rules in chains.items())
+
+
+def _records(templates: Iterable[Template]) -> bool:
+    """Return whether connections through *templates* are recorded, for session affinity."""
+    return any(template.sticky for template in templates)
+
+
+def _added(family: Family, base_chains: BaseChains) -> str:
+    """Return the commands that add *base_chains*."""
+    places = {
+        name: f"type {kind} hook {hook} priority {priority}; policy accept;"
+        for name, (kind, hook, priority) in base_chains.items()
+    }
+    return "".join(f"add chain {family.ip} {TABLE} {name} {{ {place} }}\n" for name, place in places.items())
 
 
 def rules_text(
@@ -131,10 +149,12 @@ def delete_table(family: Family) -> str:
     return f"add {table}\ndelete {table}\n"
 
 
-def object_names(templates: Iterable[Template], owned: Iterable[str], extras: Extras) -> set[str]:
+def object_names(templates: Collection[Template], owned: Iterable[str], extras: Extras) -> set[str]:
     """Return the names of all chains, maps, sets and flowtables that belong into the table."""
     wanted = {*_base_chains(extras), *_REGULAR_CHAINS, *names.ELEMENT_CONTAINERS, names.SERVICE_CIDRS}
     wanted.update(template.name for template in templates)
+    if _records(templates):
+        wanted |= {*_RECORDING_BASE_CHAINS}
     wanted.update(owned)
     if extras.counted:
         wanted |= {*_COUNTING_CHAINS, counting.CONNECTIONS, names.REFUSED}
@@ -206,15 +226,12 @@ def _chains(node: NodeView) -> dict[str, list[str]]:
             f"{ip} daddr @{names.CLUSTER_IPS} goto {names.REJECT}",
             f"{ip} daddr @{names.SERVICE_CIDRS} drop",
         ],
-        _RECORD: [],
+        _RECORD: [],  # `templates` fills it, and adds the chains that lead to it.
         "nat-prerouting": ["jump services"],
         "nat-output": ["jump services"],
         "nat-postrouting": ["jump masquerading"],
         "filter-forward": [check],
         "filter-output": [check],
-        # `templates` fills these, and the chain that they lead to.
-        "filter-input": [],
-        "filter-postrouting": [],
     }
 
 
@@ -224,7 +241,7 @@ _FLOWTABLE_BASE_CHAINS = {"flow-offload": ("filter", "forward", 300)}
 """After the filters of other tables: they see, and may drop, each packet that would add a flow."""
 
 
-def _base_chains(extras: Extras) -> dict[str, tuple[str, str, int]]:
+def _base_chains(extras: Extras) -> BaseChains:
     return (
         BASE_CHAINS
         | (_COUNTING_BASE_CHAINS if extras.counted else {})

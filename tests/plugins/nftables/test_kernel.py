@@ -99,6 +99,25 @@ def rich(family: Family = Family.IPV4) -> Plans:
     return found
 
 
+def hooks() -> set[str]:
+    """Return the hooks of the table's filter chains."""
+    return set(re.findall(r"type filter hook (\w+)", nft("list table ip kproxy")))
+
+
+def test_packets_meet_chains_that_record_clients_only_while_a_service_has_affinity(
+    backend: NftablesBackend,
+) -> None:
+    piece = endpoint_slice("web", endpoint("10.244.1.1"))
+    plain, sticky = (plans(NODES[Family.IPV4], service("web", affinity=n), piece) for n in (0, 60))
+    resync(backend, plain)
+    assert hooks() == {"forward", "output"}
+    change(backend, dict(sticky))
+    assert hooks() == {"forward", "output", "input", "postrouting"}
+    change(backend, dict(plain))
+    resync(backend, plain)
+    assert hooks() == {"forward", "output"}
+
+
 @pytest.mark.parametrize("family", Family)
 def test_a_restart_over_a_correct_table_writes_nothing(backend: NftablesBackend, family: Family) -> None:
     assert resync(backend, rich(family), NODES[family]).operations > 50
