@@ -20,7 +20,7 @@ class Replica:
         self._unseen: set[Name] | None = None
         """Objects not listed yet; None: no listing is under way."""
         self.is_complete = False
-        """Everything has been listed once, or never will be."""
+        """Everything has been listed once, or nothing waits for that."""
 
     @property
     def is_listing(self) -> bool:
