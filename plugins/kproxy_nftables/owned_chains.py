@@ -24,11 +24,7 @@ Owned = Mapping[str, str]
 
 def all_owned(plans: Iterable[ServicePlan]) -> Owned:
     """Return the objects that belong to one of *plans* alone."""
-    found: dict[str, str] = {}
-    for plan in plans:
-        if plan.affinity_seconds or plan.source_ranges:
-            found |= owned_objects(plan)
-    return found
+    return {name: text for plan in plans for name, text in owned_objects(plan).items()}
 
 
 def owned_objects(plan: ServicePlan) -> Owned:
