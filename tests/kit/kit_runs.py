@@ -72,6 +72,11 @@ class Results(NamedTuple):
     wrong: Mapping[str, str]
     """By check, for those that failed."""
 
+    @property
+    def problems(self) -> str:
+        """All that is wrong, in full: pytest cuts what it compares."""
+        return "\n".join(self.wrong.values())
+
 
 def play(mode: str, directory: Path) -> Results:
     """Run the kit in *directory*, which is made and has nothing but an ini file."""

@@ -9,14 +9,11 @@ from tests.kit.conftest import Runs
 from tests.kit.kit_runs import IN_A_GUEST, INI, Results, play, to_be_asked
 
 
-def judge(mode: str, found: Results) -> None:
-    assert not found.wrong, "\n".join(found.wrong.values())  # In full: pytest cuts what it compares.
-    assert found.asked == to_be_asked(mode)
-
-
 @pytest.mark.parametrize("mode", sorted(INI.keys() - {IN_A_GUEST}))
 def test_backend(mode: str, played: Runs) -> None:
-    judge(mode, played[mode].result())
+    found = played[mode].result()
+    assert not found.wrong, found.problems
+    assert found.asked == to_be_asked(mode)
 
 
 def play_in_a_guest(items: Sequence[pytest.Item], directory: Path) -> Results:
@@ -25,4 +22,5 @@ def play_in_a_guest(items: Sequence[pytest.Item], directory: Path) -> Results:
 
 @pytest.mark.in_a_guest(play=play_in_a_guest)
 def test_backend_in_a_guest(from_guest: Results) -> None:
-    judge(IN_A_GUEST, from_guest)
+    assert not from_guest.wrong, from_guest.problems
+    assert from_guest.asked == to_be_asked(IN_A_GUEST)
