@@ -38,6 +38,7 @@ check: env
 # Every test, or those of some lanes: `make test LANE=ipvs`.
 test: env guest
 	@$(MISSING) test
+	@tests/nft_releases/unpack bookworm trixie >/dev/null || true
 	@$(VENV)/bin/python -m tests.lanes $(LANE)
 
 lint: env

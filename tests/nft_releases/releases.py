@@ -1,0 +1,61 @@
+"""The releases of nft that write and read our tables: Debian 12's, which the image has, and Debian 13's.
+
+`unpack` beside this file gets the one that is not installed here; `make test` runs it before all tests.
+"""
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+UNPACK = Path(__file__).with_name("unpack")
+TIMEOUT = 30.0
+"""Seconds for one run of a program."""
+
+
+@dataclass(frozen=True)
+class Release:
+    """The programs of one release of Debian, which run in the network namespace of the calling thread."""
+
+    version: str
+    """Of nft."""
+    unpacked: "subprocess.CompletedProcess[str]"
+
+    @property
+    def programs(self) -> Path:
+        """The directory with `nft` and `python3`, which finds the binding `nftables` of this release."""
+        assert self.unpacked.returncode == 0, self.unpacked.stderr
+        return Path(self.unpacked.stdout.strip())
+
+    @property
+    def nft(self) -> str:
+        return str(self.programs / "nft")
+
+    @property
+    def python(self) -> str:
+        return str(self.programs / "python3")
+
+    def run(self, *arguments: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
+        """Run nft; a negative exit status is the signal that ended it."""
+        return self._run(self.nft, *arguments, stdin=stdin)
+
+    def run_python(self, script: str, *arguments: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
+        """Run *script* by the release's Python, which may import `nftables`."""
+        return self._run(self.python, "-c", script, *arguments, stdin=stdin)
+
+    @staticmethod
+    def _run(*command: str, stdin: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            command, input=stdin, capture_output=True, text=True, check=False, timeout=TIMEOUT)
+
+    def __str__(self) -> str:
+        return f"nft-{self.version}"
+
+
+def _release(version: str, suite: str) -> Release:
+    return Release(version, subprocess.run([UNPACK, suite], capture_output=True, text=True, check=False))
+
+
+# While the importing thread is still in the machine's network namespace, for downloads.
+BOOKWORM = _release("1.0.6", "bookworm")
+TRIXIE = _release("1.1.3", "trixie")
+RELEASES = (BOOKWORM, TRIXIE)
