@@ -51,8 +51,9 @@ class TrafficRecorder:
         self._instance = instance
         self._counts = Counts(earlier.counts if earlier.mode == instance.mode else ())
         """Of `_instance`, as they were read last."""
-        self._skip = bool(earlier.mode) and earlier.mode != instance.mode
-        """The kernel may hold counts that an earlier process has added already."""
+        is_other = earlier.mode is not None and earlier.mode != instance.mode
+        self._skip = set(families) if is_other else set[Family]()
+        """Families of which the kernel may hold counts of `_instance` that have been added already."""
         self.failures = Failures(families, self._failed)
         self._alive = earlier.alive
         self._volumes = VolumeReader(families)
@@ -69,12 +70,15 @@ class TrafficRecorder:
     def start(self) -> None:
         """Start reading at intervals, once the owners of all frontends are known."""
         with self._lock:
-            if self._skip:
+            is_other = bool(self._skip)
+            if is_other:
                 self._read()  # Now, so that no connection from here on is taken for an old one.
             self._started = True
             self._volumes.check()
             self.failures.start(self._volumes.add_ended if self._volumes.is_counted else None)
             self._volumes.start(self._alive)
+            if is_other:
+                self._write()
         threading.Thread(target=self._run, name="kproxy-traffic", daemon=True).start()
 
     def stop(self) -> None:
@@ -110,8 +114,9 @@ class TrafficRecorder:
             known = [(family, one) for family, one in self._counts if shares and not one.layer]
             self._instance, self._counts = instance, Counts(known)
             if not shares:
-                self._skip = True
+                self._skip = set(self._families)
                 self._read()
+            self._write()
 
     def _failed(self, family: Family, frontend: Frontend, where: Destination, failure: Failure) -> None:
         """Remember a failed connection until the counts of its endpoint have been read."""
@@ -160,12 +165,12 @@ class TrafficRecorder:
             if reading is None and mode not in self._silent:
                 self._silent.add(mode)
                 log.warning("this mode does not count connections", extra={"fields": {"mode": mode}})
-            if self._skip:
+            if family in self._skip:
+                self._skip.discard(family)
                 self._counts.remember(family, reading or ())
             else:
                 self._totals.add(family, self._counts.new(family, reading or ()), self.owners.owner, now)
-        self._skip = False
 
     def _write(self) -> None:
-        self._stored.write(
-            Stored(self._instance.mode, self._totals.of, list(self._counts), self._volumes.alive))
+        mode = "" if self._skip else self._instance.mode
+        self._stored.write(Stored(mode, self._totals.of, list(self._counts), self._volumes.alive))

@@ -23,8 +23,8 @@ _MOST_BYTES = 256 << 20
 class Stored(NamedTuple):
     """The content of the file, apart from the machine's boot id."""
 
-    mode: str = ""
-    """The mode that counted."""
+    mode: str | None = None
+    """The mode that counted; "": its counts could not be read; None: no process has counted."""
     totals: dict[ServicePortKey, Total] = {}  # noqa: RUF012 - immutable by agreement
     counts: Sequence[tuple[Family, Connections]] = ()
     """The last counts of that mode."""

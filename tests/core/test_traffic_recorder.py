@@ -102,6 +102,44 @@ def test_a_switch_reads_the_old_mode_and_then_the_new_one(
     assert forwarded(made) == wanted
 
 
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_process_that_is_killed_after_a_switch_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shares: bool
+) -> None:
+    old, new = Instance("one", 3), Instance("two", 3)
+    recorder(old, tmp_path, monkeypatch).stop()
+    made = recorder(old, tmp_path, monkeypatch)
+    made.switched(new, shares=shares)  # type: ignore[arg-type]
+    new.number = 5
+    assert forwarded(recorder(new, tmp_path, monkeypatch)) == 5
+
+
+def test_a_process_that_is_killed_soon_after_a_start_in_another_mode_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder(Instance("one", 3), tmp_path, monkeypatch).stop()
+    other = Instance("two", 100)
+    recorder(other, tmp_path, monkeypatch)
+    other.number = 102
+    assert forwarded(recorder(other, tmp_path, monkeypatch)) == 5
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_counts_that_cannot_be_read_at_a_switch_are_not_added_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
+) -> None:
+    made = recorder(Instance("one", 3), tmp_path, monkeypatch)
+    new = Instance("two", 100)
+    new.broken = True
+    made.switched(new, shares=False)  # type: ignore[arg-type]
+    new.broken = False
+    if killed:
+        made = recorder(new, tmp_path, monkeypatch)
+    assert forwarded(made) == 3
+    new.number = 102
+    assert forwarded(made) == 5
+
+
 def test_counts_of_a_layer_begin_again_with_its_mode_however_large_they_are_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

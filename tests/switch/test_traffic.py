@@ -318,6 +318,30 @@ def test_a_process_that_is_killed_loses_no_count(node: Room) -> None:
         expect_connections(proxy, {"one forwarded": 7, "endpoints": 7})
 
 
+def test_a_process_that_is_killed_after_a_switch_loses_no_count(node: Room) -> None:
+    with node.proxy("nftables", COUNTED) as proxy:
+        dial(node, WEB, 5)
+        assert node.kproxy("switch", "iptables").returncode == 0
+        dial(node, WEB, 2)
+        proxy.process.kill()
+        proxy.process.wait()
+    dial(node, WEB, 1)
+    with node.proxy("nftables", COUNTED) as proxy:
+        assert proxy.mode == "iptables"
+        expect_connections(proxy, {"one forwarded": 8, "endpoints": 8})
+
+
+def test_a_process_that_is_killed_after_a_start_in_another_mode_loses_no_count(node: Room) -> None:
+    with node.proxy("nftables", COUNTED):
+        dial(node, WEB, 5)
+    with node.proxy("iptables", COUNTED) as proxy:
+        dial(node, WEB, 2)
+        proxy.process.kill()
+        proxy.process.wait()
+    with node.proxy("iptables", COUNTED) as proxy:
+        expect_connections(proxy, {"one forwarded": 7, "endpoints": 7})
+
+
 @pytest.mark.parametrize("mode", ["nftables", "iptables"])
 def test_failures_are_told_from_refusals_by_the_rules(node: Room, mode: str) -> None:
     node.node.run("ip", "route", "add", "192.0.2.99", "via", CLIENT)

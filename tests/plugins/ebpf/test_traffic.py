@@ -126,7 +126,7 @@ def test_no_connection_is_lost_or_counted_twice(where: Node) -> None:
         assert counted(where)["service"]["web"] == 30
         proxy.end(signal.SIGKILL)
     connect(pod, 3)
-    with where.proxy(kproxy=COUNTED):
+    with where.proxy(kproxy=COUNTED) as proxy:
         assert counted(where)["service"] == {"web": 33, "dns": 3}
         expected = 33
         for mode in ("nftables", "ebpf", "nftables"):
@@ -136,6 +136,14 @@ def test_no_connection_is_lost_or_counted_twice(where: Node) -> None:
             connect(outside, 1)
             expected += 3
             assert counted(where)["service"]["web"] == expected
+        switch(where, "ebpf")
+        connect(pod, 2)
+        switch(where, "nftables")
+        connect(pod, 4)
+        proxy.end(signal.SIGKILL)
+    connect(outside, 1)
+    with where.proxy(kproxy=COUNTED):
+        assert counted(where)["service"]["web"] == expected + 7
 
 
 def test_failures_are_counted_whether_programs_or_rules_translate(where: Node) -> None:
