@@ -137,6 +137,7 @@ class Transport:
             self._answer.close()
             self._answer = None
         self._manager.clear()
+        self.wire.close()
 
     def abort(self) -> None:
         """Fail the current request at once, and every further one."""

@@ -127,6 +127,15 @@ class Wire:
             self._stand_in, self._socket = None, wrapped
             self._shut_down_if_aborted()
 
+    def close(self) -> None:
+        """Close the connection. urllib3 leaves that to the garbage collector, as do tracebacks."""
+        with self._lock:
+            if self._buffer is not None:
+                self._buffer.close()  # which keeps the socket's descriptor open, too
+            if self._socket is not None:
+                self._socket.close()
+            self._buffer = self._socket = None
+
     def abort(self) -> None:
         """Fail the current operation and every further connection attempt."""
         with self._lock:
