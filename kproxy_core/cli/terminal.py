@@ -21,9 +21,13 @@ def show(text: str) -> None:
 
 def show_answer(answer: Any, output: str, as_text: Callable[[Any], str]) -> None:
     """Print *answer* as *output*: json, or the text that *as_text* makes of it."""
+    show(formatted_answer(answer, output, as_text))
+
+
+def formatted_answer(answer: Any, output: str, as_text: Callable[[Any], str]) -> str:
     import json
 
-    show(json.dumps(answer, indent=2) if output == "json" else as_text(answer))
+    return json.dumps(answer, indent=2) if output == "json" else as_text(answer)
 
 
 good = partial(click.style, fg="green")

@@ -22,6 +22,9 @@ from kproxy_core.sync.observer import Synced, SyncObserver
 
 log = logging.getLogger("kproxy.run")
 
+_NODE_CRITICAL_SCORE = -997
+"""The oom_score_adj that the kubelet gives to containers of the priority class system-node-critical, which
+may not lower it: as good as kube-proxy's -999 (Kubernetes 1.36, pkg/kubelet/qos/policy.go)."""
 
 _M_TRIM_THRESHOLD = -1
 """A parameter of mallopt(3)."""
@@ -86,9 +89,13 @@ def raise_file_limit() -> None:
 
 def protect_from_oom_killer(score: int) -> None:
     """Set this process's oom_score_adj to *score*, if that is permitted."""
+    setting = Path("/proc/self/oom_score_adj")
     try:
-        Path("/proc/self/oom_score_adj").write_text(str(score), encoding="ascii")
+        setting.write_text(str(score), encoding="ascii")
     except OSError as error:
+        with suppress(OSError):
+            if int(setting.read_text(encoding="ascii")) <= _NODE_CRITICAL_SCORE:
+                return
         log.info("could not set oom_score_adj", extra={"fields": {"wanted": score, "error": str(error)}})
 
 

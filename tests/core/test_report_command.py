@@ -1,8 +1,11 @@
 """``kproxy report``: one archive about a node, and ``kproxy explain`` that answers from it elsewhere."""
 
 import json
+import os
+import pty
 import subprocess
 import tarfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +90,55 @@ def test_an_archive_replaces_no_file(tmp_path: Path) -> None:
         [KPROXY, "report", str(tmp_path / "a.tar.gz")], capture_output=True, text=True, check=False)
     assert (done.returncode, "File exists" in done.stderr) == (1, True)
     assert (tmp_path / "a.tar.gz").read_text() == "mine"
+
+
+def archived(directory: Path, data: bytes) -> dict[str, str]:
+    """The members of the archive *data*."""
+    (directory / "piped.tar.gz").write_bytes(data)
+    return members(directory / "piped.tar.gz")
+
+
+@pytest.mark.parametrize("file", [[], ["-"], ["/dev/stdout"]], ids=["no file", "-", "/dev/stdout"])
+def test_a_pipe_gets_the_archive_and_the_standard_error_its_contents(
+    manifests: Path, tmp_path: Path, file: list[str],
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    done = subprocess.run(
+        [KPROXY, "report", *file, "--mode=iptables", f"--manifests={manifests}"],
+        capture_output=True, check=True, cwd=empty)  # fmt: skip
+    found = archived(tmp_path, done.stdout)
+    assert done.stderr.decode().splitlines()[-1] == f"standard output: {', '.join(found)}"
+    assert "objects/objects.json" in found
+    assert list(empty.iterdir()) == []
+
+
+def on_a_terminal(directory: Path, *arguments: str) -> tuple[int, str]:
+    """The status and the output of `kproxy report` on a terminal, in *directory*."""
+    ours, theirs = pty.openpty()
+    command = [KPROXY, "report", *arguments]
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, cwd=directory) as made:
+        os.close(theirs)
+        text = b""
+        with suppress(OSError):  # EIO: the other end is closed
+            while piece := os.read(ours, 65536):
+                text += piece
+    os.close(ours)
+    return made.returncode, text.decode()
+
+
+def test_on_a_terminal_the_archive_is_a_file_where_it_runs(manifests: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "empty"
+    directory.mkdir()
+    status, text = on_a_terminal(directory, "--mode=iptables", f"--manifests={manifests}")
+    (path,) = directory.iterdir()
+    assert (status, text.splitlines()[-1].partition(":")[0]) == (0, path.name)
+    assert "plans.json" in members(path)
+
+
+def test_no_archive_is_written_to_a_terminal(tmp_path: Path) -> None:
+    status, text = on_a_terminal(tmp_path, "-")
+    assert (status, "name a file or use a pipe" in text) == (1, True)
 
 
 @pytest.mark.parametrize(("value", "shown"), [

@@ -99,6 +99,9 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(control, "PREFIX", f"kproxy/test-{secrets.token_hex(4)}/")
 
     def answer(request: Mapping[str, Any], report_progress: Callable[[str], None]) -> Mapping[str, Any]:
+        if request["do"] == "top":
+            return {"status": {"node": "n1", "mode": "old", "healthy": True, "problems": []},
+                    "found": 0, "all": 0, "counted": True, "services": []}
         if request["mode"] == "absent":
             raise RequestRefused("no backend provides mode 'absent'")
         if request["do"] == "compare":
@@ -125,6 +128,13 @@ def test_a_switch_is_reported_in_plain_lines(
 ) -> None:
     done = CliRunner().invoke(kproxy, ["switch", *arguments])
     assert (done.exit_code, done.stdout) == (status, printed)
+
+
+def test_one_look_at_the_traffic_names_no_keys(proxy: None) -> None:
+    done = CliRunner().invoke(kproxy, ["top", "--once"])
+    first, *_, last = done.stdout.splitlines()
+    assert (done.exit_code, first.rstrip()) == (0, "n1  old  healthy  0 of 0 service ports")
+    assert last.rstrip() == "order: rate"
 
 
 def test_a_switch_is_reported_in_json(proxy: None) -> None:

@@ -1,6 +1,9 @@
 """The pods' privileges suffice, and are needed: the real program has exactly these, on a read-only root."""
 
+import io
+import logging
 import subprocess
+import tarfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -9,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kproxy_core.process import preparation
 from tests.core.namespaces import Namespace, namespace
 from tests.core.processes import KPROXY, PATIENCE, Proxy, started
 from tests.deploy.objects import Object, base, containers
@@ -189,11 +193,49 @@ def test_a_check_names_the_requirements_an_unprepared_mode_lacks(node: Namespace
         assert "route_localnet" in done.stdout + done.stderr
 
 
+def test_a_report_is_written_to_the_standard_output_of_the_pod(node: Namespace, tmp_path: Path) -> None:
+    pod = Pod(node, tmp_path, "nftables")
+    pod.init()
+    with pod.main() as proxy:
+        proxy.await_health(READY)
+        done = execute(proxy, "report")
+        refused = execute(proxy, "report", "/report.tar.gz")
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+        names = archive.getnames()
+    assert {f"kproxy-report/{name}" for name in ("plans.json", "log.txt", "diff.json")} <= set(names)
+    assert refused.returncode == 1
+    assert b"/report.tar.gz: Read-only file system; `kproxy report >FILE`" in refused.stderr
+
+
+def test_only_the_protection_that_the_kubelet_gives_needs_no_word(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A container may not lower its score, and the priority class of the pod has the kubelet do so."""
+    pod = base()["DaemonSet"]["spec"]["template"]["spec"]
+    assert pod["priorityClassName"] == "system-node-critical"
+    score = int(Path("/proc/self/oom_score_adj").read_text())
+    wanted = min(score - 1, -1001)  # less than the kernel knows: refused to all
+    monkeypatch.setattr(preparation, "_NODE_CRITICAL_SCORE", score)
+    caplog.set_level(logging.INFO)
+    preparation.protect_from_oom_killer(wanted)
+    assert not caplog.records
+    monkeypatch.setattr(preparation, "_NODE_CRITICAL_SCORE", score - 1)
+    preparation.protect_from_oom_killer(wanted)
+    assert [record.message for record in caplog.records] == ["could not set oom_score_adj"]
+
+
 def switch(proxy: Proxy, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Switch as `kubectl exec` runs it: in the container's namespaces, with its capabilities."""
+    done = execute(proxy, "switch", *arguments)
+    return subprocess.CompletedProcess(
+        done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+def execute(proxy: Proxy, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    """Run kproxy as `kubectl exec` does: in the container's namespaces, with its capabilities."""
     return subprocess.run(
         ["nsenter", f"--target={proxy.pid}", "--mount", "--net", "--root", "setpriv",
          "--bounding-set=-all,+net_admin", "--inh-caps=-all", "--no-new-privs",
-         KPROXY, "switch", *arguments],
-        capture_output=True, text=True, check=False, timeout=60,
+         KPROXY, *arguments],
+        capture_output=True, check=False, timeout=60,
     )  # fmt: skip

@@ -1,12 +1,13 @@
 """The commands that look at a node, and their options."""
 
+import errno
 from typing import Any
 
 import click
 
 from kproxy_core.cli.options import OBJECTS, TEXT_OR_JSON, FlagCommand, given, with_flags
 from kproxy_core.cli.running import cli_errors
-from kproxy_core.cli.terminal import is_terminal, show, show_answer
+from kproxy_core.cli.terminal import formatted_answer, is_terminal, show, show_answer
 from kproxy_core.config.flags import RULES, SOURCES
 
 
@@ -196,19 +197,27 @@ def report(file: str, output: str, **options: Any) -> None:
     It has version, configuration, objects, plans, kernel state, differences, metrics, the last lines of the
     log and what works on this machine: addresses and names of Services, but no secrets. The running proxy
     tells them, or --manifests, --kubeconfig, --master or --config do.
+
+    FILE must not exist. - is the standard output, which is the default unless it is a terminal; the list of
+    contents is then printed to the standard error.
     """
-    import time
-    from pathlib import Path
+    import sys
 
     from kproxy_core.cli.inspection import reporting
 
-    path = Path(file or time.strftime("kproxy-report-%Y%m%dT%H%M%SZ.tar.gz", time.gmtime()))
+    is_piped = file in ("-", "/dev/stdout") or not (file or sys.stdout.isatty())
+    if is_piped and sys.stdout.isatty():
+        raise click.UsageError("the archive is not written to a terminal: name a file or use a pipe")
+    where = "standard output" if is_piped else file or reporting.new_name()
     try:
-        with cli_errors():
-            names = reporting.write(path, reporting.contents(given(options)))
+        with cli_errors(), sys.stdout.buffer if is_piped else reporting.create(where) as archive:
+            names = reporting.write(archive, reporting.contents(given(options)))
     except OSError as error:
-        raise click.ClickException(f"{path}: {error.strerror}") from error
-    show_answer({"file": str(path), "contents": names}, output, lambda _: f"{path}: {', '.join(names)}")
+        read_only = "; `kproxy report >FILE` writes no file here" if error.errno == errno.EROFS else ""
+        raise click.ClickException(f"{where}: {error.strerror}{read_only}") from error
+    text = formatted_answer(
+        {"file": where, "contents": names}, output, lambda _: f"{where}: {', '.join(names)}")
+    click.echo(text, err=is_piped)
 
 
 COMMANDS = (explain, diff, plan, verify, trace, report, top)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, BinaryIO
 
 import click
 import yaml
@@ -76,11 +76,20 @@ def _described(flags: Flags) -> Json:
                 **described(found.plans, store.services, store.all_slices(), store.origins)}  # fmt: skip
 
 
-def write(path: Path, found: Iterator[tuple[str, str]]) -> list[str]:
-    """Write the archive, readable by its owner only; return the names of its members. Raises OSError."""
+def new_name() -> str:
+    """Return a name for an archive of this moment."""
+    return time.strftime("kproxy-report-%Y%m%dT%H%M%SZ.tar.gz", time.gmtime())
+
+
+def create(path: str) -> BinaryIO:
+    """Return a new file at *path*, readable by its owner only. Raises OSError."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+
+
+def write(file: BinaryIO, found: Iterator[tuple[str, str]]) -> list[str]:
+    """Write the archive to *file*, which may be a pipe; return the names of its members. Raises OSError."""
     names = []
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
+    with tarfile.open(fileobj=file, mode="w|gz") as archive:
         for name, text in found:
             data = text.encode(errors="replace")
             member = tarfile.TarInfo(f"{TOP}/{name}")

@@ -35,7 +35,7 @@ def once(sort: str, search: str, count: int, *, as_json: bool) -> None:
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_FILES)
-    console.print(_table(found, View(sort, search, endpoints=True), console.width))
+    console.print(_table(found, View(sort, search, endpoints=True), console.width, keys=""))
 
 
 def _ask(sort: str, search: str, count: int) -> Mapping[str, Any]:
@@ -110,7 +110,7 @@ def _single_keys() -> Iterator[None]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def _table(found: Mapping[str, Any], view: View, width: int) -> "Table":
+def _table(found: Mapping[str, Any], view: View, width: int, keys: str = _KEYS) -> "Table":
     from rich.markup import escape
     from rich.table import Table
 
@@ -125,8 +125,9 @@ def _table(found: Mapping[str, Any], view: View, width: int) -> "Table":
     if view.search or view.typing:
         order += f"   filter: {escape(view.search)}"
     table = Table(
-        title="\n".join([title, *problems]), caption=f"{order}{'   paused' if view.paused else ''}\n{_KEYS}",
-        expand=True, title_justify="left", caption_justify="left", box=None, header_style="bold",
+        title="\n".join([title, *problems]),
+        caption=f"{order}{'   paused' if view.paused else ''}\n{keys}".rstrip(), expand=True,
+        title_justify="left", caption_justify="left", box=None, header_style="bold",
     )  # fmt: skip
     table.add_column("service port", overflow="fold", min_width=24, ratio=3)
     wide = width >= _WIDE
