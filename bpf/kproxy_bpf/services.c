@@ -42,8 +42,11 @@ struct client { u64 netns; u64 service; };
 struct sender { u64 netns; struct frontend from; };
 struct pin { u64 seen; struct endpoint endpoint; };
 struct sockaddr;
-/* *mark*: of the node's own TCP sockets whose packets are not to be tracked; 0: none. */
-struct settings { u64 node_netns; u32 flags; u32 mark; };
+/*
+ * *mark*: of the node's own TCP sockets whose packets are not to be tracked; 0: none. *pods_left*: flags of frontends;
+ * sockets of pods are left to the rules where one of these is set.
+ */
+struct settings { u64 node_netns; u32 flags; u32 mark; u32 pods_left; u32 padding; };
 struct flow { struct frontend frontend; struct endpoint endpoint; };
 struct flows { struct flow flow[4]; u64 next; };
 /*
@@ -57,13 +60,10 @@ struct counts {
 #define ONLY_NODE_CLIENTS 1
 #define KEEP_PEER 2
 #define CONNECTED_UDP 4
-#define IGNORE_MASQUERADE 8
-#define COUNT_CONNECTIONS 16
+#define COUNT_CONNECTIONS 8
 
 /* Of a service: some of its endpoints are on this node, and may be the client itself. */
 #define HAS_LOCAL_ENDPOINTS 1
-/* Of a frontend: the rules masquerade what pods send there. */
-#define MASQUERADES_PODS 2
 
 #define NO_PREALLOC 1
 
@@ -223,7 +223,7 @@ static __always_inline int dial(struct bpf_sock_addr *ctx, u64 first, u64 second
 		return 1;
 	u64 netns = s->affinity_seconds || s->flags ? netns_cookie(ctx) : 0;
 	struct client c = { netns, s->id };
-	if (s->flags & MASQUERADES_PODS && !(set->flags & IGNORE_MASQUERADE) && netns != set->node_netns)
+	if (s->flags & set->pods_left && netns != set->node_netns)
 		return 1;
 	if (s->flags & HAS_LOCAL_ENDPOINTS && hairpins.lookup(&c))
 		return 1;

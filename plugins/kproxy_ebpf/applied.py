@@ -78,7 +78,7 @@ def contents(plans: Iterable[ServicePlan]) -> Contents:
                     endpoints[batch.endpoint_key(value, service)] = batch.PRESENT
             for frontend in group.frontends:
                 frontends[frontend.key] = batch.ServiceValue(
-                    service, count, plan.affinity_seconds, has_local, frontend.masquerades_pods
+                    service, count, plan.affinity_seconds, has_local, frontend.flags
                 ).encode()
     return {names.ENDPOINTS: endpoints, names.SLOTS: slots, names.FRONTENDS: frontends}
 

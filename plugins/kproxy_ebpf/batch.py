@@ -18,7 +18,7 @@ _ENDPOINT = struct.Struct("=16sQ")
 """Address; port, and is local << 16."""
 _NUMBER = struct.Struct("=Q")
 _COUNTS = struct.Struct("=17Q")
-_SETTINGS = struct.Struct("=QII")
+_SETTINGS = struct.Struct("=QIIIxxxx")
 _NUMBERS = [_NUMBER.pack(number) for number in range(64)]
 _SERVICE_ID = 8
 """Bytes of a service's id."""
@@ -27,8 +27,14 @@ _MAPPED = bytes(10) + b"\xff\xff"
 _NODE_PORT_KIND = {Family.IPV4: 4, Family.IPV6: 6}
 _IS_LOCAL = 1 << 16
 
-ONLY_NODE_CLIENTS, KEEP_PEER, CONNECTED_UDP, IGNORE_MASQUERADE, COUNT_CONNECTIONS = 1, 2, 4, 8, 16
+ONLY_NODE_CLIENTS, KEEP_PEER, CONNECTED_UDP, COUNT_CONNECTIONS = 1, 2, 4, 8
 """Flags of the settings."""
+_HAS_LOCAL = 1
+MASQUERADES_PODS = 2
+"""Flag of a frontend: the rules give traffic of pods the node's address as source."""
+SHORT_CIRCUITS = {Family.IPV4: 4, Family.IPV6: 8}
+"""Flag of a frontend with policy Local: the rules lead pods to all endpoints, and clients from elsewhere to
+those on this node."""
 
 Counts = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Of `api.Connections`: `number`, `failed`, `carried`, and `handshakes`."""
@@ -82,16 +88,17 @@ class ServiceValue(NamedTuple):
     affinity_seconds: int
     has_local: bool
     """One of the endpoints may be a client itself."""
-    masquerades_pods: bool
+    frontend: int
+    """Flags of the frontend."""
 
     def encode(self) -> bytes:
-        flags = self.has_local | self.masquerades_pods << 1
+        flags = self.frontend | _HAS_LOCAL * self.has_local
         return _SERVICE.pack(self.identity, self.endpoints, self.affinity_seconds, flags)
 
 
 def parse_service(value: bytes) -> ServiceValue:
     identity, endpoints, affinity_seconds, flags = _SERVICE.unpack(value)
-    return ServiceValue(identity, endpoints, affinity_seconds, bool(flags & 1), bool(flags & 2))
+    return ServiceValue(identity, endpoints, affinity_seconds, bool(flags & _HAS_LOCAL), flags & ~_HAS_LOCAL)
 
 
 def slot_key(service: bytes, index: int) -> bytes:
@@ -159,12 +166,13 @@ def cookie_key(cookie: int) -> bytes:
     return _NUMBER.pack(cookie)
 
 
-def settings_value(node_namespace: int, flags: int, mark: int) -> bytes:
+def settings_value(node_namespace: int, flags: int, mark: int, pods_left: int) -> bytes:
     """Return the settings that all programs read at each call.
 
     *node_namespace*: the cookie of the node's network namespace. *mark*: `Settings.notrack_mark`.
+    *pods_left*: flags of frontends for which sockets of pods are left to the rules.
     """
-    return _SETTINGS.pack(node_namespace, flags, mark)
+    return _SETTINGS.pack(node_namespace, flags, mark, pods_left)
 
 
 def _network(port: int) -> int:

@@ -11,7 +11,7 @@ from kproxy_core.model.address import Protocol
 from kproxy_core.model.endpoint import Destination
 from kproxy_core.model.node import NodeView
 from kproxy_core.plan.service_plan import ServicePlan
-from kproxy_ebpf.batch import address_key, frontend_key, node_port_key
+from kproxy_ebpf.batch import MASQUERADES_PODS, SHORT_CIRCUITS, address_key, frontend_key, node_port_key
 
 
 class Frontend(NamedTuple):
@@ -19,8 +19,8 @@ class Frontend(NamedTuple):
 
     key: bytes
     """Of the map of frontends."""
-    masquerades_pods: bool
-    """The rules give traffic of pods the node's address as source."""
+    flags: int
+    """`batch.MASQUERADES_PODS`, or of `batch.SHORT_CIRCUITS`; 0: an internal frontend."""
 
 
 class Group(NamedTuple):
@@ -36,20 +36,22 @@ def wanted(plan: ServicePlan) -> Iterator[Group]:
     """Yield the groups of frontends of *plan* that programs translate.
 
     External frontends use the endpoints of the whole cluster whatever their policy is: a local socket takes
-    the short circuit (kube-proxy 1.36, pkg/proxy/topology.go).
+    the short circuit (kube-proxy 1.36, pkg/proxy/topology.go), unless `frontends_left_by_pods` says that the
+    rules decide.
     """
     if plan.key.protocol is Protocol.SCTP:
         return
     internal: list[Frontend] = []
     if plan.cluster_ip is not None:
-        internal.append(Frontend(frontend_key(plan.cluster_ip, plan.key.protocol, plan.port), False))
+        internal.append(Frontend(frontend_key(plan.cluster_ip, plan.key.protocol, plan.port), 0))
     keys = [
         frontend_key(address, plan.key.protocol, plan.port)
         for address in (plan.external_ips if plan.source_ranges else plan.external_addresses)
     ]
     if plan.node_port:
         keys.append(node_port_key(plan.family, plan.key.protocol, plan.node_port))
-    external = [Frontend(key, not plan.external_policy_local) for key in keys]
+    flag = SHORT_CIRCUITS[plan.family] if plan.external_policy_local else MASQUERADES_PODS
+    external = [Frontend(key, flag) for key in keys]
     if plan.internal_policy_local:
         if internal and plan.local:
             yield Group("local", tuple(internal), plan.local)
@@ -76,3 +78,12 @@ def only_node_clients(clients: str, node: NodeView) -> bool:
     """
     by_interface = node.local_source is not None and node.local_source.cidr is None
     return clients == "node" or node.masquerade_all or (clients == "auto" and by_interface)
+
+
+def frontends_left_by_pods(clients: str, node: NodeView) -> int:
+    """Return the flags of frontends for which sockets of pods are left to the rules.
+
+    Rules that cannot recognise pods treat them as any client of a frontend with policy Local.
+    """
+    masquerading = MASQUERADES_PODS * (clients != "all")
+    return masquerading | (SHORT_CIRCUITS[node.family] if node.local_source is None else 0)

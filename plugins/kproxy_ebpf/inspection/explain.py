@@ -10,7 +10,7 @@ from kproxy_core.plan.fate import Choice, Fate, Origin, Outcome, Packet
 from kproxy_ebpf import batch, names
 from kproxy_ebpf.kernel.pinned import PinnedMaps
 from kproxy_ebpf.settings import Settings
-from kproxy_ebpf.wanted import Group, only_node_clients, wanted
+from kproxy_ebpf.wanted import Group, frontends_left_by_pods, only_node_clients, wanted
 
 
 def explain(
@@ -34,7 +34,7 @@ def _in_front(
     if found is None:
         return side
     pod = question.packet.origin is Origin.POD
-    if pod and found.masquerades_pods and settings.clients != "all":
+    if pod and found.flags & frontends_left_by_pods(settings.clients, question.node):
         return side
     fate = Fate(Outcome.FORWARDED, "a BPF program chooses when a socket connects", found.choices)
     objects = [*found.objects, *side.objects]
@@ -55,8 +55,8 @@ def _may_translate(question: Question, settings: Settings) -> bool:
 class _Found(NamedTuple):
     objects: Sequence[KernelObject]
     choices: tuple[Choice, ...]
-    masquerades_pods: bool
-    """The rules masquerade what pods send there."""
+    flags: int
+    """Of the frontend."""
     remembered: Destination | None = None
 
 
@@ -74,7 +74,7 @@ def _written(question: Question) -> _Found | None:
     for group in wanted(question.plan):
         for frontend in group.frontends:
             if frontend.key in _keys(question):
-                return _Found(_texts(question, group), _choices(group), frontend.masquerades_pods)
+                return _Found(_texts(question, group), _choices(group), frontend.flags)
     return None
 
 
@@ -112,7 +112,7 @@ def _held(question: Question, maps: PinnedMaps) -> _Found | None:
         objects.append(KernelObject(f"BPF map {names.SLOTS}", f"{index} : {format_socket(*where)}"))
         choices.append(Choice(where, 1 / service.endpoints, masqueraded=False))
     remembered = _remembered(question.packet, service, maps)
-    return _Found(objects, tuple(choices), service.masquerades_pods, remembered)
+    return _Found(objects, tuple(choices), service.frontend, remembered)
 
 
 def _remembered(packet: Packet, service: batch.ServiceValue, maps: PinnedMaps) -> Destination | None:

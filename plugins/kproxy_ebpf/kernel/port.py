@@ -8,6 +8,8 @@ import socket
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import reduce
+from operator import or_
 from pathlib import Path
 
 from kproxy_core.backend.errors import SyncFailed, TrustLost
@@ -22,7 +24,7 @@ from kproxy_ebpf.kernel.connected import destroy_connected_sockets
 from kproxy_ebpf.kernel.notrack import NotrackTables
 from kproxy_ebpf.kernel.programs import Compiled
 from kproxy_ebpf.settings import Settings
-from kproxy_ebpf.wanted import only_node_clients
+from kproxy_ebpf.wanted import frontends_left_by_pods, only_node_clients
 
 log = logging.getLogger("kproxy.ebpf")
 
@@ -50,6 +52,8 @@ class Kernel:
         self._programs: dict[str, int] = {}
         self._links: dict[str, int] = {}
         self._settings_written = b""
+        self._pods_left = dict(batch.SHORT_CIRCUITS)
+        """Flags of frontends for which sockets of pods are left to the rules, by family."""
         self._cgroup = -1
         self._cgroup_id = 0
         self.attachments = 0
@@ -85,10 +89,11 @@ class Kernel:
             batch.ONLY_NODE_CLIENTS * only_node_clients(settings.clients, node)
             | batch.KEEP_PEER * settings.getpeername
             | batch.CONNECTED_UDP * self._connected_udp
-            | batch.IGNORE_MASQUERADE * (settings.clients == "all")
             | batch.COUNT_CONNECTIONS * bool(self._counting)
         )
-        value = batch.settings_value(self._namespace, flags, settings.notrack_mark)
+        self._pods_left[node.family] = frontends_left_by_pods(settings.clients, node)
+        value = batch.settings_value(
+            self._namespace, flags, settings.notrack_mark, reduce(or_, self._pods_left.values()))
         if value != self._settings_written:
             with self._lock, _reporting():
                 bpf.update(self._maps[names.SETTINGS], bytes(4), value)

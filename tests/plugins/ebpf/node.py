@@ -1,4 +1,4 @@
-"""A node with a pod, endpoints elsewhere, and a kproxy in ebpf mode for sockets in a cgroup of the test."""
+"""A node with two pods, other endpoints, and a kproxy in ebpf mode for sockets in a cgroup of the test."""
 
 import json
 import os
@@ -24,6 +24,9 @@ from tests.plugins.ebpf.sockets import Sockets, sockets_in
 
 NODE, NODE6 = "203.0.113.1", "fd00:203::1"
 POD, POD6 = "10.244.1.11", "fd00:244:1::11"
+NEIGHBOUR, NEIGHBOUR6 = "10.244.1.12", "fd00:244:1::12"
+"""The other pod of the node."""
+_HERE = (POD, POD6, NEIGHBOUR, NEIGHBOUR6)
 REMOTE = tuple(f"10.244.2.{number}" for number in range(11, 16))
 REMOTE6 = tuple(f"fd00:244:2::{number}" for number in range(11, 16))
 PORT = 8080
@@ -33,24 +36,23 @@ Json = dict[str, Any]
 
 
 class Node:
-    """The namespaces of node, pod and another node, the endpoints in them, and the objects of the cluster."""
+    """The namespaces of node, pods and another node, the endpoints in them, and the cluster's objects."""
 
     def __init__(self, stack: ExitStack, directory: Path) -> None:
         self._stack = stack
         self._directory = directory
         self.cgroup = stack.enter_context(new_cgroup())
         self.pins = stack.enter_context(new_bpf_file_system(directory / "bpf")) / "kproxy"
-        self.host, self.pod, self.elsewhere = (stack.enter_context(namespace()) for _ in range(3))
-        _connect(self.host, self.pod, self.elsewhere)
+        self.host, self.pod, self.neighbour, self.elsewhere = (
+            stack.enter_context(namespace()) for _ in range(4))
+        _connect(self.host, self.pod, self.neighbour, self.elsewhere)
         self.config = directory / "config.json"
         self.manifests = directory / "manifests"
         self.manifests.mkdir()
-        self._write("node", {
-            "apiVersion": "v1", "kind": "Node", "metadata": {"name": "here"},
-            "status": {"addresses": [{"type": "InternalIP", "address": a} for a in (NODE, NODE6)]},
-        })  # fmt: skip
+        self.have_pod_network(None)
         self.echo = stack.enter_context(echo(self.elsewhere, (*REMOTE, *REMOTE6)))
         stack.enter_context(echo(self.pod, (POD, POD6)))
+        stack.enter_context(echo(self.neighbour, (NEIGHBOUR, NEIGHBOUR6)))
 
     def sockets(self, where: Namespace, *, translated: bool = True) -> Sockets:
         """Return a maker of sockets in *where*. *translated*: inside the cgroup."""
@@ -93,9 +95,17 @@ class Node:
                          "labels": {"kubernetes.io/service-name": name}},
             "addressType": "IPv6" if ":" in cluster_ip else "IPv4",
             "endpoints": [
-                {"addresses": [a], "nodeName": "here" if a in (POD, POD6) else "elsewhere"} for a in endpoints
+                {"addresses": [a], "nodeName": "here" if a in _HERE else "elsewhere"} for a in endpoints
             ],
             "ports": [{"port": PORT, "protocol": protocol}],
+        })  # fmt: skip
+
+    def have_pod_network(self, cidr: str | None) -> None:
+        """Write the Node object."""
+        self._write("node", {
+            "apiVersion": "v1", "kind": "Node", "metadata": {"name": "here"},
+            "spec": {"podCIDRs": [cidr]} if cidr else {},
+            "status": {"addresses": [{"type": "InternalIP", "address": a} for a in (NODE, NODE6)]},
         })  # fmt: skip
 
     def await_endpoints(
@@ -224,20 +234,18 @@ def node(directory: Path) -> Iterator[Node]:
         yield Node(stack, directory)
 
 
-def _connect(host: Namespace, pod: Namespace, elsewhere: Namespace) -> None:
-    for one in (host, pod, elsewhere):  # Link-local addresses can be used at once, to find neighbours.
+def _connect(host: Namespace, pod: Namespace, neighbour: Namespace, elsewhere: Namespace) -> None:
+    for one in (host, pod, neighbour, elsewhere):  # Link-local addresses can be used at once.
         one.run("sysctl", "-qw", "net.ipv6.conf.default.accept_dad=0", "net.ipv6.conf.all.accept_dad=0")
     host.run("sysctl", "-qw", "net.ipv4.ip_forward=1", "net.ipv6.conf.all.forwarding=1")
     host.ip(
-        f"link add pod type veth peer eth0 netns {pod.name}", "link set pod up",
-        "addr add 10.244.1.1/24 dev pod", "addr add fd00:244:1::1/64 dev pod nodad",
+        *_to_pod("pod", pod, "10.244.1.1", "fd00:244:1::1", POD, POD6),
+        *_to_pod("neighbour", neighbour, "10.244.1.2", "fd00:244:1::2", NEIGHBOUR, NEIGHBOUR6),
         f"link add out type veth peer eth0 netns {elsewhere.name}", "link set out up",
         f"addr add {NODE}/24 dev out", f"addr add {NODE6}/64 dev out nodad",
     )  # fmt: skip
-    pod.ip(
-        "link set eth0 up", f"addr add {POD}/24 dev eth0", f"addr add {POD6}/64 dev eth0 nodad",
-        "route add default via 10.244.1.1", "route add default via fd00:244:1::1",
-    )  # fmt: skip
+    pod.ip(*_of_pod("10.244.1.1", "fd00:244:1::1", POD, POD6))
+    neighbour.ip(*_of_pod("10.244.1.2", "fd00:244:1::2", NEIGHBOUR, NEIGHBOUR6))
     elsewhere.ip(
         "link set eth0 up", "addr add 203.0.113.2/24 dev eth0", "addr add fd00:203::2/64 dev eth0 nodad",
         *(f"addr add {address}/32 dev lo" for address in REMOTE),
@@ -245,3 +253,23 @@ def _connect(host: Namespace, pod: Namespace, elsewhere: Namespace) -> None:
         f"route add default via {NODE}", f"route add default via {NODE6}",
     )  # fmt: skip
     host.ip("route add default via 203.0.113.2", "route add default via fd00:203::2")
+
+
+def _to_pod(
+    name: str, pod: Namespace, gateway: str, gateway6: str, address: str, address6: str
+) -> tuple[str, ...]:
+    """Return the commands that connect the node to a pod, whose gateways are addresses of the node."""
+    return (
+        f"link add {name} type veth peer eth0 netns {pod.name}", f"link set {name} up",
+        f"addr add {gateway}/32 dev {name}", f"addr add {gateway6}/128 dev {name} nodad",
+        f"route add {address}/32 dev {name}", f"route add {address6}/128 dev {name}",
+    )
+
+
+def _of_pod(gateway: str, gateway6: str, address: str, address6: str) -> tuple[str, ...]:
+    """Return the commands that connect a pod to its node."""
+    return (
+        "link set eth0 up", f"addr add {address}/32 dev eth0", f"addr add {address6}/128 dev eth0 nodad",
+        f"route add {gateway}/32 dev eth0", f"route add {gateway6}/128 dev eth0",
+        f"route add default via {gateway}", f"route add default via {gateway6}",
+    )

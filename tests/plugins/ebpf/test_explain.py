@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+from msgspec.structs import replace
 
 from kproxy_core.backend.api import KernelObject, KernelSide
 from kproxy_core.model.address import Family, Protocol
@@ -45,6 +46,20 @@ def test_maps_and_rules_decide_together_as_the_plans_say(
                 assert agrees(question, side), (question, side)
             by_maps = [q.packet.origin for q, side in zip(asked, sides, strict=True) if side.objects]
             assert set(by_maps) == {Origin.POD, Origin.NODE}
+
+
+@FAMILIES
+def test_pods_that_the_rules_cannot_recognise_are_left_to_them_by_policy_local(
+    family: Family, kernel: Kernel, settings: Settings
+) -> None:
+    asked = [replace(q, node=replace(q.node, local_source=None)) for q in questions(family)
+             if q.plan is not None and q.plan.external_policy_local]  # fmt: skip
+    rules = [KernelSide((), decided(question)) for question in asked]
+    with pinned_maps(settings) as maps:
+        assert maps is not None
+        for source in (maps, None):
+            sides = explain(asked, rules, settings._replace(clients="all"), source)
+            assert all(agrees(question, side) for question, side in zip(asked, sides, strict=True))
 
 
 @FAMILIES

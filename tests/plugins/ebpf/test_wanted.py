@@ -7,7 +7,7 @@ from kproxy_core.model.endpoint import Destination, EndpointSlice
 from kproxy_core.model.service import Service, ServicePortKey
 from kproxy_core.plan.service_plan import ServicePlan
 from kproxy_core.testing.builders import destinations, endpoint, endpoint_slice, node_view, plans, service
-from kproxy_ebpf.batch import frontend_key, node_port_key
+from kproxy_ebpf.batch import MASQUERADES_PODS, SHORT_CIRCUITS, frontend_key, node_port_key
 from kproxy_ebpf.wanted import Frontend, Group, node_addresses, wanted
 
 NODE = node_view("node1", pods="10.244.1.0/24", node_port_addresses="192.0.2.1")
@@ -19,14 +19,14 @@ def groups(plans: dict[ServicePortKey, ServicePlan]) -> list[Group]:
 
 
 def internal(address: str) -> Frontend:
-    return Frontend(frontend_key(parse_address(address), Protocol.TCP, 80), False)
+    return Frontend(frontend_key(parse_address(address), Protocol.TCP, 80), 0)
 
 
 def external(address: str) -> Frontend:
-    return Frontend(frontend_key(parse_address(address), Protocol.TCP, 80), True)
+    return Frontend(frontend_key(parse_address(address), Protocol.TCP, 80), MASQUERADES_PODS)
 
 
-NODE_PORT = Frontend(node_port_key(Family.IPV4, Protocol.TCP, 30080), True)
+NODE_PORT = Frontend(node_port_key(Family.IPV4, Protocol.TCP, 30080), MASQUERADES_PODS)
 
 
 def remote() -> tuple[Destination, ...]:
@@ -65,7 +65,8 @@ def test_external_policy_local_does_not_concern_local_sockets() -> None:
         plans(NODE, service(external_ips="198.51.100.1", external_local=True), endpoint_slice("web", REMOTE))
     )
     assert [group.endpoints for group in found] == [remote()]
-    assert not any(frontend.masquerades_pods for group in found for frontend in group.frontends)
+    flags = [frontend.flags for group in found for frontend in group.frontends]
+    assert flags == [0, SHORT_CIRCUITS[Family.IPV4]]
 
 
 @pytest.mark.parametrize(
