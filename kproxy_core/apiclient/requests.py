@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from kproxy_core.apiclient.access import CurrentAccess
+from kproxy_core.apiclient.loading import Stamp, stamp
 from kproxy_core.apiclient.transport import Response, Transport
 from kproxy_core.apiclient.wire import Aborted
 from kproxy_core.objects.decode import UNDECODABLE, Malformed, Status
@@ -80,6 +81,10 @@ class ApiRequests:
         self._accept = accept
         self._stopping = threading.Event()
         self._access = access.now
+        self._tried = self._access
+        """The access of the last request."""
+        self._noticed: dict[str, Stamp] = {}
+        """Replaced files that `files_replaced` has reported, and their stamps."""
         self._transport = Transport(self._access)
 
     def list(self, target: str, first: bool) -> tuple[bytes, bool]:
@@ -99,6 +104,7 @@ class ApiRequests:
     def _get(self, target: str, waited: float, *, is_list: bool) -> tuple[Response, bytes]:
         """Return an answer, and the body of a list's. *waited*: seconds, for the observer."""
         started, code, received, data = time.monotonic(), "<error>", None, b""
+        self._tried = self._access
         try:
             response = self._transport.get(
                 target, SILENCE, accept=self._accept, compressed=is_list, allowance=ALLOWANCE)
@@ -140,6 +146,13 @@ class ApiRequests:
                 else self._access.tls is not None and _is_about_tls(error)):
             self._current.renew(self._access)
             self._take_current()
+
+    def files_replaced(self) -> bool:
+        """Return whether a file was replaced since the last request read it, and since the last call."""
+        found = {path: now for path, known in self._tried.files
+                 if (now := stamp(path)) is not None and now not in (known, self._noticed.get(path))}
+        self._noticed |= found
+        return bool(found)
 
     def _take_current(self) -> None:
         if self._access is self._current.now:

@@ -3,6 +3,7 @@
 import json
 import ssl
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,11 @@ from pathlib import Path
 import pytest
 
 from kproxy_core.apiclient.access import AccessError, CurrentAccess
+from kproxy_core.apiclient.content import JSON
+from kproxy_core.apiclient.requests import ApiRequest, ApiRequests
 from kproxy_core.sources.apiserver.source import KubernetesSource
+from kproxy_core.timing.backoff import Backoff
+from kproxy_core.timing.token_bucket import TokenBucket
 from tests.core.api_servers import (
     TLS,
     Exchange,
@@ -135,6 +140,54 @@ def test_credentials_that_are_refused_are_read_again(tmp_path: Path) -> None:
     with serving(refuse_first, watched(event("ADDED", service("a"), 2), initial_events_end(2))) as server:
         follow_until_a_service(write("first"))
     assert tokens(server) == ["Bearer first", "Bearer other"]
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["during the request", "while it waits"])
+@pytest.mark.parametrize("where", ["token file", "kubeconfig"])
+def test_a_replaced_file_ends_the_wait_for_the_next_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, early: bool,
+) -> None:
+    monkeypatch.setattr(Backoff, "delay", lambda *_: 3600.0)
+    in_file = where == "token file"
+
+    def write(token: str) -> str:
+        if in_file:
+            replace_file(tmp_path / "token", token)
+        return write_kubeconfig(tmp_path / "config", server.url, CA,
+                                {"tokenFile": "token"} if in_file and token == "old" else {"token": token})
+
+    refused = threading.Event()
+
+    def note(request: ApiRequest) -> None:
+        if request.code == "401":
+            refused.set()
+
+    def step(exchange: Exchange) -> None:
+        if early:
+            write("new")
+        refuse(401)(exchange)
+
+    with serving(step, watched(event("ADDED", service("a"), 2), initial_events_end(2))) as server:
+        with following(KubernetesSource(CurrentAccess(None, write("old")), "n", observe=note)) as observed:
+            assert refused.wait(30)
+            if not early:
+                write("new")
+            observed.wait_for(lambda o: o.names == {"a"})
+    assert tokens(server) == ["Bearer old", "Bearer new"]
+
+
+def test_a_replaced_file_of_no_use_is_tried_once(tmp_path: Path) -> None:
+    config = write_kubeconfig(tmp_path / "config", "http://127.0.0.1:1", {}, {"token": "old"})
+    access = CurrentAccess(None, config)
+    requests = ApiRequests(access, TokenBucket(0.0, 1), lambda _: None, JSON)
+    assert not requests.files_replaced()
+    replace_file(tmp_path / "config", "{")
+    assert requests.files_replaced()
+    with pytest.raises(AccessError):
+        requests.keep_up()
+    assert not requests.files_replaced()
+    (tmp_path / "config").unlink()
+    assert not requests.files_replaced()
 
 
 def test_a_new_client_certificate_is_used_from_the_next_request_on(

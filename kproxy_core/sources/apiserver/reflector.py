@@ -52,6 +52,9 @@ RELIST_SPREAD = 1.0
 """Seconds over which the nodes of a cluster list again, by chance, after their server lost the history: all
 watches of a server that restarts break at once."""
 
+FILE_CHECK = 1.0
+"""Seconds between two looks at the files of the configuration, while the next attempt has to wait."""
+
 _NOT_ABOUT_THE_VERSION = (403, 404, 408, 429)
 """Statuses that blame the client, not its version: a starting server knows neither roles nor all kinds."""
 
@@ -115,13 +118,20 @@ class Reflector:
         while not self._stopping.is_set():
             self._granted = None
             self._replica.abandon_listing()
-            self._stopping.wait(self._attempt())
+            self._wait(self._attempt())
         self._requests.disconnect()
 
     def stop(self) -> None:
         """Make `run` return soon, without another event. For another thread."""
         self._stopping.set()
         self._requests.abort()
+
+    def _wait(self, seconds: float) -> None:
+        """Wait before the next attempt, but no longer than until a file with credentials is replaced."""
+        while seconds > 0 and not self._requests.files_replaced():
+            if self._stopping.wait(min(seconds, FILE_CHECK)):
+                return
+            seconds -= FILE_CHECK
 
     # -- states
 
